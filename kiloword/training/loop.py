@@ -1,22 +1,31 @@
-"""The training loop. `setup.py` prepares what it uses; `cadence.py` logs, saves, validates and stops around steps."""
+"""The training loop, and the cadence at which it logs, saves, validates and stops. `setup.py` prepares what it uses."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
 from pathlib import Path
+
+from torch import Tensor
 
 from kiloword.config.by_device import products
 from kiloword.config.options import RunOptions as RunOptions
 from kiloword.config.recipes import Recipe
-from kiloword.distributed import collectives
-from kiloword.distributed.device import choose, on_device, precision_of
+from kiloword.distributed import collectives, heartbeat
+from kiloword.distributed.device import choose, cores, on_device, precision_of
 from kiloword.training.accumulate import backward
-from kiloword.training.cadence import Cadence
+from kiloword.training.meter import Guard, Meter
 from kiloword.training.resolve import micro_batches, open_sources
 from kiloword.training.run_folder import error_kept
 from kiloword.training.saving import Saver
 from kiloword.training.setup import Run, prepare
-from kiloword.training.signals import stop_signals
-from kiloword.types import Source
+from kiloword.training.signals import Stop, Stopped, stop_signals
+from kiloword.training.validation import validate, validated
+from kiloword.types import Batch, Source
+
+GOES_ON = "The same command goes on from there."
+MOSTLY = 0.5  # share of the run's time spent waiting for data, above which a message at its end says so
+SAVE_SECONDS = 120.0  # seconds between states where `save_every` is 0
 
 
 def train(recipe: Recipe, out: Path | str, source: Source | None = None, options: RunOptions | None = None) -> Path:
@@ -47,3 +56,109 @@ def _loop(run: Run, cadence: Cadence) -> None:
         run.average.update(learner, run.step, report["skipped_step"])
         cadence.after_step(report, len(batch))
     cadence.end()
+
+
+class Cadence:
+    """Logs, saves, validates and stops a run, each after the steps where it is due, on all ranks alike."""
+
+    def __init__(self, run: Run, saver: Saver, options: RunOptions, stop: Stop) -> None:
+        self.run, self.saver, self.options, self.stop = run, saver, options, stop
+        self.meter = Meter(run, Guard(run, options.max_skipped_steps))
+        self._saved = time.perf_counter()
+
+    def begin(self) -> None:
+        """Run the validation that a stopped run did not finish, or print the step from which the run continues."""
+        run = self.run
+        if self._validates() and not validated(run):
+            self._validate()
+        elif run.step == run.recipe.steps:
+            run.log.say(f"{run.out} was finished at step {run.step}: nothing to do.")
+        elif run.step:
+            run.log.say(f"{run.out} goes on from step {run.step} of {run.recipe.steps}.")
+
+    def batches(self) -> Iterator[Batch]:
+        """The batches of the steps that remain, until a signal. Raises: ValueError for too many bad samples."""
+        run = self.run
+        batches = run.loader.batches(run.step, run.recipe.steps, pin=run.device.type == "cuda")
+        return map(self._count, self.meter.timed(self.stop.batches(batches, run.step)))
+
+    def after_step(self, report: dict[str, Tensor], pairs: int) -> None:
+        """Count a step, then log, save, validate and stop where it is due.
+
+        Args: report: scalars of the step; pairs: number of images on this rank.
+        Raises: Stopped after a signal, once the state is saved; ValueError for too many bad steps.
+        """
+        run = self.run
+        run.step += 1
+        self.meter.add(report, pairs)
+        last = run.step == run.recipe.steps
+        if last or run.step % self.options.log_every == 0:
+            row = self.meter.row()
+            run.log.row(row)
+            run.log.progress(row)
+        stopping = self._save(last)
+        if self._validates():
+            with self.meter.paused():
+                self._validate()
+        if stopping and not last:
+            collectives.wait()  # torchrun ends all ranks when one exits: none may before the state is written
+            raise self._stopped()
+
+    def end(self) -> None:
+        """Print a hint if the run mostly waited for data. Raises: Stopped if it stopped while waiting for a batch."""
+        run = self.run
+        if (share := self.meter.data_wait()) > MOSTLY:
+            run.log.say(
+                f"{share:.0%} of the time of this run was spent waiting for data: raise --workers (now "
+                f"{run.loader.workers}, on {cores()} cores), or make decoding cheaper (smaller images on disk, "
+                "--decoder simplejpeg)."
+            )
+        if run.step < run.recipe.steps:
+            self.saver.save()
+            self.saver.finish()
+            raise self._stopped()
+
+    def _count(self, batch: Batch) -> Batch:
+        """Count bad samples and truncated captions of all ranks. Raises: ValueError for too many bad samples."""
+        run = self.run
+        for new in run.bad.count(collectives.all_lists(batch.skipped)):
+            run.log.say(f"skipped {new.key}: {new.reason}")
+        run.truncated += collectives.add_up(batch.texts.truncated)
+        return batch
+
+    def _save(self, last: bool) -> bool:
+        """Save the state if it is due; before a validation and at the end, wait until it is on disk.
+
+        Returns: whether any rank was asked to stop.
+        """
+        every, validates = self.options.save_every, self._validates()
+        due = self.run.step % every == 0 if every else time.perf_counter() - self._saved > SAVE_SECONDS
+        due, stopping, writing = collectives.any_rank(due or self.stop.state_asked(), self.stop(), self.saver.writing)
+        if not writing:
+            self.saver.advance()
+        if last or stopping or due or validates:
+            self.meter.guard.look()
+            with self.meter.saving():
+                self.saver.save()
+            self._saved = time.perf_counter()
+        if last or stopping or validates:
+            with self.meter.saving():
+                self.saver.finish()
+        return stopping
+
+    def _validates(self) -> bool:
+        """Whether a validation is due after the last step."""
+        run, every = self.run, self.options.eval_every
+        due = every > 0 and run.step > 0 and run.step % every == 0
+        return run.recipe.data.val is not None and (due or run.step == run.recipe.steps)
+
+    def _validate(self) -> None:
+        """Validate and log the metrics. The state is saved before: after a signal the same command repeats it."""
+        run = self.run
+        heartbeat.at(f"validating after step {run.step}")
+        with self.stop.at_once(f"stopped in the validation after step {run.step}; the state is saved. {GOES_ON}"):
+            metrics = validate(run)
+        run.log.row({"step": run.step, **metrics})
+
+    def _stopped(self) -> Stopped:
+        return self.stop.stopped(f"stopped after step {self.run.step}; the state is saved. {GOES_ON}")

@@ -32,7 +32,6 @@ from kiloword.data.tars.shards import TarSource
 from kiloword.distributed import launch
 from kiloword.errors import sentence_of
 from kiloword.methods.defaults import default_recipe
-from kiloword.training import cadence
 from kiloword.training.log import read_metrics
 from kiloword.types import BadSample, Record
 from states import load_state
@@ -198,9 +197,7 @@ def test_sigterm_anywhere(
     says: str,
     step: int,
 ) -> None:
-    where = {"loading": (Loader, "batch"), "saving": (loop.Saver, "save")}.get(
-        place, (loop if hasattr(loop, place) else cadence, place)
-    )
+    where = {"loading": (Loader, "batch"), "saving": (loop.Saver, "save")}.get(place, (loop, place))
     out = tmp_path / "out"
     words = train(out, "--save-every", 1, "--val", "scenes:test?n=8")
     with monkeypatch.context() as patch:

@@ -17,7 +17,7 @@ from kiloword.config.options import RunOptions
 from kiloword.config.recipes import AugmentConfig, OptimConfig
 from kiloword.methods.defaults import default_recipe
 from kiloword.methods.registry import names
-from kiloword.training import cadence, dry_run, validation
+from kiloword.training import dry_run, loop, validation
 from kiloword.training.resolve import open_sources
 from kiloword.training.run_folder import run_file
 from tars import photo
@@ -164,7 +164,7 @@ def test_a_run_says_where_it_goes_on(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_a_short_run_that_waited_for_data_says_so(
     limit: float, says: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(cadence, "MOSTLY", limit)
+    monkeypatch.setattr(loop, "MOSTLY", limit)
     train("clip", "--data", "scenes?n=64", *SMALL, "--out", tmp_path)
     assert ("% of the time of this run was spent waiting for data: raise --workers" in capsys.readouterr().err) == says
 

@@ -13,7 +13,6 @@ import torch
 
 import kiloword.training.loop as loop
 from kiloword.config.options import RunOptions
-from kiloword.training import cadence
 from kiloword.training.signals import Stop, Stopped
 
 GOES_ON = "The same command goes on from there."
@@ -104,7 +103,7 @@ class World:
             "cores": lambda: 8,
             "time": SimpleNamespace(perf_counter=lambda: self.now),
         }.items():
-            monkeypatch.setattr(loop if hasattr(loop, name) else cadence, name, value)
+            monkeypatch.setattr(loop, name, value)
 
     def note(self, name: str) -> None:
         if name in ("save", "finish") and not self.ended:
@@ -136,7 +135,7 @@ class World:
 
     def go(self) -> dict[str, list[int]]:
         """After which steps each thing was done."""
-        loop._loop(self.run, cadence.Cadence(self.run, self.saver, self.options, self.stop))
+        loop._loop(self.run, loop.Cadence(self.run, self.saver, self.options, self.stop))
         return self.done()
 
     def done(self) -> dict[str, list[int]]:
@@ -255,7 +254,7 @@ def test_a_run_that_waits_for_data_says_so(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_signal_ends_a_validation_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch, options(save_every=50), val=True)
-    monkeypatch.setattr(cadence, "validate", lambda run: world.stop.handle(15, None))
+    monkeypatch.setattr(loop, "validate", lambda run: world.stop.handle(15, None))
     with pytest.raises(Stopped, match=r"stopped in the validation after step 6; the state is saved\. The same"):
         world.go()
 

@@ -20,7 +20,6 @@ from safetensors.torch import load_file
 import kiloword.training.loop as loop
 from kiloword.config.recipes import AugmentConfig, Recipe
 from kiloword.methods.defaults import default_recipe
-from kiloword.training import cadence
 from kiloword.training.log import read_metrics
 from kiloword.training.loop import RunOptions, train
 from kiloword.training.signals import stop_signals
@@ -117,7 +116,7 @@ def test_a_run_killed_in_its_last_validation(tmp_path: Path, monkeypatch: pytest
     some = recipe(steps=2)
     some = replace(some, data=replace(some.data, val="scenes:test?n=8"))
     with monkeypatch.context() as patch:
-        patch.setattr(cadence, "validate", cut)
+        patch.setattr(loop, "validate", cut)
         with pytest.raises(PowerCut):
             train(some, tmp_path, options=EVERY)
     for _ in range(2):
