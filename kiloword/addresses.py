@@ -150,8 +150,8 @@ def without_credentials(value: Any) -> Any:
 def address_of(url: str) -> Address:
     """A URL with its own credentials, else with those that `public` remembered for it. Raises: as `split`."""
     address = split(url)
-    own = bool(address.login or address.query)
-    return _of_user(address.url, address.login, address.query) if own else _known.get(address.url, address)
+    has_credentials = bool(address.login or address.query)
+    return _of_user(address.url, address.login, address.query) if has_credentials else _known.get(address.url, address)
 
 
 def scrubbed(text: str) -> str:

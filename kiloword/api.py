@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -105,12 +105,10 @@ class Matcher:
 
         Raises: ValueError for an item that is not an image, or a file that cannot be read as one.
         """
-        several, parts = as_list(images), []
         with inference(self.model):
-            for part in chunks(len(several), batch):
-                pixels = prepare(several[part], self._transform, part.start)
-                parts.append(self.model.encode_image(pixels.to(self._device))[1])
-        return _alone(join(parts)) if is_one(images) else join(parts)
+            parts = [self.model.encode_image(part)[1] for part in self._parts(images, batch)]
+        features = join(parts)  # outside, so that gradients by it are allowed
+        return _alone(features) if is_one(images) else features
 
     def encode_text(self, texts: str | Sequence[str], batch: int = TEXTS) -> Features:
         """Features of T texts, every value [T, ...]: "vec" [T, D] has norm 1. For one string [...] and [D]."""
@@ -147,19 +145,17 @@ class Matcher:
 
         Raises: ValueError when the features are not Gaussian. Source: arXiv:2410.18857, section 4.3.
         """
-        features = _gaussians(features)
+        (features,) = _gaussians(features)
         with inference(self.model):
             return variance_sum(features)
 
     def distance(self, a: Features, b: Features) -> Tensor:
-        """Closed-form sampled distance of every a to every b, each images or texts: [N_a, N_b].
+        """Expected squared distance of samples of every a and every b, each images or texts: [N_a, N_b].
 
-        The expected squared distance of samples of both: 2 - 2 cosine of the means, plus both uncertainties.
-
+        In closed form: 2 - 2 cosine of the means, plus both uncertainties.
         Raises: ValueError when the features are not Gaussian. Source: arXiv:2410.18857, eq. 1.
         """
-        a, b = _gaussians(a), _gaussians(b)
-        _check_widths(a, b)
+        a, b = _gaussians(a, b)
         with inference(self.model):
             return csd_matrix(a, b)
 
@@ -172,8 +168,7 @@ class Matcher:
         Args: a, b: features of images or texts; form: "paper", eq. 3 as printed; "exact", its integral.
         Raises: ValueError when the features are not Gaussian. Source: arXiv:2410.18857, eq. 4.
         """
-        a, b = _gaussians(a), _gaussians(b)
-        _check_widths(a, b)
+        a, b = _gaussians(a, b)
         if form not in ("paper", "exact"):
             raise ValueError(f'form is {form!r}: expected "paper" or "exact"')
         with inference(self.model):
@@ -185,12 +180,10 @@ class Matcher:
         It does where `inclusion` is positive and the two overlap; H alone would call a narrow Gaussian ten units
         outside a wide one included.
 
-        Args: a, b, form: as of `inclusion`. overlap: the `distance` below which two overlap; None: where an image and
+        Args: a, b, form: as of `inclusion`; overlap: the `distance` below which two overlap; None: where an image and
         a text so far apart would be a match more likely than not, as the model learned it. Texts lie nearer to texts
         than to images, and general captions far from everything: for either choose it on pairs that you know.
-
-        Raises: ValueError when the features are not Gaussians, overlap is NaN or infinite, or it is None
-        in a model without bias.
+        Raises: ValueError as `inclusion`, for an overlap that is NaN, or None in a model without bias.
         """
         head = self.model.head
         if overlap is None and head.bias is None:
@@ -209,29 +202,21 @@ class Matcher:
     ) -> Explanation:
         """Where on every image every text looks, and how it mixes the image's tokens: see `Explanation`.
 
-        Args: maps: how a token's map is read off the image tower, "last" by the last block's attention, "rollout" by
-        that of all blocks (arXiv:2005.00928).
+        Args: maps: attention of the image tower's last block, or "rollout" over all blocks (arXiv:2005.00928).
         """
-        several = as_list(images)
         captions = _rows(texts if isinstance(texts, dict) else self.encode_text(texts))
         with inference(self.model):
-            parts = [
-                explain(self.model, prepare(several[p], self._transform, p.start).to(self._device), captions, maps)
-                for p in chunks(len(several), batch)
-            ]
-        return together(parts)
+            return together([explain(self.model, part, captions, maps) for part in self._parts(images, batch)])
 
     def caption(self, images: Images, options: GenerationOptions | None = None, batch: int = 16) -> list[list[Caption]]:
         """Captions of I images, best first: I lists of at most `options.num` (one, unless options say more).
 
-        Raises: ValueError for a model without a text decoder, or options that make no sense.
+        Raises: ValueError for a model without a text decoder, or invalid options.
         """
         from kiloword.generation.captioner import Captioner
 
         captioner = Captioner(self.model, self.tokenizer)
-        several = as_list(images)
-        parts = (prepare(several[p], self._transform, p.start) for p in chunks(len(several), batch))
-        return [captions for part in parts for captions in captioner.caption(part, options)]
+        return [captions for part in self._parts(images, batch) for captions in captioner.caption(part, options)]
 
     def classify(
         self, images: Features | Images, names: Sequence[str], templates: Templates = ("a photo of a {c}.",)
@@ -240,10 +225,15 @@ class Matcher:
 
         Args: templates: prompts with `{c}` for the name, or each name's own prompts; ensembled as the head does.
         """
-        classes = classifier(self.model, self.tokenizer, names, templates)
-        scores = self.score(images, classes)
+        scores = self.score(images, classifier(self.model, self.tokenizer, names, templates))
         with inference(self.model):
             return self.model.head.logits(scores).softmax(1)
+
+    def _parts(self, images: Images, batch: int) -> Iterator[Tensor]:
+        """Preprocessed images on the model's device, uint8 [batch, 3, H, W]."""
+        several = as_list(images)
+        for part in chunks(len(several), batch):
+            yield prepare(several[part], self._transform, part.start).to(self._device)
 
     @property
     def _device(self) -> torch.device:
@@ -264,23 +254,20 @@ def _alone(features: Features) -> Features:
     return {name: value[0] for name, value in features.items()}
 
 
-def _gaussians(features: Features) -> Features:
-    """As `_rows`. Raises: ValueError for anything except features of a model with uncertainty."""
-    if not isinstance(features, dict):
-        raise ValueError(f"got {kind(features)}: expected features from encode_image or encode_text")
-    if "log_var" not in features:
-        raise ValueError(
-            'these features have no "log_var": their model is not Gaussian. Use a model of prolip, or of another '
-            "method with +gaussian"
-        )
-    shapes = [list(features[name].shape) if name in features else [] for name in ("vec", "log_var")]
-    if shapes[0] != shapes[1] or len(shapes[0]) not in (1, 2):
-        raise ValueError(f'got features "vec" {shapes[0]} and "log_var" {shapes[1]}: expected both [N, D]')
-    return _rows(features)
-
-
-def _check_widths(a: Features, b: Features) -> None:
-    """Raises: ValueError for features of two models."""
-    widths = [features["vec"].shape[1] for features in (a, b)]
-    if len(set(widths)) > 1:
+def _gaussians(*several: Features) -> list[Features]:
+    """As `_rows`. Raises: ValueError for anything except features of one model with uncertainty."""
+    for features in several:
+        if not isinstance(features, dict):
+            raise ValueError(f"got {kind(features)}: expected features from encode_image or encode_text")
+        if "log_var" not in features:
+            raise ValueError(
+                'these features have no "log_var": their model is not Gaussian. Use a model of prolip, or of another '
+                "method with +gaussian"
+            )
+        shapes = [list(features[name].shape) if name in features else [] for name in ("vec", "log_var")]
+        if shapes[0] != shapes[1] or len(shapes[0]) not in (1, 2):
+            raise ValueError(f'got features "vec" {shapes[0]} and "log_var" {shapes[1]}: expected both [N, D]')
+    widths = list(dict.fromkeys(features["vec"].shape[-1] for features in several))
+    if len(widths) > 1:
         raise ValueError(f"got features of {widths[0]} and of {widths[1]} dimensions: expected features of one model")
+    return [_rows(features) for features in several]

@@ -16,6 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kiloword.randomness import Draw
@@ -90,7 +91,6 @@ class Fetch(Protocol):
     @property
     def crops(self) -> bool:
         """Whether the augmentation crops images at random."""
-        ...
 
     def __len__(self) -> int: ...
     def example(self, row: int, draw: Draw) -> Example: ...
@@ -132,12 +132,31 @@ class Texts:
         a, b = int(starts[0]), int(starts[-1])
         return Texts(self.ids[a:b], starts - a, int(starts.diff().max()) if end > first else 0)
 
+    def spans(self, first: Tensor, lengths: Tensor, tokens: int) -> tuple[Tensor, Texts]:
+        """Spans of tokens as texts: the places [tokens] of the tokens in `ids`, and the texts.
+
+        Args: first, lengths [n]: place of the first token of each span, and its number of tokens; tokens: their sum.
+        """
+        starts = F.pad(lengths.cumsum(0), (1, 0))
+        shift = torch.repeat_interleave(first - starts[:-1], lengths, output_size=tokens)
+        place = torch.arange(tokens, device=shift.device) + shift
+        return place, Texts(self.ids[place], starts, self.longest)
+
     def each(self, change: Callable[[Tensor], Tensor]) -> Texts:
         """Apply a function to every tensor."""
         return replace(self, ids=change(self.ids), starts=change(self.starts))
 
     def to(self, device: torch.device | str) -> Texts:
         return self.each(lambda x: x.to(device, non_blocking=True))
+
+
+def _changed(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Apply a function to a tensor, to texts, or to the values of a dict."""
+    if isinstance(value, dict):
+        return {name: change(inner) for name, inner in value.items()}
+    if isinstance(value, Texts):
+        return value.each(change)
+    return None if value is None else change(value)
 
 
 @dataclass
@@ -191,18 +210,8 @@ class Batch:
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Batch:
         """Apply a function to every tensor."""
-        return replace(
-            self,
-            images=change(self.images),
-            texts=self.texts.each(change),
-            image_of_text=change(self.image_of_text),
-            seeds=change(self.seeds),
-            position=change(self.position),
-            composed=change(self.composed),
-            image_features={k: change(v) for k, v in self.image_features.items()},
-            text_features={k: change(v) for k, v in self.text_features.items()},
-            questions=None if self.questions is None else self.questions.each(change),
-        )
+        names = ("images", "texts", "image_of_text", "seeds", "position", "composed", "image_features", "text_features")
+        return replace(self, **{name: _changed(getattr(self, name), change) for name in (*names, "questions")})
 
     def to(self, device: torch.device | str) -> Batch:
         moved = self.each(lambda x: x.to(device, non_blocking=True))
@@ -265,19 +274,15 @@ class PairBlocks(Protocol):
 
     def blocks(self) -> Iterator[tuple[slice, slice]]:
         """Rows and columns of every block."""
-        ...
 
     def beside(self, name: str) -> PairBlocks:
         """The same pairs, scored by the auxiliary head that is the attribute `name` of the model's head."""
-        ...
 
     def block(self, rows: slice, columns: slice) -> Pairs:
         """One block, without gradient."""
-        ...
 
     def total(self, loss: Callable[[Pairs, slice, slice], tuple[Tensor, Tensor]]) -> Tensor:
         """Sum over all blocks of `loss`, which returns values [i] and their gradient by the logits [i, t]."""
-        ...
 
 
 PairLoss = Callable[[PairBlocks, Positives], Total]

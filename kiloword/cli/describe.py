@@ -87,9 +87,8 @@ def parameters(config: ModelConfig, method: str = "clip") -> int:
 def image_flops(config: ModelConfig) -> int:
     """FLOPs of matrix products in the forward pass of one image, two per multiply-add; any pool except "map"."""
     image = config.image
-    patches = (image.size // image.patch) ** 2
+    patches, side = (image.size // image.patch) ** 2, image.size
     stem = 2 * patches * 3 * image.patch**2 * image.width
-    side = image.size
     for before, after, kernel, stride in stem_plan(image) if image.stem == "conv" else ():
         side //= stride
         stem += 2 * side**2 * before * after * kernel**2
@@ -98,8 +97,7 @@ def image_flops(config: ModelConfig) -> int:
 
 def text_flops(config: ModelConfig) -> int:
     """FLOPs of the forward pass of one caption that fills the context."""
-    text = config.text
-    return _blocks(text, text.context) + 2 * text.width * config.head.dim
+    return _blocks(config.text, config.text.context) + 2 * config.text.width * config.head.dim
 
 
 def _blocks(tower: ImageConfig | TextConfig, tokens: int) -> int:
@@ -125,7 +123,7 @@ def doctor_table() -> None:
 def machine() -> dict[str, str]:
     """Versions, devices and threads."""
     cards = [torch.cuda.get_device_properties(n) for n in range(torch.cuda.device_count())]
-    settings = [f"{name}={os.environ[name]}" for name in sorted(os.environ) if name.startswith(("OMP_", "MKL_NUM"))]
+    omp = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(("OMP_", "MKL_NUM"))]
     return {
         "kiloword": __version__,
         "python": f"{platform.python_version()} ({sys.executable})",
@@ -134,7 +132,7 @@ def machine() -> dict[str, str]:
         "cores": str(cores()),
         "devices": ", ".join(["cpu", *(f"{c.name} ({c.total_memory / 2**30:.0f} GiB)" for c in cards)]),
         "threads of torch": str(torch.get_num_threads()),
-        "OpenMP": " ".join(settings) or "default of the library (no OMP_... in the environment)",
+        "OpenMP": " ".join(omp) or "default of the library (no OMP_... in the environment)",
     }
 
 

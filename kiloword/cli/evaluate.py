@@ -22,7 +22,8 @@ def main(argv: Sequence[str]) -> None:
     if {"-h", "--help"} & set(argv[:1]):
         _overview()
     task = _task_of(argv)
-    _check_html(task, argv)
+    if task.page is None and any(word.partition("=")[0] == "--html" for word in argv):
+        raise ValueError(f"the task {task.name} has no page to write: omit --html, or use --json.")
     words: Any = tyro.cli(flags(task), args=argv[1:], prog=f"kiloword eval {task.name}", description=task.help)
     if not words.models:
         raise ValueError(f"eval {task.name} needs a model: kiloword eval {task.name} MODEL --data SRC.")
@@ -66,9 +67,3 @@ def _task_of(argv: Sequence[str]) -> Task:
     if argv[0] not in TASKS and later is not None:
         raise ValueError(f"the task comes before the model: kiloword eval {later} {argv[0]} --data SRC.")
     return find(argv[0])
-
-
-def _check_html(task: Task, argv: Sequence[str]) -> None:
-    """Raises: ValueError for a page of a task that has none: the flag is not among its own."""
-    if task.page is None and any(word.partition("=")[0] == "--html" for word in argv):
-        raise ValueError(f"the task {task.name} has no page to write: omit --html, or use --json.")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from kiloword.cli.words import asked, values_of
+from kiloword.cli.words import method_command, values_of
 from kiloword.config import recipes
 from kiloword.methods.defaults import default_recipe
 from kiloword.planning.request import Plan, card, check
@@ -24,20 +24,20 @@ def main(argv: Sequence[str]) -> None:
 
 
 def planner_of(argv: Sequence[str]) -> Planner:
-    """What is asked on the command line. Raises: ValueError for what cannot be planned."""
-    words = asked(argv, "plan siglip --samples 1e9")
-    plan, settings = words.read(_plan(words.flags))
+    """The planner of a command line. Raises: ValueError for a run that cannot be planned."""
+    command = method_command(argv, "plan siglip --samples 1e9")
+    plan, settings = command.read(_plan(command.flags))
     check(plan)
     from kiloword.methods.registry import preset
     from kiloword.planning.advice import Planner
 
-    own = {} if settings is None else asdict(settings)
-    return Planner(plan, preset(words.method, own), card(plan.gpu, plan.flops, plan.memory, plan.bandwidth))
+    values = {} if settings is None else asdict(settings)
+    return Planner(plan, preset(command.method, values), card(plan.gpu, plan.flops, plan.memory, plan.bandwidth))
 
 
 def _plan(flags: Sequence[str]) -> Plan:
     """The defaults that the size implies: its towers and optimizer."""
-    size, known = (values_of(flags, "--size") or (Plan().size,))[0], recipes.sizes()
-    if size not in known:
-        raise ValueError(f"unknown size {size!r}: expected one of {', '.join(known)}.")
-    return Plan(size=size, model=known[size], optim=default_recipe("", size).optim)
+    size, named = (values_of(flags, "--size") or (Plan().size,))[0], recipes.sizes()
+    if size not in named:
+        raise ValueError(f"unknown size {size!r}: expected one of {', '.join(named)}.")
+    return Plan(size=size, model=named[size], optim=default_recipe("", size).optim)

@@ -46,7 +46,8 @@ def score(
     from kiloword.config.by_device import announce, reason_of
 
     images = _files(images)
-    _check(texts)
+    if empty := next((n for n, text in enumerate(texts, 1) if not text.strip()), None):
+        raise ValueError(f"text {empty} of --texts is empty: expected words.")
     matcher = load(model, device=device, method=trust.method, trust_code=trust.trust_code, precision=precision)
     network = matcher.model
     announce(str(network.mean.device), network.precision, reason_of(precision, network.config))
@@ -72,12 +73,6 @@ def _files(images: Sequence[Path]) -> tuple[Path, ...]:
             raise ValueError(f"--images got the folder {path}, which holds no images: expected image files in it.")
         files += inside
     return tuple(files)
-
-
-def _check(texts: Sequence[str]) -> None:
-    for n, text in enumerate(texts, 1):
-        if not text.strip():
-            raise ValueError(f"text {n} of --texts is empty: expected words.")
 
 
 def _print(images: Sequence[Path], texts: Sequence[str], scores: Sequence[Sequence[float]]) -> None:

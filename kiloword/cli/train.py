@@ -13,7 +13,7 @@ from typing import ClassVar
 
 import tyro
 
-from kiloword.cli.words import asked, values_of
+from kiloword.cli.words import method_command, values_of
 from kiloword.config.options import Mixing, RunOptions
 from kiloword.config.recipes import Recipe
 from kiloword.config.settings import BaseSettings, about, check, setting
@@ -54,7 +54,7 @@ class Train(BaseSettings):
 
 def main(argv: Sequence[str]) -> None:
     """Train a model, or resume it: kiloword train METHOD --data SRC --out DIR."""
-    command = asked(argv, "train siglip --out runs/first")
+    command = method_command(argv, "train siglip --out runs/first")
     usual = _defaults(command.method, command.flags)
     args, settings = command.read(Train(recipe=usual))
     recipe = replace(args.recipe, settings={} if settings is None else asdict(settings))

@@ -1,11 +1,10 @@
-"""The words of a command line, before a verb reads them, and of verbs whose first word is a method.
+"""Arguments of a command line before a verb parses them, and verbs whose first argument is a method.
 
 No torch at import: help is instant.
 """
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
 from typing import Annotated, Any, get_type_hints
@@ -18,6 +17,7 @@ from kiloword.addresses import public
 from kiloword.checkpoint.files import utf8
 from kiloword.config.options import Mixing
 from kiloword.config.settings import leaves
+from kiloword.errors import suggestion
 from kiloword.terminal import say
 
 TEXTS = ("--texts", "--name", "--curves", ".merge", ".teacher")  # ends of flags whose values are texts, not paths
@@ -34,7 +34,8 @@ def settled(argv: Sequence[str], verbs: Collection[str]) -> list[str]:
     Paths stay as Python decoded them, as it can open them only in that form.
     Raises: ValueError for an unknown verb, or an empty argument, which as a path would be the current directory.
     """
-    _check_verb(argv, verbs)
+    if argv and argv[0] and not argv[0].startswith("-") and argv[0] not in verbs:
+        raise ValueError(f"unknown verb {argv[0]!r}: expected one of {', '.join(verbs)}.{suggestion(argv[0], verbs)}")
     flag, words = "kiloword", []
     for n, word in enumerate(argv):
         name, _, value = word.partition("=")
@@ -45,22 +46,14 @@ def settled(argv: Sequence[str], verbs: Collection[str]) -> list[str]:
     return words
 
 
-def _check_verb(argv: Sequence[str], verbs: Collection[str]) -> None:
-    if not argv or not argv[0] or argv[0].startswith("-") or argv[0] in verbs:
-        return
-    near = difflib.get_close_matches(argv[0], verbs, 1)
-    hint = f" Did you mean {near[0]}?" if near else ""
-    raise ValueError(f"unknown verb {argv[0]!r}: expected one of {', '.join(verbs)}.{hint}")
-
-
 def interruption(argv: Sequence[str], error: KeyboardInterrupt) -> str:
-    """The message after Ctrl-C, which says what is kept where that is known."""
-    kept = str(error) or NOTHING_KEPT.get(argv[0] if argv else "", "")
-    return f"interrupted: {kept}" if kept else "interrupted."
+    """The message after Ctrl-C, which says what is saved where that is known."""
+    saved = str(error) or NOTHING_KEPT.get(argv[0] if argv else "", "")
+    return f"interrupted: {saved}" if saved else "interrupted."
 
 
-MIXING = tuple(f.name for f in fields(Mixing))  # flags that name a component for a slot
-ADDING = (*MIXING, "data", "features", "extra_captions", "weights")  # flags that add something
+MIXING = tuple(f"--{f.name.replace('_', '-')}" for f in fields(Mixing))  # flags that name a component for a slot
+ADDING = (*MIXING, "--data", "--features", "--extra-captions", "--weights")  # flags whose first value would be lost
 REGISTRY = ConstructorRegistry()
 
 
@@ -80,7 +73,7 @@ def _declared(info: StructTypeInfo) -> StructConstructorSpec | None:
 
 @dataclass(frozen=True)
 class MethodCommand:
-    """The words of such a verb, whose flags are not parsed yet."""
+    """A verb, its method, and its flags, which are not parsed yet."""
 
     verb: str
     method: str  # with the components that flags name; "" where only help is requested
@@ -99,8 +92,8 @@ class MethodCommand:
             finally:
                 say(f"These are the common flags; all: kiloword {self.verb} {self.method or 'METHOD'} --help-all")
         kind: Any = self.settings
-        own = (kind, field(default_factory=kind)) if kind else (Annotated[None, tyro.conf.Suppress], None)
-        words = [("run", Annotated[type(run), arg(name="")], field(default=run)), ("settings", *own)]
+        settings = (kind, field(default_factory=kind)) if kind else (Annotated[None, tyro.conf.Suppress], None)
+        words = [("run", Annotated[type(run), arg(name="")], field(default=run)), ("settings", *settings)]
         flags = ["--help" if word == "--help-all" else word for word in self.flags]
         parsed: Any = tyro.cli(
             make_dataclass("Words", words), args=flags, prog=name, description=about, registry=REGISTRY
@@ -124,16 +117,19 @@ def _common(run: Any) -> type:
     return make_dataclass("Common", groups)
 
 
-def asked(argv: Sequence[str], example: str) -> MethodCommand:
-    """What stands behind the verb, with which the example begins.
+def method_command(argv: Sequence[str], example: str) -> MethodCommand:
+    """The method and flags of a verb, with which the example begins.
 
-    Raises: ValueError without a method, for one that is not known, and as `mixed` and for what is given twice.
+    Raises: ValueError without a method or for an unknown one, as `mixed`, and for such a flag given twice.
     """
     verb, method = example.split()[0], argv[0] if argv and not argv[0].startswith("-") else ""
     if not method and not {"-h", "--help", "--help-all"} & set(argv):
         raise ValueError(f"{verb} needs a method first, e.g. kiloword {example} (`kiloword methods`).")
     flags = argv[1:] if method else argv
-    _check_once(flags)
+    named = [word.partition("=")[0].replace("_", "-") for word in flags if word.startswith("--")]
+    twice = next((flag for flag in ADDING if named.count(flag) > 1), None)
+    if twice is not None:  # of any other flag the last counts, so that a command can be changed at its end
+        raise ValueError(f"{twice} is given twice: give it once; where it takes several values, they follow it.")
     method = mixed(method, flags)
     if not method:
         return MethodCommand(verb, method, flags, None)
@@ -149,29 +145,17 @@ def mixed(method: str, argv: Sequence[str]) -> str:
     """
     if "--terms" in argv and not values_of(argv, "--terms"):
         raise ValueError("--terms has no value: expected one or several of caption, mim and inclusion.")
-    chosen = [(slot, word) for slot in MIXING for word in values_of(argv, f"--{slot.replace('_', '-')}")]
+    chosen = [(flag, word) for flag in MIXING for word in values_of(argv, flag)]
     if not (method and chosen):
         return method
     from kiloword.methods.registry import components
 
-    known = components()
-    for slot, word in chosen:
-        fits = [name for name, component in known.items() if component.slot == slot.replace("_", " ")]
+    for flag, word in chosen:
+        slot = flag.removeprefix("--").replace("-", " ")
+        fits = [name for name, component in components().items() if component.slot == slot]
         if word not in fits:
-            raise ValueError(f"--{slot.replace('_', '-')} is {word!r}: expected {' or '.join(fits)}.")
+            raise ValueError(f"{flag} is {word!r}: expected {' or '.join(fits)}.")
     return "+".join([method, *(word for _, word in chosen)])
-
-
-def _check_once(argv: Sequence[str]) -> None:
-    """Raises: ValueError for a flag that adds something and comes twice: the first would be forgotten.
-
-    Of any other flag the last counts, so that a command can be changed at its end.
-    """
-    flags = [word.partition("=")[0].replace("_", "-") for word in argv if word.startswith("--")]
-    adds = [f"--{name.replace('_', '-')}" for name in ADDING]
-    twice = next((flag for flag in adds if flags.count(flag) > 1), None)
-    if twice is not None:
-        raise ValueError(f"{twice} is given twice: give it once; where it takes several values, they follow it.")
 
 
 def values_of(argv: Sequence[str], flag: str) -> tuple[str, ...]:

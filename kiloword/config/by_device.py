@@ -6,11 +6,11 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Literal, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 
-from kiloword.config.recipes import EncoderPrecision, Matmul, ModelConfig, Precision, Recipe, sizes
+from kiloword.config.recipes import EncoderPrecision, Matmul, ModelConfig, Recipe, sizes
 from kiloword.data.steps import free_shared_memory
 from kiloword.distributed.device import cores
 from kiloword.distributed.sharing import is_first
@@ -29,24 +29,14 @@ def settle(recipe: Recipe, device: str, earlier: Recipe | None = None) -> Recipe
 
     Args: device: "cpu", "cuda" or "cuda:N"; earlier: the recipe of the run that is resumed.
     """
-    precision, matmul = recipe.precision, recipe.matmul
+    cuda = device.startswith("cuda")
+    chosen: dict[str, Any] = {
+        "precision": "bf16" if recipe.size == "tiny" or (cuda and recipe.size != "debug") else "fp32",
+        "matmul": "high" if cuda else torch.get_float32_matmul_precision(),
+    }
     if earlier is not None:
-        chosen = earlier.precision, earlier.matmul
-    else:
-        chosen = _precision(recipe.size, device), _matmul(device)
-    return replace(
-        recipe,
-        precision=chosen[0] if precision == "auto" else precision,
-        matmul=chosen[1] if matmul == "auto" else matmul,
-    )
-
-
-def _precision(size: str, device: str) -> Precision:
-    return "bf16" if size == "tiny" or (device.startswith("cuda") and size != "debug") else "fp32"
-
-
-def _matmul(device: str) -> Matmul:
-    return "high" if device.startswith("cuda") else torch.get_float32_matmul_precision()  # type: ignore[return-value]
+        chosen = {name: getattr(earlier, name) for name in chosen}
+    return replace(recipe, **{name: value for name, value in chosen.items() if getattr(recipe, name) == "auto"})
 
 
 def encoder_precision(requested: str, config: ModelConfig, device: str) -> EncoderPrecision:
@@ -85,17 +75,18 @@ def workers_of(requested: int | Literal["auto"], device: str, batch: int) -> int
 
 def summary(requested: Recipe, settled: Recipe, device: str, workers: int, resumed: bool) -> str:
     """One line: the values chosen for a device, and why. Args: requested: the recipe before `settle`."""
-    sizes = f"size {settled.size}"
-    reasons = {"precision": sizes, "matmul": "TF32" if device.startswith("cuda") else "as torch is set"}
-    if resumed:
-        reasons = dict.fromkeys(reasons, "as the run began")
-    shown = {
-        name: f"{getattr(settled, name)} ({reason if getattr(requested, name) == 'auto' else 'as given'})"
-        for name, reason in reasons.items()
+    reasons = {
+        "precision": f"size {settled.size}",
+        "matmul": "TF32" if device.startswith("cuda") else "as torch is set",
     }
+    precision, matmul = (
+        f"{getattr(settled, name)} "
+        f"({'as given' if getattr(requested, name) != 'auto' else 'as the run began' if resumed else reason})"
+        for name, reason in reasons.items()
+    )
     return (
-        f"{device}: precision {shown['precision']}, fp32 matmul {shown['matmul']}, {workers} workers of "
-        f"{cores()} cores; set --precision, --matmul, --workers"
+        f"{device}: precision {precision}, fp32 matmul {matmul}, {workers} workers of {cores()} cores; set "
+        "--precision, --matmul, --workers"
     )
 
 

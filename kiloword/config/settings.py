@@ -62,12 +62,12 @@ class Leaf(NamedTuple):
 def leaves(settings: Any, path: str = "", flag: str = "") -> Iterator[Leaf]:
     """Every setting of a dataclass, those of nested ones included."""
     for f in fields(settings):
-        value, own = getattr(settings, f.name), f.metadata.get("flag")
+        value, declared = getattr(settings, f.name), f.metadata.get("flag")
         name = f.name.replace("_", "-")
         if is_dataclass(value):
-            yield from leaves(value, f"{path}{f.name}.", flag if own == "" else f"{flag}{own or name}.")
+            yield from leaves(value, f"{path}{f.name}.", flag if declared == "" else f"{flag}{declared or name}.")
         else:
-            yield Leaf(type(settings), f, value, path + f.name, flag + (own or name))
+            yield Leaf(type(settings), f, value, path + f.name, flag + (declared or name))
 
 
 def check(settings: Any, prefix: str = "--") -> None:

@@ -87,7 +87,7 @@ def masked_patches(
         scores = caption_similarity(model, images, texts, settings)
     else:
         scores = uniform(seeds, "reconstruction.mask", patches)
-    return masking.chosen(scores, masking.number(settings.mim_share, patches), most=True)
+    return masking.select(scores, masking.number(settings.mim_share, patches), most=True)
 
 
 def reconstruct(
@@ -98,7 +98,7 @@ def reconstruct(
     Args: images uint8 [N, 3, H, W]; hidden [N, m] int64, ascending; guides: N captions each, ignored by a model trained
     without text. For a model with `norm_pix`, mean and deviation are those of the true patch.
     """
-    tokens = masked_images.visible(model, images, hidden, settings.mim_op)  # shared by all guides
+    tokens = masking.visible(model, images, hidden, settings.mim_op)  # shared by all guides
     painted = []
     for texts in guides:
         packing = model.text_tower.packing(texts)
@@ -127,6 +127,6 @@ def mean_colour(images: Tensor, hidden: Tensor, patch: int) -> Tensor:
     Args: images: normalised, [N, 3, H, W].
     """
     pixels = unfold(images, patch)
-    seen = pixels.gather(1, masking.others(hidden, pixels.shape[1])[..., None].expand(-1, -1, pixels.shape[-1]))
+    seen = pixels.gather(1, masking.complement(hidden, pixels.shape[1])[..., None].expand(-1, -1, pixels.shape[-1]))
     colour = seen.view(*seen.shape[:2], 3, -1).mean((1, 3))  # [N, 3]
     return colour.repeat_interleave(patch**2, 1)[:, None].expand(-1, hidden.shape[1], -1)

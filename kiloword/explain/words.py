@@ -123,7 +123,7 @@ def log_probabilities(
     Args: tokens [S, W]: outputs of the text tower; keys: memory of text n, from `TextDecoder.remember`.
     """
     extras = len(model.config.text.extra_tokens)
-    x, targets = decoded(decoder, model, texts, tokens, keys, extras)
+    x, targets = decoded(model, texts, tokens, keys)
     x, targets = x[targets >= 0], targets[targets >= 0]
     log_p = at_least_float(x @ decoder.table(model.text_tower.tokens).T).log_softmax(-1)
     return log_p.gather(1, targets[:, None])[:, 0], Packing.of(prefixes(texts, 1 + extras)[1])

@@ -106,7 +106,7 @@ class Answerer:
         every = Texts(answers.ids.repeat(b), F.pad(lengths.repeat(b).cumsum(0), (1, 0)), answers.longest)
         repeated = memory.take(questions.repeat_interleave(len(answers)))
         decoder = self.captioner.decoder
-        x, targets = decoded(decoder, model, every, tokens.repeat(b, 1), repeated.keys, extra, repeated.packing())
+        x, targets = decoded(model, every, tokens.repeat(b, 1), repeated.keys, repeated.packing())
         table = table_of(model, decoder)
         loss = [
             F.cross_entropy(next_logits(x_rows, table).float(), next_ids, ignore_index=-1, reduction="none")

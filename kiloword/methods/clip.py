@@ -37,4 +37,4 @@ def softmax(method: Method, settings: Settings) -> Method:
     return replace(method, pair_loss=softmax_loss, head=head)
 
 
-COMPONENTS = {"softmax": Component(slot="pair loss", summary="symmetric softmax", settings=Settings, apply=softmax)}
+COMPONENTS = {"softmax": Component("pair loss", "symmetric softmax", Settings, softmax)}

@@ -44,7 +44,7 @@ def _transformed(transform: Callable[[Any], Transform]) -> Callable[[Method, Any
 
 
 COMPONENTS = {
-    name: Component(slot="transforms", summary=summary, settings=settings, apply=_transformed(transform))
+    name: Component("transforms", summary, settings, _transformed(transform))
     for name, summary, settings, transform in (
         ("compose", "halves of two images, both captions", ComposeSettings, Compose),
         ("mixup", "two images blended, both captions", MixupSettings, Mixup),

@@ -30,11 +30,9 @@ class Term(Protocol):
 
     def count(self, batch: Batch) -> Tensor:
         """Scalar: the number of items to divide the sum by (images, caption tokens, selected rows)."""
-        ...
 
     def __call__(self, model: Model, batch: Batch, encoded: Encoded) -> Tensor:
         """Scalar sum over this batch."""
-        ...
 
 
 def annotated(pairs: Pairs) -> Tensor:
@@ -73,7 +71,7 @@ class Method:
             raise ValueError(f"{self.name} needs unmixed images: it cannot be combined with transforms that mix them.")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Component:
     """A component that any method can use: `llip+compose+mined` is a preset with two components."""
 

@@ -31,8 +31,4 @@ def sigmoid(method: Method, settings: Settings) -> Method:
     )
 
 
-COMPONENTS = {
-    "sigmoid": Component(
-        slot="pair loss", summary="binary classification of all pairs", settings=Settings, apply=sigmoid
-    )
-}
+COMPONENTS = {"sigmoid": Component("pair loss", "binary classification of all pairs", Settings, sigmoid)}

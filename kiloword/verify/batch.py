@@ -36,8 +36,8 @@ def batch(first: int = 0, end: int = IMAGES, order: Sequence[int] | None = None,
     image_features, text_features = _precomputed(slots.needs, rows)
     return Batch(
         images=torch.stack([_noise(row, (3, 32, 32)) for row in rows]),
-        texts=Texts.pack([ids for some in captions for ids in some]),
-        image_of_text=torch.repeat_interleave(torch.tensor([len(some) for some in captions])),
+        texts=Texts.pack([ids for texts in captions for ids in texts]),
+        image_of_text=torch.repeat_interleave(torch.tensor(list(map(len, captions)))),
         seeds=torch.tensor([key(0, "verify", row) for row in rows]),
         position=torch.tensor(rows),
         composed=torch.tensor([bool(slots.transforms) and row % 5 == 0 for row in rows]),
@@ -48,18 +48,18 @@ def batch(first: int = 0, end: int = IMAGES, order: Sequence[int] | None = None,
 
 
 def _precomputed(needs: Sequence[str], rows: Sequence[int]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Precomputed features as a loader joins them: of few directions, so that any threshold finds and leaves pairs."""
+    """Precomputed features as a loader joins them: of few directions, so that any threshold selects some pairs."""
     image_features, text_features = {}, {}
     for name in needs:
         if name == "questions":
             continue
         if name == "truth":
-            known = [_uniform("truth", row, c, size=IMAGES) < 0.2 for row in rows for c in range(1 + row % 3)]
-            text_features[name] = torch.stack(known)
+            true = [_uniform("truth", row, c, size=IMAGES) < 0.2 for row in rows for c in range(1 + row % 3)]
+            text_features[name] = torch.stack(true)
             continue
         texts = [torch.stack([_direction(name, row + c) for c in range(1 + row % 3)]) for row in rows]
         image_features[name] = torch.stack([_direction(name, row) for row in rows])
-        image_features[f"{name}.texts"] = torch.stack([own.mean(0) for own in texts])
+        image_features[f"{name}.texts"] = torch.stack([of_image.mean(0) for of_image in texts])
         text_features[name] = torch.cat(texts)
     return image_features, text_features
 

@@ -51,12 +51,12 @@ class Way:
     chunk: int = 0
 
     def __str__(self) -> str:
-        kept = "" if self.checkpointing == "none" else f", {self.checkpointing} checkpointing"
-        return f"{self.parallel}, {self.micro} micro-batch{'es' if self.micro > 1 else ''}{kept}"
+        saved = "" if self.checkpointing == "none" else f", {self.checkpointing} checkpointing"
+        return f"{self.parallel}, {self.micro} micro-batch{'es' if self.micro > 1 else ''}{saved}"
 
 
 WAYS = tuple(
-    Way(parallel, micro, kept) for parallel in get_args(Parallel) for micro in (1, 4) for kept in ("none", "whole")
+    Way(parallel, micro, saved) for parallel in get_args(Parallel) for micro in (1, 4) for saved in ("none", "whole")
 )
 
 
@@ -75,7 +75,7 @@ class Check:
 
 
 def verify(method: str, ranks: Sequence[int] = (1, 2, 4)) -> Iterator[Check]:
-    """All checks of a preset or of a user's "module:preset", each as soon as it is known."""
+    """All checks of a preset or of a user's "module:preset", each as soon as it is done."""
     yield Check("parameters without a gradient", _without_gradient(method), 0)
     reference = gradients(method)
     if preset(method).transforms:
@@ -107,9 +107,7 @@ def learner(method: str, chunk: int = 0, dtype: torch.dtype = torch.float64) -> 
 
 def gradients(method: str, way: Way = Way(), permute: bool = False) -> dict[str, Tensor]:
     """The gradient of every parameter in fp64, and the losses as "loss:NAME"; of ranks, each works on its share."""
-    order = list(range(IMAGES))
-    if permute:
-        order = [(7 * row + 3) % IMAGES for row in order]
+    order = [(7 * row + 3) % IMAGES if permute else row for row in range(IMAGES)]
     share, rank = IMAGES // parallel.ranks(), parallel.rank()
     model = learner(method, way.chunk)
     compilation.recompute(model.model, way.checkpointing)
@@ -155,25 +153,25 @@ def _rank(
         work(*args)
 
 
-def _compare(name: str, found: dict[str, Tensor], reference: dict[str, Tensor]) -> Check:
+def _compare(name: str, measured: dict[str, Tensor], reference: dict[str, Tensor]) -> Check:
     """The largest difference, relative to the largest gradient (losses: to themselves)."""
-    if found.keys() != reference.keys():
+    if measured.keys() != reference.keys():
         return Check(f"{name}: other parameters have gradients", float("inf"), EXACT)
     largest = _most(float(g.abs().max()) for n, g in reference.items() if not n.startswith("loss:"))
     errors = [
-        float((found[n] - g).abs().max()) / (max(abs(float(g)), 1e-12) if n.startswith("loss:") else largest)
+        float((measured[n] - g).abs().max()) / (max(abs(float(g)), 1e-12) if n.startswith("loss:") else largest)
         for n, g in reference.items()
     ]
     return Check(name, _most(errors), EXACT)
 
 
 def _most(values: Iterable[float]) -> float:
-    """The largest; NaN where any is, which `max` finds in the first place alone."""
+    """The largest; NaN where any is, which `max` returns only in the first place."""
     return float(torch.tensor(list(values), dtype=torch.float64).amax())
 
 
 def _without_gradient(method: str) -> float:
-    """How many parameters have none, or one that is nothing but rounding (a bias that softmax cancels)."""
+    """Number of parameters without a gradient, or with rounding errors alone (a bias that softmax cancels)."""
     model = learner(method)
     backward(model, [batch(method=method)])
     measured = [0.0 if p.grad is None else float(p.grad.abs().max()) for p in model.parameters() if p.requires_grad]
@@ -182,9 +180,9 @@ def _without_gradient(method: str) -> float:
 
 @torch.no_grad()
 def _additive(method: str) -> Iterator[Check]:
-    """Of each term: its sums and counts over the parts of a batch, against those of the whole."""
-    model, some = learner(method), batch(method=method)
-    parts = [some, *some.split(4)]
+    """For each term: its sums and counts over the parts of a batch, compared with those of the whole batch."""
+    model, whole = learner(method), batch(method=method)
+    parts = [whole, *whole.split(4)]
     for name, term in model.terms.items():
         run: Any = term
         measured = torch.stack([torch.stack([run(model.model, b, model.encode(b)), run.count(b)]) for b in parts])
@@ -211,9 +209,17 @@ def _transforms(method: str) -> float:
 
     def made(rank: int, ranks: int, workers: int) -> Batch:
         loader = Loader(
-            source, Order(64, IMAGES, 0), DataConfig(), model.text, 32, tokenizer,
-            transforms=preset(method).transforms, rank=rank, ranks=ranks, workers=workers,
-        )  # fmt: skip
+            source,
+            Order(64, IMAGES, 0),
+            DataConfig(),
+            model.text,
+            32,
+            tokenizer,
+            transforms=preset(method).transforms,
+            rank=rank,
+            ranks=ranks,
+            workers=workers,
+        )
         return next(loader.batches(1, 2))
 
     whole, parts = made(0, 1, 0), [made(rank, 2, 1) for rank in (0, 1)]
@@ -225,14 +231,13 @@ def _transforms(method: str) -> float:
 
 def _save_and_load(method: str) -> float:
     """Largest change of a score."""
-    model = learner(method, dtype=torch.float32).model.eval()
-    some = batch()
+    model, data = learner(method, dtype=torch.float32).model.eval(), batch()
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
         tokenizer = Tokenizer.train(["a small red star", "two blue circles"], 300)
         file = ModelFile(method=method, settings={}, model=model.config, size="debug")
         save_model(Path(folder), model, tokenizer, file)
-        other, _ = load_model(folder, trust=Trust(named=method))
-        a, b = (m.score(m.encode_image(some.images)[1], m.encode_text(some.texts)[1]) for m in (model, other.eval()))
+        loaded, _ = load_model(folder, trust=Trust(named=method))
+        a, b = (m.score(m.encode_image(data.images)[1], m.encode_text(data.texts)[1]) for m in (model, loaded.eval()))
     return float((a - b).abs().max())
 
 
@@ -254,20 +259,20 @@ def _toy(method: str) -> float:
     """
     model, steps = learner(method, dtype=torch.float32), 60
     optimizer = Optimizer(model, replace(MUON, lr=4e-3, muon_lr=0.02, warmup=0.1), steps)
-    some = batch(method=method)
+    data = batch(method=method)
     name = "pair" if model.method.pair_weight else "loss"
-    losses, least = [], _least(model, some) if model.method.pair_weight else 0.0
+    losses, least = [], _least(model, data) if model.method.pair_weight else 0.0
     for step in range(steps):
-        losses.append(float(backward(model, [some])[name]))
+        losses.append(float(backward(model, [data])[name]))
         optimizer.step(step)
         model.model.head.clamp_()
     return (losses[-1] - least) / (losses[0] - least)
 
 
 @torch.no_grad()
-def _least(model: Learner, some: Batch) -> float:
+def _least(model: Learner, data: Batch) -> float:
     """The pair loss of logits whose probabilities are the positives; 0 where there is one positive a row."""
-    images, texts = model.pair_inputs(model.encode(some), some)
+    images, texts = model.pair_inputs(model.encode(data), data)
     positives = model.method.positives
     if hasattr(positives, "bind"):
         positives = positives.bind(Blocks(model.model.head, images, texts))
@@ -297,12 +302,11 @@ class _Ideal(torch.nn.Module):
 
 
 def main(method: str, ranks: Sequence[int], say: Callable[[str], None] = print) -> None:
-    """Run all checks and say each. Raises: ValueError naming those that failed, and causes that are known."""
+    """Run all checks and print each. Raises: ValueError naming those that failed, and known causes."""
     failed: list[Check] = []
     for check in verify(method, ranks):
         say(f"{'ok  ' if check.passed else 'FAIL'}  {check.name:48s} {check.value:9.2e}  (at most {check.limit:g})")
-        if not check.passed:
-            failed.append(check)
+        failed += [] if check.passed else [check]
     if failed:
-        told = f"{method} fails {len(failed)} of its checks: {', '.join(check.name for check in failed)}."
-        raise ValueError(" ".join([told, *(check.cause for check in failed if check.cause)]))
+        message = f"{method} fails {len(failed)} of its checks: {', '.join(check.name for check in failed)}."
+        raise ValueError(" ".join([message, *(check.cause for check in failed if check.cause)]))

@@ -71,7 +71,7 @@ def test_only_hidden_patches_are_painted(op: str) -> None:
 
 def test_true_pixels_paint_the_image_itself_and_wild_ones_stay_in_range() -> None:
     model = matcher().model
-    hidden = masking.chosen(torch.rand(3, 16, generator=torch.Generator().manual_seed(0)), 8, most=True)
+    hidden = masking.select(torch.rand(3, 16, generator=torch.Generator().manual_seed(0)), 8, most=True)
     true = masked_images.pixels(model, pixels(), hidden, norm_pix=False)
     assert torch.equal(fill(model, pixels(), hidden, true), pixels())
     wild = fill(model, pixels(), hidden, torch.full_like(true, 100.0))
@@ -95,7 +95,7 @@ def test_what_is_painted_is_what_the_term_compares(op: Any, norm_pix: bool) -> N
             torch.testing.assert_close(alone[0], right[n], atol=1e-5, rtol=1e-4)
         found = masked_images.predict(
             m,
-            masked_images.visible(m, pixels(), hidden, op),
+            masking.visible(m, pixels(), hidden, op),
             hidden,
             (m.text_tower(texts), m.text_tower.packing(texts)),
         )

@@ -105,7 +105,7 @@ def test_probabilities_are_those_of_the_caption_loss() -> None:
         texts = model.tokenizer.encode(CAPTIONS, m.config.text)
         tokens, keys = m.text_tower(texts), decoder.remember(m.image_tokens(pixels(4)))
         log_p, packing = log_probabilities(m, decoder, texts, tokens, keys)
-        expected = caption_loss(decoder, m, texts, tokens, keys, len(m.config.text.extra_tokens), 0.0)
+        expected = caption_loss(m, texts, tokens, keys)
     torch.testing.assert_close(-log_p.sum(), expected)
     assert len(log_p) == len(packing.text)
     (row,) = explain_words(model, pixels(4)[:1], CAPTIONS[:1])

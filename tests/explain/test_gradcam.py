@@ -72,9 +72,7 @@ def value(model: Matcher, target: str, caption: str) -> Callable[[Tensor], Tenso
     decoder = m.more["text_decoder"]
     assert isinstance(decoder, TextDecoder)
     keys = lambda tokens: decoder.remember(m.memory(tokens))  # noqa: E731
-    return lambda tokens: (
-        -caption_loss(decoder, m, texts, m.text_tower(texts), keys(tokens), len(m.config.text.extra_tokens), 0.0)
-    )
+    return lambda tokens: -caption_loss(m, texts, m.text_tower(texts), keys(tokens))
 
 
 def literal(model: Matcher, image: Tensor, caption: str, target: str, layer: int) -> Tensor:

@@ -431,7 +431,7 @@ def test_a_text_is_as_likely_as_the_caption_loss_says(tokenizer: Tokenizer, imag
         packed = Texts.pack([[tokenizer.roles.start, *caption.ids, tokenizer.roles.cls]])
         with torch.no_grad():
             keys = captioner.memory(images[n : n + 1]).keys
-            loss = caption_loss(captioner.decoder, model, packed, model.text_tower(packed), keys, 1, 0.0)
+            loss = caption_loss(model, packed, model.text_tower(packed), keys)
         assert float(loss) == pytest.approx(-caption.logprob, rel=1e-5)
         assert caption.score == pytest.approx(caption.logprob / len(caption.ids), rel=1e-5)
 

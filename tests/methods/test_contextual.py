@@ -103,14 +103,14 @@ def test_a_vanishing_mixture_gives_finite_numbers(form: ScoreForm, dtype: torch.
 @pytest.mark.parametrize("form", FORMS)
 def test_without_gradient_nothing_is_kept(form: ScoreForm, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[weakref.ref[Any]] = []
-    tile = getattr(mixing, f"_{form}_tile")
+    tile = mixing._tile
 
     def noted(*args: Any) -> Any:
         result, kept = tile(*args)
         made.append(weakref.ref(kept))
         return result, kept
 
-    monkeypatch.setattr(mixing, f"_{form}_tile", noted)
+    monkeypatch.setattr(mixing, "_tile", noted)
     some = inputs(4, 6, 3, 2, 4)
     with torch.no_grad():
         score = cosine(*some, 1.0, form)
@@ -157,7 +157,7 @@ def made(form: ScoreForm | str = "auto", heads: int = 8, k: int = 16) -> tuple[H
 @pytest.mark.parametrize("form", FORMS)
 def test_nothing_of_pairs_times_dimensions_is_ever_made(form: ScoreForm, monkeypatch: pytest.MonkeyPatch) -> None:
     """The loss with gradients, forward and backward: no tensor near [I, T, D], [I, T, N] or even [I, T, M]."""
-    monkeypatch.setitem(mixing.KEPT, "cpu", 1 << 20)
+    monkeypatch.setitem(mixing.SAVED, "cpu", 1 << 20)
     monkeypatch.setattr(mixing, "TILE", 1 << 16)
     head, pooling = made(form)
     images, texts = features(pooling, 64, 512, 16)
@@ -206,7 +206,7 @@ def test_many_texts_are_for_the_gram_form() -> None:
         for form in FORMS:
             for device in ("cpu", "cuda"):
                 down, across = block(size, form, device)
-                assert down * across * 2 * size.weights <= mixing.KEPT[device]
+                assert down * across * 2 * size.weights <= mixing.SAVED[device]
 
 
 def test_explain_gives_the_weights_of_the_mixture() -> None:

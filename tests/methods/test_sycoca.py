@@ -110,9 +110,9 @@ def test_the_highest_and_the_lowest(rows: list[list[int]], n: int) -> None:
     """Ties go to the first; places ascend; the others are what is left."""
     scored = torch.tensor(rows).float()
     for most, pick in ((True, highest), (False, lowest)):
-        found = masking.chosen(scored, n, most)
+        found = masking.select(scored, n, most)
         assert found.tolist() == [pick(row, n) for row in rows]
-        left = masking.others(found, 6)
+        left = masking.complement(found, 6)
         assert left.tolist() == [[p for p in range(6) if p not in row] for row in found.tolist()]
         assert masking.as_bool(found, 6).nonzero()[:, 1].view(-1, n).tolist() == found.tolist()
 
@@ -129,7 +129,7 @@ def test_random_masks_are_a_images_own() -> None:
     assert torch.equal(whole, torch.cat([masking.noise(piece, "mim.mask", 16) for piece in batch.split(4)]))
     assert torch.equal(whole, uniform(batch.seeds, "mim.mask", 16))
     assert not torch.equal(whole, masking.noise(batch, "caption.mask", 16))
-    assert len({tuple(row) for row in masking.chosen(whole, 8, most=True).tolist()}) == 4
+    assert len({tuple(row) for row in masking.select(whole, 8, most=True).tolist()}) == 4
 
 
 def test_scores_are_made_once_for_terms_of_the_same_settings() -> None:

@@ -16,13 +16,14 @@ from kiloword.methods.coca.captioning import (
     CaptionSettings,
     caption_loss,
     check_causal,
+    decoder_of,
     memory_width,
     next_tokens,
     text_decoder,
 )
 from kiloword.methods.method import Method
 from kiloword.model.blocks import CrossBlock
-from kiloword.model.decoder import DecoderMemory, TextDecoder
+from kiloword.model.decoder import DecoderMemory
 from kiloword.model.model import Model
 from kiloword.model.text import TextTower
 from kiloword.types import Batch, Encoded, Texts
@@ -119,10 +120,8 @@ class AnswerLoss(nn.Module):
             host = batch.host
             assert host.questions is not None
             memory = memory.take(batch.image_of_text, int(host.questions.starts.diff()[host.image_of_text].sum()))
-        decoder = model.more["text_decoder"]
-        assert isinstance(decoder, TextDecoder)
-        texts, tokens = batch.texts, encoded.text_tokens
-        return caption_loss(decoder, model, texts, tokens, memory.keys, self.extra, self.smoothing, memory.packing())
+        texts, tokens, packing = batch.texts, encoded.text_tokens, memory.packing()
+        return caption_loss(model, texts, tokens, memory.keys, self.smoothing, packing_k=packing)
 
 
 def fused(model: Model, questions: Texts, image_tokens: Tensor) -> DecoderMemory:
@@ -132,10 +131,8 @@ def fused(model: Model, questions: Texts, image_tokens: Tensor) -> DecoderMemory
     """
     if "fuser" not in model.more:
         raise ValueError("this model cannot answer questions: train vqa from it with --init.")
-    decoder = model.more["text_decoder"]
-    assert isinstance(decoder, TextDecoder)
     tokens = model.more["fuser"](model.text_tower, questions, model.memory(image_tokens))
-    keys = decoder.remember(tokens)
+    keys = decoder_of(model).remember(tokens)
     return DecoderMemory(
         [(k[: len(questions.ids)], v[: len(questions.ids)]) for k, v in keys], questions.starts, questions.longest
     )

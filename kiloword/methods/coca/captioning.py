@@ -61,7 +61,7 @@ def captioned(method: Method, settings: CaptionSettings) -> Method:
         if settings.caption_mask == "attentive":
             masking.check(shaped)
         token = settings.caption_mask != "none" and settings.caption_op == "token"
-        return with_mask_token(shaped) if token else shaped
+        return masking.with_token(shaped) if token else shaped
 
     return replace(
         method,
@@ -81,11 +81,6 @@ def memory_width(config: ModelConfig) -> int:
     """Width of the result of `Model.memory`."""
     pool = config.head.pool_width if config.head.image_pool == "attentional" else 0
     return pool or config.image.width
-
-
-def with_mask_token(config: ModelConfig) -> ModelConfig:
-    """The configuration with a learned token for masked patches."""
-    return replace(config, image=replace(config.image, mask_token=True))
 
 
 def check_causal(config: TextConfig) -> None:
@@ -125,70 +120,56 @@ class CaptionLoss(nn.Module):
         return next_tokens(batch.texts, self.extra)
 
     def forward(self, model: Model, batch: Batch, encoded: Encoded) -> Tensor:
-        decoder = model.more["text_decoder"]
-        assert isinstance(decoder, TextDecoder)
-        keys = self._keys(model, decoder, batch, encoded)
+        keys = decoder_of(model).remember(self._memory(model, batch, encoded))
         row_per_text = len(keys[0][0]) == len(batch.texts)
         shared = None if row_per_text else SharedRows(batch.image_of_text, longest_row(batch, 1 + self.extra))
-        texts, tokens = batch.texts, encoded.text_tokens
-        return caption_loss(decoder, model, texts, tokens, keys, self.extra, self.settings.smoothing, shared=shared)
+        return caption_loss(model, batch.texts, encoded.text_tokens, keys, self.settings.smoothing, shared=shared)
 
-    def _keys(self, model: Model, decoder: TextDecoder, batch: Batch, encoded: Encoded) -> list[Keys]:
-        """Keys and values of the images: one row per image, or per caption where each caption has a mask."""
-        if self.settings.caption_mask == "attentive":  # a mask per caption
-            scored = masking.scores(model, batch, encoded, self.settings)
-            return decoder.remember(self._memory(model, batch.images[batch.image_of_text], scored))
-        if self.settings.caption_mask == "random":
-            memory = self._memory(model, batch.images, masking.noise(batch, "caption.mask", self.patches))
+    def _memory(self, model: Model, batch: Batch, encoded: Encoded) -> Tensor:
+        """Memory of the images: one row per image, or per caption where each caption has a mask."""
+        if self.settings.caption_mask == "none":
+            return model.memory(encoded.image_tokens)
+        if self.settings.caption_mask == "attentive":
+            images, scored = batch.images[batch.image_of_text], masking.scores(model, batch, encoded, self.settings)
         else:
-            memory = model.memory(encoded.image_tokens)
-        return decoder.remember(memory)
+            images, scored = batch.images, masking.noise(batch, "caption.mask", self.patches)
+        hidden = masking.select(scored, self.masked, most=False)
+        return model.memory(masking.visible(model, images, hidden, self.settings.caption_op))
 
-    def _memory(self, model: Model, images: Tensor, scored: Tensor) -> Tensor:
-        """Memory of images without the patches of lowest score."""
-        hidden = masking.chosen(scored, self.masked, most=False)
-        if self.settings.caption_op == "drop":
-            return model.memory(model.image_tokens(images, keep=masking.others(hidden, self.patches)))
-        return model.memory(model.image_tokens(images, masked=masking.as_bool(hidden, self.patches)))
+
+def decoder_of(model: Model) -> TextDecoder:
+    decoder = model.more["text_decoder"]
+    assert isinstance(decoder, TextDecoder)
+    return decoder
 
 
 def caption_loss(
-    decoder: TextDecoder,
-    model: Model,
-    texts: Texts,
-    tokens: Tensor,
-    keys: list[Keys],
-    extra: int,
-    smoothing: float,
-    packing_k: Packing | None = None,
-    shared: SharedRows | None = None,
+    model: Model, texts: Texts, tokens: Tensor, keys: list[Keys], smoothing: float = 0.0, **memory: Any
 ) -> Tensor:
     """Sum of -log probability over all next tokens. Args: see `decoded`."""
-    x, targets = decoded(decoder, model, texts, tokens, keys, extra, packing_k, shared)
-    return word_loss(x, decoder.table(model.text_tower.tokens), targets, smoothing)
+    x, targets = decoded(model, texts, tokens, keys, **memory)
+    return word_loss(x, decoder_of(model).table(model.text_tower.tokens), targets, smoothing)
 
 
 def decoded(
-    decoder: TextDecoder,
     model: Model,
     texts: Texts,
     tokens: Tensor,
     keys: list[Keys],
-    extra: int,
     packing_k: Packing | None = None,
     shared: SharedRows | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Decoder outputs [N, W] of every token that has a next one, and the ids of the next tokens [N], -1 for padding.
+    """Outputs [N, W] of the text decoder for every token with a next one, and the ids of these [N], -1 for padding.
 
     Args: tokens [S, W]: the text tower's output for `texts`; keys: of the memory of text n, packed with `packing_k`;
-    extra: number of tokens after the end token; shared: the memory row of each text, so that no keys are copied.
+    shared: the memory row of each text, so that no keys are copied.
     """
-    place, before = prefixes(texts, 1 + extra)
+    place, before = prefixes(texts, 1 + len(model.config.text.extra_tokens))
     packing = model.text_tower.packing(before)
     x = F.pad(tokens[place], (0, 0, 0, packing.tail))
     rows = len(keys[0][0]) if packing_k is None else len(packing_k)
     packing_q = None if shared is None else model.text_tower.packing(joined(before, shared, rows))
-    x = decoder(x, keys, packing, packing_k, packing_q)
+    x = decoder_of(model)(x, keys, packing, packing_k, packing_q)
     return x, F.pad(texts.ids[place + 1], (0, packing.tail), value=-1)
 
 
@@ -212,13 +193,9 @@ def longest_row(batch: Batch, cut: int) -> int:
 
 def prefixes(texts: Texts, cut: int) -> tuple[Tensor, Texts]:
     """Texts without their last `cut` tokens: the positions [S'] of the remaining tokens, and the shortened texts."""
-    lengths = texts.starts.diff() - cut
-    starts = F.pad(lengths.cumsum(0), (1, 0))
-    shift = torch.repeat_interleave(
-        texts.starts[:-1] - starts[:-1], lengths, output_size=len(texts.ids) - cut * len(texts)
-    )
-    place = torch.arange(len(shift), device=shift.device) + shift
-    return place, Texts(texts.ids[place], starts, max(texts.longest - cut, 0))
+    tokens = len(texts.ids) - cut * len(texts)
+    place, before = texts.spans(texts.starts[:-1], texts.starts.diff() - cut, tokens)
+    return place, replace(before, longest=max(texts.longest - cut, 0))
 
 
 def word_loss(x: Tensor, table: Tensor, targets: Tensor, smoothing: float = 0.0, chunk: int = CHUNK) -> Tensor:

@@ -47,7 +47,6 @@ def ended(method: Method) -> Method:
 
 COMPONENTS = {
     "caption": Component(
-        slot="terms", summary="a text decoder that predicts captions (needs a causal text tower)",
-        settings=CaptionSettings, apply=captioned,
+        "terms", "a text decoder that predicts captions (needs a causal text tower)", CaptionSettings, captioned
     ),
-}  # fmt: skip
+}

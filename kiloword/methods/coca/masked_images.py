@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from kiloword.config.recipes import DEPTH, ModelConfig
 from kiloword.config.settings import ABOVE_0, BELOW_1, setting
 from kiloword.methods.coca import masking
-from kiloword.methods.coca.captioning import with_mask_token
 from kiloword.methods.coca.masking import Mask, MaskSettings
 from kiloword.methods.method import Method
 from kiloword.model.attention import Packing
@@ -54,7 +53,7 @@ def masked(method: Method, settings: MimSettings) -> Method:
         shaped = method.shape(config)
         if settings.mim_mask == "attentive":
             masking.check(shaped)
-        return with_mask_token(shaped) if settings.mim_op == "token" else shaped
+        return masking.with_token(shaped) if settings.mim_op == "token" else shaped
 
     return replace(
         method,
@@ -89,32 +88,18 @@ class MaskedImages(nn.Module):
         return batch.position.new_full((), rows * self.hidden)
 
     def forward(self, model: Model, batch: Batch, encoded: Encoded) -> Tensor:
-        of = batch.image_of_text
-        if self.settings.mim_mask == "attentive":
-            images = batch.images[of]
-            hidden = masking.chosen(masking.scores(model, batch, encoded, self.settings), self.hidden, most=True)
-            tokens = visible(model, images, hidden, self.settings.mim_op)
+        of, attentive = batch.image_of_text, self.settings.mim_mask == "attentive"
+        if attentive:
+            images, scored = batch.images[of], masking.scores(model, batch, encoded, self.settings)
         else:
-            images = batch.images
-            hidden = masking.chosen(masking.noise(batch, "mim.mask", self.patches), self.hidden, most=True)
-            tokens = visible(model, images, hidden, self.settings.mim_op)
-            if self.by_caption and len(of) != len(batch):
-                images, hidden, tokens = images[of], hidden[of], tokens.index_select(0, of)
-        guide = (encoded.text_tokens, model.text_tower.packing(batch.texts)) if self.guided else None
+            images, scored = batch.images, masking.noise(batch, "mim.mask", self.patches)
+        hidden = masking.select(scored, self.hidden, most=True)
+        tokens = masking.visible(model, images, hidden, self.settings.mim_op)
+        if self.by_caption and not attentive and len(of) != len(batch):
+            images, hidden, tokens = images[of], hidden[of], tokens.index_select(0, of)
+        guide = (encoded.text_tokens, model.text_tower.packing(batch.texts)) if self.settings.guide == "text" else None
         predicted = predict(model, tokens, hidden, guide)
         return distance(predicted, pixels(model, images, hidden, self.settings.norm_pix)).sum()
-
-    @property
-    def guided(self) -> bool:
-        return self.settings.guide == "text"
-
-
-def visible(model: Model, images: Tensor, hidden: Tensor, op: Literal["token", "drop"]) -> Tensor:
-    """Tokens of images [N, 3, H, W] whose patches `hidden` [N, m] are masked by a token, or dropped."""
-    patches = (model.config.image.size // model.config.image.patch) ** 2
-    if op == "drop":
-        return model.image_tokens(images, keep=masking.others(hidden, patches))
-    return model.image_tokens(images, masked=masking.as_bool(hidden, patches))
 
 
 def predict(model: Model, tokens: Tensor, hidden: Tensor, guide: tuple[Tensor, Packing] | None) -> Tensor:

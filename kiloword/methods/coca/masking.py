@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -88,7 +88,7 @@ def countable(texts: Texts, packing: Packing, config: TextConfig, settings: Mask
     return is_word | (inside & empty[packing.text])
 
 
-def chosen(scored: Tensor, n: int, most: bool) -> Tensor:
+def select(scored: Tensor, n: int, most: bool) -> Tensor:
     """Indices of the n patches of largest (or smallest) score [N, P], ascending: [N, n] int64; ties: the first."""
     order = scored.argsort(dim=1, descending=most, stable=True)
     return order[:, :n].sort(1).values
@@ -99,11 +99,10 @@ def noise(batch: Batch, purpose: str, patches: int) -> Tensor:
     return uniform(batch.seeds, purpose, patches)
 
 
-def others(masked: Tensor, patches: int) -> Tensor:
+def complement(masked: Tensor, patches: int) -> Tensor:
     """Indices of the patches not in masked [N, m], ascending: [N, P - m]."""
-    order = (
-        as_bool(masked, patches).to(torch.uint8).argsort(dim=1, stable=True)
-    )  # `nonzero` would synchronise with the device
+    # sorted, as `nonzero` would synchronise with the device
+    order = as_bool(masked, patches).to(torch.uint8).argsort(dim=1, stable=True)
     return order[:, : patches - masked.shape[1]]
 
 
@@ -111,6 +110,19 @@ def as_bool(masked: Tensor, patches: int) -> Tensor:
     """Indices [N, m] -> mask [N, P] bool."""
     empty = torch.zeros(len(masked), patches, dtype=torch.bool, device=masked.device)
     return empty.scatter(1, masked, True)
+
+
+def visible(model: Model, images: Tensor, hidden: Tensor, op: Literal["token", "drop"]) -> Tensor:
+    """Tokens of images [N, 3, H, W] whose patches `hidden` [N, m] are masked by a token, or dropped."""
+    patches = (model.config.image.size // model.config.image.patch) ** 2
+    if op == "drop":
+        return model.image_tokens(images, keep=complement(hidden, patches))
+    return model.image_tokens(images, masked=as_bool(hidden, patches))
+
+
+def with_token(config: ModelConfig) -> ModelConfig:
+    """The configuration with a learned token for masked patches."""
+    return replace(config, image=replace(config.image, mask_token=True))
 
 
 def number(share: float, patches: int) -> int:

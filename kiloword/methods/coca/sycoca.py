@@ -37,7 +37,6 @@ def preset(settings: Settings) -> Method:
 
 COMPONENTS = {
     "mim": Component(
-        slot="terms", summary="an image decoder that reconstructs masked patches, guided by the caption",
-        settings=MimSettings, apply=masked,
+        "terms", "an image decoder that reconstructs masked patches, guided by the caption", MimSettings, masked
     ),
-}  # fmt: skip
+}

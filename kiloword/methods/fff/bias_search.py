@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Literal
 
@@ -15,6 +16,7 @@ from kiloword.types import Batch, Features
 if TYPE_CHECKING:
     from kiloword.training.learner import Learner
 
+Inputs = Sequence[tuple[Features, Features]]  # features of images and texts of each batch
 LEAST, MOST = -40.0, 20.0  # range of the search
 STEPS = (1.0, 0.1, 0.02)  # of successive grids, each around the best value of the previous one
 EDGE, NOTHING = 0.5, 1e-5  # this close to the ends, or below this loss, nearly all pairs are of one class
@@ -38,11 +40,12 @@ def search(learner: Learner, batches: Iterator[Batch], how: Literal["grid", "gra
         return "no bias was searched: the pair loss has none."
     with torch.no_grad():
         inputs = [learner.pair_inputs(learner.encode(b), b) for b in islice(batches, n)]
-    before = float(bias.detach())
-    best = _by_grid(learner, inputs, bias) if how == "grid" else _by_gradient(learner, inputs, bias)
-    first, last = (
-        _losses(learner, inputs, bias, [value])[0] for value in (before, best)
-    )  # leaves the bias at the best value
+    before, losses = float(bias.detach()), partial(_losses, learner, inputs, bias)
+    if how == "grid":
+        best = _by_grid(losses)
+    else:
+        best = _by_gradient(partial(_slope, learner, inputs, bias), min(max(before, LEAST), MOST))
+    first, last = (losses([value])[0] for value in (before, best))  # leaves the bias at the best value
     message = f"bias {before:.4g} -> {best:.4g} ({how} over {len(inputs)} batches, loss {first:.4g} -> {last:.4g})"
     if last > NOTHING and LEAST + EDGE < best < MOST - EDGE:
         return message if best <= 0 else f"{message}. {ABOVE}"
@@ -53,9 +56,7 @@ def search(learner: Learner, batches: Iterator[Batch], how: Literal["grid", "gra
     )
 
 
-def _losses(
-    learner: Learner, inputs: Sequence[tuple[Features, Features]], bias: Tensor, at: list[float]
-) -> list[float]:
+def _losses(learner: Learner, inputs: Inputs, bias: Tensor, at: list[float]) -> list[float]:
     """Mean loss at each bias value; leaves the bias at the last one."""
     shares = []
     with torch.no_grad():
@@ -66,12 +67,20 @@ def _losses(
     return losses
 
 
-def _by_grid(learner: Learner, inputs: Sequence[tuple[Features, Features]], bias: Tensor) -> float:
+def _slope(learner: Learner, inputs: Inputs, bias: Tensor, at: float) -> float:
+    """Derivative of the mean loss by the bias."""
+    with torch.no_grad():
+        bias.fill_(at)
+    shares = [torch.autograd.grad(learner.pair_loss(*pair)["pair"], bias)[0].sum() for pair in inputs]
+    return float(sum_over_ranks(torch.stack(shares).mean().double()))
+
+
+def _by_grid(losses_at: Callable[[list[float]], list[float]]) -> float:
     """Three grids, then a parabola, which resolves finer than the rounding of the loss allows for a grid."""
     best, least, most = 0.0, LEAST, MOST
     for step in STEPS:
         grid = [least + step * n for n in range(round((most - least) / step) + 1)]
-        losses = _losses(learner, inputs, bias, grid)
+        losses = losses_at(grid)
         place = min(range(len(grid)), key=losses.__getitem__)
         best, least, most = grid[place], grid[place] - step, grid[place] + step
     if place in (0, len(grid) - 1):
@@ -81,26 +90,18 @@ def _by_grid(learner: Learner, inputs: Sequence[tuple[Features, Features]], bias
     return best if bend <= 0 else best + step * (left - right) / (2 * bend)
 
 
-def _by_gradient(learner: Learner, inputs: Sequence[tuple[Features, Features]], bias: Tensor) -> float:
+def _by_gradient(slope_at: Callable[[float], float], at: float) -> float:
     """Each step goes to the zero of the secant of the last two slopes, or to the middle of the bracket if outside."""
-    least, most, here = LEAST, MOST, float(bias.detach().clamp(LEAST, MOST))
+    least, most = LEAST, MOST
     last: tuple[float, float] | None = None
     while most - least > CLOSE:
-        slope = _slope(learner, inputs, bias, here)
-        least, most = (here, most) if slope < 0 else (least, here)
-        there = (least + most) / 2
+        slope = slope_at(at)
+        least, most = (at, most) if slope < 0 else (least, at)
+        following = (least + most) / 2
         if last is not None and slope != last[1]:
-            aim = here - slope * (here - last[0]) / (slope - last[1])
-            there = aim if least < aim < most else there
-        last, move, here = (here, slope), abs(there - here), there
+            aim = at - slope * (at - last[0]) / (slope - last[1])
+            following = aim if least < aim < most else following
+        last, move, at = (at, slope), abs(following - at), following
         if move < CLOSE:
             break
-    return here
-
-
-def _slope(learner: Learner, inputs: Sequence[tuple[Features, Features]], bias: Tensor, at: float) -> float:
-    """Derivative of the mean loss by the bias."""
-    with torch.no_grad():
-        bias.fill_(at)
-    shares = [torch.autograd.grad(learner.pair_loss(*pair)["pair"], bias)[0].sum() for pair in inputs]
-    return float(sum_over_ranks(torch.stack(shares).mean().double()))
+    return at

@@ -142,8 +142,8 @@ class MinedPositives:
         mineable = pairs.images["mineable"][:, None] & pairs.texts["mineable"]
         mined = matches(settings, it, ii, tt) & mineable
         judged = mineable & image.any(1)[:, None] & text.any(1)
-        kept = pairs.annotated if settings.annotated_always else pairs.annotated & ~judged
-        return (mined | kept).to(pairs.logits.dtype)
+        annotated = pairs.annotated if settings.annotated_always else pairs.annotated & ~judged
+        return (mined | annotated).to(pairs.logits.dtype)
 
 
 def _cosines(a: Tensor, b: Tensor) -> Tensor:
@@ -181,7 +181,7 @@ def mined(method: Method, settings: Mining) -> Method:
     return _with(method, MinedPositives(settings), settings.teacher, settings.balance)
 
 
-def known(method: Method, settings: Exact) -> Method:
+def all_true(method: Method, settings: Exact) -> Method:
     """Use all true pairs as positives."""
     return _with(method, exact, "truth", settings.balance)
 
@@ -221,14 +221,10 @@ def supcon(method: Method, settings: SupCon) -> Method:
 
 
 COMPONENTS = {
-    "fff": Component(
-        slot="positives", summary="all captions, mined positives, searched bias", settings=Slots, apply=fixed
-    ),
-    "mined": Component(slot="positives", summary="pairs with similar teacher features", settings=Mining, apply=mined),
-    "exact": Component(
-        slot="positives", summary="all true pairs, from ground truth in the data", settings=Exact, apply=known
-    ),
-    "supcon": Component(slot="pair loss", summary="supervised contrastive loss", settings=SupCon, apply=supcon),
-    "many": Component(slot="captions", summary="all captions of an image in one batch", settings=Nothing, apply=many),
-    "bias-search": Component(slot="prepare", summary="initial bias of least loss", settings=BiasSearch, apply=searched),
+    "fff": Component("positives", "all captions, mined positives, searched bias", Slots, fixed),
+    "mined": Component("positives", "pairs with similar teacher features", Mining, mined),
+    "exact": Component("positives", "all true pairs, from ground truth in the data", Exact, all_true),
+    "supcon": Component("pair loss", "supervised contrastive loss", SupCon, supcon),
+    "many": Component("captions", "all captions of an image in one batch", Nothing, many),
+    "bias-search": Component("prepare", "initial bias of least loss", BiasSearch, searched),
 }

@@ -124,17 +124,18 @@ class Attention(nn.Module):
         temperature of 5 the attention would otherwise start nearly one-hot and hardly learn. Queries and keys share
         the correction equally, so that both learn at the same rate.
         """
-        size = self.dim // self.settings.heads
-        shrink = (self.factor * size**0.5) ** -0.5
+        shrink = self.shrink
         return {
             "key": Init(std=shrink * self.width**-0.5),
             "value": Init(std=self.width**-0.5),
             "out.weight": Init(std=self.dim**-0.5),
             "text_projection.weight": Init(std=self.text_projection.in_features**-0.5),
-        } | self._initial_query(shrink)
+        }
 
-    def _initial_query(self, shrink: float) -> dict[str, Init]:
-        raise NotImplementedError
+    @property
+    def shrink(self) -> float:
+        """Factor of the deviations of initial queries and keys."""
+        return float((self.factor * (self.dim // self.settings.heads) ** 0.5) ** -0.5)
 
 
 class Contextual(Attention):
@@ -200,8 +201,8 @@ class Contextual(Attention):
         """Mixing weights [i, t, M, N] of eq. 1: mixture tokens first, then patches (with `patch_keys`)."""
         return mixing.weights(at_least_float(images["keys"]), at_least_float(texts["query"]), self.factor)
 
-    def _initial_query(self, shrink: float) -> dict[str, Init]:
-        return {"query.weight": Init(std=shrink * self.query.in_features**-0.5)}
+    def initial(self) -> dict[str, Init]:
+        return {**super().initial(), "query.weight": Init(std=self.shrink * self.query.in_features**-0.5)}
 
 
 class LearnedAverage(Attention):
@@ -228,5 +229,5 @@ class LearnedAverage(Attention):
     ensemble = Single.ensemble
     explain = Single.explain
 
-    def _initial_query(self, shrink: float) -> dict[str, Init]:
-        return {"query": Init(std=shrink)}
+    def initial(self) -> dict[str, Init]:
+        return {**super().initial(), "query": Init(std=self.shrink)}

@@ -48,10 +48,5 @@ def mixed(method: Method, settings: ContextualSettings) -> Method:
 
 
 COMPONENTS = {
-    "contextual": Component(
-        slot="pooling",
-        summary="mixture tokens, mixed separately for every text",
-        settings=ContextualSettings,
-        apply=mixed,
-    )
+    "contextual": Component("pooling", "mixture tokens, mixed separately for every text", ContextualSettings, mixed)
 }

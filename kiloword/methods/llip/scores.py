@@ -25,7 +25,7 @@ from kiloword.distributed.device import device_type
 ScoreForm = Literal["direct", "gram"]
 
 TILE = 1 << 18  # mixing weights per tile on a CPU: 1 MB in single precision, which stays in the cache
-KEPT = {"cpu": 1 << 26, "cuda": 1 << 28}  # saved activations per block, in numbers: 256 MB and 1 GB
+SAVED = {"cpu": 1 << 26, "cuda": 1 << 28}  # saved activations per block, in numbers: 256 MB and 1 GB
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def block(sizes: PairSizes, form: ScoreForm, device: str) -> tuple[int, int]:
     A Gram matrix is computed per image and y per text; the ratio of columns to rows makes both cost the same.
     """
     n, w, d = sizes.tokens, sizes.weights, sizes.dim
-    pairs = KEPT.get(device, KEPT["cuda"]) // (2 * w + (2 * d if form == "direct" else 0))
+    pairs = SAVED.get(device, SAVED["cuda"]) // (2 * w + (2 * d if form == "direct" else 0))
     ratio = n + w * w / (sizes.heads * d)
     columns = max(1, int((pairs * ratio) ** 0.5))
     return max(1, pairs // columns), columns
@@ -77,8 +77,8 @@ def cosine(
     square = out.T @ out  # A [D, D]
     if form == "gram":
         square = grams(values, square)
-    keep = torch.is_grad_enabled() and any(x.requires_grad for x in (keys, values, query, y, square))
-    result: Tensor = _Cosine.apply(keys, values, query * factor, y, square, form, keep)  # type: ignore[no-untyped-call]
+    save = torch.is_grad_enabled() and any(x.requires_grad for x in (keys, values, query, y, square))
+    result: Tensor = _Cosine.apply(keys, values, query * factor, y, square, form, save)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -95,7 +95,7 @@ def grams(values: Tensor, square: Tensor) -> Tensor:
 
 
 @dataclass
-class _Kept:
+class _Saved:
     """Saved activations of one tile; backward multiplies them by the gradient g of the cosines."""
 
     rows: slice
@@ -112,16 +112,15 @@ class _Cosine(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, keys: Tensor, values: Tensor, query: Tensor, y: Tensor, square: Tensor, form: ScoreForm, keep: bool
+        ctx: Any, keys: Tensor, values: Tensor, query: Tensor, y: Tensor, square: Tensor, form: ScoreForm, save: bool
     ) -> Tensor:
         ctx.save_for_backward(keys, values, query, y, square)
-        ctx.form, ctx.kept = form, []
+        ctx.form, ctx.tiles = form, []
         result = keys.new_empty(len(keys), len(query))
-        tile = _gram_tile if form == "gram" else _direct_tile
         for rows, columns in _tiles(keys, len(query)):
-            result[rows, columns], kept = tile(rows, columns, keys, values, query, y, square)
-            if keep:
-                ctx.kept.append(kept)
+            result[rows, columns], saved_tile = _tile(rows, columns, form, keys, values, query, y, square)
+            if save:
+                ctx.tiles.append(saved_tile)
         return result
 
     @staticmethod
@@ -130,7 +129,7 @@ class _Cosine(torch.autograd.Function):
         saved = ctx.saved_tensors
         sums = tuple(torch.zeros_like(x, memory_format=torch.contiguous_format) for x in saved)
         add = _add_gram if ctx.form == "gram" else _add_direct
-        for tile in ctx.kept:
+        for tile in ctx.tiles:
             gradient = g[tile.rows, tile.columns]
             _add_attention(tile, gradient, saved, sums)
             add(tile, gradient, saved, sums)
@@ -179,41 +178,35 @@ def _through_softmax(weights: Tensor, by_weight: Tensor) -> Tensor:
     return product.addcmul_(weights, product.sum(2, keepdim=True), value=-1)
 
 
-def _gram_tile(
-    rows: slice, columns: slice, keys: Tensor, values: Tensor, query: Tensor, y: Tensor, gram: Tensor
-) -> tuple[Tensor, _Kept]:
-    phi = _attend(keys[rows], query[columns])
-    flat = phi.flatten(1, 2)  # [r, M N, c]
-    u = _against(values[rows], y[columns]).flatten(1, 2)
-    w = torch.bmm(gram[rows], flat)
-    scale = values.shape[2] * gram[rows].diagonal(dim1=1, dim2=2).mean(1, keepdim=True)
-    inverse, free = _norms((flat * w).sum(1), scale)
-    result = (flat * u).sum(1) * inverse
+def _tile(
+    rows: slice, columns: slice, form: ScoreForm, keys: Tensor, values: Tensor, query: Tensor, y: Tensor, square: Tensor
+) -> tuple[Tensor, _Saved]:
+    """Cosines [r, c] of a tile, with x the weights (gram) or C (direct): x . target / sqrt(x . matrix . x)."""
+    heads, phi, y = values.shape[2], _attend(keys[rows], query[columns]), y[columns]
+    values, by_head = values[rows], values[rows].transpose(1, 2)  # [r, N, M, d], [r, M, N, d]
+    if form == "gram":
+        x, matrix, target = phi.flatten(1, 2), square[rows], _against(values, y).flatten(1, 2)
+        scale = heads * matrix.diagonal(dim1=1, dim2=2).mean(1, keepdim=True)
+    else:
+        x = torch.matmul(by_head.mT, phi).flatten(1, 2)  # [r, D, c]
+        matrix, target = square.expand(len(x), -1, -1), y.flatten(1).T
+        scale = values.square().mean((1, 2, 3))[:, None] * square.trace() * heads
+    w = torch.bmm(matrix, x)
+    inverse, free = _norms((x * w).sum(1), scale)
+    result = (x * target).sum(1) * inverse
     pull = result * free
-    e = (u * inverse[:, None]).addcmul_(w, (pull * inverse.square())[:, None], value=-1)
-    by_logit = _through_softmax(phi, e.view_as(phi))
-    return result, _Kept(rows, columns, by_logit, flat.mul_(inverse[:, None]), pull)
+    by_x = (target * inverse[:, None]).addcmul_(w, (pull * inverse.square())[:, None], value=-1)
+    saved: tuple[Tensor, ...] = ()
+    if form == "gram":
+        by_weight = by_x.view_as(phi)
+    else:
+        by_mixed = by_x.view(len(by_x), heads, -1, by_x.shape[2])
+        by_weight, saved = torch.matmul(by_head, by_mixed), (phi, by_mixed)
+    by_logit = _through_softmax(phi, by_weight)  # before x changes, which in the gram form is a view of phi
+    return result, _Saved(rows, columns, by_logit, x.mul_(inverse[:, None]), pull, *saved)
 
 
-def _direct_tile(
-    rows: slice, columns: slice, keys: Tensor, values: Tensor, query: Tensor, y: Tensor, square: Tensor
-) -> tuple[Tensor, _Kept]:
-    phi = _attend(keys[rows], query[columns])
-    v = values[rows].transpose(1, 2)  # [r, M, N, d]
-    c = torch.matmul(v.mT, phi).flatten(1, 2)  # [r, D, c]
-    w = torch.bmm(square.expand(len(c), -1, -1), c)
-    towards = y[columns].flatten(1).T  # [D, c]
-    scale = values[rows].square().mean((1, 2, 3))[:, None] * square.trace() * values.shape[2]
-    inverse, free = _norms((c * w).sum(1), scale)
-    result = (c * towards).sum(1) * inverse
-    pull = result * free
-    e = (towards * inverse[:, None]).addcmul_(w, (pull * inverse.square())[:, None], value=-1)
-    e = e.view(len(e), values.shape[2], -1, e.shape[2])
-    by_logit = _through_softmax(phi, torch.matmul(v, e))
-    return result, _Kept(rows, columns, by_logit, c.mul_(inverse[:, None]), pull, phi, e)
-
-
-def _add_attention(tile: _Kept, g: Tensor, saved: tuple[Tensor, ...], sums: tuple[Tensor, ...]) -> None:
+def _add_attention(tile: _Saved, g: Tensor, saved: tuple[Tensor, ...], sums: tuple[Tensor, ...]) -> None:
     """Gradients by keys and queries."""
     by_logit = (tile.by_logit * g[:, None, None]).transpose(0, 1).flatten(1, 2)  # [M, r N, c]
     keys, query = saved[0][tile.rows], saved[2][tile.columns]
@@ -221,7 +214,7 @@ def _add_attention(tile: _Kept, g: Tensor, saved: tuple[Tensor, ...], sums: tupl
     sums[2][tile.columns] += torch.bmm(by_logit.mT, _by_head(keys)).transpose(0, 1)
 
 
-def _add_gram(tile: _Kept, g: Tensor, saved: tuple[Tensor, ...], sums: tuple[Tensor, ...]) -> None:
+def _add_gram(tile: _Saved, g: Tensor, saved: tuple[Tensor, ...], sums: tuple[Tensor, ...]) -> None:
     """Gradients by values, y and Gram matrices."""
     values, y = saved[1][tile.rows], saved[3][tile.columns]
     scaled = tile.mixed * g[:, None]  # [r, M N, c]
@@ -231,7 +224,7 @@ def _add_gram(tile: _Kept, g: Tensor, saved: tuple[Tensor, ...], sums: tuple[Ten
     sums[4][tile.rows].baddbmm_(scaled * tile.pull[:, None], tile.mixed.mT, alpha=-0.5)
 
 
-def _add_direct(tile: _Kept, g: Tensor, saved: tuple[Tensor, ...], sums: tuple[Tensor, ...]) -> None:
+def _add_direct(tile: _Saved, g: Tensor, saved: tuple[Tensor, ...], sums: tuple[Tensor, ...]) -> None:
     """Gradients by values, y and A."""
     assert tile.weights is not None
     assert tile.by_mixed is not None

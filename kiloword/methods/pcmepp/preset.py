@@ -87,25 +87,21 @@ def deterministic(method: Method, settings: Deterministic) -> Method:
             f"{method.name} does not give one vector per image: omit +deterministic."
         )
     loss = WithDeterministic(method.pair_loss, settings.loss, settings.weight)
-    return replace(method, pair_loss=loss, head=lambda config: _beside(method.head(config), settings))
 
+    def with_auxiliary(config: ModelConfig) -> Head:
+        main = method.head(config)
+        if settings.loss == "softmax":
+            main.deterministic = cosine_head(settings.scale or 1 / 0.07, max_scale=settings.max_scale)
+        else:
+            main.deterministic = cosine_head(settings.scale or 10.0, settings.bias)
+        return main
 
-def _beside(head: Head, settings: Deterministic) -> Head:
-    """Add the auxiliary head."""
-    if settings.loss == "softmax":
-        head.deterministic = cosine_head(settings.scale or 1 / 0.07, max_scale=settings.max_scale)
-    else:
-        head.deterministic = cosine_head(settings.scale or 10.0, settings.bias)
-    return head
+    return replace(method, pair_loss=loss, head=with_auxiliary)
 
 
 COMPONENTS = {
-    "matching": Component(
-        slot="pair loss", summary="binary classification by the distance of Gaussians",
-        settings=Matching, apply=matched,
-    ),
+    "matching": Component("pair loss", "binary classification by the distance of Gaussians", Matching, matched),
     "deterministic": Component(
-        slot="deterministic", summary="auxiliary loss on the means of Gaussians",
-        settings=Deterministic, apply=deterministic,
+        "deterministic", "auxiliary loss on the means of Gaussians", Deterministic, deterministic
     ),
-}  # fmt: skip
+}

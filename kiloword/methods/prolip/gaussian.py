@@ -66,9 +66,7 @@ def inclusion(a: Features, b: Features, eps: float = 0.0, form: Form = "paper") 
     With u = log var_b - log var_a and t = tanh(u / 2) = (var_b - var_a) / (var_b + var_a),
     H = k u - atanh(t / 3) + d^2 e^eps / (var_a + var_b) * 4 t / (9 - t^2), k = 1 (paper) or 1/2 (exact). All three
     summands have the sign of u and none is a difference of large numbers, so the relative error is of the order of
-    rounding. Note: the sign in each dimension depends on u alone, and distance increases |H|; check the overlap too.
-
-
+    rounding. The sign in each dimension depends on u alone, and distance increases |H|; check the overlap too.
     Source: eq. 4.
     """
     gap, log_a, log_b = _gap(a, b)
@@ -96,14 +94,11 @@ def inclusion_matrix(a: Features, b: Features, eps: float = 0.0, form: Form = "p
     if not n * m:
         return at_least_float(a["vec"]).new_zeros(n, m)
     step = max(1, int((CELLS / a["vec"].shape[1]) ** 0.5))
-    down = [_rows(a, slice(i, i + step), 1) for i in range(0, n, step)]
-    across = [_rows(b, slice(j, j + step), 0) for j in range(0, m, step)]
-    return torch.cat([torch.cat([inclusion(x, y, eps, form).sum(-1) for y in across], 1) for x in down])
-
-
-def _rows(features: Features, which: slice, axis: int) -> Features:
-    """The Gaussians of a slice of rows, [n, 1, D] (axis 1) or [1, n, D] (axis 0)."""
-    return {name: features[name][which].unsqueeze(axis) for name in ("vec", "log_var")}
+    rows, columns = (
+        [{name: part[name][i : i + step].unsqueeze(axis) for name in ("vec", "log_var")} for i in range(0, size, step)]
+        for part, size, axis in ((a, n, 1), (b, m, 0))
+    )
+    return torch.cat([torch.cat([inclusion(x, y, eps, form).sum(-1) for y in columns], 1) for x in rows])
 
 
 def _gap(a: Features, b: Features) -> tuple[Tensor, Tensor, Tensor]:
@@ -126,9 +121,7 @@ def inclusion_loss(
     "per_dimension", mean of the losses of all dimensions (the authors' code); "joint", loss of the sum of H (eq. 5).
     """
     h = inclusion(a, b, eps, form)
-    if reduction == "joint":
-        return F.softplus(-c * h.sum(-1))
-    return F.softplus(-c * h).mean(-1)
+    return F.softplus(-c * h.sum(-1)) if reduction == "joint" else F.softplus(-c * h).mean(-1)
 
 
 def vib(features: Features, form: Literal["textbook", "released"] = "textbook") -> Tensor:

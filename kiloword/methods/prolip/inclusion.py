@@ -5,7 +5,7 @@ They compare matched pairs of the local batch, never all pairs. Source: arXiv:24
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -45,18 +45,16 @@ class InclusionSettings(BaseSettings):
 
 def terms(settings: InclusionSettings) -> dict[str, tuple[float, Any]]:
     """`Method.terms` for these settings, each with its weight; terms of weight 0 are omitted."""
-    selected: dict[str, tuple[float, Any]] = {}
-    if settings.image_in_text:
-        selected["image_in_text"] = (settings.image_in_text, lambda config: ImageInText(settings))
-    if settings.masked:
-        selected["masked_image"] = (settings.masked, lambda config: MaskedImage(settings, config))
-        selected["masked_text"] = (settings.masked, lambda config: MaskedText(settings, config))
-    if settings.spread:
-        selected["spread"] = (settings.spread, lambda config: Spread())
-    if settings.vib:
-        selected["vib_image"] = (settings.vib, lambda config: Vib(settings, "image"))
-        selected["vib_text"] = (settings.vib, lambda config: Vib(settings, "text"))
-    return selected
+    s = settings
+    every = {
+        "image_in_text": (s.image_in_text, lambda config: ImageInText(s)),
+        "masked_image": (s.masked, lambda config: MaskedImage(s, config)),
+        "masked_text": (s.masked, lambda config: MaskedText(s, config)),
+        "spread": (s.spread, lambda config: Spread()),
+        "vib_image": (s.vib, lambda config: Vib(s, "image")),
+        "vib_text": (s.vib, lambda config: Vib(s, "text")),
+    }
+    return {name: term for name, term in every.items() if term[0]}
 
 
 class _Inclusion(nn.Module):
@@ -71,13 +69,13 @@ class _Inclusion(nn.Module):
         s = self.settings
         return inclusion_loss(a, b, s.eps, s.c, s.inclusion_form, s.inclusion_reduction)
 
-    def chosen(self, batch: Batch) -> Tensor:
+    def selected(self, batch: Batch) -> Tensor:
         """[I] bool, the images with masked copies: by position in the global batch, whose order is random."""
         return batch.position % self.settings.masked_every == 0
 
-    def chosen_texts(self, batch: Batch) -> Tensor:
+    def selected_texts(self, batch: Batch) -> Tensor:
         """[T] bool, the texts of those images."""
-        return self.chosen(batch)[batch.image_of_text]
+        return self.selected(batch)[batch.image_of_text]
 
 
 class ImageInText(_Inclusion):
@@ -91,7 +89,7 @@ class ImageInText(_Inclusion):
 
 
 class MaskedImage(_Inclusion):
-    """Images lie within their copies of few patches; mean over the chosen images."""
+    """Images lie within their copies of few patches; mean over the selected images."""
 
     def __init__(self, settings: InclusionSettings, config: ModelConfig) -> None:
         super().__init__(settings)
@@ -99,10 +97,10 @@ class MaskedImage(_Inclusion):
         self.patches, self.kept = patches, max(1, round(patches * (1 - settings.drop_patches)))
 
     def count(self, batch: Batch) -> Tensor:
-        return self.chosen(batch).sum()
+        return self.selected(batch).sum()
 
     def forward(self, model: Model, batch: Batch, encoded: Encoded) -> Tensor:
-        which, weight = at_least_one(self.chosen(batch), int(self.chosen(batch.host).sum()))
+        which, weight = at_least_one(self.selected(batch), int(self.selected(batch.host).sum()))
         noise = uniform(batch.seeds[which], "masked.image", self.patches)
         keep = noise.argsort(dim=1, stable=True)[:, : self.kept].sort(1).values
         _, copies = model.encode_image(batch.images[which], keep=keep)
@@ -110,14 +108,14 @@ class MaskedImage(_Inclusion):
 
 
 class MaskedText(_Inclusion):
-    """Captions lie within their copies of few words; mean over the captions of the chosen images."""
+    """Captions lie within their copies of few words; mean over the captions of the selected images."""
 
     def __init__(self, settings: InclusionSettings, config: ModelConfig) -> None:
         super().__init__(settings)
         self.config = config.text
 
     def count(self, batch: Batch) -> Tensor:
-        return self.chosen_texts(batch).sum()
+        return self.selected_texts(batch).sum()
 
     def forward(self, model: Model, batch: Batch, encoded: Encoded) -> Tensor:
         which, weight, texts = self._whole(batch)
@@ -130,11 +128,12 @@ class MaskedText(_Inclusion):
     def _whole(self, batch: Batch) -> tuple[Tensor, float, Texts]:
         """Indices [n] of the captions with masked copies, their weight, and the original captions."""
         host = batch.host
-        chosen = self.chosen_texts(host)
-        n = int(chosen.sum())
-        which, weight = at_least_one(self.chosen_texts(batch), n)
-        lengths = host.texts.starts.diff()
-        return which, weight, take(batch.texts, which, int((lengths[chosen] if n else lengths[:1]).sum()))
+        selected = self.selected_texts(host)
+        n = int(selected.sum())
+        which, weight = at_least_one(self.selected_texts(batch), n)
+        lengths, texts = host.texts.starts.diff(), batch.texts
+        tokens = int((lengths[selected] if n else lengths[:1]).sum())
+        return which, weight, texts.spans(texts.starts[which], texts.starts.diff()[which], tokens)[1]
 
 
 class Spread(nn.Module):
@@ -175,14 +174,6 @@ def at_least_one(chosen: Tensor, n: int) -> tuple[Tensor, float]:
     return order[: max(n, 1)], float(n > 0)
 
 
-def take(texts: Texts, which: Tensor, tokens: int) -> Texts:
-    """Select texts by index `which` [n], packed in that order; tokens: their total number of tokens."""
-    lengths = texts.starts.diff()[which]
-    starts = nn.functional.pad(lengths.cumsum(0), (1, 0))
-    shift = torch.repeat_interleave(texts.starts[which] - starts[:-1], lengths, output_size=tokens)
-    return Texts(texts.ids[torch.arange(len(shift), device=shift.device) + shift], starts, texts.longest)
-
-
 def chosen_words(texts: Texts, seeds: Tensor, share: float, config: TextConfig) -> Tensor:
     """Select a share (rounded) of the words of each text: [S] bool; never special tokens.
 
@@ -203,7 +194,7 @@ def chosen_words(texts: Texts, seeds: Tensor, share: float, config: TextConfig) 
 def mask_words(texts: Texts, seeds: Tensor, share: float, config: TextConfig) -> Texts:
     """Replace a share of the words of each text by the mask token; arguments as `chosen_words`."""
     hidden = chosen_words(texts, seeds, share, config)
-    return Texts(texts.ids.masked_fill(hidden, config.special["mask"]), texts.starts, texts.longest)
+    return replace(texts, ids=texts.ids.masked_fill(hidden, config.special["mask"]))
 
 
 def drop_words(texts: Texts, seeds: Tensor, share: float, config: TextConfig) -> Texts:

@@ -86,15 +86,10 @@ def is_gaussian(method: Method) -> bool:
 
 COMPONENTS = {
     "gaussian": Component(
-        slot="uncertainty", summary="features are Gaussians, read from an uncertainty token",
-        settings=GaussianSettings, apply=with_gaussian,
+        "uncertainty", "features are Gaussians, read from an uncertainty token", GaussianSettings, with_gaussian
     ),
-    "ppcl": Component(
-        slot="pair loss", summary="binary classification of all pairs of Gaussians",
-        settings=siglip.Settings, apply=ppcl,
-    ),
+    "ppcl": Component("pair loss", "binary classification of all pairs of Gaussians", siglip.Settings, ppcl),
     "inclusion": Component(
-        slot="terms", summary="general ones include specific ones (needs Gaussians)",
-        settings=InclusionSettings, apply=included,
+        "terms", "general ones include specific ones (needs Gaussians)", InclusionSettings, included
     ),
-}  # fmt: skip
+}

@@ -45,10 +45,9 @@ def preset(settings: Settings) -> Method:
     base = prolip.preset(only(settings, prolip.Settings))
 
     def head(config: ModelConfig) -> Head:
-        twice_normed = base.head(config)
-        twice_normed.pooling = TwiceNormed(config)
-        twice_normed.uncertainty = FromMean(config, only(settings, GaussianSettings))
-        return twice_normed
+        head = base.head(config)
+        head.pooling, head.uncertainty = TwiceNormed(config), FromMean(config, only(settings, GaussianSettings))
+        return head
 
     def shape(config: ModelConfig) -> ModelConfig:
         image, text = replace(config.image, class_token=True), replace(config.text, pad_to_context=True)
