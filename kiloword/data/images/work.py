@@ -30,7 +30,6 @@ MAX_RUNS = 8_000_000  # pixels, and run lengths, of a run-length-encoded BMP, wh
 MAX_SIDE = 1_000_000  # pixels; each line of an image costs about 20 bytes besides its pixels, in each copy
 _SCAN, _END = 0xDA, 0xD9
 _STUFFING = (0x00, *range(0xD0, 0xD8), 0xFF)  # second bytes that are no marker, or a restart marker
-_IN_SCANS = frozenset(bytes([kind]) for kind in _STUFFING)
 _IS_MARKER = np.array([kind not in _STUFFING for kind in range(256)])
 _WITHOUT_LENGTH = frozenset({*_STUFFING, 0x01, 0xC8, 0xD8, _END, *range(0xF0, 0xFE)})
 _ONE_SCAN = {layers: b"\xff\xda\0" + bytes([6 + 2 * layers, layers]) for layers in range(1, 5)}
@@ -62,19 +61,10 @@ def check_opened(image: bytes, opened: ImageFile.ImageFile, pixels: int) -> None
 
 def finder(jpeg: bytes) -> Callable[[int], int]:
     """A function from an offset to that of the next marker, restarts excluded; -1 after the last one."""
-    if len(jpeg) <= SMALL:
-        return lambda at: _find(jpeg, at)
     raw = np.frombuffer(jpeg, np.uint8)
     places = np.flatnonzero(raw[:-1] == 0xFF)
     places = np.append(places[_IS_MARKER[raw[places + 1]]], -1)
     return lambda at: int(places[places[:-1].searchsorted(at)])
-
-
-def _find(jpeg: bytes, at: int) -> int:
-    at = jpeg.find(b"\xff", at)
-    while at >= 0 and jpeg[at + 1 : at + 2] in _IN_SCANS:
-        at = jpeg.find(b"\xff", at + 1)
-    return at
 
 
 def _too_many(what: str, count: int, most: int) -> BadSample:

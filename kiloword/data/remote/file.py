@@ -8,7 +8,6 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from kiloword.addresses import Address, address_of
@@ -21,13 +20,6 @@ from kiloword.data.remote.transport import Checksum, Stat
 
 MOST_SMALL = 1 << 26  # bytes of an index, of checksums, of class names
 _SHA256_BYTES = 32
-
-
-class RemoteTimes(NamedTuple):
-    """As `os.stat` names them; the time is a number that changes with the file."""
-
-    st_size: int
-    st_mtime_ns: int
 
 
 @dataclass(frozen=True)
@@ -59,8 +51,9 @@ class RemoteFile:
     def __str__(self) -> str:
         return self.url
 
-    def stat(self) -> RemoteTimes:
-        return RemoteTimes(self.info.size, int(_digest(self._tag)[:15], 16))
+    def times(self) -> tuple[int, int]:
+        """The size, and a number that changes with the file."""
+        return self.info.size, int(_digest(self._tag)[:15], 16)
 
     def read(self, offset: int, size: int) -> bytes:
         """`size` bytes from `offset`, fewer at the end of the file."""

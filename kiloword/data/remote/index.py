@@ -15,7 +15,6 @@ from kiloword.checkpoint.files import replacing
 from kiloword.data.remote.errors import Patience, TooLarge, Unreachable
 from kiloword.data.remote.file import RemoteFile, small_file, wrong_bytes
 from kiloword.data.remote.http_files import date
-from kiloword.data.tars.headers import FileTimes
 from kiloword.data.tars.index import SUFFIX, Index, IndexFile, header_file, parse_index, scan, write_index
 from kiloword.terminal import shown
 
@@ -46,7 +45,7 @@ def open_remote_index(tar: RemoteFile, damaged: bool = False) -> IndexFile:
 
 def _valid(tar: RemoteFile) -> IndexFile | None:
     index = header_file(tar.index)
-    return index if index and index.header.is_of(tar.stat()) else None
+    return index if index and index.header.times == tar.times() else None
 
 
 @contextmanager
@@ -80,8 +79,8 @@ def _downloaded(tar: RemoteFile) -> Index | None:
     written, changed = index.header.mtime_ns / 1e9, date(tar.info.tag)
     if changed is not None and written > changed + 1:  # of a newer tar than the one that is there
         return None
-    note = shown(index.header.note)[:_NOTE]
-    return replace(index, header=index.header.model_copy(update={"mtime_ns": tar.stat().st_mtime_ns, "note": note}))
+    update = {"mtime_ns": tar.times()[1], "note": shown(index.header.note)[:_NOTE]}
+    return replace(index, header=index.header.model_copy(update=update))
 
 
 def _scanned(tar: RemoteFile) -> Index:
@@ -125,8 +124,8 @@ class Whole:
     def __str__(self) -> str:
         return str(self.tar)
 
-    def stat(self) -> FileTimes:
-        return self.tar.stat()
+    def times(self) -> tuple[int, int]:
+        return self.tar.times()
 
     def read(self, offset: int, size: int) -> bytes:
         """`size` bytes from `offset`, fewer at the end of the file."""

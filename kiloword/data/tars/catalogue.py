@@ -70,10 +70,7 @@ def _index_paths(tar: Path | RemoteFile, folder: str) -> tuple[str, ...]:
 
 
 def _stamps(tar: Path | RemoteFile, paths: Sequence[str]) -> tuple[_Stamp, ...]:
-    if not isinstance(tar, RemoteFile):
-        return tuple(map(_stamp, (str(tar), *paths)))
-    size, version = tar.stat()
-    return (size, version), *map(_stamp, paths)
+    return tar.times() if isinstance(tar, RemoteFile) else _stamp(str(tar)), *map(_stamp, paths)
 
 
 def _stamp(path: str) -> _Stamp:

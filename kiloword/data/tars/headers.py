@@ -15,19 +15,12 @@ from typing import NamedTuple, Protocol
 from kiloword.data.files import PositionlessFile
 
 
-class FileTimes(Protocol):
-    """The part of `os.stat` that decides whether an index is still valid."""
-
-    @property
-    def st_size(self) -> int: ...
-    @property
-    def st_mtime_ns(self) -> int: ...
-
-
 class ReadableFile(Protocol):
     """A file that is not a local path."""
 
-    def stat(self) -> FileTimes: ...
+    def times(self) -> tuple[int, int]:
+        """Size and mtime_ns, which decide whether an index is still valid."""
+
     def read(self, offset: int, size: int) -> bytes:
         """`size` bytes from `offset`, fewer at the end of the file."""
 
@@ -55,7 +48,7 @@ class Member(NamedTuple):
 
 
 class Tar:
-    """Iterates over a tar's regular files; afterwards `note` says what is wrong with the tar.
+    """Iterates over a tar's regular files; afterwards `note` says what is wrong with the tar. `times`: when opened.
 
     Errors: ValueError when the file does not begin as a plain tar; OSError when it cannot be read.
     """
@@ -63,7 +56,8 @@ class Tar:
     def __init__(self, path: Path | ReadableFile) -> None:
         self.path, self.note = path, ""
         self._file = PositionlessFile(path) if isinstance(path, Path) else path
-        self._end = path.stat().st_size
+        self.times = self._file.times()
+        self._end = self.times[0]
 
     def __iter__(self) -> Iterator[Member]:
         position, shared = 0, dict[bytes, bytes]()  # pax records of all later members

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from kiloword.data import files
 from kiloword.data.sources.sample import IMAGE_SUFFIXES
-from kiloword.data.tars.headers import FileTimes, ReadableFile, Tar
+from kiloword.data.tars.headers import ReadableFile, Tar
 
 PARTS = ("image", "txt", "json", "cls")
 SUFFIX = ".kwindex"
@@ -46,9 +46,10 @@ class Header(BaseModel):
     contents: str = ""  # digest of all members' bytes, if `kiloword data index --digest` made it
     blocks: tuple[str, ...] = ()  # digest of each block
 
-    def is_of(self, times: FileTimes) -> bool:
-        """Whether the index is of a tar with this size and time."""
-        return (self.size, self.mtime_ns) == (times.st_size, times.st_mtime_ns)
+    @property
+    def times(self) -> tuple[int, int]:
+        """Size and mtime_ns of the tar."""
+        return self.size, self.mtime_ns
 
 
 @dataclass(frozen=True)
@@ -225,7 +226,7 @@ def _valid(tar: Path) -> tuple[IndexFile | None, bool]:
     stat, digest = tar.stat(), False
     for file in filter(None, map(header_file, files.places(tar, SUFFIX))):
         digest = digest or bool(file.header.contents)
-        if file.header.is_of(stat):
+        if file.header.times == (stat.st_size, stat.st_mtime_ns):
             return file, digest
     return None, digest
 
@@ -245,7 +246,6 @@ def scan(tar: Path | ReadableFile) -> Index:
 
     Errors: ValueError when the file is not a plain tar, or holds no images.
     """
-    stat = tar.stat()
     rows: list[list[int]] = []
     keys: list[bytes] = []
     current: dict[str, int] = {}  # key -> row; members of a sample need not be neighbours
@@ -267,7 +267,8 @@ def scan(tar: Path | ReadableFile) -> Index:
         kinds = ", ".join(f".{s}" for s in IMAGE_SUFFIXES)
         raise ValueError(f"{tar} holds no images ({kinds}). Expected a webdataset tar, as img2dataset writes it.")
     table = np.column_stack([np.array(rows, np.int64), np.cumsum([len(key) for key in keys])])
-    header = Header(size=stat.st_size, mtime_ns=stat.st_mtime_ns, samples=len(rows), digest="", note=members.note)
+    size, mtime_ns = members.times
+    header = Header(size=size, mtime_ns=mtime_ns, samples=len(rows), digest="", note=members.note)
     return make_index(header, table, b"".join(keys))
 
 

@@ -47,7 +47,7 @@ class LocalTar:
     def __init__(self, path: Path, index: IndexFile) -> None:
         self.path, self.index = path, index
         self._file: files.PositionlessFile | None = None
-        self._is_same = {(index.header.size, index.header.mtime_ns): True}  # by size and mtime_ns
+        self._is_same = {index.header.times: True}
 
     def read(self, offset: int, size: int) -> bytes:
         """`size` bytes from `offset`. Raises: BadSample when the tar is gone, shorter or replaced; OSError."""
