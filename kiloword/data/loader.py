@@ -25,7 +25,7 @@ from kiloword.data.steps import in_order
 from kiloword.data.text.eda import drop_words
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.randomness import Draw, key
-from kiloword.types import BadSample, Batch, Example, Skipped, Source, Texts, Transform
+from kiloword.types import BadSample, Batch, Example, Skipped, Source, Transform
 
 ATTEMPTS = 32  # rows tried in place of a bad one; with 1% bad rows all fail with probability 10^-64
 
@@ -34,13 +34,13 @@ ATTEMPTS = 32  # rows tried in place of a bad one; with 1% bad rows all fail wit
 class Loader:
     """One rank's share of every global batch; a batch is a pure function of its step.
 
-    Args: order decides the rows; data, how images are read and which captions come; text, how captions are packed;
-    transforms change examples, in order; stores, of features that are added to examples; truth: texts also carry
-    which images of the global batch they are true of; questions: every image comes with the question that its texts
-    answer; train False: images as for evaluation, no transforms; timeout in seconds
-    a step; given_up: rows that took too long to decode, to be skipped from the start.
+    Args: order: of the rows; data: how images are read and captions chosen; text: how captions are packed; transforms:
+    of examples, in order; stores: of features that are added to examples; truth: texts also carry which images of the
+    global batch they describe; questions: every image has the question that its texts answer; train: False: images as
+    for evaluation, no transforms; timeout: in seconds per step; given_up: rows that took too long to decode, to be
+    skipped from the start.
     Errors: ValueError when the batch does not divide over the ranks, the order or a feature store is of other data,
-    or the source knows no truth or no questions.
+    or the source has no ground truth or no questions.
     """
 
     source: Source
@@ -94,7 +94,7 @@ class Loader:
 
     @property
     def notes(self) -> list[str]:
-        """What a user should know of the transforms before the first step."""
+        """Notes of the transforms for the user, printed before the first step."""
         return [note for transform in self.transforms if (note := getattr(transform, "note", None))]
 
     def batches(self, start: int = 0, stop: int | None = None, pin: bool = False) -> Iterator[Batch]:
@@ -123,14 +123,13 @@ class Loader:
         return batch
 
     def examples(self, step: int) -> tuple[list[Example], list[int], list[Skipped]]:
-        """What this rank's share of a batch is packed of: transformed examples, their seeds, bad samples."""
+        """This rank's share of a batch before packing: transformed examples, their seeds, bad samples."""
         if self._ahead:
             self._ahead.at(step)
         epoch, rows = self.order.batch_rows(step)
-        mine = share(rows, self.rank, self.ranks)
         reader = BatchReader(self, self._source_in(epoch), rows)
         examples, seeds = [], []
-        for row in mine.tolist():
+        for row in share(rows, self.rank, self.ranks).tolist():
             example, draw = reader.readable(row, Draw(self.seed, epoch, row))
             if self.truth:
                 example.text_features["truth"] = self._truth(example, row, rows)
@@ -152,16 +151,14 @@ class Loader:
 
     def image(self, image: bytes | np.ndarray, draw: Draw) -> Tensor:
         """The image as uint8 [3, H, W]; an array that needs no change is not copied."""
-        if self._untouched and isinstance(image, np.ndarray) and self._fits(image):
-            return torch.from_numpy(image).permute(2, 0, 1)
+        if self._untouched and isinstance(image, np.ndarray):
+            fits = image.shape == (self.image_size, self.image_size, 3) and image.dtype == np.uint8
+            if fits and image.flags.writeable:  # torch warns about read-only arrays
+                return torch.from_numpy(image).permute(2, 0, 1)
         return self._train(image, draw) if self.train else self._eval(image)
 
-    def _fits(self, image: np.ndarray) -> bool:
-        square = image.shape == (self.image_size, self.image_size, 3)
-        return square and image.dtype == np.uint8 and image.flags.writeable  # torch warns about read-only arrays
-
     def _source_in(self, epoch: int) -> Source:
-        """The source, or its rows of an epoch where they differ by epoch (mixtures with fractional weights)."""
+        """The source, or that of an epoch if its rows differ by epoch (mixtures with fractional weights)."""
         if not hasattr(self.source, "at"):
             return self.source
         if epoch not in self._epochs:  # keep two: prefetched rows may be of the next epoch
@@ -176,6 +173,7 @@ class Loader:
 
     def _pack(self, examples: list[Example], seeds: list[int], first: int, skipped: list[Skipped]) -> Batch:
         counts = [len(e.captions) for e in examples]
+        questions = [e.question for e in examples if e.question is not None]
         if not all(counts):
             raise ValueError(
                 f"a transform left {examples[counts.index(0)].key} without a caption; it must keep at least one"
@@ -189,19 +187,13 @@ class Loader:
             composed=torch.tensor([e.composed for e in examples]),
             image_features=_join([e.image_features for e in examples], torch.stack),
             text_features=_join([e.text_features for e in examples], torch.cat),
-            questions=self._questions(examples),
+            questions=self.tokenizer.encode(questions, self.text) if self.questions else None,
             skipped=skipped,
         )
 
-    def _questions(self, examples: list[Example]) -> Texts | None:
-        """The packed questions, one per image; None without questions."""
-        if not self.questions:
-            return None
-        return self.tokenizer.encode([e.question for e in examples if e.question is not None], self.text)
-
 
 class BatchReader:
-    """Examples of one batch, and what was bad among the rows that they came from. Transforms fetch from it."""
+    """Reads examples of one batch, also for transforms, and lists bad samples in `skipped`."""
 
     def __init__(self, loader: Loader, source: Source, batch: Rows) -> None:
         self.loader, self.source, self.batch = loader, source, batch
@@ -222,11 +214,11 @@ class BatchReader:
     def readable(self, row: int, draw: Draw) -> tuple[Example, Draw]:
         """The example of a row, or of the first readable replacement in a walk keyed by (seed, epoch, row, attempt).
 
-        If `draw` is that of the row, a replacement gets its own draw, and so is the example of its own turn.
+        If `draw` is that of the row, a replacement gets its own draw: it is the same example as in its own turn.
         """
         own_draw, failed = draw.row == row, []
         for candidate in self._walk(row, draw):
-            drawn = replace(draw, row=candidate) if own_draw and candidate != row else draw
+            drawn = replace(draw, row=candidate) if own_draw else draw
             try:
                 example = self._read(candidate, drawn)
             except BadSample as error:
@@ -251,9 +243,7 @@ class BatchReader:
         question = question_in(record.info) if loader.questions else None
         if loader.questions and question is None:
             raise BadSample("no question with an answer")
-        captions = choose_captions(
-            record.captions, loader.data.captions, draw if draw.row == row else replace(draw, row=row)
-        )
+        captions = choose_captions(record.captions, loader.data.captions, replace(draw, row=row))
         if not captions:
             raise BadSample("no caption")
         with decoding(row, draw.epoch if hasattr(loader.source, "at") else 0):

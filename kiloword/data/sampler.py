@@ -1,6 +1,6 @@
-"""The order of rows, and of an image's captions: pure functions of (seed, epoch).
+"""The order of rows, and of an image's captions: functions of (seed, epoch) alone.
 
-So one integer resumes a run on any number of ranks.
+Therefore the number of the step suffices to resume a run on any number of ranks.
 """
 
 from __future__ import annotations
@@ -56,7 +56,6 @@ class Order:
 
     @property
     def steps_per_epoch(self) -> int:
-        """See the function of this name."""
         return steps_per_epoch(self.rows, self.batch)
 
     def batch_rows(self, step: int) -> tuple[int, Rows]:
@@ -68,7 +67,7 @@ class Order:
         return epoch, self._from_groups(epoch, start, start + self.batch)
 
     def _from_groups(self, epoch: int, start: int, stop: int) -> Rows:
-        """The rows at places [start, stop) of the epoch, from the groups that contain them."""
+        """The rows at positions [start, stop) of the epoch, from the groups that contain them."""
         ends = _group_ends(self, epoch)
         first, last = np.searchsorted(ends, [start, stop - 1], side="right")
         rows = np.concatenate([_group_rows(self, epoch, g) for g in range(first, last + 1)])

@@ -1,6 +1,6 @@
 """Tokenizers: captions to packed token ids and back, by our byte-level BPE, CLIP's or SigLIP's vocabulary.
 
-Captions are cleaned before they are split into tokens: our own way, CLIP's or SigLIP's.
+Captions are cleaned before they are split into tokens, as the vocabulary requires.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kiloword.config.recipes import TextConfig
 from kiloword.data.text.tokenizer_file import CLIP_END, CLIP_START, CLIP_WORDS, Roles, read
 from kiloword.types import Texts
 
-LEARNED = 1 << 16  # characters of a caption used to train a vocabulary; of a word, those of _LONG_WORD
+LEARNED = 1 << 16  # characters of a caption that train a vocabulary; of a word, those before the end of _LONG_WORD
 _LONG_WORD = re.compile(r"(\S{1024})\S+")
 REMEMBERED = 1 << 15  # captions whose ids are cached, about 1 kB each
 REMEMBERED_TOKENS = 128  # longest caption in the cache
@@ -40,9 +40,6 @@ class Tokenizer:
     """
 
     def __init__(self, document: str) -> None:
-        self._open(document)
-
-    def _open(self, document: str) -> None:
         # Set before the library starts threads: after them, forking loader workers would warn and could hang.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         self._backend = tokenizers.Tokenizer.from_str(document)
@@ -50,17 +47,17 @@ class Tokenizer:
         self._backend.no_padding()
         self._backend.no_truncation()
         self.roles = Roles.read(parsed, self._backend.get_vocab_size())
-        self.clean: Clean = _clean_of(parsed["model"])
+        self.clean = _clean_of(parsed["model"])
         # "<mask>" in a caption is text; only CLIP's pattern finds its two markers in captions.
         self._backend.encode_special_tokens = self.clean != "clip"
-        self._known: dict[str, list[int]] = {}
-        self._cleaner = cleaner(self.clean)
+        self._cached: dict[str, list[int]] = {}
+        self._cleaner: Callable[[str], str] = {"plain": plain, "clip": clip, "siglip": siglip}[self.clean]
 
     @staticmethod
     def train(captions: Iterable[str], vocab: int) -> Tokenizer:
         """A byte-level BPE of at most `vocab` ids; the same captions in any order give the same bytes.
 
-        It uses the first 1,024 characters of a word and 65,536 of a caption, as its time is quadratic in them.
+        Only the first 1,024 characters of a word and 65,536 of a caption are used, as the time is quadratic in them.
         Errors: ValueError when `vocab` is too small for the 256 bytes and six special tokens.
         """
         names = ["<start>", "<end>", "<pad>", "<mask>", "<cls>", "<unc>"]
@@ -115,7 +112,7 @@ class Tokenizer:
         return _pack(flat, lengths, truncated, config.vocab)
 
     def cut(self, captions: Sequence[str], config: TextConfig) -> dict[int, tuple[int, int]]:
-        """Captions that `encode` cuts: place -> numbers of tokens that it has and that are kept, special ones apart.
+        """Captions that `encode` cuts: position -> (tokens in total, tokens that remain), without special tokens.
 
         Errors: ValueError as of `encode`.
         """
@@ -123,26 +120,26 @@ class Tokenizer:
         return {n: (len(words), room) for n, words in enumerate(self._words(captions)) if len(words) > room}
 
     def _room(self, config: TextConfig) -> int:
-        """Tokens that a caption may have beside the special ones. Errors: ValueError when there is no room."""
+        """Number of tokens that a caption may have besides the special ones. Errors: ValueError for none."""
         room = config.context - int(self.roles.prefix) - 1 - len(config.extra_tokens)
         if room < 1:
             raise ValueError(f"a context of {config.context} tokens leaves no room for words; ask for a longer one")
         return room
 
     def _words(self, captions: Sequence[str]) -> list[list[int]]:
-        """Ids of every caption, without special tokens; captions of small data come again each few epochs."""
-        fresh = [c for c in dict.fromkeys(captions) if c not in self._known]
+        """Ids of every caption, without special tokens; cached, as captions of small data sets recur."""
+        fresh = [c for c in dict.fromkeys(captions) if c not in self._cached]
         try:
             encoded = self._backend.encode_batch_fast([self._cleaner(c) for c in fresh], add_special_tokens=False)
-        except BaseException as error:  # a bare one, of a model that knows no token for an unknown letter; or a panic
+        except BaseException as error:  # a plain Exception if a model has no token for an unknown letter; or a panic
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
             raise ValueError(f"the tokenizer cannot read captions ({error}): its tokenizer.json is damaged.") from error
         new = {c: e.ids for c, e in zip(fresh, encoded, strict=True)}
-        words = [new[c] if c in new else self._known[c] for c in captions]
-        if len(self._known) > REMEMBERED:
-            self._known.clear()
-        self._known.update((c, ids) for c, ids in new.items() if len(ids) <= REMEMBERED_TOKENS)
+        words = [new[c] if c in new else self._cached[c] for c in captions]
+        if len(self._cached) > REMEMBERED:
+            self._cached.clear()
+        self._cached.update((c, ids) for c, ids in new.items() if len(ids) <= REMEMBERED_TOKENS)
         return words
 
     def special(self, name: str) -> int:
@@ -176,14 +173,11 @@ class Tokenizer:
 
     @staticmethod
     def load(folder: str | Path) -> Tokenizer:
-        """Read `folder/tokenizer.json`; ValueError when it is missing, damaged or not from kiloword."""
+        """Read `folder/tokenizer.json`. Errors: ValueError when it is missing, damaged or not from kiloword."""
         return Tokenizer(read(Path(folder) / "tokenizer.json"))
 
-    def __getstate__(self) -> str:
-        return self._backend.to_str()
-
-    def __setstate__(self, document: str) -> None:
-        self._open(document)  # the library's pickle loses encode_special_tokens
+    def __reduce__(self) -> tuple[type[Tokenizer], tuple[str]]:
+        return Tokenizer, (self._backend.to_str(),)  # the library's pickle loses encode_special_tokens
 
 
 def clip_tokenizer() -> Tokenizer:
@@ -234,7 +228,7 @@ def siglip_tokenizer_from(document: str) -> Tokenizer:
 
 
 def _learned(caption: str) -> str:
-    """The text of a caption used to train a vocabulary; all of it for captions of usual length."""
+    """The part of a caption that trains a vocabulary: all of it unless it is very long."""
     return _LONG_WORD.sub(r"\1", plain(caption[:LEARNED]))
 
 
@@ -302,13 +296,8 @@ Clean = Literal["plain", "clip", "siglip"]
 PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
-def cleaner(clean: Clean) -> Callable[[str], str]:
-    """The function that cleans one caption."""
-    return {"plain": plain, "clip": clip, "siglip": siglip}[clean]
-
-
 def plain(caption: str) -> str:
-    """One space between words; half characters (lone surrogates) become question marks, as no encoder takes them."""
+    """One space between words; lone surrogates become question marks, as no encoder accepts them."""
     if not caption.isascii():
         caption = caption.encode("utf-8", "replace").decode()
     return " ".join(caption.split())
@@ -317,7 +306,7 @@ def plain(caption: str) -> str:
 def _web(caption: str) -> str:
     """Broken encodings and entities repaired as CLIP and SigLIP do (`ftfy`, then html twice)."""
     if caption.isascii() and caption.isprintable() and "&" not in caption:
-        return " ".join(caption.split())  # ftfy and html change nothing here, and cost ten times the encoding
+        return " ".join(caption.split())  # ftfy and html would change nothing, and take ten times as long as encoding
     try:
         import ftfy
     except ImportError as error:
