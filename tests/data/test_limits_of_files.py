@@ -49,7 +49,7 @@ def test_words_of_a_vocabulary() -> None:
         ({"end_of_word_suffix": "x" * 65}, "its model has a end_of_word_suffix of 65"),
         ({"continuing_subword_prefix": "x" * 65}, "its model has a continuing_subword_prefix of 65"),
         ({"max_input_chars_per_word": 513}, "its model has words of 513 characters"),
-        ({"dropout": 0.1}, "its model drops merges by chance"),
+        ({"dropout": 0.1}, "its model drops merges at random"),
     ):
         assert said in refused({"model": model})
     largest = {"vocab": {"x" * 512: 0}, "unk_token": "x" * 64, "max_input_chars_per_word": 512, "dropout": 0.0}
@@ -79,7 +79,9 @@ def test_components_of_a_tokenizer() -> None:
     kind = "post_processor"
     for name in ("single", "pair"):
         allowed({kind: {"type": "TemplateProcessing", name: [0] * 16}})
-        assert f"its {kind} puts 17 pieces together" in refused({kind: {"type": "TemplateProcessing", name: [0] * 17}})
+        assert f"its {kind} puts 17 components together" in refused(
+            {kind: {"type": "TemplateProcessing", name: [0] * 17}}
+        )
     for wrong in ([], {"normalizer": 3}, {"normalizer": {}}, {"model": {"vocab": 3}}):
         assert "it is not what the tokenizers library writes" in refused(wrong)
 
@@ -108,7 +110,7 @@ def test_tables_of_normalizers() -> None:
     allowed(charsmap(256))
     assert "its normalizer makes more than 256 bytes of a character" in refused(charsmap(257))
     allowed(charsmap(5, 9))
-    assert "has a table that is cut" in refused(charsmap(5, 10))
+    assert "has a truncated table" in refused(charsmap(5, 10))
 
 
 def test_files_of_tokenizers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,4 @@
-"""Easy data augmentation of captions: synonyms, insertions, swaps, deletions. Source: arXiv:1901.11196, section 2.
-
-`drop_words` deletes words alone, of all captions of a row.
+"""Easy data augmentation of captions: synonyms, insertions, swaps, deletions (arXiv:1901.11196, section 2); word drop.
 
 Words are separated by white space; punctuation around a word and its first capital are kept. Only words with a synonym
 are replaced, so that no list of stop words is needed.
@@ -78,8 +76,7 @@ def swap_words(words: Sequence[str], count: int, rng: Generator) -> list[str]:
 
 def delete_words(words: Sequence[str], probability: float, rng: Generator) -> list[str]:
     """Drop each word with `probability`; at least one stays."""
-    kept = [word for word, luck in zip(words, rng.random(len(words)), strict=True) if luck >= probability]
-    return kept or [_pick(words, rng)]
+    return _kept(words, probability, rng) or [_pick(words, rng)]
 
 
 @lru_cache(maxsize=4)
@@ -134,14 +131,14 @@ def _pick(words: Sequence[str], rng: Generator) -> str:
 
 
 def drop_words(captions: Sequence[str], share: float, draw: Draw) -> list[str]:
-    """Captions without a keyed choice of their words; where none would stay, the caption as it was.
+    """Captions without a keyed random share of their words; unchanged if no word would remain.
 
-    Against learning captions by heart: each epoch sees other words of them.
+    Against memorising captions: each epoch sees other words.
     """
     rng = draw.rng("words")
-    out = []
-    for caption in captions:
-        words = caption.split()
-        kept = [word for word, luck in zip(words, rng.random(len(words)), strict=True) if luck >= share]
-        out.append(" ".join(kept) or caption)
-    return out
+    return [" ".join(_kept(caption.split(), share, rng)) or caption for caption in captions]
+
+
+def _kept(words: Sequence[str], share: float, rng: Generator) -> list[str]:
+    """The words without a random share of them; may be empty."""
+    return [word for word, number in zip(words, rng.random(len(words)), strict=True) if number >= share]

@@ -1,9 +1,7 @@
-"""How a tokenizer.json keeps the special ids, and which components one of strangers may have.
-
-These bound the cost of a caption by its length.
+"""How a tokenizer.json stores the special ids, and which components one from an unknown source may have.
 
 The tokenizers library runs whatever the file contains, such as padding to 10^8 ids, repeated replacement of a letter by
-eight letters, or a regular expression with catastrophic backtracking.
+eight letters, or a regular expression with catastrophic backtracking. The checks bound the cost of a caption.
 """
 
 from __future__ import annotations
@@ -17,12 +15,12 @@ from typing import Any
 import tokenizers
 from tokenizers import processors
 
-BEHIND = 16  # special ids that may stand behind the words
+BEHIND = 16  # special ids that may follow the vocabulary
 
 
 @dataclass(frozen=True, kw_only=True)
 class Roles:
-    """The ids with a meaning of their own."""
+    """The special ids."""
 
     start: int
     end: int
@@ -30,14 +28,14 @@ class Roles:
     mask: int
     cls: int
     unc: int
-    prefix: bool = True  # captions begin with `start`; SigLIP's do not
+    prefix: bool = True  # captions begin with `start`; not SigLIP's
 
     def ids(self) -> dict[str, int]:
-        """Every special id by the name of its role."""
+        """The special ids by name."""
         return {name: value for name, value in asdict(self).items() if name != "prefix"}
 
     def template(self) -> processors.TemplateProcessing:
-        """How a tokenizer.json keeps the roles: as the special tokens of its template, named after the role."""
+        """How a tokenizer.json stores the roles: as the special tokens of its template, by name."""
         tokens = [{"id": name, "ids": [value], "tokens": [f"<{name}>"]} for name, value in self.ids().items()]
         return processors.TemplateProcessing(
             single="start $A end" if self.prefix else "$A end",
@@ -46,7 +44,7 @@ class Roles:
 
     @staticmethod
     def read(document: dict[str, Any], words: int) -> Roles:
-        """The roles a tokenizer.json keeps, of a vocabulary of a given size; ValueError when it is not one of ours."""
+        """The roles in a tokenizer.json. Args: words: size of its vocabulary. Errors: ValueError if it is not ours."""
         template = document.get("post_processor") or {}
         try:
             ids = {name: int(entry["ids"][0]) for name, entry in (template.get("special_tokens") or {}).items()}
@@ -87,18 +85,12 @@ PATTERNS = {  # regular expressions with linear time -> smallest length of a mat
     " {2,}": 2,  # sentencepiece
 }
 ALLOWED = {
-    "normalizer": (
-        *("NFC", "NFD", "NFKC", "NFKD", "Nmt", "Lowercase", "Strip", "StripAccents", "BertNormalizer", "Replace"),
-        *("Precompiled", "Prepend", "ByteLevel"),
-    ),
-    "pre_tokenizer": (
-        *("ByteLevel", "Metaspace", "Whitespace", "WhitespaceSplit", "BertPreTokenizer", "CharDelimiterSplit"),
-        *("Digits", "Punctuation", "UnicodeScripts", "Split"),
-    ),
-    "decoder": (
-        *("ByteLevel", "Metaspace", "WordPiece", "BPEDecoder", "ByteFallback", "Fuse", "Strip", "Replace", "CTC"),
-    ),
-    "post_processor": ("TemplateProcessing", "BertProcessing", "RobertaProcessing", "ByteLevel"),
+    "normalizer": "NFC NFD NFKC NFKD Nmt Lowercase Strip StripAccents BertNormalizer Replace Precompiled Prepend "
+    "ByteLevel",
+    "pre_tokenizer": "ByteLevel Metaspace Whitespace WhitespaceSplit BertPreTokenizer CharDelimiterSplit Digits "
+    "Punctuation UnicodeScripts Split",
+    "decoder": "ByteLevel Metaspace WordPiece BPEDecoder ByteFallback Fuse Strip Replace CTC",
+    "post_processor": "TemplateProcessing BertProcessing RobertaProcessing ByteLevel",
 }
 REPEATED = ("Replace", "Split", "Strip")  # may be repeated, as they make no text longer
 
@@ -146,9 +138,10 @@ def _flat(component: Any) -> list[dict[str, Any]]:
 
 def _check_components(kind: str, components: list[dict[str, Any]]) -> None:
     names = [component["type"] for component in components]
-    strange = [name for name in names if name not in ALLOWED[kind]]
-    if strange:
-        raise ValueError(f"its {kind} has the component {strange[0]!r}: expected one of {', '.join(ALLOWED[kind])}")
+    allowed = ALLOWED[kind].split()
+    unknown = [name for name in names if name not in allowed]
+    if unknown:
+        raise ValueError(f"its {kind} has the component {unknown[0]!r}: expected one of {', '.join(allowed)}")
     twice = [name for name in names if names.count(name) > 1 and name not in REPEATED]
     if twice or len(names) > COMPONENTS:
         raise ValueError(f"its {kind} has {len(names)} components, {', '.join(twice[:2]) or 'too many'} more than once")
@@ -175,17 +168,17 @@ def _check_pattern(kind: str, component: dict[str, Any]) -> None:
 
 
 def _check_length(kind: str, component: dict[str, Any]) -> None:
-    """Check what a component adds to a text, or replaces a character by."""
+    """Check the length of the text that a component adds, or replaces a character by."""
     for name in ("content", "prepend", "replacement", "prefix", "suffix", "delimiter", "pad_token"):
         if len(component.get(name) or "") > LONGEST_WORD:
             raise ValueError(f"its {kind} has a {name} of {len(component[name]):,} characters")
     for name in ("single", "pair"):
         if len(component.get(name) or "") > LONGEST_WORD:
-            raise ValueError(f"its {kind} puts {len(component[name]):,} pieces together")
+            raise ValueError(f"its {kind} puts {len(component[name]):,} components in a row")
     if component["type"] == "Precompiled":
         table = base64.b64decode(component["precompiled_charsmap"], validate=True)
         if not 4 <= 4 + int.from_bytes(table[:4], "little") <= len(table):
-            raise ValueError(f"its {kind} has a table that is cut")
+            raise ValueError(f"its {kind} has a truncated table")
         strings = table[4 + int.from_bytes(table[:4], "little") :]  # after the trie; each ends with a zero
         if max(map(len, strings.split(b"\0"))) > EXPANDED:
             raise ValueError(f"its {kind} makes more than {EXPANDED} bytes of a character")
@@ -209,4 +202,4 @@ def _check_words(parsed: dict[str, Any]) -> None:
     if (model.get("max_input_chars_per_word") or 0) > LONGEST_TOKEN:
         raise ValueError(f"its model has words of {model['max_input_chars_per_word']:,} characters")
     if model.get("dropout"):
-        raise ValueError("its model drops merges by chance: the same caption would get other tokens each time")
+        raise ValueError("its model drops merges at random: the same caption would get other tokens each time")
