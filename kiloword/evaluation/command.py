@@ -131,7 +131,7 @@ def _print(task: Task, results: Results) -> None:
     if len(results) > 1:
         say(" ".join([" " * first, *(f"{name:>{width}s}" for name in results)]))
     for name in names:
-        if task.printed is None or task.printed(name):
+        if task.prints(name):
             shown = (number(values[name]) if name in values else "-" for values in results.values())
             say(
                 " ".join(

@@ -6,6 +6,7 @@ then it joins the list in `kiloword.evaluation`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from importlib import import_module
@@ -68,9 +69,13 @@ class Task:
     run: Callable[[Inputs, Any], Values]  # of the inputs and the options
     page: Callable[[Results, str, Mapping[str, Any]], str] | None = None
     """HTML of: results; the data, as --data names it; `Inputs.shown` of each model. None: the task has no page."""
-    printed: Callable[[str], bool] | None = None  # whether the metric of a name is printed; None: all are
+    hidden: str = ""  # pattern (`re.search`) of the names of metrics that are not printed; "": all are printed
     without_model: Callable[[str, Any], Any] | None = None
     """Of a model's path and the options: options that take the place of the model, or None for a model folder."""
+
+    def prints(self, name: str) -> bool:
+        """Whether to print a metric; the JSON has all."""
+        return not (self.hidden and re.search(self.hidden, name))
 
     def options_from(self, chosen: Mapping[str, Any]) -> Any:
         """The options with some of them chosen by name. Raises: ValueError for a name that the task does not have."""

@@ -20,7 +20,7 @@ from kiloword.cli.main import main
 from kiloword.config.recipes import sizes
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.evaluation import evaluate
-from kiloword.evaluation.probe import COUNT, RECIPES, ProbeOptions, Sweep
+from kiloword.evaluation.probe import COUNT, RECIPES, TASK, ProbeOptions, Sweep
 from kiloword.evaluation.probe import data as probe_data
 from kiloword.evaluation.probe import task as probe
 from kiloword.evaluation.probe.data import Split, encoded, held_out, order, shots, split
@@ -405,7 +405,7 @@ def test_a_probe_of_scenes(debug: Matcher, tmp_path: Path, caplog: pytest.LogCap
     assert few["acc1"] == pytest.approx(np.mean(each))
     assert few["acc1_std"] == pytest.approx(np.std(each, ddof=1))
     assert few["train_rows"] == 12
-    shown = {name for name in few if probe.printed(name)} - {"weight_decay"}
+    shown = {name for name in few if TASK.prints(name)} - {"weight_decay"}
     judged -= {"acc5"}
     assert shown == {"train_rows", "skipped"} | judged | {f"{name}_std" for name in judged}
     assert sum(name.startswith("seed@1.sweep@") for name in few) >= 10
@@ -428,7 +428,7 @@ def test_of_what_is_swept(debug: Matcher) -> None:
     assert found["train_rows"] == 19 + 11  # the validation rows are fitted in the end
     tried = {name for name in found if name.startswith("sweep@")}
     assert len(tried) >= 10
-    assert not any(map(probe.printed, tried))
+    assert not any(map(TASK.prints, tried))
     assert f"sweep@{found['weight_decay']:.3g}" in tried
     assert found[f"sweep@{found['weight_decay']:.3g}"] == max(found[name] for name in tried)
     own = evaluate(debug, "probe", TEST, train=TRAIN, probe=ProbeOptions(epochs=1, val_share=0.3))

@@ -51,6 +51,6 @@ TASK = Task(
     options=CaptionTaskOptions,
     run=Deferred("kiloword.evaluation.caption.task:run"),
     page=Deferred("kiloword.evaluation.caption.page:report"),
-    printed=Deferred("kiloword.evaluation.caption.task:printed"),
+    hidden="^bleu_[23]",
     without_model=captions_of_table,
 )

@@ -94,8 +94,3 @@ def existing(source: Source, table: CaptionTable, skipped: list[Skipped]) -> Ite
             f"{table.path} has captions for none of the images of {source.name}: its keys are such as "
             f"{table.first_key!r}. Write the images' keys into the column `key`."
         )
-
-
-def printed(name: str) -> bool:
-    """Whether to print a value."""
-    return not name.startswith(("bleu_2", "bleu_3"))

@@ -140,5 +140,5 @@ TASK = Task(
     data="images with .cls labels, or scenes:test?task=colour",
     options=ProbeTaskOptions,
     run=Deferred("kiloword.evaluation.probe.task:run"),
-    printed=Deferred("kiloword.evaluation.probe.task:printed"),
+    hidden="^(sweep|seed)@",
 )

@@ -62,11 +62,6 @@ def _together(by_seed: Sequence[dict[str, float]]) -> Iterator[tuple[str, float]
             yield name, values[0]
 
 
-def printed(name: str) -> bool:
-    """Whether to print a value: all but those of single seeds and of sweeps."""
-    return not name.startswith((SWEEP, SEED))
-
-
 @dataclass
 class ProbeData:
     """What a probe is fitted and evaluated on."""

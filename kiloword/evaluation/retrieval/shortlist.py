@@ -47,15 +47,13 @@ def shortlisted(
         raise ValueError(f"a shortlist of {shortlist} items; expected at least 1")
     check_pairs(images, texts, image_of_text)
     image = image_of_text.to(images["vec"].device)
+    by_text = _Panels(lambda t, i: score(i, t), texts, images, shortlist)
+    every_image = torch.arange(len(images["vec"]), device=image.device)
     listed = {
-        "text_retrieval": _own(
-            _Panels(score, images, texts, shortlist), lambda r: image == _numbers(r, image), image.device
+        "text_retrieval": _standing(
+            _Panels(score, images, texts, shortlist), lambda r: image == every_image[r, None], image.device
         ),
-        "image_retrieval": _own(
-            _Panels(lambda t, i: score(i, t), texts, images, shortlist),
-            lambda c: image[c, None] == torch.arange(len(images["vec"]), device=image.device),
-            image.device,
-        ),
+        "image_retrieval": _standing(by_text, lambda c: image[c, None] == every_image, image.device),
     }
     for k in ks:
         for name, (where, _) in listed.items():
@@ -63,7 +61,7 @@ def shortlisted(
     for name, (_, kept) in listed.items():
         yield f"{name}_shortlist_recall@{shortlist}", kept / len(image)
     if relevance is not None:
-        yield from _true_relevance(score, images, texts, shortlist, relevance, ks)
+        yield from true_means(lambda c: by_text.scores(c)[0], len(images["vec"]), len(texts["vec"]), relevance, ks)
 
 
 @dataclass(frozen=True)
@@ -75,19 +73,14 @@ class _Panels:
     items: Features
     n: int
 
-    def parts(self) -> list[slice]:
-        """Blocks of queries."""
-        return list(chunks(len(self.queries["vec"]), max(1, PANEL // len(self.items["vec"]))))
-
-    def of(self, q: slice) -> tuple[Tensor, Tensor]:
+    def scores(self, q: slice) -> tuple[Tensor, Tensor]:
         """Scores [q, C] of a block of queries with all items, and the shortlists [q, N]."""
         queries, items = rows(self.queries, q), self.items
         near = check_scores(at_least_float(queries["vec"]) @ at_least_float(items["vec"]).T)
         short = near.topk(min(self.n, len(items["vec"])), 1).indices
         exact = check_scores(_listed(self.score, queries, items, short))
-        rest = (
-            near.to(exact.dtype) - 2 + exact.amin(1, keepdim=True)
-        )  # cosines are at most 1, so these are below all exact scores
+        # cosines are at most 1, so that the rest is below all exact scores
+        rest = near.to(exact.dtype) - 2 + exact.amin(1, keepdim=True)
         return rest.scatter(1, short, exact), short
 
 
@@ -103,31 +96,14 @@ def _listed(score: PairScore, queries: Features, items: Features, short: Tensor)
     return torch.cat(parts).view(short.shape)
 
 
-def _own(panels: _Panels, positives: Callable[[slice], Tensor], device: torch.device) -> tuple[Standing, float]:
+def _standing(panels: _Panels, positives: Callable[[slice], Tensor], device: torch.device) -> tuple[Standing, float]:
     """Standing of the best positive of every query, and the number of positives on the shortlists."""
 
     def judged(q: slice) -> tuple[list[Tensor], int]:
-        panel, short = panels.of(q)
+        panel, short = panels.scores(q)
         positive = positives(q)  # [q, C] bool
         return [x.cpu() for x in standing(panel, positive)], int(positive.gather(1, short).sum())
 
-    queries = panels.parts()
+    queries = list(chunks(len(panels.queries["vec"]), max(1, PANEL // len(panels.items["vec"]))))
     parts, kept = zip(*track(in_turns(queries, judged), "ranks", "blocks of queries", len(queries)), strict=True)
     return Standing(*(torch.cat(values).to(device) for values in zip(*parts, strict=True))), sum(kept)
-
-
-def _numbers(r: slice, like: Tensor) -> Tensor:
-    """The row numbers of a slice as a column [r, 1]."""
-    return torch.arange(r.start, r.stop, device=like.device)[:, None]
-
-
-def _true_relevance(
-    score: PairScore,
-    images: Features,
-    texts: Features,
-    shortlist: int,
-    relevance: Relevance | Tensor,
-    ks: Sequence[int],
-) -> Iterator[tuple[str, float]]:
-    panels = _Panels(lambda t, i: score(i, t), texts, images, shortlist)
-    yield from true_means(lambda c: panels.of(c)[0], len(images["vec"]), len(texts["vec"]), relevance, ks)

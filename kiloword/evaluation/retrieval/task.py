@@ -98,9 +98,8 @@ def standings(
         reach_i[r] += _count(block >= low_i[r, None], 1)
         above_t[c] += _count(block > high_t[c], 0)
         reach_t[c] += _count(block >= low_t[c], 0)
-    above_i, reach_i, above_t, reach_t = sums(
-        above_i, reach_i, above_t, reach_t
-    )  # reach: above or tied, without annotated pairs
+    # reach: above or tied, without annotated pairs
+    above_i, reach_i, above_t, reach_t = sums(above_i, reach_i, above_t, reach_t)
     is_best = (annotated >= low_i[image]).long()
     positives, ones = torch.zeros_like(above_i).index_add_(0, image, is_best), torch.ones_like(above_t)
     return Standing(above_i, reach_i + positives - above_i, positives), Standing(above_t, reach_t + 1 - above_t, ones)

@@ -25,5 +25,5 @@ TASK = Task(
     options=SpectrumTaskOptions,
     run=Deferred("kiloword.evaluation.spectrum.task:run"),
     page=Deferred("kiloword.evaluation.spectrum.task:report"),
-    printed=Deferred("kiloword.evaluation.spectrum.task:printed"),
+    hidden=r"@(?!(1|2|4|8|16|32|64|128|256|512|1024|2048|4096)$)",  # singular values 3, 5, 6, 7, ...
 )

@@ -136,14 +136,6 @@ def tower_output(model: Model, tokens: Tensor) -> Tensor:
     return tokens[:, :mixture] if mixture else tokens
 
 
-def printed(name: str) -> bool:
-    """Whether to print a value: of the singular values the 1st, 2nd, 4th, 8th, ..."""
-    if not name.startswith(VALUE):
-        return True
-    k = int(name.removeprefix(VALUE))
-    return k & (k - 1) == 0
-
-
 def report(metrics: Results, data: str, shown: Mapping[str, Any]) -> str:
     """HTML page with the spectra of several models. Args: metrics: model -> metrics from `run`."""
     spectra = {model: _spectrum(values) for model, values in metrics.items()}

@@ -25,5 +25,5 @@ TASK = Task(
     options=UncertaintyTaskOptions,
     run=Deferred("kiloword.evaluation.uncertainty.task:run"),
     page=Deferred("kiloword.evaluation.uncertainty.page:report"),
-    printed=Deferred("kiloword.evaluation.uncertainty.task:printed"),
+    hidden=r"_right@|_uncertainty@|_q(25|75)$",  # bins, most quantiles
 )

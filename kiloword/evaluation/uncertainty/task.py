@@ -155,8 +155,3 @@ def _judged(
         scores = matcher.score(selected(data.images, kept[part]), classes).cpu()
         parts.append(hit(standing(scores, torch.nn.functional.one_hot(labels[part], len(names)).bool()), 1))
     yield "zeroshot", data.image_uncertainty[kept], torch.cat(parts)
-
-
-def printed(name: str) -> bool:
-    """Whether to print a value: all but calibration bins and most quantiles."""
-    return "_right@" not in name and "_uncertainty@" not in name and not name.endswith(("_q25", "_q75"))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,28 +44,33 @@ def run(inputs: Inputs, task_options: VqaTaskOptions) -> Values:
     options.check()
     check_asks(inputs.source)
     answerer = Answerer(matcher.model, matcher.tokenizer)
-    known = _known(inputs.source, task_options.train, options)
-    listed = None if known.answers is None else answerer.close(known.answers)
+    answers, guesses = _known(inputs.source, task_options.train, options)
+    listed = None if answers is None else answerer.close(answers)
 
-    def answer(images: Tensor, infos: Sequence[Mapping[str, Any]]) -> list[_Given]:
-        guesses = _answer(answerer, images, [info["question"] for info in infos], listed, options)
-        return [_Given(answer, info) for answer, info in zip(guesses, infos, strict=True)]
+    def ask(part: EvalBatch) -> list[_Answered]:
+        made = _answer(answerer, part.images, [info["question"] for info in part.infos], listed, options)
+        return list(map(_Answered, made, part.infos))
 
-    answered = _asked(inputs, answer)
-    yield from means(item.judged(item.answer) for item in answered)
-    if known.guesses:
-        judged = (item.judged(known.guess(item)) for item in answered)
-        yield from ((f"majority_{name}", value) for name, value in means(judged))
+    def asks(part: EvalBatch) -> list[bool]:
+        return [question_in(info) is not None for info in part.infos]
+
+    with alone() if lockstep() else nullcontext():  # of a sharded model, which is called as often as answers need
+        parts = per_batch(inputs, ask, asks, "no question with an answer")
+        answered = [one for part in parts for one in part]
+    yield from means(one.judged(one.answer) for one in answered)
+    if guesses:
+        frequent = (one.judged(guesses.get(one.info.get("question_type"), guesses[None])) for one in answered)
+        yield from ((f"majority_{name}", value) for name, value in means(frequent))
     yield "questions", float(len(answered))
-    if known.answers is not None:
-        yield "answers", float(len(known.answers))
-        inside = set(known.answers)
-        yield "outside", sum(item.answer not in inside for item in answered) / len(answered)
+    if answers is not None:
+        yield "answers", float(len(answers))
+        inside = set(answers)
+        yield "outside", sum(one.answer not in inside for one in answered) / len(answered)
 
 
 @dataclass(frozen=True)
-class _Given:
-    """An answer that the model gave, and what the data says of the question."""
+class _Answered:
+    """An answer of the model, and what the data has about the question."""
 
     answer: str
     info: Mapping[str, Any]
@@ -76,18 +81,7 @@ class _Given:
         return JudgedAnswer(accuracy(answer, self.info[ANSWERS]), *kinds)
 
 
-@dataclass(frozen=True)
-class _Known:
-    """What is known of answers before any question is asked."""
-
-    answers: Sequence[str] | None = None
-    guesses: Guesses = field(default_factory=dict)
-
-    def guess(self, one: _Given) -> str:
-        return self.guesses.get(one.info.get("question_type"), self.guesses[None])
-
-
-def _known(source: Source, train: Source | str | None, options: VqaOptions) -> _Known:
+def _known(source: Source, train: Source | str | None, options: VqaOptions) -> tuple[Sequence[str] | None, Guesses]:
     """The closed list and the most frequent answers. Raises: ValueError when a list is needed and there is none."""
     if isinstance(train, str):
         train = open_source(train)
@@ -95,14 +89,14 @@ def _known(source: Source, train: Source | str | None, options: VqaOptions) -> _
     majority = getattr(source, "majority", None)
     guesses: Guesses = majority() if callable(majority) else {None: counted[0]} if counted else {}
     if options.answers is not None:
-        return _Known(_lines(options.answers), guesses)
+        return _lines(options.answers), guesses
     answers = counted or getattr(source, "answers", None)
     if answers is None and options.decode != "free":
         raise ValueError(
             f"{source.name} has no closed list of answers: name the data that the model was trained on with --train, "
             "or a file with an answer a line with --vqa.answers; --vqa.decode free needs none."
         )
-    return _Known(answers, guesses)
+    return answers, guesses
 
 
 def _counted(train: Source, most: int) -> list[str]:
@@ -132,22 +126,6 @@ def _lines(path: Path) -> list[str]:
     if not answers:
         raise ValueError(f"{path} is empty: expected an answer a line.")
     return answers
-
-
-def _asked(inputs: Inputs, answer: Callable[[Tensor, Sequence[Mapping[str, Any]]], list[_Given]]) -> list[_Given]:
-    """All answers, given images [n, 3, H, W] and what is known of their questions; rows without one are `skipped`.
-
-    A sharded model answers the same questions on every rank: how often it is called hangs on the answers.
-    """
-
-    def ask(part: EvalBatch) -> list[_Given]:
-        return answer(part.images, part.infos)
-
-    def asks(part: EvalBatch) -> list[bool]:
-        return [question_in(info) is not None for info in part.infos]
-
-    with alone() if lockstep() else nullcontext():
-        return [one for part in per_batch(inputs, ask, asks, "no question with an answer") for one in part]
 
 
 def _answer(

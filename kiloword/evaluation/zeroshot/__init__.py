@@ -101,5 +101,5 @@ TASK = Task(
     options=ZeroshotTaskOptions,
     run=Deferred("kiloword.evaluation.zeroshot.task:run"),
     page=Deferred("kiloword.evaluation.zeroshot.page:report"),
-    printed=Deferred("kiloword.evaluation.zeroshot.task:printed"),
+    hidden="^weight@",
 )

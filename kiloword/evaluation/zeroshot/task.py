@@ -16,7 +16,6 @@ from kiloword.evaluation.zeroshot import PromptOptions, Templates, Way, Zeroshot
 from kiloword.evaluation.zeroshot.page import drawn
 from kiloword.evaluation.zeroshot.prompts import (
     ROWS,
-    WEIGHT,
     Chosen,
     Images,
     Prompts,
@@ -156,8 +155,3 @@ def encoded_images(inputs: Inputs, classes: int) -> Images:
         _check_labels(labels, classes)
     rows = [row for part in parts for row in part.rows]
     return Images(join([part.images for part in parts]), labels, rows, inputs.source.fingerprint)
-
-
-def printed(name: str) -> bool:
-    """Whether to print a value: all but the weights of prompts."""
-    return not name.startswith(WEIGHT)

@@ -20,8 +20,8 @@ from kiloword.data.sources.open import open_source
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.evaluation import evaluate
 from kiloword.evaluation.calibration import spearman
+from kiloword.evaluation.uncertainty import TASK
 from kiloword.evaluation.uncertainty.data import buckets, different, level
-from kiloword.evaluation.uncertainty.task import printed
 from kiloword.methods.prolip.gaussian import inclusion
 from kiloword.methods.registry import preset
 from kiloword.model.model import build
@@ -236,8 +236,7 @@ def test_buckets_hold_every_length_once() -> None:
 
 
 def test_the_screen_hides_bins() -> None:
-    assert printed("text_uncertainty_mean")
-    assert printed("calibration_text_pearson")
-    assert not any(
-        map(printed, ["calibration_text_right@3", "calibration_image_uncertainty@1", "text_uncertainty_q25"])
-    )
+    assert TASK.prints("text_uncertainty_mean")
+    assert TASK.prints("calibration_text_pearson")
+    hidden = ["calibration_text_right@3", "calibration_image_uncertainty@1", "text_uncertainty_q25"]
+    assert not any(map(TASK.prints, hidden))
