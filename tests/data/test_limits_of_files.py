@@ -79,7 +79,7 @@ def test_components_of_a_tokenizer() -> None:
     kind = "post_processor"
     for name in ("single", "pair"):
         allowed({kind: {"type": "TemplateProcessing", name: [0] * 16}})
-        assert f"its {kind} puts 17 components together" in refused(
+        assert f"its {kind} puts 17 components in a row" in refused(
             {kind: {"type": "TemplateProcessing", name: [0] * 17}}
         )
     for wrong in ([], {"normalizer": 3}, {"normalizer": {}}, {"model": {"vocab": 3}}):
