@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageColor, ImageDraw, ImageFont
 
 from kiloword.report.images import Pixels
-from kiloword.report.page import LIGHT, rgb
+from kiloword.report.page import LIGHT
 
 Floats = npt.NDArray[np.floating]
 
@@ -21,7 +21,7 @@ GAP, MARGIN = 20, 28
 HIGH = 96  # pixels: of the largest bar
 HEAD, PLAIN = 180, 130  # pixels: height of the title with the plain image, and a side of that image
 GLOW = np.array([255, 140, 10])  # colour of what is looked at; seen on dark and on bright images
-PAPER, INK, MUTED, RULE, BAR = (rgb(LIGHT[name]) for name in ("paper", "ink", "muted", "rule", "s0"))
+PAPER, INK, MUTED, RULE, BAR = (ImageColor.getrgb(LIGHT[name]) for name in ("paper", "ink", "muted", "rule", "s0"))
 
 
 @dataclass(frozen=True)
@@ -137,20 +137,20 @@ def _weights(sheet: Image.Image, corner: tuple[int, int], weights: Floats) -> No
         above = bottom + 22 + round(m * line)
         for left, right, weight in zip(edges, edges[1:], head, strict=False):
             shade = tuple(round(p + (b - p) * weight) for p, b in zip(PAPER, BAR, strict=True))
-            _cell(sheet, left, right, above, above + max(round(line) - 2, 1), (shade[0], shade[1], shade[2]))
+            _cell(sheet, left, right, above, above + max(round(line) - 2, 1), shade)
     write_lines(sheet, (x, y), f"share of each of {n} tokens, up to {top:.0%}", WEIGHTS, 13, MUTED, 1)
     below = bottom + 26 + round(heads * line)
     write_lines(sheet, (x, below), f"the same by head, {heads} of them", WEIGHTS, 13, MUTED, 1)
 
 
-def _cell(sheet: Image.Image, left: int, right: int, above: int, below: int, colour: tuple[int, int, int]) -> None:
+def _cell(sheet: Image.Image, left: int, right: int, above: int, below: int, colour: tuple[int, ...]) -> None:
     """A filled rectangle; wide ones leave a gap to the next."""
     last = max(right - (3 if right - left >= 6 else 1), left)
     ImageDraw.Draw(sheet).rectangle((left, above, last, below), colour)
 
 
 def write_lines(
-    sheet: Image.Image, at: tuple[int, int], text: str, room: int, size: int, colour: tuple[int, int, int], lines: int
+    sheet: Image.Image, at: tuple[int, int], text: str, room: int, size: int, colour: tuple[int, ...], lines: int
 ) -> int:
     """Write text in at most `lines` lines of `room` pixels; returns where the next line would start."""
     draw, font = ImageDraw.Draw(sheet), font_for(text, size)

@@ -9,10 +9,10 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from PIL import ImageColor
 
 from kiloword.checkpoint.files import replacing
 
@@ -88,16 +88,11 @@ def _style() -> str:
     """The style sheet after its variables, the dark ones where the reader's system asks for them."""
     light, dark = (
         f" {''.join(f'--{name}: {colour}; ' for name, colour in palette.items())}"
-        f"--heat-rgb: {' '.join(map(str, rgb(palette['heat'])))}; "
+        f"--heat-rgb: {' '.join(map(str, ImageColor.getrgb(palette['heat'])))}; "
         for palette in (LIGHT, DARK)
     )
     variables = f":root {{{light}}}\n@media (prefers-color-scheme: dark) {{ :root {{{dark}}} }}\n"
     return variables + STYLE.read_text(encoding="utf-8")
-
-
-def rgb(colour: str) -> tuple[int, int, int]:
-    """Red, green and blue in 0..255 of "#rrggbb"."""
-    return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)
 
 
 def write(path: str | Path, html: str) -> None:
@@ -209,16 +204,18 @@ def heat_map(
     column_names: Sequence[str],
     *,
     caption: str = "",
-    row_label: str = "true",
     column_label: str = "predicted",
 ) -> Html:
-    """A confusion matrix: every number is written, its colour is its share of the row.
+    """A confusion matrix, a row a true class: every number is written, its colour is its share of the row.
 
     Args: matrix [rows, columns], at least 0; whole numbers are counts, others get two digits.
     Errors: ValueError for another shape, negative or non-finite numbers.
     """
-    values = np.asarray(matrix)
-    _check_matrix(values, len(row_names), len(column_names))
+    values, named = np.asarray(matrix), (len(row_names), len(column_names))
+    if values.shape != named:
+        raise ValueError(f"the heat map's matrix has shape {values.shape}, its names say {named}")
+    if not np.isfinite(values).all() or (values < 0).any():
+        raise ValueError("the heat map's matrix holds negative or non-finite numbers: give counts or shares")
     totals = values.sum(axis=1, keepdims=True)
     shares = np.divide(values, totals, out=np.zeros(values.shape), where=totals > 0)  # [rows, columns]
     whole = bool(np.issubdtype(values.dtype, np.integer))
@@ -231,8 +228,8 @@ def heat_map(
         for r, name in enumerate(row_names)
     )
     above = f"<figcaption>{escape(caption)}</figcaption>" if caption else ""
-    corner = f'<td class="axis" style="--a:0">{escape(row_label)} ↓<br>{escape(column_label)} →</td>'
-    cells = _scrolled("<table>", corner + head, body, caption or f"{row_label} against {column_label}")
+    corner = f'<td class="axis" style="--a:0">true ↓<br>{escape(column_label)} →</td>'
+    cells = _scrolled("<table>", corner + head, body, caption or f"true against {column_label}")
     return Html(f'<figure class="heat">{above}{cells}</figure>')
 
 
@@ -242,13 +239,6 @@ def _scrolled(opening: str, head: str, body: str, label: str) -> Html:
         f'<div class="scroll" role="region" tabindex="0" aria-label="{escape(label)}">{opening}'
         f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
     )
-
-
-def _check_matrix(values: npt.NDArray[Any], rows: int, columns: int) -> None:
-    if values.shape != (rows, columns):
-        raise ValueError(f"the heat map's matrix has shape {values.shape}, its names say {(rows, columns)}")
-    if not np.isfinite(values).all() or (values < 0).any():
-        raise ValueError("the heat map's matrix holds negative or non-finite numbers: give counts or shares")
 
 
 def _heat_cell(value: float, share: float, whole: bool, same: bool) -> str:
