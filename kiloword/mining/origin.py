@@ -16,7 +16,7 @@ from kiloword.data.feature_store import FeatureStore, contents
 from kiloword.data.images.decode import decode
 from kiloword.data.reading import captions_at
 from kiloword.data.sources.extra_captions import CaptionTable
-from kiloword.data.sources.optional import key_of
+from kiloword.data.sources.optional import keys
 from kiloword.mining.corpus import Corpus, Ints
 from kiloword.types import BadSample, Source
 
@@ -36,16 +36,19 @@ class Origin:
 
         A store can have more than the source: other parts of a mixture, captions of other tables.
         """
-        places = _places(source)
+        places: dict[str, int] = {}  # the first row of every key
+        for row, key in enumerate(keys(source)):
+            if key is not None:
+                places.setdefault(key, row)
         if not set(table.file.contents) <= contents(source):
-            images = np.array([key in places for key in corpus.keys])
+            images = np.array([name in places for name in corpus.keys])
             captions = np.zeros(len(corpus.captions), bool)
             for n in np.flatnonzero(images).tolist():
                 source_captions = set(captions_at(source, places[corpus.keys[n]]))
                 caption_rows = slice(int(corpus.starts[n]), int(corpus.starts[n + 1]))
                 captions[caption_rows] = [caption in source_captions for caption in corpus.captions[caption_rows]]
             corpus = corpus.only(captions, images)
-        return Origin(source, np.array([places[key] for key in corpus.keys], np.int64)), corpus
+        return Origin(source, np.array([places[name] for name in corpus.keys], np.int64)), corpus
 
     def thumbnail(self, image: int) -> NDArray[np.uint8] | None:
         """An image [H, W, 3], downscaled if large; None if it cannot be read."""
@@ -96,14 +99,3 @@ def split_extra(corpus: Corpus, paths: Sequence[Path]) -> dict[str, Corpus]:
     return {name: part for name, part in parts.items() if len(np.unique(part.owner[part.paired])) > 1} or {
         "captions": corpus
     }
-
-
-def _places(source: Source) -> dict[str, int]:
-    """The first row of every key; unreadable rows are skipped."""
-    places: dict[str, int] = {}
-    for row in range(len(source)):
-        try:
-            places.setdefault(key_of(source, row), row)
-        except BadSample:
-            continue
-    return places

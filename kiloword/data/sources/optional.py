@@ -77,6 +77,18 @@ def key_of(source: Source, row: int) -> str:
     return str(source.key(row)) if hasattr(source, "key") else source.record(row).key
 
 
+def keys(source: Source) -> list[str | None]:
+    """The key of every row; None where only the record has it and cannot be read."""
+
+    def key(row: int) -> str | None:
+        try:
+            return key_of(source, row)
+        except BadSample:
+            return None
+
+    return [key(row) for row in range(len(source))]
+
+
 def texts_of(source: Source, row: int) -> list[str]:
     """A row's captions or answers, without reading its image where the source supports that. Raises BadSample."""
     return list(source.captions(row) if hasattr(source, "captions") else source.record(row).captions)

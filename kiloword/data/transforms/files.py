@@ -11,11 +11,10 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet
 
-from kiloword.data.sources.mixture import MixtureSource
-from kiloword.data.sources.optional import key_of
+from kiloword.data.sources.optional import keys
 from kiloword.data.sources.sample import check_regular
 from kiloword.data.sources.tables import check_once
-from kiloword.types import BadSample, Source
+from kiloword.types import Source
 
 
 def read_columns(path: str, names: Sequence[str]) -> list[list[str]]:
@@ -37,20 +36,6 @@ def read_columns(path: str, names: Sequence[str]) -> list[list[str]]:
         if None in column:
             raise ValueError(f"{path}: row {column.index(None)} has no {name}. Expected text in every row.")
     return columns
-
-
-def keys(source: Source) -> list[str | None]:
-    """The key of every row; None where only the record has it and cannot be read."""
-    return [_key(source, row) for row in range(len(source))]
-
-
-def _key(source: Source, row: int) -> str | None:
-    if isinstance(source, MixtureSource):
-        return _key(*source.locate(row))
-    try:
-        return key_of(source, row)
-    except BadSample:
-        return None
 
 
 @dataclass(frozen=True)

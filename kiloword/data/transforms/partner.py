@@ -13,7 +13,8 @@ from kiloword.data.feature_store import FeatureStore
 from kiloword.data.images.decode import decode
 from kiloword.data.reading import read
 from kiloword.data.sources.mixture import MixtureSource
-from kiloword.data.transforms.files import keys, read_columns
+from kiloword.data.sources.optional import keys
+from kiloword.data.transforms.files import read_columns
 from kiloword.data.transforms.settings import PartnerSettings
 from kiloword.randomness import Draw, generator
 from kiloword.types import BadSample, Source
