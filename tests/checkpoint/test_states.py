@@ -433,7 +433,7 @@ def steps(out: Path) -> int:
 
 
 @pytest.mark.parametrize("save", [1, 2, 4])
-def test_an_error_in_the_thread_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: int) -> None:
+def test_an_error_in_the_thread_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: int) -> None:
     def full(number: int) -> None:
         if number == save:
             raise OSError(28, "No space left on device")

@@ -275,7 +275,7 @@ def test_settings_that_change_nothing_are_refused(
     assert bool(told) == ("Omit settings without effect." in said.err) == (not said.out)
 
 
-def test_sharding_over_one_process_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sharding_over_one_process_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run("train", "clip", *RUN, "--out", tmp_path / "out", "--dry-run", "--parallel", "fsdp")
     assert (
         "note       --parallel fsdp shards nothing in one process: start several by torchrun."
@@ -369,7 +369,7 @@ def test_three_ways_to_say_how_long(
     assert f"{steps} steps of 8 images" in capsys.readouterr().out
 
 
-def test_a_run_that_ends_in_its_warmup_is_told_before_it_starts(
+def test_a_run_that_ends_in_its_warmup_is_reported_before_it_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["train", "clip", *RUN, "--size", "debug", "--optim.lr", "1e-5", "--out", tmp_path / "out"]

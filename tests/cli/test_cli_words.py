@@ -103,7 +103,7 @@ def test_a_run_goes_on_in_another_locale(tmp_path: Path, capsys: pytest.CaptureF
     assert "goes on from step 1 of 2" in capsys.readouterr().err
 
 
-def test_an_interrupted_embed_says_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_embed_names_the_rows_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written = 0
 
     def write(self: FeatureWriter, *args: Any) -> None:
@@ -127,7 +127,7 @@ def test_an_interrupted_embed_says_what_is_kept(tmp_path: Path, monkeypatch: pyt
         ("sizes", "", "interrupted."),
     ],
 )
-def test_interruptions_say_what_is_kept(
+def test_interruptions_name_what_stays(
     words: str, error: str, shown: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupt(*args: Any, **named: Any) -> None:

@@ -150,7 +150,7 @@ def test_tables_of_captions_by_key(tmp_path: Path) -> None:
     assert read_columns(str(tmp_path / "y.parquet"), ("key",)) == [["a", "b"]]
 
 
-def test_keys_of_one_digest_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_of_one_digest_are_distinguished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kiloword.data.files.key_digest", lambda raw: 7)
     pq.write_table(pa.table({"key": ["a", "b", "a"], "caption": ["x", "y", "z"]}), tmp_path / "x.parquet")
     table = CaptionTable(tmp_path / "x.parquet")
@@ -317,7 +317,7 @@ class Many(Small):
         return Record(f"k{row}", noise(4, 4, row), [f"said {row // 2}"])
 
 
-def test_what_is_taken_where_nothing_is_said() -> None:
+def test_what_is_taken_by_default() -> None:
     """64 images a batch of evaluation, 10 captions that repeat, the plainest way to say a query."""
     batches = list(eval_batches(Many(), 4))
     assert [len(batch.rows) for batch in batches] == [64, 64, 2]

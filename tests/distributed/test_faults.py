@@ -94,7 +94,7 @@ def spoil(monkeypatch: pytest.MonkeyPatch, bad: Callable[[int], bool], factor: f
     monkeypatch.setattr(loop, "backward", backward)
 
 
-def test_a_step_without_a_gradient_is_left_out(
+def test_a_step_without_a_gradient_is_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     spoil(monkeypatch, lambda step: step == 3, float("nan"))
@@ -108,7 +108,7 @@ def test_a_step_without_a_gradient_is_left_out(
     assert "loss" not in rows[2] or np.isfinite(rows[2]["loss"])
 
 
-def test_a_gradient_that_explodes_is_left_out(
+def test_a_gradient_that_explodes_is_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     spoil(monkeypatch, lambda step: step == 25, 1e6)

@@ -174,7 +174,7 @@ def test_under_torchrun_one_sentence_ends_all(tmp_path: Path) -> None:
     assert re.search(rf"traceback : .*{re.escape(said)}", done.stderr)  # in torchrun's own report
 
 
-def test_a_dry_run_of_several_ranks_is_said_once(tmp_path: Path) -> None:
+def test_a_dry_run_of_several_ranks_is_printed_once(tmp_path: Path) -> None:
     for batch, code, says in (
         (12, 0, "ranks      2, 2 x 3 images each, ddp"),
         (9, 2, "9 does not divide over 2 ranks"),

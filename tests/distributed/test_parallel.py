@@ -142,7 +142,7 @@ def test_a_process_joins_and_leaves(
     assert met.abrupt == (device == "cuda")
 
 
-def test_an_error_is_told_before_the_connections_close(met: Met) -> None:
+def test_an_error_is_reported_before_the_connections_close(met: Met) -> None:
     with pytest.raises(RuntimeError, match="all: one"), collectives.process_group():
         raise ValueError("one")
     assert met.calls[-2:] == ["ended", ("destroy_process_group",)]

@@ -24,7 +24,7 @@ def served(port: int) -> TCPStore:
     return TCPStore("127.0.0.1", port, None, True, wait_for_workers=False)
 
 
-def test_a_rank_meets_the_others_and_waits_for_answers_as_long_as_it_is_told(port: int) -> None:
+def test_a_rank_meets_the_others_and_waits_for_answers_as_long_as_set(port: int) -> None:
     server = served(port)
     store = heartbeat.connect(1, False, 33)
     assert store.timeout == timedelta(seconds=33)

@@ -52,7 +52,7 @@ def test_correlation_of_tiny_variances_does_not_underflow() -> None:
 
 
 @pytest.mark.parametrize("values", [[], [1.0], [2.0, 2.0]])
-def test_what_is_not_defined_is_left_out(values: list[float]) -> None:
+def test_what_is_not_defined_is_skipped(values: list[float]) -> None:
     found = spearman(doubles(values), torch.arange(len(values)))
     assert math.isnan(found)
     assert dict(defined("x", found)) == {}

@@ -199,7 +199,7 @@ def test_unusable_inclusion_options_are_refused(option: dict[str, object]) -> No
         evaluate(matcher(), "hierarchy", "scenes:test?n=5", **option)
 
 
-def test_traversals_go_to_the_root_of_inc_unless_told_otherwise() -> None:
+def test_traversals_go_to_the_root_of_inc_by_default() -> None:
     model = matcher()
     default, inc, h, wide = (
         evaluate(model, "hierarchy", "scenes:test?n=23", **more)

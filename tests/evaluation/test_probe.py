@@ -437,7 +437,7 @@ def test_of_what_is_swept(debug: Matcher) -> None:
     assert few["train_rows"] == 6
 
 
-def test_rows_left_out_are_named_with_their_split(debug: Matcher) -> None:
+def test_skipped_rows_are_named_with_their_split(debug: Matcher) -> None:
     bad: list[Skipped] = []
     values = evaluate(debug, "probe", TEST, train=replace(TRAIN, labels=[None, *TRAIN.labels[1:]]), skipped=bad)
     assert values["skipped"] == 3
@@ -448,7 +448,7 @@ def test_rows_left_out_are_named_with_their_split(debug: Matcher) -> None:
     }
 
 
-def test_classes_that_training_lacks_are_said(debug: Matcher, caplog: pytest.LogCaptureFixture) -> None:
+def test_classes_that_training_lacks_are_reported(debug: Matcher, caplog: pytest.LogCaptureFixture) -> None:
     train = replace(TRAIN, labels=[n % 2 for n in range(20)], classnames=["red", "green", "blue"])
     evaluate(debug, "probe", replace(TEST, classnames=train.classnames), train=train)
     assert "1 classes of the test images have no training image" in caplog.text

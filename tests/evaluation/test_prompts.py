@@ -184,7 +184,7 @@ def test_filter_keeps_the_least_uncertain() -> None:
     assert found["kept"] == 2
 
 
-def test_top_k_keeps_half_of_the_prompts_unless_told_otherwise() -> None:
+def test_top_k_keeps_half_of_the_prompts_by_default() -> None:
     assert zeroshot("topk")["kept"] == 3  # of five
     assert zeroshot("filter") == zeroshot("filter", coeff=1.0) != zeroshot("filter", coeff=-0.5)
 

@@ -277,7 +277,7 @@ class Few:
         return Record(f"k{row}", np.full((40, 30, 3), 60 * row, np.uint8), captions)
 
 
-def test_images_without_a_wrong_caption_are_left_out_and_named() -> None:
+def test_images_without_a_wrong_caption_are_skipped_and_named() -> None:
     skipped: list[Skipped] = []
     found = evaluate(matcher(), "reconstruction", Few(), skipped=skipped)
     assert found["images"] == 2

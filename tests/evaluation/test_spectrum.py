@@ -83,7 +83,7 @@ def test_bad_images_are_named_by_their_own_row(tmp_path: Path, monkeypatch: pyte
     assert all(one.row == 4 for one in skipped)
 
 
-def test_nothing_readable_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_readable_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KILOWORD_CACHE", str(tmp_path / "cache"))
     write_tar(tmp_path / "photos" / "0.tar", pairs(1) | {"0000.png": b"no image"})
     with pytest.raises(ValueError, match="none of its 1 rows is a usable image"):

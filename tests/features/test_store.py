@@ -543,7 +543,7 @@ def test_places_by_key(keys: list[bytes], other: bytes) -> None:
         assert find_key(table, wanted) == [(7 << 32) + n for n, k in enumerate(keys) if k == wanted]
 
 
-def test_equal_digests_are_told_apart_by_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_digests_are_distinguished_by_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kiloword.data.files.key_digest", lambda raw: len(raw))
     table, source = embed(Fake(), Images(), tmp_path / "t", part=PART), Images()
     for row in (0, 20, 39):

@@ -506,7 +506,7 @@ def test_the_command_killed_in_the_middle(model: Path, tmp_path: Path) -> None:
     assert pa.parquet.read_table(out).num_rows == 5000
 
 
-def test_empty_captions_are_left_out() -> None:
+def test_empty_captions_are_skipped() -> None:
     assert columns([[Caption("a dog", -1.0), Caption("", -2.0), Caption("a cat", -3.0)], []]) == (
         [["a dog", "a cat"], []],
         [[-1.0, -3.0], []],

@@ -476,7 +476,7 @@ def test_where_texts_read_the_same_more_are_searched(
             assert not first or caption.score == max(first)
 
 
-def test_special_tokens_are_never_said(tokenizer: Tokenizer, images: Tensor) -> None:
+def test_special_tokens_are_never_generated(tokenizer: Tokenizer, images: Tensor) -> None:
     """The likeliest of all in this model; so are ids that the tokenizer has not."""
     model = make(tokenizer)
     with torch.no_grad():

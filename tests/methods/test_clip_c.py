@@ -191,7 +191,7 @@ def test_training_logs_plain_and_composed_examples_apart(tmp_path: Path) -> None
     assert not any(apart & r.keys() for r in clip)
 
 
-def test_a_pair_loss_that_says_nothing_of_images_is_told_apart_too() -> None:
+def test_a_pair_loss_that_says_nothing_of_images_is_refused_too() -> None:
     method = preset("siglip+compose")
 
     def own(pairs: PairBlocks, positives: Positives) -> Total:

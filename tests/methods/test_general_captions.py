@@ -30,7 +30,7 @@ def lists(texts: Texts) -> list[list[int]]:
     share=st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0]),
     seed=st.integers(0, 2**62),
 )
-def test_words_are_left_out(captions: list[list[int]], share: float, seed: int) -> None:
+def test_words_are_skipped(captions: list[list[int]], share: float, seed: int) -> None:
     """Exactly those that would be masked; what stays (special tokens, ids 0 to 5, among it) keeps its order."""
     ours, whole = TextConfig(vocab=64), Texts.pack(captions)
     seeds = torch.tensor([key(seed, n) for n in range(len(captions))])
@@ -63,7 +63,7 @@ class Watched:
         return self.inside.encode_text(texts)
 
 
-def test_a_copy_of_a_caption_loses_words_where_it_is_told_to() -> None:
+def test_a_copy_of_a_caption_loses_words_if_set() -> None:
     """With `drop` copies have no mask token and fewer tokens; nothing else is asked of them."""
     some, made, seen = batch(method="prolip"), model(), {}
     tokens, texts = made.encode_text(some.texts)

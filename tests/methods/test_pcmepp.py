@@ -78,7 +78,7 @@ def test_settings_reach_their_places() -> None:
     )
 
 
-def test_text_towers_look_both_ways_unless_told_otherwise() -> None:
+def test_text_towers_look_both_ways_by_default() -> None:
     shapes = [preset("pcme++", {"bidirectional": both}).shape(DEBUG).text.causal for both in (True, False)]
     assert shapes == [False, DEBUG.text.causal]
     assert DEBUG.text.causal

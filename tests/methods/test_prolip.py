@@ -137,7 +137,7 @@ def test_defaults() -> None:
 
 
 @pytest.mark.parametrize(("weight", "gone"), [("image_in_text", TERMS[:1]), ("masked", TERMS[1:3]), ("vib", TERMS[3:])])
-def test_a_term_of_weight_0_is_left_out(weight: str, gone: tuple[str, ...]) -> None:
+def test_a_term_of_weight_0_is_skipped(weight: str, gone: tuple[str, ...]) -> None:
     """And with it its tower passes."""
     method = preset("prolip", {weight: 0})
     assert set(method.terms) == set(TERMS) - set(gone)

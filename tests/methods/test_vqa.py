@@ -236,7 +236,7 @@ def test_answers_do_not_depend_on_what_stands_beside_them() -> None:
 
 
 @pytest.mark.parametrize("way", ["rank", "list"])
-def test_close_answers_are_told_apart_under_autocast(way: str) -> None:
+def test_close_answers_are_distinguished_under_autocast(way: str) -> None:
     """As in a validation on CUDA: logits that differ by a thousandth are equal in bf16, and one answer always wins."""
     answerer = answerer_of(1)
     listed, (images, questions) = answerer.close(["yes", "no"]), asked()

@@ -468,7 +468,7 @@ def test_progress_says_rate_and_time_left(capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.parametrize(("seconds", "said"), [(65, "1:05"), (3 * 3600 + 7 * 60 + 5, "3:07:05"), (99 * 3600, "4d 03h")])
-def test_time_left_is_said_as_training_says_it(seconds: int, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_left_reads_as_in_training(seconds: int, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half is done after the given seconds, by mining and by `embed`."""
     screen, now = io.StringIO(), 0.0
     monkeypatch.setattr("time.perf_counter", lambda: now)

@@ -58,7 +58,7 @@ SPOKEN: list[tuple[str, str]] = [
 
 
 @pytest.mark.parametrize(("html", "said"), SPOKEN)
-def test_plots_are_told_in_words(html: str, said: str) -> None:
+def test_plots_are_described_in_words(html: str, said: str) -> None:
     assert label(html) == said
 
 

@@ -92,7 +92,7 @@ def test_every_arm_and_seed_has_a_row(place: Path, found: list[rows.Row]) -> Non
     assert not list((place / "out").glob("*/state"))
 
 
-def test_finished_rows_are_skipped_and_told(
+def test_finished_rows_are_skipped_and_reported(
     place: Path, found: list[rows.Row], capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = (place / "out" / "results.jsonl").read_bytes()

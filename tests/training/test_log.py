@@ -66,7 +66,7 @@ def test_a_resumed_log_rewrites_its_file_whole_or_not_at_all(tmp_path: Path, mon
     assert [r["step"] for r in read_metrics(path)] == [1, 2, 3, 4, 5]
 
 
-def test_alerts_are_said_once_also_over_a_restart(tmp_path: Path) -> None:
+def test_alerts_are_printed_once_also_over_a_restart(tmp_path: Path) -> None:
     path, screen = tmp_path / "metrics.jsonl", io.StringIO()
     log = Log(path, 1000, out=screen, about=ABOUT)
     for n in range(1, 100):
@@ -259,7 +259,7 @@ def test_rates_leave_validation_out_and_count_saving(clock: Clock) -> None:
     assert "slowest_data_wait" not in found
 
 
-def test_data_wait_of_a_whole_run_is_told_from_its_first_batch_on(clock: Clock) -> None:
+def test_data_wait_of_a_whole_run_counts_from_its_first_batch_on(clock: Clock) -> None:
     assert measuring(clock).data_wait() == 1 / 7  # workers start with the first batch
 
 

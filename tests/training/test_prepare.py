@@ -144,7 +144,7 @@ def test_an_optimizer_gets_the_scales_that_there_are() -> None:
         assert [id(p) for p in head.scales()] == [id(p) for p in (head.log_scale, head.bias)[:count]]
 
 
-def test_torchrun_is_told_why_a_rank_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchrun_reports_why_a_rank_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the file that it names, by its own keys; where none is named, or it cannot be written, nothing happens."""
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
     launch.explain("Nobody asks.")

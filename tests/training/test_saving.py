@@ -44,7 +44,7 @@ def saver(lines: list[str]) -> Saver:
 
 
 @pytest.mark.parametrize(("seconds", "lines"), [(LONG_S - 1, 0), (LONG_S + 1, 1), (5 * LONG_S, 1)])
-def test_a_long_wait_for_the_disk_is_said_once(clock: Clock, seconds: float, lines: int) -> None:
+def test_a_long_wait_for_the_disk_is_printed_once(clock: Clock, seconds: float, lines: int) -> None:
     said: list[str] = []
     one = saver(said)
     with one:
@@ -119,7 +119,7 @@ def test_what_is_in_flight_at_an_end(
         one._pool.submit(dict)
 
 
-def test_the_first_error_is_told_not_that_of_the_save_behind_it() -> None:
+def test_the_first_error_is_reported_not_that_of_the_save_behind_it() -> None:
     def run() -> None:
         with saver([]) as one:
             one._job = Future()

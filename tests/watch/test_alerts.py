@@ -122,7 +122,7 @@ def test_validation_that_falls_three_times_in_a_row() -> None:
     assert alerts(both) == []
 
 
-def test_said_once_when_it_begins_and_once_when_it_ends() -> None:
+def test_reported_once_when_it_begins_and_once_when_it_ends() -> None:
     run = Alerts(ABOUT)
     said = [s for row in rows(data_wait=lambda n: 0.5 if 100 <= n < 200 else 0.02) for s in run.add(row)]
     assert [s.partition(":")[0] for s in said] == ["alert at step 1080", "over at step 2190"]

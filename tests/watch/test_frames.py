@@ -109,7 +109,7 @@ def test_smoothing_is_of_training_alone(tmp_path: Path) -> None:
     assert 0.3 < float(smooth["loss"]) < 0.7
 
 
-def test_counts_are_said_in_words(tmp_path: Path) -> None:
+def test_counts_are_in_words(tmp_path: Path) -> None:
     run = write(tmp_path / "a", [*rows(5), row(6, skipped=1234, truncated=7, restarts=2)])
     said = " ".join(" ".join(frame(run)).split())
     for words in ("data wait 1%", "1,234 bad samples", "7 captions cut", "2 restarts", "step 6/100 (6%)", "epoch 0.06"):

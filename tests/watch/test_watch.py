@@ -217,7 +217,7 @@ def refused(folder: Path, capsys: pytest.CaptureFixture[str], *words: str) -> st
     return capsys.readouterr().err
 
 
-def test_what_is_no_run_is_told_what_to_give(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_run_gets_a_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = write(tmp_path / "out", [row(1)])
     (out / "model").mkdir()
     (out / "model" / "model.safetensors").touch()
@@ -252,7 +252,7 @@ def test_damaged_config_and_rows_of_another_version_are_shown_all_the_same(tmp_p
     ],
 )
 @pytest.mark.filterwarnings("error")
-def test_damaged_rows_and_configs_are_left_out(tmp_path: Path, text: str) -> None:
+def test_damaged_rows_and_configs_are_skipped(tmp_path: Path, text: str) -> None:
     out = tmp_path / "run"
     out.mkdir()
     (out / "metrics.jsonl").write_text(text + '{"step": 7, "loss": 1.5}\n')
@@ -291,7 +291,7 @@ def test_a_strangers_files_are_read_as_far_as_they_have_an_end(
 
 
 @pytest.mark.parametrize("value", ["\x1b[31mx", [1], None, {"a": 1}, True, 1e99, -1e99])
-def test_values_that_are_no_numbers_are_left_out(tmp_path: Path, value: object) -> None:
+def test_values_that_are_no_numbers_are_skipped(tmp_path: Path, value: object) -> None:
     out = write(tmp_path / "run", [row(n) for n in range(1, 9)])
     append(out / "metrics.jsonl", values(value))
     assert "step 30" in frame(out)
@@ -443,7 +443,7 @@ def test_a_frame_in_full(tmp_path: Path) -> None:
     assert "2 more curves: a larger window shows them, or choose by --curves" in small
 
 
-def test_what_ended_and_what_failed_is_told(tmp_path: Path) -> None:
+def test_what_ended_and_what_failed_is_reported(tmp_path: Path) -> None:
     runs = two_runs(tmp_path)
     (tmp_path / "b" / "error.json").write_text('{"error": "no\\u001b room"}')
     for run in runs:

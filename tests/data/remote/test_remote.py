@@ -286,7 +286,7 @@ def test_wrong_bytes_of_the_right_length(tmp_path: Path, monkeypatch: pytest.Mon
         assert not list((tmp_path / "cache/remote/blocks").glob("*-*"))
 
 
-def test_missing_and_forbidden_are_said_at_once(tmp_path: Path) -> None:
+def test_missing_and_forbidden_are_reported_at_once(tmp_path: Path) -> None:
     files = shards(tmp_path / "data", 2)
     with Server(files) as server:
         with pytest.raises(ValueError, match=r"02.tar: the server answers 404: no such file"):

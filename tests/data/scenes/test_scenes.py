@@ -330,7 +330,7 @@ def test_bad_settings_are_refused(src: str, said: str) -> None:
     assert said in str(e.value)
 
 
-def test_too_few_different_scenes_are_told() -> None:
+def test_too_few_different_scenes_are_reported() -> None:
     with pytest.raises(ValueError, match=r"only \d+ different scenes fit"):
         len(parse_scenes("scenes:test?objects=1&n=9000").rows)
     assert len(parse_scenes("scenes?objects=1").rows) == 10_000

@@ -84,7 +84,7 @@ def scenes() -> list[Scene]:
     return [source.scene(row) for row in range(300)]
 
 
-def test_what_is_said_of_scenes(scenes: list[Scene]) -> None:
+def test_captions_of_scenes(scenes: list[Scene]) -> None:
     said: dict[str, str] = {}
     for tell in (describe, describe_things):
         for level in range(4):

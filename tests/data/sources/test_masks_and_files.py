@@ -67,7 +67,7 @@ def test_levels_are_built_into_an_empty_folder_over_what_a_killed_one_left(tmp_p
     assert (pixels[:, 5:] == 128).all()
 
 
-def test_reasons_of_images_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_reasons_of_skipped_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = annotated(tmp_path, 3)
     (files[1] / "1.bmp").unlink()
     words = [str(files[0]), str(files[1]), str(tmp_path / "out"), "--segments", "2", "--least", "1"]

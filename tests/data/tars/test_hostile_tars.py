@@ -171,7 +171,7 @@ def test_headers_that_say_nothing_end_too(tmp_path: Path) -> None:
         assert "cut at byte" in source.notes[0]
 
 
-def test_files_with_holes_are_left_out(tmp_path: Path) -> None:
+def test_files_with_holes_are_skipped(tmp_path: Path) -> None:
     """They do not lie in one piece."""
     old = header(b"old.png", 512, b"S") + bytes(512)
     new = pax(GNU__sparse__major="1", GNU__sparse__minor="0") + member(b"new.png", b"1\n0\n512\n".ljust(1024, b"\0"))

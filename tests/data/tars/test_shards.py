@@ -147,7 +147,7 @@ def test_a_cut_tar_gives_its_whole_samples(tmp_path: Path, share: float) -> None
         assert source.record(row).captions == [f"image {row}"]
 
 
-def test_damage_in_the_middle_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_damage_in_the_middle_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tar = write_tar(tmp_path / "x.tar", pairs(4))
     raw = bytearray(tar.read_bytes())
     with tarfile.open(tar) as file:
@@ -161,7 +161,7 @@ def test_damage_in_the_middle_is_told(tmp_path: Path, caplog: pytest.LogCaptureF
 
 
 @pytest.mark.parametrize("more", [bytes(1 << 21), b"a second tar"])
-def test_what_stands_behind_the_end_is_told(tmp_path: Path, more: bytes) -> None:
+def test_what_stands_behind_the_end_is_reported(tmp_path: Path, more: bytes) -> None:
     tar = write_tar(tmp_path / "x.tar", pairs(2))
     assert not TarSource("x", [tar]).notes
     with tarfile.open(tar) as file:

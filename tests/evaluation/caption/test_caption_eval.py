@@ -114,7 +114,7 @@ def test_a_model_that_cannot_write_says_so(writer: Matcher) -> None:
         evaluate(mute, "caption", SCENES, judge=QUIET)
 
 
-def test_without_java_meteor_is_left_out_aloud(
+def test_without_java_meteor_is_skipped_with_a_note(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))

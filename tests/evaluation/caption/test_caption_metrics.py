@@ -318,7 +318,7 @@ def test_spice_where_its_models_are(fake_java: Path) -> None:
     assert score_captions(["a", "b"], [["a"], ["b"]], CaptionOptions(spice=True, meteor=False)).values["spice"] == 0.5
 
 
-def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_is_missing_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(caption_java, "folder", lambda: None)
     with pytest.raises(ValueError, match="METEOR cannot run: the package pycocoevalcap is not installed"):
         caption_java.meteor(["a"], [["a"]], 600)

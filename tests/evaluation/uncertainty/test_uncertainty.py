@@ -119,7 +119,7 @@ class Foreign(ScenesSource):
         return replace(super().record(row), captions=said)
 
 
-def test_captions_true_of_nothing_are_left_out_and_counted() -> None:
+def test_captions_true_of_nothing_are_skipped_and_counted() -> None:
     source = Foreign(parse_scenes("scenes:test?n=30", 32).settings)
     found = evaluate(matcher(), "uncertainty", source)
     captions = sorted({c for row in range(30) for c in source.record(row).captions})
