@@ -81,7 +81,7 @@ def main() -> None:
             for _ in range(3):  # runs once, is recorded, replayed
                 outcome(learner, mine, args.device, precision)
         else:
-            compilation.compile(learner.model, compiled)  # type: ignore[arg-type]
+            compilation.compile_model(learner.model, compiled)  # type: ignore[arg-type]
         got = outcome(learner, mine, args.device, precision)
         found[name] = {"features": apart(got[0], exact[0]), "gradients": apart(got[1], exact[1])}
     print(json.dumps({"size": args.size, "batch": args.batch, "device": args.device, "1 - cosine": found}))

@@ -102,7 +102,7 @@ def our_side(model: Model, args: argparse.Namespace) -> Side:
     if args.cudagraphs:
         compilation.compile_with_graph(learner, args.batch)
     else:
-        compilation.compile(model, "towers" if args.compile else "none")
+        compilation.compile_model(model, "towers" if args.compile else "none")
 
     def our_loss(batch: Given) -> Tensor:
         loss: Tensor = learner(batch.ours, {})["loss"]

@@ -58,7 +58,7 @@ def is_expensive(op: Any) -> bool:
     return any(part in name for part in ("aten.mm", "aten.addmm", "aten.bmm", "attention", "varlen"))
 
 
-def compile(model: Model, kind: Compile, backend: str = "inductor") -> None:
+def compile_model(model: Model, kind: Compile, backend: str = "inductor") -> None:
     """Compile each block, or each tower as a whole.
 
     Numbers of packed tokens and of token positions are symbolic, in text towers from the first batch and elsewhere from
@@ -129,7 +129,7 @@ def compile_with_graph(learner: Learner, images: int) -> None:
     """Compile every tower as a whole, and record the training pass of the image tower. Args: images: of each step."""
     tower = learner.model.image_tower
     forward = tower.forward
-    compile(learner.model, "towers")
+    compile_model(learner.model, "towers")
     graph = torch.compile(forward, dynamic=False, mode="reduce-overhead")
     replayed = Replayed(graph, tower.forward, images)
     replace_forward(tower, replayed)

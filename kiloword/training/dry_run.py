@@ -26,7 +26,7 @@ from kiloword.model.model import shapes
 from kiloword.terminal import say
 from kiloword.training import effects
 from kiloword.training.resolve import micro_batches, open_sources, open_val, resolve
-from kiloword.training.run_folder import RunFile, check_utf8
+from kiloword.training.run_folder import RunFile
 from kiloword.training.setup import make_learner
 from kiloword.types import Batch, Example, Source
 
@@ -50,8 +50,7 @@ def rehearse(recipe: Recipe, source: Source, out: Path, options: RunOptions) -> 
     """
     device = choose(options.device)
     with collectives.process_group(timeout_s=options.timeout):
-        check_utf8(out)
-        run = resolve(recipe, source, out, options, device)
+        run = resolve(recipe, source, out, options, device, dry_run=True)
         if recipe.init is not None:
             make_learner(run.recipe, run.method, options.trust_code)
         batch, bad = _first_batch(run.loader)

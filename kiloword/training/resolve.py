@@ -21,7 +21,15 @@ from kiloword.methods.method import Method
 from kiloword.methods.registry import preset
 from kiloword.training import start
 from kiloword.training.compilation import check_graphs
-from kiloword.training.run_folder import RunFile, check_same_run, earlier, holds_run, run_file
+from kiloword.training.run_folder import (
+    RunFile,
+    check_same_run,
+    check_utf8,
+    earlier,
+    holds_run,
+    make_folder,
+    run_file,
+)
 from kiloword.training.validation import check_val
 from kiloword.types import Source
 
@@ -39,15 +47,21 @@ class Resolved:
     chosen: str  # the defaults of the device, with their reasons
 
 
-def resolve(recipe: Recipe, source: Source, out: Path, options: RunOptions, device: str) -> Resolved:
-    """Resolve a recipe for a run in `out`. A collective.
+def resolve(
+    recipe: Recipe, source: Source, out: Path, options: RunOptions, device: str, dry_run: bool = False
+) -> Resolved:
+    """Resolve a recipe for a run in `out`, a folder that is made unless it is a dry run. A collective.
 
     Raises: ValueError for settings, data, feature stores or validation data that cannot be used, and when `out` holds a
-    run of another recipe (naming what differs).
+    run of another recipe (naming what differs) or cannot be written.
     """
     check(recipe)
     check_graphs(options, micro_batches(recipe), device)
     val = open_val(recipe)  # a wrong name, and below what cannot be used, is refused now, not after hours
+    if dry_run:
+        check_utf8(out)
+    else:
+        make_folder(out)
     requested, before = recipe, earlier(out)
     recipe, tokenizer = _with_tokenizer(settle(recipe, device, before), source, out / "model", options.trust_code)
     file = run_file(recipe, source)

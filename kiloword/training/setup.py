@@ -25,7 +25,7 @@ from kiloword.training.learner import Learner
 from kiloword.training.log import Log, SinceRow, open_log
 from kiloword.training.optimizer import Average, Optimizer
 from kiloword.training.resolve import Resolved, resolve
-from kiloword.training.run_folder import error_kept, forget_error, holds_run, make_folder
+from kiloword.training.run_folder import error_kept, forget_error, holds_run
 from kiloword.training.saving import resume
 from kiloword.types import Source
 from kiloword.watch import mirror
@@ -58,11 +58,10 @@ class Run:
 def prepare(recipe: Recipe, out: Path, source: Source, *, device: str, options: RunOptions) -> Run:
     """Everything the loop uses; when `out` holds a run of this recipe, from the step where it stopped.
 
-    Raises: ValueError as `resolve`, and when `out` cannot be written.
+    Raises: ValueError as `resolve`, and when another process trains in `out`.
     """
     if options.log_to == "tensorboard":
         mirror.check_tensorboard()
-    make_folder(out)
     resolved = resolve(recipe, source, out, options, device)
     recipe = resolved.recipe
     bare = options.parallel == "fsdp" and collectives.ranks() > 1
@@ -145,7 +144,7 @@ def spread(learner: Learner, recipe: Recipe, options: RunOptions) -> None:
     if options.compile == "cudagraphs":
         compilation.compile_with_graph(learner, recipe.batch // collectives.ranks())
     else:
-        compilation.compile(learner.model, options.compile)
+        compilation.compile_model(learner.model, options.compile)
     if options.parallel == "fsdp":
         engine.check_same(learner)  # while every rank holds whole matrices
         engine.shard(learner, half=recipe.precision == "bf16")

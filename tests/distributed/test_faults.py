@@ -322,7 +322,7 @@ def test_few_open_files(
     with monkeypatch.context() as patch:
         most = len(os.listdir("/proc/self/fd")) + free
         patch.setattr(steps.resource, "getrlimit", lambda what: (most, most))
-        patch.setattr(steps, "_tensors", lambda item: 1000)
+        patch.setattr(steps, "_tensors_in", lambda item: [torch.zeros(0)] * 1000)
         said = ends(train(tmp_path, "--workers", 1))
     assert re.search(rf"may open {most} files here, \d+ are open, and loader workers need {wanted} more: raise", said)
     goes_on(train(tmp_path, "--workers", 1), tmp_path)

@@ -95,7 +95,7 @@ def test_gradients_of_compiled_towers_do_not_depend_on_what_variable_length_kern
     monkeypatch.setattr(varlen, "varlen_attn", stand_in)
     monkeypatch.setattr(blocks, "attention", with_kernel)
     model = learner(method)
-    compilation.compile(model.model, "blocks")
+    compilation.compile_model(model.model, "blocks")
     found = gradients(model, method)
     largest = max(float(g.abs().max()) for g in expected.values())
     assert found.keys() == expected.keys()
@@ -203,7 +203,7 @@ def test_texts_are_padded_where_a_card_or_a_width_has_no_variable_length_kernel(
 def test_a_compiled_block_asks_a_card_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a graph break."""
     asked: list[tuple[int, int]] = []
-    compilation.compile(learner("clip").model, "blocks")
+    compilation.compile_model(learner("clip").model, "blocks")
     for capability in ((7, 5), (8, 6)):
         monkeypatch.setattr(attention, "_capability", lambda index, c=capability: asked.append(c) or c)
         torch._dynamo.reset()
@@ -242,7 +242,7 @@ def test_one_gpu_is_no_device_of_several_ranks(monkeypatch: pytest.MonkeyPatch) 
 def test_batches_of_any_lengths_need_few_graphs(method: str, parts: Compile, graphs: int) -> None:
     """And none is broken. Of each batch the numbers of tokens, the longest text and masks are others."""
     plain, compiled = made(method), made(method)
-    compilation.compile(compiled.model, parts, "aot_eager")
+    compilation.compile_model(compiled.model, parts, "aot_eager")
     counters = torch._dynamo.utils.counters
     torch._dynamo.reset()
     counters.clear()

@@ -309,7 +309,7 @@ def test_compiled_towers_give_the_same_gradients(kind: Any) -> None:
     """Of batches of several lengths, with checkpointing, without a graph for each."""
     plain, compiled = learner("prolip"), learner("prolip")
     compilation.recompute(compiled.model, "whole")
-    compilation.compile(compiled.model, kind)
+    compilation.compile_model(compiled.model, kind)
     torch._dynamo.utils.counters.clear()
     for first in (0, 4, 8):
         for model in (plain, compiled):

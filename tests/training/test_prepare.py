@@ -64,7 +64,7 @@ def test_options_reach_towers_and_ranks(monkeypatch: pytest.MonkeyPatch) -> None
     calls: list[tuple[str, Any]] = []
     for place, name in (
         (compilation, "recompute"),
-        (compilation, "compile"),
+        (compilation, "compile_model"),
         (engine, "shard"),
         (engine, "materialise"),
     ):
@@ -74,10 +74,10 @@ def test_options_reach_towers_and_ranks(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(engine, "check_same", lambda learner: calls.append(("check_same", None)))
     learner: Any = SimpleNamespace(model="model")
     setup.spread(learner, recipe(), RunOptions(checkpointing="blocks", compile="towers"))
-    assert calls == [("recompute", "blocks"), ("compile", "towers")]
+    assert calls == [("recompute", "blocks"), ("compile_model", "towers")]
     calls.clear()
     setup.spread(learner, recipe(precision="bf16"), RunOptions(parallel="fsdp", compile="blocks"))
-    assert [name for name, _ in calls] == ["recompute", "compile", "check_same", "shard", "materialise"]
+    assert [name for name, _ in calls] == ["recompute", "compile_model", "check_same", "shard", "materialise"]
     assert dict(calls)["shard"] is True
     assert dict(calls)["materialise"] == 3
     with pytest.raises(ValueError, match="exclude each other"):
