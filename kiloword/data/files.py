@@ -33,9 +33,9 @@ def places(data: Path, suffix: str) -> list[Path]:
 
     A folder whose mode lacks write permission is not used, not even by root.
     """
-    beside, kept = data.with_name(data.name + suffix), Path(fallback(str(data), suffix, str(folder())))
+    beside, in_cache = data.with_name(data.name + suffix), Path(fallback(str(data), suffix, str(folder())))
     writable = bool(data.parent.stat().st_mode & 0o222) and os.access(data.parent, os.W_OK)
-    return [beside, kept] if writable or beside.exists() else [kept]
+    return [beside, in_cache] if writable or beside.exists() else [in_cache]
 
 
 def write(data: Path, suffix: str, fill: Callable[[BinaryIO], None]) -> Path:
@@ -70,7 +70,7 @@ class PositionlessFile:
         return raw
 
     def times(self) -> tuple[int, int]:
-        """Present size and mtime_ns."""
+        """Current size and mtime_ns."""
         stat = os.fstat(self._fd)
         return stat.st_size, stat.st_mtime_ns
 
@@ -98,15 +98,12 @@ def lookup_table(keys: Iterable[bytes], places: NDArray[np.uint64]) -> Lookup:
 def find_key(table: Lookup, raw: bytes) -> list[int]:
     """The possible places of a key: none, nearly always one, or several. O(log N)."""
     wanted = np.uint64(key_digest(raw))
-    start = int(np.searchsorted(table[0], wanted))
-    end = start
-    while end < table.shape[1] and table[0, end] == wanted:
-        end += 1
+    start, end = np.searchsorted(table[0], wanted, "left"), np.searchsorted(table[0], wanted, "right")
     return [int(place) for place in table[1, start:end]]
 
 
 def key_bytes(text: str) -> bytes:
-    """A key or caption as UTF-8 bytes; lone surrogates (of file names that are not UTF-8) are kept."""
+    """A key or caption as UTF-8 bytes; lone surrogates (of file names that are not UTF-8) stay."""
     return text.encode("utf-8", "surrogatepass")
 
 

@@ -128,7 +128,7 @@ def _frozen(rows: Rows) -> Rows:
 
 
 def choose_captions(captions: Sequence[str], how: int | Literal["one", "all"], draw: Draw) -> list[str]:
-    """One, N distinct (fewer where there are fewer), or all captions of the row that `draw` names.
+    """One, N distinct (fewer if there are fewer), or all captions of the row that `draw` names.
 
     Captions are visited in an order keyed by (seed, row), so that over the epochs all come equally often.
     """

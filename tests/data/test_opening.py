@@ -347,7 +347,7 @@ def test_tokens_of_repeated_captions_are_remembered_up_to_a_number(monkeypatch: 
         for n, caption in enumerate(captions):
             ids = texts.ids[texts.starts[n] : texts.starts[n + 1]].tolist()
             assert tokenizer.decode(ids) == caption
-        assert long not in tokenizer._known
-        assert len(tokenizer._known) <= 3 + 2
+        assert long not in tokenizer._cached
+        assert len(tokenizer._cached) <= 3 + 2
     assert texts.longest == int(texts.starts.diff().max())
     assert len(tokenizer.encode([], config)) == 0

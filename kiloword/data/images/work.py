@@ -79,7 +79,7 @@ def _check_jpeg_header(jpeg: bytes) -> None:
     at, segments, exifs, junk = 2, 0, 0, 0
     while at < len(jpeg):
         start = jpeg.find(b"\xff", at)
-        end = _behind_fill(jpeg, len(jpeg) if start < 0 else start)
+        end = _after_fill(jpeg, len(jpeg) if start < 0 else start)
         kind = jpeg[end] if end < len(jpeg) else _SCAN
         segments, junk = segments + 1, junk + max(0, end - at - 1)
         if segments > MAX_SEGMENTS:
@@ -99,7 +99,7 @@ def _length(jpeg: bytes, at: int, kind: int) -> int:
     return 0 if kind in _WITHOUT_LENGTH else max(2, int.from_bytes(jpeg[at : at + 2], "big"))
 
 
-def _behind_fill(jpeg: bytes, at: int) -> int:
+def _after_fill(jpeg: bytes, at: int) -> int:
     """The offset of the first byte after a run of 0xff."""
     while jpeg[at : at + 4096] == b"\xff" * 4096:
         at += 4096
@@ -138,7 +138,7 @@ def _check_scans(jpeg: bytes, pixels: int) -> None:
 
 
 def _check_png(png: bytes) -> None:
-    chunks = _limited(_png_chunks(png))
+    chunks = _limited(kind for _, kind in _png_chunks(png))
     if sum(kind in (b"iCCP", b"zTXt", b"iTXt") for kind in chunks) > MAX_PACKED:
         raise BadSample(f"image has more than {MAX_PACKED} compressed texts and profiles")
 
@@ -150,19 +150,18 @@ def _limited(chunks: Iterator[bytes]) -> list[bytes]:
     return first
 
 
-def _png_chunks(png: bytes) -> Iterator[bytes]:
+def _png_chunks(png: bytes) -> Iterator[tuple[int, bytes]]:
+    """Length and kind of each chunk."""
     at = 8
     while at + 8 <= len(png):
-        yield png[at + 4 : at + 8]
-        at += 12 + int.from_bytes(png[at : at + 4], "big")
+        length = int.from_bytes(png[at : at + 4], "big")
+        yield length, png[at + 4 : at + 8]
+        at += 12 + length
 
 
 def is_whole_png(png: bytes) -> bool:
     """Whether its chunks lead to an end within its bytes: OpenCV allocates as many as a chunk claims to have."""
-    at = 8
-    while at + 12 <= len(png) and png[at + 4 : at + 8] != b"IEND":
-        at += 12 + int.from_bytes(png[at : at + 4], "big")
-    return png[at : at + 8] == b"\0\0\0\0IEND"
+    return next((length == 0 for length, kind in _png_chunks(png) if kind == b"IEND"), False)
 
 
 def _webp_chunks(webp: bytes) -> Iterator[bytes]:

@@ -15,7 +15,7 @@ from typing import Any
 import tokenizers
 from tokenizers import processors
 
-BEHIND = 16  # special ids that may follow the vocabulary
+AFTER = 16  # special ids that may follow the vocabulary
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class Roles:
             prefix = "SpecialToken" in template["single"][0] if ids else False
         except (AttributeError, IndexError, KeyError, TypeError):
             ids, prefix = {}, False
-        if any(not 0 <= value < words + BEHIND for value in ids.values()):
+        if any(not 0 <= value < words + AFTER for value in ids.values()):
             raise ValueError(f"this tokenizer.json has special ids far from its {words:,} words: {ids}.")
         if set(ids) != {"start", "end", "pad", "mask", "cls", "unc"}:
             raise ValueError(
