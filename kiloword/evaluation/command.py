@@ -45,45 +45,31 @@ def main(
     Args: models: their folders, or what the task takes in place of one (a table of captions); options of the task;
     json: file for the metrics, of one model by name, of several `{model: metrics}`; html: file for the task's page.
     """
+    from kiloword.checkpoint.files import write_json
     from kiloword.distributed.device import choose
-    from kiloword.distributed.sharing import together
+    from kiloword.distributed.sharing import is_first, together
+    from kiloword.report import write
     from kiloword.terminal.progress import showing_progress
 
-    device = choose(execution.device)
-    with together(device), showing_progress():
-        _main(task, models, data, options, replace(execution, device=device), json, html)
-
-
-def _main(
-    task: Task,
-    models: Sequence[str],
-    data: str,
-    options: Any,
-    execution: Execution,
-    json: Path | None,
-    html: Path | None,
-) -> None:
-    from kiloword.checkpoint.files import write_json
-    from kiloword.distributed.sharing import is_first
-    from kiloword.report import write
-
+    execution = replace(execution, device=choose(execution.device))
     results: dict[str, dict[str, float]] = {}
     shown: dict[str, dict[str, Any]] = {}
-    for name, folder in zip(labels(models), models, strict=True):
-        drawn = None if html is None else shown.setdefault(name, {})
-        try:
-            results[name] = _metrics(task, folder, data, options, execution, drawn)
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}" if len(models) > 1 else str(error)) from error
-        named = execution.trust.method or execution.trust.named
-        execution = replace(execution, trust=Trust(named=named, trust_code=execution.trust.trust_code))
-    if not is_first():
-        return
-    _print(task, results)
-    if json is not None:
-        write_json(json, results if len(results) > 1 else next(iter(results.values())))
-    if html is not None and task.page is not None:
-        write(html, task.page(results, data, shown))
+    with together(execution.device), showing_progress():
+        for name, folder in zip(labels(models), models, strict=True):
+            drawn = None if html is None else shown.setdefault(name, {})
+            try:
+                results[name] = _metrics(task, folder, data, options, execution, drawn)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}" if len(models) > 1 else str(error)) from error
+            named = execution.trust.method or execution.trust.named
+            execution = replace(execution, trust=Trust(named=named, trust_code=execution.trust.trust_code))
+        if not is_first():
+            return
+        _print(task, results)
+        if json is not None:
+            write_json(json, results if len(results) > 1 else next(iter(results.values())))
+        if html is not None and task.page is not None:
+            write(html, task.page(results, data, shown))
 
 
 def _metrics(
@@ -125,19 +111,14 @@ def labels(models: Sequence[str]) -> list[str]:
 
 
 def _print(task: Task, results: Results) -> None:
-    width = max(10, *map(len, results))
+    """A line per metric, with a column per model."""
     names = dict.fromkeys(name for values in results.values() for name in values)
-    first = max(36, *map(len, names))
+    first, width = max(36, *map(len, names)), max(10, *map(len, results)) if len(results) > 1 else 0
     if len(results) > 1:
         say(" ".join([" " * first, *(f"{name:>{width}s}" for name in results)]))
-    for name in names:
-        if task.prints(name):
-            shown = (number(values[name]) if name in values else "-" for values in results.values())
-            say(
-                " ".join(
-                    [f"{name:{first}s}", *(f"{value:>{width}s}" if len(results) > 1 else value for value in shown)]
-                )
-            )
+    for name in filter(task.prints, names):
+        shown = (number(values[name]) if name in values else "-" for values in results.values())
+        say(" ".join([f"{name:{first}s}", *(f"{value:>{width}s}" for value in shown)]))
 
 
 ROUNDING = 1e-12  # what is smaller is shown as 0

@@ -33,7 +33,7 @@ class GenerationOptions(BaseSettings):
     seed: int = 0  # nucleus: seed of the samples
 
     def check(self) -> None:
-        """Errors: ValueError for values out of range, and for more captions than a method can generate."""
+        """Errors: ValueError for values out of range, options of another method, and too many captions for it."""
         if self.method not in get_args(Way):
             raise ValueError(f"method is {self.method!r}. Expected {' or '.join(get_args(Way))}.")
         least = {"num": 1, "beams": 1, "longest": 0, "shortest": 0, "no_repeat": 0}
@@ -50,18 +50,11 @@ class GenerationOptions(BaseSettings):
             raise ValueError(f"temperature is {self.temperature:g}. Expected a number above 0; greedy is its limit.")
         if not math.isfinite(self.length_penalty):
             raise ValueError(f"length_penalty is {self.length_penalty}. Expected a finite number, such as 1.")
-        self._check_read()
-        self._check_num()
-
-    def _check_read(self) -> None:
-        """Errors: ValueError for an option that the method does not use."""
         read = {"beam": ("beams", "exact"), "nucleus": ("top_p", "temperature", "seed")}
         for method, names in read.items():
             for name in names:
                 if method != self.method and getattr(self, name) != getattr(GenerationOptions, name):
                     raise ValueError(f"{name} is an option of method {method}, not of {self.method}: omit it.")
-
-    def _check_num(self) -> None:
         if self.method == "greedy" and self.num > 1:
             raise ValueError(f"greedy generates one caption, but num is {self.num}: choose method beam or nucleus.")
         if self.method == "beam" and self.num > self.beams:

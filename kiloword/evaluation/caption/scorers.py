@@ -14,9 +14,9 @@ Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
 LONGEST = 4  # words of an n-gram
-TINY, SMALL = 1e-15, 1e-9  # BLEU: added to what is right, and to what was said, so that nothing divides by 0
-BETA = 1.2  # ROUGE-L: recall counts so much more than precision
-SIGMA = 6.0  # CIDEr-D: words, of the penalty for another length
+TINY, SMALL = 1e-15, 1e-9  # BLEU: added to the matches and to the number of n-grams, against division by 0
+BETA = 1.2  # ROUGE-L: weight of recall relative to precision
+SIGMA = 6.0  # CIDEr-D: width in words of the penalty for another length
 
 
 @dataclass(frozen=True)
@@ -32,24 +32,25 @@ class Captions:
     @cached_property
     def owner(self) -> Ints:
         """The image of each reference, [R]."""
-        return np.repeat(np.arange(len(self)), [len(own) for own in self.references])
+        return np.repeat(np.arange(len(self)), list(map(len, self.references)))
 
     @cached_property
     def lengths(self) -> tuple[Ints, Ints]:
         """Words of candidates [I] and of references [R]."""
-        candidate_lengths = np.array([len(c.split()) for c in self.candidates], np.int64)
-        return candidate_lengths, np.array([len(r.split()) for own in self.references for r in own], np.int64)
+        texts = (self.candidates, [r for of_image in self.references for r in of_image])
+        candidates, references = (np.array([len(text.split()) for text in several], np.int64) for several in texts)
+        return candidates, references
 
     @cached_property
     def shared(self) -> list[SharedNgrams]:
         """The n-grams of 1 to LONGEST words."""
-        texts = [*self.candidates, *(r for own in self.references for r in own)]
+        texts = [*self.candidates, *(r for of_image in self.references for r in of_image)]
         return [_share(counts, self.owner, len(self)) for counts in _grams(texts)]
 
 
 @dataclass(frozen=True)
 class NgramCounts:
-    """How often n-grams stand in captions; rows in the order of captions, then of n-grams."""
+    """Counts of n-grams in captions; rows in the order of captions, then of n-grams."""
 
     caption: Ints  # [N]
     gram: Ints  # [N] a number for each different n-gram
@@ -63,16 +64,16 @@ class SharedNgrams:
     kinds: int  # different ones
     candidates: NgramCounts
     known: NgramCounts  # of references
-    row: Ints  # [H] rows of `known` whose n-gram the image's candidate says too
-    by: Ints  # [H] the rows of `candidates` where it does
+    row: Ints  # [H] rows of `known` whose n-gram the image's candidate has, too
+    by: Ints  # [H] the rows of `candidates` with that n-gram
 
 
 def _grams(texts: Sequence[str]) -> Iterator[NgramCounts]:
     """The n-grams of 1 to LONGEST words of C texts."""
     words = [text.split() for text in texts]
-    caption = np.repeat(np.arange(len(words)), [len(own) for own in words])  # [S]
+    caption = np.repeat(np.arange(len(words)), list(map(len, words)))  # [S]
     numbers: dict[str, int] = {}
-    word = np.array([numbers.setdefault(w, len(numbers)) for own in words for w in own], np.int64)  # [S]
+    word = np.array([numbers.setdefault(w, len(numbers)) for of_text in words for w in of_text], np.int64)  # [S]
     start, gram = np.arange(len(word)), word  # first words of n-grams, and which these are, [Q]
     for n in range(LONGEST):
         if n:
@@ -164,7 +165,7 @@ def rouge_l(captions: Captions) -> Floats:
     The greatest precision and the greatest recall are taken over references, each by itself, so they may come from two.
     Source: Lin 2004, as in pycocoevalcap (an empty caption there is one empty word).
     """
-    return np.array([_rouge(c, own) for c, own in zip(captions.candidates, captions.references, strict=True)])
+    return np.array([_rouge(c, of_image) for c, of_image in zip(captions.candidates, captions.references, strict=True)])
 
 
 def _rouge(candidate: str, references: Sequence[str]) -> float:

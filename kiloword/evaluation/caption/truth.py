@@ -1,4 +1,4 @@
-"""Captions of scenes judged exactly: what each says, statement by statement, and which of it is true."""
+"""Exact evaluation of captions of scenes: the statements of each caption, and which of them are true."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Assignment = tuple[Thing | None, ...]  # for each thing that a caption names, th
 
 
 class Statement(NamedTuple):
-    """One thing that a caption says."""
+    """One statement of a caption."""
 
     kind: str  # one of KINDS
-    words: str  # what it says, for people
+    words: str  # for people
     true: bool
 
 
@@ -61,38 +61,34 @@ def judge(captions: Sequence[str], scenes: Sequence[Scene]) -> dict[str, float]:
 
 
 def summary(judged: Sequence[JudgedCaption]) -> dict[str, float]:
-    """The values of `judge` of captions that are judged one by one."""
-    known = [one for one in judged if one.parsable]
-    said = [statement for one in known for statement in one.statements]
+    """The values of `judge` from captions that were judged one by one."""
+    parsable = [one for one in judged if one.parsable]
+    statements = [statement for one in parsable for statement in one.statements]
     values = {
-        "parsable": len(known) / len(judged),
+        "parsable": len(parsable) / len(judged),
         "wholly_true": sum(one.true for one in judged) / len(judged),
         "objects_mentioned": sum(one.mentioned for one in judged) / sum(one.objects for one in judged),
     }
-    if known:
-        values["statements"] = len(said) / len(known)
+    if parsable:
+        values["statements"] = len(statements) / len(parsable)
     shares = [_share(one.statements) if one.parsable else 0.0 for one in judged if one.statements or not one.parsable]
     if shares:
         values["caption_statements_true"] = sum(shares) / len(shares)
-    if said:
-        values["statements_true"] = _share(said)
-    for kind in KINDS:
-        some = [statement for statement in said if statement.kind == kind]
-        if some:
-            values[f"statements_true@{kind}"] = _share(some)
-    return values
+    by_kind = {kind: [statement for statement in statements if statement.kind == kind] for kind in KINDS}
+    groups = {"": statements, **{f"@{kind}": of_kind for kind, of_kind in by_kind.items()}}
+    return values | {f"statements_true{name}": _share(group) for name, group in groups.items() if group}
 
 
 def elsewhere(captions: Sequence[str], scenes: Sequence[Scene]) -> dict[str, float]:
-    """How true the same captions are of other scenes, what `judge`'s figures are worth: the general is true of many.
+    """How true the same captions are of other scenes, for comparison: a general caption is true of many scenes.
 
-    Each caption is judged on the scene half the set further on; one scene alone has no other.
+    Each caption is judged on the scene half the data set further on; a single scene has no other.
     """
     half = len(scenes) // 2
     if not half:
         return {}
-    found = judge(captions, [*scenes[half:], *scenes[:half]])
-    return {f"{name}_elsewhere": found[name] for name in OVERALL if name in found}
+    values = judge(captions, [*scenes[half:], *scenes[:half]])
+    return {f"{name}_elsewhere": values[name] for name in OVERALL if name in values}
 
 
 def judge_caption(caption: str, scene: Scene) -> JudgedCaption:
@@ -111,16 +107,12 @@ def judge_caption(caption: str, scene: Scene) -> JudgedCaption:
     query = parse(caption)
     if query is None:
         return JudgedCaption(False, (), 0, len(scene.things))
-    found = [(tuple(_about_things(query, a)), _mentioned(query, a)) for a in _assignments(query, scene)]
-    best, _ = max(found, key=lambda one: (sum(s.true for s in one[0]), one[1]))  # the first of equals
-    mentioned = max(count for _, count in found)
-    return JudgedCaption(True, (*best, *_about_all(query, scene)), mentioned, len(scene.things))
-
-
-def _assignments(query: Query, scene: Scene) -> Iterator[Assignment]:
-    """Every way to give different things different objects, as many of them as there can be."""
     short = max(0, len(query.things) - len(scene.things))
-    return permutations((*scene.things, *[None] * short), len(query.things))
+    assignments = permutations((*scene.things, *[None] * short), len(query.things))
+    judged = [(tuple(_about_things(query, a)), _mentioned(query, a)) for a in assignments]
+    best, _ = max(judged, key=lambda one: (sum(s.true for s in one[0]), one[1]))  # the first of equals
+    mentioned = max(count for _, count in judged)
+    return JudgedCaption(True, (*best, *_about_all(query, scene)), mentioned, len(scene.things))
 
 
 def _about_things(query: Query, chosen: Assignment) -> Iterator[Statement]:
@@ -133,12 +125,9 @@ def _about_things(query: Query, chosen: Assignment) -> Iterator[Statement]:
                 yield Statement(kind, _VALUES[kind][value], thing is not None and getattr(thing, kind) == value)
     if query.relation is not None:
         first, second = chosen[:2]
-        true = first is not None and second is not None and _ordered(query.relation, first, second)
-        yield Statement("relation", "left of" if query.relation == "left" else "above", true)
-
-
-def _ordered(relation: str, first: Thing, second: Thing) -> bool:
-    return first.column < second.column if relation == "left" else first.row < second.row
+        axis, words = ("column", "left of") if query.relation == "left" else ("row", "above")
+        true = first is not None and second is not None and getattr(first, axis) < getattr(second, axis)
+        yield Statement("relation", words, true)
 
 
 def _about_all(query: Query, scene: Scene) -> Iterator[Statement]:
@@ -152,13 +141,13 @@ def _about_all(query: Query, scene: Scene) -> Iterator[Statement]:
 
 
 def _mentioned(query: Query, chosen: Assignment) -> int:
-    """Things that say something of their object, all of it true."""
+    """Number of things with attributes that are all true of their object."""
     pairs = zip(query.things, chosen, strict=True)
     return sum(thing is not None and pattern != ANY and _true_of(pattern, thing) for pattern, thing in pairs)
 
 
 def _true_of(pattern: Pattern, thing: Thing) -> bool:
-    return all(said in (None, is_) for said, is_ in zip(pattern, thing, strict=True))
+    return all(value in (None, actual) for value, actual in zip(pattern, thing, strict=True))
 
 
 def _share(statements: Sequence[Statement]) -> float:

@@ -168,15 +168,15 @@ def sweep(values: Sequence[float], accuracy: Callable[[float], float]) -> tuple[
     A.3) and CLIP_benchmark do; of equals the smallest.
     """
     assert len(values) == COUNT
-    found: dict[float, float] = {}
+    tried: dict[float, float] = {}
 
     def best(places: Sequence[int]) -> int:
         for place in places:
-            if values[place] not in found:
-                found[values[place]] = accuracy(values[place])
-        return max(places, key=lambda place: (found[values[place]], -place))
+            if values[place] not in tried:
+                tried[values[place]] = accuracy(values[place])
+        return max(places, key=lambda place: (tried[values[place]], -place))
 
     peak = best(range(0, COUNT, 2 * STEPS[0]))
     for step in STEPS:
         peak = best([max(peak - step, 0), peak, min(peak + step, COUNT - 1)])
-    return values[peak], found
+    return values[peak], tried

@@ -70,9 +70,9 @@ def true_means(
 
     totals: dict[str, float] = {}
     answerable = 0
-    for count, found in in_turns(list(chunks(t, max(1, PANEL // n))), judged):
+    for count, panel_sums in in_turns(list(chunks(t, max(1, PANEL // n))), judged):
         answerable += count
-        for name, value in found.items():
+        for name, value in panel_sums.items():
             totals[name] = totals.get(name, 0.0) + value
     if not answerable:
         raise ValueError("no text is true of any image: there is nothing to retrieve")
