@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kiloword.distributed.collectives import sum_over_ranks
-from kiloword.losses.pairs import anchor_weights, logsumexp_over_ranks, softmax_loss
+from kiloword.losses.pairs import anchor_weights, log_sums, softmax_loss
 from kiloword.types import PairBlocks, Pairs, Positives, Total
 
 
@@ -57,13 +57,13 @@ def supcon_loss(pairs: PairBlocks, positives: Positives, form: Literal["out", "i
     """
     if form == "out":
         return softmax_loss(pairs, positives, anchors="together")
-    by_row, by_column = _log_sums(pairs, positives)  # [I, 3], [T, 3]
+    by_row, by_column = log_sums(pairs, positives, of_positives=True)  # [3, I], [3, T]
     weight, _ = anchor_weights(pairs, "together", by_row)
 
     def loss(block: Pairs, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
         z, log_y = block.logits, positives(block).log()
         values, gradient = torch.zeros_like(z), torch.zeros_like(z)
-        for every, chosen, count in (by_row[rows, None].unbind(-1), by_column[None, columns].unbind(-1)):
+        for every, chosen, count in (by_row[:, rows, None], by_column[:, None, columns]):
             share = torch.where(count > 0, (log_y + z - chosen).exp(), 0)  # sums to one over the positives of an anchor
             values += share * torch.where(count > 0, every - chosen + count.log(), 0)
             gradient += torch.where(count > 0, (z - every).exp(), 0) - share
@@ -71,23 +71,3 @@ def supcon_loss(pairs: PairBlocks, positives: Positives, form: Literal["out", "i
 
     total = pairs.total(loss)
     return Total(total, total.new_full((), float(pairs.shape[0])), pairs.rows)
-
-
-def _log_sums(pairs: PairBlocks, positives: Positives) -> tuple[Tensor, Tensor]:
-    """Log-sum-exp of pairs and of positives, number of positives: rows [I, 3], columns over all ranks [T, 3]."""
-    sums: list[Tensor] = []
-    for rows, columns in pairs.blocks():
-        block = pairs.block(rows, columns)
-        z, y = block.logits.detach(), positives(block)
-        sums = sums or [_nothing(z, size) for size in pairs.shape]
-        for side, part, dim in ((sums[0], rows, 1), (sums[1], columns, 0)):
-            logs = torch.stack([z.logsumexp(dim), (z + y.log()).logsumexp(dim)], -1)
-            side[part, :2] = torch.logaddexp(side[part, :2], logs)
-            side[part, 2] += y.sum(dim)
-    logs, counts = logsumexp_over_ranks(sums[1][:, :2].T, sums[1][:, 2:].T)
-    return sums[0], torch.cat([logs, counts]).T
-
-
-def _nothing(like: Tensor, n: int) -> Tensor:
-    """[n, 3]: log-sum-exps and number of zero pairs."""
-    return like.new_tensor([-torch.inf, -torch.inf, 0.0]).repeat(n, 1)

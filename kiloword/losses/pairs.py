@@ -198,7 +198,7 @@ def softmax_loss(pairs: PairBlocks, positives: Positives, anchors: Literal["apar
     Args: anchors: "apart", two means; "together", one mean over images and texts, in which texts weigh more where an
     image has several (SupCon).
     """
-    row_norm, column_norm, row_count, column_count = _normalisers(pairs, positives)
+    (row_norm, row_count), (column_norm, column_count) = log_sums(pairs, positives)
     by_image, by_text = anchor_weights(pairs, anchors, row_norm)
 
     def loss(block: Pairs, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
@@ -226,21 +226,24 @@ def anchor_weights(pairs: PairBlocks, anchors: Literal["apart", "together"], lik
     return share, share
 
 
-def _normalisers(pairs: PairBlocks, positives: Positives) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Log-sum-exp and number of positives of each row [I] and, over all ranks, of each column [T]."""
-    row_norm = row_count = column_norm = column_count = torch.empty(0)
-    for n, (rows, columns) in enumerate(pairs.blocks()):
+def log_sums(pairs: PairBlocks, positives: Positives, of_positives: bool = False) -> tuple[Tensor, Tensor]:
+    """Log-sum-exps of logits, and numbers of positives: of rows [k, I] and, over all ranks, of columns [k, T].
+
+    Returns: k is 2; 3 with `of_positives`, whose second row is the log-sum-exp over positives alone.
+    """
+    sums: list[Tensor] = []
+    for rows, columns in pairs.blocks():
         block = pairs.block(rows, columns)
-        logits, y = block.logits.detach(), positives(block)
-        if n == 0:
-            row_norm, column_norm = (logits.new_full((size,), -torch.inf) for size in pairs.shape)
-            row_count, column_count = (logits.new_zeros(size) for size in pairs.shape)
-        row_norm[rows] = torch.logaddexp(row_norm[rows], logits.logsumexp(1))
-        column_norm[columns] = torch.logaddexp(column_norm[columns], logits.logsumexp(0))
-        row_count[rows] += y.sum(1)
-        column_count[columns] += y.sum(0)
-    norm, count = logsumexp_over_ranks(column_norm[None], column_count[None])
-    return row_norm, norm[0], row_count, count[0]
+        z, y = block.logits.detach(), positives(block)
+        terms = [z, z + y.log()] if of_positives else [z]
+        if not sums:
+            start = z.new_tensor([-torch.inf] * len(terms) + [0.0])
+            sums = [start[:, None].repeat(1, size) for size in pairs.shape]
+        for side, part, dim in ((sums[0], rows, 1), (sums[1], columns, 0)):
+            logs = torch.stack([x.logsumexp(dim) for x in terms])
+            side[:-1, part] = torch.logaddexp(side[:-1, part], logs)
+            side[-1, part] += y.sum(dim)
+    return sums[0], torch.cat(logsumexp_over_ranks(sums[1][:-1], sums[1][-1:]))
 
 
 def logsumexp_over_ranks(logs: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

@@ -239,13 +239,13 @@ def resize_text(
 
 def model_in_words(model: Model, method: str = "unknown method") -> str:
     """A model on one line: method, towers, size, number of parameters, precision, device."""
-    config, some = model.config, next(model.parameters())
+    config, weight = model.config, next(model.parameters())
     more = f", with {', '.join(name.replace('_', ' ') for name in model.more)}" if model.more else ""
     return (
         f"{method}: image tower {tower_shape(config.image)}, {config.image.size} pixels, "
         f"patch {config.image.patch}; text tower {tower_shape(config.text)}, {config.text.context} tokens; embedding "
         f"{config.head.dim}{more}; {sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, "
-        f"{str(some.dtype).removeprefix('torch.')} on {some.device}"
+        f"{str(weight.dtype).removeprefix('torch.')} on {weight.device}"
     )
 
 
