@@ -34,7 +34,7 @@ class RunOptions:
     log_to: Literal["file", "tensorboard"] = setting("file", "tensorboard: also write events to OUT/tensorboard")
     save_every: int = setting(0, "steps between states; 0: every two minutes", 0)
     eval_every: int = setting(0, "steps between validations; 0: only at the end", 0)
-    keep_states: int = setting(2, "number of states to keep, should the newest be damaged", 1)
+    keep_states: int = setting(2, "number of states to keep, in case the newest is damaged", 1)
     timeout: int = setting(600, "seconds that a rank waits for another rank or its loader before the run ends", 1)
     max_skipped_steps: int = setting(10, "stop after this number of steps in a row without a usable gradient", 1)
     parallel: Parallel = setting("ddp", "with several ranks (torchrun): weights are replicated (ddp) or sharded (fsdp)")

@@ -187,10 +187,10 @@ class Recipe(BaseSettings):
     micro: int = setting(0, "images in a micro-batch of a rank; 0: its whole share", 0)
     chunk: int = setting(0, "rows and columns of a block of pairs; 0: automatic", 0)
     precision: Precision = setting(
-        "fp32", "of the computation; weights stay in fp32 under bf16; auto: by size and device"
+        "fp32", "precision of the computation; weights stay in fp32; auto: by size and device"
     )
-    matmul: Matmul = setting("highest", "of fp32 matrix products, e.g. of losses; high: TF32 on CUDA; auto: by device")
-    seed: int = setting(0, "of initial weights, order and augmentation")
+    matmul: Matmul = setting("highest", "precision of fp32 matrix products; high: TF32 on CUDA; auto: by device")
+    seed: int = setting(0, "seed of initial weights, order and augmentation")
     data: DataConfig = field(default_factory=DataConfig, metadata=about(flag=""))
     optim: OptimConfig = field(default_factory=OptimConfig)
     model: ModelConfig = field(default_factory=ModelConfig)

@@ -38,10 +38,14 @@ class Mined(BaseSettings):
     image_text: bool = setting(True, "the term S_it > p1")
     image_image: bool = setting(True, "the term S_ii > p2")
     text_text: bool = setting(True, "the term S_tt > p3 and S_it > p1_text")
-    p1: float = setting(0.27, "image and text; CLIP ViT-L/14: annotated pairs have 0.29", ABOVE_0, 1, hint=MISSING)
+    p1: float = setting(
+        0.27, "S_it of image and text; annotated pairs have 0.29 by CLIP ViT-L/14", ABOVE_0, 1, hint=MISSING
+    )
     p2: float = setting(0.92, "S_ii of the image and the text's image", ABOVE_0, 1, hint=MISSING)
     p3: float = setting(0.99, "S_tt, the mean cosine of the text and the image's texts", ABOVE_0, 1, hint=MISSING)
-    p1_text: float = setting(0.24, "p1' < p1, required beside p3; near 0: S_tt alone decides", ABOVE_0, 1, hint=MISSING)
+    p1_text: float = setting(
+        0.24, "S_it required in addition to p3, below p1; near 0: S_tt decides alone", ABOVE_0, 1, hint=MISSING
+    )
     annotated_always: bool = setting(True, "annotated pairs are positives whatever their cosines")
     teacher: str = setting("teacher", "name of the precomputed features")
 

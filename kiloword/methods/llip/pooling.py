@@ -24,7 +24,9 @@ class ContextualSettings(BaseSettings):
     """How mixture tokens become an image's features."""
 
     k: int = setting(16, "number of mixture tokens; the paper uses 1 to 128, mostly 64, class token included", 1)
-    pool: Literal["contextual", "first", "average", "learned_average"] = setting("contextual", "contextual: by text")
+    pool: Literal["contextual", "first", "average", "learned_average"] = setting(
+        "contextual", "contextual: a vector per image and text; others: per image"
+    )
     heads: int = setting(8, "heads of the attention from texts to tokens; must divide the embedding size", 1)
     temperature: float = setting(5.0, "temperature of that attention; the paper: 5, in ablations 8 and 1", ABOVE_0)
     temperature_mode: Literal["multiply", "divide"] = setting(

@@ -30,8 +30,8 @@ class Matching(BaseSettings):
 class Settings(GaussianSettings, Matching):
     """Gaussians, the matching loss, and the divergence to the prior."""
 
-    vib: float = setting(1e-4, "weight of the divergence to N(0, 1); 0: off; the authors' code: 5e-5", 0)
-    bidirectional: bool | None = setting(None, "no causal mask; False: as the size; None: True unless --init is causal")
+    vib: float = setting(1e-4, "weight of the divergence to N(0, 1); 0: off; 5e-5 in the authors' code", 0)
+    bidirectional: bool | None = setting(None, "text tower without causal mask; None: True unless --init is causal")
 
 
 @dataclass(frozen=True, kw_only=True)

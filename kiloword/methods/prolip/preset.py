@@ -18,7 +18,7 @@ from kiloword.model.heads import Head
 class Settings(GaussianSettings, InclusionSettings, siglip.Settings):
     """Gaussians, inclusion losses, and SigLIP's logit before training."""
 
-    bidirectional: bool | None = setting(None, "no causal mask; False: as the size; None: True unless --init is causal")
+    bidirectional: bool | None = setting(None, "text tower without causal mask; None: True unless --init is causal")
 
 
 def preset(settings: Settings) -> Method:
