@@ -27,7 +27,7 @@ from kiloword.types import Features
 
 BEST = 5  # images shown for a query
 ATTRIBUTES = ("shape", "colour", "size", "fill")  # in the order of `world.SceneRows`
-QUERIES = (  # beside two full descriptions of held-out scenes
+QUERIES = (  # in addition to two full descriptions of held-out scenes
     (1, "a picture with three objects"),
     (1, "something striped"),
     (1, "there is a star"),
@@ -68,7 +68,7 @@ class Contestant:
     score: Score
 
 
-# The same score for every pair: metrics then are what luck gives.
+# The same score for every pair: its metrics are those of chance.
 CHANCE = Contestant(
     lambda scenes: {"vec": torch.zeros(len(scenes.pixels), 1)},
     lambda captions: {"vec": torch.zeros(len(captions), 1)},
@@ -158,7 +158,7 @@ def _labels(name: str, scenes: Scenes) -> Tensor:
 
 
 def misses(scores: Tensor, scenes: Scenes) -> Misses:
-    """What first images have in common with the right ones, where the caption is false of them.
+    """What first images share with the right ones, where the caption is false of the first image.
 
     Args: scores [I, T] of the scenes' images and captions.
     """

@@ -42,7 +42,7 @@ def _intro(results: QuickstartResults) -> str:
     f = results.facts
     return (
         f"A {f.method} model of {f.parameters / 1e6:.1f} million parameters started from random weights and was shown "
-        f"{f.images:,} drawn scenes with captions in {duration(f.training_s)}. This page tells what it can do with "
+        f"{f.images:,} drawn scenes with captions in {duration(f.training_s)}. This page shows what it can do with "
         "scenes that it never saw.\n\n"
         "A scene holds one to three objects of eight shapes, eight colours, two sizes and three fills. Every caption "
         "is a logical statement, so which images it is true of is known exactly."

@@ -61,7 +61,7 @@ class TaskFigures(BaseSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class Misses(BaseSettings):
-    """Captions that are false of the first image found, and what that image has in common with their own."""
+    """Captions that are false of the first image, and what that image shares with the right one."""
 
     captions: int
     missed: int
@@ -105,7 +105,7 @@ class Figures(BaseSettings):
 class QuickstartResults(BaseSettings):
     """`results.json`."""
 
-    version: str  # of kiloword and of the weights: other weights are judged anew
+    version: str  # of kiloword and of the weights: results of others are not reused
     sizes: SampleSizes
     facts: Facts
     judged: Figures

@@ -40,7 +40,7 @@ def recipe(seed: int = 0) -> Recipe:
 
 
 def run(out: Path, steps: int | None = None, seed: int = 0) -> None:
-    """Train, judge and report into `out`; the same call again goes on where it stopped. Prints a summary.
+    """Train, judge and report into `out`; the same call again resumes. Prints a summary.
 
     Raises: ValueError when `out` holds another run or cannot be written, or steps is less than 1.
     """
@@ -50,7 +50,7 @@ def run(out: Path, steps: int | None = None, seed: int = 0) -> None:
 
 
 def quickstart(chosen: Recipe, out: Path, sizes: SampleSizes | None = None) -> QuickstartResults:
-    """A run of a recipe on scenes, judged and reported; what was done before is not done again.
+    """A run of a recipe on scenes, judged and reported; finished parts are not repeated.
 
     Writes `results.json`, `report.html` and `example.png` beside what `train` writes.
     """

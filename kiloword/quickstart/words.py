@@ -9,7 +9,7 @@ import numpy as np
 from kiloword.quickstart.results import Compared, Figures, Metrics, Misses, QuickstartResults, TaskFigures
 from kiloword.report import duration, percent
 
-BLIND, SURE = 0.15, 0.95  # share of the way from chance to perfect: below, hardly better than luck; above, not an error
+BLIND, SURE = 0.15, 0.95  # of the way from chance to perfect: hardly better than chance, and no weakness
 SIDES = {"image_retrieval": "caption to image", "text_retrieval": "image to caption"}
 
 
@@ -75,7 +75,7 @@ def _named(shares: Metrics, best: bool) -> str:
 
 
 def _of_colours(judged: Figures) -> Iterator[str]:
-    """Where the model has not earned its keep."""
+    """Tests in which colours alone are better than the model."""
     pairs = {f"the {name}": (t.compared, "acc1") for name, t in judged.tasks.items()}
     pairs |= {f"full captions, {SIDES[s]}": (judged.retrieval, f"{s}_recall@1") for s in SIDES}
     pairs["captions of one fact"] = (judged.general["1"], "image_retrieval_true_map")

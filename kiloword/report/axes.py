@@ -10,7 +10,7 @@ from html import escape
 from kiloword.report.page import Html
 
 Points = Sequence[tuple[float, float]]
-DASHES = ("none", "8 5", "2 5", "10 4 2 4", "5 3", "14 4")  # so that lines differ without colour
+DASHES = ("none", "8 5", "2 5", "10 4 2 4", "5 3", "14 4")  # lines differ without colour, too
 
 
 @dataclass(frozen=True)
@@ -104,8 +104,10 @@ class Frame:
         sample: Callable[[int], str] = line_sample,
         below: str = "",
     ) -> Html:
-        """The plot. Args: summary: what a screen reader says; names: of the series, several make a legend of samples;
-        below: texts under the x axis."""
+        """The plot.
+
+        Args: summary: for screen readers; names: of the series, two or more get a legend; below: SVG under the x axis.
+        """
         legend = "".join(
             f'<li><svg aria-hidden="true" viewBox="0 0 28 10">{sample(i)}</svg>{escape(name)}</li>'
             for i, name in enumerate(names)

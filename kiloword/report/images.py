@@ -1,4 +1,7 @@
-"""Images on a page, each with words: galleries of queries, tiles, cards, and ladders of texts."""
+"""Images on a page, each with words: galleries of queries, tiles, cards, and ladders of texts.
+
+All functions raise a ValueError for an image that is not uint8 [H, W, 3].
+"""
 
 from __future__ import annotations
 
@@ -18,14 +21,12 @@ Named = tuple[Pixels, str]
 """An image [H, W, 3] and a few words."""
 
 Hit = tuple[Pixels, float, bool | None]
-"""An image [H, W, 3], its score, and whether it truly matches the query; None: nobody knows."""
+"""An image [H, W, 3], its score, and whether it truly matches the query; None: unknown."""
 
 Steps = tuple[str, Sequence[tuple[str, bool | None]]]
-"""A heading, and texts, each with whether it is right; None: nobody knows, or it needs no saying."""
+"""A heading, and texts, each with whether it is right; None: unknown, or not marked."""
 
-SMALL = 96  # pixels: images below are enlarged with hard edges, as the model saw them
-
-# All functions raise a ValueError when an image is not uint8 [H, W, 3].
+SMALL = 96  # pixels: images smaller images are enlarged with hard edges, as the model saw them
 
 
 def gallery(queries: Sequence[tuple[str, Sequence[Hit]]]) -> Html:
@@ -80,7 +81,7 @@ def _named(pixels: Pixels, words: str) -> str:
 
 
 def _image(pixels: Pixels, words: str) -> str:
-    """The tag of an image [H, W, 3], with words for those who do not see it."""
+    """The tag of an image [H, W, 3], with words for readers who do not see it."""
     data, (height, width) = image_data(pixels), pixels.shape[:2]
     small = ' class="small"' if max(height, width) < SMALL else ""
     return f'<img{small} src="{data}" alt="{escape(words)}" width="{width}" height="{height}">'

@@ -20,7 +20,7 @@ CAPTION, WEIGHTS = 230, 260  # pixels: widths of the caption and of the weights'
 GAP, MARGIN = 20, 28
 HIGH = 96  # pixels: of the largest bar
 HEAD, PLAIN = 180, 130  # pixels: height of the title with the plain image, and a side of that image
-GLOW = np.array([255, 140, 10])  # colour of what is looked at; seen on dark and on bright images
+GLOW = np.array([255, 140, 10])  # colour of high values, visible on dark and on bright images
 PAPER, INK, MUTED, RULE, BAR = (ImageColor.getrgb(LIGHT[name]) for name in ("paper", "ink", "muted", "rule", "s0"))
 
 
@@ -62,15 +62,15 @@ def figure(image: Pixels, title: str, about: str, rows: Sequence[Row]) -> Image.
 
 
 def overlay(image: Pixels, looks: Floats, side: int) -> Image.Image:
-    """The image [H, W, 3] at `side` pixels: grey where a map [rows, columns] is at most even, glowing above that.
+    """The image [H, W, 3] at `side` pixels: grey where a map [rows, columns] is at most its mean, glowing above it.
 
-    Full glow is at the map's largest value, but at least at 4 times its mean, so that a map with hardly a preference
-    hardly glows; what is below zero counts as zero.
+    Full glow is at the map's largest value, but at least at 4 times its mean, so that a nearly constant map hardly
+    glows; negative values count as zero.
     """
     positive = np.clip(np.asarray(looks, np.float32), 0, None)
-    even = float(positive.mean())
-    full = max(float(positive.max()), 4 * even, 1e-12)
-    strength = Image.fromarray((positive - even) / (full - even)).resize((side, side), Image.Resampling.BICUBIC)
+    mean = float(positive.mean())
+    full = max(float(positive.max()), 4 * mean, 1e-12)
+    strength = Image.fromarray((positive - mean) / (full - mean)).resize((side, side), Image.Resampling.BICUBIC)
     glow = np.clip(np.asarray(strength), 0, 1)[..., None]  # [side, side, 1]
     colours = np.asarray(square(image, side), np.float32)
     grey = 0.55 * colours.mean(-1, keepdims=True) + 70
@@ -191,7 +191,7 @@ def _shortened(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, ro
     return text + "..."
 
 
-STRIPES = (96, 150)  # greys of the cover: stripes cannot be taken for a part of the image
+STRIPES = (96, 150)  # greys of the cover, striped to differ from parts of the image
 
 
 def covered(image: Pixels, hidden: npt.NDArray[np.bool_]) -> Pixels:

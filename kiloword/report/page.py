@@ -16,7 +16,7 @@ from PIL import ImageColor
 
 from kiloword.checkpoint.files import replacing
 
-COLOURS = {  # on light and on dark screens
+COLOURS = {  # on light and on dark backgrounds
     "paper": ("#fbfaf7", "#141619"),
     "ink": ("#1c1e20", "#e8e6e1"),
     "muted": ("#5b6066", "#a2a7ad"),
@@ -34,9 +34,9 @@ LIGHT, DARK = ({name: pair[n] for name, pair in COLOURS.items()} for n in range(
 SERIES = 6  # colours of lines; each has its own dash as well
 STYLE = Path(__file__).with_name("style.css")
 
-# The reader's browser itself refuses every request: what is missing shows at once instead of working by luck.
+# The browser refuses every request, so that a reference to another file shows at once.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
-# Control characters, those that turn the direction of all that follows, and lone surrogates, which no encoding takes.
+# Control characters, characters that change the direction of the text after them, and lone surrogates.
 _STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
@@ -144,10 +144,10 @@ def table(
     digits: int = 2,
     strong: int | None = None,
 ) -> Html:
-    """A table whose first column names the rows; columns of text stand left, of numbers (written out or not) right.
+    """A table whose first column names the rows; columns of text are aligned left, of numbers (also as text) right.
 
     Args: rows, each as long as header: text, numbers, and None for a dash; without rows there is no table;
-    caption stands above; digits after the point of floats; strong is the column in bold type.
+    caption, above the table; digits after the point of floats; strong is the column in bold type.
     Errors: ValueError when a row is longer or shorter than the header.
     """
     cells = [[_shown(cell, digits) for cell in row] for row in rows]
@@ -266,7 +266,7 @@ def _shown(cell: object, digits: int) -> str:
 
 
 def percent(share: float) -> str:
-    """0.125 -> "12.5%", 0.999 -> "99.9%": what nearly all of a thousand are does not read as all."""
+    """0.125 -> "12.5%", 0.999 -> "99.9%", so that nearly all is not shown as all."""
     return f"{round(100 * share, 1):g}%"
 
 

@@ -87,7 +87,7 @@ def distribution(
     total: float | None = None,
     even: bool = False,
 ) -> Html:
-    """A histogram of values; series without values are omitted, without any series nothing is drawn.
+    """A histogram of values; series without values are omitted.
 
     Args: series name -> values [N]; edges of the bins, None: at most `most` of round width; total: what the heights
     of a series sum to, None: they are counts; even: see `histogram`.

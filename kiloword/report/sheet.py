@@ -42,7 +42,7 @@ class CaptionStrips:
 
 def sheet(image: Pixels, title: str, about: str, blocks: Sequence[CaptionStrips]) -> Image.Image:
     """Draw the whole. Args: image [H, W, 3], square; about: a sentence under the title."""
-    nothing = Image.new("RGB", (WIDTH, 1), PAPER)  # drawing outside of an image draws nothing: this measures
+    nothing = Image.new("RGB", (WIDTH, 1), PAPER)  # drawing outside of it has no effect: this measures the height
     made = Image.new("RGB", (WIDTH, _draw(nothing, image, title, about, blocks) + MARGIN), PAPER)
     _draw(made, image, title, about, blocks)
     return made
@@ -63,7 +63,7 @@ def _block(on: Image.Image, y: int, block: CaptionStrips) -> int:
     y = write_lines(on, (MARGIN, y + 12), block.text, room, 19, INK, 6)
     y = write_lines(on, (MARGIN, y + 2), block.note, room, 13, MUTED, 2) + 12
     x, below = MARGIN, y
-    for strip in block.strips:  # beside the one before, where there is room for the whole
+    for strip in block.strips:  # beside the one before, where it fits
         if x > MARGIN and x + _wide(strip) > WIDTH - MARGIN:
             x, y = MARGIN, below + GAP
         below = max(below, _strip(on, x, y, strip))

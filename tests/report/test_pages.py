@@ -134,7 +134,7 @@ def test_plots_of_uncertainty_hold_their_values(monkeypatch: pytest.MonkeyPatch)
     assert "Texts: level 0: 2, level 1: 2." in page["Uncertainty by level, from general to specific"].text
     truth = page["Uncertainty by what a caption is true of"].text
     assert "Spearman's correlation: all 0.50, level 1 0.25." in truth
-    assert "Captions in 2 bins of 10 or more. Pearson -0.88" in page["Who is uncertain, and who is right"].text
+    assert "Captions in 2 bins of 10 or more. Pearson -0.88" in page["Calibration: uncertainty and accuracy"].text
 
 
 def test_inclusion_on_the_page_of_uncertainty(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ NOTHING = "(nothing)"
 SIDE = 256  # pixels of an image, at most
 CARDS = 6  # of each kind: best, worst, any
 REFERENCES = 5  # of each card
-FREQUENT = 8  # captions in the table of those said most often
+FREQUENT = 8  # captions in the table of the most frequent ones
 _FIGURES = {
     "cider": "CIDEr-D",
     "bleu_1": "BLEU-1",
@@ -97,7 +97,7 @@ def report(results: Results, data: str, shown: Mapping[str, Mapping[str, Any]]) 
 
 
 def _examples(one: CaptionPageData) -> Iterator[str]:
-    """Images chosen blindly, the best and the worst, and what is said most often."""
+    """Images chosen at random, the best and the worst, and the most frequent captions."""
     best = np.argsort(-one.cider, kind="stable").tolist()
     blindly = sorted(best, key=lambda i: key(one.source.fingerprint, "captions", one.captioned[i].row))
     for heading, places in (

@@ -62,8 +62,8 @@ _FIGURES = {
     "calibration_zeroshot_spearman": "images, with zero-shot accuracy over bins",
 }
 _SPEARMAN = (
-    "With: Spearman's correlation of uncertainty with it. Where uncertainty is honest, that with the number of images "
-    "that a text is true of is positive, and the others are negative."
+    "With: Spearman's correlation of uncertainty with that quantity. If a model is calibrated, the correlation with "
+    "the number of images that a text is true of is positive, and the others are negative."
 )
 
 
@@ -91,7 +91,7 @@ def _sections(values: Mapping[str, float], more: PageData) -> Iterator[Section]:
         "Uncertainty by level, from general to specific", *_boxes(levels, "level of the text, 0 the most general")
     )
     yield section("Uncertainty by what a caption is true of", *_truth(values, more))
-    yield section("Who is uncertain, and who is right", grid(calibrated))
+    yield section("Calibration: uncertainty and accuracy", grid(calibrated))
     yield section("Images within their captions", *_matched(values, more["matched"]))
     yield section("Specific texts within general ones", *_chains(values, more["answers"], more["exact"]))
     yield section("Most certain images", _images(more["certain"]))
@@ -101,7 +101,7 @@ def _sections(values: Mapping[str, float], more: PageData) -> Iterator[Section]:
 
 
 def _unit(values: Tensor) -> tuple[float, str]:
-    """What sums of variances are multiplied by to be readable, a power of a thousand, and what their axis is called."""
+    """A power of a thousand by which sums of variances are multiplied to be readable, and the label of their axis."""
     most = float(values.max())
     power = 0 if most <= 0 or 0.1 <= most < 1000 else 3 * math.floor(math.log10(most) / 3)
     unit = f" in 10{str(power).translate(_RAISED)}" if power else ""
@@ -109,7 +109,7 @@ def _unit(values: Tensor) -> tuple[float, str]:
 
 
 def _bars(series: Mapping[str, Tensor], x_label: str, y_label: str) -> Iterator[str]:
-    """Histograms whose outermost bars also hold the tails, which is said below them."""
+    """Histograms whose outermost bars also hold the tails, as a note below them says."""
     low, high = np.percentile(torch.cat(list(series.values())).numpy(), (TAIL, 100 - TAIL))
     edges = bins([low, high], 30)
     inside = np.nextafter(edges[-1], edges[0])

@@ -119,7 +119,7 @@ def test_verb_writes_a_page_of_two_models(tmp_path: Path, capsys: pytest.Capture
     assert "right@" not in said
     assert set(json.loads(values.read_text())) == {"one", "two"}
     html = page.read_text()
-    for heading in ("How uncertain images and texts are", "by level", "true of", "Who is uncertain", "in a plane"):
+    for heading in ("How uncertain images and texts are", "by level", "true of", "Calibration", "in a plane"):
         assert heading in html
     assert html.count('class="ring"') == 2 * 4 * 3  # four images and two captions of each
     assert "nan" not in html.lower().replace("financ", "")
