@@ -184,52 +184,43 @@ def parse(caption: str) -> Query | None:
         count, text = NUMBERS.index(m[1] or m[2]), text[m.end() :]
         if not text and not m[0].endswith(": "):
             return Query(count=count, background=background)
-    things = _parse_list(text)
-    return Query(*things, count, background) if things else None
-
-
-def _parse_list(text: str) -> tuple[tuple[Pattern, ...], Relation | None] | None:
-    text, *others = _WITH.split(text)
-    parts = _RELATION.split(text)
-    if len(parts) == 1:
-        things = _parse_things(_AND.split(text))
-        return None if others or things is None else (things, None)
-    if len(parts) != 3 or len(others) > 1:
+    try:
+        return Query(*_parse_list(text), count, background)
+    except (KeyError, ValueError):  # not of this language
         return None
-    relation, in_order = RELATIONS[parts[1]]
-    things = _parse_things([*(parts[::2] if in_order else parts[::-2]), *others])
-    return None if things is None else (things, relation)
 
 
-def _parse_things(texts: Sequence[str]) -> tuple[Pattern, ...] | None:
-    patterns = [_parse_thing(t) for t in texts]
-    parsed = tuple(p for p in patterns if p is not None)
-    return parsed if len(parsed) == len(patterns) <= 3 else None
+def _parse_list(text: str) -> tuple[tuple[Pattern, ...], Relation | None]:
+    """Things and their relation. Raises KeyError or ValueError for text outside the language, as `_parse_thing`."""
+    text, *others = _WITH.split(text)
+    first, *related = _RELATION.split(text)
+    if not related and not others:
+        return tuple(map(_parse_thing, _AND.split(first))), None
+    words, second = related
+    relation, in_order = RELATIONS[words]
+    pair = (first, second) if in_order else (second, first)
+    return tuple(map(_parse_thing, (*pair, *others))), relation
 
 
 @lru_cache(maxsize=65536)
-def _parse_thing(text: str) -> Pattern | None:
+def _parse_thing(text: str) -> Pattern:
     what, *where = _WHERE.split(text)
     facts: dict[str, int | None] = {}
-    if len(where) > 1 or (where and where[0] not in PLACES):
-        return None
     if where:
-        facts["row"], facts["column"] = PLACES[where[0]]
-    words = what.removeprefix("at least one ").split() if what.startswith("at least one ") else _undetermined(what)
-    if not words or words[-1] not in _HEADS:
-        return None
-    if _HEADS[words[-1]] >= 0:
-        facts["shape"] = _HEADS[words[-1]]
-    for name, value in (_ADJECTIVES.get(w, ("", 0)) for w in words[:-1]):
-        if not name or name in facts:
-            return None
+        (place,) = where
+        facts["row"], facts["column"] = PLACES[place]
+    article, *words = what.split()
+    if article == "something":
+        words.append(NOUNS[0])
+    elif what.startswith("at least one "):
+        words = words[2:]
+    elif article not in ("a", "an"):
+        raise ValueError(text)
+    *adjectives, head = words
+    if _HEADS[head] >= 0:
+        facts["shape"] = _HEADS[head]
+    for name, value in (_ADJECTIVES[word] for word in adjectives):
+        if name in facts:
+            raise ValueError(text)
         facts[name] = value
     return Pattern(**facts)
-
-
-def _undetermined(what: str) -> list[str]:
-    """The words after the article; "something red" becomes "red object"."""
-    first, *rest = what.split() or [""]
-    if first == "something":
-        return [*rest, NOUNS[0]]
-    return rest if first in ("a", "an") else []
