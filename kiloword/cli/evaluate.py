@@ -50,11 +50,7 @@ def _overview() -> None:
     """Print the tasks with a line each, and exit."""
     tasks = tyro.extras.SubcommandApp()
     for task in TASKS.values():
-
-        def stub() -> None: ...
-
-        stub.__doc__ = task.help
-        tasks.command(name=task.name)(stub)
+        tasks.command(name=task.name, help=task.help)(lambda: None)
     about = f"Evaluate models by a task: {EXAMPLE}. Flags of a task: kiloword eval TASK --help."
     tasks.cli(args=["--help"], prog="kiloword eval", description=about)
 

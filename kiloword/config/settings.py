@@ -29,11 +29,9 @@ class BaseSettings:
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
 
-def setting(
-    default: T, text: str, low: float | None = None, high: float = ANY, *, flag: str | None = None, hint: str = ""
-) -> T:
+def setting(default: T, text: str, low: float | None = None, high: float = ANY, **more: str) -> T:
     """A field of settings with a default; other arguments as of `about`."""
-    declared: T = field(default=default, metadata=about(text, low, high, flag=flag, hint=hint))
+    declared: T = field(default=default, metadata=about(text, low, high, **more))
     return declared
 
 

@@ -24,7 +24,12 @@ from kiloword.errors import article, suggestion
 from kiloword.methods.method import Component, Method
 
 LONGEST = 1000  # maximum length of a method's name, components included
-ORDER = ("uncertainty", "pair loss", "", "deterministic")  # slots in order of application; "": any other
+ORDER = (
+    "uncertainty",
+    "pair loss",
+    "",
+    "deterministic",
+)  # slots in order of application, as components check what others set; "": any other
 PRESETS = {  # a new method is one line here
     "clip": "clip",
     "clip-c": "clip_c",
@@ -115,16 +120,12 @@ def _mixed(name: str, base: str, added: list[str]) -> tuple[Callable[..., Method
 
     def build(settings: Any) -> Method:
         method = make() if kind is None else make(only(settings, kind))
-        for word in sorted(chosen, key=lambda word: _turn(chosen[word].slot)):
+        turns = {word: ORDER.index(part.slot if part.slot in ORDER else "") for word, part in chosen.items()}
+        for word in sorted(chosen, key=turns.__getitem__):
             method = chosen[word].apply(method, getattr(settings, word))
         return replace(method, name=name)
 
     return build, mixed
-
-
-def _turn(slot: str) -> int:
-    """Order of application: components check what others set."""
-    return ORDER.index(slot if slot in ORDER else "")
 
 
 def _chosen(base: str, added: list[str]) -> dict[str, Component]:

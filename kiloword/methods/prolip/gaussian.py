@@ -201,5 +201,4 @@ class Gaussian(nn.Module):
         return {"log_var": peak + torch.zeros_like(peak).index_add(0, group, var).log()}
 
     def initial(self) -> dict[str, Init]:
-        start = Init(self.settings.log_var)
-        return {"image_log_var.bias": start, "text_log_var.bias": start}
+        return {f"{name}.bias": Init(self.settings.log_var) for name, _ in self.named_children()}

@@ -25,7 +25,6 @@ from kiloword.config.settings import ABOVE_0, only, setting
 from kiloword.methods.method import Method
 from kiloword.methods.prolip import preset as prolip
 from kiloword.methods.prolip.gaussian import Gaussian, GaussianSettings, log_variance
-from kiloword.model.blocks import Init
 from kiloword.model.heads import Head, Pooling, Single, unit
 from kiloword.types import Features, Texts
 
@@ -86,7 +85,3 @@ class FromMean(Gaussian):
         """Packed [S, W] -> "log_var" [T, D]."""
         read = cast(Single, pooling).text_pool(tokens, texts)
         return {"log_var": log_variance(self.mean_log_var, pooling.project_text_tokens(read))}
-
-    def initial(self) -> dict[str, Init]:
-        start = Init(self.settings.log_var)
-        return {"image_log_var.bias": start, "mean_log_var.bias": start}
