@@ -32,16 +32,16 @@ from kiloword.types import Batch, Encoded, Texts
 class Fuser(nn.Module):
     """Cross-attention blocks, one per block of a text tower, through which questions attend to images.
 
-    Args: memory: width of image tokens; out: width of the decoder's memory; causal: whether words attend only to
-    preceding words, as in the tower's training. Source: arXiv:2401.02137, section 4.2.
+    Args: memory: width of image tokens, and of the decoder's memory; causal: whether words attend only to preceding
+    words, as in the tower's training. Source: arXiv:2401.02137, section 4.2.
     """
 
-    def __init__(self, config: TextConfig, memory: int, out: int, causal: bool = True) -> None:
+    def __init__(self, config: TextConfig, memory: int, causal: bool = True) -> None:
         super().__init__()
         self.causal = causal
         dims = (config.width, config.heads, config.mlp, config.activation, config.norm_eps, 2 * config.depth)
         self.blocks = nn.ModuleList(CrossBlock(*dims, memory=memory) for _ in range(config.depth))
-        self.bridge = None if config.width == out else nn.Linear(config.width, out)
+        self.bridge = None if config.width == memory else nn.Linear(config.width, memory)
 
     def forward(self, tower: TextTower, texts: Texts, memory: Tensor) -> Tensor:
         """Packed questions -> packed [S + tail, W'], of which the first S rows are the tokens of the questions.
@@ -90,16 +90,10 @@ def answering(method: Method, settings: AnswerSettings) -> Method:
         towers={
             **method.towers,
             "text_decoder": lambda config: text_decoder(config, decoding),
-            "fuser": lambda config: fuser(config, settings),
+            "fuser": lambda config: Fuser(config.text, memory_width(config), settings.question_sees == "before"),
         },
         terms={**method.terms, "answer": (1.0, lambda config: AnswerLoss(settings, config))},
     )
-
-
-def fuser(config: ModelConfig, settings: AnswerSettings) -> Fuser:
-    """The fuser for a model of this configuration."""
-    width = memory_width(config)
-    return Fuser(config.text, width, width, causal=settings.question_sees == "before")
 
 
 class AnswerLoss(nn.Module):

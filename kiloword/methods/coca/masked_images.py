@@ -55,18 +55,16 @@ def masked(method: Method, settings: MimSettings) -> Method:
             masking.check(shaped)
         return masking.with_token(shaped) if settings.mim_op == "token" else shaped
 
+    def image_decoder(config: ModelConfig) -> ImageDecoder:
+        depth = settings.image_decoder_depth or config.text.depth
+        return ImageDecoder(config, depth, guided=settings.guide == "text", dropped=settings.mim_op == "drop")
+
     return replace(
         method,
         shape=shape,
-        towers={**method.towers, "image_decoder": lambda config: image_decoder(config, settings)},
+        towers={**method.towers, "image_decoder": image_decoder},
         terms={**method.terms, "mim": (settings.mim_weight, lambda config: MaskedImages(settings, config))},
     )
-
-
-def image_decoder(config: ModelConfig, settings: MimSettings) -> ImageDecoder:
-    """The image decoder for a model of this configuration."""
-    depth = settings.image_decoder_depth or config.text.depth
-    return ImageDecoder(config, depth, guided=settings.guide == "text", dropped=settings.mim_op == "drop")
 
 
 class MaskedImages(nn.Module):

@@ -158,11 +158,6 @@ def _against(x: Tensor, texts: Tensor) -> Tensor:
     return torch.bmm(_by_head(x), texts.permute(1, 2, 0)).view(m, r, n, -1).transpose(0, 1)
 
 
-def _attend(keys: Tensor, query: Tensor) -> Tensor:
-    """Mixing weights [r, M, N, c], contiguous."""
-    return torch.softmax(_against(keys, query), 2).contiguous()
-
-
 def _norms(squared: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """1 / |z| [r, c], and whether |z|^2 is above its rounding error; only there it has a gradient.
 
@@ -172,18 +167,13 @@ def _norms(squared: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     return squared.maximum(floor).rsqrt(), squared > floor
 
 
-def _through_softmax(weights: Tensor, by_weight: Tensor) -> Tensor:
-    """Backward of softmax: derivative by the logits [r, M, N, c] from the derivative by the weights."""
-    product = weights * by_weight
-    return product.addcmul_(weights, product.sum(2, keepdim=True), value=-1)
-
-
 def _tile(
     rows: slice, columns: slice, form: ScoreForm, keys: Tensor, values: Tensor, query: Tensor, y: Tensor, square: Tensor
 ) -> tuple[Tensor, _Saved]:
     """Cosines [r, c] of a tile, with x the weights (gram) or C (direct): x . target / sqrt(x . matrix . x)."""
-    heads, phi, y = values.shape[2], _attend(keys[rows], query[columns]), y[columns]
-    values, by_head = values[rows], values[rows].transpose(1, 2)  # [r, N, M, d], [r, M, N, d]
+    phi = torch.softmax(_against(keys[rows], query[columns]), 2).contiguous()  # mixing weights [r, M, N, c]
+    heads, y, values = values.shape[2], y[columns], values[rows]
+    by_head = values.transpose(1, 2)  # [r, M, N, d]
     if form == "gram":
         x, matrix, target = phi.flatten(1, 2), square[rows], _against(values, y).flatten(1, 2)
         scale = heads * matrix.diagonal(dim1=1, dim2=2).mean(1, keepdim=True)
@@ -202,7 +192,8 @@ def _tile(
     else:
         by_mixed = by_x.view(len(by_x), heads, -1, by_x.shape[2])
         by_weight, saved = torch.matmul(by_head, by_mixed), (phi, by_mixed)
-    by_logit = _through_softmax(phi, by_weight)  # before x changes, which in the gram form is a view of phi
+    product = phi * by_weight  # before x changes, which in the gram form is a view of phi
+    by_logit = product.addcmul_(phi, product.sum(2, keepdim=True), value=-1)  # backward of softmax
     return result, _Saved(rows, columns, by_logit, x.mul_(inverse[:, None]), pull, *saved)
 
 
