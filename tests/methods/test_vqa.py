@@ -403,10 +403,10 @@ def test_fine_tuning_brings_towers_and_decoder(tmp_path: Path) -> None:
     first = train(recipe_of("coca", 1, "scenes:train?objects=1&n=64"), tmp_path / "coca", options=QUIET)
     before = read_tensors(first / "model.safetensors")
     recipe = recipe_of("vqa", 1, DATA + "&n=64", init=str(first))
-    recipe, tokenizer = resolve(recipe, source, tmp_path / "none")
+    resolved = resolve(recipe, source, tmp_path / "none", QUIET, "cpu")
     from kiloword.training.setup import make_learner
 
-    learner, said = make_learner(recipe, preset("vqa"))
+    learner, said = make_learner(resolved.recipe, preset("vqa"))
     state = learner.model.state_dict()
     for name in state:
         if name in before:
@@ -415,4 +415,4 @@ def test_fine_tuning_brings_towers_and_decoder(tmp_path: Path) -> None:
     assert new == {"fuser"}
     assert "left over: none" in said
     assert set(captions_of(source)) >= {source.record(0).info["question"]}
-    assert Matcher(learner.model, tokenizer)
+    assert Matcher(learner.model, resolved.tokenizer)
