@@ -75,14 +75,14 @@ SETTINGS = (
     ),
     Setting(
         "FFF, ViT-B/32",
-        '"32 epochs" of "8,096", "8 NVIDIA A100", "approximately 15M" pairs, raw and five made captions (2405.10286)',
+        '"32 epochs" of "8,096", "8 NVIDIA A100", "approximately 15M" pairs, raw and five generated captions (2405.10286)',
         "A100 of 40 GB",
         "fff --size b32 --gpus 8 --batch 8096 --samples 4.8e8 --gpu a100-40 --captions 6",
     ),
     Setting(
         "CLIP-C, ViT-S/16",
         '"40 epochs on CC3M" (arXiv:2407.01408)',
-        "batch 1024, rho 0.3, 3 M pairs, one A100 of 40 GB: our text of the paper has lost them, or it does not say",
+        "batch 1024, rho 0.3, 3 M pairs, one A100 of 40 GB: our copy of the paper does not state them",
         "clip-c --size s16 --gpus 1 --batch 1024 --samples 1.2e8 --gpu a100-40 --settings.rho 0.3",
     ),
 )
@@ -107,7 +107,7 @@ the method's settings, `--model.*` and `--optim.*` as `train` does; `--json FILE
 the card, the tables show the nearest way and the command ends with exit code 2.
 
 This page is what `python bench/plan_papers.py` prints. Everywhere: bf16, AdamW, captions of 20 tokens on average
-(start and end included) packed end to end, 0.4 of the data sheet's FLOP/s for all arithmetic, what is done twice
+(start and end included) packed end to end, 0.4 of the data sheet's FLOP/s for all arithmetic, recomputation
 included. A pair is an image with its captions; a multiply-add is two FLOP. Losses compute in fp32, at the
 card's fp32 speed: on an A100 Llip's pair loss, 3% of the arithmetic of g14, takes a third of its time, and a quarter of
 b16's arithmetic most of its.
@@ -221,7 +221,7 @@ def _speeds(planned: Planned) -> str:
             rows.append([setting.name, '"about one day" on 32 H100', f"{used / planner.card.flops:.3f}"])
         if "G/14" in setting.name:
             used = best.step.needed / planner.images * planner.plan.samples / (11.99e4 * 3600)
-            cost = "11.99e4 A100 hours (its figure 8b, which run is damaged in our text)"
+            cost = "11.99e4 A100 hours (its figure 8b, our copy does not show for which run)"
             rows.append([setting.name, cost, f"{used / planner.card.flops:.3f}"])
     intro = "Utilisation that published speeds imply (arithmetic of the method alone, over the data sheet's bf16):\n\n"
     return intro + markdown(("run", "published", "utilisation"), rows)
