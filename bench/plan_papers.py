@@ -75,7 +75,7 @@ SETTINGS = (
     ),
     Setting(
         "FFF, ViT-B/32",
-        '"32 epochs" of "8,096", "8 NVIDIA A100", "approximately 15M" pairs, raw and five generated captions (2405.10286)',
+        '"32 epochs" of "8,096", "8 NVIDIA A100", "approximately 15M" pairs, raw and 5 generated captions (2405.10286)',
         "A100 of 40 GB",
         "fff --size b32 --gpus 8 --batch 8096 --samples 4.8e8 --gpu a100-40 --captions 6",
     ),
