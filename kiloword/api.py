@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from kiloword.checkpoint.trust import Trust
@@ -97,7 +98,7 @@ class Matcher:
 
     def pixels(self, images: Images) -> Tensor:
         """Preprocess images: uint8 [I, 3, H, W] on the model's device. Raises: ValueError as `encode_image`."""
-        return prepare(as_list(images), self._transform).to(self.model.device)
+        return prepare(as_list(images), self._transform).to(self._device)
 
     def encode_image(self, images: Images, batch: int = IMAGES) -> Features:
         """Features of I images, every value [I, ...]: "vec" [I, D] has norm 1. For one image [...] and [D].
@@ -232,7 +233,11 @@ class Matcher:
         """Preprocessed images on the model's device, uint8 [batch, 3, H, W]."""
         several = as_list(images)
         for part in chunks(len(several), batch):
-            yield prepare(several[part], self._transform, part.start).to(self.model.device)
+            yield prepare(several[part], self._transform, part.start).to(self._device)
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self.model.parameters()).device
 
     @property
     def _transform(self) -> EvalTransform:
