@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import os
@@ -21,7 +20,7 @@ from PIL import Image
 from safetensors.torch import save
 
 from kiloword.config.recipes import ModelFile
-from kiloword.data.tars.index import SUFFIX, Header, open_index
+from kiloword.data.tars.index import SUFFIX, open_index
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.methods.defaults import default_recipe
 from kiloword.training.run_folder import RunFile
@@ -151,7 +150,6 @@ def settings_seeds() -> list[bytes]:
     model = asdict(ModelFile(method="siglip", settings={}, model=recipe.model))
     table = {"name": "t", "dim": 4, "teacher": "m", "teacher_fingerprint": "0", "precision": "fp32", "dtype": "fp16"}
     table |= {"data": "d", "fingerprint": "0", "contents": ["a"], "rows": 3, "part": 2}
-    header = Header(size=1, mtime_ns=2, samples=3, digest="x")
     plain = tokenizer()._backend.to_str()
     words = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}
     return [
@@ -159,8 +157,7 @@ def settings_seeds() -> list[bytes]:
         b"\0" + b"[" * 2000,
         b"\3" + plain.encode(),
         b"\3" + json.dumps(json.loads(plain) | {"model": words}).encode(),
-        b"\4" + header.model_dump_json().encode(),
-        b'\5{"step": 1, "checksum": "' + hashlib.blake2b(STATE, digest_size=16).hexdigest().encode() + b'"}',
+        b"\4" + _index_of(small_tar()),
         b'\6{"bad": [], "seconds": 1.5, "files": {"a": "' + b"0" * 64 + b'", "../step-000000001.safetensors": ""}}',
         b'\6{"files": {}, "bad": [[1, "a", "b"]]}',
         b'\6{"checksum": ""}',

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from kiloword.checkpoint.trust import Trust
@@ -98,7 +97,7 @@ class Matcher:
 
     def pixels(self, images: Images) -> Tensor:
         """Preprocess images: uint8 [I, 3, H, W] on the model's device. Raises: ValueError as `encode_image`."""
-        return prepare(as_list(images), self._transform).to(self._device)
+        return prepare(as_list(images), self._transform).to(self.model.device)
 
     def encode_image(self, images: Images, batch: int = IMAGES) -> Features:
         """Features of I images, every value [I, ...]: "vec" [I, D] has norm 1. For one image [...] and [D].
@@ -233,11 +232,7 @@ class Matcher:
         """Preprocessed images on the model's device, uint8 [batch, 3, H, W]."""
         several = as_list(images)
         for part in chunks(len(several), batch):
-            yield prepare(several[part], self._transform, part.start).to(self._device)
-
-    @property
-    def _device(self) -> torch.device:
-        return next(self.model.parameters()).device
+            yield prepare(several[part], self._transform, part.start).to(self.model.device)
 
     @property
     def _transform(self) -> EvalTransform:

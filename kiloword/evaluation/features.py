@@ -121,7 +121,7 @@ def seen(inputs: Inputs, encode: Callable[[Tensor], Features] | None = None) -> 
     Args: encode: uint8 [n, 3, H, W] to features, in place of the model's.
     """
     encode = encode or partial(inputs.matcher.encode_image, batch=inputs.batch)
-    device, ranks = next(inputs.matcher.model.parameters()).device, share()[1]
+    device, ranks = inputs.matcher.model.device, share()[1]
 
     def encoded(part: EvalBatch) -> Seen:
         images = encode(part.images) if ranks == 1 else moved(encode(part.images), "cpu")

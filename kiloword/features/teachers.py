@@ -70,11 +70,10 @@ class KilowordTeacher:
     def __init__(self, model: Model, tokenizer: Tokenizer, fingerprint: str) -> None:
         self.model, self.tokenizer, self.fingerprint = model, tokenizer, fingerprint
         self.size, self.resize = model.config.image.size, model.config.preprocess.resize
-        self._device = next(model.parameters()).device
 
     def encode_images(self, images: Tensor) -> Tensor:
         with inference(self.model):
-            return _unit(self.model.encode_image(images.to(self._device))[1]["vec"])
+            return _unit(self.model.encode_image(images.to(self.model.device))[1]["vec"])
 
     def encode_texts(self, texts: Sequence[str]) -> Tensor:
         features = encode_texts(self.model, self.tokenizer, list(texts) or [""], TEXTS)["vec"]

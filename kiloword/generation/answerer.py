@@ -61,17 +61,17 @@ class Answerer:
             chosen.setdefault(ids, answer)
         if not chosen:
             raise ValueError("no answers to choose from: expected at least one.")
-        return AnswerList(chosen, self.tokenizer.encode(list(chosen.values()), config).to(self._device))
+        return AnswerList(chosen, self.tokenizer.encode(list(chosen.values()), config).to(self.model.device))
 
     def memory(self, images: Tensor, questions: Sequence[str]) -> DecoderMemory:
         """Decoder memory of I questions about I images uint8 [I, 3, H, W]."""
         with inference(self.model), self.model.computing():
-            texts = self.tokenizer.encode(list(questions), self.model.config.text).to(self._device)
-            return fused(self.model, texts, self.model.image_tokens(images.to(self._device)))
+            texts = self.tokenizer.encode(list(questions), self.model.config.text).to(self.model.device)
+            return fused(self.model, texts, self.model.image_tokens(images.to(self.model.device)))
 
     def answer(self, memory: DecoderMemory, options: GenerationOptions, listed: AnswerList | None = None) -> list[str]:
         """Best answer to each question, searched word by word; with a list, one of its answers."""
-        trie = None if listed is None else Trie(list(listed.by_ids), self._device)
+        trie = None if listed is None else Trie(list(listed.by_ids), self.model.device)
         generated = self.captioner.write(memory, options, [""] * len(memory), trie)
         if listed is None:
             return [texts[0].text for texts in generated]
@@ -115,7 +115,3 @@ class Answerer:
         text = torch.repeat_interleave((lengths - 1 - extra).repeat(b))
         summed = x.new_zeros(len(every), dtype=torch.float32)
         return -summed.index_add(0, text, torch.cat(loss)[: len(text)]).view(b, -1)
-
-    @property
-    def _device(self) -> torch.device:
-        return next(self.model.parameters()).device

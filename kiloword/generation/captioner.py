@@ -61,7 +61,7 @@ class Captioner:
         """Decoder memory of images uint8 [I, 3, H, W]. Raises: ValueError for a model that answers questions."""
         decoder = writer(self.model)
         with inference(self.model), self.model.computing():
-            tokens = self.model.image_tokens(images.to(self._device))
+            tokens = self.model.image_tokens(images.to(self.model.device))
             return DecoderMemory(decoder.remember(self.model.memory(tokens)))
 
     def write(
@@ -73,7 +73,7 @@ class Captioner:
 
         def attempt(lacking: list[int], round_: int) -> list[list[Caption]]:
             whole = len(lacking) == len(memory)
-            remaining = memory if whole else memory.take(torch.tensor(lacking, device=self._device))
+            remaining = memory if whole else memory.take(torch.tensor(lacking, device=self.model.device))
             wider = replace(options, beams=options.beams << round_)
             seeds = self._seeds([keys[n] for n in lacking], options, round_)
             return self._texts(self._search(remaining, wider, rules, seeds))
@@ -89,7 +89,7 @@ class Captioner:
         if trie is not None and trie.longest >= room:
             raise ValueError(f"a text of {trie.longest + 1} tokens to choose from, but the text tower reads {room}.")
         words = text_decoder(self.model).words
-        never = torch.arange(words, device=self._device) >= self.tokenizer.vocab
+        never = torch.arange(words, device=self.model.device) >= self.tokenizer.vocab
         for name, value in roles.ids().items():
             word = name == "pad" and self.tokenizer.clean == "clip"  # CLIP pads with the id of "!"
             if value < words and value != roles.end and not word:
@@ -121,7 +121,7 @@ class Captioner:
             return None
         samples = range(round_ * options.num, (round_ + 1) * options.num)
         seeds = [[key(options.seed, name, "caption", n) for n in samples] for name in keys]
-        return torch.tensor(seeds, dtype=torch.int64, device=self._device)
+        return torch.tensor(seeds, dtype=torch.int64, device=self.model.device)
 
     def _texts(self, finished: FinishedTexts) -> list[list[Caption]]:
         """Captions of every image, best first."""
@@ -140,10 +140,6 @@ class Captioner:
             ]
             for row in rows
         ]
-
-    @property
-    def _device(self) -> torch.device:
-        return next(self.model.parameters()).device
 
 
 def unique(

@@ -61,7 +61,7 @@ def inference(model: Model) -> Iterator[None]:
 
 def encode_texts(model: Model, tokenizer: Tokenizer, captions: Sequence[str], batch: int = TEXTS) -> Features:
     """Features of T captions, every value [T, ...], on the model's device."""
-    device = next(model.parameters()).device
+    device = model.device
     parts, alone = list(chunks(len(captions), batch)), share()[1] == 1
 
     def encode(part: slice) -> Features:

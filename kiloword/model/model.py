@@ -85,6 +85,10 @@ class Model(nn.Module):
             features = self.head.text(tokens, texts)
         return self._out(tokens), {name: self._out(value) for name, value in features.items()}
 
+    @property
+    def device(self) -> torch.device:
+        return self.mean.device
+
     def computing(self) -> AbstractContextManager[object]:
         """Context in which towers and decoders that are called directly compute in `precision`; outputs can be bf16."""
         return precision_of(self.precision, self.mean.device.type)()

@@ -170,7 +170,7 @@ class Judge:
 
     def judged(self, part: EvalBatch, wrong: Mapping[int, str], mean: Tensor) -> JudgedImages:
         """Reconstruct the images of a batch, each from its right caption, a wrong one and none."""
-        device = next(self.model.parameters()).device
+        device = self.model.device
         rights = [(captions or [""])[0] for captions in part.captions]  # a dummy batch has no captions
         wrongs = [wrong.get(row, "") for row in part.rows]
         seeds = torch.tensor([key(self.source.fingerprint, "reconstruction", row) for row in part.rows])

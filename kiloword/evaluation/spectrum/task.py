@@ -110,7 +110,7 @@ class _SpectrumRows:
 def _outputs(inputs: Inputs, subset: _SpectrumRows, of: Of) -> Iterator[Tensor]:
     """Vectors of all images in batches: [n, W], or [n, D] for "vec"."""
     model = inputs.matcher.model
-    device = next(model.parameters()).device
+    device = model.device
 
     def encode(part: EvalBatch) -> Tensor:
         with inference(model):
