@@ -391,7 +391,7 @@ def test_out_holds_another_run(refused: Refused, a_run: Path, tmp_path: Path) ->
     assert "holds another run" in said
     assert "method is 'siglip' there, 'clip' here" in refused("train", "clip", *SMALL, "--data", SCENES, "--out", a_run)
     assert "Use --extend" in refused(*train(SCENES, a_run, "--steps", 9))
-    assert "holds another run: data.sources is ('scenes?n=64',) there" in refused(*train("scenes?n=64&seed=2", a_run))
+    assert "holds another run: data.sources is ['scenes?n=64'] there" in refused(*train("scenes?n=64&seed=2", a_run))
     assert before == {p: p.read_bytes() for p in a_run.rglob("*") if p.is_file()}
 
 
