@@ -26,6 +26,7 @@ from kiloword.distributed import collectives
 from kiloword.distributed.device import precision_of, simulated
 from kiloword.losses.pairs import Blocks, learns
 from kiloword.methods.method import Method
+from kiloword.model.decoder import Layer
 from kiloword.planning.tracer import HEAD, Tracer, storage_of
 from kiloword.training.compilation import recomputed_blocks, replace_forward
 from kiloword.training.learner import learner_of
@@ -187,7 +188,11 @@ class Simulation:
             "whole": whole,
             "selective": whole + sum(call.selective for _, call in calls),
         }
-        numbers = [(matrices(block), n < blocks) for n, (block, _) in enumerate(tracer.calls)]
+        layers = [part for part in self.learner.model.modules() if isinstance(part, Layer) and part.cross is not None]
+        keys: dict[nn.Module, int] = {
+            layer.own: matrices(layer) for layer in layers
+        }  # gathered apart from the pass, to make keys
+        numbers = [(matrices(block) + keys.get(block, 0), n < blocks) for n, (block, _) in enumerate(tracer.calls)]
         return MicroBatch(
             tracer.count.forward,
             tracer.count.backward,
