@@ -266,6 +266,8 @@ def _is_real(func: Any, tensors: list[Tensor], kwargs: dict[str, Any]) -> bool:
     """Whether an operation computes on real tensors alone, or makes an index tensor from nothing."""
     if tensors:
         return not any(isinstance(x, FakeTensor) for x in tensors)
+    if func._overloadpacket is torch.ops.aten.scalar_tensor:
+        return True
     dtype = kwargs.get("dtype", torch.int64 if func._overloadpacket is torch.ops.aten.arange else None)
     return dtype in (torch.int64, torch.int32, torch.bool)
 
