@@ -96,7 +96,7 @@ def attentions(modules: Iterable[nn.Module]) -> Iterator[list[Tensor]]:
 
     def look(module: nn.Module, inputs: tuple[Any, ...]) -> None:
         assert isinstance(module, SelfAttention | CrossAttention)
-        seen.append(probabilities(module, *inputs).mean(1))
+        seen.append(at_least_float(probabilities(module, *inputs).mean(1)))
 
     with ExitStack() as hooks:
         for module in modules:
