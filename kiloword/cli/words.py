@@ -90,6 +90,9 @@ class MethodCommand:
             try:
                 tyro.cli(_common(run), args=["--help"], prog=name, description=about)
             finally:
+                if self.settings:
+                    names = ", ".join(leaf.flag for leaf in leaves(self.settings()))
+                    say(f"Settings of {self.method} (--settings.NAME): {names}.")
                 say(f"These are the common flags; all: kiloword {self.verb} {self.method or 'METHOD'} --help-all")
         kind: Any = self.settings
         settings = (kind, field(default_factory=kind)) if kind else (Annotated[None, tyro.conf.Suppress], None)

@@ -140,9 +140,14 @@ def test_help_shows_the_common_flags_and_names_the_page_of_all(
     with pytest.raises(SystemExit):
         main([*words, "--size", "b32", "--help"])
     said = capsys.readouterr().out
-    common = options_in(said).keys() - {"help", "help-all"}
+    common = options_in(said).keys() - {"help", "help-all", "settings.NAME"}
     assert 15 < len(common) <= 27
-    assert common < options_of(capsys, *words, "--help-all").keys()
+    everything = options_of(capsys, *words, "--help-all").keys()
+    assert common < everything
+    settings = re.findall(r"Settings of \w+ \(--settings.NAME\): (.*)\.", said)
+    assert bool(settings) == (len(words) == 2), "of a method alone"
+    for name in settings and settings[0].split(", "):
+        assert f"settings.{name}" in everything
     assert said.splitlines()[-1].endswith(f"{' '.join([*words, 'METHOD'][:2])} --help-all")
     said = re.sub(r"[\s│]+", " ", said)
     assert "--size STR size of the towers (`kiloword sizes` lists them) (default: b32)" in said

@@ -11,7 +11,7 @@ from kiloword.evaluation.task import Deferred, PythonOnly, Task
 class RetrievalTaskOptions:
     """How pairs are ranked."""
 
-    shortlist: int | None = None  # score only the N nearest by vec exactly, and print what that loses
+    shortlist: int | None = None  # exact scores of the N nearest images or texts alone; prints the recall lost
     ks: PythonOnly[tuple[int, ...]] = (1, 5, 10)  # of recall@k
     chunk: PythonOnly[int] = 1024  # rows and columns of scores held at a time
 
