@@ -73,7 +73,8 @@ class StorePart(Part):
     def __init__(self, path: Path, schema: pa.Schema) -> None:
         super().__init__(path, schema)
         self.keys, self.contents, image, captions, texts = self.batch.columns
-        if texts.values.null_count or not texts.offsets.equals(captions.offsets):  # every caption has features
+        same = len(texts.values) == len(captions.values) and texts.offsets.equals(captions.offsets)
+        if texts.values.null_count or not same:  # every caption has features
             raise ValueError(f"{path} is damaged. {_AGAIN}")
         self.captions = captions.values  # [t] binary
         self.starts = captions.offsets.to_numpy()  # [n + 1]

@@ -27,7 +27,7 @@ from kiloword.config.recipes import AugmentConfig, DataConfig, TextConfig
 from kiloword.data.feature_store import FeatureStore, StorePart
 from kiloword.data.files import find_key, lookup_table
 from kiloword.data.loader import Loader
-from kiloword.data.parts import checksum
+from kiloword.data.parts import Part, checksum
 from kiloword.data.sampler import Order
 from kiloword.data.scenes import parse_scenes
 from kiloword.data.sources.mixture import MixtureSource
@@ -462,6 +462,17 @@ def test_a_strangers_part(tmp_path: Path, table: FeatureStore, what: str) -> Non
     says = "NaN or infinite: make it again" if what == "NaN" else "part-00000.arrow is damaged"
     with pytest.raises(ValueError, match=says):
         FeatureStore(tmp_path / "store").images()
+
+
+def test_a_part_with_more_features_than_captions(table: FeatureStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Past the last offset, which pyarrow would not write."""
+    batch = table._part(0).batch
+    texts = batch.column("texts")
+    more = pa.ListArray.from_arrays(texts.offsets, pa.concat_arrays([texts.values, texts.values]))
+    batch = batch.set_column(4, batch.schema.field(4), more)
+    monkeypatch.setattr(Part, "__init__", lambda self, path, schema: setattr(self, "batch", batch))
+    with pytest.raises(ValueError, match="x is damaged"):
+        StorePart(Path("x"), table.file.schema())
 
 
 def test_a_pipe_in_place_of_a_part(tmp_path: Path, table: FeatureStore) -> None:

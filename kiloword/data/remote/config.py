@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from dataclasses import dataclass, fields
@@ -56,7 +55,7 @@ def remote_config() -> RemoteConfig:
         if name == "hosts" and _HOST.fullmatch(value):
             hosts.append(value.lower())
         elif name in kinds and name != "hosts" and number is not None:
-            numbers[name] = int(number) if kinds[name] == "int" and math.isfinite(number) else number
+            numbers[name] = int(number) if kinds[name] == "int" and number < 1e18 else number
         else:
             expected = f"Expected {', '.join(kinds)}, such as limit=200GB hosts=data.org,*.data.org."
             raise ValueError(f"{VARIABLE}: {scrubbed(word)[:100]!r} is no setting. {expected}")

@@ -89,10 +89,13 @@ class TableSource:
         else:
             check_expanded(self.path, columns)
             table = pa.parquet.read_table(self.path, columns=columns)
-            if is_embedded(self.path, image) and len(table):
+            embedded = is_embedded(self.path, image)
+            if embedded and len(table):
                 self._embedded = Embedded(self.path, image, self.fingerprint)
                 digests = pa.py_buffer(self._embedded.digests())
                 images = pa.FixedSizeBinaryArray.from_buffers(pa.binary(16), self._embedded.rows, [None, digests])
+            elif embedded:  # no rows, whose structs have no cast to paths
+                images = pa.array([], pa.large_binary())
             else:
                 check_expanded(self.path, [image])
                 images = one_array(pa.parquet.read_table(self.path, columns=[image]).column(image), pa.large_binary())

@@ -248,6 +248,9 @@ def test_settings_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
                 RemoteConfig(**{name: value})
         RemoteConfig(**{name: low})
         RemoteConfig(**{name: most})
+    monkeypatch.setenv("KILOWORD_REMOTE", "retries=1e300")
+    with pytest.raises(ValueError, match=r"retries is 1e\+300: expected 0 to 1000"):
+        remote_config()
 
 
 def local(path: Path, block: float = 700, checksum: Checksum | None = None, ranged: bool = True) -> RemoteFile:

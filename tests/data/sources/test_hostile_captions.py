@@ -225,6 +225,10 @@ PARQUETS: dict[str, tuple[Any, list[Any] | str]] = {
         ["the image has zero bytes"]),
     "a list of images": ({"image": [["a.png"]], "caption": ["x"]}, "TABLE cannot be read as"),
     "no rows": ({"image": pa.array([], pa.binary()), "caption": pa.array([], pa.string())}, "TABLE has no rows"),
+    "no images": ({"image": pa.array([], pa.struct([("bytes", pa.binary())])), "caption": pa.array([], pa.string())},
+        "TABLE has no rows"),
+    "no questions": ({"image": pa.array([], pa.struct([("bytes", pa.binary())])), "question": pa.array([], pa.string()),
+        "answer": pa.array([], pa.string())}, "TABLE has no rows"),
     "a question, a number": ({"image": ["a.png"], "question": [5], "answers": [[1]]}, ["the question is not text"]),
 }  # fmt: skip
 
