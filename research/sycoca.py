@@ -2,8 +2,7 @@
 
 `python -m research.sycoca --out runs/sycoca --jobs 2`; the arms are the rows of arXiv:2401.02137, table 5,
 at equal steps: its claims are that captions help retrieval, attentive masks help both, and that text-guided images
-help where plain masked images do not. With random masks of the image
-decoder, captions see whole images.
+help where plain masked images do not. With random masks of the image decoder, captions see whole images.
 """
 
 from __future__ import annotations

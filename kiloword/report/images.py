@@ -26,7 +26,7 @@ Hit = tuple[Pixels, float, bool | None]
 Steps = tuple[str, Sequence[tuple[str, bool | None]]]
 """A heading, and texts, each with whether it is right; None: unknown, or not marked."""
 
-SMALL = 96  # pixels: images smaller images are enlarged with hard edges, as the model saw them
+SMALL = 96  # pixels: smaller images are enlarged with hard edges, as the model saw them
 
 
 def gallery(queries: Sequence[tuple[str, Sequence[Hit]]]) -> Html:

@@ -94,12 +94,13 @@ _state = _State()
 
 @contextmanager
 def showing_progress() -> Iterator[None]:
-    """Inside, `track` shows progress."""
+    """Inside, `track` shows progress. A line that is not finished, as after an error, is ended."""
     before, _state.on = _state.on, True
     try:
         yield
     finally:
         _state.on, _state.busy = before, False
+        end_line(sys.stderr)
 
 
 def track(

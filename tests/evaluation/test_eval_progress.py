@@ -94,6 +94,15 @@ def test_an_error_begins_a_line_of_its_own(terminal: Terminal, monkeypatch: pyte
 
 
 @pytest.mark.usefixtures("slow")
+def test_work_that_ends_early_ends_its_line(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with showing_progress():
+        list(track(range(2), "images", "images", 4))
+    assert terminal.frames[-2].startswith("images  50%")
+    assert terminal.frames[-1] == ""  # the prompt of the shell begins a line
+
+
+@pytest.mark.usefixtures("slow")
 def test_only_the_outer_work_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     def work() -> Iterator[int]:
         for _ in track(range(2), "outer", "rows", 2):
