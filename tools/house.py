@@ -55,6 +55,11 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
         "kiloword/config/options.py": "may change when a run is resumed; the recipe may not",
         "kiloword/terminal/screen.py": "imports rich, which only tables need",
         "kiloword/errors.py": "below all rooms",
+        "kiloword/data/sources/digest.py": "in a file that it would fit, modules would import each other",
+    },
+    "package lines": {
+        "kiloword": "a goal that is not reached: about 40% of the lines are docstrings, imports and blank lines; "
+        "docs/log.md says what was tried"
     },
     "old words": {
         **{
@@ -69,6 +74,7 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
         },
         "picture in kiloword/mining/calibrate.py": "the purpose of a draw",
         "picture in README.md": "a proverb",
+        "variable own in kiloword/model/decoder.py": "a parameter's name, by which its initial values are drawn",
     },
 }
 # Small modules that only a registry imports (verbs, methods, tasks, data sources). Paths below the package.
