@@ -151,8 +151,10 @@ class Tracer(TorchDispatchMode):
             weakref.finalize(storage, self._freed, place, size)
 
     def _freed(self, place: int, size: int) -> None:
-        self._storages.discard(place)
-        self.alive -= size
+        self._half.pop(place, None)  # another tensor may get this storage
+        if place in self._storages:  # not of a block that was measured apart
+            self._storages.remove(place)
+            self.alive -= size
 
     def pack(self, x: Tensor, place: str = "outside") -> Saved:
         """Hook of autograd: save a tensor for the backward pass."""
