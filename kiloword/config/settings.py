@@ -72,30 +72,32 @@ def check(settings: Any, prefix: str = "--") -> None:
     """Check all numbers of a dataclass of settings, such as a recipe.
 
     Args: prefix: "--" names settings as on the command line, "" as in a file.
-    Raises: ValueError naming numbers that are NaN, infinite or out of their limits.
+    Raises: ValueError naming numbers that are NaN, infinite or out of their limits, and what is no number where limits
+    are declared, unless it is the default ("auto").
     """
     wrong = []
     for leaf in leaves(settings):
         limits, hint = leaf.field.metadata.get("limits"), leaf.field.metadata.get("hint", "")
         low, high = limits or OTHER
         for name, value in _numbers(leaf.value, leaf.flag if prefix else leaf.path):
-            fits = low <= value <= high and abs(value) < ANY  # False for NaN
-            if not fits and (limits or isinstance(value, float)):
+            numeric = isinstance(value, int | float)
+            fits = numeric and low <= value <= high and abs(value) < ANY  # False for NaN
+            if not fits and (isinstance(value, float) or (limits and (numeric or value != leaf.field.default))):
                 shown = name.replace("_", "-") if prefix else name
                 wrong.append(f"{prefix}{shown} is {value}: expected {_range(low, high)}{hint}")
     if wrong:
         raise ValueError("; ".join(wrong[:3]) + ".")
 
 
-def _numbers(value: Any, name: str) -> Iterator[tuple[str, float]]:
-    """The numbers inside a value, and their names."""
+def _numbers(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """The numbers inside a value, anything else among them, and their names."""
     if isinstance(value, dict):
         for key, inner in value.items():
             yield from _numbers(inner, f"{name}.{key}")
     elif isinstance(value, list | tuple):
         for inner in value:
             yield from _numbers(inner, name)
-    elif isinstance(value, int | float):
+    else:
         yield name, value
 
 

@@ -18,6 +18,7 @@ import torch
 import kiloword
 from kiloword.api import Matcher
 from kiloword.cli.main import main
+from kiloword.config.options import RunOptions
 from kiloword.config.recipes import ModelConfig, OptimConfig, TextConfig, sizes
 from kiloword.config.settings import check as check_ranges
 from kiloword.data.reading import captions_at
@@ -126,6 +127,9 @@ REFUSED: dict[str, Callable[[], object]] = {
         OptimConfig(lr=float("nan"), beta1=1.0)
     ),
     "^width is 65537: expected 1 to 65536.$": lambda: check_ranges(TextConfig(width=65537), ""),
+    "--batch is 8: expected at least 1": lambda: check_ranges(replace(recipe(), batch="8")),
+    "--batch is None: expected at least 1": lambda: check_ranges(replace(recipe(), batch=None)),
+    "--workers is some: expected at least 0": lambda: RunOptions(workers="some"),  # type: ignore[arg-type]
     "--steps is 0: expected at least 1": lambda: check_ranges(replace(recipe(), steps=0)),
 }  # fmt: skip
 
@@ -149,6 +153,7 @@ def test_what_cannot_be_is_refused_with_a_message(said: str) -> None:
 def test_limits_themselves_are_allowed() -> None:
     check_ranges(OptimConfig(lr=0.0, beta1=np.nextafter(1.0, 0.0), ema=1.0, scale_lr=1e4))
     check_ranges(TextConfig(width=65536, context=3))
+    assert RunOptions(workers="auto", max_skipped_steps=1).workers == "auto"
     for name in ("flops", "memory", "bandwidth"):
         assert card("h200", **{name: 1e-9}).name == "h200"
     own = card("custom", flops=100, memory=2, bandwidth=3)
