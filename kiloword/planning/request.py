@@ -62,9 +62,9 @@ class Plan(BaseSettings):
     batch: int = setting(1024, "images in a step, over all GPUs", 1)
     samples: float = setting(0.0, "images seen in training, such as 12.8e9 (required)", 1)
     gpu: str = setting("h200", "h200, h100, a100-80, a100-40, 4090, cpu, or custom")
-    flops: float | None = setting(None, "TFLOP/s of one GPU, instead of the data sheet's")
-    memory: float | None = setting(None, "memory of one GPU in GiB")
-    bandwidth: float | None = setting(None, "GB/s that one GPU sends to others")
+    flops: float | None = setting(None, "TFLOP/s of one GPU, instead of the data sheet's", ABOVE_0)
+    memory: float | None = setting(None, "memory of one GPU in GiB", ABOVE_0)
+    bandwidth: float | None = setting(None, "GB/s that one GPU sends to others", ABOVE_0)
     utilisation: float = setting(0.4, "share of these FLOP/s that is reached; padding is not counted", ABOVE_0, 1)
     parallel: Literal["auto", "ddp", "fsdp"] = setting(
         "auto", "ddp: replicated weights; fsdp: sharded; auto: the fastest that fits"

@@ -97,6 +97,17 @@ class PairLoss:
     reduced: float = 0.0  # numbers of every text that are reduced over ranks
 
 
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Make floating-point tensors of this type inside. torch cannot convert parameters without content afterwards."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 class Simulation:
     """A learner without content.
 
@@ -107,10 +118,8 @@ class Simulation:
     def __init__(self, config: ModelConfig, method: Method, device: str, precision: str) -> None:
         self.method, self.device, self.precision = method, device, precision
         self.mode, self.uncounted = FakeTensorMode(allow_non_fake_inputs=True), set[str]()
-        with self.mode:
+        with self.mode, _default_dtype(torch.float64 if precision == "fp64" else torch.float32):
             self.learner = learner_of(config, method, "cpu")
-            if precision == "fp64":
-                self.learner.double()
         model = self.learner.model
         self.weights = {storage_of(x) for x in (*self.learner.parameters(), *self.learner.buffers())}
         for name, tower in (("image tower", model.image_tower), ("text tower", model.text_tower)):
@@ -260,8 +269,8 @@ class _OfEachShape(Blocks):
 
 
 def _rows(features: Features, n: int) -> Features:
-    """Features of n rows like these."""
-    made = {name: torch.empty(n, *x.shape[1:], dtype=x.dtype) for name, x in features.items()}
+    """Features of n rows like these; zeros, as those that are not floating-point are real, and may be indices."""
+    made = {name: torch.zeros(n, *x.shape[1:], dtype=x.dtype) for name, x in features.items()}
     return {name: x.requires_grad_(learns(name, x)) for name, x in made.items()}
 
 

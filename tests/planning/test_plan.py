@@ -32,7 +32,7 @@ from kiloword.model.model import Model, build
 from kiloword.planning import gpu
 from kiloword.planning.advice import Planner, newton_schulz
 from kiloword.planning.gpu import Layout, traffic
-from kiloword.planning.simulation import Simulation
+from kiloword.planning.simulation import Simulation, _rows
 from kiloword.planning.tables import sentences, show
 from kiloword.randomness import Draw
 from kiloword.training import engine
@@ -162,6 +162,31 @@ def test_every_preset_is_measured_whole(method: str) -> None:
     wanted = planner(f"{method} --size debug --batch 8")
     assert wanted.options()
     assert not wanted.simulation.uncounted
+
+
+@pytest.mark.parametrize("method", ["siglip", "llip+caption", "pcme++"])
+def test_double_precision_takes_twice_as_much(method: str) -> None:
+    single, double = (Simulation(sizes()["debug"], preset(method), "cpu", precision) for precision in ("fp32", "fp64"))
+    bits = Counter(x.dtype for x in (*double.learner.parameters(), *double.learner.buffers()) if x.is_floating_point())
+    assert set(bits) == {torch.float64}
+    assert torch.get_default_dtype() == torch.float32
+    words = f"{method} --size debug --batch 4 --checkpointing none --gpu cpu --precision"
+    one, two = (planner(f"{words} {precision}").options()[0] for precision in ("fp32", "fp64"))
+    assert two.memory["weights"] == 2 * one.memory["weights"]
+    assert two.memory["activations"] == pytest.approx(2 * one.memory["activations"], rel=0.1)
+    assert two.step.total == one.step.total
+    assert gpu.total(single.learner) == gpu.total(double.learner)
+
+
+def test_indices_among_the_features_of_pairs_are_valid() -> None:
+    """Positives by ground truth index the texts by the positions of images, whose values are real."""
+    garbage = [torch.full((2048,), 1 << 62) for _ in range(64)]
+    del garbage  # what memory without content would hold
+    assert planner("siglip --positives exact --size debug --batch 8").options()
+    for x in _rows(
+        {"position": torch.zeros(1, dtype=torch.int64), "truth": torch.ones(1, 8, dtype=torch.bool)}, 2048
+    ).values():
+        assert not x.any()
 
 
 class Brightness(torch.nn.Module):
@@ -417,6 +442,9 @@ def test_a_transform_of_ones_own_may_keep_settings(settings: object) -> None:
         ("siglip --samples 1e9 --gpu b200", "custom with --flops"),
         ("siglip --samples 1e9 --gpu custom --flops 100", "--memory"),
         ("siglip --samples 1e9 --utilisation 1.5", "above 0, at most 1"),
+        ("siglip --samples 1e9 --flops nan", "--flops is nan: expected above 0"),
+        ("siglip --samples 1e9 --memory inf", "--memory is inf: expected above 0"),
+        ("siglip --samples 1e9 --bandwidth 0", "--bandwidth is 0.0: expected above 0"),
         ("siglip --samples 1e9 --size huge", "unknown size"),
         ("siglip --samples 1e9 --parallel fsdp", "--gpus is 1"),
         ("--samples 1e9", "needs a method"),
