@@ -164,9 +164,10 @@ def from_folder(folder: Path, what: str, classes: tuple[str, str], device: str, 
     """
     try:
         import transformers  # type: ignore[import-not-found, unused-ignore]
-    except ImportError:
+
+        model_class, other_class = (getattr(transformers, name) for name in classes)
+    except (ImportError, AttributeError):  # classes are imported at first use; old versions lack some
         raise ValueError("transformers is not installed, which hf: needs: pip install 'kiloword[hf]'") from None
-    model_class, other_class = (getattr(transformers, name) for name in classes)
     local_only: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     try:
         model = model_class.from_pretrained(str(folder), use_safetensors=True, **local_only)

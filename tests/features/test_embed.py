@@ -112,6 +112,8 @@ def test_the_command_refuses_with_a_sentence(
     (clip / "preprocessor_config.json").write_text('{"size": 224, "crop_size": 224}')
     (clip / "model.safetensors").touch()
     assert "pip install 'kiloword[hf]'" in sentence(capsys, "embed", f"hf:{clip}", *out)
+    monkeypatch.setitem(sys.modules, "transformers", types.ModuleType("transformers"))  # a version without the classes
+    assert "pip install 'kiloword[hf]'" in sentence(capsys, "embed", f"hf:{clip}", *out)
     assert "no such file or folder" in sentence(capsys, "embed", model, "--data", "nothing", "--out", tmp_path / "t")
     assert not (tmp_path / "t").exists()
     run("embed", model, *out)
