@@ -37,7 +37,7 @@ class Train(BaseSettings):
         "length": "steps epochs samples batch",
         "model": "size init",
         "loss": "transforms positives pair-loss pooling uncertainty terms",
-        "optimization": "optim.lr optim.warmup",
+        "optimization": "optim.name optim.lr optim.muon-lr optim.warmup",
         "hardware": "device workers precision micro",
         "run": "out seed dry-run",
     }
@@ -57,8 +57,8 @@ def main(argv: Sequence[str]) -> None:
     command = method_command(argv, "train siglip --out runs/first")
     usual = _defaults(command.method, command.flags)
     args, settings = command.read(Train(recipe=usual))
+    check(args.recipe)
     recipe = replace(args.recipe, settings={} if settings is None else asdict(settings))
-    check(recipe)
     from kiloword.training import effects, start
     from kiloword.training.dry_run import rehearse
     from kiloword.training.loop import train

@@ -16,7 +16,7 @@ from tyro.constructors import ConstructorRegistry, StructConstructorSpec, Struct
 from kiloword.addresses import public
 from kiloword.checkpoint.files import utf8
 from kiloword.config.options import Mixing
-from kiloword.config.settings import leaves
+from kiloword.config.settings import check, leaves
 from kiloword.errors import suggestion
 from kiloword.terminal import say
 
@@ -84,8 +84,9 @@ class MethodCommand:
         """Parse the flags: those of the verb, a dataclass whose defaults `run` holds, and the method's, or None.
 
         --help prints the flags in `run.common`, by group, --help-all prints all.
+        Raises: ValueError for a setting of the method that is NaN, infinite or out of its limits.
         """
-        name, about = f"kiloword {self.verb} METHOD", type(run).__doc__
+        name, about = f"kiloword {self.verb} {self.method or 'METHOD'}", type(run).__doc__
         if {"-h", "--help"} & set(self.flags):
             try:
                 tyro.cli(_common(run), args=["--help"], prog=name, description=about)
@@ -93,7 +94,7 @@ class MethodCommand:
                 if self.settings:
                     names = ", ".join(leaf.flag for leaf in leaves(self.settings()))
                     say(f"Settings of {self.method} (--settings.NAME): {names}.")
-                say(f"These are the common flags; all: kiloword {self.verb} {self.method or 'METHOD'} --help-all")
+                say(f"These are the common flags; all: {name} --help-all")
         kind: Any = self.settings
         settings = (kind, field(default_factory=kind)) if kind else (Annotated[None, tyro.conf.Suppress], None)
         words = [("run", Annotated[type(run), arg(name="")], field(default=run)), ("settings", *settings)]
@@ -101,6 +102,8 @@ class MethodCommand:
         parsed: Any = tyro.cli(
             make_dataclass("Words", words), args=flags, prog=name, description=about, registry=REGISTRY
         )
+        if parsed.settings is not None:
+            check(parsed.settings, "--settings.")
         return parsed.run, parsed.settings
 
 

@@ -71,7 +71,7 @@ def leaves(settings: Any, path: str = "", flag: str = "") -> Iterator[Leaf]:
 def check(settings: Any, prefix: str = "--") -> None:
     """Check all numbers of a dataclass of settings, such as a recipe.
 
-    Args: prefix: "--" names settings as on the command line, "" as in a file.
+    Args: prefix: of the flags that messages name; "": they name keys of a file.
     Raises: ValueError naming numbers that are NaN, infinite or out of their limits, and what is no number where limits
     are declared, unless it is the default ("auto").
     """

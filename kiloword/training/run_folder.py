@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from kiloword.data.feature_store import FeatureStore, TableFile
 from kiloword.data.sources.digest import sampled, whole
 from kiloword.distributed import collectives
 from kiloword.errors import sentence_of
-from kiloword.methods.registry import preset
+from kiloword.methods.registry import find, preset
 from kiloword.training.signals import Stopped
 from kiloword.types import Source
 from kiloword.watch.runs import ERROR
@@ -121,8 +121,8 @@ def check_same_run(out: Path, file: RunFile, extend: bool) -> None:
         return
     if not (out / "config.json").is_file():
         raise ValueError(f"--out {out} holds a run that lacks its config.json: put it back, or choose another folder.")
-    existing = read_config(out / "config.json", RunFile)
-    differences = _differences(_plain(existing), _plain(file))
+    existing = _with_defaults(read_config(out / "config.json", RunFile))
+    differences = _differences(_plain(existing), _plain(_with_defaults(file)))
     free = {f"recipe.{name}" for name in FREE} | ({"recipe.steps"} if extend else set())
     differences = {k: v for k, v in differences.items() if k not in free and not k.startswith("model")}
     if "data_fingerprint" in differences:
@@ -140,6 +140,13 @@ def check_same_run(out: Path, file: RunFile, extend: bool) -> None:
         f"--out {out} holds another run: {_cause(differences)}{shown}. Choose another folder, or repeat its settings."
         f"{hint}"
     )
+
+
+def _with_defaults(file: RunFile) -> RunFile:
+    """The file with all settings of its method: one that is newer than a run has its default there."""
+    kind: Any = find(file.recipe.method)[1]
+    settings = file.recipe.settings if kind is None else asdict(kind()) | file.recipe.settings
+    return replace(file, recipe=replace(file.recipe, settings=settings))
 
 
 def _cause(differences: Mapping[str, Any]) -> str:

@@ -300,6 +300,14 @@ def test_wrong_flags(words: list[str], capsys: pytest.CaptureFixture[str]) -> No
 )
 def test_impossible_settings(refused: Refused, tmp_path: Path, flags: list[str], says: str) -> None:
     assert says in refused(*train(SCENES, tmp_path / "out", *flags))
+
+
+@pytest.mark.parametrize("verb", ["train", "plan"])
+def test_limits_of_a_setting_are_those_it_declares(refused: Refused, verb: str) -> None:
+    words = {"train": ["--out", "out"], "plan": ["--samples", "1e9"]}[verb]
+    assert "--settings.temperature is nan: expected above 0." in refused(
+        verb, "llip", *words, "--settings.temperature", "nan"
+    )
     assert not list(tmp_path.glob("out/*"))
 
 

@@ -13,6 +13,7 @@ from kiloword.checkpoint.files import write_json
 from kiloword.checkpoint.model_folder import check_finite, check_fit, not_finite
 from kiloword.distributed import collectives
 from kiloword.distributed.device import precision_of
+from kiloword.methods import siglip
 from kiloword.methods.defaults import default_recipe
 from kiloword.methods.registry import preset
 from kiloword.training.resolve import _order, _stores, micro_batches
@@ -68,6 +69,15 @@ def test_whether_a_folder_holds_this_run(out: Path, file: RunFile, extend: bool,
         return
     with pytest.raises(ValueError, match=says):
         check_same_run(out, file, extend)
+
+
+def test_a_run_from_before_a_setting_existed_has_its_default(out: Path) -> None:
+    settings = asdict(siglip.Settings())
+    older = changed(settings={name: value for name, value in settings.items() if name != "bias"})
+    write_json(out / "config.json", asdict(older))
+    check_same_run(out, changed(settings=settings), False)
+    with pytest.raises(ValueError, match=r"settings\.bias is -10\.0 there, 3\.0 here"):
+        check_same_run(out, changed(settings=settings | {"bias": 3.0}), False)
 
 
 def test_a_folder_in_which_nothing_was_trained_is_free(out: Path) -> None:
