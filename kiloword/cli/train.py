@@ -43,7 +43,7 @@ class Train(BaseSettings):
     }
 
     out: Path = setting(tyro.MISSING, "folder of the run")
-    steps: int | None = setting(None, "length of the run, or --epochs, or --samples")
+    steps: int | None = setting(None, "length in steps; or give --epochs or --samples")
     epochs: float | None = setting(None, "length in passes over the data")
     samples: int | None = setting(None, "length in images seen")
     dry_run: bool = setting(False, "print what would run, and stop")

@@ -43,7 +43,7 @@ class RunOptions:
     )
     compile: Compile = setting("none", "torch.compile blocks or towers; cudagraphs: towers, images by a CUDA graph")
     extend: bool = setting(False, "continue the run in --out to another length")
-    trust_code: bool = setting(False, "import the module that config.json of --init names, if METHOD does not")
+    trust_code: bool = setting(False, "import the module that config.json of --init names, if METHOD does not name it")
     quiet: bool = setting(False, "print only warnings and errors")
 
     def __post_init__(self) -> None:

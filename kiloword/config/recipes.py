@@ -118,7 +118,10 @@ class OptimConfig(BaseSettings):
     final_lr: float = setting(0.0, "learning rate at the end of the cosine, as share of lr", 0, 100)
     clip: float = setting(1.0, "clip the gradient to this norm; 0: no clipping", 0, 1e12)
     explode: float = setting(
-        100.0, "skip steps whose gradient norm is this multiple of the usual one; 0: only NaN or infinite", 0, 1e12
+        100.0,
+        "skip a step whose gradient norm is above this multiple of the running mean; 0: only NaN or infinite",
+        0,
+        1e12,
     )
     scale_lr: float = setting(1.0, "learning-rate multiplier of the head's scale and bias", 0, 1e4)
     text_lr: float = setting(1.0, "learning-rate multiplier of the text tower; lower it to prevent forgetting", 0, 1e4)
@@ -149,7 +152,7 @@ class DataConfig(BaseSettings):
     sources: tuple[str, ...] = setting(
         ("scenes",), "folder of tars, brace pattern, csv/tsv/parquet, image folder, scenes", flag="data"
     )
-    weights: tuple[float, ...] = setting((), "passes over each of several --data in an epoch; default: one each")
+    weights: tuple[float, ...] = setting((), "how often each --data source is read per epoch; default: once each")
     val: str | None = setting(None, "data set to evaluate retrieval on")
     extra_captions: tuple[str, ...] = setting((), "parquet tables (key, captions) whose captions join the images' own")
     raw_captions: bool = setting(True, "keep the images' own captions beside the extra ones")

@@ -143,7 +143,7 @@ class FeatureStore:
             return
         raise ValueError(
             f"the feature store {self.path} was made from {self.file.data} (fingerprint {self.file.fingerprint}), but "
-            f"the run reads {source.name} ({source.fingerprint}): make one from the same data and extra captions by "
+            f"the data is {source.name} ({source.fingerprint}): make one from the same data and extra captions by "
             "`kiloword embed MODEL --data SRC --out DIR`."
         )
 

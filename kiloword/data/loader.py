@@ -226,7 +226,7 @@ class BatchReader:
                 continue
             self.skipped += failed
             return example, drawn
-        raise ValueError(f"{self.source.name}: {len(failed)} rows in a row are bad: {reasons(failed)}")
+        raise ValueError(f"{self.source.name}: {len(failed)} rows tried one after another are bad: {reasons(failed)}")
 
     def _walk(self, row: int, draw: Draw) -> Iterator[int]:
         """The row, then candidates: outside this global batch if at least half of the data set is."""

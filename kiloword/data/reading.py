@@ -221,8 +221,10 @@ class BadRows:
 
 
 def reasons(skipped: Iterable[Skipped], most: int = 3) -> str:
-    """The most frequent reasons, each with a number and one example: "truncated image (31, such as 00012)"."""
+    """The most frequent reasons, with counts and one example: "truncated image (31 times, for example 00012)"."""
     skipped = list(skipped)
     example = {sample.reason: sample.key for sample in reversed(skipped)}
     counted = Counter(sample.reason for sample in skipped).most_common(most)
-    return "; ".join(f"{reason} ({n}, such as {example[reason]})" for reason, n in counted)
+    return "; ".join(
+        f"{reason} ({n} {'time' if n == 1 else 'times'}, for example {example[reason]})" for reason, n in counted
+    )

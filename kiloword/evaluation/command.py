@@ -25,8 +25,8 @@ class Execution:
     batch: int = 256  # images in a batch
     workers: int | Literal["auto"] = "auto"  # loader processes; auto: none on a CPU, on CUDA the cores but two
     device: str = "auto"  # auto, cpu, cuda, cuda:N
-    # of encoders and decoders; auto: bf16 on CUDA for models larger than size tiny, else fp32. Features, scores
-    # and probes are fp32
+    # precision of encoders and decoders; auto: bf16 on CUDA for models larger than size tiny, else fp32. Features,
+    # scores and probes are fp32
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     trust: Annotated[Trust, arg(name="")] = NONE  # --method is of the first model, and of others where it is the same
 

@@ -71,7 +71,8 @@ class Task:
     """HTML of: results; the data, as --data names it; `Inputs.shown` of each model. None: the task has no page."""
     hidden: str = ""  # pattern (`re.search`) of the names of metrics that are not printed; "": all are printed
     without_model: Callable[[str, Any], Any] | None = None
-    """Of a model's path and the options: options that take the place of the model, or None for a model folder."""
+    """Given the path where a model is expected, and the options: new options if the path is not a model (a table of
+    captions), else None."""
 
     def prints(self, name: str) -> bool:
         """Whether to print a metric; the JSON has all."""

@@ -56,6 +56,6 @@ class GenerationOptions(BaseSettings):
                 if method != self.method and getattr(self, name) != getattr(GenerationOptions, name):
                     raise ValueError(f"{name} is an option of method {method}, not of {self.method}: omit it.")
         if self.method == "greedy" and self.num > 1:
-            raise ValueError(f"greedy generates one caption, but num is {self.num}: choose method beam or nucleus.")
+            raise ValueError(f"method greedy generates one caption, but num is {self.num}: use method beam or nucleus.")
         if self.method == "beam" and self.num > self.beams:
             raise ValueError(f"num is {self.num}, but there are {self.beams} beams. Expected at least as many beams.")

@@ -39,7 +39,7 @@ class ReportImages:
 def term_rule(name: str, s: Mined) -> str:
     """A term of eq. 2 with its thresholds."""
     rules = {"it": f"S_it > {s.p1:g}", "ii": f"S_ii > {s.p2:g}", "tt": f"S_tt > {s.p3:g} and S_it > {s.p1_text:g}"}
-    return rules.get(name, name)
+    return rules.get(name, "all terms")
 
 
 def mined_pairs(results: MiningResults, shown: ReportImages, image: Image) -> Iterator[str]:

@@ -18,7 +18,7 @@ from kiloword.mining.images import Pair, ReportImages
 from kiloword.mining.origin import Origin, Truths
 from kiloword.mining.page import page
 from kiloword.mining.pairs import TERMS, MinedPairs, by_term
-from kiloword.mining.results import WHOLE, MiningResults, as_json, flags, terms, thresholds, warning
+from kiloword.mining.results import LABELS, MiningResults, as_json, flags, terms, thresholds, warning
 from kiloword.randomness import generator
 from kiloword.terminal import say
 
@@ -132,9 +132,9 @@ def summary(results: MiningResults) -> list[str]:
         f"mined {mined.mined.whole:,} of {mined.pairs:,} pairs, {mean:.3g} an image",
     ]
     lines += [f"warning: {many}"] if (many := warning(mined)) else []
-    for name in (WHOLE, *TERMS):
+    for name, label in LABELS.items():
         row = table[name]
         judged = [f"{what} {row[what]:.3f}" for what in ("precision", "recall") if row[what] is not None]
-        lines.append("  ".join([f"{name:5s}", f"{row['mined']:>12,} pairs", *judged]))
+        lines.append("  ".join([f"{label:16s}", f"{row['mined']:>12,} pairs", *judged]))
     lines += [f"{seconds}; at most {results.memory_mb:,.0f} MB", f"to train with them: {flags(results.settings)}"]
     return lines

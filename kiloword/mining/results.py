@@ -22,6 +22,8 @@ from kiloword.terminal.progress import Bar
 from kiloword.watch.rule import LIMITS
 
 WHOLE = "eq. 2"
+LABELS = {WHOLE: "all terms", "it": "image-text (p1)", "ii": "image-image (p2)", "tt": "text-text (p3)"}
+"""Keys of the JSON -> what is printed."""
 
 
 @dataclass(frozen=True)

@@ -221,14 +221,15 @@ class Planner:
         return option
 
     def options(self) -> list[Option]:
-        """Every way that the request leaves open: the fastest that fits first, those that do not fit by memory."""
+        """Every way that the request leaves open: the fastest that fits first, those that do not fit by memory.
+
+        Of equally fast ones first those with fewer micro-batches, then ddp, then those that need less memory.
+        """
         several = ["ddp", "fsdp"] if self.plan.gpus > 1 else ["ddp"]
         ways = several if self.plan.parallel == "auto" else [self.plan.parallel]
         kinds = [self.plan.checkpointing] if self.plan.checkpointing != "auto" else ["none", "selective", "whole"]
         options = [self.fewest(way, kind) for way in ways for kind in kinds]
-        return sorted(
-            options, key=lambda o: (not o.fits, 0.0 if o.fits else o.bytes, round(o.seconds, 9), o.layout.micro_batches)
-        )
+        return sorted(options, key=_order)
 
     def largest_micro(self, option: Option) -> int:
         """The most images of a micro-batch that fit in this way of running; 0: not even one."""
@@ -250,6 +251,12 @@ class Planner:
         """The same with texts padded to the context."""
         layout = option.layout
         return self.option(layout.parallel, layout.checkpointing, layout.micro_batches, padded=True)
+
+
+def _order(option: Option) -> tuple[bool, float, float, int, str, float]:
+    layout, size = option.layout, option.bytes
+    speed = round(option.seconds, 9), layout.micro_batches
+    return not option.fits, 0.0 if option.fits else size, *speed, layout.parallel, size
 
 
 def divisors(n: int) -> list[int]:

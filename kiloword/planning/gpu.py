@@ -183,7 +183,7 @@ def memory(share: Share, layout: Layout) -> dict[str, float]:
         "gathered by fsdp": gathered,
         "communication buckets": 2.0 * BUCKET * share.number if layout.gpus > 1 else 0.0,
         "activations": activations,
-        "passing: one block, or words": passing(micro, kind, sharded),
+        "temporary: one block, or the vocabulary logits": passing(micro, kind, sharded),
         "features and their gradients": loss_buffers(share, layout),
         "a block of pairs": share.pairs.block,
         "images": share.images * 3.0 * share.learner.model.config.image.size**2,

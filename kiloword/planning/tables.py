@@ -122,8 +122,8 @@ def sentences(planner: Planner, options: list[Option]) -> list[str]:
     sections.append(
         f"A step takes {best.seconds:.3g} s, {best.compute:.3g} s of it arithmetic, at {plan.utilisation:g} of "
         f"{(card.flops if plan.precision == 'bf16' else card.flops_fp32) / 1e12:g} TFLOP/s and, of losses, of "
-        f"{card.flops_fp32 / 1e12:g} (fp32); what counts is {busy}. Weights and gradients travel meanwhile, features "
-        f"do not, at {(card.link if plan.gpus <= NODE else card.network) / 1e9:g} GB/s a GPU."
+        f"{card.flops_fp32 / 1e12:g} (fp32); {busy} is the bottleneck. Weights and gradients travel meanwhile, "
+        f"features do not, at {(card.link if plan.gpus <= NODE else card.network) / 1e9:g} GB/s a GPU."
     )
     if uncounted := sorted(planner.simulation.uncounted):
         sections.append(f"Not counted, because they read values of tensors: {', '.join(uncounted)}.")

@@ -223,7 +223,7 @@ def test_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[st
     [
         (["fff"], "fff needs precomputed features named 'teacher'"),
         (["fff", "--features", "nowhere"], "nowhere is no feature store"),
-        (["llip", "--settings.heads", "7"], "7 heads do not divide"),
+        (["llip", "--settings.heads", "7"], "--settings.heads 7 does not divide"),
         (["clip-c", "--settings.partner", "file", "--settings.partner-file", "none.parquet"], "none.parquet cannot"),
         (["clip", "--batch", "80"], "fewer than one batch of 80"),
         (["clip", "--micro", "3"], "micro 3 does not divide"),

@@ -216,7 +216,7 @@ def test_transforms_see_sides_and_flags_stacked() -> None:
 
 def test_all_rows_bad_ends_with_a_sentence_also_from_a_worker() -> None:
     bad = Images(dict.fromkeys(range(ROWS), "sample"))
-    message = rf"images: {ATTEMPTS + 1} rows in a row are bad: truncated image \({ATTEMPTS + 1}, such as k0"
+    message = rf"images: {ATTEMPTS + 1} rows .* are bad: truncated image \({ATTEMPTS + 1} times, for example k0"
     for workers in (0, 1):
         with pytest.raises(ValueError, match=message) as caught:
             list(make(bad, workers=workers).batches(0, 1))

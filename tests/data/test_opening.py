@@ -299,11 +299,13 @@ def test_bad_rows_are_counted_up_to_their_share() -> None:
     again = BadRows(10, 0.3)
     again.load_state_dict(json.loads(json.dumps(bad.state_dict())))
     with pytest.raises(
-        ValueError, match=r"4 of the data set's 10 rows are bad, more than the allowed 30\.00%: often \(3, s"
+        ValueError, match=r"4 of the data set's 10 rows are bad, more than the allowed 30\.00%: often \(3 times"
     ):
         again.count(some)
     many = [Skipped(n, f"k{n}", reason) for n, reason in enumerate("aabbbcdddd")]
-    assert reasons(many) == "d (4, such as k6); b (3, such as k2); a (2, such as k0)", "three of four"
+    assert reasons(many) == "d (4 times, for example k6); b (3 times, for example k2); a (2 times, for example k0)", (
+        "three of four"
+    )
     assert majority([("x", "b"), ("x", "a"), ("y", "c"), (None, "c")]) == {"x": "a", "y": "c", None: "c"}
 
 

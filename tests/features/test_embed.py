@@ -164,7 +164,7 @@ def test_a_run_takes_the_table_and_goes_on_exactly(model: Path, tmp_path: Path) 
     plain = train(replace(base, method="siglip", data=replace(base.data, captions=2)), tmp_path / "p", options=options)
     assert not torch.equal(load_file(plain / "model.safetensors")["text_tower.tokens"], whole["text_tower.tokens"])
     other = replace(recipe, data=replace(recipe.data, sources=("scenes?n=64&captions=3",)))
-    with pytest.raises(ValueError, match=r"was made from scenes\?n=48&captions=3 .*but the run reads scenes\?n=64"):
+    with pytest.raises(ValueError, match=r"was made from scenes\?n=48&captions=3 .*but the data is scenes\?n=64"):
         train(other, tmp_path / "other", options=options)
 
 

@@ -314,7 +314,7 @@ def test_another_teacher_or_data_is_refused(table: FeatureStore) -> None:
 
 def test_check_wants_the_data_it_was_made_from(table: FeatureStore) -> None:
     with pytest.raises(
-        ValueError, match=r"was made from images \(fingerprint p\), but the run reads others \(o\): make one from the"
+        ValueError, match=r"was made from images \(fingerprint p\), but the data is others \(o\): make one from the"
     ):
         table.check(Images(name="others", fingerprint="o"))
     with pytest.raises(ValueError, match="was made from images"):

@@ -267,7 +267,7 @@ def test_any_method_can_take_the_pooling() -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(ValueError, match="3 heads do not divide the embedding size 16"):
+    with pytest.raises(ValueError, match="heads 3 does not divide the embedding size 16"):
         model(heads=3)
     with pytest.raises(ValueError, match="k is 0: expected at least 1"):
         model(k=0)

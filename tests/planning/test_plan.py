@@ -164,6 +164,16 @@ def test_every_preset_is_measured_whole(method: str) -> None:
     assert not wanted.simulation.uncounted
 
 
+def test_of_equally_fast_ways_the_smaller_is_advised() -> None:
+    """Selective checkpointing repeats no product, so by the plan's arithmetic it costs no time."""
+    options = planner("siglip --size tiny --batch 64").options()
+    speeds = {option.layout.checkpointing: round(option.seconds, 9) for option in options}
+    assert speeds["selective"] == speeds["none"]
+    first, second = [option for option in options if option.layout.checkpointing != "whole"]
+    assert first.bytes < second.bytes
+    assert first.layout.checkpointing == "selective"
+
+
 @pytest.mark.parametrize("method", ["siglip", "llip+caption", "pcme++"])
 def test_double_precision_takes_twice_as_much(method: str) -> None:
     single, double = (Simulation(sizes()["debug"], preset(method), "cpu", precision) for precision in ("fp32", "fp64"))

@@ -109,7 +109,7 @@ def folder(at: Path, kind: str) -> Path:
 @pytest.mark.parametrize(
     ("flag", "kind", "message"),
     [
-        ("--data", "bare", "33 rows in a row are bad: no caption"),
+        ("--data", "bare", "33 rows tried one after another are bad: no caption"),
         ("--val", "bare", "none of its "),
         ("--val", "classes", "has no captions to retrieve with"),
     ],

@@ -75,7 +75,7 @@ class Attention(nn.Module):
         self.dim, self.width, self.settings = config.head.dim, config.image.width, settings
         if self.dim % settings.heads:
             raise ValueError(
-                f"{settings.heads} heads do not divide the embedding size {self.dim}; choose heads that do"
+                f"--settings.heads {settings.heads} does not divide the embedding size {self.dim} (--model.head.dim)."
             )
         self.extra = extra(config.image)
         per_token = settings.per_token_projections
