@@ -113,11 +113,13 @@ class Matcher:
         """Features of T texts, every value [T, ...]: "vec" [T, D] has norm 1. For one string [...] and [D]."""
         if isinstance(texts, str):
             return _alone(encode_texts(self.model, self.tokenizer, [texts], batch))
-        if not isinstance(texts, Sequence) or not len(texts):
-            raise ValueError(f"encode_text got {kind(texts)}: expected a string, or a list of at least one")
+        if not isinstance(texts, Sequence):
+            raise ValueError(f"encode_text got {kind(texts)}: expected a string, or a list of them.")
+        if not len(texts):
+            raise ValueError(f"texts is an empty {type(texts).__name__}: expected at least one text.")
         for i, text in enumerate(texts):
             if not isinstance(text, str):
-                raise ValueError(f"encode_text got {kind(text)} as text {i}: expected strings")
+                raise ValueError(f"encode_text got {kind(text)} as text {i}: expected strings.")
         return encode_texts(self.model, self.tokenizer, texts, batch)
 
     def score(self, images: Features | Images, texts: Features | str | Sequence[str]) -> Tensor:

@@ -186,7 +186,7 @@ def test_wrong_images_get_a_sentence(matcher: Matcher, images: object, message: 
 
 
 @pytest.mark.parametrize(
-    ("texts", "message"), [([], "a list of at least one"), (["a", 1], "an int as text 1"), (3, "got an int: expected")]
+    ("texts", "message"), [([], "texts is an empty list"), (["a", 1], "an int as text 1"), (3, "got an int: expected")]
 )
 def test_wrong_texts_get_a_sentence(matcher: Matcher, texts: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):

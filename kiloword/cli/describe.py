@@ -7,12 +7,14 @@ import platform
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from functools import partial
 from importlib import metadata
 
 import torch
 
 from kiloword.__version__ import __version__
+from kiloword.config.options import Mixing
 from kiloword.config.recipes import ImageConfig, ModelConfig, TextConfig, sizes
 from kiloword.distributed.device import cores
 from kiloword.methods.method import Method
@@ -36,7 +38,8 @@ def methods_table() -> None:
     table = plain_table("component", "slot", "summary")
     for name, component in components().items():
         table.add_row(name, component.slot, component.summary)
-    say("Components fill a slot of another method: kiloword train siglip+NAME, or the flag of the slot (--terms NAME).")
+    flags = " ".join(f"--{f.name.replace('_', '-')}" for f in fields(Mixing))
+    say(f"Components fill a slot of another method: kiloword train siglip+NAME, or a flag with NAME: {flags}.")
     Screen(_WIDE).print(table)
 
 

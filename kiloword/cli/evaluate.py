@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import tyro
 from tyro.conf import Positional, arg
 
+from kiloword.cli.words import REQUIRED
 from kiloword.evaluation import TASKS, command, find
 from kiloword.evaluation.command import Execution
 from kiloword.evaluation.task import Task
@@ -33,7 +34,7 @@ def main(argv: Sequence[str]) -> None:
 
 def flags(task: Task) -> type:
     """The words of a task's command line: models and data, the task's options, and those that all tasks share."""
-    models = Annotated[Positional[tuple[str, ...]], arg(metavar="MODEL [MODEL ...]", help=task.models)]
+    models = Annotated[Positional[tuple[str, ...]], arg(metavar="MODEL [MODEL ...]", help=task.models), REQUIRED]
     parts: list[tuple[str, Any, Any]] = [
         ("models", models, field()),
         ("data", Annotated[str, arg(metavar="SRC", help=f"test data: {task.data}")], field()),

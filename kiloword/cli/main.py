@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 import tyro
 from tyro.conf import Positional, arg
@@ -17,7 +17,7 @@ from kiloword.addresses import scrubbed
 from kiloword.checkpoint.trust import NONE, Trust
 from kiloword.cli import evaluate, plan, train
 from kiloword.cli.score import score
-from kiloword.cli.words import interruption, settled
+from kiloword.cli.words import REQUIRED, interruption, known, settled
 from kiloword.distributed import launch
 from kiloword.errors import sentence_of
 from kiloword.generation.options import GenerationOptions
@@ -27,6 +27,13 @@ from kiloword.terminal import guarded, say, show_traceback, warn
 app = tyro.extras.SubcommandApp()
 GENERATE = GenerationOptions()
 MINE = MineOptions()
+WEIGHTS = arg(
+    help="open_clip: its name of the model, and a .safetensors or .pt file (read with weights_only); prolip: the file, "
+    "with config.json and tokenizer.json in the same folder."
+)
+Action = Literal["index", "check", "stats"]
+Format = Literal["open_clip", "prolip"]
+CHOICES = {"data": ("action", get_args(Action)), "import": ("format", get_args(Format))}  # of the first argument
 OWN_FLAGS = {"train": train, "eval": evaluate, "plan": plan}  # verbs whose flags depend on the words before them
 
 
@@ -107,8 +114,7 @@ def caption(
     Args:
         model: model folder (coca, sycoca or any with +caption), or hf:FOLDER (BLIP, GIT, ... as transformers saves it).
         data: tars, a table, a folder of images or scenes, as for `kiloword train`; images need no captions.
-        out: parquet table (key, captions, scores) to write, for `train --extra-captions`; run the same command again
-            after an interruption.
+        out: parquet table (key, captions, scores), for `train --extra-captions`; the same command again resumes.
         options: how captions are generated.
         batch: images in a batch.
         workers: loader processes; auto: none on a CPU, on CUDA the number of cores minus two.
@@ -125,7 +131,7 @@ def caption(
 
 @app.command
 def mine(
-    data: Positional[tuple[str, ...]],
+    data: Annotated[Positional[tuple[str, ...]], REQUIRED],
     features: Path,
     out: Path,
     options: Annotated[MineOptions, arg(name="")] = MINE,
@@ -147,7 +153,7 @@ def mine(
 
 @app.command
 def data(
-    what: Positional[Literal["index", "check", "stats"]],
+    what: Positional[Action],
     source: Positional[str],
     png: Path | None = None,
     digest: bool = False,
@@ -191,7 +197,7 @@ def verify(method: Positional[str], ranks: tuple[int, ...] = (1, 2, 4)) -> None:
 
 @app.command(name="import")
 def import_(
-    format: Positional[Literal["open_clip", "prolip"]], weights: Positional[tuple[str, ...]], out: Path
+    format: Positional[Format], weights: Annotated[Positional[tuple[str, ...]], REQUIRED, WEIGHTS], out: Path
 ) -> None:
     """Import weights of another library: kiloword import open_clip ViT-B-32 weights.safetensors --out models/b32
 
@@ -199,8 +205,6 @@ def import_(
 
     Args:
         format: format of the weights.
-        weights: open_clip: its name of the model, and a .safetensors or .pt file (read with weights_only); prolip: the
-            file, with config.json and tokenizer.json in the same folder.
         out: model folder to write.
     """
     if len(weights) != (2 if format == "open_clip" else 1):
@@ -218,7 +222,7 @@ def import_(
 
 @app.command
 def watch(
-    runs: Positional[tuple[Path, ...]],
+    runs: Annotated[Positional[tuple[Path, ...]], REQUIRED],
     once: bool = False,
     every: float = 2.0,
     smooth: float = 0.0,
@@ -306,4 +310,6 @@ def _run(argv: Sequence[str]) -> None:
     if argv and argv[0] in OWN_FLAGS:
         OWN_FLAGS[argv[0]].main(argv[1:])
     else:
+        if len(argv) > 1 and argv[0] in CHOICES:
+            known(argv[1], *CHOICES[argv[0]])
         app.cli(args=argv or ["--help"], prog="kiloword", description="Train, evaluate and use image-text models.")

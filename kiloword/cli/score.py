@@ -11,13 +11,20 @@ from tyro.conf import Positional, arg
 from kiloword.checkpoint.trust import NONE, Trust
 from kiloword.terminal import say, warn
 
+Drawing = Literal["maps", "words", "gradcam", "masks", "reconstruction"]
+DRAWINGS = (
+    "with explain, what to draw instead of everything: maps (attention of each text), and for decoders words "
+    "(attention of the text decoder for each word), gradcam (of its first layer), masks (patches that each text masks) "
+    "and reconstruction (masked patches as the image decoder reconstructs them)."
+)
+
 
 def score(
     model: Positional[str],
     images: tuple[Path, ...],
     texts: tuple[str, ...],
     explain: Path | None = None,
-    explain_what: tuple[Literal["maps", "words", "gradcam", "masks", "reconstruction"], ...] = (),
+    explain_what: Annotated[tuple[Drawing, ...], arg(help=DRAWINGS)] = (),
     maps: Literal["last", "rollout"] = "last",
     device: str = "auto",
     precision: Literal["auto", "fp32", "bf16"] = "auto",
@@ -31,15 +38,10 @@ def score(
         model: model folder.
         images: image files, or folders of them.
         texts: texts to score.
-        explain: folder for one PNG per image with the attention maps of the texts, and weights.json; for a model with
-            decoders also IMAGE-inside.png and inside.json.
-        explain_what: with explain, what to draw instead of everything: maps (attention of each text), and for decoders
-            words (attention of the text decoder for each word), gradcam (of its first layer), masks (patches that each
-            text masks) and reconstruction (masked patches as the image decoder reconstructs them).
+        explain: folder for IMAGE.png (attention maps), weights.json; with decoders also IMAGE-inside.png, inside.json.
         maps: with explain, attention of the image tower's last block, or rollout over all blocks.
         device: auto, cpu, cuda, cuda:N.
-        precision: precision of the encoders; auto: bf16 on CUDA for models larger than size tiny, else fp32. Features
-            and scores are fp32.
+        precision: precision of the encoders; auto: bf16 on CUDA for models larger than size tiny. Scores are fp32.
         trust: code that the model folder may run.
     """
     from kiloword.api import load

@@ -21,6 +21,7 @@ from kiloword.errors import suggestion
 from kiloword.terminal import say
 
 TEXTS = ("--texts", "--name", "--curves", ".merge", ".teacher")  # ends of flags whose values are texts, not paths
+REQUIRED = arg(help_behavior_hint="(required)")  # of values whose default is only "not given"
 NOTHING_KEPT = {  # verbs that write their results only at the end
     "eval": "no results were written.",
     "mine": "no results were written.",
@@ -34,8 +35,8 @@ def settled(argv: Sequence[str], verbs: Collection[str]) -> list[str]:
     Paths stay as Python decoded them, as it can open them only in that form.
     Raises: ValueError for an unknown verb, or an empty argument, which as a path would be the current directory.
     """
-    if argv and argv[0] and not argv[0].startswith("-") and argv[0] not in verbs:
-        raise ValueError(f"unknown verb {argv[0]!r}: expected one of {', '.join(verbs)}.{suggestion(argv[0], verbs)}")
+    if argv and argv[0]:
+        known(argv[0], "verb", verbs)
     flag, words = "kiloword", []
     for n, word in enumerate(argv):
         name, _, value = word.partition("=")
@@ -44,6 +45,12 @@ def settled(argv: Sequence[str], verbs: Collection[str]) -> list[str]:
             raise ValueError(f"{flag} got an empty value, perhaps of an unset shell variable: expected a value.")
         words.append(utf8(public(word), "replace") if flag.endswith(TEXTS) else public(word))
     return words
+
+
+def known(word: str, noun: str, names: Collection[str]) -> None:
+    """Raises: ValueError for a word that is none of the names, and no flag."""
+    if not word.startswith("-") and word not in names:
+        raise ValueError(f"unknown {noun} {word!r}: expected one of {', '.join(names)}.{suggestion(word, names)}")
 
 
 def interruption(argv: Sequence[str], error: KeyboardInterrupt) -> str:
@@ -115,7 +122,7 @@ def _common(run: Any) -> type:
         entries: list[tuple[str, Any, Any]] = []
         for n, flag in enumerate(flags.split()):
             leaf = by_flag[flag]
-            hint, text = get_type_hints(leaf.owner)[leaf.field.name], leaf.field.metadata["help"]
+            hint, text = get_type_hints(leaf.owner, include_extras=True)[leaf.field.name], leaf.field.metadata["help"]
             entries.append((f"flag_{n}", Annotated[hint, arg(name=flag, help=text)], field(default=leaf.value)))
         group: Any = make_dataclass(title, entries, frozen=True)
         group.__doc__ = ""
@@ -147,10 +154,12 @@ def method_command(argv: Sequence[str], example: str) -> MethodCommand:
 def mixed(method: str, argv: Sequence[str]) -> str:
     """The method with the components that flags name: llip, --transforms compose -> "llip+compose".
 
-    Raises: ValueError for a component that fills another slot than its flag's, and for --terms of nothing.
+    Raises: ValueError for a component that its flag does not take, and for --terms of nothing.
     """
     if "--terms" in argv and not values_of(argv, "--terms"):
         raise ValueError("--terms has no value: expected one or several of caption, mim and inclusion.")
+    if values_of(argv, "--captions") == ("many",):
+        raise ValueError(f"--captions is 'many': expected one, all or a number, or {method or 'METHOD'}+many.")
     chosen = [(flag, word) for flag in MIXING for word in values_of(argv, flag)]
     if not (method and chosen):
         return method

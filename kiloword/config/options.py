@@ -18,7 +18,7 @@ class Mixing(BaseSettings):
 
     pooling: str | None = setting(None, "another method's pooling: contextual")
     transforms: str | None = setting(None, "another method's transforms: compose, mixup, cutmix, stylistic")
-    positives: str | None = setting(None, "another method's positives: mined, exact")
+    positives: str | None = setting(None, "another method's positives: mined, exact, fff")
     pair_loss: str | None = setting(None, "another method's pair loss: softmax, sigmoid, supcon, ppcl, matching")
     uncertainty: str | None = setting(None, "gaussian: features with a variance")
     terms: tuple[str, ...] = setting((), "more terms of the loss, one or several: caption, mim, inclusion")

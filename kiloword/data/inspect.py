@@ -81,6 +81,8 @@ def main(what: Literal["index", "check", "stats"], src: str, png: Path | None = 
     if what == "index":
         if digest:
             say(f"digest {digest_all(src, source)}")
+        if not getattr(source, "tars", []):
+            say("nothing to index: only tars have one.")
         return len(notes)
     if what == "check":
         bad = check(source)

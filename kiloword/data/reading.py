@@ -134,7 +134,7 @@ def eval_batches(
     Errors: LoaderStopped when a worker died or hangs.
     """
     if batch < 1:
-        raise ValueError(f"batch is {batch}: expected at least 1")
+        raise ValueError(f"--batch is {batch}: expected at least 1.")
     ranges = [
         part[start : start + batch]
         for part in ([range(len(source))] if parts is None else parts)

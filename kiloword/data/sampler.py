@@ -47,11 +47,11 @@ class Order:
 
     def __post_init__(self) -> None:
         if self.batch < 1:
-            raise ValueError(f"batch is {self.batch}: expected at least 1")
+            raise ValueError(f"--batch is {self.batch}: expected at least 1.")
         if self.rows < self.batch:
             raise ValueError(
                 f"the data set has {self.rows} usable rows, fewer than one batch of {self.batch}; "
-                "use a smaller --batch or more data"
+                "use a smaller --batch or more data."
             )
 
     @property

@@ -122,7 +122,7 @@ def _embed(
 ) -> FeatureStore | None:
     """As `embed`. Ranks share the rows; only the first one writes and returns the store."""
     if batch < 1:
-        raise ValueError(f"batch is {batch}: expected at least 1")
+        raise ValueError(f"--batch is {batch}: expected at least 1.")
     source = every_row(source)
 
     def read(batches: list[range]) -> Iterator[EvalBatch]:

@@ -119,7 +119,7 @@ def _write(
 ) -> tuple[int, int] | None:
     """As `write_captions`. Ranks share the rows; only the first one writes and returns the numbers."""
     if batch < 1:
-        raise ValueError(f"batch is {batch}: expected at least 1")
+        raise ValueError(f"--batch is {batch}: expected at least 1.")
     source, transform = every_row(source), describer.transform
 
     def read(batches: list[range]) -> Iterator[EvalBatch]:

@@ -15,8 +15,8 @@ Way = Literal["greedy", "beam", "nucleus"]
 class GenerationOptions(BaseSettings):
     """How a decoder searches for texts.
 
-    Beam search is the default, as in BLIP, GIT and open_clip's CoCa (and the pseudo-captions of arXiv:2405.10286, fig.
-    3): greedy search can miss a more likely sentence for a more likely first word.
+    Beam search is the default, as in BLIP, GIT and open_clip's CoCa (and the pseudo-captions of arXiv:2405.10286,
+    fig. 3): greedy search can miss a more likely sentence for a more likely first word.
     """
 
     # greedy: the most likely word at each step; beam: the most likely text; nucleus: sampled texts

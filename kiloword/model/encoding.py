@@ -38,7 +38,7 @@ def moved(features: Features, device: torch.device | str) -> Features:
 def chunks(n: int, size: int) -> Iterator[slice]:
     """Slices of at most `size` that cover n rows."""
     if size < 1:
-        raise ValueError(f"the batch size is {size}: expected at least 1")
+        raise ValueError(f"the batch size is {size}: expected at least 1.")
     for start in range(0, n, size):
         yield slice(start, min(start + size, n))
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
+
+from tyro.conf import arg
 
 from kiloword.config.options import Mixing
 from kiloword.config.recipes import ModelConfig, OptimConfig
@@ -60,7 +62,9 @@ class Plan(BaseSettings):
     size: str = setting("b16", "size of the towers (`kiloword sizes` lists them)")
     gpus: int = setting(1, "number of GPUs", 1)
     batch: int = setting(1024, "images in a step, over all GPUs", 1)
-    samples: float = setting(0.0, "images seen in training, such as 12.8e9 (required)", 1)
+    samples: Annotated[float, arg(help_behavior_hint="(required)")] = setting(
+        0.0, "images seen in training, such as 12.8e9", 1
+    )
     gpu: str = setting("h200", "h200, h100, a100-80, a100-40, 4090, cpu, or custom")
     flops: float | None = setting(None, "TFLOP/s of one GPU, instead of the data sheet's", ABOVE_0)
     memory: float | None = setting(None, "memory of one GPU in GiB", ABOVE_0)

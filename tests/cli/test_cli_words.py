@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,40 @@ def test_a_verb_that_is_misspelled(words: str, meant: str, capsys: pytest.Captur
     assert said.startswith(f"kiloword: unknown verb '{words.split()[0]}': expected one of train, ")
     assert said.endswith(f"Did you mean {meant}?\n")
     assert "--" not in said
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("data stat x", "unknown action 'stat': expected one of index, check, stats. Did you mean stats?"),
+        ("import openclip x --out y", "unknown format 'openclip': expected one of open_clip, prolip."),
+        ("data check scenes:test?nn=2", "scenes has no option 'nn'; "),
+        ("train siglip --captions many --data scenes --out x", "--captions is 'many': expected one, all or a number"),
+    ],
+)
+def test_a_value_that_is_misspelled(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert refused(capsys, *words.split()).startswith(f"kiloword: {message}")
+
+
+@pytest.mark.parametrize(
+    "words", ["mine", "watch", "import", "eval caption", "plan siglip", "train siglip", "score", "embed", "caption"]
+)
+def test_help_marks_what_is_required_and_wraps_lines(
+    words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No argument is required and has a default; no line is short although the next word fits."""
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main([*words.split(), "--help"])
+    printed = capsys.readouterr().out
+    positional = printed.partition("positional arguments")[2].partition("\n options")[0]
+    assert "(default: )" not in positional
+    assert ("(required)" in positional) is bool(positional)
+    assert "(required) (default" not in " ".join(printed.split())
+    for line, after in pairwise(map(str.rstrip, printed.splitlines())):
+        column = len(after) - len(after.lstrip())
+        if after and column > 6 and line[column - 2 : column] == "  ":
+            assert len(line) + 1 + len(after.split()[0]) > 80, line
 
 
 @pytest.mark.parametrize(

@@ -88,12 +88,12 @@ REFUSED: dict[str, Callable[[], object]] = {
         *baseline.retrieve(Plain(captions=False), open_source("scenes?n=2"))
     ],
     "none of the first 2 rows is a readable image": lambda: baseline.read(Plain(bad=ALL), 2),
-    "a shortlist of 0 items; expected at least 1": lambda: [
+    "--shortlist is 0: expected at least 1.": lambda: [
         *shortlisted(matcher().score_pairs, FEATURES, FEATURES, torch.arange(2), 0)
     ],
-    "samples is 0: a spectrum needs at least 2 images": lambda: evaluate(matcher(), "spectrum", Plain(), samples=0),
+    "--samples is 1: expected at least 2 images": lambda: evaluate(matcher(), "spectrum", Plain(), samples=1),
     "none of its 3 rows is a usable image, the first": lambda: evaluate(matcher(), "spectrum", Plain(bad=ALL)),
-    "plain: 1 usable vectors": lambda: evaluate(matcher(), "spectrum", Plain(bad=(0, 2))),
+    "plain has 1 usable vector: expected at least 2": lambda: evaluate(matcher(), "spectrum", Plain(bad=(0, 2))),
     "none of its 3 rows is a usable image, the first because: row 0 is broken": lambda: evaluate(
         matcher(), "retrieval", Plain(bad=ALL)
     ),
@@ -104,7 +104,7 @@ REFUSED: dict[str, Callable[[], object]] = {
     "--prompts.coeff is nan": lambda: PromptOptions(coeff=float("nan")).check("filter"),
     "plain has no questions": lambda: _counted(Plain(), 5),
     "precision is 'fp16': expected auto, fp32 or bf16": lambda: open_captioner("model", precision="fp16"),
-    "batch is 0: expected at least 1": lambda: write_captions(
+    "--batch is 0: expected at least 1.": lambda: write_captions(
         describer("coca"), Plain(), "none", GenerationOptions(), batch=0
     ),
     "a text of 32 tokens to choose from, but the text tower reads 31": lambda: Captioner(

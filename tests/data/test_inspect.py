@@ -38,6 +38,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "data"
 
 
+def test_data_without_an_index(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for source, indexed in (("scenes:test?n=2", False), (str(folder), True)):
+        cli(["data", "index", source])
+        assert capsys.readouterr().out.endswith("nothing to index: only tars have one.\n") is not indexed
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_check_names_every_bad_sample(folder: Path, workers: int) -> None:
     bad = check(open_source(str(folder)), workers)

@@ -122,5 +122,5 @@ def test_task_with_a_shortlist() -> None:
     short = evaluate(matcher(), "retrieval", "scenes:test?n=13", shortlist=13)
     assert {name: short[name] for name in full} == pytest.approx(full)
     assert "text_retrieval_shortlist_recall@4" in evaluate(matcher(), "retrieval", "scenes:test?n=13", shortlist=4)
-    with pytest.raises(ValueError, match="shortlist of 0"):
+    with pytest.raises(ValueError, match="--shortlist is 0"):
         evaluate(matcher(), "retrieval", "scenes:test?n=13", shortlist=0)

@@ -97,7 +97,7 @@ def test_choice_is_the_same_for_every_model_and_within_the_source() -> None:
 
 
 def test_one_image_and_equal_images() -> None:
-    with pytest.raises(ValueError, match="1 usable vectors"):
+    with pytest.raises(ValueError, match="1 usable vector: "):
         evaluate(matcher(), "spectrum", "scenes:test?n=1")
     same = {"effective_rank": 0.0, "dimensions": 2.0, "vectors": 5.0, "singular_value@1": 0.0}
     with pytest.raises(ValueError, match="no spectrum to draw"):

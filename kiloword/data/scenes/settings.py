@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from kiloword.data.scenes.raster import Pixels, draw, draw_inner
 from kiloword.data.scenes.sample import GROUP, Selection
 from kiloword.data.scenes.world import SPLITS, TASKS, Scene
+from kiloword.errors import suggestion
 
 Levels = tuple[float, float, float, float]
 N = TypeVar("N", int, float)
@@ -64,7 +65,8 @@ def _options(query: str) -> dict[str, Any]:
     for item in query.split("&") if query else []:
         name, _, value = item.partition("=")
         if name not in _READERS:
-            raise ValueError(f"scenes has no option '{name}'; options: {', '.join(sorted(_READERS))}")
+            hint = suggestion(name, _READERS)
+            raise ValueError(f"scenes has no option '{name}'; options: {', '.join(sorted(_READERS))}.{hint}")
         if name in options:
             raise ValueError(f"scenes: option '{name}' is given twice")
         read, allowed = _READERS[name]

@@ -44,7 +44,7 @@ def shortlisted(
     Args: images [I, ...]; texts [T, ...]; image_of_text [T] int64; relevance as a function of rows or [T, I] bool.
     """
     if shortlist < 1:
-        raise ValueError(f"a shortlist of {shortlist} items; expected at least 1")
+        raise ValueError(f"--shortlist is {shortlist}: expected at least 1.")
     check_pairs(images, texts, image_of_text)
     image = image_of_text.to(images["vec"].device)
     by_text = _Panels(lambda t, i: score(i, t), texts, images, shortlist)

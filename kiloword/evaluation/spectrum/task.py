@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kiloword.data.reading import EvalBatch
 from kiloword.distributed.sharing import share
+from kiloword.errors import count
 from kiloword.evaluation.features import per_batch
 from kiloword.evaluation.spectrum import Of, SpectrumTaskOptions
 from kiloword.evaluation.task import Inputs, Results, Values
@@ -42,16 +43,16 @@ def run(inputs: Inputs, options: SpectrumTaskOptions) -> Values:
     fingerprint; all if there are fewer.
     """
     source, samples = inputs.source, options.samples
-    if samples < 1:
-        raise ValueError(f"samples is {samples}: a spectrum needs at least 2 images")
+    if samples < 2:
+        raise ValueError(f"--samples is {samples}: expected at least 2 images for a spectrum.")
     subset = _SpectrumRows(source, _chosen(source, samples))
-    count, spread = covariance(_outputs(inputs, subset, options.of))
-    if count < 2:
-        raise ValueError(f"{source.name}: {count} usable vectors; a covariance needs at least 2")
+    vectors, spread = covariance(_outputs(inputs, subset, options.of))
+    if vectors < 2:
+        raise ValueError(f"{source.name} has {count(vectors, 'usable vector')}: expected at least 2 for a spectrum.")
     values = singular_values(spread)
     yield "effective_rank", effective_rank(values)
     yield "dimensions", float(len(values))
-    yield "vectors", float(count)
+    yield "vectors", float(vectors)
     for k, value in enumerate(values.tolist(), start=1):
         yield f"{VALUE}{k}", value
 
