@@ -173,7 +173,7 @@ def occlusion(pooling: Single, tokens: Tensor, texts: Features, attention: Tenso
 
     Of a pooling that reads no patch: where the tokens look that it reads.
     """
-    words = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", type(pooling).__name__).lower()  # TwiceNormed: twice normed
+    words = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", type(pooling).__name__).lower()  # TwiceNormalised: twice normalised
     name = "attentional pooling" if type(pooling) is Single else words
     score, mean = pooling.score(pooling.image(tokens), texts), tokens[:, e:].mean(1)
     falls = []

@@ -45,7 +45,7 @@ def preset(settings: Settings) -> Method:
 
     def head(config: ModelConfig) -> Head:
         head = base.head(config)
-        head.pooling, head.uncertainty = TwiceNormed(config), FromMean(config, only(settings, GaussianSettings))
+        head.pooling, head.uncertainty = TwiceNormalised(config), FromMean(config, only(settings, GaussianSettings))
         return head
 
     def shape(config: ModelConfig) -> ModelConfig:
@@ -62,7 +62,7 @@ def preset(settings: Settings) -> Method:
     )
 
 
-class TwiceNormed(Single):
+class TwiceNormalised(Single):
     """One vector per image and text; a second norm of the image's class token before its projection."""
 
     def __init__(self, config: ModelConfig) -> None:
