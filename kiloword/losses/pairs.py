@@ -237,8 +237,9 @@ def log_sums(pairs: PairBlocks, positives: Positives, of_positives: bool = False
         z, y = block.logits.detach(), positives(block)
         terms = [z, z + y.log()] if of_positives else [z]
         if not sums:
-            start = z.new_tensor([-torch.inf] * len(terms) + [0.0])
-            sums = [start[:, None].repeat(1, size) for size in pairs.shape]
+            sums = [z.new_full((len(terms) + 1, size), -torch.inf) for size in pairs.shape]
+            for side in sums:
+                side[-1].zero_()
         for side, part, dim in ((sums[0], rows, 1), (sums[1], columns, 0)):
             logs = torch.stack([x.logsumexp(dim) for x in terms])
             side[:-1, part] = torch.logaddexp(side[:-1, part], logs)

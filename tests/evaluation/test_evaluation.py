@@ -179,6 +179,8 @@ def test_prompts() -> None:
 class KnownModel(torch.nn.Module):
     """Knows every image and text by number: grey level 10 n and the text "n" get the n-th unit vector."""
 
+    device = torch.device("cpu")
+
     def __init__(self) -> None:
         super().__init__()
         self.config = sizes()["debug"]

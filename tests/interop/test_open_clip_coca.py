@@ -95,8 +95,7 @@ def compare(theirs: Any, ours: Model, lengths: list[int], tolerance: float) -> t
     memory = ours.memory(image_tokens)
     assert_near(memory, theirs.visual(given)[1], tolerance)
     decoder: Any = ours.more["text_decoder"]
-    keys, extra = decoder.remember(memory), len(ours.config.text.extra_tokens)
-    x, targets = decoded(decoder, ours, texts, text_tokens, keys, extra)
+    x, targets = decoded(ours, texts, text_tokens, decoder.remember(memory))
     logits = x @ decoder.table(ours.text_tower.tokens).T
     real = torch.cat([row[: length - 1] for row, length in zip(out["logits"], lengths, strict=True)])
     assert_near(logits, real, tolerance)

@@ -23,7 +23,7 @@ def preset(settings: Settings) -> Method:
         mixed(siglip.preset(only(settings, siglip.Settings)), only(settings, ContextualSettings)),
         name="llip",
         source="arXiv:2405.00740",
-        summary="tokens mixed separately for every text; sigmoid over all pairs",
+        summary="tokens mixed for every text, sigmoid over all pairs",
     )
 
 

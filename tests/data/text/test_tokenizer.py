@@ -13,10 +13,11 @@ import unicodedata
 from pathlib import Path
 from types import ModuleType
 
+import ftfy
 import pytest
 import tokenizers
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
@@ -178,7 +179,8 @@ def test_clip_ids_equal_open_clip_on_real_captions(clip: Tokenizer, oracle: Modu
 @given(text=st.text(st.characters(max_codepoint=0x2FFF, exclude_categories=["Cn", "Cs"]), max_size=40))
 @settings(max_examples=200, deadline=None)
 def test_clip_ids_equal_open_clip_on_any_text(clip: Tokenizer, oracle: ModuleType, text: str) -> None:
-    """Characters assigned long ago: there the two libraries hold the same Unicode tables."""
+    """Characters assigned long ago, once repaired too: there the two libraries hold the same Unicode tables."""
+    assume(not any(unicodedata.category(c) == "Cn" for c in ftfy.fix_text(text)))
     expected = oracle.tokenize([text], 200)[0]
     assert torch.equal(clip.encode([text], config(context=200, pad_to_context=True)).ids, expected)
 
