@@ -72,8 +72,8 @@ def check(settings: Any, prefix: str = "--") -> None:
     """Check all numbers of a dataclass of settings, such as a recipe.
 
     Args: prefix: of the flags that messages name; "": they name keys of a file.
-    Raises: ValueError naming numbers that are NaN, infinite or out of their limits, and what is no number where limits
-    are declared, unless it is the default ("auto").
+    Raises: ValueError naming numbers that are NaN, infinite or out of their limits, and other values than numbers where
+    limits are declared, unless it is the default ("auto").
     """
     wrong = []
     for leaf in leaves(settings):
