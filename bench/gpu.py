@@ -54,8 +54,8 @@ ten-minutes
 ten-minutes-dry
 150 device_check --size debug --batch 8 --ways fp32 bf16 "bf16, selective checkpointing"
 90  syncs --dry
-60  step --size debug --batch 4 --dtype bf16 --steps 1 --warmup 1
-60  step --size debug --batch 4 --dtype bf16 --steps 1 --warmup 1 --captions 2
+60  step --size debug --batch 4 --dtype bf16 --steps 1 --warmup 1 --alone
+60  step --size debug --batch 4 --dtype bf16 --steps 1 --warmup 1 --alone --captions 2
 120 kiloword train clip --size debug --data scenes --steps 2 --batch 8 --out {scratch}/first
 60  llip --images 8 --repeat 1 --memory 8 16 --texts 16 32
 
