@@ -17,7 +17,7 @@ from kiloword.addresses import scrubbed
 from kiloword.checkpoint.trust import NONE, Trust
 from kiloword.cli import evaluate, plan, train
 from kiloword.cli.score import score
-from kiloword.cli.words import REQUIRED, interruption, known, settled
+from kiloword.cli.words import REQUIRED, check_known, interruption, settled
 from kiloword.distributed import launch
 from kiloword.errors import sentence_of
 from kiloword.generation.options import GenerationOptions
@@ -311,5 +311,5 @@ def _run(argv: Sequence[str]) -> None:
         OWN_FLAGS[argv[0]].main(argv[1:])
     else:
         if len(argv) > 1 and argv[0] in CHOICES:
-            known(argv[1], *CHOICES[argv[0]])
+            check_known(argv[1], *CHOICES[argv[0]])
         app.cli(args=argv or ["--help"], prog="kiloword", description="Train, evaluate and use image-text models.")

@@ -36,7 +36,7 @@ def settled(argv: Sequence[str], verbs: Collection[str]) -> list[str]:
     Raises: ValueError for an unknown verb, or an empty argument, which as a path would be the current directory.
     """
     if argv and argv[0]:
-        known(argv[0], "verb", verbs)
+        check_known(argv[0], "verb", verbs)
     flag, words = "kiloword", []
     for n, word in enumerate(argv):
         name, _, value = word.partition("=")
@@ -47,7 +47,7 @@ def settled(argv: Sequence[str], verbs: Collection[str]) -> list[str]:
     return words
 
 
-def known(word: str, noun: str, names: Collection[str]) -> None:
+def check_known(word: str, noun: str, names: Collection[str]) -> None:
     """Raises: ValueError for a word that is none of the names, and no flag."""
     if not word.startswith("-") and word not in names:
         raise ValueError(f"unknown {noun} {word!r}: expected one of {', '.join(names)}.{suggestion(word, names)}")

@@ -14,10 +14,10 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from kiloword.addresses import without_credentials
 
-ANY = math.inf
+UNLIMITED = math.inf
 ABOVE_0 = math.nextafter(0.0, 1.0)
 BELOW_1 = math.nextafter(1.0, 0.0)
-OTHER = (-1e6, 1e6)  # limits of floats that declare none
+DEFAULT_LIMITS = (-1e6, 1e6)  # limits of floats that declare none
 LARGEST = 1 << 26  # largest file of settings in bytes
 
 T = TypeVar("T")
@@ -29,14 +29,14 @@ class BaseSettings:
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
 
-def setting(default: T, text: str, low: float | None = None, high: float = ANY, **more: str) -> T:
+def setting(default: T, text: str, low: float | None = None, high: float = UNLIMITED, **more: str) -> T:
     """A field of settings with a default; other arguments as of `about`."""
     declared: T = field(default=default, metadata=about(text, low, high, **more))
     return declared
 
 
 def about(
-    text: str = "", low: float | None = None, high: float = ANY, *, flag: str | None = None, hint: str = ""
+    text: str = "", low: float | None = None, high: float = UNLIMITED, *, flag: str | None = None, hint: str = ""
 ) -> Mapping[str, Any]:
     """Metadata of a field of settings.
 
@@ -69,7 +69,7 @@ def leaves(settings: Any, path: str = "", flag: str = "") -> Iterator[Leaf]:
 
 
 def check(settings: Any, prefix: str = "--") -> None:
-    """Check all numbers of a dataclass of settings, such as a recipe.
+    """Check all numbers of a dataclass of settings, such as a recipe, but for a method's, which `preset` checks.
 
     Args: prefix: of the flags that messages name; "": they name keys of a file.
     Raises: ValueError naming numbers that are NaN, infinite or out of their limits, and other values than numbers where
@@ -78,34 +78,22 @@ def check(settings: Any, prefix: str = "--") -> None:
     wrong = []
     for leaf in leaves(settings):
         limits, hint = leaf.field.metadata.get("limits"), leaf.field.metadata.get("hint", "")
-        low, high = limits or OTHER
-        for name, value in _numbers(leaf.value, leaf.flag if prefix else leaf.path):
+        low, high = limits or DEFAULT_LIMITS
+        for value in leaf.value if isinstance(leaf.value, list | tuple) else (leaf.value,):
             numeric = isinstance(value, int | float)
-            fits = numeric and low <= value <= high and abs(value) < ANY  # False for NaN
+            fits = numeric and low <= value <= high and abs(value) < UNLIMITED  # False for NaN
             if not fits and (isinstance(value, float) or (limits and (numeric or value != leaf.field.default))):
-                shown = name.replace("_", "-") if prefix else name
-                wrong.append(f"{prefix}{shown} is {value}: expected {_range(low, high)}{hint}")
+                name = prefix + leaf.flag if prefix else leaf.path
+                wrong.append(f"{name} is {value}: expected {_range(low, high)}{hint}")
     if wrong:
         raise ValueError("; ".join(wrong[:3]) + ".")
-
-
-def _numbers(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """The numbers inside a value, anything else among them, and their names."""
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            yield from _numbers(inner, f"{name}.{key}")
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            yield from _numbers(inner, name)
-    else:
-        yield name, value
 
 
 def _range(low: float, high: float) -> str:
     most = "below 1" if high == BELOW_1 else str(high) if isinstance(high, int) else f"{high:g}"
     if low == ABOVE_0:
-        return "above 0" + ("" if high == ANY else f" and {most}" if high == BELOW_1 else f", at most {most}")
-    return f"at least {low:g}" if high == ANY else f"{low:g} to {most}"
+        return "above 0" + ("" if high == UNLIMITED else f" and {most}" if high == BELOW_1 else f", at most {most}")
+    return f"at least {low:g}" if high == UNLIMITED else f"{low:g} to {most}"
 
 
 def only(settings: Any, kind: type[T]) -> T:

@@ -32,11 +32,7 @@ _MORE = {
     "text.text_uncertainty_projection.weight": "head.uncertainty.mean_log_var.weight",
     "text.text_uncertainty_projection.bias": "head.uncertainty.mean_log_var.bias",
 }
-
-
 APPENDED = 2  # [UNC] and [CLS], which its context does not count
-
-
 _UNUSED = {  # settings of initial weights, of other towers, and of the tokenizer, which is kiloword's
     *("init_unc_bias", "pos_embed_type", "attn_pooler_queries", "attn_pooler_heads", "pad_id", "final_ln_after_pool"),
     *("timm_model_pretrained", "timm_pool", "timm_proj", "timm_proj_bias", "timm_drop", "timm_drop_path"),
