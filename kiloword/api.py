@@ -11,12 +11,13 @@ from torch import Tensor
 from kiloword.checkpoint.trust import Trust
 from kiloword.data.images.augmentation import EvalTransform
 from kiloword.data.images.inputs import Images, OneImage, as_list, is_one, kind, prepare
-from kiloword.evaluation.task import IMAGES
+from kiloword.evaluation.task import IMAGES, Nearest
 from kiloword.evaluation.zeroshot import Templates
 from kiloword.evaluation.zeroshot.task import classifier
 from kiloword.explain.maps import Explanation, Maps, explain, together
-from kiloword.methods.prolip.gaussian import Form, csd_matrix, inclusion_matrix, variance_sum
+from kiloword.methods.prolip.gaussian import Form, csd, csd_matrix, inclusion_matrix, variance_sum
 from kiloword.model.encoding import TEXTS, chunks, encode_texts, inference, join
+from kiloword.model.pooling import at_least_float
 from kiloword.types import Features
 
 if TYPE_CHECKING:
@@ -122,23 +123,40 @@ class Matcher:
                 raise ValueError(f"encode_text got {kind(text)} as text {i}: expected strings.")
         return encode_texts(self.model, self.tokenizer, texts, batch)
 
-    def score(self, images: Features | Images, texts: Features | str | Sequence[str]) -> Tensor:
+    def score(
+        self, images: Features | Images, texts: Features | str | Sequence[str], nearest: Nearest | None = None
+    ) -> Tensor:
         """Scores of every image with every text: [I, T], higher is better (a cosine in most models).
 
-        Args: features, or inputs of `encode_image` and `encode_text`. For probabilities see `classify`.
+        Args: features, or inputs of `encode_image` and `encode_text`; nearest: None: the model's own score; "cosine" of
+        "vec"; "csd": 1 - distance / 2, which is the cosine where there is no variance. For probabilities see
+        `classify`. Raises: ValueError for "csd" of features that are not Gaussian.
+        Source: arXiv:2410.18857, eq. A.1.
         """
+        _check_nearest(nearest)
         image_features = _rows(images if isinstance(images, dict) else self.encode_image(images))
         text_features = _rows(texts if isinstance(texts, dict) else self.encode_text(texts))
+        if nearest == "csd":
+            return 1 - 0.5 * self.distance(image_features, text_features)
         with inference(self.model):
+            if nearest == "cosine":
+                return at_least_float(image_features["vec"]) @ at_least_float(text_features["vec"]).T
             return self.model.score(image_features, text_features)
 
-    def score_pairs(self, images: Features, texts: Features) -> Tensor:
-        """Scores of image n with text n, for features of N images and N texts: [N]."""
+    def score_pairs(self, images: Features, texts: Features, nearest: Nearest | None = None) -> Tensor:
+        """Scores of image n with text n, for features of N images and N texts: [N]. Args: nearest: as of `score`."""
+        _check_nearest(nearest)
         images, texts = _rows(images), _rows(texts)
         n, t = len(images["vec"]), len(texts["vec"])
         if n != t:
             raise ValueError(f"score_pairs got {n} images and {t} texts: expected one text per image")
+        if nearest == "csd":
+            _gaussians(images, texts)
         with inference(self.model):
+            if nearest == "csd":
+                return 1 - 0.5 * csd(images, texts)
+            if nearest == "cosine":
+                return (at_least_float(images["vec"]) * at_least_float(texts["vec"])).sum(-1)
             return self.model.head.score_pairs(images, texts)
 
     def uncertainty(self, features: Features) -> Tensor:
@@ -245,6 +263,11 @@ class Matcher:
 def _rows(features: Features) -> Features:
     """Features of one item, "vec" [D], as features of a list of one."""
     return {name: value[None] for name, value in features.items()} if features["vec"].ndim == 1 else features
+
+
+def _check_nearest(nearest: Nearest | None) -> None:
+    if nearest not in (None, "cosine", "csd"):
+        raise ValueError(f"nearest is {nearest!r}: expected cosine, csd or None, the model's score.")
 
 
 def _alone(features: Features) -> Features:

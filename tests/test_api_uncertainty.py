@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from kiloword.api import Matcher
 from kiloword.config.recipes import sizes
 from kiloword.data.text.tokenizer import Tokenizer
+from kiloword.evaluation import evaluate
 from kiloword.methods.prolip import gaussian
 from kiloword.methods.registry import preset
 from kiloword.model.model import build
@@ -187,3 +189,42 @@ def test_options_that_mean_nothing_are_refused() -> None:
         m.inclusion(one, one, form="printed")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="overlap is nan: expected a distance"):
         m.includes(one, one, overlap=float("nan"))
+
+
+def literal_csd(a: Features, b: Features, i: int, j: int) -> float:
+    """Eq. 1, dimension by dimension, in double precision."""
+    pairs = zip(a["vec"][i].tolist(), b["vec"][j].tolist(), strict=True)
+    variances = [math.exp(x) for x in (*a["log_var"][i].tolist(), *b["log_var"][j].tolist())]
+    return sum((x - y) ** 2 for x, y in pairs) + sum(variances)
+
+
+def test_nearest_is_the_literal_distance_or_the_cosine() -> None:
+    m = matcher("pcme++")
+    images, texts = m.encode_image(photos(4)), m.encode_text(CAPTIONS)
+    images["log_var"], texts["log_var"] = torch.randn(4, 16) - 3, torch.randn(3, 16) - torch.tensor([[1.0], [5], [3]])
+    by_distance, by_cosine = m.score(images, texts, "csd"), m.score(images, texts, "cosine")
+    for i in range(4):
+        for t in range(3):
+            assert float(by_distance[i, t]) == pytest.approx(1 - literal_csd(images, texts, i, t) / 2, abs=1e-5)
+            cosine = sum(x * y for x, y in zip(images["vec"][i].tolist(), texts["vec"][t].tolist(), strict=True))
+            assert float(by_cosine[i, t]) == pytest.approx(cosine, abs=1e-5)
+    assert not torch.equal(by_distance.argsort(1), by_cosine.argsort(1))  # variances matter here
+    first = {name: value[:3] for name, value in images.items()}
+    for nearest, whole in (("csd", by_distance), ("cosine", by_cosine)):
+        torch.testing.assert_close(m.score_pairs(first, texts, nearest), whole[:3].diagonal())  # type: ignore[arg-type]
+
+
+def test_retrieval_ranks_by_what_is_chosen() -> None:
+    m, found = matcher("prolip"), {}
+    with torch.no_grad():
+        m.model.head.uncertainty.text_log_var.weight.normal_(0, 2)  # type: ignore[union-attr, operator]
+        m.model.head.uncertainty.text_log_var.bias.fill_(-3)  # type: ignore[union-attr, operator]
+    for nearest in (None, "cosine", "csd"):
+        found[nearest] = evaluate(m, "retrieval", "scenes:test?n=12", nearest=nearest)
+    assert found["csd"] == found[None] != found["cosine"]  # the score of prolip is 1 - CSD / 2
+    listed = evaluate(m, "retrieval", "scenes:test?n=12", nearest="cosine", shortlist=99)
+    assert {name: listed[name] for name in found["cosine"]} == pytest.approx(found["cosine"])
+    with pytest.raises(ValueError, match="nearest is 'near': expected cosine, csd or None"):
+        evaluate(m, "retrieval", "scenes:test?n=12", nearest="near")
+    with pytest.raises(ValueError, match='have no "log_var": their model is not Gaussian'):
+        evaluate(matcher("siglip"), "retrieval", "scenes:test?n=12", nearest="csd")

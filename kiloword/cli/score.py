@@ -26,6 +26,7 @@ def score(
     explain: Path | None = None,
     explain_what: Annotated[tuple[Drawing, ...], arg(help=DRAWINGS)] = (),
     maps: Literal["last", "rollout"] = "last",
+    nearest: Literal["cosine", "csd"] | None = None,
     device: str = "auto",
     precision: Literal["auto", "fp32", "bf16"] = "auto",
     trust: Annotated[Trust, arg(name="")] = NONE,
@@ -40,6 +41,7 @@ def score(
         texts: texts to score.
         explain: folder for IMAGE.png (attention maps), weights.json; with decoders also IMAGE-inside.png, inside.json.
         maps: with explain, attention of the image tower's last block, or rollout over all blocks.
+        nearest: in place of the model's score: cosine of the features, or csd (1 - CSD / 2 of Gaussians).
         device: auto, cpu, cuda, cuda:N.
         precision: precision of the encoders; auto: bf16 on CUDA for models larger than size tiny. Scores are fp32.
         trust: code that the model folder may run.
@@ -55,7 +57,7 @@ def score(
     announce(str(network.mean.device), network.precision, reason_of(precision, network.config))
     for n, (tokens, read) in matcher.tokenizer.cut(texts, matcher.model.config.text).items():
         warn(f"text {n + 1} ({texts[n][:60]!r}) is truncated: it has {tokens} tokens, of which the model reads {read}")
-    _print(images, texts, matcher.score(list(images), list(texts)).tolist())
+    _print(images, texts, matcher.score(list(images), list(texts), nearest).tolist())
     if explain is not None:
         from kiloword.explain.sheets import write
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from importlib import import_module
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import tyro
 
@@ -28,6 +28,9 @@ else:
 IMAGES = 64  # encoded at a time
 
 T = TypeVar("T")
+Nearest = Literal["cosine", "csd"]
+"""Which images and texts are near: by the cosine of their means, or by closed-form sampled distance (Gaussians)."""
+
 PythonOnly = Annotated[T, tyro.conf.Fixed, tyro.conf.Suppress]
 """Type of an option that has no flag: `ks: PythonOnly[tuple[int, ...]] = (1, 5, 10)`."""
 

@@ -53,6 +53,23 @@ def test_a_folder_stands_for_the_images_in_it(folder: str, tmp_path: Path, capsy
     assert "hidden" not in whole
 
 
+def test_scores_by_distance_need_gaussians(folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, photos = matcher("prolip"), images(tmp_path / "photos", "a.jpg")
+    file = ModelFile(method="prolip", settings={}, model=model.model.config)
+    save_model(tmp_path / "prolip", model.model, model.tokenizer, file)
+    printed = []
+    for nearest in ([], ["--nearest", "csd"], ["--nearest", "cosine"]):
+        main(["score", str(tmp_path / "prolip"), "--images", str(photos), "--texts", "a red circle", *nearest])
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1]
+    cosine = model.score([photos / "a.jpg"], ["a red circle"], "cosine")
+    assert f"{float(cosine):.3f}" in printed[2]
+    with pytest.raises(SystemExit) as end:
+        main(["score", folder, "--images", str(photos), "--texts", "a", "--nearest", "csd"])
+    assert end.value.code == 2
+    assert "their model is not Gaussian" in capsys.readouterr().err
+
+
 def test_a_folder_without_images_is_refused(folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     empty = images(tmp_path / "photos")
     with pytest.raises(SystemExit) as end:

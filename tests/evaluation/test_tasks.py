@@ -15,7 +15,7 @@ from kiloword.cli.main import main
 from kiloword.evaluation import TASKS, evaluate
 from kiloword.evaluation.command import Execution
 
-PYTHON_ONLY = {"ks", "chunk", "classnames", "templates", "captions", "nearest"}
+PYTHON_ONLY = {"ks", "chunk", "classnames", "templates", "captions"}
 SHARED = {"help", "data", "json", "method", "trust-code", *(f.name for f in fields(Execution))} - {"trust"}
 
 
@@ -124,7 +124,7 @@ def test_flags_of_other_tasks_are_refused(capsys: pytest.CaptureFixture[str]) ->
         (
             "retrieval",
             {"shortlst": 5},
-            "no option shortlst; it has: shortlist, ks, chunk, batch, workers\\. Did you mean s",
+            "no option shortlst; it has: nearest, shortlist, ks, chunk, batch, workers\\. Did you mean s",
         ),
         (
             "spectrum",

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from kiloword.evaluation.task import Deferred, PythonOnly, Task
+from kiloword.evaluation.task import Deferred, Nearest, Task
 
 Includes = Literal["inc", "h"]
-Nearest = Literal["cosine", "csd"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +20,7 @@ class HierarchyTaskOptions:
     # log of a variance added in inc and h; None: 0. At -10 or less distances hardly count: h then chooses the widest
     # caption, inc the narrowest
     eps: float | None = None
-    nearest: PythonOnly[Nearest] = "cosine"  # distance of a traversal's steps; csd needs a model with Gaussians
+    nearest: Nearest = "cosine"  # similarity by which a traversal steps; csd needs a model with Gaussians
 
 
 TASK = Task(

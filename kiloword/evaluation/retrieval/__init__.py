@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kiloword.evaluation.task import Deferred, PythonOnly, Task
+from kiloword.evaluation.task import Deferred, Nearest, PythonOnly, Task
 
 
 @dataclass(frozen=True, kw_only=True)
 class RetrievalTaskOptions:
     """How pairs are ranked."""
 
+    # in place of the model's score: cosine of the features (of a Gaussian: its mean), or csd, the closed-form sampled
+    # distance of Gaussians. None: the model's score
+    nearest: Nearest | None = None
     shortlist: int | None = None  # exact scores of the N nearest images or texts alone; prints the recall lost
     ks: PythonOnly[tuple[int, ...]] = (1, 5, 10)  # of recall@k
     chunk: PythonOnly[int] = 1024  # rows and columns of scores held at a time

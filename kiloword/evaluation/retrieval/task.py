@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -69,9 +70,11 @@ def run(inputs: Inputs, options: RetrievalTaskOptions) -> Values:
     texts = matcher.encode_text(captions)
     images, image_of_text = join(captioned), torch.tensor(image)
     if options.shortlist is None:
-        yield from retrieval(matcher.score, images, texts, image_of_text, ks, relevance, options.chunk)
+        score = partial(matcher.score, nearest=options.nearest)
+        yield from retrieval(score, images, texts, image_of_text, ks, relevance, options.chunk)
     else:
-        yield from shortlisted(matcher.score_pairs, images, texts, image_of_text, options.shortlist, ks, relevance)
+        pairs = partial(matcher.score_pairs, nearest=options.nearest)
+        yield from shortlisted(pairs, images, texts, image_of_text, options.shortlist, ks, relevance)
 
 
 def standings(
