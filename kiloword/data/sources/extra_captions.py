@@ -14,11 +14,12 @@ import pyarrow as pa
 import pyarrow.parquet
 
 from kiloword.data.files import find_key, key_bytes, key_text, lookup_table
+from kiloword.data.sources.columns import check_once
 from kiloword.data.sources.embedded import arrow_errors, check_expanded
 from kiloword.data.sources.mixture import MixtureSource
 from kiloword.data.sources.optional import key_of, texts_of
 from kiloword.data.sources.sample import clean
-from kiloword.data.sources.tables import check_once, fingerprint, one_array
+from kiloword.data.sources.tables import fingerprint, one_array
 from kiloword.terminal import shown
 from kiloword.types import BadSample, NoCaption, Record, Source
 

@@ -12,9 +12,11 @@ from kiloword.data.remote.sets import open_remote
 from kiloword.data.sources.extra_captions import with_captions
 from kiloword.data.sources.folder import Folder, is_image
 from kiloword.data.sources.mixture import mix
+from kiloword.data.sources.query import FORM, TableOptions, parse_query, split_query
 from kiloword.data.sources.sample import check_regular
 from kiloword.data.sources.tables import TableSource
 from kiloword.data.tars.shards import RANGE, TarSource, expand, natural, text_lines
+from kiloword.terminal import shown
 from kiloword.types import Source
 
 __all__ = ["expand", "mix", "open_data", "open_source"]
@@ -26,8 +28,9 @@ _KINDS = "a folder of tars, a tar, a brace pattern x-{000..123}.tar, csv, tsv, p
 def open_source(src: str, size: int | None = None) -> Source:
     """The data set that `src` names.
 
-    Args: src: a folder of tars, a tar, a brace pattern `x-{000..123}.tar`, csv, tsv, parquet, a folder of images, or
-    `scenes...`; or a URL (see `remote`); size: height and width of drawn images (scenes) in pixels.
+    Args: src: a folder of tars, a tar, a brace pattern `x-{000..123}.tar`, csv, tsv, parquet (these with parameters,
+    see `query`), a folder of images, or `scenes...`; or a URL (see `remote`); size: height and width of drawn images
+    (scenes) in pixels.
     Errors: ValueError when nothing is there, or nothing can be read.
     """
     if re.match(r"scenes([:?]|$)", src) and not Path(src).exists():
@@ -42,15 +45,18 @@ def open_source(src: str, size: int | None = None) -> Source:
         if missing := [tar for tar in tars if not tar.is_file()]:
             raise ValueError(f"{src}: {len(missing)} of {len(tars)} tars are missing, the first is {missing[0]}.")
         return _shards(src, tars)
-    path = Path(src).expanduser()
+    name, query = split_query(src)
+    path = Path(name).expanduser()
     if not path.exists():
-        raise ValueError(f"{src}: no such file or folder. Expected {_KINDS}.")
+        raise ValueError(f"{name}: no such file or folder. Expected {_KINDS}.")
+    suffix = path.suffix.lower()
+    if query and (path.is_dir() or suffix not in _TABLES):
+        raise ValueError(f"{name} takes no parameters, but ?{shown(query[:60])} follows it: only tables do ({FORM}).")
     if path.is_dir():
         return _open_folder(src, path)
     check_regular(path)
-    suffix = path.suffix.lower()
     if suffix in _TABLES:
-        return TableSource(src, path)
+        return TableSource(src, path, parse_query(name, query, TableOptions))
     if suffix == ".tar":
         return _shards(src, [path])
     raise ValueError(f"{src}: unknown kind of file. Expected {_KINDS}.")

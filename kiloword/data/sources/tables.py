@@ -2,7 +2,8 @@
 
 Columns: `image` (path relative to the table; in parquet also the bytes, or a struct with `bytes`) or open_clip's
 `filepath`; and `caption`, `captions` (a list; in csv a JSON list, or one caption per line) or open_clip's `title`. Or
-`question`, with `answers` (as `captions`, or as VQAv2's objects with `answer`) or `answer`, and optional types.
+`question`, with `answers` (as `captions`, or as VQAv2's objects with `answer`) or `answer`, and optional types. Other
+columns are named by parameters (`query.TableOptions`).
 """
 
 from __future__ import annotations
@@ -11,17 +12,23 @@ import hashlib
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute
 import pyarrow.csv
 import pyarrow.parquet
+from numpy.typing import NDArray
 
+from kiloword.data.sources.columns import IMAGE_COLUMNS, SPLIT, choose
 from kiloword.data.sources.embedded import Embedded, arrow_errors, check_expanded, check_rows, is_embedded
+from kiloword.data.sources.query import TableOptions, images_folder
 from kiloword.data.sources.sample import (
     ANSWERS,
+    IMAGE_SUFFIXES,
     MAX_IMAGE,
     QUESTION,
     clean,
@@ -33,10 +40,7 @@ from kiloword.data.sources.sample import (
 from kiloword.terminal import shown
 from kiloword.types import BadSample, NoCaption, Record
 
-IMAGE_COLUMNS = ("image", "filepath")
-CAPTION_COLUMNS = ("captions", "caption", "title")
-ANSWER_COLUMNS = (ANSWERS, "answer")
-TYPE_COLUMNS = ("question_type", "answer_type")
+DEFAULTS = TableOptions()
 _BLOCK = 1 << 26  # bytes that the csv reader parses at once; no row may be longer
 
 
@@ -57,52 +61,56 @@ class TableSource:
     natural = True
     from_files = True
 
-    def __init__(self, name: str, path: Path) -> None:
-        self.name, self.path = name, path
-        self.fingerprint = fingerprint(path)
+    def __init__(self, name: str, path: Path, options: TableOptions = DEFAULTS) -> None:
+        self.name, self.path, self._folder = name, path, images_folder(path, options.images)
+        self._contents = fingerprint(path)
+        self.fingerprint = _with_options(self._contents, options)
         self._malformed: list[str] = []  # reasons
         self._embedded: Embedded | None = None  # the images, where the table contains them
-        image, columns = _choose(path, _column_names(path))
-        self._asks = columns[0] == QUESTION
+        names = _column_names(path)
+        self._columns = choose(path, names, options)
+        self._asks = QUESTION in self._columns.texts
         with arrow_errors(path):
-            images = self._read(image, columns)
+            images, splits = self._read(options)
         self._images = None if self._embedded else images
-        groups = (
-            np.arange(len(images))
-            if self._asks
-            else images.dictionary_encode(null_encoding="encode").indices.to_numpy(False)
-        )
-        # rows by image [N], images by first appearance, and where the rows of each start [G + 1]
-        self._order = np.argsort(groups, kind="stable").astype(np.int64)
-        starts = np.flatnonzero(np.diff(groups[self._order], prepend=-1)).astype(np.int64)
-        self._starts = np.append(starts, len(groups))
+        self._order, self._starts = _rows_by_image(images, self._asks, splits, options.split)
         if not len(self):
+            rows = f"rows whose {SPLIT} is {shown(options.split[:60])!r}" if options.split else "rows"
             raise ValueError(
-                f"{path} has no rows. Expected an image and a caption, or a question and its answers, in each row."
+                f"{path} has no {rows}. Expected an image and a caption, or a question and its answers, in each row."
+                f"{_splits(splits)}"
             )
 
-    def _read(self, image: str, columns: list[str]) -> pa.Array:
-        """Read the texts. Returns: [N] paths of images, or digests of embedded images."""
+    def _read(self, options: TableOptions) -> tuple[pa.Array, pa.Array | None]:
+        """Read the texts. Returns: [N] paths of images, or digests of embedded images; [N] splits, if one is chosen."""
+        image, columns = self._columns.image, [*self._columns.names, *([SPLIT] if options.split else [])]
         if self.path.suffix.lower() != ".parquet":
             table, self._malformed = _read_csv(self.path, [image, *columns])
             images = one_array(table.column(image), pa.large_binary())
         else:
             check_expanded(self.path, columns)
             table = pa.parquet.read_table(self.path, columns=columns)
-            embedded = is_embedded(self.path, image)
-            if embedded and len(table):
-                self._embedded = Embedded(self.path, image, self.fingerprint)
-                digests = pa.py_buffer(self._embedded.digests())
-                images = pa.FixedSizeBinaryArray.from_buffers(pa.binary(16), self._embedded.rows, [None, digests])
-            elif embedded:  # no rows, whose structs have no cast to paths
-                images = pa.array([], pa.large_binary())
-            else:
-                check_expanded(self.path, [image])
-                images = one_array(pa.parquet.read_table(self.path, columns=[image]).column(image), pa.large_binary())
+            images = self._parquet_images(image, len(table))
             check_rows(self.path, len(table), len(images))
         combine = pa.ChunkedArray.combine_chunks if self._asks else _caption_array
-        self._cells = {column: combine(table.column(column)) for column in columns}
-        return images
+        self._cells = {key: combine(table.column(column)) for key, column in self._columns.texts.items()}
+        return images, one_array(table.column(SPLIT), pa.large_binary()) if options.split else None
+
+    def _parquet_images(self, column: str, rows: int) -> pa.Array:
+        embedded = is_embedded(self.path, column)
+        if embedded and rows:
+            default = column in IMAGE_COLUMNS  # copies of these that exist stay valid
+            name = self._contents if default else _digest(self._contents, column)
+            self._embedded = Embedded(self.path, column, name)
+            digests = pa.py_buffer(self._embedded.digests())
+            return pa.FixedSizeBinaryArray.from_buffers(pa.binary(16), self._embedded.rows, [None, digests])
+        if embedded:  # no rows, whose structs have no cast to paths
+            return pa.array([], pa.large_binary())
+        check_expanded(self.path, [column])
+        paths = pa.parquet.read_table(self.path, columns=[column]).column(column)
+        if pa.types.is_integer(paths.type):
+            paths = paths.cast(pa.string())
+        return one_array(paths, pa.large_binary())
 
     def __len__(self) -> int:
         return len(self._starts) - 1 + len(self._malformed)
@@ -155,12 +163,12 @@ class TableSource:
         return self._images[self._first(row)].as_py() or b""
 
     def _read_image(self, row: int) -> bytes:
-        """An image named relative to the table. Raises BadSample."""
+        """An image named relative to the folder of images. Raises BadSample."""
         name = os.fsdecode(self._path(row))
         if not name:
             raise BadSample("no image is named")
         try:
-            return read_whole(self.path.parent / name, "the image", MAX_IMAGE)
+            return read_whole(_image_file(self._folder / name), "the image", MAX_IMAGE)
         except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
             reason = error.strerror if isinstance(error, OSError) else "not a file name"
             raise BadSample(f"image cannot be read: {shown(name[:200])} ({reason})") from None
@@ -180,18 +188,63 @@ class TableSource:
         answers: Any = parse_answers(info)
         return clean(answers), {name: value for name, value in info.items() if value}
 
-    def _cell(self, column: str, row: int) -> Any:
+    def _cell(self, key: str, row: int) -> Any:
         """Text, or a list. Raises BadSample."""
         try:
-            cell = self._cells[column][row].as_py()
+            cell = self._cells[key][row].as_py()
         except UnicodeDecodeError:
             raise BadSample("caption is not UTF-8") from None
         text = decode_text(cell) if isinstance(cell, bytes) else cell
-        return _listed(text, column == ANSWERS) if isinstance(text, str) and column in (ANSWERS, "captions") else text
+        by_line = self._columns.lists.get(key)
+        return _listed(text, key == ANSWERS, by_line) if isinstance(text, str) and by_line is not None else text
 
 
-def _listed(text: str, objects: bool) -> list[Any]:
-    """Parse a JSON list of strings (or also of objects), or one text per line."""
+def _rows_by_image(
+    images: pa.Array, asks: bool, splits: pa.Array | None, split: str
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Rows by image, images by first appearance, [N]; and where the rows of each start, [G + 1].
+
+    Args: asks: every row is on its own; split: only rows with this split.
+    """
+    rows = np.arange(len(images), dtype=np.int64)
+    if splits is not None:
+        of_split = pa.compute.fill_null(pa.compute.equal(splits, split.encode()), False)
+        rows = np.flatnonzero(of_split.to_numpy(zero_copy_only=False))
+        images = images.take(pa.array(rows))
+    groups = rows if asks else images.dictionary_encode(null_encoding="encode").indices.to_numpy(zero_copy_only=False)
+    order = np.argsort(groups, kind="stable").astype(np.int64)
+    starts = np.flatnonzero(np.diff(groups[order], prepend=-1)).astype(np.int64)
+    return rows[order], np.append(starts, len(rows))
+
+
+def _splits(splits: pa.Array | None) -> str:
+    """The splits of a table, for a message."""
+    if splits is None or not len(splits):
+        return ""
+    names = [os.fsdecode(name or b"") for name in pa.compute.unique(splits).to_pylist()]
+    return f" It has {shown(', '.join(names)[:200])}."
+
+
+def _image_file(path: Path) -> Path:
+    """The path of an image, whose suffix the table may omit."""
+    if path.suffix.lower().removeprefix(".") in IMAGE_SUFFIXES or path.exists():
+        return path
+    complete = (path.with_name(f"{path.name}.{suffix}") for suffix in IMAGE_SUFFIXES)
+    return next((file for file in complete if file.exists()), path)
+
+
+def _with_options(contents: str, options: TableOptions) -> str:
+    """The fingerprint of a table: of its contents and of the options that select, not of where images are."""
+    chosen = repr(replace(options, images=""))
+    return contents if chosen == repr(DEFAULTS) else _digest(contents, chosen)
+
+
+def _digest(contents: str, more: str) -> str:
+    return hashlib.blake2b(f"{contents} {more}".encode(), digest_size=16).hexdigest()
+
+
+def _listed(text: str, objects: bool, by_line: bool = True) -> list[Any]:
+    """Parse a JSON list of strings (or also of objects), or one text per line, or the one text."""
     if text.lstrip().startswith("["):
         try:
             values = json.loads(text)
@@ -199,33 +252,7 @@ def _listed(text: str, objects: bool) -> list[Any]:
             values = None
         if isinstance(values, list) and (objects or all(isinstance(value, str) for value in values)):
             return values
-    return [line for line in text.split("\n") if line.strip()]
-
-
-def _choose(path: Path, names: list[str]) -> tuple[str, list[str]]:
-    """The column of images; and that of captions, or those of questions, answers and types."""
-    image, caption, answers = (
-        next((column for column in columns if column in names), None)
-        for columns in (IMAGE_COLUMNS, CAPTION_COLUMNS, ANSWER_COLUMNS)
-    )
-    if QUESTION in names and answers:
-        texts = [QUESTION, answers, *(column for column in TYPE_COLUMNS if column in names)]
-    else:
-        texts = [caption] if caption else []
-    if image is None or not texts:
-        raise ValueError(
-            f"{path} has the columns {shown(', '.join(names)[:200]) or 'none'}. Expected `image` (or `filepath`) and "
-            "`caption`, `captions` (or `title`) in its first line; or `image`, `question` and `answers` (or `answer`)."
-        )
-    check_once(path, names, image, *texts)
-    return image, texts
-
-
-def check_once(path: Path, names: list[str], *columns: str) -> None:
-    """Errors: ValueError when a table has two columns of one name."""
-    for column in columns:
-        if names.count(column) > 1:
-            raise ValueError(f"{path} has {names.count(column)} columns named {column}. Expected one.")
+    return [line for line in text.split("\n") if line.strip()] if by_line else [text]
 
 
 def _column_names(path: Path) -> list[str]:

@@ -11,9 +11,9 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet
 
+from kiloword.data.sources.columns import check_once
 from kiloword.data.sources.optional import keys
 from kiloword.data.sources.sample import check_regular
-from kiloword.data.sources.tables import check_once
 from kiloword.types import Source
 
 

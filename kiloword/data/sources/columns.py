@@ -1,0 +1,83 @@
+"""Which columns of a table are read, by their usual names or by the parameters of the source."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kiloword.data.sources.query import FORM, TableOptions
+from kiloword.data.sources.sample import ANSWERS, QUESTION
+from kiloword.errors import suggestion
+from kiloword.terminal import shown
+
+IMAGE_COLUMNS = ("image", "filepath")
+CAPTION_COLUMNS = ("captions", "caption", "title")
+ANSWER_COLUMNS = (ANSWERS, "answer")
+TYPE_COLUMNS = ("question_type", "answer_type")
+SPLIT = "split"
+
+
+@dataclass(frozen=True)
+class TableColumns:
+    """Names of the columns that are read."""
+
+    image: str
+    texts: dict[str, str]  # column by key: of questions their key in `Record.info`, of captions the column itself
+    lists: dict[str, bool]  # keys whose text may be a JSON list; True: else it has one text per line
+
+    @property
+    def names(self) -> list[str]:
+        """The columns of texts."""
+        return list(self.texts.values())
+
+
+def choose(path: Path, names: Sequence[str], options: TableOptions) -> TableColumns:
+    """The columns that are read. Errors: ValueError for a missing column, and one that the table has twice."""
+    named = [options.image, *options.caption, options.question, options.answer, SPLIT if options.split else ""]
+    for column in filter(None, named):
+        if column not in names:
+            raise ValueError(
+                f"{path} has no column {shown(column[:60])!r}; it has {_listed(names)}."
+                f"{suggestion(column, names)} Columns are named by {FORM}."
+            )
+    image, question = options.image or _first(IMAGE_COLUMNS, names), options.question or _first((QUESTION,), names)
+    answers, caption = options.answer or _first(ANSWER_COLUMNS, names), _first(CAPTION_COLUMNS, names)
+    if question and answers and not options.caption:
+        key = ANSWERS if options.answer else answers
+        types = {column: column for column in TYPE_COLUMNS if column in names}
+        columns = TableColumns(image, {QUESTION: question, key: answers, **types}, {ANSWERS: True})
+    elif options.question or options.answer:
+        raise ValueError(
+            f"{path}: questions need question=COLUMN and answer=COLUMN, without caption=. It has the columns "
+            f"{_listed(names)}."
+        )
+    else:
+        captions = options.caption or ((caption,) if caption else ())
+        columns = TableColumns(
+            image, {c: c for c in captions}, dict.fromkeys(options.caption, False) | {"captions": True}
+        )
+    if not image or not columns.texts:
+        raise ValueError(
+            f"{path} has the columns {_listed(names)}. Expected `image` (or `filepath`) and `caption`, `captions` (or "
+            "`title`) in its first line; or `image`, `question` and `answers` (or `answer`). Other columns are named "
+            f"by {FORM}."
+        )
+    check_once(path, names, image, *columns.names)
+    return columns
+
+
+def check_once(path: Path, names: Sequence[str], *columns: str) -> None:
+    """Errors: ValueError when a table has two columns of one name."""
+    for column in columns:
+        if names.count(column) > 1:
+            raise ValueError(f"{path} has {names.count(column)} columns named {column}. Expected one.")
+
+
+def _first(columns: Sequence[str], names: Sequence[str]) -> str:
+    """The first of the columns that the table has; "" if it has none."""
+    return next((column for column in columns if column in names), "")
+
+
+def _listed(names: Sequence[str]) -> str:
+    return shown(", ".join(names)[:200]) or "none"

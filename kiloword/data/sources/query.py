@@ -1,0 +1,78 @@
+"""`FILE?NAME=VALUE&NAME=VALUE`: parameters of a file that is named as a data set, such as names of columns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TypeVar
+from urllib.parse import unquote
+
+from kiloword.errors import suggestion
+from kiloword.terminal import shown
+
+FORM = "FILE?image=COLUMN&caption=COLUMN,COLUMN"
+_LIST = "tuple"  # how the type of a parameter with several values begins
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableOptions:
+    """Parameters of a table."""
+
+    image: str = ""  # column of images; "": one of `columns.IMAGE_COLUMNS`
+    caption: tuple[str, ...] = ()  # columns of captions
+    question: str = ""  # column of questions
+    answer: str = ""  # column of answers
+    images: str = ""  # folder of images, see `images_folder`; "": the folder of the table
+    split: str = ""  # only rows with this value in the column `split`; "": all
+
+
+Options = TypeVar("Options", bound=TableOptions)
+
+
+def split_query(src: str) -> tuple[str, str]:
+    """The path and the parameters of a source. A path that exists has none, even if it contains a question mark."""
+    places = [place for place, letter in enumerate(src) if letter == "?"]
+    if not places or Path(src).expanduser().exists():
+        return src, ""
+    first = next((place for place in places if Path(src[:place]).expanduser().exists()), places[0])
+    return src[:first], src[first + 1 :]
+
+
+def parse_query(path: str, query: str, kind: type[Options]) -> Options:
+    """The parameters of a file. `%26` in a value stands for `&`, `%2C` for a comma within a name, `%25` for `%`.
+
+    Errors: ValueError for an unknown parameter, one without a value, and one that is given twice.
+    """
+    known, chosen = {field.name: str(field.type) for field in fields(kind)}, dict[str, str | tuple[str, ...]]()
+    for item in query.split("&") if query else []:
+        name, _, value = item.partition("=")
+        if name not in known:
+            raise ValueError(
+                f"{path} has no parameter {shown(name[:60])!r}; it has {', '.join(known)}, as in {FORM}."
+                f"{suggestion(name, known)}"
+            )
+        if name in chosen:
+            raise ValueError(f"{path}: the parameter {name} is given twice.")
+        values = tuple(map(unquote, value.split(",")))
+        if not all(values):
+            raise ValueError(f"{path}: the parameter {name} has an empty value. Expected {name}=VALUE, as in {FORM}.")
+        chosen[name] = values if known[name].startswith(_LIST) else unquote(value)
+    return kind(**chosen)  # type: ignore[arg-type]
+
+
+def images_folder(path: Path, named: str) -> Path:
+    """The folder of a file's images: absolute, beside the file, beside its folder, or in the current folder.
+
+    Args: named: by the parameter `images`; "": the folder of the file.
+    Errors: ValueError when there is none of this name.
+    """
+    if not named:
+        return path.parent
+    folder = Path(named).expanduser()
+    parents = [path.parent, path.absolute().parent.parent, Path()]
+    places = [folder] if folder.is_absolute() else [parent / folder for parent in parents]
+    existing = next((place for place in places if place.is_dir()), None)
+    if existing is None:
+        listed = ", ".join(dict.fromkeys(map(str, places)))
+        raise ValueError(f"{path}: there is no folder images={shown(named[:200])}. Looked for {listed}.")
+    return existing
