@@ -31,7 +31,7 @@ WEIGHTS = arg(
     help="open_clip: its name of the model, and a .safetensors or .pt file (read with weights_only); prolip: the file, "
     "with config.json and tokenizer.json in the same folder."
 )
-Action = Literal["index", "check", "stats"]
+Action = Literal["index", "check", "stats", "hierarimgs"]
 Format = Literal["open_clip", "prolip"]
 CHOICES = {"data": ("action", get_args(Action)), "import": ("format", get_args(Format))}  # of the first argument
 OWN_FLAGS = {"train": train, "eval": evaluate, "plan": plan}  # verbs whose flags depend on the words before them
@@ -163,7 +163,8 @@ def data(
     """Inspect a data set before training: kiloword data stats photos/train --png samples.png
 
     Args:
-        what: index (write byte-offset indexes), check (decode every sample, list bad ones), or stats.
+        what: index (write byte-offset indexes), check (decode every sample, list bad ones), stats, or hierarimgs (make
+            images of several levels; kiloword data hierarimgs --help).
         source: tars, a table, a folder of images or scenes, as for `kiloword train`.
         png: with stats, write an image of samples to this file.
         as_: with stats and png, draw the examples as training of this method sees them: augmented and composed.
@@ -172,6 +173,7 @@ def data(
     """
     from kiloword.data import inspect
 
+    assert what != "hierarimgs", "it has flags of its own"
     if as_ is not None and (what != "stats" or png is None):
         raise ValueError("--as draws training examples: expected data stats SRC --as METHOD --png FILE.")
     if inspect.main(what, source, png if as_ is None else None, digest):
@@ -309,6 +311,10 @@ def _monitored() -> AbstractContextManager[object]:
 def _run(argv: Sequence[str]) -> None:
     if argv and argv[0] in OWN_FLAGS:
         OWN_FLAGS[argv[0]].main(argv[1:])
+    elif list(argv[:2]) == ["data", "hierarimgs"]:
+        from kiloword.data.hierarimgs import main as build
+
+        build(argv[2:])
     else:
         if len(argv) > 1 and argv[0] in CHOICES:
             check_known(argv[1], *CHOICES[argv[0]])

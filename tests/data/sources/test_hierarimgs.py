@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from kiloword.api import Matcher
+from kiloword.cli.main import main
 from kiloword.config.recipes import sizes
 from kiloword.data.hierarimgs import BuildOptions, build, decode_mask
-from kiloword.data.hierarimgs.__main__ import main
 from kiloword.data.hierarimgs.masks import decompress
 from kiloword.data.hierarimgs.writer import paste
 from kiloword.data.images.decode import decode
@@ -264,15 +264,15 @@ def test_words_for_what_a_user_can_mend(made: Path) -> None:
 
 def test_verb(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [str(made / name) for name in ("instances.json", "images", "out")]
-    main([*words, "--least", "50"])
+    main(["data", "hierarimgs", *words, "--least", "50"])
     said = capsys.readouterr().out
     assert said.startswith("2 of 6 images written\n1 have too few segments, 1 a segment that is too small\n1 skipped")
     with pytest.raises(SystemExit) as end:
-        main(words)
+        main(["data", "hierarimgs", *words])
     assert end.value.code == 2
     assert "exists: choose another OUT" in capsys.readouterr().err
     with pytest.raises(SystemExit) as end:
-        main([str(made / "none.json"), *words[1:2], str(made / "new")])
+        main(["data", "hierarimgs", str(made / "none.json"), *words[1:2], str(made / "new")])
     assert end.value.code == 2
     assert "No such file" in capsys.readouterr().err
 

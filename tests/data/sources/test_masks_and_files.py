@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image, ImageOps
 
-from kiloword.data.hierarimgs.__main__ import main
+from kiloword.cli.main import main
 from kiloword.data.hierarimgs.masks import decode_mask
 from kiloword.data.hierarimgs.writer import BuildOptions, BuildReport, Segment, build, select
 from kiloword.data.images.augmentation import _centre, _crop_resize, _scaled, fit
@@ -71,7 +71,7 @@ def test_reasons_of_skipped_images(tmp_path: Path, capsys: pytest.CaptureFixture
     files = annotated(tmp_path, 3)
     (files[1] / "1.bmp").unlink()
     words = [str(files[0]), str(files[1]), str(tmp_path / "out"), "--segments", "2", "--least", "1"]
-    main(words)
+    main(["data", "hierarimgs", *words])
     assert capsys.readouterr().out.splitlines() == [
         "2 of 3 images written",
         "0 have too few segments, 0 a segment that is too small",
@@ -82,7 +82,7 @@ def test_reasons_of_skipped_images(tmp_path: Path, capsys: pytest.CaptureFixture
         ([str(tmp_path / "none"), *words[1:]], "No such file or directory: "),
     ):
         with pytest.raises(SystemExit) as ended:
-            main([*wrong[:2], str(tmp_path / ("out" if wrong is words else "new")), *wrong[3:]])
+            main(["data", "hierarimgs", *wrong[:2], str(tmp_path / ("out" if wrong is words else "new")), *wrong[3:]])
         assert ended.value.code == 2
         assert said in capsys.readouterr().err
     segments = [Segment(n, area, "x", None) for n, area in enumerate((5.0, 9.0, 7.0, 7.0))]
