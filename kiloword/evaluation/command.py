@@ -79,7 +79,7 @@ def _metrics(
     from kiloword.data.sources.open import open_source
 
     without_model = None if task.without_model is None else task.without_model(folder, options)
-    matcher, workers = _opened(folder, execution) if without_model is None else (None, 0)
+    matcher, workers = opened(folder, execution) if without_model is None else (None, 0)
     source = open_source(data, size=None if matcher is None else matcher.model.config.image.size)
     inputs = Inputs(matcher, source, execution.batch, workers, shown=shown)
     metrics = evaluation.run(task, inputs, options if without_model is None else without_model)
@@ -88,7 +88,7 @@ def _metrics(
     return metrics
 
 
-def _opened(folder: str, execution: Execution) -> tuple[Matcher, int]:
+def opened(folder: str, execution: Execution) -> tuple[Matcher, int]:
     """A model, and the number of workers that read for it."""
     from kiloword.api import Matcher
     from kiloword.checkpoint.model_folder import open_model

@@ -1,0 +1,154 @@
+"""Suites: lists of data sets, each with its task, options and the metric that counts. No torch: help is instant.
+
+A suite is a TOML file, one of those in this folder or a user's own; `docs/suites.md` describes the keys.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from kiloword.config.settings import LARGEST, BaseSettings, parse
+from kiloword.errors import suggestion
+from kiloword.evaluation import find
+
+FOLDER = Path(__file__).parent
+AVERAGE = "average"  # the group of all data sets
+_NAME = re.compile(r"[A-Za-z0-9][\w.+ -]*", re.ASCII)  # names of data sets become names of files
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry(BaseSettings):
+    """One data set of a suite."""
+
+    name: str
+    task: str  # one of `kiloword.evaluation.TASKS`
+    metric: str | tuple[str, ...]  # the metric that counts; of several, their mean
+    data: tuple[
+        str, ...
+    ] = ()  # folders or files to look for below the root besides `name`; scenes and URLs as they are
+    split: str | None = None  # folder of the split within; None: the suite's
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the task
+    groups: tuple[str, ...] = ()  # whose averages it counts in, besides that of all
+    note: str = ""
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """Names of the metrics whose mean counts."""
+        return (self.metric,) if isinstance(self.metric, str) else self.metric
+
+    def value(self, metrics: Mapping[str, float]) -> float:
+        """The value that counts. Raises: ValueError for a metric that the task did not yield."""
+        missing = next((name for name in self.metrics if name not in metrics), None)
+        if missing is not None:
+            reported = ", ".join(list(metrics)[:12])
+            hint = suggestion(missing, metrics)
+            raise ValueError(f"the task {self.task} yields no {missing} on {self.name}, only {reported}.{hint}")
+        return sum(metrics[name] for name in self.metrics) / len(self.metrics)
+
+    def task_options(self) -> Any:
+        """The options as the task takes them. Raises: ValueError for an unknown task or option, or a wrong type."""
+        task = find(self.task)
+        task.options_from(self.options)
+        return parse(dict(self.options), task.options)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Suite(BaseSettings):
+    """A suite as its file declares it."""
+
+    title: str = ""
+    source: str = ""  # paper and table
+    split: str = "test"  # of data sets that name none
+    dataset: tuple[Entry, ...]
+    name: str = ""  # of the file
+
+    def groups(self) -> dict[str, list[Entry]]:
+        """Group -> its data sets, in the order of the file; the last is `AVERAGE`, of all."""
+        names = dict.fromkeys(group for entry in self.dataset for group in entry.groups)
+        groups = {name: [entry for entry in self.dataset if name in entry.groups] for name in names}
+        return {**groups, AVERAGE: list(self.dataset)}
+
+    def selected(self, only: Sequence[str]) -> list[Entry]:
+        """Data sets by name or group; all where nothing is named. Raises: ValueError for an unknown name."""
+        groups = self.groups()
+        known = {entry.name: [entry] for entry in self.dataset} | groups
+        for name in only:
+            if name not in known:
+                raise ValueError(
+                    f"--only names {name!r}, which is no data set or group of {self.name}: expected some of "
+                    f"{', '.join(known)}.{suggestion(name, known)}"
+                )
+        chosen = {entry.name for name in only or (AVERAGE,) for entry in known[name]}
+        return [entry for entry in self.dataset if entry.name in chosen]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Output:
+    """Where results are written."""
+
+    out: Path | None = None  # folder of finished data sets: the same command again continues there
+    json: Path | None = None  # write all metrics to this file
+    csv: Path | None = None  # write the table to this file
+    html: Path | None = None  # write a page
+
+
+def names() -> list[str]:
+    """The suites of this package."""
+    return sorted(path.stem for path in FOLDER.glob("*.toml"))
+
+
+def read_suite(name: str) -> Suite:
+    """A suite of this package by name, or a user's by the path of its TOML file.
+
+    Raises: ValueError for an unknown suite, and for a file that is not one: what is wrong in which data set.
+    """
+    path = FOLDER / f"{name}.toml" if name in names() else Path(name).expanduser()
+    if name not in names() and not path.is_file():
+        known = ", ".join(names())
+        raise ValueError(f"unknown suite {name!r}: expected {known}, or a TOML file.{suggestion(name, names())}")
+    try:
+        suite = parse(_toml(path), Suite)
+        for problem in _problems(suite):
+            raise ValueError(problem)
+    except ValueError as error:
+        raise ValueError(f"{path} is no suite: {error}") from error
+    return replace(suite, name=path.stem)
+
+
+def _toml(path: Path) -> dict[str, Any]:
+    """Raises: ValueError for a file that is too large or no TOML."""
+    if path.stat().st_size > LARGEST:
+        raise ValueError(f"it has more than {LARGEST:,} bytes.")
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise ValueError(f"it is not TOML ({error}).") from error
+
+
+def _problems(suite: Suite) -> Iterator[str]:
+    """What is wrong with a suite, data set by data set."""
+    if not suite.dataset:
+        yield "it has no data sets: expected one [[dataset]] or more."
+    seen: set[str] = set()
+    for entry in suite.dataset:
+        if entry.name in seen:
+            yield f"two data sets are named {entry.name!r}: names must differ."
+        seen.add(entry.name)
+        if not _NAME.fullmatch(entry.name):
+            yield f"a data set is named {entry.name!r}: expected letters, digits, spaces and _ . + - alone."
+        if not entry.metrics:
+            yield f"{entry.name} has no metric: expected one or more."
+        if AVERAGE in entry.groups:
+            yield f"{entry.name} is in the group {AVERAGE!r}, which always has all data sets: omit it."
+        try:
+            entry.task_options()
+        except ValueError as error:
+            yield f"{entry.name}: {error}"
+    clash = next((group for group in suite.groups() if group in seen), None)
+    if clash is not None:
+        yield f"{clash!r} is both a data set and a group: names must differ."

@@ -1,0 +1,283 @@
+"""Suites: what a file declares, where data sets are found, one table of all, and what is kept of a killed run."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kiloword
+from folders import model_folder
+from kiloword import evaluation
+from kiloword.cli.main import main
+from kiloword.evaluation import evaluate
+from kiloword.evaluation.suite import Entry, names, read_suite
+from kiloword.evaluation.suite.outcomes import located, places
+from pages import sections
+
+COLOURS = """
+[[dataset]]
+name = "colours"
+data = ["scenes:test?task=colour&n=12"]
+task = "zeroshot"
+metric = "acc1"
+options = { templates = ["a {c} thing"] }
+groups = ["classes"]
+"""
+PAIRS = """
+[[dataset]]
+name = "pairs"
+data = ["scenes:test?n=8"]
+task = "retrieval"
+metric = ["image_retrieval_recall@1", "text_retrieval_recall@1"]
+groups = ["pairs of all kinds"]
+"""
+ABSENT = """
+[[dataset]]
+name = "absent"
+data = ["vtab/absent"]
+task = "zeroshot"
+metric = "acc1"
+groups = ["classes"]
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_folder(tmp_path_factory.mktemp("suite") / "first")
+
+
+def suite_file(folder: Path, *parts: str) -> str:
+    path = folder / "mine.toml"
+    path.write_text('title = "Mine"\nsource = "A table."\n' + "".join(parts))
+    return str(path)
+
+
+def ran(*words: str | Path) -> int:
+    """Exit code of `eval suite`."""
+    try:
+        main(["eval", "suite", *map(str, words)])
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the sources that are evaluated from now on."""
+    evaluated, run = [], evaluation.run
+
+    def noted(task: Any, inputs: Any, options: Any) -> dict[str, float]:
+        evaluated.append(inputs.source.name)
+        return run(task, inputs, options)
+
+    monkeypatch.setattr(evaluation, "run", noted)
+    return evaluated
+
+
+def test_one_table_of_all_data_sets(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each value is that of the task alone; a mean that lacks data sets says so; the other files say the same."""
+    suite, files = suite_file(tmp_path, COLOURS, PAIRS, ABSENT), [tmp_path / f"r.{end}" for end in ("json", "csv")]
+    page = tmp_path / "r.html"
+    assert ran(suite, model, "--data", tmp_path, "--json", files[0], "--csv", files[1], "--html", page) == 0
+    matcher = kiloword.load(model)
+    colours = evaluate(matcher, "zeroshot", "scenes:test?task=colour&n=12", templates=["a {c} thing"])
+    pairs = evaluate(matcher, "retrieval", "scenes:test?n=8")
+    pair_mean = (pairs["image_retrieval_recall@1"] + pairs["text_retrieval_recall@1"]) / 2
+    mean = (colours["acc1"] + pair_mean) / 2
+    said = capsys.readouterr().out
+    assert re.search(rf"colours +acc1 +{colours['acc1']:.4f}\n", said)
+    assert re.search(rf"classes +1 of 2, incomplete +{colours['acc1']:.4f}\n", said)
+    assert re.search(rf"pairs of all kinds +mean of 1 +{pair_mean:.4f}\n", said)
+    assert re.search(rf"average +2 of 3, incomplete +{mean:.4f}\n", said)
+    assert (
+        f"missing: absent (looked for {tmp_path}/absent, {tmp_path}/wds_absent, {tmp_path}/wds_absent_test, ...)"
+        in said
+    )
+    written = json.loads(files[0].read_text())
+    assert written["data_sets"]["colours"]["metrics"] == {"first": colours}
+    assert written["data_sets"]["pairs"]["metrics"] == {"first": pairs}
+    assert written["data_sets"]["absent"]["state"] == "missing"
+    assert written["averages"]["average"] == {"n": 2, "of": 3, "complete": False, "values": {"first": mean}}
+    assert written["averages"]["pairs of all kinds"]["complete"]
+    rows = list(csv.DictReader(files[1].read_text().splitlines()))
+    assert [row["data_set"] for row in rows] == [
+        "colours",
+        "pairs",
+        "absent",
+        "classes",
+        "pairs of all kinds",
+        "average",
+    ]
+    assert [float(row["first"] or "nan") for row in rows[:2]] == [colours["acc1"], pair_mean]
+    shown = sections(page.read_text())
+    assert shown["Averages"].tables[0][-1] == ["average", "2 of 3, incomplete", f"{mean:.4f}"]
+    assert shown["Data sets"].tables[0][1] == ["colours", "zeroshot", "acc1", f"{colours['acc1']:.4f}"]
+    assert shown["Missing and failed"].tables[0][1][:2] == ["absent", "missing"]
+    assert ["pairs", "text_retrieval_recall@5", f"{pairs['text_retrieval_recall@5']:.4f}"] in shown[
+        "All metrics"
+    ].tables[0]
+
+
+def test_a_killed_run_continues(
+    tmp_path: Path, model: Path, runs: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    suite, out = suite_file(tmp_path, COLOURS, PAIRS), tmp_path / "out"
+    ran(suite, model, "--data", tmp_path)
+    whole = capsys.readouterr().out
+    counting = evaluation.run
+
+    def killed(task: Any, inputs: Any, options: Any) -> dict[str, float]:
+        if task.name == "retrieval":
+            raise KeyboardInterrupt
+        return counting(task, inputs, options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluation, "run", killed)
+        assert ran(suite, model, "--data", tmp_path, "--out", out) == 130
+    runs.clear()
+    assert ran(suite, model, "--data", tmp_path, "--out", out) == 0
+    assert runs == ["scenes:test?n=8"]
+    said = capsys.readouterr()
+    assert said.out == whole
+    assert re.search(r"\[1 of 2\] first: colours acc1 [\d.]+ \(stored\)\n", said.err)
+    runs.clear()
+    assert ran(suite, model, "--data", tmp_path, "--out", out) == 0
+    assert runs == []
+    assert capsys.readouterr().out == whole
+
+
+def test_other_options_data_or_models_are_evaluated_again(tmp_path: Path, model: Path, runs: list[str]) -> None:
+    out, data = tmp_path / "out", tmp_path / "colours"
+    words = ("--data", tmp_path, "--out", out)
+    ran(suite_file(tmp_path, COLOURS, PAIRS), model, *words)
+    runs.clear()
+    ran(suite_file(tmp_path, COLOURS.replace("a {c} thing", "the {c} thing"), PAIRS), model, *words)
+    assert runs == ["scenes:test?task=colour&n=12"]
+    ran(suite_file(tmp_path, COLOURS, PAIRS.replace("n=8", "n=9")), model, *words)
+    assert runs[1:] == ["scenes:test?n=9"]
+    runs.clear()
+    ran(suite_file(tmp_path, COLOURS, PAIRS), model_folder(tmp_path / "clip", "clip"), *words)
+    assert len(runs) == 2
+    runs.clear()
+    stored = next(out.glob("pairs-*.json"))
+    stored.write_text(stored.read_text()[:20])
+    ran(suite_file(tmp_path, COLOURS, PAIRS), model, model_folder(tmp_path / "other", "clip"), *words)
+    assert len(runs) == 1
+    assert not data.exists()
+
+
+def test_a_data_set_that_fails_does_not_end_the_others(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "colours").mkdir()
+    wrong = PAIRS.replace("recall@1", "recall@7").replace('"pairs"', '"wrong"')
+    suite = suite_file(tmp_path, COLOURS, wrong, PAIRS)
+    other = model_folder(tmp_path / "second", "clip")
+    assert ran(suite, model, other, "--data", tmp_path, "--json", tmp_path / "r.json") == 1
+    said = capsys.readouterr()
+    assert "failed: colours with first: " in said.out
+    assert "is an empty folder" in said.out
+    assert "yields no image_retrieval_recall@7 on wrong" in said.out
+    assert re.search(r"^ +first +second\npairs +image_retrieval_recall@1 and text", said.out)
+    written = json.loads((tmp_path / "r.json").read_text())
+    assert {name: one["state"] for name, one in written["data_sets"].items()} == {
+        "colours": "failed",
+        "wrong": "failed",
+        "pairs": "evaluated",
+    }
+    assert written["averages"]["average"]["n"] == 1
+
+
+def test_only_names_data_sets_and_groups(tmp_path: Path, model: Path, runs: list[str]) -> None:
+    suite = suite_file(tmp_path, COLOURS, PAIRS)
+    ran(suite, model, "--data", tmp_path, "--only", "classes", "--json", tmp_path / "r.json")
+    assert runs == ["scenes:test?task=colour&n=12"]
+    assert json.loads((tmp_path / "r.json").read_text())["averages"]["average"]["of"] == 2
+    runs.clear()
+    assert ran(suite, model, "--data", tmp_path, "--dry-run") == 0
+    assert runs == []
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "message"),
+    [
+        (COLOURS * 2, "", "two data sets are named 'colours'"),
+        (COLOURS.replace("zeroshot", "zeroshots"), "", "unknown task 'zeroshots'; .* Did you mean zeroshot\\?"),
+        (COLOURS.replace("templates", "tempaltes"), "", "no option tempaltes; .* Did you mean templates\\?"),
+        (COLOURS.replace('["a {c} thing"]', "3"), "", "colours: templates"),
+        (COLOURS.replace("metric", "metrics"), "", "mine.toml is no suite: dataset.0.metric: field required"),
+        (COLOURS.replace('"acc1"', "[]"), "", "colours has no metric"),
+        (COLOURS.replace('"colours"', '"../colours"'), "", "a data set is named '../colours': expected letters"),
+        (COLOURS.replace('"classes"', '"average"'), "", "in the group 'average', which always has all"),
+        (COLOURS.replace('"classes"', '"colours"'), "", "'colours' is both a data set and a group"),
+        ("dataset = []", "", "it has no data sets"),
+        ("x = ", "", "mine.toml is no suite: it is not TOML"),
+        (ABSENT, "", "has none of the 1 data sets of mine: absent, for example, was looked for as absent, wds_absent"),
+        (COLOURS, "--only colors", "--only names 'colors', which is no data set .* Did you mean colours\\?"),
+        (COLOURS, "--data nowhere", "--data nowhere: no such folder"),
+        (COLOURS, "--out {folder}/mine.toml/x", "cannot write"),
+    ],
+)  # fmt: skip
+def test_wrong_suites_get_one_message(
+    text: str, words: str, message: str, tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    suite = suite_file(tmp_path, text)
+    more = words.format(folder=tmp_path).split()
+    assert ran(suite, model, "--data", tmp_path, *more, "--json", tmp_path / "r.json") == 2
+    said = capsys.readouterr()
+    assert re.search(message, said.err)
+    assert "Traceback" not in said.err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("retreival m --data d", "unknown suite 'retreival': expected .*retrieval.* or a TOML file. Did you mean retr"),
+        ("retrieval --data d", "eval suite needs a model: kiloword eval suite SUITE MODEL --data ROOT"),
+        ("retrieval m --data .", "--data . has none of the|m is not a folder"),
+    ],
+)
+def test_wrong_words_get_one_message(
+    words: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert ran(*words.split()) == 2
+    said = capsys.readouterr().err
+    assert re.search(message, said)
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "folder",
+    ["vtab/dtd/test", "wds_vtab-dtd/test", "wds_vtab-dtd_test/test", "wds/vtab/dtd/test", "wds_dtd", "dtd.csv"],
+)
+def test_where_data_sets_are_found(folder: str, tmp_path: Path) -> None:
+    entry = Entry(name="dtd", data=("vtab/dtd", "dtd.csv?label=class"), task="zeroshot", metric="acc1")
+    assert located(tmp_path, entry, "test") is None
+    place = tmp_path / folder
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.touch() if place.suffix else place.mkdir()
+    expected = f"{place}?label=class" if place.suffix else str(place)
+    assert located(tmp_path, entry, "test") == expected
+    assert expected.removesuffix("/test") in places(tmp_path, entry, "test")
+
+
+def test_a_folder_with_the_split_has_precedence(tmp_path: Path) -> None:
+    entry = Entry(name="dtd", task="zeroshot", metric="acc1")
+    (tmp_path / "dtd").mkdir()
+    (tmp_path / "wds_dtd" / "val").mkdir(parents=True)
+    assert located(tmp_path, entry, "test") == str(tmp_path / "dtd")
+    assert located(tmp_path, entry, "val") == str(tmp_path / "wds_dtd" / "val")
+
+
+@pytest.mark.parametrize("name", names())
+def test_the_suites_of_the_package_are_declared_whole(name: str) -> None:
+    suite = read_suite(name)
+    assert suite.name == name
+    assert suite.title
+    assert suite.source
