@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import pydoc
 import re
 import shlex
@@ -68,6 +69,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: Path, others
     for n in range(4):
         (tmp_path / f"{n}.png").write_bytes(photo(n))
     (tmp_path / "table.csv").write_text("image,caption\n" + "".join(f"{n}.png,a thing\n" for n in range(4)))
+    item = {"key": "0000", "caption": "a thing", "negative_caption": "no thing"}
+    (tmp_path / "sugarcrepe.json").write_text(json.dumps({"swap_obj": [item]}))
     (tmp_path / "mine.py").write_text(python("mine.py"))
     for model in ("quickstart", "runs/photos"):
         shutil.copytree(trained, tmp_path / model / "model")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from kiloword.errors import suggestion
 from kiloword.evaluation import (
     caption,
+    compositional,
     hierarchy,
     probe,
     reconstruction,
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from kiloword.api import Matcher
     from kiloword.types import Skipped, Source
 
-FOLDERS = (retrieval, zeroshot, probe, caption, vqa, reconstruction, hierarchy, uncertainty, spectrum)
+FOLDERS = (retrieval, compositional, zeroshot, probe, caption, vqa, reconstruction, hierarchy, uncertainty, spectrum)
 TASKS: dict[str, Task] = {folder.TASK.name: folder.TASK for folder in FOLDERS}
 
 

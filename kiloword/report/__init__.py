@@ -3,6 +3,7 @@
 from kiloword.report.images import card, gallery, ladder, tiles
 from kiloword.report.page import (
     Html,
+    bars,
     bullets,
     code,
     duration,
@@ -22,6 +23,7 @@ from kiloword.report.plots import bins, box_plot, distribution, histogram, line_
 
 __all__ = [
     "Html",
+    "bars",
     "bins",
     "box_plot",
     "bullets",

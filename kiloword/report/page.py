@@ -198,6 +198,33 @@ def metric_table(
     return table(by_metric, [first, *results], strong=strong)
 
 
+def bars(rows: Mapping[str, Mapping[str, float]], marks: Mapping[str, float], mark: str) -> Html:
+    """Horizontal bars of shares of 1, grouped by row, with a line across each group, such as chance.
+
+    Args: rows: row -> name of the bar -> value in [0, 1]; at most 6 names; marks: row -> where its line is; mark: what
+    the line shows.
+    """
+    names = list(dict.fromkeys(name for values in rows.values() for name in values))
+    legend = "".join(
+        f'<span><i style="background:var(--s{i % SERIES})"></i>{escape(n)}</span>' for i, n in enumerate(names)
+    )
+    groups = "".join(
+        f'<div class="row"><b>{escape(row)}</b><div class="track">{_bars(names, values)}'
+        f'<i class="mark" style="left:{100 * marks[row]:.1f}%"></i></div></div>'
+        for row, values in rows.items()
+    )
+    return Html(f'<div class="bars"><p>{legend}<span>| {escape(mark)}</span></p>{groups}</div>') if groups else Html()
+
+
+def _bars(names: Sequence[str], values: Mapping[str, float]) -> str:
+    return "".join(
+        f'<i class="bar" style="width:{100 * values[name]:.1f}%;background:var(--s{i % SERIES})" '
+        f'title="{escape(name)} {values[name]:.3f}"></i>'
+        for i, name in enumerate(names)
+        if name in values
+    )
+
+
 def heat_map(
     matrix: npt.ArrayLike,
     row_names: Sequence[str],

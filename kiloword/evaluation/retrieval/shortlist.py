@@ -87,13 +87,17 @@ class _Panels:
 def _listed(score: PairScore, queries: Features, items: Features, short: Tensor) -> Tensor:
     """Exact scores [q, N] of every query with the items on its shortlist [q, N]."""
     query = torch.arange(len(short), device=short.device).repeat_interleave(short.shape[1])
-    item = short.flatten()
+    return scores_of_pairs(score, queries, items, query, short.flatten()).view(short.shape)
+
+
+def scores_of_pairs(score: PairScore, queries: Features, items: Features, query: Tensor, item: Tensor) -> Tensor:
+    """Scores [P] of query[p] with item[p], indices [P] of rows of features; few features are gathered at a time."""
     row_bytes = sum(x[0].numel() * x.element_size() for x in (*queries.values(), *items.values()))
     parts = [
         score({k: v[query[p]] for k, v in queries.items()}, {k: v[item[p]] for k, v in items.items()})
         for p in chunks(len(item), max(1, GATHERED // row_bytes))
     ]
-    return torch.cat(parts).view(short.shape)
+    return torch.cat(parts)
 
 
 def _standing(panels: _Panels, positives: Callable[[slice], Tensor], device: torch.device) -> tuple[Standing, float]:
