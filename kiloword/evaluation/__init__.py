@@ -51,10 +51,17 @@ def evaluate(
     declared = find(task)
     chosen = declared.options_from(options)
     if isinstance(source, str):
-        from kiloword.data.sources.open import open_source
-
-        source = open_source(source, None if matcher is None else matcher.model.config.image.size)
+        source = task_data(declared, source, None if matcher is None else matcher.model.config.image.size)
     return run(declared, Inputs(matcher, source, batch, workers, [] if skipped is None else skipped, shown), chosen)
+
+
+def task_data(task: Task, src: str, size: int | None) -> Source:
+    """The data of a task. Args: size: height and width of drawn images (scenes) in pixels. Errors: as `open_source`."""
+    from kiloword.data.sources.open import open_source
+    from kiloword.data.sources.texts import open_texts
+
+    texts = open_texts(src) if task.texts else None
+    return open_source(src, size=size) if texts is None else texts
 
 
 def run(task: Task, inputs: Inputs, options: Any) -> dict[str, float]:

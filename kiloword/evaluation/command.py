@@ -76,11 +76,9 @@ def _metrics(
     task: Task, folder: str, data: str, options: Any, execution: Execution, shown: dict[str, Any] | None
 ) -> dict[str, float]:
     """Metrics of one model; skipped rows are named on stderr."""
-    from kiloword.data.sources.open import open_source
-
     without_model = None if task.without_model is None else task.without_model(folder, options)
     matcher, workers = opened(folder, execution) if without_model is None else (None, 0)
-    source = open_source(data, size=None if matcher is None else matcher.model.config.image.size)
+    source = evaluation.task_data(task, data, None if matcher is None else matcher.model.config.image.size)
     inputs = Inputs(matcher, source, execution.batch, workers, shown=shown)
     metrics = evaluation.run(task, inputs, options if without_model is None else without_model)
     for one in inputs.skipped:

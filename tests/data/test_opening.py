@@ -27,7 +27,7 @@ from kiloword.data.sources.folder import Folder, is_image
 from kiloword.data.sources.open import open_source
 from kiloword.data.sources.optional import majority
 from kiloword.data.sources.sample import check_regular, parse_label, read_whole
-from kiloword.data.sources.tables import _column_names, _listed
+from kiloword.data.sources.tables import _listed, column_names
 from kiloword.data.tars import shards
 from kiloword.data.tars.shards import expand, natural
 from kiloword.data.text.tokenizer import Tokenizer
@@ -120,7 +120,7 @@ def test_which_column_of_a_table_counts(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="has 2 columns named caption"):
         open_source(str(tmp_path / "x.csv"))
     pq.write_table(pa.table({"b": [1], "a": [2]}), tmp_path / "x.parquet")
-    assert _column_names(tmp_path / "x.parquet") == ["b", "a"]
+    assert column_names(tmp_path / "x.parquet") == ["b", "a"]
     several = ['["a"', '["a", 3]', "[]", ' ["b"]', "a\nb", '{"a": 1}']
     assert [_listed(text, False) for text in several] == [['["a"'], ['["a", 3]'], [], ["b"], ["a", "b"], ['{"a": 1}']]
 

@@ -67,7 +67,7 @@ class TableSource:
         self.fingerprint = _with_options(self._contents, options)
         self._malformed: list[str] = []  # reasons
         self._embedded: Embedded | None = None  # the images, where the table contains them
-        names = _column_names(path)
+        names = column_names(path)
         self._columns = choose(path, names, options)
         self._asks = QUESTION in self._columns.texts
         with arrow_errors(path):
@@ -85,7 +85,7 @@ class TableSource:
         """Read the texts. Returns: [N] paths of images, or digests of embedded images; [N] splits, if one is chosen."""
         image, columns = self._columns.image, [*self._columns.names, *([SPLIT] if options.split else [])]
         if self.path.suffix.lower() != ".parquet":
-            table, self._malformed = _read_csv(self.path, [image, *columns])
+            table, self._malformed = read_csv(self.path, [image, *columns])
             images = one_array(table.column(image), pa.large_binary())
         else:
             check_expanded(self.path, columns)
@@ -255,7 +255,7 @@ def _listed(text: str, objects: bool, by_line: bool = True) -> list[Any]:
     return [line for line in text.split("\n") if line.strip()] if by_line else [text]
 
 
-def _column_names(path: Path) -> list[str]:
+def column_names(path: Path) -> list[str]:
     """Errors: ValueError when the table cannot be read."""
     if path.suffix.lower() != ".parquet":
         return _header(path)[1]
@@ -273,7 +273,7 @@ def _caption_array(column: pa.ChunkedArray) -> pa.Array:
     return one_array(column, pa.large_list(pa.large_string()) if listed else pa.large_binary())
 
 
-def _read_csv(path: Path, columns: list[str]) -> tuple[pa.Table, list[str]]:
+def read_csv(path: Path, columns: list[str]) -> tuple[pa.Table, list[str]]:
     """Some columns, and the reasons of malformed lines.
 
     Cells stay bytes, so that a caption that is not UTF-8 is one bad sample. Where a malformed line is not UTF-8, Arrow

@@ -21,9 +21,11 @@ class UncertaintyTaskOptions:
 TASK = Task(
     name="uncertainty",
     help="Compare the uncertainty of images and texts with lengths, levels, ground truth and errors (calibration).",
-    data="images, with captions or labels where there are any; the model needs Gaussians",
+    data="images, with captions or labels where there are any, or texts alone (a table without images, .txt); the "
+    "model needs Gaussians",
     options=UncertaintyTaskOptions,
     run=Deferred("kiloword.evaluation.uncertainty.task:run"),
     page=Deferred("kiloword.evaluation.uncertainty.page:report"),
+    texts=True,
     hidden=r"_right@|_uncertainty@|_q(25|75)$",  # bins, most quantiles
 )

@@ -12,16 +12,20 @@ from torch import Tensor
 
 from kiloword.data.scenes.grammar import parse
 from kiloword.data.scenes.query import ANY, Query
+from kiloword.data.sources.texts import TextsSource
+from kiloword.distributed.sharing import in_turns
 from kiloword.evaluation.features import seen
 from kiloword.evaluation.hierarchy.chains import read
 from kiloword.evaluation.task import Inputs
 from kiloword.methods.prolip.gaussian import variance_sum
-from kiloword.model.encoding import join
-from kiloword.types import Features, Source
+from kiloword.model.encoding import chunks, join
+from kiloword.terminal.progress import track
+from kiloword.types import BadSample, Features, Skipped, Source
 
 if TYPE_CHECKING:
     from kiloword.api import Matcher
 
+PART = 4096  # texts encoded at a time
 QUANTILES = (5, 25, 50, 75, 95)  # percent, of metrics and of boxes
 LENGTHS = (0, 6, 11, 16, 21, 31)  # first length in words of each bucket
 
@@ -31,7 +35,7 @@ Chain = tuple[int, list[str]]
 
 @dataclass
 class EncodedData:
-    """I encoded images of a source and their T captions."""
+    """I encoded images of a source and their T captions; or texts alone, with I 0."""
 
     source: Source
     rows: list[int]  # [I] of the source
@@ -39,7 +43,7 @@ class EncodedData:
     labels: Tensor  # [I] int64, -1: none
     captions: list[str]  # [T]
     image: Tensor  # [T] int64, index of each caption's image
-    texts: Features | None  # None: there are no captions
+    texts: Features | None  # None: there are no captions, or no images
     image_uncertainty: Tensor  # [I] sums of variances
     text_uncertainty: Tensor  # [T]
 
@@ -56,6 +60,8 @@ class Levelled:
 def gather(inputs: Inputs) -> EncodedData:
     """Encode a source in batches; images without captions are kept."""
     matcher, source = inputs.matcher, inputs.source
+    if isinstance(source, TextsSource):
+        return _texts_alone(inputs, source)
     rows: list[int] = []
     images: list[Features] = []
     labels: list[Tensor] = []
@@ -81,6 +87,23 @@ def gather(inputs: Inputs) -> EncodedData:
         image_uncertainty=uncertainty(joined, source.name),
         text_uncertainty=torch.empty(0) if texts is None else uncertainty(texts, source.name),
     )
+
+
+def _texts_alone(inputs: Inputs, source: TextsSource) -> EncodedData:
+    """Texts and their uncertainties; millions of texts take no memory for features."""
+    captions: list[str] = []
+    for row in range(len(source)):
+        try:
+            captions += source.captions(row)
+        except BadSample as error:
+            inputs.skipped.append(Skipped(row, source.key(row), str(error)))
+    if not captions:
+        raise ValueError(f"{source.name}: none of its {len(source)} rows has a text.")
+    parts = list(chunks(len(captions), PART))
+    encoded = in_turns(parts, lambda part: uncertainty(inputs.matcher.encode_text(captions[part]), source.name))
+    sums = track(encoded, "encodes", f"blocks of {PART} texts", len(parts))
+    none, no_images = torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.float64)
+    return EncodedData(source, [], {}, none, captions, none, None, no_images, torch.cat(list(sums)))
 
 
 def selected(features: Features, which: Tensor) -> Features:

@@ -221,7 +221,7 @@ def _link(name: str) -> str:
 
 
 def _images(ranked: Sequence[tuple[Pixels, float]]) -> Html:
-    return tiles([(image, f"{uncertainty:#.3g}") for image, uncertainty in ranked])
+    return tiles([(image, f"{uncertainty:#.3g}") for image, uncertainty in ranked]) if ranked else Html()
 
 
 def _texts(more: PageData) -> Iterator[str]:

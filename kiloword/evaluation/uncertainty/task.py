@@ -58,10 +58,11 @@ def run(inputs: Inputs, options: UncertaintyTaskOptions) -> Values:
         )
     data = gather(inputs)
     findings = Findings(data)
-    yield from spread("image_uncertainty", data.image_uncertainty)
-    if data.texts is not None:
+    if data.rows:
+        yield from spread("image_uncertainty", data.image_uncertainty)
+    if data.captions:
         yield from _of_texts(data, findings)
-    written = chains(data)
+    written = chains(data) if data.rows else []
     texts = findings.levelled = levelled(matcher, data, written)
     if texts is not None:
         yield from defined("text_uncertainty_level_spearman", spearman(texts.level, texts.uncertainty))
@@ -89,11 +90,12 @@ def spread(name: str, uncertainties: Tensor) -> Values:
 def _of_texts(data: EncodedData, findings: Findings) -> Values:
     """Metrics of captions, and of captions with their images."""
     yield from spread("text_uncertainty", data.text_uncertainty)
-    above = data.text_uncertainty > data.image_uncertainty[data.image]
-    yield "text_above_image", float(above.double().mean())
-    h = findings.matched = matched(data)
-    yield "image_in_text", float((h > 0).double().mean())
-    yield "text_in_image", float((h < 0).double().mean())  # H(b in a) is -H(a in b), to the last bit
+    if data.texts is not None:
+        above = data.text_uncertainty > data.image_uncertainty[data.image]
+        yield "text_above_image", float(above.double().mean())
+        h = findings.matched = matched(data)
+        yield "image_in_text", float((h > 0).double().mean())
+        yield "text_in_image", float((h < 0).double().mean())  # H(b in a) is -H(a in b), to the last bit
     first = different(data.captions)
     words, uncertainties = torch.tensor([len(data.captions[i].split()) for i in first]), data.text_uncertainty[first]
     yield from defined("text_uncertainty_words_spearman", spearman(words, uncertainties))
