@@ -126,11 +126,26 @@ def average_precision(scores: Tensor, relevant: Tensor) -> Tensor:
     Ties: the expectation over their orders. A place of a group of n with r relevant, j places into it, is relevant
     with chance r / n, and then expects j (r - 1) / (n - 1) relevant ones ahead of it in the group.
     """
-    ranked = _ranked(scores, relevant)
+    every = torch.full((len(scores),), scores.shape[1], device=scores.device)
+    return _expected_precisions(_ranked(scores, relevant), every) / relevant.sum(1).clamp(min=1)
+
+
+def average_precision_at_r(scores: Tensor, relevant: Tensor) -> Tensor:
+    """mAP@R's average: the precision at every relevant item among the first R, summed, over R relevant items.
+
+    Args: scores [N, C]; relevant [N, C] bool. Returns: [N] float64 in [0, 1]; 0 where nothing is relevant.
+    Ties: the expectation over their orders, as of `average_precision`. Source: arXiv:2204.03359, section 5.
+    """
+    total = relevant.sum(1)
+    return _expected_precisions(_ranked(scores, relevant), total) / total.clamp(min=1)
+
+
+def _expected_precisions(ranked: _Ranked, first: Tensor) -> Tensor:
+    """Sum of the precisions at relevant items among the `first` [N] places, in expectation over ties: [N]."""
     ahead = ranked.inside * (ranked.relevant - 1) / (ranked.size - 1).clamp(min=1)
     precision = (ranked.before + ahead + 1) / (ranked.place + 1)
-    total = (ranked.relevant / ranked.size * precision).sum(1)
-    return total / relevant.sum(1).clamp(min=1)
+    expected = ranked.relevant / ranked.size * precision
+    return expected.masked_fill(ranked.place >= first[:, None], 0).sum(1)
 
 
 def precision_at(scores: Tensor, relevant: Tensor, k: Tensor) -> Tensor:

@@ -124,7 +124,7 @@ def test_flags_of_other_tasks_are_refused(capsys: pytest.CaptureFixture[str]) ->
         (
             "retrieval",
             {"shortlst": 5},
-            "no option shortlst; it has: nearest, shortlist, ks, chunk, batch, workers\\. Did you mean s",
+            "no option shortlst; it has: nearest, shortlist, extra_positives, folds, ks, chunk, batch, workers\\. Did",
         ),
         (
             "spectrum",

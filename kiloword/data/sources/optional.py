@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import PurePosixPath
 from typing import Any, Protocol, TypedDict
 
 import numpy as np
@@ -87,6 +88,22 @@ def keys(source: Source) -> list[str | None]:
             return None
 
     return [key(row) for row in range(len(source))]
+
+
+def rows_by_name(source: Source) -> dict[str, int]:
+    """The row of every name of an image (see `names_of`); -1 where a shortened name fits several rows."""
+    whole = {key: row for row, key in enumerate(keys(source)) if key is not None}
+    rows = dict[str, int]()
+    for key, row in whole.items():
+        for name in names_of(key)[1:]:
+            rows[name] = row if rows.get(name, row) == row else -1
+    return {**rows, **whole}
+
+
+def names_of(image: str) -> list[str]:
+    """Names of an image or its file, most specific first: whole, without suffix, without folders, without both."""
+    path = PurePosixPath(image)
+    return list(dict.fromkeys([image, str(path.with_suffix("")), path.name, path.stem]))
 
 
 def texts_of(source: Source, row: int) -> list[str]:

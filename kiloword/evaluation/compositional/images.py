@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from pathlib import PurePosixPath
 
 from PIL import Image
 
 from kiloword.data.images.decode import MAX_PIXELS, Pixels, decode
 from kiloword.data.reading import read_image
-from kiloword.data.sources.optional import key_of, keys
+from kiloword.data.sources.optional import key_of, names_of, rows_by_name
 from kiloword.evaluation.compositional.items import Cut, Item
 from kiloword.report.images import Pixels as Small
 from kiloword.types import BadSample, Record, Skipped, Source
@@ -69,13 +68,13 @@ def images_of(source: Source, items: Iterable[Item], skipped: list[Skipped]) -> 
     A name is looked up as it is, without its suffix, without its folders, and without both.
     Raises: ValueError when the source has none of them, and for a name that fits several rows.
     """
-    rows = _rows_by_name(source)
+    rows = rows_by_name(source)
     uses: dict[Cut, int] = {}
     for cut in (cut for item in items for cut in item.images):
         uses[cut] = uses.get(cut, 0) + 1
     places, missing = [], dict[str, int]()
     for cut, count in uses.items():
-        row = next((rows[name] for name in _names(cut.image) if name in rows), None)
+        row = next((rows[name] for name in names_of(cut.image) if name in rows), None)
         if row is None:
             missing[cut.image] = missing.get(cut.image, 0) + count
         elif row < 0:
@@ -90,19 +89,3 @@ def images_of(source: Source, items: Iterable[Item], skipped: list[Skipped]) -> 
         )
     skipped += [Skipped(-1, name, f"not in {source.name}, {n} uses") for name, n in missing.items()]
     return Cuts(source, places)
-
-
-def _rows_by_name(source: Source) -> dict[str, int]:
-    """The row of every name of an image; -1 where a shortened name fits several. Whole keys have precedence."""
-    whole = {key: row for row, key in enumerate(keys(source)) if key is not None}
-    rows = dict[str, int]()
-    for key, row in whole.items():
-        for name in _names(key)[1:]:
-            rows[name] = row if rows.get(name, row) == row else -1
-    return {**rows, **whole}
-
-
-def _names(image: str) -> list[str]:
-    """The names under which an image may be known, most specific first."""
-    path = PurePosixPath(image)
-    return list(dict.fromkeys([image, str(path.with_suffix("")), path.name, path.stem]))

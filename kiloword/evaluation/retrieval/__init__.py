@@ -15,6 +15,10 @@ class RetrievalTaskOptions:
     # distance of Gaussians. None: the model's score
     nearest: Nearest | None = None
     shortlist: int | None = None  # exact scores of the N nearest images or texts alone; prints the recall lost
+    # more positives than the annotated pairs: ECCV Caption's or CxC's json of ids with COCO's annotations,
+    # FILE?captions=captions_val2014.json, or a table of images and captions
+    extra_positives: str | None = None
+    folds: int = 1  # mean of recall@k over N equal parts of the images, in order; COCO 1K: 5 of the 5000
     ks: PythonOnly[tuple[int, ...]] = (1, 5, 10)  # of recall@k
     chunk: PythonOnly[int] = 1024  # rows and columns of scores held at a time
 

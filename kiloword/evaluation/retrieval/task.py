@@ -12,6 +12,7 @@ from kiloword.distributed.sharing import gathered, own, sums
 from kiloword.evaluation.features import seen
 from kiloword.evaluation.metrics import Standing, check_scores, hit, rounding
 from kiloword.evaluation.retrieval import RetrievalTaskOptions
+from kiloword.evaluation.retrieval.positives import Captioned, Positives, extra_positives, read
 from kiloword.evaluation.retrieval.relevance import Relevance, Score, check_pairs, true_relevance
 from kiloword.evaluation.retrieval.shortlist import shortlisted
 from kiloword.evaluation.task import Inputs, Values
@@ -50,6 +51,7 @@ def run(inputs: Inputs, options: RetrievalTaskOptions) -> Values:
     """Encode a source and yield its retrieval metrics; true relevance too where the source offers it."""
     matcher, source, ks = inputs.matcher, inputs.source, options.ks
     captioned: list[Features] = []
+    keys: list[str] = []
     captions: list[str] = []
     places: list[int] = []  # rows of the source
     image: list[int] = []  # of each caption, an index into places
@@ -59,6 +61,7 @@ def run(inputs: Inputs, options: RetrievalTaskOptions) -> Values:
             image += [len(places)] * len(texts_of_image)
             captions += texts_of_image
             places.append(row)
+        keys += described.keys
         captioned.append(described.images)
     if not captions:
         raise ValueError(
@@ -67,14 +70,42 @@ def run(inputs: Inputs, options: RetrievalTaskOptions) -> Values:
         )
     truth = getattr(source, "relevance", None)
     relevance = None if truth is None else lambda c: truth(captions[c], places)
+    extra = _extra(options, Captioned(keys, captions, image))
     texts = matcher.encode_text(captions)
     images, image_of_text = join(captioned), torch.tensor(image)
+    score = partial(matcher.score, nearest=options.nearest)
     if options.shortlist is None:
-        score = partial(matcher.score, nearest=options.nearest)
         yield from retrieval(score, images, texts, image_of_text, ks, relevance, options.chunk)
+        yield from _folds(score, images, texts, image_of_text, options)
+        if extra is not None:
+            yield from extra_positives(score, images, texts, extra, ks, options.chunk)
     else:
         pairs = partial(matcher.score_pairs, nearest=options.nearest)
         yield from shortlisted(pairs, images, texts, image_of_text, options.shortlist, ks, relevance)
+
+
+def _extra(options: RetrievalTaskOptions, data: Captioned) -> Positives | None:
+    """The extra positives that the options name. Raises: ValueError for options that do not fit together."""
+    if not 1 <= options.folds <= len(data.keys):
+        raise ValueError(f"--folds is {options.folds}: expected 1 to {len(data.keys)}, the number of images.")
+    if options.shortlist is not None and (options.extra_positives is not None or options.folds > 1):
+        raise ValueError("--extra-positives and --folds rank by all scores: omit --shortlist.")
+    return None if options.extra_positives is None else read(options.extra_positives, data)
+
+
+def _folds(
+    score: Score, images: Features, texts: Features, image_of_text: Tensor, options: RetrievalTaskOptions
+) -> Iterator[tuple[str, float]]:
+    """Means of recall@k over equal parts of the images, in order; the remainder of the division is in no part."""
+    size = len(images["vec"]) // options.folds
+    totals: dict[str, float] = {}
+    for first in range(0, size * options.folds, size) if options.folds > 1 else ():
+        which = ((image_of_text >= first) & (image_of_text < first + size)).nonzero()[:, 0].to(texts["vec"].device)
+        part = {name: value[which] for name, value in texts.items()}
+        own_images, of = rows(images, slice(first, first + size)), image_of_text[which.cpu()] - first
+        for name, value in retrieval(score, own_images, part, of, options.ks, None, options.chunk):
+            totals[name] = totals.get(name, 0.0) + value / options.folds
+    yield from ((f"{name}_folds", value) for name, value in totals.items())
 
 
 def standings(
