@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from PIL import Image
 from test_hierarchy import matcher
 
@@ -11,7 +12,8 @@ from kiloword.data.scenes.hierarchy import SceneParts
 from kiloword.data.sources.open import open_source
 from kiloword.evaluation import evaluate
 from kiloword.evaluation.hierarchy.chains import gather
-from kiloword.evaluation.hierarchy.levels import kendall
+from kiloword.evaluation.hierarchy.levels import ImageLevels, kendall
+from kiloword.evaluation.hierarchy.page import report
 from kiloword.evaluation.hierarchy.paths import measure, traversals
 from kiloword.methods.prolip.gaussian import inclusion
 
@@ -51,3 +53,31 @@ def test_specific_images_are_asked_to_lie_in_general_ones() -> None:
     names = ["inclusion_h@1", "inclusion_h@2", "inclusion_whole_h@0", "inclusion_whole_h@1"]
     assert [found[f"image_{name}"] for name in names] == pytest.approx(rates)
     assert all(value != 0.5 for value in rates[1:])  # or the other direction would say the same
+
+
+def test_images_of_levels_are_drawn_and_the_reversed_ones_shown() -> None:
+    shown: dict[str, ImageLevels] = {}
+    model, source = matcher("prolip"), open_source("scenes:test?n=12")
+    found = evaluate(model, "hierarchy", source, shown=shown)
+    images = shown["images"]
+    features = model.encode_image([images.source.record(row).image for row in images.rows[0]])
+    on_cpu = {name: features[name] for name in ("vec", "log_var")}
+    whole = {name: value[-1:] for name, value in on_cpu.items()}
+    for k in range(2):
+        h = inclusion(whole, {name: value[[k]] for name, value in on_cpu.items()}).sum()
+        assert float(images.whole[0, k]) == pytest.approx(float(h), rel=1e-4)
+        assert found[f"image_inclusion_whole_h@{k}"] == float((images.whole[:, k] > 0).double().mean())
+    images.whole[:] = 1.0
+    assert "not within level 0" not in report({"a": found}, "scenes", {"a": shown})
+    images.whole[1, 0] = -2.0
+    html = report({"a": found}, "scenes", {"a": shown})
+    assert "Where the whole image is not within level 0" in html
+    assert html.count("<li><img") == len(images.rows[1]) == 3
+
+
+def test_many_levels_fit_one_plot() -> None:
+    """HierarImgs of many segments: six levels at most are drawn."""
+    levels = ImageLevels(open_source("scenes:test?n=2"), [[0] * 11] * 2, torch.rand(2, 11), torch.ones(2, 10))
+    html = report({"a": {}}, "images", {"a": {"images": levels}})
+    assert "level 9" in html
+    assert "level 3" not in html

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -197,6 +198,13 @@ def test_the_page_explains_what_it_shows_alone() -> None:
     weighed = {"a": {"acc1": 0.5, "entropy": 0.6}, "b": {"acc1": 0.4}}
     page = report(weighed, "photos", {"a": {"classes": classes, "way": "bprw"}})
     assert "Weights of a class&#x27;s prompts sum to 1. Entropies are in nats." in page
+    sure, even = Class("sure", [("a", 1.0), ("b", 0.0)], []), Class("even", [("a", 0.5), ("b", 0.5)], [])
+    assert sure.entropy == 0
+    assert even.entropy == pytest.approx(math.log(2))
+    page = report({"a": {"entropy": 0.5}}, "photos", {"a": {"classes": [sure, even], "way": "bprw"}})
+    assert "the largest weight 1/2 = 0.5 and the entropy 0.693" in page
+    assert "entropy of a class" in page
+    assert "<svg" not in report({}, "", {"a": {"classes": [sure], "way": "topk"}})
 
 
 @pytest.mark.parametrize("shots", [0, 5])

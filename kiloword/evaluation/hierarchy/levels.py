@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,9 +13,19 @@ from kiloword.evaluation.hierarchy.chains import Chains
 from kiloword.evaluation.hierarchy.paths import JUDGED, Truth
 from kiloword.methods.prolip.gaussian import inclusion, log_inclusion, rows
 from kiloword.model.encoding import chunks
-from kiloword.types import Features
+from kiloword.types import Features, Source
 
 TRIES = 8  # number of next chains searched for a wrong text
+
+
+@dataclass
+class ImageLevels:
+    """G images of a source at L levels, the last one the whole image."""
+
+    source: Source
+    rows: list[list[int]]  # [G, L]
+    uncertainty: Tensor  # [G, L] sums of variances
+    whole: Tensor  # [G, L - 1] H(whole image in level k), summed over dimensions
 
 
 def kendall(values: Tensor) -> Tensor:

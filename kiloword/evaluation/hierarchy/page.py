@@ -6,16 +6,24 @@ from collections.abc import Iterator, Mapping
 from itertools import groupby
 from typing import Any
 
-from torch import Tensor
+import numpy as np
+from PIL import Image
 
 from kiloword.data.images.decode import decode
+from kiloword.data.reading import read_image
 from kiloword.evaluation.hierarchy.chains import Chains
+from kiloword.evaluation.hierarchy.levels import ImageLevels
 from kiloword.evaluation.task import Results
+from kiloword.evaluation.uncertainty.page import bars, readable_unit
 from kiloword.randomness import key
-from kiloword.report import distribution, ladder, line_plot, page, section, table
-from kiloword.report.images import Steps
+from kiloword.report import distribution, heading, ladder, line_plot, page, percent, section, table, tiles
+from kiloword.report.images import Pixels, Steps
+from kiloword.types import BadSample, Source
 
 EXAMPLES = 8
+REVERSED = 3  # groups of images whose whole is not within the most general level
+LEVELS = 6  # in a plot, at most
+SIDE = 160  # largest side of an image of the page, in pixels
 _MEASURES = ("precision", "recall", "hit", "root_recall", "root_hit", "true_precision", "true_recall", "order")
 _INTRO = (
     "Captions come in chains from general (level 0) to specific. Two protocols retrieve texts of every image at "
@@ -37,7 +45,7 @@ def report(metrics: Results, data: str, shown: Mapping[str, Mapping[str, Any]]) 
             section("Retrieval along chains", *_retrieval(metrics)),
             section("Uncertainty by level", *_uncertainty(metrics)),
             section("Inclusion", *_inclusion(metrics)),
-            section("Images against the whole", *(_differences(model, more) for model, more in shown.items())),
+            *(section(f"Images by level, {model}", *_images(more)) for model, more in shown.items()),
             *(section(f"Examples of {model}", *_examples(more)) for model, more in shown.items()),
         ],
     )
@@ -96,11 +104,51 @@ def _test(name: str) -> str:
     return f"{what}: level {level} in level {level - 1}, {'H > 0' if '_h@' in name else 'by inc'}"
 
 
-def _differences(model: str, more: Mapping[str, Any]) -> str:
-    """How much less certain a part is than the whole image."""
-    images: Tensor | None = more.get("images")
-    gaps = {} if images is None else {f"level {k}": images[:, k] - images[:, -1] for k in range(images.shape[1] - 1)}
-    return distribution(gaps, f"uncertainty above the whole image's, {model}", "images", most=40)
+def _images(more: Mapping[str, Any]) -> Iterator[str]:
+    """Uncertainty of images by level; whether the whole lies within its parts (arXiv:2410.18857, Figs. 8, C.2, C.3)."""
+    images: ImageLevels | None = more.get("images")
+    if images is None:
+        return
+    last = images.uncertainty.shape[1] - 1
+    levels = sorted({round(k * (last - 1) / (LEVELS - 2)) for k in range(LEVELS - 1)})
+    scale, label = readable_unit(images.uncertainty)
+    names = {k: f"level {k}" for k in levels} | {last: "the whole image"}
+    yield heading("Uncertainty")
+    yield from bars({name: images.uncertainty[:, k] * scale for k, name in names.items()}, label, "share of each")
+    gaps = {f"level {k}": (images.uncertainty[:, k] - images.uncertainty[:, -1]) * scale for k in levels}
+    yield heading("Uncertainty above that of the whole image")
+    yield "Right of 0 the part is less certain than the whole image, as it should be."
+    yield distribution(gaps, label, "images", most=40)
+    yield heading("Is the whole image within a level? H(whole in level)")
+    shares = ", ".join(f"level {k} {percent(float((images.whole[:, k] > 0).double().mean()))}" for k in levels)
+    yield f"Included (H > 0): {shares}. H(level in whole) is the negative: the same bars mirrored at 0."
+    yield from bars({f"level {k}": images.whole[:, k] for k in levels}, "H(whole in level)", "share of each")
+    yield from _reversed(images)
+
+
+def _reversed(images: ImageLevels) -> Iterator[str]:
+    """The images whose whole lies farthest from being within the most general level."""
+    order = images.whole[:, 0].argsort(stable=True).tolist()
+    if not (wrong := [g for g in order if images.whole[g, 0] <= 0][:REVERSED]):
+        return
+    yield heading("Where the whole image is not within level 0")
+    yield "From the most general level to the whole image, each with its uncertainty; the most negative H first."
+    for group in wrong:
+        values = images.uncertainty[group].tolist()
+        parts = [_pixels(images.source, row) for row in images.rows[group]]
+        yield tiles(
+            [(part, f"{value:#.3g}") for part, value in zip(parts, values, strict=True) if part is not None], len(parts)
+        )
+
+
+def _pixels(source: Source, row: int) -> Pixels | None:
+    """A small image; None where it can no longer be read."""
+    try:
+        image = Image.fromarray(decode(read_image(source, row).image))
+    except BadSample:
+        return None
+    image.thumbnail((SIDE, SIDE))
+    return np.asarray(image)
 
 
 def _examples(more: Mapping[str, Any]) -> Iterator[str]:

@@ -19,6 +19,7 @@ from kiloword.evaluation.features import seen
 from kiloword.evaluation.hierarchy import HierarchyTaskOptions, Includes
 from kiloword.evaluation.hierarchy.chains import Chains, SourceLevels, complete, gather, read
 from kiloword.evaluation.hierarchy.levels import (
+    ImageLevels,
     included,
     inclusion_by_level,
     kendall,
@@ -140,7 +141,8 @@ def _image_levels(inputs: Inputs, optional: bool, page: dict[str, Any]) -> Value
     source = inputs.source
     parts = list(seen(inputs))
     images = {name: value.cpu() for name, value in join([part.images for part in parts]).items()}
-    place = {row: i for i, row in enumerate(row for part in parts for row in part.rows)}
+    rows = [row for part in parts for row in part.rows]
+    place = {row: i for i, row in enumerate(rows)}
     every = complete(read(source).groups)  # [G, L]
     readable = [[place[row] for row in group] for group in every.tolist() if all(row in place for row in group)]
     groups = torch.tensor(readable, dtype=torch.int64).view(-1, every.shape[1])
@@ -150,11 +152,11 @@ def _image_levels(inputs: Inputs, optional: bool, page: dict[str, Any]) -> Value
         why = "the model has no uncertainty" if "log_var" not in images else "no image is there at every level"
         raise ValueError(f"{source.name}: levels of images are judged by their uncertainty, but {why}")
     uncertainty = variance_sum(images)[groups]  # [G, L]
-    page["images"] = uncertainty
+    whole = torch.stack([included(images, groups[:, -1], groups[:, k]) for k in range(groups.shape[1] - 1)], 1)
+    page["images"] = ImageLevels(source, [[rows[i] for i in group] for group in groups.tolist()], uncertainty, whole)
     yield from _named("image_", uncertainty_by_level(uncertainty))
     yield from _named("image_", inclusion_by_level(images, groups, torch.full_like(groups, -1)))
-    for k in range(groups.shape[1] - 1):
-        h = included(images, groups[:, -1], groups[:, k])
+    for k, h in enumerate(whole.T):
         yield f"image_inclusion_whole_h@{k}", float((h > 0).double().mean())
 
 

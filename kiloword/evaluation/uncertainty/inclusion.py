@@ -43,10 +43,10 @@ def pairwise(a: Features, b: Features, of: Tensor, within: Tensor) -> tuple[Tens
     return torch.cat(h), torch.cat(distance)
 
 
-def matched(data: EncodedData) -> Tensor:
-    """H(image in caption) of every caption with its image, [T]; the negative is H(caption in image)."""
+def matched(data: EncodedData) -> tuple[Tensor, Tensor]:
+    """H(image in caption) and CSD of every caption with its image, [T] each; -H is H(caption in image)."""
     assert data.texts is not None
-    return pairwise(data.images, data.texts, data.image, torch.arange(len(data.image)))[0]
+    return pairwise(data.images, data.texts, data.image, torch.arange(len(data.image)))
 
 
 @dataclass

@@ -14,13 +14,15 @@ from kiloword.evaluation.calibration import Bins
 from kiloword.evaluation.task import Results
 from kiloword.evaluation.uncertainty.data import QUANTILES, Levelled, buckets
 from kiloword.evaluation.uncertainty.inclusion import InclusionAnswers
-from kiloword.evaluation.uncertainty.shown import Plane
+from kiloword.evaluation.uncertainty.shown import Pair, Plane
 from kiloword.report import (
     Html,
     bins,
     box_plot,
+    card,
     distribution,
     grid,
+    heading,
     metric_table,
     page,
     percent,
@@ -72,9 +74,9 @@ def report(results: Results, data: str, shown: Mapping[str, PageData]) -> str:
     short = metric_table(results, _FIGURES, form=".3g")
     sections: dict[str, list[str]] = {"In short": [short, _SPEARMAN]}
     for model, more in shown.items():
-        for heading, html in _sections(results[model], more):
+        for name, html in _sections(results[model], more):
             if html:
-                sections.setdefault(heading, []).extend([f"{model}:", html] if len(shown) > 1 else [html])
+                sections.setdefault(name, []).extend([f"{model}:", html] if len(shown) > 1 else [html])
     return page("What is uncertain", f"On {data}. {_INTRO}", [section(h, *parts) for h, parts in sections.items()])
 
 
@@ -97,10 +99,11 @@ def _sections(values: Mapping[str, float], more: PageData) -> Iterator[Section]:
     yield section("Most certain images", _images(more["certain"]))
     yield section("Most uncertain images", _images(more["uncertain"]))
     yield section("Most certain and most uncertain texts", *_texts(more))
+    yield section("Pairs, by how certain image and text are", *_pairs(more["pairs"]))
     yield section("A few images and their captions in a plane", *_plane(more["plane"]))
 
 
-def _unit(values: Tensor) -> tuple[float, str]:
+def readable_unit(values: Tensor) -> tuple[float, str]:
     """A power of a thousand by which sums of variances are multiplied to be readable, and the label of their axis."""
     most = float(values.max())
     power = 0 if most <= 0 or 0.1 <= most < 1000 else 3 * math.floor(math.log10(most) / 3)
@@ -108,7 +111,7 @@ def _unit(values: Tensor) -> tuple[float, str]:
     return 10.0**-power, f"sum of variances{unit}"
 
 
-def _bars(series: Mapping[str, Tensor], x_label: str, y_label: str) -> Iterator[str]:
+def bars(series: Mapping[str, Tensor], x_label: str, y_label: str) -> Iterator[str]:
     """Histograms whose outermost bars also hold the tails, as a note below them says."""
     low, high = np.percentile(torch.cat(list(series.values())).numpy(), (TAIL, 100 - TAIL))
     edges = bins([low, high], 30)
@@ -121,11 +124,11 @@ def _bars(series: Mapping[str, Tensor], x_label: str, y_label: str) -> Iterator[
 def _spread(values: Mapping[str, float], more: PageData) -> Iterator[str]:
     sides = {"images": more["image"], "texts": more["text"]}
     filled = {name: uncertainties for name, uncertainties in sides.items() if len(uncertainties)}
-    scale, label = _unit(torch.cat(list(filled.values())))
+    scale, label = readable_unit(torch.cat(list(filled.values())))
     paired = "text_above_image" in values
     if paired:
         yield f"In {percent(values['text_above_image'])} of the pairs the text is less certain than its image."
-    yield from _bars({name: uncertainties * scale for name, uncertainties in filled.items()}, label, "share of each")
+    yield from bars({name: uncertainties * scale for name, uncertainties in filled.items()}, label, "share of each")
     if paired:
         pairs = torch.stack([more["own"], more["text"]], 1) * scale
         yield scatter({"pairs": _thinned(pairs)}, f"image: {label}", f"its text: {label}", faint=True)
@@ -140,7 +143,7 @@ def _thinned(points: Tensor) -> list[tuple[float, float]]:
 def _boxes(groups: Mapping[str, Tensor], x_label: str) -> Iterator[str]:
     """A box for every group of texts, and in words what it is and how many texts each holds."""
     if groups:
-        scale, label = _unit(torch.cat(list(groups.values())))
+        scale, label = readable_unit(torch.cat(list(groups.values())))
         boxes = {name: np.percentile((each * scale).numpy(), QUANTILES).tolist() for name, each in groups.items()}
         yield box_plot(boxes, x_label, label)
         counts = ", ".join(f"{name}: {len(each):,}" for name, each in groups.items())
@@ -154,7 +157,7 @@ def _truth(values: Mapping[str, float], more: PageData) -> Iterator[str]:
     count: Tensor | None = more["true_of"]
     if count is None or not bool((count > 0).any()):
         return
-    scale, label = _unit(more["different"])
+    scale, label = readable_unit(more["different"])
     texts: Levelled | None = more["levelled"]
     by_level = texts is not None and texts.captions
     level = texts.level if texts is not None and by_level else torch.zeros_like(count)
@@ -170,7 +173,7 @@ def _truth(values: Mapping[str, float], more: PageData) -> Iterator[str]:
 def _calibration(values: Mapping[str, float], name: str, bins: Bins) -> Html:
     """A dot for every bin, from certain to uncertain."""
     what, y_label = _KINDS[name]
-    scale, label = _unit(bins.uncertainty)
+    scale, label = readable_unit(bins.uncertainty)
     points = list(zip((bins.uncertainty * scale).tolist(), bins.right.tolist(), strict=True))
     rates = {kind: values.get(f"calibration_{name}_{kind.lower()}") for kind in ("Pearson", "Spearman")}
     words = ", ".join(f"{kind} {rate:.2f}" for kind, rate in rates.items() if rate is not None)
@@ -184,7 +187,7 @@ def _matched(values: Mapping[str, float], h: Tensor | None) -> Iterator[str]:
             f"{percent(values['image_in_text'])} of the captions include their image (H > 0), "
             f"{percent(values['text_in_image'])} lie within it: H the other way round is its negative."
         )
-        yield from _bars({"pairs": h}, "H(image in its caption)", "share of the pairs")
+        yield from bars({"pairs": h}, "H(image in its caption)", "share of the pairs")
 
 
 def _chains(values: Mapping[str, float], answers: Mapping[str, InclusionAnswers], exact: bool) -> Iterator[str]:
@@ -193,7 +196,7 @@ def _chains(values: Mapping[str, float], answers: Mapping[str, InclusionAnswers]
         return
     links = [*[name for name in answers if name.startswith("chain_")][:LINKS], "unrelated"]
     drawn = {_link(name): answers[name].h for name in links if name in answers}
-    yield from _bars(drawn, "H(first in second)", "share of each")
+    yield from bars(drawn, "H(first in second)", "share of each")
     rows = [
         [
             _link(n),
@@ -232,6 +235,23 @@ def _texts(more: PageData) -> Iterator[str]:
     )
     yield grid([certain, uncertain])
     yield long
+
+
+def _pairs(pairs: Mapping[str, Sequence[Pair]]) -> Iterator[str]:
+    """Images with their captions, CSD and both uncertainties, by kind."""
+    if pairs:
+        yield (
+            "CSD, the closed-form sampled distance (arXiv:2410.18857, eq. 1), is the expected squared distance of "
+            "samples of both: the lower, the better they match; both variances are a part of it."
+        )
+    for kind, several in pairs.items():
+        yield heading(kind)
+        yield grid((_pair(one) for one in several), narrow=True)
+
+
+def _pair(pair: Pair) -> Html:
+    values = f"CSD {pair.distance:#.4g}, variance of the image {pair.image_uncertainty:#.3g}, of the text"
+    return card([(pair.image, "")], [f"{values} {pair.text_uncertainty:#.3g}"], strong=pair.caption)
 
 
 def _plane(plane: Plane | None) -> Iterator[str]:

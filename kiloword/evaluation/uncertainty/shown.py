@@ -22,8 +22,15 @@ from kiloword.types import Features
 
 SHOWN = 12  # most and least certain images, and texts
 LONG = 90  # percentile of length from which texts are long
+PAIRS = 3  # of each kind, in the gallery of pairs
 PLANE = 4  # images in the plane
 CAPTIONS = 4  # captions of each of these
+KINDS = {
+    "Image and text certain": (-1, -1),
+    "Image certain, text uncertain": (-1, 1),
+    "Image uncertain, text certain": (1, -1),
+    "Image and text uncertain": (1, 1),
+}
 SIDE = 128  # largest side of an image on the page, in pixels
 
 
@@ -33,11 +40,23 @@ class Findings:
 
     data: EncodedData
     matched: Tensor | None = None  # [T] H(image in caption) of matched pairs
+    distance: Tensor | None = None  # [T] CSD of matched pairs
     true_of: Tensor | None = None  # [N] images that each different caption is true of
     levelled: Levelled | None = None
     answers: dict[str, InclusionAnswers] = field(default_factory=dict)
     exact: bool = False  # ground truth of the answers is exact
     bins: dict[str, Bins] = field(default_factory=dict)
+
+
+@dataclass
+class Pair:
+    """An image and its caption."""
+
+    image: Pixels
+    caption: str
+    distance: float  # CSD
+    image_uncertainty: float
+    text_uncertainty: float
 
 
 @dataclass
@@ -73,8 +92,29 @@ def drawn(findings: Findings) -> dict[str, Any]:
         "uncertain texts": ranked[::-1][:SHOWN],
         "long texts": [one for one in ranked[::-1] if len(one[0].split()) >= long][:SHOWN],
         "plane": plane(data),
-        **{name: value for name, value in vars(findings).items() if name != "data"},
+        "pairs": {} if findings.distance is None else pairs(data, findings.distance),
+        **{name: value for name, value in vars(findings).items() if name not in ("data", "distance")},
     }
+
+
+def pairs(data: EncodedData, distance: Tensor) -> dict[str, list[Pair]]:
+    """At most PAIRS pairs by kind: those nearest to each corner of the ranks of both uncertainties, of unique images.
+
+    Args: distance: CSD of every caption with its image, [T]. Source: arXiv:2410.18857, Fig. C.1.
+    """
+    image, text = data.image_uncertainty[data.image], data.text_uncertainty
+    image_rank, text_rank = (values.argsort(stable=True).argsort().double() for values in (image, text))
+    found: dict[str, list[Pair]] = {}
+    for kind, (sign, text_sign) in KINDS.items():
+        order = (sign * image_rank + text_sign * text_rank).argsort(descending=True, stable=True).tolist()
+        first = [order[n] for n in different([int(data.image[t]) for t in order])][:PAIRS]
+        found[kind] = [
+            Pair(
+                pixels(data, int(data.image[t])), data.captions[t], float(distance[t]), float(image[t]), float(text[t])
+            )
+            for t in first
+        ]
+    return found
 
 
 def _images(data: EncodedData, which: Sequence[int]) -> list[tuple[Pixels, float]]:

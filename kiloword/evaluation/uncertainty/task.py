@@ -93,7 +93,8 @@ def _of_texts(data: EncodedData, findings: Findings) -> Values:
     if data.texts is not None:
         above = data.text_uncertainty > data.image_uncertainty[data.image]
         yield "text_above_image", float(above.double().mean())
-        h = findings.matched = matched(data)
+        h, findings.distance = matched(data)
+        findings.matched = h
         yield "image_in_text", float((h > 0).double().mean())
         yield "text_in_image", float((h < 0).double().mean())  # H(b in a) is -H(a in b), to the last bit
     first = different(data.captions)

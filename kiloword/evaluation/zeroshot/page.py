@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from kiloword.evaluation.task import Results
-from kiloword.report import card, grid, metric_table, page, section, table
+from kiloword.report import card, distribution, grid, metric_table, page, section, table
 
 if TYPE_CHECKING:
     from kiloword.api import Matcher
@@ -46,6 +47,11 @@ class Class:
     name: str
     prompts: list[tuple[str, float]]  # heaviest first
     images: list[tuple[npt.NDArray[np.uint8], str]]  # that it was fitted on, with their true classes
+
+    @property
+    def entropy(self) -> float:
+        """Of the weights, in nats."""
+        return -sum(weight * math.log(weight) for _, weight in self.prompts if weight > 0)
 
     @property
     def concentration(self) -> float:
@@ -99,11 +105,13 @@ def report(metrics: Results, data: str, shown: Mapping[str, Mapping[str, Any]]) 
     if any("entropy" in values for values in metrics.values()):
         intro += " Entropies are in nats."
     accuracy = metric_table(metrics, VALUES, whole=["held_out"], by_model=True, first="model", strong=1)
-    prompts = [section(f"Prompts of {m}, by {more['way']}", *_weights(more["classes"])) for m, more in weighted.items()]
+    prompts = [section(f"Prompts of {m}, by {more['way']}", *_weights(**more)) for m, more in weighted.items()]
     return page("Zero-shot classification by prompts", intro, [section("Accuracy", accuracy), *prompts])
 
 
-def _weights(classes: Sequence[Class]) -> Iterator[str]:
+def _weights(way: Way, classes: Sequence[Class]) -> Iterator[str]:
+    if way == "bprw":
+        yield from _spread(classes)
     ends = [(one, one.prompts[0], one.prompts[-1]) for one in classes[:LINES]]
     rows = [[one.name, *heaviest, *lightest, 1 / len(one.prompts)] for one, heaviest, lightest in ends]
     yield table(rows, ["class", "heaviest prompt", "weight", "lightest prompt", "weight", "uniform"], digits=3)
@@ -112,6 +120,26 @@ def _weights(classes: Sequence[Class]) -> Iterator[str]:
     if cards := [_card(one) for one in classes if one.images]:
         yield "Images that the weights were fitted on, each with its true class below."
         yield grid(cards)
+
+
+def _spread(classes: Sequence[Class]) -> Iterator[str]:
+    """How uneven the weights of classes are (arXiv:2410.18857, Fig. C.4)."""
+    counts = sorted({len(one.prompts) for one in classes})
+    uniform = (
+        " or ".join(f"1/{n} = {1 / n:.3g}" for n in counts[:2]),
+        " or ".join(f"{math.log(n):.3f}" for n in counts[:2]),
+    )
+    largest, entropies = [one.prompts[0][1] for one in classes], [one.entropy for one in classes]
+    yield (
+        f"A class whose prompts weigh the same has the largest weight {uniform[0]} and the entropy {uniform[1]}; the "
+        "further from these, the more some prompts are preferred."
+    )
+    yield grid(
+        [
+            distribution({"classes": largest}, "largest weight of a class", "classes", most=30),
+            distribution({"classes": entropies}, "entropy of a class's weights, in nats", "classes", most=30),
+        ]
+    )
 
 
 def _card(one: Class) -> str:

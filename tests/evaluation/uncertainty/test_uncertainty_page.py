@@ -16,7 +16,9 @@ from kiloword.config.recipes import ModelFile
 from kiloword.data.scenes.source import parse_scenes
 from kiloword.evaluation.task import Inputs
 from kiloword.evaluation.uncertainty.data import gather
-from kiloword.evaluation.uncertainty.shown import plane, principal
+from kiloword.evaluation.uncertainty.inclusion import matched
+from kiloword.evaluation.uncertainty.page import report
+from kiloword.evaluation.uncertainty.shown import KINDS, Findings, drawn, pairs, plane, principal
 from kiloword.report import box_plot, scatter, tiles
 from kiloword.report.plots import Dots
 from tars import noise
@@ -123,3 +125,35 @@ def test_verb_writes_a_page_of_two_models(tmp_path: Path, capsys: pytest.Capture
         assert heading in html
     assert html.count('class="ring"') == 2 * 4 * 3  # four images and two captions of each
     assert "nan" not in html.lower().replace("financ", "")
+
+
+def test_pairs_are_of_the_corners_and_their_distance_is_literal() -> None:
+    model = matcher()
+    data = gather(Inputs(model, parse_scenes("scenes:test?n=16&captions=2")))
+    assert data.texts is not None
+    found = pairs(data, matched(data)[1])
+    assert list(found) == list(KINDS)
+    uncertain, certain = found["Image and text uncertain"][0], found["Image and text certain"][0]
+    for name in ("image_uncertainty", "text_uncertainty"):
+        middle = float((data.image_uncertainty if name.startswith("image") else data.text_uncertainty).median())
+        assert getattr(certain, name) < middle < getattr(uncertain, name)
+    for pair in (one for several in found.values() for one in several):
+        (text,) = (t for t, caption in enumerate(data.captions) if caption == pair.caption)
+        image = int(data.image[text])
+        gap = data.images["vec"][image].double() - data.texts["vec"][text].double()
+        sums = float(data.image_uncertainty[image]), float(data.text_uncertainty[text])
+        assert (pair.image_uncertainty, pair.text_uncertainty) == sums
+        assert pair.distance == pytest.approx(float(gap.square().sum()) + sum(sums), rel=1e-5)
+    corner = found["Image uncertain, text certain"]
+    assert len({pair.image.tobytes() for pair in corner}) == len(corner) == 3  # of unique images
+
+
+def test_captions_of_pairs_are_escaped() -> None:
+    data = gather(Inputs(matcher(), parse_scenes("scenes:test?n=4&captions=1")))
+    data.captions[:] = [f"<script>{n}</script>" for n in range(4)]
+    findings = Findings(data)
+    findings.distance = matched(data)[1]
+    html = report({"a": {}}, "scenes", {"a": drawn(findings)})
+    assert "&lt;script&gt;0" in html
+    assert "<script>" not in html
+    assert "CSD 1." in html or "CSD 2." in html or "CSD 0." in html
