@@ -14,7 +14,7 @@ from kiloword.terminal import shown
 IMAGE_COLUMNS = ("image", "filepath")
 CAPTION_COLUMNS = ("captions", "caption", "title")
 ANSWER_COLUMNS = (ANSWERS, "answer")
-TYPE_COLUMNS = ("question_type", "answer_type")
+INFO_COLUMNS = ("question_type", "answer_type", "image_id", "question_id", "domain")
 SPLIT = "split"
 
 
@@ -25,17 +25,18 @@ class TableColumns:
     image: str
     texts: dict[str, str]  # column by key: of questions their key in `Record.info`, of captions the column itself
     lists: dict[str, bool]  # keys whose text may be a JSON list; True: else it has one text per line
+    info: tuple[str, ...] = ()  # columns of other values of `Record.info`
 
     @property
     def names(self) -> list[str]:
-        """The columns of texts."""
-        return list(self.texts.values())
+        """The columns of texts and of other values."""
+        return list(dict.fromkeys([*self.texts.values(), *self.info]))
 
 
 def choose(path: Path, names: Sequence[str], options: TableOptions) -> TableColumns:
     """The columns that are read. Errors: ValueError for a missing column, and one that the table has twice."""
-    named = [options.image, *options.caption, options.question, options.answer, SPLIT if options.split else ""]
-    for column in filter(None, named):
+    named = [options.image, *options.caption, options.question, options.answer, *options.info]
+    for column in filter(None, [*named, SPLIT if options.split else ""]):
         if column not in names:
             raise ValueError(
                 f"{path} has no column {shown(column[:60])!r}; it has {_listed(names)}."
@@ -43,20 +44,20 @@ def choose(path: Path, names: Sequence[str], options: TableOptions) -> TableColu
             )
     image, question = options.image or _first(IMAGE_COLUMNS, names), options.question or _first((QUESTION,), names)
     answers, caption = options.answer or _first(ANSWER_COLUMNS, names), _first(CAPTION_COLUMNS, names)
-    if question and answers and not options.caption:
-        key = ANSWERS if options.answer else answers
-        types = {column: column for column in TYPE_COLUMNS if column in names}
-        columns = TableColumns(image, {QUESTION: question, key: answers, **types}, {ANSWERS: True})
-    elif options.question or options.answer:
+    if (options.caption and (options.question or options.answer)) or (options.answer and not question):
         raise ValueError(
-            f"{path}: questions need question=COLUMN and answer=COLUMN, without caption=. It has the columns "
-            f"{_listed(names)}."
+            f"{path}: questions need question=COLUMN, and answer=COLUMN where they have answers, without caption=. It "
+            f"has the columns {_listed(names)}."
         )
+    info = tuple(dict.fromkeys([*options.info, *(c for c in INFO_COLUMNS if names.count(c) == 1)]))
+    if question and (answers or options.question) and not options.caption:
+        key = ANSWERS if options.answer else answers
+        texts = {QUESTION: question, **({key: answers} if answers else {})}
+        columns = TableColumns(image, texts, {ANSWERS: True}, info)
     else:
         captions = options.caption or ((caption,) if caption else ())
-        columns = TableColumns(
-            image, {c: c for c in captions}, dict.fromkeys(options.caption, False) | {"captions": True}
-        )
+        lists = dict.fromkeys(options.caption, False) | {"captions": True}
+        columns = TableColumns(image, {c: c for c in captions}, lists, info)
     if not image or not columns.texts:
         raise ValueError(
             f"{path} has the columns {_listed(names)}. Expected `image` (or `filepath`) and `caption`, `captions` (or "

@@ -11,6 +11,7 @@ from kiloword.config.recipes import DataConfig
 from kiloword.data.remote.sets import open_remote
 from kiloword.data.sources.extra_captions import with_captions
 from kiloword.data.sources.folder import Folder, is_image
+from kiloword.data.sources.layouts.read import JsonOptions, is_tokens, read_json, read_tokens
 from kiloword.data.sources.mixture import mix
 from kiloword.data.sources.query import FORM, TableOptions, parse_query, split_query
 from kiloword.data.sources.sample import check_regular
@@ -21,16 +22,18 @@ from kiloword.types import Source
 
 __all__ = ["expand", "mix", "open_data", "open_source"]
 
-_TABLES = (".csv", ".tsv", ".parquet")
-_KINDS = "a folder of tars, a tar, a brace pattern x-{000..123}.tar, csv, tsv, parquet, a folder of images, or scenes"
+_TABLES = (".csv", ".tsv", ".parquet", ".txt", ".token")
+_KINDS = (
+    "a folder of tars, a tar, a brace pattern x-{000..123}.tar, csv, tsv, parquet, json, a folder of images, or scenes"
+)
 
 
 def open_source(src: str, size: int | None = None) -> Source:
     """The data set that `src` names.
 
-    Args: src: a folder of tars, a tar, a brace pattern `x-{000..123}.tar`, csv, tsv, parquet (these with parameters,
-    see `query`), a folder of images, or `scenes...`; or a URL (see `remote`); size: height and width of drawn images
-    (scenes) in pixels.
+    Args: src: a folder of tars, a tar, a brace pattern `x-{000..123}.tar`, csv, tsv, parquet or json (these with
+    parameters, see `query`, and `layouts`), a folder of images, or `scenes...`; or a URL (see `remote`); size: height
+    and width of drawn images (scenes) in pixels.
     Errors: ValueError when nothing is there, or nothing can be read.
     """
     if re.match(r"scenes([:?]|$)", src) and not Path(src).exists():
@@ -50,13 +53,19 @@ def open_source(src: str, size: int | None = None) -> Source:
     if not path.exists():
         raise ValueError(f"{name}: no such file or folder. Expected {_KINDS}.")
     suffix = path.suffix.lower()
-    if query and (path.is_dir() or suffix not in _TABLES):
-        raise ValueError(f"{name} takes no parameters, but ?{shown(query[:60])} follows it: only tables do ({FORM}).")
+    if query and (path.is_dir() or suffix not in (*_TABLES, ".json")):
+        raise ValueError(
+            f"{name} takes no parameters, but ?{shown(query[:60])} follows it: only tables and json do ({FORM})."
+        )
     if path.is_dir():
         return _open_folder(src, path)
     check_regular(path)
+    if suffix == ".json":
+        choice = parse_query(name, query, JsonOptions)
+        return TableSource(src, path, choice, read_json(path, choice))
     if suffix in _TABLES:
-        return TableSource(src, path, parse_query(name, query, TableOptions))
+        options = parse_query(name, query, TableOptions)
+        return TableSource(src, path, options, read_tokens(path, options) if _has_tokens(path, suffix) else None)
     if suffix == ".tar":
         return _shards(src, [path])
     raise ValueError(f"{src}: unknown kind of file. Expected {_KINDS}.")
@@ -86,6 +95,10 @@ def _open_folder(src: str, folder: Path) -> Source:
     raise ValueError(
         f"{src} is {'an empty folder' if not files else 'a folder without tars or images'}. Expected {_KINDS}."
     )
+
+
+def _has_tokens(path: Path, suffix: str) -> bool:
+    return suffix in (".txt", ".token") and is_tokens(path)
 
 
 def _tars(folder: Path) -> list[Path]:

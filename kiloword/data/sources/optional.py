@@ -68,6 +68,9 @@ class RecordInfo(TypedDict, total=False):
     answers: list[str]  # one per annotator
     question_type: str | None  # for figures by type
     answer_type: str | None
+    image_id: int | str  # official ids, which result files name
+    question_id: int | str
+    domain: str  # of NoCaps: in, near or out
     hierarchies: list[list[str]]  # chains of captions, from general to specific
     group: str  # shared by the levels of one image
     level: int  # of the image in its group, 0: the most general

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TypeVar
 from urllib.parse import unquote
 
+from kiloword.data.sources.sample import IMAGE_SUFFIXES
 from kiloword.errors import suggestion
 from kiloword.terminal import shown
 
@@ -21,7 +22,8 @@ class TableOptions:
     image: str = ""  # column of images; "": one of `columns.IMAGE_COLUMNS`
     caption: tuple[str, ...] = ()  # columns of captions
     question: str = ""  # column of questions
-    answer: str = ""  # column of answers
+    answer: str = ""  # column of answers; with `question` alone, questions have no answers
+    info: tuple[str, ...] = ()  # columns of other values of `Record.info`
     images: str = ""  # folder of images, see `images_folder`; "": the folder of the table
     split: str = ""  # only rows with this value in the column `split`; "": all
 
@@ -58,6 +60,14 @@ def parse_query(path: str, query: str, kind: type[Options]) -> Options:
             raise ValueError(f"{path}: the parameter {name} has an empty value. Expected {name}=VALUE, as in {FORM}.")
         chosen[name] = values if known[name].startswith(_LIST) else unquote(value)
     return kind(**chosen)  # type: ignore[arg-type]
+
+
+def image_file(path: Path) -> Path:
+    """The path of an image, whose suffix a table may omit."""
+    if path.suffix.lower().removeprefix(".") in IMAGE_SUFFIXES or path.exists():
+        return path
+    complete = (path.with_name(f"{path.name}.{suffix}") for suffix in IMAGE_SUFFIXES)
+    return next((file for file in complete if file.exists()), path)
 
 
 def images_folder(path: Path, named: str) -> Path:

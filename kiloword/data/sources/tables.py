@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import sys
-from dataclasses import replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,10 @@ from numpy.typing import NDArray
 
 from kiloword.data.sources.columns import IMAGE_COLUMNS, SPLIT, choose
 from kiloword.data.sources.embedded import Embedded, arrow_errors, check_expanded, check_rows, is_embedded
-from kiloword.data.sources.query import TableOptions, images_folder
+from kiloword.data.sources.layouts.read import AnnotationTable
+from kiloword.data.sources.query import TableOptions, image_file, images_folder
 from kiloword.data.sources.sample import (
     ANSWERS,
-    IMAGE_SUFFIXES,
     MAX_IMAGE,
     QUESTION,
     clean,
@@ -51,7 +51,7 @@ def fingerprint(path: Path) -> str:
 
 
 class TableSource:
-    """The samples of one csv, tsv or parquet file; malformed lines come last, as bad samples.
+    """The samples of one csv, tsv or parquet file, or of a `layout`; malformed lines come last, as bad samples.
 
     Of captions: one sample per image, in order of first appearance; of questions: one sample per row.
     The fingerprint covers the bytes of the table; `stored` returns those of images that it names by path.
@@ -61,17 +61,23 @@ class TableSource:
     natural = True
     from_files = True
 
-    def __init__(self, name: str, path: Path, options: TableOptions = DEFAULTS) -> None:
-        self.name, self.path, self._folder = name, path, images_folder(path, options.images)
+    def __init__(
+        self, name: str, path: Path, options: TableOptions = DEFAULTS, layout: AnnotationTable | None = None
+    ) -> None:
+        self.name, self.path = name, path
+        self._folder = layout.folder if layout else images_folder(path, options.images)
         self._contents = fingerprint(path)
+        if layout is not None and layout.beside is not None:
+            self._contents = _digest(self._contents, fingerprint(layout.beside))
+        options = layout.options if layout else options
         self.fingerprint = _with_options(self._contents, options)
-        self._malformed: list[str] = []  # reasons
+        self.notes = layout.notes if layout else []
+        self._malformed = layout.malformed if layout else []  # reasons
         self._embedded: Embedded | None = None  # the images, where the table contains them
-        names = column_names(path)
-        self._columns = choose(path, names, options)
+        self._columns = choose(path, layout.table.column_names if layout else column_names(path), options)
         self._asks = QUESTION in self._columns.texts
         with arrow_errors(path):
-            images, splits = self._read(options)
+            images, splits = self._read(options, layout.table if layout else None)
         self._images = None if self._embedded else images
         self._order, self._starts = _rows_by_image(images, self._asks, splits, options.split)
         if not len(self):
@@ -81,10 +87,12 @@ class TableSource:
                 f"{_splits(splits)}"
             )
 
-    def _read(self, options: TableOptions) -> tuple[pa.Array, pa.Array | None]:
+    def _read(self, options: TableOptions, table: pa.Table | None) -> tuple[pa.Array, pa.Array | None]:
         """Read the texts. Returns: [N] paths of images, or digests of embedded images; [N] splits, if one is chosen."""
         image, columns = self._columns.image, [*self._columns.names, *([SPLIT] if options.split else [])]
-        if self.path.suffix.lower() != ".parquet":
+        if table is not None:
+            images = _paths(table.column(image))
+        elif self.path.suffix.lower() != ".parquet":
             table, self._malformed = read_csv(self.path, [image, *columns])
             images = one_array(table.column(image), pa.large_binary())
         else:
@@ -94,6 +102,7 @@ class TableSource:
             check_rows(self.path, len(table), len(images))
         combine = pa.ChunkedArray.combine_chunks if self._asks else _caption_array
         self._cells = {key: combine(table.column(column)) for key, column in self._columns.texts.items()}
+        self._info = {column: table.column(column).combine_chunks() for column in self._columns.info}
         return images, one_array(table.column(SPLIT), pa.large_binary()) if options.split else None
 
     def _parquet_images(self, column: str, rows: int) -> pa.Array:
@@ -107,10 +116,7 @@ class TableSource:
         if embedded:  # no rows, whose structs have no cast to paths
             return pa.array([], pa.large_binary())
         check_expanded(self.path, [column])
-        paths = pa.parquet.read_table(self.path, columns=[column]).column(column)
-        if pa.types.is_integer(paths.type):
-            paths = paths.cast(pa.string())
-        return one_array(paths, pa.large_binary())
+        return _paths(pa.parquet.read_table(self.path, columns=[column]).column(column))
 
     def __len__(self) -> int:
         return len(self._starts) - 1 + len(self._malformed)
@@ -168,7 +174,7 @@ class TableSource:
         if not name:
             raise BadSample("no image is named")
         try:
-            return read_whole(_image_file(self._folder / name), "the image", MAX_IMAGE)
+            return read_whole(image_file(self._folder / name), "the image", MAX_IMAGE)
         except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
             reason = error.strerror if isinstance(error, OSError) else "not a file name"
             raise BadSample(f"image cannot be read: {shown(name[:200])} ({reason})") from None
@@ -181,22 +187,37 @@ class TableSource:
             raise BadSample(self._malformed[row - len(self._starts) + 1])
         rows = self._order[self._starts[row] : self._starts[row + 1]].tolist()
         cells = [{column: self._cell(column, n) for column in self._cells} for n in rows]
+        info = {column: _value(values, rows[0]) for column, values in self._info.items()}
+        info = {column: value for column, value in info.items() if value not in (None, "")}
         if not self._asks:
             texts = [cell if isinstance(cell, list) else [cell or ""] for one in cells for cell in one.values()]
-            return clean([text for several in texts for text in several if text is not None]), {}
-        info = cells[0] | {QUESTION: cells[0][QUESTION] or ""}  # an empty cell is bad, not a row without a question
+            return clean([text for several in texts for text in several if text is not None]), info
+        info |= cells[0] | {QUESTION: cells[0][QUESTION] or ""}  # an empty cell is bad, not a row without a question
+        if len(cells[0]) == 1 and info[QUESTION].strip():
+            return [], info  # a test question, to be answered
         answers: Any = parse_answers(info)
-        return clean(answers), {name: value for name, value in info.items() if value}
+        return clean(answers), {name: value for name, value in info.items() if value is not None}
 
     def _cell(self, key: str, row: int) -> Any:
         """Text, or a list. Raises BadSample."""
-        try:
-            cell = self._cells[key][row].as_py()
-        except UnicodeDecodeError:
-            raise BadSample("caption is not UTF-8") from None
-        text = decode_text(cell) if isinstance(cell, bytes) else cell
-        by_line = self._columns.lists.get(key)
+        text, by_line = _value(self._cells[key], row), self._columns.lists.get(key)
         return _listed(text, key == ANSWERS, by_line) if isinstance(text, str) and by_line is not None else text
+
+
+def _value(cells: pa.Array, row: int) -> Any:
+    """The value of a cell, of which bytes are text. Raises BadSample."""
+    try:
+        value = cells[row].as_py()
+    except UnicodeDecodeError:
+        raise BadSample("caption is not UTF-8") from None
+    if isinstance(value, list):
+        return [decode_text(text) if isinstance(text, bytes) else text for text in value]
+    return decode_text(value) if isinstance(value, bytes) else value
+
+
+def _paths(column: pa.ChunkedArray) -> pa.Array:
+    """Paths, or numbers, of images as bytes."""
+    return one_array(column.cast(pa.string()) if pa.types.is_integer(column.type) else column, pa.large_binary())
 
 
 def _rows_by_image(
@@ -225,18 +246,10 @@ def _splits(splits: pa.Array | None) -> str:
     return f" It has {shown(', '.join(names)[:200])}."
 
 
-def _image_file(path: Path) -> Path:
-    """The path of an image, whose suffix the table may omit."""
-    if path.suffix.lower().removeprefix(".") in IMAGE_SUFFIXES or path.exists():
-        return path
-    complete = (path.with_name(f"{path.name}.{suffix}") for suffix in IMAGE_SUFFIXES)
-    return next((file for file in complete if file.exists()), path)
-
-
 def _with_options(contents: str, options: TableOptions) -> str:
-    """The fingerprint of a table: of its contents and of the options that select, not of where images are."""
-    chosen = repr(replace(options, images=""))
-    return contents if chosen == repr(DEFAULTS) else _digest(contents, chosen)
+    """The fingerprint of a table: of its contents and of the options that select, not of where other files are."""
+    chosen, defaults = ({**asdict(one), "images": "", "annotations": ""} for one in (options, DEFAULTS))
+    return contents if chosen == defaults else _digest(contents, repr(chosen))
 
 
 def _digest(contents: str, more: str) -> str:
@@ -269,8 +282,10 @@ def one_array(column: pa.ChunkedArray, kind: pa.DataType) -> pa.Array:
 
 
 def _caption_array(column: pa.ChunkedArray) -> pa.Array:
-    listed = pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
-    return one_array(column, pa.large_list(pa.large_string()) if listed else pa.large_binary())
+    if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
+        of_bytes = pa.types.is_large_binary(column.type.value_type)
+        return one_array(column, column.type if of_bytes else pa.large_list(pa.large_string()))
+    return one_array(column, pa.large_binary())
 
 
 def read_csv(path: Path, columns: list[str]) -> tuple[pa.Table, list[str]]:
@@ -300,10 +315,12 @@ def _parse_csv(path: Path, source: Path | pa.BufferReader, columns: list[str]) -
         )
         return "skip"
 
+    delimiter, names = _header(path)
+    named = {"column_names": names, "skip_rows": 1} if delimiter == "|" else {}  # without their spaces
     table = pyarrow.csv.read_csv(
         source,
-        pyarrow.csv.ReadOptions(use_threads=False, block_size=_BLOCK),
-        pyarrow.csv.ParseOptions(delimiter=_header(path)[0], newlines_in_values=True, invalid_row_handler=note),
+        pyarrow.csv.ReadOptions(use_threads=False, block_size=_BLOCK, **named),
+        pyarrow.csv.ParseOptions(delimiter=delimiter, newlines_in_values=True, invalid_row_handler=note),
         pyarrow.csv.ConvertOptions(
             include_columns=columns, column_types={column: pa.binary() for column in columns}, strings_can_be_null=False
         ),
@@ -312,7 +329,8 @@ def _parse_csv(path: Path, source: Path | pa.BufferReader, columns: list[str]) -
 
 
 def _header(path: Path) -> tuple[str, list[str]]:
-    """Delimiter and column names. open_clip writes .csv separated by tabs, so the first line decides.
+    """Delimiter and column names. open_clip writes .csv separated by tabs, and Flickr30k has one separated by "| ", so
+    the first line decides.
 
     Errors: ValueError when the first line is not UTF-8.
     """
@@ -325,4 +343,5 @@ def _header(path: Path) -> tuple[str, list[str]]:
             f"{path}: the first line is not UTF-8. Expected column names such as `image,caption`."
         ) from None
     delimiter = "\t" if "\t" in line and ("," not in line or path.suffix.lower() == ".tsv") else ","
-    return delimiter, [name.strip('"') for name in line.split(delimiter)]
+    delimiter = "|" if "|" in line and not {",", "\t"} & set(line) else delimiter
+    return delimiter, [name.strip(' "' if delimiter == "|" else '"') for name in line.split(delimiter)]

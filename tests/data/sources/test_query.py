@@ -119,7 +119,7 @@ def test_a_missing_image_is_named(folder: Path) -> None:
         ("x.csv?image=photo&caption=", "the parameter caption has an empty value"),
         ("x.csv?image=photo&caption=text,", "the parameter caption has an empty value"),
         ("x.csv?image=photo&caption=text&images=png", "no folder images=png. Looked for .*tables.png"),
-        ("x.csv?image=photo&question=text", "questions need question=COLUMN and answer=COLUMN"),
+        ("x.csv?image=photo&answer=text", "questions need question=COLUMN, and answer=COLUMN"),
         ("x.csv?image=photo&question=text&answer=more&caption=text", "without caption="),
         ("none.csv?image=photo", "none.csv: no such file or folder"),
         ("../jpg?image=photo", "takes no parameters, but .image=photo follows it"),

@@ -1,0 +1,345 @@
+"""Captions and questions as their authors distribute them: equal to the same data as a table."""
+
+from __future__ import annotations
+
+import csv
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kiloword.cli.main import main
+from kiloword.data.sources.open import open_source
+from kiloword.types import NoCaption, Record, Source
+from tars import photo
+
+CAPTIONS = [["a dog", "a brown dog, running"], ["two\ncats"], ["a red bus", "a bus"]]
+IDS = [42, 7, 581]
+FILES = [f"COCO_val2014_{one:012d}.jpg" for one in IDS]
+
+
+def dump(path: Path, data: Any) -> str:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(data))
+    return str(path)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Three images in `val2014`, and their captions as a csv."""
+    (tmp_path / "val2014").mkdir()
+    for seed, name in enumerate(FILES):
+        (tmp_path / "val2014" / name).write_bytes(photo(seed))
+    with (tmp_path / "x.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["image", "captions", "image_id", "domain"])
+        for name, texts, one, domain in zip(FILES, CAPTIONS, IDS, ["in", "out", "near"], strict=True):
+            writer.writerow([name, json.dumps(texts), one, domain])
+    return tmp_path
+
+
+def images(**more: list[Any]) -> list[dict[str, Any]]:
+    rows = [{"id": one, "file_name": name, "width": 16} for one, name in zip(IDS, FILES, strict=True)]
+    return [row | {key: values[n] for key, values in more.items()} for n, row in enumerate(rows)]
+
+
+def annotations() -> list[dict[str, Any]]:
+    """Captions of several images, not in their order."""
+    pairs = [(0, 0), (2, 0), (0, 1), (1, 0), (2, 1)]
+    return [{"image_id": IDS[i], "id": n, "caption": CAPTIONS[i][c]} for n, (i, c) in enumerate(pairs)]
+
+
+def records(source: Source) -> list[Record]:
+    return [source.record(row) for row in range(len(source))]
+
+
+def same(src: str, folder: Path, *ignored: str, images: str = "val2014") -> Source:
+    """The source, whose records equal those of the csv. Args: ignored: values of `info` that one of them lacks."""
+    source, table = open_source(src), open_source(f"{folder}/x.csv?images={images}")
+    for one, other in zip(records(source), records(table), strict=True):
+        other.info["image_id"] = int(other.info["image_id"])
+        one.info, other.info = (
+            {name: value for name, value in info.items() if name not in ignored} for info in (one.info, other.info)
+        )
+        assert one == other
+    return source
+
+
+@pytest.mark.parametrize("query", ["", "?images=val2014", "?images=../val2014", "?images={folder}/val2014"])
+def test_coco_equals_a_table(folder: Path, query: str) -> None:
+    src = dump(folder / "annotations" / "captions_val2014.json", {"images": images(), "annotations": annotations()})
+    source = same(src + query.format(folder=folder), folder, "domain")
+    assert records(pickle.loads(pickle.dumps(source))) == records(source)
+
+
+def test_nocaps_has_domains(folder: Path) -> None:
+    rows = images(domain=["in-domain", "out-domain", "near-domain"])
+    src = dump(folder / "nocaps_val_4500_captions.json", {"images": rows, "annotations": annotations()})
+    assert [r.info["domain"] for r in records(same(src, folder))] == ["in", "out", "near"]
+
+
+def test_test_images_of_coco_have_no_captions(folder: Path) -> None:
+    source = open_source(dump(folder / "image_info_test2014.json", {"images": images(), "categories": []}))
+    with pytest.raises(NoCaption) as caught:
+        source.record(1)
+    assert (caught.value.record.image, caught.value.record.info) == (photo(1), {"image_id": 7})
+
+
+def karpathy(folder: Path, splits: list[str], **more: Any) -> str:
+    rows = [
+        {
+            "filename": name,
+            "sentences": [{"raw": text, "tokens": []} for text in texts],
+            "split": split,
+            "imgid": n,
+        }
+        for n, (name, texts, split) in enumerate(zip(FILES, CAPTIONS, splits, strict=True))
+    ]
+    rows = [row | {"filepath": "val2014", "cocoid": one} for row, one in zip(rows, IDS, strict=True)] if more else rows
+    return dump(folder / "caption_datasets" / "dataset_coco.json", {"images": rows, "dataset": "coco"})
+
+
+def test_karpathy_equals_a_table(folder: Path) -> None:
+    src = karpathy(folder, ["test"] * 3, coco=True)
+    with_folder = (folder / "x.csv").read_text().replace("COCO_val", "val2014/COCO_val")
+    (folder / "x.csv").write_text(with_folder)
+    same(src, folder, "domain", images=str(folder))
+    src = karpathy(folder, ["test"] * 3)  # as of flickr30k
+    (folder / "x.csv").write_text(with_folder.replace("val2014/", ""))
+    same(src, folder, "domain", "image_id")
+
+
+def test_splits_of_karpathy(folder: Path) -> None:
+    src = karpathy(folder, ["train", "restval", "test"], coco=True)
+    assert [r.captions for r in records(open_source(src + "?split=train"))] == CAPTIONS[:2]
+    assert [r.captions for r in records(open_source(src + "?split=restval"))] == CAPTIONS[1:2]
+    assert [r.captions for r in records(open_source(src + "?split=test"))] == CAPTIONS[2:]
+    with pytest.raises(ValueError, match=r"no rows whose split is 'tset'.* It has train, restval, test"):
+        open_source(src + "?split=tset")
+
+
+@pytest.mark.parametrize("name", ["results_20130124.token", "Flickr8k.token.txt"])
+def test_tokens_equal_a_table(folder: Path, name: str) -> None:
+    one_line = [[text.replace("\n", " ") for text in texts] for texts in CAPTIONS]
+    lines = [f"{f}#{n}\t{text}\n" for f, texts in zip(FILES, one_line, strict=True) for n, text in enumerate(texts)]
+    (folder / name).write_text("".join(lines))
+    (folder / "x.csv").write_text((folder / "x.csv").read_text().replace("two\\ncats", "two cats"))
+    same(str(folder / name), folder, "domain", "image_id")
+    (folder / "Flickr_8k.testImages.txt").write_text(f"{FILES[2]}\n{FILES[0]}\n")
+    part = open_source(f"{folder / name}?split=Flickr_8k.testImages.txt")
+    assert [r.captions for r in records(part)] == [one_line[0], one_line[2]]
+    with pytest.raises(ValueError, match=r"no file split=dev.txt. Looked for"):
+        open_source(f"{folder / name}?split=dev.txt")
+
+
+def test_a_bad_line_of_tokens_is_counted(folder: Path) -> None:
+    (folder / "x.token").write_text(f"{FILES[0]}#0\tx\nnothing\n")
+    source = open_source(str(folder / "x.token"))
+    assert len(source) == 2
+    with pytest.raises(Exception, match="line is not IMAGE#NUMBER"):
+        source.record(1)
+
+
+def test_the_csv_variants_of_flickr(folder: Path) -> None:
+    (folder / "results.csv").write_text(
+        "image_name| comment_number| comment\n"
+        f'{FILES[0]}| 0| a dog, "running"\n{FILES[0]}| 1| a dog\n{FILES[1]}| 0   two cats\n'
+    )
+    source = open_source(f"{folder}/results.csv?image=image_name&caption=comment&images=val2014")
+    assert (source.record(0).captions, len(source)) == (['a dog, "running"', "a dog"], 2)  # and a malformed line
+    (folder / "captions.txt").write_text(f'image,caption\n{FILES[0]},a dog\n{FILES[0]},"a dog, running"\n')
+    assert open_source(f"{folder}/captions.txt?images=val2014").record(0).captions == ["a dog", "a dog, running"]
+
+
+QUESTIONS = [
+    {"image_id": 42, "question": "what is it?", "question_id": 42000},
+    {"image_id": 7, "question": "how many cats?", "question_id": 7001},
+    {"image_id": 42, "question": "is it a dog?", "question_id": 42001},
+]
+ANSWERS = {42000: ["dog"] * 9 + ["a dog"], 7001: ["2"] * 10, 42001: ["yes"] * 10}
+TYPES = {42000: ("what is", "other"), 7001: ("how many", "number"), 42001: ("is it", "yes/no")}
+
+
+def vqa(folder: Path, answered: bool = True, subtype: str = "val2014") -> str:
+    if answered:
+        rows = [
+            {
+                "question_id": one,
+                "answers": [{"answer": a, "answer_confidence": "yes", "answer_id": n} for n, a in enumerate(texts)],
+                "question_type": TYPES[one][0],
+                "answer_type": TYPES[one][1],
+                "multiple_choice_answer": texts[0],
+                "image_id": one // 1000,
+            }
+            for one, texts in sorted(ANSWERS.items())
+        ]
+        dump(folder / "v2_mscoco_val2014_annotations.json", {"annotations": rows})
+    return dump(
+        folder / "v2_OpenEnded_mscoco_val2014_questions.json",
+        {"questions": QUESTIONS, "data_subtype": subtype, "task_type": "Open-Ended"},
+    )
+
+
+def questions_csv(folder: Path) -> Source:
+    """The same questions as a table."""
+    with (folder / "q.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["image", "question", "answers", "question_type", "answer_type"])
+        for row in QUESTIONS:
+            one = int(str(row["question_id"]))
+            name = f"COCO_val2014_{row['image_id']:012d}.jpg"
+            writer.writerow([name, row["question"], json.dumps(ANSWERS[one]), *TYPES[one]])
+    return open_source(f"{folder}/q.csv?images=val2014")
+
+
+@pytest.mark.parametrize("query", ["", "?annotations=v2_mscoco_val2014_annotations.json&images=val2014"])
+def test_vqa_equals_a_table(folder: Path, query: str) -> None:
+    source = open_source(vqa(folder) + query)
+    made = records(source)
+    assert [r.info.pop("question_id") for r in made] == [42000, 7001, 42001]
+    assert [r.info.pop("image_id") for r in made] == [42, 7, 42]
+    assert made == records(questions_csv(folder))
+    assert source.question(1) == "how many cats?"  # type: ignore[attr-defined]
+
+
+def test_questions_without_answers(folder: Path) -> None:
+    (folder / "val2014").rename(folder / "test2015")
+    for name in FILES:
+        (folder / "test2015" / name).rename(folder / "test2015" / name.replace("val2014", "test2015"))
+    source = open_source(vqa(folder, answered=False, subtype="test-dev2015"))
+    with pytest.raises(NoCaption) as caught:
+        source.record(1)
+    record = caught.value.record
+    assert (record.image, record.info["question"]) == (photo(1), "how many cats?")
+    assert "answers" not in record.info
+
+
+def test_a_list_of_objects(folder: Path) -> None:
+    rows = [{"image": f"val2014/{name}", "caption": texts} for name, texts in zip(FILES, CAPTIONS, strict=True)]
+    assert [r.captions for r in records(open_source(dump(folder / "coco_karpathy_val.json", rows)))] == CAPTIONS
+    vizwiz = [{"image": FILES[1], "question": "how many?", "answers": [{"answer": "2"}, {"answer": "two"}]}]
+    assert records(open_source(dump(folder / "val.json", vizwiz)))[0].info["answers"] == ["2", "two"]
+
+
+def test_text_that_is_not_utf8_is_one_bad_sample(folder: Path) -> None:
+    rows = [
+        {"image": f"val2014/{name}", "caption": text} for name, text in zip(FILES, ["a", "\ud800", "c"], strict=True)
+    ]
+    source = open_source(dump(folder / "x.json", rows))
+    assert [source.record(0).captions, source.record(2).captions] == [["a"], ["c"]]
+    with pytest.raises(Exception, match="caption is not UTF-8"):
+        source.record(1)
+
+
+def test_a_note_about_captions_without_image(folder: Path) -> None:
+    more = [*annotations(), {"image_id": 99, "id": 9, "caption": "x"}]
+    source = open_source(dump(folder / "x.json", {"images": images(), "annotations": more}))
+    (note,) = source.notes  # type: ignore[attr-defined]
+    assert "1 captions are of images that `images` does not list" in note
+
+
+def test_the_answers_are_part_of_the_fingerprint(folder: Path) -> None:
+    src = vqa(folder)
+    before = open_source(src).fingerprint
+    path = folder / "v2_mscoco_val2014_annotations.json"
+    path.write_text(path.read_text().replace('"2"', '"3"'))
+    assert open_source(src).fingerprint != before
+
+
+def test_where_images_are(folder: Path) -> None:
+    src = dump(folder / "annotations" / "x.json", {"images": images(), "annotations": annotations()})
+    (folder / "copy").mkdir()
+    (folder / "copy" / FILES[0]).write_bytes(photo())
+    with pytest.raises(ValueError, match=r"its images are in .*copy and in .*val2014. Choose one: x.json\?images="):
+        open_source(src)
+    assert len(open_source(src + "?images=copy")) == 3  # missing images are bad samples
+    (folder / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"none of its 3 images, such as COCO_val2014_0+42.jpg, is in .*empty"):
+        open_source(src + "?images=empty")
+    for name in ("copy", "val2014"):
+        (folder / name).rename(folder / f".{name}")
+    with pytest.raises(ValueError, match=r"none of its 3 images, .* is in .*annotations, .* and their folders"):
+        open_source(src)
+
+
+def without(rows: list[dict[str, Any]], key: str) -> list[dict[str, Any]]:
+    return [rows[0], {k: v for k, v in rows[1].items() if k != key}, *rows[2:]]
+
+
+BAD: dict[str, tuple[Any, str]] = {
+    "number": (3, "holds neither an object nor a list. Expected captions of COCO"),
+    "list of texts": (["x"], "is a list of something other than objects"),
+    "unknown keys": ({"info": {}, "data": []}, "has the keys info, data. Expected captions of COCO"),
+    "images": ({"images": {}}, "`images` of the file is a dict. Expected list"),
+    "no objects": ({"images": ["x"]}, "images holds something other than objects"),
+    "no id": ({"images": without(images(), "id")}, r"images\[1\] has no key `id`; it has file_name, width"),
+    "no caption": (
+        {"images": images(), "annotations": without(annotations(), "caption")},
+        r"annotations\[1\] has no key `caption`; it has image_id, id",
+    ),
+    "a caption is a number": (
+        {"images": images(), "annotations": [{"image_id": 7, "caption": 3}]},
+        r"`caption` of annotations\[0\] is an int. Expected text",
+    ),
+    "id twice": ({"images": [images()[0]] * 2}, "two of its images have the same id"),
+    "no filename": ({"images": [{"sentences": [], "split": "test"}]}, r"images\[0\] has no key `filename`"),
+    "no raw": (
+        {"images": [{"filename": "x", "sentences": [{"tokens": []}], "split": "test"}]},
+        r"images\[0\].sentences\[0\] has no key `raw`; it has tokens",
+    ),
+    "no question": ({"questions": without(QUESTIONS, "question")}, r"questions\[1\] has no key `question`"),
+    "answers in place of questions": (
+        {"annotations": [{"question_id": 1, "answers": []}]},
+        r"has the keys annotations. .* Name the file of questions, with \?annotations=",
+    ),
+    "no images": ({"images": []}, "has no rows"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_json_that_is_not_what_it_claims(folder: Path, name: str) -> None:
+    data, message = BAD[name]
+    with pytest.raises(ValueError, match=message):
+        open_source(dump(folder / "x.json", data))
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        (b"{", "x.json is no JSON: "),
+        (b"\xff", "x.json is not UTF-8"),
+        (b"[" * 100_000, "x.json is nested too deeply"),
+    ],
+)
+def test_no_json(folder: Path, raw: bytes, message: str) -> None:
+    (folder / "x.json").write_bytes(raw)
+    with pytest.raises(ValueError, match=message):
+        open_source(f"{folder}/x.json")
+
+
+def test_bad_answers(folder: Path) -> None:
+    src, path = vqa(folder), folder / "v2_mscoco_val2014_annotations.json"
+    data = json.loads(path.read_text())
+    dump(path, {"annotations": data["annotations"][:1]})
+    with pytest.raises(ValueError, match="has no answers to the question 42000: is it of other questions"):
+        open_source(src)
+    data["annotations"][1]["answers"][0] = {"text": "x"}
+    dump(path, data)
+    with pytest.raises(ValueError, match=r"annotations\[0\].answers holds an object without the key `answer`"):
+        open_source(src)
+    with pytest.raises(ValueError, match=r"no file annotations=none.json"):
+        open_source(src + "?annotations=none.json")
+    coco = dump(folder / "x.json", {"images": images()})
+    with pytest.raises(ValueError, match="annotations= is not read"):
+        open_source(coco + "?annotations=none.json")
+
+
+def test_on_the_command_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    src = dump(folder / "annotations" / "captions_val2014.json", {"images": images(), "annotations": annotations()})
+    (folder / "val2014" / FILES[1]).unlink()
+    main(["data", "stats", src])
+    out = capsys.readouterr().out
+    assert "images 2   captions 4   bad 1" in out
+    assert "image cannot be read: COCO_val2014_000000000007.jpg" in out
