@@ -16,6 +16,7 @@ from kiloword.evaluation.caption.page import CaptionedImage
 from kiloword.evaluation.caption.truth import JudgedCaption, Statement
 from kiloword.evaluation.hierarchy import page as hierarchy_page
 from kiloword.evaluation.hierarchy.chains import Chains
+from kiloword.evaluation.hierarchy.levels import ImageLevels
 from kiloword.evaluation.reconstruction import page as reconstruction_page
 from kiloword.evaluation.reconstruction.page import PaintedExample
 from kiloword.evaluation.spectrum import task as spectrum_page
@@ -63,6 +64,7 @@ def uncertain(**more: Any) -> dict[str, Any]:
         "certain": [(noise(8, 8), 0.125)],
         "uncertain": [(noise(8, 8), 2.5)],
         "plane": None,
+        "pairs": {},
         **found,
         **texts,
         **more,
@@ -164,10 +166,10 @@ def test_inclusion_on_the_page_of_uncertainty(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_units_of_uncertainty_are_powers_of_a_thousand() -> None:
-    assert uncertainty_page._unit(doubles(0.2, 999.0)) == (1.0, "sum of variances")
-    assert uncertainty_page._unit(doubles(0.0)) == (1.0, "sum of variances")
+    assert uncertainty_page.readable_unit(doubles(0.2, 999.0)) == (1.0, "sum of variances")
+    assert uncertainty_page.readable_unit(doubles(0.0)) == (1.0, "sum of variances")
     for most, power in ((5e-3, "10⁻³"), (5e-8, "10⁻⁹"), (2e4, "10³")):
-        scale, label = uncertainty_page._unit(doubles(most))
+        scale, label = uncertainty_page.readable_unit(doubles(most))
         assert label == f"sum of variances in {power}"
         assert 1 <= most * scale < 1000
 
@@ -266,7 +268,9 @@ def test_the_page_of_prompts() -> None:
         ["cat", "cat 0", "0.500", "cat 6", "0.020", "0.143"],
         ["dog", "dog 0", "0.750", "dog 1", "0.250", "0.500"],
     ]
-    lines = [w for w in weights.words if w[:1].isdigit() or w == "…"]
+    uniform = "the largest weight 1/2 = 0.5 or 1/7 = 0.143 and the entropy 0.693 or 1.946;"
+    assert any(uniform in w for w in weights.words)
+    lines = [w for w in weights.words if (w[:1].isdigit() and "classes" not in w) or w == "…"]
     assert lines == [
         *("0.500 cat 0", "0.200 cat 1", "0.100 cat 2", "…", "0.060 cat 4", "0.040 cat 5", "0.020 cat 6"),
         *("0.750 dog 0", "0.250 dog 1"),
@@ -350,7 +354,9 @@ def test_the_page_of_hierarchies(monkeypatch: pytest.MonkeyPatch) -> None:
         "paths": paths,
         "truth": None,
         "source": Drawn(),
-        "images": torch.tensor([[3.0, 2, 1], [5, 3, 1]]),
+        "images": ImageLevels(
+            Drawn(), [[0, 1, 2]] * 2, torch.tensor([[3.0, 2, 1], [5, 3, 1]]), torch.tensor([[1.0, 2], [0.5, -1]])
+        ),
     }
     values = {
         "hierarcaps_precision": 0.5,
@@ -384,7 +390,10 @@ def test_the_page_of_hierarchies(monkeypatch: pytest.MonkeyPatch) -> None:
             ["m, texts: the whole in level 0, H > 0", "0.250"],
         ]
     ]
-    ((_, (counts, edges, *_)),) = bars
+    (_, (spread, *_)), (_, (counts, edges, *_)), (_, (within, *_)) = bars
+    assert list(spread) == ["level 0", "level 1", "the whole image"]
+    assert list(within) == ["level 0", "level 1"]
+    assert "Included (H > 0): level 0 100%, level 1 50%." in page["Images by level, m"].text
     for name, gaps in (("level 0", [2, 4]), ("level 1", [1, 2])):
         assert counts[name] == np.histogram(gaps, edges)[0].tolist()
     assert set(counts) == {"level 0", "level 1"}

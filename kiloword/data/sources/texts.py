@@ -34,9 +34,9 @@ class TextsSource:
     def captions(self, row: int) -> list[str]:
         """The texts of a row. Raises BadSample."""
         texts = [decode_text(cell) if isinstance(cell, bytes) else cell for cell in self._cells[row]]
-        if not (found := clean(texts)):
+        if not (usable := clean(texts)):
             raise BadSample("no text")
-        return found
+        return usable
 
     def record(self, row: int) -> Record:
         """Raises BadSample: there is no image."""

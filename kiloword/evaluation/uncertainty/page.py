@@ -14,7 +14,7 @@ from kiloword.evaluation.calibration import Bins
 from kiloword.evaluation.task import Results
 from kiloword.evaluation.uncertainty.data import QUANTILES, Levelled, buckets
 from kiloword.evaluation.uncertainty.inclusion import InclusionAnswers
-from kiloword.evaluation.uncertainty.shown import Pair, Plane
+from kiloword.evaluation.uncertainty.shown import CertaintyPair, Plane
 from kiloword.report import (
     Html,
     bins,
@@ -237,7 +237,7 @@ def _texts(more: PageData) -> Iterator[str]:
     yield long
 
 
-def _pairs(pairs: Mapping[str, Sequence[Pair]]) -> Iterator[str]:
+def _pairs(pairs: Mapping[str, Sequence[CertaintyPair]]) -> Iterator[str]:
     """Images with their captions, CSD and both uncertainties, by kind."""
     if pairs:
         yield (
@@ -249,7 +249,7 @@ def _pairs(pairs: Mapping[str, Sequence[Pair]]) -> Iterator[str]:
         yield grid((_pair(one) for one in several), narrow=True)
 
 
-def _pair(pair: Pair) -> Html:
+def _pair(pair: CertaintyPair) -> Html:
     values = f"CSD {pair.distance:#.4g}, variance of the image {pair.image_uncertainty:#.3g}, of the text"
     return card([(pair.image, "")], [f"{values} {pair.text_uncertainty:#.3g}"], strong=pair.caption)
 

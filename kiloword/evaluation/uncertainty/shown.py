@@ -49,7 +49,7 @@ class Findings:
 
 
 @dataclass
-class Pair:
+class CertaintyPair:
     """An image and its caption."""
 
     image: Pixels
@@ -97,24 +97,24 @@ def drawn(findings: Findings) -> dict[str, Any]:
     }
 
 
-def pairs(data: EncodedData, distance: Tensor) -> dict[str, list[Pair]]:
+def pairs(data: EncodedData, distance: Tensor) -> dict[str, list[CertaintyPair]]:
     """At most PAIRS pairs by kind: those nearest to each corner of the ranks of both uncertainties, of unique images.
 
     Args: distance: CSD of every caption with its image, [T]. Source: arXiv:2410.18857, Fig. C.1.
     """
     image, text = data.image_uncertainty[data.image], data.text_uncertainty
     image_rank, text_rank = (values.argsort(stable=True).argsort().double() for values in (image, text))
-    found: dict[str, list[Pair]] = {}
+    by_kind: dict[str, list[CertaintyPair]] = {}
     for kind, (sign, text_sign) in KINDS.items():
         order = (sign * image_rank + text_sign * text_rank).argsort(descending=True, stable=True).tolist()
         first = [order[n] for n in different([int(data.image[t]) for t in order])][:PAIRS]
-        found[kind] = [
-            Pair(
+        by_kind[kind] = [
+            CertaintyPair(
                 pixels(data, int(data.image[t])), data.captions[t], float(distance[t]), float(image[t]), float(text[t])
             )
             for t in first
         ]
-    return found
+    return by_kind
 
 
 def _images(data: EncodedData, which: Sequence[int]) -> list[tuple[Pixels, float]]:
