@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from kiloword.checkpoint.trust import Trust
+from kiloword.data.classes import Templates
 from kiloword.data.images.augmentation import EvalTransform
 from kiloword.data.images.inputs import Images, OneImage, as_list, is_one, kind, prepare
 from kiloword.evaluation.task import IMAGES, Nearest
-from kiloword.evaluation.zeroshot import Templates
 from kiloword.evaluation.zeroshot.task import classifier
 from kiloword.explain.maps import Explanation, Maps, explain, together
 from kiloword.methods.prolip.gaussian import Form, csd, csd_matrix, inclusion_matrix, variance_sum

@@ -38,6 +38,19 @@ class Skipped:
     reason: str
 
 
+@dataclass(frozen=True)
+class LabelSet:
+    """The classes of an image that may have several."""
+
+    indices: tuple[int, ...]
+    classes: int | None = None  # number of all classes, where the data says it
+
+
+def indices_of(label: int | LabelSet | None) -> tuple[int, ...]:
+    """The class indices of a label."""
+    return () if label is None else label.indices if isinstance(label, LabelSet) else (label,)
+
+
 @dataclass
 class Record:
     """One row of a source as it is stored: not decoded, without random choices."""
@@ -45,7 +58,7 @@ class Record:
     key: str
     image: bytes | np.ndarray  # an encoded file, or uint8 [H, W, 3]
     captions: list[str]
-    label: int | None = None  # class index, where the data has one
+    label: int | LabelSet | None = None  # class index, where the data has one
     info: dict[str, Any] = field(default_factory=dict)  # other values of the JSON (data.sources.optional.RecordInfo)
 
 

@@ -17,6 +17,7 @@ from kiloword.api import Matcher, load
 from kiloword.checkpoint.files import write_json
 from kiloword.data.scenes.world import BACKGROUNDS, COLOURS, FILLS, TASKS
 from kiloword.data.sources.open import open_source
+from kiloword.evaluation.classes import Classes
 from kiloword.evaluation.command import labels
 from kiloword.evaluation.task import Inputs
 from kiloword.evaluation.zeroshot import PromptOptions, Way
@@ -83,7 +84,7 @@ def judge(matcher: Matcher, task: str, options: BprwOptions) -> list[Found]:
     true = {name: [prompt for prompt, kind in own if kind == KINDS[0]] for name, own in prompts.items()}
     (_, asked), (_, right) = encoded(matcher, names, class_prompts), encoded(matcher, names, true)
     check_gaussians(asked.texts, "bprw")
-    images = encoded_images(Inputs(matcher, source, options.batch), len(names))
+    images = encoded_images(Inputs(matcher, source, options.batch), Classes(names))
     kinds = [kind for own in prompts.values() for _, kind in own]
     return [dict(_draw(matcher, asked, right, images, kinds, seed)) for seed in range(options.draws)]
 

@@ -31,7 +31,7 @@ WEIGHTS = arg(
     help="open_clip: its name of the model, and a .safetensors or .pt file (read with weights_only); prolip: the file, "
     "with config.json and tokenizer.json in the same folder."
 )
-Action = Literal["index", "check", "stats", "hierarimgs"]
+Action = Literal["index", "check", "stats", "names", "hierarimgs"]
 Format = Literal["open_clip", "prolip"]
 CHOICES = {"data": ("action", get_args(Action)), "import": ("format", get_args(Format))}  # of the first argument
 OWN_FLAGS = {"train": train, "eval": evaluate, "plan": plan}  # verbs whose flags depend on the words before them
@@ -154,7 +154,7 @@ def mine(
 @app.command
 def data(
     what: Positional[Action],
-    source: Positional[str],
+    source: Positional[str | None] = None,
     png: Path | None = None,
     digest: bool = False,
     as_: Annotated[str | None, arg(name="as")] = None,
@@ -163,9 +163,10 @@ def data(
     """Inspect a data set before training: kiloword data stats photos/train --png samples.png
 
     Args:
-        what: index (write byte-offset indexes), check (decode every sample, list bad ones), stats, or hierarimgs (make
-            images of several levels; kiloword data hierarimgs --help).
-        source: tars, a table, a folder of images or scenes, as for `kiloword train`.
+        what: index (write byte-offset indexes), check (decode every sample, list bad ones), stats, names (list the data
+            sets whose class names and templates are known), or hierarimgs (make images of several levels; kiloword data
+            hierarimgs --help).
+        source: tars, a table, a folder of images or scenes, as for `kiloword train`; with names, a set of that list.
         png: with stats, write an image of samples to this file.
         as_: with stats and png, draw the examples as training of this method sees them: augmented and composed.
         size: with as, size whose defaults apply, as in train.
@@ -176,6 +177,13 @@ def data(
     assert what != "hierarimgs", "it has flags of its own"
     if as_ is not None and (what != "stats" or png is None):
         raise ValueError("--as draws training examples: expected data stats SRC --as METHOD --png FILE.")
+    if what == "names":
+        from kiloword.data.classes.names import listing
+
+        say(*listing(source))
+        return
+    if source is None:
+        raise ValueError(f"data {what} needs a data set: kiloword data {what} SRC.")
     if inspect.main(what, source, png if as_ is None else None, digest):
         raise SystemExit(1)
     if as_ is not None and png is not None:

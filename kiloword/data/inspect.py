@@ -25,7 +25,7 @@ from kiloword.data.sources.open import open_source
 from kiloword.data.tars.index import open_index
 from kiloword.terminal import say
 from kiloword.terminal.screen import Screen
-from kiloword.types import BadSample, Record, Skipped, Source
+from kiloword.types import BadSample, Record, Skipped, Source, indices_of
 
 _CHUNK = 1000  # rows per task of a process
 _SHOWN = 20  # bad samples printed for each reason
@@ -55,8 +55,7 @@ class Stats:
         self.widths.append(size[0])
         self.heights.append(size[1])
         self.texts.update(record.captions)
-        if record.label is not None:
-            self.labels[record.label] += 1
+        self.labels.update(indices_of(record.label))
 
     def duplicates(self, most: int = 10) -> list[tuple[str, int]]:
         """The captions that occur more than once, most frequent first."""
@@ -192,8 +191,8 @@ def _of_rows(use: Callable[[Record], T], source: Source, rows: range) -> list[T 
     for row in rows:
         try:
             record = source.record(row)
-            if names and record.label is not None and record.label >= len(names):
-                raise BadSample(f"class index {record.label}, but there are {len(names)} class names")
+            if names and (highest := max(indices_of(record.label), default=0)) >= len(names):
+                raise BadSample(f"class index {highest}, but there are {len(names)} class names")
             results.append(use(record))
         except BadSample as error:
             key = name_of(source, row) if hasattr(source, "key") else str(row)

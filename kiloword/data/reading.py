@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Protocol, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,7 +24,7 @@ from kiloword.data.sources.optional import question, texts_of
 from kiloword.data.sources.sample import question_in
 from kiloword.data.steps import in_order
 from kiloword.terminal import shown
-from kiloword.types import BadSample, NoCaption, Record, Skipped, Source
+from kiloword.types import BadSample, LabelSet, NoCaption, Record, Skipped, Source
 
 TOKENIZER_ROWS = 10_000  # rows whose captions train the tokenizer; more hardly change a vocabulary of a few thousand
 AGAIN_S = (0.1, 0.4, 1.0)  # seconds before each retry after an error of the file system
@@ -112,9 +113,10 @@ class EvalBatch:
     keys: list[str]
     images: Tensor  # uint8 [n, 3, size, size]
     captions: list[list[str]]
-    labels: Tensor | None  # [n] int64, -1 for a row without label; None if no row has one
+    labels: Tensor | None  # [n] int64, -1 for a row without class or with a set of them; None if no row has one
     skipped: list[Skipped]
     infos: list[dict[str, Any]]  # `Record.info` of every row
+    label_sets: list[LabelSet | None] | None = None  # of rows that may have several classes; None if no row may
 
 
 def eval_batches(
@@ -175,10 +177,12 @@ class _EvalBatches:
             rows.append(row)
         size = self.transform.size
         pixels = torch.stack(images) if images else torch.empty(0, 3, size, size, dtype=torch.uint8)
-        classes = [r.label for r in records]
-        labels = None if all(c is None for c in classes) else torch.tensor([-1 if c is None else c for c in classes])
+        classes = [r.label if isinstance(r.label, int | np.integer) else -1 for r in records]
+        labels = None if all(r.label is None for r in records) else torch.tensor(classes)
+        sets = [r.label if isinstance(r.label, LabelSet) else None for r in records]
         texts, infos = [r.captions for r in records], [r.info for r in records]
-        return EvalBatch(rows, [r.key for r in records], pixels, texts, labels, skipped, infos)
+        label_sets = sets if any(sets) else None
+        return EvalBatch(rows, [r.key for r in records], pixels, texts, labels, skipped, infos, label_sets)
 
 
 class BadRows:

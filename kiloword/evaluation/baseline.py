@@ -15,7 +15,7 @@ from torch import Tensor
 from kiloword.data.images.augmentation import EvalTransform
 from kiloword.evaluation.metrics import classification, standing
 from kiloword.evaluation.retrieval.task import retrieval
-from kiloword.types import BadSample, Features, Source
+from kiloword.types import BadSample, Features, LabelSet, Source
 
 BINS = 5  # per colour channel: 125 cells in all
 RIDGE = 1e-3
@@ -28,7 +28,7 @@ class BaselineSample:
 
     colours: Tensor  # [N, BINS^3] float64
     captions: list[list[str]]
-    labels: list[int | None]
+    labels: list[int | LabelSet | None]
 
     def pairs(self) -> tuple[list[str], list[int]]:
         """All captions, and the image of each."""
@@ -142,9 +142,10 @@ def bags(captions: Iterable[str], vocabulary: Sequence[str]) -> Tensor:
 
 
 def _labels(source: Source, sample: BaselineSample) -> Tensor:
-    if any(label is None for label in sample.labels):
+    labels = [label for label in sample.labels if isinstance(label, int)]
+    if len(labels) < len(sample.labels):
         raise ValueError(f"{source.name} has no class labels for the colour baseline")
-    return torch.tensor(sample.labels)
+    return torch.tensor(labels)
 
 
 def _constant(colours: Tensor) -> Tensor:

@@ -11,8 +11,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from kiloword.data.reading import EvalBatch, eval_batches
+from kiloword.data.reading import EvalBatch, eval_batches, reasons
 from kiloword.distributed.sharing import gathered, lockstep, own, share
+from kiloword.evaluation.classes import NONE, NOT_AMONG, OTHER, Classes
 from kiloword.evaluation.task import Inputs
 from kiloword.model.encoding import chunks, moved
 from kiloword.terminal.progress import track
@@ -87,6 +88,7 @@ def _usable(part: EvalBatch, usable: list[bool], reason: str) -> EvalBatch:
         None if part.labels is None else part.labels[usable],
         part.skipped + bad,
         list(compress(part.infos, usable)),
+        None if part.label_sets is None else list(compress(part.label_sets, usable)),
     )
 
 
@@ -98,7 +100,7 @@ class Seen:
     keys: list[str]
     images: Features  # [n, ...]
     captions: list[list[str]]
-    labels: Tensor  # [n] int64, -1: none, or [n, C] for many labels an image
+    labels: Tensor  # [n] int64, -1: none; or [n, C] 0/1 for many labels an image, [n, 1] where C is not known
 
     def without(self, bad: Sequence[bool], reason: str, skipped: list[Skipped]) -> Seen:
         """A copy without the bad rows, which are appended to `skipped`."""
@@ -115,10 +117,13 @@ class Seen:
         )
 
 
-def seen(inputs: Inputs, encode: Callable[[Tensor], Features] | None = None) -> Iterator[Seen]:
+def seen(
+    inputs: Inputs, encode: Callable[[Tensor], Features] | None = None, classes: Classes | None = None
+) -> Iterator[Seen]:
     """Encode every image of the source once; bad rows are appended to `skipped`.
 
-    Args: encode: uint8 [n, 3, H, W] to features, in place of the model's.
+    Args: encode: uint8 [n, 3, H, W] to features, in place of the model's; classes: to which labels are mapped; without
+    them an image that may have several has none.
     """
     encode = encode or partial(inputs.matcher.encode_image, batch=inputs.batch)
     device, ranks = inputs.matcher.model.device, share()[1]
@@ -126,20 +131,34 @@ def seen(inputs: Inputs, encode: Callable[[Tensor], Features] | None = None) -> 
     def encoded(part: EvalBatch) -> Seen:
         images = encode(part.images) if ranks == 1 else moved(encode(part.images), "cpu")
         labels = torch.full((len(part.rows),), -1) if part.labels is None else part.labels
+        if part.label_sets is not None:
+            labels = torch.zeros(len(part.rows), 1, dtype=torch.int64) if classes is None else classes.targets(part)
+        elif classes is not None:
+            labels = classes.places(labels)
         return Seen(part.rows, part.keys, images, part.captions, labels)
 
     for part in per_batch(inputs, encoded):
         yield replace(part, images=moved(part.images, device))
 
 
-def labelled(inputs: Inputs, encode: Callable[[Tensor], Features] | None = None) -> Iterator[Seen]:
-    """As `seen`, without rows that have no class label. Raises: ValueError where no row has one."""
+def labelled(
+    inputs: Inputs, encode: Callable[[Tensor], Features] | None = None, classes: Classes | None = None
+) -> Iterator[Seen]:
+    """As `seen`, without rows that have no class label, or one that is not among the classes.
+
+    Raises: ValueError where no row has one.
+    """
     empty = True
-    for part in seen(inputs, encode):
-        if part.labels.ndim == 1:
-            part = part.without((part.labels < 0).tolist(), "no class label", inputs.skipped)
+    for part in seen(inputs, encode, classes):
+        for value, reason in ((OTHER, NOT_AMONG), (NONE, "no class label")):
+            least = part.labels if part.labels.ndim == 1 else part.labels.amin(1)
+            part = part.without((least == value).tolist(), reason, inputs.skipped)
         if part.rows:
             empty = False
             yield part
     if empty:
-        raise ValueError(f"{inputs.source.name} has no class labels (.cls members): one per image is needed")
+        why = f" None of {len(inputs.skipped)} rows is left: {reasons(inputs.skipped)}." if inputs.skipped else ""
+        raise ValueError(
+            f"{inputs.source.name} has no class labels: expected class folders, a column `label`, or a .cls for every "
+            f"image.{why}"
+        )

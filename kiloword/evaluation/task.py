@@ -7,7 +7,7 @@ then it joins the list in `kiloword.evaluation`.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from importlib import import_module
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
@@ -18,11 +18,14 @@ from kiloword.errors import suggestion
 
 if TYPE_CHECKING:
     from kiloword.api import Matcher
+    from kiloword.data.classes import Templates
     from kiloword.types import Skipped, Source
 
     Data = Source | str
+    ClassNames = Sequence[str] | str
+    Prompts = Templates | str
 else:
-    Data = str  # what a flag can name
+    Data = ClassNames = Prompts = str  # what a flag can name
 """Data that an option names as the command line does; from Python also an open source."""
 
 IMAGES = 64  # encoded at a time

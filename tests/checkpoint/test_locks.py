@@ -63,4 +63,5 @@ def test_the_wheel_holds_every_file_of_the_package() -> None:
     data = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]["package-data"]
     package = ROOT / "kiloword"
     files = (path for path in package.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
-    assert {str(path.relative_to(package)) for path in files if path.suffix != ".py"} == set(data["kiloword"])
+    listed = {path for pattern in data["kiloword"] for path in package.glob(pattern)}
+    assert {path for path in files if path.suffix != ".py"} == listed

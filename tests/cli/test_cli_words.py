@@ -58,7 +58,10 @@ def test_a_verb_that_is_misspelled(words: str, meant: str, capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("data stat x", "unknown action 'stat': expected one of index, check, stats, hierarimgs. Did you mean stats?"),
+        (
+            "data stat x",
+            "unknown action 'stat': expected one of index, check, stats, names, hierarimgs. Did you mean stats?",
+        ),
         ("import openclip x --out y", "unknown format 'openclip': expected one of open_clip, prolip."),
         ("data check scenes:test?nn=2", "scenes has no option 'nn'; "),
         ("train siglip --captions many --data scenes --out x", "--captions is 'many': expected one, all or a number"),

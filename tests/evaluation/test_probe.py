@@ -474,7 +474,7 @@ def test_where_training_data_is(tmp_path: Path) -> None:
         (TEST, replace(TRAIN, fingerprint="others-v1"), {}, "the test and train data are the same, others"),
         (replace(TEST, classnames=["a", "b", "c"]), replace(TRAIN, classnames=["a", "b"]), {}, "names 3 classes"),
         (replace(TEST, classnames=["a", "b", "c"]), replace(TRAIN, classnames=["a", "c", "b"]), {}, "same order"),
-        (TEST, replace(TRAIN, classnames=["a", "b"]), {}, "labels run to 2, but classnames.txt names 2"),
+        (TEST, replace(TRAIN, classnames=["a", "b"]), {}, "labels run to 2, but there are 2 class names"),
         (TEST, replace(TRAIN, labels=[1] * 20), {}, "one class only"),
         (TEST, replace(TRAIN, labels=[None] * 20), {}, "greys has no class labels"),
         (TEST, TRAIN, {"shots": 7}, "the class '0' has 6 labelled .* --probe.shots is 7"),

@@ -15,7 +15,7 @@ from kiloword.cli.main import main
 from kiloword.evaluation import TASKS, evaluate
 from kiloword.evaluation.command import Execution
 
-PYTHON_ONLY = {"ks", "chunk", "classnames", "templates", "captions"}
+PYTHON_ONLY = {"ks", "chunk", "captions"}
 SHARED = {"help", "data", "json", "method", "trust-code", *(f.name for f in fields(Execution))} - {"trust"}
 
 

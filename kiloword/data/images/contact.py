@@ -14,7 +14,7 @@ from PIL import Image, ImageDraw, ImageFont
 from kiloword.checkpoint.files import write_atomic
 from kiloword.data.images.decode import decode
 from kiloword.randomness import key
-from kiloword.types import BadSample, Record, Source
+from kiloword.types import BadSample, Record, Source, indices_of
 
 _COLUMNS, TILES = 6, 24
 _TILE, _IMAGE, _GAP = (240, 280), (240, 180), 16  # pixels: width and height, gap between tiles
@@ -64,8 +64,8 @@ def _caption(source: Source, record: Record) -> str:
     if record.captions:
         return record.captions[0]
     names = getattr(source, "classnames", None) or []
-    label = record.label
-    return names[label] if label is not None and label < len(names) else f"class {label}"
+    classes = indices_of(record.label)
+    return ", ".join(names[label] if label < len(names) else f"class {label}" for label in classes) or "no class"
 
 
 def _tile(sheet: Image.Image, corner: tuple[int, int], image: Image.Image, caption: str, captions: int) -> None:

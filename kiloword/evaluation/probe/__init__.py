@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from kiloword.config.settings import BaseSettings
-from kiloword.evaluation.task import Data, Deferred, Task
+from kiloword.evaluation.task import ClassNames, Data, Deferred, Task
 
 Name = Literal["clip_benchmark", "adamw", "sgd", "lbfgs"]
 Kind = Literal["vec", "pooled"]
@@ -130,6 +130,8 @@ class ProbeTaskOptions:
 
     train: Data | None = None  # training data; None: the split `train` that goes with --data
     val: Data | None = None  # data on which the weight decay is chosen
+    # class names: a text file with one per line, a JSON file, or a data set (kiloword data names). None: of the data
+    classnames: ClassNames | None = None
     cache: Path | None = None  # folder that keeps the features
     probe: ProbeOptions = field(default_factory=ProbeOptions)
 
@@ -137,7 +139,7 @@ class ProbeTaskOptions:
 TASK = Task(
     name="probe",
     help="Fit a linear layer on frozen image features, and classify with it: accuracy.",
-    data="images with .cls labels, or scenes:test?task=colour",
+    data="class folders, a table with a column `label`, tars with .cls, or scenes:test?task=colour",
     options=ProbeTaskOptions,
     run=Deferred("kiloword.evaluation.probe.task:run"),
     hidden="^(sweep|seed)@",

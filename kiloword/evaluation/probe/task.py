@@ -11,14 +11,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kiloword.data.reading import name_of
 from kiloword.distributed.sharing import is_first
+from kiloword.evaluation.classes import NOT_AMONG, OTHER, classes_of
 from kiloword.evaluation.probe import RECIPES, ProbeOptions, ProbeTaskOptions
 from kiloword.evaluation.probe.data import Split, held_out, log, order, shots, split
 from kiloword.evaluation.probe.fit import LabelledFeatures, Linear, fit, sweep
 from kiloword.evaluation.task import Inputs, Values
 from kiloword.evaluation.zeroshot.task import zeroshot
 from kiloword.model.encoding import chunks
-from kiloword.types import Features, Source
+from kiloword.types import Features, Skipped, Source
 
 if TYPE_CHECKING:
     from kiloword.api import Matcher
@@ -39,7 +41,8 @@ def run(inputs: Inputs, task_options: ProbeTaskOptions) -> Values:
     matcher, val = inputs.matcher, task_options.val
     task_options.probe.check(val is not None)
     options = task_options.probe.resolved(val is not None)
-    data = _read(inputs, _sources(matcher, inputs.source, task_options.train, val), options, task_options.cache)
+    sources = _sources(matcher, inputs.source, task_options.train, val)
+    data = _read(inputs, sources, options, task_options)
     if not is_first():
         return
     by_seed = [dict(_once(data, options, seed)) for seed in options.seeds]
@@ -116,14 +119,17 @@ def judged(layer: Linear, test: LabelledFeatures) -> Iterator[tuple[str, float]]
     yield from zeroshot(score, batches, {"vec": layer.weight})
 
 
-def _read(inputs: Inputs, sources: dict[str, Source], options: ProbeOptions, cache: Path | None) -> ProbeData:
+def _read(
+    inputs: Inputs, sources: dict[str, Source], options: ProbeOptions, task_options: ProbeTaskOptions
+) -> ProbeData:
     """Features of all splits, checked."""
     splits: dict[str, Split] = {}
     for what, source in sources.items():
-        splits[what] = split(replace(inputs, source=source), cache)
+        encoded = split(replace(inputs, source=source), task_options.cache)
+        splits[what] = _chosen(encoded, source, task_options.classnames)
         split_note = "" if what == "test" else f" ({what})"
         inputs.skipped.extend(replace(row, reason=row.reason + split_note) for row in splits[what].skipped)
-    names = _classes(sources, splits)
+    names = _classes(sources, splits, task_options.classnames)
     rows = {what: _rows(sources[what].name, splits[what], options) for what in splits}
     train = splits["train"]
     return ProbeData(rows["train"], rows["test"], rows.get("val"), names, train, sources["train"].fingerprint)
@@ -144,10 +150,24 @@ def _rows(name: str, encoded: Split, options: ProbeOptions) -> LabelledFeatures:
     return LabelledFeatures(x, encoded.labels)
 
 
-def _classes(sources: dict[str, Source], splits: dict[str, Split]) -> list[str]:
+def _chosen(encoded: Split, source: Source, classnames: Sequence[str] | str | None) -> Split:
+    """The split with the labels of the chosen classes, without rows of others."""
+    classes = None if classnames is None else classes_of(source, classnames)
+    if classes is None:
+        return encoded
+    places = classes.places(encoded.labels)
+    kept, other = (places != OTHER).nonzero()[:, 0], encoded.rows[places == OTHER].tolist()
+    if not len(kept):
+        raise ValueError(f"{source.name}: none of its {len(places)} labelled images has a class among the class names")
+    skipped = [Skipped(row, name_of(source, row), NOT_AMONG) for row in other]
+    features = {name: value[kept] for name, value in encoded.features.items()}
+    return Split(features, places[kept], encoded.rows[kept], [*encoded.skipped, *skipped])
+
+
+def _classes(sources: dict[str, Source], splits: dict[str, Split], classnames: Sequence[str] | str | None) -> list[str]:
     """Names of all classes, numbers where the data has none. Warns of classes that the training data lacks."""
-    named = {what: getattr(source, "classnames", None) for what, source in sources.items()}
-    lists = {what: list(names) for what, names in named.items() if names}
+    by_split = {what: classes_of(source, classnames) for what, source in sources.items()}
+    lists = {what: classes.names for what, classes in by_split.items() if classes is not None}
     first, names = next(iter(lists.items()), ("", []))
     for what, other in lists.items():
         if other != names:
@@ -158,7 +178,7 @@ def _classes(sources: dict[str, Source], splits: dict[str, Split]) -> list[str]:
     highest = max(int(split_.labels.max()) for split_ in splits.values())
     names = names or [str(c) for c in range(highest + 1)]
     if highest >= len(names):
-        raise ValueError(f"labels run to {highest}, but classnames.txt names {len(names)} classes: expected one each.")
+        raise ValueError(f"labels run to {highest}, but there are {len(names)} class names: expected one each.")
     present = set(splits["train"].labels.tolist())
     if len(present) < 2:
         raise ValueError(f"{sources['train'].name} has one class only: there is nothing to tell apart.")

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kiloword.evaluation.task import Deferred, PythonOnly, Task
-from kiloword.evaluation.zeroshot import Templates
+from kiloword.evaluation.task import ClassNames, Deferred, Prompts, PythonOnly, Task
 
 
 @dataclass(frozen=True, kw_only=True)
 class UncertaintyTaskOptions:
     """Classes of the zero-shot calibration, and the size of blocks."""
 
-    classnames: PythonOnly[Sequence[str] | None] = None  # None: those of the data
-    templates: PythonOnly[Templates | None] = None  # None: those of the data, or "{c}" alone
+    # class names: a text file with one per line, a JSON file, or a data set (kiloword data names). None: of the data
+    classnames: ClassNames | None = None
+    # prompts with {c} or {} for the class name: a file, a data set, or one template. None: as in zeroshot
+    templates: Prompts | None = None
     chunk: PythonOnly[int] = 1024  # rows and columns of scores held at a time
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kiloword.distributed.sharing import in_turns
 from kiloword.evaluation.calibration import binned, calibration, defined, groups, spearman
+from kiloword.evaluation.classes import classes_of
 from kiloword.evaluation.metrics import hit, standing
 from kiloword.evaluation.retrieval.relevance import PANEL
 from kiloword.evaluation.retrieval.task import standings
@@ -33,8 +34,7 @@ from kiloword.evaluation.uncertainty.data import (
 )
 from kiloword.evaluation.uncertainty.inclusion import answers, inclusion_tests, links, matched
 from kiloword.evaluation.uncertainty.shown import Findings, drawn
-from kiloword.evaluation.zeroshot import Templates
-from kiloword.evaluation.zeroshot.task import classifier
+from kiloword.evaluation.zeroshot.task import classifier, templates_of
 from kiloword.model.encoding import chunks
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def run(inputs: Inputs, options: UncertaintyTaskOptions) -> Values:
         findings.exact = caption_levels(source, [text for _, texts in written for text in texts]) is not None
         findings.answers = answers(matcher, links(written, findings.exact))
         yield from inclusion_tests(findings.answers)
-    for name, uncertainties, right in _judged(matcher, data, options.classnames, options.templates, options.chunk):
+    for name, uncertainties, right in _judged(matcher, data, options):
         findings.bins[name] = binned(uncertainties, right)
         yield from calibration(f"calibration_{name}", findings.bins[name])
     if inputs.shown is not None:
@@ -133,7 +133,7 @@ def of_truth(data: EncodedData, which: Sequence[int], count: Tensor) -> Values:
 
 
 def _judged(
-    matcher: Matcher, data: EncodedData, classnames: Sequence[str] | None, templates: Templates | None, chunk: int
+    matcher: Matcher, data: EncodedData, options: UncertaintyTaskOptions
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Predictions to calibrate: name, uncertainties [N] and probabilities of being right [N].
 
@@ -142,19 +142,20 @@ def _judged(
     """
     if data.texts is not None:
         kept, place, _ = groups(data.image)
-        for_images, for_texts = standings(matcher.score, selected(data.images, kept), data.texts, place, chunk)
+        for_images, for_texts = standings(matcher.score, selected(data.images, kept), data.texts, place, options.chunk)
         yield "text", data.text_uncertainty, hit(for_texts, 1).cpu()
         yield "image", data.image_uncertainty[kept], hit(for_images, 1).cpu()
-    names = classnames or getattr(data.source, "classnames", None)
-    kept = (data.labels >= 0).nonzero()[:, 0]
-    if not names or not len(kept):
+    named = classes_of(data.source, options.classnames)
+    if named is None:
         return
-    labels, parts = data.labels[kept], []
-    if int(labels.max()) >= len(names):
-        raise ValueError(f"labels run to {int(labels.max())}, but there are {len(names)} classes")
-    prompts = templates or getattr(data.source, "templates", None) or ["{c}"]
+    places = named.places(data.labels)
+    kept = (places >= 0).nonzero()[:, 0]
+    if not len(kept):
+        return
+    names, labels, parts = named.names, places[kept], []
+    prompts = templates_of(data.source, options.classnames, options.templates)
     classes = classifier(matcher.model, matcher.tokenizer, names, prompts)
-    for part in chunks(len(kept), chunk):
+    for part in chunks(len(kept), options.chunk):
         scores = matcher.score(selected(data.images, kept[part]), classes).cpu()
         parts.append(hit(standing(scores, torch.nn.functional.one_hot(labels[part], len(names)).bool()), 1))
     yield "zeroshot", data.image_uncertainty[kept], torch.cat(parts)

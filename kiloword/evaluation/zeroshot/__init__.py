@@ -6,19 +6,15 @@ Source: arXiv:2410.18857, section 3.4, algorithm 1, table 3 and appendix C.5.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Literal
 
 from tyro.conf import arg
 
 from kiloword.config.settings import BaseSettings
-from kiloword.evaluation.task import Deferred, PythonOnly, Task
+from kiloword.evaluation.task import ClassNames, Deferred, Prompts, Task
 
 Way = Literal["ensemble", "filter", "topk", "bprw"]
-
-Templates = Sequence[str] | Mapping[str, Sequence[str]]
-"""Prompts with `{c}` for the class name; or a list of prompts per class name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,14 +86,17 @@ class ZeroshotTaskOptions:
     prompts: Way = "ensemble"
     # parameters of filter, topk and bprw
     prompt_options: Annotated[PromptOptions, arg(name="prompts")] = field(default_factory=PromptOptions)
-    classnames: PythonOnly[Sequence[str] | None] = None  # None: those of the data
-    templates: PythonOnly[Templates | None] = None  # None: those of the data, or "{c}" alone
+    # class names: a text file with one per line, a JSON file, or a data set (kiloword data names). None: of the data
+    classnames: ClassNames | None = None
+    # prompts with {c} or {} for the class name: a file, a data set, or one template. None: those of the data, of the
+    # data set that --classnames names, or the class name alone
+    templates: Prompts | None = None
 
 
 TASK = Task(
     name="zeroshot",
     help="Classify images by prompts of the class names: accuracy, or mean average precision of many labels.",
-    data="images with .cls labels and classnames.txt, or scenes:test?task=colour",
+    data="class folders, a table with a column `label`, tars with .cls, or scenes:test?task=colour",
     options=ZeroshotTaskOptions,
     run=Deferred("kiloword.evaluation.zeroshot.task:run"),
     page=Deferred("kiloword.evaluation.zeroshot.page:report"),

@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from kiloword.data.classes import Templates
+from kiloword.data.classes.names import SLOT, read_templates, slotted, template_sets, templates
+from kiloword.evaluation.classes import Classes, classes_of
 from kiloword.evaluation.features import labelled
 from kiloword.evaluation.metrics import Standing, check_scores, classification, mean_average_precision, standing
 from kiloword.evaluation.retrieval.relevance import Score
 from kiloword.evaluation.task import Inputs, Values
-from kiloword.evaluation.zeroshot import PromptOptions, Templates, Way, ZeroshotTaskOptions
+from kiloword.evaluation.zeroshot import PromptOptions, Way, ZeroshotTaskOptions
 from kiloword.evaluation.zeroshot.page import drawn
 from kiloword.evaluation.zeroshot.prompts import (
     ROWS,
@@ -24,7 +27,7 @@ from kiloword.evaluation.zeroshot.prompts import (
     values,
 )
 from kiloword.model.encoding import chunks, encode_texts, inference, join, rows
-from kiloword.types import Features
+from kiloword.types import Features, Source
 
 if TYPE_CHECKING:
     from kiloword.api import Matcher
@@ -44,10 +47,10 @@ def prompts(classnames: Sequence[str], templates: Templates) -> tuple[list[str],
             raise ValueError(f"templates give no prompts for the class {missing[0]!r} ({len(missing)} such classes)")
         lists = [list(templates[name]) for name in classnames]
     else:
-        plain = [template for template in templates if "{c}" not in template]
-        if plain or not templates or isinstance(templates, str):
+        if not templates or isinstance(templates, str):
             raise ValueError(f"templates must be a list of prompts with {{c}} for the class name, got {templates!r}")
-        lists = [[template.replace("{c}", name) for template in templates] for name in classnames]
+        with_slot = slotted(templates, "templates")
+        lists = [[template.replace(SLOT, name) for template in with_slot] for name in classnames]
     return [prompt for group in lists for prompt in group], [i for i, group in enumerate(lists) for _ in group]
 
 
@@ -66,6 +69,7 @@ def zeroshot(
 
     Args: batches of image features [n, ...] with labels, [n] int64 or [n, C] 0/1; classes [C, ...].
     Holds three numbers an image, and [N, C] scores only for many labels. Ties get their expected value.
+    Raises: ValueError for labels out of range, and of both forms.
     """
     count = len(classes["vec"])
     standings: list[Standing] = []
@@ -78,6 +82,8 @@ def zeroshot(
             scores.append(check_scores(block))
         else:
             standings.append(_standing(block, targets[-1], count))
+    if scores and standings:
+        raise ValueError("some images have one class, others a list of classes: expected a list for every image.")
     if scores:
         yield "mean_average_precision", mean_average_precision(torch.cat(scores), torch.cat(targets))
     else:
@@ -103,21 +109,22 @@ def run(inputs: Inputs, options: ZeroshotTaskOptions) -> Values:
     all images. They also yield the metrics of the ensemble on the same images (`ensemble_acc1`, ...), and all weights.
     """
     matcher, source, prompts = inputs.matcher, inputs.source, options.prompts
-    names = options.classnames or getattr(source, "classnames", None)
-    if not names:
+    all_classes = classes_of(source, options.classnames)
+    if all_classes is None:
         raise ValueError(
-            f"{source.name} has no class names: expected classnames.txt in its folder or the one above "
-            "(for scenes: scenes:test?task=colour)"
+            f"{source.name} has no class names: give --classnames FILE or NAME, or put classnames.txt in its folder or "
+            "the one above (for scenes: scenes:test?task=colour)"
         )
-    prompt_templates = options.templates or getattr(source, "templates", None) or ["{c}"]
+    names, prompt_templates = all_classes.names, templates_of(source, options.classnames, options.templates)
     options.prompt_options.check(prompts)
     if prompts == "ensemble":
         classes = classifier(matcher.model, matcher.tokenizer, names, prompt_templates)
-        yield from zeroshot(matcher.score, ((part.images, part.labels) for part in labelled(inputs)), classes)
+        parts = labelled(inputs, classes=all_classes)
+        yield from zeroshot(matcher.score, ((part.images, part.labels) for part in parts), classes)
         return
     captions, class_prompts = encoded(matcher, names, prompt_templates)
     check_gaussians(class_prompts.texts, prompts)
-    images = encoded_images(inputs, len(names))
+    images = encoded_images(inputs, all_classes)
     chosen = chosen_by(matcher, prompts, class_prompts, images, options.prompt_options)
     rest = images.without(chosen.taken)
     yield from judged(matcher, rest, chosen.classes)
@@ -126,6 +133,16 @@ def run(inputs: Inputs, options: ZeroshotTaskOptions) -> Values:
     yield from values(prompts, chosen, class_prompts, captions)
     if inputs.shown is not None:
         inputs.shown.update(drawn(matcher, source, prompts, chosen, class_prompts, images, captions))
+
+
+def templates_of(source: Source, classnames: Sequence[str] | str | None, chosen: Templates | str | None) -> Templates:
+    """The chosen templates; else those of the data, of the data set that `classnames` names, or the name alone."""
+    if isinstance(chosen, str):
+        return read_templates(chosen)
+    of_data: Templates | None = chosen or getattr(source, "templates", None)
+    if of_data:
+        return of_data
+    return templates(classnames) if isinstance(classnames, str) and classnames in template_sets() else [SLOT]
 
 
 def encoded(matcher: Matcher, names: Sequence[str], templates: Templates) -> tuple[list[str], Prompts]:
@@ -147,11 +164,9 @@ def judged(matcher: Matcher, images: Images, classes: Features) -> Iterator[tupl
     yield from zeroshot(matcher.score, ((rows(images.images, p), images.labels[p]) for p in parts), classes)
 
 
-def encoded_images(inputs: Inputs, classes: int) -> Images:
+def encoded_images(inputs: Inputs, classes: Classes) -> Images:
     """All labelled images of a source, in memory."""
-    parts = list(labelled(inputs))
+    parts = list(labelled(inputs, classes=classes))
     labels = torch.cat([part.labels.cpu() for part in parts])
-    if labels.ndim == 1:
-        _check_labels(labels, classes)
     rows = [row for part in parts for row in part.rows]
     return Images(join([part.images for part in parts]), labels, rows, inputs.source.fingerprint)

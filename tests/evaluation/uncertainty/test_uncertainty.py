@@ -180,7 +180,7 @@ def test_class_data_with_missing_labels_and_no_captions(tmp_path: Path) -> None:
 
 def test_labels_beyond_the_classes_are_refused(tmp_path: Path) -> None:
     data = tar(tmp_path, [sample(n, label=5) for n in range(3)], ["red", "green"])
-    with pytest.raises(ValueError, match="labels run to 5, but there are 2 classes"):
+    with pytest.raises(ValueError, match="labels run from 5 to 5, but there are 2 classes"):
         evaluate(matcher(), "uncertainty", data)
 
 

@@ -1,0 +1,230 @@
+"""Class names and prompt templates by the name of a data set, and from files of users.
+
+The names of data sets are CLIP_benchmark's. `imagenet.tsv` has a line for each class of ImageNet in the order of its
+indices: wnid, name, and the subsets that contain it (a: ImageNet-A, r: ImageNet-R). In the two JSON files, text in
+place of a list names another set with the same list.
+
+Sources: arXiv:2103.00020 and its repository (openai/CLIP: data/prompts.md, notebooks), LAION-AI/CLIP_benchmark (class
+names and templates in English), mlfoundations/wise-ft (the 113 classes of ObjectNet that ImageNet has). Where CLIP's
+templates differ from CLIP_benchmark's, they are NAME-openai. `imagenet7` are the 7 templates that CLIP's notebook
+selects among the 80. Table 14 of arXiv:2405.10286 has the templates of CLIP.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from kiloword.data.classes import Templates
+from kiloword.data.sources.query import split_query
+from kiloword.data.sources.sample import MAX_TEXT, check_regular
+from kiloword.data.tars.shards import text_lines
+from kiloword.errors import suggestion
+from kiloword.terminal import shown
+
+IMAGENET = "imagenet1k"
+SLOT = "{c}"
+_LONGEST_PATH = 255  # characters; longer text is a template
+_SUBSETS = {IMAGENET: "", "imagenetv2": "", "imagenet_sketch": "", "imagenet-a": "a", "imagenet-r": "r"}
+_FOLDER = Path(__file__).parent
+
+
+@cache
+def _imagenet() -> list[list[str]]:
+    lines = (_FOLDER / "imagenet.tsv").read_text(encoding="utf-8").splitlines()
+    return [[*line.split("\t"), ""][:3] for line in lines]
+
+
+@cache
+def _lists(kind: str) -> dict[str, list[str] | str]:
+    lists: dict[str, list[str] | str] = json.loads((_FOLDER / f"{kind}.json").read_text(encoding="utf-8"))
+    return lists
+
+
+def wnids(name: str = IMAGENET) -> list[str]:
+    """WordNet ids of the classes of ImageNet or of a subset (imagenet-a, imagenet-r), in order: n01440764, ...
+
+    Errors: ValueError for another name.
+    """
+    return [line[0] for line in _subset(name)]
+
+
+def classnames(name: str) -> list[str]:
+    """The class names of a data set, in the order of its labels. Errors: ValueError for an unknown name."""
+    if name in _SUBSETS:
+        return [line[1] for line in _subset(name)]
+    return _list("classnames", name, classname_sets())
+
+
+def templates(name: str) -> list[str]:
+    """The prompt templates of a data set, with `{c}` for the class name. Errors: ValueError for an unknown name."""
+    return _list("templates", name, template_sets())
+
+
+def classname_sets() -> list[str]:
+    """The data sets whose class names are known."""
+    return sorted([*_SUBSETS, *_lists("classnames")])
+
+
+def template_sets() -> list[str]:
+    """The data sets whose templates are known, and other lists of templates."""
+    return sorted(_lists("templates"))
+
+
+def listing(name: str | None = None) -> list[str]:
+    """Lines that show the known data sets with their numbers of classes and templates, or what is known of one.
+
+    Errors: ValueError for an unknown name.
+    """
+    if name is None:
+        sets = sorted({*classname_sets(), *template_sets()})
+        counts = [(s, len(classnames(s)) if s in classname_sets() else 0, len(_templates_of(s))) for s in sets]
+        return [f"{'':30} classes templates", *(f"{s:30}{c or '-':>8}{t or '-':>10}" for s, c, t in counts)]
+    names = classnames(name) if name in classname_sets() or not _templates_of(name) else []
+    lines = [f"{index:4}  {text}" for index, text in enumerate(names)]
+    return [*([f"{len(names)} classes:"] if names else []), *lines, "templates:", *_templates_of(name)]
+
+
+def _templates_of(name: str) -> list[str]:
+    return templates(name) if name in template_sets() else []
+
+
+def names_of_wnids(ids: Sequence[str]) -> list[str] | None:
+    """The names of classes of ImageNet; None unless all are."""
+    by_id = {wnid: name for wnid, name, _ in _imagenet()}
+    return [by_id[wnid] for wnid in ids] if ids and all(wnid in by_id for wnid in ids) else None
+
+
+def read_classnames(named: str) -> list[str]:
+    """Class names from a file or of a known data set.
+
+    Args: named: a text file with one name per line, a JSON file with a list, or with lists by data set
+    (`FILE?set=NAME`); or the name of a data set.
+    Errors: ValueError for what is none of these, and for a file of another form.
+    """
+    file, chosen = _file(named)
+    if file is None:
+        if named in classname_sets():
+            return classnames(named)
+        raise ValueError(
+            f"{shown(named[:200])}: no such file, and no data set whose class names are known (`kiloword data names`)."
+            f"{suggestion(named, classname_sets())}"
+        )
+    names = (
+        _json(file, chosen, lambda _: True)
+        if file.suffix.lower() == ".json"
+        else text_lines(str(file), file.read_bytes())
+    )
+    if not _are_texts(names):
+        raise ValueError(f"{file}: expected a list of class names, or lists by data set with FILE?set=NAME.")
+    return list(names)
+
+
+def read_templates(named: str) -> Templates:
+    """Prompt templates from a file, of a known data set, or one template.
+
+    Args: named: a text file with one template per line; a JSON file with a list, with lists by data set (as of
+    CLIP_benchmark, `FILE?set=NAME`), or with prompts by class name; the name of a data set; or a template with `{c}` or
+    `{}`.
+    Errors: ValueError for what is none of these, for a file of another form, and for a template without slot.
+    """
+    file, chosen = _file(named)
+    if file is None:
+        if named in template_sets():
+            return templates(named)
+        if not _has_slot(named):
+            raise ValueError(
+                f"{shown(named[:200])!r}: no such file, no data set whose templates are known (`kiloword data names`), "
+                f"and no template, which has {{c}} or {{}} for the class name.{suggestion(named, template_sets())}"
+            )
+        return slotted([named], named)
+    if file.suffix.lower() != ".json":
+        return slotted(text_lines(str(file), file.read_bytes()), str(file))
+    lists = _json(file, chosen, _of_sets)
+    if isinstance(lists, dict) and lists and all(map(_are_texts, lists.values())):
+        return lists  # by class name
+    if not _are_texts(lists):
+        raise ValueError(
+            f"{file}: expected a list of templates, lists by data set with FILE?set=NAME, or prompts by class name."
+        )
+    return slotted(lists, str(file))
+
+
+def slotted(listed: Sequence[str], where: str) -> list[str]:
+    """Templates with `{c}` for the class name, where some may have `{}`.
+
+    Args: where: they come from, for the message. Errors: ValueError for a template without either.
+    """
+    plain = [template for template in listed if not _has_slot(template)]
+    if plain:
+        raise ValueError(
+            f"{shown(where[:200])}: {len(plain)} of {len(listed)} templates have no slot for the class name, {{c}} or "
+            f"{{}}: {shown(plain[0][:100])!r}."
+        )
+    return [template.replace("{}", SLOT) for template in listed]
+
+
+def _has_slot(template: str) -> bool:
+    return SLOT in template or "{}" in template
+
+
+def _subset(name: str) -> list[list[str]]:
+    if name not in _SUBSETS:
+        raise ValueError(f"{name} is no subset of ImageNet; known: {', '.join(_SUBSETS)}.")
+    return [line for line in _imagenet() if _SUBSETS[name] in line[2]]
+
+
+def _list(kind: str, name: str, known: Sequence[str]) -> list[str]:
+    """A list by name, or by the name that stands in its place."""
+    lists = _lists(kind)
+    if name not in lists:
+        raise ValueError(f"no {kind} are known by the name {shown(name[:200])!r}.{suggestion(name, known)}")
+    listed = lists[name]
+    return _list(kind, listed, known) if isinstance(listed, str) else list(listed)
+
+
+def _file(named: str) -> tuple[Path | None, str]:
+    """The file, None if there is none; and NAME of `FILE?set=NAME`. Errors: ValueError for a pipe, or a large file."""
+    if "\0" in named or len(named) > _LONGEST_PATH:
+        return None, ""
+    name, query = split_query(named)
+    path = Path(name).expanduser()
+    if not path.exists():
+        return None, ""
+    key, _, chosen = query.partition("=")
+    if query and (key != "set" or not chosen):
+        raise ValueError(f"{path} is followed by ?{shown(query[:60])}: expected ?set=NAME, or nothing.")
+    check_regular(path)
+    if path.stat().st_size > MAX_TEXT:
+        raise ValueError(f"{path} has more than {MAX_TEXT:,} bytes: expected a list of texts.")
+    return path, chosen
+
+
+def _json(file: Path, chosen: str, of_sets: Callable[[dict[str, Any]], bool]) -> Any:
+    """The value in a JSON file; of an object with an entry per data set that of the chosen one, or the only one."""
+    try:
+        value = json.loads(file.read_bytes().decode("utf-8-sig"))
+    except (ValueError, RecursionError):
+        raise ValueError(f"{file} cannot be parsed as JSON.") from None
+    if not isinstance(value, dict) or not (chosen or of_sets(value)):
+        return value
+    if chosen and chosen not in value:
+        raise ValueError(f"{file} has no set {shown(chosen[:60])!r}.{suggestion(chosen, value)}")
+    if not chosen and len(value) != 1:
+        listed = ", ".join(shown(key[:60]) for key in list(value)[:8])
+        raise ValueError(f"{file} has lists of {len(value)} data sets ({listed}): name one by {file}?set=NAME.")
+    return value[chosen or next(iter(value))]
+
+
+def _of_sets(value: dict[str, Any]) -> bool:
+    """Whether values are of data sets: objects, or lists of templates. Else they are the prompts of classes."""
+    return all(
+        isinstance(inner, dict) or (_are_texts(inner) and all(map(_has_slot, inner))) for inner in value.values()
+    )
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(text, str) and text.strip() for text in value)

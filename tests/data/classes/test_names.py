@@ -1,0 +1,160 @@
+"""Class names and templates: those shipped, and those from files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from kiloword.cli.main import main
+from kiloword.data.classes.names import (
+    SLOT,
+    classname_sets,
+    classnames,
+    listing,
+    names_of_wnids,
+    read_classnames,
+    read_templates,
+    template_sets,
+    templates,
+    wnids,
+)
+
+CLASSES = {"imagenet1k": 1000, "imagenet-a": 200, "imagenet-r": 200, "objectnet": 113, "voc2007_multilabel": 20}
+CLASSES |= {"cifar10": 10, "cifar100": 100, "food101": 101, "caltech101": 102, "cars": 196, "dtd": 47, "pets": 37}
+CLASSES |= {"fgvc_aircraft": 100, "flowers": 102, "sun397": 397, "gtsrb": 43, "country211": 211, "kinetics700": 700}
+TEMPLATES = {"imagenet1k": 80, "imagenet7": 7, "caltech101": 34, "sun397": 2, "cifar100": 18, "resisc45-openai": 18}
+TABLE_14 = {  # of arXiv:2405.10286: its headings
+    "CIFAR 10 & CIFAR 100": ("cifar10", "cifar100"),
+    "Food101": ("food101",),
+    "Caltech101": ("caltech101",),
+    "Stanford Cars": ("cars",),
+    "DTD": ("dtd",),
+    "FGVC Aircraft": ("fgvc_aircraft",),
+    "Flowers102": ("flowers",),
+    "Pets": ("pets",),
+    "SUN39": ("sun397",),
+    "ImageNet": ("imagenet1k", "imagenet-a", "imagenet-r", "imagenetv2", "imagenet_sketch", "objectnet"),
+}
+
+
+def test_every_shipped_list_is_usable() -> None:
+    assert {name: len(classnames(name)) for name in CLASSES} == CLASSES
+    assert {name: len(templates(name)) for name in TEMPLATES} == TEMPLATES
+    for name in classname_sets():
+        assert all(text == text.strip() for text in classnames(name)), name
+    for name in template_sets():
+        assert all(SLOT in text for text in templates(name)), name
+        assert len(set(templates(name))) == len(templates(name)), name
+
+
+def test_imagenet_is_in_the_order_of_its_wnids() -> None:
+    ids = wnids()
+    assert ids == sorted(ids)
+    assert [classnames("imagenet1k")[i] for i in (0, 6, 134, 517, 999)] == [
+        "tench", "stingray", "crane bird", "construction crane", "toilet paper"
+    ]  # fmt: skip
+    assert names_of_wnids(["n12998815", "n01440764"]) == ["agaric", "tench"]
+    assert names_of_wnids(["n01440764", "n00000000"]) is None
+    for name in ("imagenet-a", "imagenet-r"):
+        assert classnames(name) == names_of_wnids(wnids(name))
+        assert set(wnids(name)) < set(ids)
+    assert wnids("imagenet-a")[:2] == ["n01498041", "n01531178"]
+    assert wnids("imagenet-r")[:2] == ["n01443537", "n01484850"]
+
+
+def test_templates_are_those_of_table_14_of_fff(shared: Path) -> None:
+    paper = shared.parent / "papers" / "fff.txt"
+    if not paper.is_file():
+        pytest.skip("no text of arXiv:2405.10286 beside the data")
+    lines = paper.read_text(encoding="utf-8").splitlines()
+    end = next(n for n, line in enumerate(lines) if line.startswith("Table 14: The list of prompts"))
+    heading, table = "", dict[str, list[str]]()
+    for line in lines[lines.index("CIFAR 10 & CIFAR 100", end - 100) : end]:
+        heading = line if line in TABLE_14 else heading
+        table.setdefault(heading, []).extend(re.findall(r"\S[^.!]*?\{label\}[^.!]*[.!]", line))
+    assert table.keys() == TABLE_14.keys()
+    for heading, names in TABLE_14.items():
+        for name in names:
+            assert {t.replace("{label}", SLOT) for t in table[heading]} == set(templates(name)), name
+
+
+def test_files_of_users(tmp_path: Path) -> None:
+    text, listed, by_set, by_class = (tmp_path / name for name in ("a.txt", "a.json", "b.json", "c.json"))
+    text.write_text("a photo of a {}.\n{c}\n")
+    listed.write_text('["cat", "dog"]')
+    by_set.write_text(json.dumps({"pets": ["a {c}."], "cars": ["my {}."]}))
+    by_class.write_text(json.dumps({"cat": ["it purrs", "a cat"], "dog": ["it barks"]}))
+    assert read_templates(str(text)) == ["a photo of a {c}.", "{c}"]
+    assert read_classnames(str(listed)) == ["cat", "dog"]
+    assert read_templates(f"{by_set}?set=cars") == ["my {c}."]
+    assert read_templates(str(by_class)) == {"cat": ["it purrs", "a cat"], "dog": ["it barks"]}
+    assert read_templates("a {} here") == ["a {c} here"]
+    assert read_templates("pets") == templates("pets")
+    assert read_classnames("imagenet-r") == classnames("imagenet-r")
+    by_set.write_text('{"pets": ["cat", "dog"]}')
+    assert read_classnames(str(by_set)) == ["cat", "dog"]
+    by_set.write_text(json.dumps({"imagenet1k": {"tench": ["a fish"]}}))
+    assert read_templates(str(by_set)) == {"tench": ["a fish"]}
+
+
+@pytest.mark.parametrize(
+    ("named", "message"),
+    [
+        ("a photo", "no template, which has {c} or {} for the class name"),
+        ("imagenet1", "Did you mean imagenet1k?"),
+        ("plain.txt", "1 of 2 templates have no slot for the class name, {c} or {}: 'a photo'"),
+        ("sets.json", "lists of 2 data sets (pets, cars): name one by"),
+        ("sets.json?set=pet", "no set 'pet'. Did you mean pets?"),
+        ("sets.json?st=pet", "expected ?set=NAME"),
+        ("number.json", "expected a list of templates"),
+        ("broken.json", "cannot be parsed as JSON"),
+        ("latin.txt", "is not UTF-8"),
+        (".", "no regular file"),
+    ],
+)
+def test_bad_templates_get_a_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str, message: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("plain.txt").write_text("a {c}\na photo\n")
+    Path("sets.json").write_text('{"pets": ["a {c}"], "cars": ["{}"]}')
+    Path("number.json").write_text("3")
+    Path("broken.json").write_text("[" * 100_000)
+    Path("latin.txt").write_bytes(b"{c} caf\xe9\n")
+    with pytest.raises(ValueError, match=re.escape(message)):
+        read_templates(named)
+
+
+def test_bad_class_names_get_a_message(tmp_path: Path) -> None:
+    (tmp_path / "names.txt").write_text("cat\n\ndog\n")
+    (tmp_path / "names.json").write_text('{"a": ["cat"], "b": ["dog"]}')
+    with pytest.raises(ValueError, match="line 2 is empty"):
+        read_classnames(str(tmp_path / "names.txt"))
+    with pytest.raises(ValueError, match=r"lists of 2 data sets \(a, b\)"):
+        read_classnames(str(tmp_path / "names.json"))
+    with pytest.raises(ValueError, match="Did you mean cifar10"):
+        read_classnames("cifar-10")
+
+
+def test_the_command_line_lists_names(capsys: pytest.CaptureFixture[str]) -> None:
+    assert re.search(r"imagenet1k +1000 +80", "\n".join(listing()))
+    main(["data", "names", "pcam"])
+    assert "   1  lymph node containing" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as error:
+        main(["data", "names", "pcan"])
+    assert error.value.code == 2
+    assert "Did you mean pcam?" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["data", "stats"])
+    assert "kiloword data stats SRC" in capsys.readouterr().err
+
+
+def test_lists_are_as_their_sources_publish_them() -> None:
+    """Digests of all lists, computed from the files of openai/CLIP, CLIP_benchmark and wise-ft."""
+    lists = {name: classnames(name) for name in classname_sets()} | {
+        f"templates {name}": templates(name) for name in template_sets()
+    }
+    digest = hashlib.blake2b(json.dumps(lists, sort_keys=True).encode(), digest_size=8).hexdigest()
+    assert digest == "a77f3d2d285b48a9"

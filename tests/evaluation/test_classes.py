@@ -1,0 +1,184 @@
+"""Class names and templates that the user chooses, and how they are matched with the classes of the data."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from folders import model_folder
+from kiloword.api import Matcher
+from kiloword.cli.main import main
+from kiloword.data.classes.names import classnames, templates, wnids
+from kiloword.data.sources.open import open_source
+from kiloword.evaluation import evaluate, metrics
+from kiloword.evaluation.classes import OTHER, classes_of
+from kiloword.evaluation.zeroshot.task import classifier
+from kiloword.types import LabelSet, Record, Skipped
+
+
+@dataclass
+class Photos:
+    """12 images of noise with labels and class names."""
+
+    labels: list[int | LabelSet | None]
+    classnames: list[str] | None = None
+    name: str = "photos"
+    fingerprint: str = "photos-v1"
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def record(self, row: int) -> Record:
+        pixels = np.random.default_rng(row).integers(0, 256, (32, 32, 3), np.uint8)
+        return Record(f"k{row}", pixels, [], self.labels[row])
+
+
+LABELS: list[int | LabelSet | None] = [0, 0, 0, 0, 0, 0, 1, 1, 1, 2, 2, 3]  # as many of no two classes
+NAMES = ["dog", "cat", "red circle", "blue star"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_folder(tmp_path_factory.mktemp("classes") / "model")
+
+
+@pytest.fixture(scope="module")
+def matcher(folder: Path) -> Matcher:
+    import kiloword
+
+    return kiloword.load(str(folder))
+
+
+def test_names_in_another_order_are_matched_by_name(matcher: Matcher) -> None:
+    source = Photos(LABELS, NAMES)
+    expected = evaluate(matcher, "zeroshot", source)
+    shuffled = evaluate(matcher, "zeroshot", source, classnames=["red circle", "cat", "blue star", "dog"])
+    assert shuffled == expected
+    renamed = evaluate(matcher, "zeroshot", Photos(LABELS), classnames=NAMES)
+    assert renamed == expected == evaluate(matcher, "zeroshot", Photos(LABELS, ["a", "b", "c", "d"]), classnames=NAMES)
+
+
+def test_a_subset_of_the_names_scores_only_its_classes(matcher: Matcher) -> None:
+    skipped: list[Skipped] = []
+    subset = evaluate(matcher, "zeroshot", Photos(LABELS, NAMES), classnames=["blue star", "cat"], skipped=skipped)
+    two: list[int | LabelSet | None] = [None] * 6 + [1, 1, 1, None, None, 0]
+    alone = evaluate(matcher, "zeroshot", Photos(two, ["blue star", "cat"]))
+    assert subset == alone
+    assert {(s.row, s.reason) for s in skipped} == {
+        (n, "its class is not among the class names") for n in (0, 1, 2, 3, 4, 5, 9, 10)
+    }
+
+
+def test_imagenet_labels_score_over_a_subset() -> None:
+    names, ids = classnames("imagenet1k"), wnids()
+    for subset in ("imagenet-a", "imagenet-r"):
+        classes = classes_of(Photos(LABELS, names), subset)
+        assert classes is not None
+        assert classes.place is not None
+        places = {wnid: place for wnid, place in zip(ids, classes.place.tolist(), strict=True) if place != OTHER}
+        assert places == {wnid: place for place, wnid in enumerate(wnids(subset))}
+    whole = classes_of(Photos(LABELS, classnames("imagenet-a")), "imagenet1k")
+    assert whole is not None
+    assert whole.place is not None
+    assert whole.place.tolist() == [ids.index(wnid) for wnid in wnids("imagenet-a")]
+
+
+def test_two_classes_of_one_name_stay_two() -> None:
+    names = classnames("imagenet1k")  # has two missiles
+    classes = classes_of(Photos(LABELS, names[::-1]), names)
+    assert classes is not None
+    assert classes.place is not None
+    assert sorted(classes.place.tolist()) == list(range(1000))
+
+
+def test_several_classes_an_image_give_mean_average_precision(matcher: Matcher) -> None:
+    sets = [(0, 2), (1,), (), (3, 1, 0), (2,), (3,), (0, 1, 2, 3), (2, 3)]
+    source = Photos([LabelSet(indices, 4) for indices in sets] + [None], NAMES)
+    values = evaluate(matcher, "zeroshot", source)
+    targets = torch.tensor([[c in indices for c in range(4)] for indices in sets])
+    images = matcher.encode_image([source.record(row).image for row in range(8)])
+    scores = matcher.score(images, classifier(matcher.model, matcher.tokenizer, NAMES, ["{c}"]))
+    expected = metrics.mean_average_precision(scores, targets)
+    assert values == {"mean_average_precision": pytest.approx(expected, abs=1e-9), "skipped": 1}
+    shuffled = evaluate(matcher, "zeroshot", source, classnames=["blue star", "cat", "dog", "red circle"])
+    assert shuffled["mean_average_precision"] == pytest.approx(values["mean_average_precision"], abs=1e-9)
+    with pytest.raises(ValueError, match="photos has many labels an image: a probe needs one class each"):
+        evaluate(matcher, "probe", source, train=replace(source, fingerprint="photos-v2"))
+
+
+@pytest.mark.parametrize(
+    ("labels", "names", "message"),
+    [
+        (LABELS, ["dog", "cat", "bird"], "3 class names are given, but photos has 4 classes, the first dog, cat"),
+        (LABELS, ["cat", "dog", "bird", "cow"], "4 classes, of which 'dog' is in another place"),
+        ([0, 7], None, "labels run from 0 to 7, but there are 4 classes"),
+        ([LabelSet((1, 4))], None, "labels run from 1 to 4, but there are 4 classes"),
+        ([LabelSet((1,), 5)], None, "k0 has a label of 5 classes, but there are 4"),
+        ([LabelSet((1,), 4), 2], None, "k1 has one class, but other images have lists"),
+        (LABELS, "cifar", r"no such file, and no data set.*Did you mean cifar10\?"),
+        (LABELS, "cifar10", "10 class names are given, but photos has 4 classes"),
+    ],
+)
+def test_names_that_do_not_fit_get_a_message(
+    matcher: Matcher, labels: list[int | LabelSet | None], names: list[str] | str | None, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        evaluate(matcher, "zeroshot", Photos(labels, NAMES), classnames=names)
+
+
+def test_images_of_both_forms_get_a_message(matcher: Matcher) -> None:
+    with pytest.raises(ValueError, match="some images have one class, others a list"):
+        evaluate(matcher, "zeroshot", Photos([0, LabelSet((1,))], NAMES), batch=1)
+
+
+def test_templates_come_from_the_flag_the_data_or_the_named_set(matcher: Matcher) -> None:
+    labels: list[int | LabelSet | None] = [n % 10 for n in range(30)]
+    source, names = Photos(labels), classnames("cifar10")
+    by_name = evaluate(matcher, "zeroshot", source, classnames="cifar10")
+    assert by_name == evaluate(matcher, "zeroshot", source, classnames=names, templates=templates("cifar10"))
+    plain = evaluate(matcher, "zeroshot", source, classnames=names)
+    assert plain == evaluate(matcher, "zeroshot", source, classnames="cifar10", templates="{}")
+    assert plain != by_name
+
+
+def test_the_command_line_takes_files_and_names(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = open_source("scenes:test?task=colour&n=20").classnames  # type: ignore[attr-defined]
+    (tmp_path / "names.txt").write_text("\n".join(reversed(names)))
+    call = ["eval", "zeroshot", str(folder), "--data", "scenes:test?task=colour&n=20"]
+    figures = {}
+    for out, flags in {
+        "plain": ["--templates", "a {c} thing"],
+        "file": ["--classnames", str(tmp_path / "names.txt"), "--templates", "a {} thing"],
+    }.items():
+        main([*call, *flags, "--json", str(tmp_path / out)])
+        figures[out] = json.loads((tmp_path / out).read_text())
+    assert figures["plain"] == figures["file"]
+    with pytest.raises(SystemExit) as error:
+        main([*call, "--templates", "a photo"])
+    assert error.value.code == 2
+    assert "no template, which has {c} or {} for the class name" in capsys.readouterr().err
+
+
+def test_a_probe_matches_the_names_of_its_splits(matcher: Matcher) -> None:
+    test = Photos([0, 0, 1, 1], ["cat", "dog"])  # lacks a class of the training data
+    train = Photos([n % 3 for n in range(12)], ["bird", "cat", "dog"], "train", "train-v1")
+    skipped: list[Skipped] = []
+    with pytest.raises(ValueError, match="expected the same names in the same order"):
+        evaluate(matcher, "probe", test, train=train)
+    two = evaluate(matcher, "probe", test, train=train, classnames=["cat", "dog"], skipped=skipped)
+    assert two["train_rows"] == 8
+    assert {(s.row, s.reason) for s in skipped} == {
+        (row, "its class is not among the class names (train)") for row in (0, 3, 6, 9)
+    }
+    three = evaluate(matcher, "probe", test, train=train, classnames=["bird", "cat", "dog"])
+    moved = replace(test, labels=[1, 1, 2, 2], classnames=train.classnames)
+    assert three == evaluate(matcher, "probe", moved, train=train)
+    with pytest.raises(ValueError, match="none of its 4 labelled images has a class among"):
+        evaluate(matcher, "probe", replace(test, labels=[0] * 4), train=train, classnames=["dog"])
