@@ -159,6 +159,29 @@ def precision_at(scores: Tensor, relevant: Tensor, k: Tensor) -> Tensor:
     return chance.sum(1) / k
 
 
+def interpolated_average_precision(scores: Tensor, relevant: Tensor) -> Tensor:
+    """11-point average precision of PASCAL VOC until 2009: the mean over recalls r of 0, 0.1, ..., 1 of the largest
+    precision at a recall of at least r. Recalls are compared exactly; MATLAB's development kit rounds 0.3 upwards.
+
+    Args: scores [N, C]; relevant [N, C] bool. Returns: [N] float64 in [0, 1]; 0 where nothing is relevant.
+    Tied items enter together, as in scikit-learn's `precision_recall_curve`.
+    """
+    ranked = _ranked(scores, relevant)
+    hits, total = ranked.before + ranked.relevant, relevant.sum(1, keepdim=True)
+    precision = hits / (ranked.place - ranked.inside + ranked.size)  # [N, C], at the end of each place's group
+    levels = [precision.masked_fill(10 * hits < r * total, 0).amax(1) for r in range(11)]
+    return torch.stack(levels).mean(0) * (total[:, 0] > 0)
+
+
+def macro_f1(hits: Tensor, predicted: Tensor, actual: Tensor) -> float:
+    """Mean over the classes that occur of F1 = 2 hits / (predicted + actual), as of WILDS' iWildCam.
+
+    Args: of each class the number of images that are predicted as it and right, predicted as it, and of it: [C] each.
+    """
+    occurs = actual > 0
+    return (2 * hits[occurs] / (predicted + actual)[occurs]).mean().item()
+
+
 def mean_average_precision(scores: Tensor, targets: Tensor) -> float:
     """Mean over classes of the average precision of images, in [0, 1]; for several labels per image.
 

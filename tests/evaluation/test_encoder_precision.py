@@ -181,7 +181,8 @@ def test_eval_and_score_take_a_precision(
         seen.clear()
     assert found["auto"] == found["fp32"]
     assert found["bf16"] != found["fp32"]
-    assert all(found["bf16"][name] == pytest.approx(value, abs=0.1) for name, value in found["fp32"].items())
+    bounds = {name: 0.6 if name == "rsum" else 0.1 for name in found["fp32"]}  # rsum is a sum of six recalls
+    assert all(found["bf16"][name] == pytest.approx(value, abs=bounds[name]) for name, value in found["fp32"].items())
 
 
 def test_captions_that_go_on_keep_their_precision(folders: dict[str, str], tmp_path: Path) -> None:

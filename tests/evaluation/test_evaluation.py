@@ -241,7 +241,10 @@ def test_a_model_that_knows_is_perfect_and_bad_rows_are_named() -> None:
     bad: list[Skipped] = []
     values = evaluate(known(), "retrieval", source, skipped=bad, batch=4)
     assert values.pop("skipped") == 2
-    assert set(values) == {f"{side}_retrieval_recall@{k}" for side in ("text", "image") for k in (1, 5, 10)}
+    assert values.pop("rsum") == 6
+    recalls = {f"{side}_retrieval_recall@{k}" for side in ("text", "image") for k in (1, 5, 10)}
+    means = {"mean_recall@1", "text_retrieval_mean_recall", "image_retrieval_mean_recall"}
+    assert set(values) == recalls | means
     assert set(values.values()) == {1.0}
     assert [(s.row, s.reason) for s in bad] == [(3, "truncated image"), (5, "no caption")]
 

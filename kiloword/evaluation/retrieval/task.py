@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -75,13 +75,37 @@ def run(inputs: Inputs, options: RetrievalTaskOptions) -> Values:
     images, image_of_text = join(captioned), torch.tensor(image)
     score = partial(matcher.score, nearest=options.nearest)
     if options.shortlist is None:
-        yield from retrieval(score, images, texts, image_of_text, ks, relevance, options.chunk)
+        yield from _with_means(retrieval(score, images, texts, image_of_text, ks, relevance, options.chunk), ks)
         yield from _folds(score, images, texts, image_of_text, options)
         if extra is not None:
             yield from extra_positives(score, images, texts, extra, ks, options.chunk)
     else:
         pairs = partial(matcher.score_pairs, nearest=options.nearest)
-        yield from shortlisted(pairs, images, texts, image_of_text, options.shortlist, ks, relevance)
+        values = shortlisted(pairs, images, texts, image_of_text, options.shortlist, ks, relevance)
+        yield from _with_means(values, ks)
+
+
+def _with_means(values: Values, ks: Sequence[int]) -> Values:
+    """The metrics, then their `mean_recalls`."""
+    collected: dict[str, float] = {}
+    for name, value in values:
+        collected[name] = value
+        yield name, value
+    yield from mean_recalls(collected, ks)
+
+
+def mean_recalls(values: Mapping[str, float], ks: Sequence[int]) -> Iterator[tuple[str, float]]:
+    """Means of the recalls among the metrics of `retrieval`.
+
+    `mean_recall@1`: of both directions (DataComp). `text_retrieval_mean_recall` and `image_retrieval_mean_recall`: over
+    all k (mTR and mIR). `rsum`: the sum of all recalls, up to 6 for three k; papers give it in percent, up to 600.
+    """
+    sides = {side: [values[f"{side}_recall@{k}"] for k in ks] for side in ("text_retrieval", "image_retrieval")}
+    if 1 in ks:
+        yield "mean_recall@1", sum(recalls[ks.index(1)] for recalls in sides.values()) / 2
+    for side, recalls in sides.items():
+        yield f"{side}_mean_recall", sum(recalls) / len(recalls)
+    yield "rsum", sum(map(sum, sides.values()))
 
 
 def _extra(options: RetrievalTaskOptions, data: Captioned) -> Positives | None:
