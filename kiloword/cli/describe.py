@@ -12,6 +12,7 @@ from functools import partial
 from importlib import metadata
 
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from kiloword.__version__ import __version__
 from kiloword.config.options import Mixing
@@ -90,12 +91,22 @@ def parameters(config: ModelConfig, method: str = "clip") -> int:
 def image_flops(config: ModelConfig) -> int:
     """FLOPs of matrix products in the forward pass of one image, two per multiply-add; any pool except "map"."""
     image = config.image
+    if image.tower != "vit":
+        return _counted_flops(config)
     patches, side = (image.size // image.patch) ** 2, image.size
     stem = 2 * patches * 3 * image.patch**2 * image.width
     for before, after, kernel, stride in stem_plan(image) if image.stem == "conv" else ():
         side //= stride
         stem += 2 * side**2 * before * after * kernel**2
     return stem + _blocks(image, patches + extra(image)) + 2 * image.width * config.head.dim
+
+
+def _counted_flops(config: ModelConfig) -> int:
+    """FLOPs of the forward pass of one image, counted on the meta device."""
+    with torch.device("meta"), FlopCounterMode(display=False) as counter:
+        model = Model(config, _head(preset("clip"), config))
+        model.encode_image(torch.empty(1, 3, config.image.size, config.image.size, dtype=torch.uint8))
+    return int(counter.get_total_flops())
 
 
 def text_flops(config: ModelConfig) -> int:

@@ -13,6 +13,10 @@ Precision = Literal["auto", "fp64", "fp32", "bf16"]
 EncoderPrecision = Literal["fp32", "bf16"]  # of a trained model
 Matmul = Literal["auto", "highest", "high", "medium"]
 DEPTH = 1024  # largest number of layers of a tower or a decoder
+NO_MICRO = (
+    "batch norm needs the statistics of the whole batch, which micro-batches do not have: omit --micro (more GPUs, "
+    "--checkpointing whole and --parallel fsdp save memory too), or choose a tower without batch norm."
+)
 OWN_SPECIAL = {"start": 0, "end": 1, "pad": 2, "mask": 3, "cls": 4, "unc": 5}  # of tokenizers trained by kiloword
 
 
@@ -20,6 +24,9 @@ OWN_SPECIAL = {"start": 0, "end": 1, "pad": 2, "mask": 3, "cls": 4, "unc": 5}  #
 class ImageConfig(BaseSettings):
     """The image tower."""
 
+    tower: Literal["vit", "clip-resnet", "resnet"] = setting(
+        "vit", "architecture; of a resnet, width is that of its output, depth its blocks, and patch 32"
+    )
     size: int = setting(224, "height and width in pixels", 1, 1 << 13)
     patch: int = setting(16, "height and width of a patch in pixels; must divide size", 1, DEPTH)
     width: int = setting(768, "width of a token", 1, 1 << 16)
@@ -31,6 +38,9 @@ class ImageConfig(BaseSettings):
     class_token: bool = setting(True, "a learned token before the patches")
     extra_tokens: int = setting(0, "number of learned tokens after the class token: registers, mixture tokens", 0, 4096)
     uncertainty_token: bool = setting(False, "a learned token before the patches, for a Gaussian's variance")
+    uncertainty_blocks: int = setting(
+        0, "blocks beside the tower's last ones that make the uncertainty token; 0: it is learned", 0, DEPTH
+    )
     mask_token: bool = setting(False, "a learned token that replaces masked patches; only where a method trains it")
     pre_norm: bool = setting(True, "layer norm before the first block (CLIP)")
     activation: Activation = setting("gelu", "activation of the MLP")
@@ -51,6 +61,9 @@ class TextConfig(BaseSettings):
     causal: bool = setting(True, "causal attention: a token attends only to earlier ones")
     pad_to_context: bool = setting(False, "attend to pads as to other tokens (SigLIP towers are trained so)")
     extra_tokens: tuple[str, ...] = setting((), 'tokens after the end token: "unc", "cls", "pad"')
+    uncertainty_blocks: int = setting(
+        0, 'blocks beside the tower\'s last ones that make the output of "unc"; 0: the tower itself', 0, DEPTH
+    )
     class_place: Literal["next", "last"] = setting("next", 'position of "cls": after the text, or last of the context')
     class_sees_itself: bool = setting(True, "False, with tokens pad, cls: as in open_clip's CoCa, off by one")
     norm_words: bool = setting(True, "False: apply the final norm to the class token only (open_clip)")
@@ -67,14 +80,15 @@ class HeadConfig(BaseSettings):
     """The head: from tokens of the towers to features and scores."""
 
     dim: int = setting(512, "size of the embedding", 1, 1 << 16)
-    image_pool: Literal["cls", "mean", "max", "map", "attentional"] = setting(
-        "cls", "pooling of image tokens; attentional: CoCa's"
+    image_pool: Literal["cls", "mean", "max", "map", "attention", "attentional"] = setting(
+        "cls", "pooling of image tokens; attention: of CLIP's resnets, map: SigLIP's, attentional: CoCa's"
     )
     pool_queries: int = setting(256, "attentional: queries for captions; one more for the image feature", 1, 1 << 16)
     pool_width: int = setting(0, "attentional: width of the queries; 0: the image tower's", 0, 1 << 16)
     pool_heads: int = setting(8, "attentional: attention heads", 1, DEPTH)
     text_pool: Literal["last", "mean", "max"] = setting("last", "pooling of text tokens; last: the last token only")
     image_projection: bool = setting(True, "a linear layer after pooling")
+    image_projection_bias: bool = setting(False, "bias of that layer (CLIP's resnets)")
     text_projection_bias: bool = setting(False, "bias of the linear layer after pooling")
 
 
@@ -99,13 +113,18 @@ class ModelConfig(BaseSettings):
     text: TextConfig = field(default_factory=TextConfig)
     head: HeadConfig = field(default_factory=HeadConfig)
     preprocess: Preprocess = field(default_factory=Preprocess)
+    init_std: float = setting(
+        0.0, "deviation of all initial weights (biases start at 0, norms at 1); 0: that of each layer", 0, 100
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig(BaseSettings):
     """The optimizer."""
 
-    name: Literal["adamw", "muon"] = setting("adamw", "muon: hidden matrices by Muon, the rest by AdamW")
+    name: Literal["adamw", "adamp", "muon"] = setting(
+        "adamw", "adamp: PCME++'s; muon: hidden matrices by Muon, the rest by AdamW"
+    )
     lr: float = setting(1e-3, "learning rate of AdamW", 0, 100)
     muon_lr: float = setting(0.02, "learning rate of Muon", 0, 100)
     weight_decay: float = setting(0.1, "AdamW; vectors, embeddings and positions have none", 0, 100)
@@ -113,6 +132,8 @@ class OptimConfig(BaseSettings):
     beta1: float = setting(0.9, "AdamW: decay of the mean gradient", 0, BELOW_1)
     beta2: float = setting(0.95, "AdamW: decay of the mean squared gradient", 0, BELOW_1)
     eps: float = setting(1e-8, "AdamW: added to the root of the mean squared gradient", 1e-20, 1)
+    delta: float = setting(0.1, "AdamP: cosine of weights and gradient below which it projects, times sqrt(n)", 0, 100)
+    wd_ratio: float = setting(0.1, "AdamP: share of the weight decay that projected weights get", 0, 1)
     momentum: float = setting(0.95, "momentum of Muon", 0, BELOW_1)
     warmup: float = setting(0.05, "below 1: share of the steps, at most 2,000; else number of steps", 0, 1e12)
     final_lr: float = setting(0.0, "learning rate at the end of the cosine, as share of lr", 0, 100)
@@ -209,6 +230,16 @@ def _size(
     )
 
 
+def _resnet(clip: bool) -> ModelConfig:
+    """A ResNet-50 with the text tower of CLIP's (arXiv:2103.00020, table 19)."""
+    base = _size(32, 2048, 16, 32, 512, 12, 8, 1024)
+    return replace(
+        base,
+        image=replace(base.image, tower="clip-resnet" if clip else "resnet", class_token=False, pre_norm=False),
+        head=replace(base.head, image_pool="attention" if clip else "mean", image_projection_bias=clip),
+    )
+
+
 def sizes() -> dict[str, ModelConfig]:
     """The named sizes. debug: for tests; tiny: trains on a CPU in minutes; others: open_clip's dimensions."""
     small = _size(8, 128, 4, 8, 128, 3, 8, 128)
@@ -231,6 +262,8 @@ def sizes() -> dict[str, ModelConfig]:
         "s16": _size(16, 384, 12, 6, 384, 12, 6, 384),
         "b32": _size(32, 768, 12, 12, 512, 12, 8, 512),
         "b16": _size(16, 768, 12, 12, 512, 12, 8, 512),
+        "rn50": _resnet(clip=True),
+        "rn50-plain": _resnet(clip=False),
         "l16": _size(16, 1024, 24, 16, 768, 12, 12, 768),
         "l14": _size(14, 1024, 24, 16, 768, 12, 12, 768),
         "h14": _size(14, 1280, 32, 16, 1024, 24, 16, 1024),

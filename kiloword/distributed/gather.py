@@ -40,6 +40,14 @@ def gather_features(features: Features) -> Features:
     return {k: out[k] for k in features}
 
 
+def gather_one_row(x: Tensor) -> Tensor:
+    """Stack this rank's tensor and those of all others, [R, ...], with gradient."""
+    if ranks() == 1:
+        return x[None]
+    gathered: tuple[Tensor] = _Gather.apply([1] * ranks(), x[None])  # type: ignore[no-untyped-call]
+    return gathered[0]
+
+
 def row_counts(n: int) -> list[int]:
     """The number of rows of every rank."""
     out = torch.empty(ranks(), dtype=torch.int64)

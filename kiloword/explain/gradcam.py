@@ -16,6 +16,7 @@ from kiloword.explain.words import check_texts, log_probabilities
 from kiloword.generation.decoding import writer
 from kiloword.model.encoding import inference
 from kiloword.model.image import ImageTower, extra
+from kiloword.model.model import vit
 from kiloword.model.pooling import at_least_float
 
 if TYPE_CHECKING:
@@ -35,15 +36,14 @@ def gradcam(matcher: Matcher, images: Images, texts: Sequence[str], target: Targ
     Raises: ValueError for an invalid layer or target, and for target "caption" with a model without text decoder.
     """
     model = matcher.model
-    if not 0 <= layer <= len(model.image_tower.blocks):
-        raise ValueError(
-            f"layer is {layer}: expected 0, the stem, or the number of a block up to {len(model.image_tower.blocks)}."
-        )
+    tower = vit(model, "gradcam")
+    if not 0 <= layer <= len(tower.blocks):
+        raise ValueError(f"layer is {layer}: expected 0, the stem, or the number of a block up to {len(tower.blocks)}.")
     check_texts("gradcam", texts)
     if target not in get_args(Target):
         raise ValueError(f"target is {target!r}: expected {' or '.join(get_args(Target))}.")
     pixels = matcher.pixels(images)
-    with inference(model), torch.inference_mode(False), torch.enable_grad(), held(model.image_tower, layer) as seen:
+    with inference(model), torch.inference_mode(False), torch.enable_grad(), held(tower, layer) as seen:
         tokens = model.image_tokens(pixels)
         values = (_scores if target == "score" else _log_likelihoods)(matcher, texts, tokens)  # [I, T]
     return torch.stack([_map(column, seen) for column in values.unbind(1)], 1)

@@ -20,6 +20,7 @@ from kiloword.model.attention import Packing
 from kiloword.model.blocks import CrossAttention, Keys, SelfAttention
 from kiloword.model.heads import Single
 from kiloword.model.image import extra
+from kiloword.model.model import vit
 from kiloword.model.pooling import at_least_float
 from kiloword.types import Features
 
@@ -65,7 +66,7 @@ def explain(model: Model, pixels: Tensor, texts: Features, maps: Maps = "last") 
 
     Args: pixels: uint8 [I, 3, H, W]; texts: features of the texts.
     """
-    blocks = [block.get_submodule("attention") for block in model.image_tower.blocks]
+    blocks = [block.get_submodule("attention") for block in vit(model, "explain").blocks]
     with attentions(blocks[-1:] if maps == "last" else blocks) as seen:
         tokens, images = model.encode_image(pixels)
     attention = seen[0] if maps == "last" else rollout(seen)  # [I, E + P, E + P]

@@ -1,4 +1,4 @@
-"""Weights from open_clip: the CLIP families, with and without quick GELU, SigLIP and CoCa."""
+"""Weights from open_clip: the CLIP families, with and without quick GELU, ResNets too, SigLIP and CoCa."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def placed(state: Mapping[str, Tensor]) -> tuple[dict[str, tuple[str, Tensor]], 
     coca, rest, unused = _is_coca(state), dict(state), []
     theirs = "text_decoder"
     try:
-        translated = _coca_parts(rest) if coca else {}
+        translated = _coca_parts(rest) if coca else _attention_pool(rest)
         for theirs, value in rest.items():
             ours, reshaped = place(theirs, value, coca)
             if ours is None:
@@ -124,6 +124,11 @@ def placed(state: Mapping[str, Tensor]) -> tuple[dict[str, tuple[str, Tensor]], 
 def place(theirs: str, value: Tensor, coca: bool = False) -> tuple[str | None, Tensor]:
     """Name in kiloword of a parameter of open_clip (None: unused), and its value or gradient in kiloword's shape."""
     plain = theirs.removeprefix("text.")  # open_clip has two layouts of its text tower
+    resnet = plain.startswith(("visual.bn", "visual.layer", "visual.attnpool.")) or (
+        plain.startswith("visual.conv") and (plain[11] != "1" or value.shape[-1] == 3)  # no patch has 3 pixels
+    )
+    if resnet:
+        return _name(plain, _RESNET), value
     return _name(plain, _COCA if coca else _CLIP), _reshape(plain, value)
 
 
@@ -167,6 +172,13 @@ _CLIP = {  # the first beginning that fits is replaced; {}: the number of a bloc
     "text_projection.": "head.pooling.text_projection.",
     "text_projection": "head.pooling.text_projection.weight",
 }
+_RESNET = {  # whose first convolution and stages have names of their own
+    "visual.attnpool.positional_embedding": "head.pooling.image_pool.attention.positions",
+    "visual.attnpool.c_proj.": "head.pooling.image_projection.",
+    **{f"visual.conv{n + 1}.": f"image_tower.stem.{n}." for n in range(3)},
+    **{f"visual.bn{n + 1}.": f"image_tower.stem_norms.{n}." for n in range(3)},
+    **{f"visual.layer{n + 1}.": f"image_tower.stages.{n}." for n in range(4)},
+} | {theirs: ours for theirs, ours in _CLIP.items() if not theirs.startswith("visual.")}
 _POOL, _DECODER = "head.pooling.image_pool.attentional.", "more.text_decoder."
 _COCA = _CLIP | {
     "visual.attn_pool.query": _POOL + "probes",
@@ -227,6 +239,20 @@ def _coca_parts(rest: dict[str, Tensor]) -> dict[str, tuple[str, Tensor]]:
     if tokens in rest and cls in rest:
         table, row = rest.pop(tokens), rest.pop(cls)
         translated["text_tower.tokens"] = (tokens, torch.cat([table, table.mean(0, True), row[None]]))  # mask, class
+    return translated
+
+
+def _attention_pool(rest: dict[str, Tensor]) -> dict[str, tuple[str, Tensor]]:
+    """Remove what batch norms count, and keys and values of a ResNet's pooling; translate the latter as `placed`."""
+    for name in [name for name in rest if name.endswith(".num_batches_tracked")]:
+        del rest[name]
+    theirs, ours = "visual.attnpool.", "head.pooling.image_pool.attention."
+    translated: dict[str, tuple[str, Tensor]] = {}
+    for kind in ("weight", "bias"):
+        q, k, v = (f"{theirs}{part}_proj.{kind}" for part in "qkv")
+        if all(name in rest for name in (q, k, v)):
+            translated[f"{ours}q.{kind}"] = (q, rest.pop(q))
+            translated[f"{ours}kv.{kind}"] = (k, torch.cat([rest.pop(k), rest.pop(v)]))
     return translated
 
 

@@ -1,4 +1,4 @@
-"""Translation of open_clip's model configurations: CLIP's and SigLIP's vision transformers, and CoCa.
+"""Translation of open_clip's model configurations: CLIP's and SigLIP's vision transformers, CLIP's ResNets, and CoCa.
 
 CoCa's published weights were trained with a mask shifted by one: the class token attends to a pad after the end, not to
 itself. Two differences remain: open_clip masks a "!" inside a word (the id of the pad), and with the shifted mask the
@@ -49,25 +49,27 @@ def translate(name: str, raw: Mapping[str, Any]) -> ModelConfig:
     vision, text, coca = raw["vision_cfg"], raw["text_cfg"], "multimodal_cfg" in raw
     image_keys = _IMAGE_KEYS | _COCA_IMAGE_KEYS if coca else _IMAGE_KEYS
     text_keys = _TEXT_KEYS | _COCA_TEXT_KEYS if coca else _TEXT_KEYS
-    foreign = [] if "timm_model_name" in vision or vision.get("patch_size") else ["no patch size"]
+    resnet = isinstance(vision.get("layers"), list | tuple)
+    foreign = [] if resnet or "timm_model_name" in vision or vision.get("patch_size") else ["no patch size"]
     foreign += [k for k in vision if k not in image_keys] + [k for k in text if k not in text_keys]
     foreign += _unlike_coca(raw) if coca else []
     if foreign or text.get("pool_type", "argmax") not in ("argmax", "eos", "last"):
         raise Unlike(
             f"open_clip's {name} is built differently from our towers ({', '.join(foreign) or 'text pool'}); "
-            "CLIP's and SigLIP's vision transformers can be imported, and CoCa with an attentional pool"
+            "CLIP's and SigLIP's vision transformers can be imported, CLIP's ResNets, and CoCa with an attentional pool"
         )
     activation: Activation = "quick_gelu" if raw.get("quick_gelu") else "gelu"
     siglip = "timm_model_name" in vision
     head = HeadConfig(
         dim=raw["embed_dim"],
-        image_pool="map" if siglip else "cls",
+        image_pool="attention" if resnet else "map" if siglip else "cls",
         image_projection=not siglip,
+        image_projection_bias=resnet,
         text_projection_bias=text.get("proj_bias", False),
     )
     half = (0.5, 0.5, 0.5)
     config = ModelConfig(
-        image=_timm_image(name, vision) if siglip else image_config(vision, activation),
+        image=_timm_image(name, vision) if siglip else _resnet(vision) if resnet else image_config(vision, activation),
         text=text_config(text, activation),
         head=head,
         preprocess=Preprocess(mean=half, std=half, resize="squash") if siglip else Preprocess(),
@@ -145,6 +147,22 @@ def image_config(vision: Mapping[str, Any], activation: Activation) -> ImageConf
         pre_norm=not vision.get("no_ln_pre", False),
         activation=_activation(vision, activation),
         norm_eps=_eps(vision),
+    )
+
+
+def _resnet(vision: Mapping[str, Any]) -> ImageConfig:
+    """A ResNet of CLIP's, from its `vision_cfg`."""
+    width = vision["width"]
+    return ImageConfig(
+        tower="clip-resnet",
+        size=vision["image_size"],
+        patch=32,
+        width=32 * width,
+        depth=sum(vision["layers"]),
+        heads=32 * width // vision.get("head_width", 64),
+        mlp=4 * 32 * width,
+        class_token=False,
+        pre_norm=False,
     )
 
 

@@ -206,7 +206,9 @@ class Single(nn.Module):
         dim, width = config.head.dim, self.image_pool.width
         if not config.head.image_projection and width != dim:
             raise ValueError(f"without an image projection the embedding size {dim} must be the tower's width {width}")
-        self.image_projection = nn.Linear(width, dim, bias=False) if config.head.image_projection else None
+        self.image_projection = (
+            nn.Linear(width, dim, bias=config.head.image_projection_bias) if config.head.image_projection else None
+        )
         self.text_projection = nn.Linear(config.text.width, dim, bias=config.head.text_projection_bias)
 
     def image(self, tokens: Tensor) -> Features:

@@ -60,15 +60,16 @@ class ImageTower(nn.Module):
         self.stem = ConvStem(config) if config.stem == "conv" else None
         self.class_token = nn.Parameter(torch.empty(width)) if config.class_token else None
         self.extra_tokens = nn.Parameter(torch.empty(config.extra_tokens, width)) if config.extra_tokens else None
-        self.uncertainty_token = nn.Parameter(torch.empty(width)) if config.uncertainty_token else None
+        beside = config.uncertainty_blocks if config.uncertainty_token else 0
+        learned = config.uncertainty_token and not beside
+        self.uncertainty_token = nn.Parameter(torch.empty(width)) if learned else None
         self.mask_token = nn.Parameter(torch.empty(width)) if config.mask_token else None
         self.positions = nn.Parameter(torch.empty(places, width))  # class token first; other tokens have none
         self.pre_norm = nn.LayerNorm(width, config.norm_eps) if config.pre_norm else None
-        self.blocks = nn.ModuleList(
-            Block(width, config.heads, config.mlp, config.activation, config.norm_eps, config.depth)
-            for _ in range(config.depth)
-        )
+        shape = (width, config.heads, config.mlp, config.activation, config.norm_eps, config.depth)
+        self.blocks = nn.ModuleList(Block(*shape) for _ in range(config.depth))
         self.norm = nn.LayerNorm(width, config.norm_eps)
+        self.uncertainty_blocks = nn.ModuleList(Block(*shape) for _ in range(check_beside(beside, config.depth)))
 
     def forward(self, images: Tensor, keep: Tensor | None = None, masked: Tensor | None = None) -> Tensor:
         """Encode images.
@@ -81,10 +82,22 @@ class ImageTower(nn.Module):
         x = self._embed(images, keep, masked)
         if self.pre_norm is not None:
             x = self.pre_norm(x)
-        for block in self.blocks:
+        beside = None
+        for n, block in enumerate(self.blocks):
+            if self.uncertainty_blocks and n == self.config.depth - len(self.uncertainty_blocks):
+                beside = self._beside(x)
             x = block(x)
         out: Tensor = self.norm(x)
-        return out
+        if beside is None:
+            return out
+        place = extra(self.config) - 1
+        return torch.cat([out[:, :place], beside.to(out.dtype), out[:, place:]], 1)
+
+    def _beside(self, x: Tensor) -> Tensor:
+        """The uncertainty token [I, 1, W] of a second path: its class token, or the mean of its patches; not normed."""
+        for block in self.uncertainty_blocks:
+            x = block(x)
+        return x[:, :1] if self.config.class_token else x[:, self.config.extra_tokens :].mean(1, keepdim=True)
 
     def _embed(self, images: Tensor, keep: Tensor | None, masked: Tensor | None) -> Tensor:
         x = self._patches(images, keep, masked)
@@ -126,6 +139,13 @@ class ImageTower(nn.Module):
         std = self.config.init_std or self.config.width**-0.5
         names = ("positions", "class_token", "extra_tokens", "uncertainty_token", "mask_token")
         return {name: Init(std=std) for name in names if getattr(self, name) is not None}
+
+
+def check_beside(blocks: int, depth: int) -> int:
+    """The number of blocks beside the last ones of a tower. Raises: ValueError for more than it has."""
+    if blocks > depth:
+        raise ValueError(f"{blocks} blocks for the variance beside a tower of {depth}: expected at most {depth}.")
+    return blocks
 
 
 def unfold(images: Tensor, patch: int) -> Tensor:

@@ -17,6 +17,7 @@ from kiloword.model.blocks import Init
 from kiloword.model.heads import Head
 from kiloword.model.image import ImageTower
 from kiloword.model.pooling import at_least_float
+from kiloword.model.resnet import ResNet, check_vit
 from kiloword.model.text import TextTower
 from kiloword.randomness import key
 from kiloword.types import Features, Texts
@@ -44,7 +45,7 @@ class Model(nn.Module):
         self.config = config
         self.precision: EncoderPrecision = "fp32"
         with _storage(bare):
-            self.image_tower = ImageTower(config.image)
+            self.image_tower = ImageTower(config.image) if config.image.tower == "vit" else ResNet(config.image)
             self.text_tower = TextTower(config.text)
         self.head = head
         self.more = nn.ModuleDict(more or {})
@@ -89,6 +90,12 @@ class Model(nn.Module):
     def device(self) -> torch.device:
         return self.mean.device
 
+    def initial(self) -> dict[str, Init]:
+        """N(0, init_std^2) for all matrices, tables and tokens, of decoders too, where it is set (arXiv:2401.02137)."""
+        std = self.config.init_std
+        weights = (name for name, p in self.named_parameters() if p.dim() > 1 or name.endswith(("token", "probe")))
+        return dict.fromkeys(weights, Init(std=std)) if std else {}
+
     def computing(self) -> AbstractContextManager[object]:
         """Context in which towers and decoders that are called directly compute in `precision`; outputs can be bf16."""
         return precision_of(self.precision, self.mean.device.type)()
@@ -123,6 +130,18 @@ def shapes(config: ModelConfig, method: Method) -> dict[str, tuple[int, ...]]:
     """Shapes of the model's tensors by name, without allocating them."""
     with torch.device("meta"):
         return {name: tuple(value.shape) for name, value in _empty(config, method).state_dict().items()}
+
+
+def vit(model: Model, what: str) -> ImageTower:
+    """The image tower of a model that `what` needs to be one transformer.
+
+    Raises: ValueError for a ResNet, and for a tower with a second path.
+    """
+    check_vit(model.config.image, what)
+    if model.config.image.uncertainty_blocks:
+        raise ValueError(f"{what} cannot follow the second path through the towers that variance_blocks makes.")
+    assert isinstance(model.image_tower, ImageTower)
+    return model.image_tower
 
 
 def _empty(config: ModelConfig, method: Method, bare: bool = False) -> Model:
@@ -207,14 +226,17 @@ def resize(config: ModelConfig, state: Mapping[str, Tensor], size: int) -> tuple
     patch = config.image.patch
     if size < patch or size % patch:
         raise ValueError(f"image size {size} is not a multiple of the patch size {patch}")
-    name = "image_tower.positions"
-    places, first = state[name], int(config.image.class_token)
+    resized_config = replace(config, image=replace(config.image, size=size))
+    in_pool = "head.pooling.image_pool.attention.positions"  # of a ResNet, behind that of the mean
+    name, first = ("image_tower.positions", int(config.image.class_token)) if in_pool not in state else (in_pool, 1)
+    if name not in state:
+        return resized_config, dict(state)
+    places = state[name]
     old, new = config.image.size // patch, size // patch
     grid = places[first:].float().T.reshape(1, -1, old, old)
     grid = F.interpolate(grid, (new, new), mode="bicubic", antialias=True)
     patches = grid.reshape(grid.shape[1], -1).T.to(places.dtype)
-    resized = {**state, name: torch.cat([places[:first], patches])}
-    return replace(config, image=replace(config.image, size=size)), resized
+    return resized_config, {**state, name: torch.cat([places[:first], patches])}
 
 
 def resize_text(
@@ -254,5 +276,7 @@ def model_in_words(model: Model, method: str = "unknown method") -> str:
 
 
 def tower_shape(tower: ImageConfig | TextConfig) -> str:
-    """Width, depth and attention heads: "384 x 12 / 6"."""
+    """Width, depth and attention heads: "384 x 12 / 6"; width and blocks: "ResNet 2048 x 16"."""
+    if getattr(tower, "tower", "vit") != "vit":
+        return f"ResNet {tower.width} x {tower.depth}"
     return f"{tower.width} x {tower.depth} / {tower.heads}"

@@ -21,7 +21,7 @@ def at_least_float(x: Tensor) -> Tensor:
 
 
 class ImagePool(nn.Module):
-    """[I, E + P, W] -> [I, W]: class token, or mean, maximum or attention of patches; `width`: of the output."""
+    """[I, E + P, W] -> [I, W]: class token, or mean, maximum or attention of the patches; `width`: of the output."""
 
     def __init__(self, config: ImageConfig, head: HeadConfig) -> None:
         super().__init__()
@@ -31,6 +31,7 @@ class ImagePool(nn.Module):
         self.kind = kind
         self.extra = extra(config)
         self.map = MapPool(config) if kind == "map" else None
+        self.attention = AttentionPool(config) if kind == "attention" else None
         self.attentional = AttentionalPool(config, head) if kind == "attentional" else None
         self.width = config.width if self.attentional is None else self.attentional.width
 
@@ -48,6 +49,9 @@ class ImagePool(nn.Module):
         if self.map is not None:
             out: Tensor = self.map(patches)
             return out
+        if self.attention is not None:
+            attended: Tensor = self.attention(patches)
+            return attended
         return patches.mean(1) if self.kind == "mean" else patches.amax(1)
 
 
@@ -83,6 +87,30 @@ class MapPool(nn.Module):
 
     def initial(self) -> dict[str, Init]:
         return {"probe": Init(std=self.config.init_std or self.config.width**-0.5)}
+
+
+class AttentionPool(nn.Module):
+    """The mean of the patches attends to itself and to all of them (arXiv:2103.00020, section 2.4)."""
+
+    def __init__(self, config: ImageConfig) -> None:
+        super().__init__()
+        width = config.width
+        if width % config.heads:
+            raise ValueError(f"width {width} cannot be split into {config.heads} heads; choose heads that divide it")
+        self.heads, self.std = config.heads, config.init_std or width**-0.5
+        self.positions = nn.Parameter(torch.empty(1 + (config.size // config.patch) ** 2, width))  # the mean's first
+        self.q = nn.Linear(width, width)
+        self.kv = nn.Linear(width, 2 * width)
+
+    def forward(self, patches: Tensor) -> Tensor:
+        """[I, P, W] -> [I, W], the heads side by side: the head's projection follows."""
+        x = torch.cat([patches.mean(1, keepdim=True), patches], 1) + self.positions
+        q = self.q(x[:, :1]).unflatten(-1, (self.heads, -1))
+        k, v = self.kv(x).unflatten(-1, (2, self.heads, -1)).unbind(-3)
+        return attention(q, k, v).flatten(-2)[:, 0]
+
+    def initial(self) -> dict[str, Init]:
+        return {"positions": Init(std=self.std)}
 
 
 class AttentionalPool(nn.Module):

@@ -12,6 +12,8 @@ from kiloword.config.recipes import TextConfig
 from kiloword.distributed.device import device_type
 from kiloword.model.attention import KeyValueCache, Packing
 from kiloword.model.blocks import Block, Init
+from kiloword.model.image import check_beside
+from kiloword.model.pooling import place_from_end
 from kiloword.types import Texts
 
 ROWS = 256  # number of packed rows is a multiple of this where kernels are compiled per shape
@@ -52,6 +54,11 @@ class TextTower(nn.Module):
             for _ in range(config.depth)
         )
         self.norm = nn.LayerNorm(config.width, config.norm_eps)
+        beside = config.uncertainty_blocks if "unc" in config.extra_tokens else 0
+        self.uncertainty_blocks = nn.ModuleList(
+            Block(config.width, config.heads, config.mlp, config.activation, config.norm_eps, config.depth)
+            for _ in range(check_beside(beside, config.depth))
+        )
 
     def forward(self, texts: Texts) -> Tensor:
         """Encode packed texts; returns [S, W], normed (only class tokens if `norm_words` is False).
@@ -65,13 +72,28 @@ class TextTower(nn.Module):
         packing = self.packing(texts)
         if not self.config.class_sees_itself:
             packing = replace(packing, unseen=self._classes(texts))
-        x = self.embed(texts, packing)
-        for block in self.blocks:
+        if self.uncertainty_blocks:  # "unc" is a place of the output alone: nothing attends to it
+            unseen = texts.ids == self.config.special["unc"]
+            packing = replace(packing, unseen=unseen if packing.unseen is None else packing.unseen | unseen)
+        x, beside = self.embed(texts, packing), None
+        for n, block in enumerate(self.blocks):
+            if self.uncertainty_blocks and n == self.config.depth - len(self.uncertainty_blocks):
+                beside = self._beside(x, texts, packing)
             x = block(x, packing, self.config.causal)
         out: Tensor = self.norm(x)[: len(texts.ids)]
-        if self.config.norm_words:
+        if not self.config.norm_words:
+            out = torch.where(self._classes(texts)[:, None], out, x[: len(out)].to(out.dtype))
+        if beside is None:
             return out
-        return torch.where(self._classes(texts)[:, None], out, x[: len(out)].to(out.dtype))
+        return out.index_copy(0, texts.starts[1:] - place_from_end(self.config, "unc"), beside.to(out.dtype))
+
+    def _beside(self, x: Tensor, texts: Texts, packing: Packing) -> Tensor:
+        """Outputs [T, W] of a second path, not normed: its class tokens, or without any its end tokens."""
+        for block in self.uncertainty_blocks:
+            x = block(x, packing, self.config.causal)
+        has_class = "cls" in self.config.extra_tokens
+        from_end = place_from_end(self.config, "cls") if has_class else len(self.config.extra_tokens) + 1
+        return x.index_select(0, texts.starts[1:] - from_end)
 
     def packing(self, texts: Texts) -> Packing:
         """Packing of texts for this tower and its decoders."""

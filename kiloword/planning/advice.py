@@ -213,12 +213,15 @@ class Planner:
 
     def fewest(self, parallel: str, checkpointing: str) -> Option:
         """With the fewest micro-batches that fit, or the smallest ones where none does."""
-        numbers = [self.images // self.plan.micro] if self.plan.micro else divisors(self.images)
-        for n in numbers:
+        for n in [self.images // self.plan.micro] if self.plan.micro else self.divisions():
             option = self.option(parallel, checkpointing, n)
             if option.fits:
                 break
         return option
+
+    def divisions(self) -> list[int]:
+        """Numbers of micro-batches that a GPU's share can be split into, ascending."""
+        return divisors(self.images) if self.plan.model.image.tower == "vit" else [1]  # of batch norm, the whole share
 
     def options(self) -> list[Option]:
         """Every way that the request leaves open: the fastest that fits first, those that do not fit by memory.
@@ -234,7 +237,7 @@ class Planner:
     def largest_micro(self, option: Option) -> int:
         """The most images of a micro-batch that fit in this way of running; 0: not even one."""
         layout = option.layout
-        for n in divisors(self.images):
+        for n in self.divisions():
             if self.option(layout.parallel, layout.checkpointing, n).fits:
                 return self.images // n
         return 0

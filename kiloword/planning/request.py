@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal
 from tyro.conf import arg
 
 from kiloword.config.options import Mixing
-from kiloword.config.recipes import ModelConfig, OptimConfig
+from kiloword.config.recipes import NO_MICRO, ModelConfig, OptimConfig
 from kiloword.config.settings import ABOVE_0, BaseSettings, about, setting
 from kiloword.config.settings import check as check_settings
 
@@ -99,6 +99,8 @@ def check(plan: Plan) -> None:
     share = plan.batch // plan.gpus
     if plan.micro and share % plan.micro:
         raise ValueError(f"micro {plan.micro} does not divide a GPU's share of {share} images: choose a divisor.")
+    if plan.model.image.tower != "vit" and plan.micro not in (0, share):
+        raise ValueError(f"micro {plan.micro} splits a GPU's share of {share} images, but {NO_MICRO}")
     if plan.gpus == 1 and plan.parallel == "fsdp":
         raise ValueError("--parallel fsdp shards weights over GPUs, but --gpus is 1: give more, or take ddp.")
 

@@ -27,6 +27,7 @@ from kiloword.distributed.device import precision_of, simulated
 from kiloword.losses.pairs import Blocks, learns
 from kiloword.methods.method import Method
 from kiloword.model.decoder import Layer
+from kiloword.model.resnet import batch_statistics
 from kiloword.planning.tracer import HEAD, Tracer, storage_of
 from kiloword.training.compilation import recomputed_blocks, replace_forward
 from kiloword.training.learner import learner_of
@@ -163,7 +164,7 @@ class Simulation:
         """
         with self._traced() as tracer:
             tracer.count.forward.update(dict.fromkeys(("image tower", "text tower", HEAD), 0))  # listed in this order
-            with precision_of(self.precision, "cpu")():
+            with precision_of(self.precision, "cpu")(), batch_statistics(self.learner):
                 encoded = self.learner.encode(batch)
                 images, texts = self.learner.pair_inputs(encoded, batch)
                 encoding, blocks = Counter(tracer.count.forward), len(tracer.calls)

@@ -15,6 +15,7 @@ from kiloword.model.attention import old_card
 from kiloword.model.blocks import Block, CrossBlock
 from kiloword.model.decoder import TextDecoder
 from kiloword.model.model import Model
+from kiloword.model.resnet import Bottleneck, check_vit
 from kiloword.model.text import TextTower
 from kiloword.training.learner import Learner
 
@@ -37,7 +38,7 @@ def recompute(model: Model, kind: Checkpointing) -> None:
 
 def recomputed_blocks(model: Model) -> list[nn.Module]:
     """The modules that activation checkpointing recomputes."""
-    return [part for part in model.modules() if isinstance(part, Block | CrossBlock)]
+    return [part for part in model.modules() if isinstance(part, Block | CrossBlock | Bottleneck)]
 
 
 def _recomputed(forward: Callable[..., Any], contexts: Callable[[], Any] | None, *args: Any, **kwargs: Any) -> Any:
@@ -55,7 +56,7 @@ def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolic
 def is_expensive(op: Any) -> bool:
     """Whether selective checkpointing saves the results of an operation: of products and attention."""
     name = str(op)
-    return any(part in name for part in ("aten.mm", "aten.addmm", "aten.bmm", "attention", "varlen"))
+    return any(part in name for part in ("aten.mm", "aten.addmm", "aten.bmm", "convolution", "attention", "varlen"))
 
 
 def compile_model(model: Model, kind: Compile, backend: str = "inductor") -> None:
@@ -69,7 +70,7 @@ def compile_model(model: Model, kind: Compile, backend: str = "inductor") -> Non
     torch.compiler.assume_constant_result(old_card)  # type: ignore[no-untyped-call]
     torch._dynamo.config.recompile_limit = max(RECOMPILE, torch._dynamo.config.recompile_limit)
     towers = [model.image_tower, model.text_tower, *model.more.values()]
-    blocks = [m for m in model.modules() if isinstance(m, Block | CrossBlock)]
+    blocks = recomputed_blocks(model)
     for part in blocks if kind == "blocks" else towers:
         dynamic = True if isinstance(part, TextTower | TextDecoder) else None
         replace_forward(part, torch.compile(part.forward, dynamic=dynamic, backend=backend))
@@ -128,6 +129,7 @@ class Replayed:
 def compile_with_graph(learner: Learner, images: int) -> None:
     """Compile every tower as a whole, and record the training pass of the image tower. Args: images: of each step."""
     tower = learner.model.image_tower
+    check_vit(tower.config, "--compile cudagraphs")
     forward = tower.forward
     compile_model(learner.model, "towers")
     graph = torch.compile(forward, dynamic=False, mode="reduce-overhead")

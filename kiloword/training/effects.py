@@ -28,6 +28,8 @@ NEEDED: dict[str, tuple[str, Callable[[Recipe], bool]]] = {  # settings that nee
     "optim.muon_lr": ("--optim.name muon", lambda r: r.optim.name == "muon"),
     "optim.muon_weight_decay": ("--optim.name muon", lambda r: r.optim.name == "muon"),
     "optim.momentum": ("--optim.name muon", lambda r: r.optim.name == "muon"),
+    "optim.delta": ("--optim.name adamp", lambda r: r.optim.name == "adamp"),
+    "optim.wd_ratio": ("--optim.name adamp", lambda r: r.optim.name == "adamp"),
     "augment.ratio": ("--augment.crop below 1", lambda r: r.data.augment.crop < 1),
     "augment.jitter_strength": ("--augment.jitter above 0", lambda r: r.data.augment.jitter > 0),
     "augment.blur_sigma": ("--augment.blur above 0", lambda r: r.data.augment.blur > 0),

@@ -13,6 +13,7 @@ from kiloword.config.options import RunOptions as RunOptions
 from kiloword.config.recipes import Recipe
 from kiloword.distributed import collectives, heartbeat
 from kiloword.distributed.device import choose, cores, on_device, precision_of
+from kiloword.model.resnet import commit
 from kiloword.training.accumulate import backward
 from kiloword.training.meter import Guard, Meter
 from kiloword.training.resolve import micro_batches, open_sources
@@ -53,6 +54,7 @@ def _loop(run: Run, cadence: Cadence) -> None:
         report = backward(learner, micro, precision, run.reducer)
         report |= run.optimizer.step(run.step, report["loss"])
         learner.model.head.clamp_()
+        commit(learner, report["skipped_step"])
         run.average.update(learner, run.step, report["skipped_step"])
         cadence.after_step(report, len(batch))
     cadence.end()

@@ -1,4 +1,4 @@
-"""The optimizer: parameter groups, batched Muon, AdamW, a warm-up and cosine schedule, clipping, weight averaging."""
+"""The optimizer: parameter groups, Muon, AdamW, AdamP, a warm-up and cosine schedule, clipping, weight averaging."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from kiloword.config.recipes import OptimConfig
 from kiloword.distributed import collectives
 from kiloword.distributed.collectives import local
 from kiloword.model.heads import Head
+from kiloword.model.resnet import running
+from kiloword.training.adamp import AdamP
 from kiloword.training.engine import settle
 from kiloword.training.muon import Muon
 
@@ -71,7 +73,7 @@ def groups(module: nn.Module, config: OptimConfig) -> dict[str, list[tuple[str, 
 
 
 class Optimizer:
-    """AdamW and optionally Muon with one step, one schedule and one flat state.
+    """AdamW or AdamP, and optionally Muon, with one step, one schedule and one flat state.
 
     It holds this rank's rows of a sharded parameter as a plain tensor, because fused optimizers and norms refuse a mix
     of plain tensors and DTensors. A step whose gradient norm is NaN, infinite or far above the usual one is skipped.
@@ -105,7 +107,12 @@ class Optimizer:
         parts: list[torch.optim.Optimizer] = []
         if adam:
             betas = (float(config.beta1), float(config.beta2))  # torch refuses the integer 0
-            parts.append(torch.optim.AdamW(adam, lr=config.lr, betas=betas, eps=config.eps, fused=True))
+            if config.name == "adamp":
+                sharded = [self.by_name[name] for name in self.sharded]
+                projection: dict[str, Any] = {"delta": config.delta, "wd_ratio": config.wd_ratio, "sharded": sharded}
+                parts.append(AdamP(adam, config.lr, betas, config.eps, **projection))
+            else:
+                parts.append(torch.optim.AdamW(adam, lr=config.lr, betas=betas, eps=config.eps, fused=True))
         if muon:
             stacked = {p: n for p, name in self.names.items() for end, n in STACKED.items() if name.endswith(end)}
             rows = {p: len(self.sharded[name]) for p, name in self.names.items() if name in self.sharded}
@@ -204,12 +211,13 @@ class Optimizer:
 
 
 class Average:
-    """Exponential moving average of the trainable weights; it is evaluated and saved in their place."""
+    """Exponential moving average of trained weights and batch norms' statistics, evaluated and saved in their place."""
 
     def __init__(self, module: nn.Module, decay: float) -> None:
         self.decay = decay
         settle(module)  # reshard parameters that a forward pass gathered
-        self.shadow = {n: p.detach().clone() for n, p in module.named_parameters() if p.requires_grad} if decay else {}
+        live = {n: p for n, p in module.named_parameters() if p.requires_grad} | running(module)
+        self.shadow = {n: p.detach().clone() for n, p in live.items()} if decay else {}
 
     @torch.no_grad()
     def update(self, module: nn.Module, step: int, skipped: Tensor | None = None) -> None:
@@ -221,7 +229,7 @@ class Average:
         if not self.decay:
             return
         decay = min(self.decay, (1 + step) / (10 + step))
-        live = dict(module.named_parameters())
+        live = dict(module.named_parameters()) | running(module)
         means, now = [local(x) for x in self.shadow.values()], [local(live[name]) for name in self.shadow]
         if means[0].is_cuda:
             _fused_lerp(means, now, 1 - decay, skipped)
@@ -243,7 +251,7 @@ class Average:
     def swap(self, module: nn.Module) -> None:
         """Exchange live and averaged weights; call again to exchange them back."""
         settle(module)
-        live = dict(module.named_parameters())
+        live = dict(module.named_parameters()) | running(module)
         for name, mean in self.shadow.items():
             current = local(live[name]).clone()
             local(live[name]).copy_(local(mean))

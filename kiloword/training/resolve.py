@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kiloword.config.by_device import settle, summary, workers_of
 from kiloword.config.options import RunOptions
-from kiloword.config.recipes import Recipe
+from kiloword.config.recipes import NO_MICRO, Recipe
 from kiloword.config.settings import check
 from kiloword.data.feature_store import FeatureStore
 from kiloword.data.loader import Loader
@@ -105,7 +105,7 @@ def with_length(
 
 
 def micro_batches(recipe: Recipe) -> int:
-    """Micro-batches of one rank's share. Raises: ValueError when they would not be equal."""
+    """Micro-batches of one rank's share. Raises: ValueError when they would not be equal, or with batch norm."""
     share = recipe.batch // collectives.ranks()
     if recipe.batch % collectives.ranks():
         raise ValueError(
@@ -117,6 +117,8 @@ def micro_batches(recipe: Recipe) -> int:
         raise ValueError(
             f"micro {micro} does not divide a rank's share of {share} images: choose a divisor of {share}."
         )
+    if share != micro and recipe.model.image.tower != "vit" and recipe.freeze != "image":
+        raise ValueError(f"micro {micro} splits a rank's share of {share} images, but {NO_MICRO}")
     return share // micro
 
 

@@ -19,6 +19,7 @@ from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.distributed import collectives
 from kiloword.methods.method import Method
 from kiloword.model.model import build, initialise
+from kiloword.model.resnet import batch_statistics
 from kiloword.training import compilation, effects, engine, start
 from kiloword.training.engine import Reducer
 from kiloword.training.learner import Learner
@@ -115,7 +116,7 @@ def _begin(run: Run, started: str, notes: list[str]) -> None:
     if started:
         run.log.say(started)
     if run.learner.method.prepare is not None:
-        with products(run.recipe.matmul):
+        with products(run.recipe.matmul), batch_statistics(run.learner):
             run.log.say(run.learner.method.prepare(run.learner, (b.to(run.device) for b in run.loader.batches())))
         run.average = Average(run.learner, run.recipe.optim.ema)  # of the prepared weights
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from itertools import accumulate, chain, islice
 from pathlib import Path
 
@@ -46,10 +46,14 @@ def check(recipe: Recipe) -> None:
     other = []
     for part in fields(model):
         mine, theirs = getattr(recipe.model, part.name), getattr(model, part.name)
+        if not is_dataclass(theirs):
+            continue
         for f in fields(theirs):
             a, b = getattr(mine, f.name), getattr(theirs, f.name)
             if a != b and (part.name, f.name) not in FREE:
                 other.append(f"--model.{part.name}.{f.name.replace('_', '-')} is {a}, but {b} in {recipe.init}")
+    if recipe.model.init_std != model.init_std:
+        raise ValueError(f"--model.init-std has no effect with --init: the weights come from {recipe.init}. Omit it.")
     if other:
         raise ValueError(f"{'; '.join(other[:3])}. With --init only the image size and the context may change.")
 
@@ -206,7 +210,7 @@ def _add_tokens(brought: _Brought, old: ModelConfig, new: ModelConfig) -> None:
     if added:
         brought.tokens.append(f"tokens of texts that start as {like}: {', '.join(added)}")
     unc, tokens = "image_tower.uncertainty_token", "image_tower.extra_tokens"
-    if not new.image.uncertainty_token or unc in weights:
+    if not new.image.uncertainty_token or new.image.uncertainty_blocks or unc in weights:
         return
     if old.image.class_token:
         weights[unc] = weights["image_tower.class_token"] + weights["image_tower.positions"][0]

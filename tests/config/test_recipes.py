@@ -43,7 +43,7 @@ def test_small_sizes_fit_their_images_and_heads() -> None:
         image, text = sizes()[size].image, sizes()[size].text
         assert image.size % image.patch == image.width % image.heads == text.width % text.heads == 0
         assert text.vocab in (512, DataConfig().tokenizer_vocab)  # that of a tokenizer which is trained on the data
-    parameters = {name: c.image.width * c.image.depth for name, c in sizes().items()}
+    parameters = {name: c.image.width * c.image.depth for name, c in sizes().items() if not name.startswith("rn")}
     assert list(parameters.values()) == sorted(parameters.values())
 
 

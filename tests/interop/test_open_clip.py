@@ -174,7 +174,7 @@ def test_refusals(open_clip: ModuleType, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="knows no model 'ViT-B-31'"):
         import_state("ViT-B-31", {})
     with pytest.raises(ValueError, match="built differently"):
-        import_state("RN50", {})
+        import_state("roberta-ViT-B-32", {})
     with pytest.raises(ValueError, match="none of these weights"):
         import_state("ViT-B-32", {"conv.weight": torch.zeros(1)})
     with pytest.raises(ValueError, match=r"needs \[49408, 512\]"):

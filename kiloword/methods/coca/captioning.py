@@ -34,6 +34,9 @@ class CaptionSettings(MaskSettings):
         2.0, "weight of the caption loss: lambda_IC", ABOVE_0, hint="; to disable it, use a method without captions"
     )
     smoothing: float = setting(0.0, "label smoothing: share of probability spread over the vocabulary", 0, BELOW_1)
+    caption_reduction: Literal["tokens", "captions"] = setting(
+        "tokens", "mean over all tokens; captions: sum over the tokens of a caption, mean over captions"
+    )
     decoder_depth: int = setting(0, "layers of the text decoder; 0: as many as the text tower's", 0, DEPTH)
     tied: bool = setting(False, "share the output weight with the text tower's token embedding")
     caption_mask: Literal["none", "attentive", "random"] = setting(
@@ -112,11 +115,14 @@ class CaptionLoss(nn.Module):
         super().__init__()
         self.settings = settings
         self.extra = len(config.text.extra_tokens)
-        self.patches = (config.image.size // config.image.patch) ** 2
-        masked = settings.caption_mask != "none"
-        self.masked = masking.number(settings.caption_share, self.patches) if masked else 0
+        self.masked = 0
+        if settings.caption_mask != "none":
+            self.patches = masking.patches_of(config)
+            self.masked = masking.number(settings.caption_share, self.patches)
 
     def count(self, batch: Batch) -> Tensor:
+        if self.settings.caption_reduction == "captions":
+            return batch.position.new_full((), len(batch.texts))
         return next_tokens(batch.texts, self.extra)
 
     def forward(self, model: Model, batch: Batch, encoded: Encoded) -> Tensor:

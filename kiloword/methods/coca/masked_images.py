@@ -77,7 +77,7 @@ class MaskedImages(nn.Module):
     def __init__(self, settings: MimSettings, config: ModelConfig) -> None:
         super().__init__()
         self.settings = settings
-        self.patches = (config.image.size // config.image.patch) ** 2
+        self.patches = masking.patches_of(config)
         self.hidden = masking.number(settings.mim_share, self.patches)
         self.by_caption = settings.guide == "text" or settings.mim_mask == "attentive"
 

@@ -14,7 +14,8 @@ from kiloword.model.attention import Packing
 from kiloword.model.heads import unit
 from kiloword.model.image import extra
 from kiloword.model.model import Model
-from kiloword.model.pooling import at_least_float
+from kiloword.model.pooling import at_least_float, place_from_end
+from kiloword.model.resnet import check_vit
 from kiloword.model.text import is_special
 from kiloword.randomness import uniform
 from kiloword.types import Batch, Encoded, Texts
@@ -28,8 +29,8 @@ class MaskSettings(BaseSettings):
     """How attentive masks compare patches with a caption."""
 
     similarity: Literal["cosine", "dot"] = setting("cosine", "similarity of a patch and a token as embeddings")
-    similar_to: Literal["tokens", "words"] = setting(
-        "tokens", "tokens compared with patches; tokens: words, start, end"
+    similar_to: Literal["tokens", "words", "class"] = setting(
+        "tokens", "tokens compared with patches; tokens: words, start, end; class: the token that the head pools"
     )
 
 
@@ -74,8 +75,11 @@ def similarity(patches: Tensor, tokens: Tensor, counted: Tensor, settings: MaskS
 
 
 def countable(texts: Texts, packing: Packing, config: TextConfig, settings: MaskSettings) -> Tensor:
-    """[S] bool, the tokens that patches are compared with; for an empty caption its start and end."""
+    """[S] bool, the tokens that patches are compared with; for a caption without words its start and end."""
     words = texts.starts.diff() - len(config.extra_tokens)
+    if settings.similar_to == "class":  # section 3.3: "a coarse-grained semantic"
+        from_end = place_from_end(config, "cls") if "cls" in config.extra_tokens else len(config.extra_tokens) + 1
+        return packing.place == (texts.starts.diff() - from_end)[packing.text]
     inside = packing.place < words[packing.text]
     if config.pad_to_context:
         ends = (texts.ids == config.special["end"]).long()  # pads may have the same id: the first one is the end
@@ -123,6 +127,12 @@ def visible(model: Model, images: Tensor, hidden: Tensor, op: Literal["token", "
 def with_token(config: ModelConfig) -> ModelConfig:
     """The configuration with a learned token for masked patches."""
     return replace(config, image=replace(config.image, mask_token=True))
+
+
+def patches_of(config: ModelConfig) -> int:
+    """P, the number of patches that can be masked. Raises: ValueError for a ResNet."""
+    check_vit(config.image, "masking of patches")
+    return (config.image.size // config.image.patch) ** 2
 
 
 def number(share: float, patches: int) -> int:

@@ -2,7 +2,7 @@
 
 The rows of its table 5 are `clip`; `coca`; `coca --settings.caption-mask attentive`; and this preset with
 `--settings.guide none|text --settings.mim-mask random|attentive`. Table 6: `caption_share` and `mim_share`; table 7:
-`mim_weight`.
+`mim_weight`. The paper's initial weights: `--model.init-std 0.01`.
 """
 
 from __future__ import annotations

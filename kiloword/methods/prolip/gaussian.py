@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kiloword.config.recipes import ModelConfig
+from kiloword.config.recipes import DEPTH, ModelConfig
 from kiloword.config.settings import BaseSettings, setting
 from kiloword.model.blocks import Init
 from kiloword.model.heads import Pooling
@@ -139,18 +139,25 @@ class GaussianSettings(BaseSettings):
     """Initial variance, and how variances of prompts are combined."""
 
     log_var: float = setting(-10.0, "initial log variance", -50, 50)
+    variance_blocks: int = setting(
+        0, "blocks of each tower, beside its last ones, for the variance: PCME++'s; 0: an uncertainty token", 0, DEPTH
+    )
     ensemble: Literal["mean", "of_average"] = setting("mean", "variance of a class of N prompts: sum / N, or sum / N^2")
 
 
-def tokens(config: ModelConfig) -> ModelConfig:
+def tokens(config: ModelConfig, settings: GaussianSettings = GaussianSettings()) -> ModelConfig:
     """The configuration with an uncertainty token per tower and, where needed, a class token for texts.
 
-    A causal tower needs no class token: its end token attends to all words, and not to [UNC].
+    A causal tower needs no class token: its end token attends to all words, and not to [UNC]. With `variance_blocks` no
+    token attends to [UNC], which is only a place of the output: that of a second path through copies of the last blocks
+    (PCME++, arXiv:2305.18171, its public code).
     """
     image, text = config.image, config.text
     read = config.head.text_pool == "last" and not text.causal
     extra_tokens = ("unc", "cls") if read or "cls" in text.extra_tokens else ("unc",)
-    return replace(config, image=replace(image, uncertainty_token=True), text=replace(text, extra_tokens=extra_tokens))
+    beside = settings.variance_blocks
+    image = replace(image, uncertainty_token=True, uncertainty_blocks=beside)
+    return replace(config, image=image, text=replace(text, extra_tokens=extra_tokens, uncertainty_blocks=beside))
 
 
 def log_variance(layer: nn.Linear, tokens: Tensor) -> Tensor:

@@ -54,7 +54,7 @@ def with_gaussian(method: Method, settings: GaussianSettings) -> Method:
         gaussian_head.uncertainty = Gaussian(config, settings)
         return gaussian_head
 
-    return replace(method, head=head, shape=lambda config: gaussian.tokens(method.shape(config)))
+    return replace(method, head=head, shape=lambda config: gaussian.tokens(method.shape(config), settings))
 
 
 def included(method: Method, settings: InclusionSettings) -> Method:

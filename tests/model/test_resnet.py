@@ -1,0 +1,335 @@
+"""ResNet towers are open_clip's and torchvision's; batch norm is that of the whole batch, saved and resumed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import kiloword.training.loop as loop
+from kiloword.cli.describe import image_flops
+from kiloword.config.recipes import ImageConfig, ModelConfig, Recipe, sizes
+from kiloword.interop import open_clip as imported_from
+from kiloword.interop.open_clip_config import model_config, torchvision_ready
+from kiloword.methods.clip import Settings
+from kiloword.methods.clip import preset as clip
+from kiloword.methods.defaults import default_recipe
+from kiloword.methods.method import Method
+from kiloword.methods.registry import preset
+from kiloword.model.heads import Head, Single
+from kiloword.model.model import Model, build, initialise, resize
+from kiloword.model.resnet import BatchNorm, ResNet, batch_norms, batch_statistics, commit, running
+from kiloword.planning.advice import Planner
+from kiloword.planning.request import Plan, card, check
+from kiloword.training.learner import learner_of
+from kiloword.training.loop import RunOptions, train
+from kiloword.types import Texts
+from kiloword.verify import suite
+from states import load_state
+
+SMALL = ImageConfig(
+    tower="clip-resnet", size=64, patch=32, width=128, depth=4, heads=4, mlp=64, class_token=False, pre_norm=False
+)
+EVERY = RunOptions(log_every=1, save_every=2, quiet=True)
+
+
+def small() -> ModelConfig:
+    base = sizes()["debug"]
+    return replace(base, image=SMALL, head=replace(base.head, image_pool="attention", image_projection_bias=True))
+
+
+def resnet_of_32_pixels() -> Method:
+    """CLIP with a ResNet for the batch of the suite, whose shortcuts do not hide the blocks at the start."""
+
+    def shape(config: ModelConfig) -> ModelConfig:
+        return replace(small(), image=replace(SMALL, size=32))
+
+    def head(config: ModelConfig) -> Head:
+        return Head(Single(config))
+
+    return replace(clip(Settings()), shape=shape, head=head)
+
+
+METHOD = "test_resnet:resnet_of_32_pixels"
+
+
+def stirred(module: nn.Module) -> nn.Module:
+    """Norms and biases off the values where an error would not show."""
+    generator = torch.Generator().manual_seed(3)
+    for name, value in module.state_dict().items():
+        if value.ndim == 1 and value.is_floating_point():
+            value.add_(0.2 * torch.rand(value.shape, generator=generator, dtype=value.dtype))
+        if name.endswith("running_var"):
+            value.add_(0.5)
+    return module
+
+
+def open_clips(open_clip: ModuleType, layers: list[int], depth: int) -> tuple[Any, Model]:
+    """open_clip's RN50 with random weights, cut to these blocks and text layers, and ours with the same weights."""
+    config = open_clip.get_model_config("RN50")
+    config["vision_cfg"]["layers"] = layers
+    config["text_cfg"] |= {"layers": depth, "vocab_size": 512}
+    torch.manual_seed(0)
+    theirs: Any = stirred(open_clip.CLIP(**config))
+    whole = model_config("RN50")
+    text = replace(whole.text, depth=depth, vocab=512)
+    shape = replace(whole, image=replace(whole.image, depth=sum(layers)), text=text)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(imported_from, "model_config", lambda _: shape)
+        imported = imported_from.import_state("RN50", theirs.state_dict())
+    assert imported.report.new == []
+    assert imported.report.left_over == []
+    ours = Model(imported.config, Head(Single(imported.config)))
+    ours.load_state_dict(imported.state)
+    return theirs, ours
+
+
+def compare_with_open_clip(theirs: Any, ours: Model) -> None:
+    images = torch.randint(0, 256, (2, 3, 224, 224), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    ids = torch.zeros(1, 77, dtype=torch.int64)
+    ids[0, :4] = torch.tensor([510, 4, 9, 511])
+    theirs.eval()
+    with torch.no_grad():
+        expected = theirs.encode_image(ours.normalise(images), normalize=True)
+        torch.testing.assert_close(ours.encode_image(images)[1]["vec"], expected, atol=1e-5, rtol=0)
+        words = ours.encode_text(Texts.pack([ids[0, :4].tolist()]))[1]["vec"]
+        torch.testing.assert_close(words, theirs.encode_text(ids, normalize=True), atol=1e-5, rtol=0)
+    theirs.train()
+    expected = theirs.encode_image(ours.normalise(images), normalize=True)
+    with batch_statistics(ours):
+        measured = ours.encode_image(images)[1]["vec"]
+    torch.testing.assert_close(measured, expected, atol=1e-5, rtol=0)
+    commit(ours)
+    after = imported_from.placed(theirs.state_dict())[0]
+    for name, value in running(ours).items():
+        torch.testing.assert_close(value, after[name][1], atol=1e-5, rtol=1e-4)
+
+
+def test_open_clips_rn50_of_four_blocks(open_clip: ModuleType) -> None:
+    compare_with_open_clip(*open_clips(open_clip, [1, 1, 1, 1], 1))
+
+
+@pytest.mark.slow
+def test_open_clips_rn50(open_clip: ModuleType) -> None:
+    theirs, ours = open_clips(open_clip, [3, 4, 6, 3], 2)
+    compare_with_open_clip(theirs, ours)
+    assert ours.config.image == replace(sizes()["rn50"].image, mlp=ours.config.image.mlp)
+    assert ours.config.head == sizes()["rn50"].head
+
+
+def test_torchvisions_resnet() -> None:
+    pytest.importorskip("PIL")
+    torchvision_ready()
+    resnet = pytest.importorskip("torchvision.models.resnet", reason="torchvision is not installed")
+    theirs: Any = stirred(resnet.ResNet(resnet.Bottleneck, [1, 1, 1, 1]))
+    ours = ResNet(replace(SMALL, tower="resnet", width=2048))
+    names = {"conv1.": "stem.0.", "bn1.": "stem_norms.0.", **{f"layer{n + 1}.": f"stages.{n}." for n in range(4)}}
+    state = {}
+    for name, value in theirs.state_dict().items():
+        start = next((start for start in names if name.startswith(start)), None)
+        if start is not None and not name.endswith("num_batches_tracked"):
+            state[names[start] + name.removeprefix(start)] = value.clone()
+    ours.load_state_dict(state)
+    theirs.fc = nn.Identity()
+    images = torch.randn(4, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(ours(images).mean(1), theirs.eval()(images), atol=1e-5, rtol=1e-5)
+    with batch_statistics(ours):
+        torch.testing.assert_close(ours(images).mean(1), theirs.train()(images), atol=1e-5, rtol=1e-5)
+
+
+def test_the_sizes_are_resnet_50() -> None:
+    """Parameters of open_clip's RN50 and of torchvision's resnet50 without its classifier; its published FLOPs."""
+    for name, parameters in (("rn50", 38_316_896 - 14_789_632), ("rn50-plain", 25_557_032 - 2_049_000)):
+        with torch.device("meta"):
+            tower = ResNet(sizes()[name].image)
+        assert sum(p.numel() for p in tower.parameters()) == parameters
+    assert image_flops(sizes()["rn50-plain"]) == pytest.approx(2 * 4.09e9, rel=0.01)
+
+
+def statistics_of(way: suite.Way) -> dict[str, Tensor]:
+    """Gradients of the suite's batch, and the running statistics after a step."""
+    learner: list[Any] = []
+    make = suite.learner
+
+    def kept(*args: Any, **kwargs: Any) -> Any:
+        learner.append(make(*args, **kwargs))
+        stir(learner[0].model)
+        return learner[0]
+
+    suite.learner = kept  # type: ignore[assignment]
+    try:
+        measured = suite.gradients(METHOD, way)
+    finally:
+        suite.learner = make
+    commit(learner[0].model)
+    return measured | {name: value.clone() for name, value in running(learner[0].model).items()}
+
+
+def stir(model: Model) -> None:
+    """Blocks start as their shortcuts: give them something to learn."""
+    with torch.no_grad():
+        for norm in batch_norms(model).values():
+            norm.weight.fill_(0.7)
+
+
+WAYS = (suite.Way(), suite.Way("fsdp"), suite.Way(checkpointing="whole"), suite.Way("fsdp", checkpointing="selective"))
+
+
+def save_over_ranks(folder: Path) -> None:
+    for n, way in enumerate(WAYS):
+        measured = statistics_of(way)
+        if suite.parallel.rank() == 0:
+            suite.save_file({name: x.contiguous() for name, x in measured.items()}, folder / f"{n}.safetensors")
+
+
+@pytest.mark.slow
+def test_two_ranks_are_one(tmp_path: Path) -> None:
+    """Gradients in double precision and running statistics, with ddp, fsdp and checkpointing."""
+    reference = statistics_of(suite.Way())
+    suite.over_ranks(2, save_over_ranks, tmp_path)
+    assert float(reference["model.image_tower.stages.3.0.conv2.weight"].abs().max()) > 1e-6
+    for n, way in enumerate(WAYS):
+        measured = load_file(tmp_path / f"{n}.safetensors")
+        assert measured.keys() == reference.keys()
+        for name, value in reference.items():
+            torch.testing.assert_close(measured[name], value, atol=1e-10, rtol=1e-8, msg=f"{way}: {name}")
+
+
+def test_the_formula_over_ranks_is_that_of_one() -> None:
+    norm = BatchNorm(3).double()
+    norm.weight.data, norm.bias.data = torch.tensor([[0.5, 2.0, 1.0], [1.0, 0.0, -1.0]], dtype=torch.float64)
+    x, direction = torch.randn(2, 4, 3, 5, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    results = []
+    for forward in (norm, norm._over_ranks):
+        inputs = x.clone().requires_grad_()
+        with batch_statistics(norm):
+            out = forward(inputs)
+        gradients = torch.autograd.grad((out * direction).sum(), [inputs, norm.weight, norm.bias])
+        assert norm.last is not None
+        results.append([out, norm.last, *gradients])
+    torch.testing.assert_close(results[0], results[1], atol=1e-12, rtol=1e-10)
+
+
+def test_micro_batches_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="batch norm needs the statistics of the whole batch"):
+        suite.gradients(METHOD, suite.Way(micro=2))
+    with pytest.raises(ValueError, match="micro 4 splits a rank's share of 16 images, but batch norm"):
+        train(replace(recipe(), micro=4), tmp_path / "run", options=EVERY)
+    assert not (tmp_path / "run").exists()
+    plan = Plan(size="custom", batch=16, samples=100, model=small())
+    with pytest.raises(ValueError, match="micro 4 splits a GPU's share of 16 images, but batch norm"):
+        check(replace(plan, micro=4))
+
+
+@pytest.mark.parametrize(
+    ("method", "settings", "message"),
+    [
+        ("llip", {}, "a ResNet has no extra tokens"),
+        ("prolip", {}, "a ResNet has no token for the variance"),
+        ("sycoca", {}, "a ResNet has no mask tokens"),
+        ("coca", {"caption_mask": "random"}, "masking of patches needs a vision transformer"),
+    ],
+)
+def test_methods_that_need_a_transformer(method: str, settings: dict[str, Any], message: str) -> None:
+    slots = preset(method, settings)
+    config = replace(small(), head=replace(small().head, image_pool="mean"))
+    with pytest.raises(ValueError, match=message):
+        learner_of(config, slots)
+
+
+@pytest.mark.parametrize("change", [{"depth": 5}, {"patch": 16}, {"width": 96}, {"size": 100}])
+def test_shapes_that_no_resnet_has(change: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=r"^a ResNet (of 5 blocks is unknown|has patches of 32 pixels)"):
+        ResNet(replace(SMALL, **change))
+
+
+def test_a_skipped_step_leaves_the_statistics() -> None:
+    model = ResNet(SMALL)
+    initialise(model, 0)
+    before = {name: value.clone() for name, value in running(model).items()}
+    with batch_statistics(model):
+        model(torch.full((2, 3, 64, 64), float("nan")))
+    commit(model, torch.ones(()))
+    assert all(torch.equal(value, before[name]) for name, value in running(model).items())
+    with batch_statistics(model):
+        model(torch.randn(2, 3, 64, 64))
+    commit(model, torch.zeros(()))
+    assert all(not torch.equal(value, before[name]) for name, value in running(model).items())
+
+
+def test_a_frozen_tower_keeps_its_statistics() -> None:
+    model = ResNet(SMALL).requires_grad_(False)
+    initialise(model, 0)
+    images = torch.randn(2, 3, 64, 64)
+    with batch_statistics(model):
+        inside = model(images)
+    assert torch.equal(inside, model(images))
+
+
+def test_another_image_size() -> None:
+    model = build(small(), preset("clip"))
+    config, state = resize(small(), model.state_dict(), 96)
+    larger = Model(config, Head(Single(config), max_scale=100.0))
+    larger.load_state_dict(state)
+    name = "head.pooling.image_pool.attention.positions"
+    assert state[name].shape == (10, 128)
+    assert torch.equal(state[name][0], model.state_dict()[name][0])
+
+
+def recipe(steps: int = 4) -> Recipe:
+    base = default_recipe("clip", "debug", ("scenes?n=64",))
+    return replace(
+        base,
+        model=small(),
+        data=replace(base.data, tokenizer_vocab=300),
+        optim=replace(base.optim, ema=0.5),
+        batch=16,
+        steps=steps,
+        seed=5,
+    )
+
+
+def test_a_stopped_run_resumes_and_saves_averaged_statistics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train(recipe(), tmp_path / "whole", options=EVERY)
+    stopped_at(2, monkeypatch)
+    with pytest.raises(KeyboardInterrupt):
+        train(recipe(), tmp_path / "cut", options=EVERY)
+    monkeypatch.undo()
+    train(recipe(), tmp_path / "cut", options=EVERY)
+    states = [load_state(tmp_path / out / "state", pytest.fail) for out in ("whole", "cut")]
+    assert states[0] is not None
+    assert states[1] is not None
+    for name, value in states[0][0].items():
+        assert torch.equal(states[1][0][name], value), name
+    folder = load_file(tmp_path / "whole" / "model" / "model.safetensors")
+    name = "image_tower.stages.0.0.bn1.running_mean"
+    assert torch.equal(folder[name], states[0][0][f"average/model.{name}"])
+    assert not torch.equal(folder[name], states[0][0][f"learner/model.{name}"])
+    assert folder[name].abs().max() > 0
+
+
+def stopped_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """End the run after a step, once its state is on disk."""
+    after: Callable[..., None] = loop.Cadence.after_step
+
+    def stop(cadence: Any, *args: Any) -> None:
+        after(cadence, *args)
+        if cadence.run.step == step:
+            cadence.saver.finish()
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(loop.Cadence, "after_step", stop)
+
+
+def test_a_plan_never_splits_the_batch() -> None:
+    plan = Plan(size="custom", batch=64, samples=1e4, gpu="cpu", memory=0.01, precision="fp32", model=small())
+    planner = Planner(plan, preset("clip"), card("cpu", memory=0.01))
+    assert {option.layout.micro_batches for option in planner.options()} == {1}
+    assert planner.options()[0].step.total > 0

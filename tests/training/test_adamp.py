@@ -1,0 +1,171 @@
+"""AdamP is the paper's algorithm: against a literal transcription, sharded, skipped and resumed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import kiloword.training.loop as loop
+from kiloword.config.recipes import OptimConfig, Recipe
+from kiloword.distributed import collectives
+from kiloword.methods.defaults import default_recipe
+from kiloword.training.adamp import AdamP
+from kiloword.training.loop import RunOptions, train
+from states import load_state
+from threads import over_threads
+
+SHAPES = {"matrix": (7, 4), "filters": (6, 3, 2, 2), "few": (2, 5), "vector": (9,), "scale": (1,)}
+SETTINGS: dict[str, Any] = {"lr": 0.05, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.3}
+KINDS = ("rows", "whole", "none")  # what a gradient is orthogonal to
+
+
+def literally(p: Tensor, gradients: Sequence[Tensor], delta: float = 0.1, wd_ratio: float = 0.1) -> Tensor:
+    """Algorithm 2 of arXiv:2006.08217 with Adam and decoupled weight decay, one step after the other."""
+    (beta1, beta2), eps, lr = SETTINGS["betas"], SETTINGS["eps"], SETTINGS["lr"]
+    p, m, v = p.clone(), torch.zeros_like(p), torch.zeros_like(p)
+    for t, g in enumerate(gradients, 1):
+        m = beta1 * m + (1 - beta1) * g
+        v = beta2 * v + (1 - beta2) * g * g
+        change = m / (v.sqrt() / math.sqrt(1 - beta2**t) + eps)
+        ratio = 1.0
+        if p.dim() > 1:
+            for view in (lambda x: x.reshape(len(x), -1), lambda x: x.reshape(1, -1)):
+                cosine = F.cosine_similarity(view(g), view(p), dim=1, eps=eps).abs()
+                if cosine.max() < delta / math.sqrt(view(p).shape[1]):
+                    direction = view(p) / (view(p).norm(dim=1, keepdim=True) + eps)
+                    along = (direction * view(change)).sum(1, keepdim=True)
+                    change = (view(change) - along * direction).view_as(p)
+                    ratio = wd_ratio
+                    break
+        p = p * (1 - lr * SETTINGS["weight_decay"] * ratio) - lr / (1 - beta1**t) * change
+    return p
+
+
+def orthogonal(gradient: Tensor, p: Tensor, kind: str) -> Tensor:
+    """The gradient without its part along the weights: of each row, of the whole tensor, or as it is."""
+    if kind == "none" or p.dim() < 2:
+        return gradient
+    view = (len(p), -1) if kind == "rows" else (1, -1)
+    x, g = p.reshape(view), gradient.reshape(view)
+    return (g - x * (x * g).sum(1, keepdim=True) / (x * x).sum(1, keepdim=True)).view_as(p)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_a_literal_transcription(shape: tuple[int, ...], kind: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    p = torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
+    start, gradients = p.detach().clone(), list[Tensor]()
+    optimizer = AdamP([p], **SETTINGS)
+    for _ in range(4):
+        noise = torch.randn(shape, generator=generator, dtype=torch.float64)
+        gradients.append(orthogonal(noise, p.detach(), kind))
+        p.grad = gradients[-1].clone()
+        optimizer.step()
+    torch.testing.assert_close(p.detach(), literally(start, gradients), rtol=1e-12, atol=1e-12)
+    if p.dim() > 1 and kind != "none":  # the projection did something
+        assert float((p.detach() - literally(start, gradients, delta=0)).abs().max()) > 1e-3
+    else:
+        torch.testing.assert_close(p.detach(), literally(start, gradients, delta=0), rtol=1e-12, atol=1e-12)
+
+
+def test_a_projected_step_keeps_the_norm() -> None:
+    """What the optimizer is for: to first order, the norm of scale-invariant weights does not grow."""
+    growth = []
+    for delta in (0.1, 0.0):
+        p = torch.randn(20, 30, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        optimizer = AdamP([p], lr=1e-3, delta=delta)
+        before = float(p.detach().norm())
+        for step in range(50):
+            target = torch.randn(20, 30, generator=torch.Generator().manual_seed(step % 3))
+            F.cosine_similarity(p, target, dim=1).sum().backward()
+            optimizer.step()
+            p.grad = None
+        growth.append(float(p.detach().norm()) - before)
+    assert abs(growth[0]) < 0.1 * abs(growth[1])
+
+
+def stepped(rows: Callable[[Tensor], Tensor], sharded: bool, skip: int = -1) -> dict[str, Tensor]:
+    """Weights and moments after four steps of which one may be skipped, with a gradient that is not a number."""
+    generator = torch.Generator().manual_seed(1)
+    full = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items() if len(shape) > 1}
+    own = {name: rows(x).clone().requires_grad_() for name, x in full.items()}
+    optimizer = AdamP(list(own.values()), **SETTINGS, sharded=list(own.values()) if sharded else ())
+    for step in range(4):
+        for name, p in own.items():
+            gradient = orthogonal(torch.randn(full[name].shape, generator=generator), full[name], KINDS[step % 3])
+            p.grad = rows(gradient * (math.nan if step == skip else 1.0)).clone()
+        optimizer.found_inf = torch.tensor(float(step == skip))
+        optimizer.step()
+    moments = {f"{key} of {name}": optimizer.state[own[name]][key] for name in own for key in ("exp_avg", "exp_avg_sq")}
+    return {name: p.detach() for name, p in own.items()} | moments
+
+
+def test_each_rank_moves_its_rows() -> None:
+    """Uneven shares, and ranks that have no row of a tensor."""
+
+    def work() -> dict[str, Tensor]:
+        rank = collectives.rank()
+
+        def rows(x: Tensor) -> Tensor:
+            share = -(-len(x) // 3)
+            return x[rank * share : (rank + 1) * share]
+
+        return stepped(rows, True)
+
+    one, parts = stepped(lambda x: x, False), over_threads(3, work)
+    for name, value in one.items():
+        torch.testing.assert_close(torch.cat([part[name] for part in parts]), value, rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_skipped_step_changes_nothing(first: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    p = torch.randn(4, 3, generator=generator).requires_grad_()
+    optimizer = AdamP([p], **SETTINGS)
+    if not first:
+        p.grad = torch.randn(4, 3, generator=generator)
+        optimizer.step()
+    weights, state = p.detach().clone(), {key: x.clone() for key, x in optimizer.state[p].items()}
+    p.grad, optimizer.found_inf = torch.full((4, 3), math.nan), torch.ones(())
+    optimizer.step()
+    assert torch.equal(p.detach(), weights)
+    for key, value in optimizer.state[p].items():
+        assert torch.equal(value, state.get(key, torch.zeros_like(value))), key
+
+
+def recipe() -> Recipe:
+    base = default_recipe("pcme++", "debug", ("scenes?n=64",))
+    optim = OptimConfig(name="adamp", lr=1e-3, ema=0.5)
+    return replace(base, data=replace(base.data, tokenizer_vocab=300), optim=optim, batch=8, steps=4, seed=5)
+
+
+def test_a_run_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = RunOptions(log_every=1, save_every=2, quiet=True)
+    train(recipe(), tmp_path / "whole", options=options)
+    after: Callable[..., None] = loop.Cadence.after_step
+
+    def stop(cadence: Any, *args: Any) -> None:
+        after(cadence, *args)
+        if cadence.run.step == 2:
+            cadence.saver.finish()
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(loop.Cadence, "after_step", stop)
+    with pytest.raises(KeyboardInterrupt):
+        train(recipe(), tmp_path / "cut", options=options)
+    monkeypatch.undo()
+    train(recipe(), tmp_path / "cut", options=options)
+    whole, cut = (load_state(tmp_path / out / "state", pytest.fail) for out in ("whole", "cut"))
+    assert whole is not None
+    assert cut is not None
+    assert any(name.startswith("optimizer/exp_avg_sq:") for name in whole[0])
+    assert all(torch.equal(cut[0][name], value) for name, value in whole[0].items())
