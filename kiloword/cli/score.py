@@ -26,6 +26,8 @@ def score(
     explain: Path | None = None,
     explain_what: Annotated[tuple[Drawing, ...], arg(help=DRAWINGS)] = (),
     maps: Literal["last", "rollout"] = "last",
+    plane: Path | None = None,
+    beside: tuple[str, ...] = (),
     nearest: Literal["cosine", "csd"] | None = None,
     device: str = "auto",
     precision: Literal["auto", "fp32", "bf16"] = "auto",
@@ -41,12 +43,17 @@ def score(
         texts: texts to score.
         explain: folder for IMAGE.png (attention maps), weights.json; with decoders also IMAGE-inside.png, inside.json.
         maps: with explain, attention of the image tower's last block, or rollout over all blocks.
+        plane: write a page with the images and texts in a plane, Gaussians as ellipses, to this file.
+        beside: with plane, further model folders, such as one without Gaussians.
         nearest: in place of the model's score: cosine of the features, or csd (1 - CSD / 2 of Gaussians).
         device: auto, cpu, cuda, cuda:N.
         precision: precision of the encoders; auto: bf16 on CUDA for models larger than size tiny. Scores are fp32.
         trust: code that the model folder may run.
     """
     from kiloword.api import load
+
+    if beside and plane is None:
+        raise ValueError("--beside names models to draw by --plane FILE, which is missing.")
     from kiloword.config.by_device import announce, reason_of
 
     images = _files(images)
@@ -58,6 +65,13 @@ def score(
     for n, (tokens, read) in matcher.tokenizer.cut(texts, matcher.model.config.text).items():
         warn(f"text {n + 1} ({texts[n][:60]!r}) is truncated: it has {tokens} tokens, of which the model reads {read}")
     _print(images, texts, matcher.score(list(images), list(texts), nearest).tolist())
+    if plane is not None:
+        from kiloword.evaluation.command import labels
+        from kiloword.explain.plane import write_plane
+
+        others = (load(name, device=device, precision=precision) for name in beside)
+        write_plane(plane, dict(zip(labels([model, *beside]), [matcher, *others], strict=True)), images, texts)
+        say(f"plane: {plane}")
     if explain is not None:
         from kiloword.explain.sheets import write
 

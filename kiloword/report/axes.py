@@ -96,6 +96,11 @@ class Frame:
         place = round(100 * self.x.place(value), 2)
         return f'<text x="{place}%" y="100%" dy="1.6em" text-anchor="middle">{escape(text)}</text>'
 
+    def beside(self, point: tuple[float, float], text: str) -> str:
+        """A text at the upper right of a point."""
+        x, y = round(100 * self.x.place(point[0]), 2), round(100 - 100 * self.y.place(point[1]), 2)
+        return f'<text class="name" x="{x}%" y="{y}%" dx=".45em" dy="-.35em">{escape(text)}</text>'
+
     def drawn(
         self,
         marks: str,
@@ -106,7 +111,8 @@ class Frame:
     ) -> Html:
         """The plot.
 
-        Args: summary: for screen readers; names: of the series, two or more get a legend; below: SVG under the x axis.
+        Args: summary: for screen readers; names: of the series, two or more get a legend; below: SVG of the frame, such
+        as texts under the x axis.
         """
         legend = "".join(
             f'<li><svg aria-hidden="true" viewBox="0 0 28 10">{sample(i)}</svg>{escape(name)}</li>'

@@ -216,11 +216,12 @@ def scatter(
     log_x: bool = False,
     faint: bool = False,
     joined: bool = False,
+    labels: Sequence[tuple[float, float, str]] = (),
 ) -> Html:
     """Points of at most 6 series, with a legend for more than one.
 
     Args: series name -> (x, y) points, or `Dots`; log_x makes the x axis logarithmic; faint: for many points, that lie
-    over each other; joined: a line through the dots in their order.
+    over each other; joined: a line through the dots in their order; labels: (x, y, text) to write beside points.
     Errors: ValueError for no point, a non-finite one, x of 0 or less on a logarithmic axis, or too many series.
     """
     _check_count(series)
@@ -235,8 +236,9 @@ def scatter(
         raise ValueError("a scatter plot got values of 0 or less, which a logarithmic axis cannot show")
     frame = Frame((log_axis if log_x else linear_axis)(xs), linear_axis(ys), x_label, y_label)
     marks = "".join(_dots(i, one, frame, faint, joined) for i, one in enumerate(drawn.values()))
+    texts = "".join(frame.beside((x, y), text) for x, y, text in labels)
     counts = (f"{name} {len(one.dots) + len(one.squares)} points" for name, one in drawn.items())
-    return frame.drawn(marks, f"{y_label} against {x_label}: {'; '.join(counts)}", list(drawn), _dot_sample)
+    return frame.drawn(marks, f"{y_label} against {x_label}: {'; '.join(counts)}", list(drawn), _dot_sample, texts)
 
 
 def _dots(index: int, one: Dots, frame: Frame, faint: bool, joined: bool) -> str:

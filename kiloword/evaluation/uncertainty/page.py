@@ -15,6 +15,7 @@ from kiloword.evaluation.task import Results
 from kiloword.evaluation.uncertainty.data import QUANTILES, Levelled, buckets
 from kiloword.evaluation.uncertainty.inclusion import InclusionAnswers
 from kiloword.evaluation.uncertainty.shown import CertaintyPair, Plane
+from kiloword.explain.plane import STDS, components, outline
 from kiloword.report import (
     Html,
     bins,
@@ -43,8 +44,6 @@ DOTS = 1500  # of a scatter plot, at most
 _RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 LINKS = 5  # of chains, whose histograms fit one plot
 TAIL = 2  # percent of each end that the outermost bars of a histogram hold together
-STDS = 2  # standard deviations, of the ellipses
-CORNERS = 48  # of an ellipse
 _KINDS = {"text": ("Captions", "recall@1"), "image": ("Images", "recall@1"), "zeroshot": ("Classes", "accuracy")}
 _INTRO = (
     "Every image and every text is a Gaussian. Its uncertainty is the sum of its variances over all dimensions; its "
@@ -266,18 +265,8 @@ def _plane(plane: Plane | None) -> Iterator[str]:
     for n, text, mean, spread in zip(plane.of, plane.texts, plane.means, plane.spread, strict=True):
         dots = series.setdefault(f"image {n + 1}", Dots([], [], []))
         (dots.squares if text is None else dots.dots).append((float(mean[0]), float(mean[1])))
-        dots.outlines.append(_outline(mean, spread))
-    x_label, y_label = (f"component {n + 1}, {percent(s)} of the variance" for n, s in enumerate(plane.share.tolist()))
-    yield scatter(series, x_label, y_label)
+        dots.outlines.append(outline(mean, spread))
+    yield scatter(series, *components(plane.share))
     yield tiles([(image, f"image {n}") for n, image in enumerate(plane.images, start=1)], len(plane.images))
     captions = [[text, f"{n + 1}"] for text, n in zip(plane.texts, plane.of, strict=True) if text is not None]
     yield table(captions, ["caption", "of image"])
-
-
-def _outline(mean: Tensor, spread: Tensor) -> list[tuple[float, float]]:
-    """Points STDS standard deviations from the mean [2] of a Gaussian with covariance [2, 2]."""
-    variance, axes = torch.linalg.eigh(spread)
-    turns = 2 * math.pi * torch.arange(CORNERS, dtype=axes.dtype) / CORNERS
-    circle = torch.stack([turns.cos(), turns.sin()])  # [2, CORNERS]
-    points = mean[:, None] + STDS * axes * variance.clamp_min(0).sqrt() @ circle
-    return [(x, y) for x, y in points.T.tolist()]

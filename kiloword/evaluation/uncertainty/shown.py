@@ -16,6 +16,7 @@ from kiloword.data.images.decode import decode
 from kiloword.evaluation.calibration import Bins
 from kiloword.evaluation.uncertainty.data import EncodedData, Levelled, different
 from kiloword.evaluation.uncertainty.inclusion import InclusionAnswers
+from kiloword.explain.plane import project
 from kiloword.randomness import key
 from kiloword.report.images import Pixels
 from kiloword.types import Features
@@ -129,40 +130,24 @@ def pixels(data: EncodedData, image: int) -> Pixels:
 
 
 def plane(data: EncodedData) -> Plane | None:
-    """A few images and captions, the same for every model; None below two points.
-
-    The projection is linear, so that a Gaussian remains one, with covariance P diag(variances) P^T (appendix A.1 uses
-    samples instead).
-    """
+    """A few images and captions, the same for every model; None below two points."""
     if data.texts is None:
         return None
     owners = sorted(set(data.image.tolist()))
     chosen = sorted(owners, key=lambda i: key(data.source.fingerprint, "plane", data.rows[i]))[:PLANE]
     captions = [(n, t) for n, i in enumerate(chosen) for t in (data.image == i).nonzero()[:CAPTIONS, 0].tolist()]
     parts = [_rows(data.images, chosen), _rows(data.texts, [t for _, t in captions])]
-    means, variances = (torch.cat([part[name] for part in parts]) for name in ("vec", "log_var"))
-    axes, share = principal(means)  # [2, D]
+    projection = project(parts)
+    assert projection.spread is not None, "the task refuses models without Gaussians"
     return Plane(
         [pixels(data, i) for i in chosen],
         [*range(len(chosen)), *(n for n, _ in captions)],
         [None] * len(chosen) + [data.captions[t] for _, t in captions],
-        (means - means.mean(0)) @ axes.T,
-        torch.einsum("ad,nd,bd->nab", axes, variances.exp(), axes),
-        share,
+        projection.means,
+        projection.spread,
+        projection.share,
     )
 
 
 def _rows(features: Features, which: Sequence[int]) -> Features:
-    return {name: features[name][list(which)].double().cpu() for name in ("vec", "log_var")}
-
-
-def principal(points: Tensor) -> tuple[Tensor, Tensor]:
-    """Two axes [2, D] along which points [N, D] vary most, their shares of the variance [2].
-
-    The sign of an axis is arbitrary: its largest entry is made positive.
-    """
-    _, values, axes = torch.linalg.svd(points - points.mean(0), full_matrices=True)
-    axes = axes[:2]
-    largest = axes.gather(1, axes.abs().argmax(1, keepdim=True))
-    squares = torch.nn.functional.pad(values.square(), (0, 2))
-    return axes * largest.sign(), squares[:2] / squares.sum().clamp_min(torch.finfo(squares.dtype).tiny)
+    return {name: features[name][list(which)] for name in ("vec", "log_var")}

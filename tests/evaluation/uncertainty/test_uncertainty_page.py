@@ -18,7 +18,8 @@ from kiloword.evaluation.task import Inputs
 from kiloword.evaluation.uncertainty.data import gather
 from kiloword.evaluation.uncertainty.inclusion import matched
 from kiloword.evaluation.uncertainty.page import report
-from kiloword.evaluation.uncertainty.shown import KINDS, Findings, drawn, pairs, plane, principal
+from kiloword.evaluation.uncertainty.shown import KINDS, Findings, drawn, pairs, plane
+from kiloword.explain.plane import principal
 from kiloword.report import box_plot, scatter, tiles
 from kiloword.report.plots import Dots
 from tars import noise
