@@ -72,6 +72,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: Path, others
     item = {"key": "0000", "caption": "a thing", "negative_caption": "no thing"}
     (tmp_path / "sugarcrepe.json").write_text(json.dumps({"swap_obj": [item]}))
     (tmp_path / "mine.py").write_text(python("mine.py"))
+    write_coco(tmp_path / "coco")
+    (tmp_path / "results.json").write_text(json.dumps([{"image_id": 42, "caption": "a thing"}]))
     for model in ("quickstart", "runs/photos"):
         shutil.copytree(trained, tmp_path / model / "model")
     shutil.copytree(trained, tmp_path / "models" / "b32")
@@ -81,6 +83,24 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: Path, others
     (tmp_path / "quickstart" / "example.png").write_bytes(photo())
     (tmp_path / "dog.jpg").write_bytes(photo())
     return tmp_path
+
+
+def write_coco(folder: Path) -> None:
+    """A caption, a question with its answer and a test question, as COCO and VQAv2 have them."""
+    (folder / "annotations").mkdir(parents=True)
+    for subset in ("train2014", "val2014", "test2015"):
+        (folder / subset).mkdir()
+        (folder / subset / f"COCO_{subset}_{42:012d}.jpg").write_bytes(photo())
+        questions = [{"image_id": 42, "question_id": 420, "question": "what is it?"}]
+        asked = folder / f"v2_OpenEnded_mscoco_{subset}_questions.json"
+        asked.write_text(json.dumps({"questions": questions, "data_subtype": subset}))
+    captions = {
+        "images": [{"id": 42, "file_name": f"COCO_val2014_{42:012d}.jpg"}],
+        "annotations": [{"image_id": 42, "caption": "a thing"}],
+    }
+    (folder / "annotations" / "captions_val2014.json").write_text(json.dumps(captions))
+    answers = {"annotations": [{"question_id": 420, "answers": [{"answer": "dog"}] * 10}]}
+    (folder / "v2_mscoco_train2014_annotations.json").write_text(json.dumps(answers))
 
 
 @pytest.fixture(scope="module")

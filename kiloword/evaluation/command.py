@@ -51,6 +51,8 @@ def main(
     from kiloword.report import write
     from kiloword.terminal.progress import showing_progress
 
+    if len(models) > 1 and getattr(options, "results", None) is not None:
+        raise ValueError("--results is one file: give one model at a time.")
     execution = replace(execution, device=choose(execution.device))
     results: dict[str, dict[str, float]] = {}
     shown: dict[str, dict[str, Any]] = {}

@@ -27,13 +27,15 @@ def per_batch(
     do: Callable[[EvalBatch], Made],
     usable: Callable[[EvalBatch], list[bool]] | None = None,
     reason: str = "",
+    captions: bool = True,
 ) -> Iterator[Made]:
     """Yield the result of `do` for every batch of usable images of the source, in order; others go to `skipped`.
 
     Each rank processes its share of the batches and all get all results, which must be on the CPU if ranks share the
     work. In lockstep, a rank without a batch runs `do` on a dummy batch.
 
-    Args: usable: whether each row of a batch is, besides being readable; reason: why other rows are not.
+    Args: usable: whether each row of a batch is, besides being readable; reason: why other rows are not; captions:
+    False accepts images without captions.
     Raises: ValueError if no row is usable.
     """
     source, config = inputs.source, inputs.matcher.model.config
@@ -48,7 +50,8 @@ def per_batch(
             do(EvalBatch([-1], [""], torch.zeros(1, 3, size, size, dtype=torch.uint8), [[]], None, [], [{}]))
         return [], [] if part is None else part.skipped
 
-    read = partial(eval_batches, source, config.image.size, config.preprocess.resize, inputs.batch, inputs.workers)
+    size, resize = config.image.size, config.preprocess.resize
+    read = partial(eval_batches, source, size, resize, inputs.batch, inputs.workers, captions=captions)
     empty = True
     for made, skipped in _in_turns(len(source), inputs.batch, read, work):
         inputs.skipped.extend(skipped)

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kiloword.data.sources.sample import question_in
-from kiloword.types import BadSample, Source
+from kiloword.types import BadSample, NoCaption, Source
 
 
 class OptionalMembers(Protocol):
@@ -35,6 +35,9 @@ class OptionalMembers(Protocol):
 
     def question(self, row: int) -> str | None:
         """The question of a row without reading the image; None: it has none. Raises BadSample."""
+
+    def info(self, row: int) -> Mapping[str, Any]:
+        """`Record.info` without reading the image. Raises BadSample."""
 
     def stored(self, row: int) -> list[bytes | None]:
         """Stored bytes of a row that the fingerprint does not cover, None for a missing file. Raises BadSample."""
@@ -112,6 +115,17 @@ def names_of(image: str) -> list[str]:
 def texts_of(source: Source, row: int) -> list[str]:
     """A row's captions or answers, without reading its image where the source supports that. Raises BadSample."""
     return list(source.captions(row) if hasattr(source, "captions") else source.record(row).captions)
+
+
+def info_of(source: Source, row: int) -> Mapping[str, Any]:
+    """A row's `Record.info`, without reading its image where the source supports that. Raises BadSample."""
+    if hasattr(source, "info"):
+        info: Mapping[str, Any] = source.info(row)
+        return info
+    try:
+        return source.record(row).info
+    except NoCaption as error:
+        return error.record.info
 
 
 def question(source: Source, row: int) -> str | None:

@@ -142,6 +142,10 @@ class TableSource:
         """The question, without reading the image; None in a table of captions. Raises BadSample."""
         return question_in(self._texts(row)[1])
 
+    def info(self, row: int) -> dict[str, Any]:
+        """Other values of the row, without reading the image. Raises BadSample."""
+        return self._texts(row)[1]
+
     def record(self, row: int) -> Record:
         """The stored sample. Raises BadSample with the reason."""
         captions, info = self._texts(row)

@@ -33,12 +33,16 @@ class CaptionTaskOptions:
 
     generate: GenerationOptions = field(default_factory=GenerationOptions)
     judge: CaptionOptions = field(default_factory=CaptionOptions)
+    group_by: str = "domain"  # value of the data by which figures are also given apart, where images have it
+    results: Path | None = (
+        None  # write the captions as COCO and NoCaps take them; images may lack captions of their own
+    )
     captions: PythonOnly[Path | None] = None  # table whose captions are scored, the first of each key; None: a model's
 
 
 def captions_of_table(path: str, options: CaptionTaskOptions) -> CaptionTaskOptions | None:
-    """Options to score the captions of a parquet table; None for another path. Nothing is generated then."""
-    if not path.lower().endswith(".parquet"):
+    """Options to score the captions of a parquet table or a result file, and generate none; None for another path."""
+    if not path.lower().endswith((".parquet", ".json")):
         return None
     return replace(options, captions=Path(path), generate=GenerationOptions())
 
@@ -47,7 +51,8 @@ TASK = Task(
     name="caption",
     help="Caption images, and compare with captions that people wrote: CIDEr-D, BLEU, METEOR, ROUGE-L.",
     data="images with captions",
-    models="model folder (OUT/model of a run), or parquet table (key, captions) of any captioner; several are compared",
+    models="model folder (OUT/model of a run), or any captioner's parquet table (key, captions) or COCO result file; "
+    "several are compared",
     options=CaptionTaskOptions,
     run=Deferred("kiloword.evaluation.caption.task:run"),
     page=Deferred("kiloword.evaluation.caption.page:report"),

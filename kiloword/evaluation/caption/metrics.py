@@ -12,6 +12,8 @@ from kiloword.evaluation.caption import CaptionOptions, java
 from kiloword.evaluation.caption.scorers import Captions, Floats, bleu, cider, rouge_l
 from kiloword.terminal import warn
 
+VARIETY = ("distinct", "words", "vocabulary")  # metrics of captions alone
+
 
 @dataclass(frozen=True)
 class Scored:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -61,6 +61,7 @@ class CaptionedImage:
     key: str
     caption: str
     references: Sequence[str]
+    info: Mapping[str, Any] = field(default_factory=dict)  # `Record.info`: what groups and result files need
 
 
 @dataclass(frozen=True)
@@ -83,12 +84,14 @@ def report(results: Results, data: str, shown: Mapping[str, Mapping[str, Any]]) 
         "Of another image: the same captions judged on the image half the set further on.",
         metric_table(results, kinds, first="statements true, of those about"),
     ]
+    by_group = dict.fromkeys(name for values in results.values() for name in values if name.startswith("cider/"))
     edges = bins([0.0, *(end for each in cider.values() for end in (float(each.min()), float(each.max())))], 30)
     return page(
         "Captions",
         f"On {data}. {_INTRO}",
         [
             section("Figures", metric_table(results, _FIGURES, whole=["vocabulary"])),
+            section("CIDEr-D by group", *([metric_table(results, {n: n[6:] for n in by_group})] if by_group else [])),
             section("What is true", *(truth if any("parsable" in values for values in results.values()) else [])),
             section("CIDEr-D of single images", distribution(cider, "CIDEr-D", "images", edges=edges)),
             *(section(f"Captions of {model}", *_examples(one)) for model, one in drawn.items()),

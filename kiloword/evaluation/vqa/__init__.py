@@ -37,6 +37,7 @@ class VqaTaskOptions:
     """Which answers there are, and how one is chosen."""
 
     train: Data | None = None  # data whose answers are the possible ones; None: those of the test data
+    results: Path | None = None  # write the answers as VQA's server takes them; questions may lack answers
     vqa: VqaOptions = field(default_factory=VqaOptions)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,9 +14,10 @@ from torch import Tensor
 from kiloword.data.reading import EvalBatch, captions_at
 from kiloword.data.sources.open import open_source
 from kiloword.data.sources.optional import check_asks
-from kiloword.data.sources.sample import ANSWERS, check_regular, question_in
-from kiloword.distributed.sharing import alone, lockstep
+from kiloword.data.sources.sample import ANSWERS, QUESTION, check_regular, question_in
+from kiloword.distributed.sharing import alone, is_first, lockstep
 from kiloword.evaluation.features import per_batch
+from kiloword.evaluation.results import check_results, write_results
 from kiloword.evaluation.task import Inputs, Values
 from kiloword.evaluation.vqa import VqaOptions, VqaTaskOptions
 from kiloword.evaluation.vqa.metric import JudgedAnswer, accuracy, means
@@ -25,6 +26,8 @@ from kiloword.types import BadSample, Source
 
 if TYPE_CHECKING:
     from kiloword.generation.answerer import Answerer, AnswerList
+
+QUESTION_ID = "question_id"
 
 Guesses = Mapping[str | None, str]
 """The most frequent answer by question type, and over all of them under None."""
@@ -35,14 +38,18 @@ def run(inputs: Inputs, task_options: VqaTaskOptions) -> Values:
 
     Yields: "accuracy", "accuracy/question/TYPE", "accuracy/answer/TYPE"; where the training answers are known, the same
     as "majority_..." of who always gives the most frequent one (to this type of question, on scenes); "questions";
-    and, where there is a list, its length as "answers" and the share of answers outside it as "outside".
+    and, where there is a list, its length as "answers" and the share of answers outside it as "outside". With
+    `results`, questions without answers are answered, too, and not scored.
     Errors: ValueError for a model that answers no questions, data that asks none, a list that is missing.
     """
     from kiloword.generation.answerer import Answerer
 
-    matcher, options = inputs.matcher, task_options.vqa
+    matcher, options, results = inputs.matcher, task_options.vqa, task_options.results
     options.check()
-    check_asks(inputs.source)
+    if results is None:
+        _check_answered(inputs.source)
+    else:
+        check_results(results, inputs.source, QUESTION_ID)
     answerer = Answerer(matcher.model, matcher.tokenizer)
     answers, guesses = _known(inputs.source, task_options.train, options)
     listed = None if answers is None else answerer.close(answers)
@@ -52,20 +59,38 @@ def run(inputs: Inputs, task_options: VqaTaskOptions) -> Values:
         return list(map(_Answered, made, part.infos))
 
     def asks(part: EvalBatch) -> list[bool]:
-        return [question_in(info) is not None for info in part.infos]
+        return [(question_in(info) if results is None else info.get(QUESTION)) is not None for info in part.infos]
 
     with alone() if lockstep() else nullcontext():  # of a sharded model, which is called as often as answers need
-        parts = per_batch(inputs, ask, asks, "no question with an answer")
+        reason = "no question with an answer" if results is None else "no question"
+        parts = per_batch(inputs, ask, asks, reason, captions=results is None)
         answered = [one for part in parts for one in part]
-    yield from means(one.judged(one.answer) for one in answered)
-    if guesses:
-        frequent = (one.judged(guesses.get(one.info.get("question_type"), guesses[None])) for one in answered)
+    if results is not None and is_first():
+        write_results(results, inputs.source, QUESTION_ID, "answer", ((one.info, one.answer) for one in answered))
+    scored = [one for one in answered if ANSWERS in one.info]
+    if scored:
+        yield from means(one.judged(one.answer) for one in scored)
+    if scored and guesses:
+        frequent = (one.judged(guesses.get(one.info.get("question_type"), guesses[None])) for one in scored)
         yield from ((f"majority_{name}", value) for name, value in means(frequent))
     yield "questions", float(len(answered))
     if answers is not None:
         yield "answers", float(len(answers))
         inside = set(answers)
         yield "outside", sum(one.answer not in inside for one in answered) / len(answered)
+
+
+def _check_answered(source: Source) -> None:
+    """Raises: ValueError for data that asks no questions, and for test questions, which have no answers."""
+    if hasattr(source, "info"):
+        with suppress(BadSample):
+            info = source.info(0)
+            if info.get(QUESTION) is not None and ANSWERS not in info:
+                raise ValueError(
+                    f"{source.name} has questions without answers, which cannot be scored: write the model's answers "
+                    "with --results FILE, or name the file of answers with ?annotations=FILE."
+                )
+    check_asks(source)
 
 
 @dataclass(frozen=True)
