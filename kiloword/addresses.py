@@ -144,7 +144,8 @@ def without_credentials(value: Any) -> Any:
         return {name: without_credentials(one) for name, one in value.items()}
     if isinstance(value, list | tuple):
         return type(value)(map(without_credentials, value))
-    return split(value).url if isinstance(value, str) and is_url(value) else value
+    prefix, url = _before(value) if isinstance(value, str) else ("", "")
+    return prefix + split(url).url if url else value
 
 
 def address_of(url: str) -> Address:

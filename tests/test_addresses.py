@@ -151,9 +151,11 @@ def test_two_files_that_only_a_query_tells_apart() -> None:
 
 
 def test_a_recipe_holds_no_credentials() -> None:
-    data = DataConfig(sources=("https://u:planted@recipe.org/0.tar?sig=planted",), val="https://recipe.org/1.tar?se=1")
+    data = DataConfig(
+        sources=("https://u:planted@recipe.org/0.tar?sig=planted",), val=("https://recipe.org/1.tar?se=1",)
+    )
     assert data.sources == ("https://recipe.org/0.tar",)
-    assert data.val == "https://recipe.org/1.tar"
+    assert data.val == ("https://recipe.org/1.tar",)
     assert address_of(data.sources[0]).login == "u:planted"
     there = parse({"sources": ["https://x:old@recipe.org/0.tar?sig=old"]}, DataConfig)  # of an older version
     assert there.sources == data.sources

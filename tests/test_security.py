@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kiloword.checkpoint import model_folder, states
+from kiloword.checkpoint import states, tensors
 from kiloword.config import recipes, settings
 from kiloword.data.images import decode, time_limit, work
 from kiloword.data.remote import errors, http_files, transport
@@ -31,7 +31,7 @@ NUMBERS = {  # row -> what it says, with the limits of the code
         f"{settings.LARGEST // MIB} MiB; width and context {IMAGE['width'][1]:,}, depth and heads {recipes.DEPTH:,}, "
         f"vocabulary {WORDS['vocab'][1]:,}, image {IMAGE['size'][1]:,} pixels"
     ],
-    "`model.safetensors`": [f"header of {model_folder.LONGEST_HEADER // MIB} MiB"],
+    "`model.safetensors`": [f"header of {tensors.LONGEST_HEADER // MIB} MiB"],
     "`tokenizer.json`": [f"{tokenizer_file.LARGEST // MIB} MiB"],
     "`hf:FOLDER`": [f"up to {hf_folder.MOST:,}"],
     "tar": [

@@ -1,52 +1,32 @@
-"""Model folders and safetensors files.
+"""Model folders.
 
 A model folder holds `model.safetensors`, `config.json` and `tokenizer.json`.
 """
 
 from __future__ import annotations
 
-import hashlib
-import itertools
-import json
-import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load as load_tensors
 from torch import Tensor
 
-from kiloword.checkpoint.files import SaveError, atomic, json_bytes, write_atomic
+from kiloword.checkpoint.files import json_bytes, write_atomic
+from kiloword.checkpoint.tensors import in_order, read_shapes, read_tensors, spec_of, write_tensors
 from kiloword.checkpoint.trust import NONE, Trust, method_of
 from kiloword.config.recipes import ModelFile
 from kiloword.config.settings import read_config
 from kiloword.distributed.device import choose
 
 if TYPE_CHECKING:
+    from kiloword.checkpoint.state_shards import SavedState
     from kiloword.data.text.tokenizer import Tokenizer
     from kiloword.methods.method import Method
     from kiloword.model.model import Model
 
-Spec = tuple[torch.dtype, tuple[int, ...]]  # dtype and shape of a tensor in a file
-
-CODES = {  # dtypes of safetensors, widest first; tensors are stored in this order, so that all are aligned
-    torch.int64: "I64",
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.int32: "I32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
 EXTRA_TOKENS = 16  # largest number in a text tower
-FLOATS = ("F64", "F32", "BF16", "F16")  # dtypes of weights
-LONGEST_HEADER = 1 << 24  # bytes, enough for 100,000 tensors
 
 
 def save_model(folder: Path, model: Model, tokenizer: Tokenizer, file: ModelFile) -> None:
@@ -63,51 +43,6 @@ def words_of(tokenizer: Tokenizer, file: ModelFile) -> dict[str, bytes]:
     return {"tokenizer.json": tokenizer.to_bytes(), "config.json": json_bytes(asdict(file))}
 
 
-def spec_of(value: Tensor) -> Spec:
-    return value.dtype, tuple(value.shape)
-
-
-def in_order(specs: Mapping[str, Spec]) -> list[str]:
-    """Names in the order of a file."""
-    kinds = list(CODES)
-    return sorted(specs, key=lambda name: (kinds.index(specs[name][0]), name))
-
-
-def write_tensors(
-    path: Path, specs: Mapping[str, Spec], values: Iterable[Tensor], about: Mapping[str, str] | None = None
-) -> str:
-    """Write a safetensors file one tensor at a time; the library needs all of them, and twice the memory.
-
-    Args: specs: of every tensor; values: in the order of `in_order(specs)`; about: metadata of the file.
-    Returns: its SHA-256. Raises: SaveError. Source: github.com/huggingface/safetensors, "Format".
-    """
-    header: dict[str, Any] = {"__metadata__": dict(about)} if about else {}
-    end = 0
-    for name in in_order(specs):
-        dtype, shape = specs[name]
-        start, end = end, end + dtype.itemsize * math.prod(shape)
-        header[name] = {"dtype": CODES[dtype], "shape": shape, "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    checksum = hashlib.sha256()
-    with atomic(path) as file:
-        head: list[bytes | memoryview] = [len(text).to_bytes(8, "little"), text]
-        for data in itertools.chain(head, _bytes(path, specs, values)):
-            file.write(data)
-            checksum.update(data)
-    return checksum.hexdigest()
-
-
-def _bytes(path: Path, specs: Mapping[str, Spec], values: Iterable[Tensor]) -> Iterator[memoryview]:
-    """The bytes of the tensors. Raises: SaveError for values that do not match the specs."""
-    for name, value in itertools.zip_longest(in_order(specs), values):
-        if name is None or value is None or spec_of(value) != specs[name]:
-            actual, expected = "nothing" if value is None else str(spec_of(value)), specs.get(name, "nothing more")
-            raise SaveError(f"cannot write {path}: got {actual} for {name}, expected {expected}. This is a bug.")
-        raw: Any = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        yield memoryview(raw)
-
-
 def load_model(
     folder: Path | str, device: str = "cpu", dtype: str = "fp32", trust: Trust = NONE
 ) -> tuple[Model, Tokenizer]:
@@ -118,7 +53,8 @@ def load_model(
 def open_model(
     folder: Path | str, device: str = "cpu", dtype: str = "fp32", trust: Trust = NONE, precision: str = "fp32"
 ) -> tuple[Model, Tokenizer, Method]:
-    """Read a model folder; its code is not run unless the user trusts it.
+    """Read a model folder, a run's folder (its model) or state (`states.open_state`); code in it is not run unless the
+    user trusts it.
 
     Args: dtype: of the weights, "fp32", "bf16" or "fp64"; precision: of the encoders, "auto", "fp32" or "bf16".
     Raises: ValueError when a file is missing or damaged, does not fit its config, or needs untrusted code (`Trust`).
@@ -127,18 +63,37 @@ def open_model(
     from kiloword.data.text.tokenizer import Tokenizer
     from kiloword.model.model import build
 
-    device, folder = choose(device), Path(folder)
+    device, (folder, state) = choose(device), _located(Path(folder))
     file = read_model_file(folder)
     computing = encoder_precision(precision, file.model, device)
     method = method_of(file, folder, trust)
-    check_weights(folder, file, method)
+    check_weights(folder, file, method, state)
     model = build(file.model, method, seed=0)
-    load_weights(model, read_tensors(folder / "model.safetensors"), str(folder))
+    weights = read_tensors(folder / "model.safetensors") if state is None else state.model_weights()
+    load_weights(model, weights, str(folder))
     kinds = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
     if dtype not in kinds:
         raise ValueError(f"dtype is {dtype!r}: expected one of {', '.join(kinds)}.")
     model.precision = computing
     return model.to(device=device, dtype=kinds[dtype]), Tokenizer.load(folder), method
+
+
+def _located(path: Path) -> tuple[Path, SavedState | None]:
+    """The model folder of a path, and the state whose weights are meant in place of its own, if any."""
+    if path.name == "state" or path.parent.name == "state":
+        from kiloword.checkpoint.states import open_state
+
+        run = path.parent if path.name == "state" else path.parent.parent
+        return run / "model", open_state(path)
+    inner = path / "model"
+    return (inner if (inner / "model.safetensors").is_file() and not (path / "tokenizer.json").exists() else path), None
+
+
+def model_files(path: Path | str) -> list[Path]:
+    """The files that a model depends on, named as for `open_model`."""
+    folder, state = _located(Path(path))
+    weights = [folder / "model.safetensors"] if state is None else state.files
+    return [folder / "config.json", folder / "tokenizer.json", *weights]
 
 
 def read_model_file(folder: Path | str) -> ModelFile:
@@ -158,54 +113,20 @@ def read_model_file(folder: Path | str) -> ModelFile:
     return file
 
 
-def check_weights(folder: Path | str, file: ModelFile, method: Method) -> None:
-    """Compare the shapes of a folder's weights with its config before allocating either.
+def check_weights(folder: Path | str, file: ModelFile, method: Method, state: SavedState | None = None) -> None:
+    """Compare the shapes of a folder's weights, or of a state's, with its config before allocating either.
 
     Raises: ValueError when the file is damaged or does not fit.
     """
     from kiloword.model.model import shapes
 
-    stored = read_shapes(Path(folder) / "model.safetensors")
+    stored = read_shapes(Path(folder) / "model.safetensors") if state is None else state.model_shapes()
     if ":" not in file.method:  # a user-defined method may read values, which meta tensors do not have
         try:
             declared = shapes(file.model, method)
         except ValueError as e:
             raise ValueError(f"{Path(folder) / 'config.json'} cannot be used: {e}.") from e
         check_fit(declared, stored, f"weights in {folder}", "its config")
-
-
-def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor of a safetensors file; only the header is read.
-
-    Raises: ValueError when it is damaged, or holds tensors that are not floating-point.
-    """
-    with path.open("rb") as raw:
-        size = int.from_bytes(raw.read(8), "little")
-    if not 2 <= size <= min(LONGEST_HEADER, path.stat().st_size - 8):
-        raise ValueError(
-            f"{path} is damaged (its header says that it has {size:,} bytes; expected at most {LONGEST_HEADER:,}, and "
-            "no more than the file): copy it again, or use an earlier one."
-        )
-    shapes = {}
-    try:
-        with safe_open(path, framework="np") as file:
-            names = file.keys()
-            for name in names:
-                part = file.get_slice(name)
-                shapes[name] = tuple(part.get_shape())
-                if part.get_dtype() not in FLOATS:
-                    raise ValueError(
-                        f"{name[:200]} in {path} is {part.get_dtype()}: expected one of {', '.join(FLOATS)}."
-                    )
-    except SafetensorError as e:
-        raise ValueError(f"{path} is damaged ({e}): copy it again, or use an earlier one.") from e
-    return shapes
-
-
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """All tensors of a safetensors file. Raises: ValueError as `read_shapes`."""
-    read_shapes(path)
-    return load_tensors(path.read_bytes())
 
 
 def load_weights(model: torch.nn.Module, weights: dict[str, Tensor], name: str) -> None:

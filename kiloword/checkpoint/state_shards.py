@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
-from kiloword.checkpoint.model_folder import Spec, in_order, spec_of, write_tensors
+from kiloword.checkpoint.tensors import Spec, in_order, spec_of, write_tensors
 from kiloword.distributed import collectives
 
 AT_ONCE = 1 << 28  # bytes of whole tensors assembled from shards at a time
@@ -118,7 +118,7 @@ class SavedState:
     """
 
     def __init__(self, files: Sequence[Path], numbers: dict[str, Any]) -> None:
-        self.numbers = numbers
+        self.files, self.numbers = list(files), numbers
         self._reader = HuggingFaceStorageReader(str(files[0].parent))
         self._reader.fs = _Listed(files)
         try:
@@ -144,6 +144,25 @@ class SavedState:
             tensors = {name: torch.empty(self.specs[name][1], dtype=self.specs[name][0]) for name in group}
             self.load(tensors)
             yield from tensors.values()
+
+    def model_names(self) -> dict[str, str]:
+        """The tensors of a model folder, by name -> name in the state: averaged weights where there are any."""
+        names = {}
+        for name in self.specs:
+            if name.startswith("learner/model."):
+                short = name.removeprefix("learner/model.")
+                averaged = f"average/model.{short}"
+                names[short] = averaged if averaged in self.specs else name
+        return names
+
+    def model_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of `model_weights`."""
+        return {short: self.specs[name][1] for short, name in self.model_names().items()}
+
+    def model_weights(self) -> dict[str, Tensor]:
+        """The weights that a model folder of this state holds."""
+        names = self.model_names()
+        return dict(zip(names, self.whole(list(names.values())), strict=True))
 
     def _groups(self, names: Sequence[str]) -> Iterator[list[str]]:
         group, size = list[str](), 0

@@ -17,6 +17,7 @@ from pydantic import NonNegativeInt, TypeAdapter, ValidationError
 from kiloword.checkpoint.files import SaveError, write_json
 from kiloword.checkpoint.state_shards import SavedState
 from kiloword.distributed import collectives
+from kiloword.terminal import warn as say_warning
 
 MAX_JSON = 1 << 28  # bytes; a bad sample takes about 100
 _NAME, _FILE = re.compile(r"step-\d{1,18}\.json", re.ASCII), re.compile(r"\w[\w.-]*", re.ASCII)
@@ -138,6 +139,26 @@ def newest(folder: Path, warn: Callable[[str], None]) -> SavedState | None:
     if names:
         raise ValueError(f"no state in {folder} can be read: all are damaged. Start again with another --out.")
     return None
+
+
+def open_state(path: Path) -> SavedState:
+    """A state of a run that may still train: `OUT/state` is the newest one, `OUT/state/step-000000100` that of a step.
+
+    A collective. Raises: ValueError where there is none, it is damaged, or the run has dropped it meanwhile.
+    """
+    if path.name == "state":
+        stored = newest(path, say_warning)
+        if stored is None:
+            raise ValueError(f"{path} holds no state: expected the state folder of a run that has saved one.")
+        return stored
+    file = path if path.suffix == ".json" else path.with_name(f"{path.name}.json")
+    if file not in states(path.parent):
+        known = ", ".join(one.stem for one in states(path.parent)) or "none"
+        raise ValueError(f"{path} is no state: {path.parent} has {known}.")
+    try:
+        return _open(file.with_suffix(""), _read(file))
+    except ValueError as e:
+        raise ValueError(f"{path} cannot be read ({e}): the run may have dropped it, or it is damaged.") from e
 
 
 def _on_all_ranks(do: Callable[[], Result]) -> tuple[Result | None, list[str]]:

@@ -60,7 +60,14 @@ def interruption(argv: Sequence[str], error: KeyboardInterrupt) -> str:
 
 
 MIXING = tuple(f"--{f.name.replace('_', '-')}" for f in fields(Mixing))  # flags that name a component for a slot
-ADDING = (*MIXING, "--data", "--features", "--extra-captions", "--weights")  # flags whose first value would be lost
+ADDING = (
+    *MIXING,
+    "--data",
+    "--val",
+    "--features",
+    "--extra-captions",
+    "--weights",
+)  # flags whose first value would be lost
 REGISTRY = ConstructorRegistry()
 
 

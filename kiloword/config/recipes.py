@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from kiloword.addresses import public
-from kiloword.config.settings import BELOW_1, BaseSettings, about, setting
+from kiloword.config.settings import BELOW_1, BaseSettings, OneOrSeveral, about, setting
 
 Activation = Literal["gelu", "quick_gelu", "gelu_tanh"]
 Precision = Literal["auto", "fp64", "fp32", "bf16"]
@@ -174,7 +174,9 @@ class DataConfig(BaseSettings):
         ("scenes",), "folder of tars, brace pattern, csv/tsv/parquet, image folder, scenes", flag="data"
     )
     weights: tuple[float, ...] = setting((), "how often each --data source is read per epoch; default: once each")
-    val: str | None = setting(None, "data set to evaluate retrieval on")
+    val: Annotated[tuple[str, ...], OneOrSeveral()] = setting(
+        (), "data sets to evaluate on during training: SRC (retrieval, zero-shot, VQA by what it holds), or TASK=SRC"
+    )
     extra_captions: tuple[str, ...] = setting((), "parquet tables (key, captions) whose captions join the images' own")
     raw_captions: bool = setting(True, "keep the images' own captions beside the extra ones")
     features: tuple[str, ...] = setting((), "feature stores (`kiloword embed`), joined by key")
@@ -191,10 +193,9 @@ class DataConfig(BaseSettings):
 
     def __post_init__(self) -> None:
         """Strip credentials from URLs; `kiloword.addresses` remembers them."""
-        for name in ("sources", "extra_captions", "features"):
+        object.__setattr__(self, "val", OneOrSeveral.plain(self.val))
+        for name in ("sources", "val", "extra_captions", "features"):
             object.__setattr__(self, name, tuple(map(public, getattr(self, name))))
-        if self.val is not None:
-            object.__setattr__(self, "val", public(self.val))
 
 
 @dataclass(frozen=True, kw_only=True)

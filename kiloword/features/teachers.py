@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kiloword.checkpoint.model_folder import check_finite, load_model
+from kiloword.checkpoint.model_folder import check_finite, load_model, model_files
 from kiloword.checkpoint.trust import NONE, Trust
 from kiloword.distributed.device import choose
 from kiloword.model.encoding import TEXTS, encode_texts, inference
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 Resize = Literal["shortest", "squash"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-MODEL_FILES = ("config.json", "tokenizer.json", "model.safetensors")  # what the features of a model folder depend on
 
 
 class Teacher(Protocol):
@@ -58,7 +57,7 @@ def open_teacher(name: str, device: str = "auto", precision: str = "fp32", trust
         return TransformersTeacher(Path(rest).expanduser(), device, precision)
     folder = Path(name).expanduser()
     model, tokenizer = load_model(folder, device, precision, trust)
-    return KilowordTeacher(model, tokenizer, digest([folder / file for file in MODEL_FILES]))
+    return KilowordTeacher(model, tokenizer, digest(model_files(folder)))
 
 
 class KilowordTeacher:

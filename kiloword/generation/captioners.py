@@ -11,13 +11,13 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from kiloword.checkpoint.model_folder import open_model
+from kiloword.checkpoint.model_folder import model_files, open_model
 from kiloword.checkpoint.trust import NONE, Trust
 from kiloword.data.images.augmentation import EvalTransform
 from kiloword.data.images.decode import Pixels, decode
 from kiloword.data.reading import ImageTransform
 from kiloword.distributed.device import choose
-from kiloword.features.teachers import DTYPES, MODEL_FILES, digest, from_folder
+from kiloword.features.teachers import DTYPES, digest, from_folder
 from kiloword.generation.captioner import Caption, Captioner, unique
 from kiloword.generation.decoding import writer
 from kiloword.generation.options import GenerationOptions
@@ -61,7 +61,7 @@ def open_captioner(name: str, device: str = "auto", precision: str = "fp32", tru
         return TransformersCaptioner(Path(rest).expanduser(), device, "fp32" if precision == "auto" else precision)
     folder = Path(name).expanduser()
     model, tokenizer, _ = open_model(folder, device, trust=trust, precision=precision)
-    return KilowordCaptioner(Captioner(model, tokenizer), digest([folder / file for file in MODEL_FILES]))
+    return KilowordCaptioner(Captioner(model, tokenizer), digest(model_files(folder)))
 
 
 class KilowordCaptioner:

@@ -25,9 +25,10 @@ from kiloword.methods.registry import preset
 from kiloword.model.model import shapes
 from kiloword.terminal import say
 from kiloword.training import effects
-from kiloword.training.resolve import micro_batches, open_sources, open_val, resolve
+from kiloword.training.resolve import micro_batches, open_sources, resolve
 from kiloword.training.run_folder import RunFile
 from kiloword.training.setup import make_learner
+from kiloword.training.validation.sets import open_val
 from kiloword.types import Batch, Example, Source
 
 MOST = 256  # largest number of images decoded of a rank's first batch
@@ -78,7 +79,6 @@ def describe(file: RunFile, source: Source, out: Path, options: RunOptions) -> l
     recipe, model = file.recipe, file.model
     assert model is not None
     epochs = recipe.steps / steps_per_epoch(len(source), recipe.batch)
-    val = open_val(recipe)
     ranks, parts = collectives.ranks(), micro_batches(recipe)
     share = f"{parts} x {recipe.batch // ranks // parts} images each"
     init = "" if recipe.init is None else f" from {recipe.init}"
@@ -87,7 +87,7 @@ def describe(file: RunFile, source: Source, out: Path, options: RunOptions) -> l
     return [
         *_wrapped("method", f"{recipe.method} {_listed(_flat(recipe.settings))}"),
         f"data       {' '.join(recipe.data.sources)}: {len(source)} images",
-        *([] if val is None else [f"val        {val.name}: {len(val)} images"]),
+        *(f"val        {one.task} on {one.source.name}: {len(one.source)} images" for one in open_val(recipe)),
         f"length     {recipe.steps} steps of {recipe.batch} images, {epochs:.1f} epochs",
         f"ranks      {ranks}, {share}{f', {options.parallel}' if ranks > 1 else ''}, {how}",
         *_wrapped("model", f"{recipe.size}{init}{frozen}, {_parameters(recipe)}"),

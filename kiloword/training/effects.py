@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kiloword.checkpoint.model_folder import read_shapes
+from kiloword.checkpoint.tensors import read_shapes
 from kiloword.checkpoint.trust import Trust
 from kiloword.config.options import RunOptions
 from kiloword.config.recipes import ModelConfig, Recipe

@@ -21,7 +21,7 @@ from kiloword.training.run_folder import error_kept
 from kiloword.training.saving import Saver
 from kiloword.training.setup import Run, prepare
 from kiloword.training.signals import Stop, Stopped, stop_signals
-from kiloword.training.validation import validate, validated
+from kiloword.training.validation.evaluate import validate, validated
 from kiloword.types import Batch, Source
 
 GOES_ON = "The same command goes on from there."
@@ -57,6 +57,8 @@ def _loop(run: Run, cadence: Cadence) -> None:
         commit(learner, report["skipped_step"])
         run.average.update(learner, run.step, report["skipped_step"])
         cadence.after_step(report, len(batch))
+        if run.best.stalled:
+            break
     cadence.end()
 
 
@@ -71,8 +73,12 @@ class Cadence:
     def begin(self) -> None:
         """Run the validation that a stopped run did not finish, or print the step from which the run continues."""
         run = self.run
+        if run.best.resume(run.step):
+            self._keep_best()
         if self._validates() and not validated(run):
             self._validate()
+        elif run.best.stalled:
+            run.log.say(f"{run.out} was finished at step {run.step}: {run.best}. A larger --patience continues it.")
         elif run.step == run.recipe.steps:
             run.log.say(f"{run.out} was finished at step {run.step}: nothing to do.")
         elif run.step:
@@ -81,6 +87,8 @@ class Cadence:
     def batches(self) -> Iterator[Batch]:
         """The batches of the steps that remain, until a signal. Raises: ValueError for too many bad samples."""
         run = self.run
+        if run.best.stalled:
+            return iter(())
         batches = run.loader.batches(run.step, run.recipe.steps, pin=run.device.type == "cuda")
         return map(self._count, self.meter.timed(self.stop.batches(batches, run.step)))
 
@@ -115,7 +123,7 @@ class Cadence:
                 f"{run.loader.workers}, on {cores()} cores), or make decoding cheaper (smaller images on disk, "
                 "--decoder simplejpeg)."
             )
-        if run.step < run.recipe.steps:
+        if run.step < run.recipe.steps and not run.best.stalled:
             self.saver.save()
             self.saver.finish()
             raise self._stopped()
@@ -151,8 +159,11 @@ class Cadence:
     def _validates(self) -> bool:
         """Whether a validation is due after the last step."""
         run, every = self.run, self.options.eval_every
-        due = every > 0 and run.step > 0 and run.step % every == 0
-        return run.recipe.data.val is not None and (due or run.step == run.recipe.steps)
+        due = every > 0 and run.step % every == 0
+        if epochs := self.options.eval_epochs:
+            between = epochs * run.loader.order.steps_per_epoch  # steps, perhaps not a whole number
+            due = run.step // between > (run.step - 1) // between
+        return bool(run.recipe.data.val) and ((due and run.step > 0) or run.step == run.recipe.steps)
 
     def _validate(self) -> None:
         """Validate and log the metrics. The state is saved before: after a signal the same command repeats it."""
@@ -160,7 +171,20 @@ class Cadence:
         heartbeat.at(f"validating after step {run.step}")
         with self.stop.at_once(f"stopped in the validation after step {run.step}; the state is saved. {GOES_ON}"):
             metrics = validate(run)
-        run.log.row({"step": run.step, **metrics})
+        better = run.best.take(metrics, run.step)
+        ended = {"stopped_early": 1} if run.best.stalled and run.step < run.recipe.steps else {}
+        run.log.row({"step": run.step, **metrics, **ended})
+        if better:
+            self._keep_best()
+        if ended:
+            run.log.say(f"finished at step {run.step} of {run.recipe.steps}: {run.best}.")
+
+    def _keep_best(self) -> None:
+        """Keep the model of the last step, which is saved as OUT/model but after a resume from an older state."""
+        if self.saver.last != self.run.step:
+            self.saver.save()
+            self.saver.finish()
+        self.run.best.keep()
 
     def _stopped(self) -> Stopped:
         return self.stop.stopped(f"stopped after step {self.run.step}; the state is saved. {GOES_ON}")

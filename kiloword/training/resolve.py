@@ -14,7 +14,7 @@ from kiloword.data.feature_store import FeatureStore
 from kiloword.data.loader import Loader
 from kiloword.data.reading import captions_of
 from kiloword.data.sampler import Order, steps_per_epoch
-from kiloword.data.sources.open import open_data, open_source
+from kiloword.data.sources.open import open_data
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.distributed import collectives
 from kiloword.methods.method import Method
@@ -30,7 +30,8 @@ from kiloword.training.run_folder import (
     make_folder,
     run_file,
 )
-from kiloword.training.validation import check_val
+from kiloword.training.validation.best import Best, check_best, check_metric
+from kiloword.training.validation.sets import ValSet, check_val, open_val
 from kiloword.types import Source
 
 
@@ -42,7 +43,8 @@ class Resolved:
     method: Method
     tokenizer: Tokenizer
     loader: Loader
-    val: Source | None  # the validation data
+    val: list[ValSet]
+    best: Best
     file: RunFile  # the future config.json of the run
     chosen: str  # the defaults of the device, with their reasons
 
@@ -57,6 +59,7 @@ def resolve(
     """
     check(recipe)
     check_graphs(options, micro_batches(recipe), device)
+    check_best(options, recipe)
     val = open_val(recipe)  # a wrong name, and below what cannot be used, is refused now, not after hours
     if dry_run:
         check_utf8(out)
@@ -68,19 +71,15 @@ def resolve(
     check_same_run(out, file, options.extend)
     method = preset(recipe.method, recipe.settings)
     loader = make_loader(recipe, source, method, tokenizer, options, device)
-    check_val(recipe, val, tokenizer, source)
+    way = check_metric(options.keep_best, check_val(recipe, val, tokenizer, source))
+    best = Best(out, options.keep_best, way, options.patience)
     chosen = summary(requested, recipe, device, loader.workers, before is not None)
-    return Resolved(recipe, method, tokenizer, loader, val, file, chosen)
+    return Resolved(recipe, method, tokenizer, loader, val, best, file, chosen)
 
 
 def open_sources(recipe: Recipe) -> Source:
     """The training data of a recipe."""
     return open_data(recipe.data, recipe.model.image.size)
-
-
-def open_val(recipe: Recipe) -> Source | None:
-    """The validation data of a recipe, if it has any."""
-    return None if recipe.data.val is None else open_source(recipe.data.val, size=recipe.model.image.size)
 
 
 def with_length(

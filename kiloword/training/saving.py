@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from kiloword.checkpoint.files import SaveError, sync, write_json
-from kiloword.checkpoint.model_folder import check_fit, in_order, not_finite, spec_of, write_tensors
+from kiloword.checkpoint.model_folder import check_fit, not_finite
 from kiloword.checkpoint.state_shards import Host, SavedState, StateShard, write_part
 from kiloword.checkpoint.states import drop_old, newest, shards_folder, states, write_numbers
+from kiloword.checkpoint.tensors import in_order, spec_of, write_tensors
 from kiloword.config.recipes import ModelFile
 from kiloword.data.images.time_limit import REASON
 from kiloword.distributed import collectives
@@ -86,6 +87,7 @@ class Saver:
 
     def __init__(self, run: Run, keep: int) -> None:
         self.run, self.keep = run, keep
+        self.last = 0  # step of the newest save
         self._host, self._pool = Host(), ThreadPoolExecutor(1, "save")
         self._job: Future[Files] | None = None  # what this rank does for the save in progress
         self._then: Callable[[Files], Files] | None = None  # what rank 0 does after all ranks have written
@@ -118,6 +120,7 @@ class Saver:
         same = {name: getattr(run.recipe, name) for name in ("method", "settings", "model", "size")}
         file = ModelFile(**same, steps=run.step, data=run.loader.source.name)
         self._then = partial(_commit, run, folder, file, deepcopy(numbers), self.keep)
+        self.last = run.step
         self._job = self._pool.submit(_write, run.out, folder, part, collectives.rank(), collectives.ranks())
 
     def advance(self) -> None:
@@ -194,12 +197,7 @@ def write_model(run: Run, file: ModelFile, stored: SavedState) -> None:
     folder = run.out / "model"
     for cut in folder.glob(".model.safetensors.*.tmp"):  # left by a crash
         cut.unlink()
-    names = {}
-    for name in stored.specs:
-        if name.startswith("learner/model."):
-            short = name.removeprefix("learner/model.")
-            averaged = f"average/model.{short}"
-            names[short] = averaged if averaged in stored.specs else name
+    names = stored.model_names()
     specs = {short: stored.specs[name] for short, name in names.items()}
     write_json(folder / "config.json", asdict(file))
     write_tensors(folder / "model.safetensors", specs, stored.whole([names[short] for short in in_order(specs)]))

@@ -28,6 +28,8 @@ from kiloword.training.optimizer import Average, Optimizer
 from kiloword.training.resolve import Resolved, resolve
 from kiloword.training.run_folder import error_kept, forget_error, holds_run
 from kiloword.training.saving import resume
+from kiloword.training.validation.best import Best
+from kiloword.training.validation.sets import ValSet
 from kiloword.types import Source
 from kiloword.watch import mirror
 
@@ -47,7 +49,8 @@ class Run:
     bad: BadRows
     log: Log
     device: torch.device
-    val: Source | None  # the validation data
+    val: list[ValSet]
+    best: Best
     lock: Lock | None  # on rank 0
     step: int = 0  # number of steps done
     truncated: int = 0  # number of captions truncated so far
@@ -83,6 +86,7 @@ def prepare(recipe: Recipe, out: Path, source: Source, *, device: str, options: 
         log=Log(None, recipe.steps, quiet=options.quiet or not main),
         device=torch.device(device),
         val=resolved.val,
+        best=resolved.best,
         lock=_claim(resolved, out) if main else None,  # after everything that can refuse the recipe
     )
     with error_kept(out):

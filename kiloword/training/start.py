@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kiloword.checkpoint.model_folder import check_weights, load_weights, read_model_file, read_tensors
+from kiloword.checkpoint.model_folder import check_weights, load_weights, read_model_file
+from kiloword.checkpoint.tensors import read_tensors
 from kiloword.checkpoint.trust import Trust, method_of
 from kiloword.config import recipes
 from kiloword.config.recipes import ModelConfig, Recipe

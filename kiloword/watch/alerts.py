@@ -128,7 +128,7 @@ class Falling(Rule):
     falls = 0.0
 
     def measure(self, row: Row) -> tuple[float, str] | None:
-        names = [k for k in row if k == "val/accuracy" or (k.startswith("val/") and k.endswith("_recall@1"))]
+        names = [k for k in row if k.startswith("val/") and k.endswith(("_recall@1", "/accuracy", "/acc1"))]
         values = [v for k in names if (v := number(row, k)) is not None]
         if not values:
             return None

@@ -19,7 +19,8 @@ from kiloword.watch.runs import Watched
 
 COUNTED = {"skipped": "bad samples", "truncated": "captions cut"}
 COUNTED |= {"skipped_steps": "steps skipped", "restarts": "restarts"}
-COUNTS = ("step", "epoch", "time", "restarts", "skipped", "truncated", "captions")  # shown in words
+COUNTS = ("step", "epoch", "time", "restarts", "skipped", "truncated", "captions", "stopped_early")  # shown in words
+HEADLINES = ("recall@1", "/accuracy", "/acc1", "/mean_average_precision", "/cider")  # ends of metrics of validation
 SPEED = ("pairs_per_s", "data_wait", "slowest_data_wait")
 LAST = ("gradient_norm", *SPEED, "lr", "scale", "bias", "memory", "save_s", "skipped_steps")
 STATES = {"waiting": "dim", "running": "green", "finished": "bold green", "stopped": "yellow"}
@@ -86,6 +87,8 @@ def _parts(run: Watched) -> list[StyledText]:
     for name, words in (("loss", "loss {}"), ("lr", "lr {}"), ("epoch", "epoch {}")):
         if name in run.columns:
             parts.append((words.format(short(float(last[name]))), ""))
+    if run.best:
+        parts.append((f"best {run.best[0].removeprefix('val/')} {short(run.best[1])} at step {run.best[2]:,}", "green"))
     if run.pace.rate is not None:
         parts.append((f"{per_second(run.pace.rate)} pairs/s", ""))
     return [part for part in parts + _counts(run) if part[0]]
@@ -128,7 +131,9 @@ def _chosen(runs: Sequence[Watched], view: View) -> list[str]:
     val = [n for n in names if n.startswith("val/")]
     terms = [n for n in names if n not in val and n not in LAST and n != "loss"]
     first = ["loss"] if "loss" in names else []
-    return first + terms + [n for n in val if n.endswith(("recall@1", "accuracy"))] + [n for n in LAST if n in names]
+    best = {run.best[0] for run in runs if run.best}
+    val = [n for n in val if n.endswith(HEADLINES) or n in best]
+    return first + terms + val + [n for n in LAST if n in names]
 
 
 def _dull(name: str, runs: Sequence[Watched]) -> bool:

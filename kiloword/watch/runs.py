@@ -14,7 +14,7 @@ import numpy as np
 
 from kiloword.terminal.progress import Pace
 from kiloword.watch.alerts import Alerts
-from kiloword.watch.rows import Columns, RowReader, absurd
+from kiloword.watch.rows import NAME, Columns, RowReader, absurd
 from kiloword.watch.rule import About
 
 LEAST_SILENCE = 60.0  # seconds without a row that count as normal
@@ -41,6 +41,7 @@ class Watched:
     def __init__(self, folder: Path, name: str) -> None:
         self.folder, self.name = folder, name
         self.config, self.error = read_config(folder), ""  # the error with which the run ended
+        self.best = read_best(folder)
         self.reader = RowReader(folder / "metrics.jsonl")
         self._clear()
 
@@ -51,10 +52,11 @@ class Watched:
 
     def update(self) -> bool:
         """Read new rows; returns whether anything changed."""
-        before = self.config, self.error
+        before = self.config, self.error, self.best
         self.config = read_config(self.folder)  # written when a run begins, and again with --extend
         self.error = str(_json(self.folder / ERROR).get("error", ""))
-        new = before != (self.config, self.error)
+        self.best = read_best(self.folder)
+        new = before != (self.config, self.error, self.best)
         if before[0] != self.config:
             self.reader = RowReader(self.reader.path)
             self._clear()
@@ -89,6 +91,8 @@ class Watched:
             return "waiting", "no row yet"
         if self.config.steps is not None and self.step >= self.config.steps:
             return "finished", ""
+        if self.step in self.columns.of("stopped_early")[0]:
+            return "finished", "early, by --patience"
         silent = max(now - _changed(self.reader.path, now), 0.0)
         gaps = np.diff(self.columns.of("time")[1][-200:])  # between rows, with pauses (saving, validation)
         usual = max(10 * float(np.median(gaps)), 2 * float(np.quantile(gaps, 0.98))) if len(gaps) else 0.0
@@ -121,6 +125,15 @@ def read_config(folder: Path) -> Config:
     kinds = {"method": str, "size": str, "steps": int, "batch": int, "bad_share": float, "max_scale": float | int}
     fits = {k: there[k] for k, kind in kinds.items() if isinstance(there.get(k), kind)}
     return Config(**{k: value for k, value in fits.items() if isinstance(value, str) or not absurd(value)})
+
+
+def read_best(folder: Path) -> tuple[str, float, int] | None:
+    """Metric, value and step of the model that `--keep-best` kept; None without one."""
+    raw = _json(folder / "best" / "best.json")
+    metric, value, step = (raw.get(name) for name in ("metric", "value", "step"))
+    if not isinstance(metric, str) or type(step) is not int or absurd(value) or absurd(step):
+        return None
+    return metric[:NAME], float(value or 0), step
 
 
 def _inside(raw: dict[str, Any], name: str) -> dict[str, Any]:

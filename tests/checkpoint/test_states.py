@@ -29,9 +29,9 @@ from torch.multiprocessing.spawn import spawn
 import kiloword.training.saving as saving
 from kiloword.checkpoint import state_shards as shards
 from kiloword.checkpoint.files import SaveError
-from kiloword.checkpoint.model_folder import CODES, in_order, spec_of, write_tensors
 from kiloword.checkpoint.state_shards import Host, SavedState, StateShard, write_part
 from kiloword.checkpoint.states import newest, shards_folder, steps_done, write_numbers
+from kiloword.checkpoint.tensors import CODES, in_order, spec_of, write_tensors
 from kiloword.config.recipes import Recipe
 from kiloword.distributed import collectives, launch
 from kiloword.methods.defaults import default_recipe

@@ -27,7 +27,8 @@ from tokenizers import Regex, pre_tokenizers
 
 from folders import model_folder
 from kiloword.api import load
-from kiloword.checkpoint.model_folder import read_model_file, read_shapes
+from kiloword.checkpoint.model_folder import read_model_file
+from kiloword.checkpoint.tensors import read_shapes
 from kiloword.config.recipes import HeadConfig, ImageConfig, TextConfig
 from kiloword.config.settings import check as check_recipe
 from kiloword.data.text.tokenizer import Tokenizer, clip_tokenizer, plain

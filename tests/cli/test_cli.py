@@ -31,7 +31,8 @@ FLAGS = (
     "out steps epochs samples dry-run pooling transforms positives pair-loss uncertainty terms size init freeze batch "
     "micro chunk precision matmul seed data weights val extra-captions raw-captions features captions together decoder "
     "bad-share vocab "
-    "workers device log-every log-to save-every eval-every keep-states timeout max-skipped-steps parallel "
+    "workers device log-every log-to save-every eval-every eval-epochs keep-best patience keep-states timeout "
+    "max-skipped-steps parallel "
     "checkpointing compile extend trust-code quiet"
 )
 VERBS = "train quickstart eval score embed caption mine data verify plan import watch methods sizes doctor"

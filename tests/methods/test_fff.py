@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kiloword.checkpoint.model_folder import read_tensors
+from kiloword.checkpoint.tensors import read_tensors
 from kiloword.config.recipes import sizes
 from kiloword.distributed import collectives
 from kiloword.losses.many import Balanced

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kiloword.api import Matcher, load
-from kiloword.checkpoint.model_folder import read_tensors
+from kiloword.checkpoint.tensors import read_tensors
 from kiloword.cli import main as cli
 from kiloword.config.recipes import ModelConfig, Recipe, sizes
 from kiloword.data.reading import captions_of

@@ -15,11 +15,12 @@ from safetensors.torch import load_file
 from kiloword.config.recipes import OptimConfig, Recipe
 from kiloword.data.sources.open import open_source
 from kiloword.methods.defaults import default_recipe
-from kiloword.training import resolve, saving, validation
+from kiloword.training import loop, saving
 from kiloword.training.log import read_metrics
 from kiloword.training.loop import RunOptions, train
 from kiloword.training.meter import Guard, is_bad
 from kiloword.training.optimizer import Optimizer
+from kiloword.training.validation import sets
 from kiloword.types import Source
 
 LR, SCENES = 0.002, 72
@@ -27,7 +28,7 @@ LR, SCENES = 0.002, 72
 
 def recipe(**optim: Any) -> Recipe:
     base = default_recipe("siglip", "debug", (f"scenes?n={SCENES}&captions=2",))
-    data = replace(base.data, tokenizer_vocab=300, val="scenes:val?n=12")
+    data = replace(base.data, tokenizer_vocab=300, val=("scenes:val?n=12",))
     optim_config = replace(base.optim, lr=LR, warmup=4.0, final_lr=0.25, **optim)
     return replace(base, data=data, optim=optim_config, batch=16, steps=9, seed=3)
 
@@ -54,7 +55,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, opened: list[str]) -> tuple[Pa
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(saving.Saver, "save", noted)
-        patch.setattr(resolve, "open_source", noted_source)
+        patch.setattr(sets, "open_source", noted_source)
         train(recipe(), out, options=RunOptions(log_every=2, save_every=3, eval_every=4, keep_states=2, quiet=True))
     return out, saved
 
@@ -103,7 +104,7 @@ def test_a_finished_run_validates_no_more(run: tuple[Path, list[int]], monkeypat
     """The same recipe finds its run done, also where it writes 4 for 4.0."""
     out, _ = run
     before = (out / "metrics.jsonl").read_bytes()
-    monkeypatch.setattr(validation, "validate", lambda run: pytest.fail("validated again"))
+    monkeypatch.setattr(loop, "validate", lambda run: pytest.fail("validated again"))
     same = replace(recipe(), optim=replace(recipe().optim, warmup=4))
     train(same, out, options=RunOptions(log_every=2, save_every=3, eval_every=4, keep_states=2, quiet=True))
     assert (out / "metrics.jsonl").read_bytes() == before

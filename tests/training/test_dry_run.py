@@ -17,9 +17,10 @@ from kiloword.config.options import RunOptions
 from kiloword.config.recipes import AugmentConfig, OptimConfig
 from kiloword.methods.defaults import default_recipe
 from kiloword.methods.registry import names
-from kiloword.training import dry_run, loop, validation
+from kiloword.training import dry_run, loop
 from kiloword.training.resolve import open_sources
 from kiloword.training.run_folder import run_file
+from kiloword.training.validation import sets
 from tars import photo
 
 SMALL = ("--batch", "8", "--steps", "1", "--size", "debug", "--vocab", "300", "--log-every", "1")
@@ -176,9 +177,9 @@ def test_a_few_bad_rows_of_the_validation_data_are_no_reason(tmp_path: Path, mon
         (images / f"{n}.txt").write_text(f"thing {n}")
     for n in (0, 1, 10):  # the first by name
         (images / f"{n}.png").write_bytes(b"no image")
-    monkeypatch.setattr(validation, "TRIED", 8)
+    monkeypatch.setattr(sets, "TRIED", 8)
     train("clip", "--data", "scenes?n=64", "--val", images, *SMALL, "--out", tmp_path / "run", "--dry-run")
-    monkeypatch.setattr(validation, "TRIED", 1)
+    monkeypatch.setattr(sets, "TRIED", 1)
     with pytest.raises(SystemExit):
         train("clip", "--data", "scenes?n=64", "--val", images, *SMALL, "--out", tmp_path / "run", "--dry-run")
 

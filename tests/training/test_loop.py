@@ -49,7 +49,7 @@ class World:
         note, world = self.note, self
         self.run: Any = SimpleNamespace(
             recipe=SimpleNamespace(
-                steps=6, batch=2, micro=1, precision="fp32", data=SimpleNamespace(val="x" if val else None)
+                steps=6, batch=2, micro=1, precision="fp32", data=SimpleNamespace(val=("x",) if val else ())
             ),
             learner=SimpleNamespace(model=SimpleNamespace(head=SimpleNamespace(clamp_=lambda: note("clamp")))),
             optimizer=SimpleNamespace(step=self.moved),
@@ -60,6 +60,7 @@ class World:
             ),
             bad=SimpleNamespace(count=lambda new: []),
             reducer="reducer",
+            best=SimpleNamespace(resume=lambda step: False, take=lambda metrics, step: False, stalled=False),
             step=step,
             truncated=0,
             device=torch.device("cpu"),
@@ -196,6 +197,16 @@ def test_validation_comes_behind_a_state(monkeypatch: pytest.MonkeyPatch) -> Non
     assert names == ["add", "row", "progress", "advance", "look", "save", "finish", "validate", "row"]
     assert World(monkeypatch, options(eval_every=0), val=True).go()["validate"] == [6]
     assert "validate" not in World(monkeypatch, options(eval_every=4)).go()
+
+
+@pytest.mark.parametrize(
+    ("epochs", "at"), [(0.2, [1, 2, 3, 4, 5, 6]), (0.5, [2, 3, 5, 6]), (1.0, [3, 6]), (1.5, [5, 6]), (9.0, [6])]
+)
+def test_validation_by_epochs(epochs: float, at: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three steps each; and at the end."""
+    world = World(monkeypatch, options(eval_epochs=epochs), val=True)
+    world.run.loader.order = SimpleNamespace(steps_per_epoch=3)
+    assert world.go()["validate"] == at
 
 
 @pytest.mark.parametrize(("step", "validates"), [(0, False), (3, False), (4, True), (6, True)])

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from counting import opened_in
 from kiloword.checkpoint.lock import Lock
-from kiloword.checkpoint.model_folder import read_tensors
+from kiloword.checkpoint.tensors import read_tensors
 from kiloword.config.options import RunOptions
 from kiloword.config.recipes import Recipe
 from kiloword.distributed import collectives, launch

@@ -114,7 +114,7 @@ def test_a_run_killed_in_its_last_validation(tmp_path: Path, monkeypatch: pytest
         raise PowerCut
 
     some = recipe(steps=2)
-    some = replace(some, data=replace(some.data, val="scenes:test?n=8"))
+    some = replace(some, data=replace(some.data, val=("scenes:test?n=8",)))
     with monkeypatch.context() as patch:
         patch.setattr(loop, "validate", cut)
         with pytest.raises(PowerCut):

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from kiloword.distributed import collectives, sharing
-from kiloword.training import validation
+from kiloword.training.validation import evaluate, sets
 from kiloword.types import BadSample, Record
 
 
@@ -50,25 +50,25 @@ class Rows:
 )
 def test_rows_that_are_tried_before_a_run(count: int, bad: set[int], good: list[int]) -> None:
     source: Any = Rows(count, bad)
-    found = validation._good_rows(source, with_questions=False)
+    found = sets._good_rows(source, "retrieval")
     assert list(found) == good
-    some = validation._ValidationRows(source, found)
+    some = sets._ValidationRows(source, found)
     assert (len(some), some.name, some.fingerprint, some.natural) == (len(good), "rows", "r", True)
     assert [some.key(n) for n in range(len(some))] == [f"k{row}" for row in good]
     assert not hasattr(some, "answers")
     source.answers = ("yes", "no")
-    assert validation._ValidationRows(source, found).answers == ("yes", "no")
+    assert sets._ValidationRows(source, found).answers == ("yes", "no")
     if not bad:
         assert [some.record(n).key for n in range(len(some))] == [f"k{row}" for row in good]
 
 
 def test_no_more_rows_are_tried_than_a_few(monkeypatch: pytest.MonkeyPatch) -> None:
     source: Any = Rows(1000, set(range(1000)))
-    found = validation._good_rows(source, with_questions=False)
-    assert len(found) == len(source.read) == validation.TRIED
+    found = sets._good_rows(source, "retrieval")
+    assert len(found) == len(source.read) == sets.TRIED
     assert max(found) < 1000
     source = Rows(5)
-    assert list(validation._good_rows(source, with_questions=True)) == list(range(5))  # none has a question
+    assert list(sets._good_rows(source, "vqa")) == list(range(5))  # none has a question
 
 
 @pytest.mark.parametrize(
@@ -85,9 +85,9 @@ def test_whether_the_last_step_was_validated(
 ) -> None:
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     run: Any = SimpleNamespace(out=tmp_path, step=step)
-    assert validation.validated(run) == known
+    assert evaluate.validated(run) == known
     monkeypatch.setattr(collectives, "rank", lambda: 1)  # rank 0 alone reads
-    assert not validation.validated(run)
+    assert not evaluate.validated(run)
 
 
 @pytest.mark.parametrize("cuda", [False, True])
@@ -109,8 +109,8 @@ def test_averaged_weights_are_judged_and_training_goes_on(
         yield
         events.append("live")
 
-    def evaluate(matcher: Any, task: str, given: Any, **options: Any) -> dict[str, Any]:
-        assert matcher == ("model", "tokenizer")
+    def judge(matcher: Any, task: str, given: Any, **options: Any) -> dict[str, Any]:
+        assert matcher == ("model", "tokenizer", learner.method)
         assert given is source
         assert options == ({"train": train} if asks and not answers else {})
         assert sharing.lockstep() == sharded
@@ -122,14 +122,15 @@ def test_averaged_weights_are_judged_and_training_goes_on(
     monkeypatch.setattr(collectives, "rank", lambda: 1)
     monkeypatch.setattr(collectives, "ranks", lambda: 2)
     monkeypatch.setattr(collectives, "sharded", lambda p: sharded and p == "second")
-    monkeypatch.setattr("kiloword.api.Matcher", lambda model, tokenizer: (model, tokenizer))
-    monkeypatch.setattr("kiloword.evaluation.evaluate", evaluate)
+    monkeypatch.setattr("kiloword.api.Matcher", lambda *given: given)
+    monkeypatch.setattr("kiloword.evaluation.evaluate", judge)
+    monkeypatch.setattr(evaluate, "gathered", lambda mine: [mine])
 
     def precision_of(name: str, device: str) -> Any:
         events.append(f"{name} on {device}")
         return nullcontext
 
-    monkeypatch.setattr(validation, "precision_of", precision_of)
+    monkeypatch.setattr(evaluate, "precision_of", precision_of)
     learner = SimpleNamespace(
         model="model",
         method=SimpleNamespace(needs=("questions",) if asks else ("teacher",)),
@@ -138,7 +139,7 @@ def test_averaged_weights_are_judged_and_training_goes_on(
         parameters=lambda: ["first", "second"],
     )
     run: Any = SimpleNamespace(
-        val=source,
+        val=[sets.ValSet("rows", "vqa" if asks else "retrieval", source)],
         recipe=SimpleNamespace(precision="bf16"),
         device=torch.device("cuda" if cuda else "cpu"),
         learner=learner,
@@ -148,7 +149,7 @@ def test_averaged_weights_are_judged_and_training_goes_on(
         log=SimpleNamespace(say=events.append),
         step=7,
     )
-    found = validation.validate(run)
+    found = evaluate.validate(run)
     task, said = ("vqa", "accuracy 0.250") if asks else (
         "retrieval", "text_retrieval_recall@1 0.500, image_retrieval_recall@1 0.125"
     )  # fmt: skip

@@ -1,0 +1,222 @@
+"""The validation sets of a run: what `--val` names, by which task each is evaluated, and a check before the run."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kiloword.config.recipes import Recipe, sizes
+from kiloword.data.images.augmentation import EvalTransform
+from kiloword.data.reading import captions_at, name_of, read, read_image
+from kiloword.data.sources.open import open_source
+from kiloword.data.sources.sample import question_in
+from kiloword.data.text.tokenizer import Tokenizer
+from kiloword.methods.registry import preset
+from kiloword.model.model import build
+from kiloword.types import BadSample, Record, Source
+
+if TYPE_CHECKING:
+    from kiloword.api import Matcher
+
+TRIED = 32  # rows searched for those that are evaluated before a run
+ROWS = {"retrieval": 2, "zeroshot": 2, "vqa": 2}  # number of these rows by task, and
+MORE_ROWS = 8  # of other tasks, which compare images with each other
+LOCKSTEP = ("retrieval", "zeroshot", "vqa")  # tasks whose ranks can share the work on a sharded model
+NEED_MORE = {"probe": "a training set: evaluate a state by `kiloword eval probe OUT --train SRC`"}
+ENDINGS = (".tar", ".csv", ".tsv", ".parquet", ".json", ".jsonl")  # of files, left off in names
+
+
+@dataclass(frozen=True)
+class ValSet:
+    """A data set that a run is evaluated on."""
+
+    name: str  # in metrics, unique among those of the run
+    task: str
+    source: Source
+
+
+def prefix(one: ValSet, every: Sequence[ValSet]) -> str:
+    """The beginning of the names of a set's metrics: "val/", or "val/NAME/" where there are several sets."""
+    return f"val/{one.name}/" if len(every) > 1 else "val/"
+
+
+def open_val(recipe: Recipe) -> list[ValSet]:
+    """The validation sets of a recipe. Raises: ValueError for an unknown task, one set twice, and as `open_source`."""
+    named = [_parsed(word) for word in recipe.data.val]
+    asks, opened = "questions" in preset(recipe.method, recipe.settings).needs, []
+    for task, src in named:
+        source = open_source(src, size=recipe.model.image.size)
+        opened.append((task or _task_of(source, asks), src, source))
+    names = set_names([(task, src) for task, src, _ in opened])
+    return [ValSet(name, task, source) for name, (task, _, source) in zip(names, opened, strict=True)]
+
+
+def _parsed(word: str) -> tuple[str | None, str]:
+    """The task that a word of `--val` names, if any, and its SRC."""
+    task, _, src = word.partition("=")
+    if task == word or not re.fullmatch(r"[A-Za-z][\w+-]*", task) or Path(word).exists():
+        return None, word
+    from kiloword.evaluation import find
+
+    try:
+        find(task)
+    except ValueError as e:
+        raise ValueError(f"--val {word}: {e} Expected SRC or TASK=SRC.") from None
+    if task in NEED_MORE:
+        raise ValueError(f"--val {word}: {task} needs {NEED_MORE[task]}.")
+    if not src:
+        raise ValueError(f"--val {word} names no data: expected TASK=SRC, such as {task}=photos/dev.")
+    return task, src
+
+
+def _task_of(source: Source, asks: bool) -> str:
+    """The task of a source that names none. Args: asks: whether the method of the run answers questions."""
+    if asks:
+        return "vqa"
+    return "zeroshot" if getattr(source, "classnames", None) and not _has_captions(source) else "retrieval"
+
+
+def _has_captions(source: Source) -> bool:
+    for row in _tried(source):
+        with suppress(BadSample):
+            if captions_at(source, row):
+                return True
+    return False
+
+
+def set_names(sets: Sequence[tuple[str, str]]) -> list[str]:
+    """A short name for each (task, SRC): the end of its path, with as many folders as tell the sources apart; with the
+    task where one source is evaluated by several. Raises: ValueError for a set that is given twice."""
+    twice = next((pair for pair, count in Counter(sets).items() if count > 1), None)
+    if twice is not None:
+        raise ValueError(f"--val names {twice[1]} twice for the task {twice[0]}: name it once.")
+    sources = list(dict.fromkeys(src for _, src in sets))
+    short = dict(zip(sources, _told_apart(sources), strict=True))
+    tasks = Counter(src for _, src in sets)
+    return [f"{task}={short[src]}" if tasks[src] > 1 else short[src] for task, src in sets]
+
+
+def _told_apart(sources: Sequence[str]) -> list[str]:
+    plain = [_without_ending(src.partition("?")[0].rstrip("/")) for src in sources]
+    for parts in range(1, 1 + max((path.count("/") for path in plain), default=0)):
+        names = ["/".join(path.split("/")[-parts:]) for path in plain]
+        if len(set(names)) == len(names):
+            return names
+    return plain if len(set(plain)) == len(plain) else list(sources)
+
+
+def _without_ending(path: str) -> str:
+    return next((path.removesuffix(end) for end in ENDINGS if path.endswith(end)), path)
+
+
+def judged(matcher: Matcher, one: ValSet, train: Source) -> dict[str, float]:
+    """The metrics of one set that its task prints. Args: train: training data, for the answers that vqa may give."""
+    from kiloword.evaluation import evaluate, find
+    from kiloword.evaluation.caption import CaptionOptions
+
+    options: dict[str, Any] = {}
+    if one.task == "vqa" and not hasattr(one.source, "answers"):
+        options["train"] = train
+    elif one.task == "caption":
+        options["judge"] = CaptionOptions(meteor=False)  # its Java program takes longer than the other metrics
+    metrics = evaluate(matcher, one.task, one.source, **options)
+    return {name: v for name, v in metrics.items() if isinstance(v, float) and find(one.task).prints(name)}
+
+
+def check_val(recipe: Recipe, val: Sequence[ValSet], tokenizer: Tokenizer, source: Source) -> dict[str, str]:
+    """Evaluate a few rows of the validation sets with a small stand-in model, before hours of training.
+
+    Args: val: result of `open_val`; tokenizer: of the run; source: the training data.
+    Returns: the metrics, by name in `metrics.jsonl` -> name as of their task.
+    Raises: ValueError for data that the validation of the run would refuse.
+    """
+    names: dict[str, str] = {}
+    for one in val:
+        few = replace(one, source=_few(one.source, one.task))
+        try:
+            metrics = judged(_stand_in(recipe, one.task, tokenizer), few, _few(source, one.task))
+        except ValueError as e:
+            raise ValueError(f"--val {one.source.name}, {one.task}: {e}" if len(val) > 1 else str(e)) from e
+        names |= {f"{prefix(one, val)}{name}": name for name in metrics}
+    return names
+
+
+def _stand_in(recipe: Recipe, task: str, tokenizer: Tokenizer) -> Matcher:
+    """A model of size debug: of the run's method where the task depends on it."""
+    from kiloword.api import Matcher
+
+    small, method = sizes()["debug"], preset(recipe.method, recipe.settings)
+    if "questions" in method.needs:
+        method = preset("vqa")
+    elif task in ("retrieval", "zeroshot"):
+        method = preset("clip")
+    text = replace(small.text, vocab=tokenizer.vocab, special=tokenizer.roles.ids())
+    return Matcher(build(replace(small, text=text), method), tokenizer, method)
+
+
+def _few(source: Source, task: str) -> _ValidationRows:
+    return _ValidationRows(source, _good_rows(source, task))
+
+
+def _tried(source: Source) -> range:
+    return range(0, len(source), max(1, len(source) // TRIED))[:TRIED]
+
+
+def _good_rows(source: Source, task: str) -> Sequence[int]:
+    """The first usable rows, or all rows that were tried."""
+    transform = EvalTransform(sizes()["debug"].image.size)
+
+    def is_good(row: int) -> bool:
+        try:
+            record = read_image(source, row) if task == "zeroshot" else read(source, row)
+            transform(record.image)
+        except BadSample:
+            return False
+        return _fits(record, task)
+
+    good = list(islice(filter(is_good, _tried(source)), ROWS.get(task, MORE_ROWS)))
+    return good or _tried(source)
+
+
+def _fits(record: Record, task: str) -> bool:
+    """Whether a task can use a row."""
+    if task == "zeroshot":
+        return record.label is not None
+    return question_in(record.info) is not None if task == "vqa" else bool(record.captions)
+
+
+class _ValidationRows:
+    """Some rows of a source."""
+
+    natural = True
+
+    def __init__(self, source: Source, rows: Sequence[int]) -> None:
+        self.source, self.rows = source, rows
+        self.name, self.fingerprint = source.name, source.fingerprint
+        for name in ("answers", "classnames", "templates"):
+            if hasattr(source, name):
+                setattr(self, name, getattr(source, name))
+        for name in ("scene", "hierarchies"):
+            if hasattr(source, name):
+                setattr(self, name, self._of_row(getattr(source, name)))
+        if hasattr(source, "relevance"):
+            truth = source.relevance
+            self.relevance = lambda captions, rows: truth(captions, [self.rows[row] for row in rows])
+
+    def _of_row(self, get: Any) -> Any:
+        return lambda row: get(self.rows[row])
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def record(self, row: int) -> Record:
+        return self.source.record(self.rows[row])
+
+    def key(self, row: int) -> str:
+        return name_of(self.source, self.rows[row])
