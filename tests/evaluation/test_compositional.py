@@ -18,6 +18,7 @@ from kiloword.cli.main import main
 from kiloword.data.sources.open import open_source
 from kiloword.evaluation import evaluate
 from kiloword.evaluation.compositional import page
+from kiloword.evaluation.compositional.items import BENCHMARKS
 from kiloword.evaluation.compositional.task import Comparisons, Verdict, figures
 from kiloword.types import Skipped
 from pages import sections
@@ -186,12 +187,16 @@ def test_valse_counts_valid_foils_by_phenomenon(matcher: Matcher, photos: Path, 
     assert {n for n in got if n.startswith("accuracy@")} == {"accuracy@plurals", "accuracy@actions"}
 
 
-def test_small_categories_stay_out_of_aros_mean() -> None:
+def test_aros_mean_omits_small_categories_of_attributes_and_symmetric_relations() -> None:
     right = torch.tensor([True] * 30 + [False] * 3)
     verdict = Verdict("accuracy", right, ~right, torch.full((33,), 0.5))
-    got = dict(figures(verdict, ["many"] * 30 + ["few"] * 3, 25))
+    attributes, relations = BENCHMARKS["attributes"], BENCHMARKS["true_caption"]
+    got = dict(figures(verdict, ["many"] * 30 + ["few"] * 3, attributes))
     assert (got["accuracy_by_category"], got["accuracy@few"]) == (1, 0)
     assert got["accuracy"] == pytest.approx(30 / 33)
+    of_relations = ["riding"] * 30 + ["sitting next to"] * 2 + ["feeding"]
+    assert dict(figures(verdict, of_relations, relations))["accuracy_by_category"] == 1 / 2
+    assert "accuracy_by_category" not in dict(figures(verdict, ["near"] * 33, relations))
 
 
 def test_only_pairs_of_items_are_scored(

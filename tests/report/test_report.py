@@ -372,6 +372,21 @@ def test_write_replaces_whole_files(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert list(target.parent.iterdir()) == [target]
 
 
+def test_bars_have_their_lengths_a_line_and_escaped_names() -> None:
+    html = report.bars({NASTY: {"a": 0.25, NASTY: 1.0}, "second": {"a": 0.0}}, {NASTY: 0.5, "second": 1 / 3}, NASTY)
+    reader = Reader(html)
+    assert "<script" not in html
+    styles = [tag["style"] or "" for _, tag in reader.tags if tag.get("class") in ("bar", "mark")]
+    assert [re.split("[;]", style)[0] for style in styles] == [
+        "width:25.0%",
+        "width:100.0%",
+        "left:50.0%",
+        "width:0.0%",
+        "left:33.3%",
+    ]
+    assert report.bars({}, {}, "chance") == ""
+
+
 def test_write_refuses_a_folder_that_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "f").write_text("")
     with pytest.raises(ValueError, match="cannot write"):

@@ -72,10 +72,7 @@ def report(metrics: Results, data: str, shown: Mapping[str, Mapping[str, Any]]) 
     """A page: each figure by category and model, then examples of each model."""
     benchmarks = " and ".join(dict.fromkeys(more["benchmark"] for more in shown.values()))
     names = dict.fromkeys(
-        name.removesuffix("_by_category")
-        for values in metrics.values()
-        for name in values
-        if name.endswith("_by_category")
+        name.removesuffix("_chance") for values in metrics.values() for name in values if name.endswith("_chance")
     )
     return page(
         f"Composition: {benchmarks}",
@@ -99,7 +96,9 @@ def _figure(metrics: Results, name: str) -> Iterator[str]:
     ]
     items, chance = f"{first['items']:.0f}", first[f"{name}_chance"]
     rows.append(["all items", items, *(values[name] for values in metrics.values()), chance])
-    rows.append(["mean over categories", "", *(values[f"{name}_by_category"] for values in metrics.values()), chance])
+    rows.append(
+        ["mean over categories", "", *(values.get(f"{name}_by_category") for values in metrics.values()), chance]
+    )
     yield table(rows, ["category", "items", *metrics, "chance"], digits=3)
     shown = categories[:LINES]
     values_of = {c: {model: values[f"{name}@{c}"] for model, values in metrics.items()} for c in shown}

@@ -45,7 +45,7 @@ def run(inputs: Inputs, options: CompositionalTaskOptions) -> Values:
     yield "items_skipped", float(len(stored.items) - len(usable))
     yield "ties", float(torch.stack([verdict.tied for verdict in verdicts]).any(0).sum())
     for verdict in verdicts:
-        yield from figures(verdict, [item.category for item in usable], stored.benchmark.least)
+        yield from figures(verdict, [item.category for item in usable], stored.benchmark)
     if inputs.shown is not None:
         from kiloword.evaluation.compositional.page import drawn
 
@@ -159,18 +159,19 @@ def _cosine(a: Features, b: Features) -> Tensor:
     return (a["vec"].float() * b["vec"].float()).sum(1)
 
 
-def figures(verdict: Verdict, categories: Sequence[str], least: int) -> Values:
-    """Means of a verdict: over items, over categories of at least `least` items, at chance, and of each category."""
+def figures(verdict: Verdict, categories: Sequence[str], benchmark: Benchmark) -> Values:
+    """Means of a verdict: over items, at chance, over the categories that the benchmark counts, of each category."""
     names = sorted(set(categories))
     numbers = {category: n for n, category in enumerate(names)}
     of = torch.tensor([numbers[category] for category in categories])
     count = torch.bincount(of, minlength=len(names)).double()
     right = torch.bincount(of, verdict.right.double(), len(names)) / count
     chance = torch.bincount(of, verdict.chance, len(names)) / count
-    name, counted = verdict.name, count >= min(least, float(count.max()))
+    name, counted = verdict.name, torch.tensor([benchmark.counts(c, int(n)) for c, n in zip(names, count, strict=True)])
     yield name, verdict.right.double().mean().item()
     yield f"{name}_chance", verdict.chance.mean().item()
-    yield f"{name}_by_category", right[counted].mean().item()
+    if counted.any():
+        yield f"{name}_by_category", right[counted].mean().item()
     for n, category in enumerate(names):
         yield f"{name}@{category}", right[n].item()
         yield f"{name}_chance@{category}", chance[n].item()
