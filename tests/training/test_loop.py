@@ -49,9 +49,16 @@ class World:
         note, world = self.note, self
         self.run: Any = SimpleNamespace(
             recipe=SimpleNamespace(
-                steps=6, batch=2, micro=1, precision="fp32", data=SimpleNamespace(val=("x",) if val else ())
+                steps=6,
+                batch=2,
+                micro=1,
+                precision="fp32",
+                model=SimpleNamespace(image=SimpleNamespace(tower="vit")),
+                data=SimpleNamespace(val=("x",) if val else ()),
             ),
-            learner=SimpleNamespace(model=SimpleNamespace(head=SimpleNamespace(clamp_=lambda: note("clamp")))),
+            learner=SimpleNamespace(
+                model=SimpleNamespace(head=SimpleNamespace(clamp_=lambda: note("clamp"))), named_modules=lambda: ()
+            ),
             optimizer=SimpleNamespace(step=self.moved),
             average=SimpleNamespace(update=lambda *given: self.given.append(given[1:]) or note("average")),
             loader=SimpleNamespace(batches=self.batches, workers=3),
