@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,6 +34,7 @@ ITEMS = {  # of the papers' texts
     "FFF": "Fig. 1, Fig. 2, Fig. 3, Fig. 4, Fig. 5, Fig. 6, Tab. 1, Tab. 2, Tab. 3, Tab. 4, Tab. 5, Tab. 6, Tab. 7, "
     "Tab. 8, Tab. 9, Tab. 10, Tab. 11, Tab. 12, Tab. 13, Tab. 14",
 }
+COMMAND = r"`((?:kiloword|python -m research\.).*)`"
 NOTHING = re.compile(r"none|not available: .{10,}")
 SIZED = (  # of a run: its size and length, its data, its folder
     "--size",
@@ -42,6 +44,8 @@ SIZED = (  # of a run: its size and length, its data, its folder
     "--samples",
     "--data",
     "--init",
+    "--val",
+    "--eval-epochs",
     "--features",
     "--extra-captions",
     "--out",
@@ -67,7 +71,7 @@ RUNS = {cells[0].strip("`"): cells[1].strip("`") for _, cells in rows(2)}
 
 def commands(column: int) -> list[str]:
     """The distinct commands of a column."""
-    found = (re.fullmatch(r"`(kiloword .*)`", cells[column]) for _, cells in TABLES)
+    found = (re.fullmatch(COMMAND, cells[column]) for _, cells in TABLES)
     return list(dict.fromkeys(match[1] for match in found if match))
 
 
@@ -79,7 +83,7 @@ def test_every_table_and_figure_has_a_row(paper: str) -> None:
 def test_every_row_has_commands_or_says_why_not() -> None:
     for paper, (item, shows, command, small, here) in TABLES:
         for cell in (command, small):
-            assert re.fullmatch(r"`kiloword .*`", cell) or NOTHING.fullmatch(cell), (paper, item, cell)
+            assert re.fullmatch(COMMAND, cell) or NOTHING.fullmatch(cell), (paper, item, cell)
         assert shows
         assert here
         assert (command == "none") <= (small == "none"), (paper, item)
@@ -114,7 +118,11 @@ def test_debug_command(
     command: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(place)
-    main(shlex.split(command)[1:])
+    if command.startswith("python -m research."):
+        monkeypatch.setattr("sys.argv", shlex.split(command)[2:])
+        runpy.run_module(shlex.split(command)[2], run_name="__main__")
+    else:
+        main(shlex.split(command)[1:])
     assert capsys.readouterr().out
 
 
@@ -143,7 +151,9 @@ def debug_words(command: str) -> tuple[str, ...]:
             kept.append(word)
     kept += ["--batch", "4", "--steps", "2", "--dry-run", "--out", "planned"]
     kept += ["--data", "scenes:train?n=64&task=vqa" if words[1] == "vqa" else "photos"]
-    kept += ["--init", "debug/sycoca/model"] if "--init" in words else ["--size", "debug"]
+    started = "debug/siglip/model" if words[1] == "prolip" else "debug/sycoca/model"
+    kept += ["--init", started] if "--init" in words else ["--size", "rn50" if "rn50" in words else "debug"]
+    kept += ["--val", "zeroshot=scenes:test?task=colour&n=20", "--eval-epochs", "1"] if "--val" in words else []
     return (*kept, *(("--features", "features") if "--features" in words else ()))
 
 
