@@ -83,7 +83,7 @@ def judge(matcher: Matcher, task: str, options: BprwOptions) -> list[Found]:
     class_prompts = {name: [prompt for prompt, _ in own] for name, own in prompts.items()}
     true = {name: [prompt for prompt, kind in own if kind == KINDS[0]] for name, own in prompts.items()}
     (_, asked), (_, right) = encoded(matcher, names, class_prompts), encoded(matcher, names, true)
-    check_gaussians(asked.texts, "bprw")
+    check_gaussians(asked.texts, "bprw", PromptOptions())
     images = encoded_images(Inputs(matcher, source, options.batch), Classes(names))
     kinds = [kind for own in prompts.values() for _, kind in own]
     return [dict(_draw(matcher, asked, right, images, kinds, seed)) for seed in range(options.draws)]
@@ -104,7 +104,7 @@ def _draw(
 
 
 def _accuracy(matcher: Matcher, images: Images, chosen: Chosen) -> float:
-    return dict(judged(matcher, images, chosen.classes))["acc1"]
+    return dict(judged(matcher.score, images, chosen.classes))["acc1"]
 
 
 def _by_kind(chosen: Chosen, kinds: Sequence[str]) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
 import torch
@@ -21,6 +21,7 @@ from kiloword.types import Batch, Features, Texts
 
 CAPTIONS = 6  # of methods that take all: one from the web and five generated ones (arXiv:2405.10286)
 QUESTION = 12  # tokens
+CLASSES = 1000  # of zero-shot classification (ImageNet)
 ROUNDS = 5  # of Muon's Newton-Schulz iteration: the default of `muon.orthogonal`
 MEASURED = 256  # most images of a simulated micro-batch; larger ones are on the line through this and its half
 
@@ -186,6 +187,25 @@ class Planner:
         _, image, text = self._micro(min(self.images, MEASURED), False)
         return self.simulation.pair_loss(image, text, self.images, self.plan.batch * self.captions, self.plan.chunk)
 
+    @cached_property
+    def inference(self) -> dict[str, tuple[float, float]]:
+        """FLOP and seconds of zero-shot classification of an image among CLASSES, each with one prompt.
+
+        "image": encoded. "texts": all prompts, encoded once for all images. "scores": of the image with all classes.
+        """
+        batch, text = self.batch(1), self.learner.model.config.text
+        one = batch.texts.ids[: int(batch.texts.starts[1])].tolist()
+        prompts = Texts.pack([one] * CLASSES)
+        prompts.longest = text.context if batch.texts.longest == text.context else prompts.longest
+        measured = self.simulation.inference(replace(batch, texts=prompts))
+        return {name: (flop, self._arithmetic(flop, single)) for name, (flop, single) in measured.items()}
+
+    def _arithmetic(self, flop: float, single: float) -> float:
+        """Seconds of arithmetic. Args: single: FLOP of these that are in full precision whatever the run's is."""
+        full = self.card.flops_fp32 / (2 if self.plan.precision == "fp64" else 1)
+        half = self.card.flops if self.plan.precision == "bf16" else full
+        return ((flop - single) / half + single / full) / self.plan.utilisation
+
     def option(self, parallel: str, checkpointing: str, micro_batches: int, padded: bool = False) -> Option:
         """One way to run."""
         plan, layout = self.plan, Layout(self.plan.gpus, parallel, checkpointing, micro_batches)
@@ -203,9 +223,7 @@ class Planner:
         Gradients and weights travel while others are computed, so that the slower of both counts; features do not: the
         loss waits for them, and the towers' backward passes for their gradients.
         """
-        full = self.card.flops_fp32 / (2 if self.plan.precision == "fp64" else 1)
-        half = self.card.flops if self.plan.precision == "bf16" else full
-        compute = ((step.total - step.single) / half + step.single / full) / self.plan.utilisation
+        compute = self._arithmetic(step.total, step.single)
         speed = self.card.link if self.plan.gpus <= NODE else self.card.network
         exposed = sum(value for name, value in sent.items() if name in EXPOSED) / speed
         hidden = sum(value for name, value in sent.items() if name not in EXPOSED) / speed

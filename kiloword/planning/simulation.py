@@ -217,6 +217,28 @@ class Simulation:
             tracer.count.scratch,
         )
 
+    def inference(self, batch: Batch) -> dict[str, tuple[float, float]]:
+        """FLOP of zero-shot classification of one image, in all and those in full precision.
+
+        Args: batch: one image, and a prompt for each class.
+        Returns: "image" and "texts", encoded; "scores" of the image with all classes.
+        """
+        model, counted, before = self.learner.model, dict[str, tuple[float, float]](), (0.0, 0.0)
+        with self._traced() as tracer, torch.no_grad(), precision_of(self.precision, "cpu")():
+
+            def count(name: str) -> None:
+                nonlocal before
+                now = float(tracer.count.forward.total()), float(tracer.count.single.total())
+                counted[name], before = (now[0] - before[0], now[1] - before[1]), now
+
+            images = model.encode_image(batch.images)[1]
+            count("image")
+            texts = model.encode_text(batch.texts)[1]
+            count("texts")
+            model.head.score(images, texts)
+            count("scores")
+        return counted
+
     def pair_loss(self, images: Features, texts: Features, n_images: int, n_texts: int, chunk: int = 0) -> PairLoss:
         """Measure the pair loss of local images with the texts of all ranks.
 

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from kiloword.checkpoint.files import write_atomic
 from kiloword.planning import gpu
-from kiloword.planning.advice import Option, Planner
+from kiloword.planning.advice import CLASSES, Option, Planner
 from kiloword.planning.request import GIB, NODE
 from kiloword.terminal import say
 from kiloword.terminal.screen import Screen
@@ -55,6 +55,7 @@ def sheets(planner: Planner, options: list[Option]) -> Iterator[Sheet]:
         sent = [(name, f"{value / 1e6:.1f}") for name, value in best.traffic.items()]
         yield "traffic of a GPU and step", ("what", "MB sent"), sent, None
     yield _texts(planner, best)
+    yield _inference(planner)
     yield _alternatives(planner, options)
 
 
@@ -87,6 +88,20 @@ def _texts(planner: Planner, best: Option) -> Sheet:
         work, held = option.step.needed / planner.images / 1e9, option.memory["activations"] / GIB
         rows.append((name, f"{tokens:.4g}", f"{work:.4g}", f"{held:.2f}", f"{planner.rate(option):,.0f}"))
     return "captions", ("", "tokens each", "GFLOP a pair", "activations GiB", "pairs/s"), rows, 0
+
+
+def _inference(planner: Planner) -> Sheet:
+    """Zero-shot classification of an image, as in Llip's figures 1b and 8a."""
+    cost = planner.inference
+    names = {
+        "encode the image": cost["image"],
+        f"score {CLASSES:,} classes": cost["scores"],
+        "an image": tuple(map(sum, zip(cost["image"], cost["scores"], strict=True))),
+        f"once: encode {CLASSES:,} prompts": cost["texts"],
+    }
+    rows = [(name, f"{flop / 1e9:.4g}", f"{1e3 * seconds:.3g}") for name, (flop, seconds) in names.items()]
+    title = f"inference: zero-shot classification of an image, prompts of {planner.tokens:.4g} tokens"
+    return title, ("part", "GFLOP", "ms"), rows, 2
 
 
 def _alternatives(planner: Planner, options: list[Option]) -> Sheet:
@@ -160,6 +175,7 @@ def figures(planner: Planner, options: list[Option]) -> dict[str, Any]:
         "parameters": gpu.parts(planner.learner),
         "flop_a_pair": best.step.needed / planner.images,
         "flop_a_pair_padded": planner.padded(best).step.needed / planner.images,
+        "inference": {name: {"flop": f, "seconds": s} for name, (f, s) in planner.inference.items()},
         "largest_micro": planner.largest_micro(best),
         "options": [_option(planner, option) for option in options],
     }

@@ -60,6 +60,8 @@ def resolve(
     check(recipe)
     check_graphs(options, micro_batches(recipe), device)
     check_best(options, recipe)
+    if micro_batches(recipe) > 1 and recipe.model.image.tower != "vit" and recipe.freeze != "image":
+        raise ValueError(f"micro {recipe.micro} splits a batch of {recipe.batch} images, but {NO_MICRO}")
     val = open_val(recipe)  # a wrong name, and below what cannot be used, is refused now, not after hours
     if dry_run:
         check_utf8(out)
@@ -104,7 +106,7 @@ def with_length(
 
 
 def micro_batches(recipe: Recipe) -> int:
-    """Micro-batches of one rank's share. Raises: ValueError when they would not be equal, or with batch norm."""
+    """Micro-batches of one rank's share. Raises: ValueError when they would not be equal."""
     share = recipe.batch // collectives.ranks()
     if recipe.batch % collectives.ranks():
         raise ValueError(
@@ -116,8 +118,6 @@ def micro_batches(recipe: Recipe) -> int:
         raise ValueError(
             f"micro {micro} does not divide a rank's share of {share} images: choose a divisor of {share}."
         )
-    if share != micro and recipe.model.image.tower != "vit" and recipe.freeze != "image":
-        raise ValueError(f"micro {micro} splits a rank's share of {share} images, but {NO_MICRO}")
     return share // micro
 
 

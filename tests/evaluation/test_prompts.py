@@ -7,6 +7,7 @@ import math
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from kiloword.api import Matcher
 from kiloword.checkpoint.model_folder import save_model
 from kiloword.cli.main import main
 from kiloword.config.recipes import ModelFile, sizes
+from kiloword.data.reading import eval_batches
 from kiloword.data.scenes.grammar import parse
 from kiloword.data.scenes.world import TASKS
 from kiloword.data.sources.open import open_source
@@ -28,6 +30,7 @@ from kiloword.evaluation.zeroshot import prompts as choosing
 from kiloword.evaluation.zeroshot.bprw import combined
 from kiloword.evaluation.zeroshot.page import Class, report
 from kiloword.evaluation.zeroshot.prompts import Images, Prompts, choose, filtered, labelled, least, nearest
+from kiloword.evaluation.zeroshot.task import classifier
 from kiloword.methods.prolip.gaussian import variance_sum
 from kiloword.methods.registry import preset
 from kiloword.model.heads import Head
@@ -164,6 +167,51 @@ def test_weighed_gaussians() -> None:
         found = combined(head, texts, group, 2, weight, options)
         torch.testing.assert_close(found["vec"], expected)
         torch.testing.assert_close(found["log_var"].exp(), torch.stack([share * (var[0] + var[2]), var[1]]))
+
+
+@pytest.mark.parametrize("share", ["mean", "of_average"])
+@pytest.mark.parametrize("variance", [None, "linear", "squares"])
+@pytest.mark.parametrize("renormalise", [None, True, False])
+def test_the_ensemble_of_section_4_2(share: str, variance: Any, renormalise: bool | None) -> None:
+    """N(1/N sum mu, 1/N or 1/N^2 sum var) of unequal numbers of prompts; None: as the model's setting."""
+    head = build(sizes()["debug"], preset("prolip", {"ensemble": share})).head.double()
+    texts = {"vec": unit(5, 16).double(), "log_var": unit(5, 16, seed=1).double() - 3}
+    group = torch.tensor([0, 1, 0, 0, 1])
+    combination = combined(head, texts, group, 2, None, PromptOptions(variance=variance, renormalise=renormalise))
+    for c in (0, 1):
+        own = (group == c).nonzero()[:, 0].tolist()
+        mean = sum(texts["vec"][n] for n in own) / len(own)
+        assert isinstance(mean, Tensor)
+        mean = mean if renormalise is False else mean / mean.norm()
+        torch.testing.assert_close(combination["vec"][c], mean)
+        squares = variance == "squares" or (variance is None and share == "of_average")
+        var = sum(texts["log_var"][n].exp() for n in own) / len(own) ** (2 if squares else 1)
+        torch.testing.assert_close(combination["log_var"][c].exp(), var)
+
+
+def test_a_class_is_the_nearest_by_csd() -> None:
+    """Section 4.2 literally: the mean is not normalised, and CSD takes its norm into account."""
+    options = PromptOptions(renormalise=False, variance="squares")
+    one, source = matcher(), open_source(SCENES, 32)
+    classes = classifier(one.model, one.tokenizer, source.classnames, TEMPLATES, options)  # type: ignore[attr-defined]
+    scores, labels = [], list[int]()
+    for batch in eval_batches(source, 32):
+        seen = one.encode_image(batch.images)
+        labels += [int(label) for label in batch.labels]
+        for mean, log_var in zip(seen["vec"], seen["log_var"], strict=True):
+            distance = [
+                (mean - other).square().sum() + log_var.exp().sum() + more.exp().sum()
+                for other, more in zip(classes["vec"], classes["log_var"], strict=True)
+            ]
+            scores.append(torch.stack(distance).neg())
+    expected = float((torch.stack(scores).argmax(1) == torch.tensor(labels)).double().mean())
+    measured = evaluate(one, "zeroshot", SCENES, prompt_options=options, nearest="csd", templates=TEMPLATES)
+    assert measured["acc1"] == pytest.approx(expected)
+
+
+def test_variances_that_a_model_does_not_have() -> None:
+    with pytest.raises(ValueError, match=r"--prompts\.variance squares combines variances, which this model does not"):
+        zeroshot("ensemble", "clip", variance="squares")
 
 
 def test_all_prompts_kept_is_the_ensemble() -> None:

@@ -220,7 +220,7 @@ def test_the_formula_over_ranks_is_that_of_one() -> None:
 def test_micro_batches_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="batch norm needs the statistics of the whole batch"):
         suite.gradients(METHOD, suite.Way(micro=2))
-    with pytest.raises(ValueError, match="micro 4 splits a rank's share of 16 images, but batch norm"):
+    with pytest.raises(ValueError, match="micro 4 splits a batch of 16 images, but batch norm"):
         train(replace(recipe(), micro=4), tmp_path / "run", options=EVERY)
     assert not (tmp_path / "run").exists()
     plan = Plan(size="custom", batch=16, samples=100, model=small())

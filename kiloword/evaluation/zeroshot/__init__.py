@@ -12,14 +12,21 @@ from typing import Annotated, Literal
 from tyro.conf import arg
 
 from kiloword.config.settings import BaseSettings
-from kiloword.evaluation.task import ClassNames, Deferred, Prompts, Task
+from kiloword.evaluation.task import ClassNames, Deferred, Nearest, Prompts, Task
 
 Way = Literal["ensemble", "filter", "topk", "bprw"]
+COMBINING = ("renormalise", "variance")  # options of all ways
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromptOptions(BaseSettings):
-    """Options of the prompt selections filter, topk and bprw."""
+    """How prompts are combined, and options of the prompt selections filter, topk and bprw."""
+
+    # normalise the mean of a class; None: yes, but not with bprw (as in the authors' code). Section 4.2: no
+    renormalise: bool | None = None
+    # variance of a class of prompts with weights p: sum p var (1 / N when equal), or sum p^2 var (1 / N^2, of their
+    # average); None: squares with bprw, otherwise as the model was trained (--settings.ensemble)
+    variance: Literal["linear", "squares"] | None = None
 
     # filter: keep prompts up to this many standard deviations above the mean uncertainty of their class
     coeff: float = 1.0
@@ -30,9 +37,6 @@ class PromptOptions(BaseSettings):
     alpha: float | None = None  # bprw: Dirichlet prior, larger is more uniform; None: 5, with shots 2
     eps: float = 0.02  # bprw: added to every variance
     prior: Literal["symmetric", "uncertainty"] = "symmetric"  # bprw; uncertainty: mode at 1 / trace of the covariance
-    renormalise: bool = False  # bprw: normalise the weighted mean of a class
-    # bprw: variance of a class with weights p: sum p^2 var, or sum p var
-    variance: Literal["squares", "linear"] = "squares"
     steps: int = 1000  # bprw: largest number of steps of expectation maximisation
     tolerance: float = 1e-6  # bprw: stop when no weight of the class changes by more than this
     seed: int = 0  # bprw: seed of the samples and of the choice of labelled images
@@ -40,7 +44,7 @@ class PromptOptions(BaseSettings):
     def check(self, way: Way) -> None:
         """Raises: ValueError for values out of range, and for options of another selection."""
         changed = [f.name for f in fields(self) if getattr(self, f.name) != f.default]
-        unread = next((name for name in changed if reader(name) != way), None)
+        unread = next((name for name in changed if name not in COMBINING and reader(name) != way), None)
         if unread is not None:
             raise ValueError(f"--prompts.{unread} is used by --prompts {reader(unread)}, but --prompts is {way}.")
         least = {"k": 0, "shots": 0, "neighbours": 1, "samples": 1, "steps": 1, "eps": 0.0, "tolerance": 0.0}
@@ -84,8 +88,11 @@ class ZeroshotTaskOptions:
     # prompts of a class: all alike (ensemble), the least uncertain (filter, topk), or weighted by how well they explain
     # images (bprw); all but the first need a model with Gaussians
     prompts: Way = "ensemble"
-    # parameters of filter, topk and bprw
+    # how prompts are combined, and parameters of filter, topk and bprw
     prompt_options: Annotated[PromptOptions, arg(name="prompts")] = field(default_factory=PromptOptions)
+    # score of an image and a class; None: the model's own, which does not subtract half the squared norm of the class's
+    # mean, as csd does
+    nearest: Nearest | None = None
     # class names: a text file with one per line, a JSON file, or a data set (kiloword data names). None: of the data
     classnames: ClassNames | None = None
     # prompts with {c} or {} for the class name: a file, a data set, or one template. None: those of the data, of the

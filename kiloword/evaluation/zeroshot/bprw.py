@@ -139,17 +139,26 @@ def objective(density: Tensor, weights: Tensor, pseudo: Tensor) -> Tensor:
     return likelihood + torch.xlogy(pseudo, weights).sum(-1)
 
 
-def combined(head: Head, texts: Features, group: Tensor, n: int, weights: Tensor, options: PromptOptions) -> Features:
-    """One row per class, the weighted sum of Gaussians: as the head's ensemble, except for two options.
+def combined(
+    head: Head, texts: Features, group: Tensor, n: int, weights: Tensor | None, options: PromptOptions
+) -> Features:
+    """One row per class, the sum of its prompts' features times their weights: as the head's ensemble, except where
+    `renormalise` and `variance` say otherwise.
 
-    The mean is not normalised, as in the authors' code, unless `renormalise`; `variance`: weights of variances.
+    Args: weights [T], those of a class sum to 1; None: equal. They come from `bprw`, whose defaults are its authors'.
     """
-    share = weights.to(texts["vec"])
-    classes = head.ensemble(texts, group, n, share)
-    if not options.renormalise:
+    classes = head.ensemble(texts, group, n, None if weights is None else weights.to(texts["vec"]))
+    if weights is None:
+        share = texts["vec"].new_ones(len(group)) / torch.bincount(group, minlength=n)[group]
+    else:
+        share = weights.to(texts["vec"])
+    if not (weights is None if options.renormalise is None else options.renormalise):
         vec = at_least_float(texts["vec"]) * share[:, None]
         classes["vec"] = vec.new_zeros(n, vec.shape[1]).index_add(0, group, vec)
-    log_share = (2 if options.variance == "squares" else 1) * share.log()
+    variance = options.variance or (None if weights is None else "squares")
+    if variance is None:
+        return classes
+    log_share = (2 if variance == "squares" else 1) * share.log()
     place = padded(group.cpu(), n).to(group.device)
     log_var = (at_least_float(texts["log_var"]) + log_share[:, None])[place]  # [C, N, D]
     classes["log_var"] = log_var.masked_fill(place[..., None] < 0, -math.inf).logsumexp(1)

@@ -63,8 +63,13 @@ class Chosen:
     steps: int = 0  # of expectation maximisation
 
 
-def check_gaussians(features: Features, way: Way) -> None:
+def check_gaussians(features: Features, way: Way, options: PromptOptions) -> None:
     """Raises: ValueError for a model without uncertainty."""
+    if options.variance is not None and "log_var" not in features:
+        raise ValueError(
+            f"--prompts.variance {options.variance} combines variances, which this model does not have. Omit it, or "
+            "use a model trained by prolip or with +gaussian."
+        )
     if way != "ensemble" and "log_var" not in features:
         raise ValueError(
             f"--prompts {way} weights prompts by their uncertainty, which this model does not have. "
@@ -77,7 +82,7 @@ def choose(way: Way, head: Head, score: Score, prompts: Prompts, images: Images,
 
     Raises: ValueError for a model without Gaussians (except for the ensemble), and for too few labelled images.
     """
-    check_gaussians(prompts.texts, way)
+    check_gaussians(prompts.texts, way, options)
     options.check(way)
     if way == "bprw":
         return _bprw(head, score, prompts, images, options)
@@ -87,7 +92,7 @@ def choose(way: Way, head: Head, score: Score, prompts: Prompts, images: Images,
         kept = filtered(uncertainty, group, options.coeff) if way == "filter" else least(uncertainty, group, options.k)
     where = kept.nonzero()[:, 0].to(prompts.group.device)
     texts, group = {name: value[where] for name, value in prompts.texts.items()}, prompts.group[where]
-    return Chosen(head.ensemble(texts, group, prompts.n), _shares(kept, prompts.group.cpu()))
+    return Chosen(combined(head, texts, group, prompts.n, None, options), _shares(kept, prompts.group.cpu()))
 
 
 def filtered(uncertainty: Tensor, group: Tensor, coeff: float) -> Tensor:

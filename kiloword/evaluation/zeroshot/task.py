@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,6 +17,7 @@ from kiloword.evaluation.metrics import Standing, check_scores, classification, 
 from kiloword.evaluation.retrieval.relevance import Score
 from kiloword.evaluation.task import Inputs, Values
 from kiloword.evaluation.zeroshot import PromptOptions, Way, ZeroshotTaskOptions
+from kiloword.evaluation.zeroshot.bprw import combined
 from kiloword.evaluation.zeroshot.page import drawn
 from kiloword.evaluation.zeroshot.prompts import (
     ROWS,
@@ -54,12 +56,21 @@ def prompts(classnames: Sequence[str], templates: Templates) -> tuple[list[str],
     return [prompt for group in lists for prompt in group], [i for i, group in enumerate(lists) for _ in group]
 
 
-def classifier(model: Model, tokenizer: Tokenizer, classnames: Sequence[str], templates: Templates) -> Features:
+def classifier(
+    model: Model,
+    tokenizer: Tokenizer,
+    classnames: Sequence[str],
+    templates: Templates,
+    options: PromptOptions | None = None,
+) -> Features:
     """Text features of classes, from the ensemble of their prompts: every value [C, ...]."""
     captions, group = prompts(classnames, templates)
     texts = encode_texts(model, tokenizer, captions)
+    options = options or PromptOptions()
+    check_gaussians(texts, "ensemble", options)
     with inference(model):
-        return model.head.ensemble(texts, torch.tensor(group, device=texts["vec"].device), len(classnames))
+        group_of = torch.tensor(group, device=texts["vec"].device)
+        return combined(model.head, texts, group_of, len(classnames), None, options)
 
 
 def zeroshot(
@@ -109,6 +120,7 @@ def run(inputs: Inputs, options: ZeroshotTaskOptions) -> Values:
     all images. They also yield the metrics of the ensemble on the same images (`ensemble_acc1`, ...), and all weights.
     """
     matcher, source, prompts = inputs.matcher, inputs.source, options.prompts
+    score = partial(inputs.matcher.score, nearest=options.nearest)
     all_classes = classes_of(source, options.classnames)
     if all_classes is None:
         raise ValueError(
@@ -118,18 +130,18 @@ def run(inputs: Inputs, options: ZeroshotTaskOptions) -> Values:
     names, prompt_templates = all_classes.names, templates_of(source, options.classnames, options.templates)
     options.prompt_options.check(prompts)
     if prompts == "ensemble":
-        classes = classifier(matcher.model, matcher.tokenizer, names, prompt_templates)
+        classes = classifier(matcher.model, matcher.tokenizer, names, prompt_templates, options.prompt_options)
         parts = labelled(inputs, classes=all_classes)
-        yield from zeroshot(matcher.score, ((part.images, part.labels) for part in parts), classes)
+        yield from zeroshot(score, ((part.images, part.labels) for part in parts), classes)
         return
     captions, class_prompts = encoded(matcher, names, prompt_templates)
-    check_gaussians(class_prompts.texts, prompts)
+    check_gaussians(class_prompts.texts, prompts, options.prompt_options)
     images = encoded_images(inputs, all_classes)
     chosen = chosen_by(matcher, prompts, class_prompts, images, options.prompt_options)
     rest = images.without(chosen.taken)
-    yield from judged(matcher, rest, chosen.classes)
+    yield from judged(score, rest, chosen.classes)
     ensemble = chosen_by(matcher, "ensemble", class_prompts, rest, PromptOptions())
-    yield from ((f"ensemble_{name}", value) for name, value in judged(matcher, rest, ensemble.classes))
+    yield from ((f"ensemble_{name}", value) for name, value in judged(score, rest, ensemble.classes))
     yield from values(prompts, chosen, class_prompts, captions)
     if inputs.shown is not None:
         inputs.shown.update(drawn(matcher, source, prompts, chosen, class_prompts, images, captions))
@@ -158,10 +170,10 @@ def chosen_by(matcher: Matcher, way: Way, class_prompts: Prompts, images: Images
         return choose(way, matcher.model.head, matcher.score, class_prompts, images, options)
 
 
-def judged(matcher: Matcher, images: Images, classes: Features) -> Iterator[tuple[str, float]]:
+def judged(score: Score, images: Images, classes: Features) -> Iterator[tuple[str, float]]:
     """`zeroshot` of images in memory."""
     parts = chunks(len(images.rows), ROWS)
-    yield from zeroshot(matcher.score, ((rows(images.images, p), images.labels[p]) for p in parts), classes)
+    yield from zeroshot(score, ((rows(images.images, p), images.labels[p]) for p in parts), classes)
 
 
 def encoded_images(inputs: Inputs, classes: Classes) -> Images:
