@@ -59,12 +59,6 @@ class World:
             learner=SimpleNamespace(
                 model=SimpleNamespace(head=SimpleNamespace(clamp_=lambda: note("clamp"))), named_modules=lambda: ()
             ),
-<<<<<<< HEAD
-=======
-            learner=SimpleNamespace(
-                model=SimpleNamespace(head=SimpleNamespace(clamp_=lambda: note("clamp"))), named_modules=lambda: ()
-            ),
->>>>>>> 8ccf6d3 (Combine prompts by section 4.2, and plan the cost of inference)
             optimizer=SimpleNamespace(step=self.moved),
             average=SimpleNamespace(update=lambda *given: self.given.append(given[1:]) or note("average")),
             loader=SimpleNamespace(batches=self.batches, workers=3),
