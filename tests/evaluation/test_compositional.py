@@ -18,7 +18,8 @@ from kiloword.cli.main import main
 from kiloword.data.sources.open import open_source
 from kiloword.evaluation import evaluate
 from kiloword.evaluation.compositional import page
-from kiloword.evaluation.compositional.items import BENCHMARKS
+from kiloword.evaluation.compositional.images import Cuts
+from kiloword.evaluation.compositional.items import BENCHMARKS, Cut
 from kiloword.evaluation.compositional.task import Comparisons, Verdict, figures
 from kiloword.types import Skipped
 from pages import sections
@@ -287,6 +288,15 @@ def test_one_name_of_several_images(siglip: Path, tmp_path: Path) -> None:
         evaluate(kiloword.load(siglip), "compositional", source, pairs=file)
     whole = write(tmp_path / "b.json", [{**GOOD, "filename": "b/same.png"}])
     assert evaluate(kiloword.load(siglip), "compositional", source, pairs=whole)["items"] == 1
+
+
+def test_blocks_of_remote_images_are_those_of_their_rows() -> None:
+    source: Any = open_source("scenes:test?n=4", 32)
+    assert list(Cuts(source, [(3, Cut("c"))]).remote_blocks(0)) == []
+    source.remote, source.remote_blocks = True, lambda row: [("a.tar", row)]
+    cuts = Cuts(source, [(3, Cut("c")), (1, Cut("b"))])
+    assert cuts.remote
+    assert [list(cuts.remote_blocks(row)) for row in range(2)] == [[("a.tar", 3)], [("a.tar", 1)]]
 
 
 def test_page(siglip: Path, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
