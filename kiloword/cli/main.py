@@ -77,7 +77,7 @@ def embed(
     Teacher of another library: kiloword embed open_clip:ViT-B-32:weights.safetensors --data photos/train --out features
 
     Args:
-        model: model folder, open_clip:NAME:WEIGHTS or hf:FOLDER (a CLIP as transformers saves it).
+        model: model folder, open_clip:NAME:WEIGHTS or hf:FOLDER (of transformers: a CLIP, or an encoder of texts).
         data: tars, a table, a folder of images or scenes, as for `kiloword train`.
         out: feature store to write, for `train --features`; run the same command again after an interruption.
         name: name of the features, to tell several feature stores of a run apart.

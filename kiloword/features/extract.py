@@ -25,7 +25,7 @@ from kiloword.data.sources.open import open_data
 from kiloword.distributed.device import choose
 from kiloword.distributed.sharing import alone, is_first, together
 from kiloword.features.tables import ProgressReport, Rows, TableWriter, content_of, every_row, fill, resumed
-from kiloword.features.teachers import Teacher, open_teacher
+from kiloword.features.teachers import SentenceTeacher, Teacher, open_teacher
 from kiloword.terminal import say
 from kiloword.types import Source
 
@@ -61,6 +61,8 @@ def main(
         store = _embed(teacher, source, out, file, batch, workers, ProgressReport(sys.stderr))
         if store is not None:
             size, captions = sum(path.stat().st_size for path in out.iterdir()) / 1e6, int(store.starts[-1])
+            if isinstance(teacher, SentenceTeacher):
+                say("note: the model encodes texts alone: features of images are zeros, which match nothing.")
             say(f"{out}: {len(store):,} images, {captions:,} captions, {store.dim} dimensions, {size:,.1f} MB")
 
 

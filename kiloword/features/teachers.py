@@ -1,4 +1,4 @@
-"""Teachers: frozen models for precomputed features, of kiloword, open_clip or transformers (CLIP)."""
+"""Teachers: frozen models for precomputed features, of kiloword, open_clip or transformers."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from kiloword.checkpoint.model_folder import check_finite, load_model, model_files
 from kiloword.checkpoint.trust import NONE, Trust
 from kiloword.distributed.device import choose
+from kiloword.interop.hf_folder import is_sentence_encoder, read_sentence_folder
 from kiloword.model.encoding import TEXTS, encode_texts, inference
 
 if TYPE_CHECKING:
@@ -43,8 +44,9 @@ class Teacher(Protocol):
 def open_teacher(name: str, device: str = "auto", precision: str = "fp32", trust: Trust = NONE) -> Teacher:
     """Open the teacher `name`; nothing is downloaded.
 
-    Args: name: a model folder of kiloword; `open_clip:NAME:WEIGHTS` with a file of weights; `hf:FOLDER` with a CLIP
-    saved by transformers; precision: "fp32" or "bf16"; trust: code that a model folder may run.
+    Args: name: a model folder of kiloword; `open_clip:NAME:WEIGHTS` with a file of weights; `hf:FOLDER` with a CLIP or
+    an encoder of texts alone, as transformers or sentence-transformers saves it; precision: "fp32" or "bf16"; trust:
+    code that a model folder may run.
     Errors: ValueError when something is missing, damaged or unknown.
     """
     if precision not in DTYPES:
@@ -54,7 +56,8 @@ def open_teacher(name: str, device: str = "auto", precision: str = "fp32", trust
     if kind == "open_clip":
         return _open_clip(name, rest, device, precision)
     if kind == "hf":
-        return TransformersTeacher(Path(rest).expanduser(), device, precision)
+        place = Path(rest).expanduser()
+        return (SentenceTeacher if is_sentence_encoder(place) else TransformersTeacher)(place, device, precision)
     folder = Path(name).expanduser()
     model, tokenizer = load_model(folder, device, precision, trust)
     return KilowordTeacher(model, tokenizer, digest(model_files(folder)))
@@ -156,11 +159,56 @@ class TransformersTeacher(Foreign):
         self.images = lambda pixels: model.visual_projection(model.vision_model(pixel_values=pixels).pooler_output)
 
 
+class SentenceTeacher:
+    """An encoder of texts alone, run by transformers (extra "hf"); features of images are zeros, which match nothing.
+
+    Tokens are pooled as the folder says (CLIP-C's neighbours, arXiv:2407.01408: MiniLM, by their mean).
+    """
+
+    size: int = 8  # images are read for their keys alone
+    resize: Resize = "shortest"
+
+    def __init__(self, folder: Path, device: str, precision: str) -> None:
+        self._sentence = read_sentence_folder(folder)
+        self._device, classes = device, ("AutoModel", "AutoTokenizer")
+        self._model, self._tokenizer = from_folder(folder, "text encoder", classes, device, precision)
+        self._dim = self.encode_texts(["a"]).shape[1]
+        self.fingerprint = digest(self._sentence.files)
+
+    def encode_images(self, images: Tensor) -> Tensor:
+        """Zeros [n, D]."""
+        return torch.zeros(len(images), self._dim)
+
+    def encode_texts(self, texts: Sequence[str]) -> Tensor:
+        """t texts to float32 [t, D] on the CPU, unit norm; t may be 0."""
+        wanted = list(texts) or [""]
+        with torch.inference_mode():
+            parts = [self._pooled(wanted[n : n + TEXTS]) for n in range(0, len(wanted), TEXTS)]
+        return _unit(torch.cat(parts)[: len(texts)])
+
+    def _pooled(self, texts: list[str]) -> Tensor:
+        if self._sentence.lower:
+            texts = [text.lower() for text in texts]
+        options = {"padding": True, "truncation": True, "max_length": self._sentence.context, "return_tensors": "pt"}
+        inputs = self._tokenizer(texts, **options).to(self._device)
+        tokens: Tensor = self._model(**inputs).last_hidden_state.float()  # [t, L, D]
+        if self._sentence.pooling == "cls":
+            return tokens[:, 0]
+        mask = inputs["attention_mask"][..., None].bool()
+        if self._sentence.pooling == "max":
+            return tokens.masked_fill(~mask, -torch.inf).amax(1)
+        mean: Tensor = tokens.masked_fill(~mask, 0).sum(1) / mask.sum(1).clamp(min=1)
+        return mean
+
+
 def from_folder(folder: Path, what: str, classes: tuple[str, str], device: str, precision: str) -> tuple[Any, Any]:
     """A model in eval mode, and its tokenizer or processor, that transformers opens (extra "hf"); runs no foreign code.
 
     Raises: ValueError without transformers, for a folder of something else, and for weights that are not finite.
     """
+    from kiloword.interop.open_clip_config import torchvision_ready
+
+    torchvision_ready()
     try:
         import transformers  # type: ignore[import-not-found, unused-ignore]
 

@@ -1,4 +1,4 @@
-"""Preprocessing of images and texts from the JSON files of a CLIP folder of transformers."""
+"""Preprocessing of images and texts from the JSON files of a folder of transformers: a CLIP, or a sentence encoder."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from kiloword.config.recipes import DEPTH, Preprocess
 from kiloword.data.text import tokenizer_file
 
+TEXT_TYPES = ("bert", "roberta", "xlm-roberta", "mpnet", "distilbert", "albert", "electra", "deberta-v2")
+"""Encoders of texts alone: their `model_type`."""
+OFFSET = {"roberta": 2, "xlm-roberta": 2, "mpnet": 2}  # positions that no token has
+POOLINGS = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls", "pooling_mode_max_tokens": "max"}
 MOST = 1 << 22  # limit of any number in a config.json of transformers
 _BICUBIC = 3  # Pillow's number in `resample`
 
@@ -27,11 +31,76 @@ class HfFolder:
     files: list[Path]
 
 
+@dataclass(frozen=True)
+class SentenceFolder:
+    """A sentence encoder: how it reads texts and pools its tokens, and its files."""
+
+    pooling: Literal["mean", "cls", "max"]
+    context: int  # tokens
+    lower: bool  # texts are lower-cased first
+    files: list[Path]
+
+
+def is_sentence_encoder(folder: Path) -> bool:
+    """Whether a folder holds an encoder of texts alone. Raises: ValueError without a readable config.json."""
+    return _json(folder / "config.json").get("model_type") in TEXT_TYPES
+
+
+def read_sentence_folder(folder: Path) -> SentenceFolder:
+    """An encoder as transformers or sentence-transformers saves it; without modules.json tokens are averaged.
+
+    Raises: ValueError when files are missing or damaged, or a module other than pooling and normalisation follows.
+    """
+    config = _json(folder / "config.json")
+    check_strangers(folder)
+    weights = sorted(folder.glob("*.safetensors"))
+    if not weights:
+        raise ValueError(f"{folder} has no .safetensors: save the model there with save_pretrained.")
+    positions = int(config.get("max_position_embeddings") or 512) - OFFSET.get(config["model_type"], 0)
+    optional = [folder / name for name in ("modules.json", "sentence_bert_config.json") if (folder / name).is_file()]
+    sentence = _json(optional[-1]) if optional and optional[-1].name.startswith("sentence") else {}
+    longest = sentence.get("max_seq_length")
+    context = min(positions, longest) if isinstance(longest, int) and longest > 0 else positions
+    if context < 3:
+        raise ValueError(f"{folder} reads {context} tokens of a text: expected 3 or more.")
+    pooling, read = _pooling(folder)
+    extra = [p for p in (folder / "tokenizer.json", folder / "vocab.txt", folder / "vocab.json") if p.is_file()]
+    files = [folder / "config.json", *optional, *read, *weights, *extra]
+    return SentenceFolder(pooling, context, sentence.get("do_lower_case") is True, files)
+
+
+def _pooling(folder: Path) -> tuple[Any, list[Path]]:
+    """The pooling that modules.json names, and the file that describes it."""
+    if not (folder / "modules.json").is_file():
+        return "mean", []
+    modules = [module for module in _json_list(folder / "modules.json") if isinstance(module, dict)]
+    names = [str(module.get("type", "")).rsplit(".", 1)[-1] for module in modules]
+    if names[:2] != ["Transformer", "Pooling"] or names[2:] not in ([], ["Normalize"]):
+        raise ValueError(
+            f"{folder / 'modules.json'} has the modules {', '.join(names)[:200] or 'none'}: expected Transformer, "
+            "Pooling and, possibly, Normalize."
+        )
+    place = str(modules[1].get("path", ""))
+    if Path(place).name != place or place in ("", "..", "."):
+        raise ValueError(f"{folder / 'modules.json'} names the folder {place[:60]!r}: expected one inside of it.")
+    config = _json(folder / place / "config.json")
+    chosen = [name for name, value in config.items() if name.startswith("pooling_mode_") and value is True]
+    if len(chosen) != 1 or chosen[0] not in POOLINGS:
+        raise ValueError(
+            f"{folder / place / 'config.json'} pools by {', '.join(chosen) or 'nothing'}: expected one of "
+            f"{', '.join(POOLINGS)}."
+        )
+    return POOLINGS[chosen[0]], [folder / place / "config.json"]
+
+
 def read_folder(folder: Path) -> HfFolder:
     """Raises: ValueError when files are missing or damaged, or the model is not a CLIP."""
     config = _json(folder / "config.json")
     if config.get("model_type") != "clip":
-        raise ValueError(f"{folder} holds a {config.get('model_type')!r} model: expected a CLIP (model_type 'clip').")
+        raise ValueError(
+            f"{folder} holds a {config.get('model_type')!r} model: expected a CLIP (model_type 'clip'), or an encoder "
+            f"of texts alone ({', '.join(TEXT_TYPES)})."
+        )
     check_strangers(folder)
     weights = sorted(folder.glob("*.safetensors"))
     if not weights:
@@ -99,12 +168,23 @@ def _sides(value: Any) -> int | None:
 
 
 def _json(path: Path) -> dict[str, Any]:
+    value = _load(path)
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} is damaged: it is no json object. Copy it again.")
+    return value
+
+
+def _json_list(path: Path) -> list[Any]:
+    value = _load(path)
+    if not isinstance(value, list):
+        raise ValueError(f"{path} is damaged: it is no json list. Copy it again.")
+    return value
+
+
+def _load(path: Path) -> Any:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"there is no {path}: expected a folder that transformers' save_pretrained wrote.") from None
     except (ValueError, RecursionError):
         raise ValueError(f"{path} is damaged: it is no json. Copy it again.") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} is damaged: it is no json object. Copy it again.")
-    return value
