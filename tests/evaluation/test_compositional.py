@@ -90,7 +90,7 @@ def test_sugarcrepe_from_a_folder_of_files(matcher: Matcher, photos: Path, tmp_p
     assert got["accuracy_by_category"] == pytest.approx(sum(shares.values()) / 2)
     assert got["accuracy_chance"] == 0.5
     by_list = {name: [{**e, "key": e.pop("filename")[:-4]} for e in values] for name, values in data.items()}
-    again = evaluate(matcher, "compositional", str(photos), pairs=write(tmp_path / "one.txt", by_list))
+    again = evaluate(matcher, "compositional", str(photos), pairs=str(write(tmp_path / "one.txt", by_list)))
     assert again == got
 
 

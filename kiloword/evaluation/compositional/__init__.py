@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from kiloword.evaluation.task import Deferred, Task
 
@@ -13,7 +12,7 @@ class CompositionalTaskOptions:
     """Which captions are compared."""
 
     # json or jsonl of SugarCrepe, SugarCrepe++, Winoground, ARO or VALSE, as distributed, or a folder of such files
-    pairs: Path | None = None
+    pairs: str | None = None
 
 
 TASK = Task(

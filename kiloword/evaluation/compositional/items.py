@@ -67,7 +67,7 @@ class Items:
     items: list[Item]
 
 
-def read(path: Path | None) -> Items:
+def read(path: str | Path | None) -> Items:
     """The items of a file, or of all .json and .jsonl files of a folder.
 
     Raises: ValueError when there is none, and for a file of no known benchmark, with the key that is missing.
@@ -76,7 +76,7 @@ def read(path: Path | None) -> Items:
         raise ValueError("--pairs is missing: name the json file of the true and false captions, or its folder.")
     benchmarks: dict[str, Benchmark] = {}
     items: list[Item] = []
-    for file in _files(path.expanduser()):
+    for file in _files(Path(path).expanduser()):
         for entry in _entries(file):
             benchmark = benchmarks.setdefault(entry.benchmark.name, entry.benchmark)
             item = benchmark.make(entry)
