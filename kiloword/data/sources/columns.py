@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kiloword.data.sources.query import FORM, TableOptions
@@ -11,7 +11,8 @@ from kiloword.data.sources.sample import ANSWERS, QUESTION
 from kiloword.errors import suggestion
 from kiloword.terminal import shown
 
-IMAGE_COLUMNS = ("image", "filepath")
+IMAGE_COLUMNS = ("image", "filepath", "img", "file_name")
+LABEL_COLUMNS = ("label", "class", "cls", "fine_label")
 CAPTION_COLUMNS = ("captions", "caption", "title")
 ANSWER_COLUMNS = (ANSWERS, "answer")
 INFO_COLUMNS = ("question_type", "answer_type", "image_id", "question_id", "domain")
@@ -26,16 +27,17 @@ class TableColumns:
     texts: dict[str, str]  # column by key: of questions their key in `Record.info`, of captions the column itself
     lists: dict[str, bool]  # keys whose text may be a JSON list; True: else it has one text per line
     info: tuple[str, ...] = ()  # columns of other values of `Record.info`
+    label: str = ""  # column of labels; "": none
 
     @property
     def names(self) -> list[str]:
         """The columns of texts and of other values."""
-        return list(dict.fromkeys([*self.texts.values(), *self.info]))
+        return list(dict.fromkeys([*self.texts.values(), *self.info, *filter(None, [self.label])]))
 
 
 def choose(path: Path, names: Sequence[str], options: TableOptions) -> TableColumns:
     """The columns that are read. Errors: ValueError for a missing column, and one that the table has twice."""
-    named = [options.image, *options.caption, options.question, options.answer, *options.info]
+    named = [options.image, *options.caption, options.question, options.answer, options.label, *options.info]
     for column in filter(None, [*named, SPLIT if options.split else ""]):
         if column not in names:
             raise ValueError(
@@ -58,11 +60,12 @@ def choose(path: Path, names: Sequence[str], options: TableOptions) -> TableColu
         captions = options.caption or ((caption,) if caption else ())
         lists = dict.fromkeys(options.caption, False) | {"captions": True}
         columns = TableColumns(image, {c: c for c in captions}, lists, info)
-    if not image or not columns.texts:
+    columns = replace(columns, label=options.label or ("" if columns.texts else _first(LABEL_COLUMNS, names)))
+    if not image or not (columns.texts or columns.label):
         raise ValueError(
             f"{path} has the columns {_listed(names)}. Expected `image` (or `filepath`) and `caption`, `captions` (or "
-            "`title`) in its first line; or `image`, `question` and `answers` (or `answer`). Other columns are named "
-            f"by {FORM}."
+            "`title`) in its first line; or `image`, `question` and `answers` (or `answer`); or `image` and `label`. "
+            f"Other columns are named by {FORM}."
         )
     check_once(path, names, image, *columns.names)
     return columns

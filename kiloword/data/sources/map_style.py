@@ -11,8 +11,8 @@ import numpy as np
 from PIL import Image
 
 from kiloword.data.images.decode import Pixels, to_rgb
-from kiloword.data.sources.sample import MAX_IMAGE, clean, read_whole
-from kiloword.types import BadSample, NoCaption, Record
+from kiloword.data.sources.sample import MAX_IMAGE, clean, label_set, read_whole
+from kiloword.types import BadSample, LabelSet, NoCaption, Record
 
 AnyImage = Image.Image | Pixels | str | Path | bytes
 """A Pillow image, uint8 [H, W, 3] (RGB) or [H, W] (grey), the path of a file, or an encoded file's bytes."""
@@ -21,28 +21,40 @@ _HASHED = 8  # rows that the fingerprint covers
 
 
 class MapStyle(Protocol):
-    """A `torch.utils.data.Dataset` with a length: `dataset[i]` is an image and its caption or captions."""
+    """A `torch.utils.data.Dataset` with a length: `dataset[i]` is an image and its caption, captions or class."""
 
     def __len__(self) -> int: ...
-    def __getitem__(self, row: int, /) -> tuple[Any, str | Sequence[str]]: ...
+    def __getitem__(self, row: int, /) -> tuple[Any, str | Sequence[str] | int | Sequence[int]]: ...
 
 
 class MapStyleSource:
-    """A map-style data set whose samples are `(image, caption or captions)`.
+    """A map-style data set whose samples are `(image, caption or captions)`, or `(image, class)` as torchvision's.
 
+    A class is an index; a list of indices is of an image with several classes (either may be None: no label).
     Images should not be augmented: the recipe's augmentation is drawn by row and epoch, so that a resumed run gets the
     same images. A row that raises an exception is a bad sample: it is counted, reported and replaced.
 
     Args: name: recorded in runs and models; fingerprint: any text that changes when the data changes. By default it
-    covers the length and 8 samples spread over the data set; pass one if `dataset[i]` differs from call to call.
+    covers the length and 8 samples spread over the data set; pass one if `dataset[i]` differs from call to call;
+    classnames, templates: of the classes, the first by default the `classes` of the data set, if it has any.
     Errors: ValueError when the data set is empty, or its samples have another form.
     """
 
-    def __init__(self, dataset: MapStyle, name: str = "dataset", fingerprint: str | None = None) -> None:
+    def __init__(
+        self,
+        dataset: MapStyle,
+        name: str = "dataset",
+        fingerprint: str | None = None,
+        classnames: Sequence[str] | None = None,
+        templates: Sequence[str] | None = None,
+    ) -> None:
         if not len(dataset):
             raise ValueError(f"data set {name!r} is empty: expected at least one sample (image, caption).")
         self.dataset, self.name = dataset, name
-        _check_form(dataset[0], name)
+        self._is_class_data = _check_form(dataset[0], name)
+        named = (classnames or getattr(dataset, "classes", None)) if self._is_class_data else None
+        self.classnames = list(named) if named else None
+        self.templates = list(templates) if templates else None
         self.fingerprint = _digest(self) if fingerprint is None else fingerprint
 
     def __len__(self) -> int:
@@ -53,30 +65,34 @@ class MapStyleSource:
         return str(row)
 
     def captions(self, row: int) -> list[str]:
-        """Captions. This reads the sample from the data set, but decodes no image."""
-        return self._sample(row)[1]
+        """Captions; none of class data. This reads the sample from the data set, but decodes no image."""
+        return [] if self._is_class_data else self._sample(row)[1]
 
     def record(self, row: int) -> Record:
         """The sample as bytes or pixels. Raises BadSample with the reason."""
-        image, captions = self._sample(row)
+        image, text = self._sample(row)
+        if self._is_class_data:
+            return Record(self.key(row), _stored(image), [], text)
+        captions: list[str] = text
         record = Record(self.key(row), _stored(image), captions)
         if not captions:
             raise NoCaption(record)
         return record
 
-    def _sample(self, row: int) -> tuple[Any, list[str]]:
+    def _sample(self, row: int) -> tuple[Any, Any]:
+        """The image, and its captions or label. Raises: BadSample."""
         try:
-            image, captions = self.dataset[row]
-            return image, _captions(captions)
+            image, text = self.dataset[row]
+            return image, (_label if self._is_class_data else _captions)(text)
         except (BadSample, MemoryError):
             raise
         except Exception as error:  # a user's class may raise anything; see `kiloword.data.loader.read`
             raise BadSample(f"{type(error).__name__}: {error}"[:200]) from error
 
 
-def _check_form(sample: Any, name: str) -> None:
-    """Raises: ValueError unless a sample is an image and text."""
-    form = "expected a pair (image, caption or list of captions)"
+def _check_form(sample: Any, name: str) -> bool:
+    """Whether samples have labels. Raises: ValueError unless a sample is an image and text, or an image and a label."""
+    form = "expected a pair (image, caption or list of captions), or (image, class index or list of them)"
     if not isinstance(sample, tuple | list) or len(sample) != 2:
         size = f" of {len(sample)}" if isinstance(sample, tuple | list) else ""
         raise ValueError(f"sample 0 of data set {name!r} is a {type(sample).__name__}{size}: {form}.")
@@ -86,12 +102,31 @@ def _check_form(sample: Any, name: str) -> None:
             f"the image of sample 0 of data set {name!r} is a {type(image).__name__}: expected a Pillow image, "
             "a uint8 array [H, W, 3], a path or bytes, before any transform to tensors."
         )
+    if _is_label(captions):
+        return True
     texts = [captions] if isinstance(captions, str) else captions
     if not isinstance(texts, Sequence) or not all(isinstance(text, str) for text in texts):
         raise ValueError(f"the captions of sample 0 of data set {name!r} are a {type(captions).__name__}: {form}.")
+    return False
 
 
-def _captions(captions: str | Sequence[str]) -> list[str]:
+def _is_label(value: Any) -> bool:
+    listed = value if isinstance(value, list | tuple) and value else [value]
+    return all(isinstance(index, int | np.integer) and not isinstance(index, bool) for index in listed)
+
+
+def _label(value: Any) -> int | LabelSet | None:
+    """A class, several, or none. Raises: BadSample for anything else."""
+    if value is None:
+        return None
+    if isinstance(value, list | tuple):
+        return label_set([int(index) for index in value])
+    if not _is_label(value) or value < 0:
+        raise BadSample(f"class index is not a whole number: {str(value)[:20]!r}")
+    return int(value)
+
+
+def _captions(captions: Any) -> list[str]:
     return clean([captions] if isinstance(captions, str) else list(captions))
 
 
@@ -121,5 +156,5 @@ def _digest(source: MapStyleSource) -> str:
             continue
         image = record.image
         digest.update(image if isinstance(image, bytes) else str(image.shape).encode() + image.tobytes())
-        digest.update("\n".join(record.captions).encode())
+        digest.update(("\n".join(record.captions) if record.label is None else str(record.label)).encode())
     return digest.hexdigest()

@@ -9,14 +9,16 @@ from pathlib import Path
 from kiloword.addresses import is_url
 from kiloword.config.recipes import DataConfig
 from kiloword.data.remote.sets import open_remote
+from kiloword.data.sources.class_folder import ClassFolder, has_class_folders, parents_of_images
 from kiloword.data.sources.extra_captions import with_captions
 from kiloword.data.sources.folder import Folder, is_image
+from kiloword.data.sources.labels import class_data
 from kiloword.data.sources.layouts.read import JsonOptions, is_tokens, read_json, read_tokens
 from kiloword.data.sources.mixture import mix
 from kiloword.data.sources.query import FORM, TableOptions, parse_query, split_query
 from kiloword.data.sources.sample import check_regular
 from kiloword.data.sources.tables import TableSource
-from kiloword.data.tars.shards import RANGE, TarSource, expand, natural, text_lines
+from kiloword.data.tars.shards import RANGE, TarSource, expand, natural
 from kiloword.terminal import shown
 from kiloword.types import Source
 
@@ -24,7 +26,8 @@ __all__ = ["expand", "mix", "open_data", "open_source"]
 
 _TABLES = (".csv", ".tsv", ".parquet", ".txt", ".token")
 _KINDS = (
-    "a folder of tars, a tar, a brace pattern x-{000..123}.tar, csv, tsv, parquet, json, a folder of images, or scenes"
+    "a folder of tars, a tar, a brace pattern x-{000..123}.tar, csv, tsv, parquet, json, a folder of images, "
+    "class folders, or scenes"
 )
 
 
@@ -84,7 +87,7 @@ def open_data(data: DataConfig, size: int | None = None) -> Source:
 def _open_folder(src: str, folder: Path) -> Source:
     files, tars = os.listdir(folder), _tars(folder)
     if any(is_image(file) for file in files) and not tars:
-        return Folder(src, folder, *_class_data(folder))
+        return Folder(src, folder, *class_data(folder))
     if not tars and (folder / "classnames.txt").is_file():
         tars = _tars(folder / "test")  # CLIP_benchmark's layout
     if tars:
@@ -92,6 +95,13 @@ def _open_folder(src: str, folder: Path) -> Source:
     inner = [file for file in sorted(files) if _tars(folder / file)]
     if inner:
         raise ValueError(f"{src} has no tars itself, but its folders {', '.join(inner[:8])} do: name one of them.")
+    if has_class_folders(folder):
+        return ClassFolder(src, folder, *class_data(folder))
+    if inner := parents_of_images(folder):
+        raise ValueError(
+            f"{src} has neither images nor class folders itself, but its folders {shown(', '.join(inner[:8]))} have: "
+            "name one of them."
+        )
     raise ValueError(
         f"{src} is {'an empty folder' if not files else 'a folder without tars or images'}. Expected {_KINDS}."
     )
@@ -111,17 +121,4 @@ def _tars(folder: Path) -> list[Path]:
 
 
 def _shards(src: str, tars: list[Path]) -> TarSource:
-    return TarSource(src, tars, *_class_data(tars[0].parent))
-
-
-def _class_data(folder: Path) -> tuple[list[str] | None, list[str] | None]:
-    """Class names and prompt templates of classification data, each None where there are none."""
-    return _lines(folder, "classnames.txt"), _lines(folder, "zeroshot_classification_templates.txt")
-
-
-def _lines(folder: Path, name: str) -> list[str] | None:
-    """The lines of a file in the folder or its parent; None without one. Errors: ValueError for an empty one."""
-    for path in (folder / name, folder.absolute().parent / name):
-        if path.is_file():
-            return text_lines(str(path), path.read_bytes())
-    return None
+    return TarSource(src, tars, *class_data(tars[0].parent))

@@ -23,6 +23,7 @@ class TableOptions:
     caption: tuple[str, ...] = ()  # columns of captions
     question: str = ""  # column of questions
     answer: str = ""  # column of answers; with `question` alone, questions have no answers
+    label: str = ""  # column of labels; "": one of `columns.LABEL_COLUMNS` in a table without captions and questions
     info: tuple[str, ...] = ()  # columns of other values of `Record.info`
     images: str = ""  # folder of images, see `images_folder`; "": the folder of the table
     split: str = ""  # only rows with this value in the column `split`; "": all

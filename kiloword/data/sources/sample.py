@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import io
 import json
 import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kiloword.types import BadSample, NoCaption, Record
+import numpy as np
+
+from kiloword.types import BadSample, LabelSet, NoCaption, Record
 
 IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp", "bmp")
 MAX_IMAGE = 1 << 28  # bytes of an encoded image
 MAX_TEXT = 1 << 23  # bytes of a .txt, .json or .cls
 QUESTION, ANSWERS = "question", "answers"  # keys of `Record.info`
+_NUMPY = b"\x93NUMPY"  # how a .npy begins
+_DIGITS = 18  # of a class index
 MAX_CAPTIONS = 10_000  # of one image
 MAX_CAPTION = 1_000_000  # characters; a tokenizer takes some hundred bytes of memory for each
 
@@ -123,14 +128,53 @@ def decode_text(raw: bytes) -> str:
         raise BadSample("caption is not UTF-8") from None
 
 
-def parse_label(cls: bytes | None) -> int | None:
-    """The class index of a .cls member. Raises BadSample unless it is a non-negative integer."""
+def parse_label(cls: bytes | None) -> int | LabelSet | None:
+    """The class index of a .cls member, or the indices of a JSON list.
+
+    It may also be an array of NumPy with a 0 or 1 for each class; another array is no label.
+    Raises: BadSample for anything else but non-negative integers.
+    """
     if cls is None:
         return None
-    digits = cls.strip()
-    if not digits.isdigit() or len(digits) > 18:
-        raise BadSample(f"class index is not a whole number: {digits[:20]!r}")
-    return int(digits)
+    if cls.startswith(_NUMPY):
+        return _label_vector(cls)
+    text = cls.strip()
+    if text.startswith(b"["):
+        try:
+            return label_set(json.loads(text))
+        except (ValueError, RecursionError):
+            raise BadSample(f"the list of classes cannot be parsed: {text[:20]!r}") from None
+    if not text.isdigit() or len(text) > _DIGITS:
+        raise BadSample(f"class index is not a whole number: {text[:20]!r}")
+    return int(text)
+
+
+def label_set(values: Any) -> LabelSet:
+    """The classes of an image by their indices. Raises: BadSample unless they are non-negative integers."""
+    if not isinstance(values, list):
+        raise BadSample(f"the classes are not a list: {str(values)[:20]!r}")
+    bad = [value for value in values if type(value) is not int or not 0 <= value < 10**_DIGITS]
+    if bad:
+        raise BadSample(f"class index is not a whole number: {str(bad[0])[:20]!r}")
+    return LabelSet(tuple(sorted(set(values))))
+
+
+def _label_vector(raw: bytes) -> LabelSet | None:
+    """The classes whose value is 1 in an array [C] of 0 and 1; None for another array."""
+    stream = io.BytesIO(raw)
+    try:
+        version = np.lib.format.read_magic(stream)
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, _, dtype = read(stream)
+    except ValueError:
+        return None
+    body = raw[stream.tell() :]
+    if len(shape) != 1 or dtype.kind not in "biuf" or len(body) != shape[0] * dtype.itemsize:
+        return None
+    vector = np.frombuffer(body, dtype)
+    if not np.isin(vector, (0, 1)).all():
+        return None
+    return LabelSet(tuple(np.flatnonzero(vector).tolist()), len(vector))
 
 
 def _parse_json(meta: bytes) -> dict[str, Any]:

@@ -1,9 +1,10 @@
-"""csv, tsv and parquet tables of captions, or of questions and their answers.
+"""csv, tsv and parquet tables of captions, of questions and their answers, or of class labels.
 
 Columns: `image` (path relative to the table; in parquet also the bytes, or a struct with `bytes`) or open_clip's
 `filepath`; and `caption`, `captions` (a list; in csv a JSON list, or one caption per line) or open_clip's `title`. Or
-`question`, with `answers` (as `captions`, or as VQAv2's objects with `answer`) or `answer`, and optional types. Other
-columns are named by parameters (`query.TableOptions`).
+`question`, with `answers` (as `captions`, or as VQAv2's objects with `answer`) or `answer`, and optional types. Or
+`label` (`class`, `cls`, `fine_label`), a class index, a class name or a list of them; their names are those of a
+`ClassLabel` (Hugging Face) or of classnames.txt. Other columns are named by parameters (`query.TableOptions`).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from numpy.typing import NDArray
 
 from kiloword.data.sources.columns import IMAGE_COLUMNS, SPLIT, choose
 from kiloword.data.sources.embedded import Embedded, arrow_errors, check_expanded, check_rows, is_embedded
+from kiloword.data.sources.labels import LabelColumn, class_data, class_label_names
 from kiloword.data.sources.layouts.read import AnnotationTable
 from kiloword.data.sources.query import TableOptions, image_file, images_folder
 from kiloword.data.sources.sample import (
@@ -53,7 +55,8 @@ def fingerprint(path: Path) -> str:
 class TableSource:
     """The samples of one csv, tsv or parquet file, or of a `layout`; malformed lines come last, as bad samples.
 
-    Of captions: one sample per image, in order of first appearance; of questions: one sample per row.
+    Of captions: one sample per image, in order of first appearance; of questions or labels alone: one per row.
+    `classnames`, `templates`: of a table with labels, else None.
     The fingerprint covers the bytes of the table; `stored` returns those of images that it names by path.
     Errors: ValueError for missing columns, no rows, an unreadable table.
     """
@@ -76,10 +79,13 @@ class TableSource:
         self._embedded: Embedded | None = None  # the images, where the table contains them
         self._columns = choose(path, layout.table.column_names if layout else column_names(path), options)
         self._asks = QUESTION in self._columns.texts
+        self.classnames, self.templates = class_data(path.parent) if self._columns.label else (None, None)
+        self._labels: LabelColumn | None = None
         with arrow_errors(path):
             images, splits = self._read(options, layout.table if layout else None)
         self._images = None if self._embedded else images
-        self._order, self._starts = _rows_by_image(images, self._asks, splits, options.split)
+        by_row = self._asks or not self._columns.texts
+        self._order, self._starts = _rows_by_image(images, by_row, splits, options.split)
         if not len(self):
             rows = f"rows whose {SPLIT} is {shown(options.split[:60])!r}" if options.split else "rows"
             raise ValueError(
@@ -103,7 +109,14 @@ class TableSource:
         combine = pa.ChunkedArray.combine_chunks if self._asks else _caption_array
         self._cells = {key: combine(table.column(column)) for key, column in self._columns.texts.items()}
         self._info = {column: table.column(column).combine_chunks() for column in self._columns.info}
+        if self._columns.label:
+            self._read_labels(table.column(self._columns.label))
         return images, one_array(table.column(SPLIT), pa.large_binary()) if options.split else None
+
+    def _read_labels(self, column: pa.ChunkedArray) -> None:
+        of_table = class_label_names(self.path, self._columns.label) if self.path.suffix.lower() == ".parquet" else None
+        self._labels = LabelColumn(self.name, column, of_table or self.classnames)
+        self.classnames = self._labels.classnames
 
     def _parquet_images(self, column: str, rows: int) -> pa.Array:
         embedded = is_embedded(self.path, column)
@@ -152,8 +165,9 @@ class TableSource:
         image = self._embedded.read(self._first(row)) if self._embedded else self._read_image(row)
         if not image:
             raise BadSample("the image has zero bytes")
-        record = Record(self.key(row), image, captions, info=info)
-        if not captions:
+        label = self._labels.of(self._first(row)) if self._labels else None
+        record = Record(self.key(row), image, captions, label, info)
+        if not captions and self._labels is None:
             raise NoCaption(record)
         return record
 

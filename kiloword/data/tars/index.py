@@ -1,5 +1,7 @@
 """The byte-offset index of one tar: where each sample's members lie, from one scan, stored in a file beside the tar.
 
+A .npy of at most `MAX_LABEL` bytes, which may name several classes, stands for the cls of a sample without one.
+
 File format (`0.tar.kwindex`): a line, then int64 [N, 9] little-endian (offset and size of image, txt, json and cls, -1
 for a missing member; end of the key), then the keys, UTF-8, end to end. The line is `Header` as JSON, a space and its
 digest; it suffices to open a data set. The rest is read and checked in blocks of `BLOCK` samples.
@@ -24,9 +26,11 @@ from kiloword.data.tars.headers import ReadableFile, Tar
 
 PARTS = ("image", "txt", "json", "cls")
 SUFFIX = ".kwindex"
+MAX_LABEL = 1 << 17  # bytes of a .npy
 COLUMNS = 2 * len(PARTS) + 1
 BLOCK = 512  # samples that are read and checked together
 _ROW = 8 * COLUMNS  # bytes
+_CLS = 2 * PARTS.index("cls")  # column
 _LINE = 1 << 12  # bytes; most first lines are shorter: 8 characters of digest per block, and the other fields
 _LONGEST_LINE = 1 << 26
 _READ = 1 << 23  # bytes of a tar read at once
@@ -250,10 +254,14 @@ def scan(tar: Path | ReadableFile) -> Index:
     keys: list[bytes] = []
     current: dict[str, int] = {}  # key -> row; members of a sample need not be neighbours
     members, suffixes = Tar(tar), set[tuple[int, str]]()
+    vectors: dict[str, tuple[int, int]] = {}  # key -> place of its .npy, which alone is no sample
     for name, offset, size in members:
         if (parts := _split(name)) is None:
             continue
         key, suffix = parts
+        if suffix == "npy":
+            vectors |= {key: (offset, size)} if size <= MAX_LABEL else {}
+            continue
         row = current.get(key)
         if row is None or (row, suffix) in suffixes:  # the same member again: another sample of the same name
             row = current[key] = len(rows)
@@ -263,6 +271,9 @@ def scan(tar: Path | ReadableFile) -> Index:
         column = 2 * PARTS.index("image" if suffix in IMAGE_SUFFIXES else suffix)
         if rows[row][column] < 0:  # of two images (.jpg and .png) the first counts
             rows[row][column : column + 2] = offset, size
+    for key, place in vectors.items():
+        if key in current and rows[current[key]][_CLS] < 0:
+            rows[current[key]][_CLS : _CLS + 2] = place
     if not any(row[0] >= 0 for row in rows):
         kinds = ", ".join(f".{s}" for s in IMAGE_SUFFIXES)
         raise ValueError(f"{tar} holds no images ({kinds}). Expected a webdataset tar, as img2dataset writes it.")
@@ -278,4 +289,4 @@ def _split(name: str) -> tuple[str, str] | None:
     if match is None or name.rsplit("/", 1)[-1].startswith("__"):
         return None
     suffix = match[2].lower()
-    return (match[1], suffix) if suffix in (*IMAGE_SUFFIXES, *PARTS[1:]) else None
+    return (match[1], suffix) if suffix in (*IMAGE_SUFFIXES, *PARTS[1:], "npy") else None

@@ -163,9 +163,9 @@ class TarSource:
 
     @property
     def labels(self) -> NDArray[np.int64]:
-        """[N] class indices; -1 for a sample without one. Reads every .cls."""
+        """[N] class indices; -1 for a sample without one, or with several. Reads every .cls."""
         labels = (parse_label(self._part(row, "cls")) for row in range(len(self)))
-        return np.array([-1 if label is None else label for label in labels], np.int64)
+        return np.array([label if isinstance(label, int) else -1 for label in labels], np.int64)
 
     def _locate(self, row: int) -> tuple[int, Index, int]:
         if not 0 <= row < len(self):

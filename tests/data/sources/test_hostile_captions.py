@@ -187,8 +187,8 @@ TABLES: dict[bytes, list[Any] | str] = {
     b'image\tcaptions\na.png\t["a", NaN]\na.png\t[null]\n': [['["a", NaN]', "[null]"]],
     b'image\tcaptions\na.png\t["\\ud800"]\n': ["caption is not UTF-8"],
     b"im\x1b[2Jage,caption\n": "TABLE has the columns im\\x1b[2Jage, caption. Expected `image` (or `filepath`) and "
-    "`caption`, `captions` (or `title`) in its first line; or `image`, `question` and `answers` (or `answer`). "
-    "Other columns are named by FILE?image=COLUMN&caption=COLUMN,COLUMN.",
+    "`caption`, `captions` (or `title`) in its first line; or `image`, `question` and `answers` (or `answer`); or "
+    "`image` and `label`. Other columns are named by FILE?image=COLUMN&caption=COLUMN,COLUMN.",
     HEAD: "TABLE has no rows. Expected an image and a caption, or a question and its answers, in each row.",
 }
 

@@ -123,7 +123,7 @@ def test_bad_samples_have_a_reason(tmp_path: Path) -> None:
         ([{"image": 1}], "is a dict: expected a pair"),
         ([(noise(4, 4), "x", 3)], "is a tuple of 3"),
         ([(None, "x")], "is a NoneType: expected a Pillow image"),
-        ([(noise(4, 4), 7)], "captions of sample 0 .* are a int"),
+        ([(noise(4, 4), 7.5)], "captions of sample 0 .* are a float"),
     ],
 )
 def test_another_form_is_refused(dataset: Any, says: str) -> None:
