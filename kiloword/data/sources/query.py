@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TypeVar
@@ -65,10 +66,10 @@ def parse_query(path: str, query: str, kind: type[Options]) -> Options:
 
 def image_file(path: Path) -> Path:
     """The path of an image, whose suffix a table may omit."""
-    if path.suffix.lower().removeprefix(".") in IMAGE_SUFFIXES or path.exists():
+    if path.suffix.lower().removeprefix(".") in IMAGE_SUFFIXES or os.path.exists(path):
         return path
     complete = (path.with_name(f"{path.name}.{suffix}") for suffix in IMAGE_SUFFIXES)
-    return next((file for file in complete if file.exists()), path)
+    return next((file for file in complete if os.path.exists(file)), path)
 
 
 def images_folder(path: Path, named: str) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import pickle
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 
 from kiloword.cli.main import main
 from kiloword.data.sources.open import open_source
-from kiloword.types import NoCaption, Record, Source
+from kiloword.types import BadSample, NoCaption, Record, Source
 from tars import photo
 
 CAPTIONS = [["a dog", "a brown dog, running"], ["two\ncats"], ["a red bus", "a bus"]]
@@ -255,6 +256,11 @@ def test_where_images_are(folder: Path) -> None:
     with pytest.raises(ValueError, match=r"its images are in .*copy and in .*val2014. Choose one: x.json\?images="):
         open_source(src)
     assert len(open_source(src + "?images=copy")) == 3  # missing images are bad samples
+    many = images() + [{"id": n, "file_name": f"{n}.jpg"} for n in range(100, 104)]
+    later = dump(folder / "annotations" / "later.json", {"images": many[::-1], "annotations": annotations()})
+    assert len(open_source(later + "?images=val2014")) == 7
+    (folder / "copy" / FILES[0]).unlink()
+    assert open_source(later).record(4).image == photo(2)  # the first images are not there
     (folder / "empty").mkdir()
     with pytest.raises(ValueError, match=r"none of its 3 images, such as COCO_val2014_0+42.jpg, is in .*empty"):
         open_source(src + "?images=empty")
@@ -343,3 +349,61 @@ def test_on_the_command_line(folder: Path, capsys: pytest.CaptureFixture[str]) -
     out = capsys.readouterr().out
     assert "images 2   captions 4   bad 1" in out
     assert "image cannot be read: COCO_val2014_000000000007.jpg" in out
+
+
+def places(value: Any, above: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The keys that lead to each value inside."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [place for key, one in inner for place in [(*above, key), *places(one, (*above, key))]]
+
+
+def opened(src: str) -> Any:
+    """The source, or why it is refused."""
+    try:
+        return open_source(src)
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("layout", ["coco", "karpathy", "vqa", "answers", "list"])
+def test_any_value_may_be_wrong(folder: Path, layout: str) -> None:
+    """One value of each file is another: the file is refused by one message, or rows are bad."""
+    vqa(folder)
+    karpathy(folder, ["test"] * 3, coco=True)
+    path = {
+        "karpathy": folder / "caption_datasets" / "dataset_coco.json",
+        "vqa": folder / "v2_OpenEnded_mscoco_val2014_questions.json",
+        "answers": folder / "v2_mscoco_val2014_annotations.json",
+    }.get(layout, folder / "x.json")
+    if layout == "coco":
+        dump(path, {"images": images()[:2], "annotations": annotations()[:2]})
+    if layout == "list":
+        dump(path, [{"image": f"val2014/{FILES[0]}", "caption": ["a", "b"]}])
+    src = str(folder / "v2_OpenEnded_mscoco_val2014_questions.json" if layout == "answers" else path)
+    asked, answered = (
+        folder / "v2_OpenEnded_mscoco_val2014_questions.json",
+        folder / "v2_mscoco_val2014_annotations.json",
+    )
+    rows = json.loads(answered.read_text())["annotations"][:1]
+    dump(answered, {"annotations": [{**rows[0], "answers": rows[0]["answers"][:2]}]})
+    dump(asked, {"questions": QUESTIONS[1:2], "data_subtype": "val2014"})
+    if layout == "karpathy":
+        dump(path, {"images": json.loads(path.read_text())["images"][:1]})
+    good = path.read_text()
+    for place in places(json.loads(good)):
+        for wrong in (None, True, 10**30, 1.5, "", "\ud800", "\0", "a/" * 3000, [], ["x", None], {"answer": 3}):
+            data = json.loads(good)
+            inner = data
+            for key in place[:-1]:
+                inner = inner[key]
+            inner[place[-1]] = wrong
+            dump(path, data)
+            source = opened(src)
+            if isinstance(source, str):
+                assert str(folder) in source, (place, wrong)
+                assert "\n" not in source
+                continue
+            for row in range(len(source)):
+                for read in (source.record, source.captions, source.question, source.info):
+                    with suppress(BadSample):
+                        read(row)

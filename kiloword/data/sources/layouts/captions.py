@@ -54,7 +54,7 @@ def karpathy(path: Path, data: dict[str, Any], options: TableOptions) -> pa.Tabl
     splits = values(path, images, "images", "split", str)
     if options.split == "train":
         splits = ["train" if split == "restval" else split for split in splits]
-    named = "cocoid" if all("cocoid" in image for image in images) else "imgid"
+    named = "cocoid" if any("cocoid" in image for image in images) else "imgid"
     return pa.table(
         {
             "image": column([folder + file for folder, file in zip(folders, files, strict=True)]),

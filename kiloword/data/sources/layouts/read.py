@@ -6,6 +6,7 @@ import os
 import re
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from kiloword.terminal import shown
 
 _SUBSET = re.compile(r"(?:train|val|test)\d{4}")  # of COCO, and its folder
 _TRIED = 3  # images by which a folder is recognised
-_FOLDERS = 1000  # of one folder that are looked into
+_FOLDERS, _FEW = 1000, 10  # folders of one folder that are looked into, for these and for all images
 _EXPECTED = (
     "Expected captions of COCO or NoCaps (`images`, `annotations`), Karpathy's splits (`images` with `sentences`), "
     "questions of VQAv2 (`questions`), or a list of objects with `image` and `caption`"
@@ -122,15 +123,16 @@ def beside(path: Path, parameter: str, named: str) -> Path:
 
 def _located(path: Path, options: TableOptions, table: pa.Table, subset: str) -> AnnotationTable:
     """The table with the folder of its images. Errors: ValueError when not one image exists there."""
-    name = options.image or "image"
-    names = [] if name not in table.column_names else [os.fsdecode(n or b"") for n in table.column(name).to_pylist()]
+    names = _names(path, table, options.image or "image")
     if options.images:
-        tiers, tried = [[images_folder(path, options.images)]], names
+        tiers = [[images_folder(path, options.images)]]
         looked = str(tiers[0][0])
     else:
-        tiers, tried = _nearby(path.absolute(), subset), names[:_TRIED]
+        tiers = _nearby(path.absolute(), subset)
         looked = f"{path.parent}, {path.absolute().parent.parent} and their folders"
-    places = next(filter(None, (_with_images(folders, tried) for folders in tiers)), [])
+    first = (_with_images(folders, names[:_TRIED]) for folders in tiers)
+    every = (_with_images(folders[:_FEW], names) for folders in tiers)  # where the first images are missing
+    places = next(filter(None, chain(first, every)), [])
     places = [folder for folder in places if subset and folder.name == subset] or places
     if names and not places:
         raise ValueError(
@@ -143,9 +145,17 @@ def _located(path: Path, options: TableOptions, table: pa.Table, subset: str) ->
     return AnnotationTable(table, places[0] if places else path.parent, options)
 
 
+def _names(path: Path, table: pa.Table, column: str) -> list[str]:
+    """The names of the images; none in a table without the column. Errors: ValueError for lists."""
+    cells = table.column(column) if column in table.column_names else pa.chunked_array([], pa.large_binary())
+    if pa.types.is_large_list(cells.type):
+        raise ValueError(f"{path}: `{shown(column[:60])}` holds a list. Expected the name of one image in each object.")
+    return [os.fsdecode(name) if isinstance(name, bytes) else str(name or "") for name in cells.to_pylist()]
+
+
 def _with_images(folders: list[Path], names: list[str]) -> list[Path]:
     """The folders that hold one of the images."""
-    return [folder for folder in folders if any(name and image_file(folder / name).exists() for name in names)]
+    return [folder for folder in folders if any(name and os.path.exists(image_file(folder / name)) for name in names)]
 
 
 def _nearby(path: Path, subset: str) -> list[list[Path]]:
@@ -155,6 +165,7 @@ def _nearby(path: Path, subset: str) -> list[list[Path]]:
         inner = [parent / "images" / subset] if subset else []
         with suppress(OSError), os.scandir(parent) as entries:
             names = sorted(e.name for e in entries if e.is_dir() and not e.name.startswith("."))
+            names = sorted(names, key=lambda name: name != subset)
             inner += [parent / name for name in names[:_FOLDERS]]
         tiers += [[parent], inner]
     return tiers
