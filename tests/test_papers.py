@@ -48,6 +48,7 @@ SIZED = (  # of a run: its size and length, its data, its folder
     "--eval-epochs",
     "--features",
     "--extra-captions",
+    "--settings.partner-table",
     "--out",
     "--model.head.dim",
     "--model.text.width",
@@ -154,6 +155,7 @@ def debug_words(command: str) -> tuple[str, ...]:
     started = "debug/siglip/model" if words[1] == "prolip" else "debug/sycoca/model"
     kept += ["--init", started] if "--init" in words else ["--size", "rn50" if "rn50" in words else "debug"]
     kept += ["--val", "zeroshot=scenes:test?task=colour&n=20", "--eval-epochs", "1"] if "--val" in words else []
+    kept += ["--settings.partner-table", "features"] if "--settings.partner-table" in words else []
     return (*kept, *(("--features", "features") if "--features" in words else ()))
 
 
