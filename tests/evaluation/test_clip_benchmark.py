@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import io
+import tarfile
+from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor
 
+from class_data import FORMS
 from kiloword.api import Matcher
 from kiloword.config.recipes import sizes
+from kiloword.data.classes.names import classnames, read_templates
 from kiloword.data.reading import eval_batches
 from kiloword.data.sources.open import open_source
 from kiloword.data.text.tokenizer import Tokenizer
@@ -85,6 +92,45 @@ def test_zeroshot(matcher: Matcher, monkeypatch: pytest.MonkeyPatch) -> None:
     ours = evaluate(matcher, "zeroshot", source)
     assert set(expected) == {"acc1", "acc5", "mean_per_class_recall"}
     assert {name: ours[name] for name in expected} == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_real_class_data_in_every_form(
+    matcher: Matcher, monkeypatch: pytest.MonkeyPatch, shared: Path, form: str, tmp_path: Path
+) -> None:
+    """CLIP_benchmark's figures of images that Python's tarfile and Pillow read, without any reader of ours."""
+    from clip_benchmark.metrics import zeroshot_classification
+
+    monkeypatch.setattr(zeroshot_classification, "float", _number, raising=False)
+    folder, theirs = shared / "wds_cifar10", AsTheirs(matcher)
+    names = (folder / "classnames.txt").read_text().splitlines()
+    templates = (folder / "zeroshot_classification_templates.txt").read_text().splitlines()
+    images = members(folder / "test" / "0.tar", names)
+    loader = Decoded(images, names)
+    expected = zeroshot_classification.evaluate(theirs, loader, theirs.tokenizer, names, templates, "cpu", amp=False)
+    assert (names, templates) == (classnames("cifar10"), read_templates("cifar10"))
+    ours = evaluate(matcher, "zeroshot", FORMS[form](tmp_path, images, names), templates="cifar10")
+    assert set(expected) == {"acc1", "acc5", "mean_per_class_recall"}
+    assert {name: ours[name] for name in expected} == pytest.approx(expected, abs=1e-6)
+    assert (ours["skipped"], len(images), len({label for _, label in images})) == (0, 200, 10)
+
+
+def members(tar: Path, names: list[str]) -> list[tuple[bytes, int]]:
+    """Every fifth image of a tar with its label, in order of the names of classes."""
+    with tarfile.open(tar) as file:
+        files = {name: file.extractfile(name).read() for name in file.getnames()}  # type: ignore[union-attr]
+    keys = sorted(name.removesuffix(".cls") for name in files if name.endswith(".cls"))[::5]
+    return sorted(((files[f"{key}.jpg"], int(files[f"{key}.cls"])) for key in keys), key=lambda pair: names[pair[1]])
+
+
+class Decoded(list):  # type: ignore[type-arg]
+    """A batch of images of 32 pixels, decoded by Pillow alone."""
+
+    def __init__(self, images: list[tuple[bytes, int]], names: list[str]) -> None:
+        pixels = [np.asarray(Image.open(io.BytesIO(image)).convert("RGB")) for image, _ in images]
+        labels = torch.tensor([label for _, label in images])
+        super().__init__([(torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2), labels)])
+        self.dataset = SimpleNamespace(classes=names)
 
 
 def _number(value: object) -> float:
