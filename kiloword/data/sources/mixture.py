@@ -32,6 +32,7 @@ class MixtureSource:
         self.fingerprint = hashlib.blake2b(lines.encode(), digest_size=16).hexdigest()
         self.natural = all(getattr(s, "natural", True) for s in sources)
         self.from_files = all(getattr(s, "from_files", False) for s in sources)
+        self.classnames, self.templates = (_common(sources, name) for name in ("classnames", "templates"))
         self.notes = [note for s in sources for note in getattr(s, "notes", [])]
         self._parts = [_part(s, math.modf(w)[0], epoch) for s, w in zip(sources, weights, strict=True)]
         lengths = [int(w) * len(s) + len(p) for s, w, p in zip(sources, weights, self._parts, strict=True)]
@@ -85,6 +86,12 @@ def mix(sources: Sequence[Source], weights: Sequence[float] = ()) -> Source:
         if not (math.isfinite(weight) and round(weight * len(source)) >= 1):
             raise ValueError(f"weight {weight:g} of {source.name} takes none of its {len(source):,} rows.")
     return sources[0] if weights == [1.0] else MixtureSource(sources, weights)
+
+
+def _common(sources: Sequence[Source], name: str) -> list[str] | None:
+    """A list that all sources have alike; None where they differ."""
+    first, *others = (getattr(source, name, None) for source in sources)
+    return first if all(other == first for other in others) else None
 
 
 def _part(source: Source, share: float, epoch: int) -> NDArray[np.integer[Any]]:

@@ -14,7 +14,7 @@ from kiloword.data.sources.extra_captions import with_captions
 from kiloword.data.sources.folder import Folder, is_image
 from kiloword.data.sources.labels import class_data
 from kiloword.data.sources.layouts.read import JsonOptions, is_tokens, read_json, read_tokens
-from kiloword.data.sources.mixture import mix
+from kiloword.data.sources.mixture import MixtureSource, mix
 from kiloword.data.sources.query import FORM, TableOptions, parse_query, split_query
 from kiloword.data.sources.sample import check_regular
 from kiloword.data.sources.tables import TableSource
@@ -34,9 +34,9 @@ _KINDS = (
 def open_source(src: str, size: int | None = None) -> Source:
     """The data set that `src` names.
 
-    Args: src: a folder of tars, a tar, a brace pattern `x-{000..123}.tar`, csv, tsv, parquet or json (these with
-    parameters, see `query`, and `layouts`), a folder of images, or `scenes...`; or a URL (see `remote`); size: height
-    and width of drawn images (scenes) in pixels.
+    Args: src: a folder of tars, a tar, csv, tsv, parquet or json (these with parameters, see `query`, and `layouts`), a
+    brace pattern of tars or tables such as `x-{000..123}.tar`, a folder of images, class folders, or `scenes...`; or a
+    URL (see `remote`); size: height and width of drawn images (scenes) in pixels.
     Errors: ValueError when nothing is there, or nothing can be read.
     """
     if re.match(r"scenes([:?]|$)", src) and not Path(src).exists():
@@ -47,10 +47,7 @@ def open_source(src: str, size: int | None = None) -> Source:
     if is_url(src):
         return open_remote(src)
     if RANGE.search(src):
-        tars = [Path(p) for p in expand(src)]
-        if missing := [tar for tar in tars if not tar.is_file()]:
-            raise ValueError(f"{src}: {len(missing)} of {len(tars)} tars are missing, the first is {missing[0]}.")
-        return _shards(src, tars)
+        return _open_pattern(src)
     name, query = split_query(src)
     path = Path(name).expanduser()
     if not path.exists():
@@ -72,6 +69,26 @@ def open_source(src: str, size: int | None = None) -> Source:
     if suffix == ".tar":
         return _shards(src, [path])
     raise ValueError(f"{src}: unknown kind of file. Expected {_KINDS}.")
+
+
+def _open_pattern(src: str) -> Source:
+    """Tars, or tables one after another, as of a brace pattern. Errors: ValueError for missing files."""
+    pattern, mark, query = src.partition("?")
+    if Path(pattern).suffix.lower() not in _TABLES:
+        pattern, mark, query = src, "", ""
+    files = [Path(p) for p in expand(pattern)]
+    if missing := [file for file in files if not file.is_file()]:
+        kind = "tars" if files[0].suffix == ".tar" else "files"
+        raise ValueError(f"{src}: {len(missing)} of {len(files)} {kind} are missing, the first is {missing[0]}.")
+    if files[0].suffix.lower() not in _TABLES:
+        return _shards(src, files)
+    source = mix([open_source(f"{file}{mark}{query}") for file in files])
+    if isinstance(source, MixtureSource):
+        source.name = src
+        first, *others = (getattr(table, "classnames", None) for table in source.sources)
+        if any(names != first for names in others):
+            raise ValueError(f"{src}: its tables name different classes. Put classnames.txt with all beside them.")
+    return source
 
 
 def open_data(data: DataConfig, size: int | None = None) -> Source:

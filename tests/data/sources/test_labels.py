@@ -250,3 +250,19 @@ def test_own_data_sets_with_labels() -> None:
     assert (captions.classnames, captions.record(0).captions, captions.record(0).label) == (None, ["a"], None)
     with pytest.raises(ValueError, match=re.escape("(image, class index or list of them)")):
         MapStyleSource(Own([1.5]))
+
+
+def test_tables_in_shards(tmp_path: Path) -> None:
+    """As Hugging Face distributes large sets: one class list for all, rows one after another."""
+    for shard, values in enumerate(([1, 0], [0], [1, 1, 0])):
+        table(tmp_path / f"val-{shard:05}-of-00003.parquet", fine=values)
+    pattern = str(tmp_path / "val-{00000..00002}-of-00003.parquet?label=fine")
+    (tmp_path / "classnames.txt").write_text("cat\ndog\n")
+    source: Any = open_source(pattern)
+    assert (source.name, source.classnames, column(source)) == (pattern, ["cat", "dog"], [1, 0, 0, 1, 1, 0])
+    (tmp_path / "classnames.txt").unlink()
+    table(tmp_path / "val-00001-of-00003.parquet", fine=["dog"])
+    with pytest.raises(ValueError, match=r"its tables name different classes\. Put classnames\.txt"):
+        open_source(pattern)
+    with pytest.raises(ValueError, match=r"1 of 4 files are missing, the first is .*val-00003"):
+        open_source(pattern.replace("00002}", "00003}"))
