@@ -62,12 +62,12 @@ def main(argv: Sequence[str]) -> None:
     from kiloword.training import effects, start
     from kiloword.training.dry_run import rehearse
     from kiloword.training.loop import train
-    from kiloword.training.resolve import open_sources, with_length
+    from kiloword.training.resolve import open_sources, visited, with_length
 
     start.check(recipe)
     effects.check(recipe, usual, args.options.trust_code)
     source = open_sources(recipe)
-    recipe = with_length(recipe, len(source), args.steps, args.epochs, args.samples)
+    recipe = with_length(recipe, visited(recipe, source), args.steps, args.epochs, args.samples)
     if args.dry_run:
         rehearse(recipe, source, args.out, args.options)
         return

@@ -183,6 +183,9 @@ class DataConfig(BaseSettings):
     captions: int | Literal["one", "all"] = setting(
         "one", "captions (vqa: answers) of an image in a batch: one (drawn each epoch), all, or N"
     )
+    rows: int = setting(
+        0, "train on a fixed subset of this many rows, transforms take partners from all; 0: all rows", 0
+    )
     together: int = setting(1, "group size: consecutive rows that always share a batch (hard negatives)", 1)
     decoder: Literal["pillow", "opencv", "simplejpeg"] = setting("pillow", "decoder of images; the others are faster")
     bad_share: float = setting(0.01, "stop when a larger share of the rows is bad", 0, 1)

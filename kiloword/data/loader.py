@@ -69,8 +69,8 @@ class Loader:
 
     def __post_init__(self) -> None:
         share(np.zeros(self.order.batch, np.int64), self.rank, self.ranks)
-        if len(self.source) != self.order.rows:
-            raise ValueError(f"{self.source.name} has {len(self.source)} rows, but the order is for {self.order.rows}")
+        if len(self.source) != self.order.total:
+            raise ValueError(f"{self.source.name} has {len(self.source)} rows, but the order is for {self.order.total}")
         if isinstance(self.data.captions, int) and self.data.captions < 1:
             raise ValueError(f"captions is {self.data.captions}: expected at least 1, 'one' or 'all'")
         if self.truth and not hasattr(self.source, "relevance"):
@@ -231,9 +231,11 @@ class BatchReader:
     def _walk(self, row: int, draw: Draw) -> Iterator[int]:
         """The row, then candidates: outside this global batch if at least half of the data set is."""
         yield row
-        n = len(self)
+        order = self.loader.order
+        n = order.rows
         taken = set(self.batch.tolist()) if 2 * len(self.batch) <= n else set()
-        fresh = (c for a in count() if (c := key(draw.seed, draw.epoch, row, "instead", a) % n) not in taken)
+        places = (key(draw.seed, draw.epoch, row, "instead", a) % n for a in count())
+        fresh = (c for place in places if (c := int(order.rows_at(np.array([place]))[0])) not in taken)
         for _ in range(ATTEMPTS):
             yield next(fresh)
 

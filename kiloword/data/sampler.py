@@ -34,7 +34,8 @@ class Order:
     Every epoch visits each row at most once and drops an incomplete last batch. Small data sets get a permutation of
     all rows; in large ones blocks of consecutive rows are shuffled, then the rows within groups of blocks.
 
-    Args: rows: of the data set; batch: global batch size; full, block, group: see FULL_SHUFFLE, BLOCK, GROUP.
+    Args: rows: that are visited; of: rows of the data set, of which they are a fixed subset (0: all); batch: global
+    batch size; full, block, group: see FULL_SHUFFLE, BLOCK, GROUP.
     Errors: ValueError when the batch is larger than the data set.
     """
 
@@ -44,6 +45,7 @@ class Order:
     full: int = FULL_SHUFFLE
     block: int = BLOCK
     group: int = GROUP
+    of: int = 0
 
     def __post_init__(self) -> None:
         if self.batch < 1:
@@ -58,13 +60,24 @@ class Order:
     def steps_per_epoch(self) -> int:
         return steps_per_epoch(self.rows, self.batch)
 
+    @property
+    def total(self) -> int:
+        """Rows of the data set."""
+        return self.of or self.rows
+
     def batch_rows(self, step: int) -> tuple[int, Rows]:
         """The epoch of a step (from 0) and the rows [batch] of its global batch."""
         epoch, place = divmod(step, self.steps_per_epoch)
         start = place * self.batch
         if self.rows <= self.full:
-            return epoch, _permutation(self, epoch)[start : start + self.batch]
-        return epoch, self._from_groups(epoch, start, start + self.batch)
+            places = _permutation(self, epoch)[start : start + self.batch]
+        else:
+            places = self._from_groups(epoch, start, start + self.batch)
+        return epoch, self.rows_at(places)
+
+    def rows_at(self, places: Rows) -> Rows:
+        """Rows of the data set at places, each below `rows`, in the subset that is visited."""
+        return subset(self.rows, self.of)[places] if self.of > self.rows else places
 
     def _from_groups(self, epoch: int, start: int, stop: int) -> Rows:
         """The rows at positions [start, stop) of the epoch, from the groups that contain them."""
@@ -88,6 +101,13 @@ def share(rows: Rows, rank: int = 0, ranks: int = 1, micro: int = 0, micros: int
     size = len(rows) // (ranks * micros)
     start = (rank * micros + micro) * size
     return rows[start : start + size]
+
+
+@lru_cache(maxsize=2)
+def subset(rows: int, of: int) -> Rows:
+    """A fixed subset of a data set, ascending: the same for every seed, so that runs of several seeds compare."""
+    rng = np.random.Generator(np.random.Philox(key(of, "subset")))
+    return _frozen(np.sort(rng.permutation(of)[:rows]))
 
 
 def _generator(order: Order, epoch: int, *purpose: int | str) -> np.random.Generator:

@@ -25,7 +25,7 @@ from kiloword.methods.registry import preset
 from kiloword.model.model import shapes
 from kiloword.terminal import say
 from kiloword.training import effects
-from kiloword.training.resolve import micro_batches, open_sources, resolve
+from kiloword.training.resolve import micro_batches, open_sources, resolve, visited
 from kiloword.training.run_folder import RunFile
 from kiloword.training.setup import make_learner
 from kiloword.training.validation.sets import open_val
@@ -78,7 +78,9 @@ def describe(file: RunFile, source: Source, out: Path, options: RunOptions) -> l
     """A summary of the run, as lines of text."""
     recipe, model = file.recipe, file.model
     assert model is not None
-    epochs = recipe.steps / steps_per_epoch(len(source), recipe.batch)
+    rows = visited(recipe, source)
+    part = "" if rows == len(source) else f", {rows} visited"
+    epochs = recipe.steps / steps_per_epoch(rows, recipe.batch)
     ranks, parts = collectives.ranks(), micro_batches(recipe)
     share = f"{parts} x {recipe.batch // ranks // parts} images each"
     init = "" if recipe.init is None else f" from {recipe.init}"
@@ -86,7 +88,7 @@ def describe(file: RunFile, source: Source, out: Path, options: RunOptions) -> l
     how = f"checkpointing {options.checkpointing}, compile {options.compile}, {recipe.precision}"
     return [
         *_wrapped("method", f"{recipe.method} {_listed(_flat(recipe.settings))}"),
-        f"data       {' '.join(recipe.data.sources)}: {len(source)} images",
+        f"data       {' '.join(recipe.data.sources)}: {len(source)} images{part}",
         *(f"val        {one.task} on {one.source.name}: {len(one.source)} images" for one in open_val(recipe)),
         f"length     {recipe.steps} steps of {recipe.batch} images, {epochs:.1f} epochs",
         f"ranks      {ranks}, {share}{f', {options.parallel}' if ranks > 1 else ''}, {how}",

@@ -14,6 +14,7 @@ from kiloword.data.feature_store import FeatureStore
 from kiloword.data.loader import Loader
 from kiloword.data.reading import captions_of
 from kiloword.data.sampler import Order, steps_per_epoch
+from kiloword.data.sources.mixture import MixtureSource
 from kiloword.data.sources.open import open_data
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.distributed import collectives
@@ -176,10 +177,24 @@ def _stores(recipe: Recipe, method: Method) -> list[FeatureStore]:
     return stores
 
 
+def visited(recipe: Recipe, source: Source) -> int:
+    """Number of rows that a run visits. Raises: ValueError for more rows than there are, or with groups of rows."""
+    rows, n = recipe.data.rows, len(source)
+    if rows > n:
+        raise ValueError(f"--rows is {rows}, but {source.name} has {n} rows: expected at most {n}, or 0 for all.")
+    if rows and recipe.data.together > 1:
+        raise ValueError(f"--rows {rows} and --together {recipe.data.together} exclude each other: give one of them.")
+    if rows and isinstance(source, MixtureSource) and any(weight % 1 for weight in source.weights):
+        raise ValueError(
+            f"{source.name}: rows change between epochs, so that --rows cannot fix them. Use whole weights."
+        )
+    return rows or n
+
+
 def _order(recipe: Recipe, source: Source) -> Order:
-    together = recipe.data.together
+    together, rows = recipe.data.together, visited(recipe, source)
     if together == 1:
-        return Order(len(source), recipe.batch, recipe.seed)
+        return Order(rows, recipe.batch, recipe.seed, of=len(source) if rows < len(source) else 0)
     if recipe.batch % together:
         raise ValueError(
             f"groups of {together} rows do not fill a batch of {recipe.batch}: choose a multiple of {together}."

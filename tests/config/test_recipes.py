@@ -102,7 +102,7 @@ def test_a_file_of_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(settings, "LARGEST", size)
     assert read_config(path, ModelFile) == file
     monkeypatch.setattr(settings, "LARGEST", size - 1)
-    with pytest.raises(ValueError, match=rf"config\.json cannot be used: it has more than {size - 1} bytes\."):
+    with pytest.raises(ValueError, match=rf"config\.json cannot be used: it has more than {size - 1:,} bytes\."):
         read_config(path, ModelFile)
     monkeypatch.undo()
     path.write_text(json.dumps({**asdict(file), "model": {**asdict(file.model), "head": {"dim": 0}}}))

@@ -197,6 +197,14 @@ def test_a_replacement_is_what_its_own_turn_would_give() -> None:
     assert batch.seeds[place] == own.seeds[at]
 
 
+def test_a_replacement_in_a_subset_is_of_the_subset() -> None:
+    order = Order(2 * BATCH, BATCH, 3, of=ROWS)
+    rows = {row for step in range(2) for row in order.batch_rows(step)[1].tolist()}
+    broken = replace(make(Images(dict.fromkeys(sorted(rows)[:BATCH:2], "sample"))), order=order)
+    texts = [text for step in range(10) for text in captions_of(broken.batch(step))]
+    assert {int(text.split()[1]) for text in texts} == rows - set(sorted(rows)[:BATCH:2])
+
+
 def test_transforms_get_replacements_too_and_report_them() -> None:
     def fetch_bad(example: Example, fetch: Fetch, draw: Draw) -> Example:
         return replace(example, captions=[f"beside {fetch.example(3, draw).row}"])

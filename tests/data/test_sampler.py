@@ -118,3 +118,23 @@ def test_one_caption_is_redrawn_each_epoch_and_differs_between_rows() -> None:
     assert len(one) > 50
     assert choose_captions(captions, "all", Draw(0, 3, 4)) == captions
     assert choose_captions([], "one", Draw(0, 0, 0)) == []
+
+
+@pytest.mark.parametrize("full", [0, 1000])
+def test_a_fixed_subset_of_rows(full: int) -> None:
+    """Each epoch visits all rows of the subset, in another order; other seeds visit the same rows."""
+    orders = [Order(30, 5, seed, full, 8, 2, of=1000) for seed in (0, 0, 1)]
+    epochs = [
+        [row for step in range(first, first + 6) for row in order.batch_rows(step)[1].tolist()]
+        for order, first in zip(orders, (0, 6, 0), strict=True)
+    ]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(epochs[2])
+    assert len(set(epochs[0])) == 30
+    assert epochs[0] != epochs[1]
+    assert epochs[0] != epochs[2]
+    assert max(epochs[0]) > 700  # from the whole data set
+    assert max(epochs[0]) < 1000
+    same = Order(30, 5, 0, full, 8, 2)
+    assert [row for step in range(6) for row in same.batch_rows(step)[1].tolist()] == [
+        sorted(epochs[0]).index(row) for row in epochs[0]
+    ]

@@ -141,6 +141,22 @@ def test_partners_come_from_the_whole_data_set_and_change_every_epoch() -> None:
     assert all(len(others) == 1 for others in fixed.values())
 
 
+def test_a_subset_of_rows_has_partners_from_the_whole_data_set() -> None:
+    transforms = preset("clip-c", {"rho": 1.0}).transforms
+    order = Order(40, BATCH, 1, of=ROWS)
+    part = Loader(Maps(), order, DataConfig(), WORDS, SIZE, TOKENIZER, transforms=transforms, seed=4)
+    visited: set[int] = set()
+    partners: set[int] = set()
+    for step in range(20 * order.steps_per_epoch):
+        images = part.batch(step).images
+        visited |= set(images[:, 0, 0, 0].tolist())
+        partners |= set(images[:, 0, -1, -1].tolist())
+    assert len(visited) == 40
+    assert len(partners) > ROWS // 2  # of which 40 are visited
+    with pytest.raises(ValueError, match="maps has 200 rows, but the order is for 150"):
+        replace(part, order=Order(40, BATCH, 1, of=150))
+
+
 def test_examples_keep_their_number_of_captions() -> None:
     batch = loader("clip-c", {"rho": 1.0}, captions="all").batch(0)
     texts, rows = captions_of(batch), Order(ROWS, BATCH, 1).batch_rows(0)[1].tolist()

@@ -11,6 +11,7 @@ import torch
 
 from kiloword.checkpoint.files import write_json
 from kiloword.checkpoint.model_folder import check_finite, check_fit, not_finite
+from kiloword.data.sampler import Order
 from kiloword.distributed import collectives
 from kiloword.distributed.device import precision_of
 from kiloword.methods import siglip
@@ -181,6 +182,19 @@ def test_groups_stand_in_a_batch_together() -> None:
         _order(recipe, Rows(41))  # type: ignore[arg-type]
     alone = replace(recipe, data=replace(recipe.data, together=1))
     assert _order(alone, Rows(41)).steps_per_epoch == 5  # type: ignore[arg-type]
+
+
+def test_rows_of_a_subset() -> None:
+    def order(**data: object) -> Order:
+        recipe = replace(RECIPE, data=replace(RECIPE.data, **data), batch=8)  # type: ignore[arg-type]
+        return _order(recipe, Rows(40))  # type: ignore[arg-type]
+
+    assert order() == order(rows=40) == Order(40, 8, RECIPE.seed)
+    assert order(rows=16) == Order(16, 8, RECIPE.seed, of=40)
+    with pytest.raises(ValueError, match="--rows is 41, but rows has 40 rows: expected at most 40, or 0 for all"):
+        order(rows=41)
+    with pytest.raises(ValueError, match="--rows 16 and --together 4 exclude each other"):
+        order(rows=16, together=4)
 
 
 @pytest.mark.parametrize(("ranks", "micro", "parts"), [(1, 0, 1), (1, 4, 4), (2, 4, 2), (2, 0, 1)])
