@@ -74,6 +74,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: Path, others
     (tmp_path / "mine.py").write_text(python("mine.py"))
     write_coco(tmp_path / "coco")
     (tmp_path / "results.json").write_text(json.dumps([{"image_id": 42, "caption": "a thing"}]))
+    (tmp_path / "mine.toml").write_text(SHOWN.split("```toml\n")[1].split("```")[0])
     for model in ("quickstart", "runs/photos"):
         shutil.copytree(trained, tmp_path / model / "model")
     shutil.copytree(trained, tmp_path / "models" / "b32")

@@ -33,7 +33,12 @@ WEIGHTS = arg(
 )
 Action = Literal["index", "check", "stats", "names", "hierarimgs"]
 Format = Literal["open_clip", "prolip"]
-CHOICES = {"data": ("action", get_args(Action)), "import": ("format", get_args(Format))}  # of the first argument
+Listing = Literal["list", "show"]
+CHOICES = {  # of the first argument
+    "data": ("action", get_args(Action)),
+    "import": ("format", get_args(Format)),
+    "recipes": ("action", get_args(Listing)),
+}
 OWN_FLAGS = {"train": train, "eval": evaluate, "plan": plan}  # verbs whose flags depend on the words before them
 
 
@@ -262,6 +267,25 @@ def methods() -> None:
     from kiloword.cli.describe import methods_table
 
     methods_table()
+
+
+@app.command
+def recipes(what: Positional[Listing] = "list", name: Positional[str] = "", json: Path | None = None) -> None:
+    """List the recipes of papers, or show one with the source of each value: kiloword recipes show llip-b32
+
+    Args:
+        what: list, or show with a name.
+        name: recipe to show.
+        json: write the table to this file.
+    """
+    from kiloword.cli import papers
+
+    if (what == "show") != bool(name):
+        raise ValueError("recipes expects list, or show NAME, e.g. kiloword recipes show llip-b32.")
+    if what == "show":
+        papers.page(name, json)
+    else:
+        papers.listing(json)
 
 
 @app.command

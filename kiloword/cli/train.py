@@ -9,12 +9,14 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import tyro
 
-from kiloword.cli.words import method_command, values_of
-from kiloword.config.options import Mixing, RunOptions
+from kiloword.cli.papers import report, towers_flag
+from kiloword.cli.words import MethodCommand, method_command, values_of
+from kiloword.config.options import Mixing, RecipeFlags, RunOptions
+from kiloword.config.papers import LENGTHS, fill
 from kiloword.config.recipes import Recipe
 from kiloword.config.settings import BaseSettings, about, check, setting
 from kiloword.methods.defaults import default_recipe
@@ -30,9 +32,11 @@ class Train(BaseSettings):
       kiloword train clip --data photos/train --val photos/dev --out runs/photos --epochs 30
       kiloword train siglip --data table.csv --out runs/table --size s16 --optim.lr 1e-3 --workers 8
       kiloword train llip --transforms compose --positives mined --features features --data photos/train --out runs/mix
+      kiloword train --recipe llip-b32 --data tars --out runs/llip
     """
 
     common: ClassVar[dict[str, str]] = {
+        "recipe": "recipe config",
         "data": "data val features captions",
         "length": "steps epochs samples batch",
         "model": "size init",
@@ -47,6 +51,7 @@ class Train(BaseSettings):
     epochs: float | None = setting(None, "length in passes over the data")
     samples: int | None = setting(None, "length in images seen")
     dry_run: bool = setting(False, "print what would run, and stop")
+    origin: RecipeFlags = field(default_factory=RecipeFlags, metadata=about(flag=""))
     mixing: Mixing = field(default_factory=Mixing, metadata=about(flag=""))
     options: RunOptions = field(default_factory=RunOptions, metadata=about(flag=""))
     recipe: Recipe = field(metadata=about(flag=""))
@@ -55,16 +60,19 @@ class Train(BaseSettings):
 def main(argv: Sequence[str]) -> None:
     """Train a model, or resume it: kiloword train METHOD --data SRC --out DIR."""
     command = method_command(argv, "train siglip --out runs/first")
-    usual = _defaults(command.method, command.flags)
-    args, settings = command.read(Train(recipe=usual))
+    plain, usual = _defaults(command)
+    args, settings = command.read(_train(command, usual))
     check(args.recipe)
     recipe = replace(args.recipe, settings={} if settings is None else asdict(settings))
+    _say_recipe(command, args, recipe)
     from kiloword.training import effects, start
     from kiloword.training.dry_run import rehearse
     from kiloword.training.loop import train
     from kiloword.training.resolve import open_sources, visited, with_length
 
     start.check(recipe)
+    if args.origin.config:
+        effects.check(replace(usual, settings=recipe.settings), plain, args.options.trust_code)
     effects.check(recipe, usual, args.options.trust_code)
     source = open_sources(recipe)
     recipe = with_length(recipe, visited(recipe, source), args.steps, args.epochs, args.samples)
@@ -76,10 +84,47 @@ def main(argv: Sequence[str]) -> None:
         say(f"model: {folder}")
 
 
-def _defaults(method: str, argv: Sequence[str]) -> Recipe:
-    """The recipe that method, size, data and init imply."""
-    data = values_of(argv, "--data") or ("scenes",)
-    size, init = ((values_of(argv, flag) or (None,))[0] for flag in ("--size", "--init"))
+def _train(command: MethodCommand, usual: Recipe) -> Train:
+    """The defaults of all flags. A dry run needs no --out."""
+    defaults: dict[str, Any] = {"recipe": usual}
+    if command.recipe and not any(values_of(command.flags, f"--{name}") for name in LENGTHS):
+        defaults |= command.recipe.length()
+    if any(word.replace("_", "-") == "--dry-run" for word in command.flags):
+        defaults["out"] = Path("runs", command.recipe.name if command.recipe else command.method)
+    return Train(**defaults)
+
+
+def _say_recipe(command: MethodCommand, args: Train, recipe: Recipe) -> None:
+    """Print the recipe that the run follows: a dry run prints every value with its source."""
+    if command.recipe is None or os.environ.get("RANK", "0") != "0" or args.options.quiet:
+        return
+    size, init = (values_of(command.flags, flag) for flag in ("--size", "--init"))
+    replaced = towers_flag(command.recipe, size, init)
+    length = {name: value for name in LENGTHS if (value := getattr(args, name)) is not None}
+    lines = report(command.recipe, recipe, length, replaced)
+    if not args.dry_run:
+        lines = [f"{lines[0]} ({len(lines) - 1} values; --dry-run prints them)"]
+    if replaced:
+        lines.append(f"note       {replaced} replaces the towers of the recipe: size and all of model.*")
+    say(*lines)
+
+
+def _defaults(command: MethodCommand) -> tuple[Recipe, Recipe]:
+    """The recipe that method, size, data and init imply, and that with the values of --recipe or --config."""
+    named, flags = command.recipe, command.flags
+    size, init = ((values_of(flags, flag) or (None,))[0] for flag in ("--size", "--init"))
+    data = values_of(flags, "--data") or ("scenes",)
+    if named is None:
+        plain = _plain_defaults(command.method, size, init, data)
+        return plain, plain
+    data = values_of(flags, "--data") or tuple(named.value("data.sources", ("scenes",)))
+    start = init or named.value("init")
+    plain = _plain_defaults(command.method, size or named.value("size"), start, data)
+    filled = fill(plain, named, towers=start is None and not towers_flag(named, values_of(flags, "--size"), ()))
+    return plain, replace(filled, method=command.method, size=plain.size, init=start)
+
+
+def _plain_defaults(method: str, size: str | None, init: str | None, data: tuple[str, ...]) -> Recipe:
     if init is None:
         return default_recipe(method, size or "tiny", data)
     from kiloword.training import start

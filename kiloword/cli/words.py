@@ -15,7 +15,9 @@ from tyro.constructors import ConstructorRegistry, StructConstructorSpec, Struct
 
 from kiloword.addresses import public
 from kiloword.checkpoint.files import utf8
+from kiloword.cli.papers import chosen, method_settings
 from kiloword.config.options import Mixing
+from kiloword.config.papers import NamedRecipe
 from kiloword.config.settings import check, leaves
 from kiloword.errors import suggestion
 from kiloword.terminal import say
@@ -93,6 +95,7 @@ class MethodCommand:
     method: str  # with the components that flags name; "" where only help is requested
     flags: Sequence[str]
     settings: type | None  # of the method
+    recipe: NamedRecipe | None = None  # of --recipe or --config
 
     def read(self, run: Any) -> tuple[Any, Any]:
         """Parse the flags: those of the verb, a dataclass whose defaults `run` holds, and the method's, or None.
@@ -110,7 +113,8 @@ class MethodCommand:
                     say(f"Settings of {self.method} (--settings.NAME): {names}.")
                 say(f"These are the common flags; all: {name} --help-all")
         kind: Any = self.settings
-        settings = (kind, field(default_factory=kind)) if kind else (Annotated[None, tyro.conf.Suppress], None)
+        usual = kind() if self.recipe is None and kind else self.recipe and method_settings(self.recipe, kind)
+        settings = (kind, field(default=usual)) if kind else (Annotated[None, tyro.conf.Suppress], None)
         words = [("run", Annotated[type(run), arg(name="")], field(default=run)), ("settings", *settings)]
         flags = ["--help" if word == "--help-all" else word for word in self.flags]
         parsed: Any = tyro.cli(
@@ -138,24 +142,25 @@ def _common(run: Any) -> type:
 
 
 def method_command(argv: Sequence[str], example: str) -> MethodCommand:
-    """The method and flags of a verb, with which the example begins.
+    """The method, the recipe and the flags of a verb, with which the example begins.
 
-    Raises: ValueError without a method or for an unknown one, as `mixed`, and for such a flag given twice.
+    Raises: ValueError without a method or for an unknown one, as `chosen` and `mixed`, and for such a flag given twice.
     """
     verb, method = example.split()[0], argv[0] if argv and not argv[0].startswith("-") else ""
-    if not method and not {"-h", "--help", "--help-all"} & set(argv):
+    recipe = chosen(method, *((values_of(argv, flag) or (None,))[0] for flag in ("--recipe", "--config")))
+    if not (method or recipe) and not {"-h", "--help", "--help-all"} & set(argv):
         raise ValueError(f"{verb} needs a method first, e.g. kiloword {example} (`kiloword methods`).")
     flags = argv[1:] if method else argv
     named = [word.partition("=")[0].replace("_", "-") for word in flags if word.startswith("--")]
     twice = next((flag for flag in ADDING if named.count(flag) > 1), None)
     if twice is not None:  # of any other flag the last counts, so that a command can be changed at its end
         raise ValueError(f"{twice} is given twice: give it once; where it takes several values, they follow it.")
-    method = mixed(method, flags)
+    method = mixed(method or (recipe.method if recipe else ""), flags)
     if not method:
         return MethodCommand(verb, method, flags, None)
     from kiloword.methods.registry import find
 
-    return MethodCommand(verb, method, flags, find(method)[1])
+    return MethodCommand(verb, method, flags, find(method)[1], recipe)
 
 
 def mixed(method: str, argv: Sequence[str]) -> str:

@@ -25,6 +25,14 @@ class Mixing(BaseSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RecipeFlags(BaseSettings):
+    """Where the settings of a run come from; other flags override them."""
+
+    name: str | None = setting(None, "recipe of a paper by name (`kiloword recipes`)", flag="recipe")
+    config: str | None = setting(None, "recipe in a TOML file, or the config.json of a run")
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunOptions:
     """Settings that may change when a run is resumed, as they do not change its result."""
 

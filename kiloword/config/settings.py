@@ -34,7 +34,9 @@ class OneOrSeveral:
 
     @staticmethod
     def plain(value: Any) -> Any:
-        """None and a string as a tuple; other values as they are."""
+        """None, a string and a list as a tuple; other values as they are."""
+        if isinstance(value, list):
+            return tuple(value)
         return () if value is None else (value,) if isinstance(value, str) else value
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
@@ -127,12 +129,18 @@ def read_config(path: Path, kind: type[T]) -> T:
         raise ValueError(f"{path} cannot be used: {e} It was damaged, or written by another version.") from e
 
 
-def parse(value: Any, kind: type[T]) -> T:
-    """Validate plain data as a settings dataclass. Raises: ValueError for unknown keys and wrong types."""
+def parse(value: Any, kind: type[T], strict: bool = False) -> T:
+    """Validate plain data as a settings dataclass. Args: strict: refuse "3" and true as numbers.
+
+    Raises: ValueError for unknown keys and wrong types.
+    """
     from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
+    value = without_credentials(value)
     try:
-        return TypeAdapter(kind).validate_python(without_credentials(value))
+        if strict:
+            return TypeAdapter(kind).validate_json(json.dumps(value), strict=True)
+        return TypeAdapter(kind).validate_python(value)
     except PydanticUserError as e:  # of a user-defined method
         raise ValueError(f"{kind.__name__} is not a class of settings: expected fields of plain data.") from e
     except ValidationError as e:

@@ -30,12 +30,12 @@ RUN = ["--data", "scenes?n=64", "--size", "debug", "--batch", "8", "--steps", "3
 FLAGS = (
     "out steps epochs samples dry-run pooling transforms positives pair-loss uncertainty terms size init freeze batch "
     "micro chunk precision matmul seed data weights val extra-captions raw-captions features captions together decoder "
-    "bad-share vocab "
+    "bad-share vocab recipe config "
     "workers device log-every log-to save-every eval-every eval-epochs keep-best patience keep-states timeout "
     "max-skipped-steps parallel "
     "checkpointing compile extend trust-code quiet"
 )
-VERBS = "train quickstart eval score embed caption mine data verify plan import watch methods sizes doctor"
+VERBS = "train quickstart eval score embed caption mine data verify plan import watch methods recipes sizes doctor"
 
 
 def run(*words: object) -> None:
@@ -142,7 +142,7 @@ def test_help_shows_the_common_flags_and_names_the_page_of_all(
         main([*words, "--size", "b32", "--help"])
     said = capsys.readouterr().out
     common = options_in(said).keys() - {"help", "help-all", "settings.NAME"}
-    assert 15 < len(common) <= 27
+    assert 15 < len(common) <= 29
     everything = options_of(capsys, *words, "--help-all").keys()
     assert common < everything
     settings = re.findall(r"Settings of \w+ \(--settings.NAME\): (.*)\.", said)

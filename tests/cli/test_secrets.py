@@ -110,6 +110,7 @@ def commands(out: Path, server: Guarded) -> dict[str, list[str]]:
         "verify": ["verify", "nothing"],
         "quickstart": ["quickstart", "--out", str(out / "quick"), "--steps", "0"],
         "methods": ["methods"],
+        "recipes": ["recipes", "show", "llip-b32", "--json", str(out / "recipe.json")],
         "sizes": ["sizes"],
         "doctor": ["doctor"],
     }

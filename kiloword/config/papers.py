@@ -1,0 +1,248 @@
+"""Recipes by name, as papers state them, and recipes in users' own files: values by dotted name, each with its source.
+
+The recipes of a paper are tables of a TOML file in `paper_recipes/`. A value is plain, or has a source, `{value = 64,
+source = "table 1"}`; what the paper leaves open says so, `{value = 5e-4, open = "why this value"}`. `base` names a
+recipe whose values a table inherits. A user's file is one such table, or the `config.json` of a run. No torch here.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from kiloword.config.recipes import Recipe, sizes
+from kiloword.config.settings import check, leaves, parse
+from kiloword.errors import suggestion
+
+FOLDER = Path(__file__).parent / "paper_recipes"
+LARGEST = 1 << 20  # largest file of a recipe in bytes
+LENGTHS = ("steps", "epochs", "samples")
+FACTS = ("data", "images", "gpus", "gpu", "captions")  # "plan.NAME": of the paper's run, not settings of training
+WORDS = ("about", "base", "method", "notes", "paper", "main")  # keys of a table that are no settings
+TOWERS = ("model.image.", "model.text.", "model.head.")
+SHAPE = {  # what a size sets, where a recipe does not set it itself
+    "image": "size patch width depth heads mlp",
+    "text": "context width depth heads mlp",
+    "head": "dim",
+}
+
+
+@dataclass(frozen=True)
+class RecipeValue:
+    """A value of a recipe: stated by the paper, or our choice where the paper leaves it open."""
+
+    value: Any
+    source: str = ""  # where the paper states it
+    open: str = ""  # reason for the choice
+
+
+@dataclass(frozen=True)
+class NamedRecipe:
+    """A recipe of a paper or of a file: only the values that it sets."""
+
+    name: str  # of a paper's recipe; of a file its path
+    method: str = ""
+    entries: dict[str, RecipeValue] = field(default_factory=dict)  # by dotted name, as in config.json; one of LENGTHS
+    facts: dict[str, RecipeValue] = field(default_factory=dict)  # by the names in FACTS
+    about: str = ""
+    paper: str = ""
+    notes: tuple[str, ...] = ()
+    main: bool = False  # of the recipes of its method, the one named "paper"
+
+    def value(self, name: str, default: Any = None) -> Any:
+        """The value that it sets, or the default."""
+        return self.entries[name].value if name in self.entries else default
+
+    def settings(self) -> dict[str, Any]:
+        """The method's settings, nested as in config.json."""
+        tree: dict[str, Any] = {}
+        for name, entry in self.entries.items():
+            if name.startswith("settings."):
+                _put(tree, name.split(".")[1:], entry.value)
+        return tree
+
+    def length(self) -> dict[str, Any]:
+        """The length: steps, epochs or samples."""
+        return {name: self.entries[name].value for name in LENGTHS if name in self.entries}
+
+
+@cache
+def _tables() -> dict[str, dict[str, Any]]:
+    """The tables of all papers, by name; those whose name begins with an underscore are only inherited from."""
+    tables: dict[str, dict[str, Any]] = {}
+    for path in sorted(FOLDER.glob("*.toml")):
+        whole = tomllib.loads(path.read_text(encoding="utf-8"))
+        shared = {key: value for key, value in whole.items() if key == "paper"}
+        tables |= {name: shared | table for name, table in whole.items() if name not in shared}
+    return tables
+
+
+def names() -> list[str]:
+    """The recipes of papers, by paper."""
+    return [name for name in _tables() if not name.startswith("_")]
+
+
+def load(name: str, method: str = "") -> NamedRecipe:
+    """A recipe of a paper. Args: name: "paper" is the main one of `method`.
+
+    Raises: ValueError for an unknown name.
+    """
+    if name == "paper":
+        return _main(method)
+    if name not in names():
+        raise ValueError(f"unknown recipe {name!r}: expected one of {', '.join(names())}.{suggestion(name, names())}")
+    return _read(name, _tables()[name])
+
+
+def _main(method: str) -> NamedRecipe:
+    if not method:
+        raise ValueError("--recipe paper is the main recipe of a method: give METHOD first, e.g. train llip.")
+    all_of = [recipe for recipe in map(load, names()) if recipe.method == method.split("+")[0]]
+    main = [recipe for recipe in all_of if recipe.main]
+    if len(main) != 1:
+        expected = f"choose {' or '.join(recipe.name for recipe in all_of)}" if all_of else "there is none"
+        raise ValueError(f"--recipe paper: {method} has no single recipe of a paper: {expected}.")
+    return main[0]
+
+
+def values(name: str) -> dict[str, RecipeValue]:
+    """Every value that a paper's recipe sets, by dotted name, the towers that its size implies included."""
+    return expanded(load(name))
+
+
+def expanded(chosen: NamedRecipe) -> dict[str, RecipeValue]:
+    """The values of a recipe and of the towers that its size implies."""
+    size = chosen.entries.get("size")
+    named = sizes().get(size.value) if size else None
+    if size is None or named is None:
+        return chosen.entries
+    implied = {
+        f"model.{part}.{name}": RecipeValue(getattr(getattr(named, part), name), open=f"size {size.value}")
+        for part, shown in SHAPE.items()
+        for name in shown.split()
+    }
+    if size.source:
+        patch = {"model.image.patch": replace(implied["model.image.patch"], source=size.source, open="")}
+        implied |= patch
+    return {**chosen.entries, **{name: entry for name, entry in implied.items() if name not in chosen.entries}}
+
+
+def read(path: Path) -> NamedRecipe:
+    """A recipe in a file: TOML, or the config.json of a run.
+
+    Raises: ValueError naming the file, what is wrong in it and what was expected.
+    """
+    if path.is_dir():
+        raise ValueError(f"--config {path} is a folder: expected a TOML file, or a run's {path / 'config.json'}.")
+    if not path.is_file():
+        raise ValueError(f"no file at {path}: --config takes a TOML file, or the config.json of a run.")
+    if path.stat().st_size > LARGEST:
+        raise ValueError(f"{path} has {path.stat().st_size:,} bytes: expected a recipe of at most {LARGEST:,}.")
+    try:
+        text = path.read_text(encoding="utf-8")
+        table = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+        return _read(str(path), _of_run(table))
+    except (ValueError, RecursionError) as e:
+        raise ValueError(f"{path} is no recipe: {e}") from e
+
+
+def _of_run(table: Any) -> dict[str, Any]:
+    """The recipe in the config.json of a run; another table as it is."""
+    if not isinstance(table, dict):
+        raise ValueError("expected a table of settings.")
+    if str(table.get("format", "")).startswith("kiloword-model"):
+        raise ValueError("it describes a model; expected the config.json of a run, one folder above.")
+    if str(table.get("format", "")).startswith("kiloword-run"):
+        table = table.get("recipe", {})
+    return table if isinstance(table, dict) else {}
+
+
+def _read(name: str, table: Mapping[str, Any]) -> NamedRecipe:
+    """A table with what it inherits. Raises: ValueError for an unknown key."""
+    words = {key: table[key] for key in WORDS if key in table}
+    _check_words(words)
+    above = NamedRecipe(name)
+    if "base" in words:
+        base = words["base"]
+        if base not in _tables():
+            raise ValueError(f"its base is {base!r}: expected one of {', '.join(names())}.{suggestion(base, names())}")
+        above = replace(_read(base, _tables()[base]), name=name, main=False)
+    entries = dict(_entries({key: value for key, value in table.items() if key not in WORDS}))
+    _check_names(entries)
+    lengths = [key for key in LENGTHS if key in entries]
+    if len(lengths) > 1:
+        raise ValueError(f"{' and '.join(lengths)} both say how long to train: expected one of them.")
+    inherited = {key: entry for key, entry in above.entries.items() if not (lengths and key in LENGTHS)}
+    notes: Any = words.get("notes", ())
+    facts = {key.removeprefix("plan."): entry for key, entry in entries.items() if key.startswith("plan.")}
+    return replace(
+        above,
+        entries=inherited | {key: entry for key, entry in entries.items() if not key.startswith("plan.")},
+        facts=above.facts | facts,
+        notes=(*above.notes, *map(str, notes)),
+        **{key: value for key, value in words.items() if key not in ("base", "notes")},
+    )
+
+
+def _check_words(words: Mapping[str, Any]) -> None:
+    """Raises: ValueError for a word of another type than text; notes are a list of texts, main is true or false."""
+    for key, value in words.items():
+        texts = value if key == "notes" and isinstance(value, list) else [value]
+        if not isinstance(value, bool) if key == "main" else not all(isinstance(text, str) for text in texts):
+            expected = {"notes": "a list of texts", "main": "true or false"}.get(key, "a text")
+            raise ValueError(f"{key} is {value!r}: expected {expected}.")
+        if key == "notes" and not isinstance(value, list):
+            raise ValueError(f"notes is {value!r}: expected a list of texts.")
+
+
+def _entries(table: Mapping[str, Any], at: str = "") -> Iterator[tuple[str, RecipeValue]]:
+    """The values of nested tables by dotted name."""
+    for key, value in table.items():
+        path = f"{at}{key}"
+        if isinstance(value, dict) and "value" in value and value.keys() <= {"value", "source", "open"}:
+            yield path, RecipeValue(value["value"], str(value.get("source", "")), str(value.get("open", "")))
+        elif isinstance(value, dict) and path not in _known() - {"settings"}:
+            yield from _entries(value, f"{path}.")
+        else:
+            yield path, RecipeValue(value)
+
+
+@cache
+def _known() -> frozenset[str]:
+    """The dotted names of the settings of a recipe, its lengths and facts."""
+    names = {leaf.path for leaf in leaves(Recipe(method=""))} - {"method"}
+    return frozenset(names | set(LENGTHS) | {f"plan.{name}" for name in FACTS})
+
+
+def _check_names(entries: Mapping[str, RecipeValue]) -> None:
+    for name in entries:
+        if name not in _known() and not name.startswith("settings."):
+            raise ValueError(f"unknown setting {name!r}: expected one as in config.json.{suggestion(name, _known())}")
+
+
+def fill(recipe: Recipe, chosen: NamedRecipe, towers: bool = True) -> Recipe:
+    """A recipe with the chosen values, but for a length in epochs or samples. Args: towers: also those of the model.
+
+    Raises: ValueError for values of a wrong type or out of their limits.
+    """
+    tree = asdict(recipe)
+    for name, entry in chosen.entries.items():
+        if name not in ("epochs", "samples") and (towers or not name.startswith(TOWERS)):
+            _put(tree, name.split("."), entry.value)
+    try:
+        filled = parse(tree, Recipe, strict=True)
+        check(filled, prefix="")
+    except ValueError as e:
+        raise ValueError(f"recipe {chosen.name}: {e}") from e
+    return filled
+
+
+def _put(tree: dict[str, Any], path: list[str], value: Any) -> None:
+    for key in path[:-1]:
+        tree = tree.setdefault(key, {})
+    tree[path[-1]] = value

@@ -1,0 +1,178 @@
+"""Recipes by name and from files: what they set, how flags override them, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kiloword.cli.main import main
+from kiloword.config import papers
+from kiloword.config.papers import RecipeValue, fill, read
+from kiloword.config.settings import check, leaves
+from kiloword.methods.defaults import default_recipe
+from kiloword.methods.registry import preset
+from kiloword.training import effects
+from kiloword.training.run_folder import RunFile, read_config
+
+DEBUG = ("--size", "debug", "--batch", "8", "--steps", "2", "--data", "scenes?n=16", "--vocab", "300")
+
+
+def run(*words: object) -> None:
+    main([str(word) for word in words])
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    with pytest.raises(SystemExit) as stopped:
+        run(*words)
+    assert stopped.value.code == 2
+    message = capsys.readouterr().err
+    assert message.startswith("kiloword: ")
+    assert message.count("\n") == 1
+    return message
+
+
+@pytest.mark.parametrize("name", papers.names())
+def test_values_are_settings(name: str) -> None:
+    """Each recipe builds its method; a value has a source or a reason; none is without effect."""
+    chosen = papers.load(name)
+    for key, entry in papers.values(name).items() | chosen.facts.items():
+        assert bool(entry.source) != bool(entry.open), key
+    size = chosen.value("size")
+    plain = default_recipe(chosen.method, size)
+    recipe = replace(fill(plain, chosen), settings=chosen.settings())
+    check(recipe)
+    preset(recipe.method, recipe.settings)
+    assert len(chosen.length()) == 1
+    now = {leaf.path: leaf.value for leaf in leaves(recipe)}
+    for key, entry in papers.values(name).items():
+        if key in now:
+            assert json.loads(json.dumps(now[key])) == entry.value, key
+    assert chosen.about
+    assert chosen.paper
+
+
+def test_values_without_effect_are_refused() -> None:
+    """A small paper recipe passes the check that flags pass."""
+    chosen = papers.load("llip-b32")
+    plain = default_recipe("llip", "b32")
+    effects.check(replace(fill(plain, chosen), settings=chosen.settings()), plain)
+
+
+def test_inheritance() -> None:
+    b32, l14, g14, bigg = (papers.values(f"llip-{size}") for size in ("b32", "l14", "g14", "bigg"))
+    assert (b32["settings.k"].value, l14["settings.k"].value, g14["settings.k"].value) == (64, 32, 64)
+    assert b32["optim.lr"].value == 5e-4
+    assert l14["optim.lr"].value == 4e-4
+    assert g14["model.image.width"] == RecipeValue(1664, open="size bigg")
+    assert bigg == g14
+    assert b32["model.image.patch"] == RecipeValue(32, "section 4")
+    assert papers.load("paper", "llip").name == "llip-b32"
+
+
+def test_train_by_name_at_debug_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("train", "--recipe", "llip-b32", *DEBUG, "--out", tmp_path / "run")
+    run(*words)
+    assert "--size debug replaces the towers of the recipe" in capsys.readouterr().out
+    recipe = read_config(tmp_path / "run" / "config.json", RunFile).recipe
+    assert (recipe.method, recipe.size, recipe.batch, recipe.steps) == ("llip", "debug", 8, 2)
+    assert (recipe.model.image.size, recipe.model.image.activation) == (32, "gelu")
+    assert (recipe.settings["k"], recipe.optim.beta2, recipe.precision) == (64, 0.95, "bf16")
+    run(*words)  # resumes
+    # the same run again from its config.json, whose values flags override
+    config = tmp_path / "run" / "config.json"
+    run("train", "--config", config, "--out", tmp_path / "run")
+    run("train", "--config", config, "--out", tmp_path / "other", "--settings.k", "4", "--steps", "1")
+    other = read_config(tmp_path / "other" / "config.json", RunFile).recipe
+    assert other == replace(recipe, settings=recipe.settings | {"k": 4}, steps=1)
+
+
+def test_dry_run_prints_sources(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run("train", "llip+compose", "--recipe", "llip-b32", "--dry-run", *DEBUG, "--settings.k", "4")
+    lines = capsys.readouterr().out.splitlines()
+    found = {line.split()[0]: line.split(maxsplit=2)[1:] for line in lines if line.startswith("  ")}
+    assert found["optim.beta2"] == ["0.95", "section 4; appendix A"]
+    assert found["settings.k"] == ["64", "here 4; table 1; table 5 has 128"]
+    assert found["samples"] == ["12_800_000_000", "replaced by --steps"]
+    assert found["model.image.patch"] == ["32", "replaced by --size debug"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_own_file(tmp_path: Path) -> None:
+    """A user's file inherits a recipe, and sets values plainly or with a source."""
+    path = tmp_path / "mine.toml"
+    path.write_text(
+        'base = "llip-b32"\nepochs = 2\nbatch = 64\n[settings]\nk = 8\n[optim]\n'
+        'lr = {value = 1e-3, source = "our sweep"}\n[data.augment]\nblur_sigma = [0.5, 1]\nblur = 0.1\n'
+    )
+    mine = read(path)
+    assert (mine.method, mine.length(), mine.settings()["k"]) == ("llip", {"epochs": 2}, 8)
+    assert mine.entries["optim.lr"] == RecipeValue(1e-3, "our sweep")
+    recipe = fill(default_recipe("llip", "b32"), mine)
+    assert (recipe.batch, recipe.data.augment.blur_sigma, recipe.optim.beta2) == (64, (0.5, 1.0), 0.95)
+
+
+def test_listed_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run("recipes")
+    listed = capsys.readouterr().out
+    assert all(name in listed for name in papers.names())
+    assert "_shared" not in listed
+    run("recipes", "show", "llip-b32", "--json", tmp_path / "r.json")
+    shown = capsys.readouterr().out
+    assert "the paper" not in shown.splitlines()[0]
+    written = json.loads((tmp_path / "r.json").read_text())
+    assert written["values"]["settings.k"] == {"value": 64, "source": "table 1; table 5 has 128", "open": ""}
+    assert written["plan"]["gpus"]["value"] == 128
+
+
+BAD_FLAGS = {
+    ("--recipe", "llip-b23"): "unknown recipe 'llip-b23'",
+    ("siglip", "--recipe", "llip-b32"): "llip-b32 is a recipe of llip, but METHOD is siglip",
+    ("--recipe", "paper"): "give METHOD first",
+    ("clip", "--recipe", "paper"): "clip has no single recipe of a paper: choose metaclip-b32 or",
+    ("--recipe", "llip-b32", "--config", "x.toml"): "both given",
+    ("--config", "missing.toml"): "no file at missing.toml",
+    ("--config", "."): "is a folder",
+}
+
+
+@pytest.mark.parametrize(("words", "message"), BAD_FLAGS.items(), ids=map(" ".join, BAD_FLAGS))
+def test_bad_flags(words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert message in refused(capsys, "train", *words, "--out", "runs/none")
+    assert not Path("runs/none").exists()
+
+
+BAD_FILES = {
+    "bacth = 3": "unknown setting 'bacth'",
+    "[optim]\nlearning_rate = 1\n[data]\nlr = 3": "unknown setting 'optim.learning_rate'",
+    'base = "llip-b23"': "its base is 'llip-b23'",
+    'batch = "many"': "batch: input should be a valid integer",
+    "batch = true": "batch: input should be a valid integer",
+    "batch = -3": "batch is -3: expected at least 1",
+    "[settings]\nkk = 3": "unknown setting 'settings.kk'",
+    "[settings]\nk = [1]": "k: input should be a valid integer",
+    "steps = 3\nepochs = 1": "steps and epochs both say how long to train",
+    "notes = 3": "notes is 3: expected a list of texts",
+    'method = "mine:preset"': "give it as METHOD if you trust it",
+    'size = "huge"': "unknown size 'huge'",
+    "batch = ": "is no recipe",
+    "a = " + "[" * 3000: "is no recipe",
+}
+
+
+@pytest.mark.parametrize(("text", "message"), BAD_FILES.items(), ids=lambda text: text[:30])
+def test_bad_files(text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(text if "method" in text or "base" in text else f'method = "llip"\n{text}')
+    assert message in refused(capsys, "train", "--config", path, "--out", tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_model_config_is_no_recipe(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text('{"format": "kiloword-model-1", "method": "clip"}')
+    with pytest.raises(ValueError, match="one folder above"):
+        read(path)
