@@ -20,6 +20,8 @@ from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.evaluation import evaluate
 from kiloword.evaluation.caption import CaptionOptions
 from kiloword.evaluation.caption.metrics import VARIETY, score_captions
+from kiloword.evaluation.suite import read_suite
+from kiloword.evaluation.suite.outcomes import located
 from kiloword.evaluation.vqa import VqaOptions
 from kiloword.generation.options import GenerationOptions
 from kiloword.methods.registry import preset
@@ -225,3 +227,19 @@ def test_on_the_command_line(writer: Matcher, data: Path, capsys: pytest.Capture
         main(["eval", "caption", str(out), str(data / "model"), "--data", src, "--results", str(data / "r.json")])
     assert end.value.code == 2
     assert "--results is one file: give one model at a time" in capsys.readouterr().err
+
+
+def test_suites_find_what_is_distributed(writer: Matcher, data: Path) -> None:
+    rows = [
+        {"filename": f, "imgid": n, "split": "test", "sentences": [{"raw": text} for text in CAPTIONS[n]]}
+        for n, f in enumerate(FILES)
+    ]
+    dump(data / "dataset_flickr30k.json", {"images": rows, "dataset": "flickr30k"})
+    for name in ("retrieval", "captions"):
+        entries = {entry.name: located(data, entry, "test") for entry in read_suite(name).dataset}
+        assert [src for src in entries.values() if src] == [f"{data}/dataset_flickr30k.json?split=test"]
+    entry = next(entry for entry in read_suite("captions").dataset if entry.name == "flickr30k_karpathy")
+    src = located(data, entry, "test")
+    assert src is not None
+    metrics = evaluate(writer, entry.task, src, generate=GREEDY, judge=QUIET)
+    assert entry.value(metrics) == metrics["cider"]
