@@ -76,6 +76,7 @@ def embed(
     precision: Literal["fp32", "bf16"] = "fp32",
     dtype: Literal["fp16", "fp32"] = "fp16",
     trust: Annotated[Trust, arg(name="")] = NONE,
+    resize: int | Literal["shortest", "squash"] | None = None,
 ) -> None:
     """Precompute the features of a data set: kiloword embed runs/first/model --data photos/train --out features
 
@@ -93,10 +94,11 @@ def embed(
         precision: precision of the computation; recorded in the feature store.
         dtype: type of the stored features.
         trust: code that a model folder may run.
+        resize: pixels of the shorter side before the centre crop, such as 256 for 224; default: as the model has it.
     """
     from kiloword.features.extract import main as run
 
-    run(model, data, out, name, extra_captions, batch, workers, device, precision, dtype, trust)
+    run(model, data, out, name, extra_captions, batch, workers, device, precision, dtype, trust, resize)
 
 
 @app.command

@@ -11,6 +11,7 @@ from kiloword.config.settings import BELOW_1, BaseSettings, OneOrSeveral, about,
 Activation = Literal["gelu", "quick_gelu", "gelu_tanh"]
 Precision = Literal["auto", "fp64", "fp32", "bf16"]
 EncoderPrecision = Literal["fp32", "bf16"]  # of a trained model
+Resize = Literal["shortest", "squash"] | int
 Matmul = Literal["auto", "highest", "high", "medium"]
 DEPTH = 1024  # largest number of layers of a tower or a decoder
 NO_MICRO = (
@@ -102,7 +103,9 @@ class Preprocess(BaseSettings):
     std: tuple[float, float, float] = setting(
         (0.26862954, 0.26130258, 0.27577711), "per channel, of pixel values in [0, 1]", 1e-6, 1000
     )
-    resize: Literal["shortest", "squash"] = setting("shortest", "shortest: resize the shortest side, then centre crop")
+    resize: Resize = setting(
+        "shortest", "shortest: resize the shortest side, then centre crop; N: resize it to N pixels", 1, 1 << 13
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,6 +188,9 @@ class DataConfig(BaseSettings):
     )
     rows: int = setting(
         0, "train on a fixed subset of this many rows, transforms take partners from all; 0: all rows", 0
+    )
+    first_captions: bool = setting(
+        False, "of N captions, the first N of an image in every epoch (its own, then extra ones), not others each epoch"
     )
     together: int = setting(1, "group size: consecutive rows that always share a batch (hard negatives)", 1)
     decoder: Literal["pillow", "opencv", "simplejpeg"] = setting("pillow", "decoder of images; the others are faster")

@@ -6,13 +6,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kiloword.config.recipes import AugmentConfig, DataConfig, TextConfig
+from kiloword.config.recipes import AugmentConfig, DataConfig, Resize, TextConfig
 from kiloword.data.feature_store import FeatureStore
 from kiloword.data.images.augmentation import EvalTransform, TrainTransform
 from kiloword.data.images.time_limit import Row, decoding
@@ -58,7 +57,7 @@ class Loader:
     ranks: int = 1
     workers: int = 0
     train: bool = True
-    resize: Literal["shortest", "squash"] = "shortest"
+    resize: Resize = "shortest"
     timeout: float = 300
     given_up: set[Row] = field(default_factory=set)
     _train: TrainTransform = field(init=False, repr=False)
@@ -245,7 +244,9 @@ class BatchReader:
         question = question_in(record.info) if loader.questions else None
         if loader.questions and question is None:
             raise BadSample("no question with an answer")
-        captions = choose_captions(record.captions, loader.data.captions, replace(draw, row=row))
+        captions = choose_captions(
+            record.captions, loader.data.captions, replace(draw, row=row), loader.data.first_captions
+        )
         if not captions:
             raise BadSample("no caption")
         with decoding(row, draw.epoch if hasattr(loader.source, "at") else 0):

@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from kiloword.config.recipes import Resize
 from kiloword.data.images.augmentation import EvalTransform
 from kiloword.data.images.decode import Pixels
 from kiloword.data.images.time_limit import decoding
@@ -122,7 +123,7 @@ class EvalBatch:
 def eval_batches(
     source: Source,
     image_size: int,
-    resize: Literal["shortest", "squash"] = "shortest",
+    resize: Resize = "shortest",
     batch: int = 64,
     workers: int = 0,
     parts: Sequence[range] | None = None,

@@ -147,15 +147,18 @@ def _frozen(rows: Rows) -> Rows:
     return rows
 
 
-def choose_captions(captions: Sequence[str], how: int | Literal["one", "all"], draw: Draw) -> list[str]:
+def choose_captions(
+    captions: Sequence[str], how: int | Literal["one", "all"], draw: Draw, first: bool = False
+) -> list[str]:
     """One, N distinct (fewer if there are fewer), or all captions of the row that `draw` names.
 
-    Captions are visited in an order keyed by (seed, row), so that over the epochs all come equally often.
+    Captions are visited in an order keyed by (seed, row), so that over the epochs all come equally often. Args: first:
+    take the first ones in every epoch instead (arXiv:2405.10286, table 6).
     """
     n = len(captions)
     wanted = 1 if how == "one" else n if how == "all" else how
-    if wanted >= n:
-        return list(captions)
+    if wanted >= n or first:
+        return list(captions[:wanted])
     order = _caption_order(key(draw.seed, draw.row, "captions"), n)
     start = draw.epoch * wanted
     return [captions[order[(start + j) % n]] for j in range(wanted)]

@@ -16,9 +16,10 @@ from kiloword.checkpoint.files import write_atomic
 from kiloword.checkpoint.lock import Lock
 from kiloword.checkpoint.trust import NONE, Trust
 from kiloword.config.by_device import announce, image_bytes, workers_of
-from kiloword.config.recipes import DataConfig
+from kiloword.config.recipes import DataConfig, Resize
 from kiloword.data.feature_store import INDEX, TABLE, FeatureStore, StorePart, TableFile, check_name, contents
 from kiloword.data.files import key_bytes, lookup_table
+from kiloword.data.images.augmentation import check_resize
 from kiloword.data.parts import empty_batch, part_path
 from kiloword.data.reading import EvalBatch, eval_batches
 from kiloword.data.sources.open import open_data
@@ -44,6 +45,7 @@ def main(
     precision: Literal["fp32", "bf16"] = "fp32",
     dtype: Literal["fp16", "fp32"] = "fp16",
     trust: Trust = NONE,
+    resize: Resize | None = None,
 ) -> None:
     """Run and print `kiloword embed`. Ranks of torchrun share the rows.
 
@@ -53,7 +55,7 @@ def main(
     """
     device = choose(device)
     with together(device):
-        teacher = open_teacher(model, device, precision, trust)
+        teacher = resized(open_teacher(model, device, precision, trust), resize)
         workers = workers_of(workers, device, image_bytes(batch, teacher.size))
         announce(device, precision, "on every device, unless given", workers)
         source = open_data(DataConfig(sources=tuple(data), extra_captions=tuple(extra_captions)), teacher.size)
@@ -64,6 +66,17 @@ def main(
             if isinstance(teacher, SentenceTeacher):
                 say("note: the model encodes texts alone: features of images are zeros, which match nothing.")
             say(f"{out}: {len(store):,} images, {captions:,} captions, {store.dim} dimensions, {size:,.1f} MB")
+
+
+def resized(teacher: Teacher, resize: Resize | None) -> Teacher:
+    """The teacher with images that are resized in another way, which makes other features. None: as it is.
+
+    Raises: ValueError for a number of pixels below the teacher's image size.
+    """
+    if resize is not None and resize != teacher.resize:
+        check_resize(teacher.size, resize)
+        teacher.resize, teacher.fingerprint = resize, f"{teacher.fingerprint} resize {resize}"
+    return teacher
 
 
 def embed(

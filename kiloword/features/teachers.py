@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kiloword.checkpoint.model_folder import check_finite, load_model, model_files
 from kiloword.checkpoint.trust import NONE, Trust
+from kiloword.config.recipes import Resize
 from kiloword.distributed.device import choose
 from kiloword.interop.hf_folder import is_sentence_encoder, read_sentence_folder
 from kiloword.model.encoding import TEXTS, encode_texts, inference
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from kiloword.data.text.tokenizer import Tokenizer
     from kiloword.model.model import Model
 
-Resize = Literal["shortest", "squash"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -109,7 +109,7 @@ class Foreign:
 
 
 class OpenClip(Foreign):
-    """An open_clip model whose towers kiloword lacks (ResNet, ConvNeXt, ...), run by open_clip."""
+    """An open_clip model whose towers kiloword lacks (ConvNeXt, ...), run by open_clip."""
 
     def __init__(self, name: str, weights: Path, device: str, precision: str) -> None:
         import open_clip

@@ -179,12 +179,24 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "vision_cfg": {"image_size": 64, "layers": [1, 1, 1, 1], "width": 8, "patch_size": None},
         "text_cfg": {"context_length": 77, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 1},
     },
+    "kw-scaled": {
+        "embed_dim": 16,
+        "vision_cfg": {
+            "image_size": 32,
+            "layers": 2,
+            "width": 32,
+            "head_width": 16,
+            "patch_size": 16,
+            "ls_init_value": 0.1,  # layer scale, which no tower of ours has
+        },
+        "text_cfg": {"context_length": 77, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 2},
+    },
 }
 
 
 @pytest.fixture(scope="module")
 def open_clip(open_clip: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
-    """open_clip with two small models of our own."""
+    """open_clip with three small models of our own."""
     folder = tmp_path_factory.mktemp("configs")
     for name, config in CONFIGS.items():
         (folder / f"{name}.json").write_text(json.dumps(config))
@@ -200,7 +212,7 @@ def test_open_clip(open_clip: ModuleType, name: str, tmp_path: Path) -> None:
     theirs.eval()
     torch.save(theirs.state_dict(), tmp_path / "w.pt")
     teacher = open_teacher(f"open_clip:{name}:{tmp_path / 'w.pt'}", "cpu")
-    assert isinstance(teacher, KilowordTeacher if name == "kw-vit" else Foreign)
+    assert isinstance(teacher, Foreign if name == "kw-scaled" else KilowordTeacher)
     rng = np.random.default_rng(0)
     path = tmp_path / "data"
     path.mkdir()

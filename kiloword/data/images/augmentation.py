@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
 
 import numpy as np
 import torch
@@ -17,11 +16,10 @@ from PIL import Image, ImageEnhance, ImageFilter
 from torch import Tensor
 from torch.nn import functional as F
 
-from kiloword.config.recipes import AugmentConfig
+from kiloword.config.recipes import AugmentConfig, Resize
 from kiloword.data.images.decode import MAX_PIXELS, Decoder, Pixels, check_decoder, decode, image_size, to_rgb
 from kiloword.randomness import Draw
 
-Resize = Literal["shortest", "squash"]
 Box = tuple[float, float, float, float]  # left, top, width, height as shares of the image's sides
 
 
@@ -29,6 +27,7 @@ Box = tuple[float, float, float, float]  # left, top, width, height as shares of
 class EvalTransform:
     """Resize the shorter side (bicubic) and crop the centre, or squash: uint8 [3, size, size].
 
+    Args: resize: "shortest": to `size`; a number: to that number of pixels, at least `size`.
     `torchvision.transforms.Resize` and `CenterCrop` on a Pillow image give the same pixels.
     """
 
@@ -38,6 +37,7 @@ class EvalTransform:
 
     def __post_init__(self) -> None:
         check_decoder(self.decoder)
+        check_resize(self.size, self.resize)
 
     def __call__(self, image: bytes | Pixels) -> Tensor:
         """Errors: BadSample for an image that cannot be decoded."""
@@ -65,9 +65,19 @@ def _scaled(width: int, height: int, size: int, resize: Resize) -> tuple[int, in
     """Width and height before the centre crop; the longer side is rounded down, as torchvision does."""
     if resize == "squash":
         return size, size
+    side = size if resize == "shortest" else resize
     if width <= height:
-        return size, int(size * height / width)
-    return int(size * width / height), size
+        return side, int(side * height / width)
+    return int(side * width / height), side
+
+
+def check_resize(size: int, resize: Resize) -> None:
+    """Raises: ValueError for a shorter side below the size of the crop."""
+    if isinstance(resize, int) and resize < size:
+        raise ValueError(
+            f"resize {resize} is smaller than the image size {size}, which is cropped from its centre: expected at "
+            f"least {size}, such as {round(size * 8 / 7)}, or shortest."
+        )
 
 
 @dataclass(frozen=True)
@@ -86,6 +96,7 @@ class TrainTransform:
 
     def __post_init__(self) -> None:
         check_decoder(self.decoder)
+        check_resize(self.size, self.resize)
 
     def __call__(self, image: bytes | Pixels, draw: Draw) -> Tensor:
         """Errors: BadSample for an image that cannot be decoded."""
@@ -93,13 +104,19 @@ class TrainTransform:
         if self.crops:
             box = random_box(width, height, self.augment, draw)
         else:
-            box = (0.0, 0.0, 1.0, 1.0) if self.resize == "squash" else _centre(width, height, 1.0, 1.0)
+            box = (0.0, 0.0, 1.0, 1.0) if self.resize == "squash" else self._centre_crop(width, height)
         least = self.size / min(box[2] * width, box[3] * height)  # scale below which the crop would lose detail
         pixels = decode(image, self.decoder, math.ceil(least * min(width, height)))
         cropped = _crop_resize(pixels, box, self.size)
         if self.natural and _happens(self.augment.flip, draw, "flip"):
             cropped = cropped.flip(-1)
         return _colour(cropped, self.augment, draw)
+
+    def _centre_crop(self, width: int, height: int) -> Box:
+        """The part of the image that evaluation sees."""
+        left, top, wide, high = _centre(width, height, 1.0, 1.0)
+        share = self.size / self.resize if isinstance(self.resize, int) else 1.0
+        return left + wide * (1 - share) / 2, top + high * (1 - share) / 2, wide * share, high * share
 
     @property
     def crops(self) -> bool:
