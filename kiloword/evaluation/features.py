@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import compress
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -104,6 +104,7 @@ class Seen:
     images: Features  # [n, ...]
     captions: list[list[str]]
     labels: Tensor  # [n] int64, -1: none; or [n, C] 0/1 for many labels an image, [n, 1] where C is not known
+    infos: list[dict[str, Any]] = field(default_factory=list)
 
     def without(self, bad: Sequence[bool], reason: str, skipped: list[Skipped]) -> Seen:
         """A copy without the bad rows, which are appended to `skipped`."""
@@ -117,6 +118,7 @@ class Seen:
             {name: value[usable] for name, value in self.images.items()},
             list(compress(self.captions, usable)),
             self.labels[usable],
+            list(compress(self.infos, usable)),
         )
 
 
@@ -138,7 +140,7 @@ def seen(
             labels = torch.zeros(len(part.rows), 1, dtype=torch.int64) if classes is None else classes.targets(part)
         elif classes is not None:
             labels = classes.places(labels)
-        return Seen(part.rows, part.keys, images, part.captions, labels)
+        return Seen(part.rows, part.keys, images, part.captions, labels, part.infos)
 
     for part in per_batch(inputs, encoded):
         yield replace(part, images=moved(part.images, device))

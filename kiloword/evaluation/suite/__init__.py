@@ -18,6 +18,7 @@ from kiloword.evaluation import find
 
 FOLDER = Path(__file__).parent
 AVERAGE = "average"  # the group of all data sets
+LISTED = ("classnames", "templates")  # options that take a list of texts in place of the name of a file
 _NAME = re.compile(r"[A-Za-z0-9][\w.+ -]*", re.ASCII)  # names of data sets become names of files
 
 
@@ -54,7 +55,8 @@ class Entry(BaseSettings):
         """The options as the task takes them. Raises: ValueError for an unknown task or option, or a wrong type."""
         task = find(self.task)
         task.options_from(self.options)
-        return parse(dict(self.options), task.options)
+        lists = {name: value for name, value in self.options.items() if name in LISTED and _is_texts(value)}
+        return replace(parse(dict(self.options) | dict.fromkeys(lists, ""), task.options), **lists)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +120,10 @@ def read_suite(name: str) -> Suite:
     except ValueError as error:
         raise ValueError(f"{path} is no suite: {error}") from error
     return replace(suite, name=path.stem)
+
+
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(text, str) for text in value)
 
 
 def _toml(path: Path) -> dict[str, Any]:

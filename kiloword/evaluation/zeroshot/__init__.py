@@ -14,6 +14,8 @@ from tyro.conf import arg
 from kiloword.config.settings import BaseSettings
 from kiloword.evaluation.task import ClassNames, Deferred, Nearest, Prompts, Task
 
+PRECISION = "average_precision@"  # of one class: how its metric begins
+
 Way = Literal["ensemble", "filter", "topk", "bprw"]
 COMBINING = ("renormalise", "variance")  # options of all ways
 
@@ -98,6 +100,21 @@ class ZeroshotTaskOptions:
     # prompts with {c} or {} for the class name: a file, a data set, or one template. None: those of the data, of the
     # data set that --classnames names, or the class name alone
     templates: Prompts | None = None
+    # fields of the json, or of FILE?info=COLUMN, whose values are groups of images: accuracy of each, and of the worst
+    group_by: tuple[str, ...] = ()
+    any_label: bool = False  # an image with several classes is right if any of them is among the first: acc1, acc5
+    macro_f1: bool = False  # also F1 as a mean over the classes that occur
+    attributes: bool = False  # class names are "attribute object": also the accuracy of each of the two
+
+    def check(self) -> None:
+        """Raises: ValueError for options of another selection of prompts, and for those that need the ensemble."""
+        self.prompt_options.check(self.prompts)
+        counted = ("group_by", "any_label", "macro_f1", "attributes")
+        chosen = next((name for name in counted if getattr(self, name)), None)
+        if chosen is not None and self.prompts != "ensemble":
+            raise ValueError(f"--{chosen.replace('_', '-')} counts with --prompts ensemble, but it is {self.prompts}.")
+        if len(set(self.group_by)) < len(self.group_by):
+            raise ValueError(f"--group-by names a field twice: {', '.join(self.group_by)}.")
 
 
 TASK = Task(
@@ -107,5 +124,5 @@ TASK = Task(
     options=ZeroshotTaskOptions,
     run=Deferred("kiloword.evaluation.zeroshot.task:run"),
     page=Deferred("kiloword.evaluation.zeroshot.page:report"),
-    hidden="^weight@",
+    hidden="^(weight|average_precision)@|^count_",
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ import numpy.typing as npt
 import torch
 
 from kiloword.evaluation.task import Results
+from kiloword.evaluation.zeroshot import PRECISION
 from kiloword.report import card, distribution, grid, metric_table, page, section, table
 
 if TYPE_CHECKING:
@@ -30,6 +32,7 @@ VALUES = {  # columns of the first table: metric -> heading
     "acc5": "acc5",
     "mean_per_class_recall": "mean per class recall",
     "mean_average_precision": "mAP",
+    "mean_average_precision_11": "mAP, 11 points",
     "ensemble_mean_average_precision": "mAP, ensemble",
     "held_out": "held out",
     "kept": "prompts kept",
@@ -106,7 +109,15 @@ def report(metrics: Results, data: str, shown: Mapping[str, Mapping[str, Any]]) 
         intro += " Entropies are in nats."
     accuracy = metric_table(metrics, VALUES, whole=["held_out"], by_model=True, first="model", strong=1)
     prompts = [section(f"Prompts of {m}, by {more['way']}", *_weights(**more)) for m, more in weighted.items()]
-    return page("Zero-shot classification by prompts", intro, [section("Accuracy", accuracy), *prompts])
+    groups = metric_table(metrics, _named(metrics, r"acc_.*|F1.*|(attribute|object)_acc1"))
+    by_class = metric_table(metrics, _named(metrics, f"{PRECISION}.*"))
+    parts = [section("Accuracy", accuracy), section("Groups and parts", groups), section("Average precision", by_class)]
+    return page("Zero-shot classification by prompts", intro, [*parts, *prompts])
+
+
+def _named(metrics: Results, pattern: str) -> dict[str, str]:
+    """Names of the metrics that match a pattern."""
+    return {name: name for values in metrics.values() for name in values if re.fullmatch(pattern, name)}
 
 
 def _weights(way: Way, classes: Sequence[Class]) -> Iterator[str]:

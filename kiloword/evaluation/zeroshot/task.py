@@ -12,11 +12,19 @@ from torch import Tensor
 from kiloword.data.classes import Templates
 from kiloword.data.classes.names import SLOT, read_templates, slotted, template_sets, templates
 from kiloword.evaluation.classes import Classes, classes_of
-from kiloword.evaluation.features import labelled
-from kiloword.evaluation.metrics import Standing, check_scores, classification, mean_average_precision, standing
+from kiloword.evaluation.features import Seen, labelled
+from kiloword.evaluation.metrics import (
+    Standing,
+    average_precision,
+    check_scores,
+    classification,
+    interpolated_average_precision,
+    mean_average_precision,
+    standing,
+)
 from kiloword.evaluation.retrieval.relevance import Score
 from kiloword.evaluation.task import Inputs, Values
-from kiloword.evaluation.zeroshot import PromptOptions, Way, ZeroshotTaskOptions
+from kiloword.evaluation.zeroshot import PRECISION, PromptOptions, Way, ZeroshotTaskOptions
 from kiloword.evaluation.zeroshot.bprw import combined
 from kiloword.evaluation.zeroshot.page import drawn
 from kiloword.evaluation.zeroshot.prompts import (
@@ -28,6 +36,7 @@ from kiloword.evaluation.zeroshot.prompts import (
     choose,
     values,
 )
+from kiloword.evaluation.zeroshot.tally import Tally
 from kiloword.model.encoding import chunks, encode_texts, inference, join, rows
 from kiloword.types import Features, Source
 
@@ -74,9 +83,11 @@ def classifier(
 
 
 def zeroshot(
-    score: Score, batches: Iterable[tuple[Features, Tensor]], classes: Features
+    score: Score, batches: Iterable[tuple[Features, Tensor]], classes: Features, tally: Tally | None = None
 ) -> Iterator[tuple[str, float]]:
     """CLIP_benchmark's metrics: `acc1`, `acc5`, `mean_per_class_recall`; or `mean_average_precision` for many labels.
+
+    For many labels also `mean_average_precision_11` (VOC 2007's), and with the names of a tally each class's.
 
     Args: batches of image features [n, ...] with labels, [n] int64 or [n, C] 0/1; classes [C, ...].
     Holds three numbers an image, and [N, C] scores only for many labels. Ties get their expected value.
@@ -93,13 +104,28 @@ def zeroshot(
             scores.append(check_scores(block))
         else:
             standings.append(_standing(block, targets[-1], count))
+        if tally is not None:
+            tally.add(block, targets[-1])
     if scores and standings:
         raise ValueError("some images have one class, others a list of classes: expected a list for every image.")
     if scores:
-        yield "mean_average_precision", mean_average_precision(torch.cat(scores), torch.cat(targets))
+        yield from _precisions(torch.cat(scores), torch.cat(targets), [] if tally is None else tally.names)
     else:
         columns = [torch.cat(column) for column in zip(*standings, strict=True)]
         yield from classification(Standing(*columns), torch.cat(targets), count)
+    if tally is not None:
+        yield from tally.values()
+
+
+def _precisions(scores: Tensor, targets: Tensor, names: Sequence[str]) -> Iterator[tuple[str, float]]:
+    """Precisions of images with several classes. Args: scores, targets [N, C]; names: of the classes, or none."""
+    yield "mean_average_precision", mean_average_precision(scores, targets)
+    yield "mean_average_precision_11", interpolated_average_precision(scores.T, targets.T.bool()).mean().item()
+    if names:
+        by_class = average_precision(scores.T, targets.T.bool()).tolist()
+        again = {c for c, name in enumerate(names) if name in names[:c]}
+        words = (f"{name} ({c})" if c in again else name for c, name in enumerate(names))
+        yield from ((f"{PRECISION}{word}", value) for word, value in zip(words, by_class, strict=True))
 
 
 def _standing(scores: Tensor, labels: Tensor, count: int) -> Standing:
@@ -128,11 +154,11 @@ def run(inputs: Inputs, options: ZeroshotTaskOptions) -> Values:
             "the one above (for scenes: scenes:test?task=colour)"
         )
     names, prompt_templates = all_classes.names, templates_of(source, options.classnames, options.templates)
-    options.prompt_options.check(prompts)
+    options.check()
     if prompts == "ensemble":
+        tally = Tally(options, names)
         classes = classifier(matcher.model, matcher.tokenizer, names, prompt_templates, options.prompt_options)
-        parts = labelled(inputs, classes=all_classes)
-        yield from zeroshot(score, ((part.images, part.labels) for part in parts), classes)
+        yield from zeroshot(score, _noted(labelled(inputs, classes=all_classes), tally), classes, tally)
         return
     captions, class_prompts = encoded(matcher, names, prompt_templates)
     check_gaussians(class_prompts.texts, prompts, options.prompt_options)
@@ -145,6 +171,13 @@ def run(inputs: Inputs, options: ZeroshotTaskOptions) -> Values:
     yield from values(prompts, chosen, class_prompts, captions)
     if inputs.shown is not None:
         inputs.shown.update(drawn(matcher, source, prompts, chosen, class_prompts, images, captions))
+
+
+def _noted(parts: Iterable[Seen], tally: Tally) -> Iterator[tuple[Features, Tensor]]:
+    """Features and labels of batches, after the tally has seen them."""
+    for part in parts:
+        tally.see(part.infos)
+        yield part.images, part.labels
 
 
 def templates_of(source: Source, classnames: Sequence[str] | str | None, chosen: Templates | str | None) -> Templates:
