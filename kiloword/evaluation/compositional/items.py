@@ -132,7 +132,7 @@ class _Stored:
 
 def _entries(file: Path) -> Iterator[_Stored]:
     """The entries of a file. Raises: ValueError for a file that is not json of objects, or of no known benchmark."""
-    named = [(category, name, values) for category, name, values in _named(file, _parsed(file))]
+    named = list(_named(file, _parsed(file)))
     benchmark = None if not named else _benchmark_of(file, named[0][2])
     for category, name, values in named:
         if not isinstance(values, dict) or benchmark is None:
