@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kiloword.data.classes.names import read_classnames
+from kiloword.data.classes.names import plain, read_classnames
 from kiloword.data.reading import EvalBatch
 from kiloword.terminal import shown
 from kiloword.types import Source
@@ -98,7 +98,7 @@ def classes_of(source: Source, chosen: Sequence[str] | str | None) -> Classes | 
 def _keys(names: Sequence[str]) -> list[tuple[str, int]]:
     """Names as they are compared, each with the number of equal ones before it."""
     seen, keys = Counter[str](), list[tuple[str, int]]()
-    for name in (name.replace("_", " ").strip().casefold() for name in names):
+    for name in map(plain, names):
         keys.append((name, seen[name]))
         seen[name] += 1
     return keys

@@ -19,6 +19,7 @@ from kiloword.evaluation import evaluate, metrics
 from kiloword.evaluation.classes import OTHER, classes_of
 from kiloword.evaluation.zeroshot.task import classifier
 from kiloword.types import LabelSet, Record, Skipped
+from tars import photo
 
 
 @dataclass
@@ -184,3 +185,33 @@ def test_a_probe_matches_the_names_of_its_splits(matcher: Matcher) -> None:
     assert three == evaluate(matcher, "probe", moved, train=train)
     with pytest.raises(ValueError, match="none of its 4 labelled images has a class among"):
         evaluate(matcher, "probe", replace(test, labels=[0] * 4), train=train, classnames=["dog"])
+
+
+OBJECTNET = {  # classes whose folders are named otherwise
+    "binder (closed)": "binder_closed",
+    "butcher's knife": "butchers_knife",
+    "coffee/french press": "coffee_french_press",
+    "drying rack for plates": "drying_rack_for_dishes",
+    "bath towel": "full_sized_towel",
+    "dishrag or hand towel": "hand_towel_or_rag",
+    "mixing / salad bowl": "mixing_salad_bowl",
+    "weight (exercise)": "weight_exercise",
+}
+
+
+def test_objectnet_has_other_classes_too(tmp_path: Path) -> None:
+    """Of its 313 folders 113 are classes of ImageNet."""
+    names = classnames("objectnet")
+    assert OBJECTNET.keys() < set(names)
+    folders = {OBJECTNET.get(name, name.replace(" ", "_")) for name in names}
+    for folder in {*folders, "trophy"}:
+        (tmp_path / folder).mkdir()
+    for folder in ("full_sized_towel", "trophy"):
+        (tmp_path / folder / "a.png").write_bytes(photo())
+    source = open_source(str(tmp_path))
+    classes = classes_of(source, "objectnet")
+    assert classes is not None
+    assert classes.place is not None
+    assert sorted(classes.place.tolist()) == [OTHER, *range(113)]
+    labels = torch.tensor([source.record(row).label for row in range(2)])
+    assert classes.places(labels).tolist() == [names.index("bath towel"), OTHER]

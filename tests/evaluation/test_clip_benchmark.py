@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from class_data import FORMS
+from class_data import FORMS, drawn
 from kiloword.api import Matcher
 from kiloword.config.recipes import sizes
 from kiloword.data.classes.names import classnames, read_templates
@@ -24,6 +24,7 @@ from kiloword.evaluation import evaluate
 from kiloword.methods.registry import preset
 from kiloword.model.model import build
 from kiloword.types import Source, Texts
+from tars import write_tar
 
 pytest.importorskip("clip_benchmark", reason="needs the CLIP_benchmark package")
 pytest.importorskip("sklearn", reason="CLIP_benchmark's classification metrics need scikit-learn")
@@ -113,6 +114,25 @@ def test_real_class_data_in_every_form(
     assert set(expected) == {"acc1", "acc5", "mean_per_class_recall"}
     assert {name: ours[name] for name in expected} == pytest.approx(expected, abs=1e-6)
     assert (ours["skipped"], len(images), len({label for _, label in images})) == (0, 200, 10)
+
+
+def test_several_classes_an_image(matcher: Matcher, tmp_path: Path) -> None:
+    """Labels as CLIP_benchmark's own converter writes them: a .npy of 0 and 1."""
+    from clip_benchmark.metrics import zeroshot_classification
+
+    images, names = drawn("scenes:test?task=shape&n=60")
+    targets = np.random.default_rng(0).integers(0, 2, (60, len(names)))
+    parts: dict[str, bytes] = {}
+    for row, ((image, _), target) in enumerate(zip(images, targets, strict=True)):
+        np.save(array := io.BytesIO(), target)
+        parts |= {f"{row:02}.npy": array.getvalue(), f"{row:02}.png": image}
+    write_tar(tmp_path / "0.tar", parts)
+    loader, theirs = Decoded(images, names), AsTheirs(matcher)
+    loader[0] = loader[0][0], torch.from_numpy(targets)
+    expected = zeroshot_classification.evaluate(theirs, loader, theirs.tokenizer, names, ["a {c}"], "cpu", amp=False)
+    ours = evaluate(matcher, "zeroshot", str(tmp_path), classnames=names, templates="a {}")
+    assert ours == pytest.approx({**expected, "skipped": 0}, abs=1e-6)
+    assert set(expected) == {"mean_average_precision"}
 
 
 def members(tar: Path, names: list[str]) -> list[tuple[bytes, int]]:

@@ -13,6 +13,7 @@ selects among the 80. Table 14 of arXiv:2405.10286 has the templates of CLIP.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -27,6 +28,11 @@ from kiloword.terminal import shown
 
 IMAGENET = "imagenet1k"
 SLOT = "{c}"
+_FOLDERS = {  # of ObjectNet, which are not named like their classes
+    "drying rack for dishes": "drying rack for plates",
+    "full sized towel": "bath towel",
+    "hand towel or rag": "dishrag or hand towel",
+}
 _LONGEST_PATH = 255  # characters; longer text is a template
 _SUBSETS = {IMAGENET: "", "imagenetv2": "", "imagenet_sketch": "", "imagenet-a": "a", "imagenet-r": "r"}
 _FOLDER = Path(__file__).parent
@@ -151,6 +157,12 @@ def read_templates(named: str) -> Templates:
             f"{file}: expected a list of templates, lists by data set with FILE?set=NAME, or prompts by class name."
         )
     return slotted(lists, str(file))
+
+
+def plain(name: str) -> str:
+    """A class name as it is compared: without case and punctuation, as in the names of folders."""
+    words = re.sub(r"[\W_]+", " ", name.replace("'", "")).strip().casefold()
+    return _FOLDERS.get(words, words) or name
 
 
 def slotted(listed: Sequence[str], where: str) -> list[str]:

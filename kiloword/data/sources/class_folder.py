@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from kiloword.data.classes.names import IMAGENET, names_of_wnids, templates
+from kiloword.data.classes.names import IMAGENET, names_of_wnids, plain, templates
 from kiloword.data.sources.folder import Folder, is_image
 from kiloword.terminal import shown
 
@@ -118,9 +118,9 @@ def _labels_of_names(
     name: str, folders: Sequence[str], classnames: list[str], names: Sequence[str], numbered: bool
 ) -> dict[str, int]:
     """Labels of folders by their names among the class names; else by number, or in sorted order."""
-    place = {_plain(text): label for label, text in enumerate(classnames)}
-    if all(_plain(text) in place for text in names) and len({*map(_plain, names)}) == len(names):
-        return {folder: place[_plain(text)] for folder, text in zip(folders, names, strict=True)}
+    place = {plain(text): label for label, text in enumerate(classnames)}
+    if all(plain(text) in place for text in names) and len({*map(plain, names)}) == len(names):
+        return {folder: place[plain(text)] for folder, text in zip(folders, names, strict=True)}
     if numbered and max(map(int, folders)) < len(classnames):
         return {folder: int(folder) for folder in folders}
     if len(folders) == len(classnames):
@@ -129,7 +129,3 @@ def _labels_of_names(
         f"{name} has {len(folders)} class folders, but classnames.txt names {len(classnames)} classes: expected as "
         "many, or folders named like the classes."
     )
-
-
-def _plain(text: str) -> str:
-    return text.replace("_", " ").strip().casefold()

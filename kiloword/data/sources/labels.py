@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet
 
+from kiloword.data.classes.names import plain
 from kiloword.data.sources.sample import decode_text, label_set
 from kiloword.data.tars.shards import text_lines
 from kiloword.errors import suggestion
@@ -61,7 +62,8 @@ class LabelColumn:
             self.classnames = [text.replace("_", " ") for text in named]
         self._place = {text: place for place, text in enumerate(named if names is None else names)}
         if names is not None:
-            self._place |= {text: self._place[_spaced(text)] for text in named if _spaced(text) in self._place}
+            by_plain = {plain(text): place for text, place in self._place.items()}
+            self._place |= {text: by_plain[plain(text)] for text in named if plain(text) in by_plain} | self._place
         if named and not any(text in self._place for text in named):
             raise ValueError(
                 f"{name}: none of its {len(named)} labels is a class name, such as {shown(named[0][:60])!r}; the first "
@@ -84,10 +86,6 @@ class LabelColumn:
         if not isinstance(index, int) or index < -1:
             raise BadSample(f"label {shown(str(index)[:60])} is not a class index")
         return index
-
-
-def _spaced(text: str) -> str:
-    return text.replace("_", " ")
 
 
 def _parsed(name: str, value: Any) -> Any:
