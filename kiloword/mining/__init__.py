@@ -42,4 +42,4 @@ def main(sources: Sequence[str], features: Path, out: Path, options: MineOptions
             parts, names = split_extra(corpus, options.extra_captions), (source.name, table.file.teacher)
             results = judge(corpus, parts, settings, options, names, origin.truth(corpus.captions))
             if results is not None:
-                output.write(out, results, origin)
+                output.write(out, results, origin, parts)

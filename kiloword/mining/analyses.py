@@ -39,7 +39,7 @@ def ranks(corpus: Corpus, batch: int, seed: int) -> Ranks:
     """
     if batch < 2:
         raise ValueError(f"--batch is {batch}. Expected at least 2 images to rank among.")
-    order, caption = _one_caption_each(corpus, seed)
+    order, caption = one_caption_each(corpus, seed)
     batch = min(batch, len(order))
     number = min(len(order) // batch, BATCHES)
     by_image, by_caption = [], []
@@ -51,7 +51,7 @@ def ranks(corpus: Corpus, batch: int, seed: int) -> Ranks:
     return Ranks(batch, number, np.concatenate(by_image), np.concatenate(by_caption))
 
 
-def _one_caption_each(corpus: Corpus, seed: int) -> tuple[Ints, Ints]:
+def one_caption_each(corpus: Corpus, seed: int) -> tuple[Ints, Ints]:
     """Images that have a known caption, in random order; [N] one such caption of every image."""
     rng = generator(seed, "ranks")
     captions = rng.permutation(corpus.paired)
@@ -110,7 +110,7 @@ def one_and_mean(corpus: Corpus, seed: int) -> tuple[Floats, Floats]:
 
     Of the known images with two known captions or more.
     """
-    _, caption = _one_caption_each(corpus, seed)
+    _, caption = one_caption_each(corpus, seed)
     count = np.bincount(corpus.owner[corpus.paired], minlength=len(corpus.keys))
     one, mean = [], []
     for part in _images(corpus):

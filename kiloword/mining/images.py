@@ -28,12 +28,26 @@ class Pair:
     true: bool | None
 
 
+Scored = tuple[str, float, bool | None]
+"""A caption, its S_it, and whether it is true of the image; None: unknown, or not asked."""
+
+
+@dataclass(frozen=True)
+class CaptionLists:
+    """An image, and lists of captions by heading."""
+
+    image: int
+    lists: Mapping[str, Sequence[Scored]]
+
+
 @dataclass(frozen=True)
 class ReportImages:
     """What the report shows as images: pairs by the term that found them, captions with the images they fit."""
 
     pairs: Mapping[str, Sequence[Pair]]
     wide: Sequence[tuple[int, Sequence[tuple[int, float, bool | None]]]]  # caption, (image, S_it, true) best first
+    raw_and_pseudo: Sequence[CaptionLists] = ()
+    above: Sequence[CaptionLists] = ()  # captions that rank above an image's own
 
 
 def term_rule(name: str, s: Mined) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +14,7 @@ import torch
 from kiloword import report
 from kiloword.checkpoint.files import write_atomic, write_json
 from kiloword.mining.corpus import Corpus
+from kiloword.mining.gallery import ranked_above, raw_and_pseudo
 from kiloword.mining.images import Pair, ReportImages
 from kiloword.mining.origin import Origin, Truths
 from kiloword.mining.page import page
@@ -25,15 +26,15 @@ from kiloword.terminal import say
 WIDE, BEST = 6, 5  # captions that match many images, and images per caption in the report
 
 
-def write(out: Path, results: MiningResults, origin: Origin) -> None:
-    """Write all files atomically; the report last."""
+def write(out: Path, results: MiningResults, origin: Origin, parts: Mapping[str, Corpus]) -> None:
+    """Write all files atomically; the report last. Args: parts: groups of captions, as of `origin.split_extra`."""
     truths = origin.truth(results.corpus.captions)
     buffer = io.BytesIO()
     pa.parquet.write_table(pairs_table(results, truths), buffer)
     write_atomic(out / "pairs.parquet", buffer.getvalue())
     write_json(out / "thresholds.json", thresholds(results.settings))
     write_json(out / "mine.json", as_json(results))
-    report.write(out / "report.html", page(results, chosen(results, truths), origin.thumbnail))
+    report.write(out / "report.html", page(results, chosen(results, truths, parts), origin.thumbnail))
     say(*summary(results), f"report: {out / 'report.html'}")
 
 
@@ -78,12 +79,17 @@ def _utf8(text: str) -> str:
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
-def chosen(results: MiningResults, truths: Truths | None) -> ReportImages:
-    """Random mined pairs of every term, and the captions mined most often."""
-    if not results.options.gallery:
+def chosen(results: MiningResults, truths: Truths | None, parts: Mapping[str, Corpus]) -> ReportImages:
+    """Random mined pairs of every term, the captions mined most often, and images with lists of captions."""
+    corpus, options = results.corpus, results.options
+    if not options.gallery:
         return ReportImages({}, [])
-    wide = [(caption, _best(results, caption, truths)) for caption in _widest(results.corpus, results.mined)]
-    return ReportImages({name: list(_drawn(results, name, truths)) for name in TERMS}, wide)
+    return ReportImages(
+        {name: list(_drawn(results, name, truths)) for name in TERMS},
+        [(caption, _best(results, caption, truths)) for caption in _widest(corpus, results.mined)],
+        list(raw_and_pseudo(parts, options.gallery, options.seed)),
+        list(ranked_above(corpus, options.batch, options.gallery, options.seed, truths)),
+    )
 
 
 def _drawn(results: MiningResults, term: str, truths: Truths | None) -> Iterator[Pair]:

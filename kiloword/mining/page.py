@@ -8,6 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from kiloword import report
+from kiloword.mining import gallery
 from kiloword.mining.calibrate import DIGITS, FLOOR, NEARLY_SAME
 from kiloword.mining.corpus import Floats
 from kiloword.mining.images import Image, ReportImages, mined_pairs, term_rule, wide_captions
@@ -29,7 +30,9 @@ def page(results: MiningResults, shown: ReportImages, image: Image) -> str:
             section("Thresholds", *_thresholds(results)),
             section("Similarities", *_similarities(results)),
             section("Rank of the true caption", *_ranks(results)),
+            section("Captions ranked above the image's own", *_above(results, shown, image)),
             section("Captions", *_captions(results)),
+            section("Raw captions beside pseudo-captions", *_beside(results, shown, image)),
             section("Pairs that were mined", *mined_pairs(results, shown, image)),
             section("Captions that fit many images", *wide_captions(results, shown, image)),
         ],
@@ -206,6 +209,21 @@ def _ranks(results: MiningResults) -> Iterator[str]:
         f"{batches} of {first.batch:,} images with one caption each. Where the own caption is not first, another one "
         "has a larger cosine: often a false negative."
     )
+
+
+def _above(results: MiningResults, shown: ReportImages, image: Image) -> Iterator[str]:
+    if figures := list(gallery.drawn(shown.above, results.corpus.keys, image)):
+        yield (
+            "In one of these batches, each with its S_it. Those that are true of the image are false negatives, which "
+            "mining makes positives; where the data has ground truth they are ticked."
+        )
+        yield from figures
+
+
+def _beside(results: MiningResults, shown: ReportImages, image: Image) -> Iterator[str]:
+    if figures := list(gallery.drawn(shown.raw_and_pseudo, results.corpus.keys, image)):
+        yield "Images drawn at random, each caption with its S_it, best first."
+        yield from figures
 
 
 def _captions(results: MiningResults) -> Iterator[str]:

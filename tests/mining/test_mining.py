@@ -27,7 +27,7 @@ from kiloword.data.sources.open import open_data
 from kiloword.features.extract import embed
 from kiloword.features.tables import ProgressReport
 from kiloword.methods.fff.preset import Mined
-from kiloword.mining import analyses, images, main, output, results
+from kiloword.mining import analyses, gallery, images, main, output, results
 from kiloword.mining import page as mining_page
 from kiloword.mining.calibrate import RandomPairs, calibrate, candidates, compare, exceeded_by, random_pairs
 from kiloword.mining.corpus import Corpus
@@ -363,7 +363,7 @@ def test_the_report_holds_the_numbers(tmp_path: Path, monkeypatch: pytest.Monkey
     bars, lines = (plots(monkeypatch, *of) for of in ((report_plots, "histogram"), (mining_page.report, "line_plot")))
     options = MineOptions(calibrate=True, p1=0.2, gallery=2, batch=100, most=3, device="cpu")
     judged = results.judge(c, {"captions": c}, options.over(Mined()), options, ("drawn <scenes>", "oracle"), truths)
-    output.write(tmp_path, judged, origin)
+    output.write(tmp_path, judged, origin, {"captions": c})
     check_page(sections((tmp_path / "report.html").read_text()), judged, bars + lines)
     drawn = re.findall('<figure class="plot">.*?</figure>', (tmp_path / "report.html").read_text(), re.S)
     assert len(set(drawn)) == len(drawn) == len(bars + lines)
@@ -395,7 +395,7 @@ def judged_page(c: Corpus, mined: Mined, **options: Any) -> tuple[str, dict[str,
     """What a search of a corpus says on the terminal, and its page."""
     some = MineOptions(gallery=0, batch=9, device="cpu", **options)
     judged = results.judge(c, {"captions": c}, some.over(mined), some, ("drawn", "oracle"), None)
-    page = mining_page.page(judged, output.chosen(judged, None), lambda row: b"")
+    page = mining_page.page(judged, output.chosen(judged, None, {"captions": c}), lambda row: b"")
     return "\n".join(output.summary(judged)), sections(page)
 
 
@@ -517,7 +517,9 @@ def test_from_feature_store_to_files(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert both["true_pairs"] is None  # nobody knows what a bead is true of
     assert both["terms"]["it"]["precision"] is None
     page = (tmp_path / "both" / "report.html").read_text()
-    assert "bead 1" in page
+    beside = sections(page)["Raw captions beside pseudo-captions"].text
+    assert re.search(r"Pseudo-captions\n-?0\.\d\d bead \d", beside)
+    assert len(re.findall(r"^-?0\.\d\d ", beside, re.M)) == 2 + 1  # both raw captions and the extra one
     assert "precision" not in page
 
     refused = pytest.raises(ValueError, match=r"process \d+ on \S+ is writing .*own: wait for its end")
@@ -572,7 +574,7 @@ def test_examples_are_pairs_that_their_term_accepts() -> None:
     options = MineOptions(gallery=5, batch=20, device="cpu")
     judged = results.judge(c, {"captions": c}, Mined(p1=0.1), options, ("data", "oracle"), truths)
     assert judged is not None
-    shown = output.chosen(judged, truths)
+    shown = output.chosen(judged, truths, {"captions": judged.corpus})
     photos, texts = c.images.astype(np.float64), c.texts.astype(np.float64)
     assert set(shown.pairs) == set(TERMS)
     for term, drawn in shown.pairs.items():
@@ -645,3 +647,32 @@ def test_a_line_of_progress_is_rewritten_until_the_end(terminal: Terminal, monke
     rates = [f"pairs  {share}%  200,000 pairs/s  ETA 0:0{left}" for share, left in ((25, 0), (50, 0))]
     assert [*dict.fromkeys(filter(None, terminal.frames))] == [*rates, "pairs 100%  400,000 pairs/s  ETA 0:00"]
     assert terminal.frames[-1] == ""
+
+
+def test_captions_above_the_own_one_and_beside_it() -> None:
+    texts = [np.array([row], np.float32) for row in ([0.6, 0.8], [1.0, 0], [0, 1.0])]
+    c = corpus(np.array([[1.0, 0], [0.6, 0.8], [0, 1.0]], np.float32), texts)
+    (first, second) = gallery.ranked_above(c, 3, 9, 0, None)
+    by_image = {one.image: one.lists for one in (first, second)}
+    assert set(by_image) == {0, 1}  # the last image has its own caption first
+    own, higher = by_image[0].values()
+    assert [(text, round(score, 3)) for text, score, _ in own] == [(c.captions[0], 0.6)]
+    assert [(text, round(score, 3)) for text, score, _ in higher] == [(c.captions[1], 1.0)]
+    own, higher = by_image[1].values()
+    assert [text for text, *_ in higher] == [c.captions[0], c.captions[2]]  # 1.0 and 0.8 above 0.6
+    assert len(list(gallery.ranked_above(c, 3, 1, 0, None))) == 1
+    parts = {"own": c.only(np.array([True, True, False])), "extra": c.only(np.array([False, False, True]))}
+    assert list(gallery.raw_and_pseudo({"captions": c}, 9, 0)) == []
+    assert list(gallery.raw_and_pseudo(parts, 9, 0)) == []  # no image has both
+    parts["extra"] = c
+    found = {one.image: one.lists for one in gallery.raw_and_pseudo(parts, 9, 0)}
+    assert set(found) == {0, 1}
+    assert found[1]["Raw captions"] == [(c.captions[1], pytest.approx(0.6), None)]
+
+
+def test_captions_of_lists_are_escaped() -> None:
+    one = images.CaptionLists(0, {"Raw captions": [("<script>", 0.5, True)]})
+    pixels = np.zeros((4, 4, 3), np.uint8)
+    (figure,) = gallery.drawn([one, replace(one, image=1)], ["k", "l"], lambda n: None if n else pixels)
+    assert "&lt;script&gt;" in figure
+    assert "<script>" not in figure
