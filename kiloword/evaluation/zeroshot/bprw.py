@@ -147,11 +147,12 @@ def combined(
 
     Args: weights [T], those of a class sum to 1; None: equal. They come from `bprw`, whose defaults are its authors'.
     """
-    classes = head.ensemble(texts, group, n, None if weights is None else weights.to(texts["vec"]))
     if weights is None:
         share = texts["vec"].new_ones(len(group)) / torch.bincount(group, minlength=n)[group]
+        classes = head.ensemble(texts, group, n)
     else:
         share = weights.to(texts["vec"])
+        classes = head.ensemble(texts, group, n, share)
     if not (weights is None if options.renormalise is None else options.renormalise):
         vec = at_least_float(texts["vec"]) * share[:, None]
         classes["vec"] = vec.new_zeros(n, vec.shape[1]).index_add(0, group, vec)
