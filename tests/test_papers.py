@@ -43,6 +43,7 @@ SIZED = (  # of a run: its size and length, its data, its folder
     "--epochs",
     "--samples",
     "--data",
+    "--rows",
     "--init",
     "--val",
     "--eval-epochs",
