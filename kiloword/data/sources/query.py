@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TypeVar
@@ -70,6 +71,19 @@ def image_file(path: Path) -> Path:
         return path
     complete = (path.with_name(f"{path.name}.{suffix}") for suffix in IMAGE_SUFFIXES)
     return next((file for file in complete if os.path.exists(file)), path)
+
+
+def hold_images(folder: Path, names: Iterable[str]) -> bool:
+    """Whether a folder holds one of the images."""
+    return any(name and os.path.exists(image_file(folder / name)) for name in names)
+
+
+def no_images(path: Path, first: str, looked: str) -> ValueError:
+    """That not one image of a file, such as the first, is where it was looked for."""
+    return ValueError(
+        f"{path}: none of its images, such as {shown(first[:200])}, is in {looked}. Name their folder: "
+        f"{path.name}?images=FOLDER."
+    )
 
 
 def images_folder(path: Path, named: str) -> Path:

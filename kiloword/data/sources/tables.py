@@ -28,7 +28,7 @@ from kiloword.data.sources.columns import IMAGE_COLUMNS, SPLIT, choose
 from kiloword.data.sources.embedded import Embedded, arrow_errors, check_expanded, check_rows, is_embedded
 from kiloword.data.sources.labels import LabelColumn, class_data, class_label_names
 from kiloword.data.sources.layouts.read import AnnotationTable
-from kiloword.data.sources.query import TableOptions, image_file, images_folder
+from kiloword.data.sources.query import TableOptions, hold_images, image_file, images_folder, no_images
 from kiloword.data.sources.sample import (
     ANSWERS,
     MAX_IMAGE,
@@ -92,6 +92,10 @@ class TableSource:
                 f"{path} has no {rows}. Expected an image and a caption, or a question and its answers, in each row."
                 f"{_splits(splits)}"
             )
+        named = self._images if options.images and layout is None and self._images is not None else []
+        names = (os.fsdecode(name.as_py() or b"") for name in named)
+        if len(named) and not hold_images(self._folder, names):
+            raise no_images(path, os.fsdecode(named[0].as_py() or b""), str(self._folder))
 
     def _read(self, options: TableOptions, table: pa.Table | None) -> tuple[pa.Array, pa.Array | None]:
         """Read the texts. Returns: [N] paths of images, or digests of embedded images; [N] splits, if one is chosen."""

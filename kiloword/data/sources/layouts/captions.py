@@ -9,7 +9,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from kiloword.data.sources.layouts.objects import Id, column, objects, value, values
+from kiloword.data.sources.layouts.objects import Id, column, objects, read_all, value, values
 from kiloword.data.sources.query import TableOptions
 
 TOKEN = re.compile(rb"([^\t\r\n#]+)#\w+\t([^\r\n]*)")  # of Flickr: IMAGE#NUMBER, a tab, a caption
@@ -78,11 +78,11 @@ def tokens(path: Path, split: Path | None) -> tuple[pa.Table, int]:
     Args: split: file with the name of an image in each line. Returns: the table, and the number of lines of another
     form.
     """
-    lines = [line for line in path.read_bytes().splitlines() if line.strip()]
+    lines = [line for line in read_all(path).splitlines() if line.strip()]
     rows = [match for line in lines if (match := TOKEN.fullmatch(line))]
     columns = {"image": [row[1] for row in rows], "caption": [row[2] for row in rows]}
     if split is not None:
-        listed = {line.strip() for line in split.read_bytes().splitlines()}
+        listed = {line.strip() for line in read_all(split).splitlines()}
         columns["split"] = [os.fsencode(split.name) if name in listed else None for name in columns["image"]]
     table = {name: pa.array(cells, pa.large_binary()) for name, cells in columns.items()}
     return pa.table(table), len(lines) - len(rows)

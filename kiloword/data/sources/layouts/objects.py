@@ -21,14 +21,20 @@ Objects = Sequence[dict[str, Any]]
 _WORDS = {int: "whole number", str: "text", list: "list", dict: "object"}
 
 
-def load_json(path: Path, hook: Callable[[dict[str, Any]], Any] | None = None) -> Any:
-    """The value of a file. Args: hook: `object_hook` of `json.loads`. Errors: ValueError for what is no JSON."""
+def read_all(path: Path) -> bytes:
+    """The bytes of a file. Errors: ValueError for what is no file, or has more than MAX_JSON bytes."""
     check_regular(path)
     size = path.stat().st_size
     if size > MAX_JSON:
         raise ValueError(f"{path} has {size:,} bytes, more than {MAX_JSON:,}. Write it as parquet.")
+    return path.read_bytes()
+
+
+def load_json(path: Path, hook: Callable[[dict[str, Any]], Any] | None = None) -> Any:
+    """The value of a file. Args: hook: `object_hook` of `json.loads`. Errors: ValueError for what is no JSON."""
+    raw = read_all(path)
     try:
-        return json.loads(path.read_bytes(), object_hook=hook)
+        return json.loads(raw, object_hook=hook)
     except UnicodeDecodeError:
         raise ValueError(f"{path} is not UTF-8. Expected JSON.") from None
     except RecursionError:

@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from kiloword.data.sources.layouts import captions, questions
 from kiloword.data.sources.layouts.objects import column, keys_of, load_json
-from kiloword.data.sources.query import TableOptions, image_file, images_folder
+from kiloword.data.sources.query import TableOptions, hold_images, images_folder, no_images
 from kiloword.terminal import shown
 
 _SUBSET = re.compile(r"(?:train|val|test)\d{4}")  # of COCO, and its folder
@@ -130,15 +130,12 @@ def _located(path: Path, options: TableOptions, table: pa.Table, subset: str) ->
     else:
         tiers = _nearby(path.absolute(), subset)
         looked = f"{path.parent}, {path.absolute().parent.parent} and their folders"
-    first = (_with_images(folders, names[:_TRIED]) for folders in tiers)
-    every = (_with_images(folders[:_FEW], names) for folders in tiers)  # where the first images are missing
+    first = ([folder for folder in folders if hold_images(folder, names[:_TRIED])] for folders in tiers)
+    every = ([f for f in folders[:_FEW] if hold_images(f, names)] for folders in tiers)  # the first ones are missing
     places = next(filter(None, chain(first, every)), [])
     places = [folder for folder in places if subset and folder.name == subset] or places
     if names and not places:
-        raise ValueError(
-            f"{path}: none of its {len(names):,} images, such as {shown(names[0][:200])}, is in {looked}. Name their "
-            f"folder: {path.name}?images=FOLDER."
-        )
+        raise no_images(path, names[0], looked)
     if len(places) > 1:
         listed = " and in ".join(map(str, places[:3]))
         raise ValueError(f"{path}: its images are in {listed}. Choose one: {path.name}?images=FOLDER.")
@@ -151,11 +148,6 @@ def _names(path: Path, table: pa.Table, column: str) -> list[str]:
     if pa.types.is_large_list(cells.type):
         raise ValueError(f"{path}: `{shown(column[:60])}` holds a list. Expected the name of one image in each object.")
     return [os.fsdecode(name) if isinstance(name, bytes) else str(name or "") for name in cells.to_pylist()]
-
-
-def _with_images(folders: list[Path], names: list[str]) -> list[Path]:
-    """The folders that hold one of the images."""
-    return [folder for folder in folders if any(name and os.path.exists(image_file(folder / name)) for name in names)]
 
 
 def _nearby(path: Path, subset: str) -> list[list[Path]]:
