@@ -15,7 +15,7 @@ from tyro.conf import Positional, arg
 from kiloword.__version__ import __version__
 from kiloword.addresses import scrubbed
 from kiloword.checkpoint.trust import NONE, Trust
-from kiloword.cli import evaluate, plan, train
+from kiloword.cli import evaluate, plan, sweep, train
 from kiloword.cli.score import score
 from kiloword.cli.words import REQUIRED, check_known, interruption, settled
 from kiloword.distributed import launch
@@ -39,7 +39,8 @@ CHOICES = {  # of the first argument
     "import": ("format", get_args(Format)),
     "recipes": ("action", get_args(Listing)),
 }
-OWN_FLAGS = {"train": train, "eval": evaluate, "plan": plan}  # verbs whose flags depend on the words before them
+# verbs whose flags depend on the words before them
+OWN_FLAGS = {"train": train, "sweep": sweep, "eval": evaluate, "plan": plan}
 
 
 for name, verb in OWN_FLAGS.items():

@@ -23,12 +23,14 @@ def line_plot(
     log_y: bool = False,
     whole_x: bool = False,
     smooth: int = 0,
+    spread: Mapping[str, Sequence[float]] | None = None,
 ) -> Html:
     """A line plot with axes, ticks and, for more than one series, a legend.
 
     Args: series name -> (x, y) points in the order of drawing, at most 6 series; a non-finite y breaks its line;
     log_x and log_y make an axis logarithmic; whole_x has ticks at whole numbers only (levels, counts); smooth > 1
-    draws the mean of that many neighbours over a faint line of the points.
+    draws the mean of that many neighbours over a faint line of the points; spread: series name -> half the height of a
+    bar at each of its points, such as a standard deviation.
     Errors: ValueError for no finite point, too many series, or values of 0 or less on a logarithmic axis.
     """
     _check_count(series)
@@ -40,6 +42,8 @@ def line_plot(
         if any((log_x and x <= 0) or (log_y and y <= 0) for x, y in points):
             raise ValueError(f"series {name!r} has values of 0 or less, which a logarithmic axis cannot show")
     xs, ys = zip(*every, strict=True)
+    bars = {name: _ends(points, (spread or {}).get(name, ())) for name, points in finite.items()}
+    ys += tuple(end for ends in bars.values() for _, *pair in ends for end in pair)
     x = log_axis(xs) if log_x else linear_axis(xs, widen=False, whole=whole_x)
     frame = Frame(x, (log_axis if log_y else linear_axis)(ys), x_label, y_label)
     lines = ""
@@ -48,8 +52,16 @@ def line_plot(
             lines += _line(i, points, frame, "line raw", "none")
             points = _means(points, smooth)
         lines += _line(i, points, frame, "line", DASHES[i])
+    for i, bar in enumerate(bars.values()):
+        path = "".join(f"M{frame.across(x)} {frame.down(low)}V{frame.down(high)}" for x, low, high in bar)
+        lines += f'<path class="line" style="stroke:var(--s{i})" d="{path}"/>' if path else ""
     ends = (f"{name} from {points[0][1]:.3g} to {points[-1][1]:.3g}" for name, points in finite.items() if points)
     return frame.drawn(lines, f"{y_label} over {x_label}: {'; '.join(ends)}", list(series))
+
+
+def _ends(points: Points, halves: Sequence[float]) -> list[tuple[float, float, float]]:
+    """Where bars begin and end: (x, low, high)."""
+    return [(x, y - half, y + half) for (x, y), half in zip(points, halves, strict=False) if half > 0]
 
 
 def _check_count(series: Mapping[str, object]) -> None:

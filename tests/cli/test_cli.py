@@ -36,7 +36,9 @@ FLAGS = (
     "max-skipped-steps parallel "
     "checkpointing compile extend trust-code quiet"
 )
-VERBS = "train quickstart eval score embed caption mine data verify plan import watch methods recipes sizes doctor"
+VERBS = (
+    "train sweep quickstart eval score embed caption mine data verify plan import watch methods recipes sizes doctor"
+)
 
 
 def run(*words: object) -> None:

@@ -88,15 +88,21 @@ def test_the_best_model_is_kept_and_the_run_ends_early(whole: Path, tmp_path: Pa
     assert same(weights(whole / "best"), weights(tmp_path / "model"))  # validation does not change the training either
 
 
-def test_a_finished_run_trains_on_only_with_more_patience(
+def test_a_finished_run_trains_no_further(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    values(monkeypatch, [])
+    before = (whole / "metrics.jsonl").read_bytes()
+    for options in (EVERY, replace(EVERY, extend=True)):
+        train(recipe(*SETS), whole, options=options)
+        assert (whole / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.slow
+def test_a_finished_run_trains_on_with_more_patience(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     values(monkeypatch, FOUND)
     out = tmp_path / "out"
     subprocess.run(["cp", "-r", str(whole), str(out)], check=True)
-    for options in (EVERY, replace(EVERY, extend=True)):
-        train(recipe(*SETS), out, options=options)
-        assert_same(out, whole)
     train(recipe(*SETS), out, options=replace(EVERY, patience=3))
     assert json.loads((out / "best" / "best.json").read_text())["step"] == 10
     assert rows(out)[-1]["step"] == 14
@@ -224,16 +230,16 @@ def test_which_way_is_better(metric: str, way: int) -> None:
 
 def test_names_of_sets() -> None:
     def named(*sources: str) -> list[str]:
-        return set_names([("retrieval", src) for src in sources])
+        return set_names([("retrieval", src) for src in sources], "--val")
 
     assert named("flickr/dev") == ["dev"]
     assert named("flickr/dev", "a/coco/dev", "cifar.tar") == ["flickr/dev", "coco/dev", "cifar"]
     assert named("scenes:test?n=4", "scenes:test?n=8") == ["scenes:test?n=4", "scenes:test?n=8"]
     assert named("x/dev/", "dev.csv?image=photo") == ["x/dev", "dev"]
     pairs = [("retrieval", "a/dev"), ("caption", "a/dev"), ("zeroshot", "b/dev")]
-    assert set_names(pairs) == ["retrieval=a/dev", "caption=a/dev", "b/dev"]
+    assert set_names(pairs, "--val") == ["retrieval=a/dev", "caption=a/dev", "b/dev"]
     with pytest.raises(ValueError, match=r"--val names a/dev twice for the task caption: name it once\."):
-        set_names([("caption", "a/dev"), ("caption", "a/dev")])
+        set_names([("caption", "a/dev"), ("caption", "a/dev")], "--val")
 
 
 def test_the_task_of_a_set(tmp_path: Path) -> None:

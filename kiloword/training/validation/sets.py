@@ -47,18 +47,29 @@ def prefix(one: ValSet, every: Sequence[ValSet]) -> str:
 
 
 def open_val(recipe: Recipe) -> list[ValSet]:
-    """The validation sets of a recipe. Raises: ValueError for an unknown task, one set twice, and as `open_source`."""
-    named = [_parsed(word) for word in recipe.data.val]
-    asks, opened = "questions" in preset(recipe.method, recipe.settings).needs, []
-    for task, src in named:
-        source = open_source(src, size=recipe.model.image.size)
+    """The validation sets of a recipe. Raises: ValueError as `open_sets`."""
+    if not recipe.data.val:
+        return []
+    asks = "questions" in preset(recipe.method, recipe.settings).needs
+    return open_sets(recipe.data.val, asks, recipe.model.image.size, "--val")
+
+
+def open_sets(words: Sequence[str], asks: bool, size: int | None, flag: str) -> list[ValSet]:
+    """The data sets that SRC or TASK=SRC name, and the tasks to evaluate them by.
+
+    Args: asks: whether the method answers questions; size: of drawn images in pixels; flag: for messages.
+    Raises: ValueError for an unknown task, one set twice, and as `open_source`.
+    """
+    opened = []
+    for task, src in [_parsed(word, flag) for word in words]:
+        source = open_source(src, size=size)
         opened.append((task or _task_of(source, asks), src, source))
-    names = set_names([(task, src) for task, src, _ in opened])
+    names = set_names([(task, src) for task, src, _ in opened], flag)
     return [ValSet(name, task, source) for name, (task, _, source) in zip(names, opened, strict=True)]
 
 
-def _parsed(word: str) -> tuple[str | None, str]:
-    """The task that a word of `--val` names, if any, and its SRC."""
+def _parsed(word: str, flag: str) -> tuple[str | None, str]:
+    """The task that a word names, if any, and its SRC."""
     task, _, src = word.partition("=")
     if task == word or not re.fullmatch(r"[A-Za-z][\w+-]*", task) or Path(word).exists():
         return None, word
@@ -67,11 +78,11 @@ def _parsed(word: str) -> tuple[str | None, str]:
     try:
         find(task)
     except ValueError as e:
-        raise ValueError(f"--val {word}: {e} Expected SRC or TASK=SRC.") from None
+        raise ValueError(f"{flag} {word}: {e} Expected SRC or TASK=SRC.") from None
     if task in NEED_MORE:
-        raise ValueError(f"--val {word}: {task} needs {NEED_MORE[task]}.")
+        raise ValueError(f"{flag} {word}: {task} needs {NEED_MORE[task]}.")
     if not src:
-        raise ValueError(f"--val {word} names no data: expected TASK=SRC, such as {task}=photos/dev.")
+        raise ValueError(f"{flag} {word} names no data: expected TASK=SRC, such as {task}=photos/dev.")
     return task, src
 
 
@@ -90,12 +101,12 @@ def _has_captions(source: Source) -> bool:
     return False
 
 
-def set_names(sets: Sequence[tuple[str, str]]) -> list[str]:
+def set_names(sets: Sequence[tuple[str, str]], flag: str) -> list[str]:
     """A short name for each (task, SRC): the end of its path, with as many folders as tell the sources apart; with the
     task where one source is evaluated by several. Raises: ValueError for a set that is given twice."""
     twice = next((pair for pair, count in Counter(sets).items() if count > 1), None)
     if twice is not None:
-        raise ValueError(f"--val names {twice[1]} twice for the task {twice[0]}: name it once.")
+        raise ValueError(f"{flag} names {twice[1]} twice for the task {twice[0]}: name it once.")
     sources = list(dict.fromkeys(src for _, src in sets))
     short = dict(zip(sources, _told_apart(sources), strict=True))
     tasks = Counter(src for _, src in sets)
