@@ -176,7 +176,7 @@ def data(
             hierarimgs --help).
         source: tars, a table, a folder of images or scenes, as for `kiloword train`; with names, a set of that list.
         png: with stats, write an image of samples to this file.
-        as_: with stats and png, draw the examples as training of this method sees them: augmented and composed.
+        as_: with stats and png, draw examples as training sees them, by METHOD, a recipe, or the folder of a run.
         size: with as, size whose defaults apply, as in train.
         digest: with index, hash all images and texts of tars (reads them once); resumed runs compare it.
     """

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
 from PIL import Image
 
+from kiloword.config import papers
 from kiloword.config.options import RunOptions
 from kiloword.config.recipes import HeadConfig, ImageConfig, OptimConfig, Recipe, TextConfig
 from kiloword.data.images.contact import TILES, draw_tiles
@@ -151,14 +152,15 @@ def _wrapped(name: str, text: str) -> Iterator[str]:
         yield f"{'' if n else name:10} {line}"
 
 
-def draw_examples(src: str, method: str, size: str, png: Path) -> str:
-    """Draw the first examples of a run by the method's defaults: augmented, transforms applied, with all captions.
+def draw_examples(src: str, like: str, size: str, png: Path) -> str:
+    """Draw the first examples of a run: augmented, transforms applied, with all captions.
 
-    `kiloword data stats SRC --as METHOD --png FILE`.
+    `kiloword data stats SRC --as METHOD --png FILE`. Args: like: a method, whose defaults apply; a paper's recipe; or
+    the folder or config.json of a run, or a recipe in a file; size: of a method.
 
     Returns: a line about them. Errors: ValueError for an unknown method or size, and data that cannot be read.
     """
-    recipe = default_recipe(method, size, (src,))
+    recipe = _recipe_like(src, like, size)
     chosen, source = preset(recipe.method, recipe.settings), open_sources(recipe)
     loader = Loader(
         source,
@@ -175,7 +177,21 @@ def draw_examples(src: str, method: str, size: str, png: Path) -> str:
     examples = loader.examples(0)[0]
     draw_tiles([(Image.fromarray(e.image.permute(1, 2, 0).numpy()), _caption(e), 1) for e in examples], png)
     composed = sum(e.composed for e in examples)
-    return f"{len(examples)} examples as {method} at size {size} sees them, {composed} composed: {png}"
+    return f"{len(examples)} examples as {like} at size {recipe.size} sees them, {composed} composed: {png}"
+
+
+def _recipe_like(src: str, like: str, size: str) -> Recipe:
+    """The recipe of `draw_examples`, with `src` as its only data."""
+    path = Path(like)
+    if path.exists():
+        named = papers.read(path / "config.json" if path.is_dir() else path)
+    elif like in papers.names():
+        named = papers.load(like)
+    else:
+        return default_recipe(like, size, (src,))
+    plain = default_recipe(named.method, named.value("size", size), (src,))
+    recipe = papers.fill(plain, named, towers=True)
+    return replace(recipe, data=replace(recipe.data, sources=(src,), weights=()))
 
 
 def _caption(example: Example) -> str:

@@ -172,6 +172,26 @@ def test_all_captions_of_an_example_are_drawn(red_and_blue: str, tmp_path: Path)
     assert one.read_bytes() != all_.read_bytes()
 
 
+def test_examples_are_those_of_a_run(red_and_blue: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By its folder, its config.json and the same flags as defaults; a recipe of a paper has its own image size."""
+    run = tmp_path / "run"
+    words = f"train clip-c --data {red_and_blue} --size debug --batch 4 --steps 1 --vocab 300 --settings.rho 1"
+    cli([*words.split(), "--out", str(run), "--settings.merge", " beside ", "--seed", "3"])
+    capsys.readouterr()
+    for name, like in (("folder", run), ("file", run / "config.json")):
+        cli(["data", "stats", red_and_blue, "--as", str(like), "--png", str(tmp_path / f"{name}.png")])
+        assert "examples as " in (said := capsys.readouterr().out)
+        assert "at size debug sees them, 24 composed" in said
+    assert (tmp_path / "folder.png").read_bytes() == (tmp_path / "file.png").read_bytes()
+    by_default = draw_examples(red_and_blue, "clip-c", "debug", tmp_path / "default.png")
+    assert "24 composed" not in by_default
+    with pytest.raises(SystemExit) as end:
+        cli(["data", "stats", red_and_blue, "--as", str(tmp_path), "--png", str(tmp_path / "no.png")])
+    assert end.value.code == 2
+    assert "config.json" in capsys.readouterr().err
+    assert not (tmp_path / "no.png").exists()
+
+
 @pytest.mark.parametrize("words", [["check", "--png", "a.png"], ["stats"]])
 def test_as_without_a_file_to_draw_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
