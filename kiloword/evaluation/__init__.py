@@ -15,6 +15,7 @@ from kiloword.evaluation import (
     spectrum,
     uncertainty,
     vqa,
+    winogavil,
     zeroshot,
 )
 from kiloword.evaluation.task import IMAGES, Inputs, Task
@@ -23,7 +24,19 @@ if TYPE_CHECKING:
     from kiloword.api import Matcher
     from kiloword.types import Skipped, Source
 
-FOLDERS = (retrieval, compositional, zeroshot, probe, caption, vqa, reconstruction, hierarchy, uncertainty, spectrum)
+FOLDERS = (
+    retrieval,
+    compositional,
+    winogavil,
+    zeroshot,
+    probe,
+    caption,
+    vqa,
+    reconstruction,
+    hierarchy,
+    uncertainty,
+    spectrum,
+)
 TASKS: dict[str, Task] = {folder.TASK.name: folder.TASK for folder in FOLDERS}
 
 

@@ -14,9 +14,10 @@ import kiloword
 from folders import model_folder
 from kiloword import evaluation
 from kiloword.cli.main import main
+from kiloword.data.classes.names import read_classnames, read_templates
 from kiloword.evaluation import evaluate
 from kiloword.evaluation.suite import Entry, names, read_suite
-from kiloword.evaluation.suite.outcomes import located, places
+from kiloword.evaluation.suite.outcomes import located, outcomes, places
 from pages import sections
 
 COLOURS = """
@@ -280,3 +281,45 @@ def test_the_suites_of_the_package_are_declared_whole(name: str) -> None:
     assert suite.name == name
     assert suite.title
     assert suite.source
+    for options in (entry.options for entry in suite.dataset):
+        assert "classnames" not in options or read_classnames(options["classnames"])
+        assert "templates" not in options or read_templates(options["templates"])
+
+
+@pytest.mark.parametrize(
+    ("name", "groups"),
+    [
+        ("datacomp38", {"VTAB": 13, "ImageNet": 1, "ImageNet shifts": 6, "Retrieval": 3, "average": 38}),
+        ("llip22", {"average": 22}),
+        ("fff11", {"average": 11}),
+        ("vtab+", {"VTAB": 19, "average": 35}),
+        ("robustness", {"shifts": 5, "average": 6}),
+    ],
+)
+def test_suites_of_papers_have_their_numbers_of_data_sets(name: str, groups: dict[str, int]) -> None:
+    assert {group: len(entries) for group, entries in read_suite(name).groups().items()} == groups
+
+
+def test_datacomp_counts_the_metrics_of_its_list() -> None:
+    counted = {entry.name: entry.metric for entry in read_suite("datacomp38").dataset if entry.metric != "acc1"}
+    recalls = dict.fromkeys(("caltech101", "fgvc_aircraft", "flowers", "pets"), "mean_per_class_recall")
+    assert counted == recalls | {
+        "flickr30k": "mean_recall@1",
+        "mscoco_captions": "mean_recall@1",
+        "winogavil": "jaccard_score_10-12",
+        "iwildcam": "F1-macro_all",
+        "fmow": "acc_worst_region",
+        "dollar_street": "acc_top5_wg",
+        "geode": "acc_wg",
+    }
+
+
+def test_options_that_name_files_are_found_below_the_root(tmp_path: Path) -> None:
+    part = COLOURS.replace('options = { templates = ["a {c} thing"] }', 'files = { templates = ["a/t.txt", "t.txt"] }')
+    suite = read_suite(suite_file(tmp_path, part, PAIRS))
+    missing = outcomes(suite, tmp_path)[0]
+    assert (missing.state, missing.places) == ("missing", [f"{tmp_path}/a/t.txt", f"{tmp_path}/t.txt"])
+    (tmp_path / "t.txt").write_text("the {c}")
+    found = outcomes(suite, tmp_path)[0]
+    assert found.source is not None
+    assert found.entry.task_options().templates == f"{tmp_path}/t.txt"

@@ -32,7 +32,7 @@ def run(inputs: Inputs, options: CompositionalTaskOptions) -> Values:
     """
     stored = read(options.pairs)
     cuts = images_of(inputs.source, stored.items, inputs.skipped)
-    places, images = _encoded(replace(inputs, source=cuts), cuts)
+    places, images = encoded(replace(inputs, source=cuts), cuts)
     usable = [item for item in stored.items if all(cut in places for cut in item.images)]
     if not usable:
         raise ValueError(f"{inputs.source.name}: no item of {options.pairs} has all its images.")
@@ -52,7 +52,7 @@ def run(inputs: Inputs, options: CompositionalTaskOptions) -> Values:
         inputs.shown.update(drawn(stored.benchmark, usable, verdicts, compared.by_item(scores, usable), cuts, places))
 
 
-def _encoded(inputs: Inputs, cuts: Cuts) -> tuple[dict[Cut, int], Features]:
+def encoded(inputs: Inputs, cuts: Cuts) -> tuple[dict[Cut, int], Features]:
     """The place of every readable image in the features, and the features."""
     rows: list[int] = []
     parts: list[Features] = []

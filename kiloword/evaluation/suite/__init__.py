@@ -34,6 +34,7 @@ class Entry(BaseSettings):
     ] = ()  # folders or files to look for below the root besides `name`; scenes and URLs as they are
     split: str | None = None  # folder of the split within; None: the suite's
     options: Mapping[str, Any] = field(default_factory=dict)  # of the task
+    files: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)  # options that name files below the root
     groups: tuple[str, ...] = ()  # whose averages it counts in, besides that of all
     note: str = ""
 
@@ -54,7 +55,7 @@ class Entry(BaseSettings):
     def task_options(self) -> Any:
         """The options as the task takes them. Raises: ValueError for an unknown task or option, or a wrong type."""
         task = find(self.task)
-        task.options_from(self.options)
+        task.options_from({**self.options, **self.files})
         lists = {name: value for name, value in self.options.items() if name in LISTED and _is_texts(value)}
         return replace(parse(dict(self.options) | dict.fromkeys(lists, ""), task.options), **lists)
 

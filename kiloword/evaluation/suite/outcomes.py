@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from kiloword.addresses import is_url
@@ -56,14 +56,28 @@ def outcomes(suite: Suite, root: Path, only: Sequence[str] = ()) -> list[Outcome
         raise ValueError(
             f"--data {root}: no such folder. Expected the folder that holds the data sets of {suite.name}."
         )
-    every = [Outcome(entry, located(root, entry, suite.split), places(root, entry, suite.split)) for entry in chosen]
+    every = [_outcome(root, entry, suite.split) for entry in chosen]
     if all(one.source is None for one in every):
         first = every[0]
+        names = [str(Path(place).relative_to(root)) for place in first.places[:3]]
         raise ValueError(
             f"--data {root} has none of the {len(every)} data sets of {suite.name}: {first.entry.name}, for example, "
-            f"was looked for as {', '.join(Path(place).name for place in first.places[:3])}, ... (docs/suites.md)."
+            f"was looked for as {', '.join(names)}, ... (docs/suites.md)."
         )
     return every
+
+
+def _outcome(root: Path, entry: Entry, default_split: str) -> Outcome:
+    """A data set with the files that its options name; without one of them it is missing."""
+    options = dict(entry.options)
+    for option, names in entry.files.items():
+        wanted = [str(root / name) for name in ([names] if isinstance(names, str) else names)]
+        existing = next((path for path in wanted if Path(path).exists()), None)
+        if existing is None:
+            return Outcome(entry, None, wanted)
+        options[option] = existing
+    chosen = replace(entry, options=options)
+    return Outcome(chosen, located(root, entry, default_split), places(root, entry, default_split))
 
 
 def places(root: Path, entry: Entry, default_split: str) -> list[str]:
