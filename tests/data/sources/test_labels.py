@@ -127,6 +127,8 @@ def test_labels_of_tables(tmp_path: Path) -> None:
     assert (column(source), source.classnames) == ([3, None, None, 0], None)
     source = open_source(f"{table(path, kind=['b_b', 'a', '', None, 'b_b'])}?label=kind")
     assert (column(source), source.classnames) == ([1, 0, None, None, 1], ["a", "b b"])
+    source = open_source(str(table(path, label=list("fedcba"))))
+    assert (column(source), source.classnames) == ([5, 4, 3, 2, 1, 0], list("abcdef"))
     source = open_source(str(table(path, label=[[0, 2], [], None])))
     assert column(source) == [LabelSet((0, 2)), LabelSet(()), None]
     source = open_source(str(table(path, label=[["dog", "cat"], ["cat"]])))
