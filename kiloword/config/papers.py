@@ -8,6 +8,7 @@ recipe whose values a table inherits. A user's file is one such table, or the `c
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -77,9 +78,16 @@ def _tables() -> dict[str, dict[str, Any]]:
     tables: dict[str, dict[str, Any]] = {}
     for path in sorted(FOLDER.glob("*.toml")):
         whole = tomllib.loads(path.read_text(encoding="utf-8"))
-        shared = {key: value for key, value in whole.items() if key == "paper"}
-        tables |= {name: shared | table for name, table in whole.items() if name not in shared}
+        paper = whole.pop("paper")
+        for name, table in whole.items():
+            base = {"base": _within(path, table["base"])} if "base" in table else {}
+            tables[_within(path, name)] = {"paper": paper, **table, **base}
     return tables
+
+
+def _within(path: Path, name: str) -> str:
+    """The name of a table; one that begins with an underscore belongs to its file."""
+    return f"_{path.stem}{name}" if name.startswith("_") else name
 
 
 def names() -> list[str]:
@@ -102,7 +110,7 @@ def load(name: str, method: str = "") -> NamedRecipe:
 def _main(method: str) -> NamedRecipe:
     if not method:
         raise ValueError("--recipe paper is the main recipe of a method: give METHOD first, e.g. train llip.")
-    all_of = [recipe for recipe in map(load, names()) if recipe.method == method.split("+")[0]]
+    all_of = [recipe for recipe in map(load, names()) if recipe.method == re.split(r"\+(?=[^+])", method)[0]]
     main = [recipe for recipe in all_of if recipe.main]
     if len(main) != 1:
         expected = f"choose {' or '.join(recipe.name for recipe in all_of)}" if all_of else "there is none"

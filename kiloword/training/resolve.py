@@ -17,6 +17,7 @@ from kiloword.data.sampler import Order, steps_per_epoch
 from kiloword.data.sources.mixture import MixtureSource
 from kiloword.data.sources.open import open_data
 from kiloword.data.text.tokenizer import Tokenizer
+from kiloword.data.text.vocabularies import vocabulary
 from kiloword.distributed import collectives
 from kiloword.methods.method import Method
 from kiloword.methods.registry import preset
@@ -126,12 +127,18 @@ def _with_tokenizer(recipe: Recipe, source: Source, folder: Path, trust_code: bo
     """The recipe with its vocabulary, and with `init` the shape of the model; the tokenizer, read from `folder` if a
     run is there."""
     if recipe.init is not None:
+        if recipe.data.tokenizer != "own":
+            raise ValueError(
+                f"--tokenizer {recipe.data.tokenizer}: a run with --init has the tokenizer of {recipe.init}."
+            )
         tokenizer = Tokenizer.load(recipe.init)
         return start.settle(recipe, tokenizer, trust_code), tokenizer
     if holds_run(folder.parent):
         tokenizer = Tokenizer.load(folder)
-    else:
+    elif recipe.data.tokenizer == "own":
         tokenizer = Tokenizer.train(captions_of(source), recipe.data.tokenizer_vocab)
+    else:
+        tokenizer = vocabulary(recipe.data.tokenizer)
     text = replace(recipe.model.text, vocab=tokenizer.vocab, special=tokenizer.roles.ids())
     return replace(recipe, model=replace(recipe.model, text=text)), tokenizer
 

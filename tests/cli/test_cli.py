@@ -31,7 +31,7 @@ FLAGS = (
     "out steps epochs samples dry-run pooling transforms positives pair-loss uncertainty terms size init freeze batch "
     "micro chunk precision matmul seed data weights val extra-captions raw-captions features captions first-captions "
     "rows together decoder "
-    "bad-share vocab recipe config "
+    "bad-share tokenizer vocab recipe config "
     "workers device log-every log-to save-every eval-every eval-epochs keep-best patience keep-states timeout "
     "max-skipped-steps parallel "
     "checkpointing compile extend trust-code quiet"

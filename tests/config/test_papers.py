@@ -17,7 +17,20 @@ from kiloword.methods.registry import preset
 from kiloword.training import effects
 from kiloword.training.run_folder import RunFile, read_config
 
-DEBUG = ("--size", "debug", "--batch", "8", "--steps", "2", "--data", "scenes?n=16", "--vocab", "300")
+DEBUG = [
+    "--size",
+    "debug",
+    "--batch",
+    "8",
+    "--steps",
+    "2",
+    "--data",
+    "scenes?n=16",
+    "--tokenizer",
+    "own",
+    "--vocab",
+    "300",
+]
 
 
 def run(*words: object) -> None:
@@ -38,7 +51,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
 def test_values_are_settings(name: str) -> None:
     """Each recipe builds its method; a value has a source or a reason; none is without effect."""
     chosen = papers.load(name)
-    for key, entry in papers.values(name).items() | chosen.facts.items():
+    for key, entry in (papers.values(name) | chosen.facts).items():
         assert bool(entry.source) != bool(entry.open), key
     size = chosen.value("size")
     plain = default_recipe(chosen.method, size)
@@ -115,6 +128,23 @@ def test_own_file(tmp_path: Path) -> None:
     assert (recipe.batch, recipe.data.augment.blur_sigma, recipe.optim.beta2) == (64, (0.5, 1.0), 0.95)
 
 
+@pytest.mark.parametrize("method", ["llip", "clip-c", "sycoca", "coca", "prolip", "pcme++", "fff"])
+def test_main_recipe_of_each_method(method: str) -> None:
+    assert papers.load("paper", method).method == method
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", papers.names())
+def test_each_recipe_dry_runs(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the recipe's own towers; a batch that the scenes fill; FFF without its teacher."""
+    words = ["--settings.positives", "annotated"] if papers.load(name).method == "fff" else []
+    data = ["--data", "scenes?n=8", "--tokenizer", "own", "--batch", "8"]
+    run("train", "--recipe", name, "--dry-run", "--out", tmp_path / "run", *data, *words)
+    lines = capsys.readouterr().out.splitlines()
+    printed = {line.split()[0] for line in lines if line.startswith("  ")}
+    assert set(papers.values(name)) <= printed
+
+
 def test_listed_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run("recipes")
     listed = capsys.readouterr().out
@@ -132,7 +162,7 @@ BAD_FLAGS = {
     ("--recipe", "llip-b23"): "unknown recipe 'llip-b23'",
     ("siglip", "--recipe", "llip-b32"): "llip-b32 is a recipe of llip, but METHOD is siglip",
     ("--recipe", "paper"): "give METHOD first",
-    ("clip", "--recipe", "paper"): "clip has no single recipe of a paper: choose metaclip-b32 or",
+    ("clip", "--recipe", "paper"): "clip has no single recipe of a paper: choose clip-cc3m or",
     ("--recipe", "llip-b32", "--config", "x.toml"): "both given",
     ("--config", "missing.toml"): "no file at missing.toml",
     ("--config", "."): "is a folder",

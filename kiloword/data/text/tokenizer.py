@@ -186,11 +186,18 @@ def clip_tokenizer() -> Tokenizer:
     Needs the `openclip` extra once; a saved model folder does not. Captions with entities or beyond ascii need `ftfy`.
     Differs only where `regex` and the `tokenizers` library have different Unicode versions (new letters).
     """
-    merges = _clip_merges()
+    return clip_tokenizer_from(_clip_merges())
+
+
+def clip_tokenizer_from(merges: Sequence[tuple[str, str]]) -> Tokenizer:
+    """CLIP's BPE with these merges, in order. Raises: ValueError for merges of unknown symbols."""
     symbols = _byte_symbols()
     names = symbols + [s + "</w>" for s in symbols] + [a + b for a, b in merges] + [CLIP_START, CLIP_END]
     ids = {name: i for i, name in enumerate(names)}
-    backend = tokenizers.Tokenizer(models.BPE(vocab=ids, merges=merges, end_of_word_suffix="</w>"))
+    try:
+        backend = tokenizers.Tokenizer(models.BPE(vocab=ids, merges=list(merges), end_of_word_suffix="</w>"))
+    except Exception as error:  # the library raises no other
+        raise ValueError(f"the merges are not those of CLIP: {error}.") from error
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(CLIP_WORDS), behavior="removed", invert=True),
@@ -269,7 +276,10 @@ def _byte_symbols() -> list[str]:
 def _clip_merges() -> list[tuple[str, str]]:
     package = importlib.util.find_spec("open_clip")  # found, not imported: its import needs torchvision
     if package is None or not package.submodule_search_locations:
-        raise ValueError("CLIP's vocabulary comes with open_clip: pip install 'kiloword[openclip]'")
+        raise ValueError(
+            "CLIP's vocabulary comes with open_clip: pip install 'kiloword[openclip]', or to train, give its file by "
+            "--tokenizer bpe_simple_vocab_16e6.txt.gz, or --tokenizer own"
+        )
     path = Path(package.submodule_search_locations[0]) / "bpe_simple_vocab_16e6.txt.gz"
     with gzip.open(path, "rt", encoding="utf-8") as file:
         lines = file.read().split("\n")[1 : CLIP_MERGES + 1]
