@@ -33,7 +33,9 @@ class CaptionTaskOptions:
 
     generate: GenerationOptions = field(default_factory=GenerationOptions)
     judge: CaptionOptions = field(default_factory=CaptionOptions)
-    group_by: str = "domain"  # value of the data by which figures are also given apart, where images have it
+    # fields of the json, or of FILE?info=COLUMN, whose values are groups of images: figures of each; by default NoCaps'
+    # domain, where images have it
+    group_by: tuple[str, ...] = ()
     results: Path | None = (
         None  # write the captions as COCO and NoCaps take them; images may lack captions of their own
     )

@@ -84,7 +84,7 @@ def report(results: Results, data: str, shown: Mapping[str, Mapping[str, Any]]) 
         "Of another image: the same captions judged on the image half the set further on.",
         metric_table(results, kinds, first="statements true, of those about"),
     ]
-    by_group = dict.fromkeys(name for values in results.values() for name in values if name.startswith("cider/"))
+    by_group = dict.fromkeys(name for values in results.values() for name in values if name.startswith("cider_"))
     edges = bins([0.0, *(end for each in cider.values() for end in (float(each.min()), float(each.max())))], 30)
     return page(
         "Captions",

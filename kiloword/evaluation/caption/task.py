@@ -20,19 +20,21 @@ from kiloword.evaluation.caption.truth import elsewhere, judge_caption, summary
 from kiloword.evaluation.features import per_batch
 from kiloword.evaluation.results import check_results, official_id, read_results, write_results
 from kiloword.evaluation.task import Inputs, Values
+from kiloword.evaluation.zeroshot.tally import group_of
 from kiloword.generation.options import GenerationOptions
 from kiloword.types import BadSample, Skipped, Source
 
-IMAGE_ID = "image_id"
+IMAGE_ID, DOMAIN = "image_id", "domain"
 Find = Callable[[str, Mapping[str, Any]], str | None]
 
 
 def run(inputs: Inputs, options: CaptionTaskOptions) -> Values:
     """Describe every readable image that has captions of its own; yield what `score_captions` returns.
 
-    For scenes also what `judge` and `elsewhere` return; where images have the value `group_by`, also the figures of
-    each group by itself: "cider/domain/near". With `results`, images without captions are described, too; where none
-    has any, only their number is yielded, as "captions". Of ranks that share the work, the first one scores.
+    For scenes also what `judge` and `elsewhere` return; for each group of the fields `group_by` its figures by itself:
+    "cider_domain:near", and its number of images: "count_domain:near". With `results`, images without captions are
+    described, too; where none has any, only their number is yielded, as "captions". Of ranks that share the work, the
+    first one scores.
     Errors: ValueError for a model that cannot write, a table without a caption of these images, images without
     captions, and for programs that `judge` asks for and that are missing.
     """
@@ -77,16 +79,22 @@ def run(inputs: Inputs, options: CaptionTaskOptions) -> Values:
 
 
 def _by_group(described: list[CaptionedImage], options: CaptionTaskOptions) -> Values:
-    """The figures of every group by itself, and its number of images; none without groups."""
-    groups: dict[str, list[CaptionedImage]] = {}
-    for one in described:
-        if options.group_by in one.info:
-            groups.setdefault(str(one.info[options.group_by]), []).append(one)
-    for name, members in sorted(groups.items()):
-        values = score_captions([one.caption for one in members], [one.references for one in members], options.judge)
-        compared = {metric: value for metric, value in values.values.items() if metric not in VARIETY}
-        for metric, value in {**compared, "images": float(len(members))}.items():
-            yield f"{metric}/{options.group_by}/{name}", value
+    """The figures of every group by itself, and its number of images. Raises: ValueError for a field of no image."""
+    for field in options.group_by or (DOMAIN,):
+        groups: dict[str, list[CaptionedImage]] = {}
+        for one in described:
+            if (group := group_of(one.info, field)) is not None:
+                groups.setdefault(group, []).append(one)
+        if not groups and options.group_by:
+            raise ValueError(
+                f"--group-by {field}: no image has this field. Expected a key of its json, or a column that "
+                "FILE?info=COLUMN names."
+            )
+        for name, members in sorted(groups.items()):
+            scored = score_captions([m.caption for m in members], [m.references for m in members], options.judge)
+            compared = {metric: value for metric, value in scored.values.items() if metric not in VARIETY}
+            for metric, value in {**compared, "count": float(len(members))}.items():
+                yield f"{metric}_{field}:{name}", value
 
 
 def generated(inputs: Inputs, options: CaptionTaskOptions) -> list[CaptionedImage]:
@@ -98,8 +106,7 @@ def generated(inputs: Inputs, options: CaptionTaskOptions) -> list[CaptionedImag
     def describe(part: EvalBatch) -> list[CaptionedImage]:
         texts = captioner.caption(part.images, options.generate, part.keys)
         captions = [of_image[0].text if of_image else "" for of_image in texts]
-        infos = [{name: info[name] for name in (IMAGE_ID, options.group_by) if name in info} for info in part.infos]
-        return list(map(CaptionedImage, part.rows, part.keys, captions, part.captions, infos))
+        return list(map(CaptionedImage, part.rows, part.keys, captions, part.captions, part.infos))
 
     def usable(part: EvalBatch) -> list[bool]:
         return [bool(captions) or options.results is not None for captions in part.captions]
@@ -116,8 +123,7 @@ def existing(
     For result files images need no captions in the data. `Record.info` is read where that is needed, or free.
     """
     find, first, named = _captions(source, path)
-    wanted = named == IMAGE_ID or options.results is not None or options.group_by != CaptionTaskOptions().group_by
-    informed = wanted or hasattr(source, "info")
+    informed = named == IMAGE_ID or options.results or options.group_by or hasattr(source, "info")
     matched = False
     for row in range(len(source)):
         name = f"row {row}"

@@ -37,7 +37,7 @@ class Tally:
     def see(self, infos: Sequence[Mapping[str, Any]]) -> None:
         """The `Record.info` of a batch of images, for their groups."""
         for groups, field in zip(self._groups, self.options.group_by, strict=True):
-            groups += [_value(info, field) for info in infos]
+            groups += [group_of(info, field) for info in infos]
         self._fields.update(*infos)
 
     def add(self, scores: Tensor, labels: Tensor) -> None:
@@ -113,7 +113,7 @@ class Tally:
         return {group: torch.tensor(places[group]) for group in sorted(places)}
 
 
-def _value(info: Mapping[str, Any], field: str) -> str | None:
+def group_of(info: Mapping[str, Any], field: str) -> str | None:
     """The group of an image: a value of its information as text. `a.b` is in the object `a`, `a.0` in the list `a`."""
     value: Any = info
     for name in [field] if field in info else field.split("."):
