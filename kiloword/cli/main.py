@@ -31,7 +31,7 @@ WEIGHTS = arg(
     help="open_clip: its name of the model, and a .safetensors or .pt file (read with weights_only); prolip: the file, "
     "with config.json and tokenizer.json in the same folder."
 )
-Action = Literal["index", "check", "stats", "names", "hierarimgs"]
+Action = Literal["index", "check", "stats", "names", "pairs", "hierarimgs"]
 Format = Literal["open_clip", "prolip"]
 Listing = Literal["list", "show"]
 CHOICES = {  # of the first argument
@@ -167,22 +167,31 @@ def data(
     digest: bool = False,
     as_: Annotated[str | None, arg(name="as")] = None,
     size: str = "tiny",
+    out: Path | None = None,
 ) -> None:
     """Inspect a data set before training: kiloword data stats photos/train --png samples.png
 
     Args:
         what: index (write byte-offset indexes), check (decode every sample, list bad ones), stats, names (list the data
-            sets whose class names and templates are known), or hierarimgs (make images of several levels; kiloword data
-            hierarimgs --help).
+            sets whose class names and templates are known), pairs (write the captions of composed pairs, to rewrite
+            them), or hierarimgs (make images of several levels; kiloword data hierarimgs --help).
         source: tars, a table, a folder of images or scenes, as for `kiloword train`; with names, a set of that list.
         png: with stats, write an image of samples to this file.
         as_: with stats and png, draw examples as training sees them, by METHOD, a recipe, or the folder of a run.
+        out: with pairs and as, table (key, partner, caption) to write, which --settings.rewrites takes.
         size: with as, size whose defaults apply, as in train.
         digest: with index, hash all images and texts of tars (reads them once); resumed runs compare it.
     """
     from kiloword.data import inspect
 
     assert what != "hierarimgs", "it has flags of its own"
+    if what == "pairs" or out is not None:
+        if what != "pairs" or None in (source, as_, out):
+            raise ValueError("expected kiloword data pairs SRC --as RUN --out pairs.parquet.")
+        from kiloword.training.dry_run import write_pairs
+
+        say(write_pairs(str(source), str(as_), size, Path(str(out))))
+        return
     if as_ is not None and (what != "stats" or png is None):
         raise ValueError("--as draws training examples: expected data stats SRC --as METHOD --png FILE.")
     if what == "names":

@@ -9,8 +9,10 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
+import pyarrow.parquet
 from PIL import Image
 
+from kiloword.checkpoint.files import replacing
 from kiloword.config import papers
 from kiloword.config.options import RunOptions
 from kiloword.config.recipes import HeadConfig, ImageConfig, OptimConfig, Recipe, TextConfig
@@ -19,6 +21,7 @@ from kiloword.data.loader import Loader
 from kiloword.data.reading import BadRows
 from kiloword.data.sampler import Order, steps_per_epoch
 from kiloword.data.text.tokenizer import Tokenizer
+from kiloword.data.transforms.mix import WithPartner, pairs_table
 from kiloword.distributed import collectives
 from kiloword.distributed.device import choose
 from kiloword.methods.defaults import default_recipe
@@ -178,6 +181,28 @@ def draw_examples(src: str, like: str, size: str, png: Path) -> str:
     draw_tiles([(Image.fromarray(e.image.permute(1, 2, 0).numpy()), _caption(e), 1) for e in examples], png)
     composed = sum(e.composed for e in examples)
     return f"{len(examples)} examples as {like} at size {recipe.size} sees them, {composed} composed: {png}"
+
+
+def write_pairs(src: str, like: str, size: str, out: Path) -> str:
+    """Write a parquet (key, partner, caption) of all pairs that a run composes, their captions joined.
+
+    With the captions rewritten, by a language model for example, the table is `--settings.rewrites` of the run. Args:
+    as of `draw_examples`. Returns: a line about them. Errors: ValueError for a method that composes no pairs, partners
+    that change in each epoch, and a file that cannot be written.
+    """
+    recipe = _recipe_like(src, like, size)
+    source = open_sources(recipe)
+    mixing = [t for t in preset(recipe.method, recipe.settings).transforms if isinstance(t, WithPartner)]
+    if not mixing or mixing[0].settings.partner == "random":
+        why = "draws another partner in each epoch" if mixing else "composes no pairs"
+        raise ValueError(
+            f"{like} {why}: expected a recipe with settings.partner fixed, nearest, farthest or file, such as a TOML "
+            'file with method = "clip-c" and settings.partner = "fixed".'
+        )
+    table = pairs_table(source, mixing[0].bind(source), recipe.seed)
+    with replacing(out) as file:
+        pyarrow.parquet.write_table(table, file)
+    return f"{len(table):,} captions of {len(source):,} rows with their partners: {out}"
 
 
 def _recipe_like(src: str, like: str, size: str) -> Recipe:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
@@ -198,3 +200,49 @@ def test_as_without_a_file_to_draw_is_refused(words: list[str], capsys: pytest.C
         cli(["data", words[0], "scenes?n=4", "--as", "clip", *words[1:]])
     assert end.value.code == 2
     assert "expected data stats SRC --as METHOD --png FILE" in capsys.readouterr().err
+
+
+def test_pairs_are_rewritten_from_end_to_end(
+    red_and_blue: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Write the pairs of a recipe, rewrite their captions, and see what training composes with these."""
+    recipe, table = tmp_path / "fixed.toml", tmp_path / "pairs.parquet"
+    text = 'method = "clip-c"\nsize = "debug"\nseed = 5\nsettings.partner = "fixed"\nsettings.rho = 1.0\n'
+    text += 'data.captions = "all"\ndata.augment.drop_words = 0.0\n'
+    recipe.write_text(text)
+    drawn: list[str] = []
+    monkeypatch.setattr("kiloword.training.dry_run.draw_tiles", lambda shown, _: drawn.extend(one[1] for one in shown))
+    draw_examples(red_and_blue, str(recipe), "debug", tmp_path / "a.png")
+    cli(["data", "pairs", red_and_blue, "--as", str(recipe), "--out", str(table)])
+    found = pq.read_table(table)
+    assert found.column_names == ["key", "partner", "caption"]
+    assert len(found) == 2 * 24  # captions
+    assert sorted(found["key"].to_pylist()) == sorted(found["partner"].to_pylist())  # a cycle
+    written = found["caption"].to_pylist()
+    lists = [text.removeprefix("composed: ").split(" | ") for text in drawn]
+    joined = sorted(sorted(text.split(" and ")) for texts in lists for text in texts)
+    assert joined == sorted(sorted(text.split(" and ")) for text in written)  # training joins the same captions
+
+    rewritten = pa.array([f"rewritten {n // 2}" for n in range(len(found))])
+    pq.write_table(found.set_column(2, "caption", rewritten), tmp_path / "new.parquet")
+    recipe.write_text(f'{text}settings.rewrites = "{tmp_path / "new.parquet"}"\n')
+    drawn.clear()
+    draw_examples(red_and_blue, str(recipe), "debug", tmp_path / "b.png")
+    assert sorted(drawn) == sorted(f"composed: rewritten {n} | rewritten {n}" for n in range(24))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["pairs", "scenes?n=4"], "expected kiloword data pairs SRC --as RUN --out"),
+        (["stats", "scenes?n=4", "--out", "a"], "expected kiloword data pairs SRC --as RUN --out"),
+        (["pairs", "scenes?n=4", "--as", "clip-c", "--out", "a"], "clip-c draws another partner in each epoch"),
+        (["pairs", "scenes?n=4", "--as", "clip", "--out", "a"], "clip composes no pairs"),
+    ],
+)
+def test_pairs_that_cannot_be_written(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli(["data", *words])
+    assert end.value.code == 2
+    assert said in capsys.readouterr().err
+    assert not Path("a").exists()

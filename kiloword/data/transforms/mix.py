@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import pyarrow as pa
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -21,6 +22,7 @@ from torch.nn import functional as F
 from kiloword.config.recipes import AugmentConfig
 from kiloword.config.settings import check
 from kiloword.data.images.augmentation import TrainTransform
+from kiloword.data.sources.optional import keys, texts_of
 from kiloword.data.text.eda import eda, read_synonyms
 from kiloword.data.transforms.files import Rewrites
 from kiloword.data.transforms.partner import Partner
@@ -34,7 +36,7 @@ from kiloword.data.transforms.settings import (
     StylisticSettings,
 )
 from kiloword.randomness import Draw, key
-from kiloword.types import Example, Fetch, Source
+from kiloword.types import BadSample, Example, Fetch, Source
 
 LARGE = 3_500_000  # rows: CC3M is below, CC12M and RedCaps above
 FEW = 0.5  # share of composed examples with rewritten captions, below which a note is printed
@@ -81,7 +83,7 @@ class _Mix:
 
 
 @dataclass(frozen=True)
-class _WithPartner(_Mix):
+class WithPartner(_Mix):
     """Mixes with another row of the whole data set."""
 
     settings: PartnerSettings
@@ -93,7 +95,7 @@ class _WithPartner(_Mix):
         super().__post_init__()
         Partner(self.settings)  # raises for missing settings
 
-    def bind(self, source: Source) -> _WithPartner:
+    def bind(self, source: Source) -> WithPartner:
         """The transform that knows the data set. Raises: ValueError for files that are unusable or of other data."""
         path, partner = self.settings.rewrites, Partner(self.settings).bind(source)
         if path is None:
@@ -129,7 +131,7 @@ def _few(settings: PartnerSettings, used: float) -> str | None:
 
 
 @dataclass(frozen=True)
-class Compose(_WithPartner):
+class Compose(WithPartner):
     """CLIP-C: the centre halves of two images joined along width or height, and both captions."""
 
     settings: ComposeSettings
@@ -139,7 +141,7 @@ class Compose(_WithPartner):
 
 
 @dataclass(frozen=True)
-class Mixup(_WithPartner):
+class Mixup(WithPartner):
     """Two images blended pixel by pixel, and both captions."""
 
     settings: MixupSettings
@@ -149,7 +151,7 @@ class Mixup(_WithPartner):
 
 
 @dataclass(frozen=True)
-class Cutmix(_WithPartner):
+class Cutmix(WithPartner):
     """A crop of the partner's image pasted at the same place on the example's image, and both captions."""
 
     settings: CutmixSettings
@@ -187,6 +189,22 @@ class Stylistic(_Mix):
         crop = TrainTransform(image.shape[-1], AugmentConfig(crop=self.settings.least_area))
         pixels = image.permute(1, 2, 0).numpy()
         return crop(pixels, _apart(draw, "first crop")), crop(pixels, _apart(draw, "second crop"))
+
+
+def pairs_table(source: Source, transform: WithPartner, seed: int) -> pa.Table:
+    """Every readable row's key, its partner's and their joined captions: columns key, partner, caption."""
+    partner, names = transform.partner or Partner(transform.settings), keys(source)
+    rows: list[tuple[str | None, str | None, str]] = []
+    for row, name in enumerate(names):
+        draw = Draw(seed, 0, row)
+        other = partner.row(row, len(source), draw, draw.rng("compose"))
+        try:
+            texts = texts_of(source, row), texts_of(source, other)
+        except BadSample:
+            continue
+        if name is not None and names[other] is not None and all(texts):
+            rows += [(name, names[other], text) for text in joined(*texts, transform.settings.merge, own_first=True)]
+    return pa.table({column: [one[n] for one in rows] for n, column in enumerate(("key", "partner", "caption"))})
 
 
 def joined(captions: Sequence[str], others: Sequence[str], merge: str, own_first: bool) -> list[str]:
