@@ -152,5 +152,5 @@ VALUES: dict[str, Stated] = {
     "fff-yfcc15m": FFF | B32,
     "fff-open30m": FFF | B32,
     "fff-open70m": FFF | B32,
-    **{name: CLIP_C for name in ("clip-c-cc3m", "clip-c-cc3m-b16", "clip-c-cc12m", "clip-c-redcaps")},
+    **dict.fromkeys(("clip-c-cc3m", "clip-c-cc3m-b16", "clip-c-cc12m", "clip-c-redcaps"), CLIP_C),
 }

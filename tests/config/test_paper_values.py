@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from paper_values import VALUES
 
 from kiloword.config import papers
+from paper_values import VALUES
 
 
 @pytest.mark.parametrize("name", VALUES)
