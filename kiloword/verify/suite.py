@@ -30,6 +30,7 @@ from kiloword.losses.pairs import Blocks
 from kiloword.methods.defaults import MUON
 from kiloword.methods.registry import preset
 from kiloword.model.model import build, initialise
+from kiloword.model.resnet import batch_norms
 from kiloword.training import compilation, engine
 from kiloword.training.accumulate import backward
 from kiloword.training.learner import Learner
@@ -105,6 +106,9 @@ def learner(method: str, chunk: int = 0, dtype: torch.dtype = torch.float64) -> 
     slots = preset(method)
     made = Learner(build(config(), slots, seed=0), slots, chunk)
     initialise(made.terms, 0, "terms.")
+    for norm in batch_norms(made).values():
+        if norm.zero:  # blocks of a ResNet start as their shortcuts, without gradients inside
+            norm.weight.data.fill_(0.3)
     return made.to(dtype)
 
 
