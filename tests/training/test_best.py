@@ -235,6 +235,7 @@ def test_names_of_sets() -> None:
     assert named("flickr/dev") == ["dev"]
     assert named("flickr/dev", "a/coco/dev", "cifar.tar") == ["flickr/dev", "coco/dev", "cifar"]
     assert named("scenes:test?n=4", "scenes:test?n=8") == ["scenes:test?n=4", "scenes:test?n=8"]
+    assert named("scenes:test?n=4", "scenes:val", "scenes:test?n=8")[1] == "scenes:val"
     assert named("x/dev/", "dev.csv?image=photo") == ["x/dev", "dev"]
     pairs = [("retrieval", "a/dev"), ("caption", "a/dev"), ("zeroshot", "b/dev")]
     assert set_names(pairs, "--val") == ["retrieval=a/dev", "caption=a/dev", "b/dev"]

@@ -119,7 +119,7 @@ def _told_apart(sources: Sequence[str]) -> list[str]:
         names = ["/".join(path.split("/")[-parts:]) for path in plain]
         if len(set(names)) == len(names):
             return names
-    return plain if len(set(plain)) == len(plain) else list(sources)
+    return [path if plain.count(path) == 1 else src for path, src in zip(plain, sources, strict=True)]
 
 
 def _without_ending(path: str) -> str:
