@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
-from typing import TYPE_CHECKING
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
 
-from kiloword.cli.words import method_command, values_of
+from kiloword.cli.papers import towers_flag
+from kiloword.cli.words import MethodCommand, method_command, values_of
 from kiloword.config import recipes
+from kiloword.config.papers import NamedRecipe, fill
 from kiloword.methods.defaults import default_recipe
 from kiloword.planning.request import Plan, card, check
 
@@ -26,7 +28,7 @@ def main(argv: Sequence[str]) -> None:
 def planner_of(argv: Sequence[str]) -> Planner:
     """The planner of a command line. Raises: ValueError for a run that cannot be planned."""
     command = method_command(argv, "plan siglip --samples 1e9")
-    plan, settings = command.read(_plan(command.flags))
+    plan, settings = command.read(_plan(command))
     check(plan)
     from kiloword.methods.registry import preset
     from kiloword.planning.advice import Planner
@@ -35,9 +37,27 @@ def planner_of(argv: Sequence[str]) -> Planner:
     return Planner(plan, preset(command.method, values), card(plan.gpu, plan.flops, plan.memory, plan.bandwidth))
 
 
-def _plan(flags: Sequence[str]) -> Plan:
-    """The defaults that the size implies: its towers and optimizer."""
-    size, named = (values_of(flags, "--size") or (Plan().size,))[0], recipes.sizes()
+def _plan(command: MethodCommand) -> Plan:
+    """The defaults that the size implies, its towers and optimizer, or those of --recipe or --config."""
+    named_recipe, flags = command.recipe, command.flags
+    size, named = (values_of(flags, "--size") or (None,))[0], recipes.sizes()
+    size = size or (named_recipe.value("size", Plan().size) if named_recipe else Plan().size)
     if size not in named:
         raise ValueError(f"unknown size {size!r}: expected one of {', '.join(named)}.")
-    return Plan(size=size, model=named[size], optim=default_recipe("", size).optim)
+    if named_recipe is None:
+        return Plan(size=size, model=named[size], optim=default_recipe("", size).optim)
+    recipe = replace(default_recipe("", size), batch=Plan().batch)
+    recipe = fill(recipe, named_recipe, towers=not towers_flag(named_recipe, values_of(flags, "--size"), ()))
+    facts = {name: value.value for name, value in named_recipe.facts.items() if name in ("gpus", "gpu", "captions")}
+    precision = {} if recipe.precision == "auto" else {"precision": recipe.precision}
+    whole = Plan(size=size, batch=recipe.batch, samples=_samples(named_recipe, recipe.batch), model=recipe.model)
+    defaults: dict[str, Any] = {"optim": recipe.optim, **precision, **facts}
+    return replace(whole, **defaults)
+
+
+def _samples(recipe: NamedRecipe, batch: int) -> float:
+    """Images seen by a recipe; 0 where it says nothing of them. Args: batch: its images in a step."""
+    length = recipe.length()
+    if "epochs" in length:
+        return float(length["epochs"] * (recipe.facts["images"].value if "images" in recipe.facts else 0))
+    return float(length.get("samples", length.get("steps", 0) * batch))

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 
 from tyro.conf import arg
 
-from kiloword.config.options import Mixing
+from kiloword.config.options import Mixing, RecipeFlags
 from kiloword.config.recipes import NO_MICRO, ModelConfig, OptimConfig
 from kiloword.config.settings import ABOVE_0, BaseSettings, about, setting
 from kiloword.config.settings import check as check_settings
@@ -47,10 +47,12 @@ class Plan(BaseSettings):
     Examples:
       kiloword plan siglip --size b16 --gpus 8 --batch 8192 --samples 1e9 --gpu h100
       kiloword plan llip --size g14 --gpus 256 --batch 32768 --samples 12.8e9 --gpu a100-80 --settings.k 64
+      kiloword plan --recipe llip-l14 --gpus 64
       kiloword plan sycoca --size b16 --gpus 16 --batch 2048 --samples 2.4e8 --gpu custom --flops 400 --memory 64
     """
 
     common: ClassVar[dict[str, str]] = {
+        "recipe": "recipe config",
         "length": "samples batch tokens captions",
         "model": "size teacher",
         "loss": "transforms positives pair-loss pooling uncertainty terms",
@@ -80,6 +82,7 @@ class Plan(BaseSettings):
     tokens: float = setting(20.0, "mean number of tokens of a caption, start and end included", 1)
     captions: int = setting(0, "captions per image; 0: one, or six if the method takes all", 0)
     teacher: int = setting(768, "dimension of the teacher's features, for mined positives", 0)
+    origin: RecipeFlags = field(default_factory=RecipeFlags, metadata=about(flag=""))
     mixing: Mixing = field(default_factory=Mixing, metadata=about(flag=""))
     json: Path | None = setting(None, "write all figures to this file")
     optim: OptimConfig = field(default_factory=OptimConfig)
