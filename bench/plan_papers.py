@@ -11,12 +11,6 @@ from kiloword.planning.gpu import total
 from kiloword.planning.request import CARDS, GIB
 from kiloword.terminal import say
 
-TEXT_768 = "--model.text.width 768 --model.text.heads 12 --model.text.mlp 3072"
-BIG = (
-    "--model.image.width 1664 --model.image.depth 48 --model.image.mlp 8192 --model.text.width 1280 "
-    "--model.text.depth 32 --model.text.heads 20 --model.text.mlp 5120 --model.head.dim 1280"
-)
-
 
 @dataclass(frozen=True)
 class Setting:
@@ -32,58 +26,45 @@ SETTINGS = (
     Setting(
         "Llip, ViT-B/16",
         '"12.8B pairs", "batch size of 32,768", "128 V100", checkpointed image tower (arXiv:2405.00740, section 4)',
-        "K 64; A100 of 40 GB, as V100 have no bf16",
-        "llip --size b16 --gpus 128 --batch 32768 --samples 12.8e9 --gpu a100-40 --settings.k 64",
+        "A100 of 40 GB, as V100 have no bf16",
+        "--recipe llip-b16",
     ),
+    Setting("Llip, ViT-L/14", "the same on 128 A100, K 32", "A100 of 80 GB", "--recipe llip-l14"),
     Setting(
-        "Llip, ViT-L/14",
-        "the same on 128 A100",
-        "K 64; A100 of 80 GB",
-        "llip --size l14 --gpus 128 --batch 32768 --samples 12.8e9 --gpu a100-80 --settings.k 64",
-    ),
-    Setting(
-        "Llip, ViT-G/14 (g14)",
+        "Llip, ViT-G/14",
         '"256 A100 80GB", K 64',
-        "g14's widths",
-        "llip --size g14 --gpus 256 --batch 32768 --samples 12.8e9 --gpu a100-80 --settings.k 64",
-    ),
-    Setting(
-        "Llip, ViT-G/14 (bigG)",
-        "the same",
-        "the widths of open_clip's ViT-bigG-14, should the paper's G/14 be that",
-        f"llip --size g14 --gpus 256 --batch 32768 --samples 12.8e9 --gpu a100-80 --settings.k 64 {BIG}",
+        "the widths of open_clip's ViT-bigG-14, as in the authors' configuration",
+        "--recipe llip-g14",
     ),
     Setting(
         "ProLIP, ViT-B/16, 1.28 B",
         '"512 for each GPU", "32 NVIDIA H100", text 12 x 768, D 768, 64 tokens (arXiv:2410.18857, 4, B.1)',
         "vocabulary 49,408",
-        f"prolip --size b16 --gpus 32 --batch 16384 --samples 1.28e9 --gpu h100 --model.head.dim 768 "
-        f"--model.text.context 64 {TEXT_768}",
+        "--recipe prolip-b16-1.28b",
     ),
     Setting(
         "ProLIP, ViT-B/16, 12.8 B",
         '"12.8 billion seen samples"',
         "the same cards",
-        f"prolip --size b16 --gpus 32 --batch 16384 --samples 12.8e9 --gpu h100 --model.head.dim 768 "
-        f"--model.text.context 64 {TEXT_768}",
+        "--recipe prolip-b16-12.8b",
     ),
     Setting(
         "SyCoCa, base",
         '"12 million" pairs, "20 epochs", batch "2048", two machines of "8 NVIDIA A100", r 50% (arXiv:2401.02137, 4.1)',
         "patches of 16; A100 of 40 GB",
-        f"sycoca --size b16 --gpus 16 --batch 2048 --samples 2.4e8 --gpu a100-40 {TEXT_768}",
+        "--recipe sycoca-cc12m",
     ),
     Setting(
         "FFF, ViT-B/32",
-        '"32 epochs" of "8,096", "8 NVIDIA A100", "approximately 15M" pairs, raw and 5 generated captions (2405.10286)',
+        '"32 epochs" of "8,096", "8 NVIDIA A100", 14,864,773 images, raw and 5 generated captions (2405.10286)',
         "A100 of 40 GB",
-        "fff --size b32 --gpus 8 --batch 8096 --samples 4.8e8 --gpu a100-40 --captions 6",
+        "--recipe fff-yfcc15m",
     ),
     Setting(
         "CLIP-C, ViT-S/16",
         '"40 epochs on CC3M" (arXiv:2407.01408)',
-        "batch 1024, rho 0.3, 3 M pairs, one A100 of 40 GB: our copy of the paper does not state them",
-        "clip-c --size s16 --gpus 1 --batch 1024 --samples 1.2e8 --gpu a100-40 --settings.rho 0.3",
+        "CLIP's text tower, batch 1024, rho 0.3, one A100 of 40 GB: our copy of the paper does not state them",
+        "--recipe clip-c-cc3m",
     ),
 )
 
@@ -95,22 +76,24 @@ PROFILES = {
     "l14": ("ViT-L-14", 427.62, 162.03, 13.30),
     "h14": ("ViT-H-14", 986.11, 334.59, 47.09),
     "g14": ("ViT-g-14", 1366.68, 534.06, 47.09),
+    "bigg": ("ViT-bigG-14", 2539.57, 967.5, 97.86),
 }
 RATES = {"b32": 797, "b16": 343, "l14": 72}  # pairs/s and A100 that open_clip's docs/PRETRAINED.md reports
 
 INTRO = """# What a run takes
 
-`kiloword plan METHOD --size L --gpus N --batch B --samples S [--gpu h200]` tells before machines are rented how many
-parameters a model has, what arithmetic a pair costs, how memory and traffic of a GPU come about, how long the run takes
-at a stated utilisation, and which of ddp and fsdp, checkpointing and micro-batches is the fastest that fits. It takes
-the method's settings, `--model.*` and `--optim.*` as `train` does; `--json FILE` writes every figure. When nothing fits
-the card, the tables show the nearest way and the command ends with exit code 2.
+`kiloword plan METHOD --size L --gpus N --batch B --samples S [--gpu h200]`, or `kiloword plan --recipe NAME`, tells
+before machines are rented how many parameters a model has, what arithmetic a pair costs, how memory and traffic of a
+GPU come about, how long the run takes at a stated utilisation, and which of ddp and fsdp, checkpointing and
+micro-batches is the fastest that fits. It takes the method's settings, `--model.*` and `--optim.*` as `train` does;
+`--json FILE` writes every figure. When nothing fits the card, the tables show the nearest way and the command ends with
+exit code 2.
 
 This page is what `python bench/plan_papers.py` prints. Everywhere: bf16, AdamW, captions of 20 tokens on average
 (start and end included) packed end to end, 0.4 of the data sheet's FLOP/s for all arithmetic, recomputation
 included. A pair is an image with its captions; a multiply-add is two FLOP. Losses compute in fp32, at the
-card's fp32 speed: on an A100 Llip's pair loss, 3% of the arithmetic of g14, takes a third of its time, and a quarter of
-b16's arithmetic most of its.
+card's fp32 speed: on an A100 Llip's pair loss, 2% of the arithmetic of G/14, takes a quarter of its time, and a quarter
+of b16's arithmetic most of its. What a recipe sets, and where the paper states it: `kiloword recipes show NAME`.
 """
 
 CHECKS = """## What the figures rest on
