@@ -22,11 +22,11 @@ from kiloword.config.options import RunOptions
 from kiloword.config.recipes import ModelConfig, OptimConfig, TextConfig, sizes
 from kiloword.config.settings import check as check_ranges
 from kiloword.data.reading import captions_at
-from kiloword.data.sources.extra_captions import CaptionTable
 from kiloword.data.sources.open import open_source
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.errors import sentence_of
 from kiloword.evaluation import baseline, evaluate
+from kiloword.evaluation.caption import CaptionTaskOptions
 from kiloword.evaluation.caption.task import existing
 from kiloword.evaluation.features import Seen
 from kiloword.evaluation.probe.data import encoded
@@ -225,7 +225,7 @@ def test_a_source_that_reads_captions_with_their_images(tmp_path: Path) -> None:
     table = pyarrow.table({"key": ["k0", "k2"], "caption": ["said 0", "said 2"]})
     pyarrow.parquet.write_table(table, tmp_path / "said.parquet")
     skipped: list[Skipped] = []
-    told = list(existing(Plain(bad=(2,)), CaptionTable(tmp_path / "said.parquet"), skipped))
+    told = list(existing(Plain(bad=(2,)), tmp_path / "said.parquet", skipped, CaptionTaskOptions()))
     assert [(one.row, one.key, one.caption, one.references) for one in told] == [(0, "k0", "said 0", ["caption 0"])]
     assert [(one.row, one.reason) for one in skipped] == [(1, "not in the table of captions"), (2, "row 2 is broken")]
 
