@@ -9,6 +9,7 @@ import re
 import shlex
 import shutil
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,8 @@ def test_command(command: str, place: Path, capsys: pytest.CaptureFixture[str]) 
     words = words[words.index("kiloword") + 1 :]
     if words[0] in ("import", "verify"):
         pytest.skip("has tests of its own")
+    if ("--recipe" in words or "mine.toml" in words) and not find_spec("open_clip"):
+        pytest.skip("open_clip, whose vocabulary the recipe names, is not installed")
     if words[0] == "train":
         sized = ("--batch", "--micro")
         words = [w for n, w in enumerate(words) if w not in sized and words[n - 1] not in sized]
