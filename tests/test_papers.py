@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import runpy
 import shlex
@@ -142,6 +143,14 @@ def test_command_at_paper_scale(command: str, place: Path, monkeypatch: pytest.M
     monkeypatch.setattr("kiloword.evaluation.suite.command.main", suite)
     main(shlex.split(command)[1:])
     assert evaluated[0]
+
+
+@pytest.mark.parametrize("command", [c for c in commands(2) if c.startswith("kiloword sweep ")])
+def test_sweep_at_paper_scale(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its recipe and settings exist and take the values."""
+    main([*shlex.split(command)[1:], "--dry-run"])
+    values = [len(varied.split(",")) for varied in re.findall(r"settings\.\w+=(\S+)", command)]
+    assert capsys.readouterr().out.startswith(f"{math.prod(values)} arms:")
 
 
 def debug_words(command: str) -> tuple[str, ...]:
