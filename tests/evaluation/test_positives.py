@@ -148,6 +148,7 @@ def test_folds_are_equal_parts_of_the_images(model: Matcher, coco: Path) -> None
         ({"extra_positives": "y_image_to_caption.json?captions=y_image_to_caption.json"}, "has no list `annotations`"),
         ({"extra_positives": "y_image_to_caption.json?captions=z.json"}, "annotation 0 has no caption: expected id"),
         ({"extra_positives": "y_image_to_caption.json?captions=captions.json"}, "is no object of lists of ids"),
+        ({"extra_positives": "y_image_to_caption.json?captions=w.json"}, "is no object of lists of ids"),
         ({"extra_positives": "y_image_to_caption.json?caption_file=a"}, "no parameter 'caption_file'"),
         ({"extra_positives": "other.csv"}, "lists no image and caption of the data"),
         ({"extra_positives": "extra.csv", "shortlist": 5}, "omit --shortlist"),
@@ -164,6 +165,7 @@ def test_bad_positives(
         "y_image_to_caption": [1],
         "y_caption_to_image": {},
         "z": {"annotations": [{"id": 1, "image_id": 2}]},
+        "w": {"annotations": [{"id": 1, "image_id": [2], "caption": "a"}]},
     }.items():
         Path(f"{name}.json").write_text(json.dumps(values))
     Path("other.csv").write_text("image,caption\nelsewhere.png,a thing\n")

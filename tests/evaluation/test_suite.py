@@ -150,6 +150,10 @@ def test_a_killed_run_continues(
     assert ran(suite, model, "--data", tmp_path, "--out", out) == 0
     assert runs == []
     assert capsys.readouterr().out == whole
+    for file in out.iterdir():
+        file.write_text('{"metrics": {}}')  # damaged
+    assert ran(suite, model, "--data", tmp_path, "--out", out) == 0
+    assert capsys.readouterr().out == whole
 
 
 def test_other_options_data_or_models_are_evaluated_again(tmp_path: Path, model: Path, runs: list[str]) -> None:

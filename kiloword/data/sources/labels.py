@@ -49,6 +49,8 @@ class LabelColumn:
     def __init__(self, name: str, column: pa.ChunkedArray, names: Sequence[str] | None) -> None:
         self._listed = pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
         self.classnames = None if names is None else list(names)
+        if self._listed and pa.types.is_large_binary(column.type.value_type):
+            column = column.cast(pa.large_list(pa.large_string()))
         array = column.combine_chunks()
         if self._listed:
             self._cells, self._values = array, list[Any]()

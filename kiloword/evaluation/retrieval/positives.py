@@ -137,7 +137,7 @@ def _places_of_captions(path: Path, data: Captioned) -> dict[int, int]:
         )
         if missing is not None:
             raise ValueError(f"{path}: annotation {n} has no {missing}: expected id, image_id and caption.")
-        place = places.get((one["image_id"], str(one["caption"]).strip()))
+        place = places.get((one["image_id"], str(one["caption"]).strip())) if isinstance(one["image_id"], int) else None
         if place is not None and isinstance(one["id"], int):
             by_id[one["id"]] = place
     return by_id

@@ -101,6 +101,6 @@ def _stored(path: Path) -> dict[str, float] | None:
     """Metrics of a file of `out`; None where there is none that can be read."""
     try:
         metrics = json.loads(path.read_bytes())["metrics"]
-        return {str(name): float(value) for name, value in metrics.items()}
+        return {str(name): float(value) for name, value in metrics.items()} or None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None

@@ -158,6 +158,20 @@ def test_class_names_of_tables(tmp_path: Path) -> None:
         open_source(str(table(tmp_path / "x.parquet", label=["cow", "hen"])))
 
 
+def test_lists_of_classes_in_a_list_of_objects(tmp_path: Path) -> None:
+    """By index or name, or in objects that the first one does not resemble."""
+    for row in range(3):
+        (tmp_path / f"{row}.png").write_bytes(photo(row))
+    for given, expected in (([[0, 2], [], [1]], [(0, 2), (), (1,)]), ([["b", "c"], ["a"], []], [(1, 2), (0,), ()])):
+        rows = [{"image": f"{row}.png", "label": label} for row, label in enumerate(given)]
+        (tmp_path / "list.json").write_text(json.dumps(rows))
+        found = [open_source(str(tmp_path / "list.json")).record(row).label for row in range(3)]
+        assert found == [LabelSet(indices) for indices in expected]
+    rows = [{"image": "0.png"}, {"image": "1.png", "label": [1]}]
+    (tmp_path / "list.json").write_text(json.dumps(rows))
+    assert labels(open_source(str(tmp_path / "list.json")))["1"] == LabelSet((1,))
+
+
 @pytest.mark.parametrize("listed", [False, True])
 def test_class_label_of_hugging_face(tmp_path: Path, listed: bool) -> None:
     feature: Any = {"_type": "ClassLabel", "names": ["cat", "dog"]}

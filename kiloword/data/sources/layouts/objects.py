@@ -73,10 +73,13 @@ def keys_of(row: dict[str, Any]) -> str:
 
 
 def column(values: Sequence[Any]) -> pa.Array:
-    """Numbers, texts or lists of texts as a column. Texts are bytes: one that is not UTF-8 is one bad sample."""
+    """Numbers, texts or lists of either as a column. Texts are bytes: one that is not UTF-8 is one bad sample."""
     if values and all(isinstance(one, int) and abs(one) < _LARGEST for one in values):
         return pa.array(values, pa.int64())
     if any(isinstance(one, list) for one in values):
-        lists = [one if isinstance(one, list) else [] if one is None else [str(one)] for one in values]
-        return pa.array([list(map(key_bytes, one)) for one in lists], pa.large_list(pa.large_binary()))
+        lists = [one if isinstance(one, list) else [] if one is None else [one] for one in values]
+        inner = [item for one in lists for item in one]
+        if inner and all(isinstance(item, int) and abs(item) < _LARGEST for item in inner):
+            return pa.array([None if one is None else each for one, each in zip(values, lists, strict=True)])
+        return pa.array([[key_bytes(str(item)) for item in one] for one in lists], pa.large_list(pa.large_binary()))
     return pa.array([None if one is None else key_bytes(str(one)) for one in values], pa.large_binary())

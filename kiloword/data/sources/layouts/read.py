@@ -93,11 +93,14 @@ def _rows(path: Path, rows: list[Any]) -> pa.Table:
     """A list of objects as a table; a key that some lack is empty there, and values of other types are omitted."""
     if not rows or not all(isinstance(row, dict) for row in rows):
         raise ValueError(f"{path} is a list of something other than objects. {_EXPECTED}.")
-    return pa.table({name: column([_cell(row.get(name)) for row in rows]) for name in rows[0]})
+    names = dict.fromkeys(name for row in rows for name in row)
+    return pa.table({name: column([_cell(row.get(name)) for row in rows]) for name in names})
 
 
 def _cell(value: Any) -> Any:
-    if isinstance(value, list):  # of texts, or of VizWiz' answers
+    if isinstance(value, list):  # of texts, of VizWiz' answers, or of class indices
+        if value and all(type(one) is int for one in value):
+            return value
         texts = [one.get("answer") if isinstance(one, dict) else one for one in value]
         return texts if all(isinstance(text, str) for text in texts) else None
     return None if isinstance(value, dict | float | bool) else value
