@@ -228,9 +228,22 @@ def _known() -> frozenset[str]:
 
 
 def _check_names(entries: Mapping[str, RecipeValue]) -> None:
-    for name in entries:
+    """Raises: ValueError for a setting that does not exist, one within another's value, and a length of no number."""
+    for name, entry in entries.items():
         if name not in _known() and not name.startswith("settings."):
             raise ValueError(f"unknown setting {name!r}: expected one as in config.json.{suggestion(name, _known())}")
+        above = next((path for path in _above(name) if path in entries), None)
+        if above is not None:
+            raise ValueError(f"{above} has a value, and {name} another within it: expected one of them.")
+        kinds = {"epochs": (int, float), "samples": (int,)}.get(name, (object,))
+        if not isinstance(entry.value, kinds) or (name in LENGTHS and isinstance(entry.value, bool)):
+            raise ValueError(f"{name} is {entry.value!r}: expected a {'' if float in kinds else 'whole '}number.")
+
+
+def _above(name: str) -> list[str]:
+    """The names of the tables that a dotted name is in."""
+    parts = name.split(".")
+    return [".".join(parts[:n]) for n in range(1, len(parts))]
 
 
 def fill(recipe: Recipe, chosen: NamedRecipe, towers: bool = True) -> Recipe:

@@ -14,6 +14,7 @@ from kiloword.errors import suggestion
 
 MOST = 1000  # largest number of arms
 NOT_VARIED = ("out", "seed", "dry-run")  # settings that the sweep sets itself
+NO_FLAGS = ("recipe.method", "recipe.settings")
 
 
 @dataclass(frozen=True)
@@ -73,9 +74,9 @@ def varied(words: Sequence[str], run: Any, settings: Any) -> list[Varied]:
         if key not in known or key in NOT_VARIED:
             hint = "it is set by the sweep." if key in NOT_VARIED else "there is no such setting."
             raise ValueError(f"--vary {name}: {hint}{suggestion(key, known) if key not in known else ''}")
-        if any(key == one.name for one in made):
-            raise ValueError(f"--vary names {name} twice: give all its values at once, {name}=A,B,C.")
         where, leaf, prefix = known[key]
+        if any(f"{prefix}{leaf.flag}" == one.flag for one in made):
+            raise ValueError(f"--vary names {name} twice: give all its values at once, {name}=A,B,C.")
         parsed = [_parsed(name, value, leaf) for value in values]
         for value in parsed:
             check(_replaced(where, leaf.path.split("."), value), prefix)
@@ -90,7 +91,9 @@ def _leaves(settings: Any) -> list[Leaf]:
 
 def _names(leaf: Leaf) -> set[str]:
     """How a setting may be named: as its flag, or by its place in a recipe."""
-    return {leaf.flag, leaf.path.removeprefix("recipe.").replace("_", "-")} if leaf.flag else set()
+    if leaf.path in NO_FLAGS:
+        return set()
+    return {leaf.flag, leaf.path.removeprefix("recipe.").replace("_", "-")}
 
 
 def _parsed(name: str, value: str, leaf: Leaf) -> Any:

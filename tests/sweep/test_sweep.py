@@ -170,6 +170,8 @@ REFUSED = [
     (["--vary", "settings.k=1,,2"], "expected SETTING=VALUE,VALUE,..."),
     (["--vary", "settings.k=1,1"], "--vary settings.k=1,1 names a value twice"),
     (["--vary", "settings.k=1", "--vary", "settings.k=2"], "--vary names settings.k twice: give all its"),
+    (["--vary", "rows=1,2", "data.rows=3,4"], "--vary names data.rows twice: give all its"),
+    (["--vary", "method=clip,llip"], "--vary method: there is no such setting"),
     (["--vary", "seed=1,2"], "--vary seed: it is set by the sweep"),
     (["--vary", "settings.k=1,2", "--seeds", "501"], "the sweep has 1,002 arms: expected at most 1,000"),
     (["--vary", "data=a/b,a:b"], "two arms would share the folder data=a_b,seed=0"),
