@@ -103,7 +103,8 @@ def load(name: str, method: str = "") -> NamedRecipe:
     if name == "paper":
         return _main(method)
     if name not in names():
-        raise ValueError(f"unknown recipe {name!r}: expected one of {', '.join(names())}.{suggestion(name, names())}")
+        near = [known for known in names() if name and name in known] or names()
+        raise ValueError(f"unknown recipe {name!r}: expected one of {', '.join(near)}.{suggestion(name, near)}")
     return _read(name, _tables()[name])
 
 
@@ -154,9 +155,21 @@ def read(path: Path) -> NamedRecipe:
     try:
         text = path.read_text(encoding="utf-8")
         table = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
-        return _read(str(path), _of_run(table))
+        table = _of_run(table)
+        return _own_towers(_read(str(path), table), table)
     except (ValueError, RecursionError) as e:
         raise ValueError(f"{path} is no recipe: {e}") from e
+
+
+def _own_towers(chosen: NamedRecipe, table: Mapping[str, Any]) -> NamedRecipe:
+    """The recipe of a file, without the towers of its base where the file sets another size, as --size does."""
+    own = dict(_entries({key: value for key, value in table.items() if key not in WORDS}))
+    if "base" not in table or "size" not in own:
+        return chosen
+    if own["size"].value == _read(table["base"], _tables()[table["base"]]).value("size"):
+        return chosen
+    kept = {name: entry for name, entry in chosen.entries.items() if name in own or not name.startswith(TOWERS)}
+    return replace(chosen, entries=kept)
 
 
 def _of_run(table: Any) -> dict[str, Any]:

@@ -128,6 +128,17 @@ def test_own_file(tmp_path: Path) -> None:
     assert (recipe.batch, recipe.data.augment.blur_sigma, recipe.optim.beta2) == (64, (0.5, 1.0), 0.95)
 
 
+def test_size_of_a_file_replaces_the_towers_of_its_base(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text('base = "prolip-b16-1.28b"\nsize = "debug"\nmodel.text.depth = 3\n')
+    mine, plain = read(path), default_recipe("prolip", "debug")
+    model = fill(plain, mine).model
+    assert model.image == plain.model.image
+    assert model.text == replace(plain.model.text, depth=3)
+    path.write_text('base = "prolip-b16-1.28b"\nsize = "b16"\n')  # the size of the base: its towers
+    assert read(path).entries["model.text.context"].value == 64
+
+
 @pytest.mark.parametrize("method", ["llip", "clip-c", "sycoca", "coca", "prolip", "pcme++", "fff"])
 def test_main_recipe_of_each_method(method: str) -> None:
     assert papers.load("paper", method).method == method
@@ -160,6 +171,7 @@ def test_listed_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 BAD_FLAGS = {
     ("--recipe", "llip-b23"): "unknown recipe 'llip-b23'",
+    ("--recipe", "b16-12.8b"): "'b16-12.8b': expected one of prolip-b16-12.8b. Did you mean prolip-b16-12.8b?",
     ("siglip", "--recipe", "llip-b32"): "llip-b32 is a recipe of llip, but METHOD is siglip",
     ("--recipe", "paper"): "give METHOD first",
     ("clip", "--recipe", "paper"): "clip has no single recipe of a paper: choose clip-cc3m or",
