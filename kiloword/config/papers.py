@@ -241,7 +241,7 @@ def _known() -> frozenset[str]:
 
 
 def _check_names(entries: Mapping[str, RecipeValue]) -> None:
-    """Raises: ValueError for a setting that does not exist, one within another's value, and a length of no number."""
+    """Raises: ValueError for a setting that does not exist, one within another's value, and an invalid length."""
     for name, entry in entries.items():
         if name not in _known() and not name.startswith("settings."):
             raise ValueError(f"unknown setting {name!r}: expected one as in config.json.{suggestion(name, _known())}")
