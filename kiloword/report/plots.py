@@ -30,7 +30,7 @@ def line_plot(
     Args: series name -> (x, y) points in the order of drawing, at most 6 series; a non-finite y breaks its line;
     log_x and log_y make an axis logarithmic; whole_x has ticks at whole numbers only (levels, counts); smooth > 1
     draws the mean of that many neighbours over a faint line of the points; spread: series name -> half the height of a
-    bar at each of its points, such as a standard deviation.
+    bar at each of its points, such as a standard deviation; the points are dots.
     Errors: ValueError for no finite point, too many series, or values of 0 or less on a logarithmic axis.
     """
     _check_count(series)
@@ -52,9 +52,11 @@ def line_plot(
             lines += _line(i, points, frame, "line raw", "none")
             points = _means(points, smooth)
         lines += _line(i, points, frame, "line", DASHES[i])
-    for i, bar in enumerate(bars.values()):
+    for i, (name, bar) in enumerate(bars.items()):
         path = "".join(f"M{frame.across(x)} {frame.down(low)}V{frame.down(high)}" for x, low, high in bar)
         lines += f'<path class="line" style="stroke:var(--s{i})" d="{path}"/>' if path else ""
+        dots = "".join(f"M{place}h0" for place in frame.at(finite[name])) if spread else ""
+        lines += f'<path class="line dot" style="stroke:var(--s{i})" d="{dots}"/>' if dots else ""
     ends = (f"{name} from {points[0][1]:.3g} to {points[-1][1]:.3g}" for name, points in finite.items() if points)
     return frame.drawn(lines, f"{y_label} over {x_label}: {'; '.join(ends)}", list(series))
 

@@ -124,7 +124,7 @@ def page(results: Results, command: Sequence[str], metrics: Sequence[str]) -> st
     failed = [f"{name}: {error}" for name, error in results.errors.items()]
     return report.page(
         "Sweep",
-        "Mean over seeds, +- the standard deviation of a sample; n seeds. Bars in plots are one standard deviation.",
+        "Mean over n seeds ± standard deviation of the sample. Dots are means, bars one standard deviation.",
         [
             *(report.section(metric, *_plots(table, metric)) for metric in metrics),
             report.section("Table", report.table(cells, heads) if cells else None),

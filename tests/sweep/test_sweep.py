@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -279,8 +280,12 @@ def test_a_line_for_each_value_of_the_second_setting() -> None:
 
 
 def test_bars_of_a_line_plot() -> None:
-    """From mean - deviation to mean + deviation, inside the axis; none where it is 0."""
+    """From mean - deviation to mean + deviation, inside the axis; none where it is 0; a dot at each mean."""
     html = line_plot({"a": [(0, 1.0), (1, 3.0)]}, "x", "y", spread={"a": [1.0, 0.0]})
     low, high = 1000.0, 1000 - 1000 * 2 / 3
     assert f'd="M0.0 {low:.1f}V{high:.1f}"' in html
-    assert html.count("<path") == 1 + line_plot({"a": [(0, 1.0), (1, 3.0)]}, "x", "y").count("<path")
+    assert html.count("V") == 1
+    dots = re.search(r'class="line dot"[^>]* d="([^"]*)"', html)
+    assert dots
+    assert dots[1].count("h0") == 2
+    assert "dot" not in line_plot({"a": [(0, 1.0), (1, 3.0)]}, "x", "y")
