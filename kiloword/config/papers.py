@@ -163,12 +163,12 @@ def read(path: Path) -> NamedRecipe:
 
 def _own_towers(chosen: NamedRecipe, table: Mapping[str, Any]) -> NamedRecipe:
     """The recipe of a file, without the towers of its base where the file sets another size, as --size does."""
-    own = dict(_entries({key: value for key, value in table.items() if key not in WORDS}))
-    if "base" not in table or "size" not in own:
+    entries = dict(_entries({key: value for key, value in table.items() if key not in WORDS}))
+    if "base" not in table or "size" not in entries:
         return chosen
-    if own["size"].value == _read(table["base"], _tables()[table["base"]]).value("size"):
+    if entries["size"].value == _read(table["base"], _tables()[table["base"]]).value("size"):
         return chosen
-    kept = {name: entry for name, entry in chosen.entries.items() if name in own or not name.startswith(TOWERS)}
+    kept = {name: entry for name, entry in chosen.entries.items() if name in entries or not name.startswith(TOWERS)}
     return replace(chosen, entries=kept)
 
 

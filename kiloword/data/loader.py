@@ -15,7 +15,7 @@ from kiloword.config.recipes import AugmentConfig, DataConfig, Resize, TextConfi
 from kiloword.data.feature_store import FeatureStore
 from kiloword.data.images.augmentation import EvalTransform, TrainTransform
 from kiloword.data.images.time_limit import Row, decoding
-from kiloword.data.reading import name_of, read, reasons
+from kiloword.data.reading import advice, name_of, read, reasons
 from kiloword.data.remote.ahead import Ahead, ahead_of
 from kiloword.data.sampler import Order, Rows, choose_captions, share
 from kiloword.data.sources.optional import check_asks
@@ -225,7 +225,8 @@ class BatchReader:
                 continue
             self.skipped += failed
             return example, drawn
-        raise ValueError(f"{self.source.name}: {len(failed)} rows tried one after another are bad: {reasons(failed)}")
+        tried = f"{len(failed)} rows tried one after another are bad"
+        raise ValueError(f"{self.source.name}: {tried}: {reasons(failed)}{advice(failed)}")
 
     def _walk(self, row: int, draw: Draw) -> Iterator[int]:
         """The row, then candidates: outside this global batch if at least half of the data set is."""

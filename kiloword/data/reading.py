@@ -225,6 +225,16 @@ class BadRows:
         self._seen = {row: Skipped(row, key, reason) for row, key, reason in state["bad"]}
 
 
+def advice(skipped: Iterable[Skipped]) -> str:
+    """What to do where all samples are bad for one reason that the source's name can change, or nothing."""
+    distinct = {sample.reason for sample in skipped}
+    if all(reason.startswith("image cannot be read: ") and "(No such file" in reason for reason in distinct):
+        return ". Images of a table are looked for in its folder: name another one by FILE?images=FOLDER."
+    if distinct == {"no caption"}:
+        return ". Captions are .txt or .json beside the images, or the column of FILE?caption=COLUMN."
+    return ""
+
+
 def reasons(skipped: Iterable[Skipped], most: int = 3) -> str:
     """The most frequent reasons, with counts and one example: "truncated image (31 times, for example 00012)"."""
     skipped = list(skipped)

@@ -127,8 +127,18 @@ def test_data_that_would_end_the_run_end_the_dry_run(
         assert ended.value.code == 2
         said.append(capsys.readouterr().err)
     assert message in said[0]
+    assert ("Captions are .txt or .json beside the images" in said[0]) == ("no caption (" in said[0])
     assert said[0] == said[1]
     assert not (tmp_path / "run" / "metrics.jsonl").exists()  # before the first step
+
+
+def test_a_table_without_its_images_says_how_to_name_their_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "x.csv").write_text("image,caption\n" + "".join(f"{n}.png,thing {n}\n" for n in range(40)))
+    with pytest.raises(SystemExit):
+        train("clip", "--data", tmp_path / "x.csv", *SMALL, "--out", tmp_path / "run", "--dry-run")
+    assert "name another one by FILE?images=FOLDER" in capsys.readouterr().err
 
 
 def test_watch_shows_the_error_of_a_run_until_it_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
