@@ -216,6 +216,7 @@ def test_groups_of_a_data_set(grouped: tuple[Path, Path], tmp_path: Path, capsys
     [
         ({"group_by": ("regoin",)}, "--group-by regoin: no image has this field.*id, region. Did you mean region"),
         ({"group_by": ("region", "region")}, "--group-by names a field twice: region, region"),
+        ({"group_by": ("region", "region=a")}, "--group-by names a field twice: region, region=a"),
         ({"group_by": ("region",), "prompts": "topk"}, "--group-by counts with --prompts ensemble, but it is topk"),
         ({"attributes": True, "classnames": ["a b", "c", *"defg"]}, "the class 'c' is one word"),
     ],
@@ -224,6 +225,17 @@ def test_options_that_do_not_fit(grouped: tuple[Path, Path], options: dict[str, 
     model, data = grouped
     with pytest.raises(ValueError, match=message):
         evaluate(kiloword.load(model), "zeroshot", str(data), **options)
+
+
+def test_a_group_may_be_elsewhere() -> None:
+    scores, labels = scored(7, 60, 12)
+    infos: list[dict[str, Any]] = [{"npy": [n % 3, n]} if n % 2 else {"region": str(n % 3)} for n in range(60)]
+    named: list[dict[str, Any]] = [{"region": n % 3} for n in range(60)]
+    assert tallied(scores, labels, infos, group_by=("region=npy.0",)) == tallied(
+        scores, labels, named, group_by=("region",)
+    )
+    with pytest.raises(ValueError, match=r"--group-by country=npy\.2: no image has this field"):
+        tallied(scores, labels, infos, group_by=("country=npy.2",))
 
 
 def test_too_many_groups() -> None:

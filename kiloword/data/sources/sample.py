@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kiloword.types import BadSample, LabelSet, NoCaption, Record
 
@@ -18,6 +19,8 @@ MAX_IMAGE = 1 << 28  # bytes of an encoded image
 MAX_TEXT = 1 << 23  # bytes of a .txt, .json or .cls
 QUESTION, ANSWERS = "question", "answers"  # keys of `Record.info`
 _NUMPY = b"\x93NUMPY"  # how a .npy begins
+GROUPS = "npy"  # key of `Record.info`: the numbers of a .npy that is no label
+_MOST_GROUPS = 64  # of these numbers; a longer array is an embedding
 _DIGITS = 18  # of a class index
 MAX_CAPTIONS = 10_000  # of one image
 MAX_CAPTION = 1_000_000  # characters; a tokenizer takes some hundred bytes of memory for each
@@ -161,6 +164,23 @@ def label_set(values: Any) -> LabelSet:
 
 def _label_vector(raw: bytes) -> LabelSet | None:
     """The classes whose value is 1 in an array [C] of 0 and 1; None for another array."""
+    vector = _vector(raw)
+    if vector is None or not np.isin(vector, (0, 1)).all():
+        return None
+    return LabelSet(tuple(np.flatnonzero(vector).tolist()), len(vector))
+
+
+def _groups(raw: bytes) -> dict[str, Any]:
+    """The numbers of an array [n], such as the metadata of DataComp's data sets; nothing for another array."""
+    vector = _vector(raw)
+    if vector is None or len(vector) > _MOST_GROUPS:
+        return {}
+    numbers = vector.tolist()
+    return {GROUPS: [int(one) if isinstance(one, float) and one.is_integer() else one for one in numbers]}
+
+
+def _vector(raw: bytes) -> NDArray[Any] | None:
+    """The numbers [n] of a .npy; None for another array."""
     stream = io.BytesIO(raw)
     try:
         version = np.lib.format.read_magic(stream)
@@ -171,13 +191,12 @@ def _label_vector(raw: bytes) -> LabelSet | None:
     body = raw[stream.tell() :]
     if len(shape) != 1 or dtype.kind not in "biuf" or len(body) != shape[0] * dtype.itemsize:
         return None
-    vector = np.frombuffer(body, dtype)
-    if not np.isin(vector, (0, 1)).all():
-        return None
-    return LabelSet(tuple(np.flatnonzero(vector).tolist()), len(vector))
+    return np.frombuffer(body, dtype)
 
 
 def _parse_json(meta: bytes) -> dict[str, Any]:
+    if meta.startswith(_NUMPY):
+        return _groups(meta)
     try:
         info = json.loads(decode_text(meta))
     except (ValueError, RecursionError):  # the second: thousands of nested brackets

@@ -1,6 +1,7 @@
 """The byte-offset index of one tar: where each sample's members lie, from one scan, stored in a file beside the tar.
 
-A .npy of at most `MAX_LABEL` bytes, which may name several classes, stands for the cls of a sample without one.
+A .npy of at most `MAX_LABEL` bytes, which may name several classes, stands for the cls of a sample without one. Beside
+a cls it may hold groups (DataComp), and stands for the json of a sample without one.
 
 File format (`0.tar.kwindex`): a line, then int64 [N, 9] little-endian (offset and size of image, txt, json and cls, -1
 for a missing member; end of the key), then the keys, UTF-8, end to end. The line is `Header` as JSON, a space and its
@@ -30,7 +31,7 @@ MAX_LABEL = 1 << 17  # bytes of a .npy
 COLUMNS = 2 * len(PARTS) + 1
 BLOCK = 512  # samples that are read and checked together
 _ROW = 8 * COLUMNS  # bytes
-_CLS = 2 * PARTS.index("cls")  # column
+_BY_ARRAY = tuple(2 * PARTS.index(part) for part in ("cls", "json"))  # columns for which a .npy may stand
 _LINE = 1 << 12  # bytes; most first lines are shorter: 8 characters of digest per block, and the other fields
 _LONGEST_LINE = 1 << 26
 _READ = 1 << 23  # bytes of a tar read at once
@@ -272,8 +273,9 @@ def scan(tar: Path | ReadableFile) -> Index:
         if rows[row][column] < 0:  # of two images (.jpg and .png) the first counts
             rows[row][column : column + 2] = offset, size
     for key, place in vectors.items():
-        if key in current and rows[current[key]][_CLS] < 0:
-            rows[current[key]][_CLS : _CLS + 2] = place
+        places = rows[current[key]] if key in current else []
+        for column in [column for column in _BY_ARRAY if places and places[column] < 0][:1]:
+            places[column : column + 2] = place
     if not any(row[0] >= 0 for row in rows):
         kinds = ", ".join(f".{s}" for s in IMAGE_SUFFIXES)
         raise ValueError(f"{tar} holds no images ({kinds}). Expected a webdataset tar, as img2dataset writes it.")

@@ -20,7 +20,7 @@ from kiloword.evaluation.caption.truth import elsewhere, judge_caption, summary
 from kiloword.evaluation.features import per_batch
 from kiloword.evaluation.results import check_results, official_id, read_results, write_results
 from kiloword.evaluation.task import Inputs, Values
-from kiloword.evaluation.zeroshot.tally import group_of
+from kiloword.evaluation.zeroshot.tally import field_name, group_of
 from kiloword.generation.options import GenerationOptions
 from kiloword.types import BadSample, Skipped, Source
 
@@ -94,7 +94,7 @@ def _by_group(described: list[CaptionedImage], options: CaptionTaskOptions) -> V
             scored = score_captions([m.caption for m in members], [m.references for m in members], options.judge)
             compared = {metric: value for metric, value in scored.values.items() if metric not in VARIETY}
             for metric, value in {**compared, "count": float(len(members))}.items():
-                yield f"{metric}_{field}:{name}", value
+                yield f"{metric}_{field_name(field)}:{name}", value
 
 
 def generated(inputs: Inputs, options: CaptionTaskOptions) -> list[CaptionedImage]:

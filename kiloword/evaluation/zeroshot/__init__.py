@@ -100,7 +100,8 @@ class ZeroshotTaskOptions:
     # prompts with {c} or {} for the class name: a file, a data set, or one template. None: those of the data, of the
     # data set that --classnames names, or the class name alone
     templates: Prompts | None = None
-    # fields of the json, or of FILE?info=COLUMN, whose values are groups of images: accuracy of each, and of the worst
+    # fields of the json, or of FILE?info=COLUMN, whose values are groups of images: accuracy of each, and of the worst;
+    # npy.0: the first number of the .npy beside a .cls; NAME=FIELD: FIELD where there is no NAME
     group_by: tuple[str, ...] = ()
     any_label: bool = False  # an image with several classes is right if any of them is among the first: acc1, acc5
     macro_f1: bool = False  # also F1 as a mean over the classes that occur
@@ -113,7 +114,7 @@ class ZeroshotTaskOptions:
         chosen = next((name for name in counted if getattr(self, name)), None)
         if chosen is not None and self.prompts != "ensemble":
             raise ValueError(f"--{chosen.replace('_', '-')} counts with --prompts ensemble, but it is {self.prompts}.")
-        if len(set(self.group_by)) < len(self.group_by):
+        if len({field.partition("=")[0] for field in self.group_by}) < len(self.group_by):
             raise ValueError(f"--group-by names a field twice: {', '.join(self.group_by)}.")
 
 

@@ -87,7 +87,8 @@ class Tally:
 
     def _by_group(self, where: Standing) -> Iterator[tuple[str, float]]:
         hits = {"acc": hit(where, 1)} | ({"acc_top5": hit(where, 5)} if len(self.names) >= 5 else {})
-        fields = {f: self._places(f, groups) for f, groups in zip(self.options.group_by, self._groups, strict=True)}
+        by = zip(self.options.group_by, self._groups, strict=True)
+        fields = {field_name(field): self._places(field, groups) for field, groups in by}
         for metric, right in hits.items():
             means = {f: {g: right[rows].mean().item() for g, rows in groups.items()} for f, groups in fields.items()}
             worst = {f: min(v for g, v in of.items() if g != NO_GROUP or len(of) == 1) for f, of in means.items()}
@@ -114,8 +115,15 @@ class Tally:
 
 
 def group_of(info: Mapping[str, Any], field: str) -> str | None:
-    """The group of an image: a value of its information as text. `a.b` is in the object `a`, `a.0` in the list `a`."""
+    """The group of an image: a value of its information as text. `a.b` is in the object `a`, `a.0` in the list `a`.
+
+    `a=FIELD` is FIELD where the image has no `a`.
+    """
     value: Any = info
+    first, mark, other = field.partition("=")
+    if mark and field not in info:
+        group = group_of(info, first)
+        return group_of(info, other) if group is None else group
     for name in [field] if field in info else field.split("."):
         if isinstance(value, Mapping):
             value = value.get(name)
@@ -124,6 +132,11 @@ def group_of(info: Mapping[str, Any], field: str) -> str | None:
         else:
             return None
     return str(value) if isinstance(value, str | int | float) and str(value) else None
+
+
+def field_name(field: str) -> str:
+    """How a field of groups is named in metrics: `region` of `region=npy.0`."""
+    return field.partition("=")[0]
 
 
 def _parts_of(names: Sequence[str]) -> dict[str, Tensor]:

@@ -220,6 +220,26 @@ def test_tars_of_several_classes(tmp_path: Path) -> None:
     assert source.labels.tolist() == [-1, -1, -1, 2]
 
 
+def test_arrays_beside_labels_are_groups(tmp_path: Path) -> None:
+    """As in DataComp's Dollar Street, GeoDE and FMoW; a json has precedence, an embedding is none."""
+    members = [
+        (f"{key}.{suffix}", raw)
+        for key, array, more in (
+            ("a", vector([3, 0]), []),
+            ("b", vector([2.0, 0.5], "float32"), []),
+            ("c", vector([1, 0]), [("json", b'{"region": "x"}')]),
+            ("d", vector([0.5] * 65, "float32"), []),
+            ("e", vector([[1]]), []),
+        )
+        for suffix, raw in [("npy", array), ("cls", b"1"), ("png", photo()), *more]
+    ]
+    source: Any = open_source(str(write_tar(tmp_path / "0.tar", members)))
+    assert [source.record(row).label for row in range(5)] == [1] * 5
+    infos = [source.record(row).info for row in range(5)]
+    assert infos == [{"npy": [3, 0]}, {"npy": [2, 0.5]}, {"region": "x"}, {}, {}]
+    assert [source.captions(row) for row in range(5)] == [[]] * 5
+
+
 @pytest.mark.parametrize("raw", [b"[1, -2]", b"[1, true]", b'["a"]', b"[" * 9999, b"1 2", b"-1", b"[1e3]", b"[[1]]"])
 def test_bad_labels_are_bad_samples(raw: bytes) -> None:
     with pytest.raises(BadSample, match="class"):
