@@ -97,6 +97,8 @@ def _parsed(name: str, value: Any) -> Any:
             value = decode_text(value)
         except BadSample:
             raise ValueError(f"{name}: a label is not UTF-8.") from None
+    if isinstance(value, bool):
+        value = int(value)
     if isinstance(value, float):
         value = int(value) if value.is_integer() else None if value != value else value
     if not isinstance(value, str):

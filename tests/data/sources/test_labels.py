@@ -129,6 +129,8 @@ def test_labels_of_tables(tmp_path: Path) -> None:
     assert (column(source), source.classnames) == ([1, 0, None, None, 1], ["a", "b b"])
     source = open_source(str(table(path, label=list("fedcba"))))
     assert (column(source), source.classnames) == ([5, 4, 3, 2, 1, 0], list("abcdef"))
+    one, two = column(open_source(str(table(path, label=[True, False]))))
+    assert (one, two, type(one)) == (1, 0, int)
     source = open_source(str(table(path, label=[[0, 2], [], None])))
     assert column(source) == [LabelSet((0, 2)), LabelSet(()), None]
     source = open_source(str(table(path, label=[["dog", "cat"], ["cat"]])))
@@ -167,9 +169,9 @@ def test_lists_of_classes_in_a_list_of_objects(tmp_path: Path) -> None:
         (tmp_path / "list.json").write_text(json.dumps(rows))
         found = [open_source(str(tmp_path / "list.json")).record(row).label for row in range(3)]
         assert found == [LabelSet(indices) for indices in expected]
-    rows = [{"image": "0.png"}, {"image": "1.png", "label": [1]}]
-    (tmp_path / "list.json").write_text(json.dumps(rows))
-    assert labels(open_source(str(tmp_path / "list.json")))["1"] == LabelSet((1,))
+    for one, index in (([1], 1), (["a"], 0)):
+        (tmp_path / "list.json").write_text(json.dumps([{"image": "0.png"}, {"image": "1.png", "label": one}]))
+        assert labels(open_source(str(tmp_path / "list.json"))) == {"0": None, "1": LabelSet((index,))}
 
 
 @pytest.mark.parametrize("listed", [False, True])

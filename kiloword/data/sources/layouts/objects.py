@@ -77,9 +77,10 @@ def column(values: Sequence[Any]) -> pa.Array:
     if values and all(isinstance(one, int) and abs(one) < _LARGEST for one in values):
         return pa.array(values, pa.int64())
     if any(isinstance(one, list) for one in values):
-        lists = [one if isinstance(one, list) else [] if one is None else [one] for one in values]
-        inner = [item for one in lists for item in one]
+        lists = [one if one is None or isinstance(one, list) else [one] for one in values]
+        inner = [item for one in lists for item in one or []]
         if inner and all(isinstance(item, int) and abs(item) < _LARGEST for item in inner):
-            return pa.array([None if one is None else each for one, each in zip(values, lists, strict=True)])
-        return pa.array([[key_bytes(str(item)) for item in one] for one in lists], pa.large_list(pa.large_binary()))
+            return pa.array(lists, pa.large_list(pa.int64()))
+        raw = [None if one is None else [key_bytes(str(item)) for item in one] for one in lists]
+        return pa.array(raw, pa.large_list(pa.large_binary()))
     return pa.array([None if one is None else key_bytes(str(one)) for one in values], pa.large_binary())
