@@ -144,6 +144,25 @@ def test_main_recipe_of_each_method(method: str) -> None:
     assert papers.load("paper", method).method == method
 
 
+PUBLIC_CODE = {  # read in the public code that each reason names
+    "llip-b32": {"settings.temperature_mode": "divide", "settings.per_token_projections": True},
+    "metaclip-h14": {"optim.beta2": 0.98, "optim.lr": 4e-4},
+    "fff-cc3m": {"optim.beta2": 0.999, "optim.eps": 1e-8, "data.augment.crop": 0.2},
+    "fff-cc3m-b16": {"optim.beta2": 0.98, "optim.eps": 1e-6, "data.augment.jitter": 0.8},
+    "clip-c-cc3m": {"optim.final_lr": 0.02, "model.text.activation": "quick_gelu", "optim.weight_decay": 0.5},
+    "clip-redcaps": {"epochs": 35, "optim.eps": 1e-8},
+    "sycoca-cc12m": {"model.head.dim": 512, "model.text.width": 768},
+    "prolip-l16-finetuned": {"model.image.size": 256, "model.text.width": 1024, "model.head.dim": 1024},
+}
+
+
+@pytest.mark.parametrize("name", PUBLIC_CODE)
+def test_what_papers_leave_open_is_as_in_public_code(name: str) -> None:
+    entries = papers.values(name)
+    assert {key: entries[key].value for key in PUBLIC_CODE[name]} == PUBLIC_CODE[name]
+    assert all(entries[key].open for key in PUBLIC_CODE[name])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", papers.names())
 def test_each_recipe_dry_runs(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
