@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +177,14 @@ def test_other_options_data_or_models_are_evaluated_again(tmp_path: Path, model:
         stored.write_text(stored.read_text()[:20])
     ran(suite_file(tmp_path, COLOURS, PAIRS), model, model_folder(tmp_path / "other", "clip"), *words)
     assert runs == ["scenes:test?n=8"] * 2
+
+
+def test_a_model_is_named_by_the_folder_of_its_run(tmp_path: Path, model: Path, runs: list[str]) -> None:
+    shutil.copytree(model, tmp_path / "run" / "model")
+    suite, out = suite_file(tmp_path, COLOURS), tmp_path / "out"
+    assert ran(suite, tmp_path / "run", "--data", tmp_path, "--out", out) == 0
+    assert ran(suite, tmp_path / "run" / "model", "--data", tmp_path, "--out", out) == 0
+    assert len(runs) == 1  # the second was stored: they are one model
 
 
 def test_a_data_set_that_fails_does_not_end_the_others(

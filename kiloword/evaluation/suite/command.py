@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from kiloword.checkpoint.files import write_atomic, write_json
-from kiloword.checkpoint.model_folder import read_model_file
+from kiloword.checkpoint.model_folder import model_files, read_model_file
 from kiloword.checkpoint.trust import Trust
 from kiloword.distributed.device import choose
 from kiloword.distributed.sharing import is_first, together
@@ -42,7 +42,7 @@ def main(
     execution = replace(execution, device=choose(execution.device))
     named = labels(models)
     for folder in models:
-        read_model_file(folder)  # a wrong name is refused before the first model is evaluated
+        read_model_file(model_files(folder)[0].parent)  # a wrong name is refused before the first model is evaluated
     with together(execution.device), showing_progress():
         for label, folder in zip(named, models, strict=True):
             matcher, workers = opened(folder, execution)

@@ -13,6 +13,7 @@ from kiloword import evaluation
 from kiloword.__version__ import __version__
 from kiloword.api import Matcher
 from kiloword.checkpoint.files import SaveError, write_json
+from kiloword.checkpoint.model_folder import model_files
 from kiloword.data.sources.digest import sampled
 from kiloword.data.sources.open import open_source
 from kiloword.distributed.sharing import is_first, share
@@ -24,8 +25,6 @@ from kiloword.features.teachers import digest
 from kiloword.terminal import warn
 from kiloword.types import Source
 
-MODEL_FILES = ("config.json", "tokenizer.json", "model.safetensors")
-
 
 def evaluate_all(
     label: str, folder: str, matcher: Matcher, workers: int, batch: int, every: Iterable[Outcome], out: Path | None
@@ -34,7 +33,7 @@ def evaluate_all(
 
     A data set that fails does not end the others; with several ranks it does, since they may fail at other places.
     """
-    model = digest([Path(folder) / name for name in MODEL_FILES])
+    model = digest(model_files(folder))
     located_ones = [one for one in every if one.source is not None]
     for n, one in enumerate(located_ones, start=1):
         entry = one.entry
