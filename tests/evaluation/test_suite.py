@@ -41,6 +41,13 @@ task = "retrieval"
 metric = ["image_retrieval_recall@1", "text_retrieval_recall@1"]
 groups = ["pairs of all kinds"]
 """
+COMPOSED = """
+[[dataset]]
+name = "images"
+task = "compositional"
+metric = "accuracy_by_category"
+files = { pairs = "pairs" }
+"""
 ABSENT = """
 [[dataset]]
 name = "absent"
@@ -328,6 +335,31 @@ def test_datacomp_counts_the_metrics_of_its_list() -> None:
         "dollar_street": "acc_top5_wg",
         "geode": "acc_wg",
     }
+
+
+def test_changed_files_of_options_are_read_again(tmp_path: Path, model: Path, runs: list[str]) -> None:
+    """A folder of pairs as the suite `compositional` names it, and class names from a file with parameters."""
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images" / "0.png").write_bytes(photo())
+    (tmp_path / "pairs").mkdir()
+    pairs, names = tmp_path / "pairs" / "swap.json", tmp_path / "names.json"
+    colours = COLOURS.replace("groups =", 'files = { classnames = "names.json?set=one" }\ngroups =')
+    suite = suite_file(tmp_path, colours, COMPOSED)
+    classes = ["red", "orange", "yellow", "green", "cyan", "blue", "purple", "pink"]
+    pair = {"filename": "0.png", "caption": "a cat", "negative_caption": "a bird"}
+
+    def evaluated() -> list[str]:
+        runs.clear()
+        assert ran(suite, model, "--data", tmp_path, "--out", tmp_path / "out") == 0
+        return list(runs)
+
+    pairs.write_text(json.dumps([pair]))
+    names.write_text(json.dumps({"one": classes, "two": ["a"]}))
+    assert (len(evaluated()), evaluated()) == (2, [])
+    pairs.write_text(json.dumps([{**pair, "caption": "a dog"}]))
+    assert evaluated() == [str(tmp_path / "images")]
+    names.write_text(json.dumps({"one": classes[::-1], "two": ["a"]}))
+    assert evaluated() == ["scenes:test?task=colour&n=12"]
 
 
 def test_datacomp_groups_are_numbers_beside_labels(tmp_path: Path, model: Path) -> None:

@@ -72,7 +72,7 @@ def _outcome(root: Path, entry: Entry, default_split: str) -> Outcome:
     options = dict(entry.options)
     for option, names in entry.files.items():
         wanted = [str(root / name) for name in ([names] if isinstance(names, str) else names)]
-        existing = next((path for path in wanted if Path(path).exists()), None)
+        existing = next(filter(_exists, wanted), None)
         if existing is None:
             return Outcome(entry, None, wanted)
         options[option] = existing

@@ -16,6 +16,7 @@ from kiloword.checkpoint.files import SaveError, write_json
 from kiloword.checkpoint.model_folder import model_files
 from kiloword.data.sources.digest import sampled
 from kiloword.data.sources.open import open_source
+from kiloword.data.sources.query import split_query
 from kiloword.distributed.sharing import is_first, share
 from kiloword.errors import sentence_of
 from kiloword.evaluation.suite import Entry
@@ -78,10 +79,18 @@ def _key(entry: Entry, options: Any, source: Source, model: str, precision: str)
     """What the metrics depend on: model, precision, data, class names and templates, task, options."""
     words = [getattr(source, name, None) for name in ("classnames", "templates")]
     plain = asdict(options) if is_dataclass(options) and not isinstance(options, type) else options
-    read = [digest([Path(text)]) for text in _texts(plain) if len(text) < 4096 and Path(text).is_file()]
+    read = [digest([file], file.name) for text in _texts(plain) if len(text) < 4096 for file in _files(text)]
     data = [source.fingerprint, sampled(source)]
     parts = [__version__, model, precision, data, words, entry.task, plain, read]
     return hashlib.blake2b(json.dumps(parts, default=str).encode(), digest_size=12).hexdigest()
+
+
+def _files(named: str) -> list[Path]:
+    """The file that an option names, with parameters or without, or the json of a folder."""
+    path = Path(split_query(named)[0]).expanduser()
+    if path.is_dir():
+        return sorted(file for file in path.iterdir() if file.suffix in (".json", ".jsonl") and file.is_file())
+    return [path] if path.is_file() else []
 
 
 def _texts(value: Any) -> Iterator[str]:
