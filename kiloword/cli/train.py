@@ -121,8 +121,9 @@ def _defaults(command: MethodCommand) -> tuple[Recipe, Recipe]:
     start = init or named.value("init")
     plain = _plain_defaults(command.method, size or named.value("size"), start, data)
     filled = fill(plain, named, towers=start is None and not towers_flag(named, values_of(flags, "--size"), ()))
-    if start is not None:  # whose tokenizer it takes
-        filled = replace(filled, data=replace(filled.data, tokenizer="own"))
+    if start is not None:  # whose tokenizer and weights it takes
+        model = replace(filled.model, init_std=plain.model.init_std)
+        filled = replace(filled, data=replace(filled.data, tokenizer="own"), model=model)
     return plain, replace(filled, method=command.method, size=plain.size, init=start)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from folders import model_folder
 from kiloword.cli.main import main
 from kiloword.config import papers
 from kiloword.config.papers import RecipeValue, fill, read
@@ -100,6 +101,14 @@ def test_train_by_name_at_debug_size(tmp_path: Path, capsys: pytest.CaptureFixtu
     run("train", "--config", config, "--out", tmp_path / "other", "--settings.k", "4", "--steps", "1")
     other = read_config(tmp_path / "other" / "config.json", RunFile).recipe
     assert other == replace(recipe, settings=recipe.settings | {"k": 4}, steps=1)
+
+
+def test_a_recipe_starts_from_another_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The initialisation of SyCoCa's recipes is not of a model that brings its weights, unless a flag asks for it."""
+    words = ("train", "--recipe", "sycoca-cc3m", "--init", model_folder(tmp_path / "m"), *DEBUG[2:], "--out", tmp_path)
+    run(*words, "--dry-run")
+    assert "here 0; section 4.1: all parameters of mean 0" in capsys.readouterr().out
+    assert "--model.init-std has no effect with --init" in refused(capsys, *words, "--model.init-std", "0.1")
 
 
 def test_dry_run_prints_sources(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
