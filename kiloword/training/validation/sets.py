@@ -140,10 +140,12 @@ def judged(matcher: Matcher, one: ValSet, train: Source) -> dict[str, float]:
     return {name: v for name, v in metrics.items() if isinstance(v, float) and find(one.task).prints(name)}
 
 
-def check_val(recipe: Recipe, val: Sequence[ValSet], tokenizer: Tokenizer, source: Source) -> dict[str, str]:
+def check_val(
+    recipe: Recipe, val: Sequence[ValSet], tokenizer: Tokenizer, source: Source, flag: str = "--val"
+) -> dict[str, str]:
     """Evaluate a few rows of the validation sets with a small stand-in model, before hours of training.
 
-    Args: val: result of `open_val`; tokenizer: of the run; source: the training data.
+    Args: val: result of `open_val`; tokenizer: of the run; source: the training data; flag: for messages.
     Returns: the metrics, by name in `metrics.jsonl` -> name as of their task.
     Raises: ValueError for data that the validation of the run would refuse.
     """
@@ -153,7 +155,7 @@ def check_val(recipe: Recipe, val: Sequence[ValSet], tokenizer: Tokenizer, sourc
         try:
             metrics = judged(_stand_in(recipe, one.task, tokenizer), few, _few(source, one.task))
         except ValueError as e:
-            raise ValueError(f"--val {one.source.name}, {one.task}: {e}" if len(val) > 1 else str(e)) from e
+            raise ValueError(f"{flag} {one.source.name}, {one.task}: {e}" if len(val) > 1 else str(e)) from e
         names |= {f"{prefix(one, val)}{name}": name for name in metrics}
     return names
 
