@@ -49,10 +49,8 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
             f"kiloword/methods/{name}.py": "one method a file"
             for name in ("clip", "clip_c", "siglip", "coca/coca", "coca/sycoca", "coca/vqa", "llip/preset")
         },
-        "kiloword/cli/plan.py": "one verb a file",
         "kiloword/methods/defaults.py": "imports no torch: help is instant",
         "kiloword/mining/options.py": "imports no torch: help is instant",
-        "kiloword/config/options.py": "may change when a run is resumed; the recipe may not",
         "kiloword/terminal/screen.py": "imports rich, which only tables need",
         "kiloword/errors.py": "below all rooms",
         "kiloword/data/sources/digest.py": "in a file that it would fit, modules would import each other",
