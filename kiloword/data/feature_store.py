@@ -58,8 +58,9 @@ class TableFile(TableSettings):
         )
 
     def compared(self) -> list[tuple[Any, str]]:
+        digest, space, resize = self.teacher_fingerprint.partition(" ")
         return [
-            (self.teacher_fingerprint, f"teacher {self.teacher} ({self.teacher_fingerprint[:16]})"),
+            (self.teacher_fingerprint, f"teacher {self.teacher} ({digest[:16]}{space}{resize})"),
             (self.contents, f"data {self.data} ({self.fingerprint[:16]})"),
             *((getattr(self, name), f"{name} {getattr(self, name)}") for name in ("name", "dim", "precision", "dtype")),
         ]

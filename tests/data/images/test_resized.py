@@ -82,17 +82,17 @@ def test_the_first_captions_of_every_epoch() -> None:
     assert len(others) > 1
 
 
-def test_a_run_of_first_captions(tmp_path: Path) -> None:
+def test_a_run_of_first_captions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base = default_recipe("siglip", "debug", ("scenes?n=16&captions=3",))
     data = replace(base.data, tokenizer_vocab=300, captions=2, first_captions=True)
     out = train(replace(base, data=data, batch=8, steps=1), tmp_path / "run", options=RunOptions(quiet=True))
     assert json.loads((tmp_path / "run" / "config.json").read_text())["recipe"]["data"]["first_captions"] is True
     file = parse(json.loads((out / "config.json").read_text()), ModelFile)
     assert file.model.preprocess == sizes()["debug"].preprocess
-    embedded(out, tmp_path)
+    embedded(out, tmp_path, capsys)
 
 
-def embedded(model: Path, folder: Path) -> None:
+def embedded(model: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Features of a teacher whose images are resized otherwise are others, and never mix with its own."""
     words = ["embed", str(model), "--data", "scenes?n=6&size=64", "--out"]
     main([*words, str(folder / "plain")])
@@ -103,6 +103,7 @@ def embedded(model: Path, folder: Path) -> None:
     assert features[0] != features[1]
     with pytest.raises(SystemExit):
         main([*words, str(folder / "plain"), "--resize", "40"])
+    assert "resize 40) here" in capsys.readouterr().err
     teacher = open_teacher(str(model), "cpu", "fp32")
     with pytest.raises(ValueError, match="resize 30 is smaller than the image size 32"):
         resized(teacher, 30)
