@@ -6,6 +6,7 @@ import math
 import re
 import runpy
 import shlex
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -122,8 +123,10 @@ def test_debug_command(
 ) -> None:
     monkeypatch.chdir(place)
     if command.startswith("python -m research."):
+        module = shlex.split(command)[2]
         monkeypatch.setattr("sys.argv", shlex.split(command)[2:])
-        runpy.run_module(shlex.split(command)[2], run_name="__main__")
+        monkeypatch.delitem(sys.modules, module, raising=False)  # another test may have imported it
+        runpy.run_module(module, run_name="__main__")
     else:
         main(shlex.split(command)[1:])
     assert capsys.readouterr().out
