@@ -280,8 +280,8 @@ def test_a_traceback_has_no_secret(capfd: pytest.CaptureFixture[str]) -> None:
     address = split("https://u:plantedpassword@host.org/0.tar?sig=plantedsignature")
     error = RuntimeError(f"a bug of ours at {address.full}")
     show_traceback(RuntimeError, error, None)
-    assert "a bug of ours at https://host.org/0.tar" in (said := capfd.readouterr().err)
-    assert PLANTED not in said
+    assert "a bug of ours at https://host.org/0.tar" in (output := capfd.readouterr().err)
+    assert PLANTED not in output
 
 
 @settings(max_examples=200, deadline=None)

@@ -61,7 +61,7 @@ SIZED = (  # of a run: its size and length, its data, its folder
 
 
 def rows(columns: int) -> Iterator[tuple[str, list[str]]]:
-    """The rows of the page's tables with so many columns, and the paper of each."""
+    """The rows of the page's tables with this number of columns, and the paper of each."""
     for section in re.split(r"^## ", PAGE, flags=re.MULTILINE)[1:]:
         for line in section.splitlines():
             cells = [cell.strip() for cell in line.strip("|").split(" | ")]

@@ -33,7 +33,7 @@ def chosen(method: str, name: str | None, config: str | None) -> NamedRecipe | N
         )
     if not (named.method or method):
         raise ValueError(f"{named.name} names no method: give METHOD, or add method to the file.")
-    if method and named.method and method != named.method and not method.startswith(f"{named.method}+"):
+    if method and named.method and not named.is_of(method):
         raise ValueError(
             f"{named.name} is a recipe of {named.method}, but METHOD is {method}: omit METHOD, or give it."
         )

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import Positional, arg
 
 from kiloword.checkpoint.trust import NONE, Trust
 from kiloword.terminal import say, warn
+
+if TYPE_CHECKING:
+    from kiloword.api import Matcher
 
 Drawing = Literal["maps", "words", "gradcam", "masks", "reconstruction"]
 DRAWINGS = (
@@ -66,18 +69,25 @@ def score(
         warn(f"text {n + 1} ({texts[n][:60]!r}) is truncated: it has {tokens} tokens, of which the model reads {read}")
     _print(images, texts, matcher.score(list(images), list(texts), nearest).tolist())
     if plane is not None:
-        from kiloword.evaluation.command import labels
-        from kiloword.explain.plane import write_plane
-
-        others = (load(name, device=device, precision=precision) for name in beside)
-        write_plane(plane, dict(zip(labels([model, *beside]), [matcher, *others], strict=True)), images, texts)
-        say(f"plane: {plane}")
+        others = [load(name, device=device, precision=precision) for name in beside]
+        _draw_plane(plane, [model, *beside], [matcher, *others], images, texts)
     if explain is not None:
         from kiloword.explain.sheets import write
 
         say(*write(explain, matcher, images, texts, maps, explain_what or None))
     elif explain_what:
         raise ValueError("--explain-what selects what --explain DIR draws: name a folder by --explain.")
+
+
+def _draw_plane(
+    file: Path, folders: Sequence[str], matchers: Sequence[Matcher], images: Sequence[Path], texts: Sequence[str]
+) -> None:
+    """Write the page of --plane, with a plane for each model."""
+    from kiloword.evaluation.command import labels
+    from kiloword.explain.plane import write_plane
+
+    write_plane(file, dict(zip(labels(folders), matchers, strict=True)), images, texts)
+    say(f"plane: {file}")
 
 
 def _files(images: Sequence[Path]) -> tuple[Path, ...]:

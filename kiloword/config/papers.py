@@ -8,7 +8,6 @@ recipe whose values a table inherits. A user's file is one such table, or the `c
 from __future__ import annotations
 
 import json
-import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -67,6 +66,10 @@ class NamedRecipe:
                 _put(tree, name.split(".")[1:], entry.value)
         return tree
 
+    def is_of(self, method: str) -> bool:
+        """Whether it is a recipe of a method, which may have components."""
+        return method == self.method or method.startswith(f"{self.method}+")
+
     def length(self) -> dict[str, Any]:
         """The length: steps, epochs or samples."""
         return {name: self.entries[name].value for name in LENGTHS if name in self.entries}
@@ -111,7 +114,7 @@ def load(name: str, method: str = "") -> NamedRecipe:
 def _main(method: str) -> NamedRecipe:
     if not method:
         raise ValueError("--recipe paper is the main recipe of a method: give METHOD first, e.g. train llip.")
-    all_of = [recipe for recipe in map(load, names()) if recipe.method == re.split(r"\+(?=[^+])", method)[0]]
+    all_of = [recipe for recipe in map(load, names()) if recipe.is_of(method)]
     main = [recipe for recipe in all_of if recipe.main]
     if len(main) != 1:
         expected = f"choose {' or '.join(recipe.name for recipe in all_of)}" if all_of else "there is none"
@@ -213,12 +216,10 @@ def _read(name: str, table: Mapping[str, Any]) -> NamedRecipe:
 def _check_words(words: Mapping[str, Any]) -> None:
     """Raises: ValueError for a word of another type than text; notes are a list of texts, main is true or false."""
     for key, value in words.items():
-        texts = value if key == "notes" and isinstance(value, list) else [value]
-        if not isinstance(value, bool) if key == "main" else not all(isinstance(text, str) for text in texts):
-            expected = {"notes": "a list of texts", "main": "true or false"}.get(key, "a text")
+        kind, expected = {"notes": (list, "a list of texts"), "main": (bool, "true or false")}.get(key, (str, "a text"))
+        inner = value if key == "notes" and isinstance(value, list) else ()
+        if not isinstance(value, kind) or not all(isinstance(text, str) for text in inner):
             raise ValueError(f"{key} is {value!r}: expected {expected}.")
-        if key == "notes" and not isinstance(value, list):
-            raise ValueError(f"notes is {value!r}: expected a list of texts.")
 
 
 def _entries(table: Mapping[str, Any], at: str = "") -> Iterator[tuple[str, RecipeValue]]:

@@ -255,12 +255,12 @@ def test_damage_falls_back_to_the_state_before(tmp_path: Path, name: str) -> Non
     before = some() | {"learner/scale": torch.full((1,), 7.0)}
     put(tmp_path, 7, before)
     harm(put(tmp_path, 9, some()))
-    said: list[str] = []
-    found = load_state(tmp_path, said.append)
+    output: list[str] = []
+    found = load_state(tmp_path, output.append)
     assert found is not None
     same(found[0], before)
     assert found[1]["step"] == 7
-    (sentence,) = said
+    (sentence,) = output
     assert sentence.startswith("state step-000000009 is damaged (")
     assert sentence.endswith("): falling back to the one before.")
     assert re.search(says, sentence), sentence
@@ -333,12 +333,12 @@ def test_a_strangers_state_is_damaged_and_no_more(tmp_path: Path, what: str) -> 
     put(tmp_path, 1, some())
     put(tmp_path, 2, some())
     HOSTILE[what](tmp_path)
-    said: list[str] = []
-    found = newest(tmp_path, said.append)
+    output: list[str] = []
+    found = newest(tmp_path, output.append)
     assert found is not None
     assert found.numbers["step"] == 1
-    assert len(said) == steps_done(tmp_path) - 1
-    assert all("state step-000000002 is damaged" in one and len(one) < 500 for one in said)
+    assert len(output) == steps_done(tmp_path) - 1
+    assert all("state step-000000002 is damaged" in one and len(one) < 500 for one in output)
 
 
 def test_moments_of_no_parameter_do_not_fit(tmp_path: Path) -> None:
@@ -368,10 +368,10 @@ def test_without_its_json_a_state_does_not_exist(tmp_path: Path) -> None:
 def test_all_damaged_is_refused(tmp_path: Path) -> None:
     for step in (7, 9):
         flip(shard_of(put(tmp_path, step, some())))
-    said: list[str] = []
+    output: list[str] = []
     with pytest.raises(ValueError, match=r"no state in .* can be read: all are damaged"):
-        newest(tmp_path, said.append)
-    assert len(said) == 2
+        newest(tmp_path, output.append)
+    assert len(output) == 2
 
 
 # While training
@@ -483,10 +483,10 @@ def on_rank(folder: Path, read: bool) -> None:
     mesh = init_device_mesh("cpu", (ranks,))
     tensors = some() | {k: distribute_tensor(v, mesh, [Shard(0)]) for k, v in sharded().items()}
     if read:
-        said: list[str] = []
-        stored = newest(folder, said.append)
+        output: list[str] = []
+        stored = newest(folder, output.append)
         assert stored is not None
-        assert len(said) == 1
+        assert len(output) == 1
         empty = {name: torch.zeros_like(value) for name, value in tensors.items()}
         stored.load(empty)
         same({k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in empty.items()}, some() | sharded())

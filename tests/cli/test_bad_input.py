@@ -38,11 +38,11 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Refused:
         capsys.readouterr()
         with pytest.raises(SystemExit) as end:
             main([str(word) for word in words])
-        said = capsys.readouterr().err
-        assert end.value.code == 2, said
-        assert "Traceback" not in said
-        last = said.strip().splitlines()[-1]
-        assert last.startswith("kiloword: "), said
+        output = capsys.readouterr().err
+        assert end.value.code == 2, output
+        assert "Traceback" not in output
+        last = output.strip().splitlines()[-1]
+        assert last.startswith("kiloword: "), output
         assert len(last) < 600
         return last
 
@@ -103,9 +103,9 @@ def test_unreadable_folder(refused: Refused, model: Path, tmp_path: Path, monkey
 
     monkeypatch.setattr("os.listdir", listdir)
     for words in commands(tmp_path / "data", model, tmp_path):
-        said = refused(*words)
-        assert "Permission denied" in said
-        assert str(tmp_path / "data") in said
+        output = refused(*words)
+        assert "Permission denied" in output
+        assert str(tmp_path / "data") in output
 
 
 def test_tar_without_images(refused: Refused, model: Path, tmp_path: Path) -> None:
@@ -128,9 +128,9 @@ def test_tar_cut_in_the_middle(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     place = whole.index(b"0099.png") + 700  # inside an image
     tar.write_bytes(whole[:place])
     main(train(tmp_path / "data", tmp_path / "out", "--batch", 100, "--bad-share", 0.02))
-    said = capsys.readouterr().err
-    assert "0099" in said
-    assert "the tar ends in the middle of this sample" in said
+    output = capsys.readouterr().err
+    assert "0099" in output
+    assert "the tar ends in the middle of this sample" in output
     assert read_metrics(tmp_path / "out" / "metrics.jsonl")[-1]["skipped"] == 1
     with pytest.raises(SystemExit) as end:
         main(["data", "check", str(tmp_path / "data")])
@@ -177,25 +177,25 @@ def test_bad_samples_are_named_and_replaced(
     write_tar(tmp_path / "data" / "0.tar", pairs(93) | bad_members(list(BAD)))
     more = ("--batch", 100, "--steps", 1, "--bad-share", 0.1, "--decoder", decoder, "--workers", workers)
     main(train(tmp_path / "data", tmp_path / "out", *more))
-    said = capsys.readouterr().err
+    output = capsys.readouterr().err
     for name, (_, _, reason) in BAD.items():
-        assert f"{name.split('.')[0]}: {reason}" in said
+        assert f"{name.split('.')[0]}: {reason}" in output
     assert read_metrics(tmp_path / "out" / "metrics.jsonl")[-1]["skipped"] == len(BAD)
 
 
 @pytest.mark.parametrize("name", list(BAD))
 def test_too_many_bad_samples_stop_the_run(refused: Refused, tmp_path: Path, name: str) -> None:
     write_tar(tmp_path / "data" / "0.tar", pairs(24) | bad_members([name]))
-    said = refused(*train(tmp_path / "data", tmp_path / "out", "--batch", 25))
-    assert f"1 of the data set's 25 rows are bad, more than the allowed 1.00%: {BAD[name][2]}" in said
-    assert name.split(".")[0] in said
-    assert "--bad-share" in said
+    output = refused(*train(tmp_path / "data", tmp_path / "out", "--batch", 25))
+    assert f"1 of the data set's 25 rows are bad, more than the allowed 1.00%: {BAD[name][2]}" in output
+    assert name.split(".")[0] in output
+    assert "--bad-share" in output
 
 
 def test_only_bad_samples(refused: Refused, tmp_path: Path) -> None:
     write_tar(tmp_path / "data" / "0.tar", bad_members(list(BAD)))
-    said = refused(*train(tmp_path / "data", tmp_path / "out", "--batch", 4))
-    assert "bad" in said
+    output = refused(*train(tmp_path / "data", tmp_path / "out", "--batch", 4))
+    assert "bad" in output
 
 
 def test_wrong_extension_is_no_fault(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -216,8 +216,8 @@ def test_caption_of_100_kb_is_truncated_and_counted(tmp_path: Path) -> None:
 def test_table_without_the_columns(refused: Refused, model: Path, tmp_path: Path) -> None:
     (tmp_path / "table.csv").write_text("image,words\na.jpg,a dog\n")
     for words in commands(tmp_path / "table.csv", model, tmp_path):
-        said = refused(*words)
-        assert "has the columns image, words. Expected `image` (or `filepath`) and `caption`" in said
+        output = refused(*words)
+        assert "has the columns image, words. Expected `image` (or `filepath`) and `caption`" in output
     (tmp_path / "empty.csv").write_text("")
     assert "has the columns none" in refused(*train(tmp_path / "empty.csv", tmp_path / "out"))
 
@@ -234,8 +234,8 @@ def test_fewer_images_than_a_batch(refused: Refused, tmp_path: Path) -> None:
 
 def test_unknown_names(refused: Refused, a_run: Path, tmp_path: Path) -> None:
     out = ("--out", tmp_path / "out")
-    assert "unknown method 'siglop'" in (said := refused("train", "siglop", *out))
-    assert "Did you mean siglip?" in said
+    assert "unknown method 'siglop'" in (output := refused("train", "siglop", *out))
+    assert "Did you mean siglip?" in output
     assert "unknown size 'huge': expected one of debug, tiny" in refused("train", "siglip", "--size", "huge", *out)
     assert "Did you mean retrieval?" in refused("eval", "retreival", a_run / "model", "--data", "scenes:test?n=8")
     assert "cannot load method nowhere:preset" in refused("train", "nowhere:preset", *out)
@@ -313,8 +313,8 @@ def test_limits_of_a_setting_are_those_it_declares(refused: Refused, verb: str) 
 
 @pytest.mark.parametrize("epochs", ["inf", "nan"])
 def test_endless_training(refused: Refused, tmp_path: Path, epochs: str) -> None:
-    said = refused("train", "siglip", "--data", SCENES, "--out", tmp_path / "out", "--batch", 8, "--epochs", epochs)
-    assert f"--epochs is {epochs}" in said
+    output = refused("train", "siglip", "--data", SCENES, "--out", tmp_path / "out", "--batch", 8, "--epochs", epochs)
+    assert f"--epochs is {epochs}" in output
 
 
 # Model folders
@@ -357,9 +357,9 @@ def test_config_with_an_unknown_key(refused: Refused, model: Path, tmp_path: Pat
     config["model"]["image"]["colour"] = "red"
     (model / "config.json").write_text(json.dumps(config))
     for words in uses(model, tmp_path):
-        said = refused(*words)
-        assert "model.image.colour" in said
-        assert str(model / "config.json") in said
+        output = refused(*words)
+        assert "model.image.colour" in output
+        assert str(model / "config.json") in output
 
 
 def test_config_of_other_weights(refused: Refused, model: Path, tmp_path: Path) -> None:
@@ -367,9 +367,9 @@ def test_config_of_other_weights(refused: Refused, model: Path, tmp_path: Path) 
     config["model"]["head"]["dim"] = 8
     (model / "config.json").write_text(json.dumps(config))
     for words in uses(model, tmp_path):
-        said = refused(*words)
-        assert "do not fit its config" in said
-        assert ": head." in said
+        output = refused(*words)
+        assert "do not fit its config" in output
+        assert ": head." in output
 
 
 def test_images_to_score(refused: Refused, model: Path, tmp_path: Path) -> None:
@@ -393,9 +393,9 @@ def test_out_cannot_be_written(refused: Refused, model: Path, tmp_path: Path) ->
 
 def test_out_holds_another_run(refused: Refused, a_run: Path, tmp_path: Path) -> None:
     before = {p: p.read_bytes() for p in a_run.rglob("*") if p.is_file()}
-    said = refused(*train(SCENES, a_run, "--optim.lr", 0.5, "--seed", 3))
-    assert re.search("seed is 0 there, 3 here; optim.lr is 0[.0-9]+ there, 0.5 here", said)
-    assert "holds another run" in said
+    output = refused(*train(SCENES, a_run, "--optim.lr", 0.5, "--seed", 3))
+    assert re.search("seed is 0 there, 3 here; optim.lr is 0[.0-9]+ there, 0.5 here", output)
+    assert "holds another run" in output
     assert "method is 'siglip' there, 'clip' here" in refused("train", "clip", *SMALL, "--data", SCENES, "--out", a_run)
     assert "Use --extend" in refused(*train(SCENES, a_run, "--steps", 9))
     assert "holds another run: data.sources is ['scenes?n=64'] there" in refused(*train("scenes?n=64&seed=2", a_run))
@@ -474,9 +474,9 @@ def test_disk_full_while_saving(refused: Refused, tmp_path: Path, monkeypatch: p
     words = train(SCENES, tmp_path / "out", "--save-every", 1)
     with monkeypatch.context() as patch:
         full_disk(patch, after)
-        said = refused(*words)
-    assert "No space left on device" in said
-    assert "What was there before is kept" in said
+        output = refused(*words)
+    assert "No space left on device" in output
+    assert "What was there before is kept" in output
     assert not list(tmp_path.rglob("*.tmp"))
     spoken: list[str] = []
     found = load_state(tmp_path / "out" / "state", spoken.append)
@@ -504,8 +504,8 @@ def test_loss_that_is_no_number(refused: Refused, tmp_path: Path, monkeypatch: p
     words = train(SCENES, tmp_path / "out", "--save-every", 1, "--log-every", 100, "--max-skipped-steps", 1)
     with monkeypatch.context() as patch:
         patch.setattr(loop, "backward", backward)
-        said = refused(*words)
-    assert "step 3: loss is nan; bad" in said
+        output = refused(*words)
+    assert "step 3: loss is nan; bad" in output
     found = load_state(tmp_path / "out" / "state", print)
     assert found is not None
     assert found[1]["step"] == 2
@@ -526,14 +526,14 @@ def test_interrupt_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
     with subprocess.Popen(words, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
         wait_for((out / "metrics.jsonl").exists, process)
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does: the workers get it too
-        said = process.communicate(timeout=200)[1]
+        output = process.communicate(timeout=200)[1]
     assert process.returncode == 128 + signal.SIGINT
-    assert "Traceback" not in said
-    assert "The same command goes on from there" in said.strip().splitlines()[-1]
+    assert "Traceback" not in output
+    assert "The same command goes on from there" in output.strip().splitlines()[-1]
     found = load_state(out / "state", print)
     assert found is not None
     step = found[1]["step"]
-    assert f"after step {step}" in said
+    assert f"after step {step}" in output
     main(train(SCENES, out, "--steps", step + 2, "--extend"))
     assert [row["step"] for row in read_metrics(out / "metrics.jsonl")] == list(range(1, step + 3))
 

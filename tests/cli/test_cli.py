@@ -78,15 +78,15 @@ def help_of(capsys: pytest.CaptureFixture[str], *words: str, page: str = "--help
 
 
 def test_help_names_every_verb_and_says_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:
-    said = help_of(capsys)
+    output = help_of(capsys)
     for verb in VERBS.split():
-        assert re.search(rf"\b{verb} \w+", said), verb
+        assert re.search(rf"\b{verb} \w+", output), verb
 
 
-def options_in(said: str) -> dict[str, str]:
+def options_in(output: str) -> dict[str, str]:
     """Every option of a help page -> the text beside it, without its values and its default."""
     entries: list[list[str]] = [[]]
-    for line in said.splitlines():
+    for line in output.splitlines():
         words = line.strip("\u2502| ")
         entries += [[]] if re.match(r"--?\w", words) or not words else []
         entries[-1].append(words)
@@ -132,9 +132,9 @@ def test_settings_of_methods_have_a_text(method: str, capsys: pytest.CaptureFixt
 
 
 def test_help_of_train_has_defaults_of_the_method_and_size(capsys: pytest.CaptureFixture[str]) -> None:
-    said = help_of(capsys, "train", "siglip", "--size", "b32", page="--help-all")
-    assert "--settings.bias FLOAT initial bias; the logit is scale * cosine + bias (default: -10.0)" in said
-    assert "--model.image.width INT width of a token (default: 768)" in said
+    output = help_of(capsys, "train", "siglip", "--size", "b32", page="--help-all")
+    assert "--settings.bias FLOAT initial bias; the logit is scale * cosine + bias (default: -10.0)" in output
+    assert "--model.image.width INT width of a token (default: 768)" in output
 
 
 @pytest.mark.parametrize("words", [("train",), ("train", "llip"), ("plan", "siglip")])
@@ -143,20 +143,20 @@ def test_help_shows_the_common_flags_and_names_the_page_of_all(
 ) -> None:
     with pytest.raises(SystemExit):
         main([*words, "--size", "b32", "--help"])
-    said = capsys.readouterr().out
-    common = options_in(said).keys() - {"help", "help-all", "settings.NAME"}
+    output = capsys.readouterr().out
+    common = options_in(output).keys() - {"help", "help-all", "settings.NAME"}
     assert 15 < len(common) <= 29
     everything = options_of(capsys, *words, "--help-all").keys()
     assert common < everything
-    settings = re.findall(r"Settings of \w+ \(--settings.NAME\): (.*)\.", said)
+    settings = re.findall(r"Settings of \w+ \(--settings.NAME\): (.*)\.", output)
     assert bool(settings) == (len(words) == 2), "of a method alone"
     for name in settings and settings[0].split(", "):
         assert f"settings.{name}" in everything
-    assert said.splitlines()[-1].endswith(f"{' '.join([*words, 'METHOD'][:2])} --help-all")
-    said = re.sub(r"[\s│]+", " ", said)
-    assert "--size STR size of the towers (`kiloword sizes` lists them) (default: b32)" in said
+    assert output.splitlines()[-1].endswith(f"{' '.join([*words, 'METHOD'][:2])} --help-all")
+    output = re.sub(r"[\s│]+", " ", output)
+    assert "--size STR size of the towers (`kiloword sizes` lists them) (default: b32)" in output
     for group in ("length", "model", "loss", "hardware"):
-        assert f"{group} options" in said
+        assert f"{group} options" in output
 
 
 def test_nothing_is_help_too(capsys: pytest.CaptureFixture[str]) -> None:
@@ -214,16 +214,16 @@ def test_the_documentation_gives_the_time_limit_of_a_run() -> None:
 def test_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     how = ("--micro", 4, "--checkpointing", "whole", "--precision", "bf16")
     run("train", "siglip", *RUN, "--out", tmp_path / "out", "--dry-run", "--optim.lr", 0.01, *how)
-    said = capsys.readouterr().out
-    assert "1, 2 x 4 images each, checkpointing whole, compile none, bf16" in said
-    assert "siglip scale=10 bias=-10" in said
-    assert "3 steps of 8 images, 0.4 epochs" in said
-    assert "lr=0.01" in said
+    output = capsys.readouterr().out
+    assert "1, 2 x 4 images each, checkpointing whole, compile none, bf16" in output
+    assert "siglip scale=10 bias=-10" in output
+    assert "3 steps of 8 images, 0.4 epochs" in output
+    assert "lr=0.01" in output
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "output"),
     [
         (["fff"], "fff needs precomputed features named 'teacher'"),
         (["fff", "--features", "nowhere"], "nowhere is no feature store"),
@@ -236,13 +236,13 @@ def test_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[st
     ids=lambda value: "" if isinstance(value, str) else " ".join(value),
 )
 def test_dry_run_refuses_what_training_would(
-    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str], output: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rest = [w for w in RUN if w not in ("--batch", "8")] if "--batch" in words else RUN
     with pytest.raises(SystemExit) as end:
         run("train", *words, *rest, "--out", tmp_path / "out", "--dry-run")
     assert end.value.code == 2
-    assert said in capsys.readouterr().err
+    assert output in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
@@ -279,9 +279,9 @@ def test_settings_that_change_nothing_are_refused(
     rest = RUN[:2] + RUN[4:] if "--init" in words else RUN
     with pytest.raises(SystemExit) if told else nullcontext():
         run("train", *words, *rest, "--out", tmp_path / "out", "--dry-run")
-    said = capsys.readouterr()
-    assert told in said.err
-    assert bool(told) == ("Omit settings without effect." in said.err) == (not said.out)
+    output = capsys.readouterr()
+    assert told in output.err
+    assert bool(told) == ("Omit settings without effect." in output.err) == (not output.out)
 
 
 def test_sharding_over_one_process_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -336,13 +336,13 @@ def test_an_empty_path_is_not_the_current_directory(
 
 
 @pytest.mark.parametrize(
-    ("text", "said"), [("", "--texts got an empty value"), ("  ", "text 2 of --texts is empty: expected words")]
+    ("text", "output"), [("", "--texts got an empty value"), ("  ", "text 2 of --texts is empty: expected words")]
 )
-def test_an_empty_text_is_refused(text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_empty_text_is_refused(text: str, output: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         run("score", tmp_path / "none", "--images", "a.png", "--texts", "a", text)
     assert end.value.code == 2
-    assert said in capsys.readouterr().err
+    assert output in capsys.readouterr().err
 
 
 def test_terms_takes_several(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -361,10 +361,10 @@ def test_captions_are_not_written_under_the_name_of_another_format(
 
 def test_the_last_of_a_flag_counts_for_defaults_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run("train", "clip", *RUN, "--size", "tiny", "--size=debug", "--batch", "4", "--out", tmp_path, "--dry-run")
-    said = capsys.readouterr().out
-    assert "3 steps of 4 images" in said
-    assert "model      debug, " in said
-    assert "image    size=32" in said
+    output = capsys.readouterr().out
+    assert "3 steps of 4 images" in output
+    assert "model      debug, " in output
+    assert "image    size=32" in output
 
 
 @pytest.mark.parametrize(
@@ -388,8 +388,8 @@ def test_a_run_that_ends_in_its_warmup_is_reported_before_it_starts(
     run(*words, "--optim.warmup", "3", "--dry-run")
     assert "note" not in capsys.readouterr().out
     run(*words, "--optim.warmup", "2000")
-    said = capsys.readouterr().err
-    assert said.index(f"note: {told}") < said.index("step 3/3")
+    output = capsys.readouterr().err
+    assert output.index(f"note: {told}") < output.index("step 3/3")
 
 
 @pytest.mark.parametrize("data", [["scenes?n=15"], ["scenes?n=9", "scenes:val?n=12", "--weights", "1", "0.5"]])
@@ -411,9 +411,9 @@ def test_train_with_settings_and_validation(tmp_path: Path, capsys: pytest.Captu
     out = tmp_path / "out"
     own = ["--settings.scale", 5, "--settings.bias", -3, "--val", "scenes:test?n=16", "--captions", "all"]
     run("train", "siglip", *RUN, *own, "--out", out, "--log-every", 1)
-    said = capsys.readouterr()
-    assert said.out == f"model: {out / 'model'}\n"
-    assert "val at step 3: text_retrieval_recall@1" in said.err
+    output = capsys.readouterr()
+    assert output.out == f"model: {out / 'model'}\n"
+    assert "val at step 3: text_retrieval_recall@1" in output.err
     assert json.loads((out / "config.json").read_text())["recipe"]["settings"] == {"scale": 5.0, "bias": -3.0}
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3, 3]
@@ -478,9 +478,9 @@ def test_a_model_to_start_from_brings_its_towers(
 ) -> None:
     words = ["train", "siglip", "--data", "scenes?n=64", "--batch", 8, "--steps", 1, "--init", model, "--out", tmp_path]
     run(*words, "--dry-run")
-    said = capsys.readouterr().out
-    assert f"model      debug from {model}" in said
-    assert "image    size=32 patch=16 width=32" in said
+    output = capsys.readouterr().out
+    assert f"model      debug from {model}" in output
+    assert "image    size=32 patch=16 width=32" in output
     run(*words, "--model.image.size", 48)
     assert "(images of 48 pixels instead of 32)" in capsys.readouterr().err
     for flag, value in (("--model.text.width", 16), ("--model.head.dim", 8)):
@@ -509,10 +509,10 @@ def test_score(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     for n, file in enumerate(files):
         file.write_bytes(photo(n))
     run("score", model, "--images", *files, "--texts", "a dog", "a [red] cat")
-    said = capsys.readouterr().out
-    assert "a [red] cat" in said
+    output = capsys.readouterr().out
+    assert "a [red] cat" in output
     for file in files:
-        assert re.search(rf"{file.name}\W+-?0\.\d{{3}}\W+-?0\.\d{{3}}", said)
+        assert re.search(rf"{file.name}\W+-?0\.\d{{3}}\W+-?0\.\d{{3}}", output)
 
 
 def test_data(photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -527,5 +527,5 @@ def test_data(photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 def test_tables(capsys: pytest.CaptureFixture[str]) -> None:
     for verb, words in (("methods", ("clip", "siglip")), ("sizes", tuple(sizes())), ("doctor", ("torch", "python"))):
         run(verb)
-        said = capsys.readouterr().out
-        assert all(word in said for word in words)
+        output = capsys.readouterr().out
+        assert all(word in output for word in words)

@@ -49,10 +49,10 @@ def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
     [("trian siglip --data scenes --out x", "train"), ("evla retrieval m", "eval"), ("methdos", "methods")],
 )
 def test_a_verb_that_is_misspelled(words: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
-    said = refused(capsys, *words.split())
-    assert said.startswith(f"kiloword: unknown verb '{words.split()[0]}': expected one of train, ")
-    assert said.endswith(f"Did you mean {meant}?\n")
-    assert "--" not in said
+    output = refused(capsys, *words.split())
+    assert output.startswith(f"kiloword: unknown verb '{words.split()[0]}': expected one of train, ")
+    assert output.endswith(f"Did you mean {meant}?\n")
+    assert "--" not in output
 
 
 @pytest.mark.parametrize(

@@ -107,11 +107,11 @@ def test_doctor_says_what_is_here(capsys: pytest.CaptureFixture[str], monkeypatc
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
     doctor_table()
-    said = capsys.readouterr().out
-    assert torch.__version__ in said
-    assert "OMP_NUM_THREADS=3" in said
+    output = capsys.readouterr().out
+    assert torch.__version__ in output
+    assert "OMP_NUM_THREADS=3" in output
     assert machine()["devices"].startswith("cpu")
-    assert ("hint: OMP_WAIT_POLICY=PASSIVE" in said) == (not torch.cuda.is_available())
+    assert ("hint: OMP_WAIT_POLICY=PASSIVE" in output) == (not torch.cuda.is_available())
     assert machine()["cores"] == str(cores())
     assert machine()["OpenMP"].split()[:2] == ["OMP_NUM_THREADS=3", "OMP_WAIT_POLICY=ACTIVE"]
     monkeypatch.setattr(torch, "get_num_threads", lambda: cores() + 1)

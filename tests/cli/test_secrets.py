@@ -124,8 +124,8 @@ def test_no_verb_writes_or_prints_a_secret(server: Guarded, tmp_path: Path, capf
     todo = commands(tmp_path, server)
     assert set(todo) == set(app._subcommands), "a verb that this test does not know"
     for verb, words in todo.items():
-        code, said = run(words, capfd, tmp_path)
-        assert code == (2 if verb in REFUSED else 0), said
+        code, output = run(words, capfd, tmp_path)
+        assert code == (2 if verb in REFUSED else 0), output
     assert (tmp_path / "mined/mine.json").is_file()
     for what, bad in (("index", 0), ("check", 1)):
         assert run(["data", what, server.secret("1.tar")], capfd, tmp_path)[0] == bad
@@ -133,11 +133,11 @@ def test_no_verb_writes_or_prints_a_secret(server: Guarded, tmp_path: Path, capf
     data = json.loads((tmp_path / "run/config.json").read_text())["recipe"]["data"]
     assert data["sources"] == [f"{server.url}/{{0..1}}.tar"]
     server.signature = "refreshed"
-    code, said = run([word.replace("plantedsignature", "refreshed") for word in todo["train"]], capfd, tmp_path)
-    assert code == 0, said  # the same run
-    code, said = run([*todo["embed"][:-1], str(tmp_path / "other")], capfd, tmp_path)
+    code, output = run([word.replace("plantedsignature", "refreshed") for word in todo["train"]], capfd, tmp_path)
+    assert code == 0, output  # the same run
+    code, output = run([*todo["embed"][:-1], str(tmp_path / "other")], capfd, tmp_path)
     assert code == 2
-    assert f"{server.url}/0.tar: the server answers 403: access denied" in said
+    assert f"{server.url}/0.tar: the server answers 403: access denied" in output
 
 
 def options_of(words: list[str], capfd: pytest.CaptureFixture[str]) -> list[str]:
@@ -184,10 +184,10 @@ def test_no_error_gives_a_secret_away(
     broken(server, fault)
     url = server.secret("0.tar")
     for words in (["data", "check", url], ["train", "siglip", "--data", url, "--out", str(tmp_path / "r"), *SMALL]):
-        code, said = run(words, capfd, tmp_path)
+        code, output = run(words, capfd, tmp_path)
         assert code == 2
-        assert f"{server.url}/0.tar" in said
-        assert "\x1b" not in said
+        assert f"{server.url}/0.tar" in output
+        assert "\x1b" not in output
     for path in ("0.csv", "0.parquet", "0.png", "x", ""):
         assert run(["data", "check", server.secret(path)], capfd, tmp_path)[0] == 2
 
@@ -196,9 +196,9 @@ def test_a_server_that_goes_away(tmp_path: Path, capfd: pytest.CaptureFixture[st
     with Guarded({"0.tar": tar(tmp_path / "served")}) as server:
         url = server.secret("0.tar")
         assert run(["data", "index", url], capfd, tmp_path)[0] == 0
-    code, said = run(["data", "index", url], capfd, tmp_path)
+    code, output = run(["data", "index", url], capfd, tmp_path)
     assert code == 2
-    assert "connection refused" in said
+    assert "connection refused" in output
 
 
 def test_an_interruption(server: Guarded, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -214,7 +214,7 @@ def test_an_interruption(server: Guarded, tmp_path: Path, capfd: pytest.CaptureF
     server.answer = answer  # type: ignore[method-assign]
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background jobs without it
     try:
-        code, said = run(["data", "check", server.secret("0.tar")], capfd, tmp_path)
+        code, output = run(["data", "check", server.secret("0.tar")], capfd, tmp_path)
     finally:
         signal.signal(signal.SIGINT, before)
-    assert code == 130, said
+    assert code == 130, output

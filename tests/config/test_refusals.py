@@ -144,10 +144,10 @@ def recipe() -> Any:
     return default_recipe("siglip", "debug")
 
 
-@pytest.mark.parametrize("said", REFUSED)
-def test_what_cannot_be_is_refused_with_a_message(said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        REFUSED[said]()
+@pytest.mark.parametrize("output", REFUSED)
+def test_what_cannot_be_is_refused_with_a_message(output: str) -> None:
+    with pytest.raises(ValueError, match=output):
+        REFUSED[output]()
 
 
 def test_limits_themselves_are_allowed() -> None:
@@ -174,19 +174,19 @@ ERRORS: list[tuple[BaseException, str | None]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("error", "said"), ERRORS)
-def test_errors_in_the_words_of_a_user(error: BaseException, said: str | None) -> None:
+@pytest.mark.parametrize(("error", "output"), ERRORS)
+def test_errors_in_the_words_of_a_user(error: BaseException, output: str | None) -> None:
     found = sentence_of(error)
-    assert found is None if said is None else (found or "").startswith(said) and "\n" not in (found or "")
+    assert found is None if output is None else (found or "").startswith(output) and "\n" not in (found or "")
 
 
 def test_names_that_cannot_be_written_are_shown_around_the_letter() -> None:
     name = "a" * 300 + "\udc80" + "b" * 100
     with pytest.raises(UnicodeEncodeError) as caught:
         name.encode()
-    said = sentence_of(caught.value) or ""
-    assert said.startswith(repr("a" * 200 + "\udc80" + "b" * 20))
-    assert "cannot be written as utf-8" in said
+    output = sentence_of(caught.value) or ""
+    assert output.startswith(repr("a" * 200 + "\udc80" + "b" * 20))
+    assert "cannot be written as utf-8" in output
 
 
 def test_files_that_are_no_lists_of_answers(tmp_path: Path) -> None:
@@ -201,7 +201,7 @@ def test_files_that_are_no_lists_of_answers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "output"),
     [
         (["score", "model", "--texts", "a", "--images"], "holds no images: expected image files in it"),
         (["data", "stats", "scenes?n=2", "--as", "siglip"], "expected data stats SRC --as METHOD --png FILE"),
@@ -210,12 +210,12 @@ def test_files_that_are_no_lists_of_answers(tmp_path: Path) -> None:
     ],
 )
 def test_command_lines_that_lack_something(
-    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str], output: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
         main([*words, str(tmp_path)] if words[-1] == "--images" else words)
     assert ended.value.code == 2
-    assert said in capsys.readouterr().err
+    assert output in capsys.readouterr().err
 
 
 def test_a_source_that_reads_captions_with_their_images(tmp_path: Path) -> None:

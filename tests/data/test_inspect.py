@@ -155,9 +155,9 @@ def test_examples_are_drawn_as_a_method_sees_them(
         cli(["data", "stats", red_and_blue, "--as", method, "--png", str(tmp_path / f"{method}.png")])
         monkeypatch.undo()
         monkeypatch.setenv("KILOWORD_CACHE", str(tmp_path / "cache"))
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     composed = [text.startswith("composed: ") for text in shown["clip-c"]]
-    assert f"24 examples as clip-c at size tiny sees them, {sum(composed)} composed" in said
+    assert f"24 examples as clip-c at size tiny sees them, {sum(composed)} composed" in output
     assert 0 < sum(composed) < 24
     halves = [mixed(tile) for tile in tiles(tmp_path / "clip-c.png")]
     both = [" and " in text and "red" in text and "blue" in text for text in shown["clip-c"]]
@@ -182,8 +182,8 @@ def test_examples_are_those_of_a_run(red_and_blue: str, tmp_path: Path, capsys: 
     capsys.readouterr()
     for name, like in (("folder", run), ("file", run / "config.json")):
         cli(["data", "stats", red_and_blue, "--as", str(like), "--png", str(tmp_path / f"{name}.png")])
-        assert "examples as " in (said := capsys.readouterr().out)
-        assert "at size debug sees them, 24 composed" in said
+        assert "examples as " in (output := capsys.readouterr().out)
+        assert "at size debug sees them, 24 composed" in output
     assert (tmp_path / "folder.png").read_bytes() == (tmp_path / "file.png").read_bytes()
     by_default = draw_examples(red_and_blue, "clip-c", "debug", tmp_path / "default.png")
     assert "24 composed" not in by_default
@@ -232,7 +232,7 @@ def test_pairs_are_rewritten_from_end_to_end(
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "output"),
     [
         (["pairs", "scenes?n=4"], "expected kiloword data pairs SRC --as RUN --out"),
         (["stats", "scenes?n=4", "--out", "a"], "expected kiloword data pairs SRC --as RUN --out"),
@@ -240,9 +240,9 @@ def test_pairs_are_rewritten_from_end_to_end(
         (["pairs", "scenes?n=4", "--as", "clip", "--out", "a"], "clip composes no pairs"),
     ],
 )
-def test_pairs_that_cannot_be_written(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pairs_that_cannot_be_written(words: list[str], output: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         cli(["data", *words])
     assert end.value.code == 2
-    assert said in capsys.readouterr().err
+    assert output in capsys.readouterr().err
     assert not Path("a").exists()

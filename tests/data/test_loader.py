@@ -271,9 +271,9 @@ def test_a_worker_whose_reader_is_gone_says_nothing(capfd: pytest.CaptureFixture
         return step
 
     assert list(in_order(hand_out, range(2), workers=1)) == [0, 1]
-    said = capfd.readouterr().err
-    assert "bug" in said
-    assert "reader" not in said
+    output = capfd.readouterr().err
+    assert "bug" in output
+    assert "reader" not in output
 
 
 def test_untouched_images_are_exact() -> None:

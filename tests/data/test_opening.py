@@ -73,10 +73,10 @@ def test_what_a_folder_is_taken_for(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         open_source(str(tmp_path.parent))
     monkeypatch.setenv("HOME", str(tmp_path))
     assert len(open_source("~/9.tar")) == 1
-    for name, said in (("empty", "is an empty folder"), ("notes", "is a folder without tars or images")):
+    for name, output in (("empty", "is an empty folder"), ("notes", "is a folder without tars or images")):
         (tmp_path / name).mkdir()
         (tmp_path / "notes" / "x.md").write_bytes(b"") if name == "notes" else None
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=output):
             open_source(str(tmp_path / name))
     (tmp_path / "x.md").write_bytes(b"")
     with pytest.raises(ValueError, match=r"x\.md: unknown kind of file"):
@@ -102,7 +102,7 @@ def test_a_file_named_scenes_goes_before_the_drawn_ones(tmp_path: Path, monkeypa
 
 def test_which_column_of_a_table_counts(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(photo())
-    for name, text, said in (
+    for name, text, output in (
         ("x.csv", 'image,filepath,title,caption,captions\na.png,b,t,c,"[""s"", ""u""]"\n', ["s", "u"]),
         ("x.csv", "filepath,title,caption\na.png,t,c\n", ["c"]),
         ("x.csv", "filepath,title\na.png,[t]\n", ["[t]"]),
@@ -111,11 +111,11 @@ def test_which_column_of_a_table_counts(tmp_path: Path) -> None:
         ("x.csv", "image,caption\tx\na.png,y\n", None),  # commas decide, and there is no caption
     ):
         (tmp_path / name).write_text(text)
-        if said is None:
+        if output is None:
             with pytest.raises(ValueError, match="has the columns"):
                 open_source(str(tmp_path / name))
         else:
-            assert open_source(str(tmp_path / name)).record(0).captions == said
+            assert open_source(str(tmp_path / name)).record(0).captions == output
     (tmp_path / "x.csv").write_text("image,caption,caption\na.png,x,y\n")
     with pytest.raises(ValueError, match="has 2 columns named caption"):
         open_source(str(tmp_path / "x.csv"))
@@ -192,13 +192,13 @@ def test_images_in_memory() -> None:
     assert prepare(ready, transform) is ready
     assert [is_one(one) for one in (*given, "x", Path("x"), given, ready, pixels[None])] == [True] * 7 + [False] * 3
     assert (as_list(pixels)[0] is pixels, len(as_list(ready)), as_list(given) is given) == (True, 2, True)
-    for wrong, said in (
+    for wrong, output in (
         (3, "got an int as images: expected"),
         ([], "got no images: expected at least one"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=output):
             as_list(wrong)  # type: ignore[arg-type]
-    for one, said in (
+    for one, output in (
         ({}, "got a dict as image 4"),
         (pixels[..., :2], r"image 4 is a uint8 array \[9, 12, 2\]"),
         (pixels[0], "image 4 is a uint8 array"),
@@ -211,7 +211,7 @@ def test_images_in_memory() -> None:
         (tensor / 255 - 0.5, "with values from -0.5 to"),
         (tensor / 0, "with values from"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=output):
             prepare([one], transform, 4)
     assert [kind(value) for value in ([], 3, b"")] == ["a list", "an int", "a bytes"]
 
@@ -222,13 +222,13 @@ def test_paths_as_images(tmp_path: Path) -> None:
     assert prepare([str(tmp_path / "a.png"), tmp_path / "a.png"], transform).shape == (2, 3, 8, 8)
     (tmp_path / "b.png").write_bytes(b"text")
     os.mkfifo(tmp_path / "pipe")
-    for name, said in (
+    for name, output in (
         ("", "is a folder: expected an image file"),
         ("none", "image .*none cannot be read: No such file"),
         ("b.png", "image .*b.png cannot be used: not an image"),
         ("pipe", "image .*pipe cannot be used: it is no regular file"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=output):
             prepare([tmp_path / name], transform)
     assert read_whole(tmp_path / "b.png", "it", 4) == b"text"
     with pytest.raises(BadSample, match="it has 4 bytes, more than 3"):

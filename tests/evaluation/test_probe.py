@@ -551,9 +551,9 @@ def test_from_the_command_line(tmp_path: Path, debug: Matcher, capsys: pytest.Ca
     found = json.loads((tmp_path / "r.json").read_text())
     assert found["train_rows"] == 6
     assert {"seed@4.acc1", "seed@5.acc1", "acc1_std"} <= found.keys()
-    said = capsys.readouterr().out
-    assert "acc1_std" in said
-    assert "seed@" not in said
+    output = capsys.readouterr().out
+    assert "acc1_std" in output
+    assert "seed@" not in output
     with pytest.raises(SystemExit):
         main([*words, "--val", str(data / "train")])
     assert "the train and val data are the same" in capsys.readouterr().err

@@ -226,8 +226,8 @@ def test_all_prompts_kept_is_the_ensemble() -> None:
 
 def test_filter_keeps_the_least_uncertain() -> None:
     found = zeroshot("topk", k=2)
-    said = [template.replace("{c}", "solid") for template in TEMPLATES]
-    uncertainty = variance_sum(matcher().encode_text(said))
+    output = [template.replace("{c}", "solid") for template in TEMPLATES]
+    uncertainty = variance_sum(matcher().encode_text(output))
     kept = [n for n, value in enumerate(weights(found)["0"]) if value > 0]
     assert kept == sorted(uncertainty.argsort()[:2].tolist())
     assert found["kept"] == 2
@@ -317,9 +317,9 @@ def test_verb_and_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     words = ["eval", "zeroshot", str(tmp_path / "a" / "model"), "--data", SCENES]
     html, numbers = tmp_path / "z.html", tmp_path / "z.json"
     main([*words, "--prompts", "bprw", "--prompts.shots", "2", "--html", str(html), "--json", str(numbers)])
-    said = capsys.readouterr().out
-    assert "max_weight_uniform" in said
-    assert "weight@" not in said
+    output = capsys.readouterr().out
+    assert "max_weight_uniform" in output
+    assert "weight@" not in output
     found = json.loads(numbers.read_text())
     assert found["held_out"] == 6
     assert len(weights(found)) == 3
@@ -350,9 +350,9 @@ def test_noisy_prompts_are_right_and_wrong_as_their_kind_says(task: str) -> None
     for c, own in enumerate(prompts.values()):
         kinds = [kind for _, kind in own]
         assert [kinds.count(kind) for kind in experiment.KINDS] == [4, 3, 2, 1]
-        said = [prompt for prompt, kind in own if kind != "negated"]
-        assert all(parse(prompt) is not None for prompt in said)
-        true = torch.from_numpy(source.relevance(said, range(60)))  # type: ignore[attr-defined]  # [prompts, 60]
+        output = [prompt for prompt, kind in own if kind != "negated"]
+        assert all(parse(prompt) is not None for prompt in output)
+        true = torch.from_numpy(source.relevance(output, range(60)))  # type: ignore[attr-defined]  # [prompts, 60]
         assert (true[:4] == (labels == c)).all()
         assert not true[4:7, labels == c].any()
         assert (true[7:] != (labels == c)).any(1).all()
@@ -366,10 +366,10 @@ def test_experiment(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     numbers = tmp_path / "numbers.json"
     words = ["--tasks", "fill", "--n", "40", "--draws", "2"]
     experiment.main(["--model", str(tmp_path / "prolip" / "model"), *words, "--json", str(numbers)])
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     draws = json.loads(numbers.read_text())["prolip"]["fill"]
     mean = sum(found["bprw, K = 5"]["acc1"] for found in draws) / 2
-    assert f"| bprw, K = 5 | {mean:.3f} |" in said
+    assert f"| bprw, K = 5 | {mean:.3f} |" in output
     assert draws[0]["uniform"]["right"] == pytest.approx(0.1)
     for more, sentence in (
         (["--model", str(tmp_path / "siglip" / "model"), *words], "which this model does not have"),

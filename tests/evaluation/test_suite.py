@@ -101,14 +101,14 @@ def test_one_table_of_all_data_sets(tmp_path: Path, model: Path, capsys: pytest.
     pairs = evaluate(matcher, "retrieval", "scenes:test?n=8")
     pair_mean = (pairs["image_retrieval_recall@1"] + pairs["text_retrieval_recall@1"]) / 2
     mean = (colours["acc1"] + pair_mean) / 2
-    said = capsys.readouterr().out
-    assert re.search(rf"colours +acc1 +{colours['acc1']:.4f}\n", said)
-    assert re.search(rf"classes +1 of 2, incomplete +{colours['acc1']:.4f}\n", said)
-    assert re.search(rf"pairs of all kinds +mean of 1 +{pair_mean:.4f}\n", said)
-    assert re.search(rf"average +2 of 3, incomplete +{mean:.4f}\n", said)
+    output = capsys.readouterr().out
+    assert re.search(rf"colours +acc1 +{colours['acc1']:.4f}\n", output)
+    assert re.search(rf"classes +1 of 2, incomplete +{colours['acc1']:.4f}\n", output)
+    assert re.search(rf"pairs of all kinds +mean of 1 +{pair_mean:.4f}\n", output)
+    assert re.search(rf"average +2 of 3, incomplete +{mean:.4f}\n", output)
     assert (
         f"missing: absent (looked for {tmp_path}/absent, {tmp_path}/wds_absent, {tmp_path}/wds_absent_test, ...)"
-        in said
+        in output
     )
     written = json.loads(files[0].read_text())
     assert written["data_sets"]["colours"]["metrics"] == {"first": colours}
@@ -154,9 +154,9 @@ def test_a_killed_run_continues(
     runs.clear()
     assert ran(suite, model, "--data", tmp_path, "--out", out) == 0
     assert runs == ["scenes:test?n=8"]
-    said = capsys.readouterr()
-    assert said.out == whole
-    assert re.search(r"\[1 of 2\] first: colours acc1 [\d.]+ \(stored\)\n", said.err)
+    output = capsys.readouterr()
+    assert output.out == whole
+    assert re.search(r"\[1 of 2\] first: colours acc1 [\d.]+ \(stored\)\n", output.err)
     runs.clear()
     assert ran(suite, model, "--data", tmp_path, "--out", out) == 0
     assert runs == []
@@ -202,11 +202,11 @@ def test_a_data_set_that_fails_does_not_end_the_others(
     suite = suite_file(tmp_path, COLOURS, wrong, PAIRS)
     other = model_folder(tmp_path / "second", "clip")
     assert ran(suite, model, other, "--data", tmp_path, "--json", tmp_path / "r.json") == 1
-    said = capsys.readouterr()
-    assert "failed: colours with first: " in said.out
-    assert "is an empty folder" in said.out
-    assert "yields no image_retrieval_recall@7 on wrong" in said.out
-    assert re.search(r"^ +first +second\npairs +image_retrieval_recall@1 and text", said.out)
+    output = capsys.readouterr()
+    assert "failed: colours with first: " in output.out
+    assert "is an empty folder" in output.out
+    assert "yields no image_retrieval_recall@7 on wrong" in output.out
+    assert re.search(r"^ +first +second\npairs +image_retrieval_recall@1 and text", output.out)
     written = json.loads((tmp_path / "r.json").read_text())
     assert {name: one["state"] for name, one in written["data_sets"].items()} == {
         "colours": "failed",
@@ -252,9 +252,9 @@ def test_wrong_suites_get_one_message(
     suite = suite_file(tmp_path, text)
     more = words.format(folder=tmp_path).split()
     assert ran(suite, model, "--data", tmp_path, *more, "--json", tmp_path / "r.json") == 2
-    said = capsys.readouterr()
-    assert re.search(message, said.err)
-    assert "Traceback" not in said.err
+    output = capsys.readouterr()
+    assert re.search(message, output.err)
+    assert "Traceback" not in output.err
 
 
 @pytest.mark.parametrize(
@@ -270,9 +270,9 @@ def test_wrong_words_get_one_message(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert ran(*words.split()) == 2
-    said = capsys.readouterr().err
-    assert re.search(message, said)
-    assert said.count("\n") == 1
+    output = capsys.readouterr().err
+    assert re.search(message, output)
+    assert output.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -204,9 +204,9 @@ def test_groups_of_a_data_set(grouped: tuple[Path, Path], tmp_path: Path, capsys
     assert values["acc_wg"] == values["acc_worst_region"] == min(by_region)
     assert sum(by_region) / 2 == pytest.approx(values["acc1"])
     assert values["object_acc1"] >= values["acc1"]
-    said = capsys.readouterr().out
-    assert "acc_region:north" in said
-    assert "count_region" not in said
+    output = capsys.readouterr().out
+    assert "acc_region:north" in output
+    assert "count_region" not in output
     shown = sections(page.read_text())["Groups and parts"].tables[0]
     assert ["acc_region:south", f"{by_region[1]:.3f}"] in shown
 

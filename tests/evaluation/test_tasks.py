@@ -26,8 +26,8 @@ def help_of(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return capsys.readouterr().out
 
 
-def words_of(said: str) -> str:
-    return " ".join(said.replace("│", " ").split())
+def words_of(output: str) -> str:
+    return " ".join(output.replace("│", " ").split())
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -72,19 +72,19 @@ def test_deferred_functions_are_there(name: str) -> None:
 @pytest.mark.parametrize("name", TASKS)
 def test_help_of_a_task_has_its_own_flags_alone(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     task = TASKS[name]
-    said = help_of(capsys, name)
-    flags = re.findall(r"^[│ ] {1,2}(?:-h, )?--([a-z][\w.-]+)", said, re.MULTILINE)
+    output = help_of(capsys, name)
+    flags = re.findall(r"^[│ ] {1,2}(?:-h, )?--([a-z][\w.-]+)", output, re.MULTILINE)
     expected = flags_of(task.options()) | SHARED | ({"html"} if task.page else set())
     assert sorted(flags) == sorted(expected)
-    said = words_of(said)
-    assert task.help in said
-    assert f"test data: {task.data}" in said
+    output = words_of(output)
+    assert task.help in output
+    assert f"test data: {task.data}" in output
 
 
 def test_help_lists_the_tasks_with_a_line_each(capsys: pytest.CaptureFixture[str]) -> None:
-    said = words_of(help_of(capsys))
-    assert all(re.search(rf"\b{name} {re.escape(task.help)}", said) for name, task in TASKS.items())
-    assert "--shortlist" not in said
+    output = words_of(help_of(capsys))
+    assert all(re.search(rf"\b{name} {re.escape(task.help)}", output) for name, task in TASKS.items())
+    assert "--shortlist" not in output
 
 
 def test_help_of_a_task_needs_no_torch() -> None:
@@ -108,9 +108,9 @@ def test_help_of_a_task_needs_no_torch() -> None:
     ],
 )
 def test_wrong_words_get_one_message(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    said = refused(capsys, *words.split())
-    assert re.match(f"kiloword: {message}", said)
-    assert said.count("\n") == 1
+    output = refused(capsys, *words.split())
+    assert re.match(f"kiloword: {message}", output)
+    assert output.count("\n") == 1
 
 
 def test_flags_of_other_tasks_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

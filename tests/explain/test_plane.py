@@ -80,7 +80,7 @@ def test_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "0.png").write_bytes(photo())
     model = folder(tmp_path, "clip")
     page = tmp_path / "p.html"
-    for words, said in (
+    for words, output in (
         (["--texts", "a", "--beside", model], "--beside names models to draw by --plane FILE"),
         (["--texts", *["a"] * 200, "--plane", str(page)], "--plane got 201 images and texts: expected 2 to 200"),
         (["--texts", "a", "--plane", str(page), "--beside", model], "one model is named twice"),
@@ -88,5 +88,5 @@ def test_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit) as end:
             main(["score", model, "--images", str(tmp_path / "0.png"), *words])
         assert end.value.code == 2
-        assert said in capsys.readouterr().err
+        assert output in capsys.readouterr().err
     assert not page.exists()

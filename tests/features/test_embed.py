@@ -57,9 +57,9 @@ def close(found: Any, expected: Tensor) -> bool:
 
 def test_our_own_model(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run("embed", model, "--data", SCENES, "--out", tmp_path / "t", "--batch", 7, "--workers", 2, "--device", "cpu")
-    said = capsys.readouterr()
-    assert "t: 48 images, 144 captions, 16 dimensions, " in said.out
-    assert "row 48/48" in said.err
+    output = capsys.readouterr()
+    assert "t: 48 images, 144 captions, 16 dimensions, " in output.out
+    assert "row 48/48" in output.err
     table, matcher = FeatureStore(tmp_path / "t"), load(model)
     source = open_source(SCENES, size=32)
     records = [source.record(row) for row in range(48)]
@@ -92,9 +92,9 @@ def sentence(capsys: pytest.CaptureFixture[str], *words: object) -> str:
     with pytest.raises(SystemExit) as stop:
         run(*words)
     assert stop.value.code == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    return said
+    output = capsys.readouterr().err
+    assert output.count("\n") == 1
+    return output
 
 
 def test_the_command_refuses_with_a_sentence(

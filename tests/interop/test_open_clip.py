@@ -218,9 +218,9 @@ def test_import_writes_a_folder_and_says_what_happened(
     config = replace(config, text=replace(config.text, vocab=49408))
     torch.save(small(monkeypatch, config, bias), tmp_path / "w.pt")
     main("ViT-X", tmp_path / "w.pt", tmp_path / "out")
-    said = capsys.readouterr().out
-    assert "left over: unheard.of" in said
-    assert "new: text_tower.positions" in said
+    output = capsys.readouterr().out
+    assert "left over: unheard.of" in output
+    assert "new: text_tower.positions" in output
     model, tokenizer = load_model(tmp_path / "out")
     assert read_model_file(tmp_path / "out").method == ("siglip" if bias else "clip")
     assert model.head.log_scale.exp().item() == pytest.approx(112.3)

@@ -165,8 +165,8 @@ def test_examples_keep_their_number_of_captions() -> None:
         other = int(batch.images[i, 0, -1, -1])
         mine = [text for text, of in zip(texts, batch.image_of_text.tolist(), strict=True) if of == i]
         for c, text in enumerate(mine):
-            said = {f"image {own} caption {c}", f"image {other} caption {c % (other % 3 + 1)}"}
-            assert set(text.split(" and ")) == said
+            output = {f"image {own} caption {c}", f"image {other} caption {c % (other % 3 + 1)}"}
+            assert set(text.split(" and ")) == output
 
 
 def test_evaluation_composes_nothing() -> None:
@@ -262,9 +262,9 @@ def test_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
         "--dry-run",
     ]
     main(["train", "clip-c", *run, "--settings.rho", "0.25", "--settings.crop", "squash"])
-    said = capsys.readouterr().out
-    assert "rho=0.25" in said
-    assert "crop=squash" in said
+    output = capsys.readouterr().out
+    assert "rho=0.25" in output
+    assert "crop=squash" in output
     main(["train", "siglip", "--transforms", "stylistic", *run, "--settings.stylistic.edits", "0.3"])
     assert "siglip+stylistic" in capsys.readouterr().out
 

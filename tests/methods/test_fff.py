@@ -295,11 +295,11 @@ def test_grid_and_gradient_agree_and_nothing_else_changes(method: str) -> None:
     for how in ("grid", "gradient"):
         made = learner(name)
         before = {k: v.clone() for k, v in made.state_dict().items()}
-        said = search(made, itertools.cycle(batch(method=method).split(2)), how, 2)
+        output = search(made, itertools.cycle(batch(method=method).split(2)), how, 2)
         after = made.state_dict()
         assert [k for k, v in after.items() if not torch.equal(v, before[k])] == ["model.head.bias"]
         found[how] = float(after["model.head.bias"])
-        words, _, above = said.partition("). ")
+        words, _, above = output.partition("). ")
         assert re.match(rf"bias -10 -> \S+ \({how} over 2 batches, loss \S+ -> [^ )]+", words)
         assert above.startswith("A bias above 0 ") == (found[how] > 0)
         assert bool(above) == (found[how] > 0)
@@ -326,9 +326,9 @@ def test_the_bias_found_has_the_least_loss() -> None:
 def test_pairs_of_one_kind_are_warned_of(how: Any, value: float, word: str) -> None:
     made = learner("siglip")
     made.method = replace(made.method, positives=lambda pairs: torch.full_like(pairs.logits, value))
-    said = search(made, itertools.repeat(batch()), how, 1)
-    assert f"nearly {word} pair matches" in said
-    assert "--calibrate" in said
+    output = search(made, itertools.repeat(batch()), how, 1)
+    assert f"nearly {word} pair matches" in output
+    assert "--calibrate" in output
 
 
 def test_a_method_whose_loss_took_the_bias_away() -> None:

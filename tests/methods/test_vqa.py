@@ -406,13 +406,13 @@ def test_fine_tuning_brings_towers_and_decoder(tmp_path: Path) -> None:
     resolved = resolve(recipe, source, tmp_path / "none", QUIET, "cpu")
     from kiloword.training.setup import make_learner
 
-    learner, said = make_learner(resolved.recipe, preset("vqa"))
+    learner, printed = make_learner(resolved.recipe, preset("vqa"))
     state = learner.model.state_dict()
     for name in state:
         if name in before:
             assert torch.equal(state[name], before[name]), name
     new = {name.split(".")[1] for name in state if name not in before}
     assert new == {"fuser"}
-    assert "left over: none" in said
+    assert "left over: none" in printed
     assert set(captions_of(source)) >= {source.record(0).info["question"]}
     assert Matcher(learner.model, resolved.tokenizer)

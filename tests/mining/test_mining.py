@@ -402,8 +402,8 @@ def judged_page(c: Corpus, mined: Mined, **options: Any) -> tuple[str, dict[str,
 @pytest.mark.parametrize(("p1", "many"), [(0.99, False), (1e-4, True)])
 def test_mining_that_makes_many_pairs_positive_warns(p1: float, many: bool) -> None:
     c = random_corpus(0)
-    said, page = judged_page(c, Mined(p1=p1, p2=0.999, p3=0.999))
-    warned = re.search(r"warning: (\S+)% of all pairs are mined as positives", said)
+    printed, page = judged_page(c, Mined(p1=p1, p2=0.999, p3=0.999))
+    warned = re.search(r"warning: (\S+)% of all pairs are mined as positives", printed)
     assert bool(warned) == many == ("Warning: " in page["Mined pairs"].text)
     if warned:
         share = len(literal(c, Mined(p1=p1, p2=0.999, p3=0.999))) / (len(c.captions) * (len(c.keys) - 1))
@@ -461,14 +461,16 @@ def test_progress_says_rate_and_time_left(capsys: pytest.CaptureFixture[str]) ->
     bar = Bar("pairs", "pairs")
     bar(5, 10)
     bar(10, 10)
-    said = capsys.readouterr().err
-    assert "100%" in said
-    assert "ETA 0:00" in said
-    assert said.count("\n") == 1  # plain lines come seldom
+    printed = capsys.readouterr().err
+    assert "100%" in printed
+    assert "ETA 0:00" in printed
+    assert printed.count("\n") == 1  # plain lines come seldom
 
 
-@pytest.mark.parametrize(("seconds", "said"), [(65, "1:05"), (3 * 3600 + 7 * 60 + 5, "3:07:05"), (99 * 3600, "4d 03h")])
-def test_time_left_reads_as_in_training(seconds: int, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("seconds", "printed"), [(65, "1:05"), (3 * 3600 + 7 * 60 + 5, "3:07:05"), (99 * 3600, "4d 03h")]
+)
+def test_time_left_reads_as_in_training(seconds: int, printed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half is done after the given seconds, by mining and by `embed`."""
     screen, now = io.StringIO(), 0.0
     monkeypatch.setattr("time.perf_counter", lambda: now)
@@ -477,7 +479,7 @@ def test_time_left_reads_as_in_training(seconds: int, said: str, monkeypatch: py
     now = float(seconds)
     bar(5, 10)
     report.add(5, 5)
-    assert [line.partition("ETA ")[2].strip() for line in screen.getvalue().splitlines()] == [said, said]
+    assert [line.partition("ETA ")[2].strip() for line in screen.getvalue().splitlines()] == [printed, printed]
 
 
 class Colours:
@@ -542,20 +544,20 @@ def test_numbers_of_the_file_from_their_definitions(monkeypatch: pytest.MonkeyPa
     options = MineOptions(gallery=0, batch=20, device="cpu")
     judged = results.judge(c, {"captions": c}, Mined(p1=0.1), options, ("data", "oracle"), truths)
     assert judged is not None
-    said = results.as_json(judged)
-    assert said["seconds"] == {"calibration": 1.0, "search": 2.0, "analyses": 4.0}
-    assert said["memory_mb"] == pytest.approx(judged.memory_mb, rel=0.1)
+    printed = results.as_json(judged)
+    assert printed["seconds"] == {"calibration": 1.0, "search": 2.0, "analyses": 4.0}
+    assert printed["memory_mb"] == pytest.approx(judged.memory_mb, rel=0.1)
     assert 50 < judged.memory_mb < 100_000
     counts, group = judged.mined.per_image.numpy(), judged.groups["captions"]
-    assert (said["images"], said["captions"], said["true_pairs"]) == (60, len(c.captions), judged.mined.true)
-    assert said["images_without_mined"] == sum(n == 0 for n in counts.tolist())
-    of = said["analyses"]["captions"]
+    assert (printed["images"], printed["captions"], printed["true_pairs"]) == (60, len(c.captions), judged.mined.true)
+    assert printed["images_without_mined"] == sum(n == 0 for n in counts.tolist())
+    of = printed["analyses"]["captions"]
     assert (of["captions"], of["repeated"]) == (len(c.captions), len(c.captions) - len(set(c.captions)))
     assert (of["rank_batch"], of["rank_batches"]) == (20, 3)
     assert of["own_caption_first"] == np.mean(group.ranks.captions <= 1)
     assert of["own_image_first"] == np.mean(group.ranks.images <= 1)
     spreads = {"mined_per_image": counts, **{name: getattr(judged.sample, name).numpy() for name in TERMS}}
-    found = {"mined_per_image": said["mined_per_image"], **said["similarity"]}
+    found = {"mined_per_image": printed["mined_per_image"], **printed["similarity"]}
     names = {"rank_of_own_caption": group.ranks.captions, "rank_of_own_image": group.ranks.images}
     names |= {"annotated_similarity": group.annotated, "nearest_captions_similarity": group.nearest}
     names |= {"similarity_among_captions": group.among, "similarity_with_one_caption": group.one}

@@ -386,7 +386,7 @@ def test_advice_is_the_fastest_that_fits_with_the_most_images(
     card = "--gpu custom --flops 300 --memory 5"
     wanted = planner(f"siglip --size b32 --gpus 2 --batch 1024 {card} --json {tmp_path / 'plan.json'}")
     show(wanted)
-    said, found = capsys.readouterr().out, json.loads((tmp_path / "plan.json").read_text())
+    output, found = capsys.readouterr().out, json.loads((tmp_path / "plan.json").read_text())
     options: list[dict[str, Any]] = found["options"]
     assert len(options) == 6
     best, room = options[0], 5 * 2**30
@@ -399,7 +399,7 @@ def test_advice_is_the_fastest_that_fits_with_the_most_images(
     micro = found["largest_micro"]
     assert 512 % micro == 0
     assert not wanted.option(best["parallel"], best["checkpointing"], 512 // micro // 2).fits
-    assert f"The largest micro-batch is {micro} of a share of 512." in said
+    assert f"The largest micro-batch is {micro} of a share of 512." in output
     assert found["flop_a_pair"] < found["flop_a_pair_padded"]
 
 
@@ -444,7 +444,7 @@ def test_a_transform_of_ones_own_may_keep_settings(settings: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "output"),
     [
         ("siglip", "--samples"),
         ("siglip --samples 1e9 --batch 10 --gpus 3", "multiple of 3"),
@@ -462,11 +462,11 @@ def test_a_transform_of_ones_own_may_keep_settings(settings: object) -> None:
         ("clip --samples 1e9 --terms caption --terms mim", "--terms is given twice"),
     ],
 )
-def test_what_cannot_be_planned_is_refused(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_planned_is_refused(words: str, output: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(["plan", *words.split()])
     assert end.value.code == 2
-    assert said in capsys.readouterr().err
+    assert output in capsys.readouterr().err
 
 
 def test_page_has_every_command() -> None:
@@ -494,14 +494,14 @@ def test_tables_say_what_the_file_says(tmp_path: Path, capsys: pytest.CaptureFix
     words = "siglip --size tiny --gpus 2 --batch 64 --micro 8 --gpu 4090 --checkpointing whole --precision fp32"
     asked = planner(f"{words} --json {tmp_path / 'plan.json'}")
     show(asked)
-    shown, said = printed(capsys.readouterr().out), json.loads((tmp_path / "plan.json").read_text())
+    shown, output = printed(capsys.readouterr().out), json.loads((tmp_path / "plan.json").read_text())
     planned = asked.options()[0]
-    best, again = said["options"][0], said["options"][0]["done_again"]
+    best, again = output["options"][0], output["options"][0]["done_again"]
     step, images, total = planned.step, 32 * 1e9, planned.step.total
     assert sum(w["forward"] + w["backward"] for w in best["work"]) + sum(again.values()) == pytest.approx(total)
     assert again == step.twice
     assert len(again) == 3
-    parts = [(n, m / 1e6) for n, m in said["parameters"].items() if m]
+    parts = [(n, m / 1e6) for n, m in output["parameters"].items() if m]
     assert shown["parameters"] == [[n, f"{m:.2f}"] for n, m in [*parts, ("total", sum(m for _, m in parts))]]
     rows = [[w["name"], w["group"], f"{w['forward'] / images:.3g}", f"{w['backward'] / images:.3g}",
              f"{100 * (w['forward'] + w['backward']) / total:.1f}"] for w in best["work"]]  # fmt: skip
@@ -511,8 +511,8 @@ def test_tables_say_what_the_file_says(tmp_path: Path, capsys: pytest.CaptureFix
     assert shown["memory of a GPU"][:-1] == [[n, f"{v / 2**30:.3f}"] for n, v in held]
     assert shown["memory of a GPU"][-1] == ["total", f"{sum(v for _, v in held) / 2**30:.2f}"]
     assert shown["traffic of a GPU and step"] == [[n, f"{v / 1e6:.1f}"] for n, v in best["traffic"].items()]
-    rates = [f"{64 / o['seconds']:,.0f}" for o in said["options"]]
-    days = [1e9 / (64 / o["seconds"]) / 86400 for o in said["options"]]
+    rates = [f"{64 / o['seconds']:,.0f}" for o in output["options"]]
+    days = [1e9 / (64 / o["seconds"]) / 86400 for o in output["options"]]
     assert [row[-3:] for row in shown["alternatives"]] == [
         [rate, f"{d:.2f}", f"{48 * d:,.0f}"] for rate, d in zip(rates, days, strict=True)
     ]

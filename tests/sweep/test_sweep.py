@@ -82,11 +82,11 @@ def test_mean_and_deviation_over_seeds(swept: Path, capsys: pytest.CaptureFixtur
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train_verb, "main", lambda words: pytest.fail("trained again"))
         main(sweep(swept, "--eval", *EVAL, "--metric", "loss"))
-    said = capsys.readouterr().out.splitlines()
-    assert said[0] == "4 of 4 arms are finished, 0 to do"
-    assert said[1].split() == ["settings.k", "loss", "n"]
+    output = capsys.readouterr().out.splitlines()
+    assert output[0] == "4 of 4 arms are finished, 0 to do"
+    assert output[1].split() == ["settings.k", "loss", "n"]
     loss = [row["metrics"]["loss"] for row in found["table"]]
-    assert said[3].split() == ["16", f"{loss[1]['mean']:.4g}", "+-", f"{loss[1]['std']:.2g}", "2"]
+    assert output[3].split() == ["16", f"{loss[1]['mean']:.4g}", "+-", f"{loss[1]['std']:.2g}", "2"]
     assert (swept / "sweep.json").read_bytes() == before
     html = (swept / "sweep.html").read_text()
     assert "loss over settings.k" in html
@@ -107,9 +107,9 @@ def test_a_sweep_resumes_with_another_seed_and_not_with_other_settings(
     with pytest.raises(SystemExit) as ended:
         main(sweep(swept, "--eval", *EVAL, seeds=3))
     assert ended.value.code == 143
-    said = capsys.readouterr()
-    assert "4 of 6 arms are finished, 2 to do" in said.out
-    assert "arm 1 of 2: k=1,seed=2" in said.out
+    output = capsys.readouterr()
+    assert "4 of 6 arms are finished, 2 to do" in output.out
+    assert "arm 1 of 2: k=1,seed=2" in output.out
     assert trained[0][-4:] == ("--seed", "2", "--out", str(swept / "k=1,seed=2"))
     before = read(swept)["arms"]
     words = [(Arm(one["values"], one["seed"], tuple(one["command"])), one["eval"]) for one in before]
@@ -138,9 +138,9 @@ def test_an_arm_that_fails_is_named_and_the_others_go_on(
     with pytest.raises(SystemExit) as ended:
         main(words)
     assert ended.value.code == 1
-    said = capsys.readouterr()
-    assert "arm batch=64,seed=0 failed: " in said.err
-    assert "1 of 2 arms failed: batch=64,seed=0" in said.out
+    output = capsys.readouterr()
+    assert "arm batch=64,seed=0 failed: " in output.err
+    assert "1 of 2 arms failed: batch=64,seed=0" in output.out
     rows = read(tmp_path / "out")["arms"]
     assert [("metrics" in row, "error" in row) for row in rows] == [(False, True), (True, False)]
     assert "batch=64,seed=0: " in (tmp_path / "out" / "sweep.html").read_text()
@@ -151,9 +151,9 @@ def test_a_dry_run_lists_the_arms_and_writes_nothing(tmp_path: Path, capsys: pyt
     out = tmp_path / "out"
     words = ["--data", "a b", "--vary", "settings.k=1,2", "--vary=optim.lr=1e-3", "--seed", "4", "--seeds=2"]
     main(["sweep", "llip", *words, "--out", str(out), "--dry-run"])
-    said = capsys.readouterr().out.splitlines()
-    assert said[0] == "4 arms:"
-    assert said[4] == (
+    output = capsys.readouterr().out.splitlines()
+    assert output[0] == "4 arms:"
+    assert output[4] == (
         "k=2,lr=1e-3,seed=5: kiloword train llip --data 'a b' --seed 4 --settings.k 2 --optim.lr 1e-3 --seed 5 --out "
         f"{out}/k=2,lr=1e-3,seed=5"
     )
@@ -213,9 +213,9 @@ def test_an_unknown_metric_is_named_when_all_is_written(swept: Path, capsys: pyt
     with pytest.raises(SystemExit) as ended:
         main(sweep(swept, "--eval", *EVAL, "--metric", "los"))
     assert ended.value.code == 2
-    said = capsys.readouterr()
-    assert "Did you mean loss?" in said.err
-    assert "page: " in said.out
+    output = capsys.readouterr()
+    assert "Did you mean loss?" in output.err
+    assert "page: " in output.out
 
 
 def test_words_of_the_sweep_and_of_train() -> None:

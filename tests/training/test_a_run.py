@@ -113,12 +113,12 @@ def test_a_finished_run_validates_no_more(run: tuple[Path, list[int]], monkeypat
 # What a step's numbers mean
 
 
-def watched(most: int, said: list[str], usual: float = 0.0, device: str = "cpu") -> Any:
+def watched(most: int, output: list[str], usual: float = 0.0, device: str = "cpu") -> Any:
     return SimpleNamespace(
         run=SimpleNamespace(
             skipped_steps=0,
             skipped_in_a_row=0,
-            log=SimpleNamespace(say=said.append),
+            log=SimpleNamespace(say=output.append),
             optimizer=SimpleNamespace(usual_norm=usual),
             device=torch.device(device),
             out=Path("nowhere"),
@@ -133,14 +133,14 @@ def numbers(loss: float, norm: float, skipped: float) -> dict[str, torch.Tensor]
 
 def test_the_guard_counts_bad_steps_in_a_row() -> None:
     """Good steps between them start the count anew; the last one that is allowed ends the run."""
-    said: list[str] = []
-    made = watched(3, said, usual=2.0)
+    output: list[str] = []
+    made = watched(3, output, usual=2.0)
     guard = Guard(made.run, made.most)
     for step, skipped in enumerate((1.0, 1.0, 0.0, 1.0, 1.0), start=1):
         guard.add(step, numbers(0.5, 50.0, skipped))
     assert (made.run.skipped_steps, made.run.skipped_in_a_row) == (4, 2)
-    assert said[0] == "step 1: gradient norm 50 is 25 times the usual: the step was skipped (1 so far)"
-    assert [text.split(":")[0] for text in said] == ["step 1", "step 2", "step 4", "step 5"]
+    assert output[0] == "step 1: gradient norm 50 is 25 times the usual: the step was skipped (1 so far)"
+    assert [text.split(":")[0] for text in output] == ["step 1", "step 2", "step 4", "step 5"]
     with pytest.raises(ValueError, match=r"step 6: .*; bad steps in a row: 3\. The run stops before its first state"):
         guard.add(6, numbers(float("nan"), 1.0, 1.0))
     guard.look()  # nothing new: nothing is counted twice
@@ -157,20 +157,20 @@ def test_the_guard_counts_bad_steps_in_a_row() -> None:
     ],
 )
 def test_why_a_step_was_skipped(loss: float, norm: float, usual: float, why: str) -> None:
-    said: list[str] = []
-    made = watched(9, said, usual)
+    output: list[str] = []
+    made = watched(9, output, usual)
     Guard(made.run, made.most).add(1, numbers(loss, norm, 1.0))
-    assert said == [f"step 1: {why}: the step was skipped (1 so far)"]
+    assert output == [f"step 1: {why}: the step was skipped (1 so far)"]
 
 
 def test_elsewhere_than_on_the_cpu_steps_wait_for_no_look() -> None:
-    said: list[str] = []
-    made = watched(2, said, device="meta")
+    output: list[str] = []
+    made = watched(2, output, device="meta")
     guard = Guard(made.run, made.most)
     guard.add(1, numbers(0.5, 50.0, 1.0))
-    assert said == []
+    assert output == []
     guard.look()
-    assert len(said) == 1
+    assert len(output) == 1
 
 
 def test_bad_numbers() -> None:

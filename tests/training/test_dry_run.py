@@ -38,11 +38,11 @@ def values(line: str) -> dict[str, str]:
     return dict(re.findall(r"(\S+)=(\S+)", line))
 
 
-def planned(said: str) -> dict[str, str]:
+def planned(output: str) -> dict[str, str]:
     """The lines of a dry run by their first word, continued ones joined."""
     lines: dict[str, str] = {}
     name = ""
-    for line in said.splitlines():
+    for line in output.splitlines():
         name = line[:10].strip() or name
         lines[name] = f"{lines.get(name, '')} {line[11:]}"
     return lines
@@ -120,15 +120,15 @@ def test_data_that_would_end_the_run_end_the_dry_run(
 ) -> None:
     data = () if flag == "--data" else ("--data", "scenes?n=64")
     words = ("clip", *data, flag, folder(tmp_path / "images", kind), *SMALL, "--out", tmp_path / "run")
-    said = []
+    output = []
     for more in (("--dry-run",), ()):
         with pytest.raises(SystemExit) as ended:
             train(*words, *more)
         assert ended.value.code == 2
-        said.append(capsys.readouterr().err)
-    assert message in said[0]
-    assert ("Captions are .txt or .json beside the images" in said[0]) == ("no caption (" in said[0])
-    assert said[0] == said[1]
+        output.append(capsys.readouterr().err)
+    assert message in output[0]
+    assert ("Captions are .txt or .json beside the images" in output[0]) == ("no caption (" in output[0])
+    assert output[0] == output[1]
     assert not (tmp_path / "run" / "metrics.jsonl").exists()  # before the first step
 
 
@@ -161,14 +161,14 @@ def test_watch_shows_the_error_of_a_run_until_it_goes_on(tmp_path: Path, capsys:
 
 def test_a_run_says_where_it_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("clip", "--data", "scenes?n=64", *SMALL, "--out", tmp_path)
-    said = []
+    output = []
     for more in ((), (), ("--steps", 2, "--extend")):
         train(*words, *more)
-        said.append(capsys.readouterr().err)
-    assert "finished" not in said[0]
-    assert "goes on" not in said[0]
-    assert f"{tmp_path} was finished at step 1: nothing to do.\n" in said[1]
-    assert f"{tmp_path} goes on from step 1 of 2.\n" in said[2]
+        output.append(capsys.readouterr().err)
+    assert "finished" not in output[0]
+    assert "goes on" not in output[0]
+    assert f"{tmp_path} was finished at step 1: nothing to do.\n" in output[1]
+    assert f"{tmp_path} goes on from step 1 of 2.\n" in output[2]
 
 
 @pytest.mark.parametrize(("limit", "says"), [(-1.0, True), (1.0, False)])
@@ -224,6 +224,6 @@ def test_lines_of_a_dry_run_that_are_not_always_there(tmp_path: Path, capsys: py
     recipe = default_recipe("clip", "debug", ("scenes?n=64",))
     source = open_sources(recipe)
     file = run_file(recipe, source)
-    said = dry_run.describe(replace(file, model=recipe.model), source, out, RunOptions())
-    assert f"out        {out} (resumes)" in said
-    assert not any(line.startswith("val ") for line in said)
+    output = dry_run.describe(replace(file, model=recipe.model), source, out, RunOptions())
+    assert f"out        {out} (resumes)" in output
+    assert not any(line.startswith("val ") for line in output)

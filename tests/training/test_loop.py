@@ -39,7 +39,7 @@ class World:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, options: RunOptions, step: int = 0, val: bool = False) -> None:
         self.calls: list[tuple[str, int]] = []
-        self.said: list[str] = []
+        self.output: list[str] = []
         self.inside: list[str] = []
         self.given: list[Any] = []
         self.paused: list[int] = []
@@ -63,7 +63,7 @@ class World:
             average=SimpleNamespace(update=lambda *given: self.given.append(given[1:]) or note("average")),
             loader=SimpleNamespace(batches=self.batches, workers=3),
             log=SimpleNamespace(
-                say=self.said.append, row=lambda row: note("row"), progress=lambda row: note("progress")
+                say=self.output.append, row=lambda row: note("row"), progress=lambda row: note("progress")
             ),
             bad=SimpleNamespace(count=lambda new: []),
             reducer="reducer",
@@ -166,7 +166,7 @@ def test_what_a_step_does(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [name for name, _ in world.calls[:3]] == ["clamp", "average", "add"]
     assert (done["clamp"], done["average"], done["add"]) == ([4, 5], [4, 5], [5, 6])
     assert world.run.truncated == 4
-    assert world.said == ["run goes on from step 4 of 6."]
+    assert world.output == ["run goes on from step 4 of 6."]
 
 
 def test_rows_and_states_come_every_so_many_steps_and_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,7 +227,7 @@ def test_a_validation_that_was_cut_is_made_again(
     again = [step] if validates and not known else []
     assert done == again + [n for n in (4, 6) if n > step]
     known_words = {0: [], 6: ["run was finished at step 6: nothing to do."]}
-    assert world.said == ([] if again else known_words.get(step, [f"run goes on from step {step} of 6."]))
+    assert world.output == ([] if again else known_words.get(step, [f"run goes on from step {step} of 6."]))
 
 
 def test_a_state_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,13 +261,13 @@ def test_a_signal_while_data_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_run_that_waits_for_data_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    for share, said in ((0.5, []), (0.75, ["75% of the time of this run was spent waiting for data: raise --workers "
+    for share, output in ((0.5, []), (0.75, ["75% of the time of this run was spent waiting for data: raise --workers "
                                           "(now 3, on 8 cores), or make decoding cheaper (smaller images on disk, "
                                           "--decoder simplejpeg)."])):  # fmt: skip
         world = World(monkeypatch, options())
         world.wait = share
         world.go()
-        assert world.said == said
+        assert world.output == output
 
 
 def test_a_signal_ends_a_validation_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

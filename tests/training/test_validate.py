@@ -150,11 +150,11 @@ def test_averaged_weights_are_judged_and_training_goes_on(
         step=7,
     )
     found = evaluate.validate(run)
-    task, said = ("vqa", "accuracy 0.250") if asks else (
+    task, output = ("vqa", "accuracy 0.250") if asks else (
         "retrieval", "text_retrieval_recall@1 0.500, image_retrieval_recall@1 0.125"
     )  # fmt: skip
     computing = ["bf16 on cuda"] if cuda else []
-    assert events == ["eval", *computing, "averaged", task, "live", "train", f"val at step 7: {said}"]
+    assert events == ["eval", *computing, "averaged", task, "live", "train", f"val at step 7: {output}"]
     assert found == {
         "val/accuracy": 0.25,
         "val/text_retrieval_recall@1": 0.5,

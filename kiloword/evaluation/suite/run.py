@@ -35,8 +35,8 @@ def evaluate_all(
     A data set that fails does not end the others; with several ranks it does, since they may fail at other places.
     """
     model = digest(model_files(folder))
-    located_ones = [one for one in every if one.source is not None]
-    for n, one in enumerate(located_ones, start=1):
+    located = [one for one in every if one.source is not None]
+    for n, one in enumerate(located, start=1):
         entry = one.entry
         try:
             metrics, stored = _metrics(entry, str(one.source), matcher, model, workers, batch, out)
@@ -47,12 +47,12 @@ def evaluate_all(
             if message is None or isinstance(error, SaveError) or share()[1] > 1:
                 raise
             one.errors[label] = message
-            warn(f"[{n} of {len(located_ones)}] {label}: {entry.name} failed: {message}")
+            warn(f"[{n} of {len(located)}] {label}: {entry.name} failed: {message}")
             continue
         if is_first():
             one.results[label] = metrics
             note = " (stored)" if stored else ""
-            warn(f"[{n} of {len(located_ones)}] {label}: {entry.name} {' and '.join(entry.metrics)} {value:.4f}{note}")
+            warn(f"[{n} of {len(located)}] {label}: {entry.name} {' and '.join(entry.metrics)} {value:.4f}{note}")
 
 
 def _metrics(

@@ -110,7 +110,7 @@ def test_masks_are_nearly_pycocotools() -> None:
 
 
 @pytest.mark.parametrize(
-    ("segmentation", "said"),
+    ("segmentation", "output"),
     [
         ({"counts": [3, 4], "size": [2, 3]}, "cover 7 pixels of 6"),
         ({"counts": [3, -3, 6], "size": [2, 3]}, "not whole numbers"),
@@ -123,8 +123,8 @@ def test_masks_are_nearly_pycocotools() -> None:
         ([[1, 2, 3, 4, 5, float("inf")]], "is not finite"),
     ],
 )
-def test_bad_masks_are_named(segmentation: Any, said: str) -> None:
-    with pytest.raises(BadSample, match=said):
+def test_bad_masks_are_named(segmentation: Any, output: str) -> None:
+    with pytest.raises(BadSample, match=output):
         decode_mask(segmentation, 2, 3)
 
 
@@ -265,8 +265,8 @@ def test_words_for_what_a_user_can_mend(made: Path) -> None:
 def test_verb(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [str(made / name) for name in ("instances.json", "images", "out")]
     main(["data", "hierarimgs", *words, "--least", "50"])
-    said = capsys.readouterr().out
-    assert said.startswith("2 of 6 images written\n1 have too few segments, 1 a segment that is too small\n1 skipped")
+    output = capsys.readouterr().out
+    assert output.startswith("2 of 6 images written\n1 have too few segments, 1 a segment that is too small\n1 skipped")
     with pytest.raises(SystemExit) as end:
         main(["data", "hierarimgs", *words])
     assert end.value.code == 2

@@ -43,11 +43,11 @@ def told(call: Callable[[], Any]) -> Any:
         return call()
     except (BadSample, ValueError) as error:
         found = error
-    said = str(found)
-    assert said.isprintable()
-    assert 0 < len(said) < (200 if isinstance(found, BadSample) else 500)
+    output = str(found)
+    assert output.isprintable()
+    assert 0 < len(output) < (200 if isinstance(found, BadSample) else 500)
     assert not isinstance(found, UnicodeError)
-    return said
+    return output
 
 
 def outcome(text: bytes | None = None, meta: bytes | None = None) -> list[str] | str:
@@ -242,7 +242,7 @@ def test_tables_of_parquet(tmp_path: Path, name: str) -> None:
     found = table_outcome(tmp_path / "x.parquet")
     assert isinstance(found, str) == isinstance(expected, str)
     pairs = [(found, expected)] if isinstance(expected, str) else zip(found, expected, strict=True)
-    assert all(str(said).startswith(str(part)) for said, part in pairs)
+    assert all(str(output).startswith(str(part)) for output, part in pairs)
 
 
 def test_damaged_parquet_is_a_sentence(tmp_path: Path) -> None:

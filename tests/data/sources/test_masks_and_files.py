@@ -77,14 +77,14 @@ def test_reasons_of_skipped_images(tmp_path: Path, capsys: pytest.CaptureFixture
         "0 have too few segments, 0 a segment that is too small",
         "1 skipped: cannot read the image: No such file or directory",
     ]
-    for wrong, said in (
+    for wrong, output in (
         (words, "exists: choose another OUT"),
         ([str(tmp_path / "none"), *words[1:]], "No such file or directory: "),
     ):
         with pytest.raises(SystemExit) as ended:
             main(["data", "hierarimgs", *wrong[:2], str(tmp_path / ("out" if wrong is words else "new")), *wrong[3:]])
         assert ended.value.code == 2
-        assert said in capsys.readouterr().err
+        assert output in capsys.readouterr().err
     segments = [Segment(n, area, "x", None) for n, area in enumerate((5.0, 9.0, 7.0, 7.0))]
     for options, chosen, few, small in (
         (BuildOptions(segments=3, least=4), [1, 2, 3], 0, 0),

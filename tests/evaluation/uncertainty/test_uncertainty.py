@@ -115,8 +115,8 @@ class Foreign(ScenesSource):
     """Scenes with captions of others."""
 
     def record(self, row: int) -> Record:
-        said = parse_scenes("scenes:val?n=30&levels=1,2,3&captions=2").captions(row)
-        return replace(super().record(row), captions=said)
+        output = parse_scenes("scenes:val?n=30&levels=1,2,3&captions=2").captions(row)
+        return replace(super().record(row), captions=output)
 
 
 def test_captions_true_of_nothing_are_skipped_and_counted() -> None:

@@ -60,7 +60,7 @@ def test_scatter_places_dots_squares_and_ellipses() -> None:
 
 
 @pytest.mark.parametrize(
-    ("series", "log_x", "said"),
+    ("series", "log_x", "output"),
     [
         ({}, False, "no series has a point"),
         ({"a": [(0.0, float("nan"))]}, False, "not finite"),
@@ -68,8 +68,8 @@ def test_scatter_places_dots_squares_and_ellipses() -> None:
         ({str(n): [(0.0, 1.0)] for n in range(7)}, False, "room for 6"),
     ],
 )
-def test_scatter_refuses(series: dict[str, list[tuple[float, float]]], log_x: bool, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_scatter_refuses(series: dict[str, list[tuple[float, float]]], log_x: bool, output: str) -> None:
+    with pytest.raises(ValueError, match=output):
         scatter(series, "x", "y", log_x=log_x)
 
 
@@ -117,9 +117,9 @@ def test_verb_writes_a_page_of_two_models(tmp_path: Path, capsys: pytest.Capture
             str(values),
         ]
     )
-    said = capsys.readouterr().out
-    assert "text_above_image" in said
-    assert "right@" not in said
+    output = capsys.readouterr().out
+    assert "text_above_image" in output
+    assert "right@" not in output
     assert set(json.loads(values.read_text())) == {"one", "two"}
     html = page.read_text()
     for heading in ("How uncertain images and texts are", "by level", "true of", "Calibration", "in a plane"):

@@ -78,7 +78,7 @@ def test_bad_rows_are_named_and_bad_tables_refused(tmp_path: Path) -> None:
     (tmp_path / "c.txt").write_text("\n\n")
     (tmp_path / "d.csv").write_text("words\na dog\n")
     pq.write_table(pa.table({"caption": [1, 2]}), tmp_path / "e.parquet")
-    for name, said in (
+    for name, output in (
         ("b.csv", "has no rows. Expected a text in each"),
         ("c.txt", "has no rows. Expected a text in each"),
         ("d.csv", "has the columns words. Expected `image`"),
@@ -86,5 +86,5 @@ def test_bad_rows_are_named_and_bad_tables_refused(tmp_path: Path) -> None:
         ("c.txt?caption=x", "takes no parameters"),
         ("e.parquet", "the column 'caption' holds int64. Expected text"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=output):
             evaluate(matcher(), "uncertainty", str(tmp_path / name))
