@@ -37,6 +37,7 @@ def load(
     method: str | None = None,
     trust_code: bool = False,
     precision: str = "fp32",
+    base: str | Path | None = None,
 ) -> Matcher:
     """Load a model folder (`OUT/model` of a run); code that it names is not run unless allowed.
 
@@ -44,13 +45,16 @@ def load(
     pixels, with interpolated positions; context: another maximum number of tokens in a text: the first 20 and last 2
     positions are kept, the others interpolated (arXiv:2503.08048); method: of the model, may be your own
     "module:preset"; trust_code: import the module that the folder names; precision: of the encoders, "fp32" (dtype),
-    "bf16" (autocast; features and scores are fp32) or "auto" (bf16 on CUDA where the model is larger than size tiny).
+    "bf16" (autocast; features and scores are fp32) or "auto" (bf16 on CUDA where the model is larger than size tiny);
+    base: of a folder of adapters alone (OUT/adapter of a run with LoRA), the model folder that its --init named.
     Raises: ValueError when a file is missing, damaged or does not fit the others, the patch does not divide size, or
     context is too short for the kept positions.
     """
     from kiloword.checkpoint.model_folder import open_model
 
-    model, tokenizer, slots = open_model(path, device, dtype, Trust(method=method, trust_code=trust_code), precision)
+    model, tokenizer, slots = open_model(
+        path, device, dtype, Trust(method=method, trust_code=trust_code), precision, base
+    )
     return Matcher(_resized(model, size, context), tokenizer, slots)
 
 

@@ -51,6 +51,14 @@ def indices_of(label: int | LabelSet | None) -> tuple[int, ...]:
     return () if label is None else label.indices if isinstance(label, LabelSet) else (label,)
 
 
+@runtime_checkable
+class StoredTokens(Protocol):
+    """Tokens of an image tower's trunk, read from a store in place of an image's pixels."""
+
+    def tokens(self, epoch: int) -> Tensor:
+        """The tokens of the view of an epoch: fp16 or fp32 [N, W]."""
+
+
 @dataclass
 class Record:
     """One row of a source as it is stored: not decoded, without random choices."""
@@ -60,6 +68,7 @@ class Record:
     captions: list[str]
     label: int | LabelSet | None = None  # class index, where the data has one
     info: dict[str, Any] = field(default_factory=dict)  # other values of the JSON (data.sources.optional.RecordInfo)
+    tokens: StoredTokens | None = None  # of the image, which towers then take in its place; `image` may be b"" then
 
 
 class NoCaption(BadSample):
@@ -90,7 +99,7 @@ class Example:
 
     key: str
     row: int
-    image: Tensor  # uint8 [3, H, W]
+    image: Tensor  # uint8 [3, H, W], or tokens of a trunk, floating-point [N, W]
     captions: list[str]  # answers, where there is a question
     composed: bool = False  # a transform mixed it with another image
     question: str | None = None
@@ -126,6 +135,7 @@ class Texts:
     starts: Tensor  # [T + 1] int64 cumulative lengths
     longest: int  # length of the longest text, a Python int so that reading it does not wait for the device
     truncated: int = 0  # number of captions truncated to the context length
+    tokens: Tensor | None = None  # [S, W'] tokens of the text tower's trunk, in place of its run; zeros at extra tokens
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -143,7 +153,8 @@ class Texts:
         """Texts `first` to `end`."""
         starts = self.starts[first : end + 1]
         a, b = int(starts[0]), int(starts[-1])
-        return Texts(self.ids[a:b], starts - a, int(starts.diff().max()) if end > first else 0)
+        tokens = None if self.tokens is None else self.tokens[a:b]
+        return Texts(self.ids[a:b], starts - a, int(starts.diff().max()) if end > first else 0, tokens=tokens)
 
     def spans(self, first: Tensor, lengths: Tensor, tokens: int) -> tuple[Tensor, Texts]:
         """Spans of tokens as texts: the places [tokens] of the tokens in `ids`, and the texts.
@@ -153,11 +164,17 @@ class Texts:
         starts = F.pad(lengths.cumsum(0), (1, 0))
         shift = torch.repeat_interleave(first - starts[:-1], lengths, output_size=tokens)
         place = torch.arange(tokens, device=shift.device) + shift
-        return place, Texts(self.ids[place], starts, self.longest)
+        return place, self.at(place, starts)
+
+    def at(self, place: Tensor, starts: Tensor) -> Texts:
+        """The tokens at places [n], or at those that are True [S], as texts with other `starts`; no text is longer."""
+        tokens = None if self.tokens is None else self.tokens[place]
+        return Texts(self.ids[place], starts, self.longest, tokens=tokens)
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Texts:
         """Apply a function to every tensor."""
-        return replace(self, ids=change(self.ids), starts=change(self.starts))
+        tokens = None if self.tokens is None else change(self.tokens)
+        return replace(self, ids=change(self.ids), starts=change(self.starts), tokens=tokens)
 
     def to(self, device: torch.device | str) -> Texts:
         return self.each(lambda x: x.to(device, non_blocking=True))
@@ -176,7 +193,7 @@ def _changed(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 class Batch:
     """One rank's (or one micro-batch's) share of a global batch."""
 
-    images: Tensor  # uint8 [I, 3, H, W]; the model normalises them on the device
+    images: Tensor  # uint8 [I, 3, H, W], which the model normalises on the device; or tokens of its trunk [I, N, W]
     texts: Texts
     image_of_text: Tensor  # [T] int64, row of `images`, ascending; every image has at least one text
     seeds: Tensor  # [I] int64 from (seed, epoch, row): every later random choice derives from it

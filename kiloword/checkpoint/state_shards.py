@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
+from kiloword.checkpoint.adapters import MARK, adapters_of, merge
 from kiloword.checkpoint.tensors import Spec, in_order, spec_of, write_tensors
 from kiloword.distributed import collectives
 
@@ -145,8 +146,8 @@ class SavedState:
             self.load(tensors)
             yield from tensors.values()
 
-    def model_names(self) -> dict[str, str]:
-        """The tensors of a model folder, by name -> name in the state: averaged weights where there are any."""
+    def unmerged_names(self) -> dict[str, str]:
+        """The tensors of the model, adapters included, by name -> name in the state: averaged where there are any."""
         names = {}
         for name in self.specs:
             if name.startswith("learner/model."):
@@ -155,14 +156,25 @@ class SavedState:
                 names[short] = averaged if averaged in self.specs else name
         return names
 
+    def model_specs(self) -> dict[str, Spec]:
+        """The tensors of a model folder of this state, adapters merged: averaged weights where there are any."""
+        return {short: self.specs[name] for short, name in self.unmerged_names().items() if MARK not in short}
+
+    def model_tensors(self, names: Sequence[str]) -> Iterator[Tensor]:
+        """The tensors of `model_specs`, in the order of `names`."""
+        stored = self.unmerged_names()
+        for name, value in zip(names, self.whole([stored[name] for name in names]), strict=True):
+            parts = [stored[part] for part in adapters_of(name, stored)]
+            yield merge(value, *self.whole(parts)) if parts else value
+
     def model_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of `model_weights`."""
-        return {short: self.specs[name][1] for short, name in self.model_names().items()}
+        return {name: shape for name, (_, shape) in self.model_specs().items()}
 
     def model_weights(self) -> dict[str, Tensor]:
         """The weights that a model folder of this state holds."""
-        names = self.model_names()
-        return dict(zip(names, self.whole(list(names.values())), strict=True))
+        names = list(self.model_specs())
+        return dict(zip(names, self.model_tensors(names), strict=True))
 
     def _groups(self, names: Sequence[str]) -> Iterator[list[str]]:
         group, size = list[str](), 0

@@ -21,7 +21,7 @@ from kiloword.distributed.device import cores
 from kiloword.methods.method import Method
 from kiloword.methods.registry import components, names, preset
 from kiloword.model.heads import Head
-from kiloword.model.image import extra, stem_plan
+from kiloword.model.image import extra, grid, stem_plan
 from kiloword.model.model import Model, tower_shape
 from kiloword.terminal import say
 from kiloword.terminal.screen import Screen, plain_table
@@ -91,9 +91,9 @@ def parameters(config: ModelConfig, method: str = "clip") -> int:
 def image_flops(config: ModelConfig) -> int:
     """FLOPs of matrix products in the forward pass of one image, two per multiply-add; any pool except "map"."""
     image = config.image
-    if image.tower != "vit":
+    if image.tower != "vit" or image.trunk.name:
         return _counted_flops(config)
-    patches, side = (image.size // image.patch) ** 2, image.size
+    patches, side = grid(image) ** 2, image.size
     stem = 2 * patches * 3 * image.patch**2 * image.width
     for before, after, kernel, stride in stem_plan(image) if image.stem == "conv" else ():
         side //= stride

@@ -14,8 +14,9 @@ from tyro.conf import Positional, arg
 
 from kiloword.__version__ import __version__
 from kiloword.addresses import scrubbed
-from kiloword.checkpoint.trust import NONE, Trust
+from kiloword.checkpoint.trust import Trust
 from kiloword.cli import evaluate, plan, sweep, train
+from kiloword.cli.embed import embed
 from kiloword.cli.score import score
 from kiloword.cli.words import REQUIRED, check_known, interruption, settled
 from kiloword.distributed import launch
@@ -34,9 +35,11 @@ WEIGHTS = arg(
 Action = Literal["index", "check", "stats", "names", "pairs", "hierarimgs"]
 Format = Literal["open_clip", "prolip"]
 Listing = Literal["list", "show"]
+Kind = Literal["scenes", "photos"]
 CHOICES = {  # of the first argument
     "data": ("action", get_args(Action)),
     "import": ("format", get_args(Format)),
+    "quickstart": ("kind of data", get_args(Kind)),
     "recipes": ("action", get_args(Listing)),
 }
 # verbs whose flags depend on the words before them
@@ -48,58 +51,49 @@ for name, verb in OWN_FLAGS.items():
 
 
 @app.command
-def quickstart(out: Path = Path("quickstart"), steps: int | None = None, seed: int = 0) -> None:
+def quickstart(
+    on: Positional[Kind] = "scenes",
+    data: tuple[str, ...] = (),
+    val: tuple[str, ...] = (),
+    out: Path | None = None,
+    steps: int | None = None,
+    seed: int = 0,
+    image_tower: str = "efficientnet-lite0",
+    text_tower: str = "minilm",
+    views: int = 2,
+) -> None:
     """Train on scenes, evaluate, write DIR/report.html. Takes about 3 minutes on 2 CPU cores.
 
-    Args:
-        out: folder of the run and its report; the same command again resumes.
-        steps: number of steps in place of the recipe's.
-        seed: seed of the run.
-    """
-    from kiloword.quickstart.run import run
+    Five methods on your captioned photos, on frozen pretrained towers: kiloword quickstart photos --data photos/train
 
-    run(out, steps=steps, seed=seed)
+    Args:
+        on: scenes, or photos: your own, with captions.
+        data: photos: tars, a table or a folder of images with captions, as for `kiloword train`.
+        val: photos to test on; default: a tenth of --data, held out by key.
+        out: folder of the run and its report, by default quickstart or photos; the same command again resumes.
+        steps: number of steps (photos: of each method) in place of the recipe's.
+        seed: seed of the run.
+        image_tower: photos: frozen image tower, as for `kiloword train`.
+        text_tower: photos: frozen text tower, as for `kiloword train`.
+        views: photos: number of augmented views of each photo whose tokens are stored; 1: not augmented.
+    """
+    if on == "scenes":
+        from kiloword.quickstart.run import run
+
+        if data or val:
+            raise ValueError("--data and --val are of kiloword quickstart photos; the quickstart itself draws scenes.")
+        run(out or Path("quickstart"), steps=steps, seed=seed)
+        return
+    if not data:
+        raise ValueError("quickstart photos needs photos with captions: kiloword quickstart photos --data FOLDER.")
+    from kiloword.quickstart.photos.run import PhotoPlan
+    from kiloword.quickstart.photos.run import run as run_photos
+
+    run_photos(out or Path("photos"), PhotoPlan(data, val, image_tower, text_tower, views, steps, seed))
 
 
 app.command(score)
-
-
-@app.command
-def embed(
-    model: Positional[str],
-    data: tuple[str, ...],
-    out: Path,
-    name: str = "teacher",
-    extra_captions: tuple[str, ...] = (),
-    batch: int = 64,
-    workers: int | Literal["auto"] = "auto",
-    device: str = "auto",
-    precision: Literal["fp32", "bf16"] = "fp32",
-    dtype: Literal["fp16", "fp32"] = "fp16",
-    trust: Annotated[Trust, arg(name="")] = NONE,
-    resize: int | Literal["shortest", "squash"] | None = None,
-) -> None:
-    """Precompute the features of a data set: kiloword embed runs/first/model --data photos/train --out features
-
-    Teacher of another library: kiloword embed open_clip:ViT-B-32:weights.safetensors --data photos/train --out features
-
-    Args:
-        model: model folder, open_clip:NAME:WEIGHTS or hf:FOLDER (of transformers: a CLIP, or an encoder of texts).
-        data: tars, a table, a folder of images or scenes, as for `kiloword train`.
-        out: feature store to write, for `train --features`; run the same command again after an interruption.
-        name: name of the features, to tell several feature stores of a run apart.
-        extra_captions: parquet tables (key, captions) whose captions are embedded too.
-        batch: images in a batch.
-        workers: loader processes; auto: none on a CPU, on CUDA the number of cores minus two.
-        device: auto, cpu, cuda, cuda:N.
-        precision: precision of the computation; recorded in the feature store.
-        dtype: type of the stored features.
-        trust: code that a model folder may run.
-        resize: pixels of the shorter side before the centre crop, such as 256 for 224; default: as the model has it.
-    """
-    from kiloword.features.extract import main as run
-
-    run(model, data, out, name, extra_captions, batch, workers, device, precision, dtype, trust, resize)
+app.command(embed)
 
 
 @app.command
@@ -210,16 +204,21 @@ def data(
 
 
 @app.command
-def verify(method: Positional[str], ranks: tuple[int, ...] = (1, 2, 4)) -> None:
+def verify(
+    method: Positional[str],
+    ranks: tuple[int, ...] = (1, 2, 4),
+    trunks: Literal["none", "cached", "frozen", "tuned"] = "none",
+) -> None:
     """Check that a method's gradients do not depend on ranks, micro-batches, blocks or order; about a minute.
 
     Args:
         method: preset, or your own module:preset.
         ranks: numbers of processes to compare.
+        trunks: towers on trunks of other libraries, with random weights: frozen, tuned, or their tokens cached.
     """
     from kiloword.verify.suite import main as run
 
-    run(method, ranks)
+    run(method, ranks, trunks=trunks)
 
 
 @app.command(name="import")
@@ -245,6 +244,22 @@ def import_(
     from kiloword.interop.prolip import main as run_prolip
 
     run_prolip(Path(weights[0]), out)
+
+
+@app.command
+def average(models: Annotated[Positional[tuple[str, ...]], REQUIRED], out: Path, alpha: float | None = None) -> None:
+    """Average the weights of models: kiloword average models/b32 runs/tuned/model --alpha 0.5 --out runs/average
+
+    With the model that a run started from, it keeps what the start could do (WiSE-FT). Several get equal shares.
+
+    Args:
+        models: model folders of one method, shape and tokenizer; of two, the first is the start.
+        out: model folder to write.
+        alpha: share of the second of two models, from 0 to 1; default: equal shares.
+    """
+    from kiloword.checkpoint.average import main as run
+
+    run(models, out, alpha)
 
 
 @app.command

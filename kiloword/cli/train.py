@@ -18,8 +18,8 @@ from kiloword.cli.words import MethodCommand, method_command, values_of
 from kiloword.config.options import Mixing, RecipeFlags, RunOptions
 from kiloword.config.papers import LENGTHS, fill
 from kiloword.config.recipes import Recipe
-from kiloword.config.settings import BaseSettings, about, check, setting
-from kiloword.methods.defaults import default_recipe
+from kiloword.config.settings import BaseSettings, about, check, leaves, setting
+from kiloword.methods.defaults import WHY_TUNED, default_recipe, tuned
 from kiloword.terminal import say
 
 
@@ -39,7 +39,7 @@ class Train(BaseSettings):
         "recipe": "recipe config",
         "data": "data val features captions",
         "length": "steps epochs samples batch",
-        "model": "size init",
+        "model": "size init image-tower text-tower",
         "loss": "transforms positives pair-loss pooling uncertainty terms",
         "optimization": "optim.name optim.lr optim.muon-lr optim.warmup",
         "hardware": "device workers precision micro",
@@ -70,10 +70,12 @@ def main(argv: Sequence[str]) -> None:
     from kiloword.training.loop import train
     from kiloword.training.resolve import open_sources, visited, with_length
 
+    recipe = start.fitted(recipe)
     start.check(recipe)
     if args.origin.config:
         effects.check(replace(usual, settings=recipe.settings), plain, args.options.trust_code)
     effects.check(recipe, usual, args.options.trust_code)
+    _say_tuned(command, args, recipe)
     source = open_sources(recipe)
     recipe = with_length(recipe, visited(recipe, source), args.steps, args.epochs, args.samples)
     if args.dry_run:
@@ -109,17 +111,55 @@ def _say_recipe(command: MethodCommand, args: Train, recipe: Recipe) -> None:
     say(*lines)
 
 
+def _say_tuned(command: MethodCommand, args: Train, recipe: Recipe) -> None:
+    """Print the defaults that hold because the run starts from trained weights, and why."""
+    if command.recipe is not None or recipe.init is None or os.environ.get("RANK", "0") != "0" or args.options.quiet:
+        return
+    scratch = default_recipe(recipe.method, recipe.size, recipe.data.sources)
+    usual, now = ({leaf.flag: leaf.value for leaf in leaves(r)} for r in (scratch, recipe))
+    default = {leaf.flag: leaf.value for leaf in leaves(tuned(scratch))}
+    kept = [flag for flag, value in default.items() if value != usual[flag] and now[flag] == value]
+    if kept:
+        shown = ", ".join(f"--{flag} {_value(now[flag])} (from scratch {_value(usual[flag])})" for flag in kept)
+        say(f"note       --init sets {shown}: {WHY_TUNED}. Flags override.")
+
+
+def _value(value: Any) -> str:
+    """A setting as a flag takes it."""
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
 def _defaults(command: MethodCommand) -> tuple[Recipe, Recipe]:
-    """The recipe that method, size, data and init imply, and that with the values of --recipe or --config."""
+    """The recipe that method, size, data, towers and init imply, and that with the values of --recipe or --config.
+
+    Both on the tokens that --image-features and --text-features name.
+    """
+    features = [values_of(command.flags, flag) for flag in ("--image-features", "--text-features")]
+    if not any(features):
+        return _without_tokens(command)
+    from kiloword.features.token_runs import on_tokens, towers_of
+
+    plain, usual = _without_tokens(command, towers_of(*features))
+    return on_tokens(plain, *features), on_tokens(usual, *features)
+
+
+def _without_tokens(command: MethodCommand, stored: tuple[str, str] = ("", "")) -> tuple[Recipe, Recipe]:
+    """As `_defaults`. Args: stored: towers of the tokens, where the flags name none."""
     named, flags = command.recipe, command.flags
     size, init = ((values_of(flags, flag) or (None,))[0] for flag in ("--size", "--init"))
     data = values_of(flags, "--data") or ("scenes",)
+    if init or (named is not None and named.value("init")):
+        stored = ("", "")  # the folder that the run starts from has them
+    flagged = (values_of(flags, flag) for flag in ("--image-tower", "--text-tower"))
+    towers = tuple((words or (tower,))[0] for words, tower in zip(flagged, stored, strict=True))
     if named is None:
-        plain = _plain_defaults(command.method, size, init, data)
+        tune = not values_of(flags, "--lora.rank")  # adapters start at 0, and take larger rates
+        plain = _plain_defaults(command.method, size, init, data, towers, tune)
         return plain, plain
     data = values_of(flags, "--data") or tuple(named.value("data.sources", ("scenes",)))
     start = init or named.value("init")
-    plain = _plain_defaults(command.method, size or named.value("size"), start, data)
+    towers = tuple(x or named.value(name, "") for x, name in zip(towers, ("image_tower", "text_tower"), strict=True))
+    plain = _plain_defaults(command.method, size or named.value("size"), start, data, towers, tune=False)
     filled = fill(plain, named, towers=start is None and not towers_flag(named, values_of(flags, "--size"), ()))
     if start is not None:  # whose tokenizer and weights it takes
         model = replace(filled.model, init_std=plain.model.init_std)
@@ -127,9 +167,18 @@ def _defaults(command: MethodCommand) -> tuple[Recipe, Recipe]:
     return plain, replace(filled, method=command.method, size=plain.size, init=start)
 
 
-def _plain_defaults(method: str, size: str | None, init: str | None, data: tuple[str, ...]) -> Recipe:
-    if init is None:
+def _plain_defaults(
+    method: str,
+    size: str | None,
+    init: str | None,
+    data: tuple[str, ...],
+    towers: tuple[str, ...] = (),
+    tune: bool = True,
+) -> Recipe:
+    if init is None and not any(towers):
         return default_recipe(method, size or "tiny", data)
     from kiloword.training import start
 
-    return start.defaults(method, init, size, data)
+    if init is not None:
+        return start.with_towers(start.defaults(method, init, size, data, tune), *towers)
+    return start.with_towers(default_recipe(method, size or "top", data), *towers)

@@ -24,14 +24,14 @@ def settle(recipe: Recipe, device: str, earlier: Recipe | None = None) -> Recipe
     """The recipe with values for `precision` and `matmul` where they are "auto".
 
     A resumed run keeps its values, whatever the device. Otherwise precision is bf16 for size tiny, which learns as well
-    with it and is twice as fast on a CPU, and on CUDA for all larger sizes; matmul is TF32 on CUDA and torch's setting
-    elsewhere.
+    with it and is twice as fast on a CPU, for size top, whose figures were measured in it (docs/towers.md), and on CUDA
+    for all larger sizes; matmul is TF32 on CUDA and torch's setting elsewhere.
 
     Args: device: "cpu", "cuda" or "cuda:N"; earlier: the recipe of the run that is resumed.
     """
     cuda = device.startswith("cuda")
     chosen: dict[str, Any] = {
-        "precision": "bf16" if recipe.size == "tiny" or (cuda and recipe.size != "debug") else "fp32",
+        "precision": "bf16" if recipe.size in ("tiny", "top") or (cuda and recipe.size != "debug") else "fp32",
         "matmul": "high" if cuda else torch.get_float32_matmul_precision(),
     }
     if earlier is not None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
 from kiloword.addresses import public
-from kiloword.config.settings import BELOW_1, BaseSettings, OneOrSeveral, about, setting
+from kiloword.config.settings import ABOVE_0, BELOW_1, BaseSettings, OneOrSeveral, about, setting
 
 Activation = Literal["gelu", "quick_gelu", "gelu_tanh"]
 Precision = Literal["auto", "fp64", "fp32", "bf16"]
@@ -22,8 +22,21 @@ OWN_SPECIAL = {"start": 0, "end": 1, "pad": 2, "mask": 3, "cls": 4, "unc": 5}  #
 
 
 @dataclass(frozen=True, kw_only=True)
+class TrunkConfig(BaseSettings):
+    """A trunk: the tower of another library whose tokens a tower takes in place of patches or words; no code."""
+
+    name: str = setting("", "efficientnet-lite0, timm:NAME, open_clip:NAME, hf, ...; empty: none", flag="")
+    width: int = setting(0, "width of its tokens", 0, 1 << 16, flag="")
+    prefix: int = setting(0, "tokens before the map: class token, registers", 0, 4096, flag="")
+    grid: int = setting(0, "of images: height and width of the map of tokens", 0, 1 << 13, flag="")
+    config: dict[str, Any] = field(default_factory=dict, metadata=about("config.json of transformers", flag=""))
+
+
+@dataclass(frozen=True, kw_only=True)
 class ImageConfig(BaseSettings):
     """The image tower."""
+
+    trunk: TrunkConfig = field(default_factory=TrunkConfig)
 
     tower: Literal["vit", "clip-resnet", "resnet"] = setting(
         "vit", "architecture; of a resnet, width is that of its output, depth its blocks, and patch 32"
@@ -31,7 +44,7 @@ class ImageConfig(BaseSettings):
     size: int = setting(224, "height and width in pixels", 1, 1 << 13)
     patch: int = setting(16, "height and width of a patch in pixels; must divide size", 1, DEPTH)
     width: int = setting(768, "width of a token", 1, 1 << 16)
-    depth: int = setting(12, "number of blocks", 1, DEPTH)
+    depth: int = setting(12, "number of blocks; 0: only with --image-tower", 0, DEPTH)
     heads: int = setting(12, "attention heads of each block", 1, DEPTH)
     mlp: int = setting(3072, "hidden width of the MLP", 1, 1 << 20)
     stem: Literal["linear", "conv"] = setting("linear", "conv: 3x3 convolutions in place of one strided one")
@@ -53,10 +66,11 @@ class ImageConfig(BaseSettings):
 class TextConfig(BaseSettings):
     """The text tower."""
 
+    trunk: TrunkConfig = field(default_factory=TrunkConfig)
     context: int = setting(77, "longest caption in tokens, including start and end", 3, 1 << 16)
     vocab: int = setting(49408, "rows of the token embedding; set by a tokenizer trained on the data", 1, 1 << 22)
     width: int = setting(512, "width of a token", 1, 1 << 16)
-    depth: int = setting(12, "number of blocks", 1, DEPTH)
+    depth: int = setting(12, "number of blocks; 0: only with --text-tower", 0, DEPTH)
     heads: int = setting(8, "attention heads of each block", 1, DEPTH)
     mlp: int = setting(2048, "hidden width of the MLP", 1, 1 << 20)
     causal: bool = setting(True, "causal attention: a token attends only to earlier ones")
@@ -149,7 +163,23 @@ class OptimConfig(BaseSettings):
     )
     scale_lr: float = setting(1.0, "learning-rate multiplier of the head's scale and bias", 0, 1e4)
     text_lr: float = setting(1.0, "learning-rate multiplier of the text tower; lower it to prevent forgetting", 0, 1e4)
+    trunk_lr: float = setting(0.1, "learning-rate multiplier of trunks (AdamW's, not Muon's), if trained", 0, 1e4)
+    layer_decay: float = setting(
+        1.0, "learning-rate multiplier of a block over that of the block above it; 1: off", ABOVE_0, 1
+    )
     ema: float = setting(0.0, "decay of the weight average that is evaluated and saved; 0: no averaging", 0, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig(BaseSettings):
+    """Low-rank adapters of pretrained towers (LoRA, arXiv:2106.09685)."""
+
+    rank: int = setting(0, "rank of the change of each adapted matrix; 0: no adapters", 0, 1 << 16)
+    alpha: float = setting(16.0, "adapters are multiplied by alpha / rank", ABOVE_0, 1e6)
+    targets: tuple[str, ...] = setting(
+        ("qkv,out",), "layers, [image:|text:][BLOCKS:]NAME,..., by the ends of their names: qkv, image:8-11:qkv,fc"
+    )
+    save: Literal["merged", "apart"] = setting("merged", "apart: also write the adapters alone, to OUT/adapter")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,6 +197,9 @@ class AugmentConfig(BaseSettings):
     blur: float = setting(0.0, "probability of a Gaussian blur", 0, 1)
     blur_sigma: tuple[float, float] = setting((0.1, 2.0), "range of its deviation in pixels", 0, 1000)
     drop_words: float = setting(0.0, "probability of dropping a word of a caption; at least one stays", 0, 1)
+    drop_patches: float = setting(
+        0.0, "share of its patches (with a trunk: places of the map of tokens) that an image loses", 0, BELOW_1
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,6 +216,12 @@ class DataConfig(BaseSettings):
     extra_captions: tuple[str, ...] = setting((), "parquet tables (key, captions) whose captions join the images' own")
     raw_captions: bool = setting(True, "keep the images' own captions beside the extra ones")
     features: tuple[str, ...] = setting((), "feature stores (`kiloword embed`), joined by key")
+    image_features: tuple[str, ...] = setting(
+        (), "tokens of images in place of their pixels, in which no trunk runs (`kiloword embed --tokens`)"
+    )
+    text_features: tuple[str, ...] = setting(
+        (), "tokens of captions in place of their words (`kiloword embed --tokens`)"
+    )
     captions: int | Literal["one", "all"] = setting(
         "one", "captions (vqa: answers) of an image in a batch: one (drawn each epoch), all, or N"
     )
@@ -204,7 +243,7 @@ class DataConfig(BaseSettings):
     def __post_init__(self) -> None:
         """Strip credentials from URLs; `kiloword.addresses` remembers them."""
         object.__setattr__(self, "val", OneOrSeveral.plain(self.val))
-        for name in ("sources", "val", "extra_captions", "features"):
+        for name in ("sources", "val", "extra_captions", "features", "image_features", "text_features"):
             object.__setattr__(self, name, tuple(map(public, getattr(self, name))))
 
 
@@ -217,7 +256,14 @@ class Recipe(BaseSettings):
     steps: int = setting(1000, "", 1, flag="")
     size: str = setting("tiny", "size of the towers (`kiloword sizes` lists them)")
     init: str | None = setting(None, "model folder to start from, with its towers and image size")
-    freeze: Literal["none", "image", "text"] = setting("none", "tower that is not trained")
+    image_tower: str = setting("", "image tower of another library: efficientnet-lite0[:FILE] (docs/towers.md)")
+    text_tower: str = setting("", "text tower of another library: hf:FOLDER, minilm[:FOLDER] (docs/towers.md)")
+    freeze: Annotated[tuple[str, ...], OneOrSeveral()] = setting(
+        (), "what is not trained: image, text, image:trunk, image:0-8 (blocks), ...; none; default: trunks"
+    )
+    unfreeze: tuple[float, ...] = setting(
+        (), "share of the steps after which frozen blocks are trained; two: one by one from the top", 0, BELOW_1
+    )
     batch: int = setting(128, "images in a step, over all ranks", 1)
     micro: int = setting(0, "images in a micro-batch of a rank; 0: its whole share", 0)
     chunk: int = setting(0, "rows and columns of a block of pairs; 0: automatic", 0)
@@ -228,7 +274,12 @@ class Recipe(BaseSettings):
     seed: int = setting(0, "seed of initial weights, order and augmentation")
     data: DataConfig = field(default_factory=DataConfig, metadata=about(flag=""))
     optim: OptimConfig = field(default_factory=OptimConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
+
+    def __post_init__(self) -> None:
+        """One word of `freeze` is a tuple of it."""
+        object.__setattr__(self, "freeze", OneOrSeveral.plain(self.freeze))
 
 
 def _size(
@@ -252,7 +303,8 @@ def _resnet(clip: bool) -> ModelConfig:
 
 
 def sizes() -> dict[str, ModelConfig]:
-    """The named sizes. debug: for tests; tiny: trains on a CPU in minutes; others: open_clip's dimensions."""
+    """The named sizes. debug: for tests; tiny: trains on a CPU in minutes; top: above towers of other
+    libraries; others: open_clip's dimensions."""
     small = _size(8, 128, 4, 8, 128, 3, 8, 128)
     # it learns within minutes (docs/log.md) by positions of large norm, max pooling and small patches
     tiny = replace(
@@ -267,9 +319,17 @@ def sizes() -> dict[str, ModelConfig]:
         text=TextConfig(context=32, vocab=512, width=32, depth=2, heads=2, mlp=64),
         head=HeadConfig(dim=16),
     )
+    top = _size(32, 512, 1, 8, 256, 1, 8, 512)  # one block of images is worth 0.02 of R@1 on photos (docs/log.md)
+    top = replace(
+        top,
+        image=replace(top.image, pre_norm=False),
+        text=replace(top.text, context=48, vocab=4096, init_std=0.3),
+        head=replace(top.head, image_pool="max", text_pool="max"),
+    )
     return {
         "debug": debug,
         "tiny": tiny,
+        "top": top,
         "s16": _size(16, 384, 12, 6, 384, 12, 6, 384),
         "b32": _size(32, 768, 12, 12, 512, 12, 8, 512),
         "b16": _size(16, 768, 12, 12, 512, 12, 8, 512),

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import Field, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar, get_args, get_type_hints
 
 from kiloword.addresses import without_credentials
 
@@ -89,7 +89,7 @@ def check(settings: Any, prefix: str = "--") -> None:
 
     Args: prefix: of the flags that messages name; "": they name keys of a file.
     Raises: ValueError naming numbers that are NaN, infinite or out of their limits, and other values than numbers where
-    limits are declared, unless it is the default ("auto").
+    limits are declared, unless its type names them ("auto").
     """
     wrong = []
     for leaf in leaves(settings):
@@ -98,11 +98,20 @@ def check(settings: Any, prefix: str = "--") -> None:
         for value in leaf.value if isinstance(leaf.value, list | tuple) else (leaf.value,):
             numeric = isinstance(value, int | float)
             fits = numeric and low <= value <= high and abs(value) < UNLIMITED  # False for NaN
-            if not fits and (isinstance(value, float) or (limits and (numeric or value != leaf.field.default))):
+            if not fits and (isinstance(value, float) or (limits and (numeric or not _is_word(leaf, value)))):
                 name = prefix + leaf.flag if prefix else leaf.path
                 wrong.append(f"{name} is {value}: expected {_range(low, high)}{hint}")
     if wrong:
         raise ValueError("; ".join(wrong[:3]) + ".")
+
+
+def _is_word(leaf: Leaf, value: Any) -> bool:
+    """Whether a value is the default of a setting, or one of the strings in a Literal of its type."""
+    return value == leaf.field.default or value in _strings(get_type_hints(leaf.owner)[leaf.field.name])
+
+
+def _strings(kind: Any) -> list[str]:
+    return [text for part in get_args(kind) for text in ([part] if isinstance(part, str) else _strings(part))]
 
 
 def _range(low: float, high: float) -> str:
@@ -146,3 +155,13 @@ def parse(value: Any, kind: type[T], strict: bool = False) -> T:
     except ValidationError as e:
         problems = [f"{'.'.join(map(str, x['loc'])) or 'it'}: {x['msg'].lower()}" for x in e.errors()]
         raise ValueError("; ".join(problems[:3]) + ".") from e
+
+
+def differing(a: Any, b: Any, at: str = "") -> dict[str, tuple[Any, Any]]:
+    """Differences of two plain values: dotted path -> both values."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        out: dict[str, tuple[Any, Any]] = {}
+        for k in [*a, *(k for k in b if k not in a)]:
+            out |= differing(a.get(k), b.get(k), f"{at}.{k}" if at else k)
+        return out
+    return {} if a == b else {at: (a, b)}

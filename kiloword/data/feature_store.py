@@ -1,8 +1,9 @@
 """Feature stores: precomputed features of a data set's images and captions, joined to examples by key.
 
-Format (a folder): `table.json` (`TableFile`); `part-00000.arrow` and so on, each with the readable images of `part`
-rows: keys, captions and features, in the data's order; finally `index.npy`, [2, N] uint64: ascending digests of the
-keys, and the place of each (part << 32 | row in the part). Without the index the store is not finished.
+Format (a folder, read by `KeyedStore`): `table.json` (`TableFile`); `part-00000.arrow` and so on, each with the
+readable images of `part` rows: keys, captions and features, in the data's order; finally `index.npy`, [2, N] uint64:
+ascending digests of the keys, and the place of each (part << 32 | row in the part). Without the index the store is not
+finished. Stores of tokens (`token_store`) have other columns.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -25,10 +26,11 @@ from kiloword.data.parts import Part, TableSettings, part_path
 from kiloword.data.sources.mixture import MixtureSource
 from kiloword.types import Example, Source
 
+OnePart = TypeVar("OnePart", bound=Part)
 StoredFeatures = NDArray[np.floating[Any]]
 INDEX, TABLE = "index.npy", "table.json"
 _OPEN = 256  # parts that a process keeps mapped: for a million images
-_AGAIN = "Run the same `kiloword embed` command again to complete it."
+AGAIN = "Run the same `kiloword embed` command again to complete it."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,14 +71,14 @@ class TableFile(TableSettings):
 class StorePart(Part):
     """n images with t captions of a store, memory-mapped. Errors: ValueError when the file is missing or damaged."""
 
-    again = _AGAIN
+    again = AGAIN
 
     def __init__(self, path: Path, schema: pa.Schema) -> None:
         super().__init__(path, schema)
         self.keys, self.contents, image, captions, texts = self.batch.columns
         same = len(texts.values) == len(captions.values) and texts.offsets.equals(captions.offsets)
         if texts.values.null_count or not same:  # every caption has features
-            raise ValueError(f"{path} is damaged. {_AGAIN}")
+            raise ValueError(f"{path} is damaged. {AGAIN}")
         self.captions = captions.values  # [t] binary
         self.starts = captions.offsets.to_numpy()  # [n + 1]
         dim = image.type.list_size
@@ -89,44 +91,45 @@ class StorePart(Part):
         return {caption: start + n for n, caption in enumerate(self.captions[start:end].to_pylist())}
 
 
-class FeatureStore:
-    """Features of one teacher on one data set, memory-mapped; `kiloword embed` writes the folder.
+class KeyedStore(Generic[OnePart]):
+    """A finished folder of parts, memory-mapped, whose rows are found by key. Pickling it for a worker sends the path.
 
-    `join` adds `image_features[name]` [D] and `text_features[name]` [captions, D] (unit norm; zeros, which match
-    nothing, where the store has none) and `image_features[name + ".texts"]` [D], the mean of the example's
-    `text_features` rows.
-
-    It has N images in the data's order, without bad rows, and T captions. Pickling it for a worker sends only the path.
-    Errors: ValueError when the folder is not a finished feature store, or is damaged. Methods that read the whole store
-    verify checksums; `join` notices only unreadable parts.
+    Errors: ValueError when the folder is not a finished store, or is damaged.
     """
 
-    name: str  # name of the features in a batch, by default "teacher"
-    dim: int
+    file: TableSettings
+    what: ClassVar[str] = "feature store"
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
         if not (self.path / TABLE).is_file():
-            raise ValueError(f"{path} is no feature store: it has no {TABLE}. Make one by `kiloword embed`.")
-        self.file = read_config(self.path / TABLE, TableFile)
-        self.name, self.dim = self.file.name, self.file.dim
+            raise ValueError(f"{path} is no {self.what}: it has no {TABLE}. Make one by `kiloword embed`.")
+        self.file = self.read_settings(self.path / TABLE)
         self._open()
 
+    def read_settings(self, path: Path) -> TableSettings:
+        """The contents of `table.json`."""
+        raise NotImplementedError
+
+    def open_part(self, path: Path) -> OnePart:
+        """Open a part. Raises: ValueError when it is missing or damaged."""
+        raise NotImplementedError
+
     def _open(self) -> None:
-        schema, path = self.file.schema(), self.path
+        path = self.path
         self._seen_whole: set[int] = set()  # numbers of parts
-        self._part = lru_cache(_OPEN)(lambda number: StorePart(part_path(path, number), schema))
+        self._part = lru_cache(_OPEN)(lambda number: self.open_part(part_path(path, number)))
         if not (path / INDEX).is_file():
-            raise ValueError(f"{path} is not finished. {_AGAIN}")
+            raise ValueError(f"{path} is not finished. {AGAIN}")
         try:
             self._index = np.asarray(np.load(path / INDEX, mmap_mode="r"))  # a plain array: faster to search
         except (OSError, ValueError, EOFError):
-            raise ValueError(f"{path / INDEX} is damaged. Remove that file. {_AGAIN}") from None
+            raise ValueError(f"{path / INDEX} is damaged. Remove that file. {AGAIN}") from None
         if self._index.dtype != np.uint64 or self._index.ndim != 2 or len(self._index) != 2:
-            raise ValueError(f"{path / INDEX} is not an index of a feature store. Remove that file. {_AGAIN}")
+            raise ValueError(f"{path / INDEX} is not an index of a feature store. Remove that file. {AGAIN}")
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: self.__dict__[name] for name in ("path", "file", "name", "dim")}
+        return {"path": self.path, "file": self.file}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -134,6 +137,43 @@ class FeatureStore:
 
     def __len__(self) -> int:
         return int(self._index.shape[1])
+
+    def places(self, raw: bytes) -> Iterator[tuple[OnePart, int]]:
+        """The parts, and the rows in them, that can have a key."""
+        for place in find_key(self._index, raw):
+            yield self._part(place >> 32), place & 0xFFFFFFFF
+
+
+class FeatureStore(KeyedStore["StorePart"]):
+    """Features of one teacher on one data set, memory-mapped; `kiloword embed` writes the folder.
+
+    `join` adds `image_features[name]` [D] and `text_features[name]` [captions, D] (unit norm; zeros, which match
+    nothing, where the store has none) and `image_features[name + ".texts"]` [D], the mean of the example's
+    `text_features` rows.
+
+    It has N images in the data's order, without bad rows, and T captions. Methods that read the whole store verify
+    checksums; `join` notices only unreadable parts. Errors: see `KeyedStore`.
+    """
+
+    file: TableFile
+
+    def read_settings(self, path: Path) -> TableFile:
+        """The contents of `table.json`."""
+        return read_config(path, TableFile)
+
+    def open_part(self, path: Path) -> StorePart:
+        """Open a part. Raises: ValueError when it is missing or damaged."""
+        return StorePart(path, self.file.schema())
+
+    @property
+    def name(self) -> str:
+        """Name of the features in a batch, by default "teacher"."""
+        return self.file.name
+
+    @property
+    def dim(self) -> int:
+        """Dimension of the features."""
+        return self.file.dim
 
     def check(self, source: Source) -> None:
         """The store may have more than the source: other sources of a mixture, other captions.
@@ -172,8 +212,7 @@ class FeatureStore:
 
     def _find(self, key: str) -> tuple[StorePart, int] | None:
         raw = key_bytes(key)
-        for place in find_key(self._index, raw):
-            part, row = self._part(place >> 32), place & 0xFFFFFFFF
+        for part, row in self.places(raw):
             if row < len(part.keys) and part.keys[row].as_py() == raw:
                 return part, row
         return None
@@ -218,7 +257,7 @@ class FeatureStore:
     def _check_whole(self, part: StorePart, path: Path) -> None:
         """Raises: ValueError for damaged bytes, and for features that are NaN or infinite."""
         if not part.whole():
-            raise ValueError(f"{path} is damaged. {_AGAIN}")
+            raise ValueError(f"{path} is damaged. {AGAIN}")
         if not (np.isfinite(part.images).all() and np.isfinite(part.texts).all()):
             raise ValueError(
                 f"{path} has features that are NaN or infinite: make it again in another folder by `kiloword embed`, "

@@ -23,6 +23,8 @@ from kiloword.data.sources.sample import question_in
 from kiloword.data.steps import in_order
 from kiloword.data.text.eda import drop_words
 from kiloword.data.text.tokenizer import Tokenizer
+from kiloword.data.token_join import TokenizerWithTokens, WithTokens, check_tokenizer
+from kiloword.data.token_store import ImageTokens, TextTokens, check_alike, served
 from kiloword.randomness import Draw, key
 from kiloword.types import BadSample, Batch, Example, Skipped, Source, Transform
 
@@ -34,10 +36,11 @@ class Loader:
     """One rank's share of every global batch; a batch is a pure function of its step.
 
     Args: order: of the rows; data: how images are read and captions chosen; text: how captions are packed; transforms:
-    of examples, in order; stores: of features that are added to examples; truth: texts also carry which images of the
-    global batch they describe; questions: every image has the question that its texts answer; train: False: images as
-    for evaluation, no transforms; timeout: in seconds per step; given_up: rows that took too long to decode, to be
-    skipped from the start.
+    of examples, in order; stores: of features that are added to examples; image_tokens, text_tokens: stores of tokens
+    in place of images (of the view epoch mod K) and of words; truth: texts also carry which images of the global batch
+    they describe; questions: every image has the question that its texts answer; train: False: images as for
+    evaluation, no transforms; timeout: in seconds per step; given_up: rows that took too long to decode, to be skipped
+    from the start.
     Errors: ValueError when the batch does not divide over the ranks, the order or a feature store is of other data,
     or the source has no ground truth or no questions.
     """
@@ -50,6 +53,8 @@ class Loader:
     tokenizer: Tokenizer
     transforms: Sequence[Transform] = ()
     stores: Sequence[FeatureStore] = ()
+    image_tokens: Sequence[ImageTokens] = ()
+    text_tokens: Sequence[TextTokens] = ()
     truth: bool = False
     questions: bool = False
     seed: int = 0
@@ -84,12 +89,37 @@ class Loader:
         self.transforms = [
             transform.bind(self.source) if hasattr(transform, "bind") else transform for transform in self.transforms
         ]
+        self._join_tokens()
         natural = getattr(self.source, "natural", True)
         self._train = TrainTransform(self.image_size, self.data.augment, self.resize, self.data.decoder, natural)
         self._eval = EvalTransform(self.image_size, self.resize, self.data.decoder)
         self._epochs = {}
         self._ahead = ahead_of(self.source, self._rows_of, self.order.batch)
         self._untouched = not self.train or not _changes(self.data.augment, natural)
+
+    def _join_tokens(self) -> None:
+        """Let the source and the tokenizer read tokens.
+
+        Raises: ValueError for tokens of other data or another augmentation, or where captions change.
+        """
+        if self.image_tokens:
+            if self.train and (unfit := [reason for t in self.transforms if (reason := getattr(t, "pixels", None))]):
+                raise ValueError(unfit[0])
+            self.image_tokens = served(self.image_tokens, self.source)
+            check_alike(self.image_tokens, self.data.augment)
+            self.source = WithTokens(self.source, self.image_tokens, lean=True)
+        if self.text_tokens:
+            self.text_tokens = served(self.text_tokens, self.source)
+            check_tokenizer(self.tokenizer, self.text_tokens)
+            drops = self.train and self.data.augment.drop_words > 0
+            mixing = [t for t in self.transforms if getattr(getattr(t, "settings", None), "parts", "") != "images"]
+            if drops or (self.train and mixing):
+                what = "--augment.drop-words" if drops else f"the transform {type(mixing[0]).__name__.lower()}"
+                raise ValueError(
+                    f"{what} changes captions, but --text-features has tokens of whole captions alone: omit "
+                    "--text-features, so that the text tower runs in every step, or omit what changes captions."
+                )
+            self.tokenizer = TokenizerWithTokens(self.tokenizer, self.text_tokens)
 
     @property
     def notes(self) -> list[str]:
@@ -250,8 +280,11 @@ class BatchReader:
         )
         if not captions:
             raise BadSample("no caption")
+        if isinstance(loader.tokenizer, TokenizerWithTokens):
+            for caption in captions:
+                loader.tokenizer.check(caption, loader.text)
         with decoding(row, draw.epoch if hasattr(loader.source, "at") else 0):
-            image = loader.image(record.image, draw)
+            image = record.tokens.tokens(draw.epoch) if record.tokens else loader.image(record.image, draw)
         example = Example(record.key, row, image, captions, question=question)
         for store in loader.stores:
             store.join(example)  # before words are dropped: features are of whole captions

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kiloword.config.recipes import Resize
-from kiloword.data.images.augmentation import EvalTransform
+from kiloword.data.images.augmentation import EvalTransform, Views
 from kiloword.data.images.decode import Pixels
 from kiloword.data.images.time_limit import decoding
 from kiloword.data.remote.ahead import Ahead, ahead_of
@@ -112,12 +113,13 @@ class EvalBatch:
 
     rows: list[int]
     keys: list[str]
-    images: Tensor  # uint8 [n, 3, size, size]
+    images: Tensor  # uint8 [n, 3, size, size]; or tokens of a trunk, floating-point [n, N, W]
     captions: list[list[str]]
     labels: Tensor | None  # [n] int64, -1 for a row without class or with a set of them; None if no row has one
     skipped: list[Skipped]
     infos: list[dict[str, Any]]  # `Record.info` of every row
     label_sets: list[LabelSet | None] | None = None  # of rows that may have several classes; None if no row may
+    stored: list[bytes] = field(default_factory=list)  # with `Views`: digests of the images before any transform
 
 
 def eval_batches(
@@ -127,13 +129,13 @@ def eval_batches(
     batch: int = 64,
     workers: int = 0,
     parts: Sequence[range] | None = None,
-    transform: ImageTransform | None = None,
+    transform: ImageTransform | Views | None = None,
     captions: bool = True,
 ) -> Iterator[EvalBatch]:
     """Every row once, in order, in batches of at most `batch` (n may be 0); bad rows are omitted and listed.
 
     Args: parts: ranges of rows instead of all rows; a batch never crosses two parts; transform: instead of that by
-    image_size and resize; captions: False accepts images without captions.
+    image_size and resize, by `Views` images [n, K, 3, size, size]; captions: False accepts images without captions.
     Errors: LoaderStopped when a worker died or hangs.
     """
     if batch < 1:
@@ -154,7 +156,7 @@ class _EvalBatches:
     """Makes the batches of `eval_batches`, in any process."""
 
     source: Source
-    transform: ImageTransform
+    transform: ImageTransform | Views
     ranges: Sequence[range]
     captions: bool
     ahead: Ahead | None = None
@@ -170,7 +172,7 @@ class _EvalBatches:
             try:
                 record = (read if self.captions else read_image)(self.source, row)
                 with decoding(row):
-                    images.append(self.transform(record.image))
+                    images.append(self._image(record, row))
             except BadSample as error:
                 skipped.append(Skipped(row, name_of(self.source, row), str(error)))
                 continue
@@ -183,7 +185,24 @@ class _EvalBatches:
         sets = [r.label if isinstance(r.label, LabelSet) else None for r in records]
         texts, infos = [r.captions for r in records], [r.info for r in records]
         label_sets = sets if any(sets) else None
-        return EvalBatch(rows, [r.key for r in records], pixels, texts, labels, skipped, infos, label_sets)
+        keys, stored = [r.key for r in records], list[bytes]()
+        if isinstance(self.transform, Views):
+            stored = [digest_of(r.image) for r in records]
+        return EvalBatch(rows, keys, pixels, texts, labels, skipped, infos, label_sets, stored)
+
+    def _image(self, record: Record, row: int) -> Tensor:
+        """The transformed image; its stored tokens where the source has them and nothing else was asked for."""
+        if isinstance(self.transform, Views):
+            return self.transform.of(record.image, row)
+        if record.tokens is not None and isinstance(self.transform, EvalTransform):
+            return record.tokens.tokens(0)
+        return self.transform(record.image)
+
+
+def digest_of(image: bytes | np.ndarray) -> bytes:
+    """A digest of a stored image."""
+    raw = image if isinstance(image, bytes) else np.ascontiguousarray(image).data
+    return hashlib.blake2b(raw, digest_size=16).digest()
 
 
 class BadRows:

@@ -11,11 +11,12 @@ from tyro.conf import arg
 
 from kiloword import evaluation
 from kiloword.checkpoint.trust import NONE, Trust
-from kiloword.evaluation.task import Inputs, Results, Task
+from kiloword.evaluation.task import TOKEN_TASKS, Inputs, Results, Task
 from kiloword.terminal import say, warn
 
 if TYPE_CHECKING:
     from kiloword.api import Matcher
+    from kiloword.types import Source
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +29,8 @@ class Execution:
     # precision of encoders and decoders; auto: bf16 on CUDA for models larger than size tiny, else fp32. Features,
     # scores and probes are fp32
     precision: Literal["auto", "fp32", "bf16"] = "auto"
+    image_features: tuple[str, ...] = ()  # retrieval, zeroshot: tokens of the images (`kiloword embed --tokens`)
+    text_features: tuple[str, ...] = ()  # retrieval: tokens of the captions
     trust: Annotated[Trust, arg(name="")] = NONE  # --method is of the first model, and of others where it is the same
 
 
@@ -81,11 +84,28 @@ def _metrics(
     without_model = None if task.without_model is None else task.without_model(folder, options)
     matcher, workers = opened(folder, execution) if without_model is None else (None, 0)
     source = evaluation.task_data(task, data, None if matcher is None else matcher.model.config.image.size)
+    if execution.image_features or execution.text_features:
+        matcher, source = _on_tokens(task, matcher, source, execution)
     inputs = Inputs(matcher, source, execution.batch, workers, shown=shown)
     metrics = evaluation.run(task, inputs, options if without_model is None else without_model)
     for one in inputs.skipped:
         warn(f"skipped {one.key}: {one.reason}")
     return metrics
+
+
+def _on_tokens(task: Task, matcher: Matcher | None, source: Source, execution: Execution) -> tuple[Matcher, Source]:
+    """The model and the source, which read stored tokens. Raises: ValueError for a task that does not take them."""
+    from kiloword.api import Matcher
+    from kiloword.features.token_runs import reading_tokens
+
+    if task.name not in TOKEN_TASKS or matcher is None:
+        raise ValueError(
+            f"the task {task.name} reads images and texts: omit --image-features and --text-features, which "
+            f"{' and '.join(TOKEN_TASKS)} take."
+        )
+    folders = execution.image_features, execution.text_features
+    source, tokenizer = reading_tokens(matcher.model, matcher.tokenizer, source, *folders)
+    return Matcher(matcher.model, tokenizer, matcher.method), source
 
 
 def opened(folder: str, execution: Execution) -> tuple[Matcher, int]:

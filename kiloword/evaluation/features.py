@@ -15,7 +15,7 @@ from kiloword.data.reading import EvalBatch, eval_batches, reasons
 from kiloword.distributed.sharing import gathered, lockstep, own, share
 from kiloword.evaluation.classes import NONE, NOT_AMONG, OTHER, Classes
 from kiloword.evaluation.task import Inputs
-from kiloword.model.encoding import chunks, moved
+from kiloword.model.encoding import chunks, encode_tokens, moved
 from kiloword.terminal.progress import track
 from kiloword.types import Features, Skipped
 
@@ -127,10 +127,15 @@ def seen(
 ) -> Iterator[Seen]:
     """Encode every image of the source once; bad rows are appended to `skipped`.
 
-    Args: encode: uint8 [n, 3, H, W] to features, in place of the model's; classes: to which labels are mapped; without
-    them an image that may have several has none.
+    Args: encode: uint8 [n, 3, H, W], or tokens [n, N, W], to features, in place of the model's; classes: to which
+    labels are mapped; without them an image that may have several has none.
     """
-    encode = encode or partial(inputs.matcher.encode_image, batch=inputs.batch)
+    of_pixels = partial(inputs.matcher.encode_image, batch=inputs.batch)
+
+    def encode_usual(images: Tensor) -> Features:
+        return encode_tokens(inputs.matcher.model, images) if images.is_floating_point() else of_pixels(images)
+
+    encode = encode or encode_usual
     device, ranks = inputs.matcher.model.device, share()[1]
 
     def encoded(part: EvalBatch) -> Seen:

@@ -29,6 +29,7 @@ else:
 """Data that an option names as the command line does; from Python also an open source."""
 
 IMAGES = 64  # encoded at a time
+TOKEN_TASKS = ("retrieval", "zeroshot")  # tasks that can read tokens of images from a store in place of pixels
 
 T = TypeVar("T")
 Nearest = Literal["cosine", "csd"]

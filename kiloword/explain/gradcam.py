@@ -83,6 +83,8 @@ def held(tower: ImageTower, layer: int) -> Iterator[dict[str, Tensor]]:
     seen: dict[str, Tensor] = {}
 
     def hold(module: nn.Module, inputs: Any, out: Tensor) -> Tensor:
+        if seen:  # the class token of a trunk, after its map
+            return out
         seen["leaf"] = out.detach().requires_grad_()
         seen["activations"] = seen["leaf"].detach()[:, extra(tower.config) if layer else 0 :]
         return seen["leaf"]

@@ -19,7 +19,7 @@ from kiloword.methods.llip.pooling import OneVector
 from kiloword.model.attention import Packing
 from kiloword.model.blocks import CrossAttention, Keys, SelfAttention
 from kiloword.model.heads import Single
-from kiloword.model.image import extra
+from kiloword.model.image import extra, grid
 from kiloword.model.model import vit
 from kiloword.model.pooling import at_least_float
 from kiloword.types import Features
@@ -69,18 +69,20 @@ def explain(model: Model, pixels: Tensor, texts: Features, maps: Maps = "last") 
     blocks = [block.get_submodule("attention") for block in vit(model, "explain").blocks]
     with attentions(blocks[-1:] if maps == "last" else blocks) as seen:
         tokens, images = model.encode_image(pixels)
-    attention = seen[0] if maps == "last" else rollout(seen)  # [I, E + P, E + P]
+    attention = (
+        rollout(seen) if maps == "rollout" and seen else seen[0] if seen else itself(tokens)
+    )  # [I, E + P, E + P]
     scores, e = model.score(images, texts), extra(model.config.image)
-    grid = (model.config.image.size // model.config.image.patch,) * 2
+    sides = (grid(model.config.image),) * 2
     pooling = model.head.pooling
     if isinstance(pooling, Single):
         text_maps, about = single_maps(pooling, tokens, texts, attention, e)
-        return Explanation(scores, text_maps, grid, about)
+        return Explanation(scores, text_maps, sides, about)
     weights = at_least_float(model.head.explain(images, texts))
     looks = token_maps(attention, e, weights.shape[-1])
     mixed = torch.einsum("itn,inp->itp", weights.mean(2), looks)
     about = "Where the mixture tokens look, mixed by the text's weights."
-    return Explanation(scores, mixed, grid, about, weights, looks)
+    return Explanation(scores, mixed, sides, about, weights, looks)
 
 
 def together(parts: Sequence[Explanation]) -> Explanation:
@@ -124,6 +126,12 @@ def probabilities(
         q = q if packing is None else packing.pad(q)
     logits: Tensor = torch.einsum("nqhd,nmhd->nhqm", at_least_float(q), at_least_float(k)) * q.shape[-1] ** -0.5
     return logits.softmax(-1)
+
+
+def itself(tokens: Tensor) -> Tensor:
+    """Attention of a tower without blocks, of tokens [I, N, W]: each looks at itself alone, [I, N, N]."""
+    n = tokens.shape[1]
+    return torch.eye(n, dtype=tokens.dtype, device=tokens.device).expand(len(tokens), n, n)
 
 
 def rollout(seen: list[Tensor]) -> Tensor:

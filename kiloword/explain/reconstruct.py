@@ -12,7 +12,7 @@ from kiloword.methods.coca import masked_images, masking
 from kiloword.methods.coca.captioning import CaptionSettings
 from kiloword.methods.coca.masked_images import MimSettings
 from kiloword.methods.coca.masking import MaskSettings
-from kiloword.model.image import fold, unfold
+from kiloword.model.image import fold, grid, unfold
 from kiloword.model.pooling import at_least_float
 from kiloword.randomness import uniform
 from kiloword.types import Batch, Encoded, Texts
@@ -82,7 +82,7 @@ def masked_patches(
 
     Args: images uint8 [N, 3, H, W]; texts: N captions, for attentive masks; seeds [N], for random ones.
     """
-    patches = (model.config.image.size // model.config.image.patch) ** 2
+    patches = grid(model.config.image) ** 2
     if attentive:
         scores = caption_similarity(model, images, texts, settings)
     else:

@@ -28,6 +28,7 @@ from kiloword.explain.words import END, explain_words
 from kiloword.methods.coca import masked_images, masking
 from kiloword.methods.coca.masked_images import MimSettings
 from kiloword.model.encoding import inference
+from kiloword.model.image import grid
 from kiloword.report.images import Pixels
 from kiloword.report.overlay import Floats, covered, overlay, square
 from kiloword.report.sheet import Panel, Strip
@@ -165,7 +166,7 @@ def _reconstructed(inputs: SheetInput, i: int, t: int, settings: MimSettings) ->
     worst = float(masked_images.distance(flat, true).mean())
     guides = _guides(inputs.texts, t) if settings.guide == "text" else {"without text": ""}
     results = reconstruct(model, image, hidden, [inputs.encoded(guide) for guide in guides.values()], settings)
-    panels, losses = [Panel(_cover(_pixels(image), hidden, (config.size // config.patch) ** 2), "what it sees")], {}
+    panels, losses = [Panel(_cover(_pixels(image), hidden, grid(config) ** 2), "what it sees")], {}
     for name, patches in zip(guides, results, strict=True):
         loss = losses[name] = float(masked_images.distance(patches, true).mean())
         note = f"L1 {loss:.3f}{f', a flat colour {worst:.3f}' if loss >= worst else ''}"

@@ -180,12 +180,17 @@ class FeatureWriter(TableWriter[TableFile]):
     def finish(self) -> FeatureStore:
         """Write the index after all parts. Raises: ValueError when no image is usable."""
         self.check_usable()
-        keys = [self.part(number).keys.to_pylist() for number in range(self.file.parts)]
-        places = [(n << 32) + np.arange(len(of_part), dtype=np.uint64) for n, of_part in enumerate(keys)]
-        index = io.BytesIO()
-        np.save(index, lookup_table([key for of_part in keys for key in of_part], np.concatenate(places)))
-        write_atomic(self.folder / INDEX, index.getvalue())
+        write_index(self.folder, [self.part(number).keys for number in range(self.file.parts)])
         return FeatureStore(self.folder)
+
+
+def write_index(folder: Path, parts: Sequence[pa.Array]) -> None:
+    """Write the index of a store. Args: parts: what is looked up, by part."""
+    keys = [part.to_pylist() for part in parts]
+    places = [(n << 32) + np.arange(len(of_part), dtype=np.uint64) for n, of_part in enumerate(keys)]
+    index = io.BytesIO()
+    np.save(index, lookup_table([key for of_part in keys for key in of_part], np.concatenate(places)))
+    write_atomic(folder / INDEX, index.getvalue())
 
 
 def _encode(images: EvalBatch, teacher: Teacher, file: TableFile) -> Rows:

@@ -166,7 +166,8 @@ def fill(
         for images in read(batches):
             with alone():
                 rows = compute(images)
-            captions = len(rows.batch.column("captions").flatten())
+            has_captions = "captions" in rows.batch.schema.names
+            captions = len(rows.batch.column("captions").flatten()) if has_captions else 0
             report.add(len(images.rows) + len(images.skipped), captions, share()[1])
             yield rows
 
@@ -226,7 +227,7 @@ class ProgressReport:
         seconds = max(time.perf_counter() - self._start, 1e-9)
         line = (
             f"row {self.done:,}/{self.rows:,}  {per_second(self.done / seconds)} images/s  "
-            f"{per_second(self.captions / seconds)} captions/s  "
-            f"ETA {duration(seconds / max(self.done, 1) * (self.rows - self.done))}"
+            + (f"{per_second(self.captions / seconds)} captions/s  " if self.captions else "")
+            + f"ETA {duration(seconds / max(self.done, 1) * (self.rows - self.done))}"
         )
         self._line.show(line, self.done, self.rows)

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from kiloword.config.recipes import DEPTH, Preprocess
+from kiloword.config.recipes import Preprocess
 from kiloword.data.text import tokenizer_file
+from kiloword.model.trunks.libraries import check_numbers
 
 TEXT_TYPES = ("bert", "roberta", "xlm-roberta", "mpnet", "distilbert", "albert", "electra", "deberta-v2")
 """Encoders of texts alone: their `model_type`."""
 OFFSET = {"roberta": 2, "xlm-roberta": 2, "mpnet": 2}  # positions that no token has
 POOLINGS = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls", "pooling_mode_max_tokens": "max"}
-MOST = 1 << 22  # limit of any number in a config.json of transformers
 _BICUBIC = 3  # Pillow's number in `resample`
 
 
@@ -43,7 +43,7 @@ class SentenceFolder:
 
 def is_sentence_encoder(folder: Path) -> bool:
     """Whether a folder holds an encoder of texts alone. Raises: ValueError without a readable config.json."""
-    return _json(folder / "config.json").get("model_type") in TEXT_TYPES
+    return json_object(folder / "config.json").get("model_type") in TEXT_TYPES
 
 
 def read_sentence_folder(folder: Path) -> SentenceFolder:
@@ -51,14 +51,14 @@ def read_sentence_folder(folder: Path) -> SentenceFolder:
 
     Raises: ValueError when files are missing or damaged, or a module other than pooling and normalisation follows.
     """
-    config = _json(folder / "config.json")
+    config = json_object(folder / "config.json")
     check_strangers(folder)
     weights = sorted(folder.glob("*.safetensors"))
     if not weights:
         raise ValueError(f"{folder} has no .safetensors: save the model there with save_pretrained.")
     positions = int(config.get("max_position_embeddings") or 512) - OFFSET.get(config["model_type"], 0)
     optional = [folder / name for name in ("modules.json", "sentence_bert_config.json") if (folder / name).is_file()]
-    sentence = _json(optional[-1]) if optional and optional[-1].name.startswith("sentence") else {}
+    sentence = json_object(optional[-1]) if optional and optional[-1].name.startswith("sentence") else {}
     longest = sentence.get("max_seq_length")
     context = min(positions, longest) if isinstance(longest, int) and longest > 0 else positions
     if context < 3:
@@ -83,7 +83,7 @@ def _pooling(folder: Path) -> tuple[Any, list[Path]]:
     place = str(modules[1].get("path", ""))
     if Path(place).name != place or place in ("", "..", "."):
         raise ValueError(f"{folder / 'modules.json'} names the folder {place[:60]!r}: expected one inside of it.")
-    config = _json(folder / place / "config.json")
+    config = json_object(folder / place / "config.json")
     chosen = [name for name, value in config.items() if name.startswith("pooling_mode_") and value is True]
     if len(chosen) != 1 or chosen[0] not in POOLINGS:
         raise ValueError(
@@ -95,7 +95,7 @@ def _pooling(folder: Path) -> tuple[Any, list[Path]]:
 
 def read_folder(folder: Path) -> HfFolder:
     """Raises: ValueError when files are missing or damaged, or the model is not a CLIP."""
-    config = _json(folder / "config.json")
+    config = json_object(folder / "config.json")
     if config.get("model_type") != "clip":
         raise ValueError(
             f"{folder} holds a {config.get('model_type')!r} model: expected a CLIP (model_type 'clip'), or an encoder "
@@ -105,7 +105,7 @@ def read_folder(folder: Path) -> HfFolder:
     weights = sorted(folder.glob("*.safetensors"))
     if not weights:
         raise ValueError(f"{folder} has no .safetensors: save the model there with save_pretrained.")
-    image = _json(folder / "preprocessor_config.json")
+    image = json_object(folder / "preprocessor_config.json")
     size, resize = _size(folder, image)
     plain = Preprocess()
     extra = [p for p in (folder / "tokenizer.json", folder / "vocab.json", folder / "merges.txt") if p.is_file()]
@@ -126,27 +126,12 @@ def check_strangers(folder: Path) -> None:
     """
     if (folder / "tokenizer.json").is_file():
         tokenizer_file.read(folder / "tokenizer.json")
-    for name, value in _numbers(_json(folder / "config.json")):
-        most = DEPTH if "layers" in name or "depth" in name else MOST
-        if not -MOST <= value <= most:  # False for NaN
-            raise ValueError(f"{folder / 'config.json'} cannot be used: {name} is {value}: expected at most {most}.")
-
-
-def _numbers(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
-    """All numbers in a JSON value with the names of their fields."""
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            yield from _numbers(inner, key)
-    elif isinstance(value, list):
-        for inner in value:
-            yield from _numbers(inner, name)
-    elif isinstance(value, int | float):
-        yield name, value
+    check_numbers(json_object(folder / "config.json"), str(folder / "config.json"))
 
 
 def _size(folder: Path, preprocessor: dict[str, Any]) -> tuple[int, str]:
     """Size in pixels and resize mode. Raises: ValueError for unsupported preprocessing."""
-    size, crop = _sides(preprocessor.get("size")), _sides(preprocessor.get("crop_size"))
+    size, crop = side_of(preprocessor.get("size")), side_of(preprocessor.get("crop_size"))
     shortest = isinstance(preprocessor.get("size"), int) or "shortest_edge" in (preprocessor.get("size") or {})
     cropped = preprocessor.get("do_center_crop", True)
     same = size is not None and (size == crop or not cropped)
@@ -159,7 +144,7 @@ def _size(folder: Path, preprocessor: dict[str, Any]) -> tuple[int, str]:
     return size, "shortest" if shortest else "squash"
 
 
-def _sides(value: Any) -> int | None:
+def side_of(value: Any) -> int | None:
     """224, {"shortest_edge": 224} or {"height": 224, "width": 224} -> 224; None for anything else."""
     if isinstance(value, dict):
         values = set(value.values())
@@ -167,7 +152,8 @@ def _sides(value: Any) -> int | None:
     return value if isinstance(value, int) else None
 
 
-def _json(path: Path) -> dict[str, Any]:
+def json_object(path: Path) -> dict[str, Any]:
+    """A JSON file with an object. Raises: ValueError when it is missing or damaged."""
     value = _load(path)
     if not isinstance(value, dict):
         raise ValueError(f"{path} is damaged: it is no json object. Copy it again.")

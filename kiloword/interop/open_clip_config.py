@@ -7,16 +7,14 @@ longest captions lose one more token here, for the pad.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from kiloword.config.recipes import Activation, HeadConfig, ImageConfig, ModelConfig, Preprocess, TextConfig
+from kiloword.model.trunks.libraries import torchvision_ready as torchvision_ready
 
 _TEXT_KEYS = {
     *("context_length", "vocab_size", "width", "heads", "layers", "mlp_ratio", "no_causal_mask", "proj_bias"),
@@ -208,28 +206,3 @@ def text_config(text: Mapping[str, Any], activation: Activation) -> TextConfig:
         activation=_activation(text, activation),
         norm_eps=_eps(text),
     )
-
-
-@cache
-def torchvision_ready() -> torch.library.Library | None:
-    """Make torchvision importable with a build of torch that its native library does not support.
-
-    Such a torchvision fails at import ("operator torchvision::nms does not exist"), and with it timm, open_clip and
-    transformers' CLIP, which do not use these operators here; so their schemas are defined. Call it before the first
-    import of any of these. Returns: the definitions (the cache keeps them alive), or None if they are not needed.
-    """
-    spec = importlib.util.find_spec("torchvision")
-    if spec is None or spec.origin is None:
-        return None
-    native = sorted(Path(spec.origin).parent.glob("_C*.so"))
-    try:
-        for library in native:
-            torch.ops.load_library(str(library))  # type: ignore[no-untyped-call]
-        if native:
-            return None
-    except OSError:
-        pass  # built for another torch: symbols are missing
-    definitions = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
-    for name in ("nms", "qnms"):
-        definitions.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")  # type: ignore[no-untyped-call]
-    return definitions

@@ -19,6 +19,7 @@ from kiloword.interop.folder import Imported, ImportReport
 from kiloword.interop.open_clip import check_shapes, place, read
 from kiloword.interop.open_clip_config import image_config, text_config
 from kiloword.methods.registry import preset
+from kiloword.model.image import grid
 from kiloword.model.model import Model
 
 _TOKENS = "text.token_embedding.weight"
@@ -145,7 +146,7 @@ def import_state(config: ModelConfig, state: Mapping[str, Tensor], roles: Roles)
 def _check_folded(config: ModelConfig, state: Mapping[str, Tensor]) -> None:
     """Check weights that `_folded` moves. Raises: ValueError naming missing ones, or those of another shape."""
     image, text = config.image.width, config.text.width
-    places = (config.image.size // config.image.patch) ** 2 + 2
+    places = grid(config.image) ** 2 + 2
     shapes = {_TOKENS: [config.text.vocab, text], _POSITIONS: [places, image], _UNC: [image]}
     shapes |= {name: [text] for name in _ROWS.values()}
     missing = [name for name in shapes if name not in state]

@@ -7,9 +7,18 @@ from dataclasses import replace
 from kiloword.config.recipes import AugmentConfig, DataConfig, OptimConfig, Recipe, sizes
 
 MUON = OptimConfig(name="muon", lr=1e-3, muon_lr=5e-3, scale_lr=3.0)  # 4 x this muon_lr learns faster, but not shapes
+TOP = replace(MUON, muon_lr=3e-2, ema=0.97)  # a small data set is soon known by heart: fast, and few steps
 FIELD = OptimConfig(lr=5e-4, weight_decay=0.2, beta2=0.98, eps=1e-6, clip=1.0)  # as CLIP for its ViTs
 PHOTOS = AugmentConfig(crop=0.5, flip=0.5)
+TOP_PHOTOS = replace(PHOTOS, drop_patches=0.6)  # above a frozen trunk: stored tokens are augmented by crop and flip
 FEW_PHOTOS = AugmentConfig(crop=0.4, flip=0.5, jitter=0.3, drop_words=0.1)  # thousands of photos, seen dozens of times
+
+GENTLE = 0.1  # of the learning rates of sizes debug and tiny, where trained weights are tuned (docs/log.md)
+TUNED = OptimConfig(lr=3e-5, weight_decay=0.1, beta2=0.98, eps=1e-6, clip=1.0, warmup=0.02)  # arXiv:2109.01903
+WHY_TUNED = (
+    "the weights are trained already: large steps would undo what they can do, strong augmentation shows images that "
+    "they rarely saw"
+)
 
 
 def default_recipe(method: str, size: str = "tiny", data: tuple[str, ...] = ("scenes",)) -> Recipe:
@@ -25,14 +34,14 @@ def default_recipe(method: str, size: str = "tiny", data: tuple[str, ...] = ("sc
         from kiloword.methods.registry import preset  # imports torch
 
         method_slots = preset(method)
-    small = size in ("debug", "tiny")
+    small = size in ("debug", "tiny", "top")
     optim = MUON if small else FIELD
     drawn = all(d == "scenes" or d.startswith(("scenes:", "scenes?")) for d in data)
     writes = (
         method_slots is not None and "text_decoder" in method_slots.towers
     )  # learns to write captions: drops no word
     few_photos = replace(FEW_PHOTOS, drop_words=0.0) if writes else FEW_PHOTOS
-    return Recipe(
+    recipe = Recipe(
         method=method,
         size=size,
         model=named[size],
@@ -47,3 +56,27 @@ def default_recipe(method: str, size: str = "tiny", data: tuple[str, ...] = ("sc
         steps=1000 if drawn else 2000,
         batch=(64 if drawn else 128) if small else 1024,
     )
+    return _above_trunk(recipe, writes) if size == "top" and not drawn else recipe
+
+
+def _above_trunk(recipe: Recipe, writes: bool) -> Recipe:
+    """The recipe of a small tower on photos. Args: writes: the method learns to write captions, from all patches."""
+    data = replace(recipe.data, augment=PHOTOS if writes else TOP_PHOTOS)
+    if not writes:
+        data = replace(data, captions="all")
+    return replace(recipe, optim=TOP, data=data, steps=150, batch=256)
+
+
+def tuned(recipe: Recipe) -> Recipe:
+    """A default recipe for weights that are trained already: small rates, short warm-up, mild augmentation.
+
+    Of the sizes debug and tiny the rates are a share of those from scratch, of larger ones those of WiSE-FT.
+    """
+    small, optim, augment = recipe.size in ("debug", "tiny"), recipe.optim, recipe.data.augment
+    if small:
+        optim = replace(optim, lr=optim.lr * GENTLE, muon_lr=optim.muon_lr * GENTLE)
+    else:
+        optim = TUNED
+    if augment != AugmentConfig():
+        augment = AugmentConfig(crop=0.8 if small else 0.9, flip=augment.flip)
+    return replace(recipe, optim=optim, data=replace(recipe.data, augment=augment))

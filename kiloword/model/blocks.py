@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from kiloword.config.recipes import Activation
 from kiloword.model.attention import KeyValueCache, Packing, attention
 
+STACKED = {".qkv.weight": 3, ".kv.weight": 2}  # parameters of several stacked matrices, and their number
 Keys = tuple[Tensor, Tensor]
 """Keys and values of a memory: each [N, M, H, d], or packed [S, H, d]."""
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from kiloword.config.recipes import ImageConfig, ModelConfig, TextConfig
 from kiloword.model.attention import KeyValueCache, Packing
 from kiloword.model.blocks import Block, CrossBlock, Init, Keys
-from kiloword.model.image import extra
+from kiloword.model.image import extra, grid
 from kiloword.types import Texts
 
 
@@ -135,7 +135,7 @@ class ImageDecoder(nn.Module):
         self.layers = nn.ModuleList(Layer(image, depth, memory) for _ in range(depth))
         self.norm = nn.LayerNorm(image.width, image.norm_eps)
         self.pixels = nn.Linear(image.width, 3 * image.patch**2)
-        places = (image.size // image.patch) ** 2
+        places = grid(image) ** 2
         self.mask_token = nn.Parameter(torch.empty(image.width)) if dropped else None
         self.positions = nn.Parameter(torch.empty(places, image.width)) if dropped else None
         self.std = image.init_std or image.width**-0.5

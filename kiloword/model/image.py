@@ -7,6 +7,12 @@ from torch import Tensor, nn
 
 from kiloword.config.recipes import ImageConfig
 from kiloword.model.blocks import Block, Init, take
+from kiloword.model.trunks.kinds import image_trunk
+
+
+def grid(config: ImageConfig) -> int:
+    """Height and width of the map of patches, or of the trunk's tokens."""
+    return config.trunk.grid if config.trunk.name else config.size // config.patch
 
 
 def extra(config: ImageConfig) -> int:
@@ -45,19 +51,20 @@ class ConvStem(nn.Module):
 
 
 class ImageTower(nn.Module):
-    """Vision transformer: images to tokens."""
+    """Vision transformer: images to tokens. With a trunk, the trunk's tokens take the place of the patches.
+
+    The first token before the trunk's map (its class token) joins the tower's class token; others are not used.
+    """
 
     def __init__(self, config: ImageConfig) -> None:
         super().__init__()
-        if config.size % config.patch:
-            raise ValueError(
-                f"patch {config.patch} does not divide the image size {config.size}: choose another "
-                "--model.image.patch or --model.image.size."
-            )
+        _check(config)
         self.config = config
-        width, places = config.width, (config.size // config.patch) ** 2 + int(config.class_token)
-        self.patches = nn.Linear(3 * config.patch**2, width, bias=config.stem_bias)
-        self.stem = ConvStem(config) if config.stem == "conv" else None
+        width, places = config.width, grid(config) ** 2 + int(config.class_token)
+        self.trunk = image_trunk(config) if config.trunk.name else None
+        incoming = config.trunk.width if self.trunk is not None else 3 * config.patch**2
+        self.patches = nn.Linear(incoming, width, bias=config.stem_bias)
+        self.stem = ConvStem(config) if config.stem == "conv" and self.trunk is None else None
         self.class_token = nn.Parameter(torch.empty(width)) if config.class_token else None
         self.extra_tokens = nn.Parameter(torch.empty(config.extra_tokens, width)) if config.extra_tokens else None
         beside = config.uncertainty_blocks if config.uncertainty_token else 0
@@ -74,8 +81,9 @@ class ImageTower(nn.Module):
     def forward(self, images: Tensor, keep: Tensor | None = None, masked: Tensor | None = None) -> Tensor:
         """Encode images.
 
-        Args: images [I, 3, H, W] normalised; keep [I, k] int64, indices of the patches to keep (None: all); masked
-        [I, P] bool, the patches to replace by the mask token.
+        Args: images [I, 3, H, W] normalised, or tokens of the trunk [I, prefix + P, W']; keep [I, k] int64, indices of
+        the patches to keep (None: all); masked [I, P] bool, the patches to replace by the mask token. With a trunk,
+        patches are places of its map, which has seen all of them.
         Returns: [I, E + P, W] (or E + k), normed: class token, extra tokens, uncertainty token, patches in the order of
         `keep`.
         """
@@ -100,26 +108,50 @@ class ImageTower(nn.Module):
         return x[:, :1] if self.config.class_token else x[:, self.config.extra_tokens :].mean(1, keepdim=True)
 
     def _embed(self, images: Tensor, keep: Tensor | None, masked: Tensor | None) -> Tensor:
-        x = self._patches(images, keep, masked)
+        if self.trunk is None:
+            x, prefix = self._patches(images, keep, masked), None
+        else:
+            x, prefix = self._trunk_tokens(images, keep, masked)
         first = int(self.config.class_token)
         places = self.positions[first:].expand(len(x), -1, -1)
         x = x + (places if keep is None else take(places, keep))
         before = []
         if self.class_token is not None:
-            before.append((self.class_token + self.positions[0]).expand(len(x), 1, -1))
+            learned = (self.class_token + self.positions[0]).expand(len(x), 1, -1)
+            before.append(learned if prefix is None else learned + prefix)
         if self.extra_tokens is not None:
             before.append(self.extra_tokens.expand(len(x), -1, -1))
         if self.uncertainty_token is not None:
             before.append(self.uncertainty_token.expand(len(x), 1, -1))
         return torch.cat([*(b.to(x.dtype) for b in before), x], 1) if before else x
 
-    def _patches(self, images: Tensor, keep: Tensor | None, masked: Tensor | None) -> Tensor:
-        """[I, P or k, W], without positions."""
+    def _trunk_tokens(self, images: Tensor, keep: Tensor | None, masked: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """The map [I, P or k, W] of images or of the trunk's tokens, without positions; its class token [I, 1, W]."""
+        assert self.trunk is not None
+        trunk, places = self.config.trunk, grid(self.config) ** 2
+        if images.dim() == 4:
+            self._check_pixels(images)
+        tokens = self.trunk(images) if images.dim() == 4 else images
+        if tokens.shape[1:] != (trunk.prefix + places, trunk.width):
+            raise ValueError(
+                f"tokens have shape {tuple(tokens.shape[1:])}, but the tower expects those of {trunk.name}: "
+                f"({trunk.prefix + places}, {trunk.width})"
+            )
+        x = tokens[:, trunk.prefix :]
+        x = self._hidden(self.patches(x if keep is None else take(x, keep)), keep, masked)
+        joins = trunk.prefix > 0 and self.class_token is not None
+        return x, self.patches(tokens[:, :1]) if joins else None
+
+    def _check_pixels(self, images: Tensor) -> None:
         if images.shape[1:] != (3, self.config.size, self.config.size):
             raise ValueError(
                 f"images have shape {tuple(images.shape[1:])}, but the tower expects (3, {self.config.size}, "
                 f"{self.config.size}): resize the images, or the tower by kiloword.model.model.resize"
             )
+
+    def _patches(self, images: Tensor, keep: Tensor | None, masked: Tensor | None) -> Tensor:
+        """[I, P or k, W], without positions."""
+        self._check_pixels(images)
         pixels = unfold(images, self.config.patch)
         unseen = _unseen(pixels, keep, masked)
         if self.stem is not None and unseen is not None:  # so that convolutions do not leak hidden neighbours
@@ -129,6 +161,10 @@ class ImageTower(nn.Module):
         if self.stem is not None:  # added to the linear stem: convolutions alone start slowly
             fine = self.stem(images)
             x = x + (fine if keep is None else take(fine, keep))
+        return self._hidden(x, keep, masked)
+
+    def _hidden(self, x: Tensor, keep: Tensor | None, masked: Tensor | None) -> Tensor:
+        """Replace masked ones of patches [I, P or k, W] by the mask token."""
         if masked is None:
             return x
         assert self.mask_token is not None, "this tower was built without a mask token"
@@ -139,6 +175,29 @@ class ImageTower(nn.Module):
         std = self.config.init_std or self.config.width**-0.5
         names = ("positions", "class_token", "extra_tokens", "uncertainty_token", "mask_token")
         return {name: Init(std=std) for name in names if getattr(self, name) is not None}
+
+
+def _check(config: ImageConfig) -> None:
+    """Raises: ValueError for a tower whose patches do not fill the image, or whose tokens attend to nothing."""
+    if not config.trunk.name and config.size % config.patch:
+        raise ValueError(
+            f"patch {config.patch} does not divide the image size {config.size}: choose another "
+            "--model.image.patch or --model.image.size."
+        )
+    if config.depth:
+        return
+    if not config.trunk.name:
+        raise ValueError("an image tower of depth 0 needs a trunk below it: choose --image-tower, or a larger depth.")
+    learned = {
+        "class token": config.class_token and not config.trunk.prefix,
+        "extra tokens (registers, mixture tokens)": config.extra_tokens > 0,
+        "token for the variance": config.uncertainty_token,
+    }
+    if needed := [what for what, is_set in learned.items() if is_set]:
+        raise ValueError(
+            f"without a block nothing fills the {' and the '.join(needed)} of the image tower: choose "
+            "--model.image.depth 1 or more."
+        )
 
 
 def check_beside(blocks: int, depth: int) -> int:

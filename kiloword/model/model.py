@@ -15,10 +15,11 @@ from kiloword.config.recipes import EncoderPrecision, ImageConfig, ModelConfig, 
 from kiloword.distributed.device import precision_of
 from kiloword.model.blocks import Init
 from kiloword.model.heads import Head
-from kiloword.model.image import ImageTower
+from kiloword.model.image import ImageTower, grid
 from kiloword.model.pooling import at_least_float
 from kiloword.model.resnet import ResNet, check_vit
 from kiloword.model.text import TextTower
+from kiloword.model.trunks.kinds import resized_trunk
 from kiloword.randomness import key
 from kiloword.types import Features, Texts
 
@@ -69,9 +70,19 @@ class Model(nn.Module):
         return tokens, {name: self._out(value) for name, value in features.items()}
 
     def image_tokens(self, images: Tensor, keep: Tensor | None = None, masked: Tensor | None = None) -> Tensor:
-        """Tokens [I, E + P, W] of uint8 images; `keep` and `masked` as in `ImageTower`."""
+        """Tokens [I, E + P, W] of uint8 images, or of their trunk's tokens; `keep` and `masked` as in `ImageTower`."""
+        of_trunk = images.is_floating_point() and images.dim() == 3
+        if of_trunk and not self.config.image.trunk.name:
+            raise ValueError("these are tokens of a trunk, but the image tower has none: encode images.")
         with self.computing():
-            tokens: Tensor = self.image_tower(self.normalise(images), keep, masked)
+            inputs = images.to(self.mean.dtype) if of_trunk else self.normalise(images)
+            tokens: Tensor = self.image_tower(inputs, keep, masked)
+        return self._out(tokens)
+
+    def image_trunk(self, images: Tensor) -> Tensor:
+        """Tokens [I, prefix + P, W'] of the image tower's trunk, of uint8 images."""
+        with self.computing():
+            tokens: Tensor = self.image_tower.get_submodule("trunk")(self.normalise(images))
         return self._out(tokens)
 
     def memory(self, image_tokens: Tensor) -> Tensor:
@@ -85,6 +96,11 @@ class Model(nn.Module):
             tokens = self.text_tower(texts)
             features = self.head.text(tokens, texts)
         return self._out(tokens), {name: self._out(value) for name, value in features.items()}
+
+    def with_tokens(self, texts: Texts) -> Texts:
+        """Texts with the tokens of the text tower's trunk, which all that read these texts share."""
+        with self.computing():
+            return self.text_tower.with_tokens(texts)
 
     @property
     def device(self) -> torch.device:
@@ -221,21 +237,21 @@ def initial(module: nn.Module) -> dict[str, Init]:
 def resize(config: ModelConfig, state: Mapping[str, Tensor], size: int) -> tuple[ModelConfig, dict[str, Tensor]]:
     """Configuration and state for another image size; position embeddings are interpolated (bicubic).
 
-    Raises: ValueError when the patch does not divide the size.
+    Raises: ValueError when the patch does not divide the size, or the trunk has another one.
     """
-    patch = config.image.patch
-    if size < patch or size % patch:
+    patch, trunk = config.image.patch, config.image.trunk
+    if not trunk.name and (size < patch or size % patch):
         raise ValueError(f"image size {size} is not a multiple of the patch size {patch}")
-    resized_config = replace(config, image=replace(config.image, size=size))
+    resized_config = replace(config, image=replace(config.image, size=size, trunk=resized_trunk(trunk, size)))
     in_pool = "head.pooling.image_pool.attention.positions"  # of a ResNet, behind that of the mean
     name, first = ("image_tower.positions", int(config.image.class_token)) if in_pool not in state else (in_pool, 1)
     if name not in state:
         return resized_config, dict(state)
     places = state[name]
-    old, new = config.image.size // patch, size // patch
-    grid = places[first:].float().T.reshape(1, -1, old, old)
-    grid = F.interpolate(grid, (new, new), mode="bicubic", antialias=True)
-    patches = grid.reshape(grid.shape[1], -1).T.to(places.dtype)
+    old, new = grid(config.image), grid(resized_config.image)
+    places_map = places[first:].float().T.reshape(1, -1, old, old)
+    places_map = F.interpolate(places_map, (new, new), mode="bicubic", antialias=True)
+    patches = places_map.reshape(places_map.shape[1], -1).T.to(places.dtype)
     return resized_config, {**state, name: torch.cat([places[:first], patches])}
 
 
@@ -279,4 +295,5 @@ def tower_shape(tower: ImageConfig | TextConfig) -> str:
     """Width, depth and attention heads: "384 x 12 / 6"; width and blocks: "ResNet 2048 x 16"."""
     if getattr(tower, "tower", "vit") != "vit":
         return f"ResNet {tower.width} x {tower.depth}"
-    return f"{tower.width} x {tower.depth} / {tower.heads}"
+    below = f"{tower.trunk.name} + " if tower.trunk.name else ""
+    return f"{below}{tower.width} x {tower.depth} / {tower.heads}"

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from kiloword.config.recipes import HeadConfig, ImageConfig, TextConfig
 from kiloword.model.attention import Packing, attention
 from kiloword.model.blocks import CrossAttention, Init, Mlp
-from kiloword.model.image import extra
+from kiloword.model.image import extra, grid
 from kiloword.types import Texts
 
 
@@ -98,7 +98,7 @@ class AttentionPool(nn.Module):
         if width % config.heads:
             raise ValueError(f"width {width} cannot be split into {config.heads} heads; choose heads that divide it")
         self.heads, self.std = config.heads, config.init_std or width**-0.5
-        self.positions = nn.Parameter(torch.empty(1 + (config.size // config.patch) ** 2, width))  # the mean's first
+        self.positions = nn.Parameter(torch.empty(1 + grid(config) ** 2, width))  # the mean's first
         self.q = nn.Linear(width, width)
         self.kv = nn.Linear(width, 2 * width)
 

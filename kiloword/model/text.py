@@ -14,8 +14,10 @@ from kiloword.model.attention import KeyValueCache, Packing
 from kiloword.model.blocks import Block, Init
 from kiloword.model.image import check_beside
 from kiloword.model.pooling import place_from_end
+from kiloword.model.trunks.padded import text_trunk
 from kiloword.types import Texts
 
+LEARNED = ("mask", "pad", "cls", "unc")  # tokens that a tower on a trunk learns: hidden words, and extra tokens
 ROWS = 256  # number of packed rows is a multiple of this where kernels are compiled per shape
 
 
@@ -35,19 +37,39 @@ def is_special(ids: Tensor, config: TextConfig) -> Tensor:
     return special
 
 
+def _check(config: TextConfig) -> None:
+    """Raises: ValueError for a tower without blocks whose words or extra tokens attend to nothing."""
+    if config.depth:
+        return
+    if not config.trunk.name:
+        raise ValueError("a text tower of depth 0 needs a trunk below it: choose --text-tower, or a larger depth.")
+    if config.extra_tokens:
+        raise ValueError(
+            f"without a block nothing fills the tokens {', '.join(config.extra_tokens)} of the text tower: choose "
+            "--model.text.depth 1 or more."
+        )
+
+
 class TextTower(nn.Module):
-    """Transformer: packed texts to tokens."""
+    """Transformer: packed texts to tokens.
+
+    With a trunk, words are the trunk's tokens through a linear layer, and `tokens` are the learned vectors of LEARNED.
+    """
 
     def __init__(self, config: TextConfig) -> None:
         super().__init__()
         self.config = config
+        _check(config)
         special = config.class_place == "last" or not config.class_sees_itself or not config.norm_words
         if special and "cls" not in config.extra_tokens:
             raise ValueError(
                 "class_place last, class_sees_itself False and norm_words False need a class token, but extra_tokens "
                 "has none: add cls, or use the defaults of these options"
             )
-        self.tokens = nn.Parameter(torch.empty(config.vocab, config.width))
+        self.trunk = text_trunk(config) if config.trunk.name else None
+        self.stem = nn.Linear(config.trunk.width, config.width) if config.trunk.name else None
+        rows = config.vocab if self.trunk is None else len(LEARNED)
+        self.tokens = nn.Parameter(torch.empty(rows, config.width))
         self.positions = nn.Parameter(torch.empty(config.context, config.width))
         self.blocks = nn.ModuleList(
             Block(config.width, config.heads, config.mlp, config.activation, config.norm_eps, config.depth)
@@ -61,8 +83,9 @@ class TextTower(nn.Module):
         )
 
     def forward(self, texts: Texts) -> Tensor:
-        """Encode packed texts; returns [S, W], normed (only class tokens if `norm_words` is False).
+        """Encode packed texts, or their trunk's tokens where they have them.
 
+        Returns: [S, W], normed (only class tokens if `norm_words` is False).
         Raises: ValueError when a text is longer than the context.
         """
         if texts.longest > self.config.context:
@@ -104,8 +127,47 @@ class TextTower(nn.Module):
         place = packing.place
         if self.config.class_place == "last":
             place = place.masked_fill(self._classes(texts), self.config.context - 1)
-        x = F.embedding(texts.ids, self.tokens) + F.embedding(place, self.positions)
+        words = F.embedding(texts.ids, self.tokens) if self.stem is None else self._above_trunk(texts, packing)
+        x = words + F.embedding(place, self.positions)
         return F.pad(x, (0, 0, 0, packing.tail)) if packing.tail else x
+
+    def with_tokens(self, texts: Texts) -> Texts:
+        """Texts with the tokens of the trunk, rows of extra tokens zero; unchanged without a trunk, or with tokens."""
+        if self.trunk is None or texts.tokens is not None:
+            return texts
+        extra = len(self.config.extra_tokens)
+        if not extra:
+            return replace(texts, tokens=self._trunk_tokens(texts))
+        count = len(texts.ids) - extra * len(texts)
+        place, words = texts.spans(texts.starts[:-1], texts.starts.diff() - extra, count)
+        of_words = self._trunk_tokens(replace(words, longest=max(texts.longest - extra, 0)))
+        return replace(
+            texts, tokens=of_words.new_zeros(len(texts.ids), of_words.shape[1]).index_copy(0, place, of_words)
+        )
+
+    def _trunk_tokens(self, words: Texts) -> Tensor:
+        """[S, W'] of the trunk: texts without extra tokens."""
+        assert self.trunk is not None
+        out: Tensor = self.trunk(words, self.packing(words))[: len(words.ids)]
+        return out
+
+    def _above_trunk(self, texts: Texts, packing: Packing) -> Tensor:
+        """[S, W]: the trunk's tokens through the stem, and learned vectors for hidden words and extra tokens."""
+        assert self.stem is not None
+        tokens, extra = self.with_tokens(texts).tokens, self.config.extra_tokens
+        assert tokens is not None
+        if tokens.shape[1] != self.config.trunk.width:
+            raise ValueError(
+                f"texts have tokens of width {tokens.shape[1]}, but the tower expects those of its trunk: "
+                f"{self.config.trunk.width}"
+            )
+        row = torch.where(texts.ids == self.config.special["mask"], LEARNED.index("mask"), -1)
+        from_end = texts.starts[1:][packing.text] - torch.arange(len(row), device=row.device)
+        for name in extra:
+            row = torch.where(from_end == place_from_end(self.config, name), LEARNED.index(name), row)
+        x = self.stem(tokens.to(self.stem.weight.dtype))
+        learned = F.embedding(row.clamp(min=0), self.tokens)
+        return torch.where(row[:, None] < 0, x, learned.to(x.dtype))
 
     def step(self, ids: Tensor, caches: list[KeyValueCache]) -> Tensor:
         """Encode the newest words of N texts of equal length: ids [N, n] -> [N, n, W], as in `forward`.

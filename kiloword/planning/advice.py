@@ -12,11 +12,12 @@ from kiloword.data.transforms.mix import LARGE
 from kiloword.data.transforms.mix import share as composed_share
 from kiloword.data.transforms.settings import MixingSettings
 from kiloword.methods.method import Method
+from kiloword.model.blocks import STACKED
 from kiloword.planning.gpu import EXPOSED, Layout, Share, memory, traffic
 from kiloword.planning.request import NODE, Card, Plan
 from kiloword.planning.simulation import PAIRS, MicroBatch, PairLoss, Simulation
 from kiloword.training.learner import Learner
-from kiloword.training.optimizer import STACKED, groups
+from kiloword.training.optimizer import groups
 from kiloword.types import Batch, Features, Texts
 
 CAPTIONS = 6  # of methods that take all: one from the web and five generated ones (arXiv:2405.10286)

@@ -28,6 +28,7 @@ from kiloword.losses.pairs import Blocks, learns
 from kiloword.methods.method import Method
 from kiloword.model.decoder import Layer
 from kiloword.model.resnet import batch_statistics
+from kiloword.model.trunks.trunk import trunks
 from kiloword.planning.tracer import HEAD, Tracer, storage_of
 from kiloword.training.compilation import recomputed_blocks, replace_forward
 from kiloword.training.learner import learner_of
@@ -122,6 +123,8 @@ class Simulation:
         with self.mode, _default_dtype(torch.float64 if precision == "fp64" else torch.float32):
             self.learner = learner_of(config, method, "cpu")
         model = self.learner.model
+        for trunk in trunks(model):  # frozen by default
+            trunk.requires_grad_(False)
         self.weights = {storage_of(x) for x in (*self.learner.parameters(), *self.learner.buffers())}
         for name, tower in (("image tower", model.image_tower), ("text tower", model.text_tower)):
             self._name(tower, lambda part, name=name: f"{name} ({part})" if part else name)
@@ -165,6 +168,7 @@ class Simulation:
         with self._traced() as tracer:
             tracer.count.forward.update(dict.fromkeys(("image tower", "text tower", HEAD), 0))  # listed in this order
             with precision_of(self.precision, "cpu")(), batch_statistics(self.learner):
+                batch = self.learner.above_trunks(batch)
                 encoded = self.learner.encode(batch)
                 images, texts = self.learner.pair_inputs(encoded, batch)
                 encoding, blocks = Counter(tracer.count.forward), len(tracer.calls)

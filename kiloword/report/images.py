@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from functools import lru_cache
 from html import escape
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -49,10 +51,16 @@ def _hit(rank: int, text: str, hit: Hit) -> str:
     return f"<li{' class=match' if match else ''}>{image}<div>{badge}<span>{score:.2f}</span></div></li>"
 
 
-def tiles(images: Sequence[Named], columns: int = 6) -> Html:
-    """Images in rows of `columns`, each with a few words below it."""
-    items = (f"<li>{_image(*one)}<div><span>{escape(one[1])}</span></div></li>" for one in images)
+def tiles(images: Sequence[Named], columns: int = 6, matches: Collection[int] = ()) -> Html:
+    """Images in rows of `columns`, each with a few words below it; those at the places `matches` are outlined."""
+    items = (_tile(*one, match=place in matches) for place, one in enumerate(images))
     return Html(f'<div class="query"><ol style="--n:{columns}">{"".join(items)}</ol></div>')
+
+
+def _tile(pixels: Pixels, words: str, match: bool) -> str:
+    tick = "<b>✓</b>" if match else ""
+    image = _image(pixels, f"{words}{', a match' if match else ''}")
+    return f"<li{' class=match' if match else ''}>{image}<div>{tick}<span>{escape(words)}</span></div></li>"
 
 
 def card(images: Sequence[Named], lines: Sequence[str], *, strong: str = "") -> Html:
@@ -88,9 +96,23 @@ def _image(pixels: Pixels, words: str) -> str:
 
 
 def image_data(pixels: Pixels) -> str:
-    """An image [H, W, 3] as a data address that holds a PNG."""
+    """An image [H, W, 3] as a data address that holds a PNG, or a JPEG where that is far smaller, as of a photo."""
     if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3:
         raise ValueError(f"an image of the gallery is {pixels.dtype} {pixels.shape}, expected uint8 (H, W, 3)")
+    return _address(pixels.tobytes(), pixels.shape)
+
+
+@lru_cache(64)
+def _address(raw: bytes, shape: tuple[int, ...]) -> str:
+    """As `image_data`; pages show some images several times."""
+    pixels = np.frombuffer(raw, np.uint8).reshape(shape)
+    photo = _encoded(pixels, "JPEG", quality=85) if min(shape[:2]) >= SMALL else b""
+    if photo and len(photo) < len(_encoded(pixels, "PNG")) / 3:
+        return "data:image/jpeg;base64," + base64.b64encode(photo).decode("ascii")
+    return "data:image/png;base64," + base64.b64encode(_encoded(pixels, "PNG", optimize=True)).decode("ascii")
+
+
+def _encoded(pixels: Pixels, kind: str, **options: Any) -> bytes:
     file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "PNG", optimize=True)
-    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode("ascii")
+    Image.fromarray(pixels).save(file, kind, **options)
+    return file.getvalue()

@@ -15,7 +15,7 @@ from PIL import Image
 from kiloword.checkpoint.files import replacing
 from kiloword.config import papers
 from kiloword.config.options import RunOptions
-from kiloword.config.recipes import HeadConfig, ImageConfig, OptimConfig, Recipe, TextConfig
+from kiloword.config.recipes import HeadConfig, ImageConfig, LoraConfig, OptimConfig, Recipe, TextConfig
 from kiloword.data.images.contact import TILES, draw_tiles
 from kiloword.data.loader import Loader
 from kiloword.data.reading import BadRows
@@ -28,7 +28,8 @@ from kiloword.methods.defaults import default_recipe
 from kiloword.methods.registry import preset
 from kiloword.model.model import shapes
 from kiloword.terminal import say
-from kiloword.training import effects
+from kiloword.training import effects, tuning
+from kiloword.training.learner import learner_of
 from kiloword.training.resolve import micro_batches, open_sources, resolve, visited
 from kiloword.training.run_folder import RunFile
 from kiloword.training.setup import make_learner
@@ -42,6 +43,7 @@ ALWAYS = {  # settings that are shown even where they have the default of their 
     TextConfig: "context vocab width depth heads mlp causal extra_tokens",
     HeadConfig: "dim image_pool text_pool",
     OptimConfig: "name lr weight_decay beta1 beta2 warmup final_lr clip ema",
+    LoraConfig: "rank alpha targets",
 }
 HIDDEN = ("special",)  # token ids, never shown
 
@@ -59,7 +61,8 @@ def rehearse(recipe: Recipe, source: Source, out: Path, options: RunOptions) -> 
         if recipe.init is not None:
             make_learner(run.recipe, run.method, options.trust_code)
         batch, bad = _first_batch(run.loader)
-        notes = [*_wrapped("device", run.chosen), *(f"note       {note}" for note in run.loader.notes)]
+        messages = [run.frozen, *run.loader.notes] if run.frozen else run.loader.notes
+        notes = [*_wrapped("device", run.chosen), *(f"note       {note}" for note in messages)]
         if collectives.rank() == 0:
             cut = f", {batch.texts.truncated} cut" if batch.texts.truncated else ""
             kind = f", {bad} bad samples" if bad else ""
@@ -88,7 +91,6 @@ def describe(file: RunFile, source: Source, out: Path, options: RunOptions) -> l
     ranks, parts = collectives.ranks(), micro_batches(recipe)
     share = f"{parts} x {recipe.batch // ranks // parts} images each"
     init = "" if recipe.init is None else f" from {recipe.init}"
-    frozen = "" if recipe.freeze == "none" else f", {recipe.freeze} tower frozen"
     how = f"checkpointing {options.checkpointing}, compile {options.compile}, {recipe.precision}"
     return [
         *_wrapped("method", f"{recipe.method} {_listed(_flat(recipe.settings))}"),
@@ -96,7 +98,9 @@ def describe(file: RunFile, source: Source, out: Path, options: RunOptions) -> l
         *(f"val        {one.task} on {one.source.name}: {len(one.source)} images" for one in open_val(recipe)),
         f"length     {recipe.steps} steps of {recipe.batch} images, {epochs:.1f} epochs",
         f"ranks      {ranks}, {share}{f', {options.parallel}' if ranks > 1 else ''}, {how}",
-        *_wrapped("model", f"{recipe.size}{init}{frozen}, {_parameters(recipe)}"),
+        *_wrapped("model", f"{recipe.size}{init}, {_parameters(recipe)}"),
+        *_wrapped("tuning", _tuning(recipe)),
+        *(_wrapped("lora", settings_of(recipe.lora)) if recipe.lora.rank else ()),
         *_wrapped("  image", settings_of(model.image)),
         *_wrapped("  text", settings_of(model.text)),
         *_wrapped("  head", settings_of(model.head)),
@@ -105,6 +109,15 @@ def describe(file: RunFile, source: Source, out: Path, options: RunOptions) -> l
         f"out        {out}{' (resumes)' if (out / 'state').is_dir() else ''}",
         *(f"note       {note}" for note in effects.notes(recipe, options)),
     ]
+
+
+def _tuning(recipe: Recipe) -> str:
+    """What is frozen. Raises: ValueError for blocks that do not exist, and when nothing is left to train."""
+    if tuning.frozen(recipe) == ("none",):
+        return ""
+    learner = learner_of(recipe.model, preset(recipe.method, recipe.settings))
+    tuning.freeze(learner, recipe)
+    return tuning.summary(learner, recipe)
 
 
 def settings_of(config: Any) -> str:

@@ -30,6 +30,9 @@ NEEDED: dict[str, tuple[str, Callable[[Recipe], bool]]] = {  # settings that nee
     "optim.momentum": ("--optim.name muon", lambda r: r.optim.name == "muon"),
     "optim.delta": ("--optim.name adamp", lambda r: r.optim.name == "adamp"),
     "optim.wd_ratio": ("--optim.name adamp", lambda r: r.optim.name == "adamp"),
+    "lora.alpha": ("--lora.rank above 0", lambda r: r.lora.rank > 0),
+    "lora.targets": ("--lora.rank above 0", lambda r: r.lora.rank > 0),
+    "lora.save": ("--lora.rank above 0", lambda r: r.lora.rank > 0),
     "augment.ratio": ("--augment.crop below 1", lambda r: r.data.augment.crop < 1),
     "augment.jitter_strength": ("--augment.jitter above 0", lambda r: r.data.augment.jitter > 0),
     "augment.blur_sigma": ("--augment.blur above 0", lambda r: r.data.augment.blur > 0),
@@ -86,7 +89,9 @@ def _warmup(recipe: Recipe) -> str | None:
 def _turned_off(recipe: Recipe, usual: Recipe) -> Iterator[str]:
     for name, (needed, on) in NEEDED.items():
         part, _, field = name.partition(".")
-        mine, theirs = (getattr(r.optim if part == "optim" else r.data.augment, field) for r in (recipe, usual))
+        mine, theirs = (
+            getattr(r.data.augment if part == "augment" else getattr(r, part), field) for r in (recipe, usual)
+        )
         if mine != theirs and not on(recipe):
             yield f"--{name.replace('_', '-')} is {mine}, which has an effect only with {needed}"
 

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
+from kiloword.checkpoint.adapters import MARK
 from kiloword.distributed import collectives
 from kiloword.model.blocks import Block, CrossBlock
 from kiloword.model.decoder import Layer
@@ -24,7 +25,12 @@ from kiloword.model.resnet import Bottleneck, batch_norms
 from kiloword.training.learner import Learner
 
 BUCKET = 1 << 22  # elements reduced at once: 16 MiB of fp32
-ENTRIES = ("image_tokens", "encode_text")  # methods by which callers enter a model; none calls another
+ENTRIES = (
+    "image_tokens",
+    "encode_text",
+    "image_trunk",
+    "with_tokens",
+)  # by which callers enter a model; none calls another
 
 
 class Reducer:
@@ -98,7 +104,7 @@ def _buckets(parameters: Sequence[Tensor], most: int) -> Iterator[list[Tensor]]:
 
 
 def shard(learner: Learner, half: bool = False) -> None:
-    """Shard blocks and towers over all ranks; head, terms and all vectors (biases, norms) stay replicated.
+    """Shard blocks and towers over all ranks; head, terms, adapters and all vectors (biases, norms) stay replicated.
 
     The matrices of a block are gathered for its forward and backward pass and freed afterwards; the rest of the towers
     (tables, stems) is gathered once per micro-batch. With one rank nothing is done.
@@ -114,7 +120,8 @@ def shard(learner: Learner, half: bool = False) -> None:
     mesh = init_device_mesh(model.mean.device.type, (collectives.ranks(),))
     # activations between blocks keep the dtype of autocast
     bf16 = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    replicated = {p for p in model.parameters() if p.dim() < 2} | set(model.head.parameters())
+    small = {p for name, p in model.named_parameters() if p.dim() < 2 or MARK in name}
+    replicated = small | set(model.head.parameters())
     for part in units(model):
         fully_shard(part, mesh=mesh, mp_policy=bf16 if half else MixedPrecisionPolicy(), ignored_params=replicated)
         if hasattr(part, "keys"):  # keys of a memory, computed outside a layer's forward pass

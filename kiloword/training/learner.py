@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +12,11 @@ from kiloword.distributed.collectives import ranks, sum_over_ranks
 from kiloword.distributed.gather import gather_features
 from kiloword.losses.pairs import Blocks
 from kiloword.methods.method import Method
+from kiloword.model.image import grid
 from kiloword.model.model import Model
 from kiloword.model.pooling import AttentionalPool, at_least_float
+from kiloword.model.resnet import check_vit
+from kiloword.randomness import uniform
 from kiloword.types import Batch, Encoded, Features, Pairs, Positives, Total
 
 
@@ -52,12 +55,24 @@ class _Counted:
         return mined / sum_over_ranks(mined.new_full((), float(self.pairs)))
 
 
-class Learner(nn.Module):
-    """Forward of one (micro-)batch: towers, head, pair loss and terms."""
+def kept(seeds: Tensor, patches: int, share: float) -> Tensor:
+    """The patches that images keep when they lose `share` of them, at least one: [I, k] int64, ascending."""
+    count = max(1, round(patches * (1 - share)))
+    return uniform(seeds, "drop patches", patches).argsort(dim=1, stable=True)[:, :count].sort(1).values
 
-    def __init__(self, model: Model, method: Method, chunk: int = 0) -> None:
+
+class Learner(nn.Module):
+    """Forward of one (micro-)batch: towers, head, pair loss and terms.
+
+    Args: chunk: rows and columns of a block of pairs, 0: automatic; drop_patches: share of its patches that each image
+    loses, drawn anew in every epoch (arXiv:2212.00794, section 3.1).
+    """
+
+    def __init__(self, model: Model, method: Method, chunk: int = 0, drop_patches: float = 0.0) -> None:
         super().__init__()
-        self.model, self.method, self.chunk = model, method, chunk
+        self.model, self.method, self.chunk, self.drop_patches = model, method, chunk, drop_patches
+        if drop_patches:
+            check_vit(model.config.image, "--augment.drop-patches")
         self.terms = nn.ModuleDict({name: make(model.config) for name, (_, make) in method.terms.items()})
         if method.pair_weight == 0:
             model.head.requires_grad_(False)
@@ -65,8 +80,26 @@ class Learner(nn.Module):
                 if isinstance(part, AttentionalPool):
                     part.requires_grad_()  # the captioning term reads images through it
 
+    def above_trunks(self, batch: Batch) -> Batch:
+        """The batch with tokens of the trunks: for its images, and beside the ids of its texts; else the same batch.
+
+        A trunk runs once, however often a term encodes images or texts again: its masks are then places of the tokens.
+        """
+        model, images, texts = self.model, batch.images, batch.texts
+        if model.config.image.trunk.name and images.dtype == torch.uint8:
+            images = model.image_trunk(images)
+        if model.config.text.trunk.name:
+            texts = model.with_tokens(texts)
+        if images is batch.images and texts is batch.texts:
+            return batch
+        above = replace(batch, images=images, texts=texts)
+        above.before_move = batch.before_move
+        return above
+
     def encode(self, batch: Batch) -> Encoded:
-        image_tokens, images = self.model.encode_image(batch.images)
+        """Run the towers, on all patches or on those that images keep."""
+        keep = kept(batch.seeds, grid(self.model.config.image) ** 2, self.drop_patches) if self.drop_patches else None
+        image_tokens, images = self.model.encode_image(batch.images, keep)
         text_tokens, texts = self.model.encode_text(batch.texts)
         return Encoded(image_tokens, text_tokens, images, texts)
 
@@ -140,6 +173,7 @@ class Learner(nn.Module):
 
         With `replay`, "pair" is the surrogate whose gradient is the one computed in the first pass.
         """
+        batch = self.above_trunks(batch)
         encoded = self.encode(batch)
         images, texts = self.pair_inputs(encoded, batch)
         out = {name: term(self.model, batch, encoded) / counts[name].clamp_min(1) for name, term in self.terms.items()}

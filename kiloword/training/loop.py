@@ -14,6 +14,7 @@ from kiloword.config.recipes import Recipe
 from kiloword.distributed import collectives, heartbeat
 from kiloword.distributed.device import choose, cores, on_device, precision_of
 from kiloword.model.resnet import commit
+from kiloword.model.trunks.padded import padding_of
 from kiloword.training.accumulate import backward
 from kiloword.training.meter import Guard, Meter
 from kiloword.training.resolve import micro_batches, open_sources
@@ -51,6 +52,8 @@ def _loop(run: Run, cadence: Cadence) -> None:
     cadence.begin()
     # No variable holds the loader: an exception then ends its workers at once, not at the interpreter's exit.
     for batch, micro in on_device(cadence.batches(), run.device, micro_batches(run.recipe)):
+        if message := run.unfreezing.before(run.step, run.optimizer):
+            run.log.say(message)
         report = backward(learner, micro, precision, run.reducer)
         report |= run.optimizer.step(run.step, report["loss"])
         learner.model.head.clamp_()
@@ -122,6 +125,10 @@ class Cadence:
                 f"{share:.0%} of the time of this run was spent waiting for data: raise --workers (now "
                 f"{run.loader.workers}, on {cores()} cores), or make decoding cheaper (smaller images on disk, "
                 "--decoder simplejpeg)."
+            )
+        if padding := padding_of(run.learner.model.text_tower.trunk):
+            run.log.say(
+                f"{padding:.0%} of the rows that the text tower's trunk computed were padding: transformers pads."
             )
         if run.step < run.recipe.steps and not run.best.stalled:
             self.saver.save()

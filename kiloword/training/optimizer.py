@@ -11,10 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from kiloword.checkpoint.adapters import MARK
 from kiloword.config.recipes import OptimConfig
 from kiloword.distributed import collectives
 from kiloword.distributed.collectives import local
+from kiloword.model.blocks import STACKED
 from kiloword.model.heads import Head
+from kiloword.model.layers import layer_factors
 from kiloword.model.resnet import running
 from kiloword.training.adamp import AdamP
 from kiloword.training.engine import settle
@@ -24,7 +27,6 @@ MEMORY, SETTLED = 0.98, 20  # usual gradient norm: decay of its running mean, an
 LONGEST_WARMUP = 2000  # steps, where the warm-up is a share of the run; of CLIP (arXiv:2103.00020, table 18)
 USUAL = "usual:gradient_norm"
 KEPT = ("step", "exp_avg", "exp_avg_sq", "momentum_buffer")  # state of a parameter in AdamW and Muon
-STACKED = {".qkv.weight": 3, ".kv.weight": 2}  # parameters of several stacked matrices, and their number
 
 
 def schedule(step: int, steps: int, config: OptimConfig) -> float:
@@ -41,9 +43,18 @@ def warmup_steps(steps: int, config: OptimConfig) -> float:
     return config.warmup if config.warmup >= 1 else min(config.warmup * steps, LONGEST_WARMUP)
 
 
+def of_trunk(name: str) -> bool:
+    """Whether a parameter is a pretrained one of a trunk, not of an adapter in it."""
+    return ".trunk." in name and MARK not in name
+
+
 def is_hidden_matrix(name: str, p: Tensor) -> bool:
-    """Whether it is a matrix in a block of a tower or a layer of a decoder, which Muon may orthogonalize."""
-    return p.dim() == 2 and (".blocks." in name or ".layers." in name)
+    """Whether it is a matrix in a block of a tower or a layer of a decoder, which Muon may orthogonalize.
+
+    An adapter's are not: their product is what changes a layer. Nor are those of a trunk: Muon moves all singular
+    values alike, also those that pretraining by AdamW left small (the mismatch of arXiv:2502.16982, section 3.5).
+    """
+    return p.dim() == 2 and (".blocks." in name or ".layers." in name) and MARK not in name and not of_trunk(name)
 
 
 def decays(name: str, p: Tensor) -> bool:
@@ -77,7 +88,11 @@ class Optimizer:
 
     It holds this rank's rows of a sharded parameter as a plain tensor, because fused optimizers and norms refuse a mix
     of plain tensors and DTensors. A step whose gradient norm is NaN, infinite or far above the usual one is skipped.
+
+    Attributes: frozen: names of parameters that this step leaves as they are; their gradients are dropped.
     """
+
+    frozen: Collection[str] = ()
 
     def __init__(self, module: nn.Module, config: OptimConfig, steps: int) -> None:
         self.config, self.steps = config, steps
@@ -89,6 +104,7 @@ class Optimizer:
         }
         self.by_name = {name: p for members in leaves.values() for name, p in members}
         self.names = {p: name for name, p in self.by_name.items()}
+        self.factors = layer_factors(module, config.layer_decay)
         self.parts = self._parts(leaves)
         device = next(iter(self.names)).device
         self.usual = torch.zeros(2, dtype=torch.float64, device=device)  # running sums of norms and of their weights
@@ -97,13 +113,13 @@ class Optimizer:
         config, adam, muon = self.config, list[dict[str, Any]](), list[dict[str, Any]]()
         for group, members in named.items():
             factor = config.text_lr if group.startswith("text ") else 1.0
-            parameters = [p for _, p in members]
-            if group.endswith("muon"):
-                muon.append({"params": parameters, "base_lr": config.muon_lr * factor})
-                continue
             factor *= config.scale_lr if group == "scale" else 1.0
             decay = config.weight_decay if group.endswith("decay") else 0.0
-            adam.append({"params": parameters, "base_lr": config.lr * factor, "weight_decay": decay})
+            for layer, parameters in self._by_layer(members).items():
+                if group.endswith("muon"):
+                    muon.append({"params": parameters, "base_lr": config.muon_lr * factor * layer})
+                else:
+                    adam.append({"params": parameters, "base_lr": config.lr * factor * layer, "weight_decay": decay})
         parts: list[torch.optim.Optimizer] = []
         if adam:
             betas = (float(config.beta1), float(config.beta2))  # torch refuses the integer 0
@@ -118,6 +134,14 @@ class Optimizer:
             rows = {p: len(self.sharded[name]) for p, name in self.names.items() if name in self.sharded}
             parts.append(Muon(muon, config.muon_lr, config.momentum, config.muon_weight_decay, stacked, rows))
         return parts
+
+    def _by_layer(self, members: list[tuple[str, Tensor]]) -> dict[float, list[Tensor]]:
+        """The parameters of a group by their multiplier of layer-wise decay and of trunks."""
+        out: dict[float, list[Tensor]] = {}
+        for name, p in members:
+            factor = self.factors.get(name, 1.0) * (self.config.trunk_lr if of_trunk(name) else 1.0)
+            out.setdefault(factor, []).append(p)
+        return out
 
     def step(self, step: int, loss: Tensor | None = None) -> dict[str, Tensor]:
         """Clip the gradients, update the weights, drop the gradients.
@@ -159,6 +183,8 @@ class Optimizer:
         """Clip the gradients to the norm `clip`; returns their norm before, over all ranks."""
         for name, p in self.sharded.items():  # this rank's rows
             self.by_name[name].grad = None if p.grad is None else local(p.grad)
+        for name in self.frozen:
+            self.by_name[name].grad = None
         plain = [p.grad for p, name in self.names.items() if p.grad is not None and name not in self.sharded]
         mine = [p.grad for p, name in self.names.items() if p.grad is not None and name in self.sharded]
         norm = torch.nn.utils.get_total_norm(plain)

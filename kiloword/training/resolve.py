@@ -18,10 +18,12 @@ from kiloword.data.sources.mixture import MixtureSource
 from kiloword.data.sources.open import open_data
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.data.text.vocabularies import vocabulary
+from kiloword.data.token_store import ImageTokens, TextTokens, opened
 from kiloword.distributed import collectives
+from kiloword.interop.text_towers import tokenizer_of
 from kiloword.methods.method import Method
 from kiloword.methods.registry import preset
-from kiloword.training import start
+from kiloword.training import start, tuning
 from kiloword.training.compilation import check_graphs
 from kiloword.training.run_folder import (
     RunFile,
@@ -49,6 +51,7 @@ class Resolved:
     best: Best
     file: RunFile  # the future config.json of the run
     chosen: str  # the defaults of the device, with their reasons
+    frozen: str  # what is frozen by default, and why
 
 
 def resolve(
@@ -62,7 +65,9 @@ def resolve(
     check(recipe)
     check_graphs(options, micro_batches(recipe), device)
     check_best(options, recipe)
-    if micro_batches(recipe) > 1 and recipe.model.image.tower != "vit" and recipe.freeze != "image":
+    tuning.check(recipe, options)
+    trains_norms = recipe.model.image.tower != "vit" and ("image" not in recipe.freeze or bool(recipe.unfreeze))
+    if micro_batches(recipe) > 1 and trains_norms:
         raise ValueError(f"micro {recipe.micro} splits a batch of {recipe.batch} images, but {NO_MICRO}")
     val = open_val(recipe)  # a wrong name, and below what cannot be used, is refused now, not after hours
     if dry_run:
@@ -71,6 +76,8 @@ def resolve(
         make_folder(out)
     requested, before = recipe, earlier(out)
     recipe, tokenizer = _with_tokenizer(settle(recipe, device, before), source, out / "model", options.trust_code)
+    frozen = tuning.reason(recipe)
+    recipe = replace(recipe, freeze=tuning.frozen(recipe))
     file = run_file(recipe, source)
     check_same_run(out, file, options.extend)
     method = preset(recipe.method, recipe.settings)
@@ -78,7 +85,7 @@ def resolve(
     way = check_metric(options.keep_best, check_val(recipe, val, tokenizer, source))
     best = Best(out, options.keep_best, way, options.patience)
     chosen = summary(requested, recipe, device, loader.workers, before is not None)
-    return Resolved(recipe, method, tokenizer, loader, val, best, file, chosen)
+    return Resolved(recipe, method, tokenizer, loader, val, best, file, chosen, frozen)
 
 
 def open_sources(recipe: Recipe) -> Source:
@@ -133,8 +140,14 @@ def _with_tokenizer(recipe: Recipe, source: Source, folder: Path, trust_code: bo
             )
         tokenizer = Tokenizer.load(recipe.init)
         return start.settle(recipe, tokenizer, trust_code), tokenizer
+    if recipe.text_tower and recipe.data.tokenizer != "own":
+        raise ValueError(
+            f"--tokenizer {recipe.data.tokenizer}: a run with --text-tower has the tokenizer of that tower."
+        )
     if holds_run(folder.parent):
         tokenizer = Tokenizer.load(folder)
+    elif recipe.text_tower:
+        tokenizer = tokenizer_of(recipe.text_tower)
     elif recipe.data.tokenizer == "own":
         tokenizer = Tokenizer.train(captions_of(source), recipe.data.tokenizer_vocab)
     else:
@@ -157,6 +170,8 @@ def make_loader(
         tokenizer,
         transforms=method.transforms,
         stores=_stores(recipe, method),
+        image_tokens=opened(recipe.data.image_features, ImageTokens),
+        text_tokens=opened(recipe.data.text_features, TextTokens),
         truth="truth" in method.needs,
         questions="questions" in method.needs,
         seed=recipe.seed,

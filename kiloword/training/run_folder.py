@@ -15,9 +15,10 @@ from kiloword.addresses import scrubbed
 from kiloword.checkpoint.files import SaveError, utf8, write_json
 from kiloword.checkpoint.states import steps_done
 from kiloword.config.recipes import ModelConfig, Recipe
-from kiloword.config.settings import BaseSettings, read_config
+from kiloword.config.settings import BaseSettings, differing, read_config
 from kiloword.data.feature_store import FeatureStore, TableFile
 from kiloword.data.sources.digest import sampled, whole
+from kiloword.data.token_store import ImageTokens, TextTokens, opened, origin_of
 from kiloword.distributed import collectives
 from kiloword.errors import sentence_of
 from kiloword.methods.registry import find, preset
@@ -25,7 +26,13 @@ from kiloword.training.signals import Stopped
 from kiloword.types import Source
 from kiloword.watch.runs import ERROR
 
-FREE = ("micro", "chunk", "data.val", "data.bad_share")  # settings that change no weight: a resumed run may change them
+FREE = (
+    "micro",
+    "chunk",
+    "data.val",
+    "data.bad_share",
+    "lora.save",
+)  # settings that change no weight: a resumed run may change them
 
 CONTENTS = ("data_sampled", "data_digest")  # digests of the data
 COMPARED = (*CONTENTS, "features")  # compared where both runs have them
@@ -52,7 +59,11 @@ def run_file(recipe: Recipe, source: Source) -> RunFile:
         data_fingerprint=source.fingerprint,
         data_sampled=digests[0],
         data_digest=digests[1],
-        features=tuple(_origin(FeatureStore(path).file) for path in recipe.data.features),
+        features=(
+            *(_origin(FeatureStore(path).file) for path in recipe.data.features),
+            *(origin_of(store.file) for store in opened(recipe.data.image_features, ImageTokens)),
+            *(origin_of(store.file) for store in opened(recipe.data.text_features, TextTokens)),
+        ),
         model=preset(recipe.method, recipe.settings).shape(recipe.model),
     )
 
@@ -122,7 +133,7 @@ def check_same_run(out: Path, file: RunFile, extend: bool) -> None:
     if not (out / "config.json").is_file():
         raise ValueError(f"--out {out} holds a run that lacks its config.json: put it back, or choose another folder.")
     existing = _with_defaults(read_config(out / "config.json", RunFile))
-    differences = _differences(_plain(existing), _plain(_with_defaults(file)))
+    differences = differing(_plain(existing), _plain(_with_defaults(file)))
     free = {f"recipe.{name}" for name in FREE} | ({"recipe.steps"} if extend else set())
     differences = {k: v for k, v in differences.items() if k not in free and not k.startswith("model")}
     if "data_fingerprint" in differences:
@@ -165,13 +176,3 @@ def _cause(differences: Mapping[str, Any]) -> str:
 def _plain(file: RunFile) -> Any:
     """The file as JSON holds it, with strings as they are in a UTF-8 locale."""
     return json.loads(utf8(json.dumps(asdict(file), ensure_ascii=False)))
-
-
-def _differences(a: Any, b: Any, at: str = "") -> dict[str, tuple[Any, Any]]:
-    """Differences of two plain values: dotted path -> both values."""
-    if isinstance(a, dict) and isinstance(b, dict):
-        out: dict[str, tuple[Any, Any]] = {}
-        for k in [*a, *(k for k in b if k not in a)]:
-            out |= _differences(a.get(k), b.get(k), f"{at}.{k}" if at else k)
-        return out
-    return {} if a == b else {at: (a, b)}

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from kiloword.checkpoint.adapters import write_adapter
 from kiloword.checkpoint.files import SaveError, sync, write_json
 from kiloword.checkpoint.model_folder import check_fit, not_finite
 from kiloword.checkpoint.state_shards import Host, SavedState, StateShard, write_part
@@ -197,10 +198,21 @@ def write_model(run: Run, file: ModelFile, stored: SavedState) -> None:
     folder = run.out / "model"
     for cut in folder.glob(".model.safetensors.*.tmp"):  # left by a crash
         cut.unlink()
-    names = stored.model_names()
-    specs = {short: stored.specs[name] for short, name in names.items()}
+    specs = stored.model_specs()
     write_json(folder / "config.json", asdict(file))
-    write_tensors(folder / "model.safetensors", specs, stored.whole([names[short] for short in in_order(specs)]))
+    write_tensors(folder / "model.safetensors", specs, stored.model_tensors(in_order(specs)))
+    if run.recipe.lora.rank and run.recipe.lora.save == "apart":
+        _write_apart(run, file, stored)
+
+
+def _write_apart(run: Run, file: ModelFile, stored: SavedState) -> None:
+    """Write OUT/adapter: what a state changes of the model that the run started from, adapters unmerged."""
+    assert run.recipe.init is not None
+    names, folder = stored.unmerged_names(), run.out / "adapter"
+    run.tokenizer.save(folder)
+    write_json(folder / "config.json", asdict(file))
+    values = zip(names, stored.whole(list(names.values())), strict=True)
+    write_adapter(folder, Path(run.recipe.init), values)
 
 
 def what_is_left(out: Path) -> str:

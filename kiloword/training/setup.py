@@ -17,10 +17,11 @@ from kiloword.data.loader import Loader
 from kiloword.data.reading import BadRows
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.distributed import collectives
+from kiloword.features.token_runs import check_frozen, check_trunk
 from kiloword.methods.method import Method
 from kiloword.model.model import build, initialise
 from kiloword.model.resnet import batch_statistics
-from kiloword.training import compilation, effects, engine, start
+from kiloword.training import compilation, effects, engine, start, tuning
 from kiloword.training.engine import Reducer
 from kiloword.training.learner import Learner
 from kiloword.training.log import Log, SinceRow, open_log
@@ -51,6 +52,7 @@ class Run:
     device: torch.device
     val: list[ValSet]
     best: Best
+    unfreezing: tuning.Unfreezing
     lock: Lock | None  # on rank 0
     step: int = 0  # number of steps done
     truncated: int = 0  # number of captions truncated so far
@@ -69,7 +71,10 @@ def prepare(recipe: Recipe, out: Path, source: Source, *, device: str, options: 
     resolved = resolve(recipe, source, out, options, device)
     recipe = resolved.recipe
     bare = options.parallel == "fsdp" and collectives.ranks() > 1
-    learner, started = make_learner(recipe, resolved.method, options.trust_code, bare)
+    learner, started = make_learner(recipe, resolved.method, options.trust_code, bare, steps_done(out / "state") > 0)
+    for stores in (resolved.loader.image_tokens, resolved.loader.text_tokens):
+        check_frozen(learner.model, stores)  # first, as adapters change the weights that are compared
+        check_trunk(learner.model, stores, weights=not holds_run(out))  # a run that is resumed compares their origin
     learner._apply(lambda x: x if x.is_meta else x.to(device))  # type: ignore[no-untyped-call]
     spread(learner, recipe, options)
     main = collectives.rank() == 0
@@ -87,12 +92,19 @@ def prepare(recipe: Recipe, out: Path, source: Source, *, device: str, options: 
         device=torch.device(device),
         val=resolved.val,
         best=resolved.best,
+        unfreezing=tuning.Unfreezing(learner, recipe),
         lock=_claim(resolved, out) if main else None,  # after everything that can refuse the recipe
     )
     with error_kept(out):
         resume(run)
         if run.step == 0:
-            _begin(run, started, [*effects.notes(recipe, options), *run.loader.notes])
+            notes = [
+                resolved.frozen,
+                tuning.summary(learner, recipe),
+                *effects.notes(recipe, options),
+                *run.loader.notes,
+            ]
+            _begin(run, started, list(filter(None, notes)))
         elif main and run.step == steps_done(out / "state"):
             drop_old(out / "state", options.keep_states)  # a run that was killed before this leaves one too many
         engine.check_same(learner)
@@ -125,19 +137,25 @@ def _begin(run: Run, started: str, notes: list[str]) -> None:
         run.average = Average(run.learner, run.recipe.optim.ema)  # of the prepared weights
 
 
-def make_learner(recipe: Recipe, method: Method, trust_code: bool = False, bare: bool = False) -> tuple[Learner, str]:
+def make_learner(
+    recipe: Recipe, method: Method, trust_code: bool = False, bare: bool = False, resumed: bool = False
+) -> tuple[Learner, str]:
     """The learner with its initial weights, and a message about those that were loaded ("" when all are new).
 
-    Args: bare: allow towers without storage (see `model.build`). They get storage where a model folder fills them, and
-    for user-defined methods, whose constructors may read values.
+    Args: bare: allow towers without storage (see `model.build`). They get storage where a model folder or the file of a
+    trunk fills them, and for user-defined methods, whose constructors may read values; resumed: a state has the weights
+    of all trunks, so that their files are not read.
     """
-    model = build(recipe.model, method, recipe.seed, bare and recipe.init is None and ":" not in recipe.method)
+    filled = recipe.init is not None or recipe.model.image.trunk.name or recipe.model.text.trunk.name
+    model = build(recipe.model, method, recipe.seed, bare and not filled and ":" not in recipe.method)
     started = "" if recipe.init is None else start.load(model, recipe, trust_code)
-    learner = Learner(model, method, recipe.chunk)
+    if not resumed:
+        started += start.load_towers(model, recipe)
+    learner = Learner(model, method, recipe.chunk, recipe.data.augment.drop_patches)
     initialise(learner.terms, recipe.seed, "terms.")
-    frozen = {"none": (), "image": ("image_tower",), "text": ("text_tower",)}[recipe.freeze]
-    for tower in frozen:
-        getattr(model, tower).requires_grad_(False)
+    tuning.freeze(learner, recipe)
+    if recipe.lora.rank:
+        started = " ".join(filter(None, (started, tuning.adapt(model, recipe))))
     return learner.double() if recipe.precision == "fp64" else learner, started
 
 

@@ -11,23 +11,34 @@ import torch
 from torch import Tensor
 
 from kiloword.checkpoint.model_folder import check_weights, load_weights, read_model_file
-from kiloword.checkpoint.tensors import read_tensors
+from kiloword.checkpoint.tensors import read_shapes, read_tensors
 from kiloword.checkpoint.trust import Trust, method_of
 from kiloword.config import recipes
 from kiloword.config.recipes import ModelConfig, Recipe
 from kiloword.data.text.tokenizer import Tokenizer
-from kiloword.methods.defaults import default_recipe
+from kiloword.interop import text_towers
+from kiloword.interop.towers import LITES, parse, with_image_tower
+from kiloword.interop.towers import load as load_weights_of
+from kiloword.methods.defaults import default_recipe, tuned
 from kiloword.methods.registry import find, preset
 from kiloword.model.model import Model, resize, resize_text
+from kiloword.model.trunks.kinds import resized_trunk
+from kiloword.model.trunks.trunk import Trunk
+from kiloword.training import tuning
 
 FREE = (("image", "size"), ("text", "context"))  # settings of the towers that may differ
 MANY = 8  # tensors of a module; a message counts more than these instead of naming each
 
 
-def defaults(method: str, init: str, size: str | None = None, data: tuple[str, ...] = ("scenes",)) -> Recipe:
+def defaults(
+    method: str, init: str, size: str | None = None, data: tuple[str, ...] = ("scenes",), tune: bool = True
+) -> Recipe:
     """The recipe of a run that starts from the model folder `init`: its towers and its image size.
 
     Optimizer and batch are those of `size`; with None, of the size whose image tower is most similar.
+
+    Args: tune: with the rates and augmentation of `methods.defaults.tuned`, unless the method has a tower (a decoder)
+    that the model lacks, which is trained from scratch as are all with False.
     Raises: ValueError for an unknown size, or when `init` is not a model folder.
     """
     model, named = read_model_file(init).model, recipes.sizes()
@@ -36,11 +47,74 @@ def defaults(method: str, init: str, size: str | None = None, data: tuple[str, .
         image = named[name].image
         return abs(image.width - model.image.width), abs(image.patch - model.image.patch)
 
-    return replace(default_recipe(method, size or min(named, key=unlike), data), model=model, init=init)
+    recipe = default_recipe(method, size or min(named, key=unlike), data)
+    tune = tune and not _lacking(method, init)
+    return replace(tuned(recipe) if tune else recipe, model=model, init=init)
+
+
+def _lacking(method: str, init: str) -> set[str]:
+    """The method's own towers, such as decoders, that a model folder lacks."""
+    needed = set(preset(method).towers)
+    names = (name.split(".") for name in (read_shapes(Path(init) / "model.safetensors") if needed else ()))
+    return needed - {parts[1] for parts in names if parts[0] == "more"}
+
+
+def with_towers(recipe: Recipe, image_tower: str = "", text_tower: str = "") -> Recipe:
+    """The recipe with towers of other libraries: their size, preprocessing and the config of their trunks.
+
+    Args: image_tower, text_tower: as for `--image-tower` and `--text-tower`; "": its own.
+    Raises: ValueError for a tower that does not exist or whose library is missing.
+    """
+    if not (image_tower or text_tower):
+        return recipe
+    if recipe.init is not None:
+        raise ValueError(f"--image-tower and --text-tower exclude --init: {recipe.init} has its own towers.")
+    model = with_image_tower(recipe.model, image_tower) if image_tower else recipe.model
+    model = text_towers.with_text_tower(model, text_tower) if text_tower else model
+    return replace(recipe, model=model, image_tower=image_tower, text_tower=text_tower)
+
+
+def fitted(recipe: Recipe) -> Recipe:
+    """The recipe with the trunk of its image tower for the image size that it has now."""
+    if not recipe.image_tower:
+        return recipe
+    image = recipe.model.image
+    image = replace(image, trunk=resized_trunk(image.trunk, image.size))
+    return replace(recipe, model=replace(recipe.model, image=image))
+
+
+def load_towers(model: Model, recipe: Recipe) -> str:
+    """Fill the trunks of a model with the weights of their files. Returns: a message, "" without towers of others.
+
+    Raises: ValueError for missing or other weights, and for a trunk with random weights that is never trained.
+    """
+    messages = []
+    if recipe.image_tower:
+        _check_random(recipe)
+        trunk = model.image_tower.trunk
+        assert isinstance(trunk, Trunk)
+        messages.append(load_weights_of(trunk, recipe.image_tower, "image tower"))
+    if recipe.text_tower:
+        assert model.text_tower.trunk is not None
+        messages.append(text_towers.load(model.text_tower.trunk, recipe.text_tower))
+    return " ".join(messages)
+
+
+def _check_random(recipe: Recipe) -> None:
+    named = parse(recipe.image_tower)
+    stays = {"image", "image:trunk"} & set(tuning.frozen(recipe)) and not recipe.unfreeze
+    if named.file is None and named.name not in LITES and stays:
+        raise ValueError(
+            f"--image-tower {recipe.image_tower} names no file of weights, and a frozen trunk would keep its random "
+            f"ones: give {recipe.image_tower}:FILE, or train the trunk from scratch (--freeze none)."
+        )
 
 
 def check(recipe: Recipe) -> None:
     """Raises: ValueError naming settings of the towers that differ from the model that the recipe starts from."""
+    for kind, tower in (("image", recipe.model.image), ("text", recipe.model.text)):
+        if getattr(recipe, f"{kind}_tower") and not tower.trunk.name:
+            raise ValueError(f"{kind}_tower names a tower of another library, but the model has none: use with_towers.")
     if recipe.init is None:
         return
     model = read_model_file(recipe.init).model
@@ -73,7 +147,10 @@ def settle(recipe: Recipe, tokenizer: Tokenizer, trust_code: bool = False) -> Re
     causal = _shape(recipe.init, Trust(named=recipe.method, trust_code=trust_code)).text.causal
     if causal and may_choose and settings.get("bidirectional") is None:
         settings = {**settings, "bidirectional": False}
-    image = replace(file.model.image, size=recipe.model.image.size)
+    size = recipe.model.image.size
+    same = size == file.model.image.size
+    trunk = file.model.image.trunk if same else resized_trunk(file.model.image.trunk, size)
+    image = replace(file.model.image, size=size, trunk=trunk)
     text = replace(file.model.text, context=recipe.model.text.context, special=tokenizer.roles.ids())
     model = replace(file.model, image=image, text=text)
     if preset(recipe.method, settings).shape(model).text.extra_tokens:
@@ -199,6 +276,9 @@ def _add_tokens(brought: _Brought, old: ModelConfig, new: ModelConfig) -> None:
     without a row in the embedding get the mean of all rows.
     """
     weights, special, name = brought.weights, new.text.special, "text_tower.tokens"
+    if new.text.trunk.name:  # its learned vectors are the same for all methods
+        _add_image_token(brought, old, new)
+        return
     missing_rows = new.text.vocab - len(weights[name])
     table = torch.cat([weights[name], weights[name].mean(0).expand(max(missing_rows, 0), -1)])
     added = [token for token in new.text.extra_tokens if token not in old.text.extra_tokens]
@@ -210,7 +290,11 @@ def _add_tokens(brought: _Brought, old: ModelConfig, new: ModelConfig) -> None:
         brought.tokens.append(f"{name} has {missing_rows} rows more")
     if added:
         brought.tokens.append(f"tokens of texts that start as {like}: {', '.join(added)}")
-    unc, tokens = "image_tower.uncertainty_token", "image_tower.extra_tokens"
+    _add_image_token(brought, old, new)
+
+
+def _add_image_token(brought: _Brought, old: ModelConfig, new: ModelConfig) -> None:
+    weights, unc, tokens = brought.weights, "image_tower.uncertainty_token", "image_tower.extra_tokens"
     if not new.image.uncertainty_token or new.image.uncertainty_blocks or unc in weights:
         return
     if old.image.class_token:

@@ -4,38 +4,60 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from kiloword.config.recipes import ModelConfig, sizes
+from kiloword.config.recipes import ModelConfig, TrunkConfig, sizes
 from kiloword.methods.registry import preset
+from kiloword.model.trunks.lite import DEBUG
 from kiloword.randomness import key
 from kiloword.types import Batch, Texts
 
+Trunks = Literal["none", "cached", "frozen", "tuned"]
+"""Whether the towers stand on trunks: their tokens cached, or computed with the trunks frozen, or tuned."""
+
 IMAGES = 16  # divides over 4 ranks of 4 micro-batches
+TRUNK = TrunkConfig(name=DEBUG, width=1280, grid=2)
+BERT = {"model_type": "bert", "vocab_size": 512, "hidden_size": 24, "intermediate_size": 48}
+BERT |= {"num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 32}
+TEXT_TRUNK = TrunkConfig(name="hf", width=24, config=BERT)
+SIZE_ON_TRUNK = 64  # pixels: a map of 2 x 2 tokens
 QUESTION = 9  # as a number of a caption, other than any has
 
 
-def config() -> ModelConfig:
-    """A model small enough for seconds."""
+def config(trunks: Trunks = "none", method: str = "siglip") -> ModelConfig:
+    """A model small enough for seconds; with trunks below both towers, if the method needs no text tower of its own."""
     small = sizes()["debug"]
-    return replace(small, image=replace(small.image, init_std=0.1), text=replace(small.text, init_std=0.1))
+    small = replace(small, image=replace(small.image, init_std=0.1), text=replace(small.text, init_std=0.1))
+    if trunks == "none":
+        return small
+    on_trunk = replace(small, image=replace(small.image, trunk=TRUNK, size=SIZE_ON_TRUNK))
+    writes = "text_decoder" in preset(method).towers
+    return on_trunk if writes else replace(on_trunk, text=replace(small.text, trunk=TEXT_TRUNK))
 
 
-def batch(first: int = 0, end: int = IMAGES, order: Sequence[int] | None = None, method: str = "siglip") -> Batch:
+def batch(
+    first: int = 0,
+    end: int = IMAGES,
+    order: Sequence[int] | None = None,
+    method: str = "siglip",
+    trunks: Trunks = "none",
+) -> Batch:
     """Images `first` to `end` of a fixed batch, with one to three captions of two to nine tokens each.
 
     It carries the precomputed features and questions that the method needs; where it has transforms, some images count
     as composed.
     """
     rows, slots = list(order or range(IMAGES))[first:end], preset(method)
-    text = slots.shape(config()).text
+    model = slots.shape(config(trunks, method))
+    text, size = model.text, model.image.size
     tail = [text.special[name] for name in text.extra_tokens]
     captions = [[_tokens(row, c) + tail for c in range(1 + row % 3)] for row in rows]
     image_features, text_features = _precomputed(slots.needs, rows)
     return Batch(
-        images=torch.stack([_noise(row, (3, 32, 32)) for row in rows]),
+        images=torch.stack([_noise(row, (3, size, size)) for row in rows]),
         texts=Texts.pack([ids for texts in captions for ids in texts]),
         image_of_text=torch.repeat_interleave(torch.tensor(list(map(len, captions)))),
         seeds=torch.tensor([key(0, "verify", row) for row in rows]),

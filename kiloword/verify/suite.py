@@ -31,14 +31,16 @@ from kiloword.methods.defaults import MUON
 from kiloword.methods.registry import preset
 from kiloword.model.model import build, initialise
 from kiloword.model.resnet import batch_norms
+from kiloword.model.trunks.trunk import trunks as trunks_of
 from kiloword.training import compilation, engine
 from kiloword.training.accumulate import backward
 from kiloword.training.learner import Learner
 from kiloword.training.optimizer import Optimizer
 from kiloword.types import Batch, Features, Pairs, Positives
-from kiloword.verify.batch import IMAGES, batch, config
+from kiloword.verify.batch import IMAGES, Trunks, batch, config
 
 EXACT = 1e-10  # of the largest gradient, in fp64
+TOY = 60  # steps
 PATIENCE_S = 300  # that processes on a machine with other work wait for each other
 
 
@@ -75,67 +77,79 @@ class Check:
         return self.value <= self.limit  # False for NaN
 
 
-def verify(method: str, ranks: Sequence[int] = (1, 2, 4)) -> Iterator[Check]:
+def verify(method: str, ranks: Sequence[int] = (1, 2, 4), trunks: Trunks = "none") -> Iterator[Check]:
     """All checks of a preset or of a user's "module:preset", each as soon as it is done."""
-    yield Check("parameters without a gradient", _without_gradient(method), 0)
-    reference = gradients(method)
+    made = partial(gradients, trunks=trunks)
+    yield Check("parameters without a gradient", _without_gradient(method, trunks), 0)
+    reference = made(method)
     if preset(method).transforms:
         yield Check("bytes of a batch that transforms make otherwise on other ranks or workers", _transforms(method), 0)
-    yield from _additive(method)
+    if trunks == "cached":
+        yield _compare("images through the frozen trunks", gradients(method, trunks="frozen"), reference)
+    yield from _additive(method, trunks)
     splits = preset(method).shape(config()).image.tower == "vit"  # batch norm refuses micro-batches
     for micro in (2, 4) if splits else ():
-        yield _compare(f"{micro} micro-batches", gradients(method, Way(micro=micro)), reference)
+        yield _compare(f"{micro} micro-batches", made(method, Way(micro=micro)), reference)
     for chunk in (3, 7):
-        yield _compare(f"blocks of {chunk} x {chunk} pairs", gradients(method, Way(chunk=chunk)), reference)
-    yield _compare("samples in another order", gradients(method, permute=True), reference)
+        yield _compare(f"blocks of {chunk} x {chunk} pairs", made(method, Way(chunk=chunk)), reference)
+    yield _compare("samples in another order", made(method, permute=True), reference)
     for kind in ("whole", "selective"):
-        yield _compare(f"{kind} checkpointing", gradients(method, Way(checkpointing=kind)), reference)
+        yield _compare(f"{kind} checkpointing", made(method, Way(checkpointing=kind)), reference)
+    ways = [way for way in WAYS if splits or way.micro == 1]
     for n in ranks:
-        if n > 1:
-            for way, measured in gradients_over_ranks(
-                method, n, [way for way in WAYS if splits or way.micro == 1]
-            ).items():
-                yield _compare(f"{n} ranks, {way}", measured, reference)
-    yield Check("score after save and load", _save_and_load(method), 0)
-    yield Check("bf16 against fp32: 1 - cosine of gradients", _bf16(method), 0.02)
-    yield Check("toy problem: loss left after 60 steps", _toy(method), 0.25)
+        for way, measured in gradients_over_ranks(method, n, ways, trunks).items() if n > 1 else ():
+            yield _compare(f"{n} ranks, {way}", measured, reference)
+    yield Check("score after save and load", _save_and_load(method, trunks), 0)
+    yield Check("bf16 against fp32: 1 - cosine of gradients", _bf16(method, trunks), 0.02)
+    steps = TOY if trunks == "none" else 2 * TOY  # tokens of random trunks are less unlike than pixels
+    yield Check(f"toy problem: loss left after {steps} steps", _toy(method, trunks, steps), 0.25)
 
 
-def learner(method: str, chunk: int = 0, dtype: torch.dtype = torch.float64) -> Learner:
+def learner(method: str, chunk: int = 0, dtype: torch.dtype = torch.float64, trunks: Trunks = "none") -> Learner:
     """A method on the small model of the suite, its parameters drawn from seed 0."""
     slots = preset(method)
-    made = Learner(build(config(), slots, seed=0), slots, chunk)
+    made = Learner(build(config(trunks, method), slots, seed=0), slots, chunk)
     initialise(made.terms, 0, "terms.")
+    for trunk in trunks_of(made):
+        trunk.requires_grad_(trunks == "tuned")
     for norm in batch_norms(made).values():
         if norm.zero:  # blocks of a ResNet start as their shortcuts, without gradients inside
             norm.weight.data.fill_(0.3)
     return made.to(dtype)
 
 
-def gradients(method: str, way: Way = Way(), permute: bool = False) -> dict[str, Tensor]:
+def inputs(model: Learner, data: Batch, trunks: Trunks) -> Batch:
+    """The batch as it reaches training: images and texts, or their trunks' tokens."""
+    with torch.no_grad():
+        return model.above_trunks(data) if trunks == "cached" else data
+
+
+def gradients(method: str, way: Way = Way(), permute: bool = False, trunks: Trunks = "none") -> dict[str, Tensor]:
     """The gradient of every parameter in fp64, and the losses as "loss:NAME"; of ranks, each works on its share."""
     order = [(7 * row + 3) % IMAGES if permute else row for row in range(IMAGES)]
     share, rank = IMAGES // parallel.ranks(), parallel.rank()
-    model = learner(method, way.chunk)
+    model = learner(method, way.chunk, trunks=trunks)
+    data = inputs(model, batch(rank * share, (rank + 1) * share, order, method, trunks), trunks)
     compilation.recompute(model.model, way.checkpointing)
     if way.parallel == "fsdp":
         engine.shard(model)
-    micro = batch(rank * share, (rank + 1) * share, order, method).split(way.micro)
-    report = backward(model, micro, reducer=engine.Reducer(model))
+    report = backward(model, data.split(way.micro), reducer=engine.Reducer(model))
     measured = {name: parallel.whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
     return {**measured, **{f"loss:{name}": value for name, value in report.items()}}
 
 
-def gradients_over_ranks(method: str, ranks: int, ways: Sequence[Way]) -> dict[Way, dict[str, Tensor]]:
+def gradients_over_ranks(
+    method: str, ranks: int, ways: Sequence[Way], trunks: Trunks = "none"
+) -> dict[Way, dict[str, Tensor]]:
     """The same in several ways, computed by gloo processes on this machine."""
     with tempfile.TemporaryDirectory() as folder:
-        over_ranks(ranks, _save_gradients, method, ways, Path(folder))
+        over_ranks(ranks, _save_gradients, method, ways, Path(folder), trunks)
         return {way: load_file(Path(folder) / f"{n}.safetensors") for n, way in enumerate(ways)}
 
 
-def _save_gradients(method: str, ways: Sequence[Way], folder: Path) -> None:
+def _save_gradients(method: str, ways: Sequence[Way], folder: Path, trunks: Trunks) -> None:
     for n, way in enumerate(ways):
-        measured = gradients(method, way)
+        measured = gradients(method, way, trunks=trunks)
         if parallel.rank() == 0:
             save_file({name: g.contiguous() for name, g in measured.items()}, folder / f"{n}.safetensors")
 
@@ -177,18 +191,23 @@ def _most(values: Iterable[float]) -> float:
     return float(torch.tensor(list(values), dtype=torch.float64).amax())
 
 
-def _without_gradient(method: str) -> float:
+def _without_gradient(method: str, trunks: Trunks = "none") -> float:
     """Number of parameters without a gradient, or with rounding errors alone (a bias that softmax cancels)."""
-    model = learner(method)
-    backward(model, [batch(method=method)])
+    model = learner(method, trunks=trunks)
+    backward(model, [inputs(model, batch(method=method, trunks=trunks), trunks)])
+    if (
+        trunks != "none" and model.model.config.text.trunk.name
+    ):  # vectors of extra tokens and hidden words, which few methods have
+        model.model.text_tower.tokens.requires_grad_(False)
     measured = [0.0 if p.grad is None else float(p.grad.abs().max()) for p in model.parameters() if p.requires_grad]
     return float(sum(g <= EXACT * max(measured) for g in measured))
 
 
 @torch.no_grad()
-def _additive(method: str) -> Iterator[Check]:
+def _additive(method: str, trunks: Trunks = "none") -> Iterator[Check]:
     """For each term: its sums and counts over the parts of a batch, compared with those of the whole batch."""
-    model, whole = learner(method), batch(method=method)
+    model = learner(method, trunks=trunks)
+    whole = model.above_trunks(batch(method=method, trunks=trunks))  # terms see what `Learner.forward` passes on
     parts = [whole, *whole.split(4)]
     for name, term in model.terms.items():
         run: Any = term
@@ -236,9 +255,10 @@ def _transforms(method: str) -> float:
     return float((images != whole.images).sum() + (ids != whole.texts.ids).sum())
 
 
-def _save_and_load(method: str) -> float:
+def _save_and_load(method: str, trunks: Trunks = "none") -> float:
     """Largest change of a score."""
-    model, data = learner(method, dtype=torch.float32).model.eval(), batch()
+    trained = learner(method, dtype=torch.float32, trunks=trunks)
+    model, data = trained.model.eval(), inputs(trained, batch(trunks=trunks), trunks)
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
         tokenizer = Tokenizer.train(["a small red star", "two blue circles"], 300)
         file = ModelFile(method=method, settings={}, model=model.config, size="debug")
@@ -248,25 +268,25 @@ def _save_and_load(method: str) -> float:
     return float((a - b).abs().max())
 
 
-def _bf16(method: str) -> float:
+def _bf16(method: str, trunks: Trunks = "none") -> float:
     """1 - cosine between the gradients of a step under bf16 autocast and in fp32."""
     measured = []
     for on in (False, True):
         precision = partial(torch.autocast, "cpu", torch.bfloat16, on)
-        model = learner(method, dtype=torch.float32)
-        backward(model, [batch(method=method)], precision)
+        model = learner(method, dtype=torch.float32, trunks=trunks)
+        backward(model, [inputs(model, batch(method=method, trunks=trunks), trunks)], precision)
         measured.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
     return 1 - float(torch.nn.functional.cosine_similarity(measured[0], measured[1], dim=0))
 
 
-def _toy(method: str) -> float:
+def _toy(method: str, trunks: Trunks = "none", steps: int = TOY) -> float:
     """Share of the pair loss above the least possible that is left after learning one batch by heart.
 
     Without a pair loss, of the terms above 0.
     """
-    model, steps = learner(method, dtype=torch.float32), 60
+    model = learner(method, dtype=torch.float32, trunks=trunks)
     optimizer = Optimizer(model, replace(MUON, lr=4e-3, muon_lr=0.02, warmup=0.1), steps)
-    data = batch(method=method)
+    data = inputs(model, batch(method=method, trunks=trunks), trunks)
     name = "pair" if model.method.pair_weight else "loss"
     losses, least = [], _least(model, data) if model.method.pair_weight else 0.0
     for step in range(steps):
@@ -308,10 +328,10 @@ class _Ideal(torch.nn.Module):
         return score
 
 
-def main(method: str, ranks: Sequence[int], say: Callable[[str], None] = print) -> None:
+def main(method: str, ranks: Sequence[int], say: Callable[[str], None] = print, trunks: Trunks = "none") -> None:
     """Run all checks and print each. Raises: ValueError naming those that failed, and known causes."""
     failed: list[Check] = []
-    for check in verify(method, ranks):
+    for check in verify(method, ranks, trunks):
         say(f"{'ok  ' if check.passed else 'FAIL'}  {check.name:48s} {check.value:9.2e}  (at most {check.limit:g})")
         failed += [] if check.passed else [check]
     if failed:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-LOCKS = ("core", "torch", "torch-cpu", "checks", "audit")
+LOCKS = ("core", "torch", "torch-cpu", "checks", "audit", "photos")
 
 
 def entries(lock: str) -> dict[str, tuple[str, str]]:
@@ -33,7 +33,7 @@ def test_every_locked_package_has_a_sha256(lock: str) -> None:
 def test_locks_hold_the_pins_of_the_constraints() -> None:
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pins = {normal(name): version for name, _, version in (s.partition("==") for s in lines if not s.startswith("#"))}
-    locked = entries("torch") | entries("checks") | entries("core")
+    locked = entries("torch") | entries("checks") | entries("core") | entries("photos")
     shared = pins.keys() & locked.keys()
     assert len(shared) > 60
     assert {n: locked[n][0] for n in shared} == {n: pins[n] for n in shared}, "constraints.txt has changed: make lock"
@@ -44,9 +44,9 @@ def test_locks_hold_what_the_project_asks_for() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     asked = [
         *project["dependencies"],
-        *(d for e in ("dev", "openclip", "fast", "log") for d in project["optional-dependencies"][e]),
+        *(d for e in ("dev", "openclip", "fast", "hf", "log", "photos") for d in project["optional-dependencies"][e]),
     ]
-    locked = entries("core") | entries("torch") | entries("checks")
+    locked = entries("core") | entries("torch") | entries("checks") | entries("photos")
     assert {normal(re.match(r"[\w.-]+", line)[0]) for line in asked} <= locked.keys()  # type: ignore[index]
 
 

@@ -75,8 +75,8 @@ def change(folder: Path, what: str, at: str, value: Any) -> Path:
 @pytest.mark.parametrize(
     ("at", "value", "says"),
     [
-        ("model.image.depth", 100_000, "expected 1 to 1024"),
-        ("model.text.depth", 10**30, "expected 1 to 1024"),
+        ("model.image.depth", 100_000, "expected 0 to 1024"),
+        ("model.text.depth", 10**30, "expected 0 to 1024"),
         ("model.image.width", 0, "expected 1 to 65536"),
         ("model.image.heads", 0, "expected 1 to 1024"),
         ("model.image.heads", 3, r"config\.json cannot be used: .*cannot be split into 3 heads"),

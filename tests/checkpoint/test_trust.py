@@ -221,27 +221,44 @@ def test_nothing_is_unpickled_or_evaluated() -> None:
 
 
 def test_modules_are_imported_by_names_of_ours_alone() -> None:
-    """`_own` has a method's name of the command line, or one that `trust.method_of` lets pass."""
+    """`find` has a method's name of the command line, or one that `trust.method_of` lets pass."""
     by_name = named("importlib.import_module", "import_module")
     asked = {(file, ast.unparse(call.args[0]).replace('"', "'")) for file, call in by_name}
     assert {(file, name) for file, name in asked if not name.startswith("'")} == {
         ("evaluation/task.py", "module"),  # `Deferred`, of names in the declarations of tasks
         ("methods/registry.py", "f'kiloword.methods.{PRESETS[preset]}'"),
         ("methods/registry.py", "module_name"),
+        ("model/trunks/library.py", "name"),
     }
+    libraries = {ast.unparse(call.args[0]) for _, call in named("_library")}
+    assert libraries == {"'timm'", "'open_clip'"}
     texts = {p.relative_to(PACKAGE).as_posix(): p.read_text(encoding="utf-8") for p in PACKAGE.rglob("*.py")}
     by_file = {name for name, text in texts.items() if "preset(file.method" in text or "find(file.method" in text}
-    assert not by_file, "the method of a model folder goes through trust.method_of"
+    assert by_file == {"checkpoint/average.py"}, "the method of a model folder goes through trust.method_of"
+    assert 'None if ":" in file.method else find(file.method)' in texts["checkpoint/average.py"]
 
 
 def test_transformers_runs_no_code_of_a_folder() -> None:
     loads = [(file, call) for file, call in CALLS if ast.unparse(call.func).endswith("from_pretrained")]
-    assert len(loads) == 2
+    assert sorted(file for file, _ in loads) == [
+        "features/teachers.py",
+        "features/teachers.py",
+        "interop/text_towers.py",
+        "interop/towers.py",
+    ]
+    shared = '"local_files_only": True, "trust_remote_code": False'
     for file, call in loads:
-        assert "local_only" in [ast.unparse(k.value) for k in call.keywords if k.arg is None], (file, ast.unparse(call))
-        assert '"local_files_only": True, "trust_remote_code": False' in (PACKAGE / file).read_text(encoding="utf-8")
-        if "Model" in ast.unparse(call.func):
-            assert option(call, "use_safetensors") == "True"
+        written = ast.unparse(call)
+        if "local_only" in [ast.unparse(k.value) for k in call.keywords if k.arg is None]:
+            assert shared in (PACKAGE / file).read_text(encoding="utf-8"), file
+        else:
+            assert (option(call, "local_files_only"), option(call, "trust_remote_code")) == ("True", "False"), written
+        if "other_class" not in written:  # of processors, which have no weights
+            assert option(call, "use_safetensors") == "True", written
+    made = [(file, call) for file, call in CALLS if ast.unparse(call.func).endswith("from_config")]
+    assert {file for file, _ in made} == {"model/trunks/library.py", "model/trunks/padded.py"}
+    for file, call in made:
+        assert option(call, "trust_remote_code") == "False", (file, ast.unparse(call))
 
 
 def test_every_text_file_has_an_encoding() -> None:

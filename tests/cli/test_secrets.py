@@ -99,6 +99,7 @@ def commands(out: Path, server: Guarded) -> dict[str, list[str]]:
             "--html",
             str(out / "e.html"),
         ],
+        "average": ["average", model, model, "--alpha", "0.5", "--out", str(out / "averaged")],
         "embed": ["embed", model, "--data", data, "--out", str(out / "side")],
         "caption": ["caption", model, "--data", data, "--out", str(out / "captions.parquet")],
         "mine": ["mine", data, "--features", str(out / "side"), "--out", str(out / "mined")],

@@ -61,7 +61,7 @@ SHORTEST: list[Words] = [
     ),
     ("mine d --features s --out o", "kiloword.mining:main", {"sources": ("d",), "options": MineOptions()}),
     ("data stats d", "kiloword.data.inspect:main", {"what": "stats", "src": "d", "png": None, "digest": False}),
-    ("verify clip", "kiloword.verify.suite:main", {"method": "clip", "ranks": (1, 2, 4)}),
+    ("verify clip", "kiloword.verify.suite:main", {"method": "clip", "ranks": (1, 2, 4), "trunks": "none"}),
     (
         "watch r",
         "kiloword.watch.command:main",
@@ -124,7 +124,11 @@ EVERY_FLAG: list[Words] = [
     ),
     ("data index d --digest", "kiloword.data.inspect:main", {"what": "index", "src": "d", "digest": True}),
     ("data stats d --png p", "kiloword.data.inspect:main", {"png": Path("p")}),
-    ("verify siglip --ranks 1 3", "kiloword.verify.suite:main", {"method": "siglip", "ranks": (1, 3)}),
+    (
+        "verify siglip --ranks 1 3",
+        "kiloword.verify.suite:main",
+        {"method": "siglip", "ranks": (1, 3), "trunks": "none"},
+    ),
     (
         "watch r s --once --every 5 --smooth 0.5 --curves loss val/ --tensorboard t",
         "kiloword.watch.command:main",

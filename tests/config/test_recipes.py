@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 from kiloword.config import settings
 from kiloword.config.recipes import DataConfig, ModelFile, Recipe, sizes
 from kiloword.config.settings import only, parse, read_config
-from kiloword.methods.defaults import FIELD, MUON, PHOTOS, default_recipe
+from kiloword.methods.defaults import FIELD, MUON, PHOTOS, TOP, TOP_PHOTOS, default_recipe
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,8 @@ def test_small_sizes_fit_their_images_and_heads() -> None:
         image, text = sizes()[size].image, sizes()[size].text
         assert image.size % image.patch == image.width % image.heads == text.width % text.heads == 0
         assert text.vocab in (512, DataConfig().tokenizer_vocab)  # that of a tokenizer which is trained on the data
-    parameters = {name: c.image.width * c.image.depth for name, c in sizes().items() if not name.startswith("rn")}
+    whole = {name: c for name, c in sizes().items() if not name.startswith(("rn", "top"))}  # top: above a trunk
+    parameters = {name: c.image.width * c.image.depth for name, c in whole.items()}
     assert list(parameters.values()) == sorted(parameters.values())
 
 
@@ -59,10 +60,14 @@ def test_defaults_follow_method_size_and_data(drawn: tuple[str, ...], photos: tu
     assert small.optim == replace(MUON, weight_decay=0.3, ema=0.998)
     assert small.data.augment.drop_words > 0
     assert (large.steps, large.batch, large.optim, large.data.augment) == (2000, 1024, FIELD, PHOTOS)
+    top, writing = default_recipe("siglip", "top", photos), default_recipe("sycoca", "top", photos)
+    assert (top.optim, top.data.augment, top.data.captions) == (TOP, TOP_PHOTOS, "all")
+    assert (writing.optim, writing.data.augment.drop_patches, writing.data.captions) == (TOP, 0, "one")
+    assert default_recipe("siglip", "top", drawn).data == DataConfig(sources=drawn)
     assert default_recipe("fff", "b32", photos).data.captions == "all"
     assert default_recipe("siglip") == default_recipe("siglip", "tiny", ("scenes",))
     assert default_recipe("").method == ""
-    with pytest.raises(ValueError, match="unknown size 'huge': expected one of debug, tiny, s16, "):
+    with pytest.raises(ValueError, match="unknown size 'huge': expected one of debug, tiny, top, s16, "):
         default_recipe("siglip", "huge")
 
 
@@ -124,3 +129,14 @@ def test_settings_of_a_part_are_those_that_it_knows() -> None:
         b: int = 8
 
     assert only(Whole(), Part) == Part(7)
+
+
+@pytest.mark.parametrize(("resize", "fits"), [("squash", True), ("shortest", True), (40, True), ("widest", False)])
+def test_words_beside_limits_are_those_of_the_type(resize: Any, fits: bool) -> None:
+    """SigLIP's preprocessing, "squash", is no number and not the default."""
+    config = replace(sizes()["debug"], preprocess=replace(sizes()["debug"].preprocess, resize=resize))
+    if fits:
+        settings.check(config)
+        return
+    with pytest.raises(ValueError, match=r"preprocess\.resize is widest: expected 1 to 8192"):
+        settings.check(config)

@@ -16,7 +16,9 @@ from kiloword.evaluation import TASKS, evaluate
 from kiloword.evaluation.command import Execution
 
 PYTHON_ONLY = {"ks", "chunk", "captions"}
-SHARED = {"help", "data", "json", "method", "trust-code", *(f.name for f in fields(Execution))} - {"trust"}
+SHARED = {"help", "data", "json", "method", "trust-code", *(f.name.replace("_", "-") for f in fields(Execution))} - {
+    "trust"
+}
 
 
 def help_of(capsys: pytest.CaptureFixture[str], *words: str) -> str:

@@ -110,7 +110,7 @@ def settled(size: str, device: str, earlier: Recipe | None = None, **given: Any)
 
 def test_precision_follows_size_and_device_and_what_is_given_or_was_before() -> None:
     cpu = {size: settled(size, "cpu") for size in sizes()}
-    assert cpu == {size: ("bf16" if size == "tiny" else "fp32", "highest") for size in sizes()}
+    assert cpu == {size: ("bf16" if size in ("tiny", "top") else "fp32", "highest") for size in sizes()}
     cuda = {size: settled(size, "cuda:1") for size in sizes()}
     assert cuda == {size: ("fp32" if size == "debug" else "bf16", "high") for size in sizes()}
     assert settled("b32", "cuda", precision="fp32", matmul="medium") == ("fp32", "medium")

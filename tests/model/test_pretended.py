@@ -14,7 +14,7 @@ from kiloword.training.optimizer import Average
 from tests.pretended import Watch, pretended, step
 
 WAITS: dict[str, dict[str, int]] = {  # of the host for the device, a micro-batch; nothing waits where no line says so
-    "prolip, words dropped": {"boolean index in methods.prolip.inclusion.drop_words": 1},  # how many are left
+    "prolip, words dropped": {"boolean index in types.at": 1},  # how many are left
 }
 MIXED = ("siglip+caption", "llip+compose")
 SETTINGS: dict[str, dict[str, Any]] = {"prolip, words dropped": {"hide_words": "drop"}}

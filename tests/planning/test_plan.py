@@ -32,6 +32,7 @@ from kiloword.model.model import Model, build
 from kiloword.planning import gpu
 from kiloword.planning.advice import Planner, newton_schulz
 from kiloword.planning.gpu import Layout, traffic
+from kiloword.planning.request import Plan, card
 from kiloword.planning.simulation import Simulation, _rows
 from kiloword.planning.tables import sentences, show
 from kiloword.randomness import Draw
@@ -40,6 +41,7 @@ from kiloword.training.accumulate import backward
 from kiloword.training.learner import Learner, learner_of
 from kiloword.training.muon import orthogonal
 from kiloword.types import Batch, Encoded, Example, Fetch, PairBlocks, Positives, Total
+from kiloword.verify import batch as on_trunk
 from kiloword.verify.suite import over_ranks
 from plan_measure import CASES, Case, Measured, batch_of, compare, method_of, share_of, without_content
 from plan_peak import compare_peak
@@ -516,3 +518,15 @@ def test_tables_say_what_the_file_says(tmp_path: Path, capsys: pytest.CaptureFix
     assert [row[-3:] for row in shown["alternatives"]] == [
         [rate, f"{d:.2f}", f"{48 * d:,.0f}"] for rate, d in zip(rates, days, strict=True)
     ]
+
+
+def test_a_frozen_trunk_has_no_gradients_and_no_backward_pass() -> None:
+    plan = Plan(model=on_trunk.config("frozen"), batch=32, samples=1e4, gpu="cpu", precision="fp32")
+    planner = Planner(plan, preset("siglip"), card("cpu"))
+    model = planner.learner.model
+    frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
+    assert frozen > 40_000
+    held = gpu.states(planner.learner, plan.optim, 4)
+    assert held["weights"] - held["gradients"] == 4 * frozen
+    (own,) = [w for w in planner.option("ddp", "none", 1).step.parts if w.name == "image tower"]
+    assert 0 < own.backward < 1.5 * own.forward, "two products of each but those of the trunk"

@@ -179,7 +179,7 @@ def test_a_failed_run_is_named(place: Path, capsys: pytest.CaptureFixture[str]) 
 def test_recipe_hashes() -> None:
     recipe = default_recipe("siglip", "debug", ("scenes?n=64",))
     assert rows.recipe_hash(recipe) == rows.recipe_hash(replace(recipe, seed=5))
-    others = [replace(recipe, steps=7), replace(recipe, settings={"bias": -5.0}), replace(recipe, freeze="image")]
+    others = [replace(recipe, steps=7), replace(recipe, settings={"bias": -5.0}), replace(recipe, freeze=("image",))]
     assert len({rows.recipe_hash(r) for r in [recipe, *others]}) == 4
 
 

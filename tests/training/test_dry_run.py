@@ -214,7 +214,8 @@ def test_lines_of_a_dry_run_that_are_not_always_there(tmp_path: Path, capsys: py
     words = ("clip", "--data", "scenes?n=64", "--val", "scenes:test?n=7", *SMALL, "--out", out)
     train(*words, "--micro", "2", "--precision", "bf16", "--freeze", "image", "--dry-run")
     plan = planned(capsys.readouterr().out)
-    assert plan["model"].strip().startswith("debug, image tower frozen, ")
+    assert plan["model"].strip().startswith("debug, ")
+    assert plan["tuning"].strip().startswith("frozen image: ")
     assert plan["val"].strip().endswith(": 7 images")
     assert plan["data"].strip() == "scenes?n=64: 64 images"
     assert plan["ranks"].strip() == "1, 4 x 2 images each, checkpointing none, compile none, bf16"

@@ -89,7 +89,7 @@ def test_ranks_that_hold_different_weights_are_refused() -> None:
 
 
 def recipe(**changes: Any) -> Recipe:
-    return replace(default_recipe("sycoca", "debug", ("scenes",)), freeze="text", precision="fp64", **changes)
+    return replace(default_recipe("sycoca", "debug", ("scenes",)), freeze=("text",), precision="fp64", **changes)
 
 
 def prepared(own: Recipe, way: Parallel) -> Learner:
@@ -204,7 +204,7 @@ def test_what_is_sharded_and_how(monkeypatch: pytest.MonkeyPatch, half: bool) ->
             "ignored_params": kept,
         }
     assert rest == {"mesh": ("cpu", (2,)), "reshard_after_forward": False, "ignored_params": kept}
-    assert {name for part, name in entries if part is model} == {"image_tokens", "encode_text"}
+    assert {name for part, name in entries if part is model} == set(engine.ENTRIES)
     keyed = [part for part, _ in units if hasattr(part, "keys")]
     assert [part for part, name in entries if name == "keys"] == keyed
     parts.clear()

@@ -57,8 +57,12 @@ class World:
                 data=SimpleNamespace(val=("x",) if val else ()),
             ),
             learner=SimpleNamespace(
-                model=SimpleNamespace(head=SimpleNamespace(clamp_=lambda: note("clamp"))), named_modules=lambda: ()
+                model=SimpleNamespace(
+                    head=SimpleNamespace(clamp_=lambda: note("clamp")), text_tower=SimpleNamespace(trunk=None)
+                ),
+                named_modules=lambda: (),
             ),
+            unfreezing=SimpleNamespace(before=lambda step, optimizer: None),
             optimizer=SimpleNamespace(step=self.moved),
             average=SimpleNamespace(update=lambda *given: self.given.append(given[1:]) or note("average")),
             loader=SimpleNamespace(batches=self.batches, workers=3),

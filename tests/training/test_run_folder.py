@@ -11,6 +11,7 @@ import torch
 
 from kiloword.checkpoint.files import write_json
 from kiloword.checkpoint.model_folder import check_finite, check_fit, not_finite
+from kiloword.config.settings import differing
 from kiloword.data.sampler import Order
 from kiloword.distributed import collectives
 from kiloword.distributed.device import precision_of
@@ -18,7 +19,7 @@ from kiloword.methods import siglip
 from kiloword.methods.defaults import default_recipe
 from kiloword.methods.registry import preset
 from kiloword.training.resolve import _order, _stores, micro_batches
-from kiloword.training.run_folder import RunFile, _differences, check_same_run, error_kept, forget_error, holds_run
+from kiloword.training.run_folder import RunFile, check_same_run, error_kept, forget_error, holds_run
 from kiloword.training.signals import Stopped
 
 RECIPE = replace(default_recipe("siglip", "debug", ("scenes?n=70",)), batch=16, steps=20)
@@ -99,9 +100,9 @@ def test_a_folder_in_which_nothing_was_trained_is_free(out: Path) -> None:
 def test_differences_of_plain_values() -> None:
     a = {"x": 1, "y": {"z": [1, 2], "only": None}, "same": 4, "w": 0}
     b = {"x": 2, "y": {"z": [1, 2]}, "same": 4.0, "more": 7}
-    assert _differences(a, b) == {"x": (1, 2), "w": (0, None), "more": (None, 7)}
-    assert _differences({"y": {"z": 1}}, {"y": {"z": 2}}) == {"y.z": (1, 2)}
-    assert _differences({"y": {"z": 1}}, {"y": 3}) == {"y": ({"z": 1}, 3)}
+    assert differing(a, b) == {"x": (1, 2), "w": (0, None), "more": (None, 7)}
+    assert differing({"y": {"z": 1}}, {"y": {"z": 2}}) == {"y.z": (1, 2)}
+    assert differing({"y": {"z": 1}}, {"y": 3}) == {"y": ({"z": 1}, 3)}
 
 
 @pytest.mark.parametrize(("rank", "error", "kept"), [

@@ -13,11 +13,13 @@ import torch
 from tokenizers import decoders, models, pre_tokenizers
 from torch import Tensor
 
+from folders import model_folder
 from kiloword.api import load
 from kiloword.checkpoint.model_folder import load_model, read_model_file, save_model
-from kiloword.config.recipes import ModelConfig, ModelFile, Recipe, sizes
+from kiloword.cli.main import main
+from kiloword.config.recipes import AugmentConfig, ModelConfig, ModelFile, Recipe, sizes
 from kiloword.data.text.tokenizer import Tokenizer, siglip_tokenizer_from
-from kiloword.methods.defaults import default_recipe
+from kiloword.methods.defaults import default_recipe, tuned
 from kiloword.methods.registry import preset
 from kiloword.model.model import Model, build, resize_text
 from kiloword.training import start
@@ -241,7 +243,11 @@ def test_optimizer_and_batch_are_those_of_the_size_most_like_the_model(
     model = replace(sizes()["b32"], image=replace(sizes()["b32"].image, width=width, patch=patch))
     monkeypatch.setattr(start, "read_model_file", lambda path: ModelFile(method="clip", settings={}, model=model))
     found = start.defaults("siglip", "folder", data=("a.tar",))
-    assert found == replace(default_recipe("siglip", size, ("a.tar",)), model=model, init="folder")
+    scratch = default_recipe("siglip", size, ("a.tar",))
+    assert found == replace(tuned(scratch), model=model, init="folder")
+    assert start.defaults("siglip", "folder", None, ("a.tar",), tune=False) == replace(
+        scratch, model=model, init="folder"
+    )
     assert start.defaults("siglip", "folder", "tiny").size == "tiny"
     start.check(found)
     other = replace(model, image=replace(model.image, size=448), text=replace(model.text, context=64))
@@ -257,6 +263,56 @@ def test_optimizer_and_batch_are_those_of_the_size_most_like_the_model(
     image = replace(model.image, width=1, depth=1, heads=1, mlp=1)
     with pytest.raises(ValueError, match=r"image\.width.*image\.depth.*image\.heads is 1, but 12 in folder\. With"):
         start.check(replace(found, model=replace(model, image=image)))
+
+
+def test_rates_of_trained_weights() -> None:
+    """A tenth of those from scratch in small sizes, WiSE-FT's in others; images of scenes are not augmented."""
+    for size in ("tiny", "b32"):
+        scratch = default_recipe("siglip", size, ("a.tar",))
+        gentle = tuned(scratch)
+        augment = gentle.data.augment
+        assert augment == AugmentConfig(crop=0.8 if size == "tiny" else 0.9, flip=0.5)
+        assert augment.crop > scratch.data.augment.crop
+        rates = {"lr": 1e-4, "muon_lr": 5e-4} if size == "tiny" else {"lr": 3e-5, "weight_decay": 0.1, "warmup": 0.02}
+        expected = replace(scratch, optim=replace(scratch.optim, **rates))
+        assert gentle.optim.lr == pytest.approx(rates["lr"])
+        gentle = replace(gentle, optim=replace(gentle.optim, **rates))
+        assert gentle == replace(expected, data=replace(scratch.data, augment=augment))
+    assert tuned(default_recipe("siglip")).data == default_recipe("siglip").data
+
+
+def test_a_method_with_a_tower_that_the_weights_lack_has_the_rates_from_scratch(tmp_path: Path) -> None:
+    clip, sycoca = model_folder(tmp_path / "clip", "clip"), model_folder(tmp_path / "sycoca", "sycoca")
+    for folder, method, gentle in (
+        (clip, "siglip", True),
+        (clip, "coca", False),
+        (sycoca, "vqa", False),
+        (sycoca, "coca", True),
+    ):
+        scratch = default_recipe(method, "debug")
+        assert start.defaults(method, str(folder)).optim == (tuned(scratch) if gentle else scratch).optim, method
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], "--optim.lr 0.0001 (from scratch 0.001), --optim.muon-lr 0.0005 (from scratch 0.005): the weights are"),
+        (["--optim.lr", "1e-3"], "--init sets --optim.muon-lr 0.0005 (from scratch 0.005): "),
+        (["--optim.lr", "1e-3", "--optim.muon-lr", "1e-3"], ""),
+        (["--lora.rank", "2"], ""),
+        (["--size", "top"], "--init sets --optim.name adamw (from scratch muon), --optim.lr 3e-05 ("),
+        (["--quiet"], ""),
+    ],
+)
+def test_defaults_of_a_start_are_printed_with_their_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], expected: str
+) -> None:
+    folder = model_folder(tmp_path / "start")
+    rest = ["--batch", "8", "--steps", "2", "--dry-run", "--out", str(tmp_path / "run")]
+    main(["train", "siglip", "--data", "scenes?n=64", "--init", str(folder), *rest, *words])
+    told = capsys.readouterr().out
+    assert expected in told
+    assert ("note       --init sets" in told) == bool(expected)
 
 
 def test_what_is_loaded_is_counted_and_the_rest_named(words: Tokenizer, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from kiloword.config.recipes import DataConfig
 from kiloword.distributed import collectives, sharing
 from kiloword.training.validation import evaluate, sets
 from kiloword.types import BadSample, Record
@@ -140,7 +141,7 @@ def test_averaged_weights_are_judged_and_training_goes_on(
     )
     run: Any = SimpleNamespace(
         val=[sets.ValSet("rows", "vqa" if asks else "retrieval", source)],
-        recipe=SimpleNamespace(precision="bf16"),
+        recipe=SimpleNamespace(precision="bf16", data=DataConfig()),
         device=torch.device("cuda" if cuda else "cpu"),
         learner=learner,
         tokenizer="tokenizer",

@@ -169,7 +169,7 @@ def preset():
 def test_why_a_contrast_cannot_be_a_term(
     module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("kiloword.verify.suite._toy", lambda method: 0.0)  # slow, and another question
+    monkeypatch.setattr("kiloword.verify.suite._toy", lambda *_: 0.0)  # slow, and another question
     with pytest.raises(SystemExit) as end:
         main(["verify", module, "--ranks", "1"])
     assert end.value.code == 2

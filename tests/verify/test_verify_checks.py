@@ -47,17 +47,17 @@ def test_a_gradient_that_one_way_changes_fails_one_check(
         wrong = (this, order, count) == (way, permute, ranks)
         return REFERENCE | ({"a": torch.tensor([1.0, -4.0 + 1e-9], dtype=torch.float64)} if wrong else {})
 
-    def alone(method: str, way: Way | None = None, permute: bool = False) -> Gradients:
+    def alone(method: str, way: Way | None = None, permute: bool = False, trunks: str = "none") -> Gradients:
         return of(way or Way(), permute, 1)
 
-    def over(method: str, ranks: int, ways: Sequence[Way]) -> dict[Way, Gradients]:
+    def over(method: str, ranks: int, ways: Sequence[Way], trunks: str) -> dict[Way, Gradients]:
         assert ranks > 1
         return {way: of(way, False, ranks) for way in ways}
 
     monkeypatch.setattr(verify, "gradients", alone)
     monkeypatch.setattr(verify, "gradients_over_ranks", over)
     for check in ("_without_gradient", "_save_and_load", "_bf16", "_toy"):
-        monkeypatch.setattr(verify, check, lambda method: 0.0)
+        monkeypatch.setattr(verify, check, lambda method, *more: 0.0)
     checks = list(verify.verify("siglip", (1, 2, 3)))
     assert len(checks) == 4 + 7 + 2 * 8
     assert [check.name for check in checks if not check.passed] == ([] if name is None else [name])
@@ -79,7 +79,7 @@ def test_a_measure_that_is_too_large_fails_one_check(monkeypatch: pytest.MonkeyP
     for one in ("_without_gradient", "_transforms", "_save_and_load", "_bf16", "_toy"):
         limit = limits.get(one, 0.0)
         value = limit + 1e-6 if one == check else limit
-        monkeypatch.setattr(verify, one, lambda method, value=value: value)
+        monkeypatch.setattr(verify, one, lambda method, *more, value=value: value)
     assert [found.name for found in verify.verify("clip-c", (1,)) if not found.passed] == [name]
 
 
@@ -179,7 +179,7 @@ def test_parameters_without_a_gradient_are_counted(monkeypatch: pytest.MonkeyPat
         for p, g in zip(model, gradients, strict=True):
             p.grad = None if g is None else torch.tensor(g)
 
-    monkeypatch.setattr(verify, "learner", lambda method: model)
+    monkeypatch.setattr(verify, "learner", lambda method, trunks: model)
     monkeypatch.setattr(verify, "backward", backward)
     assert verify._without_gradient("siglip") == 3
 
@@ -199,7 +199,7 @@ def test_what_is_left_of_a_loss(monkeypatch: pytest.MonkeyPatch, weight: float, 
         assert (total, config.warmup) == (60, 0.1)
         return SimpleNamespace(step=steps.append)
 
-    monkeypatch.setattr(verify, "learner", lambda method, dtype: fake)
+    monkeypatch.setattr(verify, "learner", lambda method, dtype, trunks: fake)
     monkeypatch.setattr(verify, "backward", backward)
     monkeypatch.setattr(verify, "Optimizer", optimizer)
     monkeypatch.setattr(verify, "_least", lambda model, some: 2.0)
@@ -268,10 +268,10 @@ def test_a_score_that_a_model_folder_changes(monkeypatch: pytest.MonkeyPatch) ->
 def test_the_report_has_a_line_for_each_check(monkeypatch: pytest.MonkeyPatch) -> None:
     checks = [Check("one", 0.5, 1), Check("two", 2, 1, "Because."), Check("three", 3, 1)]
     lines: list[str] = []
-    monkeypatch.setattr(verify, "verify", lambda method, ranks: checks)
+    monkeypatch.setattr(verify, "verify", lambda method, ranks, trunks: checks)
     with pytest.raises(ValueError, match=r"^mine fails 2 of its checks: two, three\. Because\.$"):
         verify.main("mine", (1,), lines.append)
     assert [line[:6] for line in lines] == ["ok    ", "FAIL  ", "FAIL  "]
     assert lines[0].split("one")[1].split() == ["5.00e-01", "(at", "most", "1)"]
-    monkeypatch.setattr(verify, "verify", lambda method, ranks: checks[:1])
+    monkeypatch.setattr(verify, "verify", lambda method, ranks, trunks: checks[:1])
     verify.main("mine", (1,), lines.append)

@@ -12,6 +12,7 @@ from kiloword.data.remote.sets import open_remote
 from kiloword.data.sources.class_folder import ClassFolder, has_class_folders, parents_of_images
 from kiloword.data.sources.extra_captions import with_captions
 from kiloword.data.sources.folder import Folder, is_image
+from kiloword.data.sources.held_out import SourcePart, part_of
 from kiloword.data.sources.labels import class_data
 from kiloword.data.sources.layouts.read import JsonOptions, is_tokens, read_json, read_tokens
 from kiloword.data.sources.mixture import MixtureSource, mix
@@ -36,9 +37,13 @@ def open_source(src: str, size: int | None = None) -> Source:
 
     Args: src: a folder of tars, a tar, csv, tsv, parquet or json (these with parameters, see `query`, and `layouts`), a
     brace pattern of tars or tables such as `x-{000..123}.tar`, a folder of images, class folders, or `scenes...`; or a
-    URL (see `remote`); size: height and width of drawn images (scenes) in pixels.
+    URL (see `remote`); or one part of any of these, after "train-part:" or "val-part:" (see `held_out`); size: height
+    and width of drawn images (scenes) in pixels.
     Errors: ValueError when nothing is there, or nothing can be read.
     """
+    part, whole = part_of(src)
+    if part and not Path(src).exists():
+        return SourcePart(open_source(whole, size), part)
     if re.match(r"scenes([:?]|$)", src) and not Path(src).exists():
         from kiloword.data.scenes import open_scenes
 

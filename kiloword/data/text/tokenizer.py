@@ -47,11 +47,11 @@ class Tokenizer:
         self._backend.no_padding()
         self._backend.no_truncation()
         self.roles = Roles.read(parsed, self._backend.get_vocab_size())
-        self.clean = _clean_of(parsed["model"])
+        self.clean: Clean = "encodable" if self.roles.verbatim else _clean_of(parsed["model"])
         # "<mask>" in a caption is text; only CLIP's pattern finds its two markers in captions.
         self._backend.encode_special_tokens = self.clean != "clip"
         self._cached: dict[str, list[int]] = {}
-        self._cleaner: Callable[[str], str] = {"plain": plain, "clip": clip, "siglip": siglip}[self.clean]
+        self._cleaner: Callable[[str], str] = CLEANERS[self.clean]
 
     @staticmethod
     def train(captions: Iterable[str], vocab: int) -> Tokenizer:
@@ -301,16 +301,19 @@ def _convert_sentencepiece(path: Path) -> str:
     return document
 
 
-Clean = Literal["plain", "clip", "siglip"]
+Clean = Literal["plain", "clip", "siglip", "encodable"]
 
 PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
+def encodable(caption: str) -> str:
+    """Lone surrogates become question marks, as no encoder accepts them."""
+    return caption if caption.isascii() else caption.encode("utf-8", "replace").decode()
+
+
 def plain(caption: str) -> str:
-    """One space between words; lone surrogates become question marks, as no encoder accepts them."""
-    if not caption.isascii():
-        caption = caption.encode("utf-8", "replace").decode()
-    return " ".join(caption.split())
+    """One space between words; encodable."""
+    return " ".join(encodable(caption).split())
 
 
 def _web(caption: str) -> str:
@@ -334,3 +337,6 @@ def clip(caption: str) -> str:
 def siglip(caption: str) -> str:
     """Repaired, lower case, no ascii punctuation, underscores are spaces (open_clip's "canonicalize")."""
     return " ".join(_web(caption).replace("_", " ").translate(PUNCTUATION).lower().split())
+
+
+CLEANERS: dict[Clean, Callable[[str], str]] = {"plain": plain, "clip": clip, "siglip": siglip, "encodable": encodable}

@@ -16,6 +16,7 @@ import tokenizers
 from tokenizers import processors
 
 AFTER = 16  # special ids that may follow the vocabulary
+VERBATIM = "verbatim"  # name of a mark among the special tokens of a file; its id has no meaning
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,14 +30,16 @@ class Roles:
     cls: int
     unc: int
     prefix: bool = True  # captions begin with `start`; not SigLIP's
+    verbatim: bool = False  # captions are cleaned by the file's own normalizer alone
 
     def ids(self) -> dict[str, int]:
         """The special ids by name."""
-        return {name: value for name, value in asdict(self).items() if name != "prefix"}
+        return {name: value for name, value in asdict(self).items() if name not in ("prefix", "verbatim")}
 
     def template(self) -> processors.TemplateProcessing:
         """How a tokenizer.json stores the roles: as the special tokens of its template, by name."""
-        tokens = [{"id": name, "ids": [value], "tokens": [f"<{name}>"]} for name, value in self.ids().items()]
+        ids = {**self.ids(), **({VERBATIM: self.end} if self.verbatim else {})}
+        tokens = [{"id": name, "ids": [value], "tokens": [f"<{name}>"]} for name, value in ids.items()]
         return processors.TemplateProcessing(
             single="start $A end" if self.prefix else "$A end",
             special_tokens=tokens,  # the stub lacks this documented form
@@ -51,6 +54,7 @@ class Roles:
             prefix = "SpecialToken" in template["single"][0] if ids else False
         except (AttributeError, IndexError, KeyError, TypeError):
             ids, prefix = {}, False
+        verbatim = ids.pop(VERBATIM, None) is not None
         if any(not 0 <= value < words + AFTER for value in ids.values()):
             raise ValueError(f"this tokenizer.json has special ids far from its {words:,} words: {ids}.")
         if set(ids) != {"start", "end", "pad", "mask", "cls", "unc"}:
@@ -58,7 +62,7 @@ class Roles:
                 "this tokenizer.json was not written by kiloword: it names no start, end, pad, mask, cls and unc ids. "
                 "Train one (Tokenizer.train), or convert it (clip_tokenizer, siglip_tokenizer)."
             )
-        return Roles(**ids, prefix=prefix)
+        return Roles(**ids, prefix=prefix, verbatim=verbatim)
 
 
 LARGEST = 1 << 26  # largest tokenizer.json in bytes; published ones have at most half of it

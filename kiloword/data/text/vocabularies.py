@@ -9,6 +9,9 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
+import tokenizers
+from tokenizers import normalizers
+
 from kiloword.data.text.tokenizer import (
     CLIP_MERGES,
     Tokenizer,
@@ -17,7 +20,7 @@ from kiloword.data.text.tokenizer import (
     siglip_tokenizer,
     siglip_tokenizer_from,
 )
-from kiloword.data.text.tokenizer_file import LARGEST, read
+from kiloword.data.text.tokenizer_file import LARGEST, Roles, read
 
 EXPECTED = (
     "a tokenizer.json (kiloword's, CLIP's or SigLIP's), a model folder, CLIP's merges (bpe_simple_vocab_16e6.txt.gz), "
@@ -57,6 +60,50 @@ def _of_json(path: Path) -> Tokenizer:
         merges = [pair.split() if isinstance(pair, str) else pair for pair in model.get("merges") or ()]
         return clip_tokenizer_from([(first, second) for first, second in merges])
     raise ValueError(f"--tokenizer {path} holds a {model.get('type')} model of another kind: expected {EXPECTED}.")
+
+
+def encoder_tokenizer(document: str, rows: int, pad: int | None = None, lower: bool = False) -> Tokenizer:
+    """The tokenizer of another library's text encoder: captions get the ids that this library gives them.
+
+    Its first and last special token are start and end; class and uncertainty token follow its vocabulary, as does the
+    mask token where it has none. Padding and truncation are removed.
+
+    Args: document: the text of a tokenizer.json that passed `tokenizer_file.check`; rows: of the encoder's table; pad:
+    id of its pads; lower: captions are lower-cased first.
+    Raises: ValueError for a tokenizer without an end token, or with ids that the table has no rows for.
+    """
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    backend = tokenizers.Tokenizer.from_str(document)
+    backend.no_padding()
+    backend.no_truncation()
+    prefix, end = _around(backend)
+    highest = max(backend.get_vocab().values(), default=-1)
+    if highest >= rows:
+        raise ValueError(f"the tokenizer has ids up to {highest:,}, but the encoder has {rows:,} rows for them")
+    after, known = highest + 1, {name: backend.token_to_id(f"[{name}]") for name in ("MASK", "PAD")}
+    mask = next((i for i in (known["MASK"], backend.token_to_id("<mask>")) if i is not None), after + 2)
+    pad = next((i for i in (pad, known["PAD"], backend.token_to_id("<pad>")) if i is not None), end)
+    if lower:
+        parts = [normalizers.Lowercase(), *([backend.normalizer] if backend.normalizer else [])]
+        backend.normalizer = normalizers.Sequence(parts)
+    start = prefix[0] if prefix else end
+    roles = Roles(
+        start=start, end=end, pad=pad, mask=mask, cls=after, unc=after + 1, prefix=bool(prefix), verbatim=True
+    )
+    backend.post_processor = roles.template()
+    return Tokenizer(backend.to_str())
+
+
+def _around(backend: tokenizers.Tokenizer) -> tuple[list[int], int]:
+    """Special ids before and after a caption: none or one before, one after. Raises: ValueError for others."""
+    words, whole = (backend.encode("a", add_special_tokens=special).ids for special in (False, True))
+    first = next((n for n in (0, 1) if whole[n : n + len(words)] == words), None)
+    if first is None or len(whole) - first - len(words) != 1:
+        raise ValueError(
+            f"the tokenizer puts the ids {whole[:20]} around {words[:20]}: expected one special token after a text, "
+            "and at most one before"
+        )
+    return whole[:first], whole[-1]
 
 
 def _merges(path: Path) -> list[tuple[str, str]]:

@@ -2,7 +2,10 @@
 
 Source: arXiv:2407.01408 (CLIP-C), section 3 and its ablations of image operations and of stylistic augmentation.
 
-Images are uint8 [3, H, W] of equal size; none is changed in place.
+Images are uint8 [3, H, W] of equal size, or cached tokens of a trunk, [N, W] in floating point: the map of N's square
+root a side after the tokens before it. Maps are mixed as pixels are, each token as one pixel; the tokens before the map
+are averaged by the share of the area. (A trunk that sees the mixed image would give other tokens: its view crosses the
+border.) None is changed in place.
 Captions are joined unchanged, with white space and full stops. Caption c of an example is joined with caption c mod n
 of a partner with n captions, so that an example keeps its number of captions and its rows of precomputed features.
 """
@@ -12,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import numpy as np
 import pyarrow as pa
@@ -64,7 +68,8 @@ class _Mix:
         other = self._other(example, fetch, draw, rng)
         image, captions = example.image, example.captions
         if self.settings.parts != "captions":
-            image = self._image(*self._crops(image, other.image, fetch, draw), own_first, rng)
+            mix = self._tokens if image.dim() == 2 else self._image
+            image = mix(*self._crops(image, other.image, fetch, draw), own_first, rng)
         if self.settings.parts != "images":
             captions = self._captions(example, other, own_first)
         return replace(example, image=image, captions=captions, composed=True)
@@ -77,6 +82,15 @@ class _Mix:
 
     def _image(self, image: Tensor, other: Tensor, own_first: bool, rng: np.random.Generator) -> Tensor:
         raise NotImplementedError
+
+    def _tokens(self, tokens: Tensor, other: Tensor, own_first: bool, rng: np.random.Generator) -> Tensor:
+        """Mix token maps like images; a further channel, of ones and zeros, says how much is the example's own."""
+        own_map, other_map = as_map(tokens), as_map(other)
+        ones, zeros = torch.ones_like(own_map[:1]), torch.zeros_like(own_map[:1])
+        mixed = self._image(torch.cat([own_map, ones]), torch.cat([other_map, zeros]), own_first, rng)
+        before = len(tokens) - own_map[0].numel()
+        first = blend(tokens[:before], other[:before], float(mixed[-1].double().mean()))
+        return torch.cat([first, mixed[:-1].flatten(1).T])
 
     def _captions(self, example: Example, other: Example, own_first: bool) -> list[str]:
         return joined(example.captions, other.captions, self.settings.merge, own_first)
@@ -167,6 +181,10 @@ class Stylistic(_Mix):
     """The control of CLIP-C: two crops of one image as halves, and its caption joined with an edited copy."""
 
     settings: StylisticSettings
+    pixels: ClassVar[str] = (
+        "the transform stylistic composes two crops of one image, and cached tokens hold one view of it: train on "
+        "images, or choose another transform, such as compose."
+    )
 
     def bind(self, source: Source) -> Stylistic:
         """The same transform. Raises: ValueError when the file of synonyms cannot be used."""
@@ -175,6 +193,8 @@ class Stylistic(_Mix):
 
     def _other(self, example: Example, fetch: Fetch, draw: Draw, rng: np.random.Generator) -> Example:
         """The same example with another augmentation and edited captions."""
+        if example.image.dim() == 2:
+            raise ValueError(self.pixels)
         again = fetch.example(example.row, _apart(draw, "again"))
         words, synonyms = draw.rng("eda"), read_synonyms(self.settings.synonyms)
         return replace(again, captions=[eda(c, synonyms, self.settings.edits, words) for c in example.captions])
@@ -225,6 +245,12 @@ def _apart(draw: Draw, purpose: str) -> Draw:
     return replace(draw, seed=key(draw.seed, purpose))
 
 
+def as_map(tokens: Tensor) -> Tensor:
+    """The map [W, G, G] of tokens [N, W]: the last G^2 tokens, where at most 2 G stand before them."""
+    side = math.isqrt(len(tokens))
+    return tokens[len(tokens) - side * side :].T.reshape(-1, side, side)
+
+
 def halves(first: Tensor, second: Tensor, side_by_side: bool, squash: bool = False) -> Tensor:
     """Half of each image, put together to a whole one: left and right (halves [H, W / 2]), or above and below.
 
@@ -243,12 +269,14 @@ def _squeezed(image: Tensor, size: int, axis: int) -> Tensor:
     shape = [size if a == axis else image.shape[a] for a in (1, 2)]
     if 0 in shape:
         return image.narrow(axis, 0, 0)
-    return F.interpolate(image[None], shape, mode="bicubic", antialias=True)[0]
+    whole = image if image.dtype == torch.uint8 else image.float()  # torch resizes no half precision on a CPU
+    return F.interpolate(whole[None], shape, mode="bicubic", antialias=True)[0].to(image.dtype)
 
 
 def blend(first: Tensor, second: Tensor, share: float) -> Tensor:
-    """MixUp: share x first + (1 - share) x second, pixel by pixel, rounded (arXiv:1710.09412, eq. 1)."""
-    return torch.lerp(second.float(), first.float(), share).round().to(torch.uint8)
+    """MixUp: share x first + (1 - share) x second, pixel by pixel, pixels rounded (arXiv:1710.09412, eq. 1)."""
+    mixed = torch.lerp(second.float(), first.float(), share)
+    return (mixed.round() if first.dtype == torch.uint8 else mixed).to(first.dtype)
 
 
 def box(height: int, width: int, share: float, down: float, right: float) -> tuple[int, int, int, int]:

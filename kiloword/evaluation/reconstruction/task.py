@@ -25,7 +25,7 @@ from kiloword.evaluation.task import Inputs, Values
 from kiloword.explain.reconstruct import fill, masked_patches, mean_colour, mim_settings, reconstruct
 from kiloword.methods.coca import masked_images, masking
 from kiloword.model.encoding import inference
-from kiloword.model.image import unfold
+from kiloword.model.image import grid, unfold
 from kiloword.randomness import key
 from kiloword.types import Skipped, Source
 
@@ -218,6 +218,6 @@ class Judge:
         }
         original = done.images[n].permute(1, 2, 0).cpu().numpy()
         losses = {name: float(done.losses[name][n]) for name in done.pixels}
-        side = self.model.config.image.size // self.model.config.image.patch
+        side = grid(self.model.config.image)
         hidden = masking.as_bool(done.hidden[row], side * side)[0].view(side, side).cpu().numpy()
         return PaintedExample(mask, original, hidden, filled, losses, right, wrong)

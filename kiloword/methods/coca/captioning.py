@@ -87,7 +87,12 @@ def memory_width(config: ModelConfig) -> int:
 
 
 def check_causal(config: TextConfig) -> None:
-    """Raises: ValueError for a text tower whose tokens attend to later words."""
+    """Raises: ValueError for a text tower whose tokens attend to later words, or of another library."""
+    if config.trunk.name:
+        raise ValueError(
+            "captions and answers are predicted word by word, with words that the text tower learns; a text tower of "
+            "another library has neither: omit --text-tower (--image-tower may stay)."
+        )
     if not config.causal or config.pad_to_context:
         what = "attends to later words" if not config.causal else "attends to pads"
         raise ValueError(
@@ -187,7 +192,7 @@ def next_tokens(texts: Texts, extra: int) -> Tensor:
 def joined(texts: Texts, shared: SharedRows, rows: int) -> Texts:
     """The same tokens, with all texts of one memory row joined into one text."""
     starts = texts.starts[torch.searchsorted(shared.of, torch.arange(rows + 1, device=shared.of.device))]
-    return Texts(texts.ids, starts, shared.longest)
+    return replace(texts, starts=starts, longest=shared.longest)
 
 
 def longest_row(batch: Batch, cut: int) -> int:

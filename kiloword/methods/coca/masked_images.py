@@ -51,12 +51,18 @@ def masked(method: Method, settings: MimSettings) -> Method:
 
     def shape(config: ModelConfig) -> ModelConfig:
         shaped = method.shape(config)
+        if shaped.image.trunk.name:
+            raise ValueError(
+                f"masked image modelling ({method.name}) reconstructs masked pixels, but the trunk "
+                f"{shaped.image.trunk.name} has seen the whole image, so that its other tokens tell what is masked: "
+                "omit --image-tower, or choose coca --settings.caption-mask attentive."
+            )
         if settings.mim_mask == "attentive":
             masking.check(shaped)
         return masking.with_token(shaped) if settings.mim_op == "token" else shaped
 
     def image_decoder(config: ModelConfig) -> ImageDecoder:
-        depth = settings.image_decoder_depth or config.text.depth
+        depth = settings.image_decoder_depth or max(config.text.depth, 1)
         return ImageDecoder(config, depth, guided=settings.guide == "text", dropped=settings.mim_op == "drop")
 
     return replace(

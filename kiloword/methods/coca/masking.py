@@ -12,7 +12,7 @@ from kiloword.config.recipes import ModelConfig, TextConfig
 from kiloword.config.settings import BaseSettings, setting
 from kiloword.model.attention import Packing
 from kiloword.model.heads import unit
-from kiloword.model.image import extra
+from kiloword.model.image import extra, grid
 from kiloword.model.model import Model
 from kiloword.model.pooling import at_least_float, place_from_end
 from kiloword.model.resnet import check_vit
@@ -43,6 +43,8 @@ def scores(model: Model, batch: Batch, encoded: Encoded, settings: MaskSettings)
     @torch.no_grad()
     def make() -> Tensor:
         config = model.config
+        if encoded.image_tokens.shape[1] < extra(config.image) + grid(config.image) ** 2:
+            raise ValueError("masks by attention compare a caption with all patches: omit --augment.drop-patches.")
         with torch.autocast(batch.images.device.type, enabled=False):
             patches = model.head.project_image_tokens(_as(model, encoded.image_tokens[:, extra(config.image) :]))
             tokens = model.head.project_text_tokens(_as(model, encoded.text_tokens))
@@ -118,7 +120,7 @@ def as_bool(masked: Tensor, patches: int) -> Tensor:
 
 def visible(model: Model, images: Tensor, hidden: Tensor, op: Literal["token", "drop"]) -> Tensor:
     """Tokens of images [N, 3, H, W] whose patches `hidden` [N, m] are masked by a token, or dropped."""
-    patches = (model.config.image.size // model.config.image.patch) ** 2
+    patches = grid(model.config.image) ** 2
     if op == "drop":
         return model.image_tokens(images, keep=complement(hidden, patches))
     return model.image_tokens(images, masked=as_bool(hidden, patches))
@@ -132,7 +134,7 @@ def with_token(config: ModelConfig) -> ModelConfig:
 def patches_of(config: ModelConfig) -> int:
     """P, the number of patches that can be masked. Raises: ValueError for a ResNet."""
     check_vit(config.image, "masking of patches")
-    return (config.image.size // config.image.patch) ** 2
+    return grid(config.image) ** 2
 
 
 def number(share: float, patches: int) -> int:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from kiloword.config.recipes import ModelConfig, TextConfig
 from kiloword.config.settings import ABOVE_0, BaseSettings, setting
 from kiloword.methods.prolip.gaussian import Form, inclusion_loss, rows, vib
+from kiloword.model.image import grid
 from kiloword.model.model import Model
 from kiloword.model.text import is_special
 from kiloword.randomness import uniform
@@ -93,7 +94,7 @@ class MaskedImage(_Inclusion):
 
     def __init__(self, settings: InclusionSettings, config: ModelConfig) -> None:
         super().__init__(settings)
-        patches = (config.image.size // config.image.patch) ** 2
+        patches = grid(config.image) ** 2
         self.patches, self.kept = patches, max(1, round(patches * (1 - settings.drop_patches)))
 
     def count(self, batch: Batch) -> Tensor:
@@ -194,11 +195,12 @@ def chosen_words(texts: Texts, seeds: Tensor, share: float, config: TextConfig) 
 def mask_words(texts: Texts, seeds: Tensor, share: float, config: TextConfig) -> Texts:
     """Replace a share of the words of each text by the mask token; arguments as `chosen_words`."""
     hidden = chosen_words(texts, seeds, share, config)
-    return replace(texts, ids=texts.ids.masked_fill(hidden, config.special["mask"]))
+    tokens = None if texts.tokens is None else texts.tokens.masked_fill(hidden[:, None], 0.0)
+    return replace(texts, ids=texts.ids.masked_fill(hidden, config.special["mask"]), tokens=tokens)
 
 
 def drop_words(texts: Texts, seeds: Tensor, share: float, config: TextConfig) -> Texts:
     """Drop a share of the words of each text; arguments as `chosen_words`."""
     kept = ~chosen_words(texts, seeds, share, config)
     before = nn.functional.pad(kept.cumsum(0), (1, 0))  # kept tokens before each place
-    return Texts(texts.ids[kept], before[texts.starts], texts.longest)
+    return texts.at(kept, before[texts.starts])

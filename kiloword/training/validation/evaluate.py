@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from kiloword.data.token_join import TokenizerWithTokens, WithTokens
+from kiloword.data.token_store import ImageTokens, TextTokens, as_evaluated, opened, serving
 from kiloword.distributed import collectives
 from kiloword.distributed.device import precision_of
 from kiloword.distributed.sharing import alone, gathered, lockstep, sharing
+from kiloword.evaluation.task import TOKEN_TASKS
 from kiloword.training.log import read_metrics
 from kiloword.training.validation.sets import LOCKSTEP, ValSet, judged, prefix
 
 if TYPE_CHECKING:
+    from kiloword.data.text.tokenizer import Tokenizer
     from kiloword.training.setup import Run
 
 HEADLINES = {  # metrics in the message about a set; of other tasks the first two
@@ -32,14 +37,27 @@ def validate(run: Run) -> dict[str, float]:
 
     values: dict[str, float] = {}
     with _evaluating(run):
-        matcher = Matcher(run.learner.model, run.tokenizer, run.learner.method)
+        matcher = Matcher(run.learner.model, _tokenizer(run), run.learner.method)
+        images = [] if lockstep() else as_evaluated(opened(run.recipe.data.image_features, ImageTokens))
         for one in run.val:
-            metrics = _of_set(matcher, one, run)
+            metrics = _of_set(matcher, _on_tokens(one, images), run)
             values |= {f"{prefix(one, run.val)}{name}": value for name, value in metrics.items()}
     for one in run.val:
         named = f" {one.name}" if len(run.val) > 1 else ""
         run.log.say(f"val{named} at step {run.step}: {_summary(values, one.task, prefix(one, run.val))}")
     return values
+
+
+def _tokenizer(run: Run) -> Tokenizer:
+    """The tokenizer, which gives captions their stored tokens; ranks with shares of the weights all run the trunk."""
+    texts = [] if lockstep() else opened(run.recipe.data.text_features, TextTokens)
+    return TokenizerWithTokens(run.tokenizer, texts) if texts else run.tokenizer
+
+
+def _on_tokens(one: ValSet, stores: Sequence[ImageTokens]) -> ValSet:
+    """The set with tokens of its images, where the stores have them and its task can read them."""
+    chosen = serving(stores, one.source) if one.task in TOKEN_TASKS else []
+    return replace(one, source=WithTokens(one.source, chosen)) if chosen else one
 
 
 @contextmanager

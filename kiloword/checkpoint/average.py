@@ -1,0 +1,124 @@
+"""`kiloword average`: the weighted mean of models of one shape, as a model."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from kiloword.checkpoint.files import is_taken, write_atomic
+from kiloword.checkpoint.lock import NAME, Lock
+from kiloword.checkpoint.model_folder import check_finite, check_fit, model_files, read_model_file, words_of
+from kiloword.checkpoint.tensors import Spec, in_order, read_shapes, write_tensors
+from kiloword.config.recipes import ModelFile
+from kiloword.config.settings import differing
+from kiloword.data.text.tokenizer import Tokenizer
+from kiloword.methods.registry import find
+from kiloword.terminal import say
+
+
+def main(models: Sequence[str], out: Path, alpha: float | None = None) -> None:
+    """Write the mean of models to `out`; see `average`. Args: alpha: share of the second of two models."""
+    if len(models) < 2:
+        raise ValueError(f"average got {' '.join(models)}: expected two models or more.")
+    if alpha is not None and len(models) != 2:
+        raise ValueError(f"--alpha is for two models, not {len(models)}, which get equal shares: omit it.")
+    if alpha is not None and not 0 <= alpha <= 1:
+        raise ValueError(f"--alpha is {alpha:g}: expected 0 (the first model) to 1 (the second).")
+    shares = [1 / len(models)] * len(models) if alpha is None else [1 - alpha, alpha]
+    count = average([Path(model) for model in models], shares, out)
+    parts = ", ".join(f"{share:.4g} of {model}" for share, model in zip(shares, models, strict=True))
+    say(f"{count:,} parameters: {parts}", f"written: {out}")
+
+
+def average(models: Sequence[Path], shares: Sequence[float], out: Path) -> int:
+    """Write the sum of shares times weights as a model folder, with the settings and tokenizer of the last model.
+
+    A model with share 0 has no effect. One tensor of each model is in memory at a time. No code of a folder is run.
+
+    Args: shares: one of each model, with sum 1.
+    Returns: number of parameters. Raises: ValueError for models that differ in more than their weights, naming what
+    differs, for weights that are NaN or infinite, and for an `out` that is in use.
+    Source: WiSE-FT (arXiv:2109.01903, section 3) for two models, model soups (arXiv:2203.05482, section 2) for several.
+    """
+    folders = [_folder(model) for model in models]
+    files = [read_model_file(folder) for folder in folders]
+    for folder, file in zip(folders[1:], files[1:], strict=True):
+        _check_same(folders[0], files[0], folder, file)
+    contents = words_of(Tokenizer.load(folders[-1]), files[-1])
+    if (out / NAME).is_file():  # of an average that was killed or is still being written
+        Lock(out, "writing").release()
+    _check_free(out, contents)
+    specs = _specs(folders)
+    for folder in folders:
+        for name, value in _stored(folder, specs):
+            check_finite({name: value}, str(folder))
+    with Lock(out, "writing"):
+        _check_free(out, contents)
+        for name, data in contents.items():
+            write_atomic(out / name, data)
+        write_tensors(out / "model.safetensors", specs, _means(folders, shares, specs))
+    return sum(math.prod(shape) for _, shape in specs.values())
+
+
+def _folder(model: Path) -> Path:
+    """The model folder of a path. Raises: ValueError for a state of a run."""
+    config, _, *weights = model_files(model)
+    if weights != [config.with_name("model.safetensors")]:
+        raise ValueError(f"{model} is a state of a run: expected a model folder.")
+    return config.parent
+
+
+def _check_free(out: Path, contents: dict[str, bytes]) -> None:
+    if is_taken(out, contents):
+        raise ValueError(f"{out} exists and is not an empty folder: choose another --out, or remove it.")
+
+
+def _check_same(first: Path, a: ModelFile, other: Path, b: ModelFile) -> None:
+    """Raises: ValueError naming what differs between two models, but for their weights."""
+    if changes := differing(_compared(a), _compared(b)):
+        shown = "; ".join(f"{name} is {x!r} and {y!r}" for name, (x, y) in list(changes.items())[:3])
+        raise ValueError(f"{first} and {other} cannot be averaged: {shown}.")
+    if Tokenizer.load(first).to_bytes() != Tokenizer.load(other).to_bytes():
+        raise ValueError(f"{first} and {other} cannot be averaged: their tokenizers differ.")
+
+
+def _compared(file: ModelFile) -> Any:
+    """What averaged models must have in common; a setting that is newer than a model has its default."""
+    kind: Any = None if ":" in file.method else find(file.method)[1]
+    settings = file.settings if kind is None else asdict(kind()) | file.settings
+    model = replace(file.model, init_std=0.0)  # of initial weights
+    return json.loads(json.dumps({"method": file.method, "settings": settings, "model": asdict(model)}))
+
+
+def _specs(folders: Sequence[Path]) -> dict[str, Spec]:
+    """Types and shapes of the weights: those of the last model. Raises: ValueError where those of others differ."""
+    *others, last = (folder / "model.safetensors" for folder in folders)
+    shapes = read_shapes(last)
+    for path in others:
+        check_fit(shapes, read_shapes(path), f"weights in {path.parent}", f"those of {last.parent}")
+    with safe_open(last, framework="pt") as file:
+        return {name: (file.get_tensor(name).dtype, shape) for name, shape in shapes.items()}
+
+
+def _stored(folder: Path, specs: dict[str, Spec]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a folder in the order of a file."""
+    with safe_open(folder / "model.safetensors", framework="pt") as file:
+        for name in in_order(specs):
+            yield name, file.get_tensor(name)
+
+
+def _means(folders: Sequence[Path], shares: Sequence[float], specs: dict[str, Spec]) -> Iterator[Tensor]:
+    """The means in the order of a file, computed in double precision."""
+    used = [(share, _stored(folder, specs)) for share, folder in zip(shares, folders, strict=True) if share]
+    for name in in_order(specs):
+        values = [share * next(tensors)[1].to(torch.float64) for share, tensors in used]
+        yield reduce(torch.add, values).to(specs[name][0])  # a sum from 0 would make -0 of a shared trunk 0

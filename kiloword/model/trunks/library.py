@@ -1,0 +1,156 @@
+"""Trunks whose code is another library's: image towers of timm, open_clip and transformers.
+
+Names come from files of strangers too: each is looked up in its library's registry and imports nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from kiloword.errors import suggestion
+from kiloword.model.trunks.libraries import check_numbers, kept, torchvision_ready, transformers
+from kiloword.model.trunks.trunk import Trunk
+
+HF_TYPES = ("vit", "dinov2", "dinov2_with_registers", "siglip_vision_model", "clip_vision_model")
+ANY_SIZE = ("dinov2", "dinov2_with_registers")  # interpolate their positions to the size of an image
+NAME = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)  # of a model: no address, no path
+HEADS = ("attn_pool", "fc_norm", "head", "head_drop", "head_norm")  # parts of timm's models after their tokens
+INDEXED = re.compile(r"^(?!.*\b(?:stem|patch_embed)\b)(.*?\d+\.(?:(?:blocks\.)?\d+\.)?)")
+INSTALL = {"timm": "timm", "open_clip": "open_clip_torch"}
+
+
+class LibraryTrunk(Trunk):
+    """A trunk whose module is `net`.
+
+    Attributes: prefix: number of tokens before the map; size: of the images that it was made for.
+    """
+
+    net: Any
+    prefix: int
+    size: int
+
+    def blocks(self) -> list[list[str]]:
+        """Blocks by the numbers in the names of parameters; parameters without go to the first or the last block."""
+        groups: dict[str, list[str]] = {}
+        for name, _ in self.named_parameters():
+            match = INDEXED.match(name)
+            group = match[1] if match else next(reversed(groups), "")
+            groups.setdefault(group if match or groups else "", []).append(name)
+        stem = groups.pop("", [])
+        first, *rest = groups.values() if groups else ([],)
+        return [[*stem, *first], *rest]
+
+
+class TimmVision(LibraryTrunk):
+    """Tokens of timm's `forward_features`; a feature map [I, C, H, W] or [I, H, W, C] row by row."""
+
+    def __init__(self, name: str, size: int | None = None) -> None:
+        """Args: size: of images in pixels; None: the model's own. Raises: ValueError for a size that it cannot take."""
+        super().__init__()
+        timm = _library("timm")
+        if not NAME.fullmatch(name) or not timm.is_model(name):
+            raise ValueError(f"timm has no model {name[:200]!r}.{suggestion(name, timm.list_models())}")
+        net = timm.create_model(name, pretrained=False, num_classes=0)
+        usual = net.pretrained_cfg["input_size"][-1]
+        self.size = size or usual
+        if self.size != usual and net.pretrained_cfg.get("fixed_input_size"):
+            raise ValueError(f"timm's {name} takes images of {usual} pixels, not of {size}: omit --model.image.size.")
+        for part in HEADS:
+            if isinstance(getattr(net, part, None), nn.Module):
+                setattr(net, part, nn.Identity())
+        self.net, self.prefix, self.width = net, int(getattr(net, "num_prefix_tokens", 0)), int(net.num_features)
+        self.only_floats()
+
+    def tokens(self, *inputs: Tensor) -> Tensor:
+        x: Tensor = self.net.forward_features(inputs[0])
+        if x.dim() == 3:
+            return x
+        return x.flatten(2).transpose(1, 2) if x.shape[1] == self.width else x.flatten(1, 2)
+
+
+class OpenClipVision(LibraryTrunk):
+    """Tokens of open_clip's vision transformers, after the last norm; of a model with a tower of timm, the tower's."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        config = open_clip_config(name)
+        from open_clip.model import _build_vision_tower
+
+        vision = {**config["vision_cfg"], "timm_model_pretrained": False}
+        net = _build_vision_tower(config["embed_dim"], vision, bool(config.get("quick_gelu", False)))
+        self.timm = hasattr(net, "trunk")
+        self.size = int(vision.get("image_size", 224))
+        if self.timm:
+            net.head = nn.Identity()
+            for part in HEADS:
+                if isinstance(getattr(net.trunk, part, None), nn.Module):
+                    setattr(net.trunk, part, nn.Identity())
+        elif not hasattr(net, "transformer"):
+            raise ValueError(f"open_clip's {name} has a ResNet: import it whole, kiloword import open_clip {name}.")
+        else:
+            net.proj = net.attn_pool = None
+        self.prefix = int(getattr(net.trunk, "num_prefix_tokens", 0)) if self.timm else 1
+        self.net = net
+        self.only_floats()
+
+    def tokens(self, *inputs: Tensor) -> Tensor:
+        if self.timm:
+            x: Tensor = self.net.trunk.forward_features(inputs[0])
+            return x if x.dim() == 3 else x.flatten(2).transpose(1, 2)
+        out: Tensor = self.net.ln_post(self.net.transformer(self.net._embeds(inputs[0])))
+        return out
+
+
+class HfVision(LibraryTrunk):
+    """`last_hidden_state` of an image tower of transformers: ViT, DINOv2, SigLIP's and CLIP's vision towers."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        """Args: config: as config.json of transformers. Raises: ValueError for other models, and beyond all limits."""
+        super().__init__()
+        kind = check_hf(config, HF_TYPES)
+        if kind == "siglip_vision_model":
+            config = {**config, "vision_use_head": False}
+        library = transformers()
+        made = library.AutoConfig.for_model(**kept(dict(config)))
+        more = {"add_pooling_layer": False} if kind == "vit" else {}
+        self.net = library.AutoModel.from_config(made, trust_remote_code=False, **more)
+        self.size = int(made.image_size)
+        self.prefix = int(kind != "siglip_vision_model") + int(getattr(made, "num_register_tokens", 0))
+        self.only_floats()
+
+    def tokens(self, *inputs: Tensor) -> Tensor:
+        out: Tensor = self.net(pixel_values=inputs[0]).last_hidden_state
+        return out
+
+
+def open_clip_config(name: str) -> dict[str, Any]:
+    """The configuration of open_clip's model `name`. Raises: ValueError for a name that it does not know."""
+    library = _library("open_clip")
+    known = library.list_models()
+    if name not in known:
+        raise ValueError(f"open_clip has no model {name[:200]!r}.{suggestion(name, known)}")
+    config: dict[str, Any] = library.get_model_config(name)
+    return config
+
+
+def check_hf(config: Mapping[str, Any], types: tuple[str, ...]) -> str:
+    """The type of a model of transformers. Raises: ValueError for other types, and for numbers beyond all limits."""
+    kind = str(config.get("model_type"))[:200]
+    if kind not in types:
+        raise ValueError(f"the model of transformers is a {kind!r}: expected one of {', '.join(types)}.")
+    check_numbers(dict(config), f"the config of {kind}")
+    return kind
+
+
+def _library(name: str) -> Any:
+    """timm or open_clip. Raises: ValueError where it is not installed."""
+    if importlib.util.find_spec(name) is None:
+        raise ValueError(f"this tower is code of {name}, which is not installed: pip install {INSTALL[name]}.")
+    torchvision_ready()
+    return importlib.import_module(name)

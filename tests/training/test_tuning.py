@@ -1,0 +1,379 @@
+"""Tuning: what is frozen has no gradient and costs no memory, until it is trained; layer-wise learning rates."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_resume import assert_same, cut_at
+from torch import Tensor
+
+from kiloword.cli.main import main
+from kiloword.config.options import RunOptions
+from kiloword.config.recipes import OptimConfig, Recipe, TrunkConfig
+from kiloword.config.settings import parse
+from kiloword.distributed import collectives
+from kiloword.methods.defaults import MUON, default_recipe
+from kiloword.methods.registry import preset
+from kiloword.model.layers import layer_factors
+from kiloword.training import engine, tuning
+from kiloword.training.accumulate import backward
+from kiloword.training.adamp import AdamP
+from kiloword.training.learner import Learner
+from kiloword.training.loop import train
+from kiloword.training.muon import Muon
+from kiloword.training.optimizer import Average, Optimizer, is_hidden_matrix
+from kiloword.training.setup import make_learner
+from kiloword.verify.batch import Trunks, batch
+from kiloword.verify.suite import learner
+from threads import over_threads
+
+SCENES = ("scenes?n=64",)
+
+
+def recipe(*freeze: str, unfreeze: tuple[float, ...] = (), **more: Any) -> Recipe:
+    return replace(default_recipe("siglip", "debug", SCENES), freeze=freeze, unfreeze=unfreeze, **more)
+
+
+def frozen(*freeze: str) -> Learner:
+    return make_learner(recipe(*freeze), preset("siglip"))[0]
+
+
+def block_of(name: str) -> str:
+    """Block of a parameter of a tower of two, by its name alone."""
+    _, part, *rest = name.split(".")
+    if part == "head":
+        return part
+    return f"{part.removesuffix('_tower')}:{int(rest[0] == 'norm' or rest[:2] == ['blocks', '1'])}"
+
+
+@pytest.mark.parametrize(
+    ("specs", "still"),
+    [
+        (("image:0",), {"image:0"}),
+        (("image:1", "text:0-1"), {"image:1", "text:0", "text:1"}),
+        (("image", "text:0"), {"image:0", "image:1", "text:0"}),
+        (("none",), set()),
+        ((), set()),
+    ],
+)
+def test_gradients_are_where_they_belong(specs: tuple[str, ...], still: set[str]) -> None:
+    learned = frozen(*specs)
+    before = {name: p.clone() for name, p in learned.named_parameters()}
+    optimizer = Optimizer(learned, MUON, 4)
+    backward(learned, batch(0, 8).split(4))
+    without = {block_of(name) for name, p in learned.named_parameters() if p.grad is None}
+    assert without == still
+    optimizer.step(0)
+    moved = {block_of(name) for name, p in learned.named_parameters() if not torch.equal(p, before[name])}
+    assert moved == {"head", "image:0", "image:1", "text:0", "text:1"} - still
+
+
+def saved(learned: Learner) -> int:
+    """Bytes of activations that the forward pass saves for the backward pass; a view counts as its storage, once."""
+    sizes: dict[int, int] = {}
+    weights = {p.untyped_storage().data_ptr() for p in learned.parameters()}
+
+    def pack(x: Tensor) -> Tensor:
+        if (at := x.untyped_storage().data_ptr()) not in weights:
+            sizes[at] = x.untyped_storage().nbytes()
+        return x
+
+    one = batch(0, 32)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        learned(one, learned.counts([one]))
+    return sum(sizes.values())
+
+
+def test_frozen_blocks_below_the_first_trained_one_save_nothing() -> None:
+    """A frozen block above a trained one still saves what the gradient passes through."""
+    everything, lower, upper, image, both = (
+        saved(frozen(*specs)) for specs in ((), ("image:0",), ("image:1",), ("image",), ("image", "text"))
+    )
+    assert lower < 0.85 * everything
+    assert image < lower < upper <= everything
+    assert both < 0.2 * everything
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--freeze image:2", "--freeze image:2: the image tower has the blocks 0 to 1."),
+        ("--freeze text:1-0", "--freeze text:1-0: the text tower has the blocks 0 to 1."),
+        ("--freeze image:0-", "expected none, image, text, image:trunk, image:3 or image:0-8"),
+        ("--freeze imag", "Did you mean image?"),
+        ("--freeze text:trunk", "the text tower has the blocks 0 to 1, and no trunk"),
+        ("--freeze none image", "none excludes the others"),
+        ("--unfreeze 0.3", "--unfreeze 0.3 without frozen blocks: name them by --freeze"),
+        ("--freeze none --unfreeze 0.3", "without frozen blocks"),
+        ("--freeze text --unfreeze 0.3 0.2", "expected one share of the steps, or two"),
+        ("--freeze text --unfreeze 0.3 0.4 0.5", "expected one share of the steps, or two"),
+        ("--freeze text --unfreeze 1", "--unfreeze is 1.0: expected 0 to below 1"),
+        ("--optim.layer-decay 0", "--optim.layer-decay is 0.0: expected above 0"),
+    ],
+)
+def test_what_cannot_be_frozen(words: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = ["train", "siglip", "--data", *SCENES, "--size", "debug", "--batch", "8", "--steps", "1"]
+    with pytest.raises(SystemExit) as stopped:
+        main([*run, "--out", str(tmp_path / "run"), *words.split()])
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.glob("run/*"))
+
+
+def test_a_run_without_anything_to_train_is_refused() -> None:
+    frozen("image", "text")  # trains the head
+    made = frozen("none")
+    made.model.head.requires_grad_(False)
+    for p in made.model.head.scales():
+        p.requires_grad_()
+    with pytest.raises(ValueError, match="--freeze image text leaves nothing to train but the scale"):
+        tuning.freeze(made, recipe("image", "text"))
+
+
+def test_unfreezing_needs_no_cuda_graph() -> None:
+    with pytest.raises(ValueError, match="--compile cudagraphs exclude each other"):
+        tuning.check(recipe("image", unfreeze=(0.5,)), RunOptions(compile="cudagraphs"))
+
+
+@pytest.mark.parametrize(("before", "now"), [("none", ("none",)), ("image", ("image",)), (["text:0"], ("text:0",))])
+def test_recipes_of_earlier_versions(before: Any, now: tuple[str, ...]) -> None:
+    plain = json.loads(json.dumps(asdict(recipe())))
+    plain["freeze"] = before
+    del plain["unfreeze"], plain["optim"]["layer_decay"]
+    assert parse(plain, Recipe) == recipe(*now)
+    assert replace(recipe(), freeze=before).freeze == now
+
+
+def test_dry_run_says_what_is_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--freeze", "image", "text:0", "--unfreeze", "0.2", "0.8", "--dry-run", "--out", str(tmp_path / "run")]
+    main(["train", "siglip", "--data", *SCENES, "--size", "debug", "--batch", "8", "--steps", "10", *words])
+    told = " ".join(capsys.readouterr().out.split())
+    tower = frozen("image", "text:0").model.text_tower
+    some = sum(p.numel() for p in tower.parameters() if p.requires_grad)
+    found = re.search(
+        r"tuning frozen image text:0: ([0-9,]+) of [0-9,]+ parameters are trained \(([^)]*)\)(.*?) image size", told
+    )
+    assert found is not None
+    assert re.match(rf"image tower 0 of [0-9,]+, text tower {some:,} of [0-9,]+, head ([0-9,]+) of \1$", found[2])
+    assert found[3] == ", the rest from step 2 to 8 on"
+
+
+# Layer-wise learning rates
+
+
+def literal_factor(name: str) -> float:
+    """Of towers of two blocks: 0.5 for the upper block and the norm, 0.25 for the lower one and all below it."""
+    block = block_of(name)
+    return 1.0 if block == "head" else 0.5 if block.endswith("1") else 0.25
+
+
+def test_multipliers() -> None:
+    learned = learner("siglip")
+    expected = {name: literal_factor(name) for name, _ in learned.named_parameters()}
+    assert {name: layer_factors(learned, 0.5).get(name, 1.0) for name in expected} == expected
+    assert layer_factors(learned, 1.0) == {}
+    assert set(expected.values()) == {1.0, 0.5, 0.25}
+
+
+def stepped(p: Tensor, gradients: list[Tensor], name: str, kind: str, config: OptimConfig) -> Tensor:
+    """A parameter after steps with these gradients, at its own learning rate: AdamW literally, others alone."""
+    p = p.clone()
+    factor = literal_factor(name) * (3.0 if "text_tower" in name else 1.0)
+    if kind != "adamw":
+        parts = {".qkv.weight": 3}.get(name[name.rfind(".", 0, -7) :], 1)
+        one: Any = (
+            Muon([p], config.muon_lr * factor, config.momentum, 0.1, {p: parts})
+            if kind == "muon"
+            else AdamP([p], config.lr * factor, (0.9, 0.95), 1e-8, 0.1 if decays(name, p) else 0.0)
+        )
+        for g in gradients:
+            p.grad = g
+            one.step()
+        return p
+    first, second = torch.zeros_like(p), torch.zeros_like(p)
+    for n, g in enumerate(gradients, 1):
+        lr = config.lr * factor
+        p -= lr * (0.1 if decays(name, p) else 0.0) * p
+        first, second = 0.9 * first + 0.1 * g, 0.95 * second + 0.05 * g * g
+        p -= lr * (first / (1 - 0.9**n)) / ((second / (1 - 0.95**n)).sqrt() + 1e-8)
+    return p
+
+
+def decays(name: str, p: Tensor) -> bool:
+    return p.dim() > 1 and not any(word in name for word in ("position", "token"))
+
+
+@pytest.mark.parametrize("kind", ["adamw", "adamp", "muon"])
+def test_layer_decay_is_a_learning_rate_of_each_layer(kind: Any) -> None:
+    learned = learner("siglip")
+    config = OptimConfig(
+        name=kind, lr=0.01, warmup=0, final_lr=1, clip=0, explode=0, layer_decay=0.5, text_lr=3, muon_weight_decay=0.1
+    )
+    generator = torch.Generator().manual_seed(0)
+    drawn = {
+        name: [torch.randn(p.shape, generator=generator, dtype=p.dtype) for _ in range(3)]
+        for name, p in learned.named_parameters()
+    }
+    hidden = {name for name, p in learned.named_parameters() if kind == "muon" and p.dim() == 2 and ".blocks." in name}
+    expected = {
+        name: stepped(p.detach(), drawn[name], name, "adamw" if kind == "muon" and name not in hidden else kind, config)
+        for name, p in learned.named_parameters()
+    }
+    optimizer = Optimizer(learned, config, 3)
+    for step in range(3):
+        for name, p in learned.named_parameters():
+            p.grad = drawn[name][step].clone()
+        optimizer.step(step)
+    for name, p in learned.named_parameters():
+        torch.testing.assert_close(
+            p.detach(), expected[name], rtol=2e-3 if name in hidden else 1e-9, atol=1e-9, msg=name
+        )
+    assert set(optimizer.state_dict()) == set(state_names(learned, kind, hidden))
+
+
+def state_names(learned: Learner, kind: str, hidden: set[str]) -> list[str]:
+    """As without layer-wise decay."""
+    names = ["usual:gradient_norm"]
+    for name, _ in learned.named_parameters():
+        keys = ("momentum_buffer",) if name in hidden else ("step", "exp_avg", "exp_avg_sq")
+        names += [f"{key}:{name}" for key in keys]
+    return names
+
+
+# Trunks
+
+
+def on_a_trunk(*freeze: str, **more: Any) -> Recipe:
+    """Towers of size debug, the image tower on a trunk of 17 layers whose map has one place."""
+    base = recipe(*freeze, **more)
+    trunk = TrunkConfig(name="efficientnet-lite0", width=1280, grid=1)
+    return replace(base, model=replace(base.model, image=replace(base.model.image, trunk=trunk)))
+
+
+def test_a_trunk_is_frozen_unless_asked() -> None:
+    base = on_a_trunk()
+    learned = make_learner(base, preset("siglip"))[0]
+    still = {name.split(".")[2] for name, p in learned.named_parameters() if not p.requires_grad}
+    assert still == {"trunk"}
+    assert tuning.frozen(base) == ("image:trunk",)
+    assert "frozen by default: image:trunk. Their features are pretrained" in tuning.reason(base)
+    trained = "trunks are trained by AdamW at 0.1 of its learning rate (--optim.trunk-lr): they are pretrained."
+    assert trained not in tuning.reason(base)
+    assert tuning.reason(on_a_trunk("none")) == tuning.reason(on_a_trunk("image:0-3")) == trained
+    assert tuning.reason(on_a_trunk(unfreeze=(0.5,))).endswith(trained)
+    assert [tuning.reason(on_a_trunk(spec)) for spec in ("image:trunk", "image")] == ["", ""]
+    assert tuning.reason(recipe()) == ""
+    assert tuning.frozen(on_a_trunk("none")) == ("none",)
+
+
+def test_blocks_of_a_trunk_are_numbered_first() -> None:
+    learned = make_learner(on_a_trunk("image:0-15"), preset("siglip"))[0]
+    trained = {name for name, p in learned.named_parameters() if p.requires_grad and ".trunk." in name}
+    assert {name.split(".")[3] for name in trained} == {"conv_head", "bn1"}
+    with pytest.raises(ValueError, match="the image tower has the blocks 0 to 18, of which 0 to 16 are its trunk"):
+        make_learner(on_a_trunk("image:19"), preset("siglip"))
+    later = tuning.Unfreezing(
+        make_learner(on_a_trunk(unfreeze=(0.0, 0.8)), preset("siglip"))[0], on_a_trunk(unfreeze=(0.0, 0.8), steps=100)
+    )
+    assert [later.blocks[f"image {n}"] for n in (16, 15, 8, 0)] == [0, 5, 40, 80]
+
+
+def test_a_trunk_learns_by_adamw_at_a_share_of_the_rate() -> None:
+    learned = make_learner(on_a_trunk("none"), preset("siglip"))[0]
+    optimizer = Optimizer(learned, replace(MUON, trunk_lr=0.2), 4)
+    rates = {
+        name: (type(part).__name__, group["base_lr"])
+        for part in optimizer.parts
+        for group in part.param_groups
+        for name in (optimizer.names[p] for p in group["params"])
+    }
+    assert {rate for name, rate in rates.items() if ".trunk." in name} == {("AdamW", MUON.lr * 0.2)}
+    assert rates["model.image_tower.blocks.0.mlp.fc.weight"] == ("Muon", MUON.muon_lr)
+    assert rates["model.image_tower.patches.weight"] == ("AdamW", MUON.lr)
+    assert not is_hidden_matrix("model.image_tower.trunk.blocks.0.mlp.fc1.weight", torch.zeros(2, 2))
+
+
+# Unfreezing
+
+
+def test_blocks_begin_one_by_one_from_the_top() -> None:
+    assert tuning.begins({0, 1, 2, 3}, (0.2, 0.8), 100) == {3: 20, 2: 40, 1: 60, 0: 80}
+    assert tuning.begins({0, 2}, (0.5,), 10) == {2: 5, 0: 5}
+    assert tuning.begins({1}, (0.2, 0.8), 10) == {1: 2}
+
+
+def unfrozen(way: str, micro: int = 1, trunks: Trunks = "none") -> dict[str, Tensor]:
+    """Weights, averages and moments after four steps in which both towers begin block by block."""
+    model = learner("siglip", trunks=trunks)
+    if way == "fsdp":
+        engine.shard(model)
+    plan = recipe("image", "text", unfreeze=(0.25, 0.5), steps=4)
+    unfreezing = tuning.Unfreezing(model, plan)
+    config = replace(MUON, lr=1e-2, warmup=0, layer_decay=0.5, clip=0.5)
+    optimizer, reducer, average = Optimizer(model, config, 4), engine.Reducer(model), Average(model, 0.5)
+    share = 12 // collectives.ranks()
+    mine = batch(collectives.rank() * share, (collectives.rank() + 1) * share, trunks=trunks)
+    out: dict[str, Tensor] = {}
+    for step in range(4):
+        unfreezing.before(step, optimizer)
+        report = backward(model, mine.split(share // micro), reducer=reducer)
+        out[f"norm {step}"] = optimizer.step(step)["gradient_norm"]
+        average.update(model, step, report.get("skipped_step"))
+        for name, p in model.named_parameters():
+            if step in (0, 1):
+                out[f"{step}:{name}"] = p.detach().clone()
+    out |= {f"average:{name}": p for name, p in average.shadow.items()}
+    out |= {f"weight:{name}": p for name, p in model.named_parameters()} | optimizer.state_dict()
+    return {name: collectives.whole(x.detach()).contiguous() for name, x in out.items()}
+
+
+def test_frozen_parameters_stay_until_they_are_trained() -> None:
+    """Their Adam counts its steps from there."""
+    start = {name: p.detach() for name, p in learner("siglip").named_parameters()}
+    found = unfrozen("ddp")
+
+    def moved(prefix: str) -> set[str]:
+        return {block_of(name) for name, p in start.items() if not torch.equal(found[f"{prefix}:{name}"], p)}
+
+    assert moved("0") == {"head"}
+    assert moved("1") == {"head", "image:1", "text:1"}
+    assert moved("weight") == {"head", "image:0", "image:1", "text:0", "text:1"}
+    steps = {block_of(name): int(found[f"step:{name}"]) for name in start if f"step:{name}" in found}
+    assert steps == {"head": 4, "image:1": 3, "text:1": 3, "image:0": 2, "text:0": 2}
+
+
+@pytest.mark.parametrize("trunks", ["none", pytest.param("tuned", marks=pytest.mark.slow)])
+def test_ranks_shards_and_micro_batches_do_not_change_unfreezing(trunks: Trunks) -> None:
+    """Trunks below both towers included."""
+    one = unfrozen("ddp", trunks=trunks)
+    ways: list[Callable[[], list[dict[str, Tensor]]]] = [
+        lambda: [unfrozen("ddp", 3, trunks)],
+        lambda: over_threads(2, partial(unfrozen, "ddp", 2, trunks)),
+        lambda: over_threads(2, partial(unfrozen, "fsdp", trunks=trunks)),
+    ]
+    for way in ways:
+        for found in way():
+            assert found.keys() == one.keys()
+            for name, value in one.items():
+                torch.testing.assert_close(found[name], value, rtol=1e-8, atol=1e-8, msg=name)
+
+
+def test_a_killed_run_unfreezes_as_if_nothing_had_happened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed in step 7 of 12 and in step 6 of the rest, with an average and micro-batches."""
+    base = recipe("image", "text", unfreeze=(0.3, 0.6), batch=16, micro=8, steps=12)
+    run = replace(base, optim=replace(base.optim, ema=0.9, layer_decay=0.7))
+    every = RunOptions(log_every=1, save_every=2, quiet=True)
+    train(run, tmp_path / "whole", options=every)
+    cut_at(monkeypatch, 6, run, tmp_path / "cut", options=every)
+    cut_at(monkeypatch, 5, run, tmp_path / "cut", options=every)
+    train(run, tmp_path / "cut", options=every)
+    assert_same(tmp_path / "cut", tmp_path / "whole")
+    assert json.loads((tmp_path / "cut" / "config.json").read_text())["recipe"]["freeze"] == ["image", "text"]

@@ -1,0 +1,95 @@
+"""Methods on trunks of other libraries, frozen, tuned, and with cached tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from kiloword.methods.registry import preset
+from kiloword.model.trunks.trunk import trunks
+from kiloword.training.accumulate import backward
+from kiloword.verify.batch import TRUNK, Trunks, batch, config
+from kiloword.verify.suite import EXACT, Way, _compare, _without_gradient, gradients, inputs, learner, verify
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["clip", "siglip", "llip", "prolip", "fff", "coca"])
+def test_every_check_on_cached_tokens(method: str) -> None:
+    failed = [check for check in verify(method, (1, 2), "cached") if not check.passed]
+    assert not failed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("method", "way"), [("llip", "frozen"), ("prolip", "tuned")])
+def test_every_check_on_trunks(method: str, way: Trunks) -> None:
+    failed = [check for check in verify(method, (1, 2), way) if not check.passed]
+    assert not failed
+
+
+def test_cached_tokens_teach_what_the_frozen_trunk_teaches() -> None:
+    """For a method whose terms encode copies with hidden patches and words."""
+    frozen = gradients("prolip", trunks="frozen")
+    assert _compare("cached", gradients("prolip", Way(micro=4), trunks="cached"), frozen).value <= EXACT
+    assert not [name for name in frozen if ".trunk." in name]
+    assert len(frozen) > 40
+    tuned = gradients("prolip", trunks="tuned")
+    assert {name for name in tuned if ".trunk." not in name} == frozen.keys()
+    assert all(g.abs().max() > 0 for name, g in tuned.items() if ".trunk." in name)
+
+
+def test_every_parameter_above_a_trunk_learns() -> None:
+    assert _without_gradient("llip", "cached") == 0
+
+
+def test_a_trunk_runs_once_a_step_and_never_trains_its_statistics() -> None:
+    model = learner("prolip", trunks="tuned")
+    trunk = trunks(model)[0]
+    before, runs = {n: x.clone() for n, x in trunk.named_buffers()}, []
+    trunk.register_forward_hook(lambda *_: runs.append(1))
+    backward(model, [batch(method="prolip", trunks="tuned")])
+    assert len(runs) == 1
+    assert not any(part.training for part in trunk.modules())
+    assert before.keys() >= {"bn0.running_mean", "bn0.running_var"}
+    assert all(torch.equal(before[n], x) for n, x in trunk.named_buffers())
+
+
+def test_a_frozen_trunk_keeps_no_activations() -> None:
+    """Bytes that wait for the backward pass: those of the top alone, the same as on cached tokens."""
+    saved: dict[str, int] = {}
+    for way in ("tuned", "frozen", "cached"):
+        model = learner("siglip", trunks=way)
+        data, own = inputs(model, batch(trunks=way), way), {id(p) for p in model.parameters()}
+        seen: dict[int, int] = {}
+
+        def pack(x: Tensor, seen: dict[int, int] = seen, own: set[int] = own) -> Tensor:
+            if id(x) not in own:
+                seen[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            model(data, model.counts([data]))
+        saved[way] = sum(seen.values())
+    assert saved["frozen"] == saved["cached"] < saved["tuned"] / 5
+
+
+@pytest.mark.parametrize("method", ["sycoca", "siglip+mim"])
+def test_masked_images_are_refused_on_a_trunk(method: str) -> None:
+    with pytest.raises(ValueError, match=rf"reconstructs masked pixels, but the trunk {TRUNK.name} has seen the whole"):
+        preset(method).shape(config("frozen", "sycoca"))
+
+
+def test_captions_are_refused_on_a_text_trunk() -> None:
+    with pytest.raises(ValueError, match="text tower of another library has neither: omit --text-tower"):
+        preset("coca").shape(config("frozen"))
+
+
+def test_tokens_without_a_trunk_are_refused() -> None:
+    model = learner("clip")
+    data = replace(batch(), images=torch.zeros(16, 4, TRUNK.width))
+    with pytest.raises(ValueError, match="tokens of a trunk, but the image tower has none"):
+        model.encode(data)
+    assert model.above_trunks(data) is data
+    assert isinstance(model, nn.Module)
