@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from kiloword.config.recipes import sizes
 from kiloword.methods.prolip.inclusion import mask_words
 from kiloword.methods.registry import preset
+from kiloword.model.image import grid
 from kiloword.model.model import Model, build
 from kiloword.training.accumulate import backward
 from kiloword.training.learner import Learner
@@ -137,7 +138,7 @@ def steps(args: argparse.Namespace) -> dict[str, Any]:
     flops = {name: arm.gflop() for name, arm in arms.items()}
     times = in_turns({name: arm.step for name, arm in arms.items()}, args.steps, args.warmup, args.device)
     full = arms["prolip"].learner.model.config
-    images, texts = (full.image.size // full.image.patch) ** 2 + 1, arms["siglip"].batches[0].texts
+    images, texts = grid(full.image) ** 2 + 1, arms["siglip"].batches[0].texts
     return {
         "time_over_siglip": {name: ratio(times, name, "siglip") for name in ARMS},
         "least_over_siglip": {name: round(min(times[name]) / min(times["siglip"]), 3) for name in ARMS},

@@ -28,6 +28,7 @@ from kiloword.config.recipes import sizes
 from kiloword.methods.coca.captioning import CHUNK, word_loss
 from kiloword.model.attention import Packing
 from kiloword.model.decoder import TextDecoder
+from kiloword.model.image import grid
 from kiloword.types import Texts
 from plan_peak import Alive
 from prolip import in_turns
@@ -48,7 +49,7 @@ def peak(args: argparse.Namespace, chunk: int, alone: bool) -> float:
     with FakeTensorMode():
         decoder = TextDecoder(text, text.depth, config.image.width)
         tokens = torch.zeros(n * length, text.width, requires_grad=True)
-        patches = (config.image.size // config.image.patch) ** 2 + 1
+        patches = grid(config.image) ** 2 + 1
         image = torch.zeros(n, patches, config.image.width, requires_grad=True)
         texts = Texts(torch.zeros(n * length, dtype=torch.int64), torch.arange(0, n * length + 1, length), length)
         with Alive() as alive:

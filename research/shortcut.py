@@ -101,8 +101,8 @@ def arms(options: ShortcutOptions) -> list[Arm]:
         arm("llip", llip),
         arm("llip-constant", llip, constant, both=True),
         arm("llip-shuffled", llip, shuffled),
-        arm("llip-frozen", replace(llip, freeze="image")),
-        arm("siglip-frozen", replace(frozen, freeze="image")),
+        arm("llip-frozen", replace(llip, freeze=("image",))),
+        arm("siglip-frozen", replace(frozen, freeze=("image",))),
     ]
 
 
