@@ -23,20 +23,33 @@ AHEAD = 3  # batches of a worker in shared memory: two prefetched, one in the ma
 def settle(recipe: Recipe, device: str, earlier: Recipe | None = None) -> Recipe:
     """The recipe with values for `precision` and `matmul` where they are "auto".
 
-    A resumed run keeps its values, whatever the device. Otherwise precision is bf16 for size tiny, which learns as well
-    with it and is twice as fast on a CPU, for size top, whose figures were measured in it (docs/towers.md), and on CUDA
-    for all larger sizes; matmul is TF32 on CUDA and torch's setting elsewhere.
+    A resumed run keeps its values, whatever the device. Otherwise precision is bf16 on CUDA for all sizes but debug,
+    and on a CPU with bf16 products for the sizes tiny and top, which learn as well with it and are twice as fast;
+    matmul is TF32 on CUDA and torch's setting elsewhere.
 
     Args: device: "cpu", "cuda" or "cuda:N"; earlier: the recipe of the run that is resumed.
     """
     cuda = device.startswith("cuda")
     chosen: dict[str, Any] = {
-        "precision": "bf16" if recipe.size in ("tiny", "top") or (cuda and recipe.size != "debug") else "fp32",
+        "precision": "bf16" if (recipe.size != "debug" if cuda else _half_on_cpu(recipe.size)) else "fp32",
         "matmul": "high" if cuda else torch.get_float32_matmul_precision(),
     }
     if earlier is not None:
         chosen = {name: getattr(earlier, name) for name in chosen}
     return replace(recipe, **{name: value for name, value in chosen.items() if getattr(recipe, name) == "auto"})
+
+
+def cpu_has_bf16() -> bool:
+    """Whether this CPU multiplies bf16 matrices; torch emulates that elsewhere, at a hundredth of the rate of fp32.
+
+    Only instructions whose speed was measured count: others have fp32 by default.
+    """
+    capabilities = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16"))
+
+
+def _half_on_cpu(size: str) -> bool:
+    return size in ("tiny", "top") and cpu_has_bf16()
 
 
 def encoder_precision(requested: str, config: ModelConfig, device: str) -> EncoderPrecision:
@@ -76,7 +89,8 @@ def workers_of(requested: int | Literal["auto"], device: str, batch: int) -> int
 def summary(requested: Recipe, settled: Recipe, device: str, workers: int, resumed: bool) -> str:
     """One line: the values chosen for a device, and why. Args: requested: the recipe before `settle`."""
     reasons = {
-        "precision": f"size {settled.size}",
+        "precision": f"size {settled.size}"
+        + ("" if device.startswith("cuda") or cpu_has_bf16() else " on a CPU without bf16"),
         "matmul": "TF32" if device.startswith("cuda") else "as torch is set",
     }
     precision, matmul = (
@@ -85,9 +99,14 @@ def summary(requested: Recipe, settled: Recipe, device: str, workers: int, resum
         for name, reason in reasons.items()
     )
     return (
-        f"{device}: precision {precision}, fp32 matmul {matmul}, {workers} workers of {cores()} cores; set "
-        "--precision, --matmul, --workers"
+        f"{device}: precision {precision}{_emulated(settled, device)}, fp32 matmul {matmul}, {workers} workers of "
+        f"{cores()} cores; set --precision, --matmul, --workers"
     )
+
+
+def _emulated(settled: Recipe, device: str) -> str:
+    slow = settled.precision == "bf16" and device == "cpu" and not cpu_has_bf16()
+    return ", which this CPU only emulates: fp32 is many times faster" if slow else ""
 
 
 def image_bytes(images: int, size: int) -> int:

@@ -108,7 +108,15 @@ def settled(size: str, device: str, earlier: Recipe | None = None, **given: Any)
     return recipe.precision, recipe.matmul
 
 
-def test_precision_follows_size_and_device_and_what_is_given_or_was_before() -> None:
+def cpu_with(monkeypatch: pytest.MonkeyPatch, *capabilities: str) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: dict.fromkeys(capabilities, True))
+
+
+@pytest.mark.parametrize("capability", ["avx512_bf16", "amx_bf16"])
+def test_precision_follows_size_and_device_and_what_is_given_or_was_before(
+    monkeypatch: pytest.MonkeyPatch, capability: str
+) -> None:
+    cpu_with(monkeypatch, "avx2", capability)
     cpu = {size: settled(size, "cpu") for size in sizes()}
     assert cpu == {size: ("bf16" if size in ("tiny", "top") else "fp32", "highest") for size in sizes()}
     cuda = {size: settled(size, "cuda:1") for size in sizes()}
@@ -116,6 +124,23 @@ def test_precision_follows_size_and_device_and_what_is_given_or_was_before() -> 
     assert settled("b32", "cuda", precision="fp32", matmul="medium") == ("fp32", "medium")
     assert settled("b32", "cpu", replace(default_recipe("clip"), precision="bf16", matmul="high")) == ("bf16", "high")
     assert settled("b32", "cuda", Recipe(method="clip"), matmul="medium") == ("fp32", "medium")
+
+
+def test_a_cpu_without_bf16_trains_in_fp32_and_is_told_when_it_must_emulate(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu_with(monkeypatch, "avx2", "avx512_f")
+    assert {settled(size, "cpu")[0] for size in sizes()} == {"fp32"}
+    asked = default_recipe("clip", "tiny")
+    assert "fp32 (size tiny on a CPU without bf16)," in summary_of(asked, asked)
+    emulated = "which this CPU only emulates: fp32 is many times faster"
+    given = replace(asked, precision="bf16")
+    assert f"bf16 (as given), {emulated}" in summary_of(given, given)
+    assert emulated not in summary_of(given, given, "cuda")
+    cpu_with(monkeypatch, "avx512_bf16")
+    assert emulated not in summary_of(given, given)
+
+
+def summary_of(asked: Recipe, settled: Recipe, device: str = "cpu") -> str:
+    return by_device.summary(asked, by_device.settle(settled, device), device, 0, resumed=False)
 
 
 @pytest.mark.parametrize(
