@@ -23,7 +23,7 @@ from kiloword.distributed import launch
 from kiloword.errors import sentence_of
 from kiloword.generation.options import GenerationOptions
 from kiloword.mining.options import MineOptions
-from kiloword.terminal import guarded, say, show_traceback, warn
+from kiloword.terminal import guarded, invoked, say, show_traceback, warn
 
 app = tyro.extras.SubcommandApp()
 GENERATE = GenerationOptions()
@@ -368,6 +368,11 @@ def _monitored() -> AbstractContextManager[object]:
 
 
 def _run(argv: Sequence[str]) -> None:
+    with invoked(argv):
+        _verb(argv)
+
+
+def _verb(argv: Sequence[str]) -> None:
     if argv and argv[0] in OWN_FLAGS:
         OWN_FLAGS[argv[0]].main(argv[1:])
     elif list(argv[:2]) == ["data", "hierarimgs"]:

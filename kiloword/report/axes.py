@@ -46,6 +46,24 @@ def linear_axis(values: Sequence[float], widen: bool = True, whole: bool = False
     return Axis(low, high, tuple(n * step for n in range(first, last + 1)))
 
 
+NARROW = 0.25  # least height of an axis of values, as a share of the largest
+
+
+def value_axis(values: Sequence[float], least: float = NARROW) -> Axis:
+    """A linear axis over values that are compared: values that hardly differ do not fill its height.
+
+    Args: least: its least height as a share of the largest value, so that 3% do not look like a cliff.
+    """
+    low, high = min(values), max(values)
+    lacking = least * max(abs(low), abs(high)) - (high - low)
+    if high > low and lacking > 0:
+        below = min(lacking / 2, low) if low >= 0 else lacking / 2
+        low, high = low - below, high + lacking - below
+        if max(values) <= 1 < high and min(values) >= 0:  # shares
+            low, high = low - (high - 1), 1.0
+    return linear_axis([low, high])
+
+
 def log_axis(values: Sequence[float]) -> Axis:
     """A logarithmic axis over positive values; a range too short for powers of ten gets ticks in between."""
     low, high = min(values), max(values)

@@ -81,6 +81,19 @@ def page(title: str, intro: str, sections: Iterable[Section]) -> str:
         f"<header><h1>{escape(title)}</h1>{opening}{contents}</header>\n"
         f"{body}\n</main></body>\n</html>\n"
     )
+    return _plain(html)
+
+
+def signed(html: str, facts: Mapping[str, str]) -> str:
+    """A page with facts about how it was made below it, such as command, version and date; empty ones are omitted."""
+    items = "".join(f"<dt>{escape(k)}</dt><dd>{escape(v)}</dd>" for k, v in facts.items() if v)
+    before, end, after = html.rpartition("\n</main>")
+    footer = f'<footer aria-label="How this page was made"><dl>{_plain(items)}</dl></footer>'
+    return f"{before}\n{footer}{end}{after}" if items else html
+
+
+def _plain(html: str) -> str:
+    """With characters that would turn or hide text as escapes."""
     return _STEERING.sub(lambda character: character[0].encode("unicode_escape").decode(), html)
 
 

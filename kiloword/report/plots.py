@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from kiloword.report.axes import DASHES, Axis, Frame, Points, linear_axis, log_axis, number
+from kiloword.report.axes import DASHES, Axis, Frame, Points, linear_axis, log_axis, number, value_axis
 from kiloword.report.page import SERIES, Html
 
 
@@ -24,13 +24,15 @@ def line_plot(
     whole_x: bool = False,
     smooth: int = 0,
     spread: Mapping[str, Sequence[float]] | None = None,
+    ends: tuple[tuple[float, float], tuple[float, float]] | None = None,
 ) -> Html:
     """A line plot with axes, ticks and, for more than one series, a legend.
 
     Args: series name -> (x, y) points in the order of drawing, at most 6 series; a non-finite y breaks its line;
     log_x and log_y make an axis logarithmic; whole_x has ticks at whole numbers only (levels, counts); smooth > 1
     draws the mean of that many neighbours over a faint line of the points; spread: series name -> half the height of a
-    bar at each of its points, such as a standard deviation; the points are dots.
+    bar at each of its points, such as a standard deviation; the points are dots;
+    ends: least and largest x, least and largest y that the axes hold in any case, so that plots share them.
     Errors: ValueError for no finite point, too many series, or values of 0 or less on a logarithmic axis.
     """
     _check_count(series)
@@ -44,8 +46,9 @@ def line_plot(
     xs, ys = zip(*every, strict=True)
     bars = {name: _ends(points, (spread or {}).get(name, ())) for name, points in finite.items()}
     ys += tuple(end for ends in bars.values() for _, *pair in ends for end in pair)
+    xs, ys = (xs + ends[0], ys + ends[1]) if ends else (xs, ys)
     x = log_axis(xs) if log_x else linear_axis(xs, widen=False, whole=whole_x)
-    frame = Frame(x, (log_axis if log_y else linear_axis)(ys), x_label, y_label)
+    frame = Frame(x, (log_axis if log_y else value_axis)(ys), x_label, y_label)
     lines = ""
     for i, points in enumerate(series.values()):
         if smooth > 1:
@@ -57,8 +60,8 @@ def line_plot(
         lines += f'<path class="line" style="stroke:var(--s{i})" d="{path}"/>' if path else ""
         dots = "".join(f"M{place}h0" for place in frame.at(finite[name])) if spread else ""
         lines += f'<path class="line dot" style="stroke:var(--s{i})" d="{dots}"/>' if dots else ""
-    ends = (f"{name} from {points[0][1]:.3g} to {points[-1][1]:.3g}" for name, points in finite.items() if points)
-    return frame.drawn(lines, f"{y_label} over {x_label}: {'; '.join(ends)}", list(series))
+    spans = (f"{name} from {points[0][1]:.3g} to {points[-1][1]:.3g}" for name, points in finite.items() if points)
+    return frame.drawn(lines, f"{y_label} over {x_label}: {'; '.join(spans)}", list(series))
 
 
 def _ends(points: Points, halves: Sequence[float]) -> list[tuple[float, float, float]]:
@@ -193,7 +196,7 @@ def box_plot(boxes: Mapping[str, Sequence[float]], x_label: str, y_label: str) -
     for name, five in boxes.items():
         if len(five) != 5 or not all(map(math.isfinite, five)) or list(five) != sorted(five):
             raise ValueError(f"the box {name!r} needs five finite numbers that ascend, got {list(five)}")
-    y = linear_axis([value for five in boxes.values() for value in five])
+    y = value_axis([value for five in boxes.values() for value in five])
     frame = Frame(Axis(0.0, float(len(boxes))), y, x_label, y_label)
     marks = "".join(_box(n, five, frame) for n, five in enumerate(boxes.values()))
     names = "".join(frame.below(n + 0.5, name) for n, name in enumerate(boxes))
@@ -248,7 +251,7 @@ def scatter(
     xs, ys = zip(*points, strict=True)
     if log_x and min(xs) <= 0:
         raise ValueError("a scatter plot got values of 0 or less, which a logarithmic axis cannot show")
-    frame = Frame((log_axis if log_x else linear_axis)(xs), linear_axis(ys), x_label, y_label)
+    frame = Frame((log_axis if log_x else linear_axis)(xs), value_axis(ys), x_label, y_label)
     marks = "".join(_dots(i, one, frame, faint, joined) for i, one in enumerate(drawn.values()))
     texts = "".join(frame.beside((x, y), text) for x, y, text in labels)
     counts = (f"{name} {len(one.dots) + len(one.squares)} points" for name, one in drawn.items())

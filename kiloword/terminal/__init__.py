@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 import traceback
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TextIO, cast
@@ -121,3 +123,21 @@ def _letter(letter: str) -> str:
     if fine and not _INVISIBLE.match(letter):
         return letter
     return letter.encode("unicode_escape").decode()
+
+
+_WORDS: ContextVar[tuple[str, ...]] = ContextVar("words of the command", default=())
+
+
+@contextmanager
+def invoked(words: Sequence[str]) -> Iterator[None]:
+    """Inside, `command` returns these words; a verb that another one runs (an arm of a sweep) takes their place."""
+    token = _WORDS.set(("kiloword", *words))
+    try:
+        yield
+    finally:
+        _WORDS.reset(token)
+
+
+def command() -> str:
+    """The command as it is typed, without credentials; "" where Python called the library."""
+    return scrubbed(shlex.join(_WORDS.get()))

@@ -15,6 +15,7 @@ from kiloword.distributed import collectives, heartbeat
 from kiloword.distributed.device import choose, cores, on_device, precision_of
 from kiloword.model.resnet import commit
 from kiloword.model.trunks.padded import padding_of
+from kiloword.training import report
 from kiloword.training.accumulate import backward
 from kiloword.training.meter import Guard, Meter
 from kiloword.training.resolve import micro_batches, open_sources
@@ -42,7 +43,12 @@ def train(recipe: Recipe, out: Path | str, source: Source | None = None, options
     with stop_signals() as stop, collectives.process_group(device, options.timeout):
         with stop.at_once("stopped before its first step: there was nothing to save. The same command starts it."):
             run = prepare(recipe, Path(out), source or open_sources(recipe), device=device, options=options)
-        with error_kept(run.out), products(run.recipe.matmul), Saver(run, options.keep_states) as saver:
+        with (
+            report.reported(run, options),
+            error_kept(run.out),
+            products(run.recipe.matmul),
+            Saver(run, options.keep_states) as saver,
+        ):
             _loop(run, Cadence(run, saver, options, stop))
         return run.out / "model"
 
@@ -54,12 +60,12 @@ def _loop(run: Run, cadence: Cadence) -> None:
     for batch, micro in on_device(cadence.batches(), run.device, micro_batches(run.recipe)):
         if message := run.unfreezing.before(run.step, run.optimizer):
             run.log.say(message)
-        report = backward(learner, micro, precision, run.reducer)
-        report |= run.optimizer.step(run.step, report["loss"])
+        values = backward(learner, micro, precision, run.reducer)
+        values |= run.optimizer.step(run.step, values["loss"])
         learner.model.head.clamp_()
-        commit(learner, report["skipped_step"])
-        run.average.update(learner, run.step, report["skipped_step"])
-        cadence.after_step(report, len(batch))
+        commit(learner, values["skipped_step"])
+        run.average.update(learner, run.step, values["skipped_step"])
+        cadence.after_step(values, len(batch))
         if run.best.stalled:
             break
     cadence.end()
@@ -95,15 +101,15 @@ class Cadence:
         batches = run.loader.batches(run.step, run.recipe.steps, pin=run.device.type == "cuda")
         return map(self._count, self.meter.timed(self.stop.batches(batches, run.step)))
 
-    def after_step(self, report: dict[str, Tensor], pairs: int) -> None:
+    def after_step(self, values: dict[str, Tensor], pairs: int) -> None:
         """Count a step, then log, save, validate and stop where it is due.
 
-        Args: report: scalars of the step; pairs: number of images on this rank.
+        Args: values: scalars of the step; pairs: number of images on this rank.
         Raises: Stopped after a signal, once the state is saved; ValueError for too many bad steps.
         """
         run = self.run
         run.step += 1
-        self.meter.add(report, pairs)
+        self.meter.add(values, pairs)
         last = run.step == run.recipe.steps
         if last or run.step % self.options.log_every == 0:
             row = self.meter.row()
@@ -114,6 +120,7 @@ class Cadence:
             with self.meter.paused():
                 self._validate()
         if stopping and not last:
+            report.write(run)
             collectives.wait()  # torchrun ends all ranks when one exits: none may before the state is written
             raise self._stopped()
 

@@ -60,6 +60,11 @@ class Run:
     skipped_in_a_row: int = 0
     since_row: SinceRow = field(default_factory=SinceRow)
 
+    @property
+    def finished(self) -> bool:
+        """Whether no step is left."""
+        return self.step >= self.recipe.steps or self.best.stalled
+
 
 def prepare(recipe: Recipe, out: Path, source: Source, *, device: str, options: RunOptions) -> Run:
     """Everything the loop uses; when `out` holds a run of this recipe, from the step where it stopped.

@@ -127,6 +127,11 @@ def read_config(folder: Path) -> Config:
     return Config(**{k: value for k, value in fits.items() if isinstance(value, str) or not absurd(value)})
 
 
+def settings_of(folder: Path) -> dict[str, Any]:
+    """The recipe of a run as `config.json` holds it; {} where it cannot be read."""
+    return _inside(_json(folder / "config.json"), "recipe")
+
+
 def read_best(folder: Path) -> tuple[str, float, int] | None:
     """Metric, value and step of the model that `--keep-best` kept; None without one."""
     raw = _json(folder / "best" / "best.json")

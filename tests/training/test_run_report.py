@@ -1,0 +1,98 @@
+"""OUT/report.html: what a run leaves for its reader, and that it costs the run nothing."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import kiloword.training.loop as loop
+from kiloword.cli.main import main
+from kiloword.methods.defaults import default_recipe
+from kiloword.training import report
+from kiloword.training.loop import RunOptions, train
+from kiloword.watch import history
+from pages import sections
+
+WORDS = ["train", "siglip", "--data", "scenes?n=32", "--val", "scenes:test?n=8", "--size", "debug", "--steps", "4"]
+WORDS += ["--batch", "8", "--log-every", "1", "--eval-every", "2", "--optim.lr", "2e-3", "--quiet"]
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("report") / "run"
+    main([*WORDS, "--out", str(out)])
+    return out
+
+
+def test_the_page_shows_the_run(out: Path) -> None:
+    html = (out / report.NAME).read_text()
+    read = sections(html)
+    assert {"Loss", "Evaluations", "Throughput", "Data", "Samples", "Settings", "Processes"} <= read.keys()
+    assert "trained for 4 of 4 steps. It is finished." in read[""].text
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    shown = {row[0]: row[1:] for row in read["Evaluations"].tables[0][1:]}
+    values = [row["val/text_retrieval_recall@5"] for row in rows if "val/text_retrieval_recall@5" in row]
+    assert len(values) == 2
+    assert [float(x) for x in shown["text_retrieval_recall@5"]] == pytest.approx(
+        [values[0], min(values), max(values), values[1], 2], rel=1e-3
+    )
+    assert {row[0]: row[1] for row in read["Data"].tables[0]}["images"] == "32"
+    changed = {row[0]: row[1:] for row in read["Settings"].tables[0]}
+    assert changed["--optim.lr"] == ["0.002", "0.001"]
+    assert changed["--log-every"] == ["1", "10"]
+    assert changed["--batch"][0] == "8"
+    assert "--optim.weight-decay" not in changed  # has its default
+    assert html.count("<img") == report.SAMPLES
+    command = " ".join(WORDS)
+    assert (
+        f"kiloword {command.replace('scenes?n=32', chr(39) + 'scenes?n=32' + chr(39))[:20]}" in read["Processes"].text
+    )
+    assert f"torch {torch.__version__}" in read["Processes"].tables[0][1][2]
+
+
+def test_a_finished_run_keeps_its_page_and_history(out: Path) -> None:
+    before = {name: (out / name).read_bytes() for name in (report.NAME, history.FILE)}
+    main([*WORDS, "--out", str(out)])
+    assert {name: (out / name).read_bytes() for name in before} == before
+    (out / report.NAME).unlink()
+    main([*WORDS, "--out", str(out)])
+    assert (out / report.NAME).is_file()
+
+
+def test_a_stopped_run_is_reported_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = replace(default_recipe("siglip", "debug", ("scenes?n=32",)), steps=4, batch=8, precision="fp32")
+    save = loop.Cadence._save
+    monkeypatch.setattr(loop.Cadence, "_save", lambda self, last: save(self, last) or self.run.step == 2)
+    with pytest.raises(loop.Stopped):
+        train(recipe, tmp_path, options=RunOptions(log_every=1, save_every=2, quiet=True))
+    assert "trained for 2 of 4 steps. It is not finished." in sections((tmp_path / report.NAME).read_text())[""].text
+    monkeypatch.undo()
+    train(recipe, tmp_path, options=RunOptions(log_every=1, quiet=True))
+    assert "trained for 4 of 4 steps. It is finished." in sections((tmp_path / report.NAME).read_text())[""].text
+    assert [process.step for process in history.processes(tmp_path)] == [0, 2]
+
+
+def test_a_page_that_cannot_be_written_costs_a_line(
+    out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*_: object) -> str:
+        raise RuntimeError("no page today")
+
+    monkeypatch.setattr(report, "page", fails)
+    main([*(word for word in WORDS if word != "--quiet"), "--out", str(tmp_path / "run")])
+    assert "no page today" in capsys.readouterr().err
+    assert not (tmp_path / "run" / report.NAME).exists()
+    model = "model/model.safetensors"
+    assert (tmp_path / "run" / model).read_bytes() == (out / model).read_bytes()
+
+
+def test_history_of_strangers(tmp_path: Path) -> None:
+    lines = ["{", "[1]", '{"step": "7", "command": 3, "time": 1e400}', '{"step": 2, "command": "<b>"}', "[" * 5000]
+    (tmp_path / history.FILE).write_text("\n".join(lines) + "\n")
+    read = history.processes(tmp_path)
+    assert [(p.step, p.command, history.date(p.time)) for p in read] == [(0, "", ""), (2, "<b>", "")]
+    assert history.date(1763862905.2) == "2025-11-23 01:55 UTC"
