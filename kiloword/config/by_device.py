@@ -12,7 +12,7 @@ import torch
 
 from kiloword.config.recipes import EncoderPrecision, Matmul, ModelConfig, Recipe, sizes
 from kiloword.data.steps import free_shared_memory
-from kiloword.distributed.device import cores
+from kiloword.distributed.device import cores, cpu_has_bf16
 from kiloword.distributed.sharing import is_first
 from kiloword.terminal import warn
 
@@ -37,15 +37,6 @@ def settle(recipe: Recipe, device: str, earlier: Recipe | None = None) -> Recipe
     if earlier is not None:
         chosen = {name: getattr(earlier, name) for name in chosen}
     return replace(recipe, **{name: value for name, value in chosen.items() if getattr(recipe, name) == "auto"})
-
-
-def cpu_has_bf16() -> bool:
-    """Whether this CPU multiplies bf16 matrices; torch emulates that elsewhere, at a hundredth of the rate of fp32.
-
-    Only instructions whose speed was measured count: others have fp32 by default.
-    """
-    capabilities = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
-    return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16"))
 
 
 def _half_on_cpu(size: str) -> bool:

@@ -61,6 +61,15 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def cpu_has_bf16() -> bool:
+    """Whether this CPU multiplies bf16 matrices; torch emulates that elsewhere, at a hundredth of the rate of fp32.
+
+    Only instructions whose speed was measured count: others have fp32 by default.
+    """
+    capabilities = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16"))
+
+
 def precision_of(name: str, device: str) -> PrecisionContext:
     """The context for the towers: autocast for "bf16", else one without effect. Args: device: its type."""
     return partial(torch.autocast, device, torch.bfloat16) if name == "bf16" else nullcontext

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kiloword.distributed import collectives
+from kiloword.distributed.device import cpu_has_bf16
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # quintic that raises small singular values fast; 5 rounds suffice
 AT_ONCE = 1 << 26  # elements of matrices that are gathered and orthogonalized at once
@@ -108,12 +109,12 @@ def gather_rows(mine: Tensor, rows: int) -> Tensor:
 
 
 def orthogonal(matrices: Tensor, rounds: int = 5) -> Tensor:
-    """U V^T of each matrix U S V^T, roughly (singular values end between 0.7 and 1.2), in bfloat16.
+    """U V^T of each matrix U S V^T, roughly (singular values end between 0.7 and 1.2), in bfloat16 where that is fast.
 
     Args: matrices [n, a, b]. Source: Newton-Schulz iteration of Muon (Jordan et al., 2024).
     """
     a, b, c = NEWTON_SCHULZ
-    x = matrices.bfloat16()
+    x = matrices.bfloat16() if matrices.device.type != "cpu" or cpu_has_bf16() else matrices.float()
     tall = x.shape[1] > x.shape[2]
     x = x.mT if tall else x
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp_min(1e-7)

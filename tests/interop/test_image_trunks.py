@@ -16,7 +16,7 @@ from kiloword.interop.open_clip_config import torchvision_ready
 from kiloword.methods.registry import preset
 from kiloword.model.image import grid
 from kiloword.model.model import Model, build
-from kiloword.model.trunks.lite import EfficientNetLite, same
+from kiloword.model.trunks.lite import EfficientNetLite, normed
 
 
 def config(**image: object) -> ModelConfig:
@@ -56,7 +56,14 @@ def model(**image: object) -> Model:
 
 
 def test_same_padding_puts_the_odd_place_at_the_end() -> None:
-    """Against a literal transcription of TensorFlow's rule, for sizes and strides that do and do not divide."""
+    """Against a literal transcription of TensorFlow's rule, for sizes and strides that do and do not divide.
+
+    The batch norm after it, with statistics of its own, is that of torch.
+    """
+    norm = torch.nn.BatchNorm2d(1, eps=1e-3).eval()
+    for x, value in ((norm.weight, 1.5), (norm.bias, -0.3), (norm.running_mean, 0.2), (norm.running_var, 0.6)):
+        assert x is not None
+        x.data.fill_(value)
     for size, kernel, stride in ((7, 3, 2), (8, 3, 2), (9, 5, 2), (6, 5, 1), (1, 3, 2)):
         convolution = torch.nn.Conv2d(1, 1, kernel, stride, bias=False)
         image = torch.randn(1, 1, size, size)
@@ -66,7 +73,7 @@ def test_same_padding_puts_the_odd_place_at_the_end() -> None:
         padded[..., total // 2 : total // 2 + size, total // 2 : total // 2 + size] = image
         expected = torch.nn.functional.conv2d(padded, convolution.weight, stride=stride)
         assert expected.shape[-1] == places
-        torch.testing.assert_close(same(convolution, image), expected)
+        torch.testing.assert_close(normed(convolution, norm, image), norm(expected))
 
 
 @pytest.mark.parametrize(("name", "size"), [("efficientnet-lite0", 64), ("efficientnet-lite2", 70)])

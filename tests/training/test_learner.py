@@ -22,6 +22,7 @@ from kiloword.methods.registry import preset
 from kiloword.model.blocks import Init
 from kiloword.model.heads import Head, Single
 from kiloword.model.model import build, initialise
+from kiloword.training import muon
 from kiloword.training.accumulate import backward
 from kiloword.training.learner import Learner
 from kiloword.training.optimizer import Average, Muon, Optimizer, _fused_lerp, schedule
@@ -224,8 +225,11 @@ def matrices(*shapes: tuple[int, int]) -> list[nn.Parameter]:
     return [nn.Parameter(torch.randn(shape, generator=generator) / 8) for shape in shapes]
 
 
-def test_muon_is_torch_s_muon() -> None:
+@pytest.mark.parametrize("half", [False, True])
+def test_muon_is_torch_s_muon(half: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the rounding of its products in bfloat16; a fused [3 W, W] is three matrices, an MLP of that shape is one."""
+    monkeypatch.setattr(muon, "cpu_has_bf16", lambda: half)
+    assert muon.orthogonal(torch.eye(2)[None]).dtype == (torch.bfloat16 if half else torch.float32)
     shapes = [(32, 32), (32, 32), (64, 32), (32, 64), (96, 32), (96, 32)]
     ours = matrices(*shapes)
     theirs = [nn.Parameter(piece.clone()) for p in ours for piece in p.detach().chunk(3 if p is ours[-1] else 1)]

@@ -8,8 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from kiloword.config.recipes import TrunkConfig
+from kiloword.distributed.device import device_type
 from kiloword.model.blocks import Init
 
+# Images at once through a frozen trunk on a CPU: larger maps leave its caches, and each gets fresh pages of the system.
+FEW = 4
 KEPT_AT_1 = ("weight", "gamma", "lambda1", "scale")  # last words of vectors that multiply: norms, layer scales
 
 
@@ -42,7 +45,9 @@ class Trunk(nn.Module):
             self.train()
         trained = torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
         with torch.set_grad_enabled(trained):
-            return self.tokens(*inputs)
+            if trained or len(inputs) > 1 or device_type(inputs[0].device) != "cpu" or not len(inputs[0]):
+                return self.tokens(*inputs)
+            return torch.cat([self.tokens(few) for few in inputs[0].split(FEW)])
 
     def train(self, mode: bool = True) -> Trunk:
         """Stay in eval mode."""
