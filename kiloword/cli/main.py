@@ -17,6 +17,7 @@ from kiloword.addresses import scrubbed
 from kiloword.checkpoint.trust import Trust
 from kiloword.cli import evaluate, plan, sweep, train
 from kiloword.cli.embed import embed
+from kiloword.cli.runs import average, compare, watch
 from kiloword.cli.score import score
 from kiloword.cli.words import REQUIRED, check_known, interruption, settled
 from kiloword.distributed import launch
@@ -246,46 +247,9 @@ def import_(
     run_prolip(Path(weights[0]), out)
 
 
-@app.command
-def average(models: Annotated[Positional[tuple[str, ...]], REQUIRED], out: Path, alpha: float | None = None) -> None:
-    """Average the weights of models: kiloword average models/b32 runs/tuned/model --alpha 0.5 --out runs/average
-
-    With the model that a run started from, it keeps what the start could do (WiSE-FT). Several get equal shares.
-
-    Args:
-        models: model folders of one method, shape and tokenizer; of two, the first is the start.
-        out: model folder to write.
-        alpha: share of the second of two models, from 0 to 1; default: equal shares.
-    """
-    from kiloword.checkpoint.average import main as run
-
-    run(models, out, alpha)
-
-
-@app.command
-def watch(
-    runs: Annotated[Positional[tuple[Path, ...]], REQUIRED],
-    once: bool = False,
-    every: float = 2.0,
-    smooth: float = 0.0,
-    curves: tuple[str, ...] = (),
-    tensorboard: Path | None = None,
-) -> None:
-    """Show curves and alerts of runs: kiloword watch runs/first
-
-    Several runs in the same plots: kiloword watch runs (all runs in the folder), or kiloword watch runs/a runs/b
-
-    Args:
-        runs: folders of runs (--out of train), or folders that contain runs.
-        once: print one frame and exit, as when the output is not a terminal.
-        every: seconds between frames.
-        smooth: exponential smoothing of training curves, from 0 (none) to below 1.
-        curves: metrics to draw, by the start of their names, such as loss val/.
-        tensorboard: folder for a copy of the rows as TensorBoard events; the same command continues it later.
-    """
-    from kiloword.watch.command import main as run
-
-    run(runs, once, every, smooth, curves, tensorboard)
+app.command(average)
+app.command(watch)
+app.command(compare)
 
 
 @app.command

@@ -6,7 +6,6 @@ import csv
 import io
 import math
 import shlex
-import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -15,21 +14,10 @@ from kiloword import report
 from kiloword.errors import suggestion
 from kiloword.report.page import SERIES
 from kiloword.sweep.run import Results
+from kiloword.watch.groups import Cell, cell
 
 MAIN = ("text_retrieval_recall@1", "image_retrieval_recall@1", "acc1", "mean_average_precision", "accuracy", "cider")
 DECADE = 10.0  # ratio of the largest to the smallest value from which an axis is logarithmic
-
-
-@dataclass(frozen=True)
-class Cell:
-    """A metric over the seeds of one combination of values."""
-
-    mean: float
-    std: float | None  # with one seed None
-    n: int
-
-    def __str__(self) -> str:
-        return f"{self.mean:.4g}" if self.std is None else f"{self.mean:.4g} +- {self.std:.2g}"
 
 
 @dataclass(frozen=True)
@@ -38,11 +26,6 @@ class Combination:
 
     values: Mapping[str, str]
     cells: Mapping[str, Cell]  # by metric
-
-
-def cell(values: Sequence[float]) -> Cell:
-    """Mean, standard deviation (of a sample, divided by n - 1) and number of values."""
-    return Cell(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None, len(values))
 
 
 def rows(results: Results) -> list[Combination]:

@@ -144,6 +144,7 @@ ATTACKS: dict[str, tuple[int, Attack]] = {
     "mine": (0, lambda w: ["mine", w / "data", "--features", _side(w), "--out", w / "mined"]),
     "caption": (0, lambda w: ["caption", w / MODEL, "--data", w / "data", "--out", w / "c.parquet", *OWN]),
     "watch": (0, lambda w: ["watch", _run(w), "--once"]),
+    "compare": (2, lambda w: ["compare", _run(w)]),
     "watch folder": (0, lambda w: ["watch", w / "runs", "--once", "--curves", EVIL]),
     "unknown key": (2, lambda w: ["score", _damaged(w, "key"), "--images", w / "photo.png", "--texts", "a"]),
     "unknown field": (2, lambda w: ["score", _damaged(w, "value"), "--images", w / "photo.png", "--texts", "a"]),

@@ -110,6 +110,7 @@ def commands(out: Path, server: Guarded) -> dict[str, list[str]]:
         "plan": ["plan", "siglip", "--size", "debug", "--samples", "1e6", "--json", str(out / "plan.json")],
         "verify": ["verify", "nothing"],
         "sweep": ["sweep", "clip", "--data", data, *SMALL, "--vary", "optim.lr=1e-3", "--out", str(out / "sweep")],
+        "compare": ["compare", str(out / "run"), str(out / "sweep"), "--html", str(out / "compared.html")],
         "quickstart": ["quickstart", "--out", str(out / "quick"), "--steps", "0"],
         "methods": ["methods"],
         "recipes": ["recipes", "show", "llip-b32", "--json", str(out / "recipe.json")],

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from itertools import pairwise
 from typing import Any
 
 from kiloword import report
@@ -67,7 +66,7 @@ def _intro(run: Watched) -> str:
 
 def _figures(run: Watched) -> Iterator[tuple[str, str]]:
     """The key figures: (value, what it is)."""
-    last, seconds = run.columns.last, trained_seconds(run)
+    last, seconds = run.columns.last, run.seconds
     if isinstance(last.get("loss"), int | float):
         yield short(float(last["loss"])), "loss of the last row"
     for name in curves.main_evaluations([run])[:3]:
@@ -76,14 +75,6 @@ def _figures(run: Watched) -> Iterator[tuple[str, str]]:
     if seconds:
         yield per_second(run.step * run.config.batch / seconds), "pairs per second on average"
         yield duration(seconds), "in the loop, without validation"
-
-
-def trained_seconds(run: Watched) -> float:
-    """Time that the steps took, from the rate of every row; 0.0 without rows."""
-    steps, rates = run.columns.of("pairs_per_s")
-    ends = [0.0, *steps.tolist()]
-    parts = zip(pairwise(ends), rates.tolist(), strict=True)
-    return float(sum((b - a) * run.config.batch / rate for (a, b), rate in parts if rate > 0))
 
 
 def _plots(run: Watched, names: Sequence[str]) -> list[Html]:

@@ -1,0 +1,138 @@
+"""`kiloword compare`: runs beside each other in the terminal, as JSON, and on a page."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from kiloword import report
+from kiloword.__version__ import __version__
+from kiloword.checkpoint.files import write_json
+from kiloword.report import Html, grid, section, stack, table
+from kiloword.terminal import command, say, shown, warn
+from kiloword.terminal.screen import Screen, plain_table
+from kiloword.watch import history
+from kiloword.watch.curves import Curve, Points, losses, main_evaluations, plot, points_of
+from kiloword.watch.groups import RunGroup, as_plain, groups_of, main_metrics, paths_of, state_of, value_of
+from kiloword.watch.runs import Watched, find
+
+FORMAT = "kiloword-compare-1"
+WIDE, VALUE = 160, 24  # columns where the output is no terminal; characters of a setting's value there
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+OTHER = ("gradient_norm", "lr", "pairs_per_s", "memory")
+
+
+def main(runs: Sequence[Path], json: Path | None = None, html: Path | None = None) -> None:
+    """Run `kiloword compare`. Raises: ValueError for paths without runs, and for fewer than two runs."""
+    if not runs:
+        raise ValueError("compare needs runs: kiloword compare runs/a runs/b, or a folder that holds them.")
+    watched = [Watched(folder, name) for folder, name in find(runs).items()]
+    for run in watched:
+        run.update()
+    begun = [run for run in watched if run.columns.rows]
+    for run in watched:
+        if run not in begun:
+            warn(f"{run.name} has no row yet: it is omitted.")
+    if len(begun) < 2:
+        raise ValueError(f"compare found {len(begun)} runs with rows: expected at least two.")
+    made = groups_of(begun)
+    _print(made)
+    if json is not None:
+        write_json(json, {"format": FORMAT, "groups": [as_plain(group) for group in made]})
+    if html is not None:
+        report.write(html, page(made))
+
+
+def _print(every: Sequence[RunGroup]) -> None:
+    """The groups by letters, then the settings that differ and the main metrics with a column for each."""
+    letters = [LETTERS[n] if n < len(LETTERS) else str(n + 1) for n in range(len(every))]
+    for letter, group in zip(letters, every, strict=True):
+        say(f"{letter}  {group.name}: {state_of(group)}")
+    for rows, first in ((_setting_rows(every), "setting"), (_metric_rows(every), "last value, mean +- std over seeds")):
+        table = plain_table(first, *letters)
+        for row in rows:
+            table.add_row(*row)
+        if table.row_count:
+            say("")
+            Screen(WIDE).print(table)
+    if len({group.loss for group in every}) > 1:
+        say("", "Losses of different methods or batches are different quantities: compare the metrics.")
+
+
+def _setting_rows(every: Sequence[RunGroup]) -> Iterator[list[str]]:
+    for path in paths_of(every):
+        values = (shown(value_of(group.settings[path])) if path in group.settings else "-" for group in every)
+        yield [path, *(v if len(v) <= VALUE else f"...{v[3 - VALUE :]}" for v in values)]
+
+
+def _metric_rows(every: Sequence[RunGroup]) -> Iterator[list[str]]:
+    for name in main_metrics(every):
+        yield [name, *(str(group.cells[name]) if name in group.cells else "-" for group in every)]
+
+
+def page(groups: Sequence[RunGroup]) -> str:
+    """The whole document."""
+    runs = [run for group in groups for run in group.runs]
+    html = report.page(
+        f"{len(runs)} runs beside each other",
+        "Runs that differ in their seed alone are one group: its figures are means ± the standard deviation of the "
+        "sample over its n runs, its curves are means. Losses of different methods or batch sizes are different "
+        "quantities, so each has a plot of its own.",
+        [
+            section("Runs", _runs(groups)),
+            section("Settings that differ", *_settings(groups)),
+            section("Metrics", *_metrics(groups)),
+            section("Loss", *_losses(groups)),
+            section("Validation", grid(_plots(groups, main_evaluations(runs)))),
+            section("Optimization and speed", grid(_plots(groups, OTHER))),
+        ],
+    )
+    date = history.date(time.time())
+    return report.signed(html, {"Command": command(), "Version": f"kiloword {__version__}", "Date": date})
+
+
+def _runs(groups: Sequence[RunGroup]) -> Html:
+    rows = [[group.name, state_of(group), ", ".join(run.name for run in group.runs)] for group in groups]
+    return table(rows, ["group", "state", "runs"])
+
+
+def _settings(groups: Sequence[RunGroup]) -> Iterator[str]:
+    rows = [
+        [path, *(value_of(g.settings[path]) if path in g.settings else None for g in groups)]
+        for path in paths_of(groups)
+    ]
+    yield table(rows, ["setting", *(group.name for group in groups)]) or "The groups have the same settings."
+
+
+def _metrics(groups: Sequence[RunGroup]) -> Iterator[str]:
+    """The main metrics first."""
+    names = dict.fromkeys([*main_metrics(groups), *(name for group in groups for name in group.cells)])
+    rows = [[name, *(_shown(group, name) for group in groups)] for name in names]
+    yield table(rows, ["last value", *(f"{group.name} (n {len(group.runs)})" for group in groups)])
+
+
+def _shown(group: RunGroup, name: str) -> str | None:
+    return str(group.cells[name]).replace("+-", "±") if name in group.cells else None
+
+
+def _losses(groups: Sequence[RunGroup]) -> Iterator[str]:
+    """Each kind of loss with its terms."""
+    for kind in dict.fromkeys(group.loss for group in groups):
+        alike = [group for group in groups if group.loss == kind]
+        names = losses([run for group in alike for run in group.runs])
+        if len(alike) < len(groups):
+            yield report.heading(kind[0].upper() + kind[1:])
+        yield grid(_plots(alike, names))
+
+
+def _plots(groups: Sequence[RunGroup], names: Sequence[str]) -> list[Html]:
+    """A plot of each metric with a line for each group."""
+    return [stack(plot(name, [Curve(group.name, mean_of(group.runs, name)) for group in groups])) for name in names]
+
+
+def mean_of(runs: Sequence[Watched], name: str) -> Points:
+    """The mean curve of some runs, at the steps that all of them have."""
+    curves = [dict(points) for run in runs if (points := points_of(run, name))]
+    steps = [step for step in curves[0] if all(step in one for one in curves)] if curves else []
+    return [(step, sum(one[step] for one in curves) / len(curves)) for step in steps]
