@@ -48,6 +48,17 @@ def binned(uncertainty: Tensor, right: Tensor, bins: int = BINS) -> Bins:
     )
 
 
+def half_widths(bins: Bins) -> Tensor:
+    """Half the width of a 95% interval of the accuracy of each bin, [B]."""
+    return torch.tensor([half_width(p, n) for p, n in zip(bins.right.tolist(), bins.counts.tolist(), strict=True)])
+
+
+def half_width(share: float, n: float) -> float:
+    """Half the width of a 95% interval of a share of n items (Agresti and Coull, 1998); above 0 for 0 and 1, too."""
+    middle = (share * n + 2) / (n + 4)
+    return 1.96 * math.sqrt(middle * (1 - middle) / (n + 4))
+
+
 def calibration(name: str, bins: Bins) -> Iterator[tuple[str, float]]:
     """Yield `NAME_pearson`, `NAME_spearman` between bin means, then `NAME_uncertainty@k` and `NAME_right@k` of bin k.
 

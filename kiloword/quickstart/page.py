@@ -88,7 +88,7 @@ Row = tuple[str, Compared, str]
 def _table(rows: Iterable[Row], name: str, caption: str) -> Html:
     cells = [[row, *(each[metric] for each in (c.model, c.colours, c.chance))] for row, c, metric in rows]
     header = [name, "kiloword", "colours alone", "chance"]
-    return report.table(cells, header, caption=caption, strong=1, digits=3)
+    return report.table(cells, header, caption=caption, best_of_row=(1, 2, 3), digits=3)
 
 
 def _retrieval(results: QuickstartResults) -> Iterator[str]:

@@ -109,10 +109,10 @@ class Frame:
         """Coordinates of points, "x y"."""
         return [f"{self.across(a)} {self.down(b)}" for a, b in points]
 
-    def below(self, value: float, text: str) -> str:
-        """A text under the x axis at a value."""
+    def below(self, value: float, text: str, line: int = 0) -> str:
+        """A text under the x axis at a value, on one of the lines there."""
         place = round(100 * self.x.place(value), 2)
-        return f'<text x="{place}%" y="100%" dy="1.6em" text-anchor="middle">{escape(text)}</text>'
+        return f'<text x="{place}%" y="100%" dy="{1.6 + 1.3 * line:.1f}em" text-anchor="middle">{escape(text)}</text>'
 
     def beside(self, point: tuple[float, float], text: str) -> str:
         """A text at the upper right of a point."""
@@ -126,11 +126,12 @@ class Frame:
         names: Sequence[str] = (),
         sample: Callable[[int], str] = line_sample,
         below: str = "",
+        lines: int = 1,
     ) -> Html:
         """The plot.
 
         Args: summary: for screen readers; names: of the series, two or more get a legend; below: SVG of the frame, such
-        as texts under the x axis.
+        as texts under the x axis; lines: of these.
         """
         legend = "".join(
             f'<li><svg aria-hidden="true" viewBox="0 0 28 10">{sample(i)}</svg>{escape(name)}</li>'
@@ -139,12 +140,12 @@ class Frame:
         legend = f'<ul class="legend">{legend}</ul>' if len(names) > 1 else ""
         return Html(
             f'<figure class="plot">{legend}<div class="frame">'
-            f'<svg class="axes" role="img" aria-label="{escape(summary)}">{self._scales()}{below}'
+            f'<svg class="axes" role="img" aria-label="{escape(summary)}">{self._scales(lines)}{below}'
             f'<svg viewBox="0 0 1000 1000" preserveAspectRatio="none" width="100%" height="100%" overflow="visible">'
             f"{marks}</svg></svg></div></figure>"
         )
 
-    def _scales(self) -> str:
+    def _scales(self, lines: int = 1) -> str:
         """Rules, ticks, numbers and labels of both axes."""
         rows = "".join(
             f'<line class="rule" x1="0" x2="100%" y1="{place}%" y2="{place}%"/>'
@@ -157,8 +158,9 @@ class Frame:
             f"{self.below(tick, number(tick))}"
             for tick in self.x.ticks
         )
+        down = f"{1.8 + 1.3 * lines:.1f}em"
         labels = (
             f'<text class="name" x="0" dx="-3.2em" y="0" dy="-1.2em">{escape(self.y_label)}</text>'
-            f'<text class="name" x="100%" y="100%" dy="3.1em" text-anchor="end">{escape(self.x_label)}</text>'
+            f'<text class="name" x="100%" y="100%" dy="{down}" text-anchor="end">{escape(self.x_label)}</text>'
         )
         return rows + columns + labels

@@ -126,6 +126,11 @@ def heading(text: str) -> Html:
     return Html(f'<h3 style="margin:2.5rem 0 .5rem;font-size:1.05rem">{escape(text)}</h3>')
 
 
+def remark(text: str) -> Html:
+    """A warning that no reader should miss."""
+    return Html(f'<p class="remark" role="note"><b>Note</b> {escape(text)}</p>')
+
+
 def bullets(sentences: Iterable[str]) -> Html:
     """A list of sentences."""
     items = "".join(f'<li style="margin:0 0 .6rem">{escape(sentence)}</li>' for sentence in sentences)
@@ -156,11 +161,14 @@ def table(
     caption: str = "",
     digits: int = 2,
     strong: int | None = None,
+    best_of_column: Collection[int] = (),
+    best_of_row: Collection[int] = (),
 ) -> Html:
     """A table whose first column names the rows; columns of text are aligned left, of numbers (also as text) right.
 
     Args: rows, each as long as header: text, numbers, and None for a dash; without rows there is no table;
-    caption, above the table; digits after the point of floats; strong is the column in bold type.
+    caption, above the table; digits after the point of floats; strong is the column in bold type;
+    best_of_column: columns whose largest number is bold; best_of_row: columns of which each row's largest is.
     Errors: ValueError when a row is longer or shorter than the header.
     """
     cells = [[_shown(cell, digits) for cell in row] for row in rows]
@@ -173,15 +181,44 @@ def table(
         return Html()
     numbers = [any(c == DASH or c.lstrip("-")[:1].isdecimal() for c in column) for column in zip(*cells, strict=True)]
     classes = [_classes(word=c > 0 and not number, strong=c == strong) for c, number in enumerate(numbers)]
+    bold = _largest(cells, best_of_column) | {
+        (r, c) for c, r in _largest(list(zip(*cells, strict=True)), range(len(cells)), best_of_row)
+    }
     head = "".join(f'<th scope="col"{k}>{_breakable(h)}</th>' for h, k in zip(header, classes, strict=True))
     body = "".join(
         f'<tr><th scope="row"{classes[0]}>{_breakable(row[0])}</th>'
-        + "".join(f"<td{k}>{escape(cell)}</td>" for cell, k in zip(row[1:], classes[1:], strict=True))
+        + "".join(f"<td{STRONG if (r, c) in bold else classes[c]}>{escape(row[c])}</td>" for c in range(1, len(row)))
         + "</tr>"
-        for row in cells
+        for r, row in enumerate(cells)
     )
     above = f"<caption>{escape(caption)}</caption>" if caption else ""
     return _scrolled(f'<table class="data">{above}', head, body, caption or "table")
+
+
+def _largest(
+    lines: Sequence[Sequence[str]], columns: Collection[int], among: Collection[int] | None = None
+) -> set[tuple[int, int]]:
+    """Places (line, column) of the largest number of each of some columns, if its numbers differ.
+
+    Args: among: the lines that are compared, None: all.
+    """
+    places = set()
+    for c in columns:
+        values = {
+            n: v
+            for n, line in enumerate(lines)
+            if (among is None or n in among) and (v := _number(line[c])) is not None
+        }
+        if len(set(values.values())) > 1:
+            places |= {(n, c) for n, v in values.items() if v == max(values.values())}
+    return places
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
 
 
 def metric_table(
@@ -192,12 +229,13 @@ def metric_table(
     whole: Collection[str] = (),
     by_model: bool = False,
     first: str = "",
-    strong: int | None = None,
+    best: Collection[str] = (),
 ) -> Html:
     """A table of metrics by their names in the JSON file, of several models; metrics that no model has are omitted.
 
     Args: results: model -> metric -> value; names: metric -> heading; form: of values, those of the metrics `whole`
-    have no digits after the point; by_model: a row a model, otherwise a column; first: heading of the first column.
+    have no digits after the point; by_model: a row a model, otherwise a column; first: heading of the first column;
+    best: metrics whose largest value is bold.
     """
     shown = [name for name in names if any(name in values for values in results.values())]
 
@@ -206,9 +244,10 @@ def metric_table(
 
     if by_model:
         rows = [[model, *(cell(values, name) for name in shown)] for model, values in results.items()]
-        return table(rows, [first, *(names[name] for name in shown)], strong=strong)
+        bold = [place for place, name in enumerate(shown, start=1) if name in best]
+        return table(rows, [first, *(names[name] for name in shown)], best_of_column=bold)
     by_metric = [[names[name], *(cell(values, name) for values in results.values())] for name in shown]
-    return table(by_metric, [first, *results], strong=strong)
+    return table(by_metric, [first, *results])
 
 
 def bars(rows: Mapping[str, Mapping[str, float]], marks: Mapping[str, float], mark: str) -> Html:
@@ -297,6 +336,7 @@ def _breakable(text: str) -> str:
 
 
 DASH = "–"
+STRONG = ' class="strong"'
 
 
 def _shown(cell: object, digits: int) -> str:

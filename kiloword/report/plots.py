@@ -183,12 +183,22 @@ def doubling(largest: int) -> list[float]:
 
 
 WIDE = 0.5  # share of a group's room that its box takes
+FEW = 10  # values of a group below which they are drawn themselves, as five numbers of them would say too much
 
 
-def box_plot(boxes: Mapping[str, Sequence[float]], x_label: str, y_label: str) -> Html:
+def box_plot(
+    boxes: Mapping[str, Sequence[float]],
+    x_label: str,
+    y_label: str,
+    *,
+    counts: Mapping[str, int] | None = None,
+    few: Mapping[str, Sequence[float]] | None = None,
+) -> Html:
     """A box for every group, in their order, its name below.
 
-    Args: group -> five numbers that ascend: ends of the whiskers, of the box, and its middle line.
+    Args: group -> five numbers that ascend: ends of the whiskers, of the box, and its middle line; counts: group ->
+    number of its values, written below its name; the width of its box grows with the root of it; few: group -> its
+    values, of groups that are drawn as dots in place of a box.
     Errors: ValueError for no group, or for numbers that are not five, do not ascend or are not finite.
     """
     if not boxes:
@@ -196,16 +206,28 @@ def box_plot(boxes: Mapping[str, Sequence[float]], x_label: str, y_label: str) -
     for name, five in boxes.items():
         if len(five) != 5 or not all(map(math.isfinite, five)) or list(five) != sorted(five):
             raise ValueError(f"the box {name!r} needs five finite numbers that ascend, got {list(five)}")
-    y = value_axis([value for five in boxes.values() for value in five])
-    frame = Frame(Axis(0.0, float(len(boxes))), y, x_label, y_label)
-    marks = "".join(_box(n, five, frame) for n, five in enumerate(boxes.values()))
+    few, counts = few or {}, counts or {}
+    shown = [value for name, five in boxes.items() for value in few.get(name, five)]
+    frame = Frame(Axis(0.0, float(len(boxes))), value_axis(shown), x_label, y_label)
+    widths = {name: WIDE * math.sqrt(n / max(counts.values())) for name, n in counts.items()}
+    marks = "".join(
+        _points(n, few[name], frame) if name in few else _box(n, five, frame, max(widths.get(name, WIDE), 0.1))
+        for n, (name, five) in enumerate(boxes.items())
+    )
     names = "".join(frame.below(n + 0.5, name) for n, name in enumerate(boxes))
+    names += "".join(frame.below(n + 0.5, f"n {counts[g]:,}", 1) for n, g in enumerate(boxes) if g in counts)
     medians = (f"{name} median {five[2]:.3g}" for name, five in boxes.items())
-    return frame.drawn(marks, f"{y_label} by {x_label}: {'; '.join(medians)}", below=names)
+    return frame.drawn(marks, f"{y_label} by {x_label}: {'; '.join(medians)}", below=names, lines=2 if counts else 1)
 
 
-def _box(n: int, five: Sequence[float], frame: Frame) -> str:
-    left, middle, right = (frame.across(n + at) for at in ((1 - WIDE) / 2, 0.5, (1 + WIDE) / 2))
+def _points(n: int, values: Sequence[float], frame: Frame) -> str:
+    """The values of a group as dots."""
+    places = "".join(f"M{frame.across(n + 0.5)} {frame.down(value)}h0" for value in values)
+    return f'<path class="dot" style="stroke:var(--s0)" d="{places}"/>'
+
+
+def _box(n: int, five: Sequence[float], frame: Frame, wide: float) -> str:
+    left, middle, right = (frame.across(n + at) for at in ((1 - wide) / 2, 0.5, (1 + wide) / 2))
     low, first, median, third, high = map(frame.down, five)
     whiskers = f"M{middle} {low}V{first}M{middle} {third}V{high}"
     return (

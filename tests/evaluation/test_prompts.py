@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -28,6 +29,7 @@ from kiloword.evaluation import evaluate
 from kiloword.evaluation.zeroshot import PromptOptions, Way
 from kiloword.evaluation.zeroshot import prompts as choosing
 from kiloword.evaluation.zeroshot.bprw import combined
+from kiloword.evaluation.zeroshot.mistakes import SHOWN
 from kiloword.evaluation.zeroshot.page import Class, report
 from kiloword.evaluation.zeroshot.prompts import Images, Prompts, choose, filtered, labelled, least, nearest
 from kiloword.evaluation.zeroshot.task import classifier
@@ -324,7 +326,9 @@ def test_verb_and_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert found["held_out"] == 6
     assert len(weights(found)) == 3
     page = html.read_text()
-    assert page.count("<img") == 3 * 2  # two images of each class
+    images = {part.split("<")[0]: part.count("<img") for part in re.split("<h2[^>]*>", page)[1:]}
+    assert images.pop("Prompts of a, by bprw") == 3 * 2  # two images of each class
+    assert 0 < images["Mistakes"] <= SHOWN
     assert "there is something solid" in page
     main([*words, "--html", str(html)])
     assert "acc1" in html.read_text()

@@ -115,7 +115,7 @@ def test_the_page_of_uncertainty_names_models_where_there_are_several() -> None:
 
 
 def test_plots_of_uncertainty_hold_their_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = plots(monkeypatch, uncertainty_page, "scatter", "box_plot")
+    calls = plots(monkeypatch, uncertainty_page, "scatter", "box_plot", "line_plot")
     levelled = Levelled(torch.tensor([0, 0, 1, 1]), doubles(8, 6, 4, 2), True)
     bins = {"text": Bins(doubles(1, 2), doubles(0.75, 0.25), torch.tensor([12, 10]))}
     more = uncertain(levelled=levelled, true_of=torch.tensor([4, 0, 2, 1]), bins=bins)
@@ -128,15 +128,18 @@ def test_plots_of_uncertainty_hold_their_values(monkeypatch: pytest.MonkeyPatch)
     scattered = [args for name, args in calls if name == "scatter"]
     assert scattered[0][0] == {"pairs": [(1.0, 2.0), (1.0, 4.0), (3.0, 6.0), (3.0, 8.0)]}
     assert scattered[1][0] == {"level 0": [(4.0, 2.0)], "level 1": [(2.0, 6.0), (1.0, 8.0)]}  # none is true of none
-    assert scattered[2][0] == {"Captions": [(1.0, 0.75), (2.0, 0.25)]}
+    (calibrated,) = [args for name, args in calls if name == "line_plot"]
+    assert calibrated[0] == {"Captions": [(1.0, 0.75), (2.0, 0.25)]}
     boxes = [dict(args[0]) for name, args in calls if name == "box_plot"]
     assert [list(box) for box in boxes] == [["0-5", "6-10", "31+"], ["level 0", "level 1"]]
     assert boxes[0]["0-5"] == pytest.approx([2.1, 2.5, 3.0, 3.5, 3.9])
-    assert "Texts: 0-5: 2, 6-10: 1, 31+: 1." in page["Uncertainty by length of the text"].text
-    assert "Texts: level 0: 2, level 1: 2." in page["Uncertainty by level, from general to specific"].text
+    assert "Fewer than 10 texts are dots." in page["Uncertainty by length of the text"].text
     truth = page["Uncertainty by what a caption is true of"].text
     assert "Spearman's correlation: all 0.50, level 1 0.25." in truth
-    assert "Captions in 2 bins of 10 or more. Pearson -0.88" in page["Calibration: uncertainty and accuracy"].text
+    assert (
+        "Captions in 2 bins of 10 or more, with 95% intervals. Pearson -0.88"
+        in page["Calibration: uncertainty and accuracy"].text
+    )
 
 
 def test_inclusion_on_the_page_of_uncertainty(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from PIL import Image, ImageFont
 
 from kiloword import report
 from kiloword.report import overlay as drawing
-from kiloword.report.axes import linear_axis, log_axis, number
+from kiloword.report.axes import linear_axis, log_axis, number, value_axis
 from kiloword.report.overlay import (
     GAP,
     GLOW,
@@ -284,6 +284,55 @@ def test_text_is_a_paragraph_and_empty_sections_are_omitted() -> None:
     assert report.table([], ["a", "b"]) == report.grid([None, ""]) == ""
 
 
+def test_bold_is_the_largest_not_ours() -> None:
+    rows = [["R@1", 0.5, 0.7, 0.1], ["R@5", 0.9, 0.8, 0.2], ["R@10", 1.0, 1.0, None]]
+    html = report.table(rows, ["", "ours", "theirs", "chance"], best_of_row=(1, 2, 3))
+    assert re.findall(r'strong">([^<]*)', html) == ["0.70", "0.90", "1.00", "1.00"][:2]  # a tie of all is nobody's
+    html = report.table(rows, ["", "ours", "theirs", "chance"], best_of_column=(1, 3))
+    assert re.findall(r'strong">([^<]*)', html) == ["0.20", "1.00"]
+    assert "strong" not in report.table(rows[:1], ["", "ours", "theirs", "chance"], best_of_column=(1, 2))
+
+
+def test_small_groups_are_dots_and_boxes_tell_their_number() -> None:
+    boxes = {"two": [1.0, 1.0, 1.5, 2.0, 2.0], "many": [1.0, 2.0, 3.0, 4.0, 5.0], "some": [1.0, 2.0, 3.0, 4.0, 5.0]}
+    counts = {"two": 2, "many": 1600, "some": 400}
+    html = report.box_plot(boxes, "group", "value", counts=counts, few={"two": [1.0, 2.0]})
+    assert html.count('class="line step"') == 2
+    assert len(re.findall(r"h0", html.split('class="dot"')[1].split("/>")[0])) == 2
+    assert all(f">n {count}<" in html for count in ("2", "1,600", "400"))
+    left, right = (
+        [float(x) for x in re.findall(r'class="line step"[^>]*d="M([\d.]+) [\d.]+H([\d.]+)', html)[n]] for n in (0, 1)
+    )
+    assert left[1] - left[0] == pytest.approx(2 * (right[1] - right[0]), rel=1e-2)  # the root of four times as many
+
+
+def test_small_differences_look_small() -> None:
+    axis = value_axis([0.97, 1.0])
+    assert axis.high <= 1.0
+    assert axis.high - axis.low >= 0.25
+    wide = value_axis([1.0, 10.0])
+    assert (wide.low, wide.high) == (linear_axis([1.0, 10.0]).low, linear_axis([1.0, 10.0]).high)
+    assert value_axis([0.0, 0.01]).high == pytest.approx(0.01)
+
+
+def test_plots_that_share_ends_share_axes() -> None:
+    ends = ((0.0, 100.0), (0.0, 10.0))
+    a = report.line_plot({"a": [(0, 1), (50, 2)]}, "step", "loss", ends=ends)
+    b = report.line_plot({"b": [(90, 9), (100, 10)]}, "step", "loss", ends=ends)
+    assert (
+        a.split("<svg viewBox")[0].split("overflow")[0].partition("aria-label")[2].partition(">")[2]
+        == (b.split("<svg viewBox")[0].split("overflow")[0].partition("aria-label")[2].partition(">")[2])
+    )
+
+
+def test_a_signed_page_says_how_it_was_made() -> None:
+    html = report.signed(report.page("t", "i", []), {"Command": "kiloword <b>\u202e", "Model": "", "Version": "1"})
+    footer = html.split("<footer")[1]
+    assert "<dt>Command</dt><dd>kiloword &lt;b&gt;\\u202e</dd><dt>Version</dt><dd>1</dd>" in footer
+    assert "Model" not in footer
+    assert report.signed("x", {"a": ""}) == "x"
+
+
 def test_tables_of_metrics_omit_what_no_model_has() -> None:
     results = {"a": {"acc": 0.12345, "n": 7.0, "gap": -0.5}, "b": {"acc": 1.0}}
     names = {"acc": "accuracy", "other": "another", "gap": "difference", "n": "images"}
@@ -292,8 +341,10 @@ def test_tables_of_metrics_omit_what_no_model_has() -> None:
         [["accuracy", "0.123", "1.000"], ["difference", "-0.500", None], ["images", "7", None]], ["metric", "a", "b"]
     )
     assert "word" not in html  # negative numbers stand right, as others
-    assert report.metric_table(results, names, form=".1f", by_model=True, strong=1) == report.table(
-        [["a", "0.1", "-0.5", "7.0"], ["b", "1.0", None, None]], ["", "accuracy", "difference", "images"], strong=1
+    assert report.metric_table(results, names, form=".1f", by_model=True, best=["acc"]) == report.table(
+        [["a", "0.1", "-0.5", "7.0"], ["b", "1.0", None, None]],
+        ["", "accuracy", "difference", "images"],
+        best_of_column=[1],
     )
     assert report.metric_table(results, {"other": "another"}) == ""
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from kiloword.evaluation.command import number
 from kiloword.evaluation.task import Results
-from kiloword.report import card, page, section, table
+from kiloword.report import card, page, remark, section, table
 from kiloword.report.images import Pixels
 from kiloword.report.overlay import covered
 
@@ -67,7 +67,7 @@ def _numbers(metrics: Results, mask: str) -> Iterator[str]:
     yield table(rows, ["L1", *NAMES.values(), "mean colour seen", "mean image"], digits=4)
     for model, values in metrics.items():
         if warning := worse_than_flat(values, mask):
-            yield f"{model}: {warning}"
+            yield remark(f"{model}: {warning}")
     if mask == "attentive" and len(metrics) > 1:
         yield "Each model masks the patches that it finds most similar to the caption: compare models by random masks."
     pairs = [(m, values, other) for m, values in metrics.items() for other in ("wrong", "none")]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,12 +11,12 @@ from kiloword.checkpoint.model_folder import model_files, read_model_file
 from kiloword.checkpoint.trust import Trust
 from kiloword.distributed.device import choose
 from kiloword.distributed.sharing import is_first, together
-from kiloword.evaluation.command import Execution, labels, opened
+from kiloword.evaluation.command import Execution, labels, made_by, opened
 from kiloword.evaluation.suite import Output, Suite, read_suite
 from kiloword.evaluation.suite.outcomes import Outcome, averages, outcomes
 from kiloword.evaluation.suite.output import as_csv, as_json, lines, problems, report
 from kiloword.evaluation.suite.run import evaluate_all
-from kiloword.report import write
+from kiloword.report import signed, write
 from kiloword.terminal import say
 from kiloword.terminal.progress import showing_progress
 
@@ -52,12 +52,13 @@ def main(
             execution = replace(execution, trust=Trust(named=named_method, trust_code=trust.trust_code))
         if not is_first():
             return
-        _write(suite, data, every, named, output)
+        _write(suite, data, every, dict(zip(named, models, strict=True)), output)
     if any(one.state == "failed" for one in every):
         raise SystemExit(1)
 
 
-def _write(suite: Suite, data: Path, every: Sequence[Outcome], models: Sequence[str], output: Output) -> None:
+def _write(suite: Suite, data: Path, every: Sequence[Outcome], folders: Mapping[str, str], output: Output) -> None:
+    models = list(folders)
     means = averages(suite, every, models)
     say(*lines(every, means, models))
     if output.json is not None:
@@ -65,4 +66,5 @@ def _write(suite: Suite, data: Path, every: Sequence[Outcome], models: Sequence[
     if output.csv is not None:
         write_atomic(output.csv, as_csv(every, means, models))
     if output.html is not None:
-        write(output.html, report(suite, data, every, means, models))
+        facts = made_by(list(folders.values()), str(data))
+        write(output.html, signed(report(suite, data, every, means, models), facts))

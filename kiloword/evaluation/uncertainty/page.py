@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kiloword.evaluation.calibration import Bins
+from kiloword.evaluation.calibration import Bins, half_widths
 from kiloword.evaluation.task import Results
 from kiloword.evaluation.uncertainty.data import QUANTILES, Levelled, buckets
 from kiloword.evaluation.uncertainty.inclusion import InclusionAnswers
@@ -24,6 +24,7 @@ from kiloword.report import (
     distribution,
     grid,
     heading,
+    line_plot,
     metric_table,
     page,
     percent,
@@ -35,7 +36,7 @@ from kiloword.report import (
 )
 from kiloword.report.images import Pixels
 from kiloword.report.page import Section
-from kiloword.report.plots import Dots
+from kiloword.report.plots import FEW, Dots
 
 PageData = Mapping[str, Any]
 """What `shown.drawn` returns."""
@@ -144,10 +145,11 @@ def _boxes(groups: Mapping[str, Tensor], x_label: str) -> Iterator[str]:
     if groups:
         scale, label = readable_unit(torch.cat(list(groups.values())))
         boxes = {name: np.percentile((each * scale).numpy(), QUANTILES).tolist() for name, each in groups.items()}
-        yield box_plot(boxes, x_label, label)
-        counts = ", ".join(f"{name}: {len(each):,}" for name, each in groups.items())
+        few = {name: (each * scale).tolist() for name, each in groups.items() if len(each) < FEW}
+        yield box_plot(boxes, x_label, label, counts={name: len(each) for name, each in groups.items()}, few=few)
         yield (
-            f"A box holds the middle half, its line is the median, its whiskers reach from 5% to 95%. Texts: {counts}."
+            "A box holds the middle half, its line is the median, its whiskers reach from 5% to 95%; its width grows "
+            f"with the root of the number n of texts. Fewer than {FEW} texts are dots."
         )
 
 
@@ -174,10 +176,11 @@ def _calibration(values: Mapping[str, float], name: str, bins: Bins) -> Html:
     what, y_label = _KINDS[name]
     scale, label = readable_unit(bins.uncertainty)
     points = list(zip((bins.uncertainty * scale).tolist(), bins.right.tolist(), strict=True))
+    plot = line_plot({what: points}, label, y_label, spread={what: half_widths(bins).tolist()})
     rates = {kind: values.get(f"calibration_{name}_{kind.lower()}") for kind in ("Pearson", "Spearman")}
     words = ", ".join(f"{kind} {rate:.2f}" for kind, rate in rates.items() if rate is not None)
-    summary = f"{what} in {len(points)} bins of {int(bins.counts.min()):,} or more. {words}".strip()
-    return Html(f"<div>{stack(summary, scatter({what: points}, label, y_label, joined=True))}</div>")
+    summary = f"{what} in {len(points)} bins of {int(bins.counts.min()):,} or more, with 95% intervals. {words}".strip()
+    return Html(f"<div>{stack(summary, plot)}</div>")
 
 
 def _matched(values: Mapping[str, float], h: Tensor | None) -> Iterator[str]:

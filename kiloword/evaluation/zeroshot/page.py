@@ -12,8 +12,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kiloword.evaluation.calibration import half_width
 from kiloword.evaluation.task import Results
 from kiloword.evaluation.zeroshot import PRECISION
+from kiloword.evaluation.zeroshot.mistakes import classes_table, confusions, gallery
 from kiloword.report import card, distribution, grid, metric_table, page, section, table
 
 if TYPE_CHECKING:
@@ -41,6 +43,7 @@ VALUES = {  # columns of the first table: metric -> heading
     "entropy": "entropy",
     "entropy_uniform": "if uniform",
 }
+HIGHER = ("acc1", "acc5", "mean_per_class_recall", "mean_average_precision", "mean_average_precision_11")
 
 
 @dataclass
@@ -107,12 +110,37 @@ def report(metrics: Results, data: str, shown: Mapping[str, Mapping[str, Any]]) 
         intro += " Weights of a class's prompts sum to 1."
     if any("entropy" in values for values in metrics.values()):
         intro += " Entropies are in nats."
-    accuracy = metric_table(metrics, VALUES, whole=["held_out"], by_model=True, first="model", strong=1)
-    prompts = [section(f"Prompts of {m}, by {more['way']}", *_weights(**more)) for m, more in weighted.items()]
+    accuracy = metric_table(metrics, VALUES, whole=["held_out"], by_model=True, first="model", best=HIGHER)
+    prompts = [
+        section(f"Prompts of {m}, by {more['way']}", *_weights(more["way"], more["classes"]))
+        for m, more in weighted.items()
+    ]
     groups = metric_table(metrics, _named(metrics, r"acc_.*|F1.*|(attribute|object)_acc1"))
     by_class = metric_table(metrics, _named(metrics, f"{PRECISION}.*"))
-    parts = [section("Accuracy", accuracy), section("Groups and parts", groups), section("Average precision", by_class)]
+    parts = [section("Accuracy", *_sample_sizes(shown), accuracy), section("Groups and parts", groups)]
+    parts.append(section("Average precision", by_class))
+    for model, more in shown.items():
+        if "confusion" in more:
+            of = f", {model}" if len(shown) > 1 else ""
+            parts.append(section(f"Classes{of}", *classes_table(more["names"], more["confusion"])))
+            parts.append(section(f"Confusions{of}", *confusions(more["names"], more["confusion"])))
+            about = "Mistakes whose class is furthest above the true one, by score." if more["mistakes"] else ""
+            parts.append(section(f"Mistakes{of}", about, gallery(more["mistakes"])))
     return page("Zero-shot classification by prompts", intro, [*parts, *prompts])
+
+
+def _sample_sizes(shown: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """Right images of each model, with the interval that their number leaves, and what chance would give."""
+    for model, more in shown.items():
+        if "confusion" in more:
+            confusion = more["confusion"]
+            n, classes = int(confusion.sum()), len(more["names"])
+            right = int(confusion.trace())
+            half = float(half_width(right / n, n))
+            yield (
+                f"{model}: {right:,} of {n:,} images are right, {right / n:.1%} ± {half:.1%} (95% interval); chance "
+                f"among {classes:,} classes is {1 / classes:.1%}."
+            )
 
 
 def _named(metrics: Results, pattern: str) -> dict[str, str]:

@@ -26,6 +26,7 @@ from kiloword.evaluation.retrieval.relevance import Score
 from kiloword.evaluation.task import Inputs, Values
 from kiloword.evaluation.zeroshot import PRECISION, PromptOptions, Way, ZeroshotTaskOptions
 from kiloword.evaluation.zeroshot.bprw import combined
+from kiloword.evaluation.zeroshot.mistakes import Predictions, mistakes
 from kiloword.evaluation.zeroshot.page import drawn
 from kiloword.evaluation.zeroshot.prompts import (
     ROWS,
@@ -156,27 +157,33 @@ def run(inputs: Inputs, options: ZeroshotTaskOptions) -> Values:
     names, prompt_templates = all_classes.names, templates_of(source, options.classnames, options.templates)
     options.check()
     if prompts == "ensemble":
-        tally = Tally(options, names)
+        tally, seen = Tally(options, names), Predictions()
         classes = classifier(matcher.model, matcher.tokenizer, names, prompt_templates, options.prompt_options)
-        yield from zeroshot(score, _noted(labelled(inputs, classes=all_classes), tally), classes, tally)
+        parts = _noted(labelled(inputs, classes=all_classes), tally, seen)
+        yield from zeroshot(score if inputs.shown is None else seen.scoring(score), parts, classes, tally)
+        if inputs.shown is not None:
+            inputs.shown.update(mistakes(matcher, source, seen, names))
         return
     captions, class_prompts = encoded(matcher, names, prompt_templates)
     check_gaussians(class_prompts.texts, prompts, options.prompt_options)
     images = encoded_images(inputs, all_classes)
     chosen = chosen_by(matcher, prompts, class_prompts, images, options.prompt_options)
     rest = images.without(chosen.taken)
-    yield from judged(score, rest, chosen.classes)
+    seen = Predictions()
+    yield from judged(score if inputs.shown is None else seen.scoring(score), rest, chosen.classes, seen)
     ensemble = chosen_by(matcher, "ensemble", class_prompts, rest, PromptOptions())
     yield from ((f"ensemble_{name}", value) for name, value in judged(score, rest, ensemble.classes))
     yield from values(prompts, chosen, class_prompts, captions)
     if inputs.shown is not None:
         inputs.shown.update(drawn(matcher, source, prompts, chosen, class_prompts, images, captions))
+        inputs.shown.update(mistakes(matcher, source, seen, names))
 
 
-def _noted(parts: Iterable[Seen], tally: Tally) -> Iterator[tuple[Features, Tensor]]:
-    """Features and labels of batches, after the tally has seen them."""
+def _noted(parts: Iterable[Seen], tally: Tally, seen: Predictions) -> Iterator[tuple[Features, Tensor]]:
+    """Features and labels of batches, after tally and predictions have noted them."""
     for part in parts:
         tally.see(part.infos)
+        seen.note(part.rows, part.labels)
         yield part.images, part.labels
 
 
@@ -203,10 +210,18 @@ def chosen_by(matcher: Matcher, way: Way, class_prompts: Prompts, images: Images
         return choose(way, matcher.model.head, matcher.score, class_prompts, images, options)
 
 
-def judged(score: Score, images: Images, classes: Features) -> Iterator[tuple[str, float]]:
+def judged(
+    score: Score, images: Images, classes: Features, seen: Predictions | None = None
+) -> Iterator[tuple[str, float]]:
     """`zeroshot` of images in memory."""
-    parts = chunks(len(images.rows), ROWS)
-    yield from zeroshot(score, ((rows(images.images, p), images.labels[p]) for p in parts), classes)
+
+    def batches() -> Iterator[tuple[Features, Tensor]]:
+        for part in chunks(len(images.rows), ROWS):
+            if seen is not None:
+                seen.note(images.rows[part], images.labels[part])
+            yield rows(images.images, part), images.labels[part]
+
+    yield from zeroshot(score, batches(), classes)
 
 
 def encoded_images(inputs: Inputs, classes: Classes) -> Images:

@@ -83,7 +83,7 @@ def _methods(results: PhotoResults) -> Iterator[str]:
     for side, name in SIDES.items():
         rows = [[m.name, *(m.retrieval[f"{side}_recall@{k}"] for k in KS), _seconds(m)] for m in methods]
         header = ["method", *(f"R@{k}" for k in KS), "seconds"]
-        yield report.table(rows, header, caption=name.capitalize(), digits=3, strong=1)
+        yield report.table(rows, header, caption=name.capitalize(), digits=3, best_of_column=range(1, len(KS) + 1))
     yield (
         f"R@k: a right answer is among the first k of {f.val_photos:,} photos or {f.val_captions:,} captions. Seconds "
         "are those of training; the frozen tokens were extracted before, "
