@@ -108,8 +108,9 @@ parameters and features (`gpu.py`). `python bench/plan.py` compares with real st
 gradients and optimizer states (exact), activations (within 0.1% without checkpointing, 6% with it) and the peak (within
 15%); `bench/gpu.sh plan` on a GPU.
 
-What is not in it: data loading (`kiloword data stats` and the run's own log say how fast that is), evaluation, a frozen
-tower, `--compile` (which keeps less), the network's latency, stragglers and failures. The utilisation is an
+What is not in it: data loading (`kiloword data stats` and the run's own log say how fast that is), evaluation,
+`--freeze` (but trunks, `--image-tower` and `--text-tower`, are taken as frozen), LoRA, dropped patches, stored tokens,
+`--compile` (which keeps less), the network's latency, stragglers and failures. The utilisation is an
 assumption, not a forecast: the last table shows that public runs reach far less. The network between nodes is a guess
 by card (`kiloword/planning/request.py`); set yours with `--bandwidth`.
 """

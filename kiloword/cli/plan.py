@@ -10,6 +10,7 @@ from kiloword.cli.papers import towers_flag
 from kiloword.cli.words import MethodCommand, method_command, values_of
 from kiloword.config import recipes
 from kiloword.config.papers import NamedRecipe, fill
+from kiloword.config.recipes import Recipe
 from kiloword.methods.defaults import default_recipe
 from kiloword.planning.request import Plan, card, check
 
@@ -41,11 +42,14 @@ def _plan(command: MethodCommand) -> Plan:
     """The defaults that the size implies, its towers and optimizer, or those of --recipe or --config."""
     named_recipe, flags = command.recipe, command.flags
     size, named = (values_of(flags, "--size") or (None,))[0], recipes.sizes()
-    size = size or (named_recipe.value("size", Plan().size) if named_recipe else Plan().size)
+    towers = tuple((values_of(flags, flag) or ("",))[0] for flag in ("--image-tower", "--text-tower"))
+    usual = "top" if any(towers) else Plan().size
+    size = size or (named_recipe.value("size", usual) if named_recipe else usual)
     if size not in named:
         raise ValueError(f"unknown size {size!r}: expected one of {', '.join(named)}.")
     if named_recipe is None:
-        return Plan(size=size, model=named[size], optim=default_recipe("", size).optim)
+        recipe = _on_towers(default_recipe("", size), towers)
+        return Plan(size=size, model=recipe.model, optim=recipe.optim)
     recipe = replace(default_recipe("", size), batch=Plan().batch)
     recipe = fill(recipe, named_recipe, towers=not towers_flag(named_recipe, values_of(flags, "--size"), ()))
     facts = {name: value.value for name, value in named_recipe.facts.items() if name in ("gpus", "gpu", "captions")}
@@ -53,6 +57,15 @@ def _plan(command: MethodCommand) -> Plan:
     whole = Plan(size=size, batch=recipe.batch, samples=_samples(named_recipe, recipe.batch), model=recipe.model)
     defaults: dict[str, Any] = {"optim": recipe.optim, **precision, **facts}
     return replace(whole, **defaults)
+
+
+def _on_towers(recipe: Recipe, towers: Sequence[str]) -> Recipe:
+    """The recipe with towers of other libraries. Raises: ValueError as `training.start.with_towers`."""
+    if not any(towers):
+        return recipe
+    from kiloword.training.start import with_towers
+
+    return with_towers(recipe, *towers)
 
 
 def _samples(recipe: NamedRecipe, batch: int) -> float:

@@ -15,7 +15,7 @@ from kiloword.methods.method import Method
 from kiloword.model.blocks import STACKED
 from kiloword.planning.gpu import EXPOSED, Layout, Share, memory, traffic
 from kiloword.planning.request import NODE, Card, Plan
-from kiloword.planning.simulation import PAIRS, MicroBatch, PairLoss, Simulation
+from kiloword.planning.simulation import PAIRS, TRUNK, MicroBatch, PairLoss, Simulation
 from kiloword.training.learner import Learner
 from kiloword.training.optimizer import groups
 from kiloword.types import Batch, Features, Texts
@@ -79,7 +79,7 @@ def step_of(share: Share, layout: Layout) -> Step:
 
 
 def _group(part: str, more: list[str]) -> str:
-    if part in ("image tower", "text tower"):
+    if part.removesuffix(TRUNK) in ("image tower", "text tower"):
         return "towers"
     return "head" if part == "head" else "decoders" if part in more else "terms"
 

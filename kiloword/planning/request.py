@@ -48,20 +48,23 @@ class Plan(BaseSettings):
       kiloword plan siglip --size b16 --gpus 8 --batch 8192 --samples 1e9 --gpu h100
       kiloword plan llip --size g14 --gpus 256 --batch 32768 --samples 12.8e9 --gpu a100-80 --settings.k 64
       kiloword plan --recipe llip-l14 --gpus 64
+      kiloword plan siglip --image-tower efficientnet-lite0 --text-tower minilm --samples 1e7
       kiloword plan sycoca --size b16 --gpus 16 --batch 2048 --samples 2.4e8 --gpu custom --flops 400 --memory 64
     """
 
     common: ClassVar[dict[str, str]] = {
         "recipe": "recipe config",
         "length": "samples batch tokens captions",
-        "model": "size teacher",
+        "model": "size image-tower text-tower teacher",
         "loss": "transforms positives pair-loss pooling uncertainty terms",
         "hardware": "gpus gpu flops memory bandwidth utilisation",
         "execution": "parallel checkpointing micro chunk precision",
         "results": "json",
     }
 
-    size: str = setting("b16", "size of the towers (`kiloword sizes` lists them)")
+    size: str = setting("b16", "size of the towers (`kiloword sizes` lists them); on a tower of another library: top")
+    image_tower: str = setting("", "image tower of another library, frozen, as in `train`")
+    text_tower: str = setting("", "text tower of another library, frozen, as in `train`")
     gpus: int = setting(1, "number of GPUs", 1)
     batch: int = setting(1024, "images in a step, over all GPUs", 1)
     samples: Annotated[float, arg(help_behavior_hint="(required)")] = setting(

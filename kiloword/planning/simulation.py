@@ -34,7 +34,7 @@ from kiloword.training.compilation import recomputed_blocks, replace_forward
 from kiloword.training.learner import learner_of
 from kiloword.types import Batch, Encoded, Features
 
-PAIRS = "pair loss"
+PAIRS, TRUNK = "pair loss", " (trunk)"
 NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 
 
@@ -128,6 +128,8 @@ class Simulation:
         self.weights = {storage_of(x) for x in (*self.learner.parameters(), *self.learner.buffers())}
         for name, tower in (("image tower", model.image_tower), ("text tower", model.text_tower)):
             self._name(tower, lambda part, name=name: f"{name} ({part})" if part else name)
+            if isinstance(below := getattr(tower, "trunk", None), nn.Module):
+                self._name(below, lambda _, name=name: f"{name}{TRUNK}")
         for name, part in (*model.more.items(), *self.learner.terms.items()):
             self._name(part, lambda _, name=name: name.replace("_", " "))
         for block in recomputed_blocks(model):

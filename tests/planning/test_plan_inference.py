@@ -14,6 +14,7 @@ from kiloword.cli.main import main
 from kiloword.cli.plan import planner_of
 from kiloword.config.recipes import sizes
 from kiloword.model.model import build
+from kiloword.model.trunks.lite import EfficientNetLite
 from kiloword.planning.advice import CLASSES
 from kiloword.types import Texts
 
@@ -62,3 +63,26 @@ def test_contextual_pooling_costs_more(tmp_path: Path, capsys: pytest.CaptureFix
 def test_the_image_is_that_of_the_sizes() -> None:
     planner = planner_of(["clip", "--size", "rn50-plain", "--samples", "1e6", "--batch", "2", "--gpu", "cpu"])
     assert planner.inference["image"][0] == pytest.approx(image_flops(sizes()["rn50-plain"]), rel=0.01)
+
+
+@pytest.mark.slow
+def test_a_frozen_trunk_runs_forward_alone() -> None:
+    """`plan --image-tower`: the trunk's FLOP as torch counts them; no backward pass, gradient or optimizer state."""
+    words = [*WORDS[2:], "--image-tower", "efficientnet-lite0", "--optim.name", "adamw"]
+    planner = planner_of(["siglip", *words])
+    assert planner.plan.size == "top"
+    trunk = EfficientNetLite("efficientnet-lite0")
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        trunk.eval()(torch.zeros(1, 3, 224, 224))
+    micro = planner.micro_batch(4)
+    assert micro.forward["image tower (trunk)"] == 4 * counter.get_total_flops()
+    assert micro.backward["image tower (trunk)"] == 0
+    frozen = sum(p.numel() for p in trunk.parameters())
+    trained = sum(p.numel() for p in planner.learner.parameters() if p.requires_grad)
+    assert trained == sum(p.numel() for p in planner.learner.parameters()) - frozen
+
+
+def test_a_tower_that_cannot_be_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "siglip", *WORDS[2:], "--image-tower", "efficientnet-lite1"])
+    assert "unknown tower 'efficientnet-lite1'" in capsys.readouterr().err

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,14 @@ def quiet(library: Any) -> Iterator[None]:
         library.logging.set_verbosity(before)
         if bars:
             library.logging.enable_progress_bar()
+
+
+def unfilled() -> AbstractContextManager[None]:
+    """Models of transformers that are made inside get no initial values: kiloword draws its own, by name."""
+    version_5 = importlib.util.find_spec("transformers.initialization") is not None
+    module = importlib.import_module(f"transformers.{'initialization' if version_5 else 'modeling_utils'}")
+    none: AbstractContextManager[None] = module.no_init_weights()
+    return none
 
 
 def kept(config: dict[str, Any]) -> dict[str, Any]:

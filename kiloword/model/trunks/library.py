@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from kiloword.errors import suggestion
-from kiloword.model.trunks.libraries import check_numbers, kept, torchvision_ready, transformers
+from kiloword.model.trunks.libraries import check_numbers, kept, torchvision_ready, transformers, unfilled
 from kiloword.model.trunks.trunk import Trunk
 
 HF_TYPES = ("vit", "dinov2", "dinov2_with_registers", "siglip_vision_model", "clip_vision_model")
@@ -119,7 +119,8 @@ class HfVision(LibraryTrunk):
         library = transformers()
         made = library.AutoConfig.for_model(**kept(dict(config)))
         more = {"add_pooling_layer": False} if kind == "vit" else {}
-        self.net = library.AutoModel.from_config(made, trust_remote_code=False, **more)
+        with unfilled():
+            self.net = library.AutoModel.from_config(made, trust_remote_code=False, **more)
         self.size = int(made.image_size)
         self.prefix = int(kind != "siglip_vision_model") + int(getattr(made, "num_register_tokens", 0))
         self.only_floats()
