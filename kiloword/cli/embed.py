@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from tyro.conf import Positional, arg
 
@@ -56,17 +56,27 @@ def embed(
         augment: of tokens: augmentation of the images.
         seed: of tokens: seed of the augmentation.
     """
+    common: dict[str, Any] = {
+        "model": model,
+        "data": data,
+        "out": out,
+        "extra_captions": extra_captions,
+        "batch": batch,
+        "workers": workers,
+        "device": device,
+        "precision": precision,
+        "dtype": dtype,
+        "trust": trust,
+    }
     if tokens:
         from kiloword.features.token_command import main as run_tokens
 
         if name != "teacher" or resize is not None:
             raise ValueError("--name and --resize are for features, not for tokens: omit them, or --tokens.")
-        run_tokens(
-            model, data, out, extra_captions, batch, workers, device, precision, dtype, trust, views, augment, seed
-        )
+        run_tokens(**common, views=views, augment=augment, seed=seed)
         return
     if dtype == "int8" or views != 1 or augment != AUGMENT or seed:
         raise ValueError("--dtype int8, --views, --augment and --seed are for tokens: add --tokens, or omit them.")
     from kiloword.features.extract import main as run
 
-    run(model, data, out, name, extra_captions, batch, workers, device, precision, dtype, trust, resize)
+    run(**common, name=name, resize=resize)

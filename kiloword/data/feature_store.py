@@ -103,7 +103,12 @@ class KeyedStore(Generic[OnePart]):
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
         if not (self.path / TABLE).is_file():
-            raise ValueError(f"{path} is no {self.what}: it has no {TABLE}. Make one by `kiloword embed`.")
+            kinds = [kind for kind in ("image", "text") if (self.path / f"{kind}s" / TABLE).is_file()]
+            flags = " and ".join(f"--{kind}-features" for kind in kinds)
+            holds = f"it has tokens of a tower, which {flags} take{'s' * (len(kinds) == 1)}" if kinds else ""
+            raise ValueError(
+                f"{path} is no {self.what}: {holds or f'it has no {TABLE}'}. Make one by `kiloword embed`."
+            )
         self.file = self.read_settings(self.path / TABLE)
         self._open()
 

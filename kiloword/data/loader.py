@@ -24,7 +24,7 @@ from kiloword.data.steps import in_order
 from kiloword.data.text.eda import drop_words
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.data.token_join import TokenizerWithTokens, WithTokens, check_tokenizer
-from kiloword.data.token_store import ImageTokens, TextTokens, check_alike, served
+from kiloword.data.token_store import ImageTokens, TextTokens, augmented_first, check_alike, served
 from kiloword.randomness import Draw, key
 from kiloword.types import BadSample, Batch, Example, Skipped, Source, Transform
 
@@ -105,7 +105,7 @@ class Loader:
         if self.image_tokens:
             if self.train and (unfit := [reason for t in self.transforms if (reason := getattr(t, "pixels", None))]):
                 raise ValueError(unfit[0])
-            self.image_tokens = served(self.image_tokens, self.source)
+            self.image_tokens = served(augmented_first(self.image_tokens, self.data.augment), self.source)
             check_alike(self.image_tokens, self.data.augment)
             self.source = WithTokens(self.source, self.image_tokens, lean=True)
         if self.text_tokens:

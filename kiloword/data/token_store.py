@@ -185,6 +185,8 @@ class _TokenStore(KeyedStore[AnyPart], Generic[AnyPart]):
         inside, other = Path(folder) / self.kind, Path(folder) / ("texts" if self.kind == "images" else "images")
         if not (inside / TABLE).is_file():
             holds = f"it has tokens of {other.name} alone" if (other / TABLE).is_file() else "it has none"
+            if (Path(folder) / TABLE).is_file():
+                holds = "it has features of whole images and captions, which --features takes"
             raise ValueError(
                 f"{folder} holds no tokens of {self.kind}: {holds}. Make them by `kiloword embed TOWER --data SRC "
                 f"--out {folder} --tokens`."
@@ -311,6 +313,12 @@ def as_evaluated(stores: Sequence[ImageTokens]) -> list[ImageTokens]:
     """The stores whose images are as in evaluation: without augmentation."""
     usual = of_images(AugmentConfig())
     return [store for store in stores if of_images(store.file.augment) == usual]
+
+
+def augmented_first(stores: Sequence[ImageTokens], augment: AugmentConfig) -> list[ImageTokens]:
+    """The stores whose images a run augments so, then the others; each in their order."""
+    wanted = of_images(augment)
+    return sorted(stores, key=lambda store: of_images(store.file.augment) != wanted)
 
 
 def check_alike(stores: Sequence[ImageTokens], augment: AugmentConfig) -> None:

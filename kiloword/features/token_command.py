@@ -19,7 +19,7 @@ from kiloword.data.token_store import Dtype, ImageTokens, Kind, TextTokens, in_w
 from kiloword.distributed.device import choose
 from kiloword.distributed.sharing import together
 from kiloword.features.tables import ProgressReport
-from kiloword.features.token_runs import trunk_of
+from kiloword.features.token_runs import is_model_folder, trunk_of
 from kiloword.features.tokens import TokenOptions, embed_tokens
 from kiloword.interop import text_towers, towers
 from kiloword.methods.registry import preset
@@ -28,7 +28,7 @@ from kiloword.terminal import say
 
 
 def main(
-    tower: str,
+    model: str,
     data: Sequence[str],
     out: Path,
     extra_captions: Sequence[str] = (),
@@ -42,16 +42,19 @@ def main(
     augment: AugmentConfig | None = None,
     seed: int = 0,
 ) -> None:
-    """Run and print `kiloword embed --tokens`. Ranks of torchrun share the rows. Errors: see `embed_tokens`."""
+    """Run and print `kiloword embed --tokens`. Ranks of torchrun share the rows.
+
+    Args: model: a tower, or a model folder that has one; see `kiloword.cli.embed`. Errors: see `embed_tokens`.
+    """
     for name, value in (("--batch", batch), ("--views", views)):
         if value < 1:
             raise ValueError(f"{name} is {value}: expected at least 1.")
     device, augment = choose(device), augment or AugmentConfig()
     check(augment, prefix="--augment.")
     with together(device):
-        model, tokenizer, message = open_tower(tower, trust)
-        model = model.to(device)
-        size = model.config.image.size
+        opened, tokenizer, message = open_tower(model, trust)
+        opened = opened.to(device)
+        size = opened.config.image.size
         workers = workers_of(workers, device, image_bytes(batch * views, size))
         announce(device, precision, "on every device, unless given", workers)
         report = ProgressReport(sys.stderr)
@@ -59,11 +62,11 @@ def main(
             report.say(message)
         source = open_data(DataConfig(sources=tuple(data), extra_captions=tuple(extra_captions)), size)
         options = TokenOptions(views, augment, seed, dtype, precision, batch, workers)
-        kinds: list[Kind] = [kind for kind in ("images", "texts") if trunk_of(model, kind) is not None]
+        kinds: list[Kind] = [kind for kind in ("images", "texts") if trunk_of(opened, kind) is not None]
         if kinds == ["texts"] and (views > 1 or augment != AugmentConfig()):
-            raise ValueError(f"{tower} reads texts, which --views and --augment do not change: omit them.")
+            raise ValueError(f"{model} reads texts, which --views and --augment do not change: omit them.")
         for kind in kinds:
-            store = embed_tokens(model, tokenizer, kind, source, out, options, tower, report)
+            store = embed_tokens(opened, tokenizer, kind, source, out, options, model, report)
             if store is not None:
                 say(f"{out}: {in_numbers(store)}")
 
@@ -81,14 +84,16 @@ def open_tower(tower: str, trust: Trust = NONE) -> tuple[Model, Tokenizer | None
     """A model with the towers of other libraries that the user named, its tokenizer, and a message about the weights.
 
     Args: tower: as `--image-tower` or `--text-tower` of train take it, or a model folder.
-    Raises: ValueError for a tower that does not exist, and for a model folder without such towers.
+    Raises: ValueError for a tower that does not exist or whose weights are not named, and for a model folder without
+    such towers.
     """
     folder = Path(tower).expanduser()
-    if folder.is_dir():
+    if is_model_folder(tower):
         loaded = load_model(folder, trust=trust)
         if trunk_of(loaded[0], "images") is None and trunk_of(loaded[0], "texts") is None:
             raise ValueError(f"{tower} has no tower of another library: omit --tokens for features of its own towers.")
         return *loaded, ""
+    towers.check_weights_named(tower)
     config, errors = sizes()["top"], list[ValueError]()
     tokenizer: Tokenizer | None = None
     try:

@@ -12,9 +12,17 @@ from kiloword.config.recipes import Recipe
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.data.token_join import TokenizerWithTokens, WithTokens, check_tokenizer
 from kiloword.data.token_store import LATER, ImageTokens, Kind, TextTokens, as_evaluated, in_words, opened, served
+from kiloword.interop import text_towers
+from kiloword.interop.towers import LITES
 from kiloword.model.model import Model
 from kiloword.model.trunks.trunk import Trunk
 from kiloword.types import Source
+
+
+def is_model_folder(tower: str) -> bool:
+    """Whether a tower as a user writes it is a model folder: a folder, unless it is called as a tower is."""
+    names = (*LITES, *text_towers.KINDS, "timm", "open_clip")
+    return tower.partition(":")[0] not in names and Path(tower).expanduser().is_dir()
 
 
 def trunk_of(model: Model, kind: Kind) -> Trunk | None:
@@ -46,9 +54,10 @@ def check_trunk(model: Model, stores: Sequence[ImageTokens] | Sequence[TextToken
         file, folder = store.file, store.path.parent
         trunk = trunk_of(model, file.kind)
         if trunk is None:
+            add = f"--init {file.tower}" if is_model_folder(file.tower) else f"--{file.kind[:-1]}-tower {file.tower}"
             raise ValueError(
-                f"{folder} has tokens of {file.tower}, but the model's own tower takes {file.kind}: add "
-                f"--{file.kind[:-1]}-tower {file.tower}, or omit --{file.kind[:-1]}-features."
+                f"{folder} has tokens of {file.tower}, but the model's own tower takes {file.kind}: add {add}, or omit "
+                f"--{file.kind[:-1]}-features."
             )
         config = model.config.image if file.kind == "images" else model.config.text
         if config.trunk.width != file.width or (weights and trunk_digest(model, file.kind) != file.trunk):
@@ -78,7 +87,7 @@ def towers_of(images: Sequence[str], texts: Sequence[str]) -> tuple[str, str]:
     """
     image = opened(images, ImageTokens)[0].file.tower if images else ""
     text = opened(texts, TextTokens)[0].file.tower if texts else ""
-    return "" if Path(image).is_dir() else image, "" if Path(text).is_dir() else text
+    return "" if is_model_folder(image) else image, "" if is_model_folder(text) else text
 
 
 def on_tokens(recipe: Recipe, images: Sequence[str], texts: Sequence[str]) -> Recipe:

@@ -7,6 +7,7 @@ import io
 import json
 import pickle
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +19,23 @@ from safetensors.torch import load_file
 import kiloword.training.loop as loop
 from kiloword.cli.main import main
 from kiloword.config.recipes import AugmentConfig, LoraConfig, Recipe, TextConfig
+from kiloword.data.feature_store import FeatureStore
 from kiloword.data.images.augmentation import TrainTransform
 from kiloword.data.sources.open import open_source
 from kiloword.data.token_join import TokenizerWithTokens
 from kiloword.data.token_store import ImageTokens, TextTokens, quantised, restored
+from kiloword.features import token_runs
 from kiloword.features.tables import ProgressReport
+from kiloword.features.token_command import open_tower
 from kiloword.features.tokens import TokenOptions, embed_tokens
+from kiloword.interop import text_towers
 from kiloword.methods.defaults import default_recipe
 from kiloword.model.encoding import inference
 from kiloword.randomness import Draw
+from kiloword.training import compilation
 from kiloword.training.log import read_metrics
 from kiloword.training.loop import RunOptions, train
-from kiloword.types import Record
+from kiloword.types import BadSample, Record
 from tiny_trunks import JITTER, KINDS, SCENES, SIZE, TinyTrunk, recipe, stored, tiny_trunks, trunks_of
 
 __all__ = ["tiny_trunks"]
@@ -193,6 +199,94 @@ def test_wrong_stores_are_refused(tmp_path: Path) -> None:
     plain = replace(recipe(steps=2).data, image_features=good.data.image_features)
     own = replace(default_recipe("siglip", "debug", (SCENES,)), steps=2, batch=16, data=plain)
     assert "but the model's own tower takes images: add --image-tower tiny" in refused(own, out)
+
+
+@pytest.mark.parametrize("plain_first", [True, False])
+def test_training_reads_augmented_stores_whatever_their_order(tmp_path: Path, plain_first: bool) -> None:
+    run = recipe(steps=4)
+    views, plain = stored(run, tmp_path / "v", views=2), tmp_path / "p"
+    stored(recipe(augment=AugmentConfig()), plain, ["images"])
+    folders = [str(plain), str(views)] if plain_first else [str(views), str(plain)]
+    found = token_runs.on_tokens(recipe(steps=4, augment=AugmentConfig()), folders, [])
+    assert found.data.augment == JITTER
+    data = replace(found.data, text_features=(str(views),))
+    train(replace(found, data=data), tmp_path / "run", options=QUIET)
+    train(on_tokens(run, views), tmp_path / "one", options=QUIET)
+    assert losses(tmp_path / "run") == losses(tmp_path / "one")
+
+
+def test_fewer_captions_than_the_data(tmp_path: Path) -> None:
+    """Captions of one source of two, and extra captions that the stores do not have."""
+    run, two = recipe(steps=2), (SCENES, "scenes?n=16&captions=2&seed=4")
+    folder = stored(run, tmp_path / "f", ["texts"])
+    both = replace(on_tokens(run, folder, image_features=()), data=replace(run.data, sources=two))
+    data = replace(both.data, text_features=(str(folder),), augment=AugmentConfig())
+    message = refused(replace(both, data=data), tmp_path / "run")
+    assert f"the tokens of texts in {folder} were made from {SCENES}, and lack those of" in message
+    assert "from the same data and extra captions" in message
+    source = open_source(SCENES, size=SIZE)
+    reader = TokenizerWithTokens(trunks_of(run, source)[1], [TextTokens(folder)])
+    with pytest.raises(BadSample, match="a caption has no tokens in the text features"):
+        reader.check("a caption of nobody", TextConfig(context=48, vocab=400))
+
+
+def test_stores_of_the_other_kind_are_named(tmp_path: Path) -> None:
+    """Tokens as --features, features as --image-features, and tokens of a model folder without --init."""
+    run = recipe(steps=2)
+    tokens, vectors = stored(run, tmp_path / "t"), tmp_path / "v"
+    with pytest.raises(
+        ValueError, match=r"it has tokens of a tower, which --image-features and --text-features take\."
+    ):
+        FeatureStore(tokens)
+    with pytest.raises(ValueError, match=r"has tokens of a tower, which --text-features takes\."):
+        FeatureStore(stored(run, tmp_path / "w", ["texts"]))
+    vectors.mkdir()
+    (vectors / "table.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"it has features of whole images and captions, which --features takes\."):
+        ImageTokens(vectors)
+    folder = tmp_path / "model"
+    folder.mkdir()
+    source = open_source(SCENES, size=SIZE)
+    model, _ = trunks_of(run, source)
+    made = TokenOptions(dtype="fp32")
+    embed_tokens(model, None, "images", source, tmp_path / "m", made, str(folder))
+    own = replace(default_recipe("siglip", "debug", (SCENES,)), steps=2, batch=16)
+    message = refused(replace(own, data=replace(own.data, image_features=(str(tmp_path / "m"),))), tmp_path / "run")
+    assert f"but the model's own tower takes images: add --init {folder}, or omit --image-features." in message
+
+
+def test_a_folder_called_as_a_tower_does_not_hide_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("minilm", "efficientnet-lite0", "runs"):
+        (tmp_path / name).mkdir()
+    assert [token_runs.is_model_folder(name) for name in ("minilm", "efficientnet-lite0", "runs", "none")] == [
+        False,
+        False,
+        True,
+        False,
+    ]
+    monkeypatch.setattr(text_towers, "PACKAGE", "kiloword_no_such_package")
+    with pytest.raises(ValueError, match="minilm needs its package"):
+        open_tower("minilm")
+
+
+def test_tokens_of_random_weights_are_refused() -> None:
+    for tower in ("timm:test_vit", "open_clip:ViT-B-32"):
+        with pytest.raises(ValueError, match=f"{tower} names no file of weights, .* give {tower}:FILE"):
+            open_tower(tower)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of dynamo
+@pytest.mark.parametrize("kind", ["blocks", "towers"])
+def test_compiled_towers_on_trunks_train_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
+    """Traced by dynamo and run as they are: the trunks that are tuned have the same gradients."""
+    run = recipe("prolip", steps=3, freeze=("none",))
+    train(run, tmp_path / "plain", options=QUIET)
+    backend = partial(compilation.compile_model, backend="eager")
+    monkeypatch.setattr(compilation, "compile_model", backend)
+    train(run, tmp_path / "compiled", options=replace(QUIET, compile=kind))
+    assert losses(tmp_path / "compiled") == pytest.approx(losses(tmp_path / "plain"), rel=1e-5)
 
 
 def test_folders_that_are_no_stores(tmp_path: Path) -> None:
