@@ -145,7 +145,8 @@ def check_weights(
         try:
             declared = shapes(file.model, method)
         except ValueError as e:
-            raise ValueError(f"{Path(folder) / 'config.json'} cannot be used: {e}.") from e
+            reason = str(e).rstrip(".")
+            raise ValueError(f"{Path(folder) / 'config.json'} cannot be used: {reason}.") from e
         check_fit(declared, stored, f"weights in {folder}", "its config")
 
 

@@ -118,7 +118,8 @@ def _say_tuned(command: MethodCommand, args: Train, recipe: Recipe) -> None:
     scratch = default_recipe(recipe.method, recipe.size, recipe.data.sources)
     usual, now = ({leaf.flag: leaf.value for leaf in leaves(r)} for r in (scratch, recipe))
     default = {leaf.flag: leaf.value for leaf in leaves(tuned(scratch))}
-    kept = [flag for flag, value in default.items() if value != usual[flag] and now[flag] == value]
+    unread = "optim.muon-lr" if recipe.optim.name != "muon" else ""
+    kept = [f for f, value in default.items() if value != usual[f] and now[f] == value and f != unread]
     if kept:
         shown = ", ".join(f"--{flag} {_value(now[flag])} (from scratch {_value(usual[flag])})" for flag in kept)
         say(f"note       --init sets {shown}: {WHY_TUNED}. Flags override.")
@@ -154,12 +155,14 @@ def _without_tokens(command: MethodCommand, stored: tuple[str, str] = ("", "")) 
     towers = tuple((words or (tower,))[0] for words, tower in zip(flagged, stored, strict=True))
     if named is None:
         tune = not values_of(flags, "--lora.rank")  # adapters start at 0, and take larger rates
-        plain = _plain_defaults(command.method, size, init, data, towers, tune)
+        plain = _plain_defaults(command.method, size, init, data, towers, tune, _earlier(flags, towers))
         return plain, plain
     data = values_of(flags, "--data") or tuple(named.value("data.sources", ("scenes",)))
     start = init or named.value("init")
     towers = tuple(x or named.value(name, "") for x, name in zip(towers, ("image_tower", "text_tower"), strict=True))
-    plain = _plain_defaults(command.method, size or named.value("size"), start, data, towers, tune=False)
+    plain = _plain_defaults(
+        command.method, size or named.value("size"), start, data, towers, False, _earlier(flags, towers)
+    )
     filled = fill(plain, named, towers=start is None and not towers_flag(named, values_of(flags, "--size"), ()))
     if start is not None:  # whose tokenizer and weights it takes
         model = replace(filled.model, init_std=plain.model.init_std)
@@ -174,6 +177,7 @@ def _plain_defaults(
     data: tuple[str, ...],
     towers: tuple[str, ...] = (),
     tune: bool = True,
+    before: Recipe | None = None,
 ) -> Recipe:
     if init is None and not any(towers):
         return default_recipe(method, size or "tiny", data)
@@ -181,4 +185,14 @@ def _plain_defaults(
 
     if init is not None:
         return start.with_towers(start.defaults(method, init, size, data, tune), *towers)
-    return start.with_towers(default_recipe(method, size or "top", data), *towers)
+    return start.with_towers(default_recipe(method, size or "top", data), *towers, before=before)
+
+
+def _earlier(flags: Sequence[str], towers: Sequence[str]) -> Recipe | None:
+    """The recipe of the run that --out holds, where towers of other libraries are named: their folders may be gone."""
+    out = values_of(flags, "--out")
+    if not (any(towers) and out):
+        return None
+    from kiloword.training.run_folder import earlier
+
+    return earlier(Path(out[0]))

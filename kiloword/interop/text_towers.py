@@ -112,7 +112,8 @@ def tokenizer_of(text: str) -> Tokenizer:
         pad = source.config.get("pad_token_id")
         return encoder_tokenizer(document, rows_of(source.config), pad if isinstance(pad, int) else None, source.lower)
     except ValueError as error:
-        raise ValueError(f"{path} cannot be used: {error}.") from error
+        reason = str(error).rstrip(".")
+        raise ValueError(f"{path} cannot be used: {reason}.") from error
 
 
 def load(trunk: Trunk, text: str) -> str:

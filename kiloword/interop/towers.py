@@ -179,10 +179,19 @@ def _of_transformers(folder: Path, trunk: Trunk) -> dict[str, Tensor]:
     except Exception as error:  # of many kinds, for damaged files
         reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
         raise ValueError(f"the weights in {folder} cannot be read ({reason}): copy them again.") from error
-    missing = sorted(info["missing_keys"])
+    expected = trunk.net.state_dict()  # without a pooling, which some folders lack
+    missing = sorted(name for name in info["missing_keys"] if name in expected)
     if missing:
         raise ValueError(f"the weights in {folder} do not fit its config.json: {missing[0][:200]} is missing.")
     return {f"net.{name}": x for name, x in net.state_dict().items()}
+
+
+def check_weights_named(text: str) -> None:
+    """Raises: ValueError for a tower of timm or open_clip without a file, whose weights would be random."""
+    if text.startswith((TIMM, OPEN_CLIP)) and parse(text).file is None:
+        raise ValueError(
+            f"{text} names no file of weights, and the tokens of random ones are worth nothing: give {text}:FILE."
+        )
 
 
 def packaged(kind: str) -> Path:

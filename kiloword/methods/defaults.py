@@ -76,7 +76,7 @@ def tuned(recipe: Recipe) -> Recipe:
     if small:
         optim = replace(optim, lr=optim.lr * GENTLE, muon_lr=optim.muon_lr * GENTLE)
     else:
-        optim = TUNED
+        optim = replace(TUNED, muon_lr=optim.muon_lr * GENTLE)  # if a flag chooses Muon
     if augment != AugmentConfig():
         augment = AugmentConfig(crop=0.8 if small else 0.9, flip=augment.flip)
     return replace(recipe, optim=optim, data=replace(recipe.data, augment=augment))

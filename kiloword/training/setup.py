@@ -104,8 +104,7 @@ def prepare(recipe: Recipe, out: Path, source: Source, *, device: str, options: 
         resume(run)
         if run.step == 0:
             notes = [
-                resolved.frozen,
-                tuning.summary(learner, recipe),
+                ". ".join(filter(None, (tuning.summary(learner, recipe), resolved.frozen))),
                 *effects.notes(recipe, options),
                 *run.loader.notes,
             ]

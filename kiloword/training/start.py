@@ -6,6 +6,7 @@ from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from itertools import accumulate, chain, islice
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,19 +60,40 @@ def _lacking(method: str, init: str) -> set[str]:
     return needed - {parts[1] for parts in names if parts[0] == "more"}
 
 
-def with_towers(recipe: Recipe, image_tower: str = "", text_tower: str = "") -> Recipe:
+def with_towers(recipe: Recipe, image_tower: str = "", text_tower: str = "", *, before: Recipe | None = None) -> Recipe:
     """The recipe with towers of other libraries: their size, preprocessing and the config of their trunks.
 
-    Args: image_tower, text_tower: as for `--image-tower` and `--text-tower`; "": its own.
+    Args: image_tower, text_tower: as for `--image-tower` and `--text-tower`; "": its own; before: of the run that is
+    resumed, from which a tower comes whose folder is no longer there.
     Raises: ValueError for a tower that does not exist or whose library is missing.
     """
     if not (image_tower or text_tower):
         return recipe
     if recipe.init is not None:
         raise ValueError(f"--image-tower and --text-tower exclude --init: {recipe.init} has its own towers.")
-    model = with_image_tower(recipe.model, image_tower) if image_tower else recipe.model
-    model = text_towers.with_text_tower(model, text_tower) if text_tower else model
+    model = recipe.model
+    if image_tower and before and before.image_tower == image_tower and _gone(image_tower):
+        image = replace(model.image, **_same(before.model.image, "trunk", "size", "patch"))
+        head = replace(model.head, image_pool=before.model.head.image_pool)
+        model = replace(model, image=image, preprocess=before.model.preprocess, head=head)
+    elif image_tower:
+        model = with_image_tower(model, image_tower)
+    if text_tower and before and before.text_tower == text_tower and _gone(text_tower):
+        text = replace(model.text, **_same(before.model.text, "trunk", "context", "causal", "pad_to_context"))
+        model = replace(model, text=text)
+    elif text_tower:
+        model = text_towers.with_text_tower(model, text_tower)
     return replace(recipe, model=model, image_tower=image_tower, text_tower=text_tower)
+
+
+def _gone(tower: str) -> bool:
+    """Whether a tower is a folder that is no longer there."""
+    kind, _, folder = tower.partition(":")
+    return kind in text_towers.KINDS and bool(folder) and not (Path(folder).expanduser() / "config.json").is_file()
+
+
+def _same(config: Any, *names: str) -> dict[str, Any]:
+    return {name: getattr(config, name) for name in names}
 
 
 def fitted(recipe: Recipe) -> Recipe:

@@ -68,18 +68,17 @@ def _check_adapters(recipe: Recipe) -> None:
 
 
 def reason(recipe: Recipe) -> str:
-    """Defaults that hold for the trunks of a recipe, and why; "" without trunks."""
+    """Defaults that hold for the trunks of a recipe, and why, in sentences; "" without trunks."""
     specs, messages = frozen(recipe), list[str]()
     if not recipe.freeze and specs not in ((), ("none",)):
         messages.append(
-            f"frozen by default: {' '.join(specs)}. Their features are pretrained, the layers above are not: large "
-            "first gradients would spoil them, and a frozen trunk needs no memory for activations. --freeze none "
-            "trains all, --unfreeze 0.3 from that share of the steps on."
+            "Trunks are frozen by default: their features are pretrained, the layers above are not, and large first "
+            "gradients would spoil them. --freeze none trains all, --unfreeze 0.3 from that share of the steps on."
         )
     tuned = [tower for tower in _trunks(recipe) if not {tower, f"{tower}:trunk"} & set(specs) or recipe.unfreeze]
     if tuned and not recipe.lora.rank:
         messages.append(
-            f"trunks are trained by AdamW at {recipe.optim.trunk_lr:g} of its learning rate (--optim.trunk-lr): they "
+            f"Trunks are trained by AdamW at {recipe.optim.trunk_lr:g} of its learning rate (--optim.trunk-lr): they "
             "are pretrained."
         )
     return " ".join(messages)

@@ -12,11 +12,13 @@ import torch
 from safetensors.torch import save_file
 
 from kiloword.checkpoint.model_folder import load_model, save_model
-from kiloword.config.recipes import HeadConfig, ImageConfig, ModelConfig, ModelFile, TextConfig, TrunkConfig
+from kiloword.config.recipes import HeadConfig, ImageConfig, LoraConfig, ModelConfig, ModelFile, TextConfig, TrunkConfig
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.interop import towers
 from kiloword.methods.defaults import default_recipe
 from kiloword.methods.registry import preset
+from kiloword.model import adapters
+from kiloword.model.layers import layer_factors, layers_of
 from kiloword.model.model import Model, build, shapes
 from kiloword.model.trunks.libraries import torchvision_ready
 from kiloword.training import start
@@ -233,3 +235,31 @@ def test_a_frozen_trunk_has_weights() -> None:
             start.load_towers(model, replace(recipe, freeze=freeze))
     for trained in ({"freeze": ("none",)}, {"unfreeze": (0.5,)}):
         assert "random weights" in start.load_towers(model, replace(recipe, **trained))
+
+
+def test_adapters_of_a_library_trunk_have_the_rate_of_their_layer() -> None:
+    library("timm")
+    recipe = start.with_towers(default_recipe("siglip", "debug", ("scenes",)), image_tower="timm:test_vit")
+    model = build(recipe.model, preset("siglip"), seed=0)
+    adapters.attach(model, LoraConfig(rank=2, targets=("image:qkv", "image:fc1")), 0, ["image"])
+    factors, layers = layer_factors(model, 0.5), len(layers_of(model.image_tower))
+    names = [name for name, _ in model.named_parameters() if ".lora." in name]
+    assert names
+    for name in names:
+        block = int(name.split(".blocks.")[1].split(".")[0])
+        assert factors[name] == 0.5 ** (layers - block), name
+
+
+def test_a_folder_without_pooling_and_a_run_without_its_folder(tmp_path: Path) -> None:
+    """ViT is also published without the pooling that its class has; a run that goes on needs no folder."""
+    transformers = library("transformers")
+    config = transformers.ViTConfig(**SMALL)
+    transformers.ViTModel(config, add_pooling_layer=False).save_pretrained(tmp_path / "vit")
+    tower = f"hf:{tmp_path / 'vit'}"
+    assert made(tower).config.image.trunk.name == "hf"
+    usual = default_recipe("siglip", "debug", ("scenes",))
+    recipe = start.with_towers(usual, image_tower=tower)
+    (tmp_path / "vit" / "config.json").unlink()
+    assert start.with_towers(usual, image_tower=tower, before=recipe) == recipe
+    with pytest.raises(ValueError, match=r"there is no .*config.json"):
+        start.with_towers(usual, image_tower=tower, before=replace(recipe, image_tower="hf:other"))

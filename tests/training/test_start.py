@@ -273,7 +273,8 @@ def test_rates_of_trained_weights() -> None:
         augment = gentle.data.augment
         assert augment == AugmentConfig(crop=0.8 if size == "tiny" else 0.9, flip=0.5)
         assert augment.crop > scratch.data.augment.crop
-        rates = {"lr": 1e-4, "muon_lr": 5e-4} if size == "tiny" else {"lr": 3e-5, "weight_decay": 0.1, "warmup": 0.02}
+        rates = {"lr": 1e-4, "muon_lr": 5e-4} if size == "tiny" else {"lr": 3e-5, "muon_lr": 2e-3, "weight_decay": 0.1}
+        rates |= {} if size == "tiny" else {"warmup": 0.02}
         expected = replace(scratch, optim=replace(scratch.optim, **rates))
         assert gentle.optim.lr == pytest.approx(rates["lr"])
         gentle = replace(gentle, optim=replace(gentle.optim, **rates))
@@ -301,6 +302,7 @@ def test_a_method_with_a_tower_that_the_weights_lack_has_the_rates_from_scratch(
         (["--optim.lr", "1e-3", "--optim.muon-lr", "1e-3"], ""),
         (["--lora.rank", "2"], ""),
         (["--size", "top"], "--init sets --optim.name adamw (from scratch muon), --optim.lr 3e-05 ("),
+        (["--size", "top", "--optim.name", "muon"], "--optim.muon-lr 0.0005 (from scratch 0.005)"),
         (["--quiet"], ""),
     ],
 )
@@ -313,6 +315,8 @@ def test_defaults_of_a_start_are_printed_with_their_reason(
     told = capsys.readouterr().out
     assert expected in told
     assert ("note       --init sets" in told) == bool(expected)
+    note = told[told.find("note       --init sets") :].partition("Flags override")[0] if expected else ""
+    assert ("muon-lr" in note) == ("muon-lr" in expected)  # AdamW does not read it
 
 
 def test_what_is_loaded_is_counted_and_the_rest_named(words: Tokenizer, tmp_path: Path) -> None:

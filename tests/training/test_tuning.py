@@ -264,8 +264,8 @@ def test_a_trunk_is_frozen_unless_asked() -> None:
     still = {name.split(".")[2] for name, p in learned.named_parameters() if not p.requires_grad}
     assert still == {"trunk"}
     assert tuning.frozen(base) == ("image:trunk",)
-    assert "frozen by default: image:trunk. Their features are pretrained" in tuning.reason(base)
-    trained = "trunks are trained by AdamW at 0.1 of its learning rate (--optim.trunk-lr): they are pretrained."
+    assert "Trunks are frozen by default: their features are pretrained" in tuning.reason(base)
+    trained = "Trunks are trained by AdamW at 0.1 of its learning rate (--optim.trunk-lr): they are pretrained."
     assert trained not in tuning.reason(base)
     assert tuning.reason(on_a_trunk("none")) == tuning.reason(on_a_trunk("image:0-3")) == trained
     assert tuning.reason(on_a_trunk(unfreeze=(0.5,))).endswith(trained)

@@ -8,9 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from kiloword.config.recipes import OptimConfig
 from kiloword.methods.registry import preset
+from kiloword.model.text import LEARNED
 from kiloword.model.trunks.trunk import trunks
 from kiloword.training.accumulate import backward
+from kiloword.training.optimizer import Optimizer
 from kiloword.verify.batch import TRUNK, Trunks, batch, config
 from kiloword.verify.suite import EXACT, Way, _compare, _without_gradient, gradients, inputs, learner, verify
 
@@ -42,6 +45,21 @@ def test_cached_tokens_teach_what_the_frozen_trunk_teaches() -> None:
 
 def test_every_parameter_above_a_trunk_learns() -> None:
     assert _without_gradient("llip", "cached") == 0
+
+
+@pytest.mark.parametrize("way", ["frozen", "cached"])
+def test_the_vector_of_hidden_words_learns(way: Trunks) -> None:
+    """ProLIP hides words above the text trunk: the vector in their place gets a gradient, and a step changes it."""
+    model = learner("prolip", trunks=way)
+    tokens = model.model.text_tower.tokens
+    before = tokens[LEARNED.index("mask")].detach().clone()
+    optimizer = Optimizer(model, OptimConfig(lr=1e-2), 10)
+    backward(model, [batch(method="prolip", trunks=way)])
+    assert tokens.grad is not None
+    assert tokens.grad[LEARNED.index("mask")].abs().min() > 0
+    assert not tokens.grad[LEARNED.index("pad")].any()
+    optimizer.step(9)
+    assert (tokens[LEARNED.index("mask")] != before).all()
 
 
 def test_a_trunk_runs_once_a_step_and_never_trains_its_statistics() -> None:
@@ -77,8 +95,11 @@ def test_a_frozen_trunk_keeps_no_activations() -> None:
 
 @pytest.mark.parametrize("method", ["sycoca", "siglip+mim"])
 def test_masked_images_are_refused_on_a_trunk(method: str) -> None:
-    with pytest.raises(ValueError, match=rf"reconstructs masked pixels, but the trunk {TRUNK.name} has seen the whole"):
+    with pytest.raises(
+        ValueError, match=rf"reconstructs masked pixels, but the trunk {TRUNK.name} has seen the whole"
+    ) as refusal:
         preset(method).shape(config("frozen", "sycoca"))
+    assert str(refusal.value).startswith("masked image modelling (sycoca, +mim) ")
 
 
 def test_captions_are_refused_on_a_text_trunk() -> None:

@@ -53,9 +53,9 @@ def masked(method: Method, settings: MimSettings) -> Method:
         shaped = method.shape(config)
         if shaped.image.trunk.name:
             raise ValueError(
-                f"masked image modelling ({method.name}) reconstructs masked pixels, but the trunk "
+                "masked image modelling (sycoca, +mim) reconstructs masked pixels, but the trunk "
                 f"{shaped.image.trunk.name} has seen the whole image, so that its other tokens tell what is masked: "
-                "omit --image-tower, or choose coca --settings.caption-mask attentive."
+                "omit --image-tower, or choose a method without it, such as coca."
             )
         if settings.mim_mask == "attentive":
             masking.check(shaped)
