@@ -62,7 +62,7 @@ class Plan(BaseSettings):
         "results": "json",
     }
 
-    size: str = setting("b16", "size of the towers (`kiloword sizes` lists them); on a tower of another library: top")
+    size: str = setting("b16", "size of the towers (`kiloword sizes` lists them)")
     image_tower: str = setting("", "image tower of another library, frozen, as in `train`")
     text_tower: str = setting("", "text tower of another library, frozen, as in `train`")
     gpus: int = setting(1, "number of GPUs", 1)
