@@ -75,7 +75,7 @@ def open_model(
     from kiloword.data.text.tokenizer import Tokenizer
     from kiloword.model.model import build
 
-    device, (folder, state) = choose(device), _located(Path(folder))
+    device, (folder, state) = choose(device, mps=True), _located(Path(folder))
     file = read_model_file(folder, WEIGHTS if base is None else adapters.FILE)
     computing = encoder_precision(precision, file.model, device)
     method = method_of(file, folder, trust)

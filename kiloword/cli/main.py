@@ -16,6 +16,7 @@ from kiloword.__version__ import __version__
 from kiloword.addresses import scrubbed
 from kiloword.checkpoint.trust import Trust
 from kiloword.cli import evaluate, plan, sweep, train
+from kiloword.cli.classify import classify
 from kiloword.cli.embed import embed
 from kiloword.cli.runs import average, compare, watch
 from kiloword.cli.score import score
@@ -94,6 +95,7 @@ def quickstart(
 
 
 app.command(score)
+app.command(classify)
 app.command(embed)
 
 

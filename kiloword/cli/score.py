@@ -49,7 +49,7 @@ def score(
         plane: write a page with the images and texts in a plane, Gaussians as ellipses, to this file.
         beside: with plane, further model folders, such as one without Gaussians.
         nearest: in place of the model's score: cosine of the features, or csd (1 - CSD / 2 of Gaussians).
-        device: auto, cpu, cuda, cuda:N.
+        device: auto, cpu, mps, cuda, cuda:N.
         precision: precision of the encoders; auto: bf16 on CUDA for models larger than size tiny. Scores are fp32.
         trust: code that the model folder may run.
     """
@@ -59,7 +59,7 @@ def score(
         raise ValueError("--beside names models to draw by --plane FILE, which is missing.")
     from kiloword.config.by_device import announce, reason_of
 
-    images = _files(images)
+    images = image_files(images)
     if empty := next((n for n, text in enumerate(texts, 1) if not text.strip()), None):
         raise ValueError(f"text {empty} of --texts is empty: expected words.")
     matcher = load(model, device=device, method=trust.method, trust_code=trust.trust_code, precision=precision)
@@ -90,7 +90,7 @@ def _draw_plane(
     say(f"plane: {file}")
 
 
-def _files(images: Sequence[Path]) -> tuple[Path, ...]:
+def image_files(images: Sequence[Path]) -> tuple[Path, ...]:
     """Replace folders by their image files, sorted by name. Raises: ValueError for a folder without images."""
     from kiloword.data.sources.folder import is_image
 

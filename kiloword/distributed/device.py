@@ -33,13 +33,18 @@ def simulated(device: str) -> Iterator[None]:
         _simulated = before
 
 
-def choose(device: str) -> str:
+def choose(device: str, mps: bool = False) -> str:
     """Resolve "auto", "cpu", "cuda" or "cuda:N" to a device of this machine.
 
+    Args: mps: Apple's GPU may be chosen too ("mps"), as for features of a trained model.
     Raises: ValueError for another name, a missing device, or one GPU for several ranks.
     """
     if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
+        return "cuda" if torch.cuda.is_available() else "mps" if mps and _has_mps() else "cpu"
+    if mps and device == "mps":
+        if not _has_mps():
+            raise ValueError("device is 'mps', but this torch or this machine has none: use cpu.")
+        return device
     kind, _, number = device.partition(":")
     if kind == "cuda" and number and (ranks := launch.adopt()) > 1:
         raise ValueError(
@@ -47,13 +52,18 @@ def choose(device: str) -> str:
             "of its LOCAL_RANK, and choose among GPUs by CUDA_VISIBLE_DEVICES."
         )
     if kind not in ("cpu", "cuda") or (number and not (number.isascii() and number.isdecimal())):
-        raise ValueError(f"device is {device!r}: expected auto, cpu, cuda or cuda:N.")
+        names = "auto, cpu, mps, cuda or cuda:N" if mps else "auto, cpu, cuda or cuda:N"
+        raise ValueError(f"device is {device!r}: expected {names}.")
     if kind == "cuda" and int(number or 0) >= torch.cuda.device_count():
         raise ValueError(
             f"device is {device}, but this torch ({torch.__version__}) sees {torch.cuda.device_count()} CUDA devices: "
             "use cpu, or look at `kiloword doctor`."
         )
     return device
+
+
+def _has_mps() -> bool:
+    return torch.backends.mps.is_available()
 
 
 def cores() -> int:

@@ -8,11 +8,12 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from html import escape
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
-from kiloword.terminal import CURSOR, end_line, say
+from kiloword.terminal import CURSOR, end_line, say, shown
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -33,18 +34,32 @@ class ProgressLine:
         self._on_terminal = out is not None and out.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
         self._last = -math.inf if at_once else time.perf_counter()
         self._live: Live | None = None
+        self._cell: Any = None  # the line below a notebook's cell
 
     def show(self, line: str, done: int, of: int) -> None:
         """Show `line` if the last one is old enough or the work is done, `done` of `of` units."""
         now = time.perf_counter()
-        wait = LIVE_EVERY_S if self._on_terminal else PLAIN_EVERY_S
+        wait = LIVE_EVERY_S if self._on_terminal or in_notebook() else PLAIN_EVERY_S
         if self.out is None or (now - self._last < wait and done < of):
             return
         self._last, self.shown = now, True
         if self._on_terminal:
             self._draw(self.out, line, done, of)
+        elif in_notebook():
+            self._draw_in_notebook(line, done, of)
         else:
             say(line, to=self.out)
+
+    def _draw_in_notebook(self, line: str, done: int, of: int) -> None:
+        """One line of HTML below the cell, rewritten in place; needs no widgets."""
+        from IPython.display import display
+
+        words = f'<progress value="{done}" max="{of}"></progress> {escape(shown(line))}'
+        content = {"text/html": words, "text/plain": shown(line)}
+        if self._cell is None:
+            self._cell = display(content, raw=True, display_id=True)
+        else:
+            self._cell.update(content, raw=True)
 
     def _draw(self, out: TextIO, line: str, done: int, of: int) -> None:
         from rich.live import Live
@@ -101,6 +116,28 @@ def showing_progress() -> Iterator[None]:
     finally:
         _state.on, _state.busy = before, False
         end_line(sys.stderr)
+
+
+def in_notebook() -> bool:
+    """Whether this is the kernel of a notebook (Jupyter, Colab, VS Code); a terminal of IPython is not."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return getattr(shell, "kernel", None) is not None
+
+
+def showing(progress: bool | None) -> AbstractContextManager[None]:
+    """As `showing_progress`, for True, and in notebooks for None; inside another one that one counts, but for False."""
+    if progress is False:
+        return _silent()
+    return showing_progress() if not _state.on and (progress or in_notebook()) else nullcontext()
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    before, _state.on = _state.on, False
+    try:
+        yield
+    finally:
+        _state.on = before
 
 
 def track(

@@ -106,6 +106,7 @@ def commands(out: Path, server: Guarded) -> dict[str, list[str]]:
         "data": ["data", "stats", data, "--png", str(out / "samples.png")],
         "watch": ["watch", str(out / "run"), "--once"],
         "score": ["score", model, "--images", "no.png", "--texts", "a"],
+        "classify": ["classify", model, "--images", "no.png", "--classes", "a", "b"],
         "import": ["import", "open_clip", "ViT-B-32", "no.safetensors", "--out", str(out / "imported")],
         "plan": ["plan", "siglip", "--size", "debug", "--samples", "1e6", "--json", str(out / "plan.json")],
         "verify": ["verify", "nothing"],
@@ -119,7 +120,7 @@ def commands(out: Path, server: Guarded) -> dict[str, list[str]]:
     }
 
 
-REFUSED = {"score", "import", "verify", "quickstart"}
+REFUSED = {"score", "classify", "import", "verify", "quickstart"}
 
 
 def test_no_verb_writes_or_prints_a_secret(server: Guarded, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -11,20 +11,22 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from kiloword.addresses import is_url, scrubbed
 from kiloword.data.images.augmentation import EvalTransform
 from kiloword.data.images.decode import Pixels, to_rgb
 from kiloword.data.sources.sample import MAX_IMAGE, read_whole
 from kiloword.types import BadSample
 
-OneImage: TypeAlias = "Image.Image | str | Path | np.ndarray[Any, Any] | Tensor"
-"""A Pillow image, a path, a uint8 array [H, W, 3], a uint8 tensor [3, H, W] or a float one from 0 to 1."""
+OneImage: TypeAlias = "Image.Image | str | Path | bytes | np.ndarray[Any, Any] | Tensor"
+"""A Pillow image, a path, the bytes of an image file, an array [H, W, 3] or a tensor [3, H, W], uint8 or float from 0
+to 1. Addresses (https://...) are not fetched."""
 
 Images: TypeAlias = "OneImage | Sequence[OneImage]"
 """One image or several; an array [I, H, W, 3] and a tensor [I, 3, H, W] are several."""
 
 EXPECTED = (
-    "expected a Pillow image, a path, a uint8 array [H, W, 3], a uint8 tensor [3, H, W], a float tensor [3, H, W] with "
-    "values from 0 to 1, or a list of these"
+    "expected a Pillow image, a path, bytes of an image file, an array [H, W, 3] or a tensor [3, H, W], of uint8 or of "
+    "floats from 0 to 1, or a list of these"
 )
 
 
@@ -32,7 +34,7 @@ def is_one(images: Any) -> bool:
     """Whether the value is one image, not several."""
     if isinstance(images, np.ndarray | Tensor):
         return images.ndim != 4
-    return isinstance(images, str | Path | Image.Image)
+    return isinstance(images, str | Path | bytes | bytearray | memoryview | Image.Image)
 
 
 def as_list(images: Images) -> Any:
@@ -60,11 +62,19 @@ def prepare(images: Any, transform: EvalTransform, first: int = 0) -> Tensor:
 
 
 def _prepare(image: Any, transform: EvalTransform, place: int) -> Tensor:
+    if isinstance(image, bytes | bytearray | memoryview):
+        image = bytes(image)
+    if isinstance(image, str) and is_url(image):
+        raise ValueError(
+            f"image {scrubbed(image)[:200]} is an address, which is not fetched: download it, give its path."
+        )
     path = Path(image) if isinstance(image, str | Path) else None
     if path is not None and path.is_dir():
         raise ValueError(f"image {path} is a folder: expected an image file.")
     try:
-        return transform(_pixels(image, place) if path is None else read_whole(path, "it", MAX_IMAGE))
+        if path is not None:
+            return transform(read_whole(path, "it", MAX_IMAGE))
+        return transform(image if isinstance(image, bytes) else _pixels(image, place))
     except OSError as error:
         raise ValueError(f"image {path} cannot be read: {error.strerror}") from error
     except BadSample as error:
@@ -79,25 +89,31 @@ def _pixels(image: Any, place: int) -> Pixels:
         return _of_tensor(image, place)
     if not isinstance(image, np.ndarray):
         raise ValueError(f"got {kind(image)} as image {place}: {EXPECTED}.")
-    if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or not image.size:
+    of_type = image.dtype == np.uint8 or np.issubdtype(image.dtype, np.floating)
+    if not of_type or image.ndim != 3 or image.shape[2] != 3 or not image.size:
         raise ValueError(f"image {place} is a {image.dtype} array {list(image.shape)}: {EXPECTED}.")
-    return image
+    return _of_floats(image, f"a {image.dtype} array", place) if image.dtype != np.uint8 else image
 
 
 def _of_tensor(image: Tensor, place: int) -> Pixels:
     supported = image.dtype == torch.uint8 or image.is_floating_point()
     if not supported or image.ndim != 3 or image.shape[0] != 3 or not image.numel():
         raise ValueError(f"image {place} is a {image.dtype} tensor {list(image.shape)}: {EXPECTED}.")
-    image = image.detach().cpu()
+    pixels = image.detach().cpu().permute(1, 2, 0)
     if image.is_floating_point():
-        least, most = image.min().item(), image.max().item()
-        if not 0 <= least <= most <= 1:
-            raise ValueError(
-                f"image {place} is a {image.dtype} tensor with values from {least:.3g} to {most:.3g}: expected 0 to 1; "
-                "the model normalises images itself."
-            )
-        image = (image.float() * 255).round().to(torch.uint8)
-    return image.permute(1, 2, 0).contiguous().numpy()
+        return _of_floats(pixels.float().numpy(), f"a {image.dtype} tensor", place)
+    return pixels.contiguous().numpy()
+
+
+def _of_floats(pixels: np.ndarray[Any, Any], what: str, place: int) -> Pixels:
+    """Values from 0 to 1 as uint8. Raises: ValueError for others."""
+    least, most = float(pixels.min()), float(pixels.max())
+    if not 0 <= least <= most <= 1:
+        raise ValueError(
+            f"image {place} is {what} with values from {least:.3g} to {most:.3g}: expected 0 to 1; the model "
+            "normalises images itself."
+        )
+    return np.ascontiguousarray((pixels.astype(np.float32) * 255).round().astype(np.uint8))
 
 
 def kind(value: Any) -> str:

@@ -1,100 +1,126 @@
-"""Use a model from Python: images and strings in, features and scores out."""
+"""A model with its tokenizer and preprocessing: images and strings in, features and scores out."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from kiloword.checkpoint.trust import Trust
+from kiloword.api.batches import image_batch, in_batches, text_batch
+from kiloword.api.show import ScoreTable, ShownFeatures, model_html, names_of
+from kiloword.checkpoint.files import is_taken, write_atomic
+from kiloword.checkpoint.lock import Lock
+from kiloword.checkpoint.model_folder import save_model, words_of
 from kiloword.data.classes import Templates
 from kiloword.data.images.augmentation import EvalTransform
 from kiloword.data.images.inputs import Images, OneImage, as_list, is_one, kind, prepare
-from kiloword.evaluation.task import IMAGES, Nearest
+from kiloword.distributed.device import choose
+from kiloword.evaluation.task import Nearest
 from kiloword.evaluation.zeroshot.task import classifier
 from kiloword.explain.maps import Explanation, Maps, explain, together
 from kiloword.methods.prolip.gaussian import Form, csd, csd_matrix, inclusion_matrix, variance_sum
-from kiloword.model.encoding import TEXTS, chunks, encode_texts, inference, join
+from kiloword.model.encoding import chunks, encode_texts, inference, join
 from kiloword.model.pooling import at_least_float
+from kiloword.terminal.progress import showing
 from kiloword.types import Features
 
 if TYPE_CHECKING:
+    from kiloword.config.recipes import ModelFile
     from kiloword.data.text.tokenizer import Tokenizer
     from kiloword.generation.captioner import Caption
     from kiloword.generation.options import GenerationOptions
     from kiloword.methods.method import Method
     from kiloword.model.model import Model
 
-
-def load(
-    path: str | Path,
-    device: str = "cpu",
-    dtype: str = "fp32",
-    size: int | None = None,
-    context: int | None = None,
-    method: str | None = None,
-    trust_code: bool = False,
-    precision: str = "fp32",
-    base: str | Path | None = None,
-) -> Matcher:
-    """Load a model folder (`OUT/model` of a run); code that it names is not run unless allowed.
-
-    Args: device: "cpu", "cuda", "cuda:N" or "auto"; dtype: "fp32", "bf16" or "fp64"; size: another image size in
-    pixels, with interpolated positions; context: another maximum number of tokens in a text: the first 20 and last 2
-    positions are kept, the others interpolated (arXiv:2503.08048); method: of the model, may be your own
-    "module:preset"; trust_code: import the module that the folder names; precision: of the encoders, "fp32" (dtype),
-    "bf16" (autocast; features and scores are fp32) or "auto" (bf16 on CUDA where the model is larger than size tiny);
-    base: of a folder of adapters alone (OUT/adapter of a run with LoRA), the model folder that its --init named.
-    Raises: ValueError when a file is missing, damaged or does not fit the others, the patch does not divide size, or
-    context is too short for the kept positions.
-    """
-    from kiloword.checkpoint.model_folder import open_model
-
-    model, tokenizer, slots = open_model(
-        path, device, dtype, Trust(method=method, trust_code=trust_code), precision, base
-    )
-    return Matcher(_resized(model, size, context), tokenizer, slots)
-
-
-def _resized(model: Model, size: int | None, context: int | None) -> Model:
-    from kiloword.model.model import Model, resize, resize_text
-
-    config, state = model.config, model.state_dict()
-    if size not in (None, config.image.size):
-        config, state = resize(config, state, size)
-    if context not in (None, config.text.context):
-        config, state = resize_text(config, state, context)
-    if config == model.config:
-        return model
-    resized = Model(config, model.head, dict(model.more.items()))
-    resized.load_state_dict(state)
-    resized.precision = model.precision
-    parameter = next(model.parameters())
-    return resized.to(parameter.device, parameter.dtype)
+CARD = "README.md"  # of a model folder
 
 
 class Matcher:
     """A model with its tokenizer and preprocessing. Every method works in batches and without gradients.
 
-    Images are one or several `Images`; texts are one string or a list. For one item `encode_image` and `encode_text`
-    return features without the leading dimension, "vec" [D]. All other methods treat one item, or its features, as a
-    list of one: `score` of one image and one text is [1, 1].
+    Images are one or several `Images`: Pillow images, paths, bytes of files, arrays, tensors. Texts are one string or a
+    list. For one item `encode_image` and `encode_text` return features without the leading dimension, "vec" [D]. All
+    other methods treat one item, or its features, as a list of one: `score` of one image and one text is [1, 1].
 
-    Args: method: the method of the training, if known; its terms determine how images were masked.
+    Batches are as large as the memory allows, unless `batch` is given. Long work shows its progress in notebooks;
+    elsewhere `progress=True` asks for it, and `progress=False` shows nothing anywhere.
+
+    Args: method: the method of the training, if known; its terms determine how images were masked; file: the
+    `config.json` of its folder, which `save` needs; card: the text of the folder's README.md.
     """
 
-    def __init__(self, model: Model, tokenizer: Tokenizer, method: Method | None = None) -> None:
+    def __init__(
+        self,
+        model: Model,
+        tokenizer: Tokenizer,
+        method: Method | None = None,
+        file: ModelFile | None = None,
+        card: str = "",
+    ) -> None:
         self.model = model
         self.tokenizer = tokenizer
         self.method = method
+        self.file = file
+        self.card = card
 
     def __repr__(self) -> str:
+        return f"Matcher({self._words()})"
+
+    def _repr_html_(self) -> str:
+        """The model as a table, for notebooks."""
+        return model_html(*self._words().split(": ", 1))
+
+    def _words(self) -> str:
         from kiloword.model.model import model_in_words
 
-        name = self.method.name if self.method else "unknown method"
-        return f"Matcher({model_in_words(self.model, name)})"
+        return model_in_words(self.model, self.method.name if self.method else "unknown method")
+
+    def to(self, device: str) -> Matcher:
+        """Move the model to "cpu", "cuda", "cuda:N", "mps" or "auto", and return this Matcher. Raises: ValueError."""
+        self.model.to(choose(device, mps=True))
+        return self
+
+    def half(self) -> Matcher:
+        """Round the weights to fp16, half the memory, and return this Matcher; scores stay fp32."""
+        self.model.half()
+        self.model.precision = "fp32"  # no autocast above it
+        return self
+
+    def save(self, folder: str | Path) -> Path:
+        """Write a model folder that `load` reads, with the card; returns it.
+
+        Raises: ValueError when the folder holds something else, or for a model that no folder's config.json describes.
+        """
+        if self.file is None:
+            raise ValueError(
+                "this Matcher was not loaded from a model folder, so that no config.json is known for it: use "
+                "kiloword.checkpoint.model_folder.save_model, which takes one."
+            )
+        folder, file = Path(folder).expanduser(), replace(self.file, model=self.model.config)
+        if is_taken(folder, words_of(self.tokenizer, file)):
+            raise ValueError(f"{folder} exists and is not an empty folder: choose another one, or remove it.")
+        with Lock(folder, "writing"):
+            if self.card:
+                write_atomic(folder / CARD, self.card.encode())
+            save_model(folder, self.model, self.tokenizer, file)
+        return folder
+
+    def show(self, images: Images, texts: Sequence[str], scores: Tensor | None = None) -> ScoreTable:
+        """Scores of images with texts as a table, with thumbnails in a notebook.
+
+        Args: scores: [I, T] to show in place of `score`, such as the probabilities of `classify`.
+        """
+        texts = [texts] if isinstance(texts, str) else list(texts)
+        pixels = self.pixels(images)
+        scores = self.score(pixels, texts) if scores is None else scores
+        if scores.shape != (len(pixels), len(texts)):
+            raise ValueError(
+                f"scores are {list(scores.shape)}: expected [{len(pixels)}, {len(texts)}], images by texts."
+            )
+        return ScoreTable(scores.cpu(), names_of(as_list(images)), texts, pixels.cpu())
 
     def preprocess(self, image: OneImage) -> Tensor:
         """Preprocess one image: uint8 [3, H, W], which the model normalises itself."""
@@ -104,28 +130,40 @@ class Matcher:
         """Preprocess images: uint8 [I, 3, H, W] on the model's device. Raises: ValueError as `encode_image`."""
         return prepare(as_list(images), self._transform).to(self.model.device)
 
-    def encode_image(self, images: Images, batch: int = IMAGES) -> Features:
+    def encode_image(self, images: Images, batch: int | None = None, progress: bool | None = None) -> Features:
         """Features of I images, every value [I, ...]: "vec" [I, D] has norm 1. For one image [...] and [D].
 
+        Args: batch: images encoded at a time; None: what fits into memory (`batches.image_batch`).
         Raises: ValueError for an item that is not an image, or a file that cannot be read as one.
         """
-        with inference(self.model):
-            parts = [self.model.encode_image(part)[1] for part in self._parts(images, batch)]
-        features = join(parts)  # outside, so that gradients by it are allowed
-        return _alone(features) if is_one(images) else features
+        several = as_list(images)
 
-    def encode_text(self, texts: str | Sequence[str], batch: int = TEXTS) -> Features:
+        def encode(part: slice) -> Features:
+            pixels = prepare(several[part], self._transform, part.start).to(self.model.device)
+            return self.model.encode_image(pixels)[1]
+
+        with inference(self.model), showing(progress):
+            parts = list(in_batches(len(several), batch or image_batch(self.model), encode, "images", batch is None))
+        features = join(parts)  # outside, so that gradients by it are allowed
+        return ShownFeatures(_alone(features) if is_one(images) else features)
+
+    def encode_text(
+        self, texts: str | Sequence[str], batch: int | None = None, progress: bool | None = None
+    ) -> Features:
         """Features of T texts, every value [T, ...]: "vec" [T, D] has norm 1. For one string [...] and [D]."""
-        if isinstance(texts, str):
-            return _alone(encode_texts(self.model, self.tokenizer, [texts], batch))
         if not isinstance(texts, Sequence):
             raise ValueError(f"encode_text got {kind(texts)}: expected a string, or a list of them.")
-        if not len(texts):
+        if not len(texts) and not isinstance(texts, str):
             raise ValueError(f"texts is an empty {type(texts).__name__}: expected at least one text.")
-        for i, text in enumerate(texts):
+        several = [texts] if isinstance(texts, str) else texts
+        for i, text in enumerate(several):
             if not isinstance(text, str):
                 raise ValueError(f"encode_text got {kind(text)} as text {i}: expected strings.")
-        return encode_texts(self.model, self.tokenizer, texts, batch)
+        with showing(progress):
+            features = encode_texts(
+                self.model, self.tokenizer, several, text_batch(self.model) if batch is None else batch
+            )
+        return ShownFeatures(_alone(features) if isinstance(texts, str) else features)
 
     def score(
         self, images: Features | Images, texts: Features | str | Sequence[str], nearest: Nearest | None = None
@@ -241,14 +279,30 @@ class Matcher:
         captioner = Captioner(self.model, self.tokenizer)
         return [captions for part in self._parts(images, batch) for captions in captioner.caption(part, options)]
 
-    def classify(
-        self, images: Features | Images, names: Sequence[str], templates: Templates = ("a photo of a {c}.",)
-    ) -> Tensor:
-        """Probabilities of I images over C class names, [I, C], rows sum to 1: the softmax of the model's logits.
+    def class_features(
+        self, names: Sequence[str], templates: Templates = ("a photo of a {c}.",), progress: bool | None = None
+    ) -> Features:
+        """Features of C classes by their prompts, "vec" [C, D], for `classify` of many batches of images.
 
         Args: templates: prompts with `{c}` for the name, or each name's own prompts; ensembled as the head does.
         """
-        scores = self.score(images, classifier(self.model, self.tokenizer, names, templates))
+        if isinstance(names, str) or not len(names):
+            raise ValueError(f"class names are {names!r}: expected a list of at least one name.")
+        with showing(progress):
+            return ShownFeatures(classifier(self.model, self.tokenizer, names, templates))
+
+    def classify(
+        self,
+        images: Features | Images,
+        names: Features | Sequence[str],
+        templates: Templates = ("a photo of a {c}.",),
+    ) -> Tensor:
+        """Probabilities of I images over C classes, [I, C], rows sum to 1: the softmax of the model's logits.
+
+        Args: names: of the classes, or their `class_features`; templates: as of `class_features`.
+        """
+        classes = names if isinstance(names, dict) else self.class_features(names, templates)
+        scores = self.score(images, classes)
         with inference(self.model):
             return self.model.head.logits(scores).softmax(1)
 

@@ -1,0 +1,88 @@
+"""How many images or texts a model encodes at a time, by the memory that is free."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+from kiloword.model.encoding import chunks
+from kiloword.terminal.progress import track
+from kiloword.types import Features
+
+if TYPE_CHECKING:
+    from kiloword.model.model import Model
+
+SHARE = 4  # of the free memory a quarter is planned for activations: the estimate is rough
+ON_CPU, ON_GPU = 64, 512  # more does not run faster
+TEXTS_ON_GPU, TEXTS_ON_CPU = 1024, 256
+
+
+def image_batch(model: Model) -> int:
+    """Images to encode at a time: what fits into a quarter of the free memory, from 1 to 64, or to 512 on a GPU."""
+    device = model.device
+    return max(1, min(ON_CPU if device.type == "cpu" else ON_GPU, free_bytes(device) // SHARE // bytes_of_image(model)))
+
+
+def text_batch(model: Model) -> int:
+    """Texts to encode at a time: as `image_batch`, from 1 to 256, or to 1024 on a GPU."""
+    config, device = model.config.text, model.device
+    tokens = config.context
+    each = 4 * (tokens * (6 * config.width + 2 * config.mlp) + config.heads * tokens**2)
+    most = TEXTS_ON_CPU if device.type == "cpu" else TEXTS_ON_GPU
+    return max(1, min(most, free_bytes(device) // SHARE // each))
+
+
+def bytes_of_image(model: Model) -> int:
+    """What encoding one image takes at most, roughly: the activations of one block, pixels, and a trunk's first maps.
+
+    A block holds queries, keys, values, attention of every head, and the MLP's hidden layer, in fp32.
+    """
+    config = model.config.image
+    tokens = (config.size // config.patch) ** 2 + config.extra_tokens + 2
+    block = tokens * (6 * config.width + 2 * config.mlp) + config.heads * tokens**2
+    return 4 * block + 200 * config.size**2
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that is free on a device, in bytes; where it is not known, 1 GiB."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        with open("/proc/meminfo") as file:
+            kib = next(line.split()[1] for line in file if line.startswith("MemAvailable"))
+        return int(kib) * 1024
+    except (OSError, StopIteration):
+        names = ("SC_PHYS_PAGES", "SC_PAGE_SIZE")
+        known = device.type in ("cpu", "mps") and all(name in getattr(os, "sysconf_names", {}) for name in names)
+        return os.sysconf(names[0]) * os.sysconf(names[1]) // 2 if known else 1 << 30
+
+
+def in_batches(
+    count: int, batch: int, encode: Callable[[slice], Features], what: str, smaller: bool
+) -> Iterator[Features]:
+    """Features of `count` items, a batch at a time, with progress.
+
+    Args: smaller: go on with half the batch where a GPU's memory is exhausted.
+    """
+    done = 0
+
+    def parts() -> Iterator[Features]:
+        nonlocal batch, done
+        while done < count:
+            part = slice(done, min(done + batch, count))
+            try:
+                features = encode(part)
+            except torch.OutOfMemoryError:
+                if not smaller or part.stop - part.start == 1:
+                    raise
+                batch = max(1, (part.stop - part.start) // 2)
+                torch.cuda.empty_cache()
+                continue
+            yield features
+            done = part.stop
+
+    next(chunks(count, batch))  # refuses a batch below 1
+    return track(parts(), what, what, count, lambda part: len(part["vec"]))

@@ -1,0 +1,75 @@
+"""From a model folder to a `Matcher`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kiloword.api.matcher import CARD, Matcher
+from kiloword.checkpoint.adapters import FILE
+from kiloword.checkpoint.model_folder import WEIGHTS, model_files, open_model, read_model_file
+from kiloword.checkpoint.trust import Trust
+from kiloword.distributed.device import choose
+
+if TYPE_CHECKING:
+    from kiloword.model.model import Model
+
+LONGEST_CARD = 1 << 20  # bytes
+
+
+def load(
+    path: str | Path,
+    device: str = "cpu",
+    dtype: str = "fp32",
+    size: int | None = None,
+    context: int | None = None,
+    method: str | None = None,
+    trust_code: bool = False,
+    precision: str = "fp32",
+    base: str | Path | None = None,
+) -> Matcher:
+    """Load a model folder (`OUT/model` of a run); code that it names is not run unless allowed.
+
+    Args: device: "cpu", "cuda", "cuda:N", "mps", or "auto", the first that is there of CUDA, MPS and CPU; dtype:
+    "fp32", "bf16" or "fp64"; size: another image size in pixels, with interpolated positions; context: another maximum
+    number of tokens in a text: the first 20 and last 2 positions are kept, the others interpolated (arXiv:2503.08048);
+    method: of the model, may be your own "module:preset"; trust_code: import the module that the folder names;
+    precision: of the encoders, "fp32" (dtype), "bf16" (autocast; features and scores are fp32) or "auto" (bf16 on CUDA
+    where the model is larger than size tiny); base: of a folder of adapters alone (OUT/adapter of a run with LoRA), the
+    model folder that its --init named.
+    Raises: ValueError when a file is missing, damaged or does not fit the others, the patch does not divide size, or
+    context is too short for the kept positions.
+    """
+    device = choose(device, mps=True)
+    model, tokenizer, slots = open_model(
+        path, device, dtype, Trust(method=method, trust_code=trust_code), precision, base
+    )
+    folder = model_files(path)[0].parent
+    file = read_model_file(folder, WEIGHTS if base is None else FILE)
+    return Matcher(_resized(model, size, context), tokenizer, slots, file, read_card(folder))
+
+
+def read_card(folder: Path) -> str:
+    """The text of a folder's README.md, of at most LONGEST_CARD bytes; "" where there is none."""
+    try:
+        with (folder / CARD).open("rb") as file:
+            return file.read(LONGEST_CARD).decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def _resized(model: Model, size: int | None, context: int | None) -> Model:
+    from kiloword.model.model import Model, resize, resize_text
+
+    config, state = model.config, model.state_dict()
+    if size not in (None, config.image.size):
+        config, state = resize(config, state, size)
+    if context not in (None, config.text.context):
+        config, state = resize_text(config, state, context)
+    if config == model.config:
+        return model
+    resized = Model(config, model.head, dict(model.more.items()))
+    resized.load_state_dict(state)
+    resized.precision = model.precision
+    parameter = next(model.parameters())
+    return resized.to(parameter.device, parameter.dtype)
