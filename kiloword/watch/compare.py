@@ -13,7 +13,7 @@ from kiloword.report import Html, grid, section, stack, table
 from kiloword.terminal import command, say, shown, warn
 from kiloword.terminal.screen import Screen, plain_table
 from kiloword.watch import history
-from kiloword.watch.curves import Curve, Points, losses, main_evaluations, plot, points_of
+from kiloword.watch.curves import Curve, losses, main_evaluations, plot, points_of
 from kiloword.watch.groups import RunGroup, as_plain, groups_of, main_metrics, paths_of, state_of, value_of
 from kiloword.watch.runs import Watched, find
 
@@ -128,11 +128,4 @@ def _losses(groups: Sequence[RunGroup]) -> Iterator[str]:
 
 def _plots(groups: Sequence[RunGroup], names: Sequence[str]) -> list[Html]:
     """A plot of each metric with a line for each group."""
-    return [stack(plot(name, [Curve(group.name, mean_of(group.runs, name)) for group in groups])) for name in names]
-
-
-def mean_of(runs: Sequence[Watched], name: str) -> Points:
-    """The mean curve of some runs, at the steps that all of them have."""
-    curves = [dict(points) for run in runs if (points := points_of(run, name))]
-    steps = [step for step in curves[0] if all(step in one for one in curves)] if curves else []
-    return [(step, sum(one[step] for one in curves) / len(curves)) for step in steps]
+    return [stack(plot(name, [Curve(group.name, points_of(group.runs, name)) for group in groups])) for name in names]

@@ -9,7 +9,7 @@ import numpy as np
 
 from kiloword.report import Html, heading, line_plot, stack
 from kiloword.report.page import SERIES
-from kiloword.watch.rows import thinned
+from kiloword.watch.rows import Numbers, thinned
 from kiloword.watch.runs import Watched
 
 POINTS = 300  # of a curve; more are averaged
@@ -69,14 +69,26 @@ def names_of(runs: Sequence[Watched]) -> list[str]:
     return list(dict.fromkeys(name for run in runs for name in run.columns.names))
 
 
-def points_of(run: Watched, name: str) -> Points:
-    """(step, value) of a metric, at most POINTS of them; means where there are more."""
-    steps, values = run.columns.of(name)
+def points_of(runs: Sequence[Watched], name: str) -> Points:
+    """(step, value) of a metric, the mean of some runs, at most POINTS of them; means where there are more."""
+    steps, values = mean_curve(runs, name)
     if len(steps) > POINTS:
         low, high = float(steps[0]), float(steps[-1])
         at, values = thinned(steps, values, low, high, POINTS)
         steps = low + at * (high - low) / (POINTS - 1)
     return list(zip(steps.tolist(), values.tolist(), strict=True))
+
+
+def mean_curve(runs: Sequence[Watched], name: str) -> tuple[Numbers, Numbers]:
+    """Steps and values [N] of a metric: the mean of some runs at the steps that all of them have so far."""
+    curves = [curve for run in runs if len((curve := run.columns.of(name))[0])]
+    if len(curves) < 2:
+        return curves[0] if curves else (np.empty(0), np.empty(0))
+    steps = curves[0][0]
+    for other, _ in curves[1:]:
+        steps = np.intersect1d(steps, other)
+    values = [of[np.searchsorted(at, steps)] for at, of in curves]
+    return steps, np.mean(values, axis=0) if len(steps) else np.empty(0)
 
 
 def plot(name: str, curves: Sequence[Curve], title: str = "") -> Html:

@@ -49,9 +49,14 @@ class RunGroup:
         return loss_of(self.runs[0])
 
 
+def kind_of(run: Watched) -> str:
+    """What a run's loss is of: runs of other methods or batches have other losses."""
+    return f"{run.config.method or 'its method'}, batch {run.config.batch}"
+
+
 def loss_of(run: Watched) -> str:
     """The name of a run's loss."""
-    return f"loss of {run.config.method or 'its method'}, batch {run.config.batch}"
+    return f"loss of {kind_of(run)}"
 
 
 def groups_of(runs: Sequence[Watched]) -> list[RunGroup]:
@@ -60,7 +65,7 @@ def groups_of(runs: Sequence[Watched]) -> list[RunGroup]:
     flat: dict[str, dict[str, Any]] = {}
     for run in runs:
         settings = _flat(run)
-        key = json.dumps(settings, sort_keys=True)
+        key = json.dumps(settings or str(run.folder), sort_keys=True)  # a run without its config is like no other
         flat[key] = settings
         alike.setdefault(key, []).append(run)
     paths = dict.fromkeys(path for settings in flat.values() for path in settings)

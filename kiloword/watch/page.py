@@ -13,6 +13,8 @@ from rich.text import Text
 
 from kiloword.terminal import shown
 from kiloword.terminal.progress import duration, per_second
+from kiloword.watch.curves import main_evaluations, mean_curve
+from kiloword.watch.groups import groups_of, kind_of
 from kiloword.watch.plot import MARKS, STYLES, Dots, Series, plot, short
 from kiloword.watch.rows import smoothed
 from kiloword.watch.runs import Watched
@@ -26,8 +28,10 @@ LAST = ("gradient_norm", *SPEED, "lr", "scale", "bias", "memory", "save_s", "ski
 STATES = {"waiting": "dim", "running": "green", "finished": "bold green", "stopped": "yellow"}
 STATES |= {"silent": "bold red", "failed": "bold red"}
 LEAST, MOST, FREE = 4, 10, 7  # rows of a plot: least, most, and without a limit of height
+FEW = 4  # runs; more get a line each, and curves of the loss and of validation alone
 WIDE = 50  # columns of a plot at least
 StyledText = tuple[str, str]  # text and its style
+Panel = tuple[str, str, Sequence[tuple[Watched, int]]]  # title of a plot, its metric, its runs with their line
 
 
 @dataclass(frozen=True)
@@ -43,13 +47,18 @@ class View:
 
 def page(runs: Sequence[Watched], view: View) -> Text:
     """The frame, at most `view.height` lines of at most `view.width` columns."""
-    lines = [line for n, run in enumerate(runs) for line in _about(run, n if len(runs) > 1 else None, view)]
+    if len(runs) > FEW:
+        places = _places(runs)
+        lines = _lines(runs, places, view)
+    else:
+        places = list(range(len(runs)))
+        lines = [line for n, run in enumerate(runs) for line in _about(run, n if len(runs) > 1 else None, view)]
     if view.height is not None and len(lines) > view.height // 2:
         cut = max(view.height // 2 - 1, 1)
         lines = [*lines[:cut], Text(f"... {len(lines) - cut} more lines: a higher window shows them", "dim")]
     names = _chosen(runs, view)
     if names:
-        lines += [Text(), *_grid(runs, names, view, len(lines) + 1)]
+        lines += [Text(), *_grid(_panels(runs, places, names), view, len(lines) + 1)]
     elif view.curves:
         lines.append(Text(f"no metric begins with {shown(' or '.join(view.curves))}", "yellow"))
     for line in lines:
@@ -57,13 +66,46 @@ def page(runs: Sequence[Watched], view: View) -> Text:
     return Text("\n", no_wrap=True).join(lines[: view.height])
 
 
+def _places(runs: Sequence[Watched]) -> list[int]:
+    """Of many runs, the line of each: those that differ in their seed alone share one."""
+    groups = groups_of(runs)
+    return [next(n for n, group in enumerate(groups) if run in group.runs) for run in runs]
+
+
+def _lines(runs: Sequence[Watched], places: Sequence[int], view: View) -> list[Text]:
+    """Many runs: a line each, in columns, and below them the errors and alerts."""
+    main = next(iter(main_evaluations(runs)), "")
+    cells, notes = [["", "run", "method", "state", "step", "loss", main.removeprefix("val/"), "pairs/s"]], []
+    for run, place in zip(runs, places, strict=True):
+        last, state, rate = run.columns.last, run.state()[0], run.pace.rate
+        values = [short(float(last[name])) if name in run.columns else "" for name in ("loss", main)]
+        step = f"{run.step:,}" + (f"/{run.config.steps:,}" if run.config.steps else "")
+        speed = per_second(rate) if rate is not None else ""
+        cells.append([_mark(place, view), shown(run.name), shown(run.config.method), state, step, *values, speed])
+        alerts = [f"! {shown(run.error)}"] if run.error else [f"! {a.name}: {a.message}" for a in run.alerts.current]
+        notes += [Text(f"{shown(run.name)} {alert}", "red") for alert in alerts]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = [Text("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()) for row in cells]
+    lines[0].stylize("dim")
+    for line, run, place in zip(lines[1:], runs, places, strict=True):
+        line.stylize(STYLES[place % len(STYLES)], 0, 1)
+        start = sum(widths[:3]) + 6
+        line.stylize(STATES[run.state()[0]], start, start + widths[3])
+    if len(set(places)) < len(runs):
+        notes.append(Text("runs that differ in their seed alone share a curve, their mean", "dim"))
+    return [*lines, *notes]
+
+
+def _mark(place: int, view: View) -> str:
+    return MARKS[place % len(MARKS)] if view.dots == "marks" else "\u25cf"
+
+
 def _about(run: Watched, place: int | None, view: View) -> list[Text]:
     """Text about a run, wrapped. Args: place: of the run among several; None: the only one."""
     indent = "" if place is None else "  "
     lines = _wrap(_parts(run), view.width, indent)
     if place is not None:
-        mark = MARKS[place % len(MARKS)] if view.dots == "marks" else "\u25cf"
-        lines[0] = Text.assemble((mark, STYLES[place % len(STYLES)]), " ", lines[0][len(indent) :])
+        lines[0] = Text.assemble((_mark(place, view), STYLES[place % len(STYLES)]), " ", lines[0][len(indent) :])
     errors = [f"! the run ended with an error: {shown(run.error)}"] if run.error else []
     for alert in errors + [f"! {a.name} since step {a.since}: {a.message}" for a in run.alerts.current]:
         lines += [Text(indent + line, "red") for line in wrap(alert, view.width - len(indent), subsequent_indent="  ")]
@@ -133,7 +175,21 @@ def _chosen(runs: Sequence[Watched], view: View) -> list[str]:
     first = ["loss"] if "loss" in names else []
     best = {run.best[0] for run in runs if run.best}
     val = [n for n in val if n.endswith(HEADLINES) or n in best]
-    return first + terms + val + [n for n in LAST if n in names]
+    return first + terms + val + [n for n in LAST if n in names and len(runs) <= FEW]
+
+
+def _panels(runs: Sequence[Watched], places: Sequence[int], names: Sequence[str]) -> list[Panel]:
+    """A panel for each metric; losses and terms have one for each kind, as those of other methods are other things."""
+    kinds = list(dict.fromkeys(kind_of(run) for run in runs))
+    members = list(zip(runs, places, strict=True))
+    panels: list[Panel] = []
+    for name in names:
+        if len(kinds) == 1 or name.startswith("val/") or name in (*LAST, *COUNTS):
+            panels.append((name, name, members))
+            continue
+        parts = ((kind, [m for m in members if kind_of(m[0]) == kind and name in m[0].columns]) for kind in kinds)
+        panels += [(f"{name} of {kind}", name, part) for kind, part in parts if part]
+    return panels
 
 
 def _dull(name: str, runs: Sequence[Watched]) -> bool:
@@ -144,37 +200,37 @@ def _dull(name: str, runs: Sequence[Watched]) -> bool:
     return name == "pair" and all(np.array_equal(c.of("pair")[1], c.of("loss")[1]) for c in columns)
 
 
-def _grid(runs: Sequence[Watched], names: list[str], view: View, above: int) -> list[Text]:
+def _grid(panels: Sequence[Panel], view: View, above: int) -> list[Text]:
     """Plots side by side as the width allows. Args: above: number of lines above them."""
-    across = max(1, min(view.width // WIDE, len(names), 4))
+    across = max(1, min(view.width // WIDE, len(panels), 4))
     width = (view.width - 2 * (across - 1)) // across
-    down, height, hidden = math.ceil(len(names) / across), FREE, 0
+    down, height, hidden = math.ceil(len(panels) / across), FREE, 0
     if view.height is not None:
         free = max(view.height - above, LEAST + 3)
         fits = max(1, min(down, free // (LEAST + 2)))
         if fits < down:
             fits = max(1, (free - 1) // (LEAST + 2))
-            hidden = len(names) - fits * across
+            hidden = len(panels) - fits * across
         down, height = fits, min(MOST, (free - bool(hidden)) // fits - 2)
+    runs = [run for _, _, members in panels for run, _ in members]
     ends = [(steps[0], steps[-1]) for run in runs if len(steps := run.columns.of("step")[0])]
     first, last = float(min(a for a, _ in ends)), float(max(b for _, b in ends))
-    plots = [_plot(name, runs, (first, last), view, width, height) for name in names[: down * across]]
+    plots = [_plot(panel, (first, last), view, width, height) for panel in panels[: down * across]]
     lines = [line for n in range(0, len(plots), across) for line in _beside(plots[n : n + across], width)]
     note = f"{hidden} more curves: a larger window shows them, or choose by --curves"
     return [*lines, *([Text(note, "dim")] if hidden > 0 else [])]
 
 
-def _plot(
-    name: str, runs: Sequence[Watched], steps: tuple[float, float], view: View, width: int, height: int
-) -> list[Text]:
+def _plot(panel: Panel, steps: tuple[float, float], view: View, width: int, height: int) -> list[Text]:
+    title, name, members = panel
+    weight = 0.0 if name.startswith("val/") else view.smooth
     series = []
-    for place, run in enumerate(runs):
-        at, values = run.columns.of(name)
+    for place in dict.fromkeys(place for _, place in members):
+        at, values = mean_curve([run for run, other in members if other == place], name)
         if len(at):
-            weight = 0.0 if name.startswith("val/") else view.smooth
             series.append(Series(at, smoothed(values, weight), place))
-    newest = short(float(series[0].values[-1])) if len(runs) == 1 else ""
-    return list(plot(f"{shown(name)}  {newest}", series, steps, width, height, view.dots).split("\n"))
+    newest = short(float(series[0].values[-1])) if len(members) == 1 else ""
+    return list(plot(f"{shown(title)}  {newest}", series, steps, width, height, view.dots).split("\n"))
 
 
 def _beside(plots: Sequence[list[Text]], width: int) -> list[Text]:

@@ -15,7 +15,7 @@ from kiloword.watch.rows import Numbers, thinned
 
 Dots = Literal["braille", "marks"]
 STYLES = ("cyan", "yellow", "magenta", "green", "red", "blue", "bright_white", "bright_black")
-MARKS = "*+ox#@%&"
+MARKS = "*+ox#@%&ABCDEFGHIJKLMNPQRSTUVWXYZ"
 LABEL = 8  # columns left of a plot
 _BRAILLE = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # bit of a dot: [4 rows, 2 columns]
 

@@ -478,3 +478,22 @@ def test_a_spike_is_cut_where_the_usual_values_end() -> None:
     assert _range(np.array([1000.0, 1000.9]))[:2] == (pytest.approx(899.91), pytest.approx(1100.99))
     assert _range(np.array([1000.0, 1001.1]))[:2] == (1000.0, 1001.1)
     assert _labels(1.0001, 1.0002) == ("1.0002", "1.0001")
+
+
+def test_many_runs_have_a_line_each_and_losses_by_method(tmp_path: Path) -> None:
+    for method, at in (("clip", 1.0), ("siglip", 100.0)):
+        for seed in range(3):
+            rows = [row(n, loss=at + seed, pair=at + seed) for n in range(1, 30)]
+            write(tmp_path / f"{method}-{seed}", rows, steps=29, method=method, seed=seed)
+    (tmp_path / "siglip-2" / "config.json").write_text("{")  # is like no other
+    lines = page(seen(tmp_path), View(width=130)).plain.split("\n")
+    marks = [line.split()[0] for line in lines[1:7]]
+    assert marks == ["*", "*", "*", "+", "+", "o"]
+    assert lines[1].split()[1:6] == ["clip-0", "clip", "finished", "29/29", "1.00"]
+    titles = [
+        title for title in ("loss of clip, batch 10", "loss of siglip, batch 10") if any(title in x for x in lines)
+    ]
+    assert len(titles) == 2
+    first = next(n for n, line in enumerate(lines) if "loss of clip" in line)
+    assert "2.2" in lines[first + 1][:8]  # of 2, the mean over seeds, with a margin: not of siglip's 100
+    assert "gradient_norm" not in "".join(lines)

@@ -81,7 +81,7 @@ def _plots(run: Watched, names: Sequence[str]) -> list[Html]:
     """A plot for each metric that changes."""
     made = []
     for name in names:
-        points = curves.points_of(run, name)
+        points = curves.points_of([run], name)
         if len({y for _, y in points}) > 1 or (points and (name == "loss" or name.startswith("val/"))):
             made.append(curves.plot(name, [curves.Curve(name, points)]))
     return made
