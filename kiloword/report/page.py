@@ -58,15 +58,18 @@ def section(heading: str, *elements: str | None) -> Section:
     return heading, stack(*elements)
 
 
-def page(title: str, intro: str, sections: Iterable[Section]) -> str:
+def page(
+    title: str, intro: str, sections: Iterable[Section], *, below: str = "", style: str = "", policy: str = POLICY
+) -> str:
     """A whole HTML document without any outside reference.
 
-    Args: title and intro are plain text, a blank line in intro starts a new paragraph; empty sections are omitted.
+    Args: title and intro are plain text, a blank line in intro starts a new paragraph; empty sections are omitted;
+    below: an element after the intro; style: rules after those of all pages; policy: what the browser may load.
     Characters that would turn or hide text of the page are written as escapes such as \\u202e.
     """
     filled = [(heading, html) for heading, html in sections if html]
     placed = [(f"s{i}", escape(heading), html) for i, (heading, html) in enumerate(filled, start=1)]
-    opening = stack(*(part.strip() for part in intro.split("\n\n")))
+    opening = stack(*(part.strip() for part in intro.split("\n\n")), below)
     links = "".join(f'<li><a href="#{place}">{heading}</a></li>' for place, heading, _ in placed)
     contents = f'<nav aria-label="Contents"><ul>{links}</ul></nav>' if len(placed) > 2 else ""
     body = "".join(
@@ -75,9 +78,9 @@ def page(title: str, intro: str, sections: Iterable[Section]) -> str:
     )
     html = (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n<link rel="icon" href="data:,">\n'
-        f"<title>{escape(title)}</title>\n<style>{_style()}</style>\n</head>\n<body><main>\n"
+        f"<title>{escape(title)}</title>\n<style>{_style()}{style}</style>\n</head>\n<body><main>\n"
         f"<header><h1>{escape(title)}</h1>{opening}{contents}</header>\n"
         f"{body}\n</main></body>\n</html>\n"
     )

@@ -1,0 +1,1 @@
+"""Search in photos without captions: `kiloword index`, `search` and `serve`."""

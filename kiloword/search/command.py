@@ -1,0 +1,117 @@
+"""`kiloword search`: the best photos for a text or a photo, as a table, JSON or a page."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kiloword.addresses import is_url
+from kiloword.checkpoint.files import write_json
+from kiloword.checkpoint.trust import NONE, Trust
+from kiloword.data.sources.sample import MAX_IMAGE, read_whole
+from kiloword.report import write
+from kiloword.search.index import check_model, describe, opened
+from kiloword.search.library import Library
+from kiloword.search.page import results_page
+from kiloword.search.rank import Match, Ranker, check_query, query_image
+from kiloword.terminal import say, warn
+from kiloword.types import BadSample
+
+
+def main(
+    folder: Path,
+    query: str | None,
+    like: Path | None = None,
+    top: int = 10,
+    within: str = "",
+    json: Path | None = None,
+    page: Path | None = None,
+    open_: bool = False,
+    model: str | None = None,
+    device: str = "auto",
+    precision: str = "auto",
+    trust: Trust = NONE,
+) -> None:
+    """Run and print `kiloword search`.
+
+    Raises: ValueError for a query that is empty or too long, an image that cannot be read, a library of another model.
+    """
+    if (query is None) == (like is None):
+        raise ValueError(
+            "search needs a text or --like PHOTO, one of them: kiloword search LIBRARY 'a dog on a beach'."
+        )
+    if top < 1:
+        raise ValueError(f"--top is {top}: expected at least 1.")
+    words = like.name if like is not None else check_query(query or "")
+    image = None if like is None else read_photo(like)
+    library = Library(folder)
+    matcher = opened(model or library.file.model, device, precision, trust)
+    check_model(library, matcher, model or library.file.model)
+    ranker, began = Ranker(library, matcher), time.perf_counter()
+    if image is not None:
+        hits = ranker.by_image(query_image(matcher, image), top, within)
+    else:
+        for tokens, read in matcher.tokenizer.cut([words], matcher.model.config.text).values():
+            warn(f"the query is truncated: it has {tokens} tokens, of which the model reads {read}")
+        hits = ranker.by_text(words, top, within)
+    seconds = time.perf_counter() - began
+    _print(library, hits)
+    notes = describe(library) if image is None else []
+    say(*notes, f"{len(hits)} of {len(library):,} photos, {1000 * seconds:.0f} ms")
+    if json is not None:
+        write_json(json, as_json(library, words, hits))
+    if page is not None or open_:
+        _show(page or folder / "search.html", results_page(library, words, hits, notes), open_)
+
+
+def read_photo(path: Path) -> bytes:
+    """The bytes of a photo on disk. Raises: ValueError for a URL, and a file that cannot be read."""
+    if is_url(str(path)) or str(path).startswith(("http:/", "https:/")):
+        raise ValueError(f"--like got the URL {path}, and kiloword fetches nothing: download the photo, name its file.")
+    try:
+        return read_whole(path, "it", MAX_IMAGE)
+    except (OSError, BadSample) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"--like {path} cannot be read ({reason}): expected an image file.") from None
+
+
+def as_json(library: Library, query: str, hits: Sequence[Match]) -> dict[str, Any]:
+    """What --json writes."""
+    results = []
+    for hit in hits:
+        part, inner = library.place(hit.row)
+        one = {
+            "path": part.paths[inner],
+            "score": hit.score,
+            "id": int(part.ids[inner]),
+            "caption": part.captions[inner],
+        }
+        results.append(one | ({} if hit.uncertainty is None else {"uncertainty": hit.uncertainty}))
+    return {"query": query, "folder": library.file.folder, "photos": len(library), "results": results} | (
+        {"shortlist": library.file.recall} if library.file.recall else {}
+    )
+
+
+def _print(library: Library, hits: Sequence[Match]) -> None:
+    from kiloword.terminal.screen import Screen, plain_table
+
+    uncertain = any(hit.uncertainty is not None for hit in hits)
+    table = plain_table("", "score", *(["uncertainty"] if uncertain else []), "photo")
+    for n, hit in enumerate(hits, 1):
+        more = [f"{hit.uncertainty:.4g}"] if hit.uncertainty is not None else []
+        table.add_row(str(n), f"{hit.score:.3f}", *more, library.path(hit.row))
+    Screen(120).print(table)
+
+
+def _show(path: Path, html: str, open_: bool) -> None:
+    """Write the page, and open it in the browser."""
+    write(path, html)
+    say(f"page: {path}")
+    if open_:
+        import webbrowser
+
+        if not webbrowser.open(path.resolve().as_uri()):
+            print("no browser was found: open the page yourself.", file=sys.stderr)

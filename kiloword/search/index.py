@@ -1,0 +1,236 @@
+"""`kiloword index`: encode the photos of a folder that are new or changed, forget those that are gone."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from kiloword.checkpoint.files import utf8
+from kiloword.checkpoint.lock import Lock
+from kiloword.checkpoint.trust import NONE, Trust
+from kiloword.config.by_device import announce, image_bytes, reason_of, workers_of
+from kiloword.data.reading import EvalBatch, eval_batches, reasons
+from kiloword.distributed.device import choose
+from kiloword.errors import count
+from kiloword.model.encoding import inference
+from kiloword.search.library import FILE, PART, Library, LibraryFile, create
+from kiloword.search.photos import LONGEST_CAPTION, Photos, scan
+from kiloword.search.rank import Ranker, measure
+from kiloword.terminal import say, warn
+from kiloword.terminal.progress import Bar
+from kiloword.types import Features, Skipped
+
+if TYPE_CHECKING:
+    from kiloword.api import Matcher
+
+COMMIT_S = 30.0  # seconds of work that a killed process loses at most, and one batch
+NAMED = 10  # unreadable photos that are listed
+
+
+def main(
+    photos: Path,
+    model: str | None,
+    out: Path,
+    batch: int = 64,
+    workers: int | Literal["auto"] = "auto",
+    device: str = "auto",
+    precision: str = "auto",
+    trust: Trust = NONE,
+) -> None:
+    """Run and print `kiloword index`."""
+    began = time.perf_counter()
+    stamps = scan(photos)
+    matcher = opened(_model_of(model, out), device, precision, trust)
+    network = matcher.model
+    workers = workers_of(workers, choose(device), image_bytes(batch, network.config.image.size))
+    announce(str(network.mean.device), network.precision, reason_of(precision, network.config), workers)
+    if (out / FILE).exists():
+        Library(out, mend=True)  # a folder of something else gets no lock
+    with Lock(out, "indexing"):
+        library = _library(out, photos, _model_of(model, out), matcher)
+        skipped = update(library, photos, stamps, matcher, batch, workers)
+    for one in skipped[:NAMED]:
+        warn(f"skipped {one.key}: {one.reason}")
+    if skipped:
+        warn(f"{count(len(skipped), 'photo')} skipped: {reasons(skipped)}. They are tried again by the next index.")
+    for line in describe(library):
+        say(line)
+    seconds = time.perf_counter() - began
+    say(f"{out}: {count(len(library), 'photo')}, {library.file.dim} dimensions, {seconds:.1f} s")
+
+
+def _model_of(model: str | None, out: Path) -> str:
+    """The model of --model, or that of the library. Raises: ValueError for none."""
+    if model is None and not (out / FILE).is_file():
+        raise ValueError("a new library needs a model: kiloword index PHOTOS --model MODEL --out DIR.")
+    return model or Library(out, mend=True).file.model
+
+
+def opened(model: str, device: str, precision: str, trust: Trust = NONE) -> Matcher:
+    """The model of a library. Errors: those of `kiloword.load`."""
+    from kiloword.api import load
+
+    return load(model, device=device, method=trust.method, trust_code=trust.trust_code, precision=precision)
+
+
+def fingerprint(matcher: Matcher) -> str:
+    """A digest of the model's weights, shape and tokenizer, wherever it lies and whatever it runs on."""
+    digest = hashlib.blake2b(repr(matcher.model.config).encode(), digest_size=16)
+    digest.update(matcher.tokenizer.to_bytes())
+    for name, value in sorted(matcher.model.state_dict().items()):
+        digest.update(name.encode())
+        digest.update(np.ascontiguousarray(value.detach().float().cpu().numpy()).data)
+    return digest.hexdigest()
+
+
+def check_model(library: Library, matcher: Matcher, name: str) -> None:
+    """Raises: ValueError when the library was made by another model."""
+    if fingerprint(matcher) != library.file.fingerprint:
+        raise ValueError(
+            f"the library {library.folder} was made by another model than {name}: its features cannot be compared. "
+            f"Give the model that made it ({library.file.model}) by --model, or index the photos again in a new folder."
+        )
+
+
+def _library(out: Path, photos: Path, model: str, matcher: Matcher) -> Library:
+    """The library of a folder, or a new one. Raises: ValueError for one of another model or of other photos."""
+    folder = utf8(str(photos.resolve()))
+    if (out / FILE).is_file():
+        library = Library(out, mend=True)
+        check_model(library, matcher, model)
+        old = Path(library.file.folder)
+        if old != Path(folder) and old.is_dir():
+            raise ValueError(f"{out} is a library of {old}, not of {photos}: choose another --out for other photos.")
+        if len(library.parts) < len(library.file.parts) or old != Path(folder):
+            library.commit(folder=folder)  # without damaged parts
+        return library
+    size = matcher.model.config.image.size
+    features = encode(matcher, torch.zeros(1, 3, size, size, dtype=torch.uint8))
+    extra = {n: tuple(v.shape[1:]) for n, v in features.items() if n not in ("vec", "log_var", *_UNCERTAIN)}
+    file = LibraryFile(folder=folder, model=model, fingerprint=fingerprint(matcher), dim=features["vec"].shape[1])
+    return create(out, replace(file, gaussian="log_var" in features, shapes=extra))
+
+
+_UNCERTAIN = ("penalty", "uncertainty")
+
+
+def encode(matcher: Matcher, images: Tensor) -> Features:
+    """Features of preprocessed images on the CPU, float32, with "penalty" and "uncertainty" [n] of Gaussians."""
+    model = matcher.model
+    with inference(model):
+        features = dict(model.encode_image(images.to(model.device))[1])
+        if "log_var" in features and model.head.uncertainty is not None:
+            features["penalty"] = model.head.uncertainty.penalty(features)
+            features["uncertainty"] = matcher.uncertainty(features)
+    return {name: value.float().cpu() for name, value in features.items()}
+
+
+def update(
+    library: Library, photos: Path, stamps: dict[str, str], matcher: Matcher, batch: int = 64, workers: int = 0
+) -> list[Skipped]:
+    """Bring a library to the state of its folder; what is done is kept when the process ends early.
+
+    Args: stamps: of `scan`. Returns: photos that cannot be read. Raises: KeyboardInterrupt, whose message counts it.
+    """
+    known = library.stamps()
+    gone = frozenset(known.keys() - stamps.keys())
+    wanted = [path for path, stamp in stamps.items() if known.get(path) != stamp]
+    changed = frozenset(path for path in wanted if path in known)
+    say(f"{len(wanted) - len(changed):,} new, {len(changed):,} changed, {len(gone):,} gone, {len(stamps):,} in all")
+    if gone:
+        library.commit(drop=gone)
+    try:
+        skipped = _add(library, photos, stamps, wanted, matcher, batch, workers) if wanted else []
+    except KeyboardInterrupt:
+        kept = count(len(library), "photo")
+        raise KeyboardInterrupt(f"{kept} are in the library; the same command indexes the others.") from None
+    library.merge()
+    library.refresh_recall(lambda: measure(Ranker(library, matcher)), bool(gone or wanted))
+    return skipped
+
+
+def _add(
+    library: Library,
+    photos: Path,
+    stamps: dict[str, str],
+    wanted: Sequence[str],
+    matcher: Matcher,
+    batch: int,
+    workers: int,
+) -> list[Skipped]:
+    """Encode photos and commit them, every PART rows or COMMIT_S seconds."""
+    config, source = matcher.model.config, Photos(photos, wanted)
+    waiting: list[pa.Table] = []
+    out: set[str] = set()
+    skipped: list[Skipped] = []
+    bar, done, last = Bar("index", "photos"), 0, time.monotonic()
+    for images in eval_batches(
+        source, config.image.size, config.preprocess.resize, batch, workers=workers, captions=False
+    ):
+        if images.keys:
+            waiting.append(_rows(library.file, images, encode(matcher, images.images), stamps))
+        skipped += images.skipped
+        out |= {*images.keys, *(wanted[one.row] for one in images.skipped)}
+        done += len(images.keys) + len(images.skipped)
+        full = sum(map(len, waiting)) >= PART or time.monotonic() - last > COMMIT_S
+        if full or done >= len(wanted):
+            library.commit(pa.concat_tables(waiting) if waiting else None, frozenset(out))
+            waiting, out, last = [], set(), time.monotonic()
+        bar(done, len(wanted))
+    return skipped
+
+
+def _rows(file: LibraryFile, images: EvalBatch, features: Features, stamps: dict[str, str]) -> pa.Table:
+    """Rows of a batch, without ids. Raises: ValueError for features that are NaN or infinite."""
+    if not all(bool(torch.isfinite(value).all()) for value in features.values()):
+        raise ValueError(f"the model's features are NaN or infinite, near {images.keys[0]}.")
+    plain = [_is_utf8(path) for path in images.keys]
+    columns: dict[str, pa.Array] = {
+        "path": pa.array(path.encode("utf-8", "backslashreplace").decode() for path in images.keys),
+        "raw": pa.array(
+            [None if fine else _raw(path) for fine, path in zip(plain, images.keys, strict=True)], pa.binary()
+        ),
+        "stamp": pa.array([stamps[path] for path in images.keys]),
+        "caption": pa.array([" / ".join(captions)[:LONGEST_CAPTION] for captions in images.captions]),
+    }
+    for name, value in features.items():
+        flat = value.numpy().reshape(len(value), -1)
+        if name in file.shapes:
+            columns[name] = pa.FixedSizeListArray.from_arrays(pa.array(flat.astype(np.float16).ravel()), flat.shape[1])
+        elif value.ndim == 1:
+            columns[name] = pa.array(flat.ravel())
+        else:
+            columns[name] = pa.FixedSizeListArray.from_arrays(pa.array(flat.ravel()), flat.shape[1])
+    return pa.table(columns)
+
+
+def _raw(path: str) -> bytes:
+    return path.encode("utf-8", "surrogateescape")
+
+
+def _is_utf8(path: str) -> bool:
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def describe(library: Library) -> list[str]:
+    """What searches in the library compute, and how exact that is."""
+    recall = library.file.recall
+    if not recall:
+        return []
+    return [
+        f"a search scores the {recall['shortlist']:,.0f} photos nearest by their vectors exactly: of the 10 best of "
+        f"all photos, {recall['recall@10']:.1%} are among them ({recall['queries']:.0f} texts tried)"
+    ]

@@ -1,0 +1,87 @@
+"""What pages of a search show: the page that `kiloword search` writes, and elements of those that are served."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+import numpy as np
+from PIL import Image
+
+from kiloword.data.images.decode import decode
+from kiloword.data.sources.sample import MAX_IMAGE, read_whole
+from kiloword.report import Html, page, section
+from kiloword.report.images import Pixels, image_data
+from kiloword.search.library import Library
+from kiloword.search.rank import Match
+from kiloword.types import BadSample
+
+THUMB = 320  # pixels of the longer side
+ABOUT_UNCERTAINTY = "u is the photo's uncertainty, the sum of its variances: high where a photo fits many texts."
+
+
+def shrunk(library: Library, row: int, side: int) -> Pixels:
+    """A photo of the library with at most `side` pixels a side. Raises: ValueError for one that cannot be read."""
+    try:
+        pixels = decode(read_whole(library.photo(row), "it", MAX_IMAGE), at_least=side)
+    except (OSError, BadSample) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"the photo cannot be read ({reason}).") from None
+    image = Image.fromarray(pixels)
+    image.thumbnail((side, side), Image.Resampling.BICUBIC)
+    return np.asarray(image)
+
+
+def figures(library: Library, hits: Sequence[Match], links: bool = False) -> Html:
+    """Photos with scores and paths, best first. Args: links: as served, with links; else with the photos inside."""
+    items = []
+    for n, hit in enumerate(hits, 1):
+        part, inner = library.place(hit.row)
+        path, caption = escape(_plain(part.paths[inner])), escape(part.captions[inner])
+        words = f"{hit.score:.3f}" + ("" if hit.uncertainty is None else f" · u {hit.uncertainty:.3g}")
+        number = int(part.ids[inner])
+        source = f"/thumb/{number}" if links else _inside(library, hit.row)
+        image = (
+            f'<img src="{source}" alt="{caption or path}" loading="lazy">' if source else "<span>cannot be read</span>"
+        )
+        image = f'<a href="/photo/{number}">{image}</a>' if links else image
+        more = f' · <a href="/?like={number}" aria-label="more like photo {n}">more like this</a>' if links else ""
+        items.append(f"<li>{image}<div><b>{n}</b> {words}{more}</div><div>{path}</div></li>")
+    return Html(f'<ol class="photos">{"".join(items)}</ol>') if items else Html("<p>No photo fits.</p>")
+
+
+def _inside(library: Library, row: int) -> str:
+    try:
+        return image_data(shrunk(library, row, THUMB))
+    except ValueError:
+        return ""
+
+
+def _plain(path: str) -> str:
+    """A path as text that can be written as UTF-8."""
+    return path.encode("utf-8", "backslashreplace").decode()
+
+
+STYLE = """
+main { max-width: 76rem; }
+.photos { list-style: none; margin: 0 0 1.5rem; padding: 0; display: grid; gap: 1.25rem 1rem;
+  grid-template-columns: repeat(auto-fill, minmax(min(46%, 11rem), 1fr)); }
+.photos li { min-width: 0; font-size: .8rem; line-height: 1.45; color: var(--muted); overflow-wrap: anywhere; }
+.photos img { display: block; width: 100%; aspect-ratio: 1; object-fit: cover; border-radius: 3px;
+  background: var(--rule); margin-bottom: .35rem; }
+.photos b { color: var(--ink); font-weight: 600; }
+.ask { display: flex; flex-wrap: wrap; gap: .6rem; align-items: center; margin: 1.25rem 0 0; font-size: .95rem; }
+.ask input, .ask button { font: inherit; padding: .5rem .7rem; color: var(--ink); background: var(--paper);
+  border: 1px solid var(--muted); border-radius: 4px; max-width: 100%; }
+.ask .q { flex: 1 1 16rem; min-width: 0; }
+.ask .in { flex: 0 1 11rem; min-width: 0; }
+.ask button { cursor: pointer; }
+.big img { display: block; max-width: 100%; height: auto; border-radius: 3px; }
+"""
+
+
+def results_page(library: Library, query: str, hits: Sequence[Match], notes: Sequence[str]) -> str:
+    """The page that `kiloword search --page` writes, with the photos inside."""
+    intro = f"The best {len(hits)} of {len(library):,} photos."
+    uncertain = ABOUT_UNCERTAINTY if any(hit.uncertainty is not None for hit in hits) else None
+    return page(f"“{query}”", intro, [section("Photos", figures(library, hits), *notes, uncertain)], style=STYLE)

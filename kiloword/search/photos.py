@@ -1,0 +1,79 @@
+"""The photos of a folder and its subfolders, as a library sees them: paths, and stamps that change with the files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from kiloword.data.sources.folder import is_image
+from kiloword.data.sources.sample import IMAGE_SUFFIXES, MAX_IMAGE, MAX_TEXT, make_record, parse_captions, read_whole
+from kiloword.types import BadSample, Record
+
+LONGEST_CAPTION = 1_000  # characters kept of the text beside a photo
+
+
+def scan(root: Path) -> dict[str, str]:
+    """Path below `root` -> stamp (size and time of change) of every photo; hidden folders and linked ones are omitted.
+
+    A text of the same name (photo.txt beside photo.jpg) is its caption, and part of the stamp.
+    Raises: ValueError when there is no photo, so that a disk that is not mounted does not empty a library.
+    """
+    if not root.is_dir():
+        raise ValueError(f"{root} is not a folder: expected a folder of photos.")
+    stamps: dict[str, str] = {}
+    for folder, inner, files in os.walk(root):
+        inner[:] = sorted(name for name in inner if not name.startswith("."))
+        here = set(files)
+        for file in sorted(filter(is_image, files)):
+            text = f"{os.path.splitext(file)[0]}.txt"
+            beside = [_stamp(os.path.join(folder, one)) for one in (file, text) if one in here]
+            if beside[0]:
+                stamps[os.path.relpath(os.path.join(folder, file), root)] = " ".join(beside)
+    if not stamps:
+        raise ValueError(f"{root} holds no photos ({', '.join(f'.{s}' for s in IMAGE_SUFFIXES)}): expected some.")
+    return stamps
+
+
+def _stamp(path: str) -> str:
+    """Size and time of change; "" for a file that is gone, or none."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return ""
+    return f"{status.st_size}-{status.st_mtime_ns}"
+
+
+class Photos:
+    """Some photos of a folder as a `Source` without captions. Args: paths: below `folder`."""
+
+    natural = True
+    from_files = True
+
+    def __init__(self, folder: Path, paths: Sequence[str]) -> None:
+        self.folder, self.paths = folder, paths
+        self.name = self.fingerprint = str(folder)
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def key(self, row: int) -> str:
+        """The path of a photo."""
+        return self.paths[row]
+
+    def record(self, row: int) -> Record:
+        """The stored photo, with the text beside it. Raises BadSample."""
+        path = self.paths[row]
+        text = None
+        try:
+            image = read_whole(self.folder / path, "it", MAX_IMAGE)
+        except FileNotFoundError:
+            raise BadSample("the file is gone") from None
+        except OSError as error:
+            raise BadSample(f"it cannot be read ({error.strerror})") from None
+        try:
+            text = read_whole((self.folder / path).with_suffix(".txt"), "its text", MAX_TEXT)
+            parse_captions(text, None)
+        except (OSError, BadSample):  # a photo without a usable text is still a photo
+            text = None
+        return make_record(path, image, text, None, None)

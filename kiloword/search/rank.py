@@ -1,0 +1,169 @@
+"""The best photos of a library for a text or an image.
+
+Where a score is a cosine minus uncertainties, all photos are scored, block by block. A model that pools a photo anew
+for each text (llip) scores a shortlist, the photos nearest by their vectors; `measure` says what that loses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kiloword.data.classes.names import IMAGENET, classnames
+from kiloword.model.encoding import chunks, inference, join, moved
+from kiloword.search.library import Library
+from kiloword.terminal.progress import track
+from kiloword.types import Features
+
+if TYPE_CHECKING:
+    from kiloword.api import Matcher
+
+SHORTLIST = 500  # photos scored exactly by a model that pools for each text
+QUERIES, PAIRS = 64, 1 << 20  # to measure recall: texts tried; photos scored for all of them, but for 4 texts at least
+TOP = 10  # the best photos that a shortlist should have
+LONGEST_QUERY = 10_000  # characters
+GATHERED = 1 << 28  # bytes of features read at once to score photos
+
+
+@dataclass(frozen=True)
+class Match:
+    """A photo in the order of a search."""
+
+    row: int  # of the library
+    score: float
+    uncertainty: float | None = None  # of a Gaussian
+
+
+def check_query(text: str) -> str:
+    """The query without outer white space. Raises: ValueError for an empty or a huge one."""
+    text = " ".join(text.split())
+    if not text:
+        raise ValueError("the query is empty: expected words that describe a photo.")
+    if len(text) > LONGEST_QUERY:
+        raise ValueError(
+            f"the query has {len(text):,} characters: expected at most {LONGEST_QUERY:,}, such as a sentence."
+        )
+    return text
+
+
+class Ranker:
+    """Scores the photos of a library by a model, which must be the one that made it."""
+
+    def __init__(self, library: Library, matcher: Matcher) -> None:
+        self.library, self.matcher = library, matcher
+        self.contextual = bool(library.file.shapes)
+
+    def by_text(self, text: str, top: int, within: str = "") -> list[Match]:
+        """The best photos for a text. Args: within: part of the path that photos must have."""
+        features = moved(self.matcher.encode_text([check_query(text)]), "cpu")
+        return self.hits(self._by_features(features, top, within))
+
+    def by_image(self, vec: Tensor, top: int, within: str = "", but: int | None = None) -> list[Match]:
+        """The photos most like an image by the cosine of their vectors, [D]. Args: but: a row to omit."""
+        near = self.near(vec)
+        if but is not None:
+            near[but] = -torch.inf
+        return self.hits(_best(self._masked(near, within), top))
+
+    def hits(self, best: tuple[Tensor, Tensor]) -> list[Match]:
+        """Scores and rows [k] as hits."""
+        hits = []
+        for score, row in zip(best[0].tolist(), best[1].tolist(), strict=True):
+            part, inner = self.library.place(row)
+            values = part.uncertain.get("uncertainty")
+            hits.append(Match(row, score, None if values is None else float(values[inner])))
+        return hits
+
+    def near(self, vec: Tensor) -> Tensor:
+        """Cosine of every photo with a vector [D]: [N]."""
+        blocks = [part.vec @ vec for part in self.library.parts]
+        return torch.cat(blocks) if blocks else torch.zeros(0)
+
+    def first_stage(self, features: Features) -> Tensor:
+        """Scores of all photos for one text: [N]; exact, but of a model that pools for each text."""
+        with inference(self.matcher.model):
+            near = self.near(features["vec"][0].float())
+            uncertainty = self.matcher.model.head.uncertainty
+            if not self.library.file.gaussian or uncertainty is None or not len(near):
+                return near
+            of_text = uncertainty.penalty(moved(features, self.matcher.model.device)).cpu()
+            return near - torch.cat([part.uncertain["penalty"] for part in self.library.parts]) - of_text
+
+    def exact(self, features: Features, rows: Sequence[int]) -> Tensor:
+        """The model's scores of photos for one text: [len(rows)]."""
+        model = self.matcher.model
+        sizes = [4 * int(torch.Size(shape).numel()) for shape in self.library.file.shapes.values()]
+        texts, scores = moved(features, model.device), []
+        with inference(model):
+            for part in chunks(len(rows), max(1, GATHERED // (sum(sizes) + 4 * self.library.file.dim))):
+                photos = moved(self.library.features(rows[part]), model.device)
+                scores.append(model.score(photos, texts)[:, 0].float().cpu())
+        return torch.cat(scores) if scores else torch.zeros(0)
+
+    def _by_features(self, features: Features, top: int, within: str) -> tuple[Tensor, Tensor]:
+        near = self._masked(self.first_stage(features), within)
+        if not self.contextual:
+            return _best(near, top)
+        rows = _best(near, max(SHORTLIST, top))[1]
+        scores, order = _best(self.exact(features, rows.tolist()), top)
+        return scores, rows[order]
+
+    def _masked(self, near: Tensor, within: str) -> Tensor:
+        if within:
+            paths = (path for part in self.library.parts for path in part.paths)
+            near[~torch.tensor([within.lower() in path.lower() for path in paths], dtype=torch.bool)] = -torch.inf
+        return near
+
+
+def _best(scores: Tensor, top: int) -> tuple[Tensor, Tensor]:
+    """The largest scores and their places, without -inf; ties in the library's order."""
+    values, places = scores.topk(min(top, len(scores)))
+    kept = values > -torch.inf
+    return values[kept], places[kept]
+
+
+def query_image(matcher: Matcher, image: bytes) -> Tensor:
+    """The vector [D] of an encoded image. Raises: ValueError for bytes that are no image."""
+    from kiloword.data.images.augmentation import EvalTransform
+    from kiloword.data.images.time_limit import decoding
+    from kiloword.types import BadSample
+
+    config = matcher.model.config
+    try:
+        with decoding(0):
+            pixels = EvalTransform(config.image.size, config.preprocess.resize)(image)
+    except BadSample as error:
+        raise ValueError(f"the image of the query cannot be used: {error}.") from None
+    features = join([matcher.encode_image(pixels[None])])
+    return features["vec"][0].float().cpu()
+
+
+def texts_for(ranker: Ranker, most: int) -> list[str]:
+    """Captions of the library where it has enough, else names of ImageNet's classes; spread over all of them."""
+    captions = [c.split(" / ")[0] for part in ranker.library.parts for c in part.captions if c]
+    names = captions if len(captions) >= most else [f"a photo of a {name}." for name in classnames(IMAGENET)]
+    return [names[n * len(names) // most] for n in range(most)]
+
+
+def measure(ranker: Ranker) -> dict[str, float]:
+    """Recall of the shortlist, by exact scores of all photos; {} for a model that scores all photos exactly.
+
+    "recall@10": mean over texts of the share of the 10 best photos that the shortlist has; "shortlist": its length;
+    "queries": number of texts; "photos": those of the library.
+    """
+    n = len(ranker.library)
+    if not ranker.contextual or n <= SHORTLIST:
+        return {}
+    queries = min(QUERIES, max(4, PAIRS // n))
+    encoded = moved(ranker.matcher.encode_text(texts_for(ranker, queries)), "cpu")
+    shares = []
+    for q in track(range(queries), "recall of the shortlist", "texts", queries):
+        text = {name: value[q : q + 1] for name, value in encoded.items()}
+        best = ranker.exact(text, range(n)).topk(min(TOP, n)).indices
+        near = ranker.first_stage(text).topk(SHORTLIST).indices
+        shares.append(torch.isin(best, near).float().mean().item())
+    return {"recall@10": sum(shares) / queries, "shortlist": SHORTLIST, "queries": queries, "photos": n}

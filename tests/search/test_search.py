@@ -1,0 +1,275 @@
+"""A library follows its folder, searches agree with the model, and what data says stays text."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from PIL import Image
+
+from folders import model_folder
+from kiloword.api import Matcher, load
+from kiloword.checkpoint.trust import NONE
+from kiloword.cli.main import main
+from kiloword.search import index, rank
+from kiloword.search.library import FILE, Library
+from kiloword.search.photos import scan
+from kiloword.search.rank import Ranker
+
+METHODS = ("siglip", "llip", "prolip")
+
+
+def draw(path: Path, seed: int) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pixels = np.random.default_rng(seed).integers(0, 255, (6, 8, 3), dtype=np.uint8)
+    Image.fromarray(pixels).resize((40, 30), Image.Resampling.NEAREST).save(path, quality=95)
+
+
+def photos_in(folder: Path, n: int = 12) -> Path:
+    for i in range(n):
+        draw(folder / ("deep" if i % 2 else "") / f"{i:02}.jpg", i)
+    return folder
+
+
+@pytest.fixture(scope="module", params=METHODS)
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Library, Matcher]:
+    """A library of 12 photos by a fresh model, and the model."""
+    root = tmp_path_factory.mktemp(request.param)
+    model_folder(root / "model", request.param)
+    index.main(photos_in(root / "photos"), str(root / "model"), root / "library", device="cpu")
+    return Library(root / "library"), load(root / "model")
+
+
+@pytest.fixture
+def library(tmp_path: Path) -> Path:
+    model_folder(tmp_path / "model")
+    index.main(photos_in(tmp_path / "photos"), str(tmp_path / "model"), tmp_path / "library", device="cpu")
+    return tmp_path / "library"
+
+
+def again(library: Path) -> Library:
+    index.main(library.parent / "photos", None, library, device="cpu")
+    return Library(library)
+
+
+def test_a_text_finds_what_the_model_scores_highest(made: tuple[Library, Matcher]) -> None:
+    library, matcher = made
+    scores = matcher.score([library.photo(row) for row in range(12)], ["two cats and a dog"])[:, 0]
+    hits = Ranker(library, matcher).by_text("two cats and a dog", 5)
+    assert [hit.score for hit in hits] == pytest.approx(scores.sort(descending=True).values[:5].tolist(), abs=2e-3)
+    for hit in hits:
+        assert hit.score == pytest.approx(float(scores[hit.row]), abs=2e-3)
+
+
+def test_uncertainties_are_those_of_the_model(made: tuple[Library, Matcher]) -> None:
+    library, matcher = made
+    hits = Ranker(library, matcher).by_text("a dog", 12)
+    if "log_var" not in library.features([0]):
+        assert {hit.uncertainty for hit in hits} == {None}
+        return
+    own = matcher.uncertainty(matcher.encode_image([library.photo(hit.row) for hit in hits]))
+    assert [hit.uncertainty for hit in hits] == pytest.approx(own.tolist(), rel=1e-3)
+
+
+def test_a_photo_finds_itself_first(made: tuple[Library, Matcher]) -> None:
+    library, matcher = made
+    vec = rank.query_image(matcher, library.photo(7).read_bytes())
+    ranker = Ranker(library, matcher)
+    assert ranker.by_image(vec, 1)[0].row == 7
+    assert 7 not in [hit.row for hit in ranker.by_image(vec, 12, but=7)]
+    assert {library.path(hit.row)[:4] for hit in ranker.by_image(vec, 12, within="DEEP")} == {"deep"}
+
+
+def test_features_of_rows_are_in_their_order(made: tuple[Library, Matcher]) -> None:
+    library, matcher = made
+    rows = [9, 2, 5, 2]
+    stored, fresh = library.features(rows), matcher.encode_image([library.photo(row) for row in rows])
+    assert stored.keys() == fresh.keys()
+    for name, value in fresh.items():
+        torch.testing.assert_close(stored[name], value, atol=5e-3, rtol=2e-3)
+
+
+def test_an_update_encodes_only_what_is_new_or_changed(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = dict(zip(paths(library), Library(library).ids.tolist(), strict=True))
+    photos, seen = library.parent / "photos", []
+    encode = index.encode
+    monkeypatch.setattr(index, "encode", lambda m, images: seen.append(len(images)) or encode(m, images))
+    draw(photos / "00.jpg", 100)
+    os.utime(photos / "00.jpg", ns=(1, 1))
+    (photos / "02.jpg").unlink()
+    draw(photos / "deep" / "new.jpg", 101)
+    after = again(library)
+    assert sum(seen) == 2
+    assert sorted(paths(library)) == sorted(scan(photos))
+    kept = {path: number for path, number in zip(paths(library), after.ids.tolist(), strict=True) if path in before}
+    assert {path for path in kept if kept[path] != before[path]} == {"00.jpg"}
+    assert len(after.parts) == 1  # merged
+    assert len(list(library.glob("*.parquet"))) == 1
+
+
+def paths(library: Path) -> list[str]:
+    return [path for part in Library(library).parts for path in part.paths]
+
+
+def test_a_killed_index_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, out = model_folder(tmp_path / "model"), tmp_path / "library"
+    photos, encode = photos_in(tmp_path / "photos"), index.encode
+    monkeypatch.setattr(index, "COMMIT_S", -1.0)
+    calls: list[int] = []
+
+    def killed(matcher: Matcher, images: torch.Tensor) -> dict[str, torch.Tensor]:
+        calls.append(len(images))
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return encode(matcher, images)
+
+    monkeypatch.setattr(index, "encode", killed)
+    with pytest.raises(KeyboardInterrupt, match="8 photos are in the library"):
+        index.main(photos, str(model), out, batch=4, device="cpu")
+    index.main(photos, None, out, batch=4, device="cpu")
+    assert sum(calls[4:]) == 4
+    assert sorted(paths(out)) == sorted(scan(photos))
+
+
+def test_bad_photos_are_named_and_the_others_indexed(library: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    photos = library.parent / "photos"
+    (photos / "bad.jpg").write_bytes(b"no image")
+    stamps = scan(photos)
+    (photos / "00.jpg").write_bytes(b"")
+    assert len(again(library)) == 11
+    error = capsys.readouterr().err
+    assert "skipped bad.jpg: not an image" in error
+    assert "skipped 00.jpg: the image has zero bytes" in error
+    assert "bad.jpg" in stamps
+
+
+def test_a_photo_that_vanishes_while_indexing_is_skipped(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    photos = library.parent / "photos"
+    draw(photos / "gone.jpg", 50)
+    stamps = scan(photos)
+    (photos / "gone.jpg").unlink()
+    matcher = load(library.parent / "model")
+    (skipped,) = index.update(Library(library), photos, stamps, matcher)
+    assert (skipped.key, skipped.reason) == ("gone.jpg", "the file is gone")
+
+
+def test_names_that_are_not_utf8(library: Path) -> None:
+    photos = library.parent / "photos"
+    draw(photos / "x.jpg", 60)
+    strange = os.fsdecode(b"\xff\x1b[31m.jpg")
+    (photos / "x.jpg").rename(photos / strange)
+    indexed = again(library)
+    assert strange in paths(library)
+    row = paths(library).index(strange)
+    assert indexed.photo(row).is_file()
+
+
+def test_the_table_is_open(made: tuple[Library, Matcher]) -> None:
+    """Other programs read it without kiloword."""
+    library, _ = made
+    table = pq.read_table(library.folder / f"{library.file.parts[0]}.parquet")
+    assert {"id", "path", "caption", "vec"} <= set(table.column_names)
+    assert np.linalg.norm(np.array(table["vec"].to_pylist()), axis=1) == pytest.approx(np.ones(12), abs=1e-3)
+
+
+def test_duckdb_finds_the_same_photos(library: Path) -> None:
+    duckdb = pytest.importorskip("duckdb", reason="needs duckdb, which no other part uses")
+    matcher = load(library.parent / "model")
+    hits = Ranker(Library(library), matcher).by_text("a dog", 3)
+    vec = matcher.encode_text("a dog")["vec"].tolist()
+    rows = duckdb.execute(
+        f"select path, list_dot_product(vec, $1::float[]) as score from '{library}/*.parquet' order by 2 desc limit 3",
+        [vec],
+    ).fetchall()
+    assert [path for path, _ in rows] == [Library(library).path(hit.row) for hit in hits]
+
+
+def test_recall_of_a_shortlist(made: tuple[Library, Matcher], monkeypatch: pytest.MonkeyPatch) -> None:
+    library, matcher = made
+    ranker = Ranker(library, matcher)
+    assert rank.measure(ranker) == {}  # all 12 photos are scored
+    monkeypatch.setattr(rank, "SHORTLIST", 10)
+    measured = rank.measure(ranker)
+    if library.file.shapes:
+        assert 0.8 <= measured["recall@10"] <= 1  # 10 of 12 photos are listed
+        assert (measured["shortlist"], measured["photos"]) == (10, 12)
+    else:
+        assert measured == {}
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    with pytest.raises(SystemExit) as end:
+        main([str(word) for word in words])
+    assert end.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_bad_input(library: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = model_folder(tmp_path / "other", "llip")
+    photos, model = tmp_path / "photos", tmp_path / "model"
+    assert "made by another model" in refused(capsys, "search", library, "a dog", "--model", other)
+    assert "made by another model" in refused(capsys, "index", photos, "--model", other, "--out", library)
+    assert "the query is empty" in refused(capsys, "search", library, "  ")
+    assert "the query has 10,001 characters" in refused(capsys, "search", library, "b" * 10_001)
+    assert "needs a text or --like" in refused(capsys, "search", library)
+    assert "fetches nothing" in refused(capsys, "search", library, "--like", "https://example.org/a.jpg")
+    assert "cannot be read" in refused(capsys, "search", library, "--like", tmp_path / "none.jpg")
+    assert "it has no library.json" in refused(capsys, "search", photos, "a dog")
+    assert "needs a model" in refused(capsys, "index", photos, "--out", tmp_path / "new")
+    assert "holds other files" in refused(capsys, "index", photos, "--model", model, "--out", photos)
+    (tmp_path / "empty").mkdir()
+    assert "holds no photos" in refused(capsys, "index", tmp_path / "empty", "--out", library)
+    photos_in(tmp_path / "more", 2)
+    assert "choose another --out" in refused(capsys, "index", tmp_path / "more", "--out", library)
+    (library / "part-000001.parquet").write_bytes(b"PAR1")
+    assert "missing or damaged. The same `kiloword index`" in refused(capsys, "search", library, "a dog")
+    assert len(again(library)) == 12
+
+
+def test_a_path_that_leaves_the_folder_is_refused(library: Path) -> None:
+    opened = Library(library)
+    for path in ("../model/config.json", "/etc/passwd", "a\0.jpg"):
+        opened.parts[0].paths[0] = path
+        with pytest.raises(ValueError, match="outside its folder"):
+            opened.photo(0)
+    stored = json.loads((library / FILE).read_text())
+    (library / FILE).write_text(json.dumps(stored | {"parts": ["../model"]}))
+    with pytest.raises(ValueError, match="outside its folder"):
+        Library(library)
+
+
+def test_results_are_a_table_json_and_a_page(library: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    photos = library.parent / "photos"
+    hostile = "<img src=x onerror=alert(1)>\x1b[31m.jpg"
+    draw(photos / hostile, 70)
+    (photos / f"{hostile[:-4]}.txt").write_text("<script>alert(2)</script>")
+    again(library)
+    capsys.readouterr()
+    out = library.parent / "out"
+    main(["search", str(library), "<b>dog", "--top", "13", "--json", f"{out}.json", "--page", f"{out}.html"])
+    assert "\x1b" not in capsys.readouterr().out
+    results = json.loads(out.with_suffix(".json").read_text())
+    assert len(results["results"]) == 13
+    assert hostile in [one["path"] for one in results["results"]]
+    page = out.with_suffix(".html").read_text()
+    assert page.count('<img src="data:image/') == 13
+    for word in ("<script", "<img src=x", "<b>dog", "\x1b"):
+        assert word not in page
+
+
+def test_words_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[object, ...]] = []
+    monkeypatch.setattr("kiloword.search.index.main", lambda *args: calls.append(args))
+    words = "index p --out o --model m --batch 3 --workers 2 --device cpu --precision fp32"
+    main(words.split())
+    assert calls.pop() == (Path("p"), "m", Path("o"), 3, 2, "cpu", "fp32", NONE)
+    monkeypatch.setattr("kiloword.search.command.main", lambda *args: calls.append(args))
+    words = "search l dog --top 3 --within a --json j --page h --open --model m --device cpu"
+    main(words.split())
+    expected = (Path("l"), "dog", None, 3, "a", Path("j"), Path("h"), True, "m", "cpu", "auto", NONE)
+    assert calls.pop() == expected
