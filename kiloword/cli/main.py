@@ -35,6 +35,7 @@ WEIGHTS = arg(
     help="open_clip: its name of the model, and a .safetensors or .pt file (read with weights_only); prolip: the file, "
     "with config.json and tokenizer.json in the same folder."
 )
+ABOUT = "Train, evaluate and use image-text models. Completion: kiloword --install-completion bash, zsh or fish."
 Action = Literal["index", "check", "stats", "names", "pairs", "hierarimgs"]
 Format = Literal["open_clip", "prolip"]
 Listing = Literal["list", "show"]
@@ -309,6 +310,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         say(__version__)
         return
     try:
+        if argv[:1] == ["--install-completion"]:
+            from kiloword.cli.completion import install
+
+            install(argv[1:], OWN_FLAGS, app, CHOICES)
+            return
         with guarded(), _monitored():
             _run(settled(argv, app._subcommands))
     except BrokenPipeError:  # `kiloword ... | head` has closed the pipe
@@ -351,4 +357,4 @@ def _verb(argv: Sequence[str]) -> None:
     else:
         if len(argv) > 1 and argv[0] in CHOICES:
             check_known(argv[1], *CHOICES[argv[0]])
-        app.cli(args=argv or ["--help"], prog="kiloword", description="Train, evaluate and use image-text models.")
+        app.cli(args=argv or ["--help"], prog="kiloword", description=ABOUT)
