@@ -8,6 +8,7 @@ from typing import Annotated
 from tyro.conf import Positional
 
 from kiloword.cli.words import REQUIRED
+from kiloword.config.options import Trackers
 
 
 def watch(
@@ -17,6 +18,7 @@ def watch(
     smooth: float = 0.0,
     curves: tuple[str, ...] = (),
     tensorboard: Path | None = None,
+    log_to: Trackers | None = None,
 ) -> None:
     """Show curves and alerts of runs: kiloword watch runs/first
 
@@ -29,10 +31,11 @@ def watch(
         smooth: exponential smoothing of training curves, from 0 (none) to below 1.
         curves: metrics to draw, by the start of their names, such as loss val/.
         tensorboard: folder for a copy of the rows as TensorBoard events; the same command continues it later.
+        log_to: first send the rows that the server of wandb or mlflow lacks.
     """
     from kiloword.watch.command import main as run
 
-    run(runs, once, every, smooth, curves, tensorboard)
+    run(runs, once, every, smooth, curves, tensorboard, log_to=log_to)
 
 
 def compare(

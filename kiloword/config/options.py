@@ -9,6 +9,7 @@ from kiloword.config.settings import BaseSettings, check, setting
 
 Parallel = Literal["ddp", "fsdp"]
 Checkpointing = Literal["none", "whole", "selective"]
+Trackers = Literal["wandb", "mlflow"]
 Compile = Literal["none", "blocks", "towers", "cudagraphs"]
 
 
@@ -39,7 +40,9 @@ class RunOptions:
     workers: int | Literal["auto"] = setting("auto", "loader processes per rank; auto: by cores on CUDA, 0 on a CPU", 0)
     device: str = setting("auto", "auto, cpu, cuda, cuda:N")
     log_every: int = setting(10, "steps between rows of metrics.jsonl", 1)
-    log_to: Literal["file", "tensorboard"] = setting("file", "tensorboard: also write events to OUT/tensorboard")
+    log_to: Literal["file", "tensorboard", "wandb", "mlflow"] = setting(
+        "file", "also send rows to OUT/tensorboard, or to the server that wandb or mlflow is set up for"
+    )
     save_every: int = setting(0, "steps between states; 0: every two minutes", 0)
     eval_every: int = setting(0, "steps between validations; 0: only at the end", 0)
     eval_epochs: float = setting(0.0, "passes over the data between validations, in place of --eval-every", 0, 1e6)

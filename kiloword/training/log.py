@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -23,6 +24,7 @@ from kiloword.watch.alerts import Alerts
 from kiloword.watch.mirror import in_training
 from kiloword.watch.rows import RowReader
 from kiloword.watch.rule import About
+from kiloword.watch.track import Tracker
 
 
 @dataclass
@@ -66,6 +68,7 @@ class Log:
         self.out = out or sys.stderr
         self._progress = ProgressLine(None if quiet else self.out, at_once=True)
         self.mirror: Callable[[], None] = lambda: None
+        self.tracker: Tracker | None = None
         about = about or About()
         self._alerts, self._pace = Alerts(about), Pace(about.batch)
         self._restarts = 0
@@ -127,6 +130,17 @@ class Log:
         counts = (("skipped", "bad samples"), ("skipped_steps", "skipped steps"))
         return "  ".join(parts + [f"{values[name]} {words}" for name, words in counts if values.get(name)])
 
+    @contextmanager
+    def tracked(self) -> Iterator[None]:
+        """At its end the tracker has all rows, or the user knows that it lacks some."""
+        complete = False
+        try:
+            yield
+            complete = True
+        finally:
+            if self.tracker is not None:
+                self.tracker.close(complete)
+
     def say(self, message: str) -> None:
         """Print a message on its own line, unless quiet."""
         if not self.quiet:
@@ -145,6 +159,8 @@ def open_log(out: Path, recipe: Recipe, step: int, options: RunOptions, log_limi
     log = Log(out / "metrics.jsonl", recipe.steps, step, quiet=options.quiet, about=about)
     if options.log_to == "tensorboard":
         log.mirror = in_training(out, log.say)
+    elif options.log_to != "file":
+        log.tracker = Tracker(options.log_to, out)
     return log
 
 

@@ -44,6 +44,7 @@ def train(recipe: Recipe, out: Path | str, source: Source | None = None, options
         with stop.at_once("stopped before its first step: there was nothing to save. The same command starts it."):
             run = prepare(recipe, Path(out), source or open_sources(recipe), device=device, options=options)
         with (
+            run.log.tracked(),
             report.reported(run, options),
             error_kept(run.out),
             products(run.recipe.matmul),

@@ -33,6 +33,7 @@ from kiloword.training.validation.best import Best
 from kiloword.training.validation.sets import ValSet
 from kiloword.types import Source
 from kiloword.watch import mirror
+from kiloword.watch.sinks import check_installed
 
 
 @dataclass
@@ -73,6 +74,8 @@ def prepare(recipe: Recipe, out: Path, source: Source, *, device: str, options: 
     """
     if options.log_to == "tensorboard":
         mirror.check_tensorboard()
+    elif options.log_to != "file":
+        check_installed(options.log_to)
     resolved = resolve(recipe, source, out, options, device)
     recipe = resolved.recipe
     bare = options.parallel == "fsdp" and collectives.ranks() > 1

@@ -12,11 +12,15 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from kiloword.config.options import Trackers
+from kiloword.terminal import say
 from kiloword.terminal.screen import Screen
 from kiloword.watch.mirror import Mirrors
 from kiloword.watch.page import View, page
 from kiloword.watch.plot import Dots
 from kiloword.watch.runs import Watched, find
+from kiloword.watch.sinks import check_installed
+from kiloword.watch.track import catch_up
 
 NO_BRAILLE = ("linux", "vt100", "vt102", "vt220", "ansi", "dumb", "unknown")  # terminals without braille characters
 PIPE_WIDTH = 100
@@ -47,8 +51,9 @@ def main(
     curves: tuple[str, ...] = (),
     tensorboard: Path | None = None,
     console: Console | None = None,
+    log_to: Trackers | None = None,
 ) -> None:
-    """Run `kiloword watch`. Raises: ValueError for paths without runs, and for invalid settings."""
+    """Run `kiloword watch`. Raises: ValueError for paths without runs, invalid settings, and a server that is away."""
     if not every > 0:
         raise ValueError(f"--every is {every}: expected seconds above 0.")
     if not 0 <= smooth < 1:
@@ -57,6 +62,8 @@ def main(
         raise ValueError("watch needs the folder of a run, e.g. kiloword watch runs/first.")
     console = console or screen()
     runs, mirrors = Runs(paths), Mirrors(tensorboard)
+    if log_to is not None:
+        _catch_up(log_to, runs)
     redraws = console.is_terminal and not console.is_dumb_terminal and not once
 
     def frame() -> tuple[Text, bool]:
@@ -80,6 +87,14 @@ def main(
             elif new:  # print each changed frame below the previous one
                 console.print(text, soft_wrap=True)
             time.sleep(every)
+
+
+def _catch_up(kind: Trackers, runs: Runs) -> None:
+    """Send the rows that a server lacks."""
+    check_installed(kind)
+    for run in runs.update()[0]:
+        catch_up(kind, run.folder, complete=run.state()[0] == "finished")
+        say(f"{kind} has all rows of {run.name}")
 
 
 def screen() -> Console:

@@ -79,7 +79,7 @@ def groups_of(runs: Sequence[Watched]) -> list[RunGroup]:
 
 def _flat(run: Watched) -> dict[str, Any]:
     """Settings by their place in the recipe, without those in which the runs of a group may differ."""
-    return {path: value for path, value in _leaves(settings_of(run.folder), "") if path not in SAME}
+    return {path: value for path, value in leaves_of(settings_of(run.folder)) if path not in SAME}
 
 
 def paths_of(groups: Sequence[RunGroup]) -> list[str]:
@@ -87,11 +87,11 @@ def paths_of(groups: Sequence[RunGroup]) -> list[str]:
     return list(dict.fromkeys(path for group in groups for path in group.settings))
 
 
-def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+def leaves_of(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Plain values by dotted paths."""
     if isinstance(value, dict) and value and path.count(".") < DEEP:
         for name, inner in value.items():
-            yield from _leaves(inner, f"{path}.{name}" if path else name)
+            yield from leaves_of(inner, f"{path}.{name}" if path else name)
     else:
         yield path, value
 

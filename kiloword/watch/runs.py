@@ -55,7 +55,7 @@ class Watched:
         """Read new rows; returns whether anything changed."""
         before = self.config, self.error, self.best
         self.config = read_config(self.folder)  # written when a run begins, and again with --extend
-        self.error = str(_json(self.folder / ERROR).get("error", ""))
+        self.error = str(read_object(self.folder / ERROR).get("error", ""))
         self.best = read_best(self.folder)
         new = before != (self.config, self.error, self.best)
         if before[0] != self.config:
@@ -127,7 +127,7 @@ def _changed(path: Path, otherwise: float = 0.0) -> float:
 
 def read_config(folder: Path) -> Config:
     """Read the configuration; missing or invalid fields keep their defaults."""
-    raw = _json(folder / "config.json")
+    raw = read_object(folder / "config.json")
     recipe = _inside(raw, "recipe")
     there = _inside(recipe, "settings") | _inside(recipe, "data") | recipe
     kinds = {"method": str, "size": str, "steps": int, "batch": int, "bad_share": float, "max_scale": float | int}
@@ -137,12 +137,12 @@ def read_config(folder: Path) -> Config:
 
 def settings_of(folder: Path) -> dict[str, Any]:
     """The recipe of a run as `config.json` holds it; {} where it cannot be read."""
-    return _inside(_json(folder / "config.json"), "recipe")
+    return _inside(read_object(folder / "config.json"), "recipe")
 
 
 def read_best(folder: Path) -> tuple[str, float, int] | None:
     """Metric, value and step of the model that `--keep-best` kept; None without one."""
-    raw = _json(folder / "best" / "best.json")
+    raw = read_object(folder / "best" / "best.json")
     metric, value, step = (raw.get(name) for name in ("metric", "value", "step"))
     if not isinstance(metric, str) or type(step) is not int or absurd(value) or absurd(step):
         return None
@@ -181,7 +181,8 @@ def find(paths: Sequence[Path]) -> dict[Path, str]:
 
 
 def _is_run(path: Path) -> bool:
-    return str(_json(path / "config.json").get("format", "")).startswith(RUN) or (path / "metrics.jsonl").is_file()
+    kind = str(read_object(path / "config.json").get("format", ""))
+    return kind.startswith(RUN) or (path / "metrics.jsonl").is_file()
 
 
 def _check_folder(path: Path) -> None:
@@ -197,7 +198,8 @@ def _check_folder(path: Path) -> None:
         raise ValueError(f"{path} is a file: expected the folder of a run, the --out of `kiloword train`{hint}.")
 
 
-def _json(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
+    """A JSON object; {} where there is none."""
     try:
         if not path.is_file() or path.stat().st_size > MAX_JSON:  # a pipe or a device may be endless
             return {}
