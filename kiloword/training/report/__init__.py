@@ -77,7 +77,7 @@ def write(run: Run) -> None:
         text = page(watched, unusual(run.recipe), _samples(run), run.recipe.settings)
         report.write(run.out / NAME, text)
     except Exception as e:
-        run.log.say(f"{run.out / NAME} was not written ({type(e).__name__}: {e}); the run is complete without it.")
+        run.log.say(f"{run.out / NAME} was not written ({type(e).__name__}: {e}); nothing else of the run needs it.")
 
 
 def _device(device: torch.device) -> str:
@@ -137,7 +137,10 @@ def _samples(run: Run) -> Html:
         given_up=loader.given_up,
     )
     few._ahead = None
-    examples = few.examples(0)[0]
+    try:
+        examples = few.examples(0)[0]
+    except ValueError:  # bad data ended the run: its error says which
+        return Html()
     tiles = [(e.image.permute(1, 2, 0).contiguous().numpy(), _words(e)) for e in examples]
     return report.tiles(tiles, columns=4)
 
