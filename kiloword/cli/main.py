@@ -20,7 +20,7 @@ from kiloword.cli.classify import classify
 from kiloword.cli.embed import embed
 from kiloword.cli.runs import average, compare, watch
 from kiloword.cli.score import score
-from kiloword.cli.search import index, search
+from kiloword.cli.search import index, search, serve
 from kiloword.cli.words import REQUIRED, check_known, interruption, settled
 from kiloword.distributed import launch
 from kiloword.errors import sentence_of
@@ -101,6 +101,7 @@ app.command(classify)
 app.command(embed)
 app.command(index)
 app.command(search)
+app.command(serve)
 
 
 @app.command

@@ -76,3 +76,30 @@ def search(
     from kiloword.search.command import main
 
     main(library, query, like, top, within, json, page, open, model, device, precision, trust)
+
+
+def serve(
+    library: Positional[Path],
+    host: str = "127.0.0.1",
+    port: int = 8321,
+    open: bool = False,
+    model: str | None = None,
+    device: str = "auto",
+    precision: Precision = "auto",
+    trust: Annotated[Trust, arg(name="")] = NONE,
+) -> None:
+    """Search photos in a browser: kiloword serve library --open
+
+    Args:
+        library: folder that `kiloword index` wrote.
+        host: address to listen on; the default is reached from this machine alone.
+        port: its port; 0: any free one.
+        open: open the page in a browser.
+        model: model folder, where it is no longer where the library was made.
+        device: auto, cpu, cuda, cuda:N.
+        precision: precision of the encoders; auto: bf16 on CUDA for models larger than size tiny.
+        trust: code that the model folder may run.
+    """
+    from kiloword.search.serve import main
+
+    main(library, host, port, open, model, device, precision, trust)

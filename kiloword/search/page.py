@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from html import escape
 
@@ -32,22 +33,30 @@ def shrunk(library: Library, row: int, side: int) -> Pixels:
     return np.asarray(image)
 
 
-def figures(library: Library, hits: Sequence[Match], links: bool = False) -> Html:
-    """Photos with scores and paths, best first. Args: links: as served, with links; else with the photos inside."""
+def figures(library: Library, matches: Sequence[Match], query: str = "") -> Html:
+    """Photos with scores and paths, best first.
+
+    Args: query: as served, with links that carry it ("?q=..."); "": with the photos inside.
+    """
     items = []
-    for n, hit in enumerate(hits, 1):
-        part, inner = library.place(hit.row)
-        path, caption = escape(_plain(part.paths[inner])), escape(part.captions[inner])
-        words = f"{hit.score:.3f}" + ("" if hit.uncertainty is None else f" · u {hit.uncertainty:.3g}")
-        number = int(part.ids[inner])
-        source = f"/thumb/{number}" if links else _inside(library, hit.row)
-        image = (
-            f'<img src="{source}" alt="{caption or path}" loading="lazy">' if source else "<span>cannot be read</span>"
-        )
-        image = f'<a href="/photo/{number}">{image}</a>' if links else image
-        more = f' · <a href="/?like={number}" aria-label="more like photo {n}">more like this</a>' if links else ""
-        items.append(f"<li>{image}<div><b>{n}</b> {words}{more}</div><div>{path}</div></li>")
+    for n, match in enumerate(matches, 1):
+        part, inner = library.place(match.row)
+        path, number = escape(_plain(part.paths[inner])), int(part.ids[inner])
+        source = f"/thumb/{number}" if query else _inside(library, match.row)
+        image = f'<img src="{source}" alt="{escape(part.captions[inner]) or path}" loading="lazy">'
+        image = image if source else "<span>cannot be read</span>"
+        image = f'<a href="/photo/{number}{escape(query)}">{image}</a>' if query else image
+        items.append(f"<li>{image}{_scored(n, match, number if query else None)}<div>{path}</div></li>")
     return Html(f'<ol class="photos">{"".join(items)}</ol>') if items else Html("<p>No photo fits.</p>")
+
+
+def _scored(n: int, match: Match, number: int | None) -> str:
+    """The line below the nth photo; a score of NaN is none. Args: number: of the photo, for a link to similar ones."""
+    like = "" if number is None else f'<a href="/?like={number}" aria-label="more like photo {n}">more like this</a>'
+    if math.isnan(match.score):
+        return f"<div>{like}</div>"
+    words = f"{match.score:.3f}" + ("" if match.uncertainty is None else f" · u {match.uncertainty:.3g}")
+    return f"<div><b>{n}</b> {words}{' · ' * bool(like)}{like}</div>"
 
 
 def _inside(library: Library, row: int) -> str:

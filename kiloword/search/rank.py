@@ -22,7 +22,7 @@ from kiloword.types import Features
 if TYPE_CHECKING:
     from kiloword.api import Matcher
 
-SHORTLIST = 500  # photos scored exactly by a model that pools for each text
+SHORTLIST = 300  # photos scored exactly by a model that pools for each text
 QUERIES, PAIRS = 64, 1 << 20  # to measure recall: texts tried; photos scored for all of them, but for 4 texts at least
 TOP = 10  # the best photos that a shortlist should have
 LONGEST_QUERY = 10_000  # characters
@@ -64,10 +64,7 @@ class Ranker:
 
     def by_image(self, vec: Tensor, top: int, within: str = "", but: int | None = None) -> list[Match]:
         """The photos most like an image by the cosine of their vectors, [D]. Args: but: a row to omit."""
-        near = self.near(vec)
-        if but is not None:
-            near[but] = -torch.inf
-        return self.hits(_best(self._masked(near, within), top))
+        return self.hits(_best(self._masked(self.near(vec), within, but), top))
 
     def hits(self, best: tuple[Tensor, Tensor]) -> list[Match]:
         """Scores and rows [k] as hits."""
@@ -112,11 +109,13 @@ class Ranker:
         scores, order = _best(self.exact(features, rows.tolist()), top)
         return scores, rows[order]
 
-    def _masked(self, near: Tensor, within: str) -> Tensor:
-        if within:
-            paths = (path for part in self.library.parts for path in part.paths)
-            near[~torch.tensor([within.lower() in path.lower() for path in paths], dtype=torch.bool)] = -torch.inf
-        return near
+    def _masked(self, near: Tensor, within: str, but: int | None = None) -> Tensor:
+        """-inf for photos whose path has no `within`, and for the row `but`."""
+        paths = (path.lower() for part in self.library.parts for path in part.paths)
+        out = torch.tensor([within.lower() not in path for path in paths] if within else [False] * len(near))
+        if but is not None:
+            out[but] = True
+        return near.masked_fill(out, -torch.inf)
 
 
 def _best(scores: Tensor, top: int) -> tuple[Tensor, Tensor]:

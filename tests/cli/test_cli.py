@@ -35,8 +35,8 @@ FLAGS = (
     "max-skipped-steps parallel checkpointing compile extend trust-code quiet image-features text-features"
 )
 VERBS = (
-    "train sweep quickstart eval score embed index search caption mine data verify plan import average watch methods "
-    "recipes sizes doctor"
+    "train sweep quickstart eval score embed index search serve caption mine data verify plan import average watch "
+    "methods recipes sizes doctor"
 )
 
 

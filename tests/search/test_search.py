@@ -10,7 +10,6 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from PIL import Image
 
 from folders import model_folder
 from kiloword.api import Matcher, load
@@ -20,20 +19,9 @@ from kiloword.search import index, rank
 from kiloword.search.library import FILE, Library
 from kiloword.search.photos import scan
 from kiloword.search.rank import Ranker
+from photo_folders import draw, photos_in, refused
 
 METHODS = ("siglip", "llip", "prolip")
-
-
-def draw(path: Path, seed: int) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pixels = np.random.default_rng(seed).integers(0, 255, (6, 8, 3), dtype=np.uint8)
-    Image.fromarray(pixels).resize((40, 30), Image.Resampling.NEAREST).save(path, quality=95)
-
-
-def photos_in(folder: Path, n: int = 12) -> Path:
-    for i in range(n):
-        draw(folder / ("deep" if i % 2 else "") / f"{i:02}.jpg", i)
-    return folder
 
 
 @pytest.fixture(scope="module", params=METHODS)
@@ -200,13 +188,6 @@ def test_recall_of_a_shortlist(made: tuple[Library, Matcher], monkeypatch: pytes
         assert (measured["shortlist"], measured["photos"]) == (10, 12)
     else:
         assert measured == {}
-
-
-def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
-    with pytest.raises(SystemExit) as end:
-        main([str(word) for word in words])
-    assert end.value.code == 2
-    return capsys.readouterr().err
 
 
 def test_bad_input(library: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
