@@ -57,6 +57,21 @@ def is_hidden_matrix(name: str, p: Tensor) -> bool:
     return p.dim() == 2 and (".blocks." in name or ".layers." in name) and MARK not in name and not of_trunk(name)
 
 
+def above_trunks(module: nn.Module) -> set[str]:
+    """Names of the matrices between trunks and the shared space: first layers of their towers, layers of the pooling.
+
+    Muon may orthogonalize them: they are inner layers of a network that begins with the trunk. In a tower without one
+    they are its input and output, which take AdamW (docs/log.md).
+    """
+    towers = [name for name, part in module.named_modules() if getattr(part, "trunk", None) is not None]
+    first = {f"{tower}.{layer}.weight" for tower in towers for layer in ("patches", "stem")}
+    return {
+        name
+        for name, p in module.named_parameters()
+        if p.dim() == 2 and (name in first or (towers and ".pooling." in name and name.endswith(".weight")))
+    }
+
+
 def decays(name: str, p: Tensor) -> bool:
     """Whether weight decay applies: to matrices only, not to 1-D parameters, positions, tokens or embedding tables."""
     return p.dim() >= 2 and not any(word in name for word in ("position", "token", "embedding", "probe"))
@@ -69,13 +84,14 @@ def groups(module: nn.Module, config: OptimConfig) -> dict[str, list[tuple[str, 
     bias of every `Head`.
     """
     out: dict[str, list[tuple[str, Tensor]]] = {}
+    inner = above_trunks(module)
     scales = {id(p) for part in module.modules() if isinstance(part, Head) for p in part.scales()}
     for name, p in module.named_parameters():
         if not p.requires_grad:
             continue
         if id(p) in scales:
             kind = "scale"
-        elif config.name == "muon" and is_hidden_matrix(name, p):
+        elif config.name == "muon" and (name in inner or is_hidden_matrix(name, p)):
             kind = "muon"
         else:
             kind = "decay" if decays(name, p) else "plain"

@@ -29,7 +29,7 @@ from kiloword.training.adamp import AdamP
 from kiloword.training.learner import Learner
 from kiloword.training.loop import train
 from kiloword.training.muon import Muon
-from kiloword.training.optimizer import Average, Optimizer, is_hidden_matrix
+from kiloword.training.optimizer import Average, Optimizer, above_trunks, is_hidden_matrix
 from kiloword.training.setup import make_learner
 from kiloword.verify.batch import Trunks, batch
 from kiloword.verify.suite import learner
@@ -297,7 +297,10 @@ def test_a_trunk_learns_by_adamw_at_a_share_of_the_rate() -> None:
     }
     assert {rate for name, rate in rates.items() if ".trunk." in name} == {("AdamW", MUON.lr * 0.2)}
     assert rates["model.image_tower.blocks.0.mlp.fc.weight"] == ("Muon", MUON.muon_lr)
-    assert rates["model.image_tower.patches.weight"] == ("AdamW", MUON.lr)
+    assert rates["model.image_tower.patches.weight"] == ("Muon", MUON.muon_lr)
+    assert rates["model.head.pooling.image_projection.weight"] == ("Muon", MUON.muon_lr)
+    plain = make_learner(recipe(), preset("siglip"))[0]
+    assert above_trunks(plain) == set()
     assert not is_hidden_matrix("model.image_tower.trunk.blocks.0.mlp.fc1.weight", torch.zeros(2, 2))
 
 
