@@ -10,6 +10,7 @@ from kiloword.checkpoint.adapters import FILE
 from kiloword.checkpoint.model_folder import WEIGHTS, model_files, open_model, read_model_file
 from kiloword.checkpoint.trust import Trust
 from kiloword.distributed.device import choose
+from kiloword.interop.names import local_folder
 
 if TYPE_CHECKING:
     from kiloword.model.model import Model
@@ -28,7 +29,9 @@ def load(
     precision: str = "fp32",
     base: str | Path | None = None,
 ) -> Matcher:
-    """Load a model folder (`OUT/model` of a run); code that it names is not run unless allowed.
+    """Load a model folder (`OUT/model` of a run), or another library's model; code of a folder runs only if allowed.
+
+    Of other libraries: "open_clip:NAME:FILE", "hf:FOLDER", "hf-hub:ORG/NAME" (see `interop.names`).
 
     Args: device: "cpu", "cuda", "cuda:N", "mps", or "auto", the first that is there of CUDA, MPS and CPU; dtype:
     "fp32", "bf16" or "fp64"; size: another image size in pixels, with interpolated positions; context: another maximum
@@ -40,7 +43,7 @@ def load(
     Raises: ValueError when a file is missing, damaged or does not fit the others, the patch does not divide size, or
     context is too short for the kept positions.
     """
-    device = choose(device, mps=True)
+    device, path = choose(device, mps=True), local_folder(path)
     model, tokenizer, slots = open_model(
         path, device, dtype, Trust(method=method, trust_code=trust_code), precision, base
     )

@@ -59,7 +59,7 @@ class Train(BaseSettings):
 
 def main(argv: Sequence[str]) -> None:
     """Train a model, or resume it: kiloword train METHOD --data SRC --out DIR."""
-    command = method_command(argv, "train siglip --out runs/first")
+    command = method_command(_local(argv), "train siglip --out runs/first")
     plain, usual = _defaults(command)
     args, settings = command.read(_train(command, usual))
     check(args.recipe)
@@ -84,6 +84,20 @@ def main(argv: Sequence[str]) -> None:
     folder = train(recipe, args.out, source, args.options)
     if os.environ.get("RANK", "0") == "0":  # of torchrun
         say(f"model: {folder}")
+
+
+def _local(argv: Sequence[str]) -> list[str]:
+    """The words with the model folder of --init, where that names a model of another library."""
+    words = list(argv)
+    for n, word in enumerate(words):
+        flag, equals, value = word.partition("=")
+        at = n if equals else n + 1
+        name = value if equals else words[at] if at < len(words) else ""
+        if flag == "--init" and name.startswith(("open_clip:", "hf:", "hf-hub:")):
+            from kiloword.interop.names import local_folder
+
+            words[at] = f"{flag}{equals}{local_folder(name)}" if equals else str(local_folder(name))
+    return words
 
 
 def _train(command: MethodCommand, usual: Recipe) -> Train:

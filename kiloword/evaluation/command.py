@@ -137,9 +137,10 @@ def opened(folder: str, execution: Execution) -> tuple[Matcher, int]:
     from kiloword.api import Matcher
     from kiloword.checkpoint.model_folder import open_model
     from kiloword.config.by_device import announce, image_bytes, reason_of, workers_of
+    from kiloword.interop.names import local_folder
 
     device, precision = execution.device, execution.precision
-    matcher = Matcher(*open_model(folder, device, trust=execution.trust, precision=precision))
+    matcher = Matcher(*open_model(local_folder(folder), device, trust=execution.trust, precision=precision))
     config = matcher.model.config
     workers = workers_of(execution.workers, device, image_bytes(execution.batch, config.image.size))
     announce(device, matcher.model.precision, reason_of(precision, config), workers)

@@ -18,6 +18,7 @@ from kiloword.checkpoint.trust import NONE, Trust
 from kiloword.config.recipes import Resize
 from kiloword.distributed.device import choose
 from kiloword.interop.hf_folder import is_sentence_encoder, read_sentence_folder
+from kiloword.interop.names import local_folder
 from kiloword.model.encoding import TEXTS, encode_texts, inference
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def open_teacher(name: str, device: str = "auto", precision: str = "fp32", trust
     if kind == "hf":
         place = Path(rest).expanduser()
         return (SentenceTeacher if is_sentence_encoder(place) else TransformersTeacher)(place, device, precision)
-    folder = Path(name).expanduser()
+    folder = Path(local_folder(name)).expanduser()
     model, tokenizer = load_model(folder, device, precision, trust)
     return KilowordTeacher(model, tokenizer, digest(model_files(folder)))
 

@@ -106,7 +106,7 @@ def read_folder(folder: Path) -> HfFolder:
     if not weights:
         raise ValueError(f"{folder} has no .safetensors: save the model there with save_pretrained.")
     image = json_object(folder / "preprocessor_config.json")
-    size, resize = _size(folder, image)
+    size, resize = preprocessing(folder, image)
     plain = Preprocess()
     extra = [p for p in (folder / "tokenizer.json", folder / "vocab.json", folder / "merges.txt") if p.is_file()]
     return HfFolder(
@@ -129,7 +129,7 @@ def check_strangers(folder: Path) -> None:
     check_numbers(json_object(folder / "config.json"), str(folder / "config.json"))
 
 
-def _size(folder: Path, preprocessor: dict[str, Any]) -> tuple[int, str]:
+def preprocessing(folder: Path, preprocessor: dict[str, Any]) -> tuple[int, Any]:
     """Size in pixels and resize mode. Raises: ValueError for unsupported preprocessing."""
     size, crop = side_of(preprocessor.get("size")), side_of(preprocessor.get("crop_size"))
     shortest = isinstance(preprocessor.get("size"), int) or "shortest_edge" in (preprocessor.get("size") or {})

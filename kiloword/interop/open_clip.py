@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from kiloword.config.recipes import ModelConfig
 from kiloword.interop import folder
 from kiloword.interop.folder import Imported, ImportReport
 from kiloword.interop.open_clip_config import model_config
@@ -63,7 +64,11 @@ def import_state(name: str, state: Mapping[str, Tensor]) -> Imported:
     The scale and bias are unchanged. A model with a bias becomes a siglip, one with a text decoder a coca, any other a
     clip. Raises: ValueError for an unknown model, an unsupported architecture, or weights of another shape.
     """
-    config = model_config(name)
+    return import_as(model_config(name), f"open_clip's {name}", state)
+
+
+def import_as(config: ModelConfig, origin: str, state: Mapping[str, Tensor]) -> Imported:
+    """As `import_state`, for a configuration. Args: origin: of the configuration, for messages."""
     coca = _is_coca(state)
     siglip = "logit_bias" in state and not coca
     translated, unused = placed(state)
@@ -74,7 +79,7 @@ def import_state(name: str, state: Mapping[str, Tensor]) -> Imported:
         towers = preset("coca", settings).towers if coca else {}
         expected = Model(config, head, {tower: make(config) for tower, make in towers.items()}).state_dict()
     unused += [translated.pop(ours)[0] for ours in list(translated) if ours not in expected]
-    check_shapes(f"open_clip's {name}", expected, translated)
+    check_shapes(origin, expected, translated)
     ours_state = {n: value for n, (_, value) in translated.items()}
     if not siglip and "head.log_scale" in ours_state:
         ours_state["head.log_limit"] = ours_state["head.log_scale"].clamp(min=math.log(MAX_SCALE))

@@ -1,0 +1,64 @@
+"""CLIP_benchmark's own command with `--model_type kiloword`: python -m kiloword.cli.clip_benchmark eval ...
+
+CLIP_benchmark 1.6 looks models up in a table that only code can extend; this module adds a line to it and calls its
+command. `--pretrained` (or `--model`) is a model folder or what `kiloword.load` takes. It judges cosines of single
+vectors, "vec": where a model's own score is another one (llip, prolip), `kiloword eval` judges that.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from kiloword.api import Matcher, load
+from kiloword.interop.names import is_foreign
+from kiloword.types import Texts
+
+
+class Towers(nn.Module):
+    """A model as CLIP_benchmark calls it: two encoders of batches."""
+
+    def __init__(self, matcher: Matcher) -> None:
+        super().__init__()
+        self.model = matcher.model
+
+    def encode_image(self, images: Tensor) -> Tensor:
+        """uint8 [n, 3, H, W] -> [n, D], norm 1."""
+        features: Tensor = self.model.encode_image(images)[1]["vec"]
+        return features
+
+    def encode_text(self, texts: Texts) -> Tensor:
+        """T packed texts -> [T, D], norm 1."""
+        features: Tensor = self.model.encode_text(texts)[1]["vec"]
+        return features
+
+
+def load_kiloword(model_name: str, pretrained: str, cache_dir: str | None = None, device: Any = "cpu") -> Any:
+    """What CLIP_benchmark calls: (model, transform of a Pillow image, tokenizer of a list of texts)."""
+    where = pretrained if is_foreign(pretrained) or (pretrained and Path(pretrained).is_dir()) else model_name
+    matcher = load(where, str(device))
+    return Towers(matcher), matcher.preprocess, lambda texts: matcher.tokenizer.encode(texts, matcher.model.config.text)
+
+
+def main() -> None:
+    """Run CLIP_benchmark's command on the words of this one."""
+    from kiloword.interop.open_clip_config import torchvision_ready
+
+    torchvision_ready()
+    from clip_benchmark import cli, models
+    from clip_benchmark.metrics import zeroshot_classification
+
+    models.TYPE2FUNC["kiloword"] = load_kiloword
+    models.MODEL_TYPES.append("kiloword")  # a choice of its parser
+    zeroshot_classification.float = _number  # its accuracy() calls float() on an array [1], which numpy 2.4 refuses
+    cli.main()
+
+
+def _number(value: Any) -> float:
+    return float(value.item() if hasattr(value, "item") else value)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""Models of other libraries by name, wherever a model folder is expected.
+
+`open_clip:NAME:FILE`, `hf:FOLDER` and `hf-hub:ORG/NAME[@REVISION]` become a model folder in the cache, once for each
+version of their files. Only `hf-hub:` may reach a network: through huggingface_hub, which reads its cache where it can,
+and only that with HF_HUB_OFFLINE=1. No code of a folder runs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from pathlib import Path
+
+from kiloword.data import files as cache
+from kiloword.interop import folder, hf_clip
+from kiloword.interop.hf_folder import json_object
+from kiloword.interop.open_clip import import_state, read
+
+PREFIXES = ("open_clip", "hf", "hf-hub")
+FORMS = "open_clip:NAME:FILE, hf:FOLDER or hf-hub:ORG/NAME"
+FILES = ("*.json", "*.safetensors", "*.txt", "*.md", "*.model")  # of a hub: no pickles, no code
+REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
+
+
+def is_foreign(name: str) -> bool:
+    """Whether a name begins with the name of another library."""
+    return name.partition(":")[0] in PREFIXES and ":" in name
+
+
+def local_folder(name: str | Path) -> str | Path:
+    """The model folder of a name: of another library's model that in the cache; any other name as it is.
+
+    Raises: ValueError for a model that cannot be translated, and for files that are missing or damaged.
+    """
+    if isinstance(name, Path) or not is_foreign(name):
+        return name
+    kind, _, rest = name.partition(":")
+    if kind == "hf-hub":
+        return _of_folder(_fetched(rest))
+    if kind == "hf":
+        return _of_folder(Path(rest).expanduser())
+    model, _, file = rest.partition(":")
+    if not (model and file):
+        raise ValueError(f"{name} has no file of weights: write open_clip:NAME:FILE; nothing is downloaded.")
+    weights = Path(file).expanduser()
+    place = _place(name, [weights])
+    if not _is_complete(place):
+        folder.write(import_state(model, read(weights)), weights, place, f"open_clip {model}")
+    return place
+
+
+def _of_folder(source: Path) -> Path:
+    """A folder of kiloword as it is; one of transformers, translated."""
+    config = json_object(source / "config.json")
+    if str(config.get("format", "")).startswith("kiloword-model"):
+        return source
+    place = _place(f"hf:{source}", sorted([*source.glob("*.json"), *source.glob("*.safetensors")]))
+    if not _is_complete(place):
+        imported, weights = hf_clip.import_folder(source)
+        folder.write(imported, weights, place, f"transformers {config.get('model_type')}")
+    return place
+
+
+def _place(name: str, files: list[Path]) -> Path:
+    """The place in the cache for a model whose files are as they are now. Raises: ValueError for a missing file."""
+    key = hashlib.blake2b(name.encode(), digest_size=12)
+    for file in files:
+        if not file.is_file():
+            raise ValueError(f"no file of weights at {file}.")
+        stat = file.stat()
+        key.update(f"{file.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}".encode(errors="surrogateescape"))
+    return cache.folder() / "models" / key.hexdigest()
+
+
+def _is_complete(place: Path) -> bool:
+    return (place / "model.safetensors").is_file()  # written last
+
+
+def _fetched(name: str) -> Path:
+    """The folder of a repository in huggingface_hub's cache, fetched where it is not there yet."""
+    if not REPOSITORY.fullmatch(name):
+        raise ValueError(f"hf-hub:{name[:100]} is no repository: expected hf-hub:ORG/NAME or hf-hub:ORG/NAME@REVISION.")
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        raise ValueError("huggingface_hub is not installed, which hf-hub: needs: pip install huggingface_hub") from None
+    repository, _, revision = name.partition("@")
+    try:
+        return Path(snapshot_download(repository, revision=revision or None, allow_patterns=list(FILES)))
+    except Exception as error:  # its errors, those of the connection, and of a cache that lacks it
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(
+            f"hf-hub:{name} is neither in the cache of huggingface_hub nor can it be fetched: {reason}"
+        ) from None
