@@ -23,6 +23,7 @@ from kiloword.distributed.device import choose
 from kiloword.errors import count
 from kiloword.model.encoding import inference
 from kiloword.search.library import FILE, PART, Library, LibraryFile, create
+from kiloword.search.nearest import open_nearest, update_nearest
 from kiloword.search.photos import LONGEST_CAPTION, Photos, scan
 from kiloword.search.rank import Ranker, measure
 from kiloword.terminal import say, warn
@@ -154,6 +155,7 @@ def update(
         kept = count(len(library), "photo")
         raise KeyboardInterrupt(f"{kept} are in the library; the same command indexes the others.") from None
     library.merge()
+    update_nearest(library)
     library.refresh_recall(lambda: measure(Ranker(library, matcher)), bool(gone or wanted))
     return skipped
 
@@ -228,7 +230,7 @@ def _is_utf8(path: str) -> bool:
 def describe(library: Library) -> list[str]:
     """What searches in the library compute, and how exact that is."""
     recall = library.file.recall
-    if not recall:
+    if not recall or not (library.file.shapes or open_nearest(library)):
         return []
     return [
         f"a search scores the {recall['shortlist']:,.0f} photos nearest by their vectors exactly: of the 10 best of "

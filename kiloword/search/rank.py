@@ -16,6 +16,7 @@ from torch import Tensor
 from kiloword.data.classes.names import IMAGENET, classnames
 from kiloword.model.encoding import chunks, inference, join, moved
 from kiloword.search.library import Library
+from kiloword.search.nearest import open_nearest
 from kiloword.terminal.progress import track
 from kiloword.types import Features
 
@@ -56,6 +57,7 @@ class Ranker:
     def __init__(self, library: Library, matcher: Matcher) -> None:
         self.library, self.matcher = library, matcher
         self.contextual = bool(library.file.shapes)
+        self.nearest = open_nearest(library)
 
     def by_text(self, text: str, top: int, within: str = "") -> list[Match]:
         """The best photos for a text. Args: within: part of the path that photos must have."""
@@ -101,12 +103,33 @@ class Ranker:
                 scores.append(model.score(photos, texts)[:, 0].float().cpu())
         return torch.cat(scores) if scores else torch.zeros(0)
 
+    def listed(self, features: Features) -> Tensor:
+        """Rows that the approximate index lists for one text, by their scores: [n]. Raises: ValueError without one."""
+        if self.nearest is None:
+            raise ValueError("this library has no approximate index")
+        rows = self.nearest.rows(features["vec"][0].float())
+        return torch.tensor(rows)[self._scores_at(features, rows).argsort(descending=True)]
+
+    def _scores_at(self, features: Features, rows: Sequence[int]) -> Tensor:
+        """As `first_stage`, of some rows: [len(rows)]."""
+        places = [self.library.place(row) for row in rows]
+        with inference(self.matcher.model):
+            near = torch.stack([part.vec[inner] for part, inner in places]) @ features["vec"][0].float()
+            uncertainty = self.matcher.model.head.uncertainty
+            if not self.library.file.gaussian or uncertainty is None:
+                return near
+            of_text = uncertainty.penalty(moved(features, self.matcher.model.device)).cpu()
+            return near - torch.stack([part.uncertain["penalty"][inner] for part, inner in places]) - of_text
+
     def _by_features(self, features: Features, top: int, within: str) -> tuple[Tensor, Tensor]:
-        near = self._masked(self.first_stage(features), within)
-        if not self.contextual:
-            return _best(near, top)
-        rows = _best(near, max(SHORTLIST, top))[1]
-        scores, order = _best(self.exact(features, rows.tolist()), top)
+        if self.nearest is not None and not within:
+            rows = self.listed(features)[: max(SHORTLIST, top)]
+            near = self._scores_at(features, rows.tolist())
+        else:
+            scored = self._masked(self.first_stage(features), within)
+            near, rows = _best(scored, max(SHORTLIST, top) if self.contextual else top)
+        exact = self.exact(features, rows.tolist()) if self.contextual else near
+        scores, order = _best(exact, top)
         return scores, rows[order]
 
     def _masked(self, near: Tensor, within: str, but: int | None = None) -> Tensor:
@@ -149,20 +172,21 @@ def texts_for(ranker: Ranker, most: int) -> list[str]:
 
 
 def measure(ranker: Ranker) -> dict[str, float]:
-    """Recall of the shortlist, by exact scores of all photos; {} for a model that scores all photos exactly.
+    """Recall of the shortlist, by exact scores of all photos; {} where a search scores all photos exactly.
 
     "recall@10": mean over texts of the share of the 10 best photos that the shortlist has; "shortlist": its length;
     "queries": number of texts; "photos": those of the library.
     """
     n = len(ranker.library)
-    if not ranker.contextual or n <= SHORTLIST:
+    if ranker.nearest is None and (not ranker.contextual or n <= SHORTLIST):
         return {}
     queries = min(QUERIES, max(4, PAIRS // n))
     encoded = moved(ranker.matcher.encode_text(texts_for(ranker, queries)), "cpu")
     shares = []
     for q in track(range(queries), "recall of the shortlist", "texts", queries):
         text = {name: value[q : q + 1] for name, value in encoded.items()}
-        best = ranker.exact(text, range(n)).topk(min(TOP, n)).indices
-        near = ranker.first_stage(text).topk(SHORTLIST).indices
-        shares.append(torch.isin(best, near).float().mean().item())
+        first = ranker.first_stage(text)
+        best = (ranker.exact(text, range(n)) if ranker.contextual else first).topk(min(TOP, n)).indices
+        listed = first.topk(SHORTLIST).indices if ranker.nearest is None else ranker.listed(text)[:SHORTLIST]
+        shares.append(torch.isin(best, listed).float().mean().item())
     return {"recall@10": sum(shares) / queries, "shortlist": SHORTLIST, "queries": queries, "photos": n}

@@ -23,7 +23,7 @@ from kiloword.checkpoint.trust import NONE, Trust
 from kiloword.errors import count
 from kiloword.search.index import opened
 from kiloword.search.library import Library
-from kiloword.search.site import SITE_POLICY, WebAnswer, Site
+from kiloword.search.site import SITE_POLICY, Site, WebAnswer
 from kiloword.terminal import say, show_traceback, warn
 
 UPLOAD = 32 << 20  # bytes of an uploaded photo

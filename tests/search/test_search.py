@@ -15,7 +15,7 @@ from folders import model_folder
 from kiloword.api import Matcher, load
 from kiloword.checkpoint.trust import NONE
 from kiloword.cli.main import main
-from kiloword.search import index, rank
+from kiloword.search import index, nearest, rank
 from kiloword.search.library import FILE, Library
 from kiloword.search.photos import scan
 from kiloword.search.rank import Ranker
@@ -188,6 +188,36 @@ def test_recall_of_a_shortlist(made: tuple[Library, Matcher], monkeypatch: pytes
         assert (measured["shortlist"], measured["photos"]) == (10, 12)
     else:
         assert measured == {}
+
+
+def test_an_approximate_index_follows_the_library(
+    made: tuple[Library, Matcher], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("usearch.index", reason="needs usearch, the extra search")
+    library, matcher = made
+    exact = Ranker(library, matcher).by_text("a dog", 5)
+    monkeypatch.setattr(nearest, "LARGE", 3)
+    assert Ranker(library, matcher).nearest is None  # not made yet
+    nearest.update_nearest(library)
+    ranker = Ranker(Library(library.folder), matcher)
+    assert ranker.nearest is not None
+    listed = ranker.by_text("a dog", 5)
+    assert [match.row for match in listed] == [match.row for match in exact]
+    assert [match.score for match in listed] == pytest.approx([match.score for match in exact], abs=1e-5)
+    monkeypatch.setattr(rank, "SHORTLIST", 11)
+    assert rank.measure(ranker)["recall@10"] > 0.8
+    photos = Path(library.file.folder)
+    draw(photos / "extra.jpg", 300)
+    index.main(photos, None, library.folder, device="cpu")
+    updated = Ranker(Library(library.folder), matcher)
+    assert updated.nearest is not None
+    vec = rank.query_image(matcher, (photos / "extra.jpg").read_bytes())
+    assert updated.library.path(updated.nearest.rows(vec)[0]) == "extra.jpg"
+    (photos / "extra.jpg").unlink()
+    index.main(photos, None, library.folder, device="cpu")
+    after = Ranker(Library(library.folder), matcher)
+    assert after.nearest is not None
+    assert len(after.nearest.rows(vec)) == 12
 
 
 def test_bad_input(library: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,110 @@
+"""An approximate index (HNSW, by usearch) of a library's vectors, where scoring all photos would take too long.
+
+It lies in the cache folder, not in the library: native code reads it, so that it must be what this machine wrote.
+Without it, or where it does not belong to the library as it is, all photos are scored.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kiloword.checkpoint.files import write_atomic
+from kiloword.data.files import fallback, folder
+from kiloword.terminal import warn
+from kiloword.terminal.progress import Bar
+
+if TYPE_CHECKING:
+    from kiloword.search.library import Library
+
+LARGE = 1_000_000  # photos; all are scored up to this number
+LISTED = 1_000  # photos that the index lists, which are then scored exactly
+WIDTH, EFFORT = 16, 128  # neighbours of a photo in the graph; candidates that it looks at when a photo is added
+
+
+class Nearest:
+    """The index of a library on this machine."""
+
+    def __init__(self, library: Library, index: Any) -> None:
+        self.library, self._index = library, index
+        self._index.expansion_search = LISTED
+
+    def rows(self, vec: Tensor) -> list[int]:
+        """About the LISTED photos nearest to a vector [D], as rows of the library."""
+        keys = self._index.search(vec.numpy(), LISTED).keys
+        return [self.library.row_of[int(key)] for key in keys if int(key) in self.library.row_of]
+
+
+def open_nearest(library: Library) -> Nearest | None:
+    """The index of a library; None where it is small, was not made here, or is older than the library."""
+    if len(library) <= LARGE:
+        return None
+    path, mark = _places(library)
+    try:
+        from usearch.index import Index
+
+        if mark.read_text() != _state(library):
+            return None
+        index = Index.restore(str(path), view=True)
+    except (ImportError, OSError, ValueError):
+        return None
+    return None if index is None else Nearest(library, index)
+
+
+def update_nearest(library: Library) -> None:
+    """Bring the index of a large library up to date: photos that are new are added, those that are gone removed."""
+    if len(library) <= LARGE or open_nearest(library) is not None:
+        return
+    try:
+        from usearch.index import Index
+    except ImportError:
+        warn(f"searches score all {len(library):,} photos: pip install 'kiloword[search]' makes them faster.")
+        return
+    path, mark = _places(library)
+    index = _earlier(library, path, mark) or Index(
+        ndim=library.file.dim, metric="ip", dtype="f16", connectivity=WIDTH, expansion_add=EFFORT
+    )
+    mark.unlink(missing_ok=True)
+    known = np.fromiter(index.keys, np.int64, len(index))
+    for key in np.setdiff1d(known, library.ids):
+        index.remove(int(key))
+    _add(library, index, known)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    index.save(str(path))
+    write_atomic(mark, _state(library).encode())
+
+
+def _add(library: Library, index: Any, known: NDArray[np.int64]) -> None:
+    bar, done = Bar("approximate index", "photos"), 0
+    for part in library.parts:
+        new = ~np.isin(part.ids, known)
+        if new.any():
+            index.add(part.ids[new], part.vec.numpy()[new])
+        done += len(part)
+        bar(done, len(library))
+
+
+def _earlier(library: Library, path: Path, mark: Path) -> Any:
+    """The index of an earlier state of the library; None for none, or of another model."""
+    from usearch.index import Index
+
+    try:
+        return Index.restore(str(path)) if mark.read_text().startswith(library.file.fingerprint) else None
+    except (OSError, ValueError):
+        return None
+
+
+def _places(library: Library) -> tuple[Path, Path]:
+    """Paths of the index and of the file that says which state of which library it belongs to."""
+    path = fallback(os.fspath(library.folder), ".usearch", str(folder()))
+    return Path(path), Path(f"{path}.state")
+
+
+def _state(library: Library) -> str:
+    return f"{library.file.fingerprint} {hashlib.blake2b(library.ids.tobytes(), digest_size=16).hexdigest()}"
