@@ -48,15 +48,17 @@ def binned(uncertainty: Tensor, right: Tensor, bins: int = BINS) -> Bins:
     )
 
 
-def half_widths(bins: Bins) -> Tensor:
-    """Half the width of a 95% interval of the accuracy of each bin, [B]."""
-    return torch.tensor([half_width(p, n) for p, n in zip(bins.right.tolist(), bins.counts.tolist(), strict=True)])
+def intervals(bins: Bins) -> list[tuple[float, float]]:
+    """The 95% interval of the accuracy of each bin."""
+    return [interval(p, n) for p, n in zip(bins.right.tolist(), bins.counts.tolist(), strict=True)]
 
 
-def half_width(share: float, n: float) -> float:
-    """Half the width of a 95% interval of a share of n items (Agresti and Coull, 1998); above 0 for 0 and 1, too."""
-    middle = (share * n + 2) / (n + 4)
-    return 1.96 * math.sqrt(middle * (1 - middle) / (n + 4))
+def interval(share: float, n: float) -> tuple[float, float]:
+    """The 95% interval of a share of n items (Wilson, 1927): within [0, 1], and wide for 0 and 1 of few items, too."""
+    z = 1.96
+    middle = (share + z * z / (2 * n)) / (1 + z * z / n)
+    half = z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n)) / (1 + z * z / n)
+    return max(middle - half, 0.0), min(middle + half, 1.0)
 
 
 def calibration(name: str, bins: Bins) -> Iterator[tuple[str, float]]:

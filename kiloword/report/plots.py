@@ -13,6 +13,9 @@ import numpy.typing as npt
 from kiloword.report.axes import DASHES, Axis, Frame, Points, linear_axis, log_axis, number, value_axis
 from kiloword.report.page import SERIES, Html
 
+Spread = float | tuple[float, float]
+"""Half the height of a bar, or both its ends."""
+
 
 def line_plot(
     series: Mapping[str, Points],
@@ -23,7 +26,7 @@ def line_plot(
     log_y: bool = False,
     whole_x: bool = False,
     smooth: int = 0,
-    spread: Mapping[str, Sequence[float]] | None = None,
+    spread: Mapping[str, Sequence[Spread]] | None = None,
     ends: tuple[tuple[float, float], tuple[float, float]] | None = None,
 ) -> Html:
     """A line plot with axes, ticks and, for more than one series, a legend.
@@ -31,7 +34,7 @@ def line_plot(
     Args: series name -> (x, y) points in the order of drawing, at most 6 series; a non-finite y breaks its line;
     log_x and log_y make an axis logarithmic; whole_x has ticks at whole numbers only (levels, counts); smooth > 1
     draws the mean of that many neighbours over a faint line of the points; spread: series name -> half the height of a
-    bar at each of its points, such as a standard deviation; the points are dots;
+    bar at each of its points, such as a standard deviation, or both its ends; the points are dots;
     ends: least and largest x, least and largest y that the axes hold in any case, so that plots share them.
     Errors: ValueError for no finite point, too many series, or values of 0 or less on a logarithmic axis.
     """
@@ -64,9 +67,10 @@ def line_plot(
     return frame.drawn(lines, f"{y_label} over {x_label}: {'; '.join(spans)}", list(series))
 
 
-def _ends(points: Points, halves: Sequence[float]) -> list[tuple[float, float, float]]:
+def _ends(points: Points, spread: Sequence[Spread]) -> list[tuple[float, float, float]]:
     """Where bars begin and end: (x, low, high)."""
-    return [(x, y - half, y + half) for (x, y), half in zip(points, halves, strict=False) if half > 0]
+    both = ((x, (y - s, y + s) if isinstance(s, int | float) else s) for (x, y), s in zip(points, spread, strict=False))
+    return [(x, low, high) for x, (low, high) in both if high > low]
 
 
 def _check_count(series: Mapping[str, object]) -> None:

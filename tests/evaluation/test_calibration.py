@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kiloword.evaluation.calibration import binned, calibration, defined, pearson, ranks, spearman
+from kiloword.evaluation.calibration import binned, calibration, defined, interval, pearson, ranks, spearman
 
 
 def doubles(values: list[float]) -> Tensor:
@@ -103,3 +103,10 @@ def test_calibration_of_a_known_model() -> None:
 def test_no_items_are_refused() -> None:
     with pytest.raises(ValueError, match="at least one"):
         binned(torch.empty(0), torch.empty(0))
+
+
+def test_intervals_of_shares() -> None:
+    """Wilson's, from a table; of none and of all they stay within [0, 1]."""
+    assert interval(0.7, 20) == pytest.approx((0.481, 0.855), abs=1e-3)
+    assert interval(0.0, 10) == pytest.approx((0.0, 0.2775), abs=1e-3)
+    assert interval(1.0, 10) == pytest.approx((0.7225, 1.0), abs=1e-3)

@@ -71,6 +71,6 @@ def test_tables_name_the_worst_class_and_its_confusion() -> None:
 def test_the_page_gives_the_interval_of_its_number_of_images() -> None:
     shown = {"m": {"names": ["a", "b"], "confusion": np.array([[8, 2], [4, 6]]), "mistakes": []}}
     read = sections(page.report({"m": {"acc1": 0.7}}, "data", shown))
-    assert "14 of 20 images are right, 70.0% ± 18" in read["Accuracy"].text
+    assert "14 of 20 images are right, 70.0% (95% interval 48.1% to 85.5%)" in read["Accuracy"].text
     assert "chance among 2 classes is 50.0%" in read["Accuracy"].text
     assert {"Classes", "Confusions"} <= read.keys()

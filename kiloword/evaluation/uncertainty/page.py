@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kiloword.evaluation.calibration import Bins, half_widths
+from kiloword.evaluation.calibration import Bins, intervals
 from kiloword.evaluation.task import Results
 from kiloword.evaluation.uncertainty.data import QUANTILES, Levelled, buckets
 from kiloword.evaluation.uncertainty.inclusion import InclusionAnswers
@@ -176,7 +176,7 @@ def _calibration(values: Mapping[str, float], name: str, bins: Bins) -> Html:
     what, y_label = _KINDS[name]
     scale, label = readable_unit(bins.uncertainty)
     points = list(zip((bins.uncertainty * scale).tolist(), bins.right.tolist(), strict=True))
-    plot = line_plot({what: points}, label, y_label, spread={what: half_widths(bins).tolist()})
+    plot = line_plot({what: points}, label, y_label, spread={what: intervals(bins)})
     rates = {kind: values.get(f"calibration_{name}_{kind.lower()}") for kind in ("Pearson", "Spearman")}
     words = ", ".join(f"{kind} {rate:.2f}" for kind, rate in rates.items() if rate is not None)
     summary = f"{what} in {len(points)} bins of {int(bins.counts.min()):,} or more, with 95% intervals. {words}".strip()

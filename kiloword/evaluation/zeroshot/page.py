@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kiloword.evaluation.calibration import half_width
+from kiloword.evaluation.calibration import interval
 from kiloword.evaluation.task import Results
 from kiloword.evaluation.zeroshot import PRECISION
 from kiloword.evaluation.zeroshot.mistakes import classes_table, confusions, gallery
@@ -136,10 +136,10 @@ def _sample_sizes(shown: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
             confusion = more["confusion"]
             n, classes = int(confusion.sum()), len(more["names"])
             right = int(confusion.trace())
-            half = float(half_width(right / n, n))
+            low, high = interval(right / n, n)
             yield (
-                f"{model}: {right:,} of {n:,} images are right, {right / n:.1%} ± {half:.1%} (95% interval); chance "
-                f"among {classes:,} classes is {1 / classes:.1%}."
+                f"{model}: {right:,} of {n:,} images are right, {right / n:.1%} "
+                f"(95% interval {low:.1%} to {high:.1%}); chance among {classes:,} classes is {1 / classes:.1%}."
             )
 
 
