@@ -25,7 +25,10 @@ from photo_folders import draw, photos_in, refused
 HOSTILE = "<img src=x onerror=alert(1)>\"'.jpg"
 
 
-@pytest.fixture(scope="module", params=["siglip", "llip", "prolip"])
+OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in ("siglip", "prolip")]
+
+
+@pytest.fixture(scope="module", params=["llip", *OTHERS])
 def root(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp(request.param)
     model_folder(folder / "model", request.param)
