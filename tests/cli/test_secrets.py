@@ -107,6 +107,9 @@ def commands(out: Path, server: Guarded) -> dict[str, list[str]]:
         "watch": ["watch", str(out / "run"), "--once"],
         "score": ["score", model, "--images", "no.png", "--texts", "a"],
         "classify": ["classify", model, "--images", "no.png", "--classes", "a", "b"],
+        "index": ["index", str(out / "none"), "--model", model, "--out", str(out / "library")],
+        "search": ["search", str(out / "library"), "a dog"],
+        "serve": ["serve", str(out / "library")],
         "import": ["import", "open_clip", "ViT-B-32", "no.safetensors", "--out", str(out / "imported")],
         "plan": ["plan", "siglip", "--size", "debug", "--samples", "1e6", "--json", str(out / "plan.json")],
         "verify": ["verify", "nothing"],
@@ -120,7 +123,7 @@ def commands(out: Path, server: Guarded) -> dict[str, list[str]]:
     }
 
 
-REFUSED = {"score", "classify", "import", "verify", "quickstart"}
+REFUSED = {"score", "classify", "index", "search", "serve", "import", "verify", "quickstart"}
 
 
 def test_no_verb_writes_or_prints_a_secret(server: Guarded, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
