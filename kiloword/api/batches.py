@@ -51,7 +51,7 @@ def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     try:
-        with open("/proc/meminfo") as file:
+        with open("/proc/meminfo", encoding="utf-8") as file:
             kib = next(line.split()[1] for line in file if line.startswith("MemAvailable"))
         return int(kib) * 1024
     except (OSError, StopIteration):

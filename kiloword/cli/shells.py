@@ -11,7 +11,7 @@ HOW = {
     "zsh": "Add to ~/.zshrc: fpath=({folder} $fpath); autoload -Uz compinit; compinit",
     "fish": "New shells use it.",
 }
-HEAD = "# kiloword {version}: written by `kiloword --install-completion {shell}`, which also updates it"
+HEAD = "# kiloword {version}: written by `kiloword --install-completion {name}`, which also updates it"
 BASH = """
 _kiloword() {{
   local cur="${{COMP_WORDS[COMP_CWORD]}}" prev="${{COMP_WORDS[COMP_CWORD-1]}}"
@@ -83,12 +83,12 @@ complete -c kiloword -f -a '(__kiloword)'
 
 def bash(table: Table, version: str) -> str:
     """The script of bash, from version 3.2."""
-    return _posix(table, HEAD.format(version=version, shell="bash"), BASH)
+    return _posix(table, HEAD.format(version=version, name="bash"), BASH)
 
 
 def zsh(table: Table, version: str) -> str:
     """The script of zsh, a file of its fpath."""
-    return _posix(table, "#compdef kiloword\n" + HEAD.format(version=version, shell="zsh"), ZSH)
+    return _posix(table, "#compdef kiloword\n" + HEAD.format(version=version, name="zsh"), ZSH)
 
 
 def fish(table: Table, version: str) -> str:
@@ -97,7 +97,7 @@ def fish(table: Table, version: str) -> str:
         f"        case {_quoted(key)}\n            echo {_quoted(' '.join(words))}" for key, words in table.items()
     )
     lookup = ["function __kiloword_words", "    switch $argv[1]", *cases, "        case '*'", "            return 1"]
-    head = HEAD.format(version=version, shell="fish")
+    head = HEAD.format(version=version, name="fish")
     return "\n".join([head, *lookup, "    end", "end", FISH.strip(), ""])
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -114,4 +113,4 @@ def _show(path: Path, html: str, open_: bool) -> None:
         import webbrowser
 
         if not webbrowser.open(path.resolve().as_uri()):
-            print("no browser was found: open the page yourself.", file=sys.stderr)
+            warn("no browser was found: open the page yourself.")

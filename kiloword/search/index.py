@@ -57,7 +57,7 @@ def main(
     if (out / FILE).exists():
         Library(out, mend=True)  # a folder of something else gets no lock
     with Lock(out, "indexing"):
-        library = _library(out, photos, _model_of(model, out), matcher)
+        library = _library_at(out, photos, _model_of(model, out), matcher)
         skipped = update(library, photos, stamps, matcher, batch, workers)
     for one in skipped[:NAMED]:
         warn(f"skipped {one.key}: {one.reason}")
@@ -102,7 +102,7 @@ def check_model(library: Library, matcher: Matcher, name: str) -> None:
         )
 
 
-def _library(out: Path, photos: Path, model: str, matcher: Matcher) -> Library:
+def _library_at(out: Path, photos: Path, model: str, matcher: Matcher) -> Library:
     """The library of a folder, or a new one. Raises: ValueError for one of another model or of other photos."""
     folder = utf8(str(photos.resolve()))
     if (out / FILE).is_file():

@@ -49,7 +49,7 @@ def open_nearest(library: Library) -> Nearest | None:
     try:
         from usearch.index import Index
 
-        if mark.read_text() != _state(library):
+        if mark.read_text(encoding="utf-8") != _state(library):
             return None
         index = Index.restore(str(path), view=True)
     except (ImportError, OSError, ValueError):
@@ -95,7 +95,9 @@ def _earlier(library: Library, path: Path, mark: Path) -> Any:
     from usearch.index import Index
 
     try:
-        return Index.restore(str(path)) if mark.read_text().startswith(library.file.fingerprint) else None
+        return (
+            Index.restore(str(path)) if mark.read_text(encoding="utf-8").startswith(library.file.fingerprint) else None
+        )
     except (OSError, ValueError):
         return None
 

@@ -63,8 +63,8 @@ def above_trunks(module: nn.Module) -> set[str]:
     Muon may orthogonalize them: they are inner layers of a network that begins with the trunk. In a tower without one
     they are its input and output, which take AdamW (docs/log.md).
     """
-    towers = [name for name, part in module.named_modules() if getattr(part, "trunk", None) is not None]
-    first = {f"{tower}.{layer}.weight" for tower in towers for layer in ("patches", "stem")}
+    towers = [name for name, tower in module.named_modules() if getattr(tower, "trunk", None) is not None]
+    first = {f"{path}.{layer}.weight" for path in towers for layer in ("patches", "stem")}
     return {
         name
         for name, p in module.named_parameters()

@@ -269,7 +269,16 @@ def test_every_text_file_has_an_encoding() -> None:
         modes = [a.value for a in (*call.args, *(k.value for k in call.keywords)) if isinstance(a, ast.Constant)]
         mode = next((m for m in modes if isinstance(m, str) and m and set(m) <= set("rwaxbt+")), "r")
         owner = ast.unparse(call.func).rpartition(".")[0]
-        opens = name == "open" and owner not in ("os", "tarfile", "Image", "gzip", "opener", "self.parent", "zipfile")
+        opens = name == "open" and owner not in (
+            "os",
+            "tarfile",
+            "Image",
+            "gzip",
+            "opener",
+            "self.parent",
+            "zipfile",
+            "webbrowser",
+        )
         texts = name in ("read_text", "write_text") or (opens and "b" not in mode)
         if texts and option(call, "encoding") is None and not (name == "read_text" and call.args):
             bare.append(f"{file}:{call.lineno}: {ast.unparse(call)}")

@@ -123,12 +123,13 @@ def test_the_device_is_chosen_unless_given(
 ) -> None:
     asked: list[str] = []
 
-    def choose(name: str) -> str:
+    def choose(name: str, mps: bool = False) -> str:
         asked.append(name)
         return "cpu"
 
     monkeypatch.setattr(device, "choose", choose)
     monkeypatch.setattr(model_folder, "choose", choose)
+    monkeypatch.setattr("kiloword.api.load.choose", choose)
     Image.new("RGB", (40, 40)).save(tmp_path / "a.png")
     rest = ["--images", str(tmp_path / "a.png"), "--texts", "a dog"]
     main(["score", folder, *rest] if verb == "score" else ["eval", "retrieval", folder, "--data", "scenes:test?n=4"])

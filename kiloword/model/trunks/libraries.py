@@ -77,7 +77,10 @@ def quiet(library: Any) -> Iterator[None]:
 def unfilled() -> AbstractContextManager[None]:
     """Models of transformers that are made inside get no initial values: kiloword draws its own, by name."""
     version_5 = importlib.util.find_spec("transformers.initialization") is not None
-    module = importlib.import_module(f"transformers.{'initialization' if version_5 else 'modeling_utils'}")
+    if version_5:
+        module = importlib.import_module("transformers.initialization")
+    else:
+        module = importlib.import_module("transformers.modeling_utils")
     none: AbstractContextManager[None] = module.no_init_weights()
     return none
 
