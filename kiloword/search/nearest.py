@@ -95,9 +95,8 @@ def _earlier(library: Library, path: Path, mark: Path) -> Any:
     from usearch.index import Index
 
     try:
-        return (
-            Index.restore(str(path)) if mark.read_text(encoding="utf-8").startswith(library.file.fingerprint) else None
-        )
+        of_this_model = mark.read_text(encoding="utf-8").startswith(library.file.fingerprint)
+        return Index.restore(str(path)) if of_this_model else None
     except (OSError, ValueError):
         return None
 

@@ -261,6 +261,10 @@ def test_transformers_runs_no_code_of_a_folder() -> None:
         assert option(call, "trust_remote_code") == "False", (file, ast.unparse(call))
 
 
+# what has a function `open` of its own, for bytes or for pages
+BINARY = ("os", "tarfile", "Image", "gzip", "opener", "self.parent", "zipfile", "webbrowser")
+
+
 def test_every_text_file_has_an_encoding() -> None:
     """Or a file of ours is called damaged where the locale is not UTF-8."""
     bare = []
@@ -269,16 +273,7 @@ def test_every_text_file_has_an_encoding() -> None:
         modes = [a.value for a in (*call.args, *(k.value for k in call.keywords)) if isinstance(a, ast.Constant)]
         mode = next((m for m in modes if isinstance(m, str) and m and set(m) <= set("rwaxbt+")), "r")
         owner = ast.unparse(call.func).rpartition(".")[0]
-        opens = name == "open" and owner not in (
-            "os",
-            "tarfile",
-            "Image",
-            "gzip",
-            "opener",
-            "self.parent",
-            "zipfile",
-            "webbrowser",
-        )
+        opens = name == "open" and owner not in BINARY
         texts = name in ("read_text", "write_text") or (opens and "b" not in mode)
         if texts and option(call, "encoding") is None and not (name == "read_text" and call.args):
             bare.append(f"{file}:{call.lineno}: {ast.unparse(call)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import re
 import sys
@@ -129,7 +130,7 @@ def test_the_device_is_chosen_unless_given(
 
     monkeypatch.setattr(device, "choose", choose)
     monkeypatch.setattr(model_folder, "choose", choose)
-    monkeypatch.setattr("kiloword.api.load.choose", choose)
+    monkeypatch.setattr(importlib.import_module("kiloword.api.load"), "choose", choose)  # `load` is a function too
     Image.new("RGB", (40, 40)).save(tmp_path / "a.png")
     rest = ["--images", str(tmp_path / "a.png"), "--texts", "a dog"]
     main(["score", folder, *rest] if verb == "score" else ["eval", "retrieval", folder, "--data", "scenes:test?n=4"])
