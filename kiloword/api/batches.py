@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kiloword.model.model import Model
 
 SHARE = 4  # of the free memory a quarter is planned for activations: the estimate is rough
-ON_CPU, ON_GPU = 64, 512  # more does not run faster
+ON_CPU, ON_GPU = 64, 512  # at most; not tuned
 TEXTS_ON_GPU, TEXTS_ON_CPU = 1024, 256
 
 

@@ -31,7 +31,7 @@ def settle(recipe: Recipe, device: str, earlier: Recipe | None = None) -> Recipe
     """
     cuda = device.startswith("cuda")
     chosen: dict[str, Any] = {
-        "precision": "bf16" if (recipe.size != "debug" if cuda else _half_on_cpu(recipe.size)) else "fp32",
+        "precision": "bf16" if _in_bf16(recipe.size, cuda) else "fp32",
         "matmul": "high" if cuda else torch.get_float32_matmul_precision(),
     }
     if earlier is not None:
@@ -39,8 +39,8 @@ def settle(recipe: Recipe, device: str, earlier: Recipe | None = None) -> Recipe
     return replace(recipe, **{name: value for name, value in chosen.items() if getattr(recipe, name) == "auto"})
 
 
-def _half_on_cpu(size: str) -> bool:
-    return size in ("tiny", "top") and cpu_has_bf16()
+def _in_bf16(size: str, cuda: bool) -> bool:
+    return size != "debug" if cuda else size in ("tiny", "top") and cpu_has_bf16()
 
 
 def encoder_precision(requested: str, config: ModelConfig, device: str) -> EncoderPrecision:

@@ -66,7 +66,7 @@ def _place(name: str, files: list[Path]) -> Path:
     key = hashlib.blake2b(name.encode(), digest_size=12)
     for file in files:
         if not file.is_file():
-            raise ValueError(f"no file of weights at {file}.")
+            raise ValueError(f"no file of weights at {file}: check the path.")
         stat = file.stat()
         key.update(f"{file.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}".encode(errors="surrogateescape"))
     return cache.folder() / "models" / key.hexdigest()
@@ -90,5 +90,6 @@ def _fetched(name: str) -> Path:
     except Exception as error:  # its errors, those of the connection, and of a cache that lacks it
         reason = " ".join(str(error).split())[:200]
         raise ValueError(
-            f"hf-hub:{name} is neither in the cache of huggingface_hub nor can it be fetched: {reason}"
+            f"hf-hub:{name} is neither in the cache of huggingface_hub nor can it be fetched ({reason}): check its "
+            "name and the connection, or give a downloaded folder as hf:FOLDER."
         ) from None

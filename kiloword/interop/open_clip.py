@@ -30,7 +30,7 @@ def read(path: str | Path) -> dict[str, Tensor]:
     """
     path = Path(path)
     if not path.is_file():
-        raise ValueError(f"no file of weights at {path}.")
+        raise ValueError(f"no file of weights at {path}: check the path.")
     try:
         if path.suffix == ".safetensors":
             return load_file(path)

@@ -84,13 +84,17 @@ class Ranker:
 
     def first_stage(self, features: Features) -> Tensor:
         """Scores of all photos for one text: [N]; exact, but of a model that pools for each text."""
-        with inference(self.matcher.model):
-            near = self.near(features["vec"][0].float())
-            uncertainty = self.matcher.model.head.uncertainty
-            if not self.library.file.gaussian or uncertainty is None or not len(near):
-                return near
-            of_text = uncertainty.penalty(moved(features, self.matcher.model.device)).cpu()
-            return near - torch.cat([part.uncertain["penalty"] for part in self.library.parts]) - of_text
+        near, parts = self.near(features["vec"][0].float()), self.library.parts
+        if not self.library.file.gaussian or not len(near):
+            return near
+        return near - torch.cat([part.uncertain["penalty"] for part in parts]) - self._penalty(features)
+
+    def _penalty(self, features: Features) -> Tensor:
+        """What the uncertainty of one text takes off its scores: [1]."""
+        model = self.matcher.model
+        assert model.head.uncertainty is not None
+        with inference(model):
+            return model.head.uncertainty.penalty(moved(features, model.device)).cpu()
 
     def exact(self, features: Features, rows: Sequence[int]) -> Tensor:
         """The model's scores of photos for one text: [len(rows)]."""
@@ -103,28 +107,22 @@ class Ranker:
                 scores.append(model.score(photos, texts)[:, 0].float().cpu())
         return torch.cat(scores) if scores else torch.zeros(0)
 
-    def listed(self, features: Features) -> Tensor:
-        """Rows that the approximate index lists for one text, by their scores: [n]. Raises: ValueError without one."""
-        if self.nearest is None:
-            raise ValueError("this library has no approximate index")
-        rows = self.nearest.rows(features["vec"][0].float())
-        return torch.tensor(rows)[self._scores_at(features, rows).argsort(descending=True)]
-
-    def _scores_at(self, features: Features, rows: Sequence[int]) -> Tensor:
-        """As `first_stage`, of some rows: [len(rows)]."""
+    def listed(self, features: Features, most: int) -> tuple[Tensor, Tensor]:
+        """Scores, as of `first_stage`, and rows of the best photos that the approximate index lists: at most `most`."""
+        assert self.nearest is not None, "this library has no approximate index"
+        vec = features["vec"][0].float()
+        rows = self.nearest.rows(vec)
         places = [self.library.place(row) for row in rows]
-        with inference(self.matcher.model):
-            near = torch.stack([part.vec[inner] for part, inner in places]) @ features["vec"][0].float()
-            uncertainty = self.matcher.model.head.uncertainty
-            if not self.library.file.gaussian or uncertainty is None:
-                return near
-            of_text = uncertainty.penalty(moved(features, self.matcher.model.device)).cpu()
-            return near - torch.stack([part.uncertain["penalty"][inner] for part, inner in places]) - of_text
+        scores = torch.stack([part.vec[inner] for part, inner in places]) @ vec
+        if self.library.file.gaussian:
+            penalties = torch.stack([part.uncertain["penalty"][inner] for part, inner in places])
+            scores = scores - penalties - self._penalty(features)
+        scores, order = _best(scores, most)
+        return scores, torch.tensor(rows)[order]
 
     def _by_features(self, features: Features, top: int, within: str) -> tuple[Tensor, Tensor]:
         if self.nearest is not None and not within:
-            rows = self.listed(features)[: max(SHORTLIST, top)]
-            near = self._scores_at(features, rows.tolist())
+            near, rows = self.listed(features, max(SHORTLIST, top))
         else:
             scored = self._masked(self.first_stage(features), within)
             near, rows = _best(scored, max(SHORTLIST, top) if self.contextual else top)
@@ -187,6 +185,6 @@ def measure(ranker: Ranker) -> dict[str, float]:
         text = {name: value[q : q + 1] for name, value in encoded.items()}
         first = ranker.first_stage(text)
         best = (ranker.exact(text, range(n)) if ranker.contextual else first).topk(min(TOP, n)).indices
-        listed = first.topk(SHORTLIST).indices if ranker.nearest is None else ranker.listed(text)[:SHORTLIST]
+        listed = first.topk(SHORTLIST).indices if ranker.nearest is None else ranker.listed(text, SHORTLIST)[1]
         shares.append(torch.isin(best, listed).float().mean().item())
     return {"recall@10": sum(shares) / queries, "shortlist": SHORTLIST, "queries": queries, "photos": n}

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from kiloword.errors import count
 from kiloword.watch.curves import evaluations, losses, main_evaluations
 from kiloword.watch.runs import Watched, settings_of
 
@@ -143,9 +144,8 @@ def state_of(group: RunGroup) -> str:
     """How far its runs are: "3 runs, 1000 steps"."""
     steps = sorted({run.step for run in group.runs})
     unfinished = sum(run.state()[0] != "finished" for run in group.runs)
-    count = f"{len(group.runs)} run" + ("s" if len(group.runs) > 1 else "")
     span = f"{steps[0]:,}" if len(steps) == 1 else f"{steps[0]:,} to {steps[-1]:,}"
-    return f"{count}, {span} steps" + (f", {unfinished} not finished" if unfinished else "")
+    return f"{count(len(group.runs), 'run')}, {span} steps" + (f", {unfinished} not finished" if unfinished else "")
 
 
 def as_plain(group: RunGroup) -> dict[str, Any]:

@@ -32,13 +32,13 @@ CATCH_UP = "`kiloword watch {run} --log-to {kind}` sends them"
 
 
 class Tracking:
-    """The rows of one run on their way to a server. An error is said once, until the server answers again."""
+    """The rows of one run on their way to a server. An error is printed once, until the server answers again."""
 
     def __init__(self, kind: Trackers, run: Path, open_sink: Callable[[Trackers, Path], Sink] = opened) -> None:
         self.kind, self.run, self._open = kind, run, open_sink
         self.sink: Sink | None = None
         self._reader = RowReader(run / "metrics.jsonl")
-        self._said, self._wait, self._next = False, WAITS[0], 0.0
+        self._warned, self._wait, self._next = False, WAITS[0], 0.0
 
     def update(self, now: float) -> bool:
         """Send new rows, unless the server failed a moment ago. Returns: whether all rows were handed over."""
@@ -52,16 +52,16 @@ class Tracking:
         except Exception as e:
             self._failed(e, now)
             return False
-        self._said, self._wait = False, WAITS[0]
+        self._warned, self._wait = False, WAITS[0]
         return True
 
     def _failed(self, error: Exception, now: float) -> None:
         self.sink, self._next = None, now + self._wait
         self._wait = min(2 * self._wait, WAITS[1])
-        if not self._said:
+        if not self._warned:
             reason = scrubbed(" ".join(str(error).split()))[:200] or type(error).__name__
             warn(f"{self.kind} does not take the rows of {self.run} ({reason}). {LATER}")
-        self._said = True
+        self._warned = True
 
     def close(self, complete: bool) -> bool:
         """Send what is left, and end. Returns: whether the server has all rows."""

@@ -44,7 +44,8 @@ METHODS: dict[str, dict[str, Any]] = {  # and their settings
     "fff": {"positives": "annotated"},  # mined ones need a teacher
 }
 DEEP = ("llip", "prolip")  # their learned tokens need blocks; the tops of the others only project the trunks' tokens
-STEPS, BATCH = 100, 256  # with the tops below, all five took 222 s; `train` takes 360 to 685 cpu-s a method
+# With the tops below all five methods took 222 s on a CPU with bf16; `train` takes 360 to 685 cpu-s a method.
+STEPS, BATCH = 100, 256
 DTYPE: Dtype = "int8"  # of stored tokens
 THUMBNAIL = 160  # pixels a side
 SECONDS = "seconds.json"

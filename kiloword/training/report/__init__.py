@@ -68,7 +68,7 @@ def _outdated(out: Path) -> bool:
 
 
 def write(run: Run) -> None:
-    """Write the report; what goes wrong is said, and does not end the run."""
+    """Write the report; an error is printed, and does not end the run."""
     if collectives.rank():
         return
     try:

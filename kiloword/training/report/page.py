@@ -12,6 +12,7 @@ from kiloword.config.options import RunOptions
 from kiloword.report import Html, duration, grid, headline, section, table
 from kiloword.terminal.progress import per_second
 from kiloword.watch import curves, history
+from kiloword.watch.groups import value_of
 from kiloword.watch.plot import short
 from kiloword.watch.runs import Watched, settings_of
 
@@ -88,7 +89,7 @@ def _plots(run: Watched, names: Sequence[str]) -> list[Html]:
 
 
 def _evaluations(run: Watched) -> Iterator[str]:
-    """Main metrics over steps, and of each metric the last, the best by either direction being named where known."""
+    """Plots of the main metrics, the best state where one was kept, and a table of all metrics."""
     names = curves.evaluations([run])
     if not names:
         return
@@ -151,17 +152,11 @@ def _settings(unusual: Sequence[Differs], method: Mapping[str, Any], last: histo
     """What differs from defaults; the method's own settings are shown as they are."""
     usual = {name.replace("_", "-"): value for name, value in asdict(RunOptions()).items()}
     options = [(flag, value, usual.get(flag)) for flag, value in last.options.items()]
-    rows = [[f"--{flag}", _value(value), _value(default)] for flag, value, default in (*unusual, *options)]
+    rows = [[f"--{flag}", value_of(value), value_of(default)] for flag, value, default in (*unusual, *options)]
     rows = [row for row in rows if row[1] != row[2]]  # "" and () are both none
     yield table(rows, ["differs from its default", "run", "default"]) or "Every setting has its default."
-    rows = [[name.replace("_", "-"), _value(value)] for name, value in method.items()]
+    rows = [[name.replace("_", "-"), value_of(value)] for name, value in method.items()]
     yield table(rows, ["the method's own setting", "run"])
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, list | tuple):
-        return " ".join(map(_value, value)) or "none"
-    return "none" if value is None or value == "" else f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _processes(processes: Sequence[history.Process]) -> Iterator[str]:
