@@ -1,7 +1,8 @@
 """Local copies of files that can be fetched again: made once for all processes; the least recently used are deleted.
 
 A file is made as `NAME.part` and renamed when complete; its maker holds an exclusive `flock` on it, readers a shared
-one, so that files in use stay. `total` counts the bytes of the folder and is the lock for adding to it.
+one, so that files in use stay. `total` counts the bytes of the folder. It is the lock for adding to it, and for
+renaming: a listing may show a file that is renamed meanwhile under both names, or under none.
 """
 
 from __future__ import annotations
@@ -108,7 +109,8 @@ class FileCache:
             self._reserve(fd, size)
             fill(fd)
             os.fsync(fd)
-            os.replace(part, part.with_name(part.name.removesuffix(_PART)))
+            with self._locked_total():
+                os.replace(part, part.with_name(part.name.removesuffix(_PART)))
         except BaseException:
             part.unlink(missing_ok=True)
             _release(fd)
@@ -180,8 +182,8 @@ class FileCache:
         path = self.folder / name
         try:
             stat = path.stat()
-        except FileNotFoundError:  # completed or deleted since: renaming takes no lock
-            return self._look(name.removesuffix(_PART)) if name.endswith(_PART) else None
+        except FileNotFoundError:  # its maker failed
+            return None
         return not name.endswith(_PART), stat.st_mtime_ns, stat.st_size, path
 
 

@@ -158,17 +158,12 @@ class Peak:
 
 
 def bytes_of(folder: Path) -> int:
-    """Bytes of the blocks in a folder, whose lock the caller holds; other threads may rename or remove them."""
-    there = {file.name for file in os.scandir(folder)} - {"total"}
-    return sum(_size(folder, name, there) for name in there)
-
-
-def _size(folder: Path, name: str, there: set[str]) -> int:
-    try:
-        return (folder / name).stat().st_size
-    except FileNotFoundError:  # finished since, or gone
-        whole = name.removesuffix(".part")
-        return 0 if whole in there else _size(folder, whole, {whole})
+    """Bytes of the blocks in a folder, whose lock the caller holds: nothing is added or renamed."""
+    sizes = []
+    for file in os.scandir(folder):
+        with suppress(FileNotFoundError):  # its maker failed
+            sizes.append(0 if file.name == "total" else file.stat().st_size)
+    return sum(sizes)
 
 
 def loader(source: Source, workers: int = 0) -> Loader:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -128,6 +130,25 @@ def test_a_count_that_is_none_or_too_high_is_made_anew(tmp_path: Path, count: st
     (tmp_path / "total").write_text(count)
     make(cache, "b", 200)
     assert (names(tmp_path), total(tmp_path)) == ({"a", "b"}, "500")
+
+
+def test_nothing_is_renamed_while_another_counts(tmp_path: Path) -> None:
+    """A listing made meanwhile might miss the file under both names, and the folder would grow beyond its limit."""
+    cache, listed = FileCache(tmp_path, 1000), list[set[str]]()
+
+    def count(held: int) -> None:
+        time.sleep(0.1)
+        listed.append(names(tmp_path))
+        os.close(held)
+
+    def fill(fd: int) -> None:
+        os.pwrite(fd, b"abc", 0)
+        held = os.open(tmp_path / "total", os.O_RDWR)
+        fcntl.flock(held, fcntl.LOCK_EX)
+        threading.Thread(target=count, args=(held,)).start()
+
+    cache.fetch("a", 3, fill)
+    assert (listed, names(tmp_path)) == ([{"a.part"}], {"a"})
 
 
 def test_files_in_use_are_not_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
