@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kiloword.api.matcher import CARD, Matcher
+from kiloword.api.matcher import Matcher
 from kiloword.checkpoint.adapters import FILE
 from kiloword.checkpoint.model_folder import WEIGHTS, model_files, open_model, read_model_file
 from kiloword.checkpoint.trust import Trust
 from kiloword.distributed.device import choose
 from kiloword.interop.names import local_folder
+from kiloword.report.model_card import CARD
 
 if TYPE_CHECKING:
     from kiloword.model.model import Model

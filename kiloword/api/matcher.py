@@ -24,6 +24,7 @@ from kiloword.explain.maps import Explanation, Maps, explain, together
 from kiloword.methods.prolip.gaussian import Form, csd, csd_matrix, inclusion_matrix, variance_sum
 from kiloword.model.encoding import chunks, encode_texts, inference, join
 from kiloword.model.pooling import at_least_float
+from kiloword.report.model_card import CARD
 from kiloword.terminal.progress import showing
 from kiloword.types import Features
 
@@ -34,8 +35,6 @@ if TYPE_CHECKING:
     from kiloword.generation.options import GenerationOptions
     from kiloword.methods.method import Method
     from kiloword.model.model import Model
-
-CARD = "README.md"  # of a model folder
 
 
 class Matcher:

@@ -18,6 +18,7 @@ from kiloword.checkpoint.trust import Trust
 from kiloword.cli import evaluate, plan, sweep, train
 from kiloword.cli.classify import classify
 from kiloword.cli.embed import embed
+from kiloword.cli.exchange import TARGETS, Format, export, import_
 from kiloword.cli.runs import average, compare, watch
 from kiloword.cli.score import score
 from kiloword.cli.search import index, search, serve
@@ -31,17 +32,13 @@ from kiloword.terminal import guarded, invoked, say, show_traceback, warn
 app = tyro.extras.SubcommandApp()
 GENERATE = GenerationOptions()
 MINE = MineOptions()
-WEIGHTS = arg(
-    help="open_clip: its name of the model, and a .safetensors or .pt file (read with weights_only); prolip: the file, "
-    "with config.json and tokenizer.json in the same folder."
-)
 ABOUT = "Train, evaluate and use image-text models. Completion: kiloword --install-completion bash, zsh or fish."
 Action = Literal["index", "check", "stats", "names", "pairs", "hierarimgs"]
-Format = Literal["open_clip", "prolip"]
 Listing = Literal["list", "show"]
 Kind = Literal["scenes", "photos"]
 CHOICES = {  # of the first argument
     "data": ("action", get_args(Action)),
+    "export": ("target", TARGETS),
     "import": ("format", get_args(Format)),
     "quickstart": ("kind of data", get_args(Kind)),
     "recipes": ("action", get_args(Listing)),
@@ -229,31 +226,8 @@ def verify(
     run(method, ranks, trunks=trunks)
 
 
-@app.command(name="import")
-def import_(
-    format: Positional[Format], weights: Annotated[Positional[tuple[str, ...]], REQUIRED, WEIGHTS], out: Path
-) -> None:
-    """Import weights of another library: kiloword import open_clip ViT-B-32 weights.safetensors --out models/b32
-
-    Import the weights that ProLIP's authors released: kiloword import prolip model.safetensors --out models/prolip
-
-    Args:
-        format: format of the weights.
-        out: model folder to write.
-    """
-    if len(weights) != (2 if format == "open_clip" else 1):
-        expected = "NAME PATH" if format == "open_clip" else "PATH"
-        raise ValueError(f"import {format} got {' '.join(weights) or 'nothing'}: expected import {format} {expected}.")
-    if format == "open_clip":
-        from kiloword.interop.open_clip import main as run_open_clip
-
-        run_open_clip(weights[0], Path(weights[1]), out)
-        return
-    from kiloword.interop.prolip import main as run_prolip
-
-    run_prolip(Path(weights[0]), out)
-
-
+app.command(name="import")(import_)
+app.command(export)
 app.command(average)
 app.command(watch)
 app.command(compare)

@@ -73,7 +73,7 @@ def import_folder(folder: Path) -> tuple[Imported, Path]:
     state = {name: value for file in files for name, value in read(file).items()}
     try:
         model = _config(config, folder, kind == "siglip")
-        translated = dict(_translated(_joined(state), _SIGLIP if kind == "siglip" else _CLIP))
+        translated = dict(names_of_open_clip(state, kind == "siglip"))
     except (KeyError, TypeError, RuntimeError, ZeroDivisionError) as error:
         raise ValueError(f"{folder} does not hold a {kind} that kiloword's towers can be: {error}"[:300]) from error
     return import_as(model, f"{folder}'s config.json", translated), files[0]
@@ -149,6 +149,11 @@ def _joined(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
             joined[f"visual.trunk.attn_pool.q.{kind}"] = whole[:width]
             joined[f"visual.trunk.attn_pool.kv.{kind}"] = whole[width:]
     return joined
+
+
+def names_of_open_clip(state: Mapping[str, Tensor], siglip: bool) -> Iterator[tuple[str, Tensor]]:
+    """Weights of a CLIPModel or SiglipModel under open_clip's names, in its shapes."""
+    return _translated(_joined(state), _SIGLIP if siglip else _CLIP)
 
 
 def _translated(state: Mapping[str, Tensor], names: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:

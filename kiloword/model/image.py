@@ -113,16 +113,16 @@ class ImageTower(nn.Module):
         else:
             x, prefix = self._trunk_tokens(images, keep, masked)
         first = int(self.config.class_token)
-        places = self.positions[first:].expand(len(x), -1, -1)
+        places = self.positions[first:].expand(x.shape[0], -1, -1)
         x = x + (places if keep is None else take(places, keep))
         before = []
         if self.class_token is not None:
-            learned = (self.class_token + self.positions[0]).expand(len(x), 1, -1)
+            learned = (self.class_token + self.positions[0]).expand(x.shape[0], 1, -1)
             before.append(learned if prefix is None else learned + prefix)
         if self.extra_tokens is not None:
-            before.append(self.extra_tokens.expand(len(x), -1, -1))
+            before.append(self.extra_tokens.expand(x.shape[0], -1, -1))
         if self.uncertainty_token is not None:
-            before.append(self.uncertainty_token.expand(len(x), 1, -1))
+            before.append(self.uncertainty_token.expand(x.shape[0], 1, -1))
         return torch.cat([*(b.to(x.dtype) for b in before), x], 1) if before else x
 
     def _trunk_tokens(self, images: Tensor, keep: Tensor | None, masked: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -72,7 +72,7 @@ class MapPool(nn.Module):
     def forward(self, patches: Tensor) -> Tensor:
         """[I, P, W] -> [I, W]."""
         heads = self.config.heads
-        q = self.q(self.probe).view(1, 1, heads, -1).expand(len(patches), -1, -1, -1)
+        q = self.q(self.probe).view(1, 1, heads, -1).expand(patches.shape[0], -1, -1, -1)
         k, v = self.kv(patches).unflatten(-1, (2, heads, -1)).unbind(-3)
         x = self.out(attention(q, k, v).flatten(-2))[:, 0]
         out: Tensor = x + self.mlp(self.norm(x))
@@ -128,7 +128,7 @@ class AttentionalPool(nn.Module):
 
     def forward(self, tokens: Tensor, which: slice) -> Tensor:
         """Tokens [I, E + P, W] -> outputs of the queries `which` [I, q, W']."""
-        query = self.norm_query(self.probes[which]).expand(len(tokens), -1, -1)
+        query = self.norm_query(self.probes[which]).expand(tokens.shape[0], -1, -1)
         keys = self.attention.keys(tokens)  # normed by the tower already
         out: Tensor = self.norm(self.attention(query, keys, None, None))
         return out

@@ -106,6 +106,7 @@ def commands(out: Path, server: Guarded) -> dict[str, list[str]]:
         "data": ["data", "stats", data, "--png", str(out / "samples.png")],
         "watch": ["watch", str(out / "run"), "--once"],
         "score": ["score", model, "--images", "no.png", "--texts", "a"],
+        "export": ["export", "safetensors", model, "--out", str(out / "exported")],
         "classify": ["classify", model, "--images", "no.png", "--classes", "a", "b"],
         "index": ["index", str(out / "none"), "--model", model, "--out", str(out / "library")],
         "search": ["search", str(out / "library"), "a dog"],

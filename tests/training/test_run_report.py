@@ -58,6 +58,7 @@ def test_the_page_shows_the_run(out: Path) -> None:
 
 
 def test_a_finished_run_keeps_its_page_and_history(out: Path) -> None:
+    assert "Trained for 4 steps on: scenes" in (out / "model" / "README.md").read_text()
     before = {name: (out / name).read_bytes() for name in (report.NAME, history.FILE)}
     main([*WORDS, "--out", str(out)])
     assert {name: (out / name).read_bytes() for name in before} == before
@@ -86,7 +87,7 @@ def test_a_page_that_cannot_be_written_costs_a_line(tmp_path: Path, monkeypatch:
 
     said: list[str] = []
     monkeypatch.setattr(report, "Watched", fails)
-    run: Any = SimpleNamespace(out=tmp_path, log=SimpleNamespace(say=said.append))
+    run: Any = SimpleNamespace(out=tmp_path, finished=False, log=SimpleNamespace(say=said.append))
     report.write(run)
     (line,) = said
     assert "report.html was not written (RuntimeError: no page today)" in line

@@ -158,7 +158,7 @@ class Contextual(Attention):
 
     def text(self, tokens: Tensor, texts: Texts) -> Features:
         pooled = self.text_pool(tokens, texts)
-        query = self.query(pooled).view(len(pooled), self.settings.heads, -1)
+        query = self.query(pooled).view(pooled.shape[0], self.settings.heads, -1)
         return {"vec": unit(self.project_text_tokens(pooled)), "query": query}
 
     def score(self, images: Features, texts: Features) -> Tensor:

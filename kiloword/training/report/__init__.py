@@ -22,6 +22,7 @@ from kiloword.data.sampler import Order
 from kiloword.distributed import collectives
 from kiloword.methods.defaults import default_recipe
 from kiloword.report import Html
+from kiloword.report.model_card import write_card
 from kiloword.training import start
 from kiloword.training.report.page import Differs, page
 from kiloword.watch import history
@@ -78,6 +79,16 @@ def write(run: Run) -> None:
         report.write(run.out / NAME, text)
     except Exception as e:
         run.log.say(f"{run.out / NAME} was not written ({type(e).__name__}: {e}); nothing else of the run needs it.")
+    if run.finished:
+        _write_card(run)
+
+
+def _write_card(run: Run) -> None:
+    """Write the model card; an error is printed, and does not end the run."""
+    try:
+        write_card(run.out / "model")
+    except (OSError, ValueError) as e:
+        run.log.say(f"the card of {run.out / 'model'} was not written ({e}); nothing else of the run needs it.")
 
 
 def _device(device: torch.device) -> str:

@@ -1,0 +1,66 @@
+"""The verbs import and export. No torch at import, so that help is instant."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal, get_args
+
+from tyro.conf import Positional, arg
+
+from kiloword.checkpoint.trust import NONE, Trust
+from kiloword.cli.words import REQUIRED
+
+Format = Literal["open_clip", "prolip"]
+Target = Literal["open_clip", "transformers", "onnx", "sentence-transformers", "torch", "safetensors"]
+TARGETS = get_args(Target)
+WEIGHTS = arg(
+    help="open_clip: its name of the model, and a .safetensors or .pt file (read with weights_only); prolip: the file, "
+    "with config.json and tokenizer.json in the same folder."
+)
+
+
+def export(
+    target: Positional[Target],
+    model: Positional[str],
+    out: Path,
+    trust: Annotated[Trust, arg(name="")] = NONE,
+) -> None:
+    """Write a model for another library, and compare both: kiloword export open_clip runs/clip/model --out exported
+
+    open_clip and transformers take CLIP's and SigLIP's architectures, sentence-transformers CLIP's. onnx and torch
+    take most others, too: an image and a text graph for batches of any size. safetensors: the weights of any model.
+    The export is loaded as its library loads it; features that differ by more than 1e-4 are refused.
+
+    Args:
+        target: library or format.
+        model: model folder, run folder, or a model of another library (open_clip:NAME:FILE, hf:FOLDER).
+        out: new folder for the export and its model card, README.md.
+        trust: code that the model folder may run.
+    """
+    from kiloword.interop.export.run import run
+
+    run(target, model, out, trust)
+
+
+def import_(
+    format: Positional[Format], weights: Annotated[Positional[tuple[str, ...]], REQUIRED, WEIGHTS], out: Path
+) -> None:
+    """Import weights of another library: kiloword import open_clip ViT-B-32 weights.safetensors --out models/b32
+
+    Import the weights that ProLIP's authors released: kiloword import prolip model.safetensors --out models/prolip
+
+    Args:
+        format: format of the weights.
+        out: model folder to write.
+    """
+    if len(weights) != (2 if format == "open_clip" else 1):
+        expected = "NAME PATH" if format == "open_clip" else "PATH"
+        raise ValueError(f"import {format} got {' '.join(weights) or 'nothing'}: expected import {format} {expected}.")
+    if format == "open_clip":
+        from kiloword.interop.open_clip import main as run_open_clip
+
+        run_open_clip(weights[0], Path(weights[1]), out)
+        return
+    from kiloword.interop.prolip import main as run_prolip
+
+    run_prolip(Path(weights[0]), out)

@@ -1,0 +1,213 @@
+"""The towers as graphs: `torch.export` programs and ONNX files, with batches of any size.
+
+Inputs: pixel_values float [I, 3, H, W], resized, cropped and normalised; input_ids and attention_mask int64 [T, L],
+padded at the right. Outputs: vec [N, D] of norm 1; of Gaussian heads log_var [N, D], too.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kiloword.interop.export.source import (
+    TEXTS,
+    Exported,
+    check_close,
+    largest_difference,
+    refusal,
+    unlike_graphs,
+)
+from kiloword.interop.export.words import write_preprocessor, write_tokenizer
+from kiloword.model.attention import Packing
+from kiloword.model.heads import Single
+from kiloword.model.model import Model
+from kiloword.types import Features, Texts
+
+OUTPUTS = ("vec", "log_var")
+BATCHES = (1, 3, 5)  # compared
+
+
+@dataclass(frozen=True)
+class Padded(Packing):
+    """Texts that are padded already, x [T, L, ...]: attention excludes what is not `valid`."""
+
+    @property
+    def full(self) -> bool:
+        """False: the mask is always read."""
+        return False
+
+    def pad(self, x: Tensor, fill: float = 0.0) -> Tensor:
+        """x as it is."""
+        return x
+
+    def unpad(self, x: Tensor) -> Tensor:
+        """x as it is."""
+        return x
+
+
+class ImageGraph(nn.Module):
+    """pixel_values [I, 3, H, W] -> outputs [I, D]."""
+
+    def __init__(self, model: Model, outputs: tuple[str, ...]) -> None:
+        super().__init__()
+        self.tower, self.head, self.outputs = model.image_tower, model.head, outputs
+
+    def forward(self, pixel_values: Tensor) -> tuple[Tensor, ...]:
+        features = self.head.image(self.tower(pixel_values))
+        return tuple(features[name] for name in self.outputs)
+
+
+class TextGraph(nn.Module):
+    """input_ids, attention_mask [T, L] -> outputs [T, D]."""
+
+    def __init__(self, model: Model, outputs: tuple[str, ...]) -> None:
+        super().__init__()
+        self.tower, self.head, self.outputs = model.text_tower, model.head, outputs
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, ...]:
+        tower, valid = self.tower, attention_mask > 0
+        count, longest = input_ids.shape
+        packing = Padded(input_ids, 0, input_ids, input_ids, input_ids, valid)
+        x = F.embedding(input_ids, tower.tokens) + tower.positions[:longest]
+        for block in tower.blocks:
+            x = block(x, packing, tower.config.causal)
+        # as if packed, with gaps: heads read tokens by their place from the end
+        ends = torch.arange(count, device=x.device) * longest + attention_mask.sum(1)
+        texts = Texts(input_ids.flatten(), torch.cat([ends[:1] * 0, ends]), 0)
+        features = self.head.text(tower.norm(x).flatten(0, 1), texts)
+        return tuple(features[name] for name in self.outputs)
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A module, example inputs by name, the sizes that vary, and the features to expect."""
+
+    name: str
+    module: nn.Module
+    inputs: dict[str, Tensor]
+    varies: dict[str, dict[int, Any]]
+    outputs: tuple[str, ...]
+    expected: Features
+
+    def rows(self, n: int) -> dict[str, Tensor]:
+        """The first n rows of the inputs."""
+        return {name: value[:n] for name, value in self.inputs.items()}
+
+
+def graphs(source: Exported, target: str) -> list[Graph]:
+    """The image and the text graph of a model. Raises: ValueError for a text tower that no graph expresses."""
+    if reasons := unlike_graphs(source.config):
+        raise refusal(target, reasons, source)
+    text = source.config.text
+    images, texts = source.images(), source.texts()
+    outputs = tuple(name for name in OUTPUTS if name in images and name in texts)
+    if type(source.model.head.pooling) is not Single:
+        source.notes.append(
+            "Scores: this model mixes image tokens for each text; the graphs give one vector for each side (`vec`), "
+            "whose cosine is only near its score."
+        )
+    if "log_var" in outputs:
+        source.notes.append("Uncertainty: the second output, log_var, is the logarithm of the variances.")
+    if source.model.more:
+        source.notes.append(f"Omitted: {', '.join(source.model.more)}; the graphs hold the image and the text tower.")
+    batch, length = torch.export.Dim("batch", min=1), torch.export.Dim("tokens", min=3, max=text.context)
+    fixed: dict[int, Any] = {0: batch}
+    ids = fixed if text.pad_to_context else {0: batch, 1: length}
+    return [
+        Graph(
+            "image",
+            ImageGraph(source.model, outputs).eval(),
+            {"pixel_values": source.normalised()},
+            {"pixel_values": fixed},
+            outputs,
+            images,
+        ),
+        Graph(
+            "text",
+            TextGraph(source.model, outputs).eval(),
+            padded_ids(source),
+            {"input_ids": ids, "attention_mask": ids},
+            outputs,
+            texts,
+        ),
+    ]
+
+
+def padded_ids(source: Exported) -> dict[str, Tensor]:
+    """input_ids and attention_mask [T, L] of TEXTS; towers that see pads see all."""
+    texts = source.tokenizer.encode(TEXTS, source.config.text)
+    lengths = texts.starts.diff()
+    mask = torch.arange(texts.longest) < lengths[:, None]
+    ids = torch.full(mask.shape, source.tokenizer.roles.pad).masked_scatter(mask, texts.ids)
+    return {"input_ids": ids, "attention_mask": mask.long()}
+
+
+def difference(graph: Graph, run: Any) -> float:
+    """Largest difference from the source at batches of 1, 3 and 5. Args: run: inputs by name -> outputs in order."""
+    return max(
+        largest_difference(
+            {name: graph.expected[name][:n] for name in graph.outputs},
+            dict(zip(graph.outputs, map(torch.as_tensor, run(graph.rows(n))), strict=True)),
+        )
+        for n in BATCHES
+    )
+
+
+def write_torch(source: Exported, folder: Path) -> list[str]:
+    """image.pt2 and text.pt2 of torch.export."""
+    lines = []
+    for graph in graphs(source, "torch"):
+        path = folder / f"{graph.name}.pt2"
+        with torch.no_grad():
+            program = torch.export.export(graph.module, (), graph.inputs, dynamic_shapes=graph.varies)
+        torch.export.save(program, path)
+        loaded = torch.export.load(path).module()
+
+        def run(inputs: dict[str, Tensor], loaded: nn.Module = loaded) -> Any:
+            with torch.no_grad():
+                return loaded(**inputs)
+
+        lines.append(check_close(f"{path.name} at batches 1, 3, 5", difference(graph, run)))
+    write_tokenizer(source, folder)
+    write_preprocessor(source, folder)
+    return lines
+
+
+def write_onnx(source: Exported, folder: Path) -> list[str]:
+    """image.onnx and text.onnx, run by onnxruntime. Raises: ValueError where a library is missing."""
+    try:
+        import onnxruntime
+        import onnxscript  # noqa: F401
+    except ImportError as error:
+        raise ValueError(f"{error.name} is not installed, which onnx needs: pip install 'kiloword[onnx]'") from error
+    lines = []
+    for graph in graphs(source, "onnx"):
+        path = folder / f"{graph.name}.onnx"
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of names of axes, and of its own deprecations
+            torch.onnx.export(
+                graph.module,
+                (),
+                str(path),
+                kwargs=graph.inputs,
+                input_names=list(graph.inputs),
+                output_names=list(graph.outputs),
+                dynamic_shapes=graph.varies,
+                dynamo=True,
+                verbose=False,
+            )
+        session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+
+        def run(inputs: dict[str, Tensor], session: Any = session) -> Any:
+            return session.run(None, {name: value.numpy() for name, value in inputs.items()})
+
+        lines.append(check_close(f"{path.name} at batches 1, 3, 5", difference(graph, run)))
+    write_tokenizer(source, folder)
+    write_preprocessor(source, folder)
+    return lines

@@ -1,0 +1,92 @@
+"""`kiloword export`: write, compare, name what is omitted, and only then put the folder in its place."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from kiloword.checkpoint.files import write_atomic
+from kiloword.checkpoint.lock import NAME, Lock
+from kiloword.checkpoint.trust import NONE, Trust
+from kiloword.interop.export import graphs, to_open_clip, to_transformers
+from kiloword.interop.export.source import Exported
+from kiloword.interop.export.weights import write_weights
+from kiloword.report.model_card import CARD, card
+from kiloword.terminal import say
+
+WRITERS: dict[str, Callable[[Exported, Path], list[str]]] = {
+    "open_clip": to_open_clip.write,
+    "transformers": to_transformers.write,
+    "onnx": graphs.write_onnx,
+    "sentence-transformers": to_transformers.write_sentence,
+    "torch": graphs.write_torch,
+    "safetensors": write_weights,
+}
+LOAD = {  # lines of Python for the card
+    "open_clip": (
+        "import open_clip",
+        'model, _, preprocess = open_clip.create_model_and_transforms("local-dir:FOLDER")',
+        'tokenizer = open_clip.get_tokenizer("local-dir:FOLDER")',
+    ),
+    "transformers": (
+        "from transformers import AutoModel, AutoTokenizer",
+        'model = AutoModel.from_pretrained("FOLDER")',
+        'tokenizer = AutoTokenizer.from_pretrained("FOLDER")',
+    ),
+    "onnx": (
+        "import onnxruntime",
+        'images = onnxruntime.InferenceSession("FOLDER/image.onnx")',
+        'features = images.run(["vec"], {"pixel_values": pixels})  # float32 [I, 3, H, W], normalised',
+    ),
+    "sentence-transformers": (
+        "from sentence_transformers import SentenceTransformer",
+        'features = SentenceTransformer("FOLDER").encode(["a dog"])',
+    ),
+    "torch": (
+        "import torch",
+        'images = torch.export.load("FOLDER/image.pt2").module()',
+        "features, *_ = images(pixel_values=pixels)  # float32 [I, 3, H, W], normalised",
+    ),
+    "safetensors": (
+        "from safetensors.torch import load_file",
+        'weights = load_file("FOLDER/weights.safetensors")',
+    ),
+}
+
+
+def run(target: str, name: str, out: Path, trust: Trust = NONE) -> None:
+    """Export a model. Args: name: a model folder, or another library's model by name.
+
+    Raises: ValueError for an `out` that is not empty, a model that the target cannot express, a target that is not
+    installed, or features that differ by more than LIMIT; nothing is written then.
+    """
+    out = out.absolute()  # "." has no name
+    _check_free(out)
+    source = Exported.of(name, trust)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    work = out.with_name(f".{out.name}.tmp")
+    with Lock(out, "exporting to", folder=work) as held:
+        try:
+            _clear(work)  # of an export that was killed
+            lines = WRITERS[target](source, work)
+            write_atomic(work / CARD, card(source.file, source.folder, LOAD[target], source.notes, target).encode())
+            _check_free(out)
+            held.release()
+            work.replace(out)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+    say(*lines, *source.notes, f"written: {out}")
+
+
+def _check_free(out: Path) -> None:
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise ValueError(f"{out} exists and is not an empty folder: choose another --out, or remove it.")
+
+
+def _clear(folder: Path) -> None:
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path.name != NAME:
+            path.unlink()

@@ -1,0 +1,112 @@
+"""The model card: README.md of a model, from the records of its run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kiloword.__version__ import __version__
+from kiloword.addresses import scrubbed
+from kiloword.checkpoint.files import write_atomic
+from kiloword.checkpoint.model_folder import read_model_file
+from kiloword.config.recipes import ModelFile
+from kiloword.terminal import shown
+
+CARD = "README.md"
+FIGURES = 40  # rows of the table, at most
+LARGEST = 1 << 24  # bytes of an evaluation's JSON
+
+
+def card(file: ModelFile, folder: Path, load: Sequence[str], notes: Sequence[str] = (), target: str = "") -> str:
+    """The text of a card.
+
+    Args: folder: of the model, whose run's JSON files of evaluations are read; load: lines of Python that load it;
+    notes: what an export omits; target: of an export.
+    """
+    image, text = file.model.image, file.model.text
+    what = f"{file.method}, size {file.size}" + (f", exported to {target}" if target else "")
+    parts = [
+        "---\nlibrary_name: kiloword\ntags:\n- image-text\n- zero-shot-image-classification\n---",
+        f"# {_line(file.method)} ({_line(file.size)})",
+        f"An image-text model made by kiloword {__version__}: {_line(what)}. Images of {image.size} pixels, texts of "
+        f"at most {text.context} tokens, features of {file.model.head.dim} numbers.",
+        "## Data\n\n"
+        + (f"Trained for {file.steps:,} steps on: {_line(file.data)}." if file.steps else _no_steps(file)),
+        "## Figures\n\n" + _figures(folder),
+        "## Intended use\n\nFinding and comparing images and texts, and research. Scores are those of this data: "
+        "before decisions about people, or in another domain, evaluate the model there.",
+        "## Limits\n\n"
+        + "\n".join(f"- {_line(x)}" for x in (*notes, "It was not tested for bias, or on languages beyond its data."))
+        + "\n",
+        "## How to load it\n\n```python\n" + "\n".join(load) + "\n```\n",
+    ]
+    return "\n\n".join(parts)
+
+
+def _no_steps(file: ModelFile) -> str:
+    return f"Not trained by kiloword: {_line(file.data)}." if file.data else "No training is recorded."
+
+
+def _line(value: str) -> str:
+    """One line of Markdown without control characters, addresses' credentials or markup."""
+    text = " ".join(shown(scrubbed(str(value))).split())[:500]
+    return "".join(f"\\{c}" if c in "\\`*_[]<>|#" else c for c in text)
+
+
+def _figures(folder: Path) -> str:
+    """A table of the last validation of the run, and of the metrics in the JSON files beside it."""
+    run = folder.parent if folder.name == "model" else folder
+    entries = [("validation", name, value) for name, value in _validation(run / "metrics.jsonl").items()]
+    entries += [(path.stem, name, value) for path in sorted(run.glob("*.json")) for name, value in _metrics(path)]
+    if not entries:
+        return "No evaluation is recorded beside this model."
+    rows = [f"| {_line(what)} | {_line(name)} | {value:.4f} |" for what, name, value in entries[:FIGURES]]
+    return "\n".join(["| evaluation | metric | value |", "|---|---|---|", *rows])
+
+
+def _validation(rows: Path) -> dict[str, float]:
+    """The metrics of the last row of a run that has any, and the step."""
+    last: dict[str, float] = {}
+    if not rows.is_file() or rows.stat().st_size > LARGEST:
+        return last
+    for line in rows.read_text(encoding="utf-8", errors="replace").splitlines():
+        row = _object(line)
+        metrics = {k: float(v) for k, v in row.items() if k.startswith("val/") and _is_number(v)}
+        if metrics:
+            last = {"step": float(row.get("step", 0)), **metrics}
+    return last
+
+
+def _metrics(path: Path) -> list[tuple[str, float]]:
+    """The numbers of an evaluation's JSON: metric -> number; of other files none."""
+    if path.name in NOT_FIGURES or path.stat().st_size > LARGEST:
+        return []
+    try:
+        record = _object(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return []
+    return [(name, float(value)) for name, value in record.items() if _is_number(value)]
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        record = json.loads(text)
+    except ValueError:
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+NOT_FIGURES = ("config.json", "tokenizer.json")
+
+
+def write_card(folder: Path) -> None:
+    """Write the card of a model folder, such as OUT/model of a run that has ended."""
+    file = read_model_file(folder)
+    load = ["import kiloword", 'matcher = kiloword.load("FOLDER")', 'matcher.score(["photo.jpg"], ["a dog"])']
+    write_atomic(folder / CARD, card(file, folder, load).encode())

@@ -1,0 +1,229 @@
+"""Exports: each target's own library, in a process without kiloword, computes the features of the source."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import kiloword
+from folders import model_folder
+from kiloword.checkpoint.model_folder import load_model, save_model
+from kiloword.checkpoint.trust import NONE
+from kiloword.cli.main import main
+from kiloword.config.recipes import ModelFile, sizes
+from kiloword.data.text.tokenizer import Tokenizer, clip_tokenizer_from
+from kiloword.interop.export import run, words
+from kiloword.interop.export.source import LIMIT, Exported, check_close
+from kiloword.interop.export.weights import inverted
+from kiloword.methods.registry import preset
+from kiloword.model.model import build
+from kiloword.report.model_card import write_card
+
+TEXTS = ["a dog", "wow !", "two cats and a dog"]
+VISION = 'torch.library.Library("torchvision", "FRAGMENT")'
+BEGIN = f"""
+import sys, torch, numpy as np, torch.nn.functional as F
+L = {VISION}
+try:
+    [L.define(f"{{n}}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor") for n in ("nms", "qnms")]
+except RuntimeError:
+    pass  # this build of torchvision has them
+out, texts = sys.argv[1], {TEXTS!r}
+pixels = torch.from_numpy(np.load(out + ".pixels.npy"))
+torch.set_grad_enabled(False)
+"""
+END = """
+assert not any(name.partition(".")[0] == "kiloword" for name in sys.modules)
+np.savez(out + ".npz", images=np.asarray(images), texts=np.asarray(words))
+"""
+USES = {
+    "open_clip": """
+import open_clip
+model = open_clip.create_model("local-dir:" + out).eval()
+images = F.normalize(model.encode_image(pixels), dim=-1)
+words = F.normalize(model.encode_text(open_clip.get_tokenizer("local-dir:" + out)(texts)), dim=-1)
+""",
+    "torch": """
+from transformers import AutoTokenizer
+ids = AutoTokenizer.from_pretrained(out)(texts, padding=True, return_tensors="pt")
+(images,) = torch.export.load(out + "/image.pt2").module()(pixel_values=pixels)
+text = torch.export.load(out + "/text.pt2").module()
+(words,) = text(input_ids=ids["input_ids"], attention_mask=ids["attention_mask"])
+""",
+    "onnx": """
+import onnxruntime
+from transformers import AutoTokenizer
+ids = AutoTokenizer.from_pretrained(out)(texts, padding=True, return_tensors="np")
+(images,) = onnxruntime.InferenceSession(out + "/image.onnx").run(None, {"pixel_values": pixels.numpy()})
+names = ("input_ids", "attention_mask")
+(words,) = onnxruntime.InferenceSession(out + "/text.onnx").run(None, {n: ids[n].astype("int64") for n in names})
+""",
+    "sentence-transformers": """
+from PIL import Image
+from sentence_transformers import SentenceTransformer
+model = SentenceTransformer(out, device="cpu")
+words = model.encode(texts)
+images = model.encode([Image.fromarray(x) for x in np.load(out + ".uint8.npy")])
+""",
+}
+LIBRARIES = {
+    "open_clip": ("open_clip", "transformers"),
+    "torch": ("transformers",),
+    "onnx": ("onnxruntime", "onnxscript", "transformers"),
+    "sentence-transformers": ("sentence_transformers",),
+}
+
+
+def with_clip_words(out: Path, method: str = "clip") -> Path:
+    """A model of size debug with the letters of CLIP's vocabulary."""
+    tokenizer, config = clip_tokenizer_from([]), sizes()["debug"]
+    config = replace(config, text=replace(config.text, vocab=tokenizer.vocab, special=tokenizer.roles.ids()))
+    file = ModelFile(method=method, settings={}, model=config, size="debug")
+    save_model(out, build(config, preset(method), seed=1), tokenizer, file)
+    return out
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("target", "vocabulary"),
+    [("open_clip", "own"), ("onnx", "clip"), ("torch", "own"), ("sentence-transformers", "clip")],
+)
+def test_the_target_computes_the_features_of_the_source(target: str, vocabulary: str, tmp_path: Path) -> None:
+    from kiloword.interop.open_clip_config import torchvision_ready
+
+    torchvision_ready()
+    for name in LIBRARIES[target]:
+        pytest.importorskip(name, reason=f"{target} needs {name}")
+    source = model_folder(tmp_path / "m", "siglip") if vocabulary == "own" else with_clip_words(tmp_path / "m")
+    out = tmp_path / "out"
+    main(["export", target, str(source), "--out", str(out)])
+    assert (out / "README.md").is_file()
+    ours, size = kiloword.load(source), 32
+    pixels = torch.randint(0, 256, (3, 3, size, size), dtype=torch.uint8)
+    np.save(f"{out}.pixels.npy", ours.model.normalise(pixels).numpy())
+    np.save(f"{out}.uint8.npy", pixels.permute(0, 2, 3, 1).numpy())
+    places = [p for p in sys.path if p and not (Path(p) / "kiloword").is_dir()]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(places), "HF_HUB_OFFLINE": "1"}
+    code = BEGIN + USES[target] + END
+    subprocess.run([sys.executable, "-c", code, str(out)], env=env, cwd=tmp_path, check=True, capture_output=True)
+    theirs = np.load(f"{out}.npz")
+    for kind, expected in (("images", ours.encode_image(pixels)), ("texts", ours.encode_text(TEXTS))):
+        np.testing.assert_allclose(theirs[kind], expected["vec"].numpy(), atol=LIMIT, rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["prolip", "llip"])
+def test_torch_takes_models_that_are_no_clip(method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = model_folder(tmp_path / "m", method)
+    main(["export", "torch", str(source), "--out", str(tmp_path / "out")])
+    said = capsys.readouterr().out
+    assert ("log_var" in said, "mixes" in said) == (method == "prolip", method == "llip")
+
+
+@pytest.mark.parametrize("target", ["open_clip", "transformers"])
+def test_what_a_target_cannot_express_is_named(target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["export", target, str(model_folder(tmp_path / "m", "prolip")), "--out", str(tmp_path / "out")])
+    said = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert "Gaussians" in said
+    assert "onnx" in said
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+
+
+def test_a_difference_is_refused_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(source: Exported, folder: Path) -> list[str]:
+        (folder / "half").write_text("written")
+        return [check_close("features", 2 * LIMIT)]
+
+    monkeypatch.setitem(run.WRITERS, "torch", wrong)
+    source = model_folder(tmp_path / "m")
+    with pytest.raises(ValueError, match="differs from the source: features by up to 0"):
+        run.run("torch", str(source), tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+    with pytest.raises(ValueError, match="differs"):
+        check_close("features", float("nan"))
+
+
+def test_weights_export_and_card(tmp_path: Path) -> None:
+    source, out = model_folder(tmp_path / "m"), tmp_path / "out"
+    (out.with_name(".out.tmp")).mkdir()
+    (out.with_name(".out.tmp") / "rest").write_text("of a killed export")
+    main(["export", "safetensors", str(source), "--out", str(out)])
+    from safetensors.torch import load_file
+
+    weights = load_file(out / "weights.safetensors")
+    assert all(torch.equal(value, weights[name]) for name, value in load_model(source)[0].state_dict().items())
+    assert sorted(p.name for p in out.iterdir()) == [
+        "README.md",
+        "preprocessor_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "weights.safetensors",
+    ]
+    with pytest.raises(SystemExit):
+        main(["export", "safetensors", str(source), "--out", str(out)])
+
+
+def test_a_missing_library_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    with pytest.raises(ValueError, match=r"pip install 'kiloword\[onnx\]'"):
+        run.run("onnx", str(model_folder(tmp_path / "m")), tmp_path / "out")
+
+
+def test_a_word_of_the_vocabulary_is_no_pad(tmp_path: Path) -> None:
+    source = Exported.of(str(with_clip_words(tmp_path / "m")), NONE)
+    words.write_tokenizer(source, tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert config["pad_token"] == config["eos_token"] == "<end_of_text>"
+
+
+def test_weights_are_mapped_back(tmp_path: Path) -> None:
+    theirs = {"a": torch.empty(2, 3), "b": torch.empty(2, 3)}
+    ours = {"x": torch.arange(12.0).reshape(3, 4)}
+
+    def forward(state: dict[str, torch.Tensor]) -> Any:
+        yield "x", torch.cat([state["a"].T, state["b"].T], 1)
+
+    back = inverted(theirs, forward, ours, group=lambda name: "")
+    assert torch.equal(torch.cat([back["a"].T, back["b"].T], 1), ours["x"])
+    with pytest.raises(ValueError, match="no weights for c"):
+        inverted({"c": torch.empty(1)}, lambda state: [], ours, group=str)
+
+
+def test_a_card_tells_what_the_run_recorded_as_text(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "run" / "model")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"steps": 1200, "data": "<img src=x>|s3://u:secret@b\n# title"}
+    (folder / "config.json").write_text(json.dumps(config))
+    (tmp_path / "run" / "zeroshot.json").write_text(json.dumps({"acc1": 0.5, "names": ["x"]}))
+    rows = [{"step": 1, "val/rsum": 1.0}, {"step": 2, "val/rsum": 2.0}, {"step": 3, "loss": 1.0}]
+    (tmp_path / "run" / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n{broken")
+    write_card(folder)
+    text = (folder / "README.md").read_text()
+    assert "1,200 steps" in text
+    assert "| zeroshot | acc1 | 0.5000 |" in text
+    assert "| validation | val/rsum | 2.0000 |" in text
+    assert "<img" not in text.replace(r"\<img", "")
+    assert "secret" not in text
+    assert "\n# title" not in text
+    assert kiloword.load(folder).card == text
+
+
+def test_ids_of_exported_tokenizers_are_kilowords(tmp_path: Path) -> None:
+    source = Exported.of(str(model_folder(tmp_path / "m")), NONE)
+    document = words.fast_document(source)
+    document["normalizer"] = None
+    with pytest.raises(ValueError, match="cannot be written for other libraries"):
+        words._check_ids(source, document)
+    assert isinstance(source.tokenizer, Tokenizer)
