@@ -1,7 +1,10 @@
 """Towers of other libraries: their tokens, their files, and what is refused."""
 
 import hashlib
+import os
+import pickle
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -228,6 +231,29 @@ def test_files_that_are_refused(weights: Path, tmp_path: Path) -> None:
     named.write_bytes(weights.read_bytes())
     towers.load(trunk, f"efficientnet-lite0:{named}", "image tower")
     refused(named.rename(tmp_path / "lite0-00000000.pth"), "its name says SHA-256 00000000")
+
+
+class Hostile:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[Callable[[str], None], tuple[str]]:
+        return os.mkdir, (str(self.folder),)
+
+
+@pytest.mark.parametrize("save", [torch.save, lambda hostile, path: path.write_bytes(pickle.dumps(hostile))])
+def test_no_code_of_a_weights_file_runs(save: Callable[[Hostile, Path], None], tmp_path: Path) -> None:
+    mark, path = tmp_path / "mark", tmp_path / "weights.pth"
+    save(Hostile(mark), path)
+    with pytest.raises(ValueError, match="cannot be read as plain tensors"):
+        towers.load(EfficientNetLite("efficientnet-lite0"), f"efficientnet-lite0:{path}", "image tower")
+    with pytest.raises(SystemExit):
+        main(["train", "siglip", "--image-tower", f"efficientnet-lite0:{path}", "--out", str(tmp_path / "run")])
+    assert not mark.exists()
+    torch.load(path, weights_only=False) if save is torch.save else pickle.loads(path.read_bytes())
+    assert mark.exists()  # the file is as hostile as it should be
 
 
 def test_names_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
