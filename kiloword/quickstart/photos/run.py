@@ -17,7 +17,7 @@ from PIL import Image
 from kiloword import report
 from kiloword.__version__ import __version__
 from kiloword.checkpoint.files import atomic, write_json
-from kiloword.config.recipes import AugmentConfig, DataConfig, ModelConfig, Recipe
+from kiloword.config.recipes import AugmentConfig, DataConfig, Recipe
 from kiloword.config.settings import leaves, read_config
 from kiloword.data.reading import captions_at
 from kiloword.data.sources.held_out import PARTS
@@ -46,6 +46,7 @@ METHODS: dict[str, dict[str, Any]] = {  # and their settings
 DEEP = ("llip", "prolip")  # their learned tokens need blocks; the tops of the others only project the trunks' tokens
 # With the tops below all five methods took 222 s on a CPU with bf16; `train` takes 360 to 685 cpu-s a method.
 STEPS, BATCH = 100, 256
+FAST = 6e-2  # rate of Muon for linear tops (docs/log.md)
 DTYPE: Dtype = "int8"  # of stored tokens
 THUMBNAIL = 160  # pixels a side
 SECONDS = "seconds.json"
@@ -80,9 +81,7 @@ class PhotoPlan:
         stores = (str(self.files(out)[0]),)
         augment = replace(self.augment, drop_patches=base.data.augment.drop_patches)
         data = replace(base.data, image_features=stores, text_features=stores, augment=augment)  # `judge` validates
-        if method in DEEP:
-            data = replace(data, captions="one")
-        chosen = replace(base, data=data, model=_top(base.model, method in DEEP), batch=self.batch)
+        chosen = small_top(replace(base, data=data, batch=self.batch))
         return replace(chosen, settings=METHODS[method], seed=self.seed, steps=self.steps or STEPS)
 
     @property
@@ -96,12 +95,23 @@ class PhotoPlan:
         return out / "tokens" / "train", out / "tokens" / "val"
 
 
-def _top(model: ModelConfig, deep: bool) -> ModelConfig:
-    """A small top: a linear layer and pooling, or for learned tokens a narrower one with a block."""
+def small_top(recipe: Recipe) -> Recipe:
+    """A recipe above frozen trunks with a top that trains fast: a linear layer and pooling at a higher rate.
+
+    For methods with learned tokens: a narrower top with a block, and one caption of a photo (mixes: all). Words that
+    are learned from scratch keep their tower.
+    """
+    model, deep = recipe.model, not set(DEEP).isdisjoint(recipe.method.split("+"))
     depth, width = (1, 256) if deep else (0, 512)
     image = replace(model.image, width=width, mlp=4 * width, depth=depth, class_token=deep)
-    text = replace(model.text, depth=depth, init_std=0.02)
-    return replace(model, image=image, text=text, head=replace(model.head, dim=width, text_pool="mean"))
+    text, head = model.text, replace(model.head, dim=width)
+    if text.trunk.name:
+        text, head = replace(text, depth=depth, init_std=0.02), replace(head, text_pool="mean")
+    if recipe.method in DEEP:
+        recipe = replace(recipe, data=replace(recipe.data, captions="one"))
+    if not deep:
+        recipe = replace(recipe, optim=replace(recipe.optim, muon_lr=FAST))
+    return replace(recipe, model=replace(model, image=image, text=text, head=head))
 
 
 def run(out: Path, plan: PhotoPlan) -> None:
