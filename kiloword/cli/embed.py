@@ -1,4 +1,4 @@
-"""The verb embed: features or tokens of a data set, once. No torch at import, so that help is instant."""
+"""The verbs embed and audit: features of a data set, and what is wrong with it. No torch at import: help is instant."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from typing import Annotated, Any, Literal
 
 from tyro.conf import Positional, arg
 
+from kiloword.audit import AuditOptions
 from kiloword.checkpoint.trust import NONE, Trust
+from kiloword.cli.words import REQUIRED
 from kiloword.config.recipes import AugmentConfig
+from kiloword.evaluation.command import Execution
 
-AUGMENT = AugmentConfig()
+AUGMENT, AUDIT, EXECUTION = AugmentConfig(), AuditOptions(), Execution()
 
 
 def embed(
@@ -80,3 +83,30 @@ def embed(
     from kiloword.features.extract import main as run
 
     run(**common, name=name, resize=resize)
+
+
+def audit(
+    data: Annotated[Positional[tuple[str, ...]], REQUIRED],
+    model: str,
+    out: Path = Path("audit"),
+    extra_captions: tuple[str, ...] = (),
+    raw_captions: bool = True,
+    options: Annotated[AuditOptions, arg(name="")] = AUDIT,
+    execution: Annotated[Execution, arg(name="")] = EXECUTION,
+) -> None:
+    """Find pairs that do not match, duplicates, wrong labels: kiloword audit photos/train --model runs/first/model
+
+    Then train without them: kiloword train siglip --data photos/train --keep audit/keep.parquet --out runs/second
+
+    Args:
+        data: tars, a table, a folder of images or scenes, as for `kiloword train`.
+        model: model folder, open_clip:NAME:WEIGHTS or hf:FOLDER; it may have been trained on the same data.
+        out: folder for report.html, findings.parquet, keep.parquet and audit.json.
+        extra_captions: parquet tables (key, captions) whose captions are audited too.
+        raw_captions: audit the images' own captions beside the extra ones.
+        options: what is found, and what the keep-list omits.
+        execution: how the model is opened and fed.
+    """
+    from kiloword.audit.command import main
+
+    main(data, model, out, options, execution, extra_captions, raw_captions)

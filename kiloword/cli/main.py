@@ -17,7 +17,7 @@ from kiloword.addresses import scrubbed
 from kiloword.checkpoint.trust import Trust
 from kiloword.cli import evaluate, plan, sweep, train
 from kiloword.cli.classify import classify
-from kiloword.cli.embed import embed
+from kiloword.cli.embed import audit, embed
 from kiloword.cli.exchange import TARGETS, Format, export, import_
 from kiloword.cli.runs import average, compare, watch
 from kiloword.cli.score import score
@@ -96,6 +96,7 @@ def quickstart(
 app.command(score)
 app.command(classify)
 app.command(embed)
+app.command(audit)
 app.command(index)
 app.command(search)
 app.command(serve)

@@ -215,6 +215,7 @@ class DataConfig(BaseSettings):
     )
     extra_captions: tuple[str, ...] = setting((), "parquet tables (key, captions) whose captions join the images' own")
     raw_captions: bool = setting(True, "keep the images' own captions beside the extra ones")
+    keep: tuple[str, ...] = setting((), "keep-lists (`kiloword audit`): train on the pairs that they keep")
     features: tuple[str, ...] = setting((), "feature stores (`kiloword embed`), joined by key")
     image_features: tuple[str, ...] = setting(
         (), "tokens of images in place of their pixels, in which no trunk runs (`kiloword embed --tokens`)"
@@ -243,7 +244,7 @@ class DataConfig(BaseSettings):
     def __post_init__(self) -> None:
         """Strip credentials from URLs; `kiloword.addresses` remembers them."""
         object.__setattr__(self, "val", OneOrSeveral.plain(self.val))
-        for name in ("sources", "val", "extra_captions", "features", "image_features", "text_features"):
+        for name in ("sources", "val", "extra_captions", "keep", "features", "image_features", "text_features"):
             object.__setattr__(self, name, tuple(map(public, getattr(self, name))))
 
 

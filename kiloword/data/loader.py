@@ -18,6 +18,7 @@ from kiloword.data.images.time_limit import Row, decoding
 from kiloword.data.reading import advice, name_of, read, reasons
 from kiloword.data.remote.ahead import Ahead, ahead_of
 from kiloword.data.sampler import Order, Rows, choose_captions, share
+from kiloword.data.sources.keep import Omitted, omitted
 from kiloword.data.sources.optional import check_asks
 from kiloword.data.sources.sample import question_in
 from kiloword.data.steps import in_order
@@ -70,6 +71,7 @@ class Loader:
     _untouched: bool = field(init=False, repr=False)
     _epochs: dict[int, Source] = field(init=False, repr=False)
     _ahead: Ahead | None = field(init=False, repr=False)
+    _omitted: Omitted | None = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         share(np.zeros(self.order.batch, np.int64), self.rank, self.ranks)
@@ -89,6 +91,7 @@ class Loader:
         self.transforms = [
             transform.bind(self.source) if hasattr(transform, "bind") else transform for transform in self.transforms
         ]
+        self._omitted = omitted(self.source)
         self._join_tokens()
         natural = getattr(self.source, "natural", True)
         self._train = TrainTransform(self.image_size, self.data.augment, self.resize, self.data.decoder, natural)
@@ -123,8 +126,9 @@ class Loader:
 
     @property
     def notes(self) -> list[str]:
-        """Notes of the transforms for the user, printed before the first step."""
-        return [note for transform in self.transforms if (note := getattr(transform, "note", None))]
+        """Notes of keep-lists and transforms for the user, printed before the first step."""
+        lists = [] if self._omitted is None else [f"--keep {self._omitted}"]
+        return lists + [note for transform in self.transforms if (note := getattr(transform, "note", None))]
 
     def batches(self, start: int = 0, stop: int | None = None, pin: bool = False) -> Iterator[Batch]:
         """This rank's batches of the steps [start, stop); without end when stop is None.

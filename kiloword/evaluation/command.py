@@ -30,8 +30,8 @@ class Execution:
     # precision of encoders and decoders; auto: bf16 on CUDA for models larger than size tiny, else fp32. Features,
     # scores and probes are fp32
     precision: Literal["auto", "fp32", "bf16"] = "auto"
-    image_features: tuple[str, ...] = ()  # retrieval, zeroshot: tokens of the images (`kiloword embed --tokens`)
-    text_features: tuple[str, ...] = ()  # retrieval: tokens of the captions
+    image_features: tuple[str, ...] = ()  # tokens of the images (`kiloword embed --tokens`): retrieval, zeroshot
+    text_features: tuple[str, ...] = ()  # tokens of the captions: retrieval
     trust: Annotated[Trust, arg(name="")] = NONE  # --method is of the first model, and of others where it is the same
 
 

@@ -104,22 +104,29 @@ def on_tokens(recipe: Recipe, images: Sequence[str], texts: Sequence[str]) -> Re
 
 
 def reading_tokens(
-    model: Model, tokenizer: Tokenizer, source: Source, images: Sequence[str], texts: Sequence[str]
+    model: Model,
+    tokenizer: Tokenizer,
+    source: Source,
+    images: Sequence[str],
+    texts: Sequence[str],
+    augmented: bool = False,
 ) -> tuple[Source, Tokenizer]:
     """A source and a tokenizer for evaluation that read tokens from folders of features.
 
+    Args: augmented: read the first view of augmented images where no others are there, as of training data.
     Raises: ValueError when a folder has tokens of another tower or other data, or augmented images alone.
     """
     of_image, of_text = opened(images, ImageTokens), opened(texts, TextTokens)
     check_trunk(model, of_image)
     check_trunk(model, of_text)
     check_tokenizer(tokenizer, of_text)
-    if of_image and not as_evaluated(of_image):
+    plain_stores = as_evaluated(of_image) or (of_image if augmented else [])
+    if of_image and not plain_stores:
         raise ValueError(
             f"{' '.join(images)} has augmented images alone ({in_words(of_image[0].file.augment)}): evaluate on "
             "images, or on features that are made without --augment."
         )
     chosen = served(of_text, source)
-    plain = served(as_evaluated(of_image), source)
+    plain = served(plain_stores, source)
     source = WithTokens(source, plain) if plain else source
     return source, TokenizerWithTokens(tokenizer, chosen) if chosen else tokenizer

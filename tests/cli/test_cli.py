@@ -31,12 +31,12 @@ FLAGS = (
     "out steps epochs samples dry-run pooling transforms positives pair-loss uncertainty terms size init freeze "
     "unfreeze image-tower text-tower batch micro chunk precision matmul seed data weights val extra-captions "
     "raw-captions features captions first-captions rows together decoder bad-share tokenizer vocab recipe config "
-    "workers device log-every log-to save-every eval-every eval-epochs keep-best patience keep-states timeout "
+    "keep workers device log-every log-to save-every eval-every eval-epochs keep-best patience keep-states timeout "
     "max-skipped-steps parallel checkpointing compile extend trust-code quiet image-features text-features"
 )
 VERBS = (
-    "train sweep quickstart eval score embed index search serve caption mine data verify plan import average watch "
-    "methods recipes sizes doctor"
+    "train sweep quickstart eval score embed audit index search serve caption mine data verify plan import average "
+    "watch methods recipes sizes doctor"
 )
 
 
@@ -102,7 +102,11 @@ def names_of(verb: str) -> set[str]:
     if kind := {"train": Train, "plan": Plan}.get(verb):
         return flags_of(kind)
     parameters = inspect.signature(app._subcommands[verb].target).parameters.values()
-    plain = [p.name for p in parameters if not re.search("Positional|Options|Trust|Sequence|Config", str(p.annotation))]
+    plain = [
+        p.name
+        for p in parameters
+        if not re.search("Positional|Options|Trust|Sequence|Config|Execution", str(p.annotation))
+    ]
     return {name.strip("_").replace("_", "-") for name in plain}
 
 
@@ -314,6 +318,7 @@ EMPTY = {
     "score --explain": ["model", "--images", "a.png", "--texts", "a", "--explain", ""],
     "embed": ["model", "--data", "scenes?n=4", "--out", ""],
     "caption": ["model", "--data", "scenes?n=4", "--out", ""],
+    "audit": ["scenes?n=4", "--model", "model", "--out", ""],
     "mine": ["scenes?n=4", "--features", "", "--out", "out"],
     "data": ["index", ""],
     "import": ["open_clip", "ViT-B-32", "", "--out", "out"],

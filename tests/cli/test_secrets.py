@@ -102,6 +102,7 @@ def commands(out: Path, server: Guarded) -> dict[str, list[str]]:
         "average": ["average", model, model, "--alpha", "0.5", "--out", str(out / "averaged")],
         "embed": ["embed", model, "--data", data, "--out", str(out / "side")],
         "caption": ["caption", model, "--data", data, "--out", str(out / "captions.parquet")],
+        "audit": ["audit", data, "--model", model, "--out", str(out / "audit")],
         "mine": ["mine", data, "--features", str(out / "side"), "--out", str(out / "mined")],
         "data": ["data", "stats", data, "--png", str(out / "samples.png")],
         "watch": ["watch", str(out / "run"), "--once"],

@@ -31,24 +31,15 @@ def is_held_out(key: str) -> bool:
     return int.from_bytes(digest, "big") < HELD_OUT * 2**64
 
 
-class SourcePart:
-    """The rows of a source that are in one of its two parts; images with one key are in the same part.
+class SomeRows:
+    """Some rows of a source, as a source.
 
-    Args: part: "train-part", or "val-part" (see `is_held_out`); a row whose key cannot be read is in the first.
-    Errors: ValueError where the part has no row.
+    Args: rows [n]: of the source, n at least 1; name, fingerprint: of the result.
     """
 
-    def __init__(self, source: Source, part: str) -> None:
-        self.source, self.name = source, f"{part}:{source.name}"
-        held_out = np.array([key is not None and is_held_out(key) for key in keys(source)], dtype=bool)
-        self.rows: NDArray[np.integer[Any]] = np.flatnonzero(held_out == (part == "val-part")).astype(np.int64)
-        if not len(self.rows):
-            raise ValueError(
-                f"{self.name} is empty: of the {len(source):,} images of {source.name} a share of {HELD_OUT:.0%} is "
-                f"held out by key, which here is {held_out.sum():,}. Use more images, or name a validation set."
-            )
-        identity = f"{part} {HELD_OUT} {source.fingerprint}"
-        self.fingerprint = hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
+    def __init__(self, source: Source, rows: NDArray[np.integer[Any]], name: str, fingerprint: str) -> None:
+        self.source, self.rows, self.name = source, rows, name
+        self.fingerprint = hashlib.blake2b(fingerprint.encode(), digest_size=16).hexdigest()
         self.natural = getattr(source, "natural", True)
 
     def __getattr__(self, name: str) -> Any:
@@ -71,3 +62,22 @@ class SourcePart:
     def record(self, row: int) -> Record:
         """The stored sample. Raises BadSample with the reason."""
         return self.source.record(int(self.rows[row]))
+
+
+class SourcePart(SomeRows):
+    """The rows of a source that are in one of its two parts; images with one key are in the same part.
+
+    Args: part: "train-part", or "val-part" (see `is_held_out`); a row whose key cannot be read is in the first.
+    Errors: ValueError where the part has no row.
+    """
+
+    def __init__(self, source: Source, part: str) -> None:
+        held_out = np.array([key is not None and is_held_out(key) for key in keys(source)], dtype=bool)
+        rows = np.flatnonzero(held_out == (part == "val-part")).astype(np.int64)
+        name = f"{part}:{source.name}"
+        if not len(rows):
+            raise ValueError(
+                f"{name} is empty: of the {len(source):,} images of {source.name} a share of {HELD_OUT:.0%} is "
+                f"held out by key, which here is {held_out.sum():,}. Use more images, or name a validation set."
+            )
+        super().__init__(source, rows, name, f"{part} {HELD_OUT} {source.fingerprint}")

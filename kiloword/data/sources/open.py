@@ -13,6 +13,7 @@ from kiloword.data.sources.class_folder import ClassFolder, has_class_folders, p
 from kiloword.data.sources.extra_captions import with_captions
 from kiloword.data.sources.folder import Folder, is_image
 from kiloword.data.sources.held_out import SourcePart, part_of
+from kiloword.data.sources.keep import kept
 from kiloword.data.sources.labels import class_data
 from kiloword.data.sources.layouts.read import JsonOptions, is_tokens, read_json, read_tokens
 from kiloword.data.sources.mixture import MixtureSource, mix
@@ -97,13 +98,13 @@ def _open_pattern(src: str) -> Source:
 
 
 def open_data(data: DataConfig, size: int | None = None) -> Source:
-    """The training data of the settings: sources, their weights, extra captions.
+    """The training data of the settings: sources, their weights, extra captions, and what keep-lists keep of them.
 
     Args: size: height and width of drawn images (scenes) in pixels.
     Errors: ValueError when something is missing or does not fit.
     """
     sources = [open_source(src, size=size) for src in data.sources]
-    return with_captions(mix(sources, data.weights), data.extra_captions, data.raw_captions)
+    return kept(with_captions(mix(sources, data.weights), data.extra_captions, data.raw_captions), data.keep)
 
 
 def _open_folder(src: str, folder: Path) -> Source:

@@ -1,0 +1,178 @@
+"""The verb `audit`: encode a data set once, judge its pairs, write a page, tables and a keep-list."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from kiloword.audit import AuditOptions
+from kiloword.audit.findings import (
+    Audit,
+    AuditedData,
+    Finding,
+    as_json,
+    duplicate_captions,
+    duplicate_images,
+    findings_table,
+    generic,
+    keep_list,
+    label_findings,
+    mismatches,
+    unreadable,
+    write_table,
+)
+from kiloword.audit.labels import wrong_labels
+from kiloword.audit.outliers import OutlierRule, rule
+from kiloword.audit.page import page
+from kiloword.audit.pairs import Fits, fits
+from kiloword.audit.similar import Pixels, groups, near_duplicates, repeated
+from kiloword.checkpoint.files import write_json
+from kiloword.checkpoint.lock import Lock
+from kiloword.config.recipes import DataConfig
+from kiloword.data.images.decode import decode
+from kiloword.data.reading import advice, reasons
+from kiloword.data.sources.open import open_data
+from kiloword.distributed.device import choose
+from kiloword.errors import count
+from kiloword.evaluation.command import Execution, made_by, opened
+from kiloword.evaluation.features import seen
+from kiloword.evaluation.task import Inputs
+from kiloword.model.encoding import join
+from kiloword.report import signed, write
+from kiloword.terminal import say, warn
+from kiloword.terminal.progress import showing_progress
+from kiloword.types import BadSample, NoCaption, Source
+
+if TYPE_CHECKING:
+    from kiloword.api import Matcher
+
+KEEP, FINDINGS, SUMMARY, REPORT = "keep.parquet", "findings.parquet", "audit.json", "report.html"
+NAMED = 5  # unreadable rows that are listed
+
+
+def main(
+    sources: Sequence[str],
+    model: str,
+    out: Path,
+    options: AuditOptions,
+    execution: Execution,
+    extra_captions: Sequence[str] = (),
+    raw_captions: bool = True,
+) -> None:
+    """Run and print `kiloword audit`. Errors: ValueError for data, a model or stores that cannot be used."""
+    from dataclasses import replace
+
+    options.check()
+    execution = replace(execution, device=choose(execution.device))
+    matcher, workers = opened(model, execution)
+    size = matcher.model.config.image.size
+    data = DataConfig(sources=tuple(sources), extra_captions=tuple(extra_captions), raw_captions=raw_captions)
+    source = plain = open_data(data, size)
+    if execution.image_features or execution.text_features:
+        matcher, source = _on_tokens(matcher, source, execution)
+    with Lock(out, "auditing"), showing_progress():
+        audit = audit_of(Inputs(matcher, source, execution.batch, workers), options)
+        keep = keep_list(audit, plain, options)
+        facts = made_by([model], " ".join(sources))
+        write_table(out / FINDINGS, findings_table(audit.findings))
+        write_json(out / SUMMARY, as_json(audit, keep, facts))
+        write_table(out / KEEP, keep)
+        write(out / REPORT, signed(page(audit, keep, plain.name, options, partial(_pixels, plain)), facts))
+    _print(audit, keep.column("keep").to_numpy(), out, sources)
+
+
+def _on_tokens(matcher: Matcher, source: Source, execution: Execution) -> tuple[Matcher, Source]:
+    from kiloword.api import Matcher
+    from kiloword.features.token_runs import reading_tokens
+
+    folders = execution.image_features, execution.text_features
+    source, tokenizer = reading_tokens(matcher.model, matcher.tokenizer, source, *folders, augmented=True)
+    return Matcher(matcher.model, tokenizer, matcher.method), source
+
+
+def audit_of(inputs: Inputs, options: AuditOptions) -> Audit:
+    """Encode a source and find what is wrong with it. Raises: ValueError where no row is usable."""
+    corpus = read(inputs)
+    source, matcher = inputs.source, inputs.matcher
+    findings: list[Finding] = []
+    fit: Fits | None = None
+    limit: OutlierRule | None = None
+    if texts := corpus.texts:
+        owner = torch.from_numpy(corpus.owner)
+        features = matcher.encode_text(texts)
+        fit = fits(matcher.score, matcher.score_pairs, corpus.images, features, owner, options.chunk, options.seed)
+        limit = rule(fit.annotated, fit.random, options.target_precision)
+        findings += [*mismatches(corpus, fit, limit), *generic(corpus, fit, limit)]
+        findings += duplicate_captions(corpus, repeated(texts))
+    look = partial(_pixels, source, at_least=64)
+    vectors = corpus.images["vec"].float().cpu()
+    same = near_duplicates(vectors, lambda image: look(corpus.rows[image]), options.chunk)
+    findings += duplicate_images(corpus, same, groups(same))
+    names = getattr(source, "classnames", None)
+    findings += label_findings(corpus, wrong_labels(vectors, corpus.labels), names)
+    findings += unreadable(corpus.skipped)
+    return Audit(corpus, findings, fit, limit, names)
+
+
+def read(inputs: Inputs) -> AuditedData:
+    """Encode all readable images of a source."""
+    parts = list(seen(inputs))
+    labels = [p.labels if p.labels.ndim == 1 else torch.full((len(p.rows),), -1) for p in parts]
+    return AuditedData(
+        rows=[row for part in parts for row in part.rows],
+        keys=[key for part in parts for key in part.keys],
+        captions=[captions for part in parts for captions in part.captions],
+        labels=torch.cat(labels),
+        images=join([part.images for part in parts]),
+        skipped=inputs.skipped,
+    )
+
+
+def _pixels(source: Source, row: int, at_least: int = 224) -> Pixels | None:
+    """The image of a row; None where it cannot be read."""
+    try:
+        record = source.record(row)
+    except NoCaption as error:
+        record = error.record
+    except BadSample:
+        return None
+    try:
+        return decode(record.image, at_least=at_least)
+    except BadSample:
+        return None
+
+
+def _print(audit: Audit, kept: np.ndarray, out: Path, sources: Sequence[str]) -> None:
+    corpus, counts = audit.corpus, audit.counts
+    for one in corpus.skipped[:NAMED]:
+        warn(f"unreadable {one.key}: {one.reason}")
+    if corpus.skipped:
+        warn(f"{count(len(corpus.skipped), 'row')} unreadable: {reasons(corpus.skipped)}{advice(corpus.skipped)}")
+    say(f"{count(len(corpus.keys), 'image')}, {count(len(corpus.texts), 'caption')}")
+    if audit.rule is not None:
+        say(f"pairs that do not match   {describe(audit.rule)}")
+    say(
+        f"near-duplicate images     {counts['duplicate-image']:,}",
+        f"repeated captions         {counts['duplicate-caption']:,}",
+        f"captions of many images   {counts['generic']:,}",
+    )
+    if bool((corpus.labels >= 0).any()):
+        say(f"labels that look wrong    {counts['label']:,}")
+    say(f"keep-list: {out / KEEP} omits {int((~kept).sum()):,} of {len(kept):,}; page: {out / REPORT}")
+    say(f"train without them: kiloword train METHOD --data {' '.join(sources)} --keep {out / KEEP} --out DIR")
+
+
+def describe(rule: OutlierRule) -> str:
+    """A rule in words."""
+    share = f"about {rule.share:.1%} of all by estimate"
+    if rule.precision is None:
+        return f"none is flagged at this precision ({share})"
+    return (
+        f"{rule.flagged:,} flagged below a fit of {rule.threshold:.2f}: estimated precision {rule.precision:.2f}, "
+        f"recall {rule.recall:.2f} ({share})"
+    )
