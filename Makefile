@@ -29,7 +29,8 @@ PYTHON ?= $(shell IFS=:; for name in python3.11 python3.12 python3.13 python3.14
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation
 LOCKED := $(PIP) --require-hashes --requirement requirements
 # Two cores and many small products: threads of several test processes must not wait for each other by spinning.
-THREADS := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
+# Bytecode is kept wherever an environment says otherwise: the commands that tests start would compile kiloword each.
+TESTS := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE PYTHONDONTWRITEBYTECODE=
 
 .PHONY: quickstart photos check check-all house env core lock sbom audit
 
@@ -51,11 +52,11 @@ check: $(FULL)
 	@echo '== layout (tools/house.py)'
 	@$(BIN)/python tools/house.py
 	@echo '== main tests (pytest, $(JOBS) processes)'
-	@$(THREADS) $(BIN)/python -m pytest -n $(JOBS)
+	@$(TESTS) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 check-all: $(FULL)
 	@echo '== slow tests (pytest -m slow, $(JOBS) processes)'
-	@$(THREADS) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m slow --timeout 1800
+	@$(TESTS) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m slow --timeout 1800
 
 # Needs no environment, only a Python that can parse the package.
 house:

@@ -33,6 +33,17 @@ README = (ROOT / "README.md").read_text()
 SHOWING = ("README.md", "docs/training.md", "docs/methods.md", "docs/evaluation.md", "docs/scale.md")  # commands, code
 SHOWN = re.sub(r" \\\n +", " ", "\n".join((ROOT / page).read_text() for page in SHOWING))
 COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", SHOWN, re.DOTALL) for line in block.splitlines()]
+DEAR = (
+    "mine:preset",
+    "eval vqa",
+    "eval probe",
+    "--size g14",
+    "eval hierarchy",
+    "--seed 1",
+    "s16",
+    "mine.toml",
+    "--html",
+)
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
 
 
@@ -130,7 +141,12 @@ def own(line: str) -> bool:
     return line.startswith(("kiloword ", "torchrun "))
 
 
-@pytest.mark.parametrize("command", [line for line in COMMANDS if own(line)])
+def case(line: str) -> Any:
+    """Commands that take seconds run among the slow tests: their verbs have main tests of their own."""
+    return pytest.param(line, marks=pytest.mark.slow) if any(word in line for word in DEAR) else line
+
+
+@pytest.mark.parametrize("command", [case(line) for line in COMMANDS if own(line)])
 def test_command(command: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Training is planned rather than done, with a batch that the few images here fill."""
     words = shlex.split(command)
@@ -201,6 +217,7 @@ def test_own_data_is_trained_on_and_the_model_used(place: Path) -> None:
     assert found["model"].score([str(place / "0.png")], ["a thing", "another"]).shape == (1, 2)
 
 
+@pytest.mark.slow
 def test_own_method_conforms(place: Path) -> None:
     assert all(check.passed for check in verify("mine:preset", ranks=(1,)))
 

@@ -101,6 +101,7 @@ def test_what_cannot_be_run_is_skipped(gpu: ModuleType, tmp_path: Path, capsys: 
     assert not results.file.exists()
 
 
+@pytest.mark.slow
 def test_a_run_that_takes_too_long_is_stopped(gpu: ModuleType, tmp_path: Path) -> None:
     made = gpu.make(gpu.Run("slow", 60, ["-c", "print('{}', flush=True); import time; time.sleep(60)"]), 5, tmp_path)
     assert (made["status"], made["error"], made["result"]) == (124, "ran out of time", {})
@@ -120,6 +121,7 @@ def test_code_without_git(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_
     assert gpu.commit_of("v1") == "v1"
 
 
+@pytest.mark.slow
 def test_without_a_card_nothing_fails(tmp_path: Path) -> None:
     command = ["bash", f"{ROOT / 'bench' / 'gpu.sh'}", "steps", "--out", f"{tmp_path / 'out'}"]
     settings = os.environ | {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}

@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.multiprocessing.spawn import spawn
 
 import kiloword.training.saving as saving
+from cases import mostly_slow
 from kiloword.checkpoint import state_shards as shards
 from kiloword.checkpoint.files import SaveError
 from kiloword.checkpoint.state_shards import Host, SavedState, StateShard, write_part
@@ -432,7 +433,7 @@ def steps(out: Path) -> int:
     return len(path.read_text().splitlines()) if path.exists() else 0
 
 
-@pytest.mark.parametrize("save", [1, 2, 4])
+@pytest.mark.parametrize("save", mostly_slow([1, 2, 4], 1))
 def test_an_error_in_the_thread_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: int) -> None:
     def full(number: int) -> None:
         if number == save:

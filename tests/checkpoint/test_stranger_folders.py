@@ -381,6 +381,7 @@ def mutants(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("folders_fuzz")
 
 
+@pytest.mark.slow
 def test_changed_folders_load_or_are_refused(mutants: ModuleType, tmp_path: Path) -> None:
     figures = mutants.attempt(100, tmp_path, seed=1)
     assert not figures.broken

@@ -6,6 +6,7 @@ import ast
 import json
 import shutil
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -183,6 +184,7 @@ def test_names_that_are_no_module(verb: str, name: str, capsys: pytest.CaptureFi
 # The package's own code
 
 
+@cache
 def calls() -> list[tuple[str, ast.Call]]:
     """Every call in the package with its file."""
     return [
@@ -193,12 +195,9 @@ def calls() -> list[tuple[str, ast.Call]]:
     ]
 
 
-CALLS = calls()
-
-
 def named(*names: str) -> list[tuple[str, ast.Call]]:
     """Calls of a function or method of one of the names, such as "torch.load" or "eval"."""
-    return [(file, call) for file, call in CALLS if ast.unparse(call.func) in names]
+    return [(file, call) for file, call in calls() if ast.unparse(call.func) in names]
 
 
 def option(call: ast.Call, name: str) -> str | None:
@@ -206,15 +205,15 @@ def option(call: ast.Call, name: str) -> str | None:
 
 
 def test_nothing_is_unpickled_or_evaluated() -> None:
-    loads = [(file, call) for file, call in CALLS if ast.unparse(call.func).endswith("torch.load")]
+    loads = [(file, call) for file, call in calls() if ast.unparse(call.func).endswith("torch.load")]
     assert {file for file, _ in loads} == {"interop/open_clip.py"}
     assert all(option(call, "weights_only") == "True" for _, call in loads)
     arrays = named("np.load", "numpy.load", "np.memmap")
     assert {file for file, _ in arrays} <= {"data/feature_store.py"}
-    assert not [file for file, call in CALLS if option(call, "allow_pickle") not in (None, "False")]
+    assert not [file for file, call in calls() if option(call, "allow_pickle") not in (None, "False")]
     evil = ("eval", "exec", "compile", "__import__", "runpy.run_path", "runpy.run_module", "os.system", "yaml.load")
     assert not named(*evil, "pickle.load", "pickle.loads", "pickle.Unpickler", "marshal.loads", "joblib.load")
-    assert not [file for file, call in CALLS if option(call, "shell") not in (None, "False")]
+    assert not [file for file, call in calls() if option(call, "shell") not in (None, "False")]
     texts = {p: p.read_text(encoding="utf-8") for p in PACKAGE.rglob("*.py")}
     imports = ("import pickle", "from pickle", "import marshal", "import shelve", "import dill", "import joblib")
     assert not [p.name for p, text in texts.items() for line in text.splitlines() if line.strip().startswith(imports)]
@@ -239,7 +238,7 @@ def test_modules_are_imported_by_names_of_ours_alone() -> None:
 
 
 def test_transformers_runs_no_code_of_a_folder() -> None:
-    loads = [(file, call) for file, call in CALLS if ast.unparse(call.func).endswith("from_pretrained")]
+    loads = [(file, call) for file, call in calls() if ast.unparse(call.func).endswith("from_pretrained")]
     assert sorted(file for file, _ in loads) == [
         "features/teachers.py",
         "features/teachers.py",
@@ -257,7 +256,7 @@ def test_transformers_runs_no_code_of_a_folder() -> None:
             assert (option(call, "local_files_only"), option(call, "trust_remote_code")) == ("True", "False"), written
         if "other_class" not in written and "AutoTokenizer" not in written:  # of processors, which have no weights
             assert option(call, "use_safetensors") == "True", written
-    made = [(file, call) for file, call in CALLS if ast.unparse(call.func).endswith("from_config")]
+    made = [(file, call) for file, call in calls() if ast.unparse(call.func).endswith("from_config")]
     assert {file for file, _ in made} == {"model/trunks/library.py", "model/trunks/padded.py"}
     for file, call in made:
         assert option(call, "trust_remote_code") == "False", (file, ast.unparse(call))
@@ -270,7 +269,7 @@ BINARY = ("os", "tarfile", "Image", "gzip", "opener", "self.parent", "zipfile", 
 def test_every_text_file_has_an_encoding() -> None:
     """Or a file of ours is called damaged where the locale is not UTF-8."""
     bare = []
-    for file, call in CALLS:
+    for file, call in calls():
         name = ast.unparse(call.func).rpartition(".")[2]
         modes = [a.value for a in (*call.args, *(k.value for k in call.keywords)) if isinstance(a, ast.Constant)]
         mode = next((m for m in modes if isinstance(m, str) and m and set(m) <= set("rwaxbt+")), "r")

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 
+from cases import mostly_slow
 from kiloword.cli.main import main
 from kiloword.training.log import read_metrics
 from states import load_state
@@ -468,7 +469,9 @@ def full_disk(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
     monkeypatch.setattr("os.fsync", fsync)
 
 
-@pytest.mark.parametrize("after", [4, 5, 6, 8, 9, 10, 11, 12, 13, 14, 15, 17, 18, 19, 20, 21, 22, 25])
+@pytest.mark.parametrize(
+    "after", mostly_slow([4, 5, 6, 8, 9, 10, 11, 12, 13, 14, 15, 17, 18, 19, 20, 21, 22, 25], 0, 7, -1)
+)
 def test_disk_full_while_saving(refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int) -> None:
     """Whatever file it hits, what was saved before is whole, and the run goes on when there is room."""
     words = train(SCENES, tmp_path / "out", "--save-every", 1)
@@ -520,6 +523,7 @@ def test_learning_rate_that_is_far_too_large(refused: Refused, tmp_path: Path) -
     assert "loss is" in refused(*train(SCENES, tmp_path / "out", *flags))
 
 
+@pytest.mark.slow
 def test_interrupt_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
     out = tmp_path / "out"
     words = [sys.executable, "-m", "kiloword", *train(SCENES, out, "--steps", 100_000, "--workers", 1)]

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from cases import mostly_slow
 from kiloword import __version__
 from kiloword.cli.main import app, main
 from kiloword.cli.train import Train
@@ -396,7 +397,9 @@ def test_a_run_that_ends_in_its_warmup_is_reported_before_it_starts(
     assert output.index(f"note: {told}") < output.index("step 3/3")
 
 
-@pytest.mark.parametrize("data", [["scenes?n=15"], ["scenes?n=9", "scenes:val?n=12", "--weights", "1", "0.5"]])
+@pytest.mark.parametrize(
+    "data", mostly_slow([["scenes?n=15"], ["scenes?n=9", "scenes:val?n=12", "--weights", "1", "0.5"]], 1)
+)
 def test_epochs_are_passes_over_the_data_as_they_are_counted(
     data: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -81,6 +81,7 @@ def test_methods_name_every_preset(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(re.split(r"\s{2,}", rows[name].strip()) == [name, p.slot, p.summary] for name, p in components().items())
 
 
+@pytest.mark.slow
 def test_sizes_name_every_size(capsys: pytest.CaptureFixture[str]) -> None:
     sizes_table()
     lines = capsys.readouterr().out.splitlines()

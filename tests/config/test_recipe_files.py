@@ -86,6 +86,7 @@ def test_inheritance() -> None:
     assert papers.load("paper", "llip").name == "llip-b32"
 
 
+@pytest.mark.slow
 def test_train_by_name_at_debug_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("train", "--recipe", "llip-b32", *DEBUG, "--out", tmp_path / "run")
     run(*words)

@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
+from cases import mostly_slow
 from kiloword.cli.main import main as cli
 from kiloword.data.images import contact
 from kiloword.data.images.contact import contact_sheet
@@ -46,7 +47,7 @@ def test_data_without_an_index(folder: Path, capsys: pytest.CaptureFixture[str])
         assert capsys.readouterr().out.endswith("nothing to index: only tars have one.\n") is not indexed
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", mostly_slow([0, 2], 0))
 def test_check_names_every_bad_sample(folder: Path, workers: int) -> None:
     bad = check(open_source(str(folder)), workers)
     assert [(s.row, s.key) for s in bad] == [(10, "broken"), (11, "silent"), (12, "zero"), (13, "latin")]

@@ -22,6 +22,7 @@ import pytest
 import torch
 
 import kiloword.training.loop as loop
+from cases import mostly_slow
 from kiloword.cli.main import main
 from kiloword.data import files, reading, steps
 from kiloword.data.feature_store import FeatureStore
@@ -180,13 +181,17 @@ def at(monkeypatch: pytest.MonkeyPatch, place: Any, name: str, number: int, call
 
 @pytest.mark.parametrize(
     ("place", "call", "says", "step"),
-    [
-        ("prepare", 1, "stopped before its first step: there was nothing to save", 0),
-        ("loading", 3, "stopped after step 2; the state is saved", 2),
-        ("backward", 2, "stopped after step 2; the state is saved", 2),
-        ("saving", 2, "stopped after step 2; the state is saved", 2),
-        ("validate", 1, "stopped in the validation after step 4; the state is saved", 4),
-    ],
+    mostly_slow(
+        [
+            ("prepare", 1, "stopped before its first step: there was nothing to save", 0),
+            ("loading", 3, "stopped after step 2; the state is saved", 2),
+            ("backward", 2, "stopped after step 2; the state is saved", 2),
+            ("saving", 2, "stopped after step 2; the state is saved", 2),
+            ("validate", 1, "stopped in the validation after step 4; the state is saved", 4),
+        ],
+        0,
+        3,
+    ),
 )
 def test_sigterm_anywhere(
     tmp_path: Path,
@@ -313,7 +318,7 @@ def test_no_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends:
     goes_on(train(tmp_path, "--workers", 1), tmp_path)
 
 
-@pytest.mark.parametrize(("free", "wanted"), [(3, 20), (30, 1012)])
+@pytest.mark.parametrize(("free", "wanted"), mostly_slow([(3, 20), (30, 1012)], 0))
 def test_few_open_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: Callable[..., str], free: int, wanted: int
 ) -> None:
@@ -363,7 +368,7 @@ def touch(tar: Path) -> None:
     os.utime(tar, ns=(1, 1))
 
 
-@pytest.mark.parametrize("opened", [False, True])
+@pytest.mark.parametrize("opened", mostly_slow([False, True], 1))
 @pytest.mark.parametrize(
     ("change", "reason", "bad"),
     [

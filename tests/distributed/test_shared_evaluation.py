@@ -218,6 +218,7 @@ def same_found(alone: Any, found: Any) -> None:
             assert torch.equal(value, theirs) if isinstance(value, torch.Tensor) else value == theirs, name
 
 
+@pytest.mark.slow
 def test_two_ranks_find_and_write_what_one_process_does(tmp_path: Path) -> None:
     """Keys that repeat and rows that cannot be read fall to different ranks."""
     check(2, ("retrieval",), tmp_path)

@@ -31,6 +31,7 @@ def test_data_without_what_it_needs_get_a_sentence() -> None:
         list(baseline.classify(plain, plain))
 
 
+@pytest.mark.slow
 def test_colours_alone_tell_colour_but_not_shape() -> None:
     def accuracy(task: str) -> float:
         train, test = open_source(f"scenes?n=600&task={task}"), open_source(f"scenes:test?n=200&task={task}")

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from cases import mostly_slow
 from kiloword.api import Matcher
 from kiloword.cli.main import main
 from kiloword.config.recipes import sizes
@@ -206,8 +207,7 @@ def test_steps_are_clip_benchmarks(theirs: object, decay: float) -> None:
     torch.testing.assert_close(got.bias, expected.bias.detach(), rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("shots_", [0, 6])
-@pytest.mark.parametrize("swept", [False, True])
+@pytest.mark.parametrize(("swept", "shots_"), mostly_slow([(False, 0), (False, 6), (True, 6), (True, 0)], 0, 1, 2))
 def test_accuracy_is_clip_benchmarks(theirs: object, tmp_path: Path, swept: bool, shots_: int) -> None:
     train, val, test = (gaussians(n, 8, 16, seed=s, spread=2.5) for n, s in ((400, 0), (200, 1), (2000, 2)))
     for name, rows in (("train", train), ("val", val), ("test", test)):

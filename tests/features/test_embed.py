@@ -20,6 +20,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from cases import mostly_slow
 from kiloword.api import load
 from kiloword.cli.main import main
 from kiloword.config.recipes import Recipe
@@ -204,7 +205,7 @@ def open_clip(open_clip: ModuleType, tmp_path_factory: pytest.TempPathFactory) -
     return open_clip
 
 
-@pytest.mark.parametrize("name", list(CONFIGS))
+@pytest.mark.parametrize("name", mostly_slow(list(CONFIGS), -1))
 def test_open_clip(open_clip: ModuleType, name: str, tmp_path: Path) -> None:
     """Our towers with its weights, or open_clip itself, against open_clip's own preprocessing and encoders."""
     torch.manual_seed(0)

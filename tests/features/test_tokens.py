@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 import kiloword.training.loop as loop
+from cases import mostly_slow
 from kiloword.cli.main import main
 from kiloword.config.recipes import AugmentConfig, LoraConfig, Recipe, TextConfig
 from kiloword.data.feature_store import FeatureStore
@@ -127,7 +128,7 @@ class Cut(ProgressReport):
             raise PowerCut
 
 
-@pytest.mark.parametrize("dtype", ["fp16", "int8"])
+@pytest.mark.parametrize("dtype", mostly_slow(["fp16", "int8"], 1))
 def test_the_same_bytes_whatever_happens(tmp_path: Path, dtype: Any) -> None:
     """Batches, workers and an interruption; the folder is not finished before its end."""
     run, source = recipe(), open_source("scenes?n=75&captions=2", size=SIZE)
@@ -159,7 +160,7 @@ def test_training_on_tokens_is_training_on_images(tmp_path: Path) -> None:
     assert of_tokens[9] != pytest.approx(of_images[9], rel=2e-5)
 
 
-@pytest.mark.parametrize(("dtype", "error"), [("fp16", 2e-3), ("int8", 2e-2)])
+@pytest.mark.parametrize(("dtype", "error"), mostly_slow([("fp16", 2e-3), ("int8", 2e-2)], 1))
 def test_half_and_bytes_stay_near(tmp_path: Path, dtype: str, error: float) -> None:
     run = recipe(steps=6)
     train(run, tmp_path / "images", options=QUIET)
@@ -365,6 +366,7 @@ def test_images_without_tokens_are_skipped_and_named(tmp_path: Path) -> None:
         train(replace(run, data=replace(data, bad_share=0.01)), tmp_path / "few", source, QUIET)
 
 
+@pytest.mark.slow
 def test_evaluation_reads_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As on images, without running the trunk; augmented views are refused; validation in training does the same."""
     run = recipe(steps=4, augment=AugmentConfig())
@@ -409,6 +411,7 @@ def test_mixed_tokens_do_not_depend_on_workers(tmp_path: Path) -> None:
     assert "two crops of one image, and cached tokens hold one view of it" in refused(crops, tmp_path / "crops")
 
 
+@pytest.mark.slow
 def test_a_killed_run_on_tokens_ends_as_one_that_was_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights, optimizer and all rows of metrics, bit for bit, over an epoch's end, with workers in the second part."""
     run = on_tokens(recipe(steps=8, micro=8), stored(recipe(), tmp_path / "f", views=2, dtype="int8"))

@@ -170,6 +170,7 @@ def test_a_config_that_does_not_fit_its_trunk_is_refused() -> None:
         model(trunk=replace(config().image.trunk, name="os"))
 
 
+@pytest.mark.slow
 def test_training_saves_loads_and_resumes_without_the_file(weights: Path, tmp_path: Path) -> None:
     """The file's weights are in the model and stay as they are; a killed run ends bit for bit as the whole one."""
     file = shutil.copy(weights, tmp_path / "lite0.pth")

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from cases import mostly_slow
 from kiloword.checkpoint.model_folder import load_model, save_model
 from kiloword.config.recipes import HeadConfig, ImageConfig, LoraConfig, ModelConfig, ModelFile, TextConfig, TrunkConfig
 from kiloword.data.text.tokenizer import Tokenizer
@@ -77,7 +78,9 @@ def check_same(text: str, theirs: torch.Tensor, images: torch.Tensor) -> Model:
     return model
 
 
-@pytest.mark.parametrize(("name", "prefix"), [("test_vit", 1), ("test_efficientnet", 0), ("test_resnet", 0)])
+@pytest.mark.parametrize(
+    ("name", "prefix"), mostly_slow([("test_vit", 1), ("test_efficientnet", 0), ("test_resnet", 0)], 0)
+)
 def test_tokens_of_timm(name: str, prefix: int, tmp_path: Path) -> None:
     theirs = library("timm").create_model(name, pretrained=False).eval()
     randomise(theirs)
@@ -126,15 +129,19 @@ def test_tokens_of_open_clip(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     ("kind", "more", "prefix"),
-    [
-        ("vit", {}, 1),
-        ("dinov2", {}, 1),
-        ("dinov2_with_registers", {"num_register_tokens": 2}, 3),
-        ("siglip", {}, 0),
-        ("clip", {}, 1),
-        ("siglip_vision_model", {}, 0),
-        ("clip_vision_model", {}, 1),
-    ],
+    mostly_slow(
+        [
+            ("vit", {}, 1),
+            ("dinov2", {}, 1),
+            ("dinov2_with_registers", {"num_register_tokens": 2}, 3),
+            ("siglip", {}, 0),
+            ("clip", {}, 1),
+            ("siglip_vision_model", {}, 0),
+            ("clip_vision_model", {}, 1),
+        ],
+        2,
+        4,
+    ),
 )
 def test_tokens_of_transformers(kind: str, more: Mapping[str, Any], prefix: int, tmp_path: Path) -> None:
     transformers = library("transformers")

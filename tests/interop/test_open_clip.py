@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cases import mostly_slow
 from kiloword.checkpoint.model_folder import load_model, read_model_file
 from kiloword.config.recipes import ModelConfig, sizes
 from kiloword.interop.open_clip import import_state, main, place, read
@@ -72,7 +73,7 @@ def captions(name: str, context: int, vocab: int, n: int) -> tuple[Tensor, Texts
 NAMES = ["ViT-B-32", "ViT-B-16-quickgelu", "ViT-B-16-SigLIP"]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", mostly_slow(NAMES, 0))
 def test_parity_of_two_layers(open_clip: ModuleType, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = cut(model_config(name), 2)
     monkeypatch.setattr("kiloword.interop.open_clip.model_config", lambda _: config)
@@ -210,7 +211,7 @@ def small(monkeypatch: pytest.MonkeyPatch, config: ModelConfig, bias: bool) -> d
     return {**state, "logit_bias": torch.tensor(-12.9)} if bias else state
 
 
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("bias", mostly_slow([False, True], 1))
 def test_import_writes_a_folder_and_says_what_happened(
     bias: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

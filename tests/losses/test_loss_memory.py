@@ -49,7 +49,9 @@ def test_the_measure_sees_all_pairs_at_once(bench: ModuleType) -> None:
 ALL = [(head, loss) for head in ("single", "gaussian") for loss in ("softmax", "sigmoid", "matching", "balanced")]
 
 
-@pytest.mark.parametrize(("head", "loss"), [*ALL, ("single", "supcon-in"), ("contextual", "softmax")])
+@pytest.mark.parametrize(
+    ("head", "loss"), [*ALL, ("single", "supcon-in"), pytest.param("contextual", "softmax", marks=pytest.mark.slow)]
+)
 def test_memory_beyond_features_and_gradients_is_flat(bench: ModuleType, head: str, loss: str) -> None:
     """From 512 to 2048 texts only numbers of one a text are added; 3 T D numbers hold features and gradients."""
     few, many = (bench.measure(SETTINGS, head, loss, texts) for texts in (512, 2048))
@@ -137,5 +139,6 @@ def _gathers_and_step() -> None:
     _step()
 
 
+@pytest.mark.slow
 def test_one_gather_and_one_reduce_scatter_a_step() -> None:
     over_ranks(2, _gathers_and_step)

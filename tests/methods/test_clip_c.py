@@ -117,6 +117,7 @@ def test_captions_and_images_may_change_places_together() -> None:
             assert list(seen(image)[:2]) == named(caption)
 
 
+@pytest.mark.slow
 def test_partners_come_from_the_whole_data_set_and_change_every_epoch() -> None:
     n = 30
     pairs: dict[int, list[int]] = {}
@@ -187,6 +188,7 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_training_logs_plain_and_composed_examples_apart(tmp_path: Path) -> None:
     apart = {f"{what}_{kind}" for what in ("pair", "score") for kind in ("plain", "composed")}
     train(recipe("clip-c", rho=0.2), tmp_path / "c", options=RunOptions(log_every=1, quiet=True))

@@ -224,6 +224,7 @@ def test_temperature_is_a_positive_number(temperature: float) -> None:
         model(temperature=temperature)
 
 
+@pytest.mark.slow
 def test_conformity_on_one_rank() -> None:
     checks = list(verify("llip", ranks=(1,)))
     assert not [check for check in checks if not check.passed]

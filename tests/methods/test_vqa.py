@@ -306,6 +306,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train(recipe_of("vqa", STEPS), out, Halves(), options=QUIET)
 
 
+@pytest.mark.slow
 def test_a_little_training_answers_what_needs_image_and_question(trained: Path) -> None:
     found = evaluate(load(trained), "vqa", Halves())
     assert found["accuracy"] == found["accuracy/question/colour"] > 0.9
@@ -358,6 +359,7 @@ def test_closed_lists_from_files_and_data(trained: Path, tmp_path: Path, monkeyp
         evaluate(matcher, "vqa", Halves())
 
 
+@pytest.mark.slow
 def test_on_the_command_line(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["eval", "vqa", str(trained), "--data", "scenes:test?task=vqa&n=8", "--vqa.decode", "rank", "--json"]
     cli.main([*command, str(tmp_path / "found.json")])

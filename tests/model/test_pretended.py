@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from cases import mostly_slow
 from kiloword.methods.registry import names
 from kiloword.training.meter import on_host
 from kiloword.training.muon import Muon
@@ -23,7 +24,7 @@ ROUNDS = [("fp32", 1, "adamw"), ("bf16", 1, "muon"), ("bf16", 2, "adamw"), ("fp3
 
 @pytest.mark.parametrize(
     ("name", "precision", "micro", "optimizer"),
-    [("clip", "bf16", 2, "muon"), ("prolip", "fp32", 1, "adamw")],
+    mostly_slow([("clip", "bf16", 2, "muon"), ("prolip", "fp32", 1, "adamw")], 0),
 )
 def test_step_on_a_pretended_device(name: str, precision: str, micro: int, optimizer: str) -> None:
     made = step(name.split(",")[0], precision, micro, optimizer, SETTINGS.get(name, {}))

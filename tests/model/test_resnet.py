@@ -112,6 +112,7 @@ def compare_with_open_clip(theirs: Any, ours: Model) -> None:
         torch.testing.assert_close(value, after[name][1], atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_open_clips_rn50_of_four_blocks(open_clip: ModuleType) -> None:
     compare_with_open_clip(*open_clips(open_clip, [1, 1, 1, 1], 1))
 
@@ -325,6 +326,7 @@ def stopped_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop.Cadence, "after_step", stop)
 
 
+@pytest.mark.slow
 def test_a_plan_never_splits_the_batch() -> None:
     plan = Plan(size="custom", batch=64, samples=1e4, gpu="cpu", memory=0.01, precision="fp32", model=small())
     planner = Planner(plan, preset("clip"), card("cpu", memory=0.01))

@@ -21,6 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import plan_measure
 import plan_papers
+from cases import mostly_slow
 from kiloword.cli.main import main
 from kiloword.cli.plan import planner_of
 from kiloword.config import recipes
@@ -50,14 +51,18 @@ BYTES = 0.15  # relative difference of the peak
 ACTIVATIONS = 0.06  # of a step's activations; FLOP, weights, gradients and optimizer are exact
 PAGE = Path(__file__).parents[2] / "docs" / "plan.md"
 
-# Small ones of every method's own parts, each in about a second.
+# Small ones of every method's own parts.
 SMALL = (
+    Case("siglip", "debug", 8, micro_batches=2),
+    Case("llip", "debug", 8, checkpointing="whole"),
+    Case("prolip", "debug", 8, captions=2),
+    Case("sycoca", "debug", 4, captions=2),
+)
+MORE = (
     Case("siglip", "tiny", 8, micro_batches=2),
     Case("llip", "tiny", 8, checkpointing="whole"),
     Case("prolip", "tiny", 16, captions=2),
     Case("sycoca", "tiny", 4, captions=2),
-)
-MORE = (
     Case("clip", "tiny", 8, precision="bf16"),
     Case("coca", "tiny", 8, checkpointing="selective"),
     Case("fff", "tiny", 8, captions=3, micro_batches=2),
@@ -87,6 +92,7 @@ def test_plan_agrees_with_a_real_step(case: Case) -> None:
     check(case)
 
 
+@pytest.mark.slow
 def test_measuring_keeps_no_graph() -> None:
     measured = Measured(Case("siglip", "debug", 4))
     before = len(objects())
@@ -136,6 +142,7 @@ def check_peak(case: Case) -> None:
     assert abs(planned - counted) <= BYTES * counted, (case.label, planned, counted)
 
 
+@pytest.mark.slow
 def test_peak_agrees_with_tensors_without_content() -> None:
     check_peak(Case("siglip", "b32", 512, checkpointing="whole"))
 
@@ -176,7 +183,7 @@ def test_of_equally_fast_ways_the_smaller_is_advised() -> None:
     assert first.layout.checkpointing == "selective"
 
 
-@pytest.mark.parametrize("method", ["siglip", "llip+caption", "pcme++"])
+@pytest.mark.parametrize("method", mostly_slow(["siglip", "llip+caption", "pcme++"], 0))
 def test_double_precision_takes_twice_as_much(method: str) -> None:
     single, double = (Simulation(sizes()["debug"], preset(method), "cpu", precision) for precision in ("fp32", "fp64"))
     bits = Counter(x.dtype for x in (*double.learner.parameters(), *double.learner.buffers()) if x.is_floating_point())
@@ -229,6 +236,7 @@ def strange(reads_values: bool = False) -> Method:
     return replace(preset("siglip"), name="strange", pair_loss=half_squares, terms=terms)
 
 
+@pytest.mark.slow
 def test_a_method_that_kiloword_does_not_know_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_measure, "method_of", lambda name: strange())
     for name, (planned, measured) in compare(Case("strange", "debug", 6, captions=2)).items():
@@ -248,7 +256,7 @@ def test_a_term_that_reads_values_is_named_not_forgotten() -> None:
     assert "Not counted, because they read values of tensors: brightness." in text
 
 
-@pytest.mark.parametrize(("size", "gflop"), [("b32", 44.3), ("b16", 123.3), ("l14", 526.0)])
+@pytest.mark.parametrize(("size", "gflop"), mostly_slow([("b32", 44.3), ("b16", 123.3), ("l14", 526.0)], 0))
 def test_padded_pairs_cost_what_is_published(size: str, gflop: float) -> None:
     found = planner(f"clip --size {size} --tokens 77 --batch 1")
     assert found.option("ddp", "none", 1).step.needed / 1e9 == pytest.approx(gflop, rel=0.005)
@@ -267,6 +275,7 @@ def test_newton_schulz_is_counted_as_torch_counts_it() -> None:
     assert newton_schulz(learner, optim) == counter.get_total_flops()
 
 
+@pytest.mark.slow
 def test_memory_falls_with_checkpointing_micro_batches_and_shards() -> None:
     found = planner("siglip --size b16 --gpus 8 --batch 4096")
     waiting = [found.option("ddp", kind, 1).memory["activations"] for kind in ("none", "selective", "whole")]
@@ -281,12 +290,16 @@ def test_memory_falls_with_checkpointing_micro_batches_and_shards() -> None:
 
 @pytest.mark.parametrize(
     ("size", "images", "captions", "expected"),
-    [
-        ("b32", 1024, 1, 4 * 1024 * 128 * 768),  # 50 tokens in blocks of 128; texts: 4 (1024 20 + 128 1024) 512
-        ("l14", 256, 1, 4 * 256 * 384 * 1024),  # 257 tokens
-        ("h14", 8, 1, 4 * 8 * 384 * 16 * 96),  # heads of 80 dimensions take 96
-        ("b32", 8, 8, 4 * (64 * 20 + 128 * 64) * 512),  # more texts
-    ],
+    mostly_slow(
+        [
+            ("b32", 1024, 1, 4 * 1024 * 128 * 768),  # 50 tokens in blocks of 128; texts: 4 (1024 20 + 128 1024) 512
+            ("l14", 256, 1, 4 * 256 * 384 * 1024),  # 257 tokens
+            ("h14", 8, 1, 4 * 8 * 384 * 16 * 96),  # heads of 80 dimensions take 96
+            ("b32", 8, 8, 4 * (64 * 20 + 128 * 64) * 512),  # more texts
+        ],
+        2,
+        3,
+    ),
 )
 def test_attention_takes_scratch_of_its_queries(size: str, images: int, captions: int, expected: int) -> None:
     """Of texts or images, whichever are more, of one layer, on CUDA in half precision."""
@@ -303,6 +316,7 @@ def test_attention_takes_no_scratch_elsewhere() -> None:
     assert planner("clip --size debug --batch 8 --gpu cpu").micro_batch(8).scratch == 0
 
 
+@pytest.mark.slow
 def test_images_that_look_at_texts_are_packed() -> None:
     micro = planner("sycoca --size debug --batch 8").micro_batch(8)
     assert micro.scratch == 4 * (8 * 21 + 128 * 8) * 2 * 32  # heads of 16 dimensions take 32
@@ -405,6 +419,7 @@ def test_advice_is_the_fastest_that_fits_with_the_most_images(
     assert found["flop_a_pair"] < found["flop_a_pair_padded"]
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_an_error_after_the_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     card = "--gpu custom --flops 300 --memory 0.5"
     words = f"plan siglip --size debug --batch 4 --samples 1e9 {card} --json {tmp_path / 'plan.json'}"
@@ -491,6 +506,7 @@ def printed(text: str) -> dict[str, list[list[str]]]:
     return found
 
 
+@pytest.mark.slow
 def test_tables_say_what_the_file_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Muon, micro-batches and checkpointing, so that every row is there; figures of the file from the step itself."""
     words = "siglip --size tiny --gpus 2 --batch 64 --micro 8 --gpu 4090 --checkpointing whole --precision fp32"
@@ -520,6 +536,7 @@ def test_tables_say_what_the_file_says(tmp_path: Path, capsys: pytest.CaptureFix
     ]
 
 
+@pytest.mark.slow
 def test_a_frozen_trunk_has_no_gradients_and_no_backward_pass() -> None:
     plan = Plan(model=on_trunk.config("frozen"), batch=32, samples=1e4, gpu="cpu", precision="fp32")
     planner = Planner(plan, preset("siglip"), card("cpu"))

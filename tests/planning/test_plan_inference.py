@@ -45,6 +45,7 @@ def test_counted_as_by_torch(method: str) -> None:
     assert planned[1] >= 0.9 * flop[1]  # on a CPU captions are padded to the context
 
 
+@pytest.mark.slow
 def test_contextual_pooling_costs_more(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Llip's figures 1b and 8a: the more tokens, the more FLOP of an image and of the scores of all classes."""
     figures = []

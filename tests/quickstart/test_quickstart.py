@@ -214,6 +214,7 @@ def test_report_is_whole_and_self_contained(out: Path, results: QuickstartResult
     assert "caption to image, R@1" in summary(results)
 
 
+@pytest.mark.slow
 def test_commands_of_the_report_run(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
     html = (out / "report.html").read_text()
     commands = [unescape(code) for code in re.findall(r"<pre[^>]*>(.*?)</pre>", html, re.S)]

@@ -163,6 +163,7 @@ def other() -> Recipe:
     return importlib.import_module("stub").arms(None)[1].recipe  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 def test_a_failed_run_is_named(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         run(place, "--arms", "plain", "--seeds", "0", "--batch", "7000")

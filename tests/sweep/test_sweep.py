@@ -121,6 +121,7 @@ def test_a_sweep_resumes_with_another_seed_and_not_with_other_settings(
                 assert len(results.metrics) == known * (sets == evaluated)
 
 
+@pytest.mark.slow
 def test_an_arm_that_fails_is_named_and_the_others_go_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

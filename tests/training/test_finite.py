@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.spawn import spawn
 
 import kiloword
+from cases import mostly_slow
 from kiloword.checkpoint.model_folder import not_finite
 from kiloword.checkpoint.state_shards import StateShard, write_part
 from kiloword.checkpoint.states import newest, shards_folder, steps_done, write_numbers
@@ -78,7 +79,7 @@ def spoil(monkeypatch: pytest.MonkeyPatch, what: str, at: int) -> None:
 
 
 @pytest.mark.parametrize("what", ["learner", "optimizer"])
-@pytest.mark.parametrize("at", [3, 6])
+@pytest.mark.parametrize("at", mostly_slow([3, 6], 1))
 def test_no_such_state_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, at: int) -> None:
     """The state before stays, also at the end of the run, and the same command goes on from it."""
     with monkeypatch.context() as patch:

@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 import kiloword.training.loop as loop
+from cases import mostly_slow
 from kiloword.config.recipes import AugmentConfig, Recipe
 from kiloword.methods.defaults import default_recipe
 from kiloword.training.log import read_metrics
@@ -93,7 +94,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.mark.parametrize("step", [2, 5, 7, 12])
+@pytest.mark.parametrize("step", mostly_slow([2, 5, 7, 12], 1, 3))
 def test_a_cut_run_goes_on_as_if_nothing_had_been(
     step: int, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -194,7 +195,7 @@ def test_rows_of_several_steps_are_those_of_the_whole_run(tmp_path: Path, monkey
     assert_same(tmp_path / "cut", tmp_path / "whole")
 
 
-@pytest.mark.parametrize("keep", [1, 2])
+@pytest.mark.parametrize("keep", mostly_slow([1, 2], 0))
 def test_a_kill_in_the_last_save_leaves_no_state_too_many(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep: int
 ) -> None:

@@ -369,6 +369,7 @@ def test_ranks_shards_and_micro_batches_do_not_change_unfreezing(trunks: Trunks)
                 torch.testing.assert_close(found[name], value, rtol=1e-8, atol=1e-8, msg=name)
 
 
+@pytest.mark.slow
 def test_a_killed_run_unfreezes_as_if_nothing_had_happened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed in step 7 of 12 and in step 6 of the rest, with an average and micro-batches."""
     base = recipe("image", "text", unfreeze=(0.3, 0.6), batch=16, micro=8, steps=12)

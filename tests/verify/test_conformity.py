@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 import kiloword.training.loop as loop
+from cases import mostly_slow
 from kiloword.config.recipes import Recipe
 from kiloword.features import extract
 from kiloword.methods.defaults import default_recipe
@@ -52,7 +53,9 @@ def recipe(method: str, features: tuple[str, ...], steps: int = 8) -> Recipe:
     )
 
 
-@pytest.mark.parametrize("method", ["clip-c", "fff", "llip+compose+mined", "prolip", "pcme++", "sycoca"])
+@pytest.mark.parametrize(
+    "method", mostly_slow(["clip-c", "fff", "llip+compose+mined", "prolip", "pcme++", "sycoca"], 2, 4)
+)
 def test_a_cut_run_goes_on_as_if_nothing_had_been(
     method: str, features: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from cases import mostly_slow
 from kiloword.cli.main import main
 from kiloword.distributed import collectives
 from kiloword.verify.batch import batch
@@ -94,7 +95,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixt
     return f"{name}:preset"
 
 
-@pytest.mark.parametrize("name", ["clip", "siglip"])
+@pytest.mark.parametrize("name", mostly_slow(["clip", "siglip"], 1))
 def test_presets_over_two_ranks(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     main(["verify", name, "--ranks", "2"])
     said = capsys.readouterr().out

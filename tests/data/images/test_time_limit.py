@@ -13,6 +13,7 @@ import pytest
 from PIL import Image
 from test_hostile_work import scans
 
+from cases import mostly_slow
 from kiloword.config.recipes import DataConfig, TextConfig
 from kiloword.data.images import time_limit
 from kiloword.data.images.augmentation import EvalTransform
@@ -53,7 +54,7 @@ def loader(source: TarSource, workers: int, given_up: set[time_limit.Row]) -> Lo
     )
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", mostly_slow([0, 1], 0))
 def test_a_slow_row_is_replaced(source: TarSource, workers: int) -> None:
     pytest.importorskip("simplejpeg")
     given_up: set[time_limit.Row] = set()
@@ -70,7 +71,7 @@ def test_a_slow_row_is_replaced(source: TarSource, workers: int) -> None:
         assert one.skipped == other.skipped
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", mostly_slow([0, 1], 0))
 def test_evaluation_leaves_it_out(source: TarSource, workers: int) -> None:
     batches = list(eval_batches(source, 32, batch=4, workers=workers))
     assert [row for batch in batches for row in batch.rows] == [row for row in range(ROWS) if row != SLOW]

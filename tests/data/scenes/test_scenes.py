@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cases import mostly_slow
 from kiloword.data.scenes import (
     Pattern,
     Query,
@@ -68,6 +69,7 @@ def test_descriptions_are_true_and_readable(scene: Scene, level: int, choices: i
     assert parse(f" {caption.capitalize()}. ") == query
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.lists(queries(), min_size=1, max_size=12), st.lists(scenes(), min_size=1, max_size=12), st.data())
 def test_relevance_is_matches_pair_by_pair(asked: list[Query], shown: list[Scene], data: st.DataObject) -> None:
@@ -156,6 +158,7 @@ def test_language_is_small_and_captions_fit() -> None:
     assert len(set(said)) > 0.5 * len(said)
 
 
+@pytest.mark.slow
 def test_no_split_shares_a_scene() -> None:
     rows = {
         src: parse_scenes(src).rows
@@ -262,7 +265,7 @@ def test_prompts_of_a_task_are_true_of_their_class_alone(task: str) -> None:
         np.testing.assert_array_equal(source.relevance(prompts, range(200)), np.arange(len(names))[:, None] == labels)
 
 
-@pytest.mark.parametrize("task", ["colour", "shape", "fill", "count"])
+@pytest.mark.parametrize("task", mostly_slow(["colour", "shape", "fill", "count"], 1))
 def test_training_captions_use_the_prompts_words(task: str) -> None:
     source = parse_scenes("scenes?levels=1&n=3000")
     said = {c for row in range(3000) for c in source.record(row).captions}

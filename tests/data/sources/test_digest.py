@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from cases import mostly_slow
 from kiloword.cli.main import main
 from kiloword.data.sources import digest
 from kiloword.data.sources.mixture import MixtureSource
@@ -70,7 +71,7 @@ CHANGES: dict[str, tuple[Callable[[Path], Path], Callable[[Path], None]]] = {
 }
 
 
-@pytest.mark.parametrize("what", CHANGES)
+@pytest.mark.parametrize("what", mostly_slow(CHANGES, 0, 3))
 def test_what_was_replaced_is_no_longer_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str) -> None:
     make, replaced = CHANGES[what]
     data = make(tmp_path / "data")

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from cases import mostly_slow
 from kiloword.cli.main import main
 from kiloword.data.sources.open import open_source
 from kiloword.types import BadSample, NoCaption, Record, Source
@@ -365,7 +366,7 @@ def opened(src: str) -> Any:
         return str(error)
 
 
-@pytest.mark.parametrize("layout", ["coco", "karpathy", "vqa", "answers", "list"])
+@pytest.mark.parametrize("layout", mostly_slow(["coco", "karpathy", "vqa", "answers", "list"], 0, 1))
 def test_any_value_may_be_wrong(folder: Path, layout: str) -> None:
     """One value of each file is another: the file is refused by one message, or rows are bad."""
     vqa(folder)

@@ -121,6 +121,7 @@ def test_pads_are_real_tokens_when_asked_for(own: Tokenizer) -> None:
     assert ids[1][3:-1] == [own.roles.pad] * 12
 
 
+@pytest.mark.slow
 def test_training_does_not_depend_on_order_or_threads(own: Tokenizer, tmp_path: Path) -> None:
     own.save(tmp_path)
     shuffled = CAPTIONS.copy()

@@ -20,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from cases import mostly_slow
 from kiloword.cli.main import main
 from kiloword.data.sources.mixture import MixtureSource
 from kiloword.data.transforms import (
@@ -378,7 +379,7 @@ def test_a_run_begins_with_the_notes_of_its_transforms(
     assert said.count(f"{path} has captions for 0.83% of the pairs that partner random makes") == 1
 
 
-@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.parametrize("name", mostly_slow(TRANSFORMS, 0, 1))
 def test_the_share_of_composed_examples_is_rho(name: str) -> None:
     data = Rows(40)
     for rho, low, high in ((0.0, 0, 0), (0.3, 0.27, 0.33), (1.0, 1, 1)):

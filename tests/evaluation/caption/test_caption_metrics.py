@@ -87,6 +87,7 @@ def test_equals_pycocoevalcap_on_coco(shared: Path) -> None:
     check_equal(tokenized(*coco(shared, 1000), "own", 0))
 
 
+@pytest.mark.slow
 @java
 def test_equals_pycocoevalcap_on_coco_in_its_own_words(shared: Path) -> None:
     candidates, references = coco(shared, 1000)
