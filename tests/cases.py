@@ -1,4 +1,4 @@
-"""Which cases of a dear test run in every check."""
+"""Marks of tests and of their cases."""
 
 from __future__ import annotations
 
@@ -6,6 +6,12 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
+
+# After a failed read, PyTorch opens ten temporary files, to see whether they run out. The signal that the worker died
+# raises an exception anywhere in this process: if in there, the file just opened is not closed by its name.
+worker_dies = pytest.mark.filterwarnings(
+    "ignore:Exception ignored in. <_io.FileIO:pytest.PytestUnraisableExceptionWarning"
+)
 
 
 def mostly_slow(cases: Iterable[Any], *main: int) -> list[Any]:

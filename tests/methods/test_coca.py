@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cases import mostly_slow
 from kiloword.config.recipes import ModelConfig, TextConfig
 from kiloword.methods.coca import masking
 from kiloword.methods.registry import preset
@@ -71,7 +72,7 @@ def test_caption_loss(said: dict[str, Any]) -> None:
     assert learner.counts([batch])["caption"] == words  # words and ends; no start, no class token
 
 
-@pytest.mark.parametrize("op", ["drop", "token"])
+@pytest.mark.parametrize("op", mostly_slow(["drop", "token"], 0))
 @pytest.mark.parametrize("mask", ["attentive", "random"])
 def test_captions_of_masked_images(mask: str, op: str) -> None:
     """The patches of the lowest score are gone: of each caption its own, or random ones of the image."""

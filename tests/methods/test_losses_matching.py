@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from cases import mostly_slow
 from kiloword.config.recipes import sizes
 from kiloword.losses.pairs import Blocks, sigmoid_loss
 from kiloword.methods.method import annotated
@@ -102,7 +103,7 @@ def agree(found: Tensor, expected: Tensor, parameters: list[Tensor]) -> None:
 @pytest.mark.parametrize("chunk", CHUNKS)
 @pytest.mark.parametrize("positives", [annotated, other])
 @pytest.mark.parametrize(("reduction", "count"), [("pairs", 45), ("images", 5)])
-@pytest.mark.parametrize("pseudo", [0.0, 0.1, 3.0])
+@pytest.mark.parametrize("pseudo", mostly_slow([0.0, 0.1, 3.0], 1))
 def test_matching_loss_and_its_gradients(pseudo: float, reduction: Any, count: int, positives: Any, chunk: int) -> None:
     (images, texts, leaves), head = sides(), gaussian_head()
     blocks = Blocks(head, images, texts, chunk)

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from cases import mostly_slow
 from kiloword.checkpoint.model_folder import save_model
 from kiloword.config.recipes import ModelConfig, ModelFile, sizes
 from kiloword.data.text.tokenizer import Tokenizer
@@ -35,7 +34,8 @@ def head_of(name: str, settings: dict[str, Any] | None = None) -> Head:
     return build(DEBUG, preset(name, settings), 0).head.requires_grad_(False)
 
 
-@pytest.mark.parametrize("method", mostly_slow(["pcme++", "pcme+++deterministic"], 0))
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["pcme++", "pcme+++deterministic"])
 def test_conforms_on_one_rank(method: str) -> None:
     assert not [check for check in verify(method, ranks=(1,)) if not check.passed]
 

@@ -294,6 +294,7 @@ def recipe(steps: int = 4) -> Recipe:
     )
 
 
+@pytest.mark.slow
 def test_a_stopped_run_resumes_and_saves_averaged_statistics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train(recipe(), tmp_path / "whole", options=EVERY)
     stopped_at(2, monkeypatch)

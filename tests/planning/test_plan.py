@@ -87,7 +87,7 @@ def check(case: Case) -> None:
         assert abs(planned - measured) <= allowed * measured, (case.label, name, planned, measured)
 
 
-@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.label)
+@pytest.mark.parametrize("case", mostly_slow(SMALL, 0, 1), ids=lambda case: case.label)
 def test_plan_agrees_with_a_real_step(case: Case) -> None:
     check(case)
 
@@ -173,6 +173,7 @@ def test_every_preset_is_measured_whole(method: str) -> None:
     assert not wanted.simulation.uncounted
 
 
+@pytest.mark.slow
 def test_of_equally_fast_ways_the_smaller_is_advised() -> None:
     """Selective checkpointing repeats no product, so by the plan's arithmetic it costs no time."""
     options = planner("siglip --size tiny --batch 64").options()
@@ -311,6 +312,7 @@ def test_attention_takes_scratch_of_its_queries(size: str, images: int, captions
     assert gpu.passing(replace(micro, passing=0.0, half=Counter()), "whole") == 1.375 * block + expected
 
 
+@pytest.mark.slow
 def test_attention_takes_no_scratch_elsewhere() -> None:
     assert planner("clip --size debug --batch 8 --precision fp32").micro_batch(8).scratch == 0
     assert planner("clip --size debug --batch 8 --gpu cpu").micro_batch(8).scratch == 0

@@ -61,6 +61,7 @@ def test_contextual_pooling_costs_more(tmp_path: Path, capsys: pytest.CaptureFix
     assert figures[1]["texts"] == figures[0]["texts"]
 
 
+@pytest.mark.slow
 def test_the_image_is_that_of_the_sizes() -> None:
     planner = planner_of(["clip", "--size", "rn50-plain", "--samples", "1e6", "--batch", "2", "--gpu", "cpu"])
     assert planner.inference["image"][0] == pytest.approx(image_flops(sizes()["rn50-plain"]), rel=0.01)

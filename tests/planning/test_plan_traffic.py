@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from cases import mostly_slow
 from kiloword.losses import many as losses_many
 from kiloword.losses import pairs
 from kiloword.methods.pcmepp import matching as losses_matching
@@ -28,7 +29,7 @@ COLUMNS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "own", "numbers"), COLUMNS)
+@pytest.mark.parametrize(("name", "own", "numbers"), mostly_slow(COLUMNS, 1, 2, 4))
 def test_numbers_of_every_text_that_a_loss_sums(
     name: str, own: dict[str, Any], numbers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -201,6 +201,7 @@ def test_pages_are_not_turned_around() -> None:
 ASCII = {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}
 
 
+@pytest.mark.slow
 def test_terminals_of_ascii(tmp_path: Path) -> None:
     """Where nothing but ASCII can be written or named: no traceback, and escapes for the rest."""
     (tmp_path / "é").mkdir()

@@ -110,7 +110,8 @@ def test_a_finished_run_trains_on_with_more_patience(
     assert run.state()[0] == "finished"
 
 
-@pytest.mark.parametrize("step", [6, *(pytest.param(step, marks=pytest.mark.slow) for step in (3, 8))])
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [6, 3, 8])
 def test_a_cut_run_with_three_sets_ends_bit_identical(
     step: int, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

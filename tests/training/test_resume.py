@@ -104,6 +104,7 @@ def test_a_cut_run_goes_on_as_if_nothing_had_been(
     assert_same(tmp_path, whole)
 
 
+@pytest.mark.slow
 def test_other_workers_and_other_saving(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cut_at(monkeypatch, 7, recipe(), tmp_path)
     train(recipe(), tmp_path, options=replace(EVERY, workers=2, save_every=0))
@@ -184,6 +185,7 @@ def test_another_recipe_is_refused(whole: Path) -> None:
     train(replace(recipe(), micro=4), whole, options=EVERY)  # changes speed alone
 
 
+@pytest.mark.slow
 def test_rows_of_several_steps_are_those_of_the_whole_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A state between two rows holds what its steps reported."""
     often = RunOptions(log_every=5, save_every=3, quiet=True)

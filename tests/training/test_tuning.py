@@ -353,7 +353,8 @@ def test_frozen_parameters_stay_until_they_are_trained() -> None:
     assert steps == {"head": 4, "image:1": 3, "text:1": 3, "image:0": 2, "text:0": 2}
 
 
-@pytest.mark.parametrize("trunks", ["none", pytest.param("tuned", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("trunks", ["none", "tuned"])
 def test_ranks_shards_and_micro_batches_do_not_change_unfreezing(trunks: Trunks) -> None:
     """Trunks below both towers included."""
     one = unfrozen("ddp", trunks=trunks)

@@ -54,7 +54,7 @@ def recipe(method: str, features: tuple[str, ...], steps: int = 8) -> Recipe:
 
 
 @pytest.mark.parametrize(
-    "method", mostly_slow(["clip-c", "fff", "llip+compose+mined", "prolip", "pcme++", "sycoca"], 2, 4)
+    "method", mostly_slow(["clip-c", "fff", "llip+compose+mined", "prolip", "pcme++", "sycoca"], 4)
 )
 def test_a_cut_run_goes_on_as_if_nothing_had_been(
     method: str, features: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
