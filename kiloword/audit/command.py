@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from kiloword.audit import AuditOptions
 from kiloword.audit.findings import (
@@ -34,19 +36,22 @@ from kiloword.audit.similar import Pixels, groups, near_duplicates, repeated
 from kiloword.checkpoint.files import write_json
 from kiloword.checkpoint.lock import Lock
 from kiloword.config.recipes import DataConfig
+from kiloword.data.feature_store import FeatureStore
 from kiloword.data.images.decode import decode
-from kiloword.data.reading import advice, reasons
+from kiloword.data.reading import advice, name_of, reasons
 from kiloword.data.sources.open import open_data
+from kiloword.data.sources.optional import key_of, texts_of
 from kiloword.distributed.device import choose
 from kiloword.errors import count
 from kiloword.evaluation.command import Execution, made_by, opened
 from kiloword.evaluation.features import seen
 from kiloword.evaluation.task import Inputs
+from kiloword.features.teachers import open_teacher
 from kiloword.model.encoding import join
 from kiloword.report import signed, write
 from kiloword.terminal import say, warn
 from kiloword.terminal.progress import showing_progress
-from kiloword.types import BadSample, NoCaption, Source
+from kiloword.types import BadSample, Example, Features, NoCaption, Skipped, Source
 
 if TYPE_CHECKING:
     from kiloword.api import Matcher
@@ -63,10 +68,9 @@ def main(
     execution: Execution,
     extra_captions: Sequence[str] = (),
     raw_captions: bool = True,
+    features: Path | None = None,
 ) -> None:
     """Run and print `kiloword audit`. Errors: ValueError for data, a model or stores that cannot be used."""
-    from dataclasses import replace
-
     options.check()
     execution = replace(execution, device=choose(execution.device))
     matcher, workers = opened(model, execution)
@@ -76,14 +80,17 @@ def main(
     if execution.image_features or execution.text_features:
         matcher, source = _on_tokens(matcher, source, execution)
     with Lock(out, "auditing"), showing_progress():
-        audit = audit_of(Inputs(matcher, source, execution.batch, workers), options)
+        inputs = Inputs(matcher, source, execution.batch, workers)
+        audit = audit_of(inputs, options, None if features is None else _stored(inputs, model, features))
         keep = keep_list(audit, plain, options)
         facts = made_by([model], " ".join(sources))
         write_table(out / FINDINGS, findings_table(audit.findings))
         write_json(out / SUMMARY, as_json(audit, keep, facts))
         write_table(out / KEEP, keep)
         write(out / REPORT, signed(page(audit, keep, plain.name, options, partial(_pixels, plain)), facts))
-    _print(audit, keep.column("keep").to_numpy(), out, sources)
+    words = [*sources, *(["--extra-captions", *extra_captions] if extra_captions else [])]
+    words += [] if raw_captions else ["--no-raw-captions"]
+    _print(audit, keep.column("keep").to_numpy(), out, " ".join(words))
 
 
 def _on_tokens(matcher: Matcher, source: Source, execution: Execution) -> tuple[Matcher, Source]:
@@ -95,16 +102,19 @@ def _on_tokens(matcher: Matcher, source: Source, execution: Execution) -> tuple[
     return Matcher(matcher.model, tokenizer, matcher.method), source
 
 
-def audit_of(inputs: Inputs, options: AuditOptions) -> Audit:
-    """Encode a source and find what is wrong with it. Raises: ValueError where no row is usable."""
-    corpus = read(inputs)
+def audit_of(inputs: Inputs, options: AuditOptions, encoded: tuple[AuditedData, Features] | None = None) -> Audit:
+    """Find what is wrong with a source. Raises: ValueError where no row is usable.
+
+    Args: encoded: the data and the features of its captions [T, ...]; None: they are encoded.
+    """
+    corpus, texts_encoded = encoded or (read(inputs), None)
     source, matcher = inputs.source, inputs.matcher
     findings: list[Finding] = []
     fit: Fits | None = None
     limit: OutlierRule | None = None
     if texts := corpus.texts:
         owner = torch.from_numpy(corpus.owner)
-        features = matcher.encode_text(texts)
+        features = texts_encoded or matcher.encode_text(texts)
         fit = fits(matcher.score, matcher.score_pairs, corpus.images, features, owner, options.chunk, options.seed)
         limit = rule(fit.annotated, fit.random, options.target_precision)
         findings += [*mismatches(corpus, fit, limit), *generic(corpus, fit, limit)]
@@ -133,6 +143,40 @@ def read(inputs: Inputs) -> AuditedData:
     )
 
 
+def _stored(inputs: Inputs, model: str, folder: Path) -> tuple[AuditedData, Features]:
+    """The data by features that are stored, without labels, and the features of its captions.
+
+    Raises: ValueError for a store of another model or of other data, and for a model whose scores need more.
+    """
+    store, source, matcher = FeatureStore(folder), inputs.source, inputs.matcher
+    store.check(source)
+    blank = np.zeros((32, 32, 3), np.uint8)
+    if {*matcher.encode_text(["a"]), *matcher.encode_image([blank])} != {"vec"}:
+        raise ValueError(f"--features: the scores of {model} need more than one vector per image: omit it.")
+    if store.file.teacher_fingerprint != open_teacher(model, "cpu").fingerprint:
+        raise ValueError(f"{folder} has features of another model ({store.file.teacher}) than {model}.")
+    data = AuditedData([], [], [], torch.empty(0, dtype=torch.int64), {}, inputs.skipped)
+    vectors, texts = list[Tensor](), list[Tensor]()
+    for row in range(len(source)):
+        try:
+            example = Example(key_of(source, row), row, torch.empty(0), texts_of(source, row))
+        except BadSample as error:
+            data.skipped.append(Skipped(row, name_of(source, row), str(error)))
+            continue
+        store.join(example)
+        if not bool(example.image_features[store.name].any()):
+            data.skipped.append(Skipped(row, example.key, "not in the feature store"))
+            continue
+        data.rows.append(row)
+        data.keys.append(example.key)
+        data.captions.append(example.captions)
+        vectors.append(example.image_features[store.name])
+        texts.append(example.text_features[store.name])
+    device = matcher.model.device
+    data.images, data.labels = {"vec": torch.stack(vectors).to(device)}, torch.full((len(vectors),), -1)
+    return data, {"vec": torch.cat(texts).to(device)}
+
+
 def _pixels(source: Source, row: int, at_least: int = 224) -> Pixels | None:
     """The image of a row; None where it cannot be read."""
     try:
@@ -147,7 +191,7 @@ def _pixels(source: Source, row: int, at_least: int = 224) -> Pixels | None:
         return None
 
 
-def _print(audit: Audit, kept: np.ndarray, out: Path, sources: Sequence[str]) -> None:
+def _print(audit: Audit, kept: np.ndarray, out: Path, data: str) -> None:
     corpus, counts = audit.corpus, audit.counts
     for one in corpus.skipped[:NAMED]:
         warn(f"unreadable {one.key}: {one.reason}")
@@ -164,7 +208,7 @@ def _print(audit: Audit, kept: np.ndarray, out: Path, sources: Sequence[str]) ->
     if bool((corpus.labels >= 0).any()):
         say(f"labels that look wrong    {counts['label']:,}")
     say(f"keep-list: {out / KEEP} omits {int((~kept).sum()):,} of {len(kept):,}; page: {out / REPORT}")
-    say(f"train without them: kiloword train METHOD --data {' '.join(sources)} --keep {out / KEEP} --out DIR")
+    say(f"train without them: kiloword train METHOD --data {data} --keep {out / KEEP} --out DIR")
 
 
 def describe(rule: OutlierRule) -> str:

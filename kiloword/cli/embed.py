@@ -91,6 +91,7 @@ def audit(
     out: Path = Path("audit"),
     extra_captions: tuple[str, ...] = (),
     raw_captions: bool = True,
+    features: Path | None = None,
     options: Annotated[AuditOptions, arg(name="")] = AUDIT,
     execution: Annotated[Execution, arg(name="")] = EXECUTION,
 ) -> None:
@@ -104,9 +105,11 @@ def audit(
         out: folder for report.html, findings.parquet, keep.parquet and audit.json.
         extra_captions: parquet tables (key, captions) whose captions are audited too.
         raw_captions: audit the images' own captions beside the extra ones.
+        features: feature store of the same model for the data (`kiloword embed`), which spares encoding it; labels are
+            not judged then.
         options: what is found, and what the keep-list omits.
         execution: how the model is opened and fed.
     """
     from kiloword.audit.command import main
 
-    main(data, model, out, options, execution, extra_captions, raw_captions)
+    main(data, model, out, options, execution, extra_captions, raw_captions, features)

@@ -181,6 +181,23 @@ def test_the_loop_closes_in_two_commands(tmp_path: Path, capsys: pytest.CaptureF
     }
     listed = pyarrow.parquet.read_table(out / "findings.parquet")
     assert len(listed) == sum(found.values())
+    run("embed", tmp_path / "run/model", "--data", folder, "--dtype", "fp32", "--out", tmp_path / "features")
+    run(
+        "audit",
+        folder,
+        "--model",
+        tmp_path / "run/model",
+        "--out",
+        tmp_path / "b",
+        *drop,
+        "--features",
+        tmp_path / "features",
+    )
+    stored = pyarrow.parquet.read_table(tmp_path / "b/keep.parquet").to_pylist()
+    assert [(row["key"], row["caption"], row["reason"]) for row in stored] == [
+        (row["key"], row["caption"], row["reason"]) for row in keep
+    ]
+    assert [row["score"] for row in stored] == pytest.approx([row["score"] for row in keep], abs=1e-4)
     again = ["train", "clip", "--data", folder, "--steps", 2, "--keep", out / "keep.parquet", *small]
     run(*again, "--out", tmp_path / "kept")
     config = json.loads((tmp_path / "kept/config.json").read_text(encoding="utf-8"))
