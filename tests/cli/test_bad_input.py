@@ -122,6 +122,7 @@ def test_no_tar_at_all(refused: Refused, model: Path, tmp_path: Path) -> None:
     assert "unknown kind of file" in refused(*train(tmp_path / "words.xyz", tmp_path / "out"))
 
 
+@pytest.mark.slow
 def test_tar_cut_in_the_middle(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Complete samples are used, the cut one is a named skip."""
     tar = write_tar(tmp_path / "data" / "0.tar", pairs(120))
@@ -516,6 +517,7 @@ def test_loss_that_is_no_number(refused: Refused, tmp_path: Path, monkeypatch: p
     main(words)
 
 
+@pytest.mark.slow
 def test_learning_rate_that_is_far_too_large(refused: Refused, tmp_path: Path) -> None:
     """A million, for the text tower; by gradients alone: decay at such a rate would make weights infinite by itself."""
     flags = ("--steps", 60, "--save-every", 1, "--optim.name", "adamw", "--optim.lr", 100, "--optim.text-lr", 1e4)

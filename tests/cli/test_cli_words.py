@@ -128,6 +128,7 @@ def test_texts_are_utf8_in_any_locale_and_paths_stay() -> None:
     assert settled(["train", f"--settings.compose.merge={ascii_locale}"], ["train"])[1].endswith("=caf\u00e9")
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_in_another_locale(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The bytes of the path are the same, its text is not."""
     folder = tmp_path / "caf\u00e9"

@@ -98,6 +98,7 @@ def test_tokens_of_timm(name: str, prefix: int, tmp_path: Path) -> None:
     assert f"not used: net.{head}" in towers.load(model.image_tower.trunk, text, "image tower")
 
 
+@pytest.mark.slow
 def test_channels_last_and_the_size_of_timms_images() -> None:
     """Swin gives [I, H, W, C]; a convolutional net takes other sizes, a vision transformer its own alone."""
     timm = library("timm")

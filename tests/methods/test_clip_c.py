@@ -234,6 +234,7 @@ def test_both_kinds_together_are_the_pair_loss(name: str) -> None:
     assert both == pytest.approx(found["pair"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_fixed_scale_does_not_learn(tmp_path: Path) -> None:
     for method, settings in (("clip-c", {"rho": 0.5}), ("clip+mixup", {})):
         train(

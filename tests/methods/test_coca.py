@@ -92,6 +92,7 @@ def test_captions_of_masked_images(mask: str, op: str) -> None:
     assert_equal(learner, term(learner, "caption", batch), expected(learner, batch, memory))
 
 
+@pytest.mark.slow
 def test_a_pool_of_queries() -> None:
     """The first query makes the vector, the others what captions see."""
     shape = small()

@@ -359,6 +359,7 @@ def off(found: Tensor, expected: Tensor) -> float:
     return float(((found.double() - expected).abs() / expected.abs().clamp_min(1e-30)).max())
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(a=sides(LOG_VARS), b=sides(LOG_VARS), equal=st.booleans(), eps=st.sampled_from([0.0, -10.0, -20.0]))
 def test_single_precision_h(a: Features, b: Features, equal: bool, eps: float) -> None:
@@ -371,6 +372,7 @@ def test_single_precision_h(a: Features, b: Features, equal: bool, eps: float) -
     assert off(gaussian.csd(a, b), gaussian.csd(double(a), double(b))) < 1e-5
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(
     a=sides(LOG_VARS), b=sides(LOG_VARS), equal=st.booleans(), strength=st.sampled_from([(-10.0, 10.0), (-20.0, 1e3)])

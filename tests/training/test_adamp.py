@@ -148,6 +148,7 @@ def recipe() -> Recipe:
     return replace(base, data=replace(base.data, tokenizer_vocab=300), optim=optim, batch=8, steps=4, seed=5)
 
 
+@pytest.mark.slow
 def test_a_run_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = RunOptions(log_every=1, save_every=2, quiet=True)
     train(recipe(), tmp_path / "whole", options=options)

@@ -26,7 +26,7 @@ from tars import photo
 SMALL = ("--batch", "8", "--steps", "1", "--size", "debug", "--vocab", "300", "--log-every", "1")
 MORE = {"fff": ("--settings.positives", "annotated"), "llip": ("--transforms", "compose")}
 
-QUICK = ("llip", "prolip", "vqa")  # the slots that change the model
+QUICK = ("llip", "prolip")  # the slots that change the model
 
 
 def train(*words: object) -> None:
