@@ -13,6 +13,7 @@ from kiloword.cli.words import REQUIRED
 Format = Literal["open_clip", "prolip"]
 Target = Literal["open_clip", "transformers", "onnx", "sentence-transformers", "torch", "safetensors"]
 TARGETS = get_args(Target)
+Weights = Literal["fp32", "fp16", "int8"]
 WEIGHTS = arg(
     help="open_clip: its name of the model, and a .safetensors or .pt file (read with weights_only); prolip: the file, "
     "with config.json and tokenizer.json in the same folder."
@@ -23,6 +24,7 @@ def export(
     target: Positional[Target],
     model: Positional[str],
     out: Path,
+    precision: Weights = "fp32",
     trust: Annotated[Trust, arg(name="")] = NONE,
 ) -> None:
     """Write a model for another library, and compare both: kiloword export open_clip runs/clip/model --out exported
@@ -35,11 +37,12 @@ def export(
         target: library or format.
         model: model folder, run folder, or a model of another library (open_clip:NAME:FILE, hf:FOLDER).
         out: new folder for the export and its model card, README.md.
+        precision: of the weights of onnx; int8: quantised dynamically. Differences of fp16 and int8 are only printed.
         trust: code that the model folder may run.
     """
     from kiloword.interop.export.run import run
 
-    run(target, model, out, trust)
+    run(target, model, out, trust, precision)
 
 
 def import_(

@@ -17,6 +17,12 @@ from kiloword.terminal import shown
 CARD = "README.md"
 FIGURES = 40  # rows of the table, at most
 LARGEST = 1 << 24  # bytes of an evaluation's JSON
+NOT_FIGURES = ("config.json", "tokenizer.json")
+LIBRARIES = {"torch": "pytorch", "safetensors": "pytorch"}  # names on a hub, where they are not the target's
+UNTESTED = (
+    "It was not tested for bias, or on languages beyond its data.",
+    "No licence is recorded: that of the data and of the weights that it began with decide.",
+)
 
 
 def card(file: ModelFile, folder: Path, load: Sequence[str], notes: Sequence[str] = (), target: str = "") -> str:
@@ -27,8 +33,9 @@ def card(file: ModelFile, folder: Path, load: Sequence[str], notes: Sequence[str
     """
     image, text = file.model.image, file.model.text
     what = f"{file.method}, size {file.size}" + (f", exported to {target}" if target else "")
+    library = LIBRARIES.get(target, target or "kiloword")
     parts = [
-        "---\nlibrary_name: kiloword\ntags:\n- image-text\n- zero-shot-image-classification\n---",
+        f"---\nlibrary_name: {library}\npipeline_tag: zero-shot-image-classification\ntags:\n- image-text\n---",
         f"# {_line(file.method)} ({_line(file.size)})",
         f"An image-text model made by kiloword {__version__}: {_line(what)}. Images of {image.size} pixels, texts of "
         f"at most {text.context} tokens, features of {file.model.head.dim} numbers.",
@@ -38,7 +45,7 @@ def card(file: ModelFile, folder: Path, load: Sequence[str], notes: Sequence[str
         "## Intended use\n\nFinding and comparing images and texts, and research. Scores are those of this data: "
         "before decisions about people, or in another domain, evaluate the model there.",
         "## Limits\n\n"
-        + "\n".join(f"- {_line(x)}" for x in (*notes, "It was not tested for bias, or on languages beyond its data."))
+        + "\n".join(f"- {_line(x)}" for x in (*notes, f"Longer texts are cut to {text.context} tokens.", *UNTESTED))
         + "\n",
         "## How to load it\n\n```python\n" + "\n".join(load) + "\n```\n",
     ]
@@ -58,7 +65,8 @@ def _line(value: str) -> str:
 def _figures(folder: Path) -> str:
     """A table of the last validation of the run, and of the metrics in the JSON files beside it."""
     run = folder.parent if folder.name == "model" else folder
-    entries = [("validation", name, value) for name, value in _validation(run / "metrics.jsonl").items()]
+    step, metrics = _validation(run / "metrics.jsonl")
+    entries = [(f"validation at step {step:,}", name, value) for name, value in metrics.items()]
     entries += [(path.stem, name, value) for path in sorted(run.glob("*.json")) for name, value in _metrics(path)]
     if not entries:
         return "No evaluation is recorded beside this model."
@@ -66,16 +74,16 @@ def _figures(folder: Path) -> str:
     return "\n".join(["| evaluation | metric | value |", "|---|---|---|", *rows])
 
 
-def _validation(rows: Path) -> dict[str, float]:
-    """The metrics of the last row of a run that has any, and the step."""
-    last: dict[str, float] = {}
+def _validation(rows: Path) -> tuple[int, dict[str, float]]:
+    """The step and the metrics of the last row of a run that has any."""
+    last: tuple[int, dict[str, float]] = (0, {})
     if not rows.is_file() or rows.stat().st_size > LARGEST:
         return last
     for line in rows.read_text(encoding="utf-8", errors="replace").splitlines():
         row = _object(line)
-        metrics = {k: float(v) for k, v in row.items() if k.startswith("val/") and _is_number(v)}
+        metrics = {k.removeprefix("val/"): float(v) for k, v in row.items() if k.startswith("val/") and _is_number(v)}
         if metrics:
-            last = {"step": float(row.get("step", 0)), **metrics}
+            last = (row["step"] if isinstance(row.get("step"), int) else 0, metrics)
     return last
 
 
@@ -100,9 +108,6 @@ def _object(text: str) -> dict[str, Any]:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-NOT_FIGURES = ("config.json", "tokenizer.json")
 
 
 def write_card(folder: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -19,9 +20,9 @@ from folders import model_folder
 from kiloword.checkpoint.model_folder import load_model, save_model
 from kiloword.checkpoint.trust import NONE
 from kiloword.cli.main import main
-from kiloword.config.recipes import ModelFile, sizes
+from kiloword.config.recipes import ModelFile, TrunkConfig, sizes
 from kiloword.data.text.tokenizer import Tokenizer, clip_tokenizer_from
-from kiloword.interop.export import run, words
+from kiloword.interop.export import graphs, run, words
 from kiloword.interop.export.source import LIMIT, Exported, check_close
 from kiloword.interop.export.weights import inverted
 from kiloword.methods.registry import preset
@@ -130,6 +131,42 @@ def test_torch_takes_models_that_are_no_clip(method: str, tmp_path: Path, capsys
     assert ("log_var" in said, "mixes" in said) == (method == "prolip", method == "llip")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("precision", "limit"), [("fp16", 0.005), ("int8", 0.1)])
+def test_onnx_of_lower_precision_tells_its_difference(
+    precision: str, limit: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in LIBRARIES["onnx"]:
+        pytest.importorskip(name, reason=f"onnx needs {name}")
+    out = tmp_path / "out"
+    main(["export", "onnx", str(model_folder(tmp_path / "m")), "--out", str(out), "--precision", precision])
+    told = re.findall(
+        rf"(\w+)\.onnx at batches 1, 3, 5, {precision}: largest difference ([\d.e-]+)", capsys.readouterr().out
+    )
+    assert [name for name, _ in told] == ["image", "text"]
+    assert all(LIMIT < float(difference.rstrip(".")) < limit for _, difference in told)
+    assert {path.name for path in out.glob("*.onnx*")} <= {
+        f"{n}.onnx{end}" for n in ("image", "text") for end in ("", ".data")
+    }
+    assert not [path for path in out.iterdir() if path.is_dir()]
+    assert precision in (out / "README.md").read_text()
+
+
+def test_graphs_of_trunks_are_refused_with_the_weights_as_the_nearest(tmp_path: Path) -> None:
+    source = Exported.of(str(model_folder(tmp_path / "m")), NONE)
+    image = replace(source.config.image, trunk=TrunkConfig(name="efficientnet-lite0", width=1280, grid=1))
+    source.model.config = replace(source.config, image=image)
+    with pytest.raises(
+        ValueError, match=r"its image tower stands on efficientnet-lite0\. safetensors takes its weights"
+    ):
+        graphs.graphs(source, "onnx")
+
+
+def test_only_onnx_has_a_precision(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="--precision int8 is for onnx; torch gets the weights as they are"):
+        run.run("torch", "m", tmp_path / "out", precision="int8")
+
+
 @pytest.mark.parametrize("target", ["open_clip", "transformers"])
 def test_what_a_target_cannot_express_is_named(target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -213,7 +250,7 @@ def test_a_card_tells_what_the_run_recorded_as_text(tmp_path: Path) -> None:
     text = (folder / "README.md").read_text()
     assert "1,200 steps" in text
     assert "| zeroshot | acc1 | 0.5000 |" in text
-    assert "| validation | val/rsum | 2.0000 |" in text
+    assert "| validation at step 2 | rsum | 2.0000 |" in text
     assert "<img" not in text.replace(r"\<img", "")
     assert "secret" not in text
     assert "\n# title" not in text

@@ -6,7 +6,9 @@ padded at the right. Outputs: vec [N, D] of norm 1; of Gaussian heads log_var [N
 
 from __future__ import annotations
 
+import logging
 import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from torch import Tensor, nn
 from kiloword.interop.export.source import (
     TEXTS,
     Exported,
+    Precision,
     check_close,
     largest_difference,
     refusal,
@@ -31,6 +34,8 @@ from kiloword.types import Features, Texts
 
 OUTPUTS = ("vec", "log_var")
 BATCHES = (1, 3, 5)  # compared
+Run = Callable[[dict[str, Tensor]], Sequence[Any]]
+"""Inputs by name -> outputs in order."""
 
 
 @dataclass(frozen=True)
@@ -148,8 +153,8 @@ def padded_ids(source: Exported) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": mask.long()}
 
 
-def difference(graph: Graph, run: Any) -> float:
-    """Largest difference from the source at batches of 1, 3 and 5. Args: run: inputs by name -> outputs in order."""
+def difference(graph: Graph, run: Run) -> float:
+    """Largest difference from the source at batches of 1, 3 and 5."""
     return max(
         largest_difference(
             {name: graph.expected[name][:n] for name in graph.outputs},
@@ -182,32 +187,68 @@ def write_torch(source: Exported, folder: Path) -> list[str]:
 def write_onnx(source: Exported, folder: Path) -> list[str]:
     """image.onnx and text.onnx, run by onnxruntime. Raises: ValueError where a library is missing."""
     try:
-        import onnxruntime
+        import onnxruntime  # noqa: F401
         import onnxscript  # noqa: F401
     except ImportError as error:
         raise ValueError(f"{error.name} is not installed, which onnx needs: pip install 'kiloword[onnx]'") from error
     lines = []
     for graph in graphs(source, "onnx"):
         path = folder / f"{graph.name}.onnx"
-        with torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of names of axes, and of its own deprecations
-            torch.onnx.export(
-                graph.module,
-                (),
-                str(path),
-                kwargs=graph.inputs,
-                input_names=list(graph.inputs),
-                output_names=list(graph.outputs),
-                dynamic_shapes=graph.varies,
-                dynamo=True,
-                verbose=False,
-            )
-        session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-
-        def run(inputs: dict[str, Tensor], session: Any = session) -> Any:
-            return session.run(None, {name: value.numpy() for name, value in inputs.items()})
-
-        lines.append(check_close(f"{path.name} at batches 1, 3, 5", difference(graph, run)))
+        _write_graph(graph, path)
+        what = f"{path.name} at batches 1, 3, 5"
+        lines.append(check_close(what, difference(graph, _session(path))))
+        if source.precision != "fp32":
+            _reduce(path, source.precision)
+            least = f"{what}, {source.precision}: largest difference {difference(graph, _session(path)):.2g}"
+            source.notes.append(f"Precision: {least}.")
     write_tokenizer(source, folder)
     write_preprocessor(source, folder)
     return lines
+
+
+def _write_graph(graph: Graph, path: Path) -> None:
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of names of axes, and of its own deprecations
+        torch.onnx.export(
+            graph.module,
+            (),
+            str(path),
+            kwargs=graph.inputs,
+            input_names=list(graph.inputs),
+            output_names=list(graph.outputs),
+            dynamic_shapes=graph.varies,
+            dynamo=True,
+            verbose=False,
+            external_data=True,
+        )
+
+
+def _session(path: Path) -> Run:
+    """A graph as onnxruntime runs it on a CPU."""
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    return lambda inputs: session.run(None, {name: value.numpy() for name, value in inputs.items()})
+
+
+def _reduce(path: Path, precision: Precision) -> None:
+    """Put a graph with fp16 weights and arithmetic, or with int8 matrices, in the place of one in fp32."""
+    import onnx
+    from onnxruntime.quantization import quantize_dynamic
+    from onnxruntime.transformers.float16 import convert_float_to_float16
+
+    inner = path.parent / precision
+    inner.mkdir()
+    logging.disable(logging.WARNING)  # advice of onnxruntime on shapes, which are known here
+    try:
+        if precision == "int8":
+            quantize_dynamic(str(path), str(inner / path.name), use_external_data_format=True)
+        else:
+            half = convert_float_to_float16(onnx.load(str(path)), keep_io_types=True)
+            onnx.save(half, str(inner / path.name), save_as_external_data=True, location=f"{path.name}.data")
+    finally:
+        logging.disable(logging.NOTSET)
+    path.with_name(f"{path.name}.data").unlink()
+    for part in inner.iterdir():
+        part.replace(path.parent / part.name)
+    inner.rmdir()

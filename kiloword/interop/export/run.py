@@ -10,7 +10,7 @@ from kiloword.checkpoint.files import write_atomic
 from kiloword.checkpoint.lock import NAME, Lock
 from kiloword.checkpoint.trust import NONE, Trust
 from kiloword.interop.export import graphs, to_open_clip, to_transformers
-from kiloword.interop.export.source import Exported
+from kiloword.interop.export.source import Exported, Precision
 from kiloword.interop.export.weights import write_weights
 from kiloword.report.model_card import CARD, card
 from kiloword.terminal import say
@@ -55,15 +55,18 @@ LOAD = {  # lines of Python for the card
 }
 
 
-def run(target: str, name: str, out: Path, trust: Trust = NONE) -> None:
-    """Export a model. Args: name: a model folder, or another library's model by name.
+def run(target: str, name: str, out: Path, trust: Trust = NONE, precision: Precision = "fp32") -> None:
+    """Export a model.
 
+    Args: name: a model folder, or another library's model by name; precision: of the weights, for onnx alone.
     Raises: ValueError for an `out` that is not empty, a model that the target cannot express, a target that is not
     installed, or features that differ by more than LIMIT; nothing is written then.
     """
+    if precision != "fp32" and target != "onnx":
+        raise ValueError(f"--precision {precision} is for onnx; {target} gets the weights as they are: omit it.")
     out = out.absolute()  # "." has no name
     _check_free(out)
-    source = Exported.of(name, trust)
+    source = Exported.of(name, trust, precision)
     out.parent.mkdir(parents=True, exist_ok=True)
     work = out.with_name(f".{out.name}.tmp")
     with Lock(out, "exporting to", folder=work) as held:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from kiloword.model.heads import Single
 from kiloword.model.model import Model
 from kiloword.types import Features
 
+Precision = Literal["fp32", "fp16", "int8"]
 LIMIT = 1e-4  # largest difference of a feature
 IMAGES = 5
 TEXTS = ["a dog", "A Photo of  two cats", "a red circle left of a blue star " * 40, "!", "a man's 3 dogs, at 10"]
@@ -26,21 +28,22 @@ TEXTS = ["a dog", "A Photo of  two cats", "a red circle left of a blue star " * 
 
 @dataclass(frozen=True)
 class Exported:
-    """An opened model, and notes on what its export omits."""
+    """An opened model, the precision of the weights that an export asks for, and notes on what it omits."""
 
     model: Model
     tokenizer: Tokenizer
     file: ModelFile
     folder: Path
+    precision: Precision = "fp32"
     notes: list[str] = field(default_factory=list)
 
     @staticmethod
-    def of(name: str, trust: Trust) -> Exported:
+    def of(name: str, trust: Trust, precision: Precision = "fp32") -> Exported:
         """The model of a name, on the CPU. Raises: ValueError for a model that cannot be opened."""
         path = local_folder(name)
         model, tokenizer, _ = open_model(path, trust=trust)
         folder = model_files(path)[0].parent
-        return Exported(model.eval(), tokenizer, read_model_file(folder, WEIGHTS), folder)
+        return Exported(model.eval(), tokenizer, read_model_file(folder, WEIGHTS), folder, precision)
 
     @property
     def config(self) -> ModelConfig:
@@ -99,8 +102,9 @@ def is_siglip(config: ModelConfig) -> bool:
 
 def unlike_graphs(config: ModelConfig) -> list[str]:
     """What of a model no graph of `graphs` expresses."""
-    text = config.text
+    text, below = config.text, config.image.trunk.name
     other = {
+        f"its image tower stands on {below}": bool(below),
         f"its text tower stands on {text.trunk.name}": bool(text.trunk.name),
         f"it pools texts by {config.head.text_pool}": config.head.text_pool != "last",
         "its text tower has a second path": bool(text.uncertainty_blocks),

@@ -22,6 +22,10 @@ from kiloword.interop.open_clip import place
 from kiloword.model.trunks.libraries import quiet, transformers
 
 ACTIVATIONS = {"quick_gelu": "quick_gelu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
+CROPPED = (
+    "Photos: transformers 5 resizes tensors (kiloword, like its backend='pil', images), and where a margin of odd size "
+    "is cut off, its crop may begin one pixel earlier: features of such photos differ, those of the same pixels do not."
+)
 OLD_END = 2  # CLIPModel takes a model with this end token for one with the largest id at the end
 
 
@@ -52,6 +56,8 @@ def write(source: Exported, folder: Path) -> list[str]:
         model.save_pretrained(folder)
     write_tokenizer(source, folder)
     write_preprocessor(source, folder)
+    if source.config.preprocess.resize != "squash":
+        source.notes.append(CROPPED)
     write_json(folder / "processor_config.json", {"processor_class": f"{'Siglip' if siglip else 'CLIP'}Processor"})
     if source.model.head.bias is not None and not siglip:
         source.notes.append(
@@ -133,13 +139,14 @@ def write_sentence(source: Exported, folder: Path) -> list[str]:
     inner = folder / "transformers"
     inner.mkdir()
     lines = write(source, inner)
-    SentenceTransformer(modules=[Transformer(str(inner)), Normalize()], device="cpu").save(
-        str(folder), create_model_card=False
-    )
+    with quiet(transformers()):
+        modules = [Transformer(str(inner)), Normalize()]
+        SentenceTransformer(modules=modules, device="cpu").save(str(folder), create_model_card=False)
     for path in sorted(inner.iterdir()):
         path.unlink()
     inner.rmdir()
-    model = SentenceTransformer(str(folder), device="cpu", local_files_only=True, trust_remote_code=False)
+    with quiet(transformers()):
+        model = SentenceTransformer(str(folder), device="cpu", local_files_only=True, trust_remote_code=False)
     texts = torch.as_tensor(model.encode(TEXTS))
     lines.append(check_close("encode of texts", largest_difference(source.texts(), {"vec": texts})))
     photos = [Image.fromarray(image.permute(1, 2, 0).numpy()) for image in source.pixels()]
