@@ -459,6 +459,7 @@ def test_start_from_a_model(model: Path, tmp_path: Path) -> None:
     assert (out / "model" / "tokenizer.json").read_text() == (model / "tokenizer.json").read_text()
 
 
+@pytest.mark.slow
 def test_mixture_tokens_start_from_a_model_with_a_class_token_and_back(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -120,6 +120,7 @@ def test_a_gradient_that_explodes_is_skipped(
     assert re.search(r"step 25: gradient norm \S+ is \d{6,7} times the usual: the step was skipped \(1 so far\)", said)
 
 
+@pytest.mark.slow
 def test_bad_steps_with_good_ones_between_do_not_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spoil(monkeypatch, lambda step: step in (2, 4), float("nan"))
     out = tmp_path / "out"
@@ -405,6 +406,7 @@ def test_a_shard_that_changes(
         assert bad - 1 <= len(reasons) <= bad + 1
 
 
+@pytest.mark.slow
 def test_a_shard_that_is_lost_in_the_middle_of_a_run(
     shards: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: Callable[..., str]
 ) -> None:

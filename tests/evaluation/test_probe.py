@@ -391,6 +391,7 @@ def same(a: Split, b: Split) -> None:
 # The task
 
 
+@pytest.mark.slow
 def test_a_probe_of_scenes(debug: Matcher, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     given = "scenes:test?n=60&task=colour"
     values = evaluate(debug, "probe", given, cache=tmp_path)

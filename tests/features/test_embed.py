@@ -150,6 +150,7 @@ def test_no_texts_and_half_precision(model: Path, precision: str) -> None:
     assert abs(float(found.norm()) - 1) < 1e-6
 
 
+@pytest.mark.slow
 def test_a_run_takes_the_table_and_goes_on_exactly(model: Path, tmp_path: Path) -> None:
     """Positives are mined with the features of a model that was trained here; other data is refused."""
     run("embed", model, "--data", SCENES, "--out", tmp_path / "t", "--device", "cpu")

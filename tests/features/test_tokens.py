@@ -400,6 +400,7 @@ def test_evaluation_reads_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "the task spectrum reads images and texts: omit --image-features" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_mixed_tokens_do_not_depend_on_workers(tmp_path: Path) -> None:
     run = recipe(steps=3)
     images = on_tokens(run, stored(run, tmp_path / "f", views=2), text_features=())

@@ -251,7 +251,20 @@ def test_no_code_of_a_weights_file_runs(save: Callable[[Hostile, Path], None], t
     with pytest.raises(ValueError, match="cannot be read as plain tensors"):
         towers.load(EfficientNetLite("efficientnet-lite0"), f"efficientnet-lite0:{path}", "image tower")
     with pytest.raises(SystemExit):
-        main(["train", "siglip", "--image-tower", f"efficientnet-lite0:{path}", "--out", str(tmp_path / "run")])
+        main(
+            [
+                "train",
+                "siglip",
+                "--image-tower",
+                f"efficientnet-lite0:{path}",
+                "--data",
+                "scenes?n=8",
+                "--vocab",
+                "300",
+                "--out",
+                str(tmp_path / "run"),
+            ]
+        )
     assert not mark.exists()
     torch.load(path, weights_only=False) if save is torch.save else pickle.loads(path.read_bytes())
     assert mark.exists()  # the file is as hostile as it should be

@@ -86,6 +86,7 @@ def _image(folder: Path) -> Path:
     return folder / "red.png"
 
 
+@pytest.mark.slow
 def test_every_piece_fits_some_method_and_says_what_it_is() -> None:
     for name, component in components().items():
         assert component.summary

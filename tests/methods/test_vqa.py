@@ -326,6 +326,7 @@ def test_on_scenes_some_training_beats_the_majority(tmp_path: Path) -> None:
     assert found["majority_accuracy/question/count"] == found["majority_accuracy/answer/number"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("decode", ["rank", "free"])
 def test_other_ways_to_answer(trained: Path, decode: Any) -> None:
     matcher = load(trained)
@@ -334,6 +335,7 @@ def test_other_ways_to_answer(trained: Path, decode: Any) -> None:
     assert other["outside"] <= (0 if decode == "rank" else 0.05)
 
 
+@pytest.mark.slow
 def test_closed_lists_from_files_and_data(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     matcher, data = load(trained), Halves()
     (tmp_path / "answers.txt").write_text("yes\nno\n\n")

@@ -324,6 +324,7 @@ def test_images_that_look_at_texts_are_packed() -> None:
     assert micro.scratch == 4 * (8 * 21 + 128 * 8) * 2 * 32  # heads of 16 dimensions take 32
 
 
+@pytest.mark.slow
 def test_traffic_is_that_of_rings() -> None:
     found = planner("siglip --size b32 --gpus 4 --batch 64")
     n, weights = 4, 4 * gpu.total(found.learner)
@@ -438,6 +439,7 @@ def test_what_does_not_fit_is_an_error_after_the_tables(tmp_path: Path, capsys: 
     assert not any(option["fits"] for option in options)
 
 
+@pytest.mark.slow
 def test_composed_captions_are_longer_and_some_methods_take_six() -> None:
     assert planner("clip-c --size b16 --settings.rho 0.5").tokens == pytest.approx(20 + 0.5 * 19)
     assert planner("fff --size b16").captions == 6

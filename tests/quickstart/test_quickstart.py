@@ -181,6 +181,7 @@ def test_a_second_call_does_nothing_twice(out: Path, monkeypatch: pytest.MonkeyP
     assert {p: p.read_bytes() for p in out.rglob("*") if p.is_file()} == before
 
 
+@pytest.mark.slow
 def test_damaged_figures_are_judged_again(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first = (out / "results.json").read_text()
     (out / "results.json").write_text(first[:100])

@@ -82,6 +82,7 @@ def found(place: Path) -> list[rows.Row]:
     return rows.read(place / "out")
 
 
+@pytest.mark.slow
 def test_every_arm_and_seed_has_a_row(place: Path, found: list[rows.Row]) -> None:
     assert sorted((r["arm"], r["seed"]) for r in found) == [("plain", 0), ("plain", 1)]
     for row in found:
@@ -92,6 +93,7 @@ def test_every_arm_and_seed_has_a_row(place: Path, found: list[rows.Row]) -> Non
     assert not list((place / "out").glob("*/state"))
 
 
+@pytest.mark.slow
 def test_finished_rows_are_skipped_and_reported(
     place: Path, found: list[rows.Row], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -109,6 +111,7 @@ def test_finished_rows_are_skipped_and_reported(
     assert "| other | - | - | - | 0 |" in said.out
 
 
+@pytest.mark.slow
 def test_check_tells_changed_losses(place: Path, found: list[rows.Row], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         run(place, "--check", "--only", "plain:0")

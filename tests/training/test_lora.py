@@ -165,6 +165,7 @@ def test_the_first_step_is_that_of_the_base(base: Path, run: Path, tmp_path: Pat
     assert first[0] == first[1] != ""
 
 
+@pytest.mark.slow
 def test_resumed_bit_for_bit(base: Path, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class PowerCut(Exception):
         """Ends the run after its fourth step began."""

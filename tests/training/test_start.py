@@ -138,6 +138,7 @@ def test_a_images_uncertainty_token_starts_as_the_class_token_at_its_place(words
     assert torch.equal(new.uncertainty_token, old.class_token + old.positions[0])
 
 
+@pytest.mark.slow
 def test_a_causal_tower_stays_causal_by_default(words: Tokenizer, tmp_path: Path) -> None:
     path = folder(words, "clip", tmp_path / "clip")
     model, recipe, said = begin("prolip", path, words)

@@ -32,6 +32,7 @@ def test_every_check_on_trunks(method: str, way: Trunks) -> None:
     assert not failed
 
 
+@pytest.mark.slow
 def test_cached_tokens_teach_what_the_frozen_trunk_teaches() -> None:
     """For a method whose terms encode copies with hidden patches and words."""
     frozen = gradients("prolip", trunks="frozen")

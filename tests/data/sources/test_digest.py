@@ -138,6 +138,7 @@ def test_a_missing_image_is_no_error_and_another_digest(tmp_path: Path) -> None:
     assert after != before
 
 
+@pytest.mark.slow
 def test_index_with_a_digest_of_all(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

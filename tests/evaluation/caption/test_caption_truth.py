@@ -74,6 +74,7 @@ def queries(draw: st.DrawFn) -> Query:
     return Query(tuple(patterns), relation, count, draw(st.sampled_from([None, 0, 1])))
 
 
+@pytest.mark.slow
 @given(queries(), scenes(), st.integers(0, 2**40))
 @settings(max_examples=300, deadline=None)
 def test_equals_a_literal_search(query: Query, scene: Scene, style: int) -> None:
