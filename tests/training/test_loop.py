@@ -71,6 +71,7 @@ class World:
             ),
             bad=SimpleNamespace(count=lambda new: []),
             reducer="reducer",
+            finished=False,
             best=SimpleNamespace(resume=lambda step: False, take=lambda metrics, step: False, stalled=False),
             step=step,
             truncated=0,
