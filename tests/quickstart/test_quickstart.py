@@ -275,11 +275,11 @@ def test_recipe_is_a_run_of_minutes() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1500)
+@pytest.mark.timeout(2500)  # 24 minutes on a CPU without bf16 whose other core was busy
 def test_quickstart_reaches_its_figures(tmp_path: Path) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"} | {"OMP_WAIT_POLICY": "PASSIVE"}
     command = [sys.executable, "-m", "kiloword", "quickstart", "--out", str(tmp_path / "run")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1400, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=2400, check=False)
     assert done.returncode == 0, done.stderr
     print(done.stdout)
     judged = read_config(tmp_path / "run" / "results.json", QuickstartResults).judged

@@ -63,6 +63,10 @@ def test_a_finished_run_keeps_its_page_and_history(out: Path) -> None:
     main([*WORDS, "--out", str(out)])
     assert {name: (out / name).read_bytes() for name in before} == before
     assert not report._outdated(out)
+    card = (out / "model" / "README.md").read_text()
+    (out / "model" / "README.md").unlink()  # killed before its card was written
+    main([*WORDS, "--out", str(out)])
+    assert (out / "model" / "README.md").read_text() == card
     newest = (out / "metrics.jsonl").stat().st_mtime_ns
     os.utime(out / report.NAME, ns=(newest - 1, newest - 1))  # killed before its page was written again
     assert report._outdated(out)

@@ -22,7 +22,7 @@ from kiloword.data.sampler import Order
 from kiloword.distributed import collectives
 from kiloword.methods.defaults import default_recipe
 from kiloword.report import Html
-from kiloword.report.model_card import write_card
+from kiloword.report.model_card import CARD, write_card
 from kiloword.training import start
 from kiloword.training.report.page import Differs, page
 from kiloword.watch import history
@@ -40,7 +40,7 @@ ELSEWHERE = ("method", "size", "data.sources", "data.val", "settings", "model.te
 def reported(run: Run, options: RunOptions) -> Iterator[None]:
     """Note in the run's history that this process began, and write its report when it ends in any way.
 
-    A finished run that has nothing to do is left as it is.
+    A finished run that has its report and its card is left as it is.
     """
     if not (collectives.rank() or run.finished):
         history.began(
@@ -55,7 +55,7 @@ def reported(run: Run, options: RunOptions) -> Iterator[None]:
     try:
         yield
     finally:
-        if _outdated(run.out):
+        if _outdated(run.out) or (run.finished and not (run.out / "model" / CARD).is_file()):
             write(run)
 
 
