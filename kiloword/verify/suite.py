@@ -101,7 +101,7 @@ def verify(method: str, ranks: Sequence[int] = (1, 2, 4), trunks: Trunks = "none
             yield _compare(f"{n} ranks, {way}", measured, reference)
     yield Check("score after save and load", _save_and_load(method, trunks), 0)
     yield Check("bf16 against fp32: 1 - cosine of gradients", _bf16(method, trunks), 0.02)
-    steps = TOY if trunks == "none" else 2 * TOY  # tokens of random trunks are less unlike than pixels
+    steps = TOY if trunks == "none" else 3 * TOY  # tokens of random trunks are less unlike than pixels
     yield Check(f"toy problem: loss left after {steps} steps", _toy(method, trunks, steps), 0.25)
 
 
