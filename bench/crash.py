@@ -47,7 +47,7 @@ from kiloword.model.model import build
 from kiloword.training.log import read_metrics
 
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
-TOLD = (".lock", "metrics.jsonl", "history.jsonl", "report.html")  # these tell times, and of every start
+WITH_TIMES = (".lock", "metrics.jsonl", "history.jsonl", "report.html")  # of a run, and of each start
 AUDITED = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "os.link", "os.symlink", "os.chmod")
 
 
@@ -174,7 +174,7 @@ def cases(base: Path) -> dict[str, Case]:
             free=("mine.json", "report.html"),
         ),
         "import": Case(lambda f: import_(base, f), twice=(0, 2)),  # 2: it is there already
-        "train": Case(lambda f: verb(*run.split(), "--out", f / "run"), free=TOLD),
+        "train": Case(lambda f: verb(*run.split(), "--out", f / "run"), free=WITH_TIMES),
     }
 
 

@@ -43,8 +43,9 @@ def wrong_labels(vectors: Tensor, labels: Tensor, chunk: int = 4096) -> list[Wro
     mine = place[labels]
     rows = torch.nonzero(mine >= 0)[:, 0]
     vectors, mine = vectors[rows].float(), mine[rows]
-    temperature = min(TEMPERATURES, key=lambda t: _loss(vectors, mine, t, chunk))
-    parts = [_probabilities(vectors, mine, part, temperature) for part in chunks(len(mine), chunk)]
+    sums = vectors.new_zeros(len(judged), vectors.shape[1]).index_add_(0, mine, vectors)
+    temperature = min(TEMPERATURES, key=lambda t: _loss(vectors, mine, sums, t, chunk))
+    parts = [_probabilities(vectors, mine, sums, part, temperature) for part in chunks(len(mine), chunk)]
     means = _means_by_class(parts, mine, len(judged), chunk)
     wrong = list[WrongLabel]()
     for part, chances in zip(chunks(len(mine), chunk), parts, strict=True):
@@ -58,22 +59,20 @@ def wrong_labels(vectors: Tensor, labels: Tensor, chunk: int = 4096) -> list[Wro
     return sorted(wrong, key=lambda one: (one.margin, one.image))
 
 
-def _probabilities(vectors: Tensor, mine: Tensor, part: slice, temperature: float) -> Tensor:
-    """[n, C] of some images, whose own features are omitted of the mean of their class."""
-    classes = int(mine.max()) + 1
-    total = vectors.new_zeros(classes, vectors.shape[1]).index_add_(0, mine, vectors)
-    means = torch.nn.functional.normalize(total, dim=1)
+def _probabilities(vectors: Tensor, mine: Tensor, sums: Tensor, part: slice, temperature: float) -> Tensor:
+    """[n, C] of some images, whose own features are omitted of the mean of their class. Args: sums [C, D] by class."""
+    means = torch.nn.functional.normalize(sums, dim=1)
     cosines = vectors[part] @ means.T
-    others = torch.nn.functional.normalize(total[mine[part]] - vectors[part], dim=1)
+    others = torch.nn.functional.normalize(sums[mine[part]] - vectors[part], dim=1)
     mean = (others * vectors[part]).sum(1, keepdim=True)
     return (cosines.scatter(1, mine[part][:, None], mean) / temperature).softmax(1)
 
 
-def _loss(vectors: Tensor, mine: Tensor, temperature: float, chunk: int) -> float:
+def _loss(vectors: Tensor, mine: Tensor, sums: Tensor, temperature: float, chunk: int) -> float:
     """Negative log-likelihood of the labels."""
     total = 0.0
     for part in chunks(len(mine), chunk):
-        chances = _probabilities(vectors, mine, part, temperature).gather(1, mine[part][:, None])
+        chances = _probabilities(vectors, mine, sums, part, temperature).gather(1, mine[part][:, None])
         total -= float(chances.clamp(min=1e-12).log().sum())
     return total
 

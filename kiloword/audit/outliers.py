@@ -34,7 +34,11 @@ class OutlierRule:
 
 
 def rule(annotated: Floats, random: Floats, precision: float) -> OutlierRule:
-    """The rule of a wanted precision. Args: fits of annotated [T] and of random pairs [R]."""
+    """The rule of a wanted precision.
+
+    Args: fits of annotated [T] and of random pairs [R], at least one each; precision in (0, 1]. Where fewer than FEWEST
+    pairs reach it none is flagged, and the threshold is -inf.
+    """
     ordered, chance = np.sort(annotated), np.sort(random)
     share = mismatched(ordered, chance)
     below = np.arange(1, len(ordered) + 1) / len(ordered)
@@ -55,11 +59,3 @@ def mismatched(ordered: Floats, chance: Floats) -> float:
     below = np.searchsorted(ordered, at, "right") / n
     mirrored = 1 - np.searchsorted(ordered, 2 * np.median(ordered) - at, "left") / n
     return float(np.clip(np.min((below - mirrored) / QUANTILES), 0, 1))
-
-
-def chances(fits: Floats, annotated: Floats, random: Floats, share: float) -> Floats:
-    """For each fit, the estimated share of mismatches among the annotated pairs that fit no better, in [0, 1]."""
-    ordered, chance = np.sort(annotated), np.sort(random)
-    below = np.searchsorted(ordered, fits, "right") / len(ordered)
-    expected = share * np.searchsorted(chance, fits, "right") / len(chance)
-    return np.clip(expected / np.maximum(below, 1 / len(ordered)), 0, 1)

@@ -38,9 +38,7 @@ class Fits:
 
     annotated: Floats  # [T]
     random: Floats  # [R], of pairs of an image and a caption of another
-    score: Floats  # [T] of the model
     fitting: NDArray[np.int64]  # [T] other images whose score with the caption is at least that of its own
-    mean: Floats  # [T] of the scores of the caption with other images
     weights: dict[str, float]  # of the discriminant
 
 
@@ -75,9 +73,7 @@ class _Standards:
 
     annotated: Tensor
     random: Tensor
-    paired: Tensor  # [T] scores
     fitting: Tensor  # [T]
-    mean: Tensor  # [T] of the columns
 
 
 def fits(
@@ -111,13 +107,10 @@ def fits(
     weights = _discriminant(annotated, random)
     fit, chance = annotated @ weights, random @ weights
     centre, spread = chance.mean(), chance.std().clamp(min=1e-12)
-    first = standards[0]
     return Fits(
         annotated=_array((fit - centre) / spread),
         random=_array((chance - centre) / spread),
-        score=_array(first.paired),
-        fitting=first.fitting.cpu().numpy(),
-        mean=_array(first.mean),
+        fitting=standards[0].fitting.cpu().numpy(),
         weights=dict(zip(names, (weights / spread).tolist(), strict=True)),
     )
 
@@ -175,7 +168,7 @@ def _standards(
     i, j = (_some(size, most, seed, device) for size, most in ((n, RANDOM_IMAGES), (t, RANDOM_TEXTS)))
     block = score({k: v[i] for k, v in images.items()}, {k: v[j] for k, v in texts.items()}).double()
     random = torch.stack([((block.T - row[0][i]) / row[1][i]).T, (block - column[0][j]) / column[1][j]], 2)
-    return _Standards(annotated, random[i[:, None] != owner[j]], paired, fitting, column[0])
+    return _Standards(annotated, random[i[:, None] != owner[j]], fitting)
 
 
 def _standard(values: Tensor, moments: tuple[Tensor, Tensor], at: Tensor | slice) -> Tensor:
