@@ -137,10 +137,10 @@ class ImageTower(nn.Module):
                 f"tokens have shape {tuple(tokens.shape[1:])}, but the tower expects those of {trunk.name}: "
                 f"({trunk.prefix + places}, {trunk.width})"
             )
-        x = tokens[:, trunk.prefix :]
-        x = self._hidden(self.patches(x if keep is None else take(x, keep)), keep, masked)
+        x, dtype = tokens[:, trunk.prefix :], self.patches.weight.dtype  # stored tokens may be of half precision
+        x = self._hidden(self.patches((x if keep is None else take(x, keep)).to(dtype)), keep, masked)
         joins = trunk.prefix > 0 and self.class_token is not None
-        return x, self.patches(tokens[:, :1]) if joins else None
+        return x, self.patches(tokens[:, :1].to(dtype)) if joins else None
 
     def _check_pixels(self, images: Tensor) -> None:
         if images.shape[1:] != (3, self.config.size, self.config.size):

@@ -75,7 +75,7 @@ class Model(nn.Module):
         if of_trunk and not self.config.image.trunk.name:
             raise ValueError("these are tokens of a trunk, but the image tower has none: encode images.")
         with self.computing():
-            inputs = images.to(self.mean.dtype) if of_trunk else self.normalise(images)
+            inputs = images if of_trunk else self.normalise(images)
             tokens: Tensor = self.image_tower(inputs, keep, masked)
         return self._out(tokens)
 

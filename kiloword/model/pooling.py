@@ -153,8 +153,15 @@ class TextPool(nn.Module):
         lengths = texts.starts.diff() - self.extra  # mean and maximum include words, start and end
         words = packing.place < lengths[packing.text]
         if self.kind == "mean":
-            return packing.pad(tokens * words[:, None]).sum(1) / lengths[:, None]
-        return packing.pad(tokens.masked_fill(~words[:, None], -math.inf), -math.inf).amax(1)
+            return reduced(tokens * words[:, None], "sum", texts) / lengths[:, None]
+        return reduced(tokens.masked_fill(~words[:, None], -math.inf), "max", texts)
+
+
+def reduced(tokens: Tensor, kind: Literal["sum", "max"], texts: Texts) -> Tensor:
+    """Sum or maximum of the tokens of each text, without padding: [S + tail, W] -> [T, W]."""
+    lengths = texts.starts.diff()
+    out: Tensor = torch.segment_reduce(tokens[: len(texts.ids)], kind, lengths=lengths, axis=0, unsafe=True)
+    return out
 
 
 def place_from_end(config: TextConfig, name: str) -> int:
