@@ -80,6 +80,8 @@ def main(
     if execution.image_features or execution.text_features:
         matcher, source = _on_tokens(matcher, source, execution)
     with Lock(out, "auditing"), showing_progress():
+        if not (features or execution.image_features or execution.text_features):
+            say(advice_to_store(matcher, model, data))
         inputs = Inputs(matcher, source, execution.batch, workers)
         audit = audit_of(inputs, options, None if features is None else _stored(inputs, model, features))
         keep = keep_list(audit, plain, options)
@@ -91,6 +93,21 @@ def main(
     words = [*sources, *(["--extra-captions", *extra_captions] if extra_captions else [])]
     words += [] if raw_captions else ["--no-raw-captions"]
     _print(audit, keep.column("keep").to_numpy(), out, " ".join(words))
+
+
+def advice_to_store(matcher: Matcher, model: str, data: DataConfig) -> str:
+    """What to do where encoding is long: an audit that is interrupted starts again, a feature store resumes."""
+    start = "an interrupted audit starts again"
+    if not _one_vector(matcher):
+        return f"{start}."
+    extra = ["--extra-captions", *data.extra_captions] if data.extra_captions else []
+    words = " ".join([model, "--data", *data.sources, *extra])
+    return f"{start}; to resume, embed first: kiloword embed {words} --out F, then --features F."
+
+
+def _one_vector(matcher: Matcher) -> bool:
+    """Whether the scores of a model need no more than a vector for each image and text."""
+    return {*matcher.encode_text(["a"]), *matcher.encode_image([np.zeros((32, 32, 3), np.uint8)])} == {"vec"}
 
 
 def _on_tokens(matcher: Matcher, source: Source, execution: Execution) -> tuple[Matcher, Source]:
@@ -150,8 +167,7 @@ def _stored(inputs: Inputs, model: str, folder: Path) -> tuple[AuditedData, Feat
     """
     store, source, matcher = FeatureStore(folder), inputs.source, inputs.matcher
     store.check(source)
-    blank = np.zeros((32, 32, 3), np.uint8)
-    if {*matcher.encode_text(["a"]), *matcher.encode_image([blank])} != {"vec"}:
+    if not _one_vector(matcher):
         raise ValueError(f"--features: the scores of {model} need more than one vector per image: omit it.")
     if store.file.teacher_fingerprint != open_teacher(model, "cpu").fingerprint:
         raise ValueError(f"{folder} has features of another model ({store.file.teacher}) than {model}.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -69,7 +70,8 @@ def main(
 def read_photo(path: Path) -> bytes:
     """The bytes of a photo on disk. Raises: ValueError for a URL, and a file that cannot be read."""
     if is_url(str(path)) or str(path).startswith(("http:/", "https:/")):
-        raise ValueError(f"--like got the URL {path}, and kiloword fetches nothing: download the photo, name its file.")
+        url = re.sub("^([a-z]+):/+", r"\1://", str(path))  # a path has lost a slash
+        raise ValueError(f"--like got the URL {url}, and kiloword fetches nothing: download the photo, name its file.")
     try:
         return read_whole(path, "it", MAX_IMAGE)
     except (OSError, BadSample) as error:

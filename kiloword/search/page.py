@@ -82,6 +82,7 @@ main { max-width: 76rem; }
 .ask { display: flex; flex-wrap: wrap; gap: .6rem; align-items: center; margin: 1.25rem 0 0; font-size: .95rem; }
 .ask input, .ask button { font: inherit; padding: .5rem .7rem; color: var(--ink); background: var(--paper);
   border: 1px solid var(--muted); border-radius: 4px; max-width: 100%; }
+.ask label { min-width: 0; max-width: 100%; }
 .ask .q { flex: 1 1 16rem; min-width: 0; }
 .ask .in { flex: 0 1 11rem; min-width: 0; }
 .ask button { cursor: pointer; }

@@ -228,7 +228,8 @@ def test_bad_input(library: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "the query is empty" in refused(capsys, "search", library, "  ")
     assert "the query has 10,001 characters" in refused(capsys, "search", library, "b" * 10_001)
     assert "needs a text or --like" in refused(capsys, "search", library)
-    assert "fetches nothing" in refused(capsys, "search", library, "--like", "https://example.org/a.jpg")
+    said = refused(capsys, "search", library, "--like", "https://example.org/a.jpg")
+    assert "the URL https://example.org/a.jpg, and kiloword fetches nothing" in said
     assert "cannot be read" in refused(capsys, "search", library, "--like", tmp_path / "none.jpg")
     assert "it has no library.json" in refused(capsys, "search", photos, "a dog")
     assert "needs a model" in refused(capsys, "index", photos, "--out", tmp_path / "new")
