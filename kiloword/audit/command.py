@@ -43,12 +43,12 @@ from kiloword.data.sources.open import open_data
 from kiloword.data.sources.optional import key_of, texts_of
 from kiloword.distributed.device import choose
 from kiloword.errors import count
-from kiloword.evaluation.command import Execution, made_by, opened
+from kiloword.evaluation.command import Execution, opened
 from kiloword.evaluation.features import seen
 from kiloword.evaluation.task import Inputs
 from kiloword.features.teachers import open_teacher
 from kiloword.model.encoding import join
-from kiloword.report import signed, write
+from kiloword.report import made_by, signed, write
 from kiloword.terminal import say, warn
 from kiloword.terminal.progress import showing_progress
 from kiloword.types import BadSample, Example, Features, NoCaption, Skipped, Source

@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> None:
     if options.dry_run:
         say(f"{len(every)} arms:", *(f"{arm.name}: {shlex.join(['kiloword', 'train', *arm.words])}" for arm in every))
         return
-    _run(options, command, every, ["kiloword", "sweep", *argv])
+    _run(options, command, every)
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -92,7 +92,7 @@ def _arms(options: SweepOptions, words: Sequence[str]) -> tuple[MethodCommand, l
     return command, arms(varied(options.vary, run, settings), seeds, words, options.out)
 
 
-def _run(options: SweepOptions, command: MethodCommand, every: Sequence[Arm], words: Sequence[str]) -> None:
+def _run(options: SweepOptions, command: MethodCommand, every: Sequence[Arm]) -> None:
     """Run the arms, and write the results. Raises: SystemExit(1) when arms failed."""
     from kiloword.distributed.device import choose
     from kiloword.methods.registry import preset
@@ -113,7 +113,7 @@ def _run(options: SweepOptions, command: MethodCommand, every: Sequence[Arm], wo
     try:
         run_all(results, train.main, lambda folder: evaluated(folder, sets, data, device, **trust))
     finally:
-        _write(options, results, words)
+        _write(options, results)
     if unknown := summary.unknown(summary.rows(results), options.metric):
         raise ValueError(unknown)
     if results.errors:
@@ -137,7 +137,7 @@ def _training_data(flags: Sequence[str]) -> Any:
     return open_data(DataConfig(sources=values_of(flags, "--data") or ("scenes",)))
 
 
-def _write(options: SweepOptions, results: Results, words: Sequence[str]) -> None:
+def _write(options: SweepOptions, results: Results) -> None:
     """Write what there is of table, CSV and page, and print the table."""
     from kiloword.checkpoint.files import write_atomic, write_json
     from kiloword.report import write
@@ -149,7 +149,7 @@ def _write(options: SweepOptions, results: Results, words: Sequence[str]) -> Non
     metrics = summary.chosen(table, options.metric)
     write_json(options.out / "sweep.json", results.plain() | {"table": summary.as_plain(table)})
     write_atomic(options.out / "sweep.csv", summary.as_csv(table))
-    write(options.out / "sweep.html", summary.page(results, words, metrics))
+    write(options.out / "sweep.html", summary.page(results, metrics))
     say(*(summary.lines(table, metrics) if table else ()), f"page: {options.out / 'sweep.html'}")
     if results.errors:
         say(f"{len(results.errors)} of {len(results.arms)} arms failed: {', '.join(results.errors)}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +12,7 @@ from tyro.conf import arg
 from kiloword import evaluation
 from kiloword.checkpoint.trust import NONE, Trust
 from kiloword.evaluation.task import TOKEN_TASKS, Inputs, Results, Task
-from kiloword.terminal import command, say, warn
+from kiloword.terminal import say, warn
 
 if TYPE_CHECKING:
     from kiloword.api import Matcher
@@ -52,7 +51,7 @@ def main(
     from kiloword.checkpoint.files import write_json
     from kiloword.distributed.device import choose
     from kiloword.distributed.sharing import is_first, together
-    from kiloword.report import signed, write
+    from kiloword.report import made_by, signed, write
     from kiloword.terminal.progress import showing_progress
 
     if len(models) > 1 and getattr(options, "results", None) is not None:
@@ -76,29 +75,6 @@ def main(
             write_json(json, results if len(results) > 1 else next(iter(results.values())))
         if html is not None and task.page is not None:
             write(html, signed(task.page(results, data, shown), made_by(models, data)))
-
-
-def made_by(models: Sequence[str], data: str) -> dict[str, str]:
-    """What a page of results says of its origin: command, models by their files, data, version and date."""
-    from kiloword.__version__ import __version__
-
-    return {
-        "Command": command(),
-        "Model" if len(models) == 1 else "Models": ", ".join(map(_named, models)),
-        "Data": data,
-        "Version": f"kiloword {__version__}",
-        "Date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
-    }
-
-
-def _named(model: str) -> str:
-    """A model's folder with the time when its weights were written, and their size; other names as they are."""
-    weights = Path(model) / "model.safetensors"
-    if not weights.is_file():
-        return model
-    file = weights.stat()
-    written = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(file.st_mtime))
-    return f"{model} ({file.st_size / 1e6:,.1f} MB, written {written})"
 
 
 def _metrics(

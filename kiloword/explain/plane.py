@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kiloword.data.images.decode import decode
 from kiloword.data.sources.sample import MAX_IMAGE, read_whole
-from kiloword.report import Html, page, percent, scatter, section, table, tiles, write
+from kiloword.report import Html, made_by, page, percent, scatter, section, signed, table, tiles, write
 from kiloword.report.images import Pixels
 from kiloword.report.plots import Dots
 from kiloword.types import Features
@@ -102,7 +102,8 @@ def write_plane(path: Path, models: Mapping[str, Matcher], images: Sequence[Path
     key = [tiles(small)] if small else []
     rows = [[name, text] for name, text in zip(names[1], texts, strict=True)]
     points = section("The points", *key, table(rows, ["", "text"]))
-    write(path, page("Images and texts in a plane", _INTRO, [points, *planes]))
+    html = page("Images and texts in a plane", _INTRO, [points, *planes])
+    write(path, signed(html, made_by()))
 
 
 def _plane(

@@ -21,7 +21,7 @@ SHOWN = 15  # of the most frequent captions
 
 def page(results: MiningResults, shown: ReportImages, image: Image) -> str:
     """The whole HTML document."""
-    return report.page(
+    html = report.page(
         "Mined pairs",
         _intro(results),
         [
@@ -37,6 +37,7 @@ def page(results: MiningResults, shown: ReportImages, image: Image) -> str:
             section("Captions that fit many images", *wide_captions(results, shown, image)),
         ],
     )
+    return report.signed(html, report.made_by(data=results.data))
 
 
 def _intro(results: MiningResults) -> str:

@@ -21,7 +21,7 @@ LEVELS = {1: "One fact", 2: "One thing, or how two things lie", 3: "Whole scenes
 def page(results: QuickstartResults, out: Path, metrics: Sequence[dict[str, Any]], held_out: Scenes) -> str:
     """The whole document. Args: metrics, rows of `metrics.jsonl`; held_out, the scenes that retrieval was tested on."""
     judged = results.judged
-    return report.page(
+    html = report.page(
         "Kiloword quickstart",
         _intro(results),
         [
@@ -36,6 +36,7 @@ def page(results: QuickstartResults, out: Path, metrics: Sequence[dict[str, Any]
             section("What to do next", *_next(results, out, held_out.captions)),
         ],
     )
+    return report.signed(html, report.made_by([str(out / "model")]))
 
 
 def _intro(results: QuickstartResults) -> str:

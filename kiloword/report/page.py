@@ -6,6 +6,7 @@ Every function from numbers or images to an element returns `Html`; any other st
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -14,7 +15,9 @@ import numpy as np
 import numpy.typing as npt
 from PIL import ImageColor
 
+from kiloword.__version__ import __version__
 from kiloword.checkpoint.files import replacing
+from kiloword.terminal import command
 
 COLOURS = {  # on light and on dark backgrounds
     "paper": ("#fbfaf7", "#141619"),
@@ -93,6 +96,30 @@ def signed(html: str, facts: Mapping[str, str]) -> str:
     before, end, after = html.rpartition("\n</main>")
     footer = f'<footer aria-label="How this page was made"><dl>{_plain(items)}</dl></footer>'
     return f"{before}\n{footer}{end}{after}" if items else html
+
+
+def made_by(models: Sequence[str] = (), data: str = "") -> dict[str, str]:
+    """How a page that is made now was made, for `signed`: command, models by their files, data, version and date."""
+    return {
+        "Command": command(),
+        "Model" if len(models) == 1 else "Models": ", ".join(map(_named, models)),
+        "Data": data,
+        "Version": f"kiloword {__version__}",
+        "Date": _utc(time.time()),
+    }
+
+
+def _named(model: str) -> str:
+    """A model's folder with the time when its weights were written, and their size; other names as they are."""
+    weights = Path(model) / "model.safetensors"
+    if not weights.is_file():
+        return model
+    file = weights.stat()
+    return f"{model} ({file.st_size / 1e6:,.1f} MB, written {_utc(file.st_mtime)})"
+
+
+def _utc(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))
 
 
 def _plain(html: str) -> str:

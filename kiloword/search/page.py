@@ -11,7 +11,7 @@ from PIL import Image
 
 from kiloword.data.images.decode import decode
 from kiloword.data.sources.sample import MAX_IMAGE, read_whole
-from kiloword.report import Html, page, section
+from kiloword.report import Html, made_by, page, section, signed
 from kiloword.report.images import Pixels, image_data
 from kiloword.search.library import Library
 from kiloword.search.rank import Match
@@ -94,4 +94,5 @@ def results_page(library: Library, query: str, hits: Sequence[Match], notes: Seq
     """The page that `kiloword search --page` writes, with the photos inside."""
     intro = f"The best {len(hits)} of {len(library):,} photos."
     uncertain = ABOUT_UNCERTAINTY if any(hit.uncertainty is not None for hit in hits) else None
-    return page(f"“{query}”", intro, [section("Photos", figures(library, hits), *notes, uncertain)], style=STYLE)
+    html = page(f"“{query}”", intro, [section("Photos", figures(library, hits), *notes, uncertain)], style=STYLE)
+    return signed(html, made_by([library.file.model], library.file.folder))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import math
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -99,22 +98,22 @@ def as_plain(table: Sequence[Combination]) -> list[dict[str, Any]]:
     ]
 
 
-def page(results: Results, command: Sequence[str], metrics: Sequence[str]) -> str:
-    """The page: plots against the first setting with numbers, the table, the arms that failed, the command."""
+def page(results: Results, metrics: Sequence[str]) -> str:
+    """The page: plots against the first setting with numbers, the table, the arms that failed."""
     table = rows(results)
     heads = [*(table[0].values if table else ()), *metrics, "n"]
     cells = [[*row.values.values(), *(_shown(row, m) for m in metrics), _count(row)] for row in table]
     failed = [f"{name}: {error}" for name, error in results.errors.items()]
-    return report.page(
+    html = report.page(
         "Sweep",
         "Mean over n seeds ± standard deviation of the sample. Dots are means, bars one standard deviation.",
         [
             *(report.section(metric, *_plots(table, metric)) for metric in metrics),
             report.section("Table", report.table(cells, heads) if cells else None),
             report.section("Failed", report.bullets(failed) if failed else None),
-            report.section("Command", report.code(shlex.join(command))),
         ],
     )
+    return report.signed(html, report.made_by())
 
 
 def _plots(table: Sequence[Combination], metric: str) -> Iterator[report.Html]:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from kiloword import report
-from kiloword.__version__ import __version__
 from kiloword.checkpoint.files import write_json
 from kiloword.report import Html, grid, section, stack, table
-from kiloword.terminal import command, say, shown, warn
+from kiloword.terminal import say, shown, warn
 from kiloword.terminal.screen import Screen, plain_table
-from kiloword.watch import history
 from kiloword.watch.curves import Curve, losses, main_evaluations, plot, points_of
 from kiloword.watch.groups import RunGroup, as_plain, groups_of, main_metrics, paths_of, state_of, value_of
 from kiloword.watch.runs import Watched, find
@@ -88,8 +85,7 @@ def page(groups: Sequence[RunGroup]) -> str:
             section("Optimization and speed", grid(_plots(groups, OTHER))),
         ],
     )
-    date = history.date(time.time())
-    return report.signed(html, {"Command": command(), "Version": f"kiloword {__version__}", "Date": date})
+    return report.signed(html, report.made_by())
 
 
 def _runs(groups: Sequence[RunGroup]) -> Html:

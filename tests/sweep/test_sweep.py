@@ -271,14 +271,14 @@ def test_a_line_for_each_value_of_the_second_setting() -> None:
     two = results({"s.k": ["1", "2"], "pool": ["a", "b"]}, pairs)
     table = summary.rows(two)
     assert summary.chosen(table, ()) == ["m/acc1"]
-    html = summary.page(two, ["kiloword"], ["m/acc1"])
+    html = summary.page(two, ["m/acc1"])
     assert "m/acc1 over s.k: pool=a from 0.625 to 0.625; pool=b from" in html
     assert summary.lines(table, ["m/acc1", "none"])[1].split() == ["16", "a", "0.625", "+-", "0.18", "-", "2"]
     words = results({"pool": ["a", "b"]}, {("a",): [0.5], ("b",): [math.nan]})
-    assert "<figure" not in summary.page(words, ["kiloword"], ["m/acc1"])
+    assert "<figure" not in summary.page(words, ["m/acc1"])
     assert summary.lines(summary.rows(words), ["m/acc1"])[1].split() == ["a", "0.5", "1"]
     many = results({"x": [], "y": []}, {(x, y): [1.0] for x in "12" for y in "abcdefgh"})
-    assert summary.page(many, ["kiloword"], ["m/acc1"]).count("<figure") == 2
+    assert summary.page(many, ["m/acc1"]).count("<figure") == 2
 
 
 def test_bars_of_a_line_plot() -> None:

@@ -11,12 +11,12 @@ from kiloword.checkpoint.model_folder import model_files, read_model_file
 from kiloword.checkpoint.trust import Trust
 from kiloword.distributed.device import choose
 from kiloword.distributed.sharing import is_first, together
-from kiloword.evaluation.command import Execution, labels, made_by, opened
+from kiloword.evaluation.command import Execution, labels, opened
 from kiloword.evaluation.suite import Output, Suite, read_suite
 from kiloword.evaluation.suite.outcomes import Outcome, averages, outcomes
 from kiloword.evaluation.suite.output import as_csv, as_json, lines, problems, report
 from kiloword.evaluation.suite.run import evaluate_all
-from kiloword.report import signed, write
+from kiloword.report import made_by, signed, write
 from kiloword.terminal import say
 from kiloword.terminal.progress import showing_progress
 

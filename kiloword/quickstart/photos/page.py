@@ -33,7 +33,7 @@ Thumbnails = Mapping[str, Pixels]
 def page(results: PhotoResults, photos: Thumbnails) -> str:
     """The whole document. Args: photos: all of `results.figures.keys` that could be read."""
     facts, figures = results.facts, results.figures
-    return report.page(
+    html = report.page(
         "Kiloword on your photos",
         _intro(facts, len(figures.methods)),
         [
@@ -46,6 +46,7 @@ def page(results: PhotoResults, photos: Thumbnails) -> str:
             section("What was run, and how to go on", *_commands(results)),
         ],
     )
+    return report.signed(html, report.made_by(data=" ".join(results.facts.data)))
 
 
 def _intro(f: PhotoFacts, methods: int) -> str:
