@@ -14,7 +14,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
-CHECKS = "dev,openclip,fast,hf,log"  # the extras that `make check` installs
+CHECKS = "dev,openclip,fast,hf,log,onnx,search,sentence-transformers"  # the extras that `make check` installs
 ORACLES = ("scikit-learn", "tqdm", "setuptools")
 ALONE = ("clip_benchmark", "pycocoevalcap")  # oracles of metrics, without what else they ask for
 AUDIT = ("cyclonedx-bom", "pip-audit")

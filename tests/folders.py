@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from kiloword.checkpoint.model_folder import save_model
 from kiloword.config.recipes import ModelFile, sizes
@@ -12,13 +12,17 @@ from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.methods.registry import preset
 from kiloword.model.model import build
 
+TextPool = Literal["last", "mean", "max"]
 CAPTIONS = ["a dog on the grass", "two cats and a dog", "the red circle is left of a blue star"] * 5
 
 
-def model_folder(out: Path, method: str = "siglip", settings: dict[str, Any] | None = None) -> Path:
-    """A fresh model of size "debug" with its tokenizer. Returns: `out`."""
+def model_folder(
+    out: Path, method: str = "siglip", settings: dict[str, Any] | None = None, text_pool: TextPool | None = None
+) -> Path:
+    """A fresh model of size "debug" with its tokenizer. Args: text_pool: None: that of the size. Returns: `out`."""
     tokenizer, config = Tokenizer.train(CAPTIONS, 400), sizes()["debug"]
     text = replace(config.text, vocab=tokenizer.vocab, special=tokenizer.roles.ids())
-    file = ModelFile(method=method, settings=settings or {}, model=replace(config, text=text), size="debug")
+    head = replace(config.head, text_pool=text_pool or config.head.text_pool)
+    file = ModelFile(method=method, settings=settings or {}, model=replace(config, text=text, head=head), size="debug")
     save_model(out, build(file.model, preset(method, settings), seed=1), tokenizer, file)
     return out

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import kiloword
-from folders import model_folder
+from folders import TextPool, model_folder
 from kiloword.checkpoint.model_folder import load_model, save_model
 from kiloword.checkpoint.trust import NONE
 from kiloword.cli.main import main
@@ -122,10 +122,23 @@ def test_the_target_computes_the_features_of_the_source(target: str, vocabulary:
         np.testing.assert_allclose(theirs[kind], expected["vec"].numpy(), atol=LIMIT, rtol=0)
 
 
+@pytest.mark.parametrize("text_pool", ["last", "mean", "max"])
+@pytest.mark.parametrize("method", ["siglip", "prolip", "llip"])  # prolip has a token after the words
+def test_padded_texts_pool_as_packed_ones(text_pool: TextPool, method: str, tmp_path: Path) -> None:
+    source = Exported.of(str(model_folder(tmp_path / "m", method, text_pool=text_pool)), NONE)
+    ids = graphs.padded_ids(source)
+    assert len(set(ids["attention_mask"].sum(1).tolist())) > 1
+    with torch.no_grad():
+        (vectors,) = graphs.TextGraph(source.model, ("vec",)).eval()(**ids)
+    torch.testing.assert_close(vectors, source.texts()["vec"], atol=1e-6, rtol=0)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["prolip", "llip"])
-def test_torch_takes_models_that_are_no_clip(method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source = model_folder(tmp_path / "m", method)
+@pytest.mark.parametrize(("method", "text_pool"), [("prolip", None), ("llip", "mean"), ("siglip", "max")])
+def test_torch_takes_models_that_are_no_clip(
+    method: str, text_pool: TextPool | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = model_folder(tmp_path / "m", method, text_pool=text_pool)
     main(["export", "torch", str(source), "--out", str(tmp_path / "out")])
     said = capsys.readouterr().out
     assert ("log_var" in said, "mixes" in said) == (method == "prolip", method == "llip")

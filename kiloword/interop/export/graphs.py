@@ -6,6 +6,7 @@ padded at the right. Outputs: vec [N, D] of norm 1; of Gaussian heads log_var [N
 
 from __future__ import annotations
 
+import copy
 import logging
 import warnings
 from collections.abc import Callable, Sequence
@@ -30,6 +31,7 @@ from kiloword.interop.export.words import write_preprocessor, write_tokenizer
 from kiloword.model.attention import Packing
 from kiloword.model.heads import Single
 from kiloword.model.model import Model
+from kiloword.model.pooling import TextPool
 from kiloword.types import Features, Texts
 
 OUTPUTS = ("vec", "log_var")
@@ -56,6 +58,29 @@ class Padded(Packing):
         return x
 
 
+class PaddedPool(nn.Module):
+    """The text pool of a head on padded tokens: [T * L, W] -> [T, W]."""
+
+    def __init__(self, pool: TextPool) -> None:
+        super().__init__()
+        self.pool = pool
+
+    def forward(self, tokens: Tensor, texts: Texts) -> Tensor:
+        """Pool text n from rows n * L to starts[n + 1]; those after them are padding. texts.ids are [T, L]."""
+        if self.pool.kind == "last":
+            last: Tensor = self.pool(tokens, texts)
+            return last
+        count, longest = texts.ids.shape
+        place = torch.arange(longest, device=tokens.device)
+        rows = torch.arange(count, device=tokens.device)[:, None] * longest + place  # [T, L]
+        padded = tokens[rows]  # a view would limit the sizes that torch.export accepts
+        lengths = texts.starts[1:] - rows[:, 0] - self.pool.extra
+        words = (place < lengths[:, None])[..., None]
+        if self.pool.kind == "mean":
+            return (padded * words).sum(1) / lengths[:, None]
+        return padded.masked_fill(~words, -torch.inf).amax(1)
+
+
 class ImageGraph(nn.Module):
     """pixel_values [I, 3, H, W] -> outputs [I, D]."""
 
@@ -73,7 +98,10 @@ class TextGraph(nn.Module):
 
     def __init__(self, model: Model, outputs: tuple[str, ...]) -> None:
         super().__init__()
-        self.tower, self.head, self.outputs = model.text_tower, model.head, outputs
+        self.tower, self.head, self.outputs = model.text_tower, copy.deepcopy(model.head), outputs
+        pools = [(name, part) for name, part in self.head.named_modules() if isinstance(part, TextPool)]
+        for name, pool in pools:
+            self.head.set_submodule(name, PaddedPool(pool))
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, ...]:
         tower, valid = self.tower, attention_mask > 0
@@ -84,7 +112,7 @@ class TextGraph(nn.Module):
             x = block(x, packing, tower.config.causal)
         # as if packed, with gaps: heads read tokens by their place from the end
         ends = torch.arange(count, device=x.device) * longest + attention_mask.sum(1)
-        texts = Texts(input_ids.flatten(), torch.cat([ends[:1] * 0, ends]), 0)
+        texts = Texts(input_ids, torch.cat([ends[:1] * 0, ends]), 0)
         features = self.head.text(tower.norm(x).flatten(0, 1), texts)
         return tuple(features[name] for name in self.outputs)
 

@@ -106,7 +106,6 @@ def unlike_graphs(config: ModelConfig) -> list[str]:
     other = {
         f"its image tower stands on {below}": bool(below),
         f"its text tower stands on {text.trunk.name}": bool(text.trunk.name),
-        f"it pools texts by {config.head.text_pool}": config.head.text_pool != "last",
         "its text tower has a second path": bool(text.uncertainty_blocks),
         "its class tokens have places or norms of their own": text.class_place == "last"
         or not (text.class_sees_itself and text.norm_words),
