@@ -1,4 +1,4 @@
-"""The verbs import and export. No torch at import, so that help is instant."""
+"""The verbs import, export and push. No torch at import, so that help is instant."""
 
 from __future__ import annotations
 
@@ -43,6 +43,23 @@ def export(
     from kiloword.interop.export.run import run
 
     run(target, model, out, trust, precision)
+
+
+def push(model: Positional[str], repository: Positional[str], private: bool = False, message: str = "") -> None:
+    """Upload a model with its card to the Hugging Face hub: kiloword push runs/clip me/my-clip
+
+    Prints which files go, and their sizes; they go in one commit. No other verb uploads a model or data. Log in by
+    `hf auth login` or HF_TOKEN. kiloword.load("hf-hub:me/my-clip") reads it back.
+
+    Args:
+        model: model folder, run folder (its model alone goes), or a folder that kiloword export wrote.
+        repository: ORG/NAME on the hub, created where it is missing.
+        private: create it private; a repository that exists and is public is refused.
+        message: of the commit.
+    """
+    from kiloword.interop.push import run
+
+    run(model, repository, private, message)
 
 
 def import_(

@@ -18,7 +18,7 @@ from kiloword.checkpoint.trust import Trust
 from kiloword.cli import evaluate, plan, sweep, train
 from kiloword.cli.classify import classify
 from kiloword.cli.embed import audit, embed
-from kiloword.cli.exchange import TARGETS, Format, export, import_
+from kiloword.cli.exchange import TARGETS, Format, export, import_, push
 from kiloword.cli.runs import average, compare, watch
 from kiloword.cli.score import score
 from kiloword.cli.search import index, search, serve
@@ -229,6 +229,7 @@ def verify(
 
 app.command(name="import")(import_)
 app.command(export)
+app.command(push)
 app.command(average)
 app.command(watch)
 app.command(compare)

@@ -112,6 +112,10 @@ def _is_number(value: object) -> bool:
 
 def write_card(folder: Path) -> None:
     """Write the card of a model folder, such as OUT/model of a run that has ended."""
-    file = read_model_file(folder)
+    write_atomic(folder / CARD, model_card(folder).encode())
+
+
+def model_card(folder: Path) -> str:
+    """The card of a model folder. Raises: ValueError for another folder."""
     load = ["import kiloword", 'matcher = kiloword.load("FOLDER")', 'matcher.score(["photo.jpg"], ["a dog"])']
-    write_atomic(folder / CARD, card(file, folder, load).encode())
+    return card(read_model_file(folder), folder, load)

@@ -108,6 +108,7 @@ def commands(out: Path, server: Guarded) -> dict[str, list[str]]:
         "watch": ["watch", str(out / "run"), "--once"],
         "score": ["score", model, "--images", "no.png", "--texts", "a"],
         "export": ["export", "safetensors", model, "--out", str(out / "exported")],
+        "push": ["push", model, "no-repository"],
         "classify": ["classify", model, "--images", "no.png", "--classes", "a", "b"],
         "index": ["index", str(out / "none"), "--model", model, "--out", str(out / "library")],
         "search": ["search", str(out / "library"), "a dog"],
@@ -125,7 +126,7 @@ def commands(out: Path, server: Guarded) -> dict[str, list[str]]:
     }
 
 
-REFUSED = {"score", "classify", "index", "search", "serve", "import", "verify", "quickstart"}
+REFUSED = {"score", "push", "classify", "index", "search", "serve", "import", "verify", "quickstart"}
 
 
 def test_no_verb_writes_or_prints_a_secret(server: Guarded, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
