@@ -381,6 +381,8 @@ def percent(share: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """95 -> "1 min 35 s"."""
+    """95 -> "1 min 35 s", 0.4 -> "400 ms"."""
     minutes, rest = divmod(round(seconds), 60)
+    if 0 < (thousandths := round(1000 * seconds)) < 1000:
+        return f"{thousandths} ms"
     return f"{minutes} min {rest} s" if minutes else f"{rest} s"

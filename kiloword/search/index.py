@@ -117,7 +117,8 @@ def _library_at(out: Path, photos: Path, model: str, matcher: Matcher) -> Librar
     size = matcher.model.config.image.size
     features = encode(matcher, torch.zeros(1, 3, size, size, dtype=torch.uint8))
     extra = {n: tuple(v.shape[1:]) for n, v in features.items() if n not in ("vec", "log_var", *_UNCERTAIN)}
-    file = LibraryFile(folder=folder, model=model, fingerprint=fingerprint(matcher), dim=features["vec"].shape[1])
+    place = utf8(str(Path(model).resolve())) if Path(model).is_dir() else model  # a search may start elsewhere
+    file = LibraryFile(folder=folder, model=place, fingerprint=fingerprint(matcher), dim=features["vec"].shape[1])
     return create(out, replace(file, gaussian="log_var" in features, shapes=extra))
 
 

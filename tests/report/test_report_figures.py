@@ -147,7 +147,10 @@ def test_a_title_needs_no_table_of_contents_until_there_are_three_headings() -> 
     assert "</h1><p>one</p><p>two</p>" in two
 
 
-@pytest.mark.parametrize(("seconds", "said"), [(0.4, "0 s"), (59.4, "59 s"), (59.6, "1 min 0 s"), (95, "1 min 35 s")])
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [(0, "0 s"), (0.4, "400 ms"), (0.9996, "1 s"), (59.4, "59 s"), (59.6, "1 min 0 s"), (95, "1 min 35 s")],
+)
 def test_durations(seconds: float, said: str) -> None:
     assert duration(seconds) == said
 

@@ -15,7 +15,7 @@ from folders import model_folder
 from kiloword.api import Matcher, load
 from kiloword.checkpoint.trust import NONE
 from kiloword.cli.main import main
-from kiloword.search import index, nearest, rank
+from kiloword.search import command, index, nearest, rank
 from kiloword.search.library import FILE, Library
 from kiloword.search.photos import scan
 from kiloword.search.rank import Ranker
@@ -43,6 +43,14 @@ def library(tmp_path: Path) -> Path:
 def again(library: Path) -> Library:
     index.main(library.parent / "photos", None, library, device="cpu")
     return Library(library)
+
+
+def test_a_library_knows_its_model_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model_folder(tmp_path / "here" / "model")
+    monkeypatch.chdir(tmp_path / "here")
+    index.main(photos_in(Path("photos")), "model", Path("library"), device="cpu")
+    monkeypatch.chdir(tmp_path)
+    command.main(Path("here/library"), "a dog", device="cpu")
 
 
 def test_a_text_finds_what_the_model_scores_highest(made: tuple[Library, Matcher]) -> None:
