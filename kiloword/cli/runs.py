@@ -61,10 +61,12 @@ def average(models: Annotated[Positional[tuple[str, ...]], REQUIRED], out: Path,
     With the model that a run started from, it keeps what the start could do (WiSE-FT). Several get equal shares.
 
     Args:
-        models: model folders of one method, shape and tokenizer; of two, the first is the start.
+        models: model folders of one method, shape and tokenizer, or models of other libraries as --init of train takes
+            them; of two, the first is the start.
         out: model folder to write.
         alpha: share of the second of two models, from 0 to 1; default: equal shares.
     """
     from kiloword.checkpoint.average import main as run
+    from kiloword.interop.names import local_folder
 
-    run(models, out, alpha)
+    run([str(local_folder(model)) for model in models], out, alpha)

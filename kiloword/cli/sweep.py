@@ -55,6 +55,7 @@ def main(argv: Sequence[str]) -> None:
     if options.dry_run:
         say(f"{len(every)} arms:", *(f"{arm.name}: {shlex.join(['kiloword', 'train', *arm.words])}" for arm in every))
         return
+    train.with_local_init(words)  # one message in place of one an arm
     _run(options, command, every)
 
 

@@ -59,7 +59,7 @@ class Train(BaseSettings):
 
 def main(argv: Sequence[str]) -> None:
     """Train a model, or resume it: kiloword train METHOD --data SRC --out DIR."""
-    command = method_command(_local(argv), "train siglip --out runs/first")
+    command = method_command(with_local_init(argv), "train siglip --out runs/first")
     plain, usual = _defaults(command)
     args, settings = command.read(_train(command, usual))
     check(args.recipe)
@@ -86,7 +86,7 @@ def main(argv: Sequence[str]) -> None:
         say(f"model: {folder}")
 
 
-def _local(argv: Sequence[str]) -> list[str]:
+def with_local_init(argv: Sequence[str]) -> list[str]:
     """The words with the model folder of --init, where that names a model of another library."""
     words = list(argv)
     for n, word in enumerate(words):

@@ -21,8 +21,15 @@ from kiloword.features.teachers import DTYPES, digest, from_folder
 from kiloword.generation.captioner import Caption, Captioner, unique
 from kiloword.generation.decoding import writer
 from kiloword.generation.options import GenerationOptions
-from kiloword.interop.hf_folder import check_strangers
+from kiloword.interop.hf_clip import KINDS
+from kiloword.interop.hf_folder import check_strangers, json_object
+from kiloword.interop.names import local_folder
 from kiloword.interop.open_clip_config import torchvision_ready
+
+WRITERS = (
+    "expected a model folder with a text decoder (coca, sycoca or any with +caption), open_clip:coca_NAME:FILE, or a "
+    "captioner of transformers (BLIP, GIT) as hf:FOLDER."
+)
 
 
 class Describer(Protocol):
@@ -48,7 +55,8 @@ class Describer(Protocol):
 def open_captioner(name: str, device: str = "auto", precision: str = "fp32", trust: Trust = NONE) -> Describer:
     """Open the captioner `name`; nothing is downloaded.
 
-    Args: name: a model folder of kiloword, or `hf:FOLDER` with an image-to-text model saved by transformers; precision:
+    Args: name: a model folder of kiloword, a CoCa as open_clip:NAME:FILE or hf-hub:ORG/NAME (see `interop.names`), or
+    `hf:FOLDER` with an image-to-text model saved by transformers; precision:
     "fp32", "bf16" (model folders by autocast, logits in fp32) or "auto" (bf16 on CUDA for model folders larger than
     size tiny); trust: code that a model folder may run.
     Errors: ValueError when something is missing, damaged or unknown, or the model cannot write.
@@ -57,9 +65,11 @@ def open_captioner(name: str, device: str = "auto", precision: str = "fp32", tru
         raise ValueError(f"precision is {precision!r}: expected auto, {' or '.join(DTYPES)}.")
     device = choose(device)
     kind, _, rest = name.partition(":")
+    if kind == "open_clip" and not rest.startswith("coca"):
+        raise ValueError(f"{name} writes no captions: {WRITERS}")
     if kind == "hf":
         return TransformersCaptioner(Path(rest).expanduser(), device, "fp32" if precision == "auto" else precision)
-    folder = Path(name).expanduser()
+    folder = Path(local_folder(name)).expanduser()
     model, tokenizer, _ = open_model(folder, device, trust=trust, precision=precision)
     return KilowordCaptioner(Captioner(model, tokenizer), digest(model_files(folder)))
 
@@ -198,4 +208,7 @@ def _files(folder: Path) -> list[Path]:
     if not list(folder.glob("*.safetensors")):
         raise ValueError(f"{folder} has no .safetensors: save the model there with save_pretrained.")
     check_strangers(folder)
+    kind = json_object(folder / "config.json").get("model_type")
+    if kind in KINDS:
+        raise ValueError(f"{folder} holds a {kind}, which writes no captions: {WRITERS}")
     return sorted(p for p in folder.iterdir() if p.suffix in (".json", ".safetensors", ".txt", ".model"))

@@ -168,8 +168,16 @@ def _custom(name: str) -> tuple[Callable[..., Method], type | None]:
     return make, kind
 
 
+LIBRARIES = ("open_clip", "hf", "hf-hub")  # prefixes of their models' names (`interop.names`), which are no modules
+
+
 def _check_module(name: str, module: str, function: str) -> None:
     """Raises: ValueError for a name that is not a module, such as a file path, with the name to write instead."""
+    if module in LIBRARIES:
+        raise ValueError(
+            f"{name} is the name of a model, where a method was expected: one of {', '.join(PRESETS)}. A run begins "
+            f"with the weights of that model by --init {name}."
+        )
     path = PurePath(module)
     stem = path.stem if path.suffix == ".py" else path.name
     if module == stem and all(word.isidentifier() for word in (*module.split("."), function)):

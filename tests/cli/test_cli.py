@@ -36,8 +36,8 @@ FLAGS = (
     "max-skipped-steps parallel checkpointing compile extend trust-code quiet image-features text-features"
 )
 VERBS = (
-    "train sweep quickstart eval score embed audit index search serve caption mine data verify plan import average "
-    "watch methods recipes sizes doctor"
+    "train sweep quickstart eval score embed audit index search serve caption mine data verify plan import export push "
+    "average watch methods recipes sizes doctor"
 )
 
 

@@ -177,3 +177,39 @@ def test_a_module_named_in_a_folder_is_not_imported(tmp_path: Path, monkeypatch:
 def test_wrong_names(name: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         kiloword.load(name)
+
+
+CAPTION = ["--data", "scenes", "--out", "c.parquet"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["caption", "open_clip:ViT-B-32", *CAPTION], "open_clip:ViT-B-32 writes no captions: expected a model folder"),
+        (["caption", "hf:clip", *CAPTION], "clip holds a clip, which writes no captions: expected a model folder"),
+        (["caption", "open_clip:coca_ViT-B-32:no.pt", *CAPTION], "no file of weights at no.pt"),
+        (["average", "open_clip:ViT-B-32", "m", "--out", "a"], "has no file of weights: write open_clip:NAME:FILE"),
+        (
+            ["train", "hf:clip", "--out", "r"],
+            "hf:clip is the name of a model, where a method was expected: one of clip",
+        ),
+        (["verify", "open_clip:ViT-B-32"], "where a method was expected"),
+        (["sweep", "clip", "--init", "hf:no", "--vary", "optim.lr=1", "--out", "s"], "expected a folder that transfor"),
+    ],
+)
+def test_a_verb_that_a_named_model_does_not_fit(
+    words: list[str],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "clip").mkdir()
+    (tmp_path / "clip" / "config.json").write_text('{"model_type": "clip"}')
+    (tmp_path / "clip" / "model.safetensors").touch()
+    (tmp_path / "hf.py").write_text("raise AssertionError('a name of a model is no module')")
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    assert end.value.code == 2
+    assert message in capsys.readouterr().err
