@@ -187,7 +187,7 @@ def _cause(error: Exception) -> Exception:
 
 def _is_expected(error: Exception) -> bool:
     """Whether an error is the hub's, the user's, or of the connection, in whichever HTTP library serves it."""
-    return isinstance(error, OSError | ValueError) or type(error).__module__.partition(".")[0] in HTTP
+    return isinstance(error, OSError | ValueError | RuntimeError) or type(error).__module__.partition(".")[0] in HTTP
 
 
 def _reason(error: Exception, endpoint: str, repository: str) -> str:
@@ -198,7 +198,7 @@ def _reason(error: Exception, endpoint: str, repository: str) -> str:
     if status == 403:
         return f"this token may not write to {repository}: it needs the right to write, there or in its organisation."
     detail = scrubbed(" ".join(str(error).split()))[:300] or type(error).__name__
-    if status is not None or isinstance(error, ValueError):
+    if status is not None or isinstance(error, ValueError | RuntimeError):
         return f"{endpoint} refuses the upload to {repository}: {detail}"
     return (
         f"{endpoint} cannot be reached ({detail}): check the connection, HF_ENDPOINT and HF_HUB_OFFLINE; run it again."
