@@ -102,7 +102,9 @@ def page(results: Results, metrics: Sequence[str]) -> str:
     """The page: plots against the first setting with numbers, the table, the arms that failed."""
     table = rows(results)
     heads = [*(table[0].values if table else ()), *metrics, "n"]
-    cells = [[*row.values.values(), *(_shown(row, m) for m in metrics), _count(row)] for row in table]
+    cells = [
+        [*row.values.values(), *(_shown(row, m).replace("+-", "±") for m in metrics), _count(row)] for row in table
+    ]
     failed = [f"{name}: {error}" for name, error in results.errors.items()]
     html = report.page(
         "Sweep",

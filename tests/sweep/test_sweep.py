@@ -273,6 +273,7 @@ def test_a_line_for_each_value_of_the_second_setting() -> None:
     assert summary.chosen(table, ()) == ["m/acc1"]
     html = summary.page(two, ["m/acc1"])
     assert "m/acc1 over s.k: pool=a from 0.625 to 0.625; pool=b from" in html
+    assert "0.625 ± 0.18" in html
     assert summary.lines(table, ["m/acc1", "none"])[1].split() == ["16", "a", "0.625", "+-", "0.18", "-", "2"]
     words = results({"pool": ["a", "b"]}, {("a",): [0.5], ("b",): [math.nan]})
     assert "<figure" not in summary.page(words, ["m/acc1"])
