@@ -79,6 +79,7 @@ main { max-width: 76rem; }
 .photos img { display: block; width: 100%; aspect-ratio: 1; object-fit: cover; border-radius: 3px;
   background: var(--rule); margin-bottom: .35rem; }
 .photos b { color: var(--ink); font-weight: 600; }
+.photos div a, p > a { display: inline-block; min-height: 24px; line-height: 24px; }
 .ask { display: flex; flex-wrap: wrap; gap: .6rem; align-items: center; margin: 1.25rem 0 0; font-size: .95rem; }
 .ask input, .ask button { font: inherit; padding: .5rem .7rem; color: var(--ink); background: var(--paper);
   border: 1px solid var(--muted); border-radius: 4px; max-width: 100%; }
