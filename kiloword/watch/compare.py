@@ -7,6 +7,7 @@ from pathlib import Path
 
 from kiloword import report
 from kiloword.checkpoint.files import write_json
+from kiloword.errors import count
 from kiloword.report import Html, grid, section, stack, table
 from kiloword.terminal import say, shown, warn
 from kiloword.terminal.screen import Screen, plain_table
@@ -32,7 +33,7 @@ def main(runs: Sequence[Path], json: Path | None = None, html: Path | None = Non
         if run not in begun:
             warn(f"{run.name} has no row yet: it is omitted.")
     if len(begun) < 2:
-        raise ValueError(f"compare found {len(begun)} runs with rows: expected at least two.")
+        raise ValueError(f"compare found {count(len(begun), 'run')} with rows: expected at least two.")
     made = groups_of(begun)
     _print(made)
     if json is not None:

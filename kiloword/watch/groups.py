@@ -80,7 +80,7 @@ def groups_of(runs: Sequence[Watched]) -> list[RunGroup]:
 
 def _flat(run: Watched) -> dict[str, Any]:
     """Settings by their place in the recipe, without those in which the runs of a group may differ."""
-    return {path: value for path, value in leaves_of(settings_of(run.folder)) if path not in SAME}
+    return {path: value for path, value in leaves_of(settings_of(run.folder)) if path and path not in SAME}
 
 
 def paths_of(groups: Sequence[RunGroup]) -> list[str]:

@@ -73,9 +73,17 @@ def test_many_runs_share_axes(tmp_path: Path) -> None:
     assert numbers[0] == numbers[1]
 
 
+def test_a_run_without_settings_has_none_that_differ(runs: Path) -> None:
+    (runs / "other" / "config.json").unlink()
+    file = runs.parent / "compared.json"
+    main(["compare", str(runs / "other"), str(runs / "slow-0"), "--json", str(file)])
+    without, other = (group["settings"] for group in json.loads(file.read_text())["groups"])
+    assert (without, "" in other) == ({}, False)
+
+
 @pytest.mark.parametrize(
     ("folders", "message"),
-    [((), "compare needs runs"), (("runs/other",), "found 1 runs with rows"), (("runs/none",), "does not exist")],
+    [((), "compare needs runs"), (("runs/other",), "found 1 run with rows"), (("runs/none",), "does not exist")],
 )
 def test_refusals(
     runs: Path,
