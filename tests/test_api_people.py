@@ -210,3 +210,38 @@ def test_progress_is_one_line_of_a_notebook(
     monkeypatch.setattr(progress, "PLAIN_EVERY_S", 0.0)
     model.encode_image(images, batch=1, progress=True)
     assert "images 100%" in capsys.readouterr().err
+
+
+def test_devices_and_scores_of_other_types_are_taken() -> None:
+    model = matcher().to(torch.device("cpu"))
+    for scores in (np.full((1, 1), 0.5), [[0.5]]):
+        assert "0.500" in repr(model.show(photos(1), ["a"], scores))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="device is 'None'"):
+        model.to(None)  # type: ignore[arg-type]
+
+
+def test_a_batch_of_none_is_refused() -> None:
+    with pytest.raises(ValueError, match="batch size is 0"):
+        matcher().encode_image(photos(1), batch=0)
+
+
+@pytest.mark.parametrize(
+    ("features", "message"),
+    [
+        ({}, '"vec" of features is a NoneType'),
+        ({"vec": np.ones((2, 16))}, r"is a ndarray \[2, 16\]"),
+        ({"vec": torch.ones(2, 2, 16)}, r"is a Tensor \[2, 2, 16\]"),
+        ({"vec": torch.ones(2, 7)}, "features of 7 and of 16 dimensions"),
+    ],
+)
+def test_features_of_nothing_else(features: Any, message: str) -> None:
+    for nearest in (None, "cosine"):
+        with pytest.raises(ValueError, match=message):
+            matcher().score(features, CAPTIONS, nearest)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=message):
+        matcher().classify(features, CAPTIONS)
+
+
+def test_classes_must_be_named() -> None:
+    with pytest.raises(ValueError, match="class names are None"):
+        matcher().class_features(None)  # type: ignore[arg-type]

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from kiloword.api.batches import image_batch, in_batches, text_batch
@@ -77,9 +78,9 @@ class Matcher:
 
         return model_in_words(self.model, self.method.name if self.method else "unknown method")
 
-    def to(self, device: str) -> Matcher:
+    def to(self, device: str | torch.device) -> Matcher:
         """Move the model to "cpu", "cuda", "cuda:N", "mps" or "auto", and return this Matcher. Raises: ValueError."""
-        self.model.to(choose(device, mps=True))
+        self.model.to(choose(str(device), mps=True))
         return self
 
     def half(self) -> Matcher:
@@ -114,7 +115,7 @@ class Matcher:
         """
         texts = [texts] if isinstance(texts, str) else list(texts)
         pixels = self.pixels(images)
-        scores = self.score(pixels, texts) if scores is None else scores
+        scores = self.score(pixels, texts) if scores is None else torch.as_tensor(scores)
         if scores.shape != (len(pixels), len(texts)):
             raise ValueError(
                 f"scores are {list(scores.shape)}: expected [{len(pixels)}, {len(texts)}], images by texts."
@@ -135,14 +136,17 @@ class Matcher:
         Args: batch: images encoded at a time; None: what fits into memory (`batches.image_batch`).
         Raises: ValueError for an item that is not an image, or a file that cannot be read as one.
         """
-        several = as_list(images)
+        several, smaller = as_list(images), batch is None
+        batch = image_batch(self.model) if batch is None else batch
+        if batch < 1:
+            raise ValueError(f"the batch size is {batch}: expected at least 1.")
 
         def encode(part: slice) -> Features:
             pixels = prepare(several[part], self._transform, part.start).to(self.model.device)
             return self.model.encode_image(pixels)[1]
 
         with inference(self.model), showing(progress):
-            parts = list(in_batches(len(several), batch or image_batch(self.model), encode, "images", batch is None))
+            parts = list(in_batches(len(several), batch, encode, "images", smaller))
         features = join(parts)  # outside, so that gradients by it are allowed
         return ShownFeatures(_alone(features) if is_one(images) else features)
 
@@ -179,6 +183,7 @@ class Matcher:
         text_features = _rows(texts if isinstance(texts, dict) else self.encode_text(texts))
         if nearest == "csd":
             return 1 - 0.5 * self.distance(image_features, text_features)
+        _check_widths(image_features, text_features)
         with inference(self.model):
             if nearest == "cosine":
                 return at_least_float(image_features["vec"]) @ at_least_float(text_features["vec"]).T
@@ -285,7 +290,7 @@ class Matcher:
 
         Args: templates: prompts with `{c}` for the name, or each name's own prompts; ensembled as the head does.
         """
-        if isinstance(names, str) or not len(names):
+        if isinstance(names, str | None) or not len(names):
             raise ValueError(f"class names are {names!r}: expected a list of at least one name.")
         with showing(progress):
             return ShownFeatures(classifier(self.model, self.tokenizer, names, templates))
@@ -318,7 +323,11 @@ class Matcher:
 
 
 def _rows(features: Features) -> Features:
-    """Features of one item, "vec" [D], as features of a list of one."""
+    """Features of one item, "vec" [D], as features of a list of one. Raises: ValueError for anything else."""
+    vec: object = features.get("vec")
+    if not isinstance(vec, Tensor) or vec.ndim not in (1, 2):
+        came = kind(vec) + (f" {list(vec.shape)}" if hasattr(vec, "shape") else "")
+        raise ValueError(f'the "vec" of features is {came}: expected a tensor [D] or [N, D], as encode_image gives it.')
     return {name: value[None] for name, value in features.items()} if features["vec"].ndim == 1 else features
 
 
@@ -344,7 +353,12 @@ def _gaussians(*several: Features) -> list[Features]:
         shapes = [list(features[name].shape) if name in features else [] for name in ("vec", "log_var")]
         if shapes[0] != shapes[1] or len(shapes[0]) not in (1, 2):
             raise ValueError(f'got features "vec" {shapes[0]} and "log_var" {shapes[1]}: expected both [N, D]')
+    _check_widths(*several)
+    return [_rows(features) for features in several]
+
+
+def _check_widths(*several: Features) -> None:
+    """Raises: ValueError for features of several numbers of dimensions."""
     widths = list(dict.fromkeys(features["vec"].shape[-1] for features in several))
     if len(widths) > 1:
         raise ValueError(f"got features of {widths[0]} and of {widths[1]} dimensions: expected features of one model")
-    return [_rows(features) for features in several]
