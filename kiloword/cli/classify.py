@@ -94,6 +94,10 @@ def _names(classes: Sequence[str]) -> list[str]:
             f"--classes is {shown(', '.join(classes))[:200] or 'empty'}: expected two names or more, a file of them, "
             "or a data set whose names are known (`kiloword data names`)."
         )
+    if alone is None and (twice := [name for n, name in enumerate(classes) if name in classes[:n]]):
+        raise ValueError(
+            f"--classes names {shown(twice[0])[:100]} twice, which would share its probability: give it once."
+        )
     return list(classes)
 
 

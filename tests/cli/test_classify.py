@@ -89,3 +89,9 @@ def test_no_image_is_left(place: Path, capsys: pytest.CaptureFixture[str]) -> No
         main(["classify", str(place / "model"), "--images", str(place / "photos" / "bad\x1b.png"), "--classes", *NAMES])
     assert end.value.code == 2
     assert "none of 1 images can be used" in capsys.readouterr().err
+
+
+def test_a_class_named_twice_is_refused(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        classified(place, "--classes", "circle", "star", "circle")
+    assert "names circle twice" in capsys.readouterr().err
