@@ -55,6 +55,14 @@ def test_bytes_and_floats_are_images(tmp_path: Path) -> None:
     assert torch.equal(both[0], both[1])
 
 
+@pytest.mark.parametrize("method", ["siglip", "llip", "prolip"])
+def test_a_model_pickles_for_other_processes(method: str, tmp_path: Path) -> None:
+    model = kiloword.load(saved(tmp_path / "model", method))
+    again = pickle.loads(pickle.dumps(model))
+    assert (again.method.name, again.file, again.card) == (method, model.file, model.card)
+    assert torch.equal(again.score(photos(2), CAPTIONS), model.score(photos(2), CAPTIONS))
+
+
 def test_a_saved_model_is_the_same_with_its_card(tmp_path: Path) -> None:
     folder = saved(tmp_path / "model")
     (folder / "README.md").write_text("# A card\n")

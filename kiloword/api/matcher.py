@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from kiloword.evaluation.task import Nearest
 from kiloword.evaluation.zeroshot.task import classifier
 from kiloword.explain.maps import Explanation, Maps, explain, together
 from kiloword.methods.prolip.gaussian import Form, csd, csd_matrix, inclusion_matrix, variance_sum
+from kiloword.methods.registry import preset
 from kiloword.model.encoding import chunks, encode_texts, inference, join
 from kiloword.model.pooling import at_least_float
 from kiloword.report.model_card import CARD
@@ -65,6 +66,15 @@ class Matcher:
         self.method = method
         self.file = file
         self.card = card
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but the method where its name is known: it has functions that pickle cannot write."""
+        return self.__dict__ | ({} if self.file is None else {"method": None})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ |= state
+        if self.file is not None:
+            self.method = preset(self.file.method, self.file.settings)
 
     def __repr__(self) -> str:
         return f"Matcher({self._words()})"

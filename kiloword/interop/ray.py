@@ -9,6 +9,7 @@ Ray pickles the class and its arguments; every actor loads the model itself.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -85,10 +86,10 @@ class Embedder:
         pixels: list[Tensor] = []
         for row, one in enumerate(images):
             try:
-                pixels.append(self.matcher.preprocess(one))
+                pixels.append(self.matcher.preprocess(_content(one)))
                 good.append(row)
             except ValueError as error:
-                errors[row] = str(error)
+                errors[row] = re.sub(r"^(got [^:]* as )?image 0\b", r"\1the image", str(error))
         several = torch.stack(pixels) if pixels else None
         features = {} if several is None else self.matcher.encode_image(several, progress=False)
         columns = self._columns("image", features, good, len(images))
@@ -134,6 +135,11 @@ def _names(batch: pa.Table | Mapping[str, Any]) -> list[str]:
 def _values(column: Any) -> list[Any]:
     """A column's items: images [H, W, 3], bytes, strings."""
     return column.to_pylist() if isinstance(column, pa.ChunkedArray) else list(column)
+
+
+def _content(image: Any) -> Any:
+    """An image; of {"bytes", "path"}, as tables of the library datasets hold them, its bytes or else its path."""
+    return (image.get("bytes") or image.get("path")) if isinstance(image, Mapping) else image
 
 
 def _is_paths(column: Any) -> bool:
