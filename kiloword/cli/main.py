@@ -120,8 +120,7 @@ def caption(
     With a model of another library: kiloword caption hf:blip --data photos/train --out captions.parquet --num 5
 
     Args:
-        model: model folder (coca, sycoca or any with +caption), open_clip:coca_NAME:FILE, or hf:FOLDER (BLIP, GIT, ...
-            as transformers saves it).
+        model: folder of coca, sycoca or any with +caption; open_clip:coca_NAME:FILE; or hf:FOLDER (BLIP, GIT, others).
         data: tars, a table, a folder of images or scenes, as for `kiloword train`; images need no captions.
         out: parquet table (key, captions, scores), for `train --extra-captions`; the same command again resumes.
         options: how captions are generated.
