@@ -22,14 +22,8 @@ from kiloword.config.settings import check, leaves
 from kiloword.errors import suggestion
 from kiloword.terminal import say
 
-TEXTS = (
-    "--texts",
-    "--name",
-    "--message",
-    "--curves",
-    ".merge",
-    ".teacher",
-)  # ends of flags whose values are texts, not paths
+# Ends of flags whose values are texts, not paths.
+TEXTS = ("--texts", "--name", "--message", "--curves", ".merge", ".teacher")
 REQUIRED = arg(help_behavior_hint="(required)")  # of values whose default is only "not given"
 NOTHING_KEPT = {  # verbs that write their results only at the end
     "eval": "no results were written.",
