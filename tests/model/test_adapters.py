@@ -48,8 +48,9 @@ def features(made: Model) -> list[Tensor]:
 def test_a_fused_projection_has_an_adapter_for_each_matrix() -> None:
     """Equation 3 for q, k and v, one after the other: W x + alpha / r B A x."""
     layer, alpha, rank = nn.Linear(8, 24).double(), 5.0, 2
-    lora: Any = moved(LowRank(layer, rank, alpha, stacked=3))
-    nn.init.normal_(lora.a)
+    lora: Any = LowRank(layer, rank, alpha, stacked=3)
+    for factor in (lora.a, lora.b):  # `attach` would initialise them
+        nn.init.normal_(factor)
     x = torch.randn(4, 7, 8, dtype=torch.float64)
     outputs = []
     for n in range(3):
