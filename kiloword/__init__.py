@@ -12,6 +12,10 @@ if TYPE_CHECKING:
 __all__ = ["Matcher", "__version__", "load"]
 
 
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]
+
+
 def __getattr__(name: str) -> Any:  # torch is imported at first use, not by `import kiloword`
     if name in ("Matcher", "load"):
         from kiloword import api

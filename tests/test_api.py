@@ -67,6 +67,24 @@ def test_batches_do_not_change_features(matcher: Matcher) -> None:
     torch.testing.assert_close(matcher.encode_text(CAPTIONS, batch=1), matcher.encode_text(CAPTIONS))
 
 
+def test_the_package_lists_what_it_offers() -> None:
+    assert {"load", "Matcher"} <= set(dir(kiloword))
+
+
+def test_templates_as_open_clip_writes_them(matcher: Matcher) -> None:
+    written, functions = ["a {c}", "one {c}."], [lambda c: f"a {c}", lambda c: f"one {c}."]
+    expected = matcher.classify([photo(0)], ["circle", "square"], written)
+    torch.testing.assert_close(matcher.classify([photo(0)], ["circle", "square"], functions), expected)  # type: ignore[arg-type]
+
+
+def test_scores_that_are_no_numbers_are_named(matcher: Matcher) -> None:
+    features = matcher.encode_text(["a star", "a circle"])
+    vec = matcher.encode_text(["a star"])["vec"].clone()
+    vec[0, 0] = float("nan")
+    with pytest.raises(ValueError, match="the score of image 0 with text 0 is nan"):
+        matcher.score({**features, "vec": vec}, features)
+
+
 def test_score_takes_features_or_what_makes_them(matcher: Matcher) -> None:
     photos = [photo(i) for i in range(4)]
     images, texts = matcher.encode_image(photos), matcher.encode_text(CAPTIONS)

@@ -185,7 +185,8 @@ class Matcher:
 
         Args: features, or inputs of `encode_image` and `encode_text`; nearest: None: the model's own score; "cosine" of
         "vec"; "csd": 1 - distance / 2, which is the cosine where there is no variance. For probabilities see
-        `classify`. Raises: ValueError for "csd" of features that are not Gaussian.
+        `classify`. Raises: ValueError for "csd" of features that are not Gaussian, and for scores that are NaN or
+        infinite.
         Source: arXiv:2410.18857, eq. A.1.
         """
         _check_nearest(nearest)
@@ -196,8 +197,8 @@ class Matcher:
         _check_widths(image_features, text_features)
         with inference(self.model):
             if nearest == "cosine":
-                return at_least_float(image_features["vec"]) @ at_least_float(text_features["vec"]).T
-            return self.model.score(image_features, text_features)
+                return _finite(at_least_float(image_features["vec"]) @ at_least_float(text_features["vec"]).T)
+            return _finite(self.model.score(image_features, text_features))
 
     def score_pairs(self, images: Features, texts: Features, nearest: Nearest | None = None) -> Tensor:
         """Scores of image n with text n, for features of N images and N texts: [N]. Args: nearest: as of `score`."""
@@ -365,6 +366,17 @@ def _gaussians(*several: Features) -> list[Features]:
             raise ValueError(f'got features "vec" {shapes[0]} and "log_var" {shapes[1]}: expected both [N, D]')
     _check_widths(*several)
     return [_rows(features) for features in several]
+
+
+def _finite(scores: Tensor) -> Tensor:
+    """Scores [I, T] as they are. Raises: ValueError when any is NaN or infinite."""
+    if not bool(scores.isfinite().all()):
+        row, column = (~scores.isfinite()).nonzero()[0].tolist()
+        raise ValueError(
+            f"the score of image {row} with text {column} is {float(scores[row, column])}: the model's weights are "
+            "damaged, or diverged in training, or the features were computed by such a model."
+        )
+    return scores
 
 
 def _check_widths(*several: Features) -> None:

@@ -23,6 +23,7 @@ from kiloword.audit.similar import SameImage
 from kiloword.checkpoint.files import write_atomic
 from kiloword.data.files import key_bytes, key_text
 from kiloword.data.reading import captions_at
+from kiloword.data.sources.optional import key_of
 from kiloword.types import BadSample, Features, Skipped, Source
 
 WIDE, FEWEST = 0.02, 10  # share and number of other images that a generic caption fits at least as well as its own
@@ -207,8 +208,16 @@ def _caption_rows(
         with suppress(BadSample):
             captions = captions_at(source, skipped.row)
         whole = reasons.get((skipped.row, -1), "")
-        for index, caption in enumerate(captions) or ((-1, ""),):
-            yield skipped.key, index, caption, whole, None
+        for index, caption in list(enumerate(captions)) or [(-1, "")]:
+            yield stored_key(source, skipped), index, caption, whole, None
+
+
+def stored_key(source: Source, skipped: Skipped) -> str:
+    """The key as the source has it; what a message names is without control characters."""
+    try:
+        return key_of(source, skipped.row)
+    except (BadSample, OSError):
+        return skipped.key
 
 
 def text_array(texts: Sequence[str]) -> pa.Array:

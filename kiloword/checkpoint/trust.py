@@ -37,17 +37,18 @@ def method_of(file: ModelFile, folder: Path | str, trust: Trust = NONE) -> Metho
 
     Raises: ValueError when the folder needs code that the user did not name, or an unknown method.
     """
-    from kiloword.methods.registry import base_of, preset
+    from kiloword.methods.registry import base_of, modules_of, preset
 
     stored, allowed = file.method, trust.method or trust.named
-    named = allowed is not None and allowed in (stored, base_of(stored))  # "mine:preset" allows "mine:preset+compose"
+    covered = allowed is not None and modules_of(stored) <= modules_of(allowed)
+    named = covered and allowed in (stored, base_of(stored))  # "mine:preset" allows "mine:preset+compose"
     if trust.method is not None and not named:
         warn(f"{folder} asks for the method {stored[:200]!r}: {allowed!r} is used, as --method says.")
         try:
             return preset(trust.method, file.settings)
         except ValueError as e:
             raise ValueError(f"{allowed} does not fit {folder}, which was trained by {stored[:200]}: {e}") from e
-    named = named or (allowed is not None and base_of(allowed) == base_of(stored))
+    named = named or (allowed is not None and covered and base_of(allowed) == base_of(stored))
     if ":" in stored and not (named or trust.trust_code):
         raise ValueError(
             f"{folder} was trained by the method {stored[:200]!r}, which is code that its config.json names and "

@@ -47,8 +47,13 @@ def main() -> None:
     from kiloword.interop.open_clip_config import torchvision_ready
 
     torchvision_ready()
-    from clip_benchmark import cli, models
-    from clip_benchmark.metrics import zeroshot_classification
+    try:
+        from clip_benchmark import cli, models
+        from clip_benchmark.metrics import zeroshot_classification
+    except ModuleNotFoundError as error:
+        raise SystemExit(
+            f"CLIP_benchmark cannot be imported: it needs {error.name}. pip install clip_benchmark"
+        ) from None
 
     models.TYPE2FUNC["kiloword"] = load_kiloword
     models.MODEL_TYPES.append("kiloword")  # a choice of its parser

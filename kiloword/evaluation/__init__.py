@@ -87,5 +87,6 @@ def run(task: Task, inputs: Inputs, options: Any) -> dict[str, float]:
 def find(name: str) -> Task:
     """A task by its name. Raises: ValueError for an unknown one, with a close name."""
     if name not in TASKS:
-        raise ValueError(f"unknown task {name!r}; known: {', '.join(sorted(TASKS))}.{suggestion(name, TASKS)}")
+        hint = suggestion(name, TASKS) or " A task comes first: kiloword eval retrieval MODEL --data SRC."
+        raise ValueError(f"unknown task {name!r}; known: {', '.join(sorted(TASKS))}.{hint}")
     return TASKS[name]

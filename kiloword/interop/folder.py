@@ -14,7 +14,8 @@ from kiloword.checkpoint.files import is_taken
 from kiloword.checkpoint.lock import NAME, Lock
 from kiloword.checkpoint.model_folder import check_finite, save_model, words_of
 from kiloword.config.recipes import ModelConfig, ModelFile
-from kiloword.data.text.tokenizer import Tokenizer, clip_tokenizer, siglip_tokenizer
+from kiloword.data.text.tokenizer import Tokenizer, clip_tokenizer, exported_tokenizer_from, siglip_tokenizer_from
+from kiloword.data.text.tokenizer_file import read
 from kiloword.methods.registry import preset
 from kiloword.model.model import Model, build
 from kiloword.terminal import say
@@ -80,7 +81,9 @@ def assemble(imported: Imported, weights: Path) -> tuple[Model, Tokenizer]:
 
 
 def tokenizer(config: ModelConfig, weights: Path) -> Tokenizer:
-    """The tokenizer of a configuration: CLIP's, else SigLIP's from the tokenizer.json beside the weights.
+    """The tokenizer of a configuration: CLIP's, else that of the tokenizer.json beside the weights.
+
+    That is SigLIP's, or one of kiloword's own that was exported.
 
     Raises: ValueError when that is missing or damaged.
     """
@@ -92,7 +95,8 @@ def tokenizer(config: ModelConfig, weights: Path) -> Tokenizer:
             f"a SigLIP needs its vocabulary: put the tokenizer.json that is published with the weights beside {weights}"
         )
     try:
-        return siglip_tokenizer(path)
+        document = read(path)
+        return exported_tokenizer_from(document) or siglip_tokenizer_from(document)
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is damaged ({error}); copy it again") from error
 

@@ -66,7 +66,9 @@ def _place(name: str, files: list[Path]) -> Path:
     key = hashlib.blake2b(name.encode(), digest_size=12)
     for file in files:
         if not file.is_file():
-            raise ValueError(f"no file of weights at {file}: check the path.")
+            tag = file.parent == Path() and not file.suffix
+            what = " A published tag, such as openai, is not downloaded: give a file of its weights." if tag else ""
+            raise ValueError(f"no file of weights at {file}: check the path.{what}")
         stat = file.stat()
         key.update(f"{file.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}".encode(errors="surrogateescape"))
     return cache.folder() / "models" / key.hexdigest()

@@ -153,6 +153,9 @@ def run(model: str, repository: str, private: bool = False, message: str = "") -
         say(f'load it: kiloword.load("hf-hub:{repository}")')
 
 
+ODD = AttributeError | TypeError | LookupError  # raised by huggingface_hub for an answer of another kind
+
+
 def _imported() -> Any:
     try:
         import huggingface_hub.utils
@@ -187,7 +190,8 @@ def _cause(error: Exception) -> Exception:
 
 def _is_expected(error: Exception) -> bool:
     """Whether an error is the hub's, the user's, or of the connection, in whichever HTTP library serves it."""
-    return isinstance(error, OSError | ValueError | RuntimeError) or type(error).__module__.partition(".")[0] in HTTP
+    expected = isinstance(error, OSError | ValueError | RuntimeError | ODD)
+    return expected or type(error).__module__.partition(".")[0] in HTTP
 
 
 def _reason(error: Exception, endpoint: str, repository: str) -> str:
@@ -198,6 +202,8 @@ def _reason(error: Exception, endpoint: str, repository: str) -> str:
     if status == 403:
         return f"this token may not write to {repository}: it needs the right to write, there or in its organisation."
     detail = scrubbed(" ".join(str(error).split()))[:300] or type(error).__name__
+    if isinstance(error, ODD):
+        return f"{endpoint} answers what huggingface_hub does not understand ({detail}): is HF_ENDPOINT a hub?"
     if status is not None or isinstance(error, ValueError | RuntimeError):
         return f"{endpoint} refuses the upload to {repository}: {detail}"
     return (

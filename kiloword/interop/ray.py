@@ -60,7 +60,8 @@ class Embedder:
     def __call__(self, batch: pa.Table | Mapping[str, Any]) -> pa.Table:
         """The batch with the new columns. Args: batch: a table, or columns as arrays or lists.
 
-        Raises: ValueError for a column that is missing, and for features that are NaN or infinite.
+        Raises: ValueError for a column that is missing, for one that would be overwritten, and for features that are
+        NaN or infinite.
         """
         columns = {name: _values(batch[name]) for name in _names(batch)}
         for name in (self.image, self.text):
@@ -73,13 +74,16 @@ class Embedder:
             new |= self._images(columns[self.image], errors)
         if self.text is not None:
             new |= self._texts(columns[self.text], errors)
-        dropped = None if self.keep_images or self.image is None or _is_paths(batch[self.image]) else self.image
+        dropped = self.image if self.image and not self.keep_images and _holds_images(batch[self.image]) else None
         kept = {
-            name: batch[name] if isinstance(batch, pa.Table) else pa.array(values)
+            name: batch[name] if isinstance(batch, pa.Table) else _stored(name, values)
             for name, values in columns.items()
             if name != dropped
         }
-        return pa.table(kept | new | {"error": pa.array(errors, pa.string())})
+        new["error"] = pa.array(errors, pa.string())
+        if taken := [name for name in kept if name in new]:
+            raise ValueError(f"the batch has a column {taken[0]!r}, which the Embedder writes: rename or drop it.")
+        return pa.table(kept | new)
 
     def _images(self, images: Sequence[Any], errors: list[str | None]) -> dict[str, pa.Array]:
         good: list[int] = []
@@ -142,8 +146,19 @@ def _content(image: Any) -> Any:
     return (image.get("bytes") or image.get("path")) if isinstance(image, Mapping) else image
 
 
-def _is_paths(column: Any) -> bool:
-    """Whether a column holds strings; of a table by its type, so that all its blocks get the same columns."""
+def _stored(name: str, values: list[Any]) -> pa.Array:
+    """A column of the result. Raises: ValueError for values that no table holds, such as numbers among strings."""
+    try:
+        return pa.array(values)
+    except (pa.ArrowInvalid, pa.ArrowTypeError, UnicodeError) as error:
+        raise ValueError(f"the column {name!r} cannot be kept in a table ({error}): drop it or change it.") from None
+
+
+def _holds_images(column: Any) -> bool:
+    """Whether a column holds images, not their paths; of a table by its type, whatever a block has."""
     if isinstance(column, pa.ChunkedArray):
-        return bool(pa.types.is_string(column.type) or pa.types.is_large_string(column.type))
-    return len(column) > 0 and all(isinstance(one, str) for one in column)
+        kind, types = column.type, pa.types
+        return bool(types.is_binary(kind) or types.is_large_binary(kind) or types.is_nested(kind)) or isinstance(
+            kind, pa.BaseExtensionType
+        )
+    return any(isinstance(one, bytes | Mapping | np.ndarray) for one in column)

@@ -6,14 +6,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from kiloword import report
-from kiloword.checkpoint.files import write_json
+from kiloword.checkpoint.files import json_bytes, write_json
 from kiloword.errors import count
 from kiloword.report import Html, grid, section, stack, table
 from kiloword.terminal import say, shown, warn
 from kiloword.terminal.screen import Screen, plain_table
 from kiloword.watch.curves import Curve, losses, main_evaluations, plot, points_of
 from kiloword.watch.groups import RunGroup, as_plain, groups_of, main_metrics, paths_of, state_of, value_of
-from kiloword.watch.runs import Watched, find
+from kiloword.watch.runs import Watched, find, settings_of
 
 FORMAT = "kiloword-compare-1"
 WIDE, VALUE = 160, 24  # columns where the output is no terminal; characters of a setting's value there
@@ -32,6 +32,7 @@ def main(runs: Sequence[Path], json: Path | None = None, html: Path | None = Non
     for run in watched:
         if run not in begun:
             warn(f"{run.name} has no row yet: it is omitted.")
+    begun = list(without_copies(begun))
     if len(begun) < 2:
         raise ValueError(f"compare found {count(len(begun), 'run')} with rows: expected at least two.")
     made = groups_of(begun)
@@ -40,6 +41,18 @@ def main(runs: Sequence[Path], json: Path | None = None, html: Path | None = Non
         write_json(json, {"format": FORMAT, "groups": [as_plain(group) for group in made]})
     if html is not None:
         report.write(html, page(made))
+
+
+def without_copies(runs: Sequence[Watched]) -> Iterator[Watched]:
+    """The runs without copies of one of them, which are no further seeds: the same recipe, seed and losses."""
+    first: dict[tuple[str, bytes], str] = {}
+    for run in runs:
+        recipe = json_bytes(settings_of(run.folder)).decode()
+        same = first.setdefault((recipe, run.columns.of("loss")[1].tobytes()), run.name)
+        if same == run.name or recipe == "{}\n":
+            yield run
+        else:
+            warn(f"{run.name} has the recipe, the seed and the losses of {same}: it is omitted, as a copy.")
 
 
 def _print(every: Sequence[RunGroup]) -> None:

@@ -6,6 +6,7 @@ import json
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import islice
 from typing import Any
 
 from kiloword.errors import count
@@ -13,7 +14,7 @@ from kiloword.watch.curves import evaluations, losses, main_evaluations
 from kiloword.watch.runs import Watched, settings_of
 
 SAME = ("seed", "micro", "chunk", "data.bad_share", "data.workers")  # settings in which the runs of a group may differ
-DEEP = 8  # levels of settings
+DEEP, MOST, LONGEST = 8, 2000, 200  # levels of settings, their number, characters of a name
 ABSENT = "\0"
 SPEED = "pairs_per_s"
 
@@ -79,8 +80,12 @@ def groups_of(runs: Sequence[Watched]) -> list[RunGroup]:
 
 
 def _flat(run: Watched) -> dict[str, Any]:
-    """Settings by their place in the recipe, without those in which the runs of a group may differ."""
-    return {path: value for path, value in leaves_of(settings_of(run.folder)) if path and path not in SAME}
+    """Settings by their place in the recipe, without those in which the runs of a group may differ.
+
+    Of a stranger's folder at most MOST, their names cut: a recipe has about 200.
+    """
+    leaves = islice(leaves_of(settings_of(run.folder)), MOST)
+    return {path[:LONGEST]: value for path, value in leaves if path and path not in SAME}
 
 
 def paths_of(groups: Sequence[RunGroup]) -> list[str]:

@@ -51,6 +51,14 @@ def opened(kind: Trackers, run: Path) -> Sink:
     return Wandb(run) if kind == "wandb" else Mlflow(run)
 
 
+def known_names(run: Path) -> dict[str, Any]:
+    """What tracking.json has of this run: nothing where it came with a copy of another folder that is still there."""
+    stored = read_object(run / FILE)
+    of = stored.get("folder")
+    copied = isinstance(of, str) and of != str(run.absolute()) and (Path(of) / FILE).is_file()
+    return {"folder": str(run.absolute())} if copied else stored | {"folder": str(run.absolute())}
+
+
 def values_of(row: Row) -> dict[str, float]:
     """The finite numbers of a row that have a curve."""
     numbers = {name: number(row, name) for name in row if name not in NO_CURVE}
@@ -63,7 +71,7 @@ class Wandb(Sink):
     def __init__(self, run: Path) -> None:
         import wandb
 
-        stored = read_object(run / FILE)
+        stored = known_names(run)
         name = stored.get("wandb")
         self.folder, self.name = run, name if isinstance(name, str) and name.isalnum() else uuid.uuid4().hex[:16]
         write_json(run / FILE, stored | {"wandb": self.name})
@@ -96,14 +104,14 @@ class Wandb(Sink):
         if self._values:
             self.run.log(self._values, step=self._step)
             self.next = self._step + 1
-            if self.offline:  # no server knows
-                write_json(self.folder / FILE, {**read_object(self.folder / FILE), "wandb_step": self._step})
         self._values = {}
 
     def close(self, complete: bool) -> None:
         if complete:
             self._flush()
         self.run.finish(exit_code=0 if complete else 1)
+        if self.offline:  # no server knows; before its end the library may lose rows that it took
+            write_json(self.folder / FILE, {**read_object(self.folder / FILE), "wandb_step": self.next - 1})
 
 
 class Mlflow(Sink):
@@ -115,24 +123,40 @@ class Mlflow(Sink):
         from mlflow.tracking import MlflowClient
 
         self.client: Any = MlflowClient()
-        stored = read_object(run / FILE)
-        self.name = str(stored.get("mlflow") or self._created(run))
-        write_json(run / FILE, stored | {"mlflow": self.name})
-        known = self.client.get_run(self.name).data.metrics
+        stored = known_names(run)
+        name = stored.get("mlflow")
+        data = self._data(name) if isinstance(name, str) else None
+        self.name: str = name if data is not None and isinstance(name, str) else self._created(run)
+        write_json(run / FILE, stored | {"mlflow": self.name})  # at once: a retry goes on with this run
+        if data is None or not data.params:
+            self._describe(run)
+        known = () if data is None else data.metrics
         self.last = {key: max(m.step for m in self.client.get_metric_history(self.name, key)) for key in known}
         self.client.set_terminated(self.name, "RUNNING")
 
-    def _created(self, run: Path) -> str:
-        from mlflow.entities import Param
+    def _data(self, name: str) -> Any:
+        """What the server has of a run; None where it does not know it, such as a new database."""
+        try:
+            return self.client.get_run(name).data
+        except Exception as error:
+            if getattr(error, "error_code", "") == "RESOURCE_DOES_NOT_EXIST":
+                return None
+            raise
 
+    def _created(self, run: Path) -> str:
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
         experiment = self.client.get_experiment_by_name(name)
         place = self.client.create_experiment(name) if experiment is None else experiment.experiment_id
         made: str = self.client.create_run(place, run_name=run.absolute().name).info.run_id
+        return made
+
+    def _describe(self, run: Path) -> None:
+        """Send the settings of the run."""
+        from mlflow.entities import Param
+
         params = [Param(_key(path), str(value)[:LONGEST]) for path, value in leaves_of(settings_of(run))]
         for first in range(0, len(params), PARAMS):
-            self.client.log_batch(made, params=params[first : first + PARAMS])
-        return made
+            self.client.log_batch(self.name, params=params[first : first + PARAMS])
 
     def send(self, rows: Sequence[Row]) -> None:
         from mlflow.entities import Metric

@@ -59,7 +59,7 @@ class Tracking:
         self.sink, self._next = None, now + self._wait
         self._wait = min(2 * self._wait, WAITS[1])
         if not self._warned:
-            reason = scrubbed(" ".join(str(error).split()))[:200] or type(error).__name__
+            reason = scrubbed(" ".join(str(error).split()))[:600] or type(error).__name__
             warn(f"{self.kind} does not take the rows of {self.run} ({reason}). {LATER}")
         self._warned = True
 

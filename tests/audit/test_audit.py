@@ -164,18 +164,23 @@ def test_the_loop_closes_in_two_commands(tmp_path: Path, capsys: pytest.CaptureF
         (folder / f"{n:02d}.txt").write_text(f"image {n} <b>bold</b>\nanother of {n}\n", encoding="utf-8")
     (folder / "07.png").write_bytes(b"no image")
     Image.fromarray(photo(3)).save(folder / "20.png")
+    (folder / "c\td.png").write_bytes(b"no image")
+    (folder / "c\td.txt").write_text("a key that is no word", encoding="utf-8")
+    (folder / "e.txt").write_text("", encoding="utf-8")
+    Image.fromarray(photo(30)).save(folder / "e.png")
     run("train", "clip", "--data", folder, "--steps", 2, "--bad-share", 0.5, "--out", tmp_path / "run", *small)
     out = tmp_path / "audit"
     drop = ["--drop", "mismatch", "unreadable", "duplicate-image"]
     said = run("audit", folder, "--model", tmp_path / "run/model", "--out", out, *drop)
     assert f"to resume, embed first: kiloword embed {tmp_path / 'run/model'} --data {folder} --out F" in said
     found = json.loads((out / "audit.json").read_text(encoding="utf-8"))["findings"]
-    assert (found["unreadable"], found["duplicate-image"]) == (1, 1)
+    assert (found["unreadable"], found["duplicate-image"]) == (3, 1)
     page = (out / "report.html").read_text(encoding="utf-8")
     assert "&lt;b&gt;bold" in page
     assert "<b>bold" not in page
     keep = pyarrow.parquet.read_table(out / "keep.parquet").to_pylist()
-    assert len(keep) == 48
+    assert len(keep) == 50
+    assert {("c\td", 0), ("e", -1)} <= {(row["key"], row["index"]) for row in keep if not row["keep"]}
     assert {(row["key"], row["reason"]) for row in keep if not row["keep"]} >= {
         ("07", "unreadable"),
         ("20", "duplicate-image"),

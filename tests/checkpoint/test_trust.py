@@ -225,7 +225,7 @@ def test_modules_are_imported_by_names_of_ours_alone() -> None:
     asked = {(file, ast.unparse(call.args[0]).replace('"', "'")) for file, call in by_name}
     assert {(file, name) for file, name in asked if not name.startswith("'")} == {
         ("evaluation/task.py", "module"),  # `Deferred`, of names in the declarations of tasks
-        ("methods/registry.py", "f'kiloword.methods.{PRESETS[preset]}'"),
+        ("methods/registry.py", "f'kiloword.methods.{path}'"),
         ("methods/registry.py", "module_name"),
         ("model/trunks/library.py", "name"),
     }

@@ -285,7 +285,7 @@ def test_tokenizers_that_are_none() -> None:
     with pytest.raises(ValueError, match="a context of 2 tokens leaves no room for words"):
         own.cut(["a"], TextConfig(context=2, vocab=270))
     assert own.cut(["a", "dogs dogs"], TextConfig(context=4, vocab=270)) == {1: (4, 2)}
-    with pytest.raises(ValueError, match=r"this tokenizer\.json holds another kind"):
+    with pytest.raises(ValueError, match=r"this tokenizer\.json holds neither SigLIP's kind of vocabulary"):
         siglip_tokenizer_from(own.to_bytes().decode())
     for template in ({"single": []}, {"single": 3}, {"special_tokens": {"start": {"ids": []}}, "single": []}, []):
         with pytest.raises(ValueError, match=r"this tokenizer\.json was not written by kiloword"):

@@ -238,6 +238,20 @@ def test_a_word_of_the_vocabulary_is_no_pad(tmp_path: Path) -> None:
     assert config["pad_token"] == config["eos_token"] == "<end_of_text>"
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_an_export_to_transformers_comes_back(tmp_path: Path) -> None:
+    """With kiloword's own vocabulary, whose tokenizer.json names its special tokens."""
+    for name in LIBRARIES["torch"]:
+        pytest.importorskip(name, reason=f"transformers needs {name}")
+    source = model_folder(tmp_path / "m", "clip")
+    main(["export", "transformers", str(source), "--out", str(tmp_path / "out")])
+    ours, back = kiloword.load(source), kiloword.load(f"hf:{tmp_path / 'out'}")
+    pixels = torch.randint(0, 256, (3, 3, 32, 32), dtype=torch.uint8)
+    torch.testing.assert_close(back.encode_image(pixels)["vec"], ours.encode_image(pixels)["vec"], atol=1e-6, rtol=0)
+    torch.testing.assert_close(back.encode_text(TEXTS)["vec"], ours.encode_text(TEXTS)["vec"], atol=1e-6, rtol=0)
+
+
 def test_weights_are_mapped_back(tmp_path: Path) -> None:
     theirs = {"a": torch.empty(2, 3), "b": torch.empty(2, 3)}
     ours = {"x": torch.arange(12.0).reshape(3, 4)}

@@ -171,6 +171,10 @@ def test_an_export_goes_with_its_own_files(hub: Hub, tmp_path: Path) -> None:
     assert hub.commits == ["Upload export to safetensors"]
 
 
+def odd_answer(*args: Any, **options: Any) -> None:
+    raise AttributeError("'list' object has no attribute 'get'")
+
+
 def broken_storage(*args: Any, **options: Any) -> None:
     raise RuntimeError("no space left")
 
@@ -191,6 +195,9 @@ def test_nothing_goes_where_the_hub_or_the_user_says_no(
     with monkeypatch.context() as storage:  # as hf_xet says what it has no other error for
         storage.setattr("huggingface_hub.HfApi.create_commit", broken_storage)
         assert "refuses the upload to me/model: no space left" in refused([model, "me/model"], capsys)
+    with monkeypatch.context() as answers:  # as for "[1]" where the library expects an object
+        answers.setattr("huggingface_hub.HfApi.create_commit", odd_answer)
+        assert "is HF_ENDPOINT a hub?" in refused([model, "me/model"], capsys)
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     assert "127.0.0.1:9 cannot be reached" in refused([model, "me/model"], capsys)
     monkeypatch.delenv("HF_TOKEN")

@@ -88,11 +88,25 @@ def test_gaussians_get_their_variance(tmp_path: Path) -> None:
     assert table["image_uncertainty"].to_pylist() == [pytest.approx(float(matcher.uncertainty(features)[0])), None]
 
 
+def test_blocks_without_a_path_keep_the_column(model: Path) -> None:
+    """Whatever type Arrow gives a block: all blocks of a data set have the same columns."""
+    embed = Embedder(model)
+    for column in (pa.array([None, None]), pa.array(["a", None]), pa.array(["a", "b"]).dictionary_encode()):
+        assert "image" in embed(pa.table({"image": column})).column_names
+    assert "image" in embed({"image": ["nowhere.png", None]}).column_names
+    assert "image" not in embed({"image": [png(1), None]}).column_names
+
+
 def test_what_cannot_be_is_refused(model: Path) -> None:
     with pytest.raises(ValueError, match="decoder"):
         Embedder(model, caption=True)
     with pytest.raises(ValueError, match="no column to read"):
         Embedder(model, image=None)
+    with pytest.raises(ValueError, match="has a column 'error', which the Embedder writes"):
+        Embedder(model)(pa.table({"image": [png(1)], "error": ["of another"]}))
+    for odd in (["\ud800"], [1, "a"]):
+        with pytest.raises(ValueError, match="the column 'other' cannot be kept in a table"):
+            Embedder(model)({"image": [png(1)] * len(odd), "other": odd})
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import statistics
 from pathlib import Path
 
@@ -45,6 +46,25 @@ def test_seeds_are_one_group_with_a_spread(runs: Path, capsys: pytest.CaptureFix
     out = capsys.readouterr().out
     assert "0.25 +- 0.071" in out
     assert "different quantities" in out
+
+
+def test_a_strangers_settings_are_bounded(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        some_run(tmp_path / "runs" / name, "clip", 1e-3, 0, 0.2 if name == "a" else 0.3)
+        config = json.loads((tmp_path / "runs" / name / "config.json").read_text())
+        config["recipe"] |= {f"{name}{n}": n for n in range(20_000)} | {"x" * 1_000_000: name}
+        (tmp_path / "runs" / name / "config.json").write_text(json.dumps(config))
+    main(["compare", str(tmp_path / "runs"), "--json", str(tmp_path / "c.json")])
+    assert (tmp_path / "c.json").stat().st_size < 1_000_000
+
+
+def test_a_copied_run_is_no_further_seed(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(runs / "slow-0", runs / "slow-copy")
+    file = runs.parent / "compared.json"
+    main(["compare", str(runs), "--json", str(file)])
+    members = [Path(run["folder"]).name for group in json.loads(file.read_text())["groups"] for run in group["runs"]]
+    assert sorted(members) == ["fast-0", "fast-1", "other", "slow-0", "slow-1"]
+    assert "slow-copy has the recipe, the seed and the losses of slow-0" in capsys.readouterr().err
 
 
 def test_losses_of_other_methods_and_batches_have_plots_of_their_own(runs: Path) -> None:

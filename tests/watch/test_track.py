@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -122,6 +123,34 @@ def test_offline_rows_are_known_here(server: Server, tmp_path: Path, monkeypatch
     assert segments == [[1, 2], [3, 4, 5]]
 
 
+def test_rows_that_an_offline_library_lost_are_sent_again(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed with its library before the end, which alone writes what was taken."""
+    segments: list[list[int]] = []
+
+    def init(**_: Any) -> SimpleNamespace:
+        segments.append([])
+        logged = segments[-1].append
+        return SimpleNamespace(step=0, log=lambda v, step: logged(step), finish=lambda exit_code: 0, offline=True)
+
+    monkeypatch.setattr(sys.modules["wandb"], "init", init)
+    out = write(tmp_path / "run", rows_until(3))
+    assert Tracking("wandb", out).update(0.0)  # and no end
+    assert Tracking("wandb", out).close(complete=True)
+    assert segments == [[1, 2], [1, 2, 3]]
+
+
+def test_a_copied_folder_is_another_run(tmp_path: Path) -> None:
+    out = write(tmp_path / "run", rows_until(2))
+    (out / sinks.FILE).write_text(json.dumps(sinks.known_names(out) | {"wandb": "abc"}))
+    assert sinks.known_names(out)["wandb"] == "abc"
+    shutil.copytree(out, tmp_path / "copy")
+    assert sinks.known_names(tmp_path / "copy") == {"folder": str(tmp_path / "copy")}
+    out.rename(tmp_path / "moved")
+    assert sinks.known_names(tmp_path / "moved")["wandb"] == "abc"
+
+
 class Client:
     """What MLflow keeps, which takes any metric any number of times."""
 
@@ -139,7 +168,7 @@ class Client:
         return SimpleNamespace(info=SimpleNamespace(run_id="r"))
 
     def get_run(self, name: str) -> SimpleNamespace:
-        return SimpleNamespace(data=SimpleNamespace(metrics=dict.fromkeys(self.kept)))
+        return SimpleNamespace(data=SimpleNamespace(metrics=dict.fromkeys(self.kept), params=self.params))
 
     def get_metric_history(self, name: str, key: str) -> list[SimpleNamespace]:
         return [SimpleNamespace(step=step) for step, _ in self.kept[key]]
@@ -175,7 +204,29 @@ def test_mlflow_gets_each_metric_of_a_step_once(tmp_path: Path, monkeypatch: pyt
     assert Client.kept["val/accuracy"] == [(2, 0.2), (4, 0.4)]
     assert Client.kept["val/text_recall_at_1"] == [(4, 0.5)]
     assert ("method", "siglip") in Client.params
-    assert json.loads((out / sinks.FILE).read_text()) == {"mlflow": "r"}
+    assert json.loads((out / sinks.FILE).read_text()) == {"mlflow": "r", "folder": str(out)}
+
+
+def test_a_run_that_the_server_lost_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Client, "kept", {})
+    monkeypatch.setattr(Client, "params", [])
+    tracking, entities, mlflow = ModuleType("mlflow.tracking"), ModuleType("mlflow.entities"), ModuleType("mlflow")
+
+    class Forgetful(Client):
+        def get_run(self, name: str) -> SimpleNamespace:
+            error = RuntimeError("no such run")
+            vars(error)["error_code"] = "RESOURCE_DOES_NOT_EXIST"
+            raise error
+
+    vars(tracking)["MlflowClient"] = Forgetful
+    vars(entities).update(Metric=lambda *values: values, Param=lambda *values: values)
+    for module in (mlflow, tracking, entities):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    out = write(tmp_path / "run", rows_until(3))
+    (out / sinks.FILE).write_text(json.dumps({"mlflow": "gone"}))
+    assert Tracking("mlflow", out).close(complete=True)
+    assert [step for step, _ in Client.kept["loss"]] == [1, 2, 3]
+    assert json.loads((out / sinks.FILE).read_text())["mlflow"] == "r"
 
 
 def test_the_process_beside_a_run_ends_with_it(

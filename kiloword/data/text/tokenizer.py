@@ -222,11 +222,22 @@ def siglip_tokenizer(path: str | Path) -> Tokenizer:
     return siglip_tokenizer_from(read(path))
 
 
+def exported_tokenizer_from(document: str) -> Tokenizer | None:
+    """A vocabulary of kiloword from the tokenizer.json of an export, which names its special tokens; else None."""
+    backend = tokenizers.Tokenizer.from_str(document)
+    ids = {name: backend.token_to_id(f"<{name}>") for name in ("start", "end", "pad", "mask", "cls", "unc")}
+    known: dict[str, Any] = {name: value for name, value in ids.items() if value is not None}
+    return _with_roles(backend, Roles(**known)) if len(known) == len(ids) else None
+
+
 def siglip_tokenizer_from(document: str) -> Tokenizer:
     """SigLIP's vocabulary from the text of a `tokenizer.json`; ValueError when it holds no unigram model."""
     parsed = json.loads(document)
     if parsed.get("model", {}).get("type") != "Unigram":
-        raise ValueError("SigLIP's tokenizer is a sentencepiece unigram model; this tokenizer.json holds another kind")
+        raise ValueError(
+            "this tokenizer.json holds neither SigLIP's kind of vocabulary (a sentencepiece unigram model) nor one of "
+            "kiloword."
+        )
     backend = tokenizers.Tokenizer.from_str(document)
     backend.no_truncation()
     backend.no_padding()

@@ -61,7 +61,9 @@ def prompts(classnames: Sequence[str], templates: Templates) -> tuple[list[str],
     else:
         if not templates or isinstance(templates, str):
             raise ValueError(f"templates must be a list of prompts with {{c}} for the class name, got {templates!r}")
-        with_slot = slotted(templates, "templates")
+        # open_clip's templates are functions of the name
+        written: list[str] = [template(SLOT) if callable(template) else template for template in templates]
+        with_slot = slotted(written, "templates")
         lists = [[template.replace(SLOT, name) for template in with_slot] for name in classnames]
     return [prompt for group in lists for prompt in group], [i for i, group in enumerate(lists) for _ in group]
 
