@@ -40,6 +40,10 @@ class Draw:
         """A fresh generator for one purpose ("crop", "flip", ...): a second call gives the same numbers."""
         return generator(self.seed, self.epoch, self.row, purpose)
 
+    def other(self, purpose: str) -> Draw:
+        """Other choices of the same row and epoch, such as for a second view of its image."""
+        return Draw(key(self.seed, purpose), self.epoch, self.row)
+
     @property
     def sample_seed(self) -> int:
         """The value in `Batch.seeds` for this row."""

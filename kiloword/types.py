@@ -105,6 +105,7 @@ class Example:
     question: str | None = None
     image_features: dict[str, Tensor] = field(default_factory=dict)  # feature stores, joined by key
     text_features: dict[str, Tensor] = field(default_factory=dict)  # every value [captions, ...]
+    inputs: dict[str, Tensor | Sequence[str]] = field(default_factory=dict)  # of the method, by name
 
 
 class Fetch(Protocol):
@@ -116,6 +117,13 @@ class Fetch(Protocol):
 
     def __len__(self) -> int: ...
     def example(self, row: int, draw: Draw) -> Example: ...
+
+    def view(self, row: int, draw: Draw, augment: Any, size: int = 0) -> Tensor:
+        """The image of a readable row, such as `Example.row`, augmented otherwise: uint8 [3, size, size].
+
+        Args: augment: an `AugmentConfig`; size: in pixels, 0: that of the model's images.
+        Raises: ValueError where tokens are read in place of images.
+        """
 
 
 Transform = Callable[[Example, Fetch, Draw], Example]
@@ -183,10 +191,38 @@ class Texts:
 def _changed(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Apply a function to a tensor, to texts, or to the values of a dict."""
     if isinstance(value, dict):
-        return {name: change(inner) for name, inner in value.items()}
-    if isinstance(value, Texts):
+        return type(value)({name: _changed(inner, change) for name, inner in value.items()})
+    if isinstance(value, Texts | TextGroup):
         return value.each(change)
     return None if value is None else change(value)
+
+
+@dataclass
+class TextGroup:
+    """Further texts of the images of a batch: any number for each, none too."""
+
+    texts: Texts
+    image_of_text: Tensor  # [T'] int64, row of `Batch.images`, ascending
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> TextGroup:
+        """Apply a function to every tensor."""
+        return TextGroup(self.texts.each(change), change(self.image_of_text))
+
+    def part(self, i: int, j: int) -> TextGroup:
+        """Those of images i to j."""
+        bounds = self.image_of_text.new_tensor([i, j])
+        first, end = torch.searchsorted(self.image_of_text, bounds).tolist()
+        return TextGroup(self.texts.cut(first, end), self.image_of_text[first:end] - i)
+
+
+class BatchInputs(dict[str, Tensor | TextGroup]):
+    """Further fields of a batch, by name."""
+
+    def __missing__(self, name: str) -> Tensor | TextGroup:
+        has = f"has {', '.join(map(repr, self))}" if self else "has none"
+        raise ValueError(
+            f"a loss reads the input {name!r}, which nothing makes: this batch {has}. See `Method.inputs`."
+        )
 
 
 @dataclass
@@ -202,6 +238,7 @@ class Batch:
     image_features: dict[str, Tensor] = field(default_factory=dict)  # [I, ...]
     text_features: dict[str, Tensor] = field(default_factory=dict)  # [T, ...]
     questions: Texts | None = None  # [I] texts, for VQA
+    inputs: BatchInputs = field(default_factory=BatchInputs)  # of the method: [I, ...], or texts of images
     skipped: list[Skipped] = field(default_factory=list)
     made_s: float = 0.0  # seconds that the loader took for it
     before_move: Batch | None = field(default=None, init=False)  # the batch on which `to` was called
@@ -236,12 +273,16 @@ class Batch:
             image_features={k: v[i:j] for k, v in self.image_features.items()},
             text_features={k: v[t:u] for k, v in self.text_features.items()},
             questions=None if self.questions is None else self.questions.cut(i, j),
+            inputs=BatchInputs(
+                {k: v.part(i, j) if isinstance(v, TextGroup) else v[i:j] for k, v in self.inputs.items()}
+            ),
         )
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Batch:
         """Apply a function to every tensor."""
-        names = ("images", "texts", "image_of_text", "seeds", "position", "composed", "image_features", "text_features")
-        return replace(self, **{name: _changed(getattr(self, name), change) for name in (*names, "questions")})
+        whole = ("images", "texts", "image_of_text", "seeds", "position", "composed", "questions")
+        names = (*whole, "image_features", "text_features", "inputs")
+        return replace(self, **{name: _changed(getattr(self, name), change) for name in names})
 
     def to(self, device: torch.device | str) -> Batch:
         moved = self.each(lambda x: x.to(device, non_blocking=True))
@@ -308,12 +349,31 @@ class PairBlocks(Protocol):
     def beside(self, name: str) -> PairBlocks:
         """The same pairs, scored by the auxiliary head that is the attribute `name` of the model's head."""
 
+    def row(self, name: str) -> Tensor:
+        """A feature of the local images, [I, ...], without scoring anything."""
+
+    def column(self, name: str) -> Tensor:
+        """A feature of the texts of all ranks, [T, ...]; precomputed ones are gathered when they are first read."""
+
     def block(self, rows: slice, columns: slice) -> Pairs:
         """One block, without gradient."""
 
-    def total(self, loss: Callable[[Pairs, slice, slice], tuple[Tensor, Tensor]]) -> Tensor:
-        """Sum over all blocks of `loss`, which returns values [i] and their gradient by the logits [i, t]."""
+    def total(self, loss: Callable[[Pairs, slice, slice], Tensor | tuple[Tensor, Tensor]]) -> Tensor:
+        """Sum over all blocks of `loss`, which returns values [i] and, unless autograd shall compute it, their gradient
+        by the logits [i, t]."""
 
 
 PairLoss = Callable[[PairBlocks, Positives], Total]
 """Returns the sum over the rows of this rank, and the count (images or texts) to divide by for a mean."""
+
+
+@dataclass(frozen=True)
+class Input:
+    """A further field of every batch, `Batch.inputs[name]`, which the loader makes from each example.
+
+    It stays on its rank: what other ranks need of it, a contrast returns as features.
+    """
+
+    make: Callable[[Example, Fetch, Draw], Tensor | Sequence[str]]  # after the transforms; uint8 for images, or texts
+    shape: Callable[[Any], tuple[int, ...]] | None = None  # of the tensor, by the ModelConfig; None: texts, any number
+    note: Callable[[Source], str] | None = None  # for the user, printed before the first step

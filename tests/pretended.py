@@ -32,7 +32,7 @@ from kiloword.training.accumulate import backward
 from kiloword.training.learner import learner_of
 from kiloword.training.meter import is_bad
 from kiloword.training.optimizer import Average, Optimizer
-from kiloword.types import Batch, Texts
+from kiloword.types import Batch, BatchInputs, Input, TextGroup, Texts
 
 GUARDS = "_ZN3c104impl26device_guard_impl_registryE"  # of libc10: a guard a device type
 CUDA, META = 1, 14  # places in it
@@ -265,7 +265,15 @@ def a_batch(method: Method, config: ModelConfig, images: int, captions: int) -> 
         image_features=image_features,
         text_features=text_features,
         questions=Texts.pack([[1] * (4 + i % 3) for i in range(images)]) if "questions" in method.needs else None,
+        inputs=BatchInputs({name: an_input(one, config, images) for name, one in method.inputs.items()}),
     )
+
+
+def an_input(one: Input, config: ModelConfig, images: int) -> Tensor | TextGroup:
+    """An input of the method: zeros in its shape, or a text for every image."""
+    if one.shape is not None:
+        return torch.zeros(images, *one.shape(config), dtype=torch.uint8)
+    return TextGroup(Texts.pack([[1] * (4 + i % 3) for i in range(images)]), torch.arange(images))
 
 
 @dataclass(frozen=True)
@@ -302,6 +310,8 @@ def step(
                 passes = sum(watch.kernels.values())
                 report |= moving.step(n, report["loss"])
                 learner.model.head.clamp_()
+                for change in method.after_step:
+                    change(learner, n + 1)
                 average.update(learner, n, report["skipped_step"])
                 is_bad(report)
     return Step(watch, passes, report, missing)

@@ -49,6 +49,7 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
             f"kiloword/methods/{name}.py": "one method a file"
             for name in ("clip", "clip_c", "siglip", "coca/coca", "coca/sycoca", "coca/vqa", "llip/preset")
         },
+        "kiloword/cli/verify.py": "one verb a file",
         "kiloword/mining/options.py": "imports no torch: help is instant",
         "kiloword/terminal/screen.py": "imports rich, which only tables need",
         "kiloword/errors.py": "below all rooms",

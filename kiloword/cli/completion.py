@@ -80,7 +80,7 @@ def table(verbs: Mapping[str, Any], app: Any, choices: Choices) -> Table:
         if verb not in verbs:
             _add(known, verb, described)
     known |= {f"{verb} :": list(words) for verb, (_, words) in choices.items()}
-    known |= {"eval :": [*TASKS, "suite"], "eval suite :": suites(), "verify :": presets()}
+    known |= {"eval :": [*TASKS, "suite"], "eval suite :": suites()}
     known |= {"--device": DEVICES, "--size": list(sizes()), "--recipe": recipe_names(), "--method": presets()}
     for task in TASKS.values():
         _add(known, f"eval {task.name}", _spec(partial(_parse, verbs["eval"].flags(task))))
@@ -90,20 +90,20 @@ def table(verbs: Mapping[str, Any], app: Any, choices: Choices) -> Table:
 
 
 def _add_methods(known: Table, verbs: Mapping[str, Any], presets: Sequence[str]) -> None:
-    """Flags of train, sweep and plan, and the settings of each method."""
+    """Flags of train, sweep, plan and verify, and the settings of each method."""
     from kiloword.methods.registry import find
 
     first = presets[0]
-    for verb in ("train", "plan"):
+    for verb in ("train", "plan", "verify"):
         _add(known, verb, _spec(partial(_method, verbs[verb].main, first)))
         known[verb] = [flag for flag in known[verb] if not flag.startswith("--settings.")] + ["--help-all"]
     _add(known, "sweep", _spec(partial(_parse, verbs["sweep"].SweepOptions)))
     known["sweep"] += [flag for flag in known["train"] if flag not in known["sweep"]]
     known |= {f"sweep{key[5:]}": words for key, words in known.items() if key.startswith("train --")}
-    known |= {f"{verb} :": list(presets) for verb in ("train", "sweep", "plan")}
+    known |= {f"{verb} :": list(presets) for verb in ("train", "sweep", "plan", "verify")}
     for preset in presets:
         settings = list(leaves(kind())) if (kind := find(preset)[1]) else []
-        for verb in ("train", "sweep", "plan"):
+        for verb in ("train", "sweep", "plan", "verify"):
             known[f"{verb} {preset}"] = [f"--settings.{leaf.flag}" for leaf in settings]
             for leaf in settings:
                 values = get_args(get_type_hints(leaf.owner)[leaf.field.name])

@@ -26,12 +26,12 @@ from kiloword.model.model import Model, tower_shape
 from kiloword.terminal import say
 from kiloword.terminal.screen import Screen, plain_table
 
-_WIDE = 240  # columns where the output is no terminal
+_WIDE = 280  # columns where the output is no terminal
 
 
 def methods_table() -> None:
     """Print the methods with sources and components, then the components for mixing."""
-    slots_shown = ("transforms", "captions", "pooling", "uncertainty", "positives", "pair loss", "terms")
+    slots_shown = ("transforms", "captions", "pooling", "uncertainty", "positives", "pair loss", "contrasts", "terms")
     table = plain_table("method", "source", *slots_shown, "summary")
     for name in names():
         table.add_row(*slots(preset(name)).values())
@@ -57,6 +57,7 @@ def slots(method: Method) -> dict[str, str]:
         "uncertainty": "" if uncertainty is None else _word(uncertainty),
         "positives": _word(method.positives),
         "pair loss": _word(method.pair_loss).removesuffix(" loss") if method.pair_weight else "",
+        "contrasts": ", ".join(method.contrasts),
         "terms": ", ".join(method.terms),
         "summary": method.summary,
     }

@@ -15,7 +15,7 @@ from tyro.conf import Positional, arg
 from kiloword.__version__ import __version__
 from kiloword.addresses import scrubbed
 from kiloword.checkpoint.trust import Trust
-from kiloword.cli import evaluate, plan, sweep, train
+from kiloword.cli import evaluate, plan, sweep, train, verify
 from kiloword.cli.classify import classify
 from kiloword.cli.embed import audit, embed
 from kiloword.cli.exchange import TARGETS, Format, export, import_, push
@@ -44,7 +44,7 @@ CHOICES = {  # of the first argument
     "recipes": ("action", get_args(Listing)),
 }
 # verbs whose flags depend on the words before them
-OWN_FLAGS = {"train": train, "sweep": sweep, "eval": evaluate, "plan": plan}
+OWN_FLAGS = {"train": train, "sweep": sweep, "eval": evaluate, "plan": plan, "verify": verify}
 
 
 for name, verb in OWN_FLAGS.items():
@@ -207,24 +207,6 @@ def data(
         from kiloword.training.dry_run import draw_examples
 
         say(draw_examples(source, as_, size, png))
-
-
-@app.command
-def verify(
-    method: Positional[str],
-    ranks: tuple[int, ...] = (1, 2, 4),
-    trunks: Literal["none", "cached", "frozen", "tuned"] = "none",
-) -> None:
-    """Check that a method's gradients do not depend on ranks, micro-batches, blocks or order; about a minute.
-
-    Args:
-        method: preset, or your own module:preset.
-        ranks: numbers of processes to compare.
-        trunks: towers on trunks of other libraries, with random weights: frozen, tuned, or their tokens cached.
-    """
-    from kiloword.verify.suite import main as run
-
-    run(method, ranks, trunks=trunks)
 
 
 app.command(name="import")(import_)

@@ -170,7 +170,7 @@ def mixed(method: str, argv: Sequence[str]) -> str:
     Raises: ValueError for a component that its flag does not take, and for --terms of nothing.
     """
     if "--terms" in argv and not values_of(argv, "--terms"):
-        raise ValueError("--terms has no value: expected one or several of caption, mim and inclusion.")
+        raise ValueError("--terms has no value: expected one or several of caption, mim, inclusion and self-distill.")
     if values_of(argv, "--captions") == ("many",):
         raise ValueError(f"--captions is 'many': expected one, all or a number, or {method or 'METHOD'}+many.")
     chosen = [(flag, word) for flag in MIXING for word in values_of(argv, flag)]
@@ -181,7 +181,7 @@ def mixed(method: str, argv: Sequence[str]) -> str:
     for flag, word in chosen:
         slot = flag.removeprefix("--").replace("-", " ")
         fits = [name for name, component in components().items() if component.slot == slot]
-        if word not in fits:
+        if word not in fits and ":" not in word:
             raise ValueError(f"{flag} is {word!r}: expected {' or '.join(fits)}.")
     return "+".join([method, *(word for _, word in chosen)])
 

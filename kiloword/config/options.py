@@ -17,12 +17,15 @@ Compile = Literal["none", "blocks", "towers", "cudagraphs"]
 class Mixing(BaseSettings):
     """Components of other methods (`kiloword methods`), one or several for each slot."""
 
-    pooling: str | None = setting(None, "another method's pooling: contextual")
+    pooling: str | None = setting(None, "another method's pooling: contextual, attended")
     transforms: str | None = setting(None, "another method's transforms: compose, mixup, cutmix, stylistic")
     positives: str | None = setting(None, "another method's positives: mined, exact, fff")
     pair_loss: str | None = setting(None, "another method's pair loss: softmax, sigmoid, supcon, ppcl, matching")
     uncertainty: str | None = setting(None, "gaussian: features with a variance")
-    terms: tuple[str, ...] = setting((), "more terms of the loss, one or several: caption, mim, inclusion")
+    contrasts: tuple[str, ...] = setting((), "further pair losses, one or several: simclr, reinforced, negatives")
+    terms: tuple[str, ...] = setting(
+        (), "more terms of the loss, one or several: caption, mim, inclusion, self-distill"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 
@@ -27,7 +27,7 @@ from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.data.token_join import TokenizerWithTokens, WithTokens, check_tokenizer
 from kiloword.data.token_store import ImageTokens, TextTokens, augmented_first, check_alike, served
 from kiloword.randomness import Draw, key
-from kiloword.types import BadSample, Batch, Example, Skipped, Source, Transform
+from kiloword.types import BadSample, Batch, BatchInputs, Example, Input, Skipped, Source, TextGroup, Transform
 
 ATTEMPTS = 32  # rows tried in place of a bad one; with 1% bad rows all fail with probability 10^-64
 
@@ -37,11 +37,11 @@ class Loader:
     """One rank's share of every global batch; a batch is a pure function of its step.
 
     Args: order: of the rows; data: how images are read and captions chosen; text: how captions are packed; transforms:
-    of examples, in order; stores: of features that are added to examples; image_tokens, text_tokens: stores of tokens
-    in place of images (of the view epoch mod K) and of words; truth: texts also carry which images of the global batch
-    they describe; questions: every image has the question that its texts answer; train: False: images as for
-    evaluation, no transforms; timeout: in seconds per step; given_up: rows that took too long to decode, to be skipped
-    from the start.
+    of examples, in order; inputs: further fields of a batch, made from transformed examples; stores: of features that
+    are added to examples; image_tokens, text_tokens: stores of tokens in place of images (of the view epoch mod K) and
+    of words; truth: texts also carry which images of the global batch they describe; questions: every image has the
+    question that its texts answer; train: False: images as for evaluation, no transforms; timeout: in seconds per step;
+    given_up: rows that took too long to decode, to be skipped from the start.
     Errors: ValueError when the batch does not divide over the ranks, the order or a feature store is of other data,
     or the source has no ground truth or no questions.
     """
@@ -53,6 +53,7 @@ class Loader:
     image_size: int
     tokenizer: Tokenizer
     transforms: Sequence[Transform] = ()
+    inputs: Mapping[str, Input] = field(default_factory=dict)
     stores: Sequence[FeatureStore] = ()
     image_tokens: Sequence[ImageTokens] = ()
     text_tokens: Sequence[TextTokens] = ()
@@ -69,6 +70,7 @@ class Loader:
     _train: TrainTransform = field(init=False, repr=False)
     _eval: EvalTransform = field(init=False, repr=False)
     _untouched: bool = field(init=False, repr=False)
+    _views: dict[tuple[AugmentConfig, int], TrainTransform] = field(default_factory=dict, init=False, repr=False)
     _epochs: dict[int, Source] = field(init=False, repr=False)
     _ahead: Ahead | None = field(init=False, repr=False)
     _omitted: Omitted | None = field(init=False, repr=False)
@@ -126,9 +128,10 @@ class Loader:
 
     @property
     def notes(self) -> list[str]:
-        """Notes of keep-lists and transforms for the user, printed before the first step."""
+        """Notes of keep-lists, transforms and inputs for the user, printed before the first step."""
         lists = [] if self._omitted is None else [f"--keep {self._omitted}"]
-        return lists + [note for transform in self.transforms if (note := getattr(transform, "note", None))]
+        inputs = [one.note(self.source) for one in self.inputs.values() if one.note]
+        return [*lists, *(note for transform in self.transforms if (note := getattr(transform, "note", None))), *inputs]
 
     def batches(self, start: int = 0, stop: int | None = None, pin: bool = False) -> Iterator[Batch]:
         """This rank's batches of the steps [start, stop); without end when stop is None.
@@ -168,6 +171,8 @@ class Loader:
                 example.text_features["truth"] = self._truth(example, row, rows)
             for transform in self.transforms if self.train else ():
                 example = transform(example, reader, draw)
+            for name, one in self.inputs.items() if self.train else ():
+                example.inputs[name] = one.make(example, reader, draw)
             examples.append(example)
             seeds.append(draw.sample_seed)
         return examples, seeds, reader.skipped
@@ -221,8 +226,18 @@ class Loader:
             image_features=_join([e.image_features for e in examples], torch.stack),
             text_features=_join([e.text_features for e in examples], torch.cat),
             questions=self.tokenizer.encode(questions, self.text) if self.questions else None,
+            inputs=BatchInputs({name: self._field(name, examples) for name in examples[0].inputs}),
             skipped=skipped,
         )
+
+    def _field(self, name: str, examples: list[Example]) -> Tensor | TextGroup:
+        """One of the method's inputs for a whole batch: [I, ...], or texts of the images."""
+        values = [e.inputs[name] for e in examples]
+        if isinstance(values[0], Tensor):
+            return torch.stack([value for value in values if isinstance(value, Tensor)])
+        texts = self.tokenizer.encode([text for value in values for text in value], self.text)
+        rows = np.repeat(np.arange(len(values)), [len(value) for value in values])
+        return TextGroup(texts, torch.from_numpy(rows))
 
 
 class BatchReader:
@@ -243,6 +258,22 @@ class BatchReader:
     def example(self, row: int, draw: Draw) -> Example:
         """Any row of the data set, augmented with `draw`; another row replaces a bad one."""
         return self.readable(row, draw)[0]
+
+    def view(self, row: int, draw: Draw, augment: AugmentConfig, size: int = 0) -> Tensor:
+        """The image of a readable row, augmented otherwise. Raises: ValueError where tokens are read for images."""
+        loader = self.loader
+        record = read(self.source, row)
+        if record.tokens is not None:
+            raise ValueError(
+                "the method makes views of images, but --image-features gives tokens in their place: omit it, so that "
+                "the images are read."
+            )
+        key = augment, size or loader.image_size
+        if key not in loader._views:
+            natural = loader._train.natural
+            loader._views[key] = TrainTransform(key[1], augment, loader.resize, loader.data.decoder, natural)
+        with decoding(row, draw.epoch if hasattr(loader.source, "at") else 0):
+            return loader._views[key](record.image, draw)
 
     def readable(self, row: int, draw: Draw) -> tuple[Example, Draw]:
         """The example of a row, or of the first readable replacement in a walk keyed by (seed, epoch, row, attempt).

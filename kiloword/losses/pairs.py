@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kiloword.distributed.collectives import extreme_over_ranks, ranks, sum_over_ranks
+from kiloword.losses.inputs import LazyFeatures, learns
 from kiloword.types import Features, Pairs, Positives, Total
 
 if TYPE_CHECKING:
@@ -24,25 +25,26 @@ if TYPE_CHECKING:
 # whether backward runs with retain_graph; versions of torch without this function get copies
 _graph_is_kept = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
 
-BlockLoss = Callable[[Pairs, slice, slice], tuple[Tensor, Tensor]]
-"""Values [i] of one block, one per image, and the gradient of their sum by the logits [i, t]."""
+BlockLoss = Callable[[Pairs, slice, slice], Tensor | tuple[Tensor, Tensor]]
+"""Values [i] of one block, one per row, and the gradient of their sum by the logits [i, t].
+
+A loss that returns the values alone is differentiated by autograd, from one block's logits. What the logits of other
+blocks contribute, such as the sums of a softmax, autograd does not see: such a loss states its derivative.
+"""
 
 
-def by_autograd(values: Callable[[Pairs, slice, slice], Tensor]) -> BlockLoss:
-    """A loss of blocks written without its derivative, which autograd computes from one block's logits.
-
-    Args: values: [i] of a block, summed over its texts; only `logits` have a gradient. What the logits of other blocks
-    contribute, such as the sums of a softmax, autograd does not see: such a loss states its derivative.
-    """
-
-    def loss(block: Pairs, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
-        with torch.enable_grad():
-            logits = block.logits.detach().requires_grad_()
-            by_image = values(replace(block, logits=logits), rows, columns)
-            (gradient,) = torch.autograd.grad(by_image.sum(), logits)
-        return by_image.detach(), gradient
-
-    return loss
+def _with_derivative(loss: BlockLoss, block: Pairs, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
+    """Values [i] and gradient [i, t] of a block."""
+    with torch.no_grad():
+        result = loss(block, rows, columns)
+    if not isinstance(result, Tensor):
+        return result
+    with torch.enable_grad():
+        logits = block.logits.detach().requires_grad_()
+        values = loss(replace(block, logits=logits), rows, columns)
+        assert isinstance(values, Tensor)
+        (gradient,) = torch.autograd.grad(values.sum(), logits)
+    return values.detach(), gradient
 
 
 class _WithGradient(torch.autograd.Function):
@@ -69,7 +71,9 @@ class Blocks:
         """images: features of this rank, every value [I, ...] with "position" [I]; texts: features of all ranks,
         with the "position" [T] of the image of each text; chunk: rows and columns per block, 0: the head's choice."""
         column = torch.arange(len(texts["vec"]), device=texts["vec"].device)
-        self.head, self.images, self.texts, self.chunk = head, images, {**texts, "column": column}, chunk
+        later = texts.later if isinstance(texts, LazyFeatures) else None
+        self.head, self.images, self.chunk = head, LazyFeatures(images), chunk
+        self.texts = LazyFeatures({**texts, "column": column}, later)
         self.shape = (len(images["vec"]), len(texts["vec"]))
         self.step = (chunk, chunk) if chunk else head.block(images, texts)
         self.rows, self.annotated_sum, self.annotated_count = (images["vec"].new_zeros(self.shape[0]) for _ in range(3))
@@ -90,6 +94,14 @@ class Blocks:
         """The same pairs, scored by the auxiliary head that is the attribute `name` of this head."""
         return Blocks(getattr(self.head, name), self.images, self.texts, self.chunk)
 
+    def row(self, name: str) -> Tensor:
+        """A feature of this rank's rows, [I, ...]. Raises: ValueError when nothing provides it."""
+        return self.images[name]
+
+    def column(self, name: str) -> Tensor:
+        """A feature of all ranks' columns, [T, ...]; nothing is scored. Raises: ValueError as `row`."""
+        return self.texts[name]
+
     def block(self, rows: slice, columns: slice) -> Pairs:
         """One block, logits without gradient."""
         if self._whole:
@@ -104,7 +116,7 @@ class Blocks:
         if not (torch.is_grad_enabled() and any(x.requires_grad for x in inputs)):
             for rows, columns in self.blocks():
                 pairs = self.block(rows, columns)
-                self._note(pairs, loss(pairs, rows, columns)[0], rows)
+                self._note(pairs, _values(loss(pairs, rows, columns)), rows)
             return self.rows.sum()
         sums: list[Tensor | None] = [torch.zeros_like(x) if x.requires_grad else None for x in inputs]
         for rows, columns in self.blocks():
@@ -126,8 +138,7 @@ class Blocks:
     def _add_gradients(self, loss: BlockLoss, rows: slice, columns: slice, sums: list[Tensor | None]) -> None:
         """Add the gradients of one block to `sums` (images, texts, weights) in place."""
         pairs, leaves = self._scored(rows, columns)
-        with torch.no_grad():
-            values, by_logits = loss(pairs, rows, columns)
+        values, by_logits = _with_derivative(loss, pairs, rows, columns)
         self._note(pairs, values, rows)
         targets = [*leaves, *self._weights]
         gradients = torch.autograd.grad(pairs.logits, targets, by_logits, allow_unused=True)
@@ -152,10 +163,10 @@ class Blocks:
         return scored
 
     def _leaves(self, rows: slice, columns: slice) -> tuple[Features, Features]:
-        def cut(features: Features, part: slice) -> Features:
-            return {k: v[part].detach().requires_grad_() if learns(k, v) else v[part] for k, v in features.items()}
+        def leaf(name: str, value: Tensor) -> Tensor:
+            return value.detach().requires_grad_() if learns(name, value) else value
 
-        return cut(self.images, rows), cut(self.texts, columns)
+        return self.images.part(rows, leaf), self.texts.part(columns, leaf)
 
     def _pairs(self, images: Features, texts: Features) -> Pairs:
         logits = self.head.logits(self.head.score(images, texts))
@@ -166,9 +177,8 @@ class Blocks:
         return (v for k, v in features.items() if learns(k, v))
 
 
-def learns(name: str, value: Tensor) -> bool:
-    """Whether a feature can have a gradient: precomputed features are constants."""
-    return value.is_floating_point() and "_features." not in name
+def _values(result: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+    return result if isinstance(result, Tensor) else result[0]
 
 
 def sigmoid_loss(pairs: PairBlocks, positives: Positives, reduction: Literal["images", "texts"] = "images") -> Total:

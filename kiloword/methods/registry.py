@@ -2,7 +2,8 @@
 
 The module of a built-in method defines `Settings` (a frozen dataclass) and `preset(settings) -> Method`. The `preset`
 of a custom method takes no argument, or one whose annotation is a settings dataclass. `COMPONENTS` of a module can be
-added to any method: "llip+compose+mined" has llip's settings, and those of each component under its name.
+added to any method: "llip+compose+mined" has llip's settings, and those of each component under its name. A custom
+component, "llip+module:name", is a `Component` of that name in its module.
 """
 
 from __future__ import annotations
@@ -23,26 +24,36 @@ from kiloword.config.settings import BaseSettings, check, only, parse
 from kiloword.errors import article, suggestion
 from kiloword.methods.method import Component, Method
 
+SEVERAL = ("terms", "contrasts")  # slots that take more than one component
 LONGEST = 1000  # maximum length of a method's name, components included
 ORDER = (
     "uncertainty",
     "pair loss",
     "",
     "deterministic",
+    "prefixes",
 )  # slots in order of application, as components check what others set; "": any other
 PRESETS = {  # a new method is one line here
     "clip": "clip",
     "clip-c": "clip_c",
     "coca": "coca.coca",
     "fff": "fff.preset",
+    "flair": "flair",
     "llip": "llip.preset",
     "pcme++": "pcmepp.preset",
     "prolip": "prolip.preset",
     "prolip-released": "prolip.released",
     "siglip": "siglip",
+    "slip": "slip",
     "sycoca": "coca.sycoca",
     "vqa": "coca.vqa",
 }
+COMPONENT_MODULES = (
+    "matryoshka",
+    "negatives",
+    "reinforced",
+    "self_distill",
+)  # modules that have components and no preset
 
 
 def names() -> list[str]:
@@ -52,12 +63,12 @@ def names() -> list[str]:
 
 def components() -> dict[str, Component]:
     """Components by name: what can follow the name of a method after "+"."""
-    modules = map(_module, PRESETS)
+    modules = map(_module, (*PRESETS.values(), *COMPONENT_MODULES))
     return {name: part for module in modules for name, part in getattr(module, "COMPONENTS", {}).items()}
 
 
-def _module(preset: str) -> ModuleType:
-    return importlib.import_module(f"kiloword.methods.{PRESETS[preset]}")
+def _module(path: str) -> ModuleType:
+    return importlib.import_module(f"kiloword.methods.{path}")
 
 
 def preset(name: str, settings: dict[str, Any] | None = None) -> Method:
@@ -90,6 +101,11 @@ def base_of(name: str) -> str:
     return _parts(name)[0]
 
 
+def modules_of(name: str) -> set[str]:
+    """The parts of a method's name that are code of users: {"mine:preset", "mine:term"} of "mine:preset+mine:term"."""
+    return {part for part in _parts(name) if ":" in part}
+
+
 def _parts(name: str) -> list[str]:
     return re.split(r"\+(?=[^+])", name)  # "pcme++" is one name
 
@@ -106,14 +122,14 @@ def find(name: str) -> tuple[Callable[..., Method], type | None]:
     if name not in PRESETS:
         expected = f"{', '.join(PRESETS)}, or your own module:preset.{suggestion(name, PRESETS)}"
         raise ValueError(f"unknown method {name!r}: expected {expected}")
-    module = _module(name)
+    module = _module(PRESETS[name])
     return module.preset, module.Settings
 
 
 def _mixed(name: str, base: str, added: list[str]) -> tuple[Callable[..., Method], type]:
     """A preset with components; its settings are those of the base and one field per component."""
     make, kind = find(base)
-    chosen = {word.replace("-", "_"): component for word, component in _chosen(base, added).items()}
+    chosen = {_field(word): component for word, component in _chosen(base, added).items()}
     nested = [(word, part.settings, field(default_factory=part.settings)) for word, part in chosen.items()]
     mixed: Any = make_dataclass("Settings", nested, bases=(kind or BaseSettings,), frozen=True, kw_only=True)
     mixed.__module__ = __name__
@@ -128,33 +144,44 @@ def _mixed(name: str, base: str, added: list[str]) -> tuple[Callable[..., Method
     return build, mixed
 
 
+def _field(word: str) -> str:
+    """The name of a component's settings: "bias_search" of "bias-search", "simclr" of "mine:simclr"."""
+    return word.rpartition(":")[2].replace("-", "_")
+
+
 def _chosen(base: str, added: list[str]) -> dict[str, Component]:
     known = components()
+    chosen: dict[str, Component] = {}
     by_slot: dict[str, str] = {}
     for word in added:
-        if word not in known:
-            expected = f"{', '.join(known)}.{suggestion(word, known)}"
+        if word not in known and ":" not in word:
+            expected = f"{', '.join(known)}, or your own module:name.{suggestion(word, known)}"
             raise ValueError(f"{base} cannot be mixed with {word!r}: expected {expected}")
-        slot = known[word].slot
-        if slot in by_slot and (slot != "terms" or added.count(word) > 1):  # several terms are allowed
-            raise ValueError(f"{by_slot[slot]} and {word} both fill the slot {slot!r} of {base}: choose one.")
-        by_slot[slot] = word
-    return {word: known[word] for word in added}
+        one = _custom_component(word) if ":" in word else known[word]
+        if _field(word) in map(_field, chosen):
+            raise ValueError(f"{base} is mixed with two components named {_field(word)!r}: choose one, or rename it.")
+        if one.slot in by_slot and one.slot not in SEVERAL:
+            raise ValueError(f"{by_slot[one.slot]} and {word} both fill the slot {one.slot!r} of {base}: choose one.")
+        by_slot[one.slot], chosen[word] = word, one
+    return chosen
+
+
+def _custom_component(name: str) -> Component:
+    """A user's component. Raises: ValueError when it cannot be imported, or is none."""
+    module_name, _, attribute = name.partition(":")
+    _check_module(name, module_name, attribute)
+    component = _imported("component", name, "a kiloword.methods.method.Component")
+    if not isinstance(component, Component):
+        raise ValueError(
+            f"{name} is {article(type(component).__name__)}: expected a kiloword.methods.method.Component."
+        )
+    return component
 
 
 def _custom(name: str) -> tuple[Callable[..., Method], type | None]:
     module_name, _, function = name.partition(":")
     _check_module(name, module_name, function)
-    here = os.getcwd()
-    if here not in sys.path and "" not in sys.path:
-        sys.path.append(here)  # as `python -m` does; the console script does not
-    try:
-        make = getattr(importlib.import_module(module_name), function)
-    except (ImportError, AttributeError) as e:
-        raise ValueError(
-            f"cannot load method {name} ({e}): expected an importable module (in this folder, or on PYTHONPATH) with a "
-            f"function {function} that returns a kiloword.methods.method.Method."
-        ) from e
+    make = _imported("method", name, "a function that returns a kiloword.methods.method.Method")
     if not callable(make):
         expected = "expected a function that returns a kiloword.methods.method.Method."
         raise ValueError(f"{name} is {article(type(make).__name__)}: {expected}")
@@ -166,6 +193,21 @@ def _custom(name: str) -> tuple[Callable[..., Method], type | None]:
             "argument."
         )
     return make, kind
+
+
+def _imported(kind: str, name: str, what: str) -> Any:
+    """An attribute of a user's module, written module:attribute. Raises: ValueError when there is none."""
+    module_name, _, attribute = name.partition(":")
+    here = os.getcwd()
+    if here not in sys.path and "" not in sys.path:
+        sys.path.append(here)  # as `python -m` does; the console script does not
+    try:
+        return getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError) as e:
+        raise ValueError(
+            f"cannot load {kind} {name} ({e}): expected an importable module (in this folder, or on PYTHONPATH) with "
+            f"{attribute}, {what}."
+        ) from e
 
 
 LIBRARIES = ("open_clip", "hf", "hf-hub")  # prefixes of their models' names (`interop.names`), which are no modules

@@ -64,7 +64,7 @@ class Head(nn.Module):
         super().__init__()
         self.pooling = pooling
         self.uncertainty = uncertainty
-        self.log_scale = nn.Parameter(torch.empty(1))
+        self.log_scale = nn.Parameter(torch.full((1,), torch.nan))  # until `initialise`
         self.rescale(scale, bias, max_scale)
 
     def rescale(
@@ -81,12 +81,17 @@ class Head(nn.Module):
         if bias is not None and not math.isfinite(bias):
             raise ValueError(f"bias is {bias:g}: expected a number.")
         self.distance = distance
-        self.bias = None if bias is None else nn.Parameter(torch.empty(1))
+        self.bias = None if bias is None else nn.Parameter(torch.full((1,), torch.nan))
         self._start = (math.log(scale), bias or 0.0)
         # rounded like the buffer: otherwise the limit would change on resuming in double precision
         self._limit = math.inf if max_scale is None else float(torch.tensor(math.log(max_scale), device="cpu"))
         self.register_buffer("log_limit", None if max_scale is None else torch.tensor([self._limit]))
         return self
+
+    @property
+    def start(self) -> tuple[float, float | None]:
+        """Scale and bias before training; the bias is None where there is none."""
+        return math.exp(self._start[0]), None if self.bias is None else self._start[1]
 
     def image(self, tokens: Tensor) -> Features:
         """Tokens [I, E + P, W] -> features of images."""
@@ -243,3 +248,19 @@ class Single(nn.Module):
         raise ValueError(
             "this model pools each image into one vector, so it cannot explain which part of an image matched"
         )
+
+
+class Cosine(nn.Module):
+    """Pooling of a head whose features are made elsewhere, such as an auxiliary one: it scores them by their cosine."""
+
+    def score(self, images: Features, texts: Features) -> Tensor:
+        return at_least_float(images["vec"]) @ at_least_float(texts["vec"]).T
+
+
+def cosine_head(scale: float, bias: float | None = None, max_scale: float | None = None, fixed: bool = False) -> Head:
+    """A head with the scale and bias of cosines of features that are made elsewhere. Args: fixed: train neither."""
+    pooling: Any = Cosine()
+    head = Head(pooling, scale=scale, bias=bias, max_scale=max_scale)
+    for p in head.scales() if fixed else ():
+        p.requires_grad_(False)
+    return head

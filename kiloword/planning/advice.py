@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
 import torch
+from torch import Tensor
 
 from kiloword.config.recipes import OptimConfig
 from kiloword.data.transforms.mix import LARGE
@@ -18,7 +19,7 @@ from kiloword.planning.request import NODE, Card, Plan
 from kiloword.planning.simulation import PAIRS, TRUNK, MicroBatch, PairLoss, Simulation
 from kiloword.training.learner import Learner
 from kiloword.training.optimizer import groups
-from kiloword.types import Batch, Features, Texts
+from kiloword.types import Batch, BatchInputs, Features, Input, TextGroup, Texts
 
 CAPTIONS = 6  # of methods that take all: one from the web and five generated ones (arXiv:2405.10286)
 QUESTION = 12  # tokens
@@ -71,7 +72,9 @@ def step_of(share: Share, layout: Layout) -> Step:
     pair_loss = Work(PAIRS, PAIRS, pairs.forward, pairs.backward)
     twice = {
         "recomputation of checkpointing": n * micro.recomputed if layout.checkpointing == "whole" else 0.0,
-        "first pass of micro-batches": n * micro.encoding.total() if n > 1 and method.pair_weight else 0.0,
+        "first pass of micro-batches": n * micro.encoding.total()
+        if n > 1 and (method.pair_weight or method.contrasts)
+        else 0.0,
         "optimizer (Muon)": newton_schulz(share.learner, share.optim),
     }
     done = {name: flop for name, flop in twice.items() if flop}
@@ -169,7 +172,15 @@ class Planner:
             image_features=image_features,
             text_features=text_features,
             questions=Texts.pack([[word] * QUESTION] * images) if "questions" in needs else None,
+            inputs=BatchInputs({name: self._input(one, numbers, texts) for name, one in self.method.inputs.items()}),
         )
+
+    def _input(self, one: Input, numbers: Tensor, texts: Texts) -> Tensor | TextGroup:
+        """An input of the method for images of these numbers; texts count as one an image, as long as captions."""
+        if one.shape is None:
+            return TextGroup(texts.cut(0, len(numbers)), numbers)
+        shape = one.shape(self.learner.model.config)
+        return self.simulation.empty(len(numbers), *shape, dtype=torch.uint8)
 
     def _simulated(self, images: int, padded: bool) -> tuple[MicroBatch, Features, Features]:
         return self.simulation.micro_batch(self.batch(images, padded))

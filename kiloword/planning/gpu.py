@@ -66,8 +66,8 @@ def parts(learner: Learner) -> dict[str, int]:
         words = name.split(".")
         if words[-1] in TABLES:
             part = "embeddings"
-        elif words[0] == "terms":
-            part = "terms"
+        elif words[0] in ("terms", "contrasts"):
+            part = words[0]
         else:
             part = (words[2] if words[1] == "more" else words[1]).replace("_", " ")
         counts[part] = counts.get(part, 0) + p.numel()
@@ -209,7 +209,7 @@ def traffic(share: Share, layout: Layout) -> dict[str, float]:
         sent = {"gradients": 2 * ring * states(share.learner, share.optim, share.number)["gradients"]}
     else:
         sent = {name: ring * value for name, value in _fsdp(share, layout).items()}
-    if share.learner.method.pair_weight:
+    if share.learner.method.pair_weight or share.learner.contrasts:
         constant = -(-share.pairs.text.constant // ALIGNED) * ALIGNED
         sent["features"] = ring * share.all_texts * (2 * share.pairs.text.learned + constant)
         if share.pairs.reduced:
@@ -226,7 +226,8 @@ def _fsdp(share: Share, layout: Layout) -> dict[str, float]:
     """
     learner, size, cut = share.learner, share.number, shards(share.learner)
     gathered = share.micro.gathered
-    first = gathered["encoding"] if layout.micro_batches > 1 and learner.method.pair_weight else 0.0
+    pairs = learner.method.pair_weight or learner.contrasts
+    first = gathered["encoding"] if layout.micro_batches > 1 and pairs else 0.0
     sent = {
         "weights": layout.micro_batches * (share.block_number * (2 * gathered["all"] + first) + size * cut.root),
         "gradients": float(size * (layout.micro_batches * (cut.sharded + cut.root) + 2 * cut.replicated)),

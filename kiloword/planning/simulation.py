@@ -24,9 +24,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from kiloword.config.recipes import ModelConfig
 from kiloword.distributed import collectives
 from kiloword.distributed.device import precision_of, simulated
-from kiloword.losses.pairs import Blocks, learns
+from kiloword.losses.inputs import learns
+from kiloword.losses.pairs import Blocks
 from kiloword.methods.method import Method
 from kiloword.model.decoder import Layer
+from kiloword.model.heads import Head
 from kiloword.model.resnet import batch_statistics
 from kiloword.model.trunks.trunk import trunks
 from kiloword.planning.tracer import HEAD, Tracer, storage_of
@@ -86,6 +88,18 @@ class RowBytes:
             sizes[x.requires_grad] += x.nbytes
         return RowBytes(sizes[True], sizes[False])
 
+    def plus(self, other: RowBytes, times: float) -> RowBytes:
+        """The sum of these, and of others several times."""
+        return RowBytes(self.learned + round(times * other.learned), self.constant + round(times * other.constant))
+
+
+@dataclass(frozen=True)
+class _Side:
+    """The rows or columns of a contrast: one of them without content, and their number for each image."""
+
+    features: Features
+    an_image: float
+
 
 @dataclass(frozen=True)
 class PairLoss:
@@ -120,6 +134,8 @@ class Simulation:
     def __init__(self, config: ModelConfig, method: Method, device: str, precision: str) -> None:
         self.method, self.device, self.precision = method, device, precision
         self.mode, self.uncounted = FakeTensorMode(allow_non_fake_inputs=True), set[str]()
+        self.contrasts: dict[str, tuple[_Side, _Side]] = {}
+        self.captions = 1.0  # of an image
         with self.mode, _default_dtype(torch.float64 if precision == "fp64" else torch.float32):
             self.learner = learner_of(config, method, "cpu")
         model = self.learner.model
@@ -130,7 +146,7 @@ class Simulation:
             self._name(tower, lambda part, name=name: f"{name} ({part})" if part else name)
             if isinstance(below := getattr(tower, "trunk", None), nn.Module):
                 self._name(below, lambda _, name=name: f"{name}{TRUNK}")
-        for name, part in (*model.more.items(), *self.learner.terms.items()):
+        for name, part in (*model.more.items(), *self.learner.terms.items(), *self.learner.contrasts.items()):
             self._name(part, lambda _, name=name: name.replace("_", " "))
         for block in recomputed_blocks(model):
             replace_forward(block, partial(self._run_block, block, block.forward))
@@ -172,17 +188,32 @@ class Simulation:
             with precision_of(self.precision, "cpu")(), batch_statistics(self.learner):
                 batch = self.learner.above_trunks(batch)
                 encoded = self.learner.encode(batch)
-                images, texts = self.learner.pair_inputs(encoded, batch)
+                inputs = self.learner.pair_inputs(encoded, batch)
+                images, texts = inputs.rows, inputs.here()
+                contrasts = self._contrast_features(batch, encoded)
+                self.captions = len(batch.texts) / len(batch)
                 encoding, blocks = Counter(tracer.count.forward), len(tracer.calls)
                 losses = self._terms(batch, encoded)
                 del encoded
-            features = [x for side in (images, texts) for x in side.values() if x.requires_grad]
+            sides = [*((images, texts) if self.method.pair_weight else ()), *(s for pair in contrasts for s in pair)]
+            features = [x for side in sides for x in side.values() if x.requires_grad]
             image, text = _rows(images, 1), _rows(texts, 1)
-            roots = [*losses, *(features if self.method.pair_weight else [])]
-            del images, texts, losses, features
+            roots = [*losses, *features]
+            del inputs, images, texts, contrasts, sides, losses, features
             measured = self._measured(tracer, encoding, blocks)
             torch.autograd.backward(roots, [torch.empty_like(x) for x in roots])
         return measured, image, text
+
+    def _contrast_features(self, batch: Batch, encoded: Encoded) -> list[tuple[Features, Features]]:
+        """Rows and columns of every contrast. Keeps one of each, and their numbers for each image."""
+        made = []
+        for name, contrast in self.learner.contrasts.items():
+            rows, columns = contrast.features(self.learner.model, batch, encoded)  # type: ignore[operator]
+            made.append((rows, columns))
+            placed = [{**side, "position": torch.zeros(len(side["vec"]), dtype=torch.int64)} for side in made[-1]]
+            shares = [len(side["vec"]) / len(batch) for side in placed]
+            self.contrasts[name] = _Side(_rows(placed[0], 1), shares[0]), _Side(_rows(placed[1], 1), shares[1])
+        return made
 
     def _terms(self, batch: Batch, encoded: Encoded) -> list[Tensor]:
         """Sums of all terms; those that need values are noted."""
@@ -250,24 +281,35 @@ class Simulation:
 
         Args: images, texts: features of one row each, as `micro_batch` returns them.
         """
-        sizes = RowBytes.of(images), RowBytes.of(texts)
-        if self.method.pair_weight == 0:
-            return PairLoss(*sizes)
+        image, text = RowBytes.of(images), RowBytes.of(texts)
         with self._traced() as tracer:
             tracer.parts.append(PAIRS)
-            pairs = _OfEachShape(self.learner.model.head, _rows(images, n_images), _rows(texts, n_texts), chunk)
-            pairs.tracer = tracer
             reduced = collectives.reduced = list[int]()
             try:
-                positives = self.method.positives
-                self.method.pair_loss(pairs, positives.bind(pairs) if hasattr(positives, "bind") else positives)
+                if self.method.pair_weight:
+                    pairs = self._pairs(self.learner.model.head, _rows(images, n_images), _rows(texts, n_texts), chunk)
+                    positives = self.method.positives
+                    self.method.pair_loss(pairs, positives.bind(pairs) if hasattr(positives, "bind") else positives)
+                for name, (row, column) in self.contrasts.items():
+                    of_batch = round(column.an_image * n_texts / self.captions)
+                    contrast: Any = self.learner.contrasts[name]
+                    rows = _rows(row.features, round(row.an_image * n_images))
+                    contrast.loss(self._pairs(contrast.head, rows, _rows(column.features, of_batch), chunk))
+                    text = text.plus(RowBytes.of(column.features), of_batch / n_texts)
             except NEEDS_VALUES:
                 self.uncounted.add(PAIRS)
             finally:
                 collectives.reduced = None
+            if not (self.method.pair_weight or self.contrasts):
+                return PairLoss(image, text)
             columns = sum(n for n in reduced if n >= n_texts) / n_texts
             count = tracer.count
-            return PairLoss(*sizes, count.forward[PAIRS], count.backward[PAIRS], tracer.block, columns)
+            return PairLoss(image, text, count.forward[PAIRS], count.backward[PAIRS], tracer.block, columns)
+
+    def _pairs(self, head: Head, rows: Features, columns: Features, chunk: int) -> _OfEachShape:
+        pairs = _OfEachShape(head, rows, columns, chunk)
+        pairs.tracer = self.tracer
+        return pairs
 
 
 class _OfEachShape(Blocks):

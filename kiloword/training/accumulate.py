@@ -1,12 +1,12 @@
 """The exact gradient of one big batch from any number of micro-batches, for every method.
 
-The first pass computes the features of all micro-batches without a graph and the gradient of the pair loss by these
+The first pass computes the features of all micro-batches without a graph and the gradients of the pair losses by these
 features. The second pass runs each micro-batch again and backpropagates its share. (GradCache, arXiv:2101.06983.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 
 import torch
@@ -15,10 +15,10 @@ from torch import Tensor
 from kiloword.config.recipes import NO_MICRO
 from kiloword.distributed.collectives import ranks, sum_over_ranks
 from kiloword.distributed.device import PrecisionContext
-from kiloword.losses.pairs import learns
+from kiloword.losses.inputs import PairInputs
 from kiloword.model.resnet import batch_norms, batch_statistics
 from kiloword.training.engine import Reducer
-from kiloword.training.learner import Learner, Replay
+from kiloword.training.learner import PAIR, Learner, Replay
 from kiloword.types import Batch, Features
 
 
@@ -41,8 +41,8 @@ def backward(
 def _backward(learner: Learner, micro: list[Batch], precision: PrecisionContext, reducer: Reducer) -> dict[str, Tensor]:
     counts = learner.counts(micro)
     totals: dict[str, Tensor] = {}
-    replays: Sequence[Replay | None] = [None] * len(micro)
-    if len(micro) > 1 and learner.method.pair_weight:
+    replays: Sequence[dict[str, Replay] | None] = [None] * len(micro)
+    if len(micro) > 1 and (learner.method.pair_weight or learner.contrasts):
         totals, replays = _pair_gradients(learner, micro, precision)
     reducer.begin()
     reports = []
@@ -62,41 +62,49 @@ def _backward(learner: Learner, micro: list[Batch], precision: PrecisionContext,
 
 
 def _complete(learner: Learner, report: dict[str, Tensor], totals: dict[str, Tensor], parts: int) -> dict[str, Tensor]:
-    """Replace the surrogate "pair" of a micro-batch by its part of the totals over all micro-batches."""
+    """Replace the surrogates of a micro-batch by its part of the totals over all micro-batches."""
     if not totals:
         return report
-    shares = {name: value / parts for name, value in totals.items()}
-    missing = shares["pair"] - report["pair"].detach()
-    loss = report["loss"].detach() + learner.method.pair_weight * missing * ranks()
+    shares, weights = {name: value / parts for name, value in totals.items()}, learner.weights()
+    missing = [weights[name] * (shares[name] - report[name].detach()) for name in (PAIR, *learner.contrasts)]
+    loss = report["loss"].detach() + torch.stack(missing).sum() * ranks()
     return {**report, **shares, "loss": loss}
 
 
 def _pair_gradients(
     learner: Learner, micro: list[Batch], precision: PrecisionContext
-) -> tuple[dict[str, Tensor], list[Replay]]:
-    """The pair loss (and metrics reported with it) over all micro-batches, and the gradients each one replays."""
+) -> tuple[dict[str, Tensor], list[dict[str, Replay]]]:
+    """The pair losses (and metrics reported with them) over all micro-batches, and the gradients each one replays."""
     with torch.no_grad(), precision():
-        inputs = [learner.pair_inputs(learner.encode(b), b) for b in micro]
-    images, texts = (_concatenate([pair[side] for pair in inputs]) for side in (0, 1))
-    losses = learner.pair_loss(images, texts)
-    pair = losses["pair"]
-    weights: list[Tensor] = [p for p in learner.model.head.parameters() if p.requires_grad]
-    floats = [[k for k, v in f.items() if v.requires_grad] for f in (images, texts)]
-    leaves = [images[k] for k in floats[0]] + [texts[k] for k in floats[1]]
-    gradients = torch.autograd.grad(pair, [*leaves, *weights], allow_unused=True)
-    by_image = dict(zip(floats[0], gradients, strict=False))
-    by_text = dict(zip(floats[1], gradients[len(floats[0]) :], strict=False))
-    by_weight = [(p, g / len(inputs)) for p, g in zip(weights, gradients[len(leaves) :], strict=True) if g is not None]
-    image_parts = _split(by_image, [len(i["vec"]) for i, _ in inputs])
-    text_parts = _split(by_text, [len(t["vec"]) for _, t in inputs])
-    replays = [Replay(i, t, by_weight) for i, t in zip(image_parts, text_parts, strict=True)]
+        above = [learner.above_trunks(b) if learner.contrasts else b for b in micro]
+        parts = [learner.all_inputs(learner.encode(b), b) for b in above]
+    joined = {name: PairInputs.join([part[name] for part in parts]) for name in parts[0]}
+    losses = learner.pair_losses(joined)
+    heads = {PAIR: learner.model.head, **{name: contrast.head for name, contrast in learner.contrasts.items()}}
+    replays: list[dict[str, Replay]] = [{} for _ in micro]
+    for name, inputs in joined.items():
+        if name == PAIR and not learner.method.pair_weight:
+            for replayed in replays:
+                replayed[name] = Replay({}, {}, [])
+            continue
+        weights = [p for p in heads[name].parameters() if p.requires_grad]  # type: ignore[union-attr]
+        each = _replays(losses[name], inputs, weights, [part[name] for part in parts])
+        for replayed, replay in zip(replays, each, strict=True):
+            replayed[name] = replay
     return {name: value.detach() for name, value in losses.items()}, replays
 
 
-def _concatenate(parts: list[Features]) -> Features:
-    """The features of all micro-batches, as leaves of a new graph."""
-    whole = {k: torch.cat([p[k] for p in parts]) for k in parts[0]}
-    return {k: v.requires_grad_() if learns(k, v) else v for k, v in whole.items()}
+def _replays(loss: Tensor, joined: PairInputs, weights: Sequence[Tensor], parts: list[PairInputs]) -> Iterator[Replay]:
+    """The gradients of one pair loss for every micro-batch. Args: weights: of its head."""
+    floats = [[k for k, v in f.items() if v.requires_grad] for f in (joined.rows, joined.columns)]
+    leaves = [joined.rows[k] for k in floats[0]] + [joined.columns[k] for k in floats[1]]
+    gradients = torch.autograd.grad(loss, [*leaves, *weights], allow_unused=True)
+    by_row = dict(zip(floats[0], gradients, strict=False))
+    by_column = dict(zip(floats[1], gradients[len(floats[0]) :], strict=False))
+    by_weight = [(p, g / len(parts)) for p, g in zip(weights, gradients[len(leaves) :], strict=True) if g is not None]
+    rows = _split(by_row, [len(part.rows["vec"]) for part in parts])
+    columns = _split(by_column, [len(part.columns["vec"]) for part in parts])
+    return (Replay(i, t, by_weight) for i, t in zip(rows, columns, strict=True))
 
 
 def _split(gradients: Mapping[str, Tensor | None], sizes: list[int]) -> list[Features]:

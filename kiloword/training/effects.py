@@ -149,7 +149,8 @@ def _built(learner: Learner) -> Any:
     """Everything that determines what a learner computes, except the values of its weights."""
     method = learner.method
     slots = (method.pair_loss, method.pair_weight, method.positives, method.transforms, method.prepare)
-    weights = [weight for weight, _ in method.terms.values()]
+    changes = (dict(method.inputs), method.encode, method.after_step)
+    weights = [weight for weight, _ in (*method.terms.values(), *method.contrasts.values())]
     shapes = {name: (p.shape, p.requires_grad) for name, p in learner.named_parameters()}
     parts = {
         path: (type(part), {name: _plain(x) for name, x in vars(part).items() if not name.startswith("_")})
@@ -157,7 +158,7 @@ def _built(learner: Learner) -> Any:
         if part is not learner
     }
     parts["model"][1].pop("config")  # its parts hold the settings that they use
-    return _plain(slots), weights, shapes, parts
+    return _plain(slots), _plain(changes), weights, shapes, parts
 
 
 def _plain(value: Any) -> Any:

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from kiloword.config.recipes import ModelConfig
 from kiloword.distributed.collectives import ranks, sum_over_ranks
-from kiloword.distributed.gather import gather_features
+from kiloword.losses.inputs import PairInputs
 from kiloword.losses.pairs import Blocks
-from kiloword.methods.method import Method
+from kiloword.methods.method import Method, Weight, at
 from kiloword.model.image import grid
 from kiloword.model.model import Model
 from kiloword.model.pooling import AttentionalPool, at_least_float
@@ -22,18 +22,21 @@ from kiloword.types import Batch, Encoded, Features, Pairs, Positives, Total
 
 @dataclass
 class Replay:
-    """Gradients of the pair loss for one micro-batch, replayed through its second forward pass."""
+    """Gradients of a pair loss for one micro-batch, replayed through its second forward pass."""
 
     images: Features
     texts: Features
     weights: list[tuple[Tensor, Tensor]]  # head parameters and this micro-batch's share of their gradient
 
-    def surrogate(self, images: Features, texts: Features) -> Tensor:
+    def surrogate(self, inputs: PairInputs) -> Tensor:
         """A scalar whose gradient is the replayed gradient."""
-        by_features = [
-            (f[k] * g).sum() for f, gs in ((images, self.images), (texts, self.texts)) for k, g in gs.items()
-        ]
-        return torch.stack([*by_features, *((p * g).sum() for p, g in self.weights)]).sum()
+        sides = (inputs.rows, self.images), (inputs.columns, self.texts)
+        by_features = [(f[k] * g).sum() for f, gs in sides for k, g in gs.items()]
+        parts = [*by_features, *((p * g).sum() for p, g in self.weights)]
+        return torch.stack(parts).sum() if parts else inputs.rows["vec"].new_zeros(())
+
+
+PAIR = "pair"  # the name of the main pair loss
 
 
 class _Counted:
@@ -62,11 +65,14 @@ def kept(seeds: Tensor, patches: int, share: float) -> Tensor:
 
 
 class Learner(nn.Module):
-    """Forward of one (micro-)batch: towers, head, pair loss and terms.
+    """Forward of one (micro-)batch: towers, head, pair loss, contrasts and terms.
 
     Args: chunk: rows and columns of a block of pairs, 0: automatic; drop_patches: share of its patches that each image
     loses, drawn anew in every epoch (arXiv:2212.00794, section 3.1).
+    Attributes: done: share of the run that is done, for the weights of losses that depend on it.
     """
+
+    done = 0.0
 
     def __init__(self, model: Model, method: Method, chunk: int = 0, drop_patches: float = 0.0) -> None:
         super().__init__()
@@ -74,6 +80,7 @@ class Learner(nn.Module):
         if drop_patches:
             check_vit(model.config.image, "--augment.drop-patches")
         self.terms = nn.ModuleDict({name: make(model.config) for name, (_, make) in method.terms.items()})
+        self.contrasts = nn.ModuleDict({name: make(model.config) for name, (_, make) in method.contrasts.items()})
         if method.pair_weight == 0:
             model.head.requires_grad_(False)
             for part in model.head.modules():
@@ -99,35 +106,48 @@ class Learner(nn.Module):
     def encode(self, batch: Batch) -> Encoded:
         """Run the towers, on all patches or on those that images keep."""
         keep = kept(batch.seeds, grid(self.model.config.image) ** 2, self.drop_patches) if self.drop_patches else None
-        image_tokens, images = self.model.encode_image(batch.images, keep)
-        text_tokens, texts = self.model.encode_text(batch.texts)
-        return Encoded(image_tokens, text_tokens, images, texts)
+        return self.method.encode(self.model, batch, keep)
 
-    def pair_inputs(self, encoded: Encoded, batch: Batch) -> tuple[Features, Features]:
-        """Features as the pair loss takes them: at least fp32, with positions and precomputed features."""
-        of = batch.image_of_text
+    def pair_inputs(self, encoded: Encoded, batch: Batch) -> PairInputs:
+        """What the main pair loss takes: features of at least fp32, positions, precomputed features."""
+        of, mineable = batch.image_of_text, ~batch.composed
         images = {k: at_least_float(v) for k, v in encoded.images.items()}
         texts = {k: at_least_float(v) for k, v in encoded.texts.items()}
-        mineable = ~batch.composed
         images |= {"position": batch.position, "mineable": mineable}
         texts |= {"position": batch.position[of], "mineable": mineable[of]}
-        for name, value in batch.image_features.items():
-            images[f"image_features.{name}"] = value
-            texts[f"image_features.{name}"] = value[of]
-        texts |= {f"text_features.{name}": value for name, value in batch.text_features.items()}
-        return images, texts
+        images |= {f"image_features.{name}": value for name, value in batch.image_features.items()}
+        constants = {f"text_features.{name}": value for name, value in batch.text_features.items()}
+        return PairInputs(images, texts, constants, of)
 
-    def pair_loss(self, images: Features, texts: Features) -> dict[str, Tensor]:
+    def all_inputs(self, encoded: Encoded, batch: Batch) -> dict[str, PairInputs]:
+        """What every pair loss takes: "pair", the main one, and the contrasts."""
+        inputs = {PAIR: self.pair_inputs(encoded, batch)}
+        for name, contrast in self.contrasts.items():
+            sides = contrast.features(self.model, batch, encoded)  # type: ignore[operator]
+            rows, columns = (_placed(side, batch, name) for side in sides)
+            inputs[name] = PairInputs(rows, columns)
+        return inputs
+
+    def pair_losses(self, inputs: dict[str, PairInputs]) -> dict[str, Tensor]:
+        """Shares of the main pair loss, as `pair_loss` returns them, and of every contrast."""
+        out = self.pair_loss(inputs[PAIR])
+        for name, contrast in self.contrasts.items():
+            with torch.autocast(self.model.device.type, enabled=False):
+                pairs = Blocks(contrast.head, inputs[name].rows, inputs[name].gathered(), self.chunk)  # type: ignore[arg-type]
+                total = contrast.loss(pairs)  # type: ignore[operator]
+                out[name] = total.sum / sum_over_ranks(total.count)
+        return out
+
+    def pair_loss(self, inputs: PairInputs) -> dict[str, Tensor]:
         """Shares whose sums over ranks are the values: "pair", the mean pair loss; with transforms also `_apart`'s.
 
         With mined positives also "mined_share": the share of pairs that match though the data does not annotate them.
-
-        Args: images, texts: the results of `pair_inputs`.
         """
+        images = inputs.rows
         if self.method.pair_weight == 0:
             return {"pair": images["vec"].new_zeros(())}
         with torch.autocast(images["vec"].device.type, enabled=False):
-            pairs = Blocks(self.model.head, images, gather_features(texts), self.chunk)
+            pairs = Blocks(self.model.head, images, inputs.gathered(), self.chunk)
             positives = self.method.positives
             positives = positives.bind(pairs) if hasattr(positives, "bind") else positives
             counted = _Counted(positives) if getattr(self.method.positives, "mined", False) else None
@@ -168,19 +188,49 @@ class Learner(nn.Module):
         )
         return dict(zip(self.terms, sum_over_ranks(local), strict=True))
 
-    def forward(self, batch: Batch, counts: dict[str, Tensor], replay: Replay | None = None) -> dict[str, Tensor]:
-        """Shares of the losses: "pair", every term, and "loss", whose gradients the reducer averages over ranks.
+    def weights(self) -> dict[str, float]:
+        """The weight of every loss at this point of the run: "pair", the terms, the contrasts."""
+        method = self.method
+        every: dict[str, Weight] = {PAIR: method.pair_weight}
+        every |= {name: weight for name, (weight, _) in (*method.terms.items(), *method.contrasts.items())}
+        return {name: at(weight, self.done) for name, weight in every.items()}
 
-        With `replay`, "pair" is the surrogate whose gradient is the one computed in the first pass.
+    def forward(
+        self, batch: Batch, counts: dict[str, Tensor], replays: dict[str, Replay] | None = None
+    ) -> dict[str, Tensor]:
+        """Shares of the losses: "pair", every term and contrast, and "loss", whose gradients the reducer averages.
+
+        With `replays`, pair losses are the surrogates whose gradients are those computed in the first pass.
         """
         batch = self.above_trunks(batch)
         encoded = self.encode(batch)
-        images, texts = self.pair_inputs(encoded, batch)
+        inputs = self.all_inputs(encoded, batch)
         out = {name: term(self.model, batch, encoded) / counts[name].clamp_min(1) for name, term in self.terms.items()}
-        out |= self.pair_loss(images, texts) if replay is None else {"pair": replay.surrogate(images, texts)}
-        weighted = [self.method.terms[name][0] * out[name] for name in self.terms]
-        out["loss"] = torch.stack([self.method.pair_weight * out["pair"], *weighted]).sum() * ranks()
+        if replays is None:
+            out |= self.pair_losses(inputs)
+        else:
+            out |= {name: replay.surrogate(inputs[name]) for name, replay in replays.items()}
+        out["loss"] = torch.stack([weight * out[name] for name, weight in self.weights().items()]).sum() * ranks()
         return out
+
+
+def _placed(features: Features, batch: Batch, name: str) -> Features:
+    """Features of a contrast's side as its loss takes them: at least fp32, with the position of each image.
+
+    Raises: ValueError where "position" is missing and cannot be told from the number of rows.
+    """
+    placed = {k: at_least_float(v) for k, v in features.items()}
+    if "position" in placed:
+        return placed
+    n = len(placed["vec"])
+    if n == len(batch):
+        return placed | {"position": batch.position}
+    if n == len(batch.texts):
+        return placed | {"position": batch.position[batch.image_of_text]}
+    raise ValueError(
+        f"the contrast {name} returned {n} features, neither one for each of {len(batch)} images nor for each of "
+        f"{len(batch.texts)} texts: add 'position' [{n}], the place of each one's image in the global batch."
+    )
 
 
 def learner_of(config: ModelConfig, method: Method, device: str = "meta") -> Learner:

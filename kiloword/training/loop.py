@@ -61,11 +61,14 @@ def _loop(run: Run, cadence: Cadence) -> None:
     for batch, micro in on_device(cadence.batches(), run.device, micro_batches(run.recipe)):
         if message := run.unfreezing.before(run.step, run.optimizer):
             run.log.say(message)
+        learner.done = run.step / run.recipe.steps
         values = backward(learner, micro, precision, run.reducer)
         values |= run.optimizer.step(run.step, values["loss"])
         learner.model.head.clamp_()
         commit(learner, values["skipped_step"])
         run.average.update(learner, run.step, values["skipped_step"])
+        for change in learner.method.after_step:
+            change(learner, run.step + 1)
         cadence.after_step(values, len(batch))
         if run.best.stalled:
             break

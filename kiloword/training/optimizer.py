@@ -99,6 +99,16 @@ def groups(module: nn.Module, config: OptimConfig) -> dict[str, list[tuple[str, 
     return out
 
 
+def stated_factors(module: nn.Module) -> dict[str, float]:
+    """Parameter name -> multiplier of its learning rate, of modules with `lr_factors() -> {own parameter: factor}`."""
+    return {
+        f"{path}.{name}" if path else name: factor
+        for path, owner in module.named_modules()
+        if hasattr(owner, "lr_factors")
+        for name, factor in owner.lr_factors().items()
+    }
+
+
 class Optimizer:
     """AdamW or AdamP, and optionally Muon, with one step, one schedule and one flat state.
 
@@ -121,6 +131,7 @@ class Optimizer:
         self.by_name = {name: p for members in leaves.values() for name, p in members}
         self.names = {p: name for name, p in self.by_name.items()}
         self.factors = layer_factors(module, config.layer_decay)
+        self.stated = stated_factors(module)
         self.parts = self._parts(leaves)
         device = next(iter(self.names)).device
         self.usual = torch.zeros(2, dtype=torch.float64, device=device)  # running sums of norms and of their weights
@@ -156,6 +167,7 @@ class Optimizer:
         out: dict[float, list[Tensor]] = {}
         for name, p in members:
             factor = self.factors.get(name, 1.0) * (self.config.trunk_lr if of_trunk(name) else 1.0)
+            factor *= self.stated.get(name, 1.0)
             out.setdefault(factor, []).append(p)
         return out
 

@@ -169,6 +169,7 @@ def make_loader(
         recipe.model.image.size,
         tokenizer,
         transforms=method.transforms,
+        inputs=method.inputs,
         stores=_stores(recipe, method),
         image_tokens=opened(recipe.data.image_features, ImageTokens),
         text_tokens=opened(recipe.data.text_features, TextTokens),

@@ -142,6 +142,8 @@ def _begin(run: Run, started: str, notes: list[str]) -> None:
         with products(run.recipe.matmul), batch_statistics(run.learner):
             run.log.say(run.learner.method.prepare(run.learner, (b.to(run.device) for b in run.loader.batches())))
         run.average = Average(run.learner, run.recipe.optim.ema)  # of the prepared weights
+    for change in run.learner.method.after_step:
+        change(run.learner, 0)
 
 
 def make_learner(
@@ -160,6 +162,7 @@ def make_learner(
         started += start.load_towers(model, recipe)
     learner = Learner(model, method, recipe.chunk, recipe.data.augment.drop_patches)
     initialise(learner.terms, recipe.seed, "terms.")
+    initialise(learner.contrasts, recipe.seed, "contrasts.")
     tuning.freeze(learner, recipe)
     if recipe.lora.rank:
         started = " ".join(filter(None, (started, tuning.adapt(model, recipe))))

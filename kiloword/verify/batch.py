@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from kiloword.config.recipes import ModelConfig, TrunkConfig, sizes
+from kiloword.methods.method import Method
 from kiloword.methods.registry import preset
 from kiloword.model.trunks.lite import DEBUG
 from kiloword.randomness import key
-from kiloword.types import Batch, Texts
+from kiloword.types import Batch, BatchInputs, Input, TextGroup, Texts
 
 Trunks = Literal["none", "cached", "frozen", "tuned"]
 """Whether the towers stand on trunks: their tokens cached, or computed with the trunks frozen, or tuned."""
@@ -27,14 +28,32 @@ SIZE_ON_TRUNK = 64  # pixels: a map of 2 x 2 tokens
 QUESTION = 9  # as a number of a caption, other than any has
 
 
-def config(trunks: Trunks = "none", method: str = "siglip") -> ModelConfig:
+@dataclass(frozen=True)
+class MethodChoice:
+    """A method by its name, with settings that differ from its defaults."""
+
+    name: str
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def slots(self) -> Method:
+        """The method itself."""
+        return preset(self.name, self.settings)
+
+
+def slots_of(method: str | MethodChoice) -> Method:
+    """The method of a name or choice."""
+    return preset(method) if isinstance(method, str) else method.slots
+
+
+def config(trunks: Trunks = "none", method: str | MethodChoice = "siglip") -> ModelConfig:
     """A model small enough for seconds; with trunks below both towers, if the method needs no text tower of its own."""
     small = sizes()["debug"]
     small = replace(small, image=replace(small.image, init_std=0.1), text=replace(small.text, init_std=0.1))
     if trunks == "none":
         return small
     on_trunk = replace(small, image=replace(small.image, trunk=TRUNK, size=SIZE_ON_TRUNK))
-    writes = "text_decoder" in preset(method).towers
+    writes = "text_decoder" in slots_of(method).towers
     return on_trunk if writes else replace(on_trunk, text=replace(small.text, trunk=TEXT_TRUNK))
 
 
@@ -42,7 +61,7 @@ def batch(
     first: int = 0,
     end: int = IMAGES,
     order: Sequence[int] | None = None,
-    method: str = "siglip",
+    method: str | MethodChoice = "siglip",
     trunks: Trunks = "none",
 ) -> Batch:
     """Images `first` to `end` of a fixed batch, with one to three captions of two to nine tokens each.
@@ -50,7 +69,7 @@ def batch(
     It carries the precomputed features and questions that the method needs; where it has transforms, some images count
     as composed.
     """
-    rows, slots = list(order or range(IMAGES))[first:end], preset(method)
+    rows, slots = list(order or range(IMAGES))[first:end], slots_of(method)
     model = slots.shape(config(trunks, method))
     text, size = model.text, model.image.size
     tail = [text.special[name] for name in text.extra_tokens]
@@ -66,7 +85,19 @@ def batch(
         image_features=image_features,
         text_features=text_features,
         questions=Texts.pack([_tokens(row, QUESTION) for row in rows]) if "questions" in slots.needs else None,
+        inputs=BatchInputs({name: _input(name, one, rows, model) for name, one in slots.inputs.items()}),
     )
+
+
+def _input(name: str, one: Input, rows: Sequence[int], model: ModelConfig) -> Tensor | TextGroup:
+    """An input of the method: noise in its shape, or none to two texts an image."""
+    if one.shape is not None:
+        shape = one.shape(model)
+        return torch.stack([_noise(key(name, row), shape) for row in rows])
+    tail = [model.text.special[word] for word in model.text.extra_tokens]
+    counts = [row % 3 for row in rows]
+    ids = [_tokens(row, key(name, n)) + tail for row, count in zip(rows, counts, strict=True) for n in range(count)]
+    return TextGroup(Texts.pack(ids), torch.repeat_interleave(torch.tensor(counts)))
 
 
 def _precomputed(needs: Sequence[str], rows: Sequence[int]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -28,7 +28,6 @@ from kiloword.distributed import collectives as parallel
 from kiloword.distributed import launch
 from kiloword.losses.pairs import Blocks
 from kiloword.methods.defaults import MUON
-from kiloword.methods.registry import preset
 from kiloword.model.model import build, initialise
 from kiloword.model.resnet import batch_norms
 from kiloword.model.trunks.trunk import trunks as trunks_of
@@ -36,11 +35,12 @@ from kiloword.training import compilation, engine
 from kiloword.training.accumulate import backward
 from kiloword.training.learner import Learner
 from kiloword.training.optimizer import Optimizer
-from kiloword.types import Batch, Features, Pairs, Positives
-from kiloword.verify.batch import IMAGES, Trunks, batch, config
+from kiloword.types import Batch, Features, Pairs, Positives, TextGroup
+from kiloword.verify.batch import IMAGES, MethodChoice, Trunks, batch, config, slots_of
 
 EXACT = 1e-10  # of the largest gradient, in fp64
 TOY = 60  # steps
+ALONE = 20  # steps of each term and contrast alone
 PATIENCE_S = 300  # that processes on a machine with other work wait for each other
 
 
@@ -77,17 +77,17 @@ class Check:
         return self.value <= self.limit  # False for NaN
 
 
-def verify(method: str, ranks: Sequence[int] = (1, 2, 4), trunks: Trunks = "none") -> Iterator[Check]:
+def verify(method: str | MethodChoice, ranks: Sequence[int] = (1, 2, 4), trunks: Trunks = "none") -> Iterator[Check]:
     """All checks of a preset or of a user's "module:preset", each as soon as it is done."""
     made = partial(gradients, trunks=trunks)
     yield Check("parameters without a gradient", _without_gradient(method, trunks), 0)
     reference = made(method)
-    if preset(method).transforms:
-        yield Check("bytes of a batch that transforms make otherwise on other ranks or workers", _transforms(method), 0)
+    if slots_of(method).transforms or slots_of(method).inputs:
+        yield Check("bytes of a batch that are made otherwise on other ranks or workers", _made_otherwise(method), 0)
     if trunks == "cached":
         yield _compare("images through the frozen trunks", gradients(method, trunks="frozen"), reference)
     yield from _additive(method, trunks)
-    splits = preset(method).shape(config()).image.tower == "vit"  # batch norm refuses micro-batches
+    splits = slots_of(method).shape(config()).image.tower == "vit"  # batch norm refuses micro-batches
     for micro in (2, 4) if splits else ():
         yield _compare(f"{micro} micro-batches", made(method, Way(micro=micro)), reference)
     for chunk in (3, 7):
@@ -103,19 +103,27 @@ def verify(method: str, ranks: Sequence[int] = (1, 2, 4), trunks: Trunks = "none
     yield Check("bf16 against fp32: 1 - cosine of gradients", _bf16(method, trunks), 0.02)
     steps = TOY if trunks == "none" else 3 * TOY  # tokens of random trunks are less unlike than pixels
     yield Check(f"toy problem: loss left after {steps} steps", _toy(method, trunks, steps), 0.25)
+    for name in (*slots_of(method).terms, *slots_of(method).contrasts) if trunks == "none" else ():
+        yield _alone(method, name)
 
 
-def learner(method: str, chunk: int = 0, dtype: torch.dtype = torch.float64, trunks: Trunks = "none") -> Learner:
+def learner(
+    method: str | MethodChoice, chunk: int = 0, dtype: torch.dtype = torch.float64, trunks: Trunks = "none"
+) -> Learner:
     """A method on the small model of the suite, its parameters drawn from seed 0."""
-    slots = preset(method)
+    slots = slots_of(method)
     made = Learner(build(config(trunks, method), slots, seed=0), slots, chunk)
     initialise(made.terms, 0, "terms.")
+    initialise(made.contrasts, 0, "contrasts.")
     for trunk in trunks_of(made):
         trunk.requires_grad_(trunks == "tuned")
     for norm in batch_norms(made).values():
         if norm.zero:  # blocks of a ResNet start as their shortcuts, without gradients inside
             norm.weight.data.fill_(0.3)
-    return made.to(dtype)
+    made.to(dtype).done = 0.5  # where weights that rise or fall over the run are above 0
+    for change in slots.after_step:
+        change(made, 0)
+    return made
 
 
 def inputs(model: Learner, data: Batch, trunks: Trunks) -> Batch:
@@ -124,7 +132,9 @@ def inputs(model: Learner, data: Batch, trunks: Trunks) -> Batch:
         return model.above_trunks(data) if trunks == "cached" else data
 
 
-def gradients(method: str, way: Way = Way(), permute: bool = False, trunks: Trunks = "none") -> dict[str, Tensor]:
+def gradients(
+    method: str | MethodChoice, way: Way = Way(), permute: bool = False, trunks: Trunks = "none"
+) -> dict[str, Tensor]:
     """The gradient of every parameter in fp64, and the losses as "loss:NAME"; of ranks, each works on its share."""
     order = [(7 * row + 3) % IMAGES if permute else row for row in range(IMAGES)]
     share, rank = IMAGES // parallel.ranks(), parallel.rank()
@@ -135,11 +145,22 @@ def gradients(method: str, way: Way = Way(), permute: bool = False, trunks: Trun
         engine.shard(model)
     report = backward(model, data.split(way.micro), reducer=engine.Reducer(model))
     measured = {name: parallel.whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
-    return {**measured, **{f"loss:{name}": value for name, value in report.items()}}
+    return {**measured, **{f"loss:{name}": value for name, value in report.items()}, **_state(model)}
+
+
+def _state(model: Learner) -> dict[str, Tensor]:
+    """What `after_step` leaves after a step in the contrasts and terms, as "state:NAME"."""
+    for change in model.method.after_step:
+        change(model, 1)
+    if not model.method.after_step:
+        return {}
+    parts = ((f"state:{name}", getattr(model, name)) for name in ("terms", "contrasts"))
+    values = (pair for name, part in parts for pair in (*part.named_parameters(name), *part.named_buffers(name)))
+    return {n: x.detach().clone() for n, x in values if x.is_floating_point() and not x.requires_grad}
 
 
 def gradients_over_ranks(
-    method: str, ranks: int, ways: Sequence[Way], trunks: Trunks = "none"
+    method: str | MethodChoice, ranks: int, ways: Sequence[Way], trunks: Trunks = "none"
 ) -> dict[Way, dict[str, Tensor]]:
     """The same in several ways, computed by gloo processes on this machine."""
     with tempfile.TemporaryDirectory() as folder:
@@ -147,7 +168,7 @@ def gradients_over_ranks(
         return {way: load_file(Path(folder) / f"{n}.safetensors") for n, way in enumerate(ways)}
 
 
-def _save_gradients(method: str, ways: Sequence[Way], folder: Path, trunks: Trunks) -> None:
+def _save_gradients(method: str | MethodChoice, ways: Sequence[Way], folder: Path, trunks: Trunks) -> None:
     for n, way in enumerate(ways):
         measured = gradients(method, way, trunks=trunks)
         if parallel.rank() == 0:
@@ -175,12 +196,12 @@ def _rank(
 
 
 def _compare(name: str, measured: dict[str, Tensor], reference: dict[str, Tensor]) -> Check:
-    """The largest difference, relative to the largest gradient (losses: to themselves)."""
+    """The largest difference, relative to the largest gradient (losses and states: to themselves)."""
     if measured.keys() != reference.keys():
         return Check(f"{name}: other parameters have gradients", float("inf"), EXACT)
-    largest = _most(float(g.abs().max()) for n, g in reference.items() if not n.startswith("loss:"))
+    largest = _most(float(g.abs().max()) for n, g in reference.items() if ":" not in n)
     errors = [
-        float((measured[n] - g).abs().max()) / (max(abs(float(g)), 1e-12) if n.startswith("loss:") else largest)
+        float((measured[n] - g).abs().max()) / (max(float(g.abs().max()), 1e-12) if ":" in n else largest)
         for n, g in reference.items()
     ]
     return Check(name, _most(errors), EXACT)
@@ -191,7 +212,7 @@ def _most(values: Iterable[float]) -> float:
     return float(torch.tensor(list(values), dtype=torch.float64).amax())
 
 
-def _without_gradient(method: str, trunks: Trunks = "none") -> float:
+def _without_gradient(method: str | MethodChoice, trunks: Trunks = "none") -> float:
     """Number of parameters without a gradient, or with rounding errors alone (a bias that softmax cancels)."""
     model = learner(method, trunks=trunks)
     backward(model, [inputs(model, batch(method=method, trunks=trunks), trunks)])
@@ -204,7 +225,7 @@ def _without_gradient(method: str, trunks: Trunks = "none") -> float:
 
 
 @torch.no_grad()
-def _additive(method: str, trunks: Trunks = "none") -> Iterator[Check]:
+def _additive(method: str | MethodChoice, trunks: Trunks = "none") -> Iterator[Check]:
     """For each term: its sums and counts over the parts of a batch, compared with those of the whole batch."""
     model = learner(method, trunks=trunks)
     whole = model.above_trunks(batch(method=method, trunks=trunks))  # terms see what `Learner.forward` passes on
@@ -224,7 +245,7 @@ NOT_ADDITIVE = (
 )
 
 
-def _transforms(method: str) -> float:
+def _made_otherwise(method: str | MethodChoice) -> float:
     """Bytes that differ between a batch of scenes made on one rank, and on two ranks with a worker."""
     from kiloword.data.loader import Loader
     from kiloword.data.sampler import Order
@@ -241,7 +262,8 @@ def _transforms(method: str) -> float:
             model.text,
             32,
             tokenizer,
-            transforms=preset(method).transforms,
+            transforms=slots_of(method).transforms,
+            inputs=slots_of(method).inputs,
             rank=rank,
             ranks=ranks,
             workers=workers,
@@ -249,26 +271,33 @@ def _transforms(method: str) -> float:
         return next(loader.batches(1, 2))
 
     whole, parts = made(0, 1, 0), [made(rank, 2, 1) for rank in (0, 1)]
-    images, ids = (torch.cat(x) for x in ([p.images for p in parts], [p.texts.ids for p in parts]))
-    if len(ids) != len(whole.texts.ids):
+    expected, joined = _tensors(whole), [torch.cat(values) for values in zip(*map(_tensors, parts), strict=True)]
+    if any(a.shape != b.shape for a, b in zip(joined, expected, strict=True)):
         return float("inf")
-    return float((images != whole.images).sum() + (ids != whole.texts.ids).sum())
+    return float(sum((a != b).sum() for a, b in zip(joined, expected, strict=True)))
 
 
-def _save_and_load(method: str, trunks: Trunks = "none") -> float:
+def _tensors(made: Batch) -> list[Tensor]:
+    """What a loader makes of images and texts, the method's inputs included."""
+    groups = (value.texts.ids if isinstance(value, TextGroup) else value for value in made.inputs.values())
+    return [made.images, made.texts.ids, *groups]
+
+
+def _save_and_load(method: str | MethodChoice, trunks: Trunks = "none") -> float:
     """Largest change of a score."""
     trained = learner(method, dtype=torch.float32, trunks=trunks)
     model, data = trained.model.eval(), inputs(trained, batch(trunks=trunks), trunks)
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
         tokenizer = Tokenizer.train(["a small red star", "two blue circles"], 300)
-        file = ModelFile(method=method, settings={}, model=model.config, size="debug")
+        name, settings = (method, {}) if isinstance(method, str) else (method.name, method.settings)
+        file = ModelFile(method=name, settings=settings, model=model.config, size="debug")
         save_model(Path(folder), model, tokenizer, file)
-        loaded, _ = load_model(folder, trust=Trust(named=method))
+        loaded, _ = load_model(folder, trust=Trust(named=name))
         a, b = (m.score(m.encode_image(data.images)[1], m.encode_text(data.texts)[1]) for m in (model, loaded.eval()))
     return float((a - b).abs().max())
 
 
-def _bf16(method: str, trunks: Trunks = "none") -> float:
+def _bf16(method: str | MethodChoice, trunks: Trunks = "none") -> float:
     """1 - cosine between the gradients of a step under bf16 autocast and in fp32."""
     measured = []
     for on in (False, True):
@@ -279,11 +308,8 @@ def _bf16(method: str, trunks: Trunks = "none") -> float:
     return 1 - float(torch.nn.functional.cosine_similarity(measured[0], measured[1], dim=0))
 
 
-def _toy(method: str, trunks: Trunks = "none", steps: int = TOY) -> float:
-    """Share of the pair loss above the least possible that is left after learning one batch by heart.
-
-    Without a pair loss, of the terms above 0.
-    """
+def _toy(method: str | MethodChoice, trunks: Trunks = "none", steps: int = TOY) -> float:
+    """Share of the pair loss above its least value, or of the terms, that is left after learning a batch by heart."""
     model = learner(method, dtype=torch.float32, trunks=trunks)
     optimizer = Optimizer(model, replace(MUON, lr=4e-3, muon_lr=0.02, warmup=0.1), steps)
     data = inputs(model, batch(method=method, trunks=trunks), trunks)
@@ -296,10 +322,40 @@ def _toy(method: str, trunks: Trunks = "none", steps: int = TOY) -> float:
     return (losses[-1] - least) / (losses[0] - least)
 
 
+def _alone(method: str | MethodChoice, name: str) -> Check:
+    """Train one term or contrast alone: its loss must fall, and never below 0, as the negative of a loss would."""
+    slots = slots_of(method)
+    weighted = {
+        n: (1.0 if n == name else 0.0, make) for n, (_, make) in (*slots.terms.items(), *slots.contrasts.items())
+    }
+    alone = replace(
+        slots,
+        pair_weight=lambda _: 0.0,
+        terms={n: weighted[n] for n in slots.terms},
+        contrasts={n: weighted[n] for n in slots.contrasts},
+    )
+    model, data = learner(method, dtype=torch.float32), batch(method=method)
+    model.method = alone
+    optimizer, losses = Optimizer(model, replace(MUON, lr=4e-3, muon_lr=0.02, warmup=0.1), ALONE), list[float]()
+    for step in range(ALONE):
+        losses.append(float(backward(model, [data])[name]))
+        optimizer.step(step)
+    left = min(losses[-1], sum(losses[-5:]) / 5) / losses[0] if min(losses) >= 0 else float("inf")
+    what = "is negative" if min(losses) < 0 else f"goes from {losses[0]:.3g} to {losses[-1]:.3g}"
+    return Check(f"{name} alone: loss left after {ALONE} steps", left, 1, WRONG_SIGN.format(name=name, what=what))
+
+
+WRONG_SIGN = (
+    "The loss {name}, trained alone, {what}: is its sign wrong? A loss that may be negative, such as a negative "
+    "cosine, gets the constant that makes its least value 0."
+)
+
+
 @torch.no_grad()
 def _least(model: Learner, data: Batch) -> float:
     """The pair loss of logits whose probabilities are the positives; 0 where there is one positive a row."""
-    images, texts = model.pair_inputs(model.encode(data), data)
+    inputs = model.pair_inputs(model.encode(data), data)
+    images, texts = inputs.rows, inputs.gathered()
     positives = model.method.positives
     if hasattr(positives, "bind"):
         positives = positives.bind(Blocks(model.model.head, images, texts))
@@ -328,12 +384,15 @@ class _Ideal(torch.nn.Module):
         return score
 
 
-def main(method: str, ranks: Sequence[int], say: Callable[[str], None] = print, trunks: Trunks = "none") -> None:
+def main(
+    method: str | MethodChoice, ranks: Sequence[int], say: Callable[[str], None] = print, trunks: Trunks = "none"
+) -> None:
     """Run all checks and print each. Raises: ValueError naming those that failed, and known causes."""
     failed: list[Check] = []
+    name = method if isinstance(method, str) else method.name
     for check in verify(method, ranks, trunks):
         say(f"{'ok  ' if check.passed else 'FAIL'}  {check.name:48s} {check.value:9.2e}  (at most {check.limit:g})")
         failed += [] if check.passed else [check]
     if failed:
-        message = f"{method} fails {len(failed)} of its checks: {', '.join(check.name for check in failed)}."
+        message = f"{name} fails {len(failed)} of its checks: {', '.join(check.name for check in failed)}."
         raise ValueError(" ".join([message, *(check.cause for check in failed if check.cause)]))

@@ -29,8 +29,8 @@ RUN = ["--data", "scenes?n=64", "--size", "debug", "--batch", "8", "--steps", "3
 
 # Every setting has a place below --optim, --augment or --model: a flag up here is a decision, not a habit.
 FLAGS = (
-    "out steps epochs samples dry-run pooling transforms positives pair-loss uncertainty terms size init freeze "
-    "unfreeze image-tower text-tower batch micro chunk precision matmul seed data weights val extra-captions "
+    "out steps epochs samples dry-run pooling transforms positives pair-loss uncertainty contrasts terms size init "
+    "freeze unfreeze image-tower text-tower batch micro chunk precision matmul seed data weights val extra-captions "
     "raw-captions features captions first-captions rows together decoder bad-share tokenizer vocab recipe config "
     "keep workers device log-every log-to save-every eval-every eval-epochs keep-best patience keep-states timeout "
     "max-skipped-steps parallel checkpointing compile extend trust-code quiet image-features text-features"

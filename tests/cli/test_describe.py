@@ -39,6 +39,7 @@ def test_slots_in_words() -> None:
         "uncertainty": "",
         "positives": "annotated",
         "pair loss": "sigmoid",
+        "contrasts": "",
         "terms": "",
         "summary": preset("siglip").summary,
     }

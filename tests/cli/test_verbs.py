@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,9 @@ from kiloword.evaluation.spectrum import SpectrumTaskOptions
 from kiloword.evaluation.vqa import VqaOptions, VqaTaskOptions
 from kiloword.evaluation.zeroshot import PromptOptions, ZeroshotTaskOptions
 from kiloword.generation.options import GenerationOptions
+from kiloword.methods import clip, siglip
 from kiloword.mining.options import MineOptions
+from kiloword.verify.batch import MethodChoice
 
 OUT = Path("o")
 Words = tuple[str, str, dict[str, Any]]
@@ -61,7 +64,11 @@ SHORTEST: list[Words] = [
     ),
     ("mine d --features s --out o", "kiloword.mining:main", {"sources": ("d",), "options": MineOptions()}),
     ("data stats d", "kiloword.data.inspect:main", {"what": "stats", "src": "d", "png": None, "digest": False}),
-    ("verify clip", "kiloword.verify.suite:main", {"method": "clip", "ranks": (1, 2, 4), "trunks": "none"}),
+    (
+        "verify clip",
+        "kiloword.verify.suite:main",
+        {"method": MethodChoice("clip", asdict(clip.Settings())), "ranks": (1, 2, 4), "trunks": "none"},
+    ),
     (
         "watch r",
         "kiloword.watch.command:main",
@@ -125,9 +132,9 @@ EVERY_FLAG: list[Words] = [
     ("data index d --digest", "kiloword.data.inspect:main", {"what": "index", "src": "d", "digest": True}),
     ("data stats d --png p", "kiloword.data.inspect:main", {"png": Path("p")}),
     (
-        "verify siglip --ranks 1 3",
+        "verify siglip --ranks 1 3 --settings.bias -9",
         "kiloword.verify.suite:main",
-        {"method": "siglip", "ranks": (1, 3), "trunks": "none"},
+        {"method": MethodChoice("siglip", asdict(siglip.Settings(bias=-9.0))), "ranks": (1, 3), "trunks": "none"},
     ),
     (
         "watch r s --once --every 5 --smooth 0.5 --curves loss val/ --tensorboard t",

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kiloword.config.recipes import sizes
 from kiloword.losses.many import Balanced, supcon_loss
-from kiloword.losses.pairs import Blocks, by_autograd, logsumexp_over_ranks, sigmoid_loss, softmax_loss
+from kiloword.losses.pairs import Blocks, logsumexp_over_ranks, sigmoid_loss, softmax_loss
 from kiloword.model.heads import Head, Single
 from kiloword.model.model import initialise
 from kiloword.types import Features, PairBlocks, PairLoss, Pairs, Positives, Total
@@ -92,7 +92,7 @@ def sigmoid_without_derivative(pairs: PairBlocks, positives: Positives) -> Total
     def values(block: Pairs, rows: slice, columns: slice) -> Tensor:
         return F.binary_cross_entropy_with_logits(block.logits, positives(block), reduction="none").sum(1)
 
-    total = pairs.total(by_autograd(values))
+    total = pairs.total(values)
     return Total(total, total.new_tensor(float(pairs.shape[0])), pairs.rows)
 
 
@@ -105,7 +105,7 @@ def softmax_without_derivative(pairs: PairBlocks, positives: Positives) -> Total
         by_text = (z.logsumexp(0) - z) * y / y.sum(0).clamp_min(1)
         return 0.5 * (by_image + by_text * len(z) / z.shape[1]).sum(1)
 
-    total = pairs.total(by_autograd(values))
+    total = pairs.total(values)
     return Total(total, total.new_tensor(float(pairs.shape[0])), pairs.rows)
 
 

@@ -129,7 +129,8 @@ def share_reported(name: str, micro: int) -> float | None:
 def test_a_step_reports_the_share_of_mined_pairs(name: str) -> None:
     """Of all pairs, however they are cut into blocks, micro-batches and ranks."""
     made, some = learner(name), batch(method=name)
-    pairs = Pairs(torch.empty(0), torch.empty(0), *made.pair_inputs(made.encode(some), some))
+    inputs = made.pair_inputs(made.encode(some), some)
+    pairs = Pairs(torch.empty(0), torch.empty(0), inputs.rows, inputs.gathered())
     pairs.annotated = pairs.images["position"][:, None] == pairs.texts["position"]
     pairs.logits = torch.zeros(pairs.annotated.shape)
     matching = made.method.positives(pairs) > 0
@@ -311,12 +312,12 @@ def test_the_bias_found_has_the_least_loss() -> None:
     search(made, itertools.repeat(some), "grid", 1)
     bias = made.model.head.bias
     assert bias is not None
-    images, texts = made.pair_inputs(made.encode(some), some)
+    inputs = made.pair_inputs(made.encode(some), some)
     losses = []
     for move in (-0.01, 0.0, 0.01):
         with torch.no_grad():
             bias += move
-            losses.append(float(made.pair_loss(images, texts)["pair"]))
+            losses.append(float(made.pair_loss(inputs)["pair"]))
             bias -= move
     assert losses[1] == min(losses)
 

@@ -16,9 +16,9 @@ from cases import mostly_slow
 from kiloword.config.recipes import sizes
 from kiloword.losses.pairs import Blocks, sigmoid_loss
 from kiloword.methods.method import annotated
-from kiloword.methods.pcmepp.matching import WithDeterministic, cosine_head, matching_loss
+from kiloword.methods.pcmepp.matching import WithDeterministic, matching_loss
 from kiloword.methods.prolip.gaussian import Gaussian, GaussianSettings, csd, tokens
-from kiloword.model.heads import Head, Single
+from kiloword.model.heads import Head, Single, cosine_head
 from kiloword.model.model import initialise
 from kiloword.types import Features, Pairs
 

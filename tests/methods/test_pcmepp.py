@@ -16,9 +16,9 @@ from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.losses.pairs import Blocks, sigmoid_loss
 from kiloword.methods.defaults import MUON, default_recipe
 from kiloword.methods.method import annotated
-from kiloword.methods.pcmepp.matching import cosine_head, matching_loss
+from kiloword.methods.pcmepp.matching import matching_loss
 from kiloword.methods.registry import preset
-from kiloword.model.heads import Head
+from kiloword.model.heads import Head, cosine_head
 from kiloword.model.model import build
 from kiloword.training import start
 from kiloword.training.learner import Learner
@@ -129,7 +129,7 @@ def test_the_weight_of_the_deterministic_loss() -> None:
         model, some = learner(name), batch(method=name)
         model.method = preset(name, settings)
         with torch.no_grad():
-            return float(model.pair_loss(*model.pair_inputs(model.encode(some), some))["pair"])
+            return float(model.pair_loss(model.pair_inputs(model.encode(some), some))["pair"])
 
     plain, once = loss("pcme++"), loss("pcme+++deterministic")
     twice = loss("pcme+++deterministic", {"deterministic": {"weight": 2.0}})

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kiloword.config.recipes import sizes
+from kiloword.losses.inputs import PairInputs
 from kiloword.methods.prolip.gaussian import csd_matrix, inclusion_matrix
 from kiloword.methods.registry import preset
 from kiloword.model.model import build
@@ -75,11 +76,10 @@ def pair_loss(method: str, n: int) -> int:
     made = learner(method)
     some = batch(n, made)
     with torch.no_grad():
-        sides = made.pair_inputs(made.encode(some), some)
-    images, texts = ({k: v.requires_grad_(v.is_floating_point()) for k, v in side.items()} for side in sides)
+        inputs = PairInputs.join([made.pair_inputs(made.encode(some), some)])
 
     def run() -> None:
-        made.pair_loss(images, texts)["pair"].backward()  # type: ignore[no-untyped-call]
+        made.pair_loss(inputs)["pair"].backward()  # type: ignore[no-untyped-call]
 
     return largest(run)
 

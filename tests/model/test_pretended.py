@@ -17,7 +17,14 @@ from tests.pretended import Watch, pretended, step
 WAITS: dict[str, dict[str, int]] = {  # of the host for the device, a micro-batch; nothing waits where no line says so
     "prolip, words dropped": {"boolean index in types.at": 1},  # how many are left
 }
-MIXED = ("siglip+caption", "llip+compose")
+MIXED = (
+    "siglip+caption",
+    "llip+compose",
+    "siglip+self-distill",
+    "clip+negatives",
+    "siglip+matryoshka",
+    "clip+reinforced",
+)
 SETTINGS: dict[str, dict[str, Any]] = {"prolip, words dropped": {"hide_words": "drop"}}
 ROUNDS = [("fp32", 1, "adamw"), ("bf16", 1, "muon"), ("bf16", 2, "adamw"), ("fp32", 2, "muon")]
 

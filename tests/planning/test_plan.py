@@ -161,7 +161,8 @@ def planner(words: str) -> Planner:
 def test_parameters_are_those_of_a_real_model(method: str) -> None:
     shapes = learner_of(sizes()["debug"], preset(method))
     real = build(sizes()["debug"], preset(method))
-    assert gpu.total(shapes) == sum(p.numel() for p in real.parameters())
+    losses = sum(p.numel() for part in (shapes.terms, shapes.contrasts) for p in part.parameters())
+    assert gpu.total(shapes) == losses + sum(p.numel() for p in real.parameters())
     assert sum(gpu.parts(shapes).values()) == gpu.total(shapes)
 
 

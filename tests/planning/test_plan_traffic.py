@@ -47,5 +47,5 @@ def test_numbers_of_every_text_that_a_loss_sums(
     for module in (pairs, losses_many, losses_matching):
         for function in ("sum_over_ranks", "extreme_over_ranks"):
             monkeypatch.setattr(module, function, count, raising=False)
-    learner.pair_loss(*learner.pair_inputs(learner.encode(batch), batch))
+    learner.pair_loss(learner.pair_inputs(learner.encode(batch), batch))
     assert planned == numbers == counted / len(batch.texts)

@@ -57,6 +57,7 @@ class World:
                 data=SimpleNamespace(val=("x",) if val else ()),
             ),
             learner=SimpleNamespace(
+                method=SimpleNamespace(after_step=()),
                 model=SimpleNamespace(
                     head=SimpleNamespace(clamp_=lambda: note("clamp")), text_tower=SimpleNamespace(trunk=None)
                 ),

@@ -24,7 +24,8 @@ MIXES = (
     *("siglip+stylistic", "siglip+supcon", "clip+mined", "fff+exact+compose"),
     *("llip+gaussian", "llip+gaussian+inclusion", "clip+gaussian+matching", "pcme+++ppcl+mixup"),
     *("prolip+deterministic", "pcme+++deterministic"),
-    *("sycoca+contextual", "siglip+gaussian+caption+mim"),
+    *("sycoca+contextual", "siglip+gaussian+caption+mim", "llip+simclr", "prolip+simclr"),
+    *("flair+simclr", "flair+sub-captions", "siglip+matryoshka", "clip+matryoshka+simclr"),
 )
 DATA = "scenes?n=64&captions=3"
 EVERY = RunOptions(log_every=1, save_every=3, quiet=True)
@@ -54,7 +55,7 @@ def recipe(method: str, features: tuple[str, ...], steps: int = 8) -> Recipe:
 
 
 @pytest.mark.parametrize(
-    "method", mostly_slow(["clip-c", "fff", "llip+compose+mined", "prolip", "pcme++", "sycoca"], 4)
+    "method", mostly_slow(["clip-c", "fff", "llip+compose+mined", "prolip", "pcme++", "sycoca", "slip"], 4)
 )
 def test_a_cut_run_goes_on_as_if_nothing_had_been(
     method: str, features: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

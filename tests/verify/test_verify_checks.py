@@ -67,7 +67,7 @@ def test_a_gradient_that_one_way_changes_fails_one_check(
     ("check", "name"),
     [
         ("_without_gradient", "parameters without a gradient"),
-        ("_transforms", "bytes of a batch that transforms make otherwise on other ranks or workers"),
+        ("_made_otherwise", "bytes of a batch that are made otherwise on other ranks or workers"),
         ("_save_and_load", "score after save and load"),
         ("_bf16", "bf16 against fp32: 1 - cosine of gradients"),
         ("_toy", "toy problem: loss left after 60 steps"),
@@ -76,7 +76,7 @@ def test_a_gradient_that_one_way_changes_fails_one_check(
 def test_a_measure_that_is_too_large_fails_one_check(monkeypatch: pytest.MonkeyPatch, check: str, name: str) -> None:
     limits = {"_bf16": 0.02, "_toy": 0.25}
     monkeypatch.setattr(verify, "gradients", lambda *given, **named: REFERENCE)
-    for one in ("_without_gradient", "_transforms", "_save_and_load", "_bf16", "_toy"):
+    for one in ("_without_gradient", "_made_otherwise", "_save_and_load", "_bf16", "_toy"):
         limit = limits.get(one, 0.0)
         value = limit + 1e-6 if one == check else limit
         monkeypatch.setattr(verify, one, lambda method, *more, value=value: value)
@@ -160,7 +160,7 @@ class Term(torch.nn.Module):
 @pytest.mark.parametrize("value", ["value", "count", ""])
 def test_terms_that_do_not_add_up(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     slots = replace(preset("siglip"), terms={"mine": (1.0, lambda config: Term(value))})
-    monkeypatch.setattr(verify, "preset", lambda method: slots)
+    monkeypatch.setattr(verify, "slots_of", lambda method: slots)
     (check,) = verify._additive("siglip")
     assert check.name == "term mine: sum over the parts of a batch"
     assert check.passed == (not value)
@@ -229,10 +229,10 @@ def test_batches_that_ranks_make_otherwise(monkeypatch: pytest.MonkeyPatch, faul
     made: list[tuple[int, int, int]] = []
 
     class Loader:
-        def __init__(self, *given: Any, transforms: Any, rank: int, ranks: int, workers: int) -> None:
+        def __init__(self, *given: Any, transforms: Any, inputs: Any, rank: int, ranks: int, workers: int) -> None:
             made.append((rank, ranks, workers))
             self.rank, self.ranks = rank, ranks
-            assert transforms == preset("clip-c").transforms
+            assert (transforms, inputs) == (preset("clip-c").transforms, {})
 
         def batches(self, step: int, end: int) -> Iterator[Any]:
             assert (step, end) == (1, 2)
@@ -247,7 +247,7 @@ def test_batches_that_ranks_make_otherwise(monkeypatch: pytest.MonkeyPatch, faul
             yield some
 
     monkeypatch.setattr("kiloword.data.loader.Loader", Loader)
-    assert verify._transforms("clip-c") == {"none": 0, "images": 3, "ids": 2, "length": math.inf}[fault]
+    assert verify._made_otherwise("clip-c") == {"none": 0, "images": 3, "ids": 2, "length": math.inf}[fault]
     assert made == [(0, 1, 0), (0, 2, 1), (1, 2, 1)]
 
 

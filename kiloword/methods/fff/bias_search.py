@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from kiloword.distributed.collectives import sum_over_ranks
-from kiloword.types import Batch, Features
+from kiloword.losses.inputs import PairInputs
+from kiloword.types import Batch
 
 if TYPE_CHECKING:
     from kiloword.training.learner import Learner
 
-Inputs = Sequence[tuple[Features, Features]]  # features of images and texts of each batch
+Inputs = Sequence[PairInputs]  # of each batch
 LEAST, MOST = -40.0, 20.0  # range of the search
 STEPS = (1.0, 0.1, 0.02)  # of successive grids, each around the best value of the previous one
 EDGE, NOTHING = 0.5, 1e-5  # this close to the ends, or below this loss, nearly all pairs are of one class
@@ -62,7 +63,7 @@ def _losses(learner: Learner, inputs: Inputs, bias: Tensor, at: list[float]) -> 
     with torch.no_grad():
         for value in at:
             bias.fill_(value)
-            shares.append(torch.stack([learner.pair_loss(*pair)["pair"] for pair in inputs]).mean())
+            shares.append(torch.stack([learner.pair_loss(one)["pair"] for one in inputs]).mean())
     losses: list[float] = sum_over_ranks(torch.stack(shares).double()).tolist()
     return losses
 
@@ -71,7 +72,7 @@ def _slope(learner: Learner, inputs: Inputs, bias: Tensor, at: float) -> float:
     """Derivative of the mean loss by the bias."""
     with torch.no_grad():
         bias.fill_(at)
-    shares = [torch.autograd.grad(learner.pair_loss(*pair)["pair"], bias)[0].sum() for pair in inputs]
+    shares = [torch.autograd.grad(learner.pair_loss(one)["pair"], bias)[0].sum() for one in inputs]
     return float(sum_over_ranks(torch.stack(shares).mean().double()))
 
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from kiloword.distributed.collectives import extreme_over_ranks, sum_over_ranks
 from kiloword.losses.pairs import sigmoid_loss, softmax_loss
-from kiloword.model.heads import Head
-from kiloword.model.pooling import at_least_float
-from kiloword.types import Features, PairBlocks, PairLoss, Pairs, Positives, Total
+from kiloword.types import PairBlocks, PairLoss, Pairs, Positives, Total
 
 ROUNDING = 1e3  # margin in machine epsilons: ties of equal captions do not depend on the number of ranks
 
@@ -57,19 +55,6 @@ def _thresholds(pairs: PairBlocks) -> tuple[Tensor, Tensor]:
             least[part] = least[part].minimum(annotated.amin(dim))
     margin = ROUNDING * torch.finfo(least_logits[0].dtype).eps
     return least_logits[0] - margin, extreme_over_ranks(least_logits[1], "least") - margin
-
-
-class Cosine(nn.Module):
-    """Pooling of an auxiliary head: scores the features of the main head by the cosine of "vec"."""
-
-    def score(self, images: Features, texts: Features) -> Tensor:
-        return at_least_float(images["vec"]) @ at_least_float(texts["vec"]).T
-
-
-def cosine_head(scale: float, bias: float | None = None, max_scale: float | None = None) -> Head:
-    """An auxiliary head: scale and bias of the cosines of the main head's features."""
-    pooling: Any = Cosine()
-    return Head(pooling, scale=scale, bias=bias, max_scale=max_scale)
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,11 @@ from typing import Literal
 from kiloword.config.recipes import ModelConfig, sizes
 from kiloword.config.settings import ABOVE_0, BaseSettings, only, setting
 from kiloword.methods.method import Component, Method
-from kiloword.methods.pcmepp.matching import WithDeterministic, cosine_head, matching_loss
+from kiloword.methods.pcmepp.matching import WithDeterministic, matching_loss
 from kiloword.methods.prolip.gaussian import GaussianSettings
 from kiloword.methods.prolip.inclusion import InclusionSettings
 from kiloword.methods.prolip.preset import bidirectional, included, is_gaussian, with_gaussian
-from kiloword.model.heads import Head, Single
+from kiloword.model.heads import Head, Single, cosine_head
 
 
 @dataclass(frozen=True, kw_only=True)
