@@ -30,6 +30,8 @@ ARMS: dict[str, dict[str, Any]] = {
     "prolip": {},
     "fff": ANNOTATED,
     "llip+fff": {"fff": ANNOTATED},
+    "flair": {},
+    "siglip+matryoshka": {},
 }
 
 

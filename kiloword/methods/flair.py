@@ -1,0 +1,261 @@
+"""FLAIR: patches pooled separately for every text, and a second loss of whole images. Source: arXiv:2412.03561.
+
+The score of a pair is the cosine of a text with the image's patches as that text attends to them. That is Llip's score
+(`llip.scores`) over patches and one token of zeros, to which a text attends that finds nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kiloword.config.recipes import ModelConfig, sizes
+from kiloword.config.settings import BaseSettings, only, setting
+from kiloword.distributed.collectives import ranks, sum_over_ranks
+from kiloword.distributed.device import device_type
+from kiloword.losses.pairs import sigmoid_loss
+from kiloword.methods import siglip
+from kiloword.methods.llip import scores as mixing
+from kiloword.methods.llip.pooling import Contextual
+from kiloword.methods.method import Component, Method
+from kiloword.model.heads import Head, Single, cosine_head, unit
+from kiloword.model.image import extra
+from kiloword.model.pooling import ImagePool, TextPool, at_least_float
+from kiloword.randomness import Draw
+from kiloword.types import Example, Features, Fetch, PairBlocks, Pairs, Positives, Texts, Total
+
+WHOLE = "whole"  # the head of the second loss: the cosine of the whole image and the text
+_SENTENCE = re.compile(r"(?<=[.!?])\s+")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlairSettings(BaseSettings):
+    """How texts attend to patches."""
+
+    heads: int = setting(8, "heads of the attention from texts to patches; must divide the embedding size", 1)
+    whole: float = setting(
+        0.5, "share of the loss of whole images (MPS); the rest is that of attended patches (TCS)", 0, 1
+    )
+    other_texts: Literal["all", "one"] = setting(
+        "one", "what the texts of another image count as for attended patches: together as one text, or each as one"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SubCaptionSettings(BaseSettings):
+    """Texts sampled from long captions."""
+
+    k: int = setting(8, "number of texts sampled from the sentences of an image's captions", 1)
+    merge: int = setting(3, "largest number of sentences that are merged to a text", 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(FlairSettings, siglip.Settings):
+    """Attention to patches, and the logit before training."""
+
+
+def preset(settings: Settings) -> Method:
+    method = attended(siglip.preset(only(settings, siglip.Settings)), only(settings, FlairSettings))
+    summary = "patches pooled for every text, and a loss of whole images"
+    return replace(method, name="flair", source="arXiv:2412.03561", summary=summary)
+
+
+def attended(method: Method, settings: FlairSettings) -> Method:
+    """Pool patches for every text, and add the loss of whole images.
+
+    Raises: ValueError for a method whose loss is no sigmoid, or that does not pool images and texts into one vector.
+    """
+    if method.pair_loss is not sigmoid_loss:
+        raise ValueError(f"{method.name} has no sigmoid loss, which flair has twice: add +sigmoid, or use siglip.")
+    plain = method.head(method.shape(sizes()["debug"]))
+    if type(plain.pooling) is not Single or plain.uncertainty is not None:
+        raise ValueError(
+            f"{method.name} does not pool images into one vector each: flair replaces such a pooling alone."
+        )
+
+    def head(config: ModelConfig) -> Head:
+        made = method.head(config)
+        made.pooling = Attended(config, settings.heads)
+        if settings.whole:
+            scale, bias = made.start
+            made.whole = cosine_head(scale, bias)
+        return made
+
+    return replace(method, head=head, pair_loss=FlairLoss(settings.whole, settings.other_texts), captions="all")
+
+
+@dataclass(frozen=True)
+class FlairLoss:
+    """Sigmoid losses of attended patches and of whole images, the latter a mean over texts.
+
+    For attended patches the authors' code compares an image with its own K texts and one text of every other image,
+    drawn anew. "one" is the expectation of these draws; "all" compares with all texts, a mean over texts. On
+    several ranks they sum losses of the ranks' batches; here the batch is one. They have one scale and bias for both
+    losses; here each has its own. Source: arXiv:2412.03561 (text-conditioned and multi-positive sigmoid loss).
+    """
+
+    share: float
+    other_texts: Literal["all", "one"] = "one"
+
+    def __call__(self, pairs: PairBlocks, positives: Positives) -> Total:
+        one = self.other_texts == "one"
+        attended = as_one_text(pairs, positives) if one else sigmoid_loss(pairs, positives, reduction="texts")
+        if not self.share:
+            return attended
+        whole = sigmoid_loss(pairs.beside(WHOLE), positives, reduction="texts")
+        assert attended.rows is not None
+        assert whole.rows is not None
+        factor = self.share * sum_over_ranks(attended.count) / sum_over_ranks(whole.count)
+        rows = (1 - self.share) * attended.rows + factor * whole.rows
+        return Total((1 - self.share) * attended.sum + factor * whole.sum, attended.count, rows)
+
+
+def as_one_text(pairs: PairBlocks, positives: Positives) -> Total:
+    """Sigmoid loss in which the texts of another image count together as one; the count is I + T / I - 1.
+
+    Positives weigh T / I times as much against negatives as in the loss over all texts.
+    """
+    position = pairs.column("position").contiguous()
+    ordered = position.sort().values
+    captions = torch.searchsorted(ordered, position, right=True) - torch.searchsorted(ordered, position)  # [T]
+
+    def loss(block: Pairs, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
+        y, z = positives(block), block.logits
+        weight = torch.where(block.annotated, 1, captions[columns].to(z).reciprocal())
+        return (weight * (F.softplus(z) - y * z)).sum(1), weight * (z.sigmoid() - y)
+
+    total = pairs.total(loss)
+    images = sum_over_ranks(total.new_full((), float(pairs.shape[0])))
+    return Total(total, (images + pairs.shape[1] / images - 1) / ranks(), pairs.rows)
+
+
+class Attended(nn.Module):
+    """Text-conditioned attention pooling of arXiv:2412.03561, with heads of d = D / M dimensions.
+
+    Tokens and texts share a space before the attention: projected to D, and normalised by a layer norm as queries, keys
+    and values. Biases of queries, keys and values, which the authors' attention has, are those of the norms, multiplied
+    by square matrices; the bias of their output is omitted.
+    Attributes: attends_to_patches: what `explain` returns is of the patches alone, so that it is a map by itself.
+    "vec" of an image is its pooled vector in the same projection: for the loss of whole images, and for shortlists.
+    """
+
+    attends_to_patches = True
+
+    def __init__(self, config: ModelConfig, heads: int) -> None:
+        super().__init__()
+        dim = config.head.dim
+        if dim % heads:
+            raise ValueError(f"--settings.heads {heads} does not divide the embedding size {dim} (--model.head.dim).")
+        self.heads, self.extra = heads, extra(config.image)
+        self.image_pool = ImagePool(config.image, config.head)
+        self.text_pool = TextPool(config.text, config.head.text_pool)
+        if self.image_pool.width != config.image.width:
+            raise ValueError(
+                "flair projects patches and the pooled image alike: use --model.head.image-pool cls or mean."
+            )
+        self.image_projection = nn.Linear(config.image.width, dim, bias=False)
+        self.text_projection = nn.Linear(config.text.width, dim, bias=False)
+        self.norm_query, self.norm_key, self.norm_value = (nn.LayerNorm(dim) for _ in range(3))
+        self.query, self.key, self.value, self.out = (nn.Linear(dim, dim, bias=False) for _ in range(4))
+
+    @property
+    def factor(self) -> float:
+        """Factor of the products of queries and keys."""
+        return float((self.out.in_features // self.heads) ** -0.5)
+
+    def image(self, tokens: Tensor) -> Features:
+        """[I, E + P, W] to "vec" [I, D], "keys" and "values" [I, P + 1, M, d]; the last token is of zeros."""
+        patches = self.image_projection(tokens[:, self.extra :])
+        keys, values = self.key(self.norm_key(patches)), self.value(self.norm_value(patches))
+        keys, values = (F.pad(x.unflatten(-1, (self.heads, -1)), (0, 0, 0, 0, 0, 1)) for x in (keys, values))
+        return {"vec": unit(self.image_projection(self.image_pool(tokens))), "keys": keys, "values": values}
+
+    def text(self, tokens: Tensor, texts: Texts) -> Features:
+        """[S, W] to "vec" [T, D] and "query" [T, M, d]."""
+        projected = self.text_projection(self.text_pool(tokens, texts))
+        query = self.query(self.norm_query(projected)).unflatten(-1, (self.heads, -1))
+        return {"vec": unit(projected), "query": query}
+
+    def score(self, images: Features, texts: Features) -> Tensor:
+        """[i, t]: the cosine of every text with every image's patches as the text attends to them."""
+        keys, values, query, vec = self._floats(images, texts)
+        return mixing.cosine(keys, values, query, vec, at_least_float(self.out.weight), self.factor, "direct")
+
+    def score_pairs(self, images: Features, texts: Features) -> Tensor:
+        """Scores [n] of image n with text n."""
+        keys, values, query, vec = self._floats(images, texts)
+        weights = torch.einsum("nkmd,nmd->nmk", keys, query * self.factor).softmax(-1)
+        mixed = torch.einsum("nmk,nkmd->nmd", weights, values).flatten(1)
+        return (unit(mixed @ at_least_float(self.out.weight).T) * vec).sum(1)
+
+    def block(self, images: Features, texts: Features) -> tuple[int, int]:
+        """Rows and columns of one block: what is saved for its gradient is bounded."""
+        keys = images["keys"]
+        pair = mixing.PairSizes(tokens=keys.shape[1], heads=self.heads, dim=self.out.in_features)
+        return mixing.block(pair, "direct", device_type(keys.device))
+
+    ensemble = Contextual.ensemble  # means of each class's vectors and queries
+
+    def project_image_tokens(self, tokens: Tensor) -> Tensor:
+        """[..., W] -> [..., D]."""
+        out: Tensor = self.image_projection(tokens)
+        return out
+
+    def project_text_tokens(self, tokens: Tensor) -> Tensor:
+        """[..., W] -> [..., D]."""
+        out: Tensor = self.text_projection(tokens)
+        return out
+
+    def explain(self, images: Features, texts: Features) -> Tensor:
+        """Attention of every text to the patches of every image, [i, t, M, P]: what goes to no patch is omitted."""
+        return mixing.weights(at_least_float(images["keys"]), at_least_float(texts["query"]), self.factor)[..., :-1]
+
+    @staticmethod
+    def _floats(images: Features, texts: Features) -> tuple[Tensor, ...]:
+        return tuple(at_least_float(x) for x in (images["keys"], images["values"], texts["query"], texts["vec"]))
+
+
+@dataclass(frozen=True)
+class SubCaptions:
+    """K texts in place of an image's captions: one to `merge` of their sentences each, neighbours or not.
+
+    Half of the texts of several sentences are of neighbours, half of any, as in the authors' code (arXiv:2412.03561),
+    whose neighbours never reach the last sentence, and which repeats sentences where there are too few.
+    """
+
+    settings: SubCaptionSettings
+
+    def __call__(self, example: Example, fetch: Fetch, draw: Draw) -> Example:
+        """Raises: ValueError for examples with precomputed features of whole captions."""
+        if example.text_features:
+            raise ValueError("sub-captions are no whole captions, of which --features has features: omit one of them.")
+        sentences = [s for caption in example.captions for s in _SENTENCE.split(caption) if s.strip()]
+        rng = draw.rng("sub-captions")
+        texts = []
+        for _ in range(self.settings.k if sentences else 0):
+            count = min(int(rng.integers(1, self.settings.merge + 1)), len(sentences))
+            if rng.random() < 0.5:
+                first = int(rng.integers(0, len(sentences) - count + 1))
+                chosen = list(range(first, first + count))
+            else:
+                chosen = rng.choice(len(sentences), count, replace=False).tolist()
+            texts.append(" ".join(sentences[n] for n in chosen))
+        return replace(example, captions=texts or example.captions)
+
+
+def sub_captions(method: Method, settings: SubCaptionSettings) -> Method:
+    """Sample texts from the sentences of captions, after all other transforms."""
+    return replace(method, captions="all", transforms=(*method.transforms, SubCaptions(settings)))
+
+
+COMPONENTS = {
+    "attended": Component(
+        "pooling", "patches pooled for every text, and a loss of whole images", FlairSettings, attended
+    ),
+    "sub-captions": Component("captions", "texts of some sentences of long captions", SubCaptionSettings, sub_captions),
+}

@@ -1,0 +1,102 @@
+"""Matryoshka: the pair loss of a method on prefixes of its vectors too. Source: arXiv:2205.13147."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kiloword.config.recipes import ModelConfig, sizes
+from kiloword.config.settings import BaseSettings, setting
+from kiloword.methods.method import Component, Method
+from kiloword.model.heads import Head, Single, unit
+from kiloword.types import Features, PairBlocks, PairLoss, Positives, Total
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(BaseSettings):
+    """The prefixes: half of the embedding, a quarter, and so on."""
+
+    smallest: int = setting(8, "size of the smallest prefix, which is halved from the whole embedding", 1)
+    weight: float = setting(1.0, "weight of the pair loss of each prefix; that of the whole embedding is 1", 0)
+
+
+def prefixes(dim: int, smallest: int) -> list[int]:
+    """Sizes below `dim`, halved until `smallest`, descending. Raises: ValueError when there is none."""
+    smaller = [dim >> n for n in range(1, dim.bit_length()) if dim >> n >= smallest]
+    if not smaller:
+        raise ValueError(f"embeddings of {dim} have no prefix of at least {smallest}: expected at most {dim // 2}.")
+    return smaller
+
+
+class Prefix(nn.Module):
+    """Scores features by the cosine of the first `dim` numbers of their vectors."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.dim = dim
+
+    def score(self, images: Features, texts: Features) -> Tensor:
+        """[i, t], the cosine of the prefixes, normalised again."""
+        return unit(images["vec"][:, : self.dim]) @ unit(texts["vec"][:, : self.dim]).T
+
+
+def matryoshka(method: Method, settings: Settings) -> Method:
+    """Add the pair loss on prefixes, each with a scale and a bias of its own. Raises: ValueError for other poolings."""
+    if method.prepare is not None:
+        raise ValueError(f"{method.name} prepares one head before training, not those of the prefixes of matryoshka.")
+    if method.pair_weight == 0:
+        raise ValueError(f"{method.name} has no pair loss, of which matryoshka would take prefixes.")
+
+    def head(config: ModelConfig) -> Head:
+        whole = method.head(config)
+        _check(method.name, whole)
+        for dim in prefixes(config.head.dim, settings.smallest):
+            setattr(whole, f"prefix_{dim}", _inner(whole, dim))
+        return whole
+
+    with torch.device("meta"):
+        _check(method.name, method.head(method.shape(sizes()["debug"])))
+    return replace(method, head=head, pair_loss=nested(method.pair_loss, settings.smallest, settings.weight))
+
+
+def _check(name: str, head: Head) -> None:
+    """Raises: ValueError for a head whose vectors have no prefix with the same meaning."""
+    if type(head.pooling) is not Single or head.uncertainty is not None or head.inner():
+        raise ValueError(
+            f"{name} scores pairs by more than the cosine of one vector each, of which matryoshka would take prefixes."
+        )
+
+
+def _inner(whole: Head, dim: int) -> Head:
+    """The head of a prefix, which starts like that of the whole vector."""
+    scale, bias = whole.start
+    limit = None if whole._limit == math.inf else math.exp(whole._limit)
+    pooling: Any = Prefix(dim)
+    head = Head(pooling).rescale(scale, bias, limit, whole.distance)
+    head.log_scale.requires_grad_(whole.log_scale.requires_grad)
+    return head
+
+
+def nested(pair_loss: PairLoss, smallest: int, weight: float) -> PairLoss:
+    """The pair loss of the whole vectors, and `weight` times that of each prefix, summed. arXiv:2205.13147, eq. 1."""
+
+    def loss(pairs: PairBlocks, positives: Positives) -> Total:
+        whole = pair_loss(pairs, positives)
+        total, rows = whole.sum, pairs.rows if whole.rows is None else whole.rows
+        for dim in prefixes(pairs.row("vec").shape[1], smallest):
+            inner = pairs.beside(f"prefix_{dim}")
+            part = pair_loss(inner, positives)
+            total = total + weight * part.sum
+            rows = rows + weight * (inner.rows if part.rows is None else part.rows)
+        return Total(total, whole.count, rows)
+
+    return loss
+
+
+COMPONENTS = {
+    "matryoshka": Component("prefixes", "the pair loss on prefixes of the embedding too", Settings, matryoshka)
+}

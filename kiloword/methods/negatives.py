@@ -1,0 +1,142 @@
+"""Captions whose words are swapped, as further negatives of every image. Source: NegCLIP, arXiv:2210.01936."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from kiloword.config.recipes import ModelConfig, sizes
+from kiloword.config.settings import BaseSettings, setting
+from kiloword.data.sources.optional import texts_of
+from kiloword.methods.method import Component, Method
+from kiloword.model.heads import Single, cosine_head
+from kiloword.model.model import Model
+from kiloword.randomness import Draw
+from kiloword.types import (
+    BadSample,
+    Batch,
+    Encoded,
+    Example,
+    Features,
+    Fetch,
+    Input,
+    PairBlocks,
+    Pairs,
+    Source,
+    TextGroup,
+    Total,
+)
+
+SWAPPED = "swapped_captions"  # the input: texts
+LOOKED = 1000  # rows whose captions are counted before the first step
+_WORD = re.compile(r"[^\W\d_]{3,}")
+PLAIN = frozenset(
+    _WORD.findall(
+        "the and with for from into onto over under near next are was were been being has have had its his her their "
+        "our your this that these those there while who which what where when then than but not all some any very "
+        "other another each off out down through across behind between around about above below beside along against "
+        "they she him them"
+    )
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NegativeSettings(BaseSettings):
+    """How much the contrast with swapped captions weighs."""
+
+    weight: float = setting(1.0, "weight of the contrast of images with captions and swapped captions", 0)
+
+
+def swapped(caption: str, rng: np.random.Generator) -> str | None:
+    """The caption with two different words swapped; None where it has no two.
+
+    NegCLIP swaps words and phrases of one part of speech, which a tagger finds. Here they are any two words of three
+    letters or more that are no article, pronoun, preposition or auxiliary.
+    """
+    words = [m for m in _WORD.finditer(caption) if m[0].lower() not in PLAIN]
+    pairs = [(a, b) for n, a in enumerate(words) for b in words[n + 1 :] if a[0].lower() != b[0].lower()]
+    if not pairs:
+        return None
+    a, b = pairs[int(rng.integers(len(pairs)))]
+    return caption[: a.start()] + b[0] + caption[a.end() : b.start()] + a[0] + caption[b.end() :]
+
+
+def negatives(method: Method, settings: NegativeSettings) -> Method:
+    """Add the contrast. Raises: ValueError for a method that does not pool each image and text into one vector."""
+    if type(method.head(method.shape(sizes()["debug"])).pooling) is not Single:
+        raise ValueError(f"negatives compares one vector per image with one per text, which {method.name} has not.")
+
+    def make(example: Example, fetch: Fetch, draw: Draw) -> list[str]:
+        rng = draw.rng("swapped captions")
+        return [text for caption in example.captions if (text := swapped(caption, rng)) is not None]
+
+    return replace(
+        method,
+        contrasts={**method.contrasts, "negatives": (settings.weight, NegativesContrast)},
+        inputs={**method.inputs, SWAPPED: Input(make, note=without)},
+    )
+
+
+def without(source: Source) -> str:
+    """How many captions of the first rows have no two words to swap."""
+    rng, counts = np.random.default_rng(0), [0, 0]
+    for row in range(min(LOOKED, len(source))):
+        try:
+            captions = texts_of(source, row)
+        except BadSample:
+            continue
+        counts[0] += len(captions)
+        counts[1] += sum(swapped(caption, rng) is None for caption in captions)
+    return f"negatives: {counts[1]} of the first {counts[0]:,} captions have no two words to swap, and no negative"
+
+
+class NegativesContrast(nn.Module):
+    """Every image against the captions and the swapped captions of all images, with the scale of the model's head."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.head = cosine_head(1.0, fixed=True)  # rows carry the scale
+
+    def features(self, model: Model, batch: Batch, encoded: Encoded) -> tuple[Features, Features]:
+        """Images as rows; captions, then swapped captions as columns, "swapped" [C] bool."""
+        group = batch.inputs[SWAPPED]
+        assert isinstance(group, TextGroup)
+        texts = torch.cat([encoded.texts["vec"], model.encode_text(group.texts)[1]["vec"]])
+        of = torch.cat([batch.image_of_text, group.image_of_text])
+        is_swapped = torch.arange(len(of), device=of.device) >= len(batch.texts)
+        columns = {"vec": texts, "position": batch.position[of], "swapped": is_swapped}
+        return {"vec": encoded.images["vec"] * model.head.log_scale.exp(), "position": batch.position}, columns
+
+    def loss(self, pairs: PairBlocks) -> Total:
+        return contrast(pairs)
+
+
+def contrast(pairs: PairBlocks) -> Total:
+    """Softmax over all columns, the mean over each image's own captions of -log p, the mean over images.
+
+    The image-to-text half of arXiv:2210.01936, section 4; the pair loss of the method has both directions.
+    """
+    swapped_columns = pairs.column("swapped")
+    sums = pairs.row("vec").new_full((pairs.shape[0],), -torch.inf)
+    counts = torch.zeros_like(sums)
+    for rows, columns in pairs.blocks():
+        block = pairs.block(rows, columns)
+        sums[rows] = torch.logaddexp(sums[rows], block.logits.detach().logsumexp(1))
+        counts[rows] += (block.annotated & ~swapped_columns[columns]).sum(1)
+
+    def loss(block: Pairs, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
+        share = (block.annotated & ~swapped_columns[columns]) / counts[rows, None]
+        log = block.logits - sums[rows, None]
+        return -(share * log).sum(1), log.exp() - share
+
+    total = pairs.total(loss)
+    return Total(total, total.new_full((), float(pairs.shape[0])), pairs.rows)
+
+
+COMPONENTS = {
+    "negatives": Component("contrasts", "captions with swapped words are negatives", NegativeSettings, negatives)
+}

@@ -1,0 +1,161 @@
+"""Distillation from stored features of teachers, as in MobileCLIP. Source: arXiv:2311.17049, arXiv:2508.20691."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from kiloword.config.recipes import ModelConfig, sizes
+from kiloword.config.settings import BELOW_1, BaseSettings, setting
+from kiloword.distributed.collectives import sum_over_ranks
+from kiloword.losses.pairs import logsumexp_over_ranks
+from kiloword.methods.method import Component, Method
+from kiloword.model.heads import Single, cosine_head
+from kiloword.model.model import Model
+from kiloword.types import Batch, Encoded, Features, PairBlocks, Pairs, Total
+
+POOLING = (
+    "reinforced compares one vector per image with one per text, but this pooling does not give one vector per image: "
+    "omit +reinforced."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reinforced(BaseSettings):
+    """Distillation from precomputed features; the scales are those of MobileCLIP2's published script."""
+
+    teachers: tuple[str, ...] = setting(("teacher",), "names of the precomputed features, one for each teacher")
+    scales: tuple[float, ...] = setting((70.0,), "each teacher's scale of cosines, 1 / temperature; one: of all", 0)
+    weight: float = setting(0.75, "weight of the distillation; the pair loss keeps the rest of 1", 0, BELOW_1)
+
+
+def reinforced(method: Method, settings: Reinforced) -> Method:
+    """Add the distillation, and scale the pair loss by the rest of its weight.
+
+    Raises: ValueError for settings or methods that it does not fit.
+    """
+    _check(method, settings)
+    contrast = settings.weight, lambda config: ReinforcedContrast(config, settings)
+    return replace(
+        method,
+        pair_weight=_scaled(method, 1 - settings.weight),
+        contrasts={**method.contrasts, "reinforced": contrast},
+        needs=(*(name for name in method.needs if name not in settings.teachers), *settings.teachers),
+    )
+
+
+def _scaled(method: Method, share: float) -> float:
+    if callable(method.pair_weight) or not method.pair_weight:
+        raise ValueError(f"reinforced shares the weight of the pair loss, which {method.name} has not, or changes.")
+    return share * method.pair_weight
+
+
+def _check(method: Method, settings: Reinforced) -> None:
+    """Raises: ValueError for settings or methods that distillation does not fit."""
+    names, scales = settings.teachers, settings.scales
+    if not names or len(set(names)) < len(names):
+        raise ValueError(f"the teachers are {', '.join(names) or 'none'}: expected different names, at least one.")
+    if len(scales) not in (1, len(names)):
+        raise ValueError(f"{len(names)} teachers have {len(scales)} scales: expected one, or one for each teacher.")
+    if not all(scale > 0 for scale in scales):
+        raise ValueError(f"a teacher's scale is {min(scales):g}: expected a number above 0.")
+    if not isinstance(method.head(method.shape(sizes()["debug"])).pooling, Single):
+        raise ValueError(POOLING)
+
+
+class ReinforcedContrast(nn.Module):
+    """Student and teachers agree which text of the batch belongs to an image, and which image to a text.
+
+    The student's scale is that of the model's head, as in the paper; its features are unit vectors "vec".
+    """
+
+    def __init__(self, config: ModelConfig, settings: Reinforced) -> None:
+        super().__init__()
+        scales = settings.scales * (len(settings.teachers) if len(settings.scales) == 1 else 1)
+        self.teachers = dict(zip(settings.teachers, scales, strict=True))
+        self.head = cosine_head(1.0, fixed=True)  # rows carry the scale of the model's head
+
+    def features(self, model: Model, batch: Batch, encoded: Encoded) -> tuple[Features, Features]:
+        """Images as rows, times the head's scale; texts as columns; each with the features of every teacher.
+
+        Features of examples that a transform mixed are zeros: no teacher has seen them, and the loss omits them.
+        Raises: ValueError for a pooling without one vector per image.
+        """
+        if not isinstance(model.head.pooling, Single):
+            raise ValueError(POOLING)  # a component may have replaced the pooling afterwards
+        rows = {"vec": encoded.images["vec"] * model.head.log_scale.exp()}
+        columns = {"vec": encoded.texts["vec"], "position": batch.position[batch.image_of_text]}
+        plain = ~batch.composed[:, None]
+        for name in self.teachers:
+            rows[f"image_features.{name}"] = _of(batch.image_features, name) * plain
+            columns[f"text_features.{name}"] = _of(batch.text_features, name) * plain[batch.image_of_text]
+        return rows | {"position": batch.position}, columns
+
+    def loss(self, pairs: PairBlocks) -> Total:
+        return distillation(pairs, self.teachers)
+
+
+def _of(features: dict[str, Tensor], name: str) -> Tensor:
+    if name not in features:
+        raise ValueError(f"this batch lacks the features of the teacher {name!r}: give them by --features.")
+    return features[name]
+
+
+def distillation(pairs: PairBlocks, teachers: dict[str, float]) -> Total:
+    """KL divergence of the student's matches from the teachers': the mean over teachers, and of both directions.
+
+    Image to text, a mean over images; text to image, a mean over texts. Images and texts without features of all
+    teachers are omitted. Source: arXiv:2311.17049, section 3.3 (L_distill).
+
+    Args: teachers: names of features, and scales of their cosines.
+    """
+    row_norms, column_norms = _norms(pairs, teachers)
+    images = sum_over_ranks(pairs.row("vec").new_full((), float(pairs.shape[0])))
+    by_text = images / pairs.shape[1]
+
+    def loss(block: Pairs, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
+        student, *others = _logits(block, teachers)
+        seen = student > -torch.inf
+        values, gradient = block.logits.new_zeros(len(student)), torch.zeros_like(student)
+        sides = (0.5, row_norms[:, rows, None]), (0.5 * by_text, column_norms[:, None, columns])
+        for weight, norms in sides:
+            of_student = student - norms[0]
+            gradient += weight * of_student.exp()
+            for teacher, norm in zip(others, norms[1:], strict=True):
+                log = teacher - norm
+                share = weight / len(others)
+                values += share * torch.where(seen, log.exp() * (log - of_student), 0).sum(1)
+                gradient -= share * log.exp()
+        return values, torch.where(seen, gradient, 0)
+
+    total = pairs.total(loss)
+    return Total(total, total.new_full((), float(pairs.shape[0])), pairs.rows)
+
+
+def _logits(block: Pairs, teachers: dict[str, float]) -> Iterator[Tensor]:
+    """Logits [i, t] of the student and of every teacher; minus infinity where a teacher lacks features."""
+    sides = [(block.images[f"image_features.{n}"], block.texts[f"text_features.{n}"]) for n in teachers]
+    seen = torch.stack([image.any(1)[:, None] & text.any(1) for image, text in sides]).all(0)
+    yield block.logits.detach().masked_fill(~seen, -torch.inf)
+    for (image, text), scale in zip(sides, teachers.values(), strict=True):
+        cosines = image.to(block.logits) @ text.to(block.logits).T
+        yield (scale * cosines).masked_fill(~seen, -torch.inf)
+
+
+def _norms(pairs: PairBlocks, teachers: dict[str, float]) -> tuple[Tensor, Tensor]:
+    """Log-sum-exps of the student and every teacher: of rows [1 + K, I] and, over all ranks, of columns [1 + K, T]."""
+    norms: list[Tensor] = []
+    for rows, columns in pairs.blocks():
+        logits = torch.stack(list(_logits(pairs.block(rows, columns), teachers)))
+        norms = norms or [logits.new_full((len(logits), size), -torch.inf) for size in pairs.shape]
+        for side, part, dim in ((norms[0], rows, 2), (norms[1], columns, 1)):
+            side[:, part] = torch.logaddexp(side[:, part], logits.logsumexp(dim))
+    return norms[0], logsumexp_over_ranks(norms[1], norms[1][:0])[0]
+
+
+COMPONENTS = {
+    "reinforced": Component("contrasts", "distillation from stored features of teachers", Reinforced, reinforced)
+}

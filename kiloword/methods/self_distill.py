@@ -1,0 +1,196 @@
+"""Self-distillation: small crops of an image predict what an averaged tower sees in large ones.
+
+Source: SILC (arXiv:2310.13355); the loss is DINO's (arXiv:2104.14294, eq. 1 to 4).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kiloword.config.recipes import AugmentConfig, ModelConfig
+from kiloword.config.settings import ABOVE_0, BELOW_1, BaseSettings, setting
+from kiloword.distributed.collectives import sum_over_ranks
+from kiloword.methods.method import Component, Method, Ramp, follow
+from kiloword.model.blocks import Init
+from kiloword.model.heads import unit
+from kiloword.model.image import ImageTower
+from kiloword.model.model import Model
+from kiloword.model.resnet import check_vit
+from kiloword.randomness import Draw
+from kiloword.types import Batch, Encoded, Example, Fetch, Input
+
+if TYPE_CHECKING:
+    from kiloword.training.learner import Learner
+
+CROPS = "self_distill_crops"  # the input: uint8 [I, global + local, 3, H, W]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelfDistill(BaseSettings):
+    """Crops, teacher and loss. Temperatures and the centre's momentum are DINO's."""
+
+    weight: float = setting(1.0, "weight of the loss", 0)
+    rise: float = setting(0.0, "share of the run in which the weight rises from 0; 0: constant", 0, BELOW_1)
+    large: int = setting(2, "large crops of an image, which the teacher sees", 1, 16)
+    small: int = setting(4, "small crops of an image, which the student sees", 1, 64)
+    area: float = setting(0.4, "share of an image's area that parts small crops from large", 0.01, BELOW_1)
+    least: float = setting(0.05, "smallest share of an image's area in a small crop", 0.01, BELOW_1)
+    momentum: float = setting(0.996, "of the teacher's average; rises to 1 by a cosine", 0, BELOW_1)
+    temperature: float = setting(0.1, "divides the student's cosines", ABOVE_0)
+    teacher_temperature: float = setting(0.04, "divides the teacher's cosines", ABOVE_0)
+    centre: float = setting(0.9, "momentum of the centre of the teacher's cosines", 0, BELOW_1)
+    prototypes: int = setting(0, "outputs that are compared; 0: 65536, at most 64 times the tower's width", 0)
+    hidden: int = setting(0, "width of the projection's two hidden layers; 0: 2048, at most 4 times the tower's", 0)
+    dim: int = setting(0, "width before the prototypes; 0: 256, at most the tower's", 0)
+
+
+def self_distill(method: Method, settings: SelfDistill) -> Method:
+    """Add the loss, whose crops cost passes of the image tower. Raises: ValueError for areas that do not ascend."""
+    if settings.least >= settings.area:
+        raise ValueError(
+            f"small crops have at least {settings.least:g} and at most {settings.area:g} of an image's area: expected "
+            "ascending numbers."
+        )
+    weight = Ramp(settings.weight, 0, settings.rise) if settings.rise else settings.weight
+    return replace(
+        method,
+        terms={**method.terms, "self_distill": (weight, lambda config: SelfDistillTerm(config, settings))},
+        inputs={**method.inputs, CROPS: _crops(settings)},
+        after_step=(*method.after_step, after_step),
+    )
+
+
+def _crops(settings: SelfDistill) -> Input:
+    """The input of large and small crops, all of the model's image size."""
+    large = AugmentConfig(crop=settings.area, flip=0.5)
+
+    def small(example: Example, fetch: Fetch, draw: Draw) -> Tensor:
+        """A window of the whole image with an area in [least, area]."""
+        size = example.image.shape[-1]
+        share, left, top = draw.rng("window").random(3).tolist()
+        side = math.sqrt(settings.least + share * (settings.area - settings.least))
+        image = fetch.view(example.row, draw, AugmentConfig(flip=0.5))
+        n = max(1, round(side * size))
+        x, y = (round(at * (size - n)) for at in (left, top))
+        window = image[None, :, y : y + n, x : x + n].float()
+        scaled = F.interpolate(window, (size, size), mode="bilinear", align_corners=False)
+        return scaled[0].round().clamp(0, 255).to(torch.uint8)
+
+    def make(example: Example, fetch: Fetch, draw: Draw) -> Tensor:
+        views = [fetch.view(example.row, draw.other(f"large {n}"), large) for n in range(settings.large)]
+        return torch.stack([*views, *(small(example, fetch, draw.other(f"small {n}")) for n in range(settings.small))])
+
+    def shape(config: ModelConfig) -> tuple[int, ...]:
+        return settings.large + settings.small, 3, config.image.size, config.image.size
+
+    return Input(make, shape)
+
+
+class DistillHead(nn.Module):
+    """Three layers, then cosines with prototypes: [n, W] -> [n, K]. DINO's, without its fixed norm of weights."""
+
+    def __init__(self, width: int, settings: SelfDistill) -> None:
+        super().__init__()
+        hidden = settings.hidden or min(2048, 4 * width)
+        dim = settings.dim or min(256, width)
+        self.layers = nn.Sequential(
+            nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, hidden), nn.GELU(), nn.Linear(hidden, dim)
+        )
+        self.prototypes = nn.Parameter(torch.empty(settings.prototypes or min(65536, 64 * width), dim))
+
+    def initial(self) -> dict[str, Init]:
+        return {"prototypes": Init(std=0.02)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Cosines [n, K], in single precision also under autocast."""
+        vec = unit(self.layers(x))
+        with torch.autocast(x.device.type, enabled=False):
+            return vec @ unit(self.prototypes).T
+
+
+class SelfDistillTerm(nn.Module):
+    """Cross-entropy of the student's small crops with the teacher's large ones; the mean over pairs of crops.
+
+    The teacher has the tower and the projection. Three choices differ from SILC: crops of all kinds have the model's
+    image size; images are pooled by the mean of their tokens; small crops alone are the student's.
+    """
+
+    centre: Tensor
+    seen: Tensor
+    count_seen: Tensor
+
+    def __init__(self, config: ModelConfig, settings: SelfDistill) -> None:
+        super().__init__()
+        check_vit(config.image, "self-distill")
+        if config.image.trunk.name:
+            raise ValueError("self-distill averages the image tower, which cannot stand on a trunk: omit one of both.")
+        self.settings = settings
+        self.projection = DistillHead(config.image.width, settings)
+        self.teacher_tower = ImageTower(config.image).requires_grad_(False)
+        self.teacher_projection = DistillHead(config.image.width, settings).requires_grad_(False)
+        outputs = len(self.projection.prototypes)
+        self.register_buffer("centre", torch.zeros(outputs))
+        self.register_buffer("seen", torch.zeros(outputs), persistent=False)  # sum of the step's teacher outputs
+        self.register_buffer("count_seen", torch.zeros(()), persistent=False)
+
+    def count(self, batch: Batch) -> Tensor:
+        """The number of pairs of a large and a small crop."""
+        pairs = len(batch) * self.settings.large * self.settings.small
+        return batch.position.new_full((), pairs)
+
+    def __call__(self, model: Model, batch: Batch, encoded: Encoded) -> Tensor:
+        """The sum over pairs of crops."""
+        crops = batch.inputs[CROPS]
+        assert isinstance(crops, Tensor)
+        large, small = crops[:, : self.settings.large], crops[:, self.settings.large :]
+        target = self._taught(model, large)
+        tokens = model.image_tokens(small.flatten(0, 1))
+        cosines = self.projection(tokens.mean(1)).unflatten(0, small.shape[:2])
+        return cross_entropy(target, cosines / self.settings.temperature)
+
+    @torch.no_grad()
+    def _taught(self, model: Model, large: Tensor) -> Tensor:
+        """The teacher's probabilities [I, G, K]; adds its cosines to those of which the centre is made."""
+        tokens = self.teacher_tower(model.normalise(large.flatten(0, 1)))
+        cosines = self.teacher_projection(tokens.mean(1))
+        self.seen += cosines.sum(0)
+        self.count_seen += len(cosines)
+        sharp: Tensor = (cosines - self.centre) / self.settings.teacher_temperature
+        return sharp.softmax(1).unflatten(0, large.shape[:2])  # type: ignore[no-any-return, no-untyped-call]
+
+
+def cross_entropy(target: Tensor, logits: Tensor) -> Tensor:
+    """Sum over large crops g and small crops l of -p_g log q_l. Args: target [I, G, K]; logits [I, L, K]."""
+    return -(target.sum(1) * logits.log_softmax(2).sum(1)).sum()
+
+
+@torch.no_grad()
+def after_step(learner: Learner, step: int) -> None:
+    """Move the teacher towards the student, and the centre towards the mean of the teacher's outputs of the step.
+
+    Args: step: steps done; at 0 the teacher becomes the student. Raises: ValueError for an adapted tower.
+    """
+    term = learner.terms["self_distill"]
+    assert isinstance(term, SelfDistillTerm)
+    settings = term.settings
+    momentum = 1 - (1 - settings.momentum) * (math.cos(math.pi * learner.done) + 1) / 2 if step else 0.0
+    follow(term.teacher_tower, learner.model.image_tower, momentum)
+    follow(term.teacher_projection, term.projection, momentum)
+    counted = sum_over_ranks(torch.cat([term.seen, term.count_seen[None]]))
+    mean = counted[:-1] / counted[-1]
+    usable = mean.isfinite().all() & (counted[-1] > 0)
+    if step:
+        term.centre.copy_(torch.where(usable, term.centre.lerp(mean, 1 - settings.centre), term.centre))
+    term.seen.zero_()
+    term.count_seen.zero_()
+
+
+COMPONENTS = {
+    "self-distill": Component("terms", "small crops predict an averaged tower's large crops", SelfDistill, self_distill)
+}

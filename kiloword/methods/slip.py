@@ -1,0 +1,124 @@
+"""SLIP: CLIP, and SimCLR's contrast of two views of each image. Source: arXiv:2112.12750, arXiv:2002.05709."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from kiloword.config.recipes import AugmentConfig, ModelConfig
+from kiloword.config.settings import ABOVE_0, BaseSettings, only, setting
+from kiloword.methods import clip
+from kiloword.methods.method import Component, Method
+from kiloword.model.heads import cosine_head, unit
+from kiloword.model.model import Model
+from kiloword.randomness import Draw
+from kiloword.types import Batch, Encoded, Example, Features, Fetch, Input, PairBlocks, Pairs, Total
+
+VIEWS = "simclr_views"  # the input: uint8 [I, 2, 3, H, W]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimclrSettings(BaseSettings):
+    """The contrast of views, with the values of SLIP's published code."""
+
+    weight: float = setting(1.0, "weight of the contrast of views", 0)
+    temperature: float = setting(0.1, "divides the cosines of views", ABOVE_0)
+    hidden: int = setting(0, "width of the projection's two hidden layers; 0: 4096, at most 8 times the tower's", 0)
+    dim: int = setting(256, "embedding size of views", 1)
+    crop: float = setting(0.08, "smallest share of an image's area in a view", 0.001, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(SimclrSettings, clip.Settings):
+    """The settings of CLIP and of the contrast of views."""
+
+
+def preset(settings: Settings) -> Method:
+    method = simclr(clip.preset(only(settings, clip.Settings)), only(settings, SimclrSettings))
+    return replace(method, name="slip", source="arXiv:2112.12750", summary="CLIP, and two views of an image alike")
+
+
+def simclr(method: Method, settings: SimclrSettings) -> Method:
+    """Add the contrast of two views of each image, which cost two more passes of the image tower."""
+    augment = AugmentConfig(crop=settings.crop, flip=0.5, jitter=0.8, grayscale=0.2, blur=0.5)
+
+    def views(example: Example, fetch: Fetch, draw: Draw) -> Tensor:
+        return torch.stack([fetch.view(example.row, draw.other(f"simclr {n}"), augment) for n in range(2)])
+
+    def shape(config: ModelConfig) -> tuple[int, ...]:
+        return 2, 3, config.image.size, config.image.size
+
+    contrast = settings.weight, lambda config: SimclrContrast(config, settings)
+    return replace(
+        method,
+        contrasts={**method.contrasts, "simclr": contrast},
+        inputs={**method.inputs, VIEWS: Input(views, shape)},
+    )
+
+
+class SimclrContrast(nn.Module):
+    """Every view against all views of all images: the other view of its image is its positive.
+
+    Two choices differ from SLIP's code: the projection has layer norms, as batch norms would relate the examples of a
+    micro-batch; and images are pooled by the mean of their tokens where the pooling has no vector of its own.
+    """
+
+    def __init__(self, config: ModelConfig, settings: SimclrSettings) -> None:
+        super().__init__()
+        width = config.image.width
+        hidden = settings.hidden or min(4096, 8 * width)
+        self.projection = nn.Sequential(
+            nn.Linear(width, hidden), nn.LayerNorm(hidden), nn.ReLU(),
+            nn.Linear(hidden, hidden), nn.LayerNorm(hidden), nn.ReLU(),
+            nn.Linear(hidden, settings.dim),
+        )  # fmt: skip
+        self.head = cosine_head(1 / settings.temperature, fixed=True)
+
+    def features(self, model: Model, batch: Batch, encoded: Encoded) -> tuple[Features, Features]:
+        """Both views of every image as rows and columns: "vec" [2 I, dim]; "place" [2 I] tells a view from others."""
+        views = batch.inputs[VIEWS]
+        assert isinstance(views, Tensor)
+        tokens = model.image_tokens(views.flatten(0, 1))
+        vec = unit(self.projection(pooled(model, tokens)))  # [2 I, dim]
+        position = batch.position.repeat_interleave(2)
+        of_image = torch.arange(2, device=position.device).repeat(len(batch))
+        side = {"vec": vec, "position": position, "place": 2 * position + of_image}
+        return side, side
+
+    def loss(self, pairs: PairBlocks) -> Total:
+        return nt_xent(pairs)
+
+
+def pooled(model: Model, tokens: Tensor) -> Tensor:
+    """One vector [I, W] of tokens [I, E + P, W], before the projection to the shared space."""
+    pool = getattr(model.head.pooling, "image_pool", None)
+    return tokens.mean(1) if pool is None else pool(tokens)
+
+
+def nt_xent(pairs: PairBlocks) -> Total:
+    """SimCLR's loss: softmax over all columns but the row itself ("place"), mean over rows. arXiv:2002.05709, eq. 1."""
+    sums = pairs.row("vec").new_full((pairs.shape[0],), -torch.inf)
+
+    def masked(block: Pairs) -> tuple[Tensor, Tensor]:
+        """Logits without each row itself, and its positives, bool [i, t]."""
+        itself = block.images["place"][:, None] == block.texts["place"]
+        return block.logits.masked_fill(itself, -torch.inf), block.annotated & ~itself
+
+    for rows, columns in pairs.blocks():
+        logits = masked(pairs.block(rows, columns))[0]
+        sums[rows] = torch.logaddexp(sums[rows], logits.logsumexp(1))
+
+    def loss(block: Pairs, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
+        logits, positive = masked(block)
+        values = torch.where(positive, sums[rows, None] - block.logits, 0).sum(1)
+        return values, (logits - sums[rows, None]).exp() - positive.to(logits)
+
+    total = pairs.total(loss)
+    return Total(total, total.new_full((), float(pairs.shape[0])), pairs.rows)
+
+
+COMPONENTS = {
+    "simclr": Component("contrasts", "two augmented views of an image are alike (SimCLR)", SimclrSettings, simclr)
+}
