@@ -35,6 +35,7 @@ SHOWN = re.sub(r" \\\n +", " ", "\n".join((ROOT / page).read_text() for page in 
 COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", SHOWN, re.DOTALL) for line in block.splitlines()]
 DEAR = (
     "mine:preset",
+    "alike:captions",
     "eval vqa",
     "eval probe",
     "--size g14",
@@ -60,11 +61,12 @@ def test_a_pair_loss_without_its_derivative() -> None:
     exec(python("hinge.py"), example)
     method, batch = example["preset"](), verify_batch.batch()
     learner = Learner(build(verify_batch.config(), method), method)
-    images, texts = learner.pair_inputs(learner.encode(batch), batch)
+    inputs = learner.pair_inputs(learner.encode(batch), batch)
+    images, texts = inputs.rows, inputs.here()
     head = learner.model.head
     logits, matches = head.logits(head.score(images, texts)), images["position"][:, None] == texts["position"]
     expected = (1 - torch.where(matches, logits, -logits)).clamp(min=0).sum() / len(batch)
-    losses = learner.pair_loss(images, texts)["pair"], expected
+    losses = learner.pair_loss(inputs)["pair"], expected
     gradients = [torch.autograd.grad(loss, head.log_scale, retain_graph=True) for loss in losses]
     torch.testing.assert_close(*losses)
     torch.testing.assert_close(*gradients)
@@ -83,7 +85,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: Path, others
     (tmp_path / "table.csv").write_text("image,caption\n" + "".join(f"{n}.png,a thing\n" for n in range(4)))
     item = {"key": "0000", "caption": "a thing", "negative_caption": "no thing"}
     (tmp_path / "sugarcrepe.json").write_text(json.dumps({"swap_obj": [item]}))
-    (tmp_path / "mine.py").write_text(python("mine.py"))
+    for name in ("mine", "alike"):
+        (tmp_path / f"{name}.py").write_text(python(f"{name}.py"))
     write_coco(tmp_path / "coco")
     (tmp_path / "results.json").write_text(json.dumps([{"image_id": 42, "caption": "a thing"}]))
     (tmp_path / "mine.toml").write_text(SHOWN.split("```toml\n")[1].split("```")[0])
