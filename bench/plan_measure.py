@@ -29,7 +29,7 @@ from kiloword.training.accumulate import backward
 from kiloword.training.compilation import recompute
 from kiloword.training.learner import Learner
 from kiloword.training.optimizer import Optimizer
-from kiloword.types import Batch, Texts
+from kiloword.types import Batch, BatchInputs, Input, TextGroup, Texts
 
 TEACHER = 16  # width of made-up precomputed features
 
@@ -71,26 +71,43 @@ def method_of(name: str) -> Method:
     return make() if kind is None else make(kind())
 
 
-def batch_of(config: ModelConfig, images: int, captions: int, needs: tuple[str, ...] = (), seed: int = 0) -> Batch:
+def batch_of(config: ModelConfig, images: int, captions: int, method: Method | None = None, seed: int = 0) -> Batch:
     """Noise with captions of 8 to 20 tokens, start and end included, and the method's own behind them."""
-    rng, text, size = np.random.default_rng(seed), config.text, config.image.size
-    words, numbers = max(text.special.values()) + 1, torch.arange(images)
-    tail = [text.special["end"], *(text.special[name] for name in text.extra_tokens)]
-    lengths = rng.integers(8, 21, images * captions)
-    sequences = [[text.special["start"], *rng.integers(words, text.vocab, n - 2).tolist(), *tail] for n in lengths]
+    rng, size, numbers = np.random.default_rng(seed), config.image.size, torch.arange(images)
+    needs, inputs = ((), {}) if method is None else (method.needs, method.inputs)
     teachers = [name for name in needs if name not in ("questions", "truth")]
-    asked = [[text.special["start"], *rng.integers(words, text.vocab, 9).tolist()] for _ in range(images)]
     return Batch(
-        images=torch.from_numpy(rng.integers(0, 256, (images, 3, size, size), dtype=np.uint8)),
-        texts=Texts.pack(sequences),
+        images=_pixels(rng, (images, 3, size, size)),
+        texts=_captions(rng, config, images * captions),
         image_of_text=numbers.repeat_interleave(captions),
         seeds=numbers,
         position=numbers,
         composed=torch.zeros(images, dtype=torch.bool),
         image_features={f"{name}{end}": _noise(rng, images) for name in teachers for end in ("", ".texts")},
         text_features={name: _noise(rng, images * captions) for name in teachers},
-        questions=Texts.pack(asked) if "questions" in needs else None,
+        questions=_captions(rng, config, images) if "questions" in needs else None,
+        inputs=BatchInputs({name: _input(rng, one, config, images) for name, one in inputs.items()}),
     )
+
+
+def _captions(rng: np.random.Generator, config: ModelConfig, count: int) -> Texts:
+    text = config.text
+    words, tail = max(text.special.values()) + 1, [text.special["end"], *(text.special[x] for x in text.extra_tokens)]
+    lengths = rng.integers(8, 21, count)
+    return Texts.pack(
+        [[text.special["start"], *rng.integers(words, text.vocab, n - 2).tolist(), *tail] for n in lengths]
+    )
+
+
+def _pixels(rng: np.random.Generator, shape: tuple[int, ...]) -> Tensor:
+    return torch.from_numpy(rng.integers(0, 256, shape, dtype=np.uint8))
+
+
+def _input(rng: np.random.Generator, one: Input, config: ModelConfig, images: int) -> Tensor | TextGroup:
+    """An input of the method: noise in its shape, or a text for every image."""
+    if one.shape is not None:
+        return _pixels(rng, (images, *one.shape(config)))
+    return TextGroup(_captions(rng, config, images), torch.arange(images))
 
 
 def _noise(rng: np.random.Generator, rows: int) -> Tensor:
@@ -107,7 +124,7 @@ class Measured:
         model = build(self.config, self.method)
         recompute(model, case.checkpointing)
         self.learner = Learner(model, self.method).to(device)
-        self.batch = batch_of(model.config, case.images, case.captions, self.method.needs).to(device)
+        self.batch = batch_of(model.config, case.images, case.captions, self.method).to(device)
         self.optimizer = Optimizer(self.learner, self.optim, 10)
         self.precision = precision_of(case.precision, device)
 

@@ -31,7 +31,7 @@ def waits(name: str, args: argparse.Namespace, micro: int, optimizer: str) -> di
     method = preset(name)
     learner = Learner(build(sizes()[args.size], method), method).to(args.device)
     steps = Optimizer(learner, OptimConfig(name=optimizer), 10)
-    batch = batch_of(learner.model.config, args.batch, 2, method.needs)
+    batch = batch_of(learner.model.config, args.batch, 2, method)
     parts = [part.to(args.device) for part in batch.split(micro)]
     precision = precision_of("bf16", args.device)
     for number in (0, 1):

@@ -374,7 +374,7 @@ def send(folder: str) -> None:
         learner = Learner(build(config, method), method)
         if way == "fsdp":
             engine.shard(learner, half=precision == "bf16")
-        batch = batch_of(learner.model.config, 8, 1, method.needs)
+        batch = batch_of(learner.model.config, 8, 1, method)
         batch.position = torch.arange(8) + 8 * rank
         reducer = engine.Reducer(learner)
         with Sent() as sent:
