@@ -1,4 +1,4 @@
-"""The newest state of a run as plain tensors and numbers."""
+"""The newest state of a run as plain tensors and numbers; runs that are cut."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from kiloword.checkpoint.states import newest
+from kiloword.training.optimizer import Optimizer
 
 
 def load_state(folder: Path, warn: Callable[[str], None]) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
@@ -18,3 +19,15 @@ def load_state(folder: Path, warn: Callable[[str], None]) -> tuple[dict[str, Ten
         return None
     names = list(stored.specs)
     return dict(zip(names, stored.whole(names), strict=True)), stored.numbers
+
+
+def failing_at(step: int) -> Callable[..., dict[str, Tensor]]:
+    """`Optimizer.step` that fails at a step."""
+    original = Optimizer.step
+
+    def failing(self: Optimizer, n: int, loss: Tensor | None = None) -> dict[str, Tensor]:
+        if n == step:
+            raise RuntimeError("stop here")
+        return original(self, n, loss)
+
+    return failing

@@ -167,23 +167,28 @@ def method_command(argv: Sequence[str], example: str) -> MethodCommand:
 def mixed(method: str, argv: Sequence[str]) -> str:
     """The method with the components that flags name: llip, --transforms compose -> "llip+compose".
 
-    Raises: ValueError for a component that its flag does not take, and for --terms of nothing.
+    Raises: ValueError for a component that its flag does not take, and for --terms or --contrasts of nothing.
     """
-    if "--terms" in argv and not values_of(argv, "--terms"):
-        raise ValueError("--terms has no value: expected one or several of caption, mim, inclusion and self-distill.")
     if values_of(argv, "--captions") == ("many",):
         raise ValueError(f"--captions is 'many': expected one, all or a number, or {method or 'METHOD'}+many.")
+    for flag in ("--terms", "--contrasts"):
+        if flag in argv and not values_of(argv, flag):
+            raise ValueError(f"{flag} has no value: expected one or several of {', '.join(_fitting(flag))}.")
     chosen = [(flag, word) for flag in MIXING for word in values_of(argv, flag)]
     if not (method and chosen):
         return method
-    from kiloword.methods.registry import components
-
     for flag, word in chosen:
-        slot = flag.removeprefix("--").replace("-", " ")
-        fits = [name for name, component in components().items() if component.slot == slot]
-        if word not in fits and ":" not in word:
+        if ":" not in word and word not in (fits := _fitting(flag)):
             raise ValueError(f"{flag} is {word!r}: expected {' or '.join(fits)}.")
     return "+".join([method, *(word for _, word in chosen)])
+
+
+def _fitting(flag: str) -> list[str]:
+    """The components that a flag of the mixing takes."""
+    from kiloword.methods.registry import components
+
+    slot = flag.removeprefix("--").replace("-", " ")
+    return [name for name, component in components().items() if component.slot == slot]
 
 
 def values_of(argv: Sequence[str], flag: str) -> tuple[str, ...]:

@@ -233,8 +233,11 @@ class Loader:
     def _field(self, name: str, examples: list[Example]) -> Tensor | TextGroup:
         """One of the method's inputs for a whole batch: [I, ...], or texts of the images."""
         values = [e.inputs[name] for e in examples]
-        if isinstance(values[0], Tensor):
-            return torch.stack([value for value in values if isinstance(value, Tensor)])
+        tensors = [value for value in values if isinstance(value, Tensor)]
+        if len(tensors) == len(values):
+            return torch.stack(tensors)
+        if tensors:
+            raise ValueError(f"the input {name!r} is a tensor for some images and texts for others: expected one kind.")
         texts = self.tokenizer.encode([text for value in values for text in value], self.text)
         rows = np.repeat(np.arange(len(values)), [len(value) for value in values])
         return TextGroup(texts, torch.from_numpy(rows))

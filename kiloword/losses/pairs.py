@@ -257,6 +257,14 @@ def log_sums(pairs: PairBlocks, positives: Positives, of_positives: bool = False
     return sums[0], torch.cat(logsumexp_over_ranks(sums[1][:-1], sums[1][-1:]))
 
 
+def row_log_sums(pairs: PairBlocks, logits: Callable[[Pairs], Tensor] = lambda block: block.logits) -> Tensor:
+    """Log-sum-exps [I] over all columns. Args: logits: of a block, with -inf where a column does not count."""
+    sums = pairs.row("vec").new_full((pairs.shape[0],), -torch.inf)
+    for rows, columns in pairs.blocks():
+        sums[rows] = torch.logaddexp(sums[rows], logits(pairs.block(rows, columns)).detach().logsumexp(1))
+    return sums
+
+
 def logsumexp_over_ranks(logs: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """Log-sum-exp over ranks of logs [k, T], and sums over ranks of other values [j, T].
 

@@ -23,7 +23,7 @@ from kiloword.methods import siglip
 from kiloword.methods.llip import scores as mixing
 from kiloword.methods.llip.pooling import Contextual
 from kiloword.methods.method import Component, Method
-from kiloword.model.heads import Head, Single, cosine_head, unit
+from kiloword.model.heads import Cosine, Head, Single, unit
 from kiloword.model.image import extra
 from kiloword.model.pooling import ImagePool, TextPool, at_least_float
 from kiloword.randomness import Draw
@@ -82,8 +82,7 @@ def attended(method: Method, settings: FlairSettings) -> Method:
         made = method.head(config)
         made.pooling = Attended(config, settings.heads)
         if settings.whole:
-            scale, bias = made.start
-            made.whole = cosine_head(scale, bias)
+            made.whole = made.twin(Cosine())
         return made
 
     return replace(method, head=head, pair_loss=FlairLoss(settings.whole, settings.other_texts), captions="all")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -55,7 +53,7 @@ def matryoshka(method: Method, settings: Settings) -> Method:
         whole = method.head(config)
         _check(method.name, whole)
         for dim in prefixes(config.head.dim, settings.smallest):
-            setattr(whole, f"prefix_{dim}", _inner(whole, dim))
+            setattr(whole, f"prefix_{dim}", whole.twin(Prefix(dim)))
         return whole
 
     with torch.device("meta"):
@@ -69,16 +67,6 @@ def _check(name: str, head: Head) -> None:
         raise ValueError(
             f"{name} scores pairs by more than the cosine of one vector each, of which matryoshka would take prefixes."
         )
-
-
-def _inner(whole: Head, dim: int) -> Head:
-    """The head of a prefix, which starts like that of the whole vector."""
-    scale, bias = whole.start
-    limit = None if whole._limit == math.inf else math.exp(whole._limit)
-    pooling: Any = Prefix(dim)
-    head = Head(pooling).rescale(scale, bias, limit, whole.distance)
-    head.log_scale.requires_grad_(whole.log_scale.requires_grad)
-    return head
 
 
 def nested(pair_loss: PairLoss, smallest: int, weight: float) -> PairLoss:

@@ -85,7 +85,7 @@ Weight = float | Callable[[float], float]
 """Of a loss: a number, or a function of the share of the run that is done, in [0, 1), such as `Ramp`."""
 
 
-def at(weight: Weight, done: float) -> float:
+def weight_at(weight: Weight, done: float) -> float:
     """The weight when a share of the run is done."""
     return weight(done) if callable(weight) else weight
 

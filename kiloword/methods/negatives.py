@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from kiloword.config.recipes import ModelConfig, sizes
 from kiloword.config.settings import BaseSettings, setting
 from kiloword.data.sources.optional import texts_of
+from kiloword.losses.pairs import row_log_sums
 from kiloword.methods.method import Component, Method
 from kiloword.model.heads import Single, cosine_head
 from kiloword.model.model import Model
@@ -121,12 +122,9 @@ def contrast(pairs: PairBlocks) -> Total:
     The image-to-text half of arXiv:2210.01936, section 4; the pair loss of the method has both directions.
     """
     swapped_columns = pairs.column("swapped")
-    sums = pairs.row("vec").new_full((pairs.shape[0],), -torch.inf)
-    counts = torch.zeros_like(sums)
-    for rows, columns in pairs.blocks():
-        block = pairs.block(rows, columns)
-        sums[rows] = torch.logaddexp(sums[rows], block.logits.detach().logsumexp(1))
-        counts[rows] += (block.annotated & ~swapped_columns[columns]).sum(1)
+    sums = row_log_sums(pairs)
+    images, captions = pairs.row("position"), pairs.column("position").masked_fill(swapped_columns, -1).sort().values
+    counts = torch.searchsorted(captions, images, right=True) - torch.searchsorted(captions, images)
 
     def loss(block: Pairs, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
         share = (block.annotated & ~swapped_columns[columns]) / counts[rows, None]

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from kiloword.config.recipes import AugmentConfig, ModelConfig
 from kiloword.config.settings import ABOVE_0, BaseSettings, only, setting
+from kiloword.losses.pairs import row_log_sums
 from kiloword.methods import clip
 from kiloword.methods.method import Component, Method
 from kiloword.model.heads import cosine_head, unit
@@ -99,16 +100,13 @@ def pooled(model: Model, tokens: Tensor) -> Tensor:
 
 def nt_xent(pairs: PairBlocks) -> Total:
     """SimCLR's loss: softmax over all columns but the row itself ("place"), mean over rows. arXiv:2002.05709, eq. 1."""
-    sums = pairs.row("vec").new_full((pairs.shape[0],), -torch.inf)
 
     def masked(block: Pairs) -> tuple[Tensor, Tensor]:
         """Logits without each row itself, and its positives, bool [i, t]."""
         itself = block.images["place"][:, None] == block.texts["place"]
         return block.logits.masked_fill(itself, -torch.inf), block.annotated & ~itself
 
-    for rows, columns in pairs.blocks():
-        logits = masked(pairs.block(rows, columns))[0]
-        sums[rows] = torch.logaddexp(sums[rows], logits.logsumexp(1))
+    sums = row_log_sums(pairs, lambda block: masked(block)[0])
 
     def loss(block: Pairs, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
         logits, positive = masked(block)

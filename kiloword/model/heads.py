@@ -88,10 +88,13 @@ class Head(nn.Module):
         self.register_buffer("log_limit", None if max_scale is None else torch.tensor([self._limit]))
         return self
 
-    @property
-    def start(self) -> tuple[float, float | None]:
-        """Scale and bias before training; the bias is None where there is none."""
-        return math.exp(self._start[0]), None if self.bias is None else self._start[1]
+    def twin(self, pooling: Any) -> Head:
+        """A head whose scale and bias start, and are trained, as those of this one. Args: pooling: with `score`."""
+        limit = None if self._limit == math.inf else math.exp(self._limit)
+        bias = None if self.bias is None else self._start[1]
+        made = Head(pooling).rescale(math.exp(self._start[0]), bias, limit, self.distance)
+        made.log_scale.requires_grad_(self.log_scale.requires_grad)
+        return made
 
     def image(self, tokens: Tensor) -> Features:
         """Tokens [I, E + P, W] -> features of images."""

@@ -76,8 +76,7 @@ def _pair_gradients(
 ) -> tuple[dict[str, Tensor], list[dict[str, Replay]]]:
     """The pair losses (and metrics reported with them) over all micro-batches, and the gradients each one replays."""
     with torch.no_grad(), precision():
-        above = [learner.above_trunks(b) if learner.contrasts else b for b in micro]
-        parts = [learner.all_inputs(learner.encode(b), b) for b in above]
+        parts = [learner.all_inputs(learner.encode(b), b) for b in map(learner.above_trunks, micro)]
     joined = {name: PairInputs.join([part[name] for part in parts]) for name in parts[0]}
     losses = learner.pair_losses(joined)
     heads = {PAIR: learner.model.head, **{name: contrast.head for name, contrast in learner.contrasts.items()}}

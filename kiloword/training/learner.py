@@ -11,7 +11,7 @@ from kiloword.config.recipes import ModelConfig
 from kiloword.distributed.collectives import ranks, sum_over_ranks
 from kiloword.losses.inputs import PairInputs
 from kiloword.losses.pairs import Blocks
-from kiloword.methods.method import Method, Weight, at
+from kiloword.methods.method import Method, Weight, weight_at
 from kiloword.model.image import grid
 from kiloword.model.model import Model
 from kiloword.model.pooling import AttentionalPool, at_least_float
@@ -193,7 +193,7 @@ class Learner(nn.Module):
         method = self.method
         every: dict[str, Weight] = {PAIR: method.pair_weight}
         every |= {name: weight for name, (weight, _) in (*method.terms.items(), *method.contrasts.items())}
-        return {name: at(weight, self.done) for name, weight in every.items()}
+        return {name: weight_at(weight, self.done) for name, weight in every.items()}
 
     def forward(
         self, batch: Batch, counts: dict[str, Tensor], replays: dict[str, Replay] | None = None

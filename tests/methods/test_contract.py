@@ -36,7 +36,7 @@ from kiloword.types import Batch, Encoded, Example, Features, Fetch, Input, Pair
 from kiloword.verify import suite as verify_suite
 from kiloword.verify.batch import batch, config
 from kiloword.verify.suite import _alone, _made_otherwise, _without_gradient, learner, verify
-from states import load_state
+from states import failing_at, load_state
 from threads import over_threads
 
 
@@ -213,6 +213,14 @@ def test_inputs_are_made_of_examples_and_split_with_them() -> None:
     assert torch.equal(torch.cat(rows), group.image_of_text)
 
 
+def test_an_input_of_two_kinds_is_refused() -> None:
+    def either(example: Example, fetch: Fetch, draw: Any) -> Tensor | list[str]:
+        return torch.zeros(3) if example.row % 2 else ["half"]
+
+    with pytest.raises(ValueError, match="'mixed' is a tensor for some images and texts for others"):
+        next(loader({"mixed": Input(either)}).batches())
+
+
 def test_inputs_do_not_depend_on_workers_and_ranks() -> None:
     views = {VIEWS: preset("slip").inputs[VIEWS]}
     whole = next(loader(views).batches())
@@ -259,18 +267,6 @@ def test_state_of_after_step_is_saved_and_resumed(module: Path, monkeypatch: pyt
     assert whole["learner/contrasts.texts.mean"].any()
     assert whole.keys() == cut.keys()
     assert all(torch.equal(whole[name], cut[name]) for name in whole)
-
-
-def failing_at(step: int) -> Callable[..., dict[str, Tensor]]:
-    """`Optimizer.step` that fails at a step."""
-    original = Optimizer.step
-
-    def failing(self: Optimizer, n: int, loss: Tensor | None = None) -> dict[str, Tensor]:
-        if n == step:
-            raise RuntimeError("stop here")
-        return original(self, n, loss)
-
-    return failing
 
 
 OUTSIDE = """
@@ -360,6 +356,8 @@ def test_a_loss_of_the_wrong_sign_fails(module: Path) -> None:
     check = _alone("outside_d:preset", "texts")
     assert not check.passed
     assert "is negative: is its sign wrong?" in check.cause
+    (module / "outside_h.py").write_text((OUTSIDE + wrong).replace("-total.sum", "0 * total.sum + 5"))
+    assert not _alone("outside_h:preset", "texts").passed  # it does not fall
 
 
 def test_inputs_by_global_randomness_fail(module: Path) -> None:

@@ -68,6 +68,8 @@ def test_flags_name_components() -> None:
     assert mixed("clip", ["--terms", "caption", "mim"]) == "clip+caption+mim"
     with pytest.raises(ValueError, match="--terms has no value"):
         mixed("clip", ["--terms", "--out", "x"])
+    with pytest.raises(ValueError, match="--contrasts has no value: expected one or several of .*simclr"):
+        mixed("clip", ["--contrasts", "--out", "x"])
 
 
 def test_a_mix_trains_from_the_command_line_and_its_model_loads(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from kiloword.training.loop import RunOptions, train
 from kiloword.training.optimizer import Optimizer
 from kiloword.verify.batch import MethodChoice, batch, config
 from kiloword.verify.suite import learner, over_ranks, verify
-from states import load_state
+from states import failing_at, load_state
 
 NAME = "siglip+self-distill"
 SMALL = MethodChoice(NAME, {"self_distill": {"large": 2, "small": 2, "prototypes": 24, "hidden": 16}})
@@ -139,18 +138,6 @@ def test_what_does_not_fit_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             SelfDistillTerm(replace(small, image=image), SelfDistill())
-
-
-def failing_at(step: int) -> Callable[..., dict[str, Tensor]]:
-    """`Optimizer.step` that fails at a step."""
-    original = Optimizer.step
-
-    def failing(self: Optimizer, n: int, loss: Tensor | None = None) -> dict[str, Tensor]:
-        if n == step:
-            raise RuntimeError("stop here")
-        return original(self, n, loss)
-
-    return failing
 
 
 @pytest.mark.slow
