@@ -356,8 +356,8 @@ def test_a_loss_of_the_wrong_sign_fails(module: Path) -> None:
     check = _alone("outside_d:preset", "texts")
     assert not check.passed
     assert "is negative: is its sign wrong?" in check.cause
-    (module / "outside_h.py").write_text((OUTSIDE + wrong).replace("-total.sum", "0 * total.sum + 5"))
-    assert not _alone("outside_h:preset", "texts").passed  # it does not fall
+    (module / "outside_flat.py").write_text((OUTSIDE + wrong).replace("-total.sum", "0 * total.sum + 5"))
+    assert not _alone("outside_flat:preset", "texts").passed  # it does not fall
 
 
 def test_inputs_by_global_randomness_fail(module: Path) -> None:

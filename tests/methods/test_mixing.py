@@ -68,7 +68,7 @@ def test_flags_name_components() -> None:
     assert mixed("clip", ["--terms", "caption", "mim"]) == "clip+caption+mim"
     with pytest.raises(ValueError, match="--terms has no value"):
         mixed("clip", ["--terms", "--out", "x"])
-    with pytest.raises(ValueError, match="--contrasts has no value: expected one or several of .*simclr"):
+    with pytest.raises(ValueError, match="--contrasts has no value: expected"):
         mixed("clip", ["--contrasts", "--out", "x"])
 
 
