@@ -7,6 +7,7 @@ tokens/train tokens/dev --out runs/frozen`; without `--texts` words are learned 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import tyro
@@ -30,8 +31,6 @@ ARMS: dict[str, dict[str, Any]] = {
     "prolip": {},
     "fff": ANNOTATED,
     "llip+fff": {"fff": ANNOTATED},
-    "flair": {},
-    "siglip+matryoshka": {},
 }
 
 
@@ -47,16 +46,17 @@ class FrozenOptions(Options):
 
 def arms(options: FrozenOptions) -> list[Arm]:
     """Every method by the defaults of `kiloword train`, or with small tops."""
-
-    def judge(matcher: Matcher) -> dict[str, float]:
-        model, source = matcher.model, open_source(options.val)
-        source, tokenizer = reading_tokens(model, matcher.tokenizer, source, options.images, options.texts)
-        return evaluation.evaluate(Matcher(model, tokenizer, matcher.method), "retrieval", source)
-
     return [
-        Arm(name=name, recipe=replace(base(options, name), settings=settings), judge=judge)
+        Arm(name=name, recipe=replace(base(options, name), settings=settings), judge=partial(judge_tokens, options))
         for name, settings in ARMS.items()
     ]
+
+
+def judge_tokens(options: FrozenOptions, matcher: Matcher) -> dict[str, float]:
+    """Retrieval on the stored tokens of the photos to evaluate on."""
+    model, source = matcher.model, open_source(options.val)
+    source, tokenizer = reading_tokens(model, matcher.tokenizer, source, options.images, options.texts)
+    return evaluation.evaluate(Matcher(model, tokenizer, matcher.method), "retrieval", source)
 
 
 def base(options: FrozenOptions, method: str) -> Recipe:

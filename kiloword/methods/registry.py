@@ -29,6 +29,7 @@ LONGEST = 1000  # maximum length of a method's name, components included
 ORDER = (
     "uncertainty",
     "pair loss",
+    "positives",
     "",
     "deterministic",
     "prefixes",

@@ -122,6 +122,7 @@ def test_features_of_every_teacher_are_needed() -> None:
     assert choice.slots.needs == ("a", "b")
     with pytest.raises(ValueError, match="lacks the features of the teacher 'a'"):
         backward(learner(choice), [batch()])
+    assert preset("fff+reinforced+exact").needs == ("truth", "teacher")  # whatever positives needed before
 
 
 @pytest.mark.slow

@@ -1,0 +1,65 @@
+"""Further methods against siglip and llip on frozen towers: retrieval of photos, and captions with changed words.
+
+`python -m research.further --data flickr8k_224/train --val flickr8k_224/dev --images tokens/train tokens/val --texts
+tokens/train tokens/val --out runs/further --small --steps 75`. Equal pairs seen, the small tops of `quickstart photos`.
+With `--features` the arm of distillation, from stores of teachers (`kiloword embed MODEL --name NAME`); with `--pairs`
+and `--photos` the accuracy on each category of a compositional benchmark.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kiloword import evaluation
+from kiloword.api import Matcher
+from kiloword.data.feature_store import FeatureStore
+from research.arms import Arm, Experiment, main
+from research.frozen import FrozenOptions, base, judge_tokens
+from research.scenes_judge import RECALL
+
+ARMS = ("siglip", "llip", "flair", "siglip+matryoshka")
+DISTILLED = "siglip+reinforced"
+CATEGORIES = {  # columns of the table: heading -> metric
+    f"{name} {change}": f"accuracy_{change}_{part}@sugarcrepe"
+    for change, parts in {"replace": ("obj", "att", "rel"), "swap": ("obj", "att"), "add": ("obj", "att")}.items()
+    for name, part in zip(("object", "attribute", "relation"), parts, strict=False)
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FurtherOptions(FrozenOptions):
+    features: tuple[str, ...] = ()  # stores of the teachers' features of the training photos
+    pairs: str | None = None  # captions with changed words, as for `kiloword eval compositional --pairs`
+    photos: str | None = None  # of the pairs
+
+
+def arms(options: FurtherOptions) -> list[Arm]:
+    """Every method by the defaults of `kiloword train`, or with small tops."""
+
+    def judge(matcher: Matcher) -> dict[str, float]:
+        metrics = judge_tokens(options, matcher)
+        if options.pairs is None or options.photos is None:
+            return metrics
+        return metrics | evaluation.evaluate(matcher, "compositional", options.photos, pairs=options.pairs)
+
+    made = [Arm(name=name, recipe=base(options, name), judge=judge) for name in ARMS]
+    if not options.features:
+        return made
+    teachers = tuple(FeatureStore(folder).name for folder in options.features)
+    recipe = base(options, DISTILLED)
+    settings: dict[str, Any] = {"reinforced": {"teachers": teachers}}
+    recipe = replace(recipe, settings=settings, data=replace(recipe.data, features=options.features))
+    return [*made, Arm(name=DISTILLED, recipe=recipe, judge=judge)]
+
+
+EXPERIMENT = Experiment(
+    module="research.further",
+    title="Further methods on frozen towers",
+    options=FurtherOptions,
+    arms=arms,
+    columns={**RECALL, **CATEGORIES},
+)
+
+if __name__ == "__main__":
+    main(EXPERIMENT)
