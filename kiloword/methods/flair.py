@@ -7,6 +7,7 @@ The score of a pair is the cosine of a text with the image's patches as that tex
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -219,6 +220,11 @@ class Attended(nn.Module):
         return tuple(at_least_float(x) for x in (images["keys"], images["values"], texts["query"], texts["vec"]))
 
 
+def sentences_of(captions: Sequence[str]) -> list[str]:
+    """The sentences of captions, in their order; a caption without a full stop is one."""
+    return [s for caption in captions for s in _SENTENCE.split(caption) if s.strip()]
+
+
 @dataclass(frozen=True)
 class SubCaptions:
     """K texts in place of an image's captions: one to `merge` of their sentences each, neighbours or not.
@@ -233,7 +239,7 @@ class SubCaptions:
         """Raises: ValueError for examples with precomputed features of whole captions."""
         if example.text_features:
             raise ValueError("sub-captions are no whole captions, of which --features has features: omit one of them.")
-        sentences = [s for caption in example.captions for s in _SENTENCE.split(caption) if s.strip()]
+        sentences = sentences_of(example.captions)
         rng = draw.rng("sub-captions")
         texts = []
         for _ in range(self.settings.k if sentences else 0):

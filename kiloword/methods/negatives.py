@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -52,13 +54,17 @@ class NegativeSettings(BaseSettings):
     weight: float = setting(1.0, "weight of the contrast of images with captions and swapped captions", 0)
 
 
+def content_words(caption: str) -> list[re.Match[str]]:
+    """The words of three letters or more that are no article, pronoun, preposition or auxiliary."""
+    return [m for m in _WORD.finditer(caption) if m[0].lower() not in PLAIN]
+
+
 def swapped(caption: str, rng: np.random.Generator) -> str | None:
     """The caption with two different words swapped; None where it has no two.
 
-    NegCLIP swaps words and phrases of one part of speech, which a tagger finds. Here they are any two words of three
-    letters or more that are no article, pronoun, preposition or auxiliary.
+    NegCLIP swaps words and phrases of one part of speech, which a tagger finds. Here they are any `content_words`.
     """
-    words = [m for m in _WORD.finditer(caption) if m[0].lower() not in PLAIN]
+    words = content_words(caption)
     pairs = [(a, b) for n, a in enumerate(words) for b in words[n + 1 :] if a[0].lower() != b[0].lower()]
     if not pairs:
         return None
@@ -84,15 +90,18 @@ def negatives(method: Method, settings: NegativeSettings) -> Method:
 
 def without(source: Source) -> str:
     """How many captions of the first rows have no two words to swap."""
-    rng, counts = np.random.default_rng(0), [0, 0]
+    rng = np.random.default_rng(0)
+    lacking, captions = counted(source, lambda caption: swapped(caption, rng) is None)
+    return f"negatives: {lacking} of the first {captions:,} captions have no two words to swap, and no negative"
+
+
+def counted(source: Source, lacks: Callable[[str], bool]) -> tuple[int, int]:
+    """Captions of the first rows that lack something, and all of them; unreadable rows are omitted."""
+    captions: list[str] = []
     for row in range(min(LOOKED, len(source))):
-        try:
-            captions = texts_of(source, row)
-        except BadSample:
-            continue
-        counts[0] += len(captions)
-        counts[1] += sum(swapped(caption, rng) is None for caption in captions)
-    return f"negatives: {counts[1]} of the first {counts[0]:,} captions have no two words to swap, and no negative"
+        with suppress(BadSample):
+            captions += texts_of(source, row)
+    return sum(map(lacks, captions)), len(captions)
 
 
 class NegativesContrast(nn.Module):

@@ -50,6 +50,7 @@ PRESETS = {  # a new method is one line here
     "vqa": "coca.vqa",
 }
 COMPONENT_MODULES = (
+    "clic",
     "matryoshka",
     "negatives",
     "reinforced",

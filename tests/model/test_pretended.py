@@ -22,6 +22,7 @@ MIXED = (
     "llip+compose",
     "siglip+self-distill",
     "clip+negatives",
+    "clip+clic",
     "siglip+matryoshka",
     "clip+reinforced",
 )

@@ -1,0 +1,274 @@
+"""Two images in one, their captions joined, and words swapped across them as negatives. Source: CLIC, arXiv:2505.24424.
+
+Each image is composed with a random other one. Its positives are both captions in either order, and further sentences
+of both; its negative swaps a word of one caption with a word of the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kiloword.config.recipes import ModelConfig, sizes
+from kiloword.config.settings import BaseSettings, setting
+from kiloword.data.transforms.mix import halves
+from kiloword.data.transforms.partner import another
+from kiloword.distributed.collectives import sum_over_ranks
+from kiloword.losses.pairs import logsumexp_over_ranks
+from kiloword.methods.flair import sentences_of
+from kiloword.methods.method import Component, Method
+from kiloword.methods.negatives import content_words, counted
+from kiloword.model.heads import Single, cosine_head
+from kiloword.model.model import Model
+from kiloword.randomness import Draw
+from kiloword.types import (
+    Batch,
+    Encoded,
+    Example,
+    Features,
+    Fetch,
+    Input,
+    PairBlocks,
+    Pairs,
+    Source,
+    TextGroup,
+    Total,
+)
+
+IMAGES, POSITIVES, NEGATIVES = "clic_images", "clic_positives", "clic_negatives"  # inputs: uint8 [I, 3, H, W], texts
+PIXELS = (
+    "clic composes images, and --image-features has tokens of single images: omit --image-features, so that the image "
+    "tower (which may be frozen) sees the composed images."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClicSettings(BaseSettings):
+    """Composed images and the three parts of their loss, with the weights of CLIC's published code."""
+
+    weight: float = setting(1.0, "weight of the loss of composed images, beside the pair loss of single ones", 0)
+    contrast: float = setting(0.5, "weight of the contrast of composed images with the positives of all", 0)
+    negative: float = setting(0.5, "weight of the choice between a positive and the negative of one image", 0)
+    same: float = setting(1.0, "weight of the squared distance of the two orders of captions", 0)
+    positives: int = setting(4, "positives of an image: two orders of its captions, then further sentences", 2, 16)
+    crop: Literal["squash", "centre"] = setting("squash", "all of each image resized, or its centre half")
+
+
+def clic(method: Method, settings: ClicSettings) -> Method:
+    """Add the loss, which costs one more pass of each tower. Raises: ValueError for a method that it does not fit."""
+    if type(method.head(method.shape(sizes()["debug"])).pooling) is not Single or "questions" in method.needs:
+        raise ValueError(f"clic compares one vector per image with one per caption, which {method.name} has not.")
+
+    def made(name: str) -> Input:
+        def make(example: Example, fetch: Fetch, draw: Draw) -> Tensor | Sequence[str]:
+            if name not in example.inputs:  # all three are made at once: the partner is read once
+                example.inputs |= composed(example, fetch, draw, settings)
+            return example.inputs[name]
+
+        def shape(config: ModelConfig) -> tuple[int, ...]:
+            return 3, config.image.size, config.image.size
+
+        return Input(make, shape if name == IMAGES else None, without if name == NEGATIVES else None)
+
+    return replace(
+        method,
+        contrasts={**method.contrasts, "clic": (settings.weight, lambda config: ClicContrast(settings))},
+        inputs={**method.inputs, **{name: made(name) for name in (IMAGES, POSITIVES, NEGATIVES)}},
+    )
+
+
+def composed(example: Example, fetch: Fetch, draw: Draw, settings: ClicSettings) -> dict[str, Tensor | Sequence[str]]:
+    """The inputs of one example: its image and a random other one in one, positives, and a negative or none.
+
+    Raises: ValueError for tokens in place of images.
+    """
+    if example.image.dim() == 2:
+        raise ValueError(PIXELS)
+    rng = draw.rng("clic")
+    other = fetch.example(another(example.row, len(fetch), rng), draw.other("clic partner"))
+    pair = (example, other) if rng.random() < 0.5 else (other, example)
+    image = halves(pair[0].image, pair[1].image, bool(rng.random() < 0.5), settings.crop == "squash")
+    one, two = (sentences_of(e.captions) or e.captions[:1] for e in (example, other))
+    swapped = swapped_across(one[0], two[0], rng)
+    return {
+        IMAGES: image,
+        POSITIVES: joined(one, two, settings.positives, rng),
+        NEGATIVES: [] if swapped is None else [_in_any_order(*swapped, rng)],
+    }
+
+
+def joined(one: Sequence[str], two: Sequence[str], n: int, rng: np.random.Generator) -> list[str]:
+    """The first sentences of two images in either order, then other sentences of both, in any order: at most n texts.
+
+    Where an image has one sentence alone, the texts are two; where it has too few, they return.
+    """
+    texts = [f"{_stopped(one[0])} {_stopped(two[0])}", f"{_stopped(two[0])} {_stopped(one[0])}"]
+    rest = [(rng.permutation(len(side) - 1) + 1).tolist() for side in (one, two)]
+    for k in range(n - 2 if all(rest) else 0):
+        a, b = (side[order[k % len(order)]] for side, order in zip((one, two), rest, strict=True))
+        texts.append(_in_any_order(a, b, rng))
+    return texts
+
+
+def swapped_across(one: str, two: str, rng: np.random.Generator) -> tuple[str, str] | None:
+    """Two captions of which a word each changed places; None where a caption has no word that the other lacks.
+
+    The authors swap words of one part of speech, which a tagger finds. Here they are any content words.
+    """
+    words = [{m[0].lower() for m in content_words(caption)} for caption in (one, two)]
+    unlike = [sorted(words[0] - words[1]), sorted(words[1] - words[0])]
+    if not all(unlike):
+        return None
+    a, b = (side[int(rng.integers(len(side)))] for side in unlike)
+    return _replaced(one, a, b), _replaced(two, b, a)
+
+
+def _replaced(caption: str, old: str, new: str) -> str:
+    for m in reversed([m for m in content_words(caption) if m[0].lower() == old]):
+        word = new.capitalize() if m[0][0].isupper() else new  # capitals would tell negatives from positives
+        caption = caption[: m.start()] + word + caption[m.end() :]
+    return caption
+
+
+def _in_any_order(one: str, two: str, rng: np.random.Generator) -> str:
+    first, second = (one, two) if rng.random() < 0.5 else (two, one)
+    return f"{_stopped(first)} {_stopped(second)}"
+
+
+def _stopped(sentence: str) -> str:
+    text = sentence.strip()
+    return text if text.endswith((".", "!", "?")) else f"{text}."
+
+
+def without(source: Source) -> str:
+    """How many captions of the first rows have no word to swap."""
+    lacking, captions = counted(source, lambda caption: not content_words(caption))
+    return f"clic: {lacking} of the first {captions:,} captions have no word to swap, and no negative"
+
+
+class ClicContrast(nn.Module):
+    """Composed images against their positives and negatives, with the scale of the model's head."""
+
+    def __init__(self, settings: ClicSettings) -> None:
+        super().__init__()
+        self.settings = settings
+        self.head = cosine_head(1.0, fixed=True)  # rows carry the scale
+
+    def features(self, model: Model, batch: Batch, encoded: Encoded) -> tuple[Features, Features]:
+        """Composed images as rows, with the squared distance "apart" [I] of the first two positives (or 0).
+
+        Positives, then negatives as columns: "set" [C] int64, the place of a positive among those of its image; -1.
+        """
+        images, positives, negatives = (batch.inputs[name] for name in (IMAGES, POSITIVES, NEGATIVES))
+        assert isinstance(images, Tensor)
+        assert isinstance(positives, TextGroup)
+        assert isinstance(negatives, TextGroup)
+        groups = positives, negatives
+        vec = [model.encode_text(group.texts)[1]["vec"] for group in groups]
+        of = positives.image_of_text
+        place = torch.arange(len(of), device=of.device) - torch.searchsorted(of, of)
+        row_scale = model.head.log_scale.exp()
+        rows = {
+            "vec": model.encode_image(images)[1]["vec"] * row_scale,
+            "position": batch.position,
+            "apart": apart(vec[0], of, place, len(batch)),
+        }
+        columns = {
+            "vec": torch.cat(vec),
+            "position": batch.position[torch.cat([group.image_of_text for group in groups])],
+            "set": torch.cat([place, torch.full_like(negatives.image_of_text, -1)]),
+        }
+        return rows, columns
+
+    def loss(self, pairs: PairBlocks) -> Total:
+        return clic_loss(pairs, self.settings)
+
+
+def apart(vec: Tensor, of: Tensor, place: Tensor, images: int) -> Tensor:
+    """Squared distance of the first two positives of each image, [I]; 0 where it has one. Args: vec [T, D]; of [T]."""
+    first, second = (
+        vec.new_zeros(images, vec.shape[1]).index_add(0, of, vec * (place == n)[:, None]) for n in range(2)
+    )
+    both = of.new_zeros(images).index_add(0, of, (place < 2).long()) == 2
+    return (first - second).square().sum(1) * both
+
+
+@dataclass
+class _Sums:
+    """What one block cannot see of a row or column."""
+
+    of_rows: Tensor  # [K, I] log-sum-exp over the positives of each set
+    of_columns: Tensor  # [C] log-sum-exp over the images of all ranks
+    chosen: Tensor  # [K, I] logit of the image's own positive of each set
+    has: Tensor  # [K, I] whether there is one, as a number
+    negative: Tensor  # [I] log-sum-exp over the image's own negatives, minus infinity where it has none
+
+    @property
+    def push(self) -> Tensor:
+        """[I]: the derivative of the choices by the negative."""
+        return (self.has * (self.negative - self.chosen).sigmoid()).sum(0)
+
+
+def clic_loss(pairs: PairBlocks, settings: ClicSettings) -> Total:
+    """Contrast, choice of the positive, distance of the two orders: means over positives, the last over images.
+
+    Set k has the k-th positive of every image. An image is contrasted with each set apart, so that its positives do not
+    compete; a positive with all images. An image without a negative adds nothing to the choices. Source:
+    arXiv:2505.24424, eq. 4 to 7, as the published code computes them.
+    """
+    sets = pairs.column("set")
+    sums = _sums(pairs, settings.positives)
+    images = sum_over_ranks(sums.negative.new_full((), float(pairs.shape[0])))
+    each = images / (sets >= 0).sum().clamp_min(1)
+    contrast, choice, push = 0.5 * settings.contrast * each, settings.negative * each, sums.push
+
+    def loss(block: Pairs, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
+        z, of_set = block.logits, sets[columns].clamp_min(0)
+        positive = sets[columns] >= 0
+        mine = block.annotated & positive
+        by_row, by_column = sums.of_rows[:, rows][of_set].T, sums.of_columns[columns]
+        negative = sums.negative[rows, None]
+        values = torch.where(mine, contrast * (by_row + by_column - 2 * z) + choice * F.softplus(negative - z), 0)
+        pull = sums.has[:, rows][of_set].T * (z - by_row).exp() + (z - by_column).exp()
+        towards = contrast * 2 + choice * (negative - z).sigmoid()
+        gradient = torch.where(positive, contrast * pull, 0) - torch.where(mine, towards, 0)
+        share = torch.where(block.annotated & ~positive, (z - negative).exp() * push[rows, None], 0)
+        return values.sum(1), gradient + choice * share
+
+    total = pairs.total(loss) + settings.same * pairs.row("apart").sum()
+    return Total(total, total.new_full((), float(pairs.shape[0])))
+
+
+def _sums(pairs: PairBlocks, positives: int) -> _Sums:
+    sets, like = pairs.column("set"), pairs.row("vec").detach()
+    n, columns_n = pairs.shape
+    of_rows, negative, of_columns = (like.new_full(s, -torch.inf) for s in ((positives, n), (n,), (columns_n,)))
+    chosen, has = like.new_zeros(2, positives, n)
+    for rows, columns, z, annotated in _logits(pairs):
+        of_columns[columns] = torch.logaddexp(of_columns[columns], z.logsumexp(0))
+        mine = annotated & (sets[columns] < 0)
+        negative[rows] = torch.logaddexp(negative[rows], z.masked_fill(~mine, -torch.inf).logsumexp(1))
+        for k in range(positives):
+            inside = sets[columns] == k
+            of_rows[k, rows] = torch.logaddexp(of_rows[k, rows], z.masked_fill(~inside, -torch.inf).logsumexp(1))
+            chosen[k, rows] += torch.where(annotated & inside, z, 0).sum(1)
+            has[k, rows] += (annotated & inside).sum(1)
+    of_columns = logsumexp_over_ranks(of_columns[None], of_columns[None][:0])[0][0]
+    return _Sums(of_rows, of_columns, chosen, has, negative)
+
+
+def _logits(pairs: PairBlocks) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
+    for rows, columns in pairs.blocks():
+        block = pairs.block(rows, columns)
+        yield rows, columns, block.logits.detach(), block.annotated
+
+
+COMPONENTS = {
+    "clic": Component("contrasts", "two images in one, words swapped across their captions", ClicSettings, clic)
+}
