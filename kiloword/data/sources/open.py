@@ -20,6 +20,7 @@ from kiloword.data.sources.mixture import MixtureSource, mix
 from kiloword.data.sources.query import FORM, TableOptions, parse_query, split_query
 from kiloword.data.sources.sample import check_regular
 from kiloword.data.sources.tables import TableSource
+from kiloword.data.sources.tree import parse_options, tree_source
 from kiloword.data.tars.shards import RANGE, TarSource, expand, natural
 from kiloword.terminal import shown
 from kiloword.types import Source
@@ -38,8 +39,9 @@ def open_source(src: str, size: int | None = None) -> Source:
 
     Args: src: a folder of tars, a tar, csv, tsv, parquet or json (these with parameters, see `query`, and `layouts`), a
     brace pattern of tars or tables such as `x-{000..123}.tar`, a folder of images, class folders, or `scenes...`; or a
-    URL (see `remote`); or one part of any of these, after "train-part:" or "val-part:" (see `held_out`); size: height
-    and width of drawn images (scenes) in pixels.
+    URL (see `remote`); or class data of these after "tree:", with captions by a tree of classes (see `tree`); or one
+    part of any of these, after "train-part:" or "val-part:" (see `held_out`); size: height and width of drawn images
+    (scenes) in pixels.
     Errors: ValueError when nothing is there, or nothing can be read.
     """
     part, whole = part_of(src)
@@ -50,6 +52,9 @@ def open_source(src: str, size: int | None = None) -> Source:
 
         scenes = open_scenes(src)
         return scenes if size is None else scenes.resolution(size)
+    if src.startswith("tree:") and not Path(src).exists():
+        data, query = split_query(src.removeprefix("tree:"))
+        return tree_source(open_source(data, size), Path(data).expanduser(), parse_options(src, query), src)
     if is_url(src):
         return open_remote(src)
     if RANGE.search(src):

@@ -1,0 +1,140 @@
+"""Class data with captions that name nodes of a tree of the classes: `tree:SRC`."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from kiloword import evaluation
+from kiloword.api import load
+from kiloword.data.feature_store import contents
+from kiloword.data.sources.open import open_source
+from kiloword.data.sources.tree import read_tree
+from kiloword.methods.defaults import default_recipe
+from kiloword.training.loop import RunOptions, train
+
+NODES = {
+    "0": {"name": "thing", "parent": None},
+    "1": {"name": "animal", "parent": "0"},
+    "2": {"name": "dog", "parent": "1"},
+    "3": {"name": "cat", "parent": "1"},
+    "4": {"name": "car", "parent": "0", "phrase": "a fast car"},
+}
+TREE: dict[str, Any] = {"nodes": NODES, "classes": ["2", "3", "4"], "templates": {"2": "this is {}", "3": "here {}"}}
+THING, ANIMAL, DOG, CAT, CAR = (
+    "this is a thing",
+    "this is an animal",
+    "this is a dog",
+    "this is a cat",
+    "here a fast car",
+)
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data") / "photos"
+    rng = np.random.default_rng(0)
+    for label, name in enumerate(("0_dog", "1_cat", "2_car")):
+        (folder / name).mkdir(parents=True)
+        for n in range(12):
+            pixels = rng.integers(0, 60, (32, 32, 3)) + 90 * np.eye(3, dtype=int)[label]
+            Image.fromarray(pixels.astype(np.uint8)).save(folder / name / f"{n:02d}.png")
+    (folder.parent / "tree.json").write_text(json.dumps(TREE))
+    return folder
+
+
+def test_captions_name_the_class_or_a_node_above_it(photos: Path) -> None:
+    source = open_source(f"tree:{photos}?captions=8")
+    seen = [set(source.captions(row)) for row in range(len(source))]  # type: ignore[attr-defined]
+    assert set.union(*seen[:12]) == {THING, ANIMAL, DOG}
+    assert set.union(*seen[12:24]) == {THING, ANIMAL, CAT}
+    assert set.union(*seen[24:]) == {THING, CAR}
+    record = source.record(0)
+    assert record.captions == source.captions(0)  # type: ignore[attr-defined]
+    assert [(THING, ANIMAL, DOG)[level] for level in record.info["levels"]] == record.captions
+    assert source.hierarchies(30) == [[THING, CAR]]  # type: ignore[attr-defined]
+
+
+def test_levels_are_drawn_by_their_weights_and_by_key(photos: Path) -> None:
+    def named(query: str) -> list[str]:
+        source = open_source(f"tree:{photos}?{query}")
+        return [source.record(row).captions[0] for row in range(24)]
+
+    assert set(named("levels=1")) == {ANIMAL}
+    share = np.mean([caption == ANIMAL for caption in named("levels=1:3,2:1")])
+    assert 0.5 < share < 0.95  # of 24 draws at 3/4
+    assert named("levels=1:3,2:1") != named("levels=1:3,2:1&seed=1")
+    first, again = (open_source(f"tree:{photos}?captions=2") for _ in range(2))
+    again = pickle.loads(pickle.dumps(again))  # as a loader worker gets it
+    assert [first.record(row).captions for row in range(9)] == [again.record(row).captions for row in range(9)]
+    assert first.fingerprint == again.fingerprint != open_source(f"tree:{photos}").fingerprint
+    images = f"{open_source(str(photos)).fingerprint} images"
+    assert images in contents(first)  # stored features of the images serve every choice of captions
+    assert len(contents(first) | contents(open_source(f"tree:{photos}"))) == 3
+
+
+def test_truth_is_that_of_the_tree(photos: Path) -> None:
+    source: Any = open_source(f"tree:{photos}")
+    truth = source.relevance([THING, ANIMAL, DOG, CAR], [0, 12, 24])
+    assert truth.tolist() == [[1, 1, 1], [1, 1, 0], [1, 0, 0], [0, 0, 1]]
+    with pytest.raises(ValueError, match=r"'this is a doc' names no node of the tree\. Did you mean"):
+        source.relevance(["this is a doc"], [0])
+
+
+def test_a_model_trains_on_it_and_is_judged_by_the_truth(photos: Path, tmp_path: Path) -> None:
+    src = f"tree:{photos}?captions=2"
+    base = default_recipe("siglip+exact+many", "debug", (src,))
+    recipe = replace(base, batch=8, steps=3, data=replace(base.data, tokenizer_vocab=300))
+    model = load(train(recipe, tmp_path / "run", options=RunOptions(quiet=True)))
+    metrics = evaluation.evaluate(model, "retrieval", src)
+    assert metrics["image_retrieval_true_map"] > 0.3
+    assert evaluation.evaluate(model, "zeroshot", src)["acc1"] >= 0
+    assert "precision" in " ".join(evaluation.evaluate(model, "hierarchy", src))
+
+
+@pytest.mark.parametrize(
+    ("query", "message"),
+    [
+        ("levels=0:0", "levels=0:0: expected as in tree:SRC"),
+        ("levels=7", "levels=7: the tree has levels 0"),
+        ("level=1", r"no option 'level'.*Did you mean"),
+        ("captions=0", "captions=0: expected as in"),
+        ("tree=missing.json", r"no missing\.json\. Expected a tree"),
+    ],
+)
+def test_options_are_checked(photos: Path, query: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        open_source(f"tree:{photos}?{query}")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"nodes": {**NODES, "0": {"name": "thing", "parent": "2"}}}, "'2' is its own ancestor"),
+        ({"classes": ["2", "9", "4"]}, "'9' is a parent or a class, but not among the nodes"),
+        ({"classes": ["2", "3"]}, "the tree has 2 classes, but the data names 3"),
+        ({"classes": []}, "the tree has no classes"),
+        ({"nodes": {"0": "thing"}}, "is no tree of classes"),
+        ({"nodes": 3}, "is no tree of classes"),
+    ],
+)
+def test_a_tree_of_another_form_is_refused(photos: Path, tmp_path: Path, change: Any, message: str) -> None:
+    (tmp_path / "tree.json").write_text(json.dumps(TREE | change))
+    with pytest.raises(ValueError, match=message):
+        open_source(f"tree:{photos}?tree={tmp_path / 'tree.json'}")
+
+
+def test_the_tree_of_tiny_imagenet_has_its_levels(shared: Path) -> None:
+    path = shared / "tiny_imagenet" / "tree.json"
+    tree, stored = read_tree(path), json.loads(path.read_text())
+    ids = list(stored["nodes"])
+    named = [[ids[tree.node(label, level)] for label in range(200)] for level in range(7)]
+    assert named == stored["levels"]
+    assert tree.below.sum(1).tolist() == [node["classes"] for node in stored["nodes"].values()]
