@@ -230,10 +230,10 @@ def tree_source(source: Source, folder: Path, options: TreeOptions, name: str) -
     Raises: ValueError where there is no tree, or it does not fit.
     """
     places = [Path(options.tree).expanduser()] if options.tree else [folder / FILE, folder.absolute().parent / FILE]
-    found = next((path for path in places if path.is_file()), None)
-    if found is None:
+    file = next((path for path in places if path.is_file()), None)
+    if file is None:
         raise ValueError(f"{name}: no {' or '.join(map(str, places))}. Expected a tree of the classes: docs/data.md.")
-    return TreeSource(source, read_tree(found), options, name)
+    return TreeSource(source, read_tree(file), options, name)
 
 
 def parse_options(name: str, query: str) -> TreeOptions:
