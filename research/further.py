@@ -8,17 +8,26 @@ and `--photos` the accuracy on each category of a compositional benchmark.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from kiloword import evaluation
 from kiloword.api import Matcher
+from kiloword.config.recipes import Recipe
 from kiloword.data.feature_store import FeatureStore
 from research.arms import Arm, Experiment, main
 from research.frozen import FrozenOptions, base, judge_tokens
 from research.scenes_judge import RECALL
 
-ARMS = ("siglip", "llip", "flair", "siglip+matryoshka")
+ARMS = {  # and which stored tokens they read: others change captions, or compose images
+    "siglip": ("images", "texts"),
+    "llip": ("images", "texts"),
+    "flair": ("images", "texts"),
+    "siglip+matryoshka": ("images", "texts"),
+    "siglip+negatives": ("images",),
+    "siglip+clic": (),
+}
 DISTILLED = "siglip+reinforced"
 CATEGORIES = {  # columns of the table: heading -> metric
     f"{name} {change}": f"accuracy_{change}_{part}@sugarcrepe"
@@ -43,7 +52,7 @@ def arms(options: FurtherOptions) -> list[Arm]:
             return metrics
         return metrics | evaluation.evaluate(matcher, "compositional", options.photos, pairs=options.pairs)
 
-    made = [Arm(name=name, recipe=base(options, name), judge=judge) for name in ARMS]
+    made = [Arm(name=name, recipe=reading(base(options, name), stored), judge=judge) for name, stored in ARMS.items()]
     if not options.features:
         return made
     teachers = tuple(FeatureStore(folder).name for folder in options.features)
@@ -51,6 +60,12 @@ def arms(options: FurtherOptions) -> list[Arm]:
     settings: dict[str, Any] = {"reinforced": {"teachers": teachers}}
     recipe = replace(recipe, settings=settings, data=replace(recipe.data, features=options.features))
     return [*made, Arm(name=DISTILLED, recipe=recipe, judge=judge)]
+
+
+def reading(recipe: Recipe, stored: Sequence[str]) -> Recipe:
+    """The recipe on some of its stored tokens; the frozen tower of others runs in every step, on equal augmentation."""
+    unread = {f"{side[:-1]}_features": () for side in ("images", "texts") if side not in stored}
+    return replace(recipe, data=replace(recipe.data, **unread))
 
 
 EXPERIMENT = Experiment(
