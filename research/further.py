@@ -64,7 +64,7 @@ def arms(options: FurtherOptions) -> list[Arm]:
 
 def reading(recipe: Recipe, stored: Sequence[str]) -> Recipe:
     """The recipe on some of its stored tokens; the frozen tower of others runs in every step, on equal augmentation."""
-    unread = {f"{side[:-1]}_features": () for side in ("images", "texts") if side not in stored}
+    unread: dict[str, Any] = {f"{side[:-1]}_features": () for side in ("images", "texts") if side not in stored}
     return replace(recipe, data=replace(recipe.data, **unread))
 
 
