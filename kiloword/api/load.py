@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,9 +12,13 @@ from kiloword.checkpoint.model_folder import WEIGHTS, model_files, open_model, r
 from kiloword.checkpoint.trust import Trust
 from kiloword.distributed.device import choose
 from kiloword.interop.names import local_folder
+from kiloword.methods.registry import omitted
+from kiloword.model.prefix import keep_prefix_
 from kiloword.report.model_card import CARD
+from kiloword.terminal import warn
 
 if TYPE_CHECKING:
+    from kiloword.config.recipes import ModelFile
     from kiloword.model.model import Model
 
 LONGEST_CARD = 1 << 20  # bytes
@@ -29,6 +34,7 @@ def load(
     trust_code: bool = False,
     precision: str = "fp32",
     base: str | Path | None = None,
+    dim: int | None = None,
 ) -> Matcher:
     """Load a model folder (`OUT/model` of a run), or another library's model; code of a folder runs only if allowed.
 
@@ -40,9 +46,10 @@ def load(
     method: of the model, may be your own "module:preset"; trust_code: import the module that the folder names;
     precision: of the encoders, "fp32" (dtype), "bf16" (autocast; features and scores are fp32) or "auto" (bf16 on CUDA
     where the model is larger than size tiny); base: of a folder of adapters alone (OUT/adapter of a run with LoRA), the
-    model folder that its --init named.
-    Raises: ValueError when a file is missing, damaged or does not fit the others, the patch does not divide size, or
-    context is too short for the kept positions.
+    model folder that its --init named; dim: keep the first numbers of the embedding, normalised again, of a model whose
+    score is the cosine of one vector each; what is saved then is a model of that size, without +matryoshka.
+    Raises: ValueError when a file is missing, damaged or does not fit the others, the patch does not divide size,
+    context is too short for the kept positions, or dim is not a size that the embedding has.
     """
     device, path = choose(device, mps=True), local_folder(path)
     model, tokenizer, slots = open_model(
@@ -50,7 +57,18 @@ def load(
     )
     folder = model_files(path)[0].parent
     file = read_model_file(folder, WEIGHTS if base is None else FILE)
-    return Matcher(_resized(model, size, context), tokenizer, slots, file, read_card(folder))
+    model = _resized(model, size, context)
+    if dim is not None:
+        if note := keep_prefix_(model, dim):
+            warn(f"note: {note}")
+        file = _without(file, "matryoshka")
+    return Matcher(model, tokenizer, slots, file, read_card(folder))
+
+
+def _without(file: ModelFile, component: str) -> ModelFile:
+    """The settings of a model without a component of its method."""
+    settings = {name: value for name, value in file.settings.items() if name != component}
+    return replace(file, method=omitted(file.method, component), settings=settings)
 
 
 def read_card(folder: Path) -> str:

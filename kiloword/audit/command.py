@@ -46,8 +46,9 @@ from kiloword.errors import count
 from kiloword.evaluation.command import Execution, opened
 from kiloword.evaluation.features import seen
 from kiloword.evaluation.task import Inputs
-from kiloword.features.teachers import open_teacher
+from kiloword.features.teachers import open_teacher, prefix_fingerprint
 from kiloword.model.encoding import join
+from kiloword.model.prefix import keep_prefix_
 from kiloword.report import made_by, signed, write
 from kiloword.terminal import say, warn
 from kiloword.terminal.progress import showing_progress
@@ -169,8 +170,13 @@ def _stored(inputs: Inputs, model: str, folder: Path) -> tuple[AuditedData, Feat
     store.check(source)
     if not _one_vector(matcher):
         raise ValueError(f"--features: the scores of {model} need more than one vector per image: omit it.")
-    if store.file.teacher_fingerprint != open_teacher(model, "cpu").fingerprint:
+    whole, dim, size = open_teacher(model, "cpu").fingerprint, store.file.dim, matcher.model.config.head.dim
+    if store.file.teacher_fingerprint not in (whole, prefix_fingerprint(whole, dim)):
         raise ValueError(f"{folder} has features of another model ({store.file.teacher}) than {model}.")
+    if dim > size:
+        raise ValueError(f"{folder} has features of {dim} numbers, and --dim asks for {size}: omit it.")
+    if dim < size:
+        keep_prefix_(matcher.model, dim)
     data = AuditedData([], [], [], torch.empty(0, dtype=torch.int64), {}, inputs.skipped)
     vectors, texts = list[Tensor](), list[Tensor]()
     for row in range(len(source)):

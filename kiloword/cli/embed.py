@@ -29,6 +29,7 @@ def embed(
     dtype: Literal["fp16", "fp32", "int8"] = "fp16",
     trust: Annotated[Trust, arg(name="")] = NONE,
     resize: int | Literal["shortest", "squash"] | None = None,
+    dim: int | None = None,
     tokens: bool = False,
     views: int = 1,
     augment: AugmentConfig = AUGMENT,
@@ -54,6 +55,7 @@ def embed(
         dtype: type of the stored features; int8, of tokens: bytes, with a minimum and a step for every 64 channels.
         trust: code that a model folder may run.
         resize: pixels of the shorter side before the centre crop, such as 256 for 224; default: as the model has it.
+        dim: store the first N numbers of the features, normalised again; default: all.
         tokens: store all tokens of a tower, for `train --image-features` and `--text-features`.
         views: of tokens: augmented images of each image, as training draws them in its first epochs.
         augment: of tokens: augmentation of the images.
@@ -74,15 +76,15 @@ def embed(
     if tokens:
         from kiloword.features.token_command import main as run_tokens
 
-        if name != "teacher" or resize is not None:
-            raise ValueError("--name and --resize are for features, not for tokens: omit them, or --tokens.")
+        if name != "teacher" or resize is not None or dim is not None:
+            raise ValueError("--name, --resize and --dim are for features, not for tokens: omit them, or --tokens.")
         run_tokens(**common, views=views, augment=augment, seed=seed)
         return
     if dtype == "int8" or views != 1 or augment != AUGMENT or seed:
         raise ValueError("--dtype int8, --views, --augment and --seed are for tokens: add --tokens, or omit them.")
     from kiloword.features.extract import main as run
 
-    run(**common, name=name, resize=resize)
+    run(**common, name=name, resize=resize, dim=dim)
 
 
 def audit(

@@ -31,6 +31,7 @@ class Execution:
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     image_features: tuple[str, ...] = ()  # tokens of the images (`kiloword embed --tokens`): retrieval, zeroshot
     text_features: tuple[str, ...] = ()  # tokens of the captions: retrieval
+    dim: int | None = None  # evaluate the first N numbers of the embedding, normalised again; default: all
     trust: Annotated[Trust, arg(name="")] = NONE  # --method is of the first model, and of others where it is the same
 
 
@@ -114,9 +115,12 @@ def opened(folder: str, execution: Execution) -> tuple[Matcher, int]:
     from kiloword.checkpoint.model_folder import open_model
     from kiloword.config.by_device import announce, image_bytes, reason_of, workers_of
     from kiloword.interop.names import local_folder
+    from kiloword.model.prefix import keep_prefix_
 
     device, precision = execution.device, execution.precision
     matcher = Matcher(*open_model(local_folder(folder), device, trust=execution.trust, precision=precision))
+    if execution.dim is not None and (note := keep_prefix_(matcher.model, execution.dim)):
+        warn(f"note: {note}")
     config = matcher.model.config
     workers = workers_of(execution.workers, device, image_bytes(execution.batch, config.image.size))
     announce(device, matcher.model.precision, reason_of(precision, config), workers)

@@ -26,8 +26,9 @@ from kiloword.data.sources.open import open_data
 from kiloword.distributed.device import choose
 from kiloword.distributed.sharing import alone, is_first, together
 from kiloword.features.tables import ProgressReport, Rows, TableWriter, content_of, every_row, fill, resumed
-from kiloword.features.teachers import SentenceTeacher, Teacher, open_teacher
-from kiloword.terminal import say
+from kiloword.features.teachers import KilowordTeacher, PrefixTeacher, SentenceTeacher, Teacher, open_teacher
+from kiloword.model.prefix import check_dim, cosine_alone, note_of
+from kiloword.terminal import say, warn
 from kiloword.types import Source
 
 PART = 4096  # rows in a part: an interruption costs seconds of work, a worker maps megabytes
@@ -46,6 +47,7 @@ def main(
     dtype: Literal["fp16", "fp32"] = "fp16",
     trust: Trust = NONE,
     resize: Resize | None = None,
+    dim: int | None = None,
 ) -> None:
     """Run and print `kiloword embed`. Ranks of torchrun share the rows.
 
@@ -55,7 +57,7 @@ def main(
     """
     device = choose(device)
     with together(device):
-        teacher = resized(open_teacher(model, device, precision, trust), resize)
+        teacher = shortened(resized(open_teacher(model, device, precision, trust), resize), dim)
         workers = workers_of(workers, device, image_bytes(batch, teacher.size))
         announce(device, precision, "on every device, unless given", workers)
         source = open_data(DataConfig(sources=tuple(data), extra_captions=tuple(extra_captions)), teacher.size)
@@ -63,7 +65,7 @@ def main(
         store = _embed(teacher, source, out, file, batch, workers, ProgressReport(sys.stderr))
         if store is not None:
             size, captions = sum(path.stat().st_size for path in out.iterdir()) / 1e6, int(store.starts[-1])
-            if isinstance(teacher, SentenceTeacher):
+            if isinstance(teacher.teacher if isinstance(teacher, PrefixTeacher) else teacher, SentenceTeacher):
                 say("note: the model encodes texts alone: features of images are zeros, which match nothing.")
             say(f"{out}: {len(store):,} images, {captions:,} captions, {store.dim} dimensions, {size:,.1f} MB")
 
@@ -77,6 +79,29 @@ def resized(teacher: Teacher, resize: Resize | None) -> Teacher:
         check_resize(teacher.size, resize)
         teacher.resize, teacher.fingerprint = resize, f"{teacher.fingerprint} resize {resize}"
     return teacher
+
+
+def shortened(teacher: Teacher, dim: int | None) -> Teacher:
+    """A teacher of the first `dim` numbers of features, normalised again. None: of all.
+
+    Raises: ValueError for a model that compares more than one vector each, and a dimension that features do not have.
+    """
+    if dim is None:
+        return teacher
+    head = teacher.model.head if isinstance(teacher, KilowordTeacher) else None
+    if head is not None and not cosine_alone(head):
+        raise ValueError(
+            "--dim keeps the first numbers of features whose cosine scores a pair; the model compares more: omit it."
+        )
+    check_dim(dim, size := _dim(teacher))
+    if dim == size:
+        return teacher
+    note = (
+        "nothing says that the model was trained on prefixes of its features." if head is None else note_of(head, dim)
+    )
+    if note:
+        warn(f"note: {note}")
+    return PrefixTeacher(teacher, dim)
 
 
 def embed(

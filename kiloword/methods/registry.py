@@ -103,6 +103,11 @@ def base_of(name: str) -> str:
     return _parts(name)[0]
 
 
+def omitted(name: str, component: str) -> str:
+    """The name of a method without a component: "clip+compose" of "clip+matryoshka+compose"."""
+    return "+".join(part for part in _parts(name) if part != component)
+
+
 def modules_of(name: str) -> set[str]:
     """The parts of a method's name that are code of users: {"mine:preset", "mine:term"} of "mine:preset+mine:term"."""
     return {part for part in _parts(name) if ":" in part}
