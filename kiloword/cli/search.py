@@ -21,6 +21,9 @@ def index(
     device: str = "auto",
     precision: Precision = "auto",
     trust: Annotated[Trust, arg(name="")] = NONE,
+    dim: int | None = None,
+    codes: Literal["float", "int8", "binary"] | None = None,
+    vectors: Literal["fp16", "int8", "none"] | None = None,
 ) -> None:
     """Make or update a library of photos to search in: kiloword index photos --model runs/first/model --out library
 
@@ -35,10 +38,13 @@ def index(
         device: auto, cpu, cuda, cuda:N.
         precision: precision of the encoders; auto: bf16 on CUDA for models larger than size tiny.
         trust: code that the model folder may run.
+        dim: keep the first N numbers of the vectors, normalised again; default: all, or as many as the library has.
+        codes: compare photos by float vectors, by a byte or by a bit for each number; default: float.
+        vectors: with codes, what is stored on disk to score the best photos again, and none: nothing; default: fp16.
     """
     from kiloword.search.index import main
 
-    main(photos, model, out, batch, workers, device, precision, trust)
+    main(photos, model, out, batch, workers, device, precision, trust, dim, codes, vectors)
 
 
 def search(
@@ -54,6 +60,8 @@ def search(
     device: str = "auto",
     precision: Precision = "auto",
     trust: Annotated[Trust, arg(name="")] = NONE,
+    dim: int | None = None,
+    rescore: int | None = None,
 ) -> None:
     """Search photos by words: kiloword search library "a dog on the beach"
 
@@ -72,10 +80,12 @@ def search(
         device: auto, cpu, cuda, cuda:N.
         precision: precision of the encoders; auto: bf16 on CUDA for models larger than size tiny.
         trust: code that the model folder may run.
+        dim: compare the first N numbers of the vectors of a library without codes, normalised again.
+        rescore: in a library of codes, score N times as many photos as are shown by their vectors; 0: none; default: 4.
     """
     from kiloword.search.command import main
 
-    main(library, query, like, top, within, json, page, open, model, device, precision, trust)
+    main(library, query, like, top, within, json, page, open, model, device, precision, trust, dim, rescore)
 
 
 def serve(

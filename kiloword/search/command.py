@@ -13,7 +13,7 @@ from kiloword.checkpoint.files import write_json
 from kiloword.checkpoint.trust import NONE, Trust
 from kiloword.data.sources.sample import MAX_IMAGE, read_whole
 from kiloword.report import write
-from kiloword.search.index import check_model, describe, opened
+from kiloword.search.index import describe, opened_for
 from kiloword.search.library import Library
 from kiloword.search.page import results_page
 from kiloword.search.rank import Match, Ranker, check_query, query_image
@@ -34,6 +34,8 @@ def main(
     device: str = "auto",
     precision: str = "auto",
     trust: Trust = NONE,
+    dim: int | None = None,
+    rescore: int | None = None,
 ) -> None:
     """Run and print `kiloword search`.
 
@@ -48,9 +50,8 @@ def main(
     words = like.name if like is not None else check_query(query or "")
     image = None if like is None else read_photo(like)
     library = Library(folder)
-    matcher = opened(model or library.file.model, device, precision, trust)
-    check_model(library, matcher, model or library.file.model)
-    ranker, began = Ranker(library, matcher), time.perf_counter()
+    matcher = opened_for(library, model, device, precision, trust, dim)
+    ranker, began = Ranker(library, matcher, rescore), time.perf_counter()
     if image is not None:
         hits = ranker.by_image(query_image(matcher, image), top, within)
     else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -22,6 +22,8 @@ from kiloword.data.reading import EvalBatch, eval_batches, reasons
 from kiloword.distributed.device import choose
 from kiloword.errors import count
 from kiloword.model.encoding import inference
+from kiloword.model.prefix import check_dim, cosine_alone, keep_prefix_
+from kiloword.search.codes import CodeKind, StoredKind
 from kiloword.search.library import FILE, PART, Library, LibraryFile, create
 from kiloword.search.nearest import open_nearest, update_nearest
 from kiloword.search.photos import LONGEST_CAPTION, Photos, scan
@@ -46,18 +48,22 @@ def main(
     device: str = "auto",
     precision: str = "auto",
     trust: Trust = NONE,
+    dim: int | None = None,
+    codes: CodeKind | None = None,
+    vectors: StoredKind | None = None,
 ) -> None:
-    """Run and print `kiloword index`."""
+    """Run and print `kiloword index`. Raises: ValueError for options that do not fit together, or the library."""
     began = time.perf_counter()
     stamps = scan(photos)
-    matcher = opened(_model_of(model, out), device, precision, trust)
+    kept = _kept(out, dim, codes, vectors)
+    matcher = opened(_model_of(model, out), device, precision, trust, kept.dim, note=True)
     network = matcher.model
     workers = workers_of(workers, choose(device), image_bytes(batch, network.config.image.size))
     announce(str(network.mean.device), network.precision, reason_of(precision, network.config), workers)
     if (out / FILE).exists():
         Library(out, mend=True)  # a folder of something else gets no lock
     with Lock(out, "indexing"):
-        library = _library_at(out, photos, _model_of(model, out), matcher)
+        library = _library_at(out, photos, _model_of(model, out), matcher, kept)
         skipped = update(library, photos, stamps, matcher, batch, workers)
     for one in skipped[:NAMED]:
         warn(f"skipped {one.key}: {one.reason}")
@@ -66,7 +72,37 @@ def main(
     for line in describe(library):
         say(line)
     seconds = time.perf_counter() - began
-    say(f"{out}: {count(len(library), 'photo')}, {library.file.dim} dimensions, {seconds:.1f} s")
+    size = sum(path.stat().st_size for path in out.iterdir() if path.is_file()) / 1e6
+    kind = "" if library.file.codes == "float" else f", {library.file.codes} codes"
+    say(f"{out}: {count(len(library), 'photo')}, {library.file.dim} dimensions{kind}, {size:,.1f} MB, {seconds:.1f} s")
+
+
+@dataclass(frozen=True)
+class VectorForm:
+    """What a library keeps of each photo's vector; None: all of its numbers."""
+
+    dim: int | None = None
+    codes: CodeKind = "float"
+    vectors: StoredKind = "fp16"  # beside codes
+
+
+def _kept(out: Path, dim: int | None, codes: CodeKind | None, vectors: StoredKind | None) -> VectorForm:
+    """What the options ask for, or what the library has. Raises: ValueError where they differ, or do not fit."""
+    if vectors is not None and codes in (None, "float") and not (out / FILE).exists():
+        raise ValueError("--vectors stores vectors beside codes: add --codes int8 or --codes binary, or omit it.")
+    if (codes, vectors) == ("int8", "int8"):
+        raise ValueError("--codes int8 are vectors in int8: choose --vectors fp16, or none.")
+    if not (out / FILE).is_file():
+        return VectorForm(dim, codes or "float", vectors or "fp16")
+    file = Library(out, mend=True).file
+    here = {"dim": file.dim, "codes": file.codes, "vectors": file.vectors}
+    asked = {"dim": dim, "codes": codes, "vectors": vectors}
+    for name, value in asked.items():
+        if value not in (None, here[name]):
+            raise ValueError(
+                f"{out} was made with --{name} {here[name]}, and not with {value}: omit it, or choose a new --out."
+            )
+    return VectorForm(file.prefix, file.codes, file.vectors)
 
 
 def _model_of(model: str | None, out: Path) -> str:
@@ -76,11 +112,34 @@ def _model_of(model: str | None, out: Path) -> str:
     return model or Library(out, mend=True).file.model
 
 
-def opened(model: str, device: str, precision: str, trust: Trust = NONE) -> Matcher:
-    """The model of a library. Errors: those of `kiloword.load`."""
+def opened(
+    model: str, device: str, precision: str, trust: Trust = NONE, dim: int | None = None, note: bool = False
+) -> Matcher:
+    """The model of a library. Args: dim: see `keep_prefix_`; note: print its note. Errors: those of `kiloword.load`."""
     from kiloword.api import load
 
-    return load(model, device=device, method=trust.method, trust_code=trust.trust_code, precision=precision)
+    matcher = load(model, device=device, method=trust.method, trust_code=trust.trust_code, precision=precision)
+    known = "" if dim is None else keep_prefix_(matcher.model, dim)
+    if note and known:
+        warn(f"note: {known}")
+    return matcher
+
+
+def opened_for(
+    library: Library, model: str | None, device: str, precision: str, trust: Trust = NONE, dim: int | None = None
+) -> Matcher:
+    """The model that made a library, and compares as many numbers. Args: dim: compare fewer.
+
+    Raises: ValueError for another model, more numbers than the library has, and those of `kiloword.load`.
+    """
+    file, name = library.file, model or library.file.model
+    matcher = opened(name, device, precision, trust, file.prefix)
+    check_model(library, matcher, name)
+    if dim is not None:
+        check_dim(dim, file.dim, f"{library.folder}")
+        if dim < file.dim and (note := keep_prefix_(matcher.model, dim)):
+            warn(f"note: {note}")
+    return matcher
 
 
 def fingerprint(matcher: Matcher) -> str:
@@ -102,7 +161,7 @@ def check_model(library: Library, matcher: Matcher, name: str) -> None:
         )
 
 
-def _library_at(out: Path, photos: Path, model: str, matcher: Matcher) -> Library:
+def _library_at(out: Path, photos: Path, model: str, matcher: Matcher, kept: VectorForm) -> Library:
     """The library of a folder, or a new one. Raises: ValueError for one of another model or of other photos."""
     folder = utf8(str(photos.resolve()))
     if (out / FILE).is_file():
@@ -119,7 +178,13 @@ def _library_at(out: Path, photos: Path, model: str, matcher: Matcher) -> Librar
     extra = {n: tuple(v.shape[1:]) for n, v in features.items() if n not in ("vec", "log_var", *_UNCERTAIN)}
     place = utf8(str(Path(model).resolve())) if Path(model).is_dir() else model  # a search may start elsewhere
     file = LibraryFile(folder=folder, model=place, fingerprint=fingerprint(matcher), dim=features["vec"].shape[1])
-    return create(out, replace(file, gaussian="log_var" in features, shapes=extra))
+    if kept.codes != "float" and not cosine_alone(matcher.model.head):
+        raise ValueError(
+            f"--codes {kept.codes} are for models that score a pair by the cosine of one vector each, and {model} "
+            "compares more: omit it."
+        )
+    file = replace(file, gaussian="log_var" in features, shapes=extra, shortened=kept.dim is not None)
+    return create(out, replace(file, codes=kept.codes, vectors=kept.vectors))
 
 
 _UNCERTAIN = ("penalty", "uncertainty")
@@ -231,9 +296,11 @@ def _is_utf8(path: str) -> bool:
 def describe(library: Library) -> list[str]:
     """What searches in the library compute, and how exact that is."""
     recall = library.file.recall
-    if not recall or not (library.file.shapes or open_nearest(library)):
+    codes = library.file.codes
+    if not recall or not (library.file.shapes or codes != "float" or open_nearest(library)):
         return []
+    by = "vectors" if codes == "float" else f"{codes} codes"
     return [
-        f"a search scores the {recall['shortlist']:,.0f} photos nearest by their vectors exactly: of the 10 best of "
+        f"a search scores the {recall['shortlist']:,.0f} photos nearest by their {by} exactly: of the 10 best of "
         f"all photos, {recall['recall@10']:.1%} are among them ({recall['queries']:.0f} texts tried)"
     ]

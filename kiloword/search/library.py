@@ -4,16 +4,21 @@
     part-000001.parquet  a row a photo: id, path, caption, vec [D] and, of Gaussians, uncertainty, penalty, log_var [D]
     part-000001.arrow    of models that pool for each text: features by which a photo is scored, float16
 
+With codes (`codes.py`) the table has the column `code` in place of `vec`, and the .arrow file, which is memory-mapped,
+holds the vectors, by which few photos are scored again. The scale of int8 numbers stands in the metadata of a schema.
+
 Parts are never changed: an update writes new ones, then library.json, then removes the old ones. A killed update leaves
 the library as it was.
 """
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,6 +31,17 @@ from torch import Tensor
 
 from kiloword.checkpoint.files import atomic, write_json
 from kiloword.config.settings import BaseSettings, about, read_config
+from kiloword.search.codes import (
+    BinaryCodes,
+    CodeKind,
+    Codes,
+    FloatCodes,
+    Int8Codes,
+    StoredKind,
+    code_bytes,
+    quantised,
+    signs,
+)
 from kiloword.types import Features
 
 FILE, PART = "library.json", 4096  # rows of a part
@@ -40,6 +56,9 @@ class LibraryFile(BaseSettings):
     model: str  # as given by the user
     fingerprint: str  # of the model
     dim: int = field(metadata=about(low=1, high=1e6))
+    shortened: bool = False  # whether `dim` is less than the embedding of the model has
+    codes: CodeKind = "float"
+    vectors: StoredKind = "fp16"  # beside codes
     gaussian: bool = False
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of features in the .arrow files
     parts: tuple[str, ...] = ()
@@ -48,11 +67,16 @@ class LibraryFile(BaseSettings):
     recall: dict[str, float] = field(default_factory=dict)  # see `rank.measure`
     format: Literal["kiloword-library-1"] = "kiloword-library-1"
 
+    @property
+    def prefix(self) -> int | None:
+        """How many numbers of the model's embedding are kept; None: all."""
+        return self.dim if self.shortened else None
+
     def schema(self) -> pa.Schema:
         """Columns of the parquet files."""
         vector = pa.list_(pa.float32(), self.dim)
         columns = {"id": pa.int64(), "path": pa.string(), "raw": pa.binary(), "stamp": pa.string()}
-        columns |= {"caption": pa.string(), "vec": vector}
+        columns |= {"caption": pa.string()} | ({"code": self._code()} if self.codes != "float" else {"vec": vector})
         if self.gaussian:
             columns |= {"log_var": vector, "penalty": pa.float32(), "uncertainty": pa.float32()}
         return pa.schema(columns)
@@ -60,11 +84,17 @@ class LibraryFile(BaseSettings):
     def token_schema(self) -> pa.Schema:
         """Columns of the .arrow files."""
         sizes = {name: int(np.prod(shape)) for name, shape in self.shapes.items()}
-        return pa.schema({name: pa.list_(pa.float16(), size) for name, size in sizes.items()})
+        columns = {name: pa.list_(pa.float16(), size) for name, size in sizes.items()}
+        if self.codes != "float" and self.vectors != "none":
+            columns["vec"] = pa.list_(pa.float16() if self.vectors == "fp16" else pa.int8(), self.dim)
+        return pa.schema(columns)
+
+    def _code(self) -> pa.DataType:
+        return pa.list_(pa.int8(), self.dim) if self.codes == "int8" else pa.binary(code_bytes(self.codes, self.dim))
 
 
 class LibraryPart:
-    """n photos of a library. `vec` [n, D] is read when it is first used. Raises: ValueError for a damaged file."""
+    """n photos of a library. Codes and vectors are read when they are first used. Raises: ValueError for damage."""
 
     def __init__(self, folder: Path, name: str, file: LibraryFile) -> None:
         self.name, self.file = name, file
@@ -76,21 +106,49 @@ class LibraryPart:
         self.paths = [p if r is None else os.fsdecode(r) for p, r in zip(table["path"].to_pylist(), raws, strict=True)]
         self.captions, self.stamps = table["caption"].to_pylist(), table["stamp"].to_pylist()
         self.uncertain = {name: torch.tensor(table[name].to_numpy()) for name in names[5:]}  # [n] each
-        self._vec: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
 
+    @cached_property
+    def codes(self) -> Codes:
+        """What all photos are compared by, in memory; without codes the vectors [n, D], float32."""
+        kind, dim = self.file.codes, self.file.dim
+        if kind == "float":
+            return FloatCodes(torch.from_numpy(self._flat("vec")).view(-1, dim))
+        code = self._table(["code"])["code"].combine_chunks()
+        if kind == "int8":
+            whole = torch.tensor(code.values.to_numpy(zero_copy_only=False)).view(-1, dim)
+            return Int8Codes(whole, _scale_of(pq.read_schema(self.path), dim, self.path))
+        packed = np.frombuffer(code.buffers()[1], np.uint8).reshape(-1, code_bytes(kind, dim))
+        return BinaryCodes(packed[code.offset : code.offset + len(self)], dim)
+
+    def vectors(self, rows: Sequence[int]) -> Tensor:
+        """The vectors of rows, as exactly as they are stored: [len(rows), D] float32."""
+        if self._stored is None:
+            return self.codes.vectors(list(rows))
+        flat, scale = self._stored
+        return torch.from_numpy(flat[list(rows)].astype(np.float32)) * scale
+
+    @cached_property
+    def _stored(self) -> tuple[NDArray[Any], Tensor] | None:
+        """The vectors beside codes [n, D], memory-mapped, and their scale [D] or [1]; None where there are none."""
+        if "vec" not in self.file.token_schema().names:
+            return None
+        with self._arrow() as reader:
+            table = reader.read_all()
+            flat = table["vec"].combine_chunks().values.to_numpy().reshape(-1, self.file.dim)
+            int8 = self.file.vectors == "int8"
+            return flat, _scale_of(reader.schema, self.file.dim, self.tokens_path) if int8 else torch.ones(1)
+
     @property
     def vec(self) -> Tensor:
-        """[n, D] float32, unit norm."""
-        if self._vec is None:
-            self._vec = torch.from_numpy(self._flat("vec")).view(-1, self.file.dim)
-        return self._vec
+        """All vectors, as exactly as they are stored: [n, D] float32."""
+        return self.vectors(range(len(self)))
 
     def features(self, rows: Sequence[int]) -> Features:
         """All features of rows of the part, as the model's head takes them: [len(rows), ...] each."""
-        features = {"vec": self.vec[list(rows)]}
+        features = {"vec": self.vectors(rows)}
         if self.file.gaussian:
             features["log_var"] = torch.from_numpy(self._flat("log_var")).view(-1, self.file.dim)[list(rows)]
         if self.file.shapes:
@@ -102,8 +160,10 @@ class LibraryPart:
         return features
 
     def whole(self) -> pa.Table:
-        """All columns, those of the .arrow file too."""
+        """All columns, those of the .arrow file too, with `vec` in place of codes."""
         table = self._table(self.file.schema().names)
+        if self.file.codes != "float":
+            table = table.drop_columns("code").append_column("vec", _column(self.vec))
         if self.file.shapes:
             with self._arrow() as reader:
                 tokens = reader.read_all()
@@ -250,13 +310,12 @@ class Library:
     def _write(self, file: LibraryFile, table: pa.Table, parts: list[LibraryPart]) -> LibraryFile:
         """Write a part and append it. Returns: the settings with the next number."""
         name = f"part-{file.next_part:06d}"
-        if file.shapes:
-            tokens = table.select(list(file.shapes)).cast(file.token_schema()).combine_chunks()
+        table, tokens = _coded(table, file)
+        if len(tokens.schema):
             with atomic(self.folder / f"{name}.arrow") as out, pa.ipc.new_file(out, tokens.schema) as writer:
                 writer.write_table(tokens)
         with atomic(self.folder / f"{name}.parquet") as out:
-            columns = table.select(file.schema().names).cast(file.schema())
-            pq.write_table(columns, out, compression="none", use_dictionary=False)
+            pq.write_table(table, out, compression="none", use_dictionary=False)
         parts.append(LibraryPart(self.folder, name, file))
         return replace(file, next_part=file.next_part + 1)
 
@@ -268,6 +327,43 @@ class Library:
         for stale in _files(self.folder):
             if stale.stem not in self.file.parts:
                 stale.unlink(missing_ok=True)
+
+
+def _coded(table: pa.Table, file: LibraryFile) -> tuple[pa.Table, pa.Table]:
+    """The columns of the parquet and of the .arrow file. Args: table: with all features, `vec` among them."""
+    if file.codes == "float":
+        return table.select(file.schema().names).cast(file.schema()), _tokens(table, file)
+    flat = table["vec"].combine_chunks().values.to_numpy(zero_copy_only=False)
+    vec = torch.tensor(flat).view(-1, file.dim)
+    whole, scale = quantised(vec)
+    meta = {"scale": json.dumps(scale.tolist())}
+    code = (
+        _column(whole) if file.codes == "int8" else pa.array(map(bytes, signs(vec)), file.schema().field("code").type)
+    )
+    if file.vectors == "int8":
+        table = table.set_column(table.schema.get_field_index("vec"), "vec", _column(whole))
+    rows = table.append_column("code", code).select(file.schema().names).cast(file.schema())
+    return rows.replace_schema_metadata(meta), _tokens(table, file).replace_schema_metadata(meta)
+
+
+def _tokens(table: pa.Table, file: LibraryFile) -> pa.Table:
+    return table.select(file.token_schema().names).cast(file.token_schema()).combine_chunks()
+
+
+def _column(values: Tensor) -> pa.Array:
+    """[n, D] as a column."""
+    return pa.FixedSizeListArray.from_arrays(pa.array(values.numpy().ravel()), values.shape[1])
+
+
+def _scale_of(schema: pa.Schema, dim: int, path: Path) -> Tensor:
+    """The scale of whole numbers, [D]. Raises: ValueError where the file has none."""
+    try:
+        scale = torch.tensor(json.loads((schema.metadata or {})[b"scale"]), dtype=torch.float32)
+    except (KeyError, ValueError, TypeError):
+        scale = torch.empty(0)
+    if scale.shape != (dim,) or not bool(((scale > 0) & scale.isfinite()).all()):
+        raise ValueError(f"{path} is damaged: it has no scale of its numbers. {AGAIN}")
+    return scale
 
 
 def create(folder: Path, file: LibraryFile) -> Library:

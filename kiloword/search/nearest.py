@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kiloword.checkpoint.files import write_atomic
 from kiloword.data.files import fallback, folder
+from kiloword.search.codes import signs
 from kiloword.terminal import warn
 from kiloword.terminal.progress import Bar
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 LARGE = 1_000_000  # photos; all are scored up to this number
 LISTED = 1_000  # photos that the index lists, which are then scored exactly
+KINDS = {"float": ("ip", "f16"), "int8": ("cos", "i8"), "binary": ("hamming", "b1")}  # metric and type of numbers
 WIDTH, EFFORT = 16, 128  # neighbours of a photo in the graph; candidates that it looks at when a photo is added
 
 
@@ -34,10 +36,12 @@ class Nearest:
     def __init__(self, library: Library, index: Any) -> None:
         self.library, self._index = library, index
         self._index.expansion_search = LISTED
+        self._binary = library.file.codes == "binary"
 
     def rows(self, vec: Tensor) -> list[int]:
         """About the LISTED photos nearest to a vector [D], as rows of the library."""
-        keys = self._index.search(vec.numpy(), LISTED).keys
+        query = signs(vec[None])[0] if self._binary else vec.numpy()
+        keys = self._index.search(query, LISTED).keys
         return [self.library.row_of[int(key)] for key in keys if int(key) in self.library.row_of]
 
 
@@ -67,8 +71,9 @@ def update_nearest(library: Library) -> None:
         warn(f"searches score all {len(library):,} photos: pip install 'kiloword[search]' makes them faster.")
         return
     path, mark = _places(library)
+    metric, dtype = KINDS[library.file.codes]
     index = _earlier(library, path, mark) or Index(
-        ndim=library.file.dim, metric="ip", dtype="f16", connectivity=WIDTH, expansion_add=EFFORT
+        ndim=library.file.dim, metric=metric, dtype=dtype, connectivity=WIDTH, expansion_add=EFFORT
     )
     mark.unlink(missing_ok=True)
     known = np.fromiter(index.keys, np.int64, len(index))
@@ -85,7 +90,8 @@ def _add(library: Library, index: Any, known: NDArray[np.int64]) -> None:
     for part in library.parts:
         new = ~np.isin(part.ids, known)
         if new.any():
-            index.add(part.ids[new], part.vec.numpy()[new])
+            vec = part.vectors(np.flatnonzero(new).tolist())
+            index.add(part.ids[new], signs(vec) if library.file.codes == "binary" else vec.numpy())
         done += len(part)
         bar(done, len(library))
 
@@ -95,7 +101,7 @@ def _earlier(library: Library, path: Path, mark: Path) -> Any:
     from usearch.index import Index
 
     try:
-        of_this_model = mark.read_text(encoding="utf-8").startswith(library.file.fingerprint)
+        of_this_model = mark.read_text(encoding="utf-8").startswith(f"{_numbers(library)} ")
         return Index.restore(str(path)) if of_this_model else None
     except (OSError, ValueError):
         return None
@@ -107,5 +113,11 @@ def _places(library: Library) -> tuple[Path, Path]:
     return Path(path), Path(f"{path}.state")
 
 
+def _numbers(library: Library) -> str:
+    """What the numbers of an index depend on."""
+    kind = library.file.codes
+    return library.file.fingerprint + ("" if kind == "float" else f"-{kind}")
+
+
 def _state(library: Library) -> str:
-    return f"{library.file.fingerprint} {hashlib.blake2b(library.ids.tobytes(), digest_size=16).hexdigest()}"
+    return f"{_numbers(library)} {hashlib.blake2b(library.ids.tobytes(), digest_size=16).hexdigest()}"

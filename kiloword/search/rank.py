@@ -1,7 +1,8 @@
 """The best photos of a library for a text or an image.
 
 Where a score is a cosine minus uncertainties, all photos are scored, block by block. A model that pools a photo anew
-for each text (llip) scores a shortlist, the photos nearest by their vectors; `measure` says what that loses.
+for each text (llip) scores a shortlist, the photos nearest by their vectors, and a library of codes scores the photos
+nearest by their codes; `measure` says what that loses.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from kiloword.data.classes.names import IMAGENET, classnames
 from kiloword.model.encoding import chunks, inference, join, moved
+from kiloword.model.heads import unit
 from kiloword.search.library import Library
 from kiloword.search.nearest import open_nearest
 from kiloword.terminal.progress import track
@@ -23,6 +25,7 @@ from kiloword.types import Features
 if TYPE_CHECKING:
     from kiloword.api import Matcher
 
+RESCORE = 4  # photos of a library of codes that are scored by their vectors, for each one that is wanted
 SHORTLIST = 300  # photos scored exactly by a model that pools for each text
 QUERIES, PAIRS = 64, 1 << 20  # to measure recall: texts tried; photos scored for all of them, but for 4 texts at least
 TOP = 10  # the best photos that a shortlist should have
@@ -52,12 +55,18 @@ def check_query(text: str) -> str:
 
 
 class Ranker:
-    """Scores the photos of a library by a model, which must be the one that made it."""
+    """Scores the photos of a library by a model, which must be the one that made it.
 
-    def __init__(self, library: Library, matcher: Matcher) -> None:
+    Args: matcher: may keep fewer numbers of the embedding (`keep_prefix_`) than a library without codes has; rescore:
+    with codes, how many photos are scored by their vectors for each one that is wanted; 0: none; None: RESCORE.
+    Raises: ValueError where the library lacks what these need.
+    """
+
+    def __init__(self, library: Library, matcher: Matcher, rescore: int | None = None) -> None:
         self.library, self.matcher = library, matcher
+        self.dim, self.rescore = check_dim_of(library, matcher), check_rescore(library, rescore)
         self.contextual = bool(library.file.shapes)
-        self.nearest = open_nearest(library)
+        self.nearest = open_nearest(library) if self.dim == library.file.dim else None
 
     def by_text(self, text: str, top: int, within: str = "") -> list[Match]:
         """The best photos for a text. Args: within: part of the path that photos must have."""
@@ -66,7 +75,7 @@ class Ranker:
 
     def by_image(self, vec: Tensor, top: int, within: str = "", but: int | None = None) -> list[Match]:
         """The photos most like an image by the cosine of their vectors, [D]. Args: but: a row to omit."""
-        return self.hits(_best(self._masked(self.near(vec), within, but), top))
+        return self.hits(self._by_codes(vec, self._masked(self.near(vec), within, but), top))
 
     def hits(self, best: tuple[Tensor, Tensor]) -> list[Match]:
         """Scores and rows [k] as hits."""
@@ -78,9 +87,23 @@ class Ranker:
         return hits
 
     def near(self, vec: Tensor) -> Tensor:
-        """Cosine of every photo with a vector [D]: [N]."""
-        blocks = [part.vec @ vec for part in self.library.parts]
+        """Cosine of every photo with a vector [D], of a library of codes about that: [N]."""
+        parts = self.library.parts
+        whole = self.dim == self.library.file.dim
+        blocks = [part.codes.scores(vec) if whole else unit(part.vec[:, : self.dim]) @ vec for part in parts]
         return torch.cat(blocks) if blocks else torch.zeros(0)
+
+    def _by_codes(self, vec: Tensor, near: Tensor, top: int) -> tuple[Tensor, Tensor]:
+        """The best photos by `near` [N]; `rescore` times as many are scored by their vectors first, if any."""
+        if not self.rescore:
+            return _best(near, top)
+        _, rows = _best(near, self.rescore * top)
+        scores, order = _best(self.vectors(rows.tolist()) @ vec, top)
+        return scores, rows[order]
+
+    def vectors(self, rows: Sequence[int]) -> Tensor:
+        """The vectors of photos: [len(rows), D] float32."""
+        return self.library.features(rows)["vec"] if rows else torch.zeros(0, self.dim)
 
     def first_stage(self, features: Features) -> Tensor:
         """Scores of all photos for one text: [N]; exact, but of a model that pools for each text."""
@@ -112,9 +135,9 @@ class Ranker:
         assert self.nearest is not None, "this library has no approximate index"
         vec = features["vec"][0].float()
         rows = self.nearest.rows(vec)
-        places = [self.library.place(row) for row in rows]
-        scores = torch.stack([part.vec[inner] for part, inner in places]) @ vec
+        scores = self.vectors(rows) @ vec
         if self.library.file.gaussian:
+            places = [self.library.place(row) for row in rows]
             penalties = torch.stack([part.uncertain["penalty"][inner] for part, inner in places])
             scores = scores - penalties - self._penalty(features)
         scores, order = _best(scores, most)
@@ -125,7 +148,8 @@ class Ranker:
             near, rows = self.listed(features, max(SHORTLIST, top))
         else:
             scored = self._masked(self.first_stage(features), within)
-            near, rows = _best(scored, max(SHORTLIST, top) if self.contextual else top)
+            vec, most = features["vec"][0].float(), max(SHORTLIST, top) if self.contextual else top
+            near, rows = self._by_codes(vec, scored, most)
         exact = self.exact(features, rows.tolist()) if self.contextual else near
         scores, order = _best(exact, top)
         return scores, rows[order]
@@ -176,7 +200,8 @@ def measure(ranker: Ranker) -> dict[str, float]:
     "queries": number of texts; "photos": those of the library.
     """
     n = len(ranker.library)
-    if ranker.nearest is None and (not ranker.contextual or n <= SHORTLIST):
+    shortlist = ranker.rescore * TOP if ranker.rescore and ranker.nearest is None else SHORTLIST
+    if ranker.nearest is None and (not (ranker.contextual or ranker.rescore) or n <= shortlist):
         return {}
     queries = min(QUERIES, max(4, PAIRS // n))
     encoded = moved(ranker.matcher.encode_text(texts_for(ranker, queries)), "cpu")
@@ -184,7 +209,45 @@ def measure(ranker: Ranker) -> dict[str, float]:
     for q in track(range(queries), "recall of the shortlist", "texts", queries):
         text = {name: value[q : q + 1] for name, value in encoded.items()}
         first = ranker.first_stage(text)
-        best = (ranker.exact(text, range(n)) if ranker.contextual else first).topk(min(TOP, n)).indices
-        listed = first.topk(SHORTLIST).indices if ranker.nearest is None else ranker.listed(text, SHORTLIST)[1]
+        best = _exact(ranker, text, first).topk(min(TOP, n)).indices
+        listed = first.topk(shortlist).indices if ranker.nearest is None else ranker.listed(text, shortlist)[1]
         shares.append(torch.isin(best, listed).float().mean().item())
-    return {"recall@10": sum(shares) / queries, "shortlist": SHORTLIST, "queries": queries, "photos": n}
+    return {"recall@10": sum(shares) / queries, "shortlist": shortlist, "queries": queries, "photos": n}
+
+
+def _exact(ranker: Ranker, text: Features, first: Tensor) -> Tensor:
+    """Exact scores of all photos for one text: [N]. Args: first: those of the first stage."""
+    if ranker.contextual:
+        return ranker.exact(text, range(len(ranker.library)))
+    if ranker.library.file.codes == "float":
+        return first
+    return torch.cat([part.vec @ text["vec"][0].float() for part in ranker.library.parts])
+
+
+def check_dim_of(library: Library, matcher: Matcher) -> int:
+    """The number of dimensions that a model compares. Raises: ValueError for fewer than codes have."""
+    dim, file = matcher.model.config.head.dim, library.file
+    if dim < file.dim and file.codes != "float":
+        raise ValueError(
+            f"{library.folder} has {file.codes} codes of {file.dim} numbers, in which --dim {dim} cannot search: omit "
+            f"it, or index the photos in a new folder with --dim {dim}."
+        )
+    return dim
+
+
+def check_rescore(library: Library, rescore: int | None) -> int:
+    """How many photos to score by their vectors for each one wanted. Raises: ValueError where there are no vectors."""
+    file = library.file
+    stored = file.codes != "float" and file.vectors != "none"
+    if rescore is None:
+        return RESCORE if stored else 0
+    if rescore < 0:
+        raise ValueError(f"--rescore is {rescore}: expected 0 or more.")
+    if rescore and file.codes == "float":
+        raise ValueError(f"--rescore is for libraries of codes, and {library.folder} compares vectors: omit it.")
+    if rescore and not stored:
+        raise ValueError(
+            f"--rescore {rescore} needs the vectors, and {library.folder} stores codes alone (--vectors none): omit "
+            "it, or index the photos in a new folder with --vectors fp16."
+        )
+    return rescore

@@ -51,7 +51,7 @@ def main(
     library = Library(folder)
     name = model or library.file.model
     with bound(host, port) as server:
-        server.site = Site(library, opened(name, device, precision, trust), name)
+        server.site = Site(library, opened(name, device, precision, trust, library.file.prefix), name)
         at = f"http://{f'[{host}]' if ':' in host else host}:{server.server_address[1]}/"
         say(f"{folder}: {count(len(library), 'photo')} at {at} (Ctrl-C ends it)")
         if not is_loopback(host):

@@ -68,7 +68,7 @@ class Site:
         self._one = threading.Lock()  # the model answers one query at a time
         self._jpeg = lru_cache(CACHED)(self._encoded)
         for part in library.parts:
-            _ = part.vec  # read now, not at the first query
+            _ = part.codes  # read now, not at the first query
 
     def get(self, path: str, query: str) -> WebAnswer:
         """The answer to an address: path and what follows its question mark."""
@@ -133,7 +133,7 @@ class Site:
             if row is None:
                 return self.failure(404, "The library has no such photo (any more).")
             part, inner = library.place(row)
-            matches = self.ranker.by_image(part.vec[inner], top, within, but=row)
+            matches = self.ranker.by_image(part.vectors([inner])[0], top, within, but=row)
             return self._results("More like this", fields, matches, f"More like {library.path(row)}.", source=row)
         if "q" not in fields:
             first = [Match(row, float("nan")) for row in range(min(SHOWN, len(library)))]

@@ -287,9 +287,9 @@ def test_words_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kiloword.search.index.main", lambda *args: calls.append(args))
     words = "index p --out o --model m --batch 3 --workers 2 --device cpu --precision fp32"
     main(words.split())
-    assert calls.pop() == (Path("p"), "m", Path("o"), 3, 2, "cpu", "fp32", NONE)
+    assert calls.pop() == (Path("p"), "m", Path("o"), 3, 2, "cpu", "fp32", NONE, None, None, None)
     monkeypatch.setattr("kiloword.search.command.main", lambda *args: calls.append(args))
     words = "search l dog --top 3 --within a --json j --page h --open --model m --device cpu"
     main(words.split())
-    expected = (Path("l"), "dog", None, 3, "a", Path("j"), Path("h"), True, "m", "cpu", "auto", NONE)
+    expected = (Path("l"), "dog", None, 3, "a", Path("j"), Path("h"), True, "m", "cpu", "auto", NONE, None, None)
     assert calls.pop() == expected
