@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +13,7 @@ from kiloword.distributed.device import device_type
 from kiloword.types import Texts
 
 HEAD, WIDEST_HEAD = 8, 256  # head sizes of variable-length kernels: multiples of 8, at most 256
+UNEVEN = 4  # padded rows for each token above which texts on a CPU are padded in groups of similar length
 OLDEST = (8, 0)  # compute capability that variable-length kernels need
 
 
@@ -48,6 +50,28 @@ class Packing:
     def full(self) -> bool:
         """Whether all texts have the same length, so that padding is not needed."""
         return len(self.text) == len(self) * self.longest
+
+    @property
+    def uneven(self) -> bool:
+        """Whether one padded length for all texts would be mostly padding, and lengths can be read without a wait."""
+        if torch.compiler.is_compiling() or type(self.starts) is not Tensor or self.starts.device.type != "cpu":
+            return False  # a subclass may have no values
+        return len(self) * self.longest > UNEVEN * max(len(self.text), 1)
+
+    @cached_property
+    def groups(self) -> list[tuple[Tensor, Packing]]:
+        """Texts of similar lengths, each at least half of the group's longest: their tokens [s] in S, and packing."""
+        starts = self.starts.to(torch.int64)
+        lengths = starts.diff()
+        kinds = lengths.double().log2().ceil()  # of an empty text -inf
+        groups = []
+        for kind in sorted(set(kinds[lengths > 0].tolist())):
+            chosen = kinds == kind
+            tokens = chosen[self.text].nonzero()[:, 0]
+            texts = Texts(tokens, F.pad(lengths[chosen].cumsum(0), (1, 0)), int(lengths[chosen].max()))
+            unseen = None if self.unseen is None else self.unseen[tokens]
+            groups.append((tokens, replace(Packing.of(texts), unseen=unseen)))
+        return groups
 
     def pad(self, x: Tensor, fill: float = 0.0) -> Tensor:
         """[S + tail, ...] -> [T, L, ...]."""
@@ -119,6 +143,8 @@ def attention(
         and not (bad_heads(q.shape[-1]) or old_card(q.device.index))
     ):
         return _varlen(q, k, v, packing_q, packing_k, causal)
+    if packing_k is not None and packing_q is packing_k and packing_k.uneven:
+        return _in_groups(q, k, v, packing_k, causal)
     valid = None
     if packing_k is not None:
         # right padding comes after every query of the same text: the causal mask excludes it already
@@ -130,6 +156,15 @@ def attention(
     if packing_q is None:
         return _dense(q, k, v, valid, causal)
     return packing_q.unpad(_dense(packing_q.pad(q), k, v, valid, causal))
+
+
+def _in_groups(q: Tensor, k: Tensor, v: Tensor, packing: Packing, causal: bool) -> Tensor:
+    """Packed [S + tail, H, d]: attention within texts, of which each group is padded to its own longest text."""
+    out = q.new_zeros(q.shape)
+    for tokens, part in packing.groups:
+        of_group = attention(q[tokens], k[tokens], v[tokens], part, part, causal)
+        out = out.index_copy(0, tokens, of_group)
+    return out
 
 
 def bad_heads(width: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kiloword.config.recipes import HeadConfig, ImageConfig, ModelConfig, TextConfig, sizes
+from kiloword.model import attention as attend
 from kiloword.model.attention import KeyValueCache, Packing, attention
 from kiloword.model.blocks import Init, activate
 from kiloword.model.decoder import ImageDecoder
@@ -66,6 +68,33 @@ def test_packed_attention_is_each_text_alone(ls: list[int], causal: bool) -> Non
     q, k, v = (numbers(sum(ls), 2, 4, seed=s).requires_grad_() for s in range(3))
     literal = [one(a, b, c, causal) for a, b, c in zip(q.split(ls), k.split(ls), v.split(ls), strict=True)]
     agree(attention(q, k, v, packing, packing, causal), torch.cat(literal), q, k, v)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("unseen", [False, True])
+def test_one_long_text_does_not_pad_the_others(causal: bool, unseen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts of similar lengths are padded together, so that at most half of what attention sees is padding."""
+    ls = [2, 3, 1, 40, 0, 2, 3, 1, 4, 2, 3, 33, 0]
+    packing, total = Packing.of(packed(ls), 8), sum(ls)
+    assert len(ls) * packing.longest > 5 * total
+    assert packing.tail
+    hidden = torch.zeros(total, dtype=torch.bool).index_fill(0, torch.tensor([1, 30, 46]), True)
+    packing = replace(packing, unseen=hidden if unseen else None)
+    q, k, v = (numbers(total + packing.tail, 2, 4, seed=s).requires_grad_() for s in range(3))
+    dense, rows = attend._dense, []
+
+    def counted(q: Tensor, *args: Any) -> Tensor:
+        rows.append(q.shape[0] * q.shape[1])
+        return dense(q, *args)
+
+    monkeypatch.setattr(attend, "_dense", counted)
+    ours = attention(q, k, v, packing, packing, causal)
+    assert total <= sum(rows) <= 2 * total
+    monkeypatch.setattr(attend, "UNEVEN", 1000)
+    rows.clear()
+    literal = attention(q, k, v, packing, packing, causal)
+    assert sum(rows) == len(ls) * packing.longest
+    agree(ours, literal, q, k, v)
 
 
 @settings(max_examples=20, deadline=None)
