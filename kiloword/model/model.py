@@ -258,25 +258,54 @@ def resize(config: ModelConfig, state: Mapping[str, Tensor], size: int) -> tuple
 def resize_text(
     config: ModelConfig, state: Mapping[str, Tensor], context: int, keep: tuple[int, int] = (20, 2)
 ) -> tuple[ModelConfig, dict[str, Tensor]]:
-    """Configuration and state for another context length; text position embeddings are interpolated (linear).
+    """Configuration and state for another context length.
 
-    Args: keep: number of unchanged positions at the beginning and at the end: most captions are short, and the last
-    positions are those of [UNC] and [CLS] with `pad_to_context`.
-    Raises: ValueError for a context without a position between those. Source: arXiv:2503.08048, section 3.
+    Text positions [L, W] become [context, W]. Where a text ends anywhere, a shorter context takes the first positions;
+    a longer one keeps those that short captions have, and stretches the rest (`_stretched`). With `pad_to_context` or
+    a class token in the last place, the last positions are particular too: they are kept, and those between are
+    interpolated in both directions (arXiv:2503.08048, section 3).
+    Args: keep: number of unchanged positions at the beginning, and at the end where those are particular.
+    Raises: ValueError for a context without a position between those.
     """
-    first, last = keep
-    least = min(context, config.text.context)
-    if least <= first + last:
-        raise ValueError(
-            f"context {context} is too short, or that of the text tower, {config.text.context}: the first {first} and "
-            f"last {last} positions are kept, so both contexts need at least {first + last + 1}"
-        )
-    name = "text_tower.positions"
+    name, text = "text_tower.positions", config.text
+    first, last = keep if text.pad_to_context or text.class_place == "last" else (keep[0], 0)
     places = state[name]
-    middle = places[first : len(places) - last].float().T[None]
-    middle = F.interpolate(middle, context - first - last, mode="linear")[0].T.to(places.dtype)
-    resized = {**state, name: torch.cat([places[:first], middle, places[len(places) - last :]])}
-    return replace(config, text=replace(config.text, context=context)), resized
+    if last or context > text.context:
+        _check_context(min(context, text.context), text.context, (first, last))
+        change = _between if last else _stretched
+        places = change(places.float(), context, first, last).to(places.dtype)
+    resized = {**state, name: places[:context]}
+    return replace(config, text=replace(text, context=context)), resized
+
+
+def _check_context(least: int, old: int, keep: tuple[int, int]) -> None:
+    first, last = keep
+    if least >= first + max(last + 1, 2):
+        return
+    kept = f"the first {first} and last {last} positions are kept" if last else f"the first {first} positions are kept"
+    raise ValueError(
+        f"the context {least} is too short (that of the text tower is {old}): {kept}, so both contexts need at least "
+        f"{first + max(last + 1, 2)}."
+    )
+
+
+def _between(places: Tensor, context: int, first: int, last: int) -> Tensor:
+    """[L, W] -> [context, W]: the positions between the first and the last ones, interpolated."""
+    middle = places[first : len(places) - last].T[None]
+    middle = F.interpolate(middle, context - first - last, mode="linear")[0].T
+    return torch.cat([places[:first], middle, places[len(places) - last :]])
+
+
+def _stretched(places: Tensor, context: int, first: int, last: int = 0) -> Tensor:
+    """[L, W] -> [context, W]: all but the first positions, interpolated; the last ones continue their line.
+
+    From 77 to 248 these are the positions of Long-CLIP (arXiv:2403.15378): four for each from the 21st on.
+    """
+    old = len(places)
+    at = first + torch.arange(context - first, dtype=torch.float64) * (old - first) / (context - first)
+    lower = at.long().clamp(max=old - 2)
+    share = (at - lower).to(places)[:, None]
+    return torch.cat([places[:first], (1 - share) * places[lower] + share * places[lower + 1]])
 
 
 def model_in_words(model: Model, method: str = "unknown method") -> str:

@@ -182,27 +182,64 @@ def test_the_log_variance_of_texts_is_not_started_from_another_kind(words: Token
     assert "head.uncertainty.mean_log_var.weight" in said.partition("left over: ")[2]
 
 
+RAMP = torch.arange(32.0)[:, None] * torch.tensor([1.0, -2.0])
+
+
 @pytest.mark.parametrize("context", [23, 31, 33, 64, 256])
-def test_positions_are_kept_at_both_ends_and_interpolated_between(context: int, words: Tokenizer) -> None:
-    shape = config(words, "own")
-    ramp = torch.arange(32.0)[:, None] * torch.tensor([1.0, -2.0])
-    new, state = resize_text(shape, {"text_tower.positions": ramp, "other": ramp}, context)
+@pytest.mark.parametrize("end", ["pads", "class"])
+def test_positions_are_kept_at_both_ends_and_interpolated_between(context: int, end: str, words: Tokenizer) -> None:
+    """Where the last positions are those of particular tokens."""
+    shape = config(words, "siglip" if end == "pads" else "own")
+    if end == "class":
+        shape = replace(shape, text=replace(shape.text, extra_tokens=("cls",), class_place="last"))
+    new, state = resize_text(shape, {"text_tower.positions": RAMP, "other": RAMP}, context)
     found = state["text_tower.positions"]
     assert new.text.context == len(found) == context
-    assert (found[:20] == ramp[:20]).all()
-    assert (found[-2:] == ramp[-2:]).all()
+    assert (found[:20] == RAMP[:20]).all()
+    assert (found[-2:] == RAMP[-2:]).all()
     steps = found[:, 0].diff()
     assert (steps >= 0).all()
     assert found[20:-2, 0].min() >= 20
     assert found[20:-2, 0].max() <= 29
     assert torch.allclose(found[:, 1], -2 * found[:, 0])
-    assert state["other"] is ramp
+    assert state["other"] is RAMP
+
+
+def long_clip(positions: Tensor, keep: int = 20) -> Tensor:
+    """[L, W] -> [4 L - 3 keep, W], as arXiv:2403.15378 and its code: three positions between two, and three beyond."""
+    rows = list(positions[:keep])
+    for n in range(keep, len(positions) - 1):
+        rows += [((4 - j) * positions[n] + j * positions[n + 1]) / 4 for j in range(4)]
+    rows += [positions[-1] + j * (positions[-1] - positions[-2]) / 4 for j in range(4)]
+    return torch.stack(rows)
+
+
+def test_a_longer_context_has_the_positions_of_long_clip(words: Tokenizer) -> None:
+    shape = config(words, "clip")
+    shape = replace(shape, text=replace(shape.text, context=77))
+    positions = torch.randn(77, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64).float()
+    new, state = resize_text(shape, {"text_tower.positions": positions}, 248)
+    assert new.text.context == 248
+    torch.testing.assert_close(state["text_tower.positions"], long_clip(positions), rtol=1e-6, atol=1e-6)
+    assert torch.equal(state["text_tower.positions"][:20], positions[:20])
+    assert resize_text(shape, {"text_tower.positions": positions}, 512)[1]["text_tower.positions"].shape == (512, 5)
+
+
+@pytest.mark.parametrize("kind", ["clip", "own"])
+def test_texts_that_fit_score_the_same_with_a_shorter_context(kind: str, words: Tokenizer, tmp_path: Path) -> None:
+    path = folder(words, kind, tmp_path)
+    before, after = load(path), load(path, context=12)
+    a, b = (matcher.encode_text(SHORT)["vec"] for matcher in (before, after))
+    assert torch.equal(a, b)
 
 
 def test_a_context_that_leaves_nothing_is_refused(words: Tokenizer, tmp_path: Path) -> None:
-    path = folder(words, "clip", tmp_path)
-    with pytest.raises(ValueError, match=r"context 22 .* text tower, 32: the first 20 and last 2 .* at least 23"):
+    path = folder(words, "siglip", tmp_path / "pads")
+    with pytest.raises(ValueError, match=r"context 22 .* text tower is 32\): the first 20 and last 2 .* at least 23"):
         load(path, context=22)
+    small = replace(config(words, "clip"), text=replace(config(words, "clip").text, context=21))
+    with pytest.raises(ValueError, match=r"context 21 .* the first 20 positions are kept, .* at least 22"):
+        resize_text(small, {"text_tower.positions": RAMP[:21]}, 64)
 
 
 @pytest.mark.parametrize("kind", ["clip", "own"])
