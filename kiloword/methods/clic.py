@@ -21,9 +21,9 @@ from kiloword.data.transforms.mix import halves
 from kiloword.data.transforms.partner import another
 from kiloword.distributed.collectives import sum_over_ranks
 from kiloword.losses.pairs import logsumexp_over_ranks
-from kiloword.methods.flair import sentences_of
 from kiloword.methods.method import Component, Method
 from kiloword.methods.negatives import content_words, counted
+from kiloword.methods.sub_captions import sentences_of
 from kiloword.model.heads import Single, cosine_head
 from kiloword.model.model import Model
 from kiloword.randomness import Draw

@@ -6,8 +6,6 @@ The score of a pair is the cosine of a text with the image's patches as that tex
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -27,11 +25,9 @@ from kiloword.methods.method import Component, Method
 from kiloword.model.heads import Cosine, Head, Single, unit
 from kiloword.model.image import extra
 from kiloword.model.pooling import ImagePool, TextPool, at_least_float
-from kiloword.randomness import Draw
-from kiloword.types import Example, Features, Fetch, PairBlocks, Pairs, Positives, Texts, Total
+from kiloword.types import Features, PairBlocks, Pairs, Positives, Texts, Total
 
 WHOLE = "whole"  # the head of the second loss: the cosine of the whole image and the text
-_SENTENCE = re.compile(r"(?<=[.!?])\s+")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,14 +41,6 @@ class FlairSettings(BaseSettings):
     other_texts: Literal["all", "one"] = setting(
         "one", "what the texts of another image count as for attended patches: together as one text, or each as one"
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class SubCaptionSettings(BaseSettings):
-    """Texts sampled from long captions."""
-
-    k: int = setting(8, "number of texts sampled from the sentences of an image's captions", 1)
-    merge: int = setting(3, "largest number of sentences that are merged to a text", 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,47 +208,8 @@ class Attended(nn.Module):
         return tuple(at_least_float(x) for x in (images["keys"], images["values"], texts["query"], texts["vec"]))
 
 
-def sentences_of(captions: Sequence[str]) -> list[str]:
-    """The sentences of captions, in their order; a caption without a full stop is one."""
-    return [s for caption in captions for s in _SENTENCE.split(caption) if s.strip()]
-
-
-@dataclass(frozen=True)
-class SubCaptions:
-    """K texts in place of an image's captions: one to `merge` of their sentences each, neighbours or not.
-
-    Half of the texts of several sentences are of neighbours, half of any, as in the authors' code (arXiv:2412.03561),
-    whose neighbours never reach the last sentence, and which repeats sentences where there are too few.
-    """
-
-    settings: SubCaptionSettings
-
-    def __call__(self, example: Example, fetch: Fetch, draw: Draw) -> Example:
-        """Raises: ValueError for examples with precomputed features of whole captions."""
-        if example.text_features:
-            raise ValueError("sub-captions are no whole captions, of which --features has features: omit one of them.")
-        sentences = sentences_of(example.captions)
-        rng = draw.rng("sub-captions")
-        texts = []
-        for _ in range(self.settings.k if sentences else 0):
-            count = min(int(rng.integers(1, self.settings.merge + 1)), len(sentences))
-            if rng.random() < 0.5:
-                first = int(rng.integers(0, len(sentences) - count + 1))
-                chosen = list(range(first, first + count))
-            else:
-                chosen = rng.choice(len(sentences), count, replace=False).tolist()
-            texts.append(" ".join(sentences[n] for n in chosen))
-        return replace(example, captions=texts or example.captions)
-
-
-def sub_captions(method: Method, settings: SubCaptionSettings) -> Method:
-    """Sample texts from the sentences of captions, after all other transforms."""
-    return replace(method, captions="all", transforms=(*method.transforms, SubCaptions(settings)))
-
-
 COMPONENTS = {
     "attended": Component(
         "pooling", "patches pooled for every text, and a loss of whole images", FlairSettings, attended
     ),
-    "sub-captions": Component("captions", "texts of some sentences of long captions", SubCaptionSettings, sub_captions),
 }

@@ -33,6 +33,7 @@ ORDER = (
     "",
     "deterministic",
     "prefixes",
+    "captions",
 )  # slots in order of application, as components check what others set; "": any other
 PRESETS = {  # a new method is one line here
     "clip": "clip",
@@ -55,6 +56,7 @@ COMPONENT_MODULES = (
     "negatives",
     "reinforced",
     "self_distill",
+    "sub_captions",
 )  # modules that have components and no preset
 
 

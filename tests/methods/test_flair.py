@@ -16,12 +16,11 @@ from torch import Tensor, nn
 import kiloword
 from folders import model_folder
 from kiloword.config.recipes import sizes
-from kiloword.methods.flair import Attended, FlairLoss, SubCaptions, SubCaptionSettings
+from kiloword.methods.flair import Attended, FlairLoss
 from kiloword.methods.registry import preset
 from kiloword.model.image import extra
 from kiloword.model.model import initialise
-from kiloword.randomness import Draw
-from kiloword.types import Example, Texts
+from kiloword.types import Texts
 from kiloword.verify.batch import MethodChoice, batch, config
 from kiloword.verify.suite import learner, verify
 
@@ -184,31 +183,3 @@ def test_the_loss_of_whole_images_can_be_omitted() -> None:
     slots = preset("flair", {"whole": 0.0})
     assert not slots.head(slots.shape(sizes()["debug"])).inner()
     assert preset("siglip+attended").head(sizes()["debug"]).inner().keys() == {"whole"}
-
-
-def example(*captions: str) -> Example:
-    return Example("k", 0, torch.zeros(3, 4, 4, dtype=torch.uint8), list(captions))
-
-
-def test_sub_captions_are_some_sentences() -> None:
-    sample = SubCaptions(SubCaptionSettings(k=200, merge=2))
-    sentences = ["One dog runs.", "It is red!", "Grass grows here"]
-    fetch: Any = None
-    made = sample(example(" ".join(sentences)), fetch, Draw(0, 0, 0)).captions
-    assert len(made) == 200
-    pairs = {f"{a} {b}" for a in sentences for b in sentences if a != b}
-    assert set(made) <= {*sentences, *pairs}
-    neighbours = {f"{sentences[0]} {sentences[1]}", f"{sentences[1]} {sentences[2]}"}
-    merged = [text for text in made if text in pairs]
-    assert 60 < len(merged) < 140
-    assert 0.45 < sum(text in neighbours for text in merged) / len(merged) < 0.85  # half, and a third of the rest
-    assert made == sample(example(" ".join(sentences)), fetch, Draw(0, 0, 0)).captions
-    assert made != sample(example(" ".join(sentences)), fetch, Draw(0, 1, 0)).captions
-
-
-def test_sub_captions_of_one_sentence_are_it() -> None:
-    sample, fetch = SubCaptions(SubCaptionSettings(k=3)), None
-    assert sample(example("a dog"), fetch, Draw(0, 0, 0)).captions == ["a dog"] * 3  # type: ignore[arg-type]
-    with_features = replace(example("a dog"), text_features={"teacher": torch.zeros(1, 2)})
-    with pytest.raises(ValueError, match="omit one of them"):
-        sample(with_features, fetch, Draw(0, 0, 0))  # type: ignore[arg-type]

@@ -26,7 +26,7 @@ MIXES = (
     *("prolip+deterministic", "pcme+++deterministic"),
     *("sycoca+contextual", "siglip+gaussian+caption+mim", "llip+simclr", "prolip+simclr"),
     *("siglip+clic", "prolip+clic", "coca+clic", "clip+compose+clic+negatives"),
-    *("flair+simclr", "flair+sub-captions", "siglip+matryoshka", "clip+matryoshka+simclr"),
+    *("flair+simclr", "flair+sub-captions", "llip+sub-captions", "siglip+matryoshka", "clip+matryoshka+simclr"),
 )
 DATA = "scenes?n=64&captions=3"
 EVERY = RunOptions(log_every=1, save_every=3, quiet=True)

@@ -1,0 +1,87 @@
+"""Texts sampled from the sentences of long captions, in place of the captions, for any method.
+
+Sources: DreamLIP (arXiv:2403.17007) compares an image with several of its sentences, FLAIR (arXiv:2412.03561) with
+texts of one to three. DeBias-CLIP (arXiv:2602.22419) omits the first sentence, which sums up a long caption, and
+trains on the whole caption besides.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from kiloword.config.settings import BaseSettings, setting
+from kiloword.methods.method import Component, Method
+from kiloword.randomness import Draw
+from kiloword.types import Example, Fetch
+
+_END = re.compile(r"(?<=[.!?])\s+|\n")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SubCaptionSettings(BaseSettings):
+    """Texts sampled from long captions."""
+
+    k: int = setting(8, "number of texts sampled from the sentences of an image's captions", 1)
+    merge: int = setting(3, "largest number of sentences that are merged to a text", 1)
+    drop_summary: float = setting(
+        0.0, "probability that no text has the first sentence of a caption of several: it often sums up the rest", 0, 1
+    )
+    whole: bool = setting(False, "the whole captions beside the sampled texts")
+
+
+def sentences_of(captions: Sequence[str]) -> list[str]:
+    """The sentences of captions, in their order: they end with ".", "!" or "?" before white space, or with a line."""
+    return [part.strip() for caption in captions for part in _END.split(caption) if part.strip()]
+
+
+def merged(parts: Sequence[str], most: int, rng: np.random.Generator) -> str:
+    """A text of one to `most` of the sentences: in half of all cases neighbours, in their order, in half any.
+
+    As in the code of arXiv:2412.03561, whose neighbours never reach the last sentence, and which repeats sentences
+    where there are too few.
+    """
+    count = min(int(rng.integers(1, most + 1)), len(parts))
+    if rng.random() < 0.5:
+        first = int(rng.integers(0, len(parts) - count + 1))
+        return " ".join(parts[first : first + count])
+    return " ".join(parts[n] for n in rng.choice(len(parts), count, replace=False).tolist())
+
+
+@dataclass(frozen=True)
+class SubCaptions:
+    """K texts in place of an image's captions, or beside them."""
+
+    settings: SubCaptionSettings
+
+    def __call__(self, example: Example, fetch: Fetch, draw: Draw) -> Example:
+        """Raises: ValueError for examples with precomputed features or the ground truth of whole captions."""
+        if example.text_features:
+            known = "the ground truth is known" if "truth" in example.text_features else "--features has features"
+            raise ValueError(f"sub-captions are no whole captions, of which {known}: omit one of them.")
+        parts = [part for caption in example.captions for part in self._of(sentences_of([caption]), draw)]
+        if not parts:
+            return example
+        rng = draw.rng("sub-captions")
+        texts = [merged(parts, self.settings.merge, rng) for _ in range(self.settings.k)]
+        return replace(example, captions=[*(example.captions if self.settings.whole else ()), *texts])
+
+    def _of(self, parts: list[str], draw: Draw) -> list[str]:
+        """The sentences of one caption that texts are made of; the draw is one for all captions of an image."""
+        drop = self.settings.drop_summary
+        if len(parts) < 2 or not drop or draw.rng("summary").random() >= drop:
+            return parts
+        return parts[1:]
+
+
+def sub_captions(method: Method, settings: SubCaptionSettings) -> Method:
+    """Sample texts from the sentences of captions, after all other transforms."""
+    return replace(method, captions="all", transforms=(*method.transforms, SubCaptions(settings)))
+
+
+COMPONENTS = {
+    "sub-captions": Component("captions", "texts of some sentences of long captions", SubCaptionSettings, sub_captions)
+}
