@@ -24,7 +24,7 @@ class Mixing(BaseSettings):
     uncertainty: str | None = setting(None, "gaussian: features with a variance")
     contrasts: tuple[str, ...] = setting((), "further pair losses, one or several: simclr, reinforced, negatives, clic")
     terms: tuple[str, ...] = setting(
-        (), "more terms of the loss, one or several: caption, mim, inclusion, self-distill"
+        (), "more terms of the loss, one or several: caption, mim, inclusion, self-distill, superclass"
     )
 
 

@@ -57,6 +57,7 @@ COMPONENT_MODULES = (
     "reinforced",
     "self_distill",
     "sub_captions",
+    "superclass",
 )  # modules that have components and no preset
 
 

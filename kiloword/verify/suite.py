@@ -156,7 +156,7 @@ def _state(model: Learner) -> dict[str, Tensor]:
         return {}
     parts = ((f"state:{name}", getattr(model, name)) for name in ("terms", "contrasts"))
     values = (pair for name, part in parts for pair in (*part.named_parameters(name), *part.named_buffers(name)))
-    return {n: x.detach().clone() for n, x in values if x.is_floating_point() and not x.requires_grad}
+    return {n: x.detach().clone() for n, x in values if not x.requires_grad}
 
 
 def gradients_over_ranks(

@@ -23,6 +23,7 @@ MIXED = (
     "siglip+self-distill",
     "clip+negatives",
     "clip+clic",
+    "clip+superclass",
     "siglip+matryoshka",
     "clip+reinforced",
 )

@@ -25,6 +25,7 @@ MIXES = (
     *("llip+gaussian", "llip+gaussian+inclusion", "clip+gaussian+matching", "pcme+++ppcl+mixup"),
     *("prolip+deterministic", "pcme+++deterministic"),
     *("sycoca+contextual", "siglip+gaussian+caption+mim", "llip+simclr", "prolip+simclr"),
+    *("llip+superclass", "coca+superclass", "prolip+self-distill+superclass"),
     *("siglip+clic", "prolip+clic", "coca+clic", "clip+compose+clic+negatives"),
     *("flair+simclr", "flair+sub-captions", "llip+sub-captions", "siglip+matryoshka", "clip+matryoshka+simclr"),
 )

@@ -1,0 +1,122 @@
+"""The tokens of captions as the classes of images. Source: SuperClass, arXiv:2411.03313."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kiloword.config.recipes import ModelConfig
+from kiloword.config.settings import BaseSettings, setting
+from kiloword.distributed.collectives import sum_over_ranks
+from kiloword.methods.method import Component, Method
+from kiloword.methods.slip import pooled
+from kiloword.model.attention import Packing
+from kiloword.model.decoder import predicted
+from kiloword.model.model import Model
+from kiloword.model.pooling import at_least_float
+from kiloword.model.text import is_special
+from kiloword.types import Batch, Encoded, Texts
+
+if TYPE_CHECKING:
+    from kiloword.training.learner import Learner
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassSettings(BaseSettings):
+    """How much the classification weighs, and its tokens."""
+
+    weight: float = setting(1.0, "weight of the classification of images by the tokens of their captions", 0)
+    tokens: Literal["idf", "equal"] = setting("idf", "weights of tokens: rare ones more, or all alike")
+
+
+def superclass(method: Method, settings: ClassSettings) -> Method:
+    """Add the classification; its texts pass no tower."""
+    term = settings.weight, lambda config: ClassTerm(config, settings)
+    return replace(method, terms={**method.terms, "superclass": term}, after_step=(*method.after_step, count_step))
+
+
+class ClassTerm(nn.Module):
+    """Softmax cross-entropy of an image's classes with the tokens of each of its captions; the mean over captions.
+
+    Frequencies are those of all captions before this step: sums of integers over ranks, so that no partition of a batch
+    changes them. The authors' code also counts the captions of the step.
+    """
+
+    seen: Tensor
+    captions: Tensor
+    seen_now: Tensor
+    captions_now: Tensor
+
+    def __init__(self, config: ModelConfig, settings: ClassSettings) -> None:
+        super().__init__()
+        self.text, self.settings = config.text, settings
+        classes = predicted(config.text)
+        self.norm = nn.LayerNorm(config.image.width, config.image.norm_eps)
+        self.classes = nn.Linear(config.image.width, classes)
+        for name, shape in (("seen", (classes,)), ("captions", ())):
+            self.register_buffer(name, torch.zeros(shape, dtype=torch.int64))  # captions with each token, and all
+            self.register_buffer(f"{name}_now", torch.zeros(shape, dtype=torch.int64), persistent=False)  # of the step
+
+    def count(self, batch: Batch) -> Tensor:
+        """The number of captions."""
+        return batch.position.new_full((), len(batch.texts))
+
+    def forward(self, model: Model, batch: Batch, encoded: Encoded) -> Tensor:
+        """The sum over captions."""
+        logits = self.classes(self.norm(pooled(model, encoded.image_tokens)))
+        token, text, counts = self.distinct(batch.texts)
+        if torch.is_grad_enabled():
+            self.seen_now.index_add_(0, token, counts.long())
+            self.captions_now += len(batch.texts)
+        with torch.autocast(logits.device.type, enabled=False):
+            logits = at_least_float(logits)
+            target = shares(token, text, counts * self.weights(logits.dtype)[token], len(batch.texts))
+            return cross_entropy(logits, token, batch.image_of_text[text], target)
+
+    def weights(self, dtype: torch.dtype) -> Tensor:
+        """The weight of every class [V]: log((captions + 1) / (captions with it + 1)), 1 before the first step."""
+        idf = ((self.captions + 1).to(dtype) / (self.seen + 1)).log()
+        counted = (self.captions > 0) & (self.settings.tokens == "idf")
+        return torch.where(counted, idf, 1.0)
+
+    def distinct(self, texts: Texts) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens ordered by text [S], the text of each, and whether to count it: the first of a word in its text."""
+        text = Packing.of(texts).text
+        size = self.text.vocab
+        ordered = (text * size + texts.ids).sort().values
+        first = F.pad(ordered[1:] != ordered[:-1], (1, 0), value=True)
+        ids = ordered % size
+        counts = first & ~is_special(ids, self.text)
+        return ids.clamp(max=len(self.seen) - 1), ordered // size, counts
+
+
+def shares(token: Tensor, text: Tensor, weights: Tensor, texts: int) -> Tensor:
+    """Weights [S] divided by their sum over each text; 0 where that is 0. Args: token, text [S] int64."""
+    sums = weights.new_zeros(texts).index_add(0, text, weights)
+    return weights / sums.clamp_min(1e-12)[text]
+
+
+def cross_entropy(logits: Tensor, token: Tensor, image: Tensor, target: Tensor) -> Tensor:
+    """Sum of -target log p. Args: logits [I, V]; target [S], the probability of class `token` of `image`."""
+    return (target * (logits.logsumexp(1)[image] - logits[image, token])).sum()
+
+
+@torch.no_grad()
+def count_step(learner: Learner, step: int) -> None:
+    """Add the captions of the step, of all ranks, to those that were counted."""
+    term = learner.terms["superclass"]
+    assert isinstance(term, ClassTerm)
+    counted = sum_over_ranks(torch.cat([term.seen_now, term.captions_now[None]]))
+    term.seen += counted[:-1]
+    term.captions += counted[-1]
+    term.seen_now.zero_()
+    term.captions_now.zero_()
+
+
+COMPONENTS = {
+    "superclass": Component("terms", "tokens of captions are the classes of images", ClassSettings, superclass)
+}
