@@ -34,23 +34,31 @@ def note_of(head: Head, dim: int) -> str:
     return f"the model was trained on its first {', '.join(map(str, trained))} numbers, and not on its first {dim}."
 
 
+def check_prefix(model: Model, dim: int) -> str:
+    """`note_of` the first `dim` numbers of a model's embedding; "" for all of them.
+
+    Raises: ValueError for a model that scores pairs by more than the cosine of one vector each, and a wrong `dim`.
+    """
+    if not cosine_alone(model.head):
+        raise ValueError(
+            "this model scores pairs by more than the cosine of one vector each, whose first numbers a dimension "
+            "would keep: omit it."
+        )
+    check_dim(dim, model.config.head.dim)
+    return "" if dim == model.config.head.dim else note_of(model.head, dim)
+
+
 @torch.no_grad()
 def keep_prefix_(model: Model, dim: int) -> str:
     """Keep the first `dim` numbers of a model's embedding, normalised again: a model with smaller projections.
 
     Scale and bias become those that were trained with this prefix, if any. Returns: `note_of`.
-    Raises: ValueError for a model that scores pairs by more than the cosine of one vector each, and a wrong `dim`.
+    Errors: those of `check_prefix`.
     """
-    head, config = model.head, model.config
-    if not cosine_alone(head):
-        raise ValueError(
-            "this model scores pairs by more than the cosine of one vector each, whose first numbers a dimension "
-            "would keep: omit it."
-        )
-    check_dim(dim, config.head.dim)
+    head, config, note = model.head, model.config, check_prefix(model, dim)
     if dim == config.head.dim:
         return ""
-    note, trained = note_of(head, dim), getattr(head, f"{PREFIX}{dim}", None)
+    trained = getattr(head, f"{PREFIX}{dim}", None)
     if trained is not None:
         for whole, part in zip(head.scales(), trained.scales(), strict=True):
             whole.copy_(part)

@@ -6,12 +6,17 @@ binary: signs, compared by the number of bits that differ (Hamming distance).
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import numpy as np
+import pyarrow as pa
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from kiloword.model.heads import unit
 
 CodeKind = Literal["float", "int8", "binary"]
 StoredKind = Literal["fp16", "int8", "none"]
@@ -35,6 +40,11 @@ class Codes(Protocol):
 def code_bytes(kind: CodeKind, dim: int) -> int:
     """Bytes of the code of a vector of `dim` numbers."""
     return {"float": 4 * dim, "int8": dim, "binary": -(-dim // 8)}[kind]
+
+
+def first(vec: Tensor, dim: int) -> Tensor:
+    """The first numbers of vectors, normalised again where there are more: [..., dim]."""
+    return vec if vec.shape[-1] == dim else unit(vec[..., :dim])
 
 
 def quantised(vec: Tensor) -> tuple[Tensor, Tensor]:
@@ -111,3 +121,27 @@ def _words(bits: Bits) -> NDArray[np.uint64]:
     whole = np.zeros((len(bits), -(-bits.shape[1] // WORD) * WORD), np.uint8)
     whole[:, : bits.shape[1]] = bits
     return whole.view(np.uint64)
+
+
+def column(values: Tensor) -> pa.Array:
+    """[n, D] as a column of a table."""
+    return pa.FixedSizeListArray.from_arrays(pa.array(values.numpy().ravel()), values.shape[1])
+
+
+def scale_meta(scale: Tensor) -> dict[str, str]:
+    """The metadata of a file with numbers int8. Args: their scale [D]."""
+    return {"scale": json.dumps(scale.tolist())}
+
+
+def scale_in(schema: pa.Schema, dim: int, path: Path) -> Tensor:
+    """The scale of a file's numbers int8, [dim]. Raises: ValueError where it has none."""
+    try:
+        scale = torch.tensor(json.loads((schema.metadata or {})[b"scale"]), dtype=torch.float32)
+    except (KeyError, ValueError, TypeError):
+        scale = torch.empty(0)
+    if scale.shape != (dim,) or not bool(((scale > 0) & scale.isfinite()).all()):
+        raise ValueError(
+            f"{path} is damaged: its numbers have no scale. Remove it: the same `kiloword index` command then mends "
+            "the library."
+        )
+    return scale

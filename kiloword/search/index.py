@@ -22,7 +22,7 @@ from kiloword.data.reading import EvalBatch, eval_batches, reasons
 from kiloword.distributed.device import choose
 from kiloword.errors import count
 from kiloword.model.encoding import inference
-from kiloword.model.prefix import check_dim, cosine_alone, keep_prefix_
+from kiloword.model.prefix import check_dim, check_prefix, cosine_alone, keep_prefix_
 from kiloword.search.codes import CodeKind, StoredKind
 from kiloword.search.library import FILE, PART, Library, LibraryFile, create
 from kiloword.search.nearest import open_nearest, update_nearest
@@ -56,7 +56,9 @@ def main(
     began = time.perf_counter()
     stamps = scan(photos)
     kept = _kept(out, dim, codes, vectors)
-    matcher = opened(_model_of(model, out), device, precision, trust, kept.dim, note=True)
+    matcher = opened(_model_of(model, out), device, precision, trust, kept.of_model, note=True)
+    if kept.of_codes is not None:
+        _note(check_prefix(matcher.model, kept.of_codes))
     network = matcher.model
     workers = workers_of(workers, choose(device), image_bytes(batch, network.config.image.size))
     announce(str(network.mean.device), network.precision, reason_of(precision, network.config), workers)
@@ -73,8 +75,8 @@ def main(
         say(line)
     seconds = time.perf_counter() - began
     size = sum(path.stat().st_size for path in out.iterdir() if path.is_file()) / 1e6
-    kind = "" if library.file.codes == "float" else f", {library.file.codes} codes"
-    say(f"{out}: {count(len(library), 'photo')}, {library.file.dim} dimensions{kind}, {size:,.1f} MB, {seconds:.1f} s")
+    kind = f"{library.file.compared} dimensions" + f", {library.file.codes} codes" * (library.file.codes != "float")
+    say(f"{out}: {count(len(library), 'photo')}, {kind}, {size:,.1f} MB, {seconds:.1f} s")
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,16 @@ class VectorForm:
     dim: int | None = None
     codes: CodeKind = "float"
     vectors: StoredKind = "fp16"  # beside codes
+
+    @property
+    def of_codes(self) -> int | None:
+        """How many numbers of whole vectors have codes."""
+        return self.dim if self.codes != "float" and self.vectors != "none" else None
+
+    @property
+    def of_model(self) -> int | None:
+        """How many numbers of the model's embedding are kept at all."""
+        return self.dim if self.of_codes is None else None
 
 
 def _kept(out: Path, dim: int | None, codes: CodeKind | None, vectors: StoredKind | None) -> VectorForm:
@@ -95,14 +107,14 @@ def _kept(out: Path, dim: int | None, codes: CodeKind | None, vectors: StoredKin
     if not (out / FILE).is_file():
         return VectorForm(dim, codes or "float", vectors or "fp16")
     file = Library(out, mend=True).file
-    here = {"dim": file.dim, "codes": file.codes, "vectors": file.vectors}
+    here = {"dim": file.compared, "codes": file.codes, "vectors": file.vectors}
     asked = {"dim": dim, "codes": codes, "vectors": vectors}
     for name, value in asked.items():
         if value not in (None, here[name]):
             raise ValueError(
                 f"{out} was made with --{name} {here[name]}, and not with {value}: omit it, or choose a new --out."
             )
-    return VectorForm(file.prefix, file.codes, file.vectors)
+    return VectorForm(file.prefix or file.code_dim, file.codes, file.vectors)
 
 
 def _model_of(model: str | None, out: Path) -> str:
@@ -120,9 +132,13 @@ def opened(
 
     matcher = load(model, device=device, method=trust.method, trust_code=trust.trust_code, precision=precision)
     known = "" if dim is None else keep_prefix_(matcher.model, dim)
-    if note and known:
-        warn(f"note: {known}")
+    _note(known if note else "")
     return matcher
+
+
+def _note(note: str) -> None:
+    if note:
+        warn(f"note: {note}")
 
 
 def opened_for(
@@ -130,15 +146,21 @@ def opened_for(
 ) -> Matcher:
     """The model that made a library, and compares as many numbers. Args: dim: compare fewer.
 
-    Raises: ValueError for another model, more numbers than the library has, and those of `kiloword.load`.
+    Raises: ValueError for another model, numbers that the library does not have, and those of `kiloword.load`.
     """
     file, name = library.file, model or library.file.model
     matcher = opened(name, device, precision, trust, file.prefix)
     check_model(library, matcher, name)
-    if dim is not None:
+    if dim is not None and file.codes != "float":
+        if dim != file.compared:
+            raise ValueError(
+                f"{library.folder} has {file.codes} codes of {file.compared} numbers, in which --dim {dim} cannot "
+                f"search: omit it, or index the photos in a new folder with --dim {dim}."
+            )
+    elif dim is not None:
         check_dim(dim, file.dim, f"{library.folder}")
-        if dim < file.dim and (note := keep_prefix_(matcher.model, dim)):
-            warn(f"note: {note}")
+        if dim < file.dim:
+            _note(keep_prefix_(matcher.model, dim))
     return matcher
 
 
@@ -183,8 +205,8 @@ def _library_at(out: Path, photos: Path, model: str, matcher: Matcher, kept: Vec
             f"--codes {kept.codes} are for models that score a pair by the cosine of one vector each, and {model} "
             "compares more: omit it."
         )
-    file = replace(file, gaussian="log_var" in features, shapes=extra, shortened=kept.dim is not None)
-    return create(out, replace(file, codes=kept.codes, vectors=kept.vectors))
+    file = replace(file, gaussian="log_var" in features, shapes=extra, shortened=kept.of_model is not None)
+    return create(out, replace(file, codes=kept.codes, code_dim=kept.of_codes, vectors=kept.vectors))
 
 
 _UNCERTAIN = ("penalty", "uncertainty")

@@ -13,7 +13,6 @@ the library as it was.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -39,7 +38,11 @@ from kiloword.search.codes import (
     Int8Codes,
     StoredKind,
     code_bytes,
+    column,
+    first,
     quantised,
+    scale_in,
+    scale_meta,
     signs,
 )
 from kiloword.types import Features
@@ -58,6 +61,7 @@ class LibraryFile(BaseSettings):
     dim: int = field(metadata=about(low=1, high=1e6))
     shortened: bool = False  # whether `dim` is less than the embedding of the model has
     codes: CodeKind = "float"
+    code_dim: int | None = None  # how many numbers of the vectors have codes; None: all
     vectors: StoredKind = "fp16"  # beside codes
     gaussian: bool = False
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of features in the .arrow files
@@ -71,6 +75,11 @@ class LibraryFile(BaseSettings):
     def prefix(self) -> int | None:
         """How many numbers of the model's embedding are kept; None: all."""
         return self.dim if self.shortened else None
+
+    @property
+    def compared(self) -> int:
+        """How many numbers of the vectors all photos are compared by."""
+        return self.code_dim or self.dim
 
     def schema(self) -> pa.Schema:
         """Columns of the parquet files."""
@@ -90,7 +99,8 @@ class LibraryFile(BaseSettings):
         return pa.schema(columns)
 
     def _code(self) -> pa.DataType:
-        return pa.list_(pa.int8(), self.dim) if self.codes == "int8" else pa.binary(code_bytes(self.codes, self.dim))
+        dim = self.compared
+        return pa.list_(pa.int8(), dim) if self.codes == "int8" else pa.binary(code_bytes(self.codes, dim))
 
 
 class LibraryPart:
@@ -113,15 +123,19 @@ class LibraryPart:
     @cached_property
     def codes(self) -> Codes:
         """What all photos are compared by, in memory; without codes the vectors [n, D], float32."""
-        kind, dim = self.file.codes, self.file.dim
+        kind, dim = self.file.codes, self.file.compared
         if kind == "float":
             return FloatCodes(torch.from_numpy(self._flat("vec")).view(-1, dim))
         code = self._table(["code"])["code"].combine_chunks()
         if kind == "int8":
             whole = torch.tensor(code.values.to_numpy(zero_copy_only=False)).view(-1, dim)
-            return Int8Codes(whole, _scale_of(pq.read_schema(self.path), dim, self.path))
+            return Int8Codes(whole, scale_in(pq.read_schema(self.path), dim, self.path))
         packed = np.frombuffer(code.buffers()[1], np.uint8).reshape(-1, code_bytes(kind, dim))
         return BinaryCodes(packed[code.offset : code.offset + len(self)], dim)
+
+    def near(self, query: Tensor) -> Tensor:
+        """About the cosine of every photo with a vector [D], and exactly that without codes: [n]."""
+        return self.codes.scores(first(query, self.file.compared))
 
     def vectors(self, rows: Sequence[int]) -> Tensor:
         """The vectors of rows, as exactly as they are stored: [len(rows), D] float32."""
@@ -139,7 +153,7 @@ class LibraryPart:
             table = reader.read_all()
             flat = table["vec"].combine_chunks().values.to_numpy().reshape(-1, self.file.dim)
             int8 = self.file.vectors == "int8"
-            return flat, _scale_of(reader.schema, self.file.dim, self.tokens_path) if int8 else torch.ones(1)
+            return flat, scale_in(reader.schema, self.file.dim, self.tokens_path) if int8 else torch.ones(1)
 
     @property
     def vec(self) -> Tensor:
@@ -163,7 +177,7 @@ class LibraryPart:
         """All columns, those of the .arrow file too, with `vec` in place of codes."""
         table = self._table(self.file.schema().names)
         if self.file.codes != "float":
-            table = table.drop_columns("code").append_column("vec", _column(self.vec))
+            table = table.drop_columns("code").append_column("vec", column(self.vec))
         if self.file.shapes:
             with self._arrow() as reader:
                 tokens = reader.read_all()
@@ -335,35 +349,19 @@ def _coded(table: pa.Table, file: LibraryFile) -> tuple[pa.Table, pa.Table]:
         return table.select(file.schema().names).cast(file.schema()), _tokens(table, file)
     flat = table["vec"].combine_chunks().values.to_numpy(zero_copy_only=False)
     vec = torch.tensor(flat).view(-1, file.dim)
-    whole, scale = quantised(vec)
-    meta = {"scale": json.dumps(scale.tolist())}
-    code = (
-        _column(whole) if file.codes == "int8" else pa.array(map(bytes, signs(vec)), file.schema().field("code").type)
-    )
-    if file.vectors == "int8":
-        table = table.set_column(table.schema.get_field_index("vec"), "vec", _column(whole))
+    short, kind = first(vec, file.compared), file.schema().field("code").type
+    codes, scale = quantised(short)
+    code = column(codes) if file.codes == "int8" else pa.array(map(bytes, signs(short)), kind)
     rows = table.append_column("code", code).select(file.schema().names).cast(file.schema())
-    return rows.replace_schema_metadata(meta), _tokens(table, file).replace_schema_metadata(meta)
+    whole, scale_of_vectors = quantised(vec)
+    if file.vectors == "int8":
+        table = table.set_column(table.schema.get_field_index("vec"), "vec", column(whole))
+    tokens = _tokens(table, file).replace_schema_metadata(scale_meta(scale_of_vectors))
+    return rows.replace_schema_metadata(scale_meta(scale)), tokens
 
 
 def _tokens(table: pa.Table, file: LibraryFile) -> pa.Table:
     return table.select(file.token_schema().names).cast(file.token_schema()).combine_chunks()
-
-
-def _column(values: Tensor) -> pa.Array:
-    """[n, D] as a column."""
-    return pa.FixedSizeListArray.from_arrays(pa.array(values.numpy().ravel()), values.shape[1])
-
-
-def _scale_of(schema: pa.Schema, dim: int, path: Path) -> Tensor:
-    """The scale of whole numbers, [D]. Raises: ValueError where the file has none."""
-    try:
-        scale = torch.tensor(json.loads((schema.metadata or {})[b"scale"]), dtype=torch.float32)
-    except (KeyError, ValueError, TypeError):
-        scale = torch.empty(0)
-    if scale.shape != (dim,) or not bool(((scale > 0) & scale.isfinite()).all()):
-        raise ValueError(f"{path} is damaged: it has no scale of its numbers. {AGAIN}")
-    return scale
 
 
 def create(folder: Path, file: LibraryFile) -> Library:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kiloword.checkpoint.files import write_atomic
 from kiloword.data.files import fallback, folder
-from kiloword.search.codes import signs
+from kiloword.search.codes import first, signs
 from kiloword.terminal import warn
 from kiloword.terminal.progress import Bar
 
@@ -40,7 +40,8 @@ class Nearest:
 
     def rows(self, vec: Tensor) -> list[int]:
         """About the LISTED photos nearest to a vector [D], as rows of the library."""
-        query = signs(vec[None])[0] if self._binary else vec.numpy()
+        short = first(vec, self.library.file.compared)
+        query = signs(short[None])[0] if self._binary else short.numpy()
         keys = self._index.search(query, LISTED).keys
         return [self.library.row_of[int(key)] for key in keys if int(key) in self.library.row_of]
 
@@ -73,7 +74,7 @@ def update_nearest(library: Library) -> None:
     path, mark = _places(library)
     metric, dtype = KINDS[library.file.codes]
     index = _earlier(library, path, mark) or Index(
-        ndim=library.file.dim, metric=metric, dtype=dtype, connectivity=WIDTH, expansion_add=EFFORT
+        ndim=library.file.compared, metric=metric, dtype=dtype, connectivity=WIDTH, expansion_add=EFFORT
     )
     mark.unlink(missing_ok=True)
     known = np.fromiter(index.keys, np.int64, len(index))
@@ -90,7 +91,7 @@ def _add(library: Library, index: Any, known: NDArray[np.int64]) -> None:
     for part in library.parts:
         new = ~np.isin(part.ids, known)
         if new.any():
-            vec = part.vectors(np.flatnonzero(new).tolist())
+            vec = first(part.vectors(np.flatnonzero(new).tolist()), library.file.compared)
             index.add(part.ids[new], signs(vec) if library.file.codes == "binary" else vec.numpy())
         done += len(part)
         bar(done, len(library))
@@ -116,7 +117,7 @@ def _places(library: Library) -> tuple[Path, Path]:
 def _numbers(library: Library) -> str:
     """What the numbers of an index depend on."""
     kind = library.file.codes
-    return library.file.fingerprint + ("" if kind == "float" else f"-{kind}")
+    return library.file.fingerprint + ("" if kind == "float" else f"-{kind}{library.file.compared}")
 
 
 def _state(library: Library) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kiloword.data.classes.names import IMAGENET, classnames
 from kiloword.model.encoding import chunks, inference, join, moved
-from kiloword.model.heads import unit
+from kiloword.search.codes import first
 from kiloword.search.library import Library
 from kiloword.search.nearest import open_nearest
 from kiloword.terminal.progress import track
@@ -64,7 +64,7 @@ class Ranker:
 
     def __init__(self, library: Library, matcher: Matcher, rescore: int | None = None) -> None:
         self.library, self.matcher = library, matcher
-        self.dim, self.rescore = check_dim_of(library, matcher), check_rescore(library, rescore)
+        self.dim, self.rescore = matcher.model.config.head.dim, check_rescore(library, rescore)
         self.contextual = bool(library.file.shapes)
         self.nearest = open_nearest(library) if self.dim == library.file.dim else None
 
@@ -90,7 +90,7 @@ class Ranker:
         """Cosine of every photo with a vector [D], of a library of codes about that: [N]."""
         parts = self.library.parts
         whole = self.dim == self.library.file.dim
-        blocks = [part.codes.scores(vec) if whole else unit(part.vec[:, : self.dim]) @ vec for part in parts]
+        blocks = [part.near(vec) if whole else first(part.vec, self.dim) @ vec for part in parts]
         return torch.cat(blocks) if blocks else torch.zeros(0)
 
     def _by_codes(self, vec: Tensor, near: Tensor, top: int) -> tuple[Tensor, Tensor]:
@@ -208,31 +208,20 @@ def measure(ranker: Ranker) -> dict[str, float]:
     shares = []
     for q in track(range(queries), "recall of the shortlist", "texts", queries):
         text = {name: value[q : q + 1] for name, value in encoded.items()}
-        first = ranker.first_stage(text)
-        best = _exact(ranker, text, first).topk(min(TOP, n)).indices
-        listed = first.topk(shortlist).indices if ranker.nearest is None else ranker.listed(text, shortlist)[1]
+        near = ranker.first_stage(text)
+        best = _exact(ranker, text, near).topk(min(TOP, n)).indices
+        listed = near.topk(shortlist).indices if ranker.nearest is None else ranker.listed(text, shortlist)[1]
         shares.append(torch.isin(best, listed).float().mean().item())
     return {"recall@10": sum(shares) / queries, "shortlist": shortlist, "queries": queries, "photos": n}
 
 
-def _exact(ranker: Ranker, text: Features, first: Tensor) -> Tensor:
-    """Exact scores of all photos for one text: [N]. Args: first: those of the first stage."""
+def _exact(ranker: Ranker, text: Features, near: Tensor) -> Tensor:
+    """Exact scores of all photos for one text: [N]. Args: near: those of the first stage."""
     if ranker.contextual:
         return ranker.exact(text, range(len(ranker.library)))
     if ranker.library.file.codes == "float":
-        return first
+        return near
     return torch.cat([part.vec @ text["vec"][0].float() for part in ranker.library.parts])
-
-
-def check_dim_of(library: Library, matcher: Matcher) -> int:
-    """The number of dimensions that a model compares. Raises: ValueError for fewer than codes have."""
-    dim, file = matcher.model.config.head.dim, library.file
-    if dim < file.dim and file.codes != "float":
-        raise ValueError(
-            f"{library.folder} has {file.codes} codes of {file.dim} numbers, in which --dim {dim} cannot search: omit "
-            f"it, or index the photos in a new folder with --dim {dim}."
-        )
-    return dim
 
 
 def check_rescore(library: Library, rescore: int | None) -> int:

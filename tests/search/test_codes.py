@@ -15,7 +15,7 @@ from torch import Tensor
 from folders import model_folder
 from kiloword.api import Matcher, load
 from kiloword.search import index, nearest, rank
-from kiloword.search.codes import BinaryCodes, CodeKind, Int8Codes, StoredKind, code_bytes, quantised, signs
+from kiloword.search.codes import BinaryCodes, CodeKind, Int8Codes, StoredKind, code_bytes, first, quantised, signs
 from kiloword.search.index import opened_for
 from kiloword.search.library import Library
 from kiloword.search.rank import Ranker
@@ -169,10 +169,27 @@ def test_the_recall_of_codes_is_measured(root: Path, monkeypatch: pytest.MonkeyP
     assert rank.measure(Ranker(library, matcher, 0)) == {}
 
 
+@pytest.mark.parametrize(("codes", "vectors"), KINDS)
+def test_codes_of_the_first_numbers_list_what_whole_vectors_rank(
+    root: Path, exact: tuple[Library, Matcher], codes: CodeKind, vectors: StoredKind
+) -> None:
+    library, matcher = made(root, f"first-{codes}-{vectors}", codes=codes, vectors=vectors, dim=8)
+    whole = load(root / "model")
+    images = whole.encode_image([library.photo(row) for row in range(30)])["vec"]
+    text = whole.encode_text(TEXT)["vec"]
+    cosines = first(images, 8) @ first(text, 8) if codes == "int8" else first(images, 8).sign() @ text[:8].sign() / 8
+    near = Ranker(library, matcher).near(matcher.encode_text(TEXT)["vec"])
+    torch.testing.assert_close(near, cosines, atol=0.02, rtol=0)
+    assert library.file.dim == (8 if vectors == "none" else 16)
+    if vectors == "fp16":
+        expected = [score for _, score in rows(*exact, None)]
+        assert [score for _, score in rows(library, matcher, 6)] == pytest.approx(expected, abs=2e-3)
+
+
 @pytest.mark.parametrize("codes", ["int8", "binary"])
 def test_an_approximate_index_of_codes(root: Path, codes: CodeKind, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("usearch.index", reason="needs usearch, the extra search")
-    library, matcher = made(root, f"large-{codes}", codes=codes)
+    library, matcher = made(root, f"large-{codes}", codes=codes, dim=8)
     expected = rows(library, matcher, 30)
     monkeypatch.setattr(nearest, "LARGE", 3)
     nearest.update_nearest(library)
@@ -205,11 +222,12 @@ def test_bad_input(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "binary codes of 8 numbers, in which --dim 4 cannot search" in refused(
         capsys, "search", bits, "a dog", "--dim", 4
     )
-    assert "expected 1 to 8, the embedding size of" in refused(capsys, "search", bits, "a dog", "--dim", 16)
+    assert "in which --dim 16 cannot search" in refused(capsys, "search", bits, "a dog", "--dim", 16)
     assert "--rescore is -1: expected 0 or more" in refused(capsys, "search", bits, "a dog", "--rescore", -1)
     made(root, "bare", codes="binary", vectors="none")
     assert "stores codes alone" in refused(capsys, "search", root / "bare", "a dog", "--rescore", 4)
     made(root, "plain")
+    assert "expected 1 to 16, the embedding size of" in refused(capsys, "search", root / "plain", "a dog", "--dim", 32)
     assert "is for libraries of codes" in refused(capsys, "search", root / "plain", "a dog", "--rescore", 4)
 
 
@@ -218,8 +236,11 @@ def test_damaged_codes_are_refused(root: Path) -> None:
     path = root / "damaged/part-000001.parquet"
     table = pq.read_table(path)
     pq.write_table(table.replace_schema_metadata({"scale": "[1, 2]"}), path)
-    with pytest.raises(ValueError, match="no scale of its numbers"):
+    with pytest.raises(ValueError, match="its numbers have no scale"):
         rows(Library(root / "damaged"), matcher, None)
-    pq.write_table(table.drop_columns("code"), path)
+    path.unlink()
+    made(root, "damaged")
+    assert len(rows(Library(root / "damaged"), matcher, None)) == 5
+    pq.write_table(table.drop_columns("code"), path := next((root / "damaged").glob("*.parquet")))
     with pytest.raises(ValueError, match="missing or damaged"):
         rows(Library(root / "damaged"), matcher, None)
