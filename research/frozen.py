@@ -31,6 +31,10 @@ ARMS: dict[str, dict[str, Any]] = {
     "prolip": {},
     "fff": ANNOTATED,
     "llip+fff": {"fff": ANNOTATED},
+    "flair": {},
+    "filip": {},
+    "siglip+maxsim": {"maxsim": {"whole": 0.5}},
+    "siglip+matryoshka": {},
 }
 
 

@@ -60,6 +60,25 @@ def free_bytes(device: torch.device) -> int:
         return os.sysconf(names[0]) * os.sysconf(names[1]) // 2 if known else 1 << 30
 
 
+def check_room(few: Features, count: int, what: str, device: torch.device) -> None:
+    """Refuse to keep features of `count` items where they exceed the free memory of a device.
+
+    Args: few: features of a few of them, on any device; what: "images" or "texts".
+    Raises: ValueError with the memory, and where a shortlist needs less.
+    """
+    each = {name: value[0].numel() * value.element_size() for name, value in few.items()}
+    needed, free = count * sum(each.values()), free_bytes(device)
+    if needed <= free:
+        return
+    largest = max(each, key=lambda name: each[name])
+    shape = " x ".join(map(str, few[largest].shape[1:]))
+    raise ValueError(
+        f"the features of {count:,} {what} take {needed / 2**30:,.1f} GiB, mostly {largest} of {shape} numbers each, "
+        f"and {free / 2**30:,.1f} GiB of memory are free: evaluate fewer, or keep them on disk by `kiloword index`, "
+        "whose search scores a shortlist of photos by the vectors alone (--shortlist here saves time, not memory)."
+    )
+
+
 def in_batches(
     count: int, batch: int, encode: Callable[[slice], Features], what: str, smaller: bool
 ) -> Iterator[Features]:

@@ -17,7 +17,7 @@ Compile = Literal["none", "blocks", "towers", "cudagraphs"]
 class Mixing(BaseSettings):
     """Components of other methods (`kiloword methods`), one or several for each slot."""
 
-    pooling: str | None = setting(None, "another method's pooling: contextual, attended")
+    pooling: str | None = setting(None, "another method's pooling: contextual, attended, maxsim")
     transforms: str | None = setting(None, "another method's transforms: compose, mixup, cutmix, stylistic")
     positives: str | None = setting(None, "another method's positives: mined, exact, fff")
     pair_loss: str | None = setting(None, "another method's pair loss: softmax, sigmoid, supcon, ppcl, matching")

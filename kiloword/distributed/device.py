@@ -22,6 +22,11 @@ def device_type(device: torch.device) -> str:
     return _simulated or device.type
 
 
+def readable(device: torch.device) -> bool:
+    """Whether values on a device can be read without waiting for it: on a CPU, and not inside `simulated`."""
+    return _simulated is None and device.type == "cpu"
+
+
 @contextmanager
 def simulated(device: str) -> Iterator[None]:
     """Make `device_type` return this type inside, so that fake tensors pass through what another device would run."""

@@ -79,8 +79,8 @@ def explain(model: Model, pixels: Tensor, texts: Features, maps: Maps = "last") 
         text_maps, about = single_maps(pooling, tokens, texts, attention, e)
         return Explanation(scores, text_maps, sides, about)
     weights = at_least_float(model.head.explain(images, texts))
-    if getattr(pooling, "attends_to_patches", False):
-        return Explanation(scores, weights.mean(2), sides, "Where each text attends: the rest goes to no patch.")
+    if of_patches := getattr(pooling, "attends_to_patches", ""):
+        return Explanation(scores, weights.mean(2), sides, of_patches)
     looks = token_maps(attention, e, weights.shape[-1])
     mixed = torch.einsum("itn,inp->itp", weights.mean(2), looks)
     about = "Where the mixture tokens look, mixed by the text's weights."

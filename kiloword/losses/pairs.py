@@ -199,14 +199,17 @@ def sigmoid_loss(pairs: PairBlocks, positives: Positives, reduction: Literal["im
     return Total(total, total.new_full((), float(count)), pairs.rows)
 
 
-def softmax_loss(pairs: PairBlocks, positives: Positives, anchors: Literal["apart", "together"] = "apart") -> Total:
+Anchors = Literal["apart", "together", "images", "texts"]
+
+
+def softmax_loss(pairs: PairBlocks, positives: Positives, anchors: Anchors = "apart") -> Total:
     """CLIP: symmetric InfoNCE, the mean of image-to-text (mean over images) and text-to-image (over texts).
 
     Several positives of a row or column share its probability equally. Columns are normalised over all ranks by
     one reduction of a few numbers per text, so images stay local. Source: arXiv:2103.00020, figure 3.
 
-    Args: anchors: "apart", two means; "together", one mean over images and texts, in which texts weigh more where an
-    image has several (SupCon).
+    Args: anchors: "apart", two means; "images" and "texts", one of their halves; "together", one mean over images and
+    texts, in which texts weigh more where an image has several (SupCon).
     """
     (row_norm, row_count), (column_norm, column_count) = log_sums(pairs, positives)
     by_image, by_text = anchor_weights(pairs, anchors, row_norm)
@@ -227,11 +230,12 @@ def softmax_loss(pairs: PairBlocks, positives: Positives, anchors: Literal["apar
     return Total(total, total.new_full((), float(pairs.shape[0])), pairs.rows)
 
 
-def anchor_weights(pairs: PairBlocks, anchors: Literal["apart", "together"], like: Tensor) -> tuple[Tensor, Tensor]:
+def anchor_weights(pairs: PairBlocks, anchors: Anchors, like: Tensor) -> tuple[Tensor, Tensor]:
     """Weights of the image and text parts of a symmetric loss that is divided by the number of images: two scalars."""
     images = sum_over_ranks(like.new_full((), float(pairs.shape[0])))
-    if anchors == "apart":
-        return like.new_full((), 0.5), 0.5 * (images / pairs.shape[1])
+    if anchors != "together":
+        half_of_images, half_of_texts = (0.5 * (anchors in ("apart", half)) for half in ("images", "texts"))
+        return like.new_full((), half_of_images), half_of_texts * (images / pairs.shape[1])
     share = images / (images + pairs.shape[1])
     return share, share
 

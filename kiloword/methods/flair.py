@@ -128,11 +128,11 @@ class Attended(nn.Module):
     Tokens and texts share a space before the attention: projected to D, and normalised by a layer norm as queries, keys
     and values. Biases of queries, keys and values, which the authors' attention has, are those of the norms, multiplied
     by square matrices; the bias of their output is omitted.
-    Attributes: attends_to_patches: what `explain` returns is of the patches alone, so that it is a map by itself.
+    Attributes: attends_to_patches: what the maps of `explain` are, which is of the patches alone.
     "vec" of an image is its pooled vector in the same projection: for the loss of whole images, and for shortlists.
     """
 
-    attends_to_patches = True
+    attends_to_patches = "Where each text attends: the rest goes to no patch."
 
     def __init__(self, config: ModelConfig, heads: int) -> None:
         super().__init__()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -56,9 +57,12 @@ def matryoshka(method: Method, settings: Settings) -> Method:
             setattr(whole, f"prefix_{dim}", whole.twin(Prefix(dim)))
         return whole
 
+    def heads(pairs: PairBlocks) -> list[str]:
+        return [f"prefix_{dim}" for dim in prefixes(pairs.row("vec").shape[1], settings.smallest)]
+
     with torch.device("meta"):
         _check(method.name, method.head(method.shape(sizes()["debug"])))
-    return replace(method, head=head, pair_loss=nested(method.pair_loss, settings.smallest, settings.weight))
+    return replace(method, head=head, pair_loss=nested(method.pair_loss, heads, settings.weight))
 
 
 def _check(name: str, head: Head) -> None:
@@ -69,17 +73,22 @@ def _check(name: str, head: Head) -> None:
         )
 
 
-def nested(pair_loss: PairLoss, smallest: int, weight: float) -> PairLoss:
-    """The pair loss of the whole vectors, and `weight` times that of each prefix, summed. arXiv:2205.13147, eq. 1."""
+def nested(
+    pair_loss: PairLoss, heads: Callable[[PairBlocks], Sequence[str]], weight: float, inner: PairLoss | None = None
+) -> PairLoss:
+    """The pair loss, and `weight` times that of each further head, summed; of prefixes: arXiv:2205.13147, eq. 1.
+
+    Args: heads: their names; inner: their pair loss, where it is another one.
+    """
 
     def loss(pairs: PairBlocks, positives: Positives) -> Total:
         whole = pair_loss(pairs, positives)
         total, rows = whole.sum, pairs.rows if whole.rows is None else whole.rows
-        for dim in prefixes(pairs.row("vec").shape[1], smallest):
-            inner = pairs.beside(f"prefix_{dim}")
-            part = pair_loss(inner, positives)
+        for name in heads(pairs):
+            beside = pairs.beside(name)
+            part = (inner or pair_loss)(beside, positives)
             total = total + weight * part.sum
-            rows = rows + weight * (inner.rows if part.rows is None else part.rows)
+            rows = rows + weight * (beside.rows if part.rows is None else part.rows)
         return Total(total, whole.count, rows)
 
     return loss

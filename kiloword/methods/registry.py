@@ -40,6 +40,7 @@ PRESETS = {  # a new method is one line here
     "clip-c": "clip_c",
     "coca": "coca.coca",
     "fff": "fff.preset",
+    "filip": "maxsim.preset",
     "flair": "flair",
     "llip": "llip.preset",
     "pcme++": "pcmepp.preset",

@@ -25,6 +25,7 @@ MIXED = (
     "clip+clic",
     "clip+superclass",
     "siglip+matryoshka",
+    "siglip+maxsim",
     "clip+reinforced",
 )
 SETTINGS: dict[str, dict[str, Any]] = {"prolip, words dropped": {"hide_words": "drop"}}

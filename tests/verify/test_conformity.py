@@ -28,6 +28,7 @@ MIXES = (
     *("llip+superclass", "coca+superclass", "prolip+self-distill+superclass"),
     *("siglip+clic", "prolip+clic", "coca+clic", "clip+compose+clic+negatives"),
     *("flair+simclr", "flair+sub-captions", "llip+sub-captions", "siglip+matryoshka", "clip+matryoshka+simclr"),
+    *("siglip+maxsim", "clip+maxsim+simclr", "coca+maxsim", "filip+simclr+compose"),
 )
 DATA = "scenes?n=64&captions=3"
 EVERY = RunOptions(log_every=1, save_every=3, quiet=True)

@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from kiloword.api.batches import check_room
 from kiloword.distributed.sharing import gathered, own, sums
 from kiloword.evaluation.features import seen
 from kiloword.evaluation.metrics import Standing, check_scores, hit, rounding
@@ -56,6 +57,8 @@ def run(inputs: Inputs, options: RetrievalTaskOptions) -> Values:
     places: list[int] = []  # rows of the source
     image: list[int] = []  # of each caption, an index into places
     for part in seen(inputs):
+        if not captioned:
+            check_room(part.images, len(source), "images", part.images["vec"].device)
         described = part.without([not texts for texts in part.captions], "no caption", inputs.skipped)
         for row, texts_of_image in zip(described.rows, described.captions, strict=True):
             image += [len(places)] * len(texts_of_image)
@@ -71,6 +74,7 @@ def run(inputs: Inputs, options: RetrievalTaskOptions) -> Values:
     truth = getattr(source, "relevance", None)
     relevance = None if truth is None else lambda c: truth(captions[c], places)
     extra = _extra(options, Captioned(keys, captions, image))
+    check_room(matcher.encode_text(captions[:1]), len(captions), "texts", matcher.model.device)
     texts = matcher.encode_text(captions)
     images, image_of_text = join(captioned), torch.tensor(image)
     score = partial(matcher.score, nearest=options.nearest)

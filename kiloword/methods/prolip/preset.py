@@ -48,6 +48,8 @@ def with_gaussian(method: Method, settings: GaussianSettings) -> Method:
     """
     if is_gaussian(method):
         raise ValueError(f"{method.name} has Gaussians already: omit +gaussian.")
+    if method.head(method.shape(sizes()["debug"])).inner():
+        raise ValueError(f"{method.name} scores pairs in several ways, of which gaussian would change one: omit it.")
 
     def head(config: ModelConfig) -> Head:
         gaussian_head = method.head(config)
