@@ -30,9 +30,8 @@ ARMS = {  # and which stored tokens they read: others change captions, or compos
 }
 DISTILLED = "siglip+reinforced"
 CATEGORIES = {  # columns of the table: heading -> metric
-    f"{name} {change}": f"accuracy_{change}_{part}@sugarcrepe"
-    for change, parts in {"replace": ("obj", "att", "rel"), "swap": ("obj", "att"), "add": ("obj", "att")}.items()
-    for name, part in zip(("object", "attribute", "relation"), parts, strict=False)
+    name.replace("_", " "): f"accuracy@{name}"
+    for name in ("replace_obj", "replace_att", "replace_rel", "swap_obj", "swap_att", "add_obj", "add_att")
 }
 
 
