@@ -33,7 +33,7 @@ class Arm:
 
     name: str
     recipe: Recipe
-    judge: Callable[[Matcher], dict[str, float]]
+    judge: Callable[[Matcher], dict[str, Any]]  # numbers, and outcomes of images [N] (`research.evidence`)
     source: Callable[[Recipe], Source] | None = None  # training data that no SRC string names
 
 

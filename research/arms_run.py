@@ -16,6 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from kiloword.api import load
@@ -28,6 +29,7 @@ from kiloword.training.log import read_metrics
 from kiloword.training.signals import Stopped
 from research import arms_rows as rows
 from research.arms import Arm, Experiment, Options
+from research.evidence import packed
 
 POLL_S = 0.05  # between looks at how far a run is
 
@@ -56,7 +58,8 @@ def run_one(experiment: Experiment, options: Options, arm: Arm, seed: int) -> No
         at = rows.commit()
         spent = _train(arm, seed, folder, options)
         start = time.perf_counter()
-        metrics = arm.judge(load(folder / "model", device=options.device))
+        judged = arm.judge(load(folder / "model", device=options.device))
+        metrics = {name: packed(v) if isinstance(v, np.ndarray) else v for name, v in judged.items()}
         results = {"metrics": metrics, **spent, "judge_s": time.perf_counter() - start}
         rows.append(options.out, _row(experiment, options, arm, seed, folder, at) | results)
         shutil.rmtree(folder / "state", ignore_errors=True)  # 20 times the size of the model

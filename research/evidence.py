@@ -1,0 +1,93 @@
+"""What decides a claim: outcomes of every image over seeds, a paired bootstrap, and a rule that was written before.
+
+Two arms are compared on the same images and the same seeds. The rule names the least effect that counts; the interval
+tells whether an effect is there, and whether one of that size can be excluded.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kiloword.api import Matcher
+from kiloword.evaluation.metrics import hit
+from kiloword.evaluation.retrieval.task import standings
+from kiloword.types import Features
+
+Verdict = Literal["shown", "refuted", "undecided"]
+Outcomes = NDArray[np.float64]  # [S, N]: of S seeds and N images, or other units
+RESAMPLES, AT_ONCE = 10_000, 500
+LEVEL = 0.95
+
+
+@dataclass(frozen=True)
+class Effect:
+    """The difference of two arms' means and its 95% interval, in the unit of the outcomes or as a share."""
+
+    value: float
+    low: float
+    high: float
+
+    def verdict(self, least: float) -> Verdict:
+        """By a rule: shown if the interval is above 0 and the effect is at least `least`; refuted if it lies below."""
+        if self.low > 0 and self.value >= least:
+            return "shown"
+        return "refuted" if self.high < least else "undecided"
+
+    def __str__(self) -> str:
+        return f"{self.value:+.3f} ({self.low:+.3f}..{self.high:+.3f})"
+
+
+def effect(arm: Outcomes, rival: Outcomes, relative: bool = False, seed: int = 0) -> Effect:
+    """How far an arm's mean lies above its rival's, by a bootstrap over seeds and images, both paired.
+
+    Args: arm, rival: of the same seeds and images; relative: as a share of the rival's mean.
+    Raises: ValueError for outcomes of different shapes, or of fewer than three seeds.
+    """
+    if arm.shape != rival.shape or arm.ndim != 2:
+        raise ValueError(f"outcomes {list(arm.shape)} and {list(rival.shape)}: expected the same seeds and images.")
+    if len(arm) < 3:
+        raise ValueError(f"a claim is decided by at least 3 seeds, not by {len(arm)}.")
+    rng, (seeds, images) = np.random.default_rng(seed), arm.shape
+    values = []
+    for _ in range(0, RESAMPLES, AT_ONCE):
+        of_seeds = rng.multinomial(seeds, np.full(seeds, 1 / seeds), AT_ONCE)  # [B, S] times that each is drawn
+        of_images = rng.multinomial(images, np.full(images, 1 / images), AT_ONCE)
+        mean, base = (((of_seeds @ one) * of_images).sum(1) / arm.size for one in (arm, rival))
+        values.append((mean - base) / base if relative else mean - base)
+    low, high = np.quantile(np.concatenate(values), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    value = arm.mean() - rival.mean()
+    return Effect(float(value / rival.mean() if relative else value), float(low), float(high))
+
+
+def recall_by_image(matcher: Matcher, images: Features, texts: Features, image_of_text: Sequence[int]) -> Outcomes:
+    """[I] mean R@1 of every image: half whether its best caption is first, half the share of its captions that find it.
+
+    The mean over images is the mean of both directions' R@1 where all images have equally many captions.
+    """
+    owner = torch.as_tensor(image_of_text)
+    for_images, for_texts = standings(matcher.score, images, texts, owner, 1024)
+    hits, count = (torch.zeros(len(images["vec"]), dtype=torch.float64) for _ in range(2))
+    hits.index_add_(0, owner, hit(for_texts, 1).double().cpu())
+    count.index_add_(0, owner, torch.ones(len(owner), dtype=torch.float64))
+    return ((hit(for_images, 1).double().cpu() + hits / count.clamp_min(1)) / 2).numpy()
+
+
+def packed(outcomes: Outcomes) -> dict[str, Any]:
+    """Outcomes [N] as a row of results holds them, to 1/255 of their range: a kilobyte for 1,000 images."""
+    least, most = float(outcomes.min()), float(outcomes.max())
+    scaled = (outcomes - least) / max(most - least, 1e-12) * 255
+    return {"least": least, "most": most, "bytes": base64.b85encode(scaled.round().astype(np.uint8).tobytes()).decode()}
+
+
+def unpacked(stored: dict[str, Any]) -> Outcomes:
+    """What `packed` made, to 1/510 of the range."""
+    scaled = np.frombuffer(base64.b85decode(stored["bytes"]), np.uint8).astype(np.float64)
+    values: Outcomes = stored["least"] + scaled / 255 * (stored["most"] - stored["least"])
+    return values

@@ -1,0 +1,68 @@
+"""The bootstrap that decides claims, and the verdicts of its intervals."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from kiloword.evaluation.retrieval.task import retrieval
+from kiloword.model.heads import unit
+from research.evidence import Effect, effect, packed, recall_by_image, unpacked
+
+
+def test_the_interval_covers_the_difference_as_often_as_it_says() -> None:
+    """Of outcomes whose means differ by 0.05 in truth; images and seeds vary, and are shared by both arms."""
+    covered = 0
+    for trial in range(60):
+        rng = np.random.default_rng(trial)
+        shared = rng.normal(size=(1, 200)) + 0.05 * rng.normal(size=(8, 1))
+        arm, rival = (shared + mean + 0.5 * rng.normal(size=(8, 200)) for mean in (0.05, 0.0))
+        found = effect(arm, rival, seed=trial)
+        covered += found.low <= 0.05 <= found.high
+    assert 50 <= covered <= 60
+
+
+def test_pairing_removes_what_both_arms_share() -> None:
+    rng = np.random.default_rng(0)
+    shared = 10 * rng.normal(size=(3, 500))
+    found = effect(shared + 0.1, shared)
+    assert (found.value, found.low, found.high) == pytest.approx((0.1, 0.1, 0.1))
+    share = effect(np.full((3, 9), 0.22), np.full((3, 9), 0.2), relative=True)
+    assert share.value == pytest.approx(0.1)
+    with pytest.raises(ValueError, match="at least 3 seeds, not by 2"):
+        effect(shared[:2], shared[:2])
+    with pytest.raises(ValueError, match="expected the same seeds and images"):
+        effect(shared, shared[:, :9])
+
+
+@pytest.mark.parametrize(
+    ("found", "verdict"),
+    [
+        (Effect(0.03, 0.01, 0.05), "shown"),
+        (Effect(0.005, 0.001, 0.009), "refuted"),  # there, but smaller than claimed
+        (Effect(-0.02, -0.04, 0.0), "refuted"),
+        (Effect(0.005, 0.001, 0.02), "undecided"),
+        (Effect(0.02, -0.01, 0.05), "undecided"),
+    ],
+)
+def test_a_verdict_needs_the_effect_and_the_interval(found: Effect, verdict: str) -> None:
+    assert found.verdict(0.01) == verdict
+
+
+def test_outcomes_of_images_have_the_recall_as_their_mean() -> None:
+    generator = torch.Generator().manual_seed(0)
+    images, texts = ({"vec": unit(torch.randn(n, 8, generator=generator))} for n in (40, 80))
+    owner = torch.arange(40).repeat_interleave(2)
+    texts["vec"] = unit(texts["vec"] + images["vec"][owner])
+
+    class Cosines:
+        def score(self, images: dict[str, torch.Tensor], texts: dict[str, torch.Tensor]) -> torch.Tensor:
+            return images["vec"] @ texts["vec"].T
+
+    outcomes = recall_by_image(Cosines(), images, texts, owner.tolist())  # type: ignore[arg-type]
+    known = dict(retrieval(Cosines().score, images, texts, owner))
+    mean = (known["text_retrieval_recall@1"] + known["image_retrieval_recall@1"]) / 2
+    assert outcomes.mean() == pytest.approx(mean)
+    assert 0.2 < mean < 0.95
+    np.testing.assert_allclose(unpacked(packed(outcomes)), outcomes, atol=1 / 500)
