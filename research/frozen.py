@@ -32,8 +32,6 @@ ARMS: dict[str, dict[str, Any]] = {
     "fff": ANNOTATED,
     "llip+fff": {"fff": ANNOTATED},
     "flair": {},
-    "filip": {},
-    "siglip+maxsim": {"maxsim": {"whole": 0.5}},
     "siglip+matryoshka": {},
 }
 

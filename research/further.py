@@ -24,10 +24,13 @@ ARMS = {  # and which stored tokens they read: others change captions, or compos
     "siglip": ("images", "texts"),
     "llip": ("images", "texts"),
     "flair": ("images", "texts"),
+    "filip": ("images", "texts"),
+    "siglip+maxsim": ("images", "texts"),
     "siglip+matryoshka": ("images", "texts"),
     "siglip+negatives": ("images",),
     "siglip+clic": (),
 }
+SETTINGS: dict[str, dict[str, Any]] = {"siglip+maxsim": {"maxsim": {"whole": 0.5}}}
 DISTILLED = "siglip+reinforced"
 CATEGORIES = {  # columns of the table: heading -> metric
     name.replace("_", " "): f"accuracy@{name}"
@@ -51,7 +54,11 @@ def arms(options: FurtherOptions) -> list[Arm]:
             return metrics
         return metrics | evaluation.evaluate(matcher, "compositional", options.photos, pairs=options.pairs)
 
-    made = [Arm(name=name, recipe=reading(base(options, name), stored), judge=judge) for name, stored in ARMS.items()]
+    recipes = {name: reading(base(options, name), stored) for name, stored in ARMS.items()}
+    made = [
+        Arm(name=name, recipe=replace(recipe, settings=SETTINGS.get(name, {})), judge=judge)
+        for name, recipe in recipes.items()
+    ]
     if not options.features:
         return made
     teachers = tuple(FeatureStore(folder).name for folder in options.features)
