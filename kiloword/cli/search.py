@@ -81,7 +81,8 @@ def search(
         precision: precision of the encoders; auto: bf16 on CUDA for models larger than size tiny.
         trust: code that the model folder may run.
         dim: compare the first N numbers of the vectors of a library without codes, normalised again.
-        rescore: in a library of codes, score N times as many photos as are shown by their vectors; 0: none; default: 4.
+        rescore: in a library of codes, score N times as many photos as are shown by their vectors; 0: none; default:
+            4, of binary codes 16.
     """
     from kiloword.search.command import main
 

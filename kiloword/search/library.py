@@ -85,7 +85,9 @@ class LibraryFile(BaseSettings):
         """Columns of the parquet files."""
         vector = pa.list_(pa.float32(), self.dim)
         columns = {"id": pa.int64(), "path": pa.string(), "raw": pa.binary(), "stamp": pa.string()}
-        columns |= {"caption": pa.string()} | ({"code": self._code()} if self.codes != "float" else {"vec": vector})
+        columns |= {"caption": pa.string()} | (
+            {"code": pa.binary(code_bytes(self.codes, self.compared))} if self.codes != "float" else {"vec": vector}
+        )
         if self.gaussian:
             columns |= {"log_var": vector, "penalty": pa.float32(), "uncertainty": pa.float32()}
         return pa.schema(columns)
@@ -97,10 +99,6 @@ class LibraryFile(BaseSettings):
         if self.codes != "float" and self.vectors != "none":
             columns["vec"] = pa.list_(pa.float16() if self.vectors == "fp16" else pa.int8(), self.dim)
         return pa.schema(columns)
-
-    def _code(self) -> pa.DataType:
-        dim = self.compared
-        return pa.list_(pa.int8(), dim) if self.codes == "int8" else pa.binary(code_bytes(self.codes, dim))
 
 
 class LibraryPart:
@@ -127,11 +125,11 @@ class LibraryPart:
         if kind == "float":
             return FloatCodes(torch.from_numpy(self._flat("vec")).view(-1, dim))
         code = self._table(["code"])["code"].combine_chunks()
-        if kind == "int8":
-            whole = torch.tensor(code.values.to_numpy(zero_copy_only=False)).view(-1, dim)
-            return Int8Codes(whole, scale_in(pq.read_schema(self.path), dim, self.path))
-        packed = np.frombuffer(code.buffers()[1], np.uint8).reshape(-1, code_bytes(kind, dim))
-        return BinaryCodes(packed[code.offset : code.offset + len(self)], dim)
+        stored = np.frombuffer(code.buffers()[1], np.uint8).reshape(-1, code_bytes(kind, dim))
+        rows = stored[code.offset : code.offset + len(self)]
+        if kind == "binary":
+            return BinaryCodes(rows, dim)
+        return Int8Codes(torch.tensor(rows.view(np.int8)), scale_in(pq.read_schema(self.path), dim, self.path))
 
     def near(self, query: Tensor) -> Tensor:
         """About the cosine of every photo with a vector [D], and exactly that without codes: [n]."""
@@ -349,9 +347,10 @@ def _coded(table: pa.Table, file: LibraryFile) -> tuple[pa.Table, pa.Table]:
         return table.select(file.schema().names).cast(file.schema()), _tokens(table, file)
     flat = table["vec"].combine_chunks().values.to_numpy(zero_copy_only=False)
     vec = torch.tensor(flat).view(-1, file.dim)
-    short, kind = first(vec, file.compared), file.schema().field("code").type
+    short = first(vec, file.compared)
     codes, scale = quantised(short)
-    code = column(codes) if file.codes == "int8" else pa.array(map(bytes, signs(short)), kind)
+    stored = codes.numpy() if file.codes == "int8" else signs(short)
+    code = pa.array(map(bytes, stored), file.schema().field("code").type)  # parquet has int8 numbers as int32
     rows = table.append_column("code", code).select(file.schema().names).cast(file.schema())
     whole, scale_of_vectors = quantised(vec)
     if file.vectors == "int8":

@@ -25,7 +25,7 @@ from kiloword.types import Features
 if TYPE_CHECKING:
     from kiloword.api import Matcher
 
-RESCORE = 4  # photos of a library of codes that are scored by their vectors, for each one that is wanted
+RESCORE = {"int8": 4, "binary": 16}  # photos that are scored by their vectors, for each one that is wanted
 SHORTLIST = 300  # photos scored exactly by a model that pools for each text
 QUERIES, PAIRS = 64, 1 << 20  # to measure recall: texts tried; photos scored for all of them, but for 4 texts at least
 TOP = 10  # the best photos that a shortlist should have
@@ -156,8 +156,12 @@ class Ranker:
 
     def _masked(self, near: Tensor, within: str, but: int | None = None) -> Tensor:
         """-inf for photos whose path has no `within`, and for the row `but`."""
+        if not within and but is None:
+            return near
         paths = (path.lower() for part in self.library.parts for path in part.paths)
-        out = torch.tensor([within.lower() not in path for path in paths] if within else [False] * len(near))
+        out = torch.zeros(len(near), dtype=torch.bool)
+        if within:
+            out = torch.tensor([within.lower() not in path for path in paths], dtype=torch.bool)
         if but is not None:
             out[but] = True
         return near.masked_fill(out, -torch.inf)
@@ -229,7 +233,7 @@ def check_rescore(library: Library, rescore: int | None) -> int:
     file = library.file
     stored = file.codes != "float" and file.vectors != "none"
     if rescore is None:
-        return RESCORE if stored else 0
+        return RESCORE[file.codes] if stored else 0
     if rescore < 0:
         raise ValueError(f"--rescore is {rescore}: expected 0 or more.")
     if rescore and file.codes == "float":

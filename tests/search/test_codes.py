@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,10 @@ def test_files_hold_codes_and_not_the_vectors(root: Path) -> None:
     code = np.stack([np.frombuffer(one, np.uint8) for one in table["code"].to_pylist()])
     assert (code == signs(library.parts[0].vec)).all()
     assert (root / "files/part-000001.arrow").is_file()
-    made(root, "alone", codes="int8", vectors="none")
+    alone, _ = made(root, "alone", codes="int8", vectors="none")
+    whole = np.stack([np.frombuffer(one, np.int8) for one in pq.read_table(alone.parts[0].path)["code"].to_pylist()])
+    scale = json.loads(pq.read_schema(alone.parts[0].path).metadata[b"scale"])
+    np.testing.assert_allclose(whole * np.array(scale), library.parts[0].vec, atol=max(scale) * 0.51 + 1e-3)
     assert not list((root / "alone").glob("*.arrow"))
 
 
@@ -161,6 +165,7 @@ def test_a_search_compares_the_first_numbers(root: Path, exact: tuple[Library, M
 
 def test_the_recall_of_codes_is_measured(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank, "TOP", 3)
+    monkeypatch.setitem(rank.RESCORE, "binary", 4)
     library, matcher = made(root, "recall", codes="binary")
     measured = library.file.recall
     assert (measured["shortlist"], measured["photos"]) == (12, 30)
