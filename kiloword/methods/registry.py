@@ -36,6 +36,7 @@ ORDER = (
     "captions",
 )  # slots in order of application, as components check what others set; "": any other
 PRESETS = {  # a new method is one line here
+    "cappa": "coca.cappa",
     "clip": "clip",
     "clip-c": "clip_c",
     "coca": "coca.coca",

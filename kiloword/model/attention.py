@@ -28,6 +28,7 @@ class Packing:
     slot: Tensor  # [S] its row in the padded [T * L]
     valid: Tensor  # [T, L] bool: not padding
     unseen: Tensor | None = None  # [S] bool: tokens that no token attends to, not even itself; not all of a text
+    free: Tensor | None = None  # [S + tail] bool: tokens that see all of their text where attention is causal
     tail: int = 0  # padding rows after the S tokens; attention returns zeros there
 
     @staticmethod
@@ -125,9 +126,24 @@ def attention(
     Args: each of q and (k, v) is dense [N, L, H, d], or packed [S, H, d] when its packing is given; packed queries
     can attend to dense keys, and dense queries to packed keys (row n belongs to text n). causal: query i of a sequence
     attends to keys up to its own position, counted from the end, so that with a cache the last query attends to every
-    key. cache: dense only.
+    key; queries that are `free` in their packing attend to all of their text. cache: dense only.
     Returns: the shape of q.
     """
+    if causal and packing_q is not None and packing_q.free is not None:
+        whole, before = (_attention(q, k, v, packing_q, packing_k, c, cache) for c in (False, True))
+        return torch.where(packing_q.free[:, None, None], whole, before)
+    return _attention(q, k, v, packing_q, packing_k, causal, cache)
+
+
+def _attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    packing_q: Packing | None,
+    packing_k: Packing | None,
+    causal: bool,
+    cache: KeyValueCache | None = None,
+) -> Tensor:
     if cache is not None:
         assert packing_q is None, "decoding with a cache is dense"
         k, v = cache.extend(k, v)
@@ -162,7 +178,7 @@ def _in_groups(q: Tensor, k: Tensor, v: Tensor, packing: Packing, causal: bool) 
     """Packed [S + tail, H, d]: attention within texts, of which each group is padded to its own longest text."""
     out = q.new_zeros(q.shape)
     for tokens, part in packing.groups:
-        of_group = attention(q[tokens], k[tokens], v[tokens], part, part, causal)
+        of_group = _attention(q[tokens], k[tokens], v[tokens], part, part, causal)
         out = out.index_copy(0, tokens, of_group)
     return out
 

@@ -1,6 +1,6 @@
 """The captioning term: predict the next word of a caption from the preceding words and the image.
 
-Source: arXiv:2401.02137, eq. 4.
+Source: arXiv:2401.02137, eq. 4; all words at once from the image alone: CapPa, arXiv:2306.07915.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from kiloword.model.attention import Packing
 from kiloword.model.blocks import Keys
 from kiloword.model.decoder import TextDecoder
 from kiloword.model.model import Model
+from kiloword.randomness import uniform
 from kiloword.types import Batch, Encoded, Texts
 
 CHUNK = 1024  # rows of logits [CHUNK, V] computed at once
@@ -36,6 +37,9 @@ class CaptionSettings(MaskSettings):
     smoothing: float = setting(0.0, "label smoothing: share of probability spread over the vocabulary", 0, BELOW_1)
     caption_reduction: Literal["tokens", "captions"] = setting(
         "tokens", "mean over all tokens; captions: sum over the tokens of a caption, mean over captions"
+    )
+    parallel: float = setting(
+        0.0, "share of images whose captions are predicted all at once, from mask tokens: 0.75 in CapPa", 0, 1
     )
     decoder_depth: int = setting(0, "layers of the text decoder; 0: as many as the text tower's", 0, DEPTH)
     tied: bool = setting(False, "share the output weight with the text tower's token embedding")
@@ -113,7 +117,7 @@ class CaptionLoss(nn.Module):
     """-log probability of each next token of a caption (words and end); mean over those tokens.
 
     The text tower's output is shared with the pair loss. So is the image tower's without a mask; with a mask, a second
-    pass encodes the visible patches.
+    pass encodes the visible patches. The captions of a share of the images are predicted in parallel (`decoded`).
     """
 
     def __init__(self, settings: CaptionSettings, config: ModelConfig) -> None:
@@ -134,7 +138,12 @@ class CaptionLoss(nn.Module):
         keys = decoder_of(model).remember(self._memory(model, batch, encoded))
         row_per_text = len(keys[0][0]) == len(batch.texts)
         shared = None if row_per_text else SharedRows(batch.image_of_text, longest_row(batch, 1 + self.extra))
-        return caption_loss(model, batch.texts, encoded.text_tokens, keys, self.settings.smoothing, shared=shared)
+        parallel = None
+        if self.settings.parallel:
+            drawn = uniform(batch.seeds, "caption.parallel", 1)[:, 0]
+            parallel = (drawn < self.settings.parallel)[batch.image_of_text]
+        texts, tokens = batch.texts, encoded.text_tokens
+        return caption_loss(model, texts, tokens, keys, self.settings.smoothing, shared=shared, parallel=parallel)
 
     def _memory(self, model: Model, batch: Batch, encoded: Encoded) -> Tensor:
         """Memory of the images: one row per image, or per caption where each caption has a mask."""
@@ -169,19 +178,38 @@ def decoded(
     keys: list[Keys],
     packing_k: Packing | None = None,
     shared: SharedRows | None = None,
+    parallel: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Outputs [N, W] of the text decoder for every token with a next one, and the ids of these [N], -1 for padding.
 
     Args: tokens [S, W]: the text tower's output for `texts`; keys: of the memory of text n, packed with `packing_k`;
-    shared: the memory row of each text, so that no keys are copied.
+    shared: the memory row of each text, so that no keys are copied; parallel [T] bool: texts whose tokens are predicted
+    all at once, by a decoder that sees mask tokens in place of words, those after a token too. Of a caption it sees the
+    length alone (arXiv:2306.07915, section 3.1, where texts are padded to one length).
     """
     place, before = prefixes(texts, 1 + len(model.config.text.extra_tokens))
     packing = model.text_tower.packing(before)
-    x = F.pad(tokens[place], (0, 0, 0, packing.tail))
+    x = tokens[place]
+    if parallel is not None:
+        free = parallel[packing.text]
+        x = torch.where(free[:, None], masks(model, before.longest)[packing.place].to(x.dtype), x)
+        packing = replace(packing, free=F.pad(free, (0, packing.tail)))
+    x = F.pad(x, (0, 0, 0, packing.tail))
     rows = len(keys[0][0]) if packing_k is None else len(packing_k)
     packing_q = None if shared is None else model.text_tower.packing(joined(before, shared, rows))
     x = decoder_of(model)(x, keys, packing, packing_k, packing_q)
     return x, F.pad(texts.ids[place + 1], (0, packing.tail), value=-1)
+
+
+def masks(model: Model, length: int) -> Tensor:
+    """The text tower's outputs [length, W] for a text of mask tokens; the first n are those of n mask tokens."""
+    tower = model.text_tower
+    extra = tower.config.extra_tokens  # for towers that write to their places; no mask token sees them
+    ids = torch.full((length + len(extra),), tower.config.special["mask"], device=tower.tokens.device)
+    for place, name in enumerate(extra, length):
+        ids[place] = tower.config.special[name]
+    out: Tensor = tower(Texts(ids, torch.arange(2, device=ids.device) * len(ids), len(ids)))
+    return out[:length]
 
 
 def next_tokens(texts: Texts, extra: int) -> Tensor:
