@@ -60,6 +60,7 @@ COMPONENT_MODULES = (
     "self_distill",
     "sub_captions",
     "superclass",
+    "text_crops",
 )  # modules that have components and no preset
 
 

@@ -52,11 +52,7 @@ class SelfDistill(BaseSettings):
 
 def self_distill(method: Method, settings: SelfDistill) -> Method:
     """Add the loss, whose crops cost passes of the image tower. Raises: ValueError for areas that do not ascend."""
-    if settings.least >= settings.area:
-        raise ValueError(
-            f"small crops have at least {settings.least:g} and at most {settings.area:g} of an image's area: expected "
-            "ascending numbers."
-        )
+    check_areas(settings.least, settings.area)
     weight = Ramp(settings.weight, 0, settings.rise) if settings.rise else settings.weight
     return replace(
         method,
@@ -71,16 +67,8 @@ def _crops(settings: SelfDistill) -> Input:
     large = AugmentConfig(crop=settings.area, flip=0.5)
 
     def small(example: Example, fetch: Fetch, draw: Draw) -> Tensor:
-        """A window of the whole image with an area in [least, area]."""
-        size = example.image.shape[-1]
-        share, left, top = draw.rng("window").random(3).tolist()
-        side = math.sqrt(settings.least + share * (settings.area - settings.least))
         image = fetch.view(example.row, draw, AugmentConfig(flip=0.5))
-        n = max(1, round(side * size))
-        x, y = (round(at * (size - n)) for at in (left, top))
-        window = image[None, :, y : y + n, x : x + n].float()
-        scaled = F.interpolate(window, (size, size), mode="bilinear", align_corners=False)
-        return scaled[0].round().clamp(0, 255).to(torch.uint8)
+        return window(image, settings.least, settings.area, draw)
 
     def make(example: Example, fetch: Fetch, draw: Draw) -> Tensor:
         views = [fetch.view(example.row, draw.other(f"large {n}"), large) for n in range(settings.large)]
@@ -90,6 +78,25 @@ def _crops(settings: SelfDistill) -> Input:
         return settings.large + settings.small, 3, config.image.size, config.image.size
 
     return Input(make, shape)
+
+
+def window(image: Tensor, least: float, most: float, draw: Draw) -> Tensor:
+    """A window of an image, uint8 [3, H, H], resized to its size; the window's share of the area is least to most."""
+    size = image.shape[-1]
+    share, left, top = draw.rng("window").random(3).tolist()
+    n = max(1, round(math.sqrt(least + share * (most - least)) * size))
+    x, y = (round(at * (size - n)) for at in (left, top))
+    part = image[None, :, y : y + n, x : x + n].float()
+    scaled = F.interpolate(part, (size, size), mode="bilinear", align_corners=False)
+    return scaled[0].round().clamp(0, 255).to(torch.uint8)
+
+
+def check_areas(least: float, most: float) -> None:
+    """Raises: ValueError for areas that do not ascend."""
+    if least >= most:
+        raise ValueError(
+            f"small crops have at least {least:g} and at most {most:g} of an image's area: expected ascending numbers."
+        )
 
 
 class DistillHead(nn.Module):

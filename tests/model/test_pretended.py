@@ -21,6 +21,7 @@ MIXED = (
     "siglip+caption",
     "llip+compose",
     "siglip+self-distill",
+    "siglip+text-crops",
     "clip+negatives",
     "clip+clic",
     "clip+superclass",

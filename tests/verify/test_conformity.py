@@ -27,7 +27,14 @@ MIXES = (
     *("sycoca+contextual", "siglip+gaussian+caption+mim", "llip+simclr", "prolip+simclr"),
     *("llip+superclass", "coca+superclass", "prolip+self-distill+superclass"),
     *("siglip+clic", "prolip+clic", "coca+clic", "clip+compose+clic+negatives"),
-    *("flair+simclr", "flair+sub-captions", "llip+sub-captions", "siglip+matryoshka", "clip+matryoshka+simclr"),
+    *(
+        "flair+simclr",
+        "flair+sub-captions",
+        "llip+sub-captions",
+        "prolip+text-crops",
+        "siglip+matryoshka",
+        "clip+matryoshka+simclr",
+    ),
     *("siglip+maxsim", "clip+maxsim+simclr", "coca+maxsim", "filip+simclr+compose"),
 )
 DATA = "scenes?n=64&captions=3"

@@ -1,0 +1,316 @@
+"""Text crops: parts of images and captions predict what averaged towers see in the whole of both. Source: COSMOS.
+
+arXiv:2412.01814, and its published code. A student's view of an image attends to the words of its caption, one of a
+text to the patches of its image; what they find is compared with the teacher's image and caption.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from kiloword.config.recipes import ModelConfig, sizes
+from kiloword.config.settings import ABOVE_0, BELOW_1, BaseSettings, setting
+from kiloword.losses.pairs import logsumexp_over_ranks
+from kiloword.methods.coca.captioning import longest_row
+from kiloword.methods.method import Component, Method, follow
+from kiloword.methods.self_distill import check_areas, window
+from kiloword.methods.sub_captions import sentences_of
+from kiloword.model.attention import Packing
+from kiloword.model.blocks import CrossAttention
+from kiloword.model.heads import Single, cosine_head, unit
+from kiloword.model.image import ImageTower, extra
+from kiloword.model.model import Model
+from kiloword.model.resnet import check_vit
+from kiloword.model.text import TextTower
+from kiloword.randomness import Draw
+from kiloword.types import Batch, Encoded, Example, Features, Fetch, Input, PairBlocks, Pairs, TextGroup, Texts, Total
+
+if TYPE_CHECKING:
+    from kiloword.training.learner import Learner
+
+CROPS, PARTS = "text_crops_images", "text_crops_texts"  # inputs: uint8 [I, small, 3, H, W]; texts
+TOKENS = "text-crops crops images, but --image-features gives tokens in their place: omit it, so that they are read."
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextCropSettings(BaseSettings):
+    """Parts of images and captions, and the teacher. Numbers are those of the published training script."""
+
+    weight: float = setting(1.0, "weight of the loss", 0)
+    parts: int = setting(6, "sentences of an image's captions, each a text that the student reads", 1, 64)
+    small: int = setting(6, "small crops of an image, which the student sees", 1, 64)
+    area: float = setting(0.4, "largest share of an image's area in a small crop", 0.01, BELOW_1)
+    least: float = setting(0.05, "smallest share of an image's area in a small crop", 0.01, BELOW_1)
+    momentum: float = setting(0.999, "of the teacher's average; with batches of 4096, 0.99", 0, BELOW_1)
+    heads: int = setting(8, "heads of the attention to words and patches; must divide the embedding size", 1)
+    scale: float = setting(1 / 0.07, "initial scale of the cosines, which is learned", ABOVE_0, 100)
+
+
+def text_crops(method: Method, settings: TextCropSettings) -> Method:
+    """Add the loss, which costs passes of both towers. Raises: ValueError for a method that it does not fit."""
+    check_areas(settings.least, settings.area)
+    if type(method.head(method.shape(sizes()["debug"])).pooling) is not Single or "questions" in method.needs:
+        raise ValueError(f"text-crops compares one vector per image with one per caption, which {method.name} has not.")
+    return replace(
+        method,
+        contrasts={
+            **method.contrasts,
+            "text_crops": (settings.weight, lambda config: TextCropsContrast(config, settings)),
+        },
+        inputs={**method.inputs, CROPS: _crops(settings), PARTS: _parts(settings)},
+        after_step=(*method.after_step, after_step),
+    )
+
+
+def _crops(settings: TextCropSettings) -> Input:
+    """Windows of the batch's image, so that they fit its captions where a transform composed it."""
+
+    def make(example: Example, fetch: Fetch, draw: Draw) -> Tensor:
+        if example.image.dim() == 2:
+            raise ValueError(TOKENS)
+        draws = (draw.other(f"text crops {n}") for n in range(settings.small))
+        return torch.stack([window(example.image, settings.least, settings.area, one) for one in draws])
+
+    def shape(config: ModelConfig) -> tuple[int, ...]:
+        return settings.small, 3, config.image.size, config.image.size
+
+    return Input(make, shape)
+
+
+def _parts(settings: TextCropSettings) -> Input:
+    """Sentences of the captions; where they are too few, none is taken twice more often than another."""
+
+    def make(example: Example, fetch: Fetch, draw: Draw) -> Sequence[str]:
+        sentences = sentences_of(example.captions) or example.captions[:1]
+        order = draw.rng("text parts").permutation(len(sentences)).tolist()
+        return [sentences[order[k % len(order)]] for k in range(settings.parts)]
+
+    return Input(make)
+
+
+class AveragedTowers(nn.Module):
+    """Averages of the towers and of their pooling; frozen."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.image_tower, self.text_tower, self.pooling = (
+            ImageTower(config.image),
+            TextTower(config.text),
+            Single(config),
+        )
+        self.requires_grad_(False)
+
+    def follow(self, model: Model, momentum: float) -> None:
+        """Move towards the model."""
+        assert isinstance(model.head.pooling, Single)
+        follow(self.image_tower, model.image_tower, momentum)
+        follow(self.text_tower, model.text_tower, momentum)
+        follow(self.pooling, model.head.pooling, momentum)
+
+    @torch.no_grad()
+    def forward(self, model: Model, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Unit vectors of the batch's images [I, D] and captions [T, D]."""
+        images = self.pooling.image(self.image_tower(model.normalise(batch.images)))
+        texts = self.pooling.text(self.text_tower(batch.texts), batch.texts)
+        return images["vec"], texts["vec"]
+
+
+class CrossPool(nn.Module):
+    """Vectors [..., D] that attend to tokens [..., W] of the other side, plus what they find."""
+
+    def __init__(self, dim: int, width: int, heads: int) -> None:
+        super().__init__()
+        if dim % heads:
+            raise ValueError(
+                f"--settings.text-crops.heads {heads} does not divide the embedding size {dim} (--model.head.dim)."
+            )
+        self.tokens = nn.Linear(width, dim)
+        self.norm_query, self.norm_key = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.attention = CrossAttention(dim, heads, dim)
+
+    def keys(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of tokens, dense [I, N, W] or packed [S, W]."""
+        return self.attention.keys(self.norm_key(self.tokens(tokens)))
+
+    def forward(
+        self, vec: Tensor, keys: tuple[Tensor, Tensor], packing: Packing | None, packing_k: Packing | None
+    ) -> Tensor:
+        """Unit vectors of `vec`: dense [I, A, D], or packed [n, D], with the number of each image."""
+        return unit(vec + self.attention(self.norm_query(vec), keys, packing, packing_k))
+
+
+class TextCropsContrast(nn.Module):
+    """All views of the student against the teacher's images and captions; the mean over pairs of views of InfoNCE.
+
+    Not as published: one large crop and one caption take the place of two each, those of the batch, so that both come
+    from its encoding; small crops are windows in that image, of the model's size; no pads are attended to.
+    """
+
+    def __init__(self, config: ModelConfig, settings: TextCropSettings) -> None:
+        super().__init__()
+        check_vit(config.image, "text-crops")
+        if config.image.trunk.name or config.text.trunk.name:
+            raise ValueError("text-crops averages both towers, which cannot stand on trunks: omit one of both.")
+        self.settings, self.extra = settings, extra(config.image)
+        self.teacher = AveragedTowers(config)
+        self.from_words = CrossPool(config.head.dim, config.text.width, settings.heads)
+        self.from_patches = CrossPool(config.head.dim, config.image.width, settings.heads)
+        self.head = cosine_head(settings.scale, max_scale=100)
+
+    def features(self, model: Model, batch: Batch, encoded: Encoded) -> tuple[Features, Features]:
+        """Rows: views of images, captions, their parts; columns: images and captions of the teacher.
+
+        "view" of a row and "group" of a column: what is normalised together; "weight": that of a pair is the product
+        of its row's and its column's.
+        """
+        group = batch.inputs[PARTS]
+        assert isinstance(group, TextGroup)
+        caption, position = batch.image_of_text, batch.position
+        images, captions, parts = self._views(model, batch, group, encoded)
+        views, n = images.shape[1], self.settings.parts
+        per_caption = 1 / torch.searchsorted(caption, _rows(batch.position, len(batch) + 1)).diff()[caption].to(images)
+        place = _rows(group.image_of_text, len(parts)) - torch.searchsorted(group.image_of_text, group.image_of_text)
+        image_view = _rows(position, views).repeat(len(batch))
+        rows = {
+            "vec": torch.cat([images.flatten(0, 1), captions, parts]),
+            "position": position[
+                torch.cat([_rows(position, len(batch)).repeat_interleave(views), caption, group.image_of_text])
+            ],
+            "view": torch.cat([image_view, torch.full_like(caption, views), views + 1 + place.clamp(max=n - 1)]),
+            "weight": torch.cat(
+                [
+                    torch.full_like(image_view, 1, dtype=images.dtype) / views,
+                    per_caption / (n + 1),
+                    torch.full_like(place, 1, dtype=images.dtype) / (n + 1),
+                ]
+            )
+            / 4,
+        }
+        seen = self.teacher(model, batch)
+        columns = {
+            "vec": torch.cat(seen),
+            "position": torch.cat([position, position[caption]]),
+            "group": torch.cat([torch.zeros_like(position), torch.ones_like(caption)]),
+            "weight": torch.cat([torch.ones_like(position, dtype=images.dtype), per_caption]),
+        }
+        return rows, columns
+
+    def _views(self, model: Model, batch: Batch, group: TextGroup, encoded: Encoded) -> tuple[Tensor, Tensor, Tensor]:
+        """Unit vectors of images and their crops [I, 1 + small, D], of captions [T, D], of their parts [T', D]."""
+        pooling, crops, host = model.head.pooling, batch.inputs[CROPS], batch.host
+        on_host = host.inputs[PARTS]
+        assert isinstance(pooling, Single)
+        assert isinstance(crops, Tensor)
+        assert isinstance(on_host, TextGroup)
+        of_crops = pooling.image_pool(model.image_tokens(crops.flatten(0, 1))).unflatten(0, crops.shape[:2])
+        pooled = torch.cat([pooling.image_pool(encoded.image_tokens)[:, None], of_crops], 1)
+        words = self.from_words.keys(encoded.text_tokens)
+        images = self.from_words(pooling.project_image_tokens(pooled), words, None, words_of_images(batch))
+        patches = self.from_patches.keys(encoded.image_tokens[:, self.extra :])
+        sides = (
+            (encoded.text_tokens, batch.texts, batch.image_of_text, host.image_of_text),
+            (model.encode_text(group.texts)[0], group.texts, group.image_of_text, on_host.image_of_text),
+        )
+        captions, parts = (
+            self.from_patches(
+                pooling.project_text_tokens(pooling.text_pool(tokens, texts)),
+                patches,
+                _packed(owner, here, len(batch)),
+                None,
+            )
+            for tokens, texts, owner, here in sides
+        )
+        return images, captions, parts
+
+    def loss(self, pairs: PairBlocks) -> Total:
+        return by_view(pairs, self.settings.small + 1 + 1 + self.settings.parts)
+
+
+def _rows(like: Tensor, n: int) -> Tensor:
+    return torch.arange(n, device=like.device)
+
+
+def words_of_images(batch: Batch) -> Packing:
+    """The words of all captions of an image as one text."""
+    first = torch.searchsorted(batch.image_of_text, _rows(batch.position, len(batch) + 1))
+    return Packing.of(Texts(batch.texts.ids, batch.texts.starts[first], longest_row(batch, 0)))
+
+
+def _packed(owner: Tensor, on_host: Tensor, n: int) -> Packing:
+    """Texts as the tokens of their image. Args: owner [T], and the same on the host: the row of each text's image."""
+    most = int(on_host.new_zeros(n).index_add(0, on_host, torch.ones_like(on_host)).max())
+    return Packing.of(Texts(owner, torch.searchsorted(owner, _rows(owner, n + 1)), most))
+
+
+def by_view(pairs: PairBlocks, views: int) -> Total:
+    """Weighted sum of InfoNCE in both directions, over pairs of a view (of rows) and a group (of columns).
+
+    A row is compared with all columns of a group, a column with all rows of a view; annotated pairs are positives.
+    With one row of each view and one column of each group for every image, this is the published loss.
+    """
+    row_sums, column_sums = _sums(pairs, views)
+
+    def loss(block: Pairs, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
+        weight, view, group = _weight(block), block.images["view"], block.texts["group"]
+        by_row, by_column = (
+            (side[:, rows][group].T for side in row_sums),
+            (side[:, columns][view] for side in column_sums),
+        )
+        (row_norm, row_mass), (column_norm, column_mass) = by_row, by_column
+        z = block.logits
+        values = weight * ((row_norm + column_norm) / 2 - z)
+        pull = ((z - row_norm).exp() * row_mass + (z - column_norm).exp() * column_mass) / 2
+        return values.sum(1), pull - weight
+
+    total = pairs.total(loss)
+    return Total(total, (pairs.row("view") == 0).sum().to(total), pairs.rows)
+
+
+def _weight(block: Pairs) -> Tensor:
+    """[i, t]: of annotated pairs, 0 elsewhere."""
+    return block.annotated * block.images["weight"][:, None] * block.texts["weight"]
+
+
+def _sums(pairs: PairBlocks, views: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Log-sum-exps and weights of positives: of rows by group [2, R] each, and, over all ranks, of columns [V, C]."""
+    like = pairs.row("vec")
+    logs = [like.new_full((n, size), -torch.inf) for n, size in zip((2, views), pairs.shape, strict=True)]
+    mass = [torch.zeros_like(x) for x in logs]
+    for rows, columns in pairs.blocks():
+        block = pairs.block(rows, columns)
+        z, weight = block.logits.detach(), _weight(block)
+        for side, part, x, w, kind in (
+            (0, rows, z.T, weight.T, block.texts["group"]),
+            (1, columns, z, weight, block.images["view"]),
+        ):
+            logs[side][:, part] = torch.logaddexp(logs[side][:, part], _log_sums(x, kind, len(logs[side])))
+            mass[side][:, part] += torch.zeros_like(mass[side][:, part]).index_add(0, kind, w)
+    return (logs[0], mass[0]), logsumexp_over_ranks(logs[1], mass[1])
+
+
+def _log_sums(x: Tensor, kind: Tensor, n: int) -> Tensor:
+    """[r, c] -> [n, c]: log-sum-exp over the rows of each kind; -inf without any."""
+    top = x.new_full((n, x.shape[1]), -torch.inf).scatter_reduce(0, kind[:, None].expand_as(x), x, "amax")
+    return torch.zeros_like(top).index_add(0, kind, (x - top[kind]).exp()).log() + top
+
+
+def after_step(learner: Learner, step: int) -> None:
+    """Move the teacher towards the student. Args: step: steps done; at 0 the teacher becomes the student."""
+    contrast = learner.contrasts["text_crops"]
+    assert isinstance(contrast, TextCropsContrast)
+    contrast.teacher.follow(learner.model, contrast.settings.momentum if step else 0.0)
+
+
+COMPONENTS = {
+    "text-crops": Component(
+        "contrasts",
+        "parts of images and captions find averaged towers' image and caption",
+        TextCropSettings,
+        text_crops,
+    )
+}
