@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from kiloword.config.recipes import ModelConfig
+from kiloword.config.recipes import ModelConfig, Recipe
 from kiloword.distributed.collectives import whole
 from kiloword.model.heads import Head, Single
 from kiloword.types import Batch, Encoded, Features, Input, PairBlocks, PairLoss, Pairs, Positives, Total, Transform
@@ -160,6 +160,7 @@ class Method:
     shape: Callable[[ModelConfig], ModelConfig] = lambda config: config  # adapts the configuration of the towers
     towers: Mapping[str, Callable[[ModelConfig], nn.Module]] = field(default_factory=dict)  # additional: `Model.more`
     needs: tuple[str, ...] = ()  # names of precomputed features; "questions"; "truth": the images each text is true of
+    notes: tuple[Callable[[Recipe], str], ...] = ()  # for the user, printed before the first step; "": none
     prepare: Prepare | None = None  # called before the first step of a new run (bias search)
     after_step: tuple[AfterStep, ...] = ()  # called after every step, and before the first
 

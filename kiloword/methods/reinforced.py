@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from kiloword.config.recipes import ModelConfig, sizes
+from kiloword.config.recipes import AugmentConfig, ModelConfig, Recipe, sizes
 from kiloword.config.settings import BELOW_1, BaseSettings, setting
+from kiloword.data.token_store import in_words
 from kiloword.distributed.collectives import sum_over_ranks
 from kiloword.losses.pairs import logsumexp_over_ranks
 from kiloword.methods.method import Component, Method
@@ -43,7 +45,21 @@ def reinforced(method: Method, settings: Reinforced) -> Method:
         method,
         pair_weight=_scaled(method, 1 - settings.weight),
         contrasts={**method.contrasts, "reinforced": contrast},
+        notes=(*method.notes, partial(unlike, teachers=settings.teachers)),
         needs=(*(name for name in method.needs if name not in settings.teachers), *settings.teachers),
+    )
+
+
+def unlike(recipe: Recipe, teachers: tuple[str, ...]) -> str:
+    """A note where the run trains on crops or other colours, which no teacher has seen; else ""."""
+    changed = in_words(replace(recipe.data.augment, flip=0.0))
+    if changed == in_words(AugmentConfig()):
+        return ""
+    plural = "s" if len(teachers) > 1 else ""
+    return (
+        f"the teacher{plural} {', '.join(teachers)} saw whole images in their own colours, the run trains on others: "
+        f"{changed}. The student is asked for what its image may not show: --augment.crop nearer 1 and no jitter agree "
+        "with the stored features, and a lower --settings.reinforced.weight asks for less."
     )
 
 

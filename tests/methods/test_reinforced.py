@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,11 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kiloword.config.options import RunOptions
+from kiloword.config.recipes import AugmentConfig
 from kiloword.losses.pairs import Blocks
+from kiloword.methods.defaults import default_recipe
 from kiloword.methods.registry import preset
 from kiloword.methods.reinforced import distillation
 from kiloword.model.heads import cosine_head
 from kiloword.model.model import initialise
+from kiloword.training import effects
 from kiloword.training.accumulate import backward
 from kiloword.verify.batch import MethodChoice, batch
 from kiloword.verify.suite import learner, verify
@@ -129,3 +134,20 @@ def test_features_of_every_teacher_are_needed() -> None:
 @pytest.mark.parametrize("method", ["clip+reinforced", "siglip+reinforced+compose", "siglip+reinforced+self-distill"])
 def test_it_is_verified(method: str) -> None:
     assert not [check for check in verify(method, (1, 2)) if not check.passed]
+
+
+@pytest.mark.parametrize(
+    ("augment", "named"),
+    [
+        (AugmentConfig(), ""),
+        (AugmentConfig(flip=0.5, drop_patches=0.5), ""),
+        (AugmentConfig(crop=0.5, flip=0.5), "augment.crop 0.5"),
+        (AugmentConfig(jitter=0.3, grayscale=0.1), "augment.jitter 0.3, augment.grayscale 0.1"),
+    ],
+)
+def test_a_run_on_images_that_no_teacher_saw_begins_with_a_note(augment: AugmentConfig, named: str) -> None:
+    base = default_recipe("clip+reinforced", "debug", ("scenes?n=16",))
+    recipe = replace(base, data=replace(base.data, augment=augment))
+    told = [note for note in effects.notes(recipe, RunOptions(device="cpu")) if "teacher saw whole images" in note]
+    assert len(told) == bool(named)
+    assert all(f"others: {named}." in note for note in told)
