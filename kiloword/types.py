@@ -377,3 +377,4 @@ class Input:
     make: Callable[[Example, Fetch, Draw], Tensor | Sequence[str]]  # after the transforms; uint8 for images, or texts
     shape: Callable[[Any], tuple[int, ...]] | None = None  # of the tensor, by the ModelConfig; None: texts, any number
     note: Callable[[Source], str] | None = None  # for the user, printed before the first step
+    pixels: str | None = None  # why tokens in place of images are refused, where it needs pixels

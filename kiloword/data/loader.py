@@ -108,7 +108,8 @@ class Loader:
         Raises: ValueError for tokens of other data or another augmentation, or where captions change.
         """
         if self.image_tokens:
-            if self.train and (unfit := [reason for t in self.transforms if (reason := getattr(t, "pixels", None))]):
+            makers = (*self.transforms, *self.inputs.values())
+            if self.train and (unfit := [reason for m in makers if (reason := getattr(m, "pixels", None))]):
                 raise ValueError(unfit[0])
             self.image_tokens = served(augmented_first(self.image_tokens, self.data.augment), self.source)
             check_alike(self.image_tokens, self.data.augment)

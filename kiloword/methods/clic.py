@@ -74,7 +74,9 @@ def clic(method: Method, settings: ClicSettings) -> Method:
         def shape(config: ModelConfig) -> tuple[int, ...]:
             return 3, config.image.size, config.image.size
 
-        return Input(make, shape if name == IMAGES else None, without if name == NEGATIVES else None)
+        if name == IMAGES:
+            return Input(make, shape, pixels=PIXELS)
+        return Input(make, note=without if name == NEGATIVES else None)
 
     return replace(
         method,
@@ -84,12 +86,7 @@ def clic(method: Method, settings: ClicSettings) -> Method:
 
 
 def composed(example: Example, fetch: Fetch, draw: Draw, settings: ClicSettings) -> dict[str, Tensor | Sequence[str]]:
-    """The inputs of one example: its image and a random other one in one, positives, and a negative or none.
-
-    Raises: ValueError for tokens in place of images.
-    """
-    if example.image.dim() == 2:
-        raise ValueError(PIXELS)
+    """The inputs of one example: its image and a random other one in one, positives, and a negative or none."""
     rng = draw.rng("clic")
     other = fetch.example(another(example.row, len(fetch), rng), draw.other("clic partner"))
     pair = (example, other) if rng.random() < 0.5 else (other, example)

@@ -197,6 +197,7 @@ def test_wrong_stores_are_refused(tmp_path: Path) -> None:
     dropping = replace(good.data, augment=replace(JITTER, drop_words=0.1))
     assert "--augment.drop-words changes captions" in refused(replace(good, data=dropping), out)
     assert "the transform compose changes captions" in refused(replace(good, method="clip-c"), out)
+    assert "clic composes images, and --image-features has tokens" in refused(replace(good, method="siglip+clic"), out)
     plain = replace(recipe(steps=2).data, image_features=good.data.image_features)
     own = replace(default_recipe("siglip", "debug", (SCENES,)), steps=2, batch=16, data=plain)
     assert "but the model's own tower takes images: add --image-tower tiny" in refused(own, out)

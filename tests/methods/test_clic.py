@@ -23,7 +23,6 @@ from kiloword.methods.clic import (
     ClicSettings,
     apart,
     clic_loss,
-    composed,
     joined,
     swapped_across,
     without,
@@ -31,9 +30,8 @@ from kiloword.methods.clic import (
 from kiloword.methods.registry import preset
 from kiloword.model.heads import cosine_head, unit
 from kiloword.model.model import initialise
-from kiloword.randomness import Draw
 from kiloword.training.accumulate import backward
-from kiloword.types import Example, Record, TextGroup
+from kiloword.types import Record, TextGroup
 from kiloword.verify.batch import batch, config
 from kiloword.verify.suite import learner, verify
 
@@ -179,12 +177,6 @@ def test_a_batch_has_both_images_in_one_and_both_captions() -> None:
     assert all(re.fullmatch("a (dog|cat). a (dog|cat).", text) for text in spoken[1])
     assert positives.image_of_text.tolist() == [0, 0, 1, 1]
     assert negatives.image_of_text.tolist() == [0, 1]
-
-
-def test_tokens_of_single_images_are_refused() -> None:
-    example = Example("k", 0, torch.zeros(4, 8), ["a dog"])
-    with pytest.raises(ValueError, match="omit --image-features"):
-        composed(example, None, Draw(0, 0, 0), ClicSettings())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["llip+clic", "flair+clic", "vqa+clic"])
