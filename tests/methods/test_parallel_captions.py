@@ -26,6 +26,7 @@ from literal import (
     norm,
     pairs,
     self_block,
+    small,
     term,
     text_tokens,
     word_logits,
@@ -102,6 +103,8 @@ def test_cappa_trains_captions_alone() -> None:
     learner = made("cappa")
     report = backward(learner, pairs(learner.model, CAPTIONS).split(2))
     assert report["loss"] == report["caption"]
+    assert learner.model.config.head.image_pool == "mean"
+    assert preset("cappa", {"contrast_weight": 1.0}).shape(small()).head.image_pool == "cls"
     with pytest.raises(ValueError, match=r"parallel is 1\.5: expected 0 to 1"):
         preset("coca", {"parallel": 1.5})
 

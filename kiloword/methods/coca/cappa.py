@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from kiloword.config.recipes import ModelConfig
 from kiloword.config.settings import ABOVE_0, setting
 from kiloword.methods.coca import coca
 from kiloword.methods.method import Method
@@ -22,8 +23,17 @@ class Settings(coca.Settings):
 
 
 def preset(settings: Settings) -> Method:
+    method = coca.preset(settings)
+
+    def shape(config: ModelConfig) -> ModelConfig:
+        """The mean of the image's tokens is its vector, as in big_vision: no loss makes a class token one."""
+        shaped = method.shape(config)
+        pool = "mean" if shaped.head.image_pool == "cls" and not settings.contrast_weight else shaped.head.image_pool
+        return replace(shaped, head=replace(shaped.head, image_pool=pool))
+
     return replace(
-        coca.preset(settings),
+        method,
+        shape=shape,
         name="cappa",
         source="arXiv:2306.07915",
         summary="captions alone, most of them predicted in parallel (no retrieval)",
