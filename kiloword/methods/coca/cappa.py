@@ -23,11 +23,12 @@ class Settings(coca.Settings):
 
 
 def preset(settings: Settings) -> Method:
+    """CoCa without its pair loss, and images pooled by the mean of their tokens in place of a class token."""
     method = coca.preset(settings)
 
     def shape(config: ModelConfig) -> ModelConfig:
-        """The mean of the image's tokens is its vector, as in big_vision: no loss makes a class token one."""
         shaped = method.shape(config)
+        # as in big_vision's evaluations: no loss makes a class token the vector of its image
         pool = "mean" if shaped.head.image_pool == "cls" and not settings.contrast_weight else shaped.head.image_pool
         return replace(shaped, head=replace(shaped.head, image_pool=pool))
 
