@@ -45,8 +45,8 @@ def notes(recipe: Recipe, options: RunOptions) -> list[str]:
     if options.parallel == "fsdp" and collectives.ranks() == 1:
         messages.append("--parallel fsdp shards nothing in one process: start several by torchrun.")
     padded = _padded(recipe, torch.device(choose(options.device)))
-    own = [note for of_method in preset(recipe.method, recipe.settings).notes if (note := of_method(recipe))]
-    return [*messages, *([] if padded is None else [padded]), *own]
+    of_methods = [note for of_method in preset(recipe.method, recipe.settings).notes if (note := of_method(recipe))]
+    return [*messages, *([] if padded is None else [padded]), *of_methods]
 
 
 def check(recipe: Recipe, usual: Recipe, trust_code: bool = False) -> None:
