@@ -23,7 +23,7 @@ class Mixing(BaseSettings):
     pair_loss: str | None = setting(None, "another method's pair loss: softmax, sigmoid, supcon, ppcl, matching")
     uncertainty: str | None = setting(None, "gaussian: features with a variance")
     contrasts: tuple[str, ...] = setting(
-        (), "further pair losses, one or several: simclr, reinforced, negatives, clic, text-crops"
+        (), "further pair losses, one or several: simclr, reinforced, negatives, clic, text-crops, concepts"
     )
     terms: tuple[str, ...] = setting(
         (), "more terms of the loss, one or several: caption, mim, inclusion, self-distill, superclass"

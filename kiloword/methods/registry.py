@@ -54,6 +54,7 @@ PRESETS = {  # a new method is one line here
 }
 COMPONENT_MODULES = (
     "clic",
+    "concepts",
     "matryoshka",
     "negatives",
     "reinforced",

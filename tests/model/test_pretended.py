@@ -27,6 +27,7 @@ MIXED = (
     "clip+superclass",
     "siglip+matryoshka",
     "siglip+maxsim",
+    "siglip+concepts",
     "clip+reinforced",
 )
 SETTINGS: dict[str, dict[str, Any]] = {"prolip, words dropped": {"hide_words": "drop"}}

@@ -35,6 +35,7 @@ MIXES = (
         "siglip+matryoshka",
         "clip+matryoshka+simclr",
     ),
+    *("siglip+concepts", "siglip+concepts+compose", "coca+sigmoid+concepts"),
     *("siglip+maxsim", "clip+maxsim+simclr", "coca+maxsim", "filip+simclr+compose"),
 )
 DATA = "scenes?n=64&captions=3"

@@ -1,0 +1,184 @@
+"""Noun phrases of captions, compared with images and with the patches that they attend to. Source: arXiv:2603.25722.
+
+The losses are those of the authors' public code of C2LIP (SamsungLabs/concept_centric_clip). Neither has parameters:
+the scale and bias are the model's, and the attention is the dot product of the vectors that are compared.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kiloword.config.recipes import ModelConfig, sizes
+from kiloword.config.settings import BaseSettings, setting
+from kiloword.data.sources.extra_captions import CaptionTable
+from kiloword.distributed.collectives import ranks
+from kiloword.distributed.device import device_type
+from kiloword.losses.pairs import sigmoid_loss
+from kiloword.methods.llip import scores as mixing
+from kiloword.methods.method import Component, Method, annotated
+from kiloword.methods.negatives import content_words
+from kiloword.model.heads import Single, cosine_head, unit
+from kiloword.model.image import extra
+from kiloword.model.model import Model
+from kiloword.randomness import Draw
+from kiloword.types import Batch, Encoded, Example, Features, Fetch, Input, PairBlocks, TextGroup, Total
+
+PHRASES = "phrases"  # the input: texts
+_POOLS = ("cls", "mean", "max", "map")  # by which a patch alone can be pooled
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConceptSettings(BaseSettings):
+    """The phrases, and how much both losses weigh."""
+
+    weight: float = setting(1.0, "weight of the loss of images with phrases (NPC)", 0)
+    attended: float = setting(0.01, "weight of the loss of phrases with the patches that they attend to (XAC)", 0)
+    most: int = setting(8, "phrases of an image, drawn anew in every epoch where it has more", 1)
+    table: str = setting("", "parquet table of key and captions, an image's phrases; without, by a rule of words")
+
+
+def phrases_of(caption: str) -> list[str]:
+    """Runs of content words with nothing but spaces and hyphens between them, each once.
+
+    The authors ask a language model for noun phrases of main subjects. This rule knows no parts of speech: a verb
+    without an article or preposition before it stays in its phrase ("dog chases cats").
+    """
+    spans = list[tuple[int, int]]()
+    for word in content_words(caption):
+        if spans and not caption[spans[-1][1] : word.start()].strip("- \t\n"):
+            spans[-1] = spans[-1][0], word.end()
+        else:
+            spans.append(word.span())
+    return list(dict.fromkeys(caption[first:end] for first, end in spans))
+
+
+def concepts(method: Method, settings: ConceptSettings) -> Method:
+    """Add both losses. Raises: ValueError for a method whose scores are not one cosine with a scale and a bias."""
+    plain = method.head(method.shape(sizes()["debug"]))
+    if type(plain.pooling) is not Single or plain.uncertainty is not None:
+        raise ValueError(f"concepts compares one vector per image with one per phrase, which {method.name} has not.")
+    if plain.bias is None:
+        raise ValueError(
+            f"{method.name} has no bias, which the sigmoid of concepts needs: add +sigmoid, or use siglip."
+        )
+    table = CaptionTable(settings.table) if settings.table else None
+
+    def make(example: Example, fetch: Fetch, draw: Draw) -> list[str]:
+        listed = table.captions(example.key) if table else [p for text in example.captions for p in phrases_of(text)]
+        phrases = list(dict.fromkeys(listed)) or example.captions[:1]
+        if len(phrases) <= settings.most:
+            return phrases
+        chosen = draw.rng("phrases").choice(len(phrases), settings.most, replace=False)
+        return [phrases[n] for n in sorted(chosen.tolist())]
+
+    losses: dict[str, Any] = {"phrases": (settings.weight, PhraseContrast)}
+    if settings.attended:
+        losses["attended_phrases"] = settings.attended, AttendedContrast
+    return replace(
+        method,
+        contrasts={**method.contrasts, **losses},
+        inputs={**method.inputs, PHRASES: Input(make)},
+    )
+
+
+class PhraseContrast(nn.Module):
+    """Every image against all phrases of the batch: those of its captions are positives (NPC)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.head = cosine_head(1.0, fixed=True)  # rows carry scale and bias
+
+    def features(self, model: Model, batch: Batch, encoded: Encoded) -> tuple[Features, Features]:
+        """Images "vec" [I, D + 1], times the scale, and the bias; phrases "vec" [C, D + 1], and ones."""
+        columns, (scale, bias) = encoded_phrases(model, batch, encoded), scale_and_bias(model)
+        vec = encoded.images["vec"]
+        rows = torch.cat([scale * vec, bias.expand(len(vec), 1)], 1)
+        columns["vec"] = torch.cat([columns["vec"], columns["vec"].new_ones(len(columns["vec"]), 1)], 1)
+        return {"vec": rows, "position": batch.position}, columns
+
+    def loss(self, pairs: PairBlocks) -> Total:
+        return over_phrases(pairs)
+
+
+class AttendedContrast(nn.Module):
+    """Every phrase against what it finds among the patches of every image (XAC)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        if config.head.image_pool not in _POOLS:
+            raise ValueError(
+                f"concepts pools each patch alone, which --model.head.image-pool {config.head.image_pool} does not: "
+                f"use {', '.join(_POOLS)}."
+            )
+        self.extra = extra(config.image)
+        self.head = cosine_head(1.0, fixed=True)
+        scored: Any = ByPhrase()
+        self.head.pooling = scored
+
+    def features(self, model: Model, batch: Batch, encoded: Encoded) -> tuple[Features, Features]:
+        """Images "vec" [I, D], "patches" [I, P, D], "scale" and "bias" [I, 1]; phrases "vec" [C, D]."""
+        columns = encoded_phrases(model, batch, encoded)
+        pooling: Any = model.head.pooling
+        patches = encoded.image_tokens[:, self.extra :]
+        pool = pooling.image_pool.map
+        alone = patches if pool is None else pool(patches.flatten(0, 1)[:, None]).view_as(patches)
+        rows = {"vec": encoded.images["vec"].detach(), "patches": unit(pooling.project_image_tokens(alone))}
+        names = zip(("scale", "bias"), scale_and_bias(model), strict=True)
+        rows |= {name: value.expand(len(patches), 1) for name, value in names}
+        return {**rows, "position": batch.position}, columns
+
+    def loss(self, pairs: PairBlocks) -> Total:
+        return over_phrases(pairs)
+
+
+class ByPhrase(nn.Module):
+    """Scores a pair by the cosine of a phrase with the mean of patches, weighted by the softmax of their products."""
+
+    def score(self, images: Features, texts: Features) -> Tensor:
+        """[i, t], times the scale of each image's row, plus its bias."""
+        patches, phrases = images["patches"][:, :, None], texts["vec"]
+        identity = torch.eye(phrases.shape[1], dtype=phrases.dtype, device=phrases.device)
+        form = mixing.choose(_sizes(images), len(phrases))
+        cosine = mixing.cosine(patches, patches, phrases[:, None], phrases, identity, 1.0, form)
+        return images["scale"] * cosine + images["bias"]
+
+    def block(self, images: Features, texts: Features) -> tuple[int, int]:
+        """Rows and columns of one block."""
+        sizes = _sizes(images)
+        form = mixing.choose(sizes, len(texts["vec"]))
+        return mixing.block(sizes, form, device_type(images["patches"].device))
+
+
+def _sizes(images: Features) -> mixing.PairSizes:
+    return mixing.PairSizes(images["patches"].shape[1], 1, images["patches"].shape[2])
+
+
+def encoded_phrases(model: Model, batch: Batch, encoded: Encoded) -> Features:
+    """The phrases "vec" [C, D] and "position" [C] of their images; they pass the text tower once for both losses."""
+    group = batch.inputs[PHRASES]
+    assert isinstance(group, TextGroup)
+    vec = encoded.once(PHRASES, lambda: model.encode_text(group.texts)[1]["vec"])
+    return {"vec": vec, "position": batch.position[group.image_of_text]}
+
+
+def scale_and_bias(model: Model) -> tuple[Tensor, Tensor]:
+    """Of the model's head, with gradient: [1] each."""
+    assert model.head.bias is not None
+    return model.head.log_scale.exp(), model.head.bias
+
+
+def over_phrases(pairs: PairBlocks) -> Total:
+    """Sigmoid loss of all images and phrases, the mean over phrases; 0 where there is none."""
+    total = sigmoid_loss(pairs, annotated, reduction="texts")
+    return replace(total, count=total.count.clamp_min(1 / ranks()))
+
+
+COMPONENTS = {
+    "concepts": Component(
+        "contrasts", "noun phrases of captions, and the patches they attend to", ConceptSettings, concepts
+    )
+}
