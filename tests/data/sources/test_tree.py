@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from kiloword import evaluation
 from kiloword.api import load
@@ -19,35 +18,12 @@ from kiloword.data.sources.open import open_source
 from kiloword.data.sources.tree import read_tree
 from kiloword.methods.defaults import default_recipe
 from kiloword.training.loop import RunOptions, train
-
-NODES = {
-    "0": {"name": "thing", "parent": None},
-    "1": {"name": "animal", "parent": "0"},
-    "2": {"name": "dog", "parent": "1"},
-    "3": {"name": "cat", "parent": "1"},
-    "4": {"name": "car", "parent": "0", "phrase": "a fast car"},
-}
-TREE: dict[str, Any] = {"nodes": NODES, "classes": ["2", "3", "4"], "templates": {"2": "this is {}", "3": "here {}"}}
-THING, ANIMAL, DOG, CAT, CAR = (
-    "this is a thing",
-    "this is an animal",
-    "this is a dog",
-    "this is a cat",
-    "here a fast car",
-)
+from trees import ANIMAL, CAR, CAT, DOG, NODES, THING, TREE, write_photos
 
 
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("data") / "photos"
-    rng = np.random.default_rng(0)
-    for label, name in enumerate(("0_dog", "1_cat", "2_car")):
-        (folder / name).mkdir(parents=True)
-        for n in range(12):
-            pixels = rng.integers(0, 60, (32, 32, 3)) + 90 * np.eye(3, dtype=int)[label]
-            Image.fromarray(pixels.astype(np.uint8)).save(folder / name / f"{n:02d}.png")
-    (folder.parent / "tree.json").write_text(json.dumps(TREE))
-    return folder
+    return write_photos(tmp_path_factory.mktemp("data") / "photos")
 
 
 def test_captions_name_the_class_or_a_node_above_it(photos: Path) -> None:

@@ -1,0 +1,34 @@
+"""The judge of class data by captions of its tree."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from kiloword.api import Matcher
+from kiloword.config.recipes import sizes
+from kiloword.data.text.tokenizer import Tokenizer
+from kiloword.methods.registry import preset
+from kiloword.model.model import build
+from research import little_data
+from trees import CAR, CAT, DOG, write_photos
+
+
+def test_a_photo_counts_where_the_caption_of_its_class_is_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    method = preset("siglip")
+    matcher = Matcher(build(sizes()["debug"], method, seed=0), Tokenizer.train([DOG, CAT, CAR], 300), method)
+    photos = write_photos(tmp_path / "data" / "photos")
+    best = torch.tensor([0] * 12 + [2, 1] * 6 + [0] * 12)  # of dogs all are right, of cats half, of cars none
+    shown = iter([best])
+
+    def score(images: list[torch.Tensor], texts: dict[str, torch.Tensor]) -> torch.Tensor:
+        assert len(texts["vec"]) == 3
+        return torch.nn.functional.one_hot(next(shown)[: len(images)], 3)
+
+    monkeypatch.setattr(matcher, "score", score)
+    judged = little_data.classified(matcher, str(photos), level=2)
+    assert judged["top1"] == 0.5
+    np.testing.assert_array_equal(judged["outcomes"], [1] * 12 + [0, 1] * 6 + [0] * 12)
