@@ -56,7 +56,7 @@ check: $(FULL)
 
 check-all: $(FULL)
 	@echo '== slow tests (pytest -m slow, $(JOBS) processes)'
-	@$(TESTS) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m slow --timeout 1800
+	@$(TESTS) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m slow --timeout 1800 --durations 60
 
 # Needs no environment, only a Python that can parse the package.
 house:
