@@ -191,7 +191,7 @@ CAPTION = ["--data", "scenes", "--out", "c.parquet"]
         (["average", "open_clip:ViT-B-32", "m", "--out", "a"], "has no file of weights: write open_clip:NAME:FILE"),
         (
             ["train", "hf:clip", "--out", "r"],
-            "hf:clip is the name of a model, where a method was expected: one of clip",
+            "hf:clip is the name of a model, where a method was expected: one of cappa, clip",
         ),
         (["verify", "open_clip:ViT-B-32"], "where a method was expected"),
         (["sweep", "clip", "--init", "hf:no", "--vary", "optim.lr=1", "--out", "s"], "expected a folder that transfor"),

@@ -20,6 +20,7 @@ class OptionalMembers(Protocol):
     from_files: bool  # images are encoded files, of which any can be slow to decode; default False
     notes: list[str]  # what a user should know of damaged parts of the data
     classnames: list[str] | None  # of the classes that `Record.label` counts
+    labels: NDArray[np.int64]  # [N] class of each row, read without images; -1: none, or several
     templates: list[str] | None  # prompts of the classes, with {c} for a class name
     answers: Sequence[str]  # every answer that a question of the source can have
     contents: frozenset[str]  # origins of images and captions, see `kiloword.data.feature_store.contents`
