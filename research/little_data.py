@@ -23,7 +23,7 @@ from kiloword.types import Source
 from research.arms import Arm, Experiment, Options, main
 from research.towers import tokens
 
-RHO: dict[str, tuple[str, dict[str, Any]]] = {
+METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "clip": ("clip", {}),
     "rho 0.15": ("clip-c", {"rho": 0.15}),
     "rho 0.3": ("clip-c", {"rho": 0.3}),
@@ -60,7 +60,7 @@ def arms(options: LittleOptions) -> list[Arm]:
     def judge(matcher: Matcher) -> dict[str, Any]:
         return classified(matcher, options.val, options.level)
 
-    return [arm(name, *choice) for name, choice in RHO.items()]
+    return [arm(name, *choice) for name, choice in METHODS.items()]
 
 
 def classified(matcher: Matcher, val: str, level: int) -> dict[str, Any]:

@@ -6,9 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from torch import Tensor
 
 from kiloword.checkpoint.states import newest
+from kiloword.config.recipes import Recipe
+from kiloword.training.loop import RunOptions, train
 from kiloword.training.optimizer import Optimizer
 
 
@@ -31,3 +34,15 @@ def failing_at(step: int) -> Callable[..., dict[str, Tensor]]:
         return original(self, n, loss)
 
     return failing
+
+
+def whole_and_cut(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Tensor]]:
+    """The states of a run, and of the same one that fails at its fourth step and goes on."""
+    options = RunOptions(quiet=True, save_every=2)
+    train(recipe, folder / "whole", options=options)
+    with monkeypatch.context() as patched:
+        patched.setattr(Optimizer, "step", failing_at(3))
+        with pytest.raises(RuntimeError, match="stop here"):
+            train(recipe, folder / "cut", options=options)
+    train(recipe, folder / "cut", options=options)
+    return [(load_state(folder / name / "state", pytest.fail) or ({}, {}))[0] for name in ("whole", "cut")]

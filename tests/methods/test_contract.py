@@ -30,13 +30,12 @@ from kiloword.model.heads import cosine_head
 from kiloword.model.model import Model, build, initialise
 from kiloword.training.accumulate import backward
 from kiloword.training.learner import Learner
-from kiloword.training.loop import RunOptions, train
 from kiloword.training.optimizer import Optimizer
 from kiloword.types import Batch, Encoded, Example, Features, Fetch, Input, PairBlocks, TextGroup, Total
 from kiloword.verify import suite as verify_suite
 from kiloword.verify.batch import batch, config
 from kiloword.verify.suite import _alone, _made_otherwise, _without_gradient, learner, verify
-from states import failing_at, load_state
+from states import whole_and_cut
 from threads import over_threads
 
 
@@ -256,14 +255,7 @@ def test_state_of_after_step_is_saved_and_resumed(module: Path, monkeypatch: pyt
     (module / "outside_e.py").write_text(f"import torch\n{OUTSIDE}{FOLLOWING}")
     base = default_recipe("", "debug", ("scenes?n=64",))
     run = replace(base, method="outside_e:preset", batch=8, steps=4, data=replace(base.data, tokenizer_vocab=300))
-    options = RunOptions(quiet=True, save_every=2)
-    train(run, module / "whole", options=options)
-    with monkeypatch.context() as patched:
-        patched.setattr(Optimizer, "step", failing_at(3))
-        with pytest.raises(RuntimeError, match="stop here"):
-            train(run, module / "cut", options=options)
-    train(run, module / "cut", options=options)
-    whole, cut = ((load_state(module / name / "state", pytest.fail) or ({}, {}))[0] for name in ("whole", "cut"))
+    whole, cut = whole_and_cut(run, module, monkeypatch)
     assert whole["learner/contrasts.texts.mean"].any()
     assert whole.keys() == cut.keys()
     assert all(torch.equal(whole[name], cut[name]) for name in whole)

@@ -44,14 +44,14 @@ def parallel_logits(length: int, memory: Tensor, model: Model) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("method", "said"),
+    ("method", "settings"),
     [("coca", {"parallel": 0.5}), ("coca", {"parallel": 1.0, "tied": True, "class_token": False}), ("cappa", {})],
 )
-def test_the_loss_and_every_gradient(method: str, said: dict[str, Any]) -> None:
-    learner = made(method, said).requires_grad_()  # of cappa, the head too
+def test_the_loss_and_every_gradient(method: str, settings: dict[str, Any]) -> None:
+    learner = made(method, settings).requires_grad_()  # of cappa, the head too
     model = learner.model
     batch = pairs(model, CAPTIONS)
-    images, share = model.normalise(batch.images), said.get("parallel", 0.75)
+    images, share = model.normalise(batch.images), settings.get("parallel", 0.75)
     chosen = (uniform(batch.seeds, "caption.parallel", 1)[:, 0] < share).tolist()
     assert sum(chosen) > 0
     assert sum(chosen) < len(chosen) or share == 1

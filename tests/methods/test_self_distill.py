@@ -23,11 +23,9 @@ from kiloword.methods.self_distill import CROPS, SelfDistill, SelfDistillTerm, a
 from kiloword.training import engine
 from kiloword.training.accumulate import backward
 from kiloword.training.learner import Learner
-from kiloword.training.loop import RunOptions, train
-from kiloword.training.optimizer import Optimizer
 from kiloword.verify.batch import MethodChoice, batch, config
 from kiloword.verify.suite import learner, over_ranks, verify
-from states import failing_at, load_state
+from states import whole_and_cut
 
 NAME = "siglip+self-distill"
 SMALL = MethodChoice(NAME, {"self_distill": {"large": 2, "small": 2, "prototypes": 24, "hidden": 16}})
@@ -151,14 +149,7 @@ def test_a_cut_run_ends_as_a_whole_one(tmp_path: Path, monkeypatch: pytest.Monke
         steps=4,
         data=replace(base.data, tokenizer_vocab=300),
     )
-    options = RunOptions(quiet=True, save_every=2)
-    train(run, tmp_path / "whole", options=options)
-    with monkeypatch.context() as patched:
-        patched.setattr(Optimizer, "step", failing_at(3))
-        with pytest.raises(RuntimeError, match="stop here"):
-            train(run, tmp_path / "cut", options=options)
-    train(run, tmp_path / "cut", options=options)
-    whole, cut = ((load_state(tmp_path / name / "state", pytest.fail) or ({}, {}))[0] for name in ("whole", "cut"))
+    whole, cut = whole_and_cut(run, tmp_path, monkeypatch)
     assert whole["learner/terms.self_distill.centre"].any()
     assert any("self_distill.teacher_tower.positions" in name for name in whole)
     assert whole.keys() == cut.keys()

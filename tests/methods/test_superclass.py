@@ -14,12 +14,10 @@ from kiloword.methods.defaults import default_recipe
 from kiloword.methods.superclass import ClassTerm, count_step
 from kiloword.training.accumulate import backward
 from kiloword.training.learner import Learner
-from kiloword.training.loop import RunOptions, train
-from kiloword.training.optimizer import Optimizer
 from kiloword.types import Batch, Texts
 from kiloword.verify.batch import MethodChoice, batch
 from kiloword.verify.suite import learner, verify
-from states import failing_at, load_state
+from states import whole_and_cut
 
 IDS = [[1, 7, 9, 7, 2], [1, 7, 2], [1, 30, 2], [1, 2], [1, 9, 30, 31, 32, 2], [1, 31, 2]]
 OF = [0, 0, 1, 1, 2, 3]
@@ -105,14 +103,7 @@ def test_captions_are_counted_once_however_the_batch_is_split() -> None:
 def test_a_cut_run_ends_as_a_whole_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base = default_recipe("clip+superclass", "debug", ("scenes?n=64",))
     run = replace(base, batch=8, micro=4, steps=4, data=replace(base.data, tokenizer_vocab=300))
-    options = RunOptions(quiet=True, save_every=2)
-    train(run, tmp_path / "whole", options=options)
-    with monkeypatch.context() as patched:
-        patched.setattr(Optimizer, "step", failing_at(3))
-        with pytest.raises(RuntimeError, match="stop here"):
-            train(run, tmp_path / "cut", options=options)
-    train(run, tmp_path / "cut", options=options)
-    whole, cut = ((load_state(tmp_path / name / "state", pytest.fail) or ({}, {}))[0] for name in ("whole", "cut"))
+    whole, cut = whole_and_cut(run, tmp_path, monkeypatch)
     assert whole["learner/terms.superclass.captions"] == 32
     assert whole["learner/terms.superclass.seen"].max() > 4
     assert whole.keys() == cut.keys()

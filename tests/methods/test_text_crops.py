@@ -21,12 +21,10 @@ from kiloword.model.model import Model
 from kiloword.randomness import Draw
 from kiloword.training.accumulate import backward
 from kiloword.training.learner import Learner
-from kiloword.training.loop import RunOptions, train
-from kiloword.training.optimizer import Optimizer
 from kiloword.types import Batch, Example, TextGroup, Texts
 from kiloword.verify.batch import MethodChoice, batch, config
 from kiloword.verify.suite import learner, verify
-from states import failing_at, load_state
+from states import whole_and_cut
 
 NAME = "clip+text-crops"
 SMALL = MethodChoice(NAME, {"text_crops": {"small": 2, "parts": 2, "heads": 4}})
@@ -199,14 +197,7 @@ def test_a_cut_run_ends_as_a_whole_one(tmp_path: Path, monkeypatch: pytest.Monke
     base = default_recipe(NAME, "debug", ("scenes?n=64",))
     data = replace(base.data, tokenizer_vocab=300)
     run = replace(base, settings=SMALL.settings, batch=8, micro=4, steps=4, data=data)
-    options = RunOptions(quiet=True, save_every=2)
-    train(run, tmp_path / "whole", options=options)
-    with monkeypatch.context() as patched:
-        patched.setattr(Optimizer, "step", failing_at(3))
-        with pytest.raises(RuntimeError, match="stop here"):
-            train(run, tmp_path / "cut", options=options)
-    train(run, tmp_path / "cut", options=options)
-    whole, cut = ((load_state(tmp_path / name / "state", pytest.fail) or ({}, {}))[0] for name in ("whole", "cut"))
+    whole, cut = whole_and_cut(run, tmp_path, monkeypatch)
     assert any("text_crops.teacher.text_tower.positions" in name for name in whole)
     assert whole.keys() == cut.keys()
     assert all(torch.equal(whole[name], cut[name]) for name in whole)

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from kiloword.data.scenes.raster import Pixels, draw, draw_inner
 from kiloword.data.scenes.sample import GROUP, Selection
 from kiloword.data.scenes.world import SPLITS, TASKS, Scene
-from kiloword.errors import suggestion
+from kiloword.data.sources.query import Readers, read_options
 
 Levels = tuple[float, float, float, float]
 N = TypeVar("N", int, float)
@@ -57,24 +57,7 @@ def parse_settings(src: str, size: int = 64) -> SceneSettings:
     name, colon, split = head.partition(":")
     if name != "scenes" or (colon and split not in SPLITS):
         raise ValueError(f"'{src}' is no data set of scenes: expected scenes, or scenes:SPLIT with {', '.join(SPLITS)}")
-    return _settings(split or "train", {"size": size, **_options(query)})
-
-
-def _options(query: str) -> dict[str, Any]:
-    options: dict[str, Any] = {}
-    for item in query.split("&") if query else []:
-        name, _, value = item.partition("=")
-        if name not in _READERS:
-            hint = suggestion(name, _READERS)
-            raise ValueError(f"scenes has no option '{name}'; options: {', '.join(sorted(_READERS))}.{hint}")
-        if name in options:
-            raise ValueError(f"scenes: option '{name}' is given twice")
-        read, allowed = _READERS[name]
-        try:
-            options[name] = read(value)
-        except (ValueError, KeyError) as e:
-            raise ValueError(f"scenes: {name}={value}: expected {allowed}") from e
-    return options
+    return _settings(split or "train", {"size": size, **read_options("scenes", query, _READERS)})
 
 
 def _settings(split: str, options: dict[str, Any]) -> SceneSettings:
@@ -143,7 +126,7 @@ def _levels(value: str) -> Levels:
 _FLAG = ({"0": False, "1": True}.__getitem__, "0 or 1")
 _SHARE = (_number(float, 0, 1), "a share from 0 to 1")
 _TASKS = (*TASKS, VQA)
-_READERS: dict[str, tuple[Callable[[str], Any], str]] = {  # and what is allowed
+_READERS: Readers = {
     "captions": (_number(int, 1, 100), "captions an image, 1 to 100"),
     "hard": ({"shape": True}.__getitem__, "shape"),
     "heldout": _FLAG,

@@ -48,6 +48,8 @@ class SomeRows:
         member = getattr(self.source, name)
         if name in _OF_A_ROW:
             return lambda row: member(int(self.rows[row]))
+        if name == "labels":
+            return member[self.rows]
         if name == "relevance":
             return lambda captions, rows: member(captions, self.places(rows))
         return member

@@ -20,7 +20,7 @@ from kiloword.data.sources.mixture import MixtureSource, mix
 from kiloword.data.sources.query import FORM, TableOptions, parse_query, split_query
 from kiloword.data.sources.sample import check_regular
 from kiloword.data.sources.tables import TableSource
-from kiloword.data.sources.tree import parse_options, tree_source
+from kiloword.data.sources.tree import tree_options, tree_source
 from kiloword.data.tars.shards import RANGE, TarSource, expand, natural
 from kiloword.terminal import shown
 from kiloword.types import Source
@@ -54,7 +54,8 @@ def open_source(src: str, size: int | None = None) -> Source:
         return scenes if size is None else scenes.resolution(size)
     if src.startswith("tree:") and not Path(src).exists():
         data, query = split_query(src.removeprefix("tree:"))
-        return tree_source(open_source(data, size), Path(data).expanduser(), parse_options(src, query), src)
+        folder = Path(part_of(data)[1]).expanduser()
+        return tree_source(open_source(data, size), folder, tree_options(src, query), src)
     if is_url(src):
         return open_remote(src)
     if RANGE.search(src):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 from urllib.parse import unquote
 
 from kiloword.data.sources.sample import IMAGE_SUFFIXES
@@ -63,6 +63,32 @@ def parse_query(path: str, query: str, kind: type[Options]) -> Options:
             raise ValueError(f"{path}: the parameter {name} has an empty value. Expected {name}=VALUE, as in {FORM}.")
         chosen[name] = values if known[name].startswith(_LIST) else unquote(value)
     return kind(**chosen)  # type: ignore[arg-type]
+
+
+Readers = Mapping[str, tuple[Callable[[str], Any], str]]
+"""Options by name: what reads a value, raising ValueError or KeyError, and what is allowed, for messages."""
+
+
+def read_options(what: str, query: str, readers: Readers) -> dict[str, Any]:
+    """Values of the options `NAME=VALUE&...` of data that is named by more than a path.
+
+    Args: what: names the data in messages.
+    Raises: ValueError for an unknown option, one that is given twice, and a value that is not allowed.
+    """
+    options: dict[str, Any] = {}
+    for item in query.split("&") if query else []:
+        name, _, value = item.partition("=")
+        if name not in readers:
+            hint = suggestion(name, readers)
+            raise ValueError(f"{what} has no option '{shown(name[:60])}'; options: {', '.join(sorted(readers))}.{hint}")
+        if name in options:
+            raise ValueError(f"{what}: option '{name}' is given twice")
+        read, allowed = readers[name]
+        try:
+            options[name] = read(value)
+        except (ValueError, KeyError) as e:
+            raise ValueError(f"{what}: {name}={shown(value[:60])}: expected {allowed}") from e
+    return options
 
 
 def image_file(path: Path) -> Path:

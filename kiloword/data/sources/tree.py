@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kiloword.data.sources.optional import key_of
+from kiloword.data.sources.query import Readers, read_options
 from kiloword.errors import article, suggestion
 from kiloword.randomness import generator
 from kiloword.terminal import shown
@@ -43,11 +44,10 @@ class TreeOptions:
 class ClassTree:
     """Nodes and what lies below them.
 
-    Attributes: phrases: of each node, with its article; captions: one of each node; paths: of each class, the nodes
+    Attributes: captions: one of each node; paths: of each class, the nodes
     from the root to its own; below [N, C] bool: which classes each node covers; nodes_of: the nodes of a caption.
     """
 
-    phrases: list[str]
     captions: list[str]
     paths: list[list[int]]
     below: NDArray[np.bool_]
@@ -109,7 +109,7 @@ def _parsed(stored: Any, digest: str) -> ClassTree:
         below[path, label] = True
     templates = dict(stored.get("templates") or {})
     captions = [str(templates.get(str(len(phrase.split())), PLAIN)).replace("{}", phrase) for phrase in phrases]
-    tree = ClassTree(phrases, captions, paths, below, digest)
+    tree = ClassTree(captions, paths, below, digest)
     for node, caption in enumerate(captions):
         tree.nodes_of.setdefault(caption, []).append(node)
     return tree
@@ -236,22 +236,9 @@ def tree_source(source: Source, folder: Path, options: TreeOptions, name: str) -
     return TreeSource(source, read_tree(file), options, name)
 
 
-def parse_options(name: str, query: str) -> TreeOptions:
+def tree_options(name: str, query: str) -> TreeOptions:
     """Options of `tree:SRC?...`. Raises: ValueError naming what is allowed."""
-    readers: dict[str, Callable[[str], Any]] = {"levels": _levels, "captions": _count, "seed": int, "tree": str}
-    chosen: dict[str, Any] = {}
-    for item in query.split("&") if query else []:
-        option, _, value = item.partition("=")
-        if option not in readers:
-            raise ValueError(
-                f"{name} has no option {shown(option[:60])!r}; it has {', '.join(readers)}, as in {FORM}."
-                f"{suggestion(option, readers)}"
-            )
-        try:
-            chosen[option] = readers[option](value)
-        except ValueError:
-            raise ValueError(f"{name}: {option}={shown(value[:60])}: expected as in {FORM}.") from None
-    return TreeOptions(**chosen)
+    return TreeOptions(**read_options(name, query, _READERS))
 
 
 def _levels(value: str) -> tuple[tuple[int, float], ...]:
@@ -267,3 +254,11 @@ def _count(value: str) -> int:
     if not 1 <= int(value) <= 100:
         raise ValueError(value)
     return int(value)
+
+
+_READERS: Readers = {
+    "captions": (_count, "captions of an image, 1 to 100"),
+    "levels": (_levels, f"as in {FORM}"),
+    "seed": (int, "a whole number"),
+    "tree": (str, "a file"),
+}

@@ -18,6 +18,7 @@ from kiloword.data.sources.open import open_source
 from kiloword.data.sources.tree import read_tree
 from kiloword.methods.defaults import default_recipe
 from kiloword.training.loop import RunOptions, train
+from tars import photo, write_tar
 from trees import ANIMAL, CAR, CAT, DOG, NODES, THING, TREE, write_photos
 
 
@@ -75,13 +76,28 @@ def test_a_model_trains_on_it_and_is_judged_by_the_truth(photos: Path, tmp_path:
     assert "precision" in " ".join(evaluation.evaluate(model, "hierarchy", src))
 
 
+def test_a_part_has_the_classes_of_its_rows(tmp_path: Path) -> None:
+    members = {}
+    for n in range(80):
+        members |= {f"{n:03d}.png": photo(n), f"{n:03d}.cls": str(n % 3).encode()}
+    write_tar(tmp_path / "photos" / "0.tar", members)
+    (tmp_path / "photos" / "tree.json").write_text(json.dumps(TREE))
+    for src in (f"tree:val-part:{tmp_path / 'photos'}?levels=2", f"val-part:tree:{tmp_path / 'photos'}?levels=2"):
+        source: Any = open_source(src)
+        rows = range(len(source))
+        named = [(DOG, CAT, CAR)[int(source.key(row)) % 3] for row in rows]
+        assert [source.captions(row) for row in rows] == [[caption] for caption in named]
+        assert np.diagonal(source.relevance(named, rows)).all()
+
+
 @pytest.mark.parametrize(
     ("query", "message"),
     [
         ("levels=0:0", "levels=0:0: expected as in tree:SRC"),
         ("levels=7", "levels=7: the tree has levels 0"),
         ("level=1", r"no option 'level'.*Did you mean"),
-        ("captions=0", "captions=0: expected as in"),
+        ("captions=0", "captions=0: expected captions of an image, 1 to 100"),
+        ("seed=1&seed=2", "option 'seed' is given twice"),
         ("tree=missing.json", r"no missing\.json\. Expected a tree"),
     ],
 )
