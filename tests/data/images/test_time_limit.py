@@ -133,7 +133,7 @@ def test_an_interrupted_reader_ends_its_thread() -> None:
             next(in_order(make, range(3), 0, apart=True))
     finally:
         signal.signal(signal.SIGALRM, before)
-    assert set(threading.enumerate()) == threads
+    assert set(threading.enumerate()) <= threads  # those of other tests may end meanwhile
 
 
 def test_a_slot_that_is_read_while_it_is_written_is_not_late(monkeypatch: pytest.MonkeyPatch) -> None:
