@@ -7,7 +7,7 @@ tells whether an effect is there, and whether one of that size can be excluded.
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -64,6 +64,33 @@ def effect(arm: Outcomes, rival: Outcomes, relative: bool = False, seed: int = 0
     low, high = np.quantile(np.concatenate(values), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     value = arm.mean() - rival.mean()
     return Effect(float(value / rival.mean() if relative else value), float(low), float(high))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """A rule of research/README.md: an arm against the best of its rivals, and the least effect that counts."""
+
+    says: str
+    arm: str
+    rivals: tuple[str, ...]
+    least: float
+    relative: bool = False  # the effect is a share of the rival's mean
+    outcome: str = "outcomes"  # the metric that has a value for every image
+
+
+def decided(claim: Claim, runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    """A line of words: the effect, the rival that was best, and the verdict.
+
+    Args: runs: rows of results by arm, in the order of their seeds.
+    """
+    rows = {name: runs.get(name, ()) for name in (claim.arm, *claim.rivals)}
+    seeds = {name: [row["seed"] for row in of_arm] for name, of_arm in rows.items()}
+    if any(len(of_arm) < 3 or of_arm != seeds[claim.arm] for of_arm in seeds.values()):
+        return f"{claim.says}: not decided yet (seeds finished: {', '.join(f'{n} {s}' for n, s in seeds.items())})."
+    outcomes = {n: np.stack([unpacked(row["metrics"][claim.outcome]) for row in rows[n]]) for n in rows}
+    rival = max(claim.rivals, key=lambda name: float(outcomes[name].mean()))
+    value = effect(outcomes[claim.arm], outcomes[rival], claim.relative)
+    return f"{claim.says}: {claim.arm} over {rival} {value}, least {claim.least}: {value.verdict(claim.least)}."
 
 
 def recall_by_image(matcher: Matcher, images: Features, texts: Features, image_of_text: Sequence[int]) -> Outcomes:

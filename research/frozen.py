@@ -10,17 +10,24 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
 import tyro
 
 from kiloword import evaluation
 from kiloword.api import Matcher
 from kiloword.config.recipes import Recipe
 from kiloword.data.sources.open import open_source
+from kiloword.evaluation.features import seen
+from kiloword.evaluation.retrieval.task import retrieval
+from kiloword.evaluation.task import Inputs
 from kiloword.features.token_runs import on_tokens, reading_tokens, towers_of
 from kiloword.methods.defaults import default_recipe
+from kiloword.model.encoding import join
 from kiloword.quickstart.photos.run import small_top
 from kiloword.training.start import with_towers
+from kiloword.types import Source
 from research.arms import Arm, Experiment, Options, main
+from research.evidence import recall_by_image
 from research.scenes_judge import RECALL
 
 ANNOTATED = {"positives": "annotated"}  # mining would need a teacher
@@ -56,9 +63,28 @@ def arms(options: FrozenOptions) -> list[Arm]:
 
 def judge_tokens(options: FrozenOptions, matcher: Matcher) -> dict[str, float]:
     """Retrieval on the stored tokens of the photos to evaluate on."""
+    reader, source = _reading(options, matcher)
+    return evaluation.evaluate(reader, "retrieval", source)
+
+
+def judge_photos(options: FrozenOptions, matcher: Matcher) -> dict[str, Any]:
+    """Retrieval as `judge_tokens`, and the mean R@1 of every photo: outcomes [N], and their mean as mR@1."""
+    reader, source = _reading(options, matcher)
+    parts = list(seen(Inputs(reader, source)))
+    captions = [captions for part in parts for captions in part.captions]
+    owner = [photo for photo, of_photo in enumerate(captions) for _ in of_photo]
+    images = join([part.images for part in parts])
+    texts = reader.encode_text([caption for of_photo in captions for caption in of_photo])
+    outcomes = recall_by_image(reader, images, texts, owner)
+    retrieved = dict(retrieval(reader.score, images, texts, torch.tensor(owner)))
+    return {**retrieved, "mr1": float(outcomes.mean()), "outcomes": outcomes}
+
+
+def _reading(options: FrozenOptions, matcher: Matcher) -> tuple[Matcher, Source]:
+    """The model and the photos to evaluate on, which read stored tokens."""
     model, source = matcher.model, open_source(options.val)
     source, tokenizer = reading_tokens(model, matcher.tokenizer, source, options.images, options.texts)
-    return evaluation.evaluate(Matcher(model, tokenizer, matcher.method), "retrieval", source)
+    return Matcher(model, tokenizer, matcher.method), source
 
 
 def base(options: FrozenOptions, method: str) -> Recipe:

@@ -39,7 +39,6 @@ class LittleOptions(Options):
     val: str = tyro.MISSING  # such data to evaluate on
     photos: int = 5_000  # of the training data, the first
     level: int = 6  # of the captions: the classes
-    rate: float | None = None  # of all arms, in place of RATES
 
 
 def arms(options: LittleOptions) -> list[Arm]:
@@ -47,10 +46,8 @@ def arms(options: LittleOptions) -> list[Arm]:
 
     def arm(name: str, method: str, settings: dict[str, Any]) -> Arm:
         base = tokens(method, options.size, (f"tree:{options.data}?levels={options.level}",), "max")
-        rate = RATES.get(name, 1.0) if options.rate is None else options.rate
-        optim = replace(base.optim, lr=rate * base.optim.lr, muon_lr=rate * base.optim.muon_lr)
-        recipe = replace(base, settings=settings, optim=optim, steps=2000, batch=128)
-        return Arm(name=name, recipe=recipe, judge=judge, source=first)
+        recipe = replace(base, settings=settings, steps=2000, batch=128)
+        return Arm(name=name, recipe=recipe, judge=judge, source=first, rate=RATES.get(name, 1.0))
 
     def first(recipe: Recipe) -> Source:
         source = open_source(recipe.data.sources[0])

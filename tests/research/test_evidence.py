@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
 from kiloword.evaluation.retrieval.task import retrieval
 from kiloword.model.heads import unit
-from research.evidence import Effect, effect, packed, recall_by_image, unpacked
+from research.evidence import Claim, Effect, decided, effect, packed, recall_by_image, unpacked
 
 
 def test_the_interval_covers_the_difference_as_often_as_it_says() -> None:
@@ -48,6 +52,23 @@ def test_pairing_removes_what_both_arms_share() -> None:
 )
 def test_a_verdict_needs_the_effect_and_the_interval(found: Effect, verdict: str) -> None:
     assert found.verdict(0.01) == verdict
+
+
+def test_a_claim_is_decided_against_the_best_rival_on_the_same_seeds() -> None:
+    def rows(mean: float, seeds: Sequence[int] = (0, 1, 2)) -> list[dict[str, Any]]:
+        values = {s: mean + 0.05 * np.random.default_rng(s).normal(size=200) for s in seeds}
+        return [{"seed": s, "metrics": {"outcomes": packed(values[s])}} for s in seeds]
+
+    claim = Claim(says="it helps", arm="new", rivals=("weak", "strong"), least=0.1)
+    runs = {"new": rows(0.4), "weak": rows(0.2), "strong": rows(0.3)}
+    assert decided(claim, runs).startswith("it helps: new over strong +0.100 (")
+    assert decided(replace(claim, least=0.05), runs).endswith("least 0.05: shown.")
+    assert decided(replace(claim, relative=True), runs).startswith("it helps: new over strong +0.33")
+    other = {**runs, "weak": rows(0.2, (0, 1, 3))}
+    assert decided(claim, other) == (
+        "it helps: not decided yet (seeds finished: new [0, 1, 2], weak [0, 1, 3], strong [0, 1, 2])."
+    )
+    assert "strong []" in decided(claim, {name: runs[name] for name in ("new", "weak")})
 
 
 def test_outcomes_of_images_have_the_recall_as_their_mean() -> None:

@@ -30,7 +30,7 @@ from kiloword.training.log import read_metrics
 from kiloword.types import Source
 from research import arms_rows as rows
 from research import fff, shortcut, teacher
-from research.arms import Arm, command, main
+from research.arms import Arm, Options, command, main, with_options
 from research.arms_table import spread
 from research.scenes_judge import SCENES, judge_scenes
 
@@ -178,6 +178,16 @@ def test_a_failed_run_is_named(place: Path, capsys: pytest.CaptureFixture[str]) 
         run(place, "--arms", "plane")
     assert ended.value.code == 2
     assert "no arm 'plane': expected plain, other" in capsys.readouterr().err
+
+
+def test_a_rate_multiplies_every_learning_rate_of_an_arm() -> None:
+    recipe = default_recipe("siglip", "debug", ("scenes?n=64",))
+    arm = Arm(name="plain", recipe=recipe, judge=judge_scenes, rate=0.5)
+    options = Options(out=Path())
+    assert with_options(replace(arm, rate=1.0), options).recipe == recipe
+    slower, faster = (with_options(arm, replace(options, rate=rate)).recipe.optim for rate in (None, 2.0))
+    assert (slower.lr, slower.muon_lr) == (0.5 * recipe.optim.lr, 0.5 * recipe.optim.muon_lr)
+    assert (faster.lr, faster.muon_lr) == (2 * recipe.optim.lr, 2 * recipe.optim.muon_lr)
 
 
 def test_recipe_hashes() -> None:
