@@ -25,7 +25,7 @@ from kiloword.methods.defaults import default_recipe
 from kiloword.model.encoding import join
 from kiloword.quickstart.photos.run import small_top
 from kiloword.training.start import with_towers
-from kiloword.types import Source
+from kiloword.types import Features, Source
 from research.arms import Arm, Experiment, Options, main
 from research.evidence import recall_by_image
 from research.scenes_judge import RECALL
@@ -67,17 +67,35 @@ def judge_tokens(options: FrozenOptions, matcher: Matcher) -> dict[str, float]:
     return evaluation.evaluate(reader, "retrieval", source)
 
 
-def judge_photos(options: FrozenOptions, matcher: Matcher) -> dict[str, Any]:
-    """Retrieval as `judge_tokens`, and the mean R@1 of every photo: outcomes [N], and their mean as mR@1."""
+@dataclass(frozen=True)
+class EncodedPhotos:
+    """I photos and their T captions, from stored tokens."""
+
+    captions: list[list[str]]  # [I]
+    images: Features  # [I, ...]
+    texts: Features  # [T, ...]
+
+    @property
+    def image_of_text(self) -> list[int]:
+        """[T] the photo of each caption."""
+        return [photo for photo, of_photo in enumerate(self.captions) for _ in of_photo]
+
+
+def encode(options: FrozenOptions, matcher: Matcher) -> EncodedPhotos:
+    """All photos to evaluate on, and their captions."""
     reader, source = _reading(options, matcher)
     parts = list(seen(Inputs(reader, source)))
-    captions = [captions for part in parts for captions in part.captions]
-    owner = [photo for photo, of_photo in enumerate(captions) for _ in of_photo]
-    images = join([part.images for part in parts])
+    captions = [list(captions) for part in parts for captions in part.captions]
     texts = reader.encode_text([caption for of_photo in captions for caption in of_photo])
-    outcomes = recall_by_image(reader, images, texts, owner)
-    retrieved = dict(retrieval(reader.score, images, texts, torch.tensor(owner)))
-    return {**retrieved, "mr1": float(outcomes.mean()), "outcomes": outcomes}
+    return EncodedPhotos(captions, join([part.images for part in parts]), texts)
+
+
+def judge_photos(matcher: Matcher, encoded: EncodedPhotos) -> dict[str, Any]:
+    """Recalls of retrieval, and the mean R@1 of every photo: outcomes [I], and their mean as mR@1."""
+    images, texts, owner = encoded.images, encoded.texts, encoded.image_of_text
+    outcomes = recall_by_image(matcher, images, texts, owner)
+    recalls = dict(retrieval(matcher.score, images, texts, torch.tensor(owner)))
+    return {**recalls, "mr1": float(outcomes.mean()), "outcomes": outcomes}
 
 
 def _reading(options: FrozenOptions, matcher: Matcher) -> tuple[Matcher, Source]:
