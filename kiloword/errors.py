@@ -21,6 +21,14 @@ def count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
+def needs(what: str, package: str, extra: str, otherwise: str = "") -> str:
+    """The message of a missing package: "X needs PACKAGE: pip install 'kiloword[EXTRA]'".
+
+    Args: extra: of pyproject.toml, that installs it; otherwise: what helps without it, such as ", or omit it."
+    """
+    return f"{what} needs {package}: pip install 'kiloword[{extra}]'{otherwise}"
+
+
 def suggestion(name: str, known: Iterable[str]) -> str:
     """ " Did you mean X?", or nothing where no known name is close."""
     close = difflib.get_close_matches(name, list(known), n=1)

@@ -18,11 +18,13 @@ from kiloword.__version__ import __version__
 from kiloword.config.options import Mixing
 from kiloword.config.recipes import ImageConfig, ModelConfig, TextConfig, sizes
 from kiloword.distributed.device import cores
+from kiloword.errors import needs
 from kiloword.methods.method import Method
 from kiloword.methods.registry import components, names, preset
 from kiloword.model.heads import Head
 from kiloword.model.image import extra, grid, stem_plan
 from kiloword.model.model import Model, tower_shape
+from kiloword.model.trunks.libraries import torchvision_ready
 from kiloword.terminal import say
 from kiloword.terminal.screen import Screen, plain_table
 
@@ -129,7 +131,7 @@ def doctor_table() -> None:
     for name, packages in extras().items():
         missing = [package for package, version in packages.items() if not version]
         have = ", ".join(f"{package} {version}" for package, version in packages.items() if version)
-        install = f"missing: {', '.join(missing)} (pip install 'kiloword[{name}]')" if missing else ""
+        install = needs("it", ", ".join(missing), name) if missing else ""
         table.add_row(f"extra {name}", "; ".join(part for part in (have, install) if part))
     Screen(_WIDE).print(table)
     say(*(f"hint: {hint}" for hint in hints()))
@@ -170,8 +172,23 @@ def hints() -> list[str]:
     if torch.get_num_threads() > cores():
         out.append(f"torch uses {torch.get_num_threads()} threads on {cores()} cores: set OMP_NUM_THREADS={cores()}.")
     if not any(_version(package) for package in ("simplejpeg", "opencv-python-headless", "opencv-python")):
-        out.append("pip install 'kiloword[fast]' brings faster decoders (--decoder simplejpeg or opencv).")
+        out.append(needs("--decoder simplejpeg or opencv, which decodes faster,", "its package", "fast", "."))
+    if torchvision_ready() is not None:
+        out.append(
+            f"torchvision {_version('torchvision')} was built for another torch than {torch.__version__}: kiloword "
+            "works, and a program that imports torchvision by itself stops (operator torchvision::nms does not exist). "
+            f"{_matching(torch.__version__)} brings the matching one."
+        )
     return out
+
+
+def _matching(version: str) -> str:
+    """The command that installs the torchvision of a version of torch: 0.15 came with 2.0, 0.28 with 2.13."""
+    major, minor, *_ = version.split(".")
+    build = version.partition("+")[2]
+    which = f"'torchvision==0.{int(minor) + 15}.*'" if major == "2" else "torchvision"
+    index = f" --index-url https://download.pytorch.org/whl/{build}" if build else ""
+    return f"pip install --force-reinstall --no-deps {which}{index}"
 
 
 def _head(method: Method, config: ModelConfig) -> Head:

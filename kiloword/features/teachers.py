@@ -17,6 +17,7 @@ from kiloword.checkpoint.model_folder import check_finite, load_model, model_fil
 from kiloword.checkpoint.trust import NONE, Trust
 from kiloword.config.recipes import Resize
 from kiloword.distributed.device import choose
+from kiloword.errors import needs
 from kiloword.interop.hf_folder import is_sentence_encoder, read_sentence_folder
 from kiloword.interop.names import local_folder
 from kiloword.model.encoding import TEXTS, encode_texts, inference
@@ -237,7 +238,7 @@ def from_folder(folder: Path, what: str, classes: tuple[str, str], device: str, 
 
         model_class, other_class = (getattr(transformers, name) for name in classes)
     except (ImportError, AttributeError):  # classes are imported at first use; old versions lack some
-        raise ValueError("transformers is not installed, which hf: needs: pip install 'kiloword[hf]'") from None
+        raise ValueError(needs(f"hf:{folder}", "transformers", "hf")) from None
     local_only: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     try:
         model = model_class.from_pretrained(str(folder), use_safetensors=True, **local_only)

@@ -12,6 +12,7 @@ import re
 from pathlib import Path
 
 from kiloword.data import files as cache
+from kiloword.errors import needs
 from kiloword.interop import folder, hf_clip
 from kiloword.interop.hf_folder import json_object
 from kiloword.interop.open_clip import import_state, read
@@ -85,7 +86,7 @@ def _fetched(name: str) -> Path:
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
-        raise ValueError("huggingface_hub is not installed, which hf-hub: needs: pip install huggingface_hub") from None
+        raise ValueError(needs(f"hf-hub:{name}", "huggingface_hub", "remote")) from None
     repository, _, revision = name.partition("@")
     try:
         return Path(snapshot_download(repository, revision=revision or None, allow_patterns=list(FILES)))

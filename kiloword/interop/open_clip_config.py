@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from kiloword.config.recipes import Activation, HeadConfig, ImageConfig, ModelConfig, Preprocess, TextConfig
+from kiloword.errors import needs
 from kiloword.model.trunks.libraries import torchvision_ready as torchvision_ready
 
 _TEXT_KEYS = {
@@ -80,7 +81,7 @@ def _raw_config(name: str) -> dict[str, Any]:
     try:
         import open_clip
     except ImportError as error:
-        raise ValueError("open_clip is not installed; pip install 'kiloword[openclip]'") from error
+        raise ValueError(needs(f"open_clip's model {name!r}", "open_clip_torch", "openclip")) from error
     raw: dict[str, Any] | None = open_clip.get_model_config(name) if name in open_clip.list_models() else None
     if raw is None:
         raise ValueError(f"open_clip knows no model {name!r}; its names are those of open_clip.list_models()")

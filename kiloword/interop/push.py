@@ -17,6 +17,7 @@ from kiloword.checkpoint.model_folder import WEIGHTS, check_weights, model_files
 from kiloword.checkpoint.tensors import read_shapes
 from kiloword.checkpoint.trust import method_of
 from kiloword.data.text.tokenizer import Tokenizer
+from kiloword.errors import needs
 from kiloword.interop.hf_folder import json_object
 from kiloword.interop.names import is_foreign
 from kiloword.report.model_card import CARD, model_card
@@ -160,7 +161,7 @@ def _imported() -> Any:
     try:
         import huggingface_hub.utils
     except ImportError:
-        raise ValueError("huggingface_hub is not installed, which push needs: pip install huggingface_hub") from None
+        raise ValueError(needs("push", "huggingface_hub", "remote")) from None
     return huggingface_hub
 
 

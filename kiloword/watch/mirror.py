@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from kiloword.errors import needs
 from kiloword.watch.rows import RowReader, number
 from kiloword.watch.runs import Watched
 
@@ -24,7 +25,7 @@ SUFFIX = ".kiloword"  # end of the names of the files written here
 def check_tensorboard() -> None:
     """Raises: ValueError when the package is not installed."""
     if importlib.util.find_spec("tensorboard") is None:
-        raise ValueError("tensorboard is not installed: pip install 'kiloword[log]', or omit it.")
+        raise ValueError(needs("--tensorboard", "tensorboard", "log", ", or omit it."))
 
 
 class Mirror:

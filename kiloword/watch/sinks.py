@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 from kiloword.checkpoint.files import write_json
 from kiloword.config.options import Trackers
+from kiloword.errors import needs
 from kiloword.watch.groups import leaves_of
 from kiloword.watch.mirror import NO_CURVE
 from kiloword.watch.rows import number
@@ -43,7 +44,7 @@ class Sink(Protocol):
 def check_installed(kind: str) -> None:
     """Raises: ValueError when the package is not installed."""
     if importlib.util.find_spec(kind) is None:
-        raise ValueError(f"{kind} is not installed: pip install 'kiloword[{kind}]', or omit it.")
+        raise ValueError(needs(f"--log-to {kind}", kind, kind, ", or omit it."))
 
 
 def opened(kind: Trackers, run: Path) -> Sink:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import tomllib
 from pathlib import Path
@@ -57,6 +58,25 @@ def test_make_installs_nothing_without_a_hash() -> None:
     calls = [line.strip() for line in text.splitlines() if re.match(r"\s*@?\S*(\$\(PIP\)|python -m pip install)", line)]
     assert [call for call in calls if "--require-hashes" not in call] == ["@$(PIP) --editable ."]
     assert len(calls) == 2
+
+
+def test_the_readme_lists_every_extra_and_messages_name_existing_ones() -> None:
+    extras = set(
+        tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    )
+    install = (ROOT / "README.md").read_text(encoding="utf-8").partition("| extra |")[2].partition("\n\n")[0]
+    listed = [name for row in install.splitlines()[2:] for name in re.findall(r"`([\w-]+)`", row.split("|")[1])]
+    assert set(listed) == extras
+    assert len(listed) == len(extras)
+    assert set(re.findall(r"kiloword\[([\w-]+)\]", install)) <= extras
+    named, spelled = set[str](), set[str]()
+    for path in (ROOT / "kiloword").rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        spelled |= {path.name} if "'kiloword[" in text else set()
+        calls = (n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Call) and ast.unparse(n.func) == "needs")
+        named |= {call.args[2].value for call in calls if isinstance(call.args[2:][0], ast.Constant)}  # type: ignore
+    assert {"openclip", "hf", "fast", "remote"} <= named <= extras
+    assert spelled == {"errors.py", "nearest.py"}  # the sentence itself, and the note of a search without its index
 
 
 def test_the_wheel_holds_every_file_of_the_package() -> None:

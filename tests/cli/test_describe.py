@@ -132,3 +132,16 @@ def test_doctor_names_extras_present_and_absent(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("kiloword.cli.describe._version", lambda package: "")
     assert extras()["timm"] == {"timm": ""}
     assert any("kiloword[fast]" in hint for hint in hints())
+
+
+def test_doctor_names_a_torchvision_of_another_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kiloword.cli.describe.torchvision_ready", lambda: None)
+    assert not any("torchvision" in hint for hint in hints())
+    monkeypatch.setattr("kiloword.cli.describe.torchvision_ready", object)
+    monkeypatch.setattr(torch, "__version__", "2.13.0+cpu")
+    cpu = "--no-deps 'torchvision==0.28.*' --index-url https://download.pytorch.org/whl/cpu brings the matching one."
+    assert sum(hint.endswith(cpu) for hint in hints()) == 1
+    monkeypatch.setattr(torch, "__version__", "2.11.1")
+    assert any("--no-deps 'torchvision==0.26.*' brings" in hint for hint in hints())
+    monkeypatch.setattr(torch, "__version__", "3.0.0")
+    assert any("--no-deps torchvision brings" in hint for hint in hints())

@@ -68,7 +68,7 @@ class Rows:
 def test_captions_of_the_web_need_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ftfy", None)
     assert siglip("A dog, plain!") == "a dog plain"
-    with pytest.raises(ValueError, match=r"caption 'a &amp; b' needs the package ftfy"):
+    with pytest.raises(ValueError, match=r"caption 'a &amp; b', read as CLIP reads it, needs ftfy: pip"):
         siglip("a &amp; b")
 
 

@@ -223,12 +223,12 @@ def test_bad_files_and_missing_libraries(monkeypatch: pytest.MonkeyPatch, tmp_pa
     with pytest.raises(ValueError, match=r"unknown tower .tim:vit..*Did you mean timm"):
         towers.parse("tim:vit")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="pip install timm"):
+    with pytest.raises(ValueError, match=r"a tower of timm needs timm: pip install 'kiloword\[timm\]'"):
         made("timm:test_vit")
-    with pytest.raises(ValueError, match="pip install open_clip_torch"):
+    with pytest.raises(ValueError, match=r"needs open_clip_torch: pip install 'kiloword\[openclip\]'"):
         made("open_clip:ViT-B-32")
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ValueError, match="transformers is not installed"):
+    with pytest.raises(ValueError, match=r"needs transformers: pip install 'kiloword\[hf\]'"):
         made(f"hf:{tmp_path}")
 
 

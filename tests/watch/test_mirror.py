@@ -83,7 +83,7 @@ def test_without_tensorboard_the_extra_is_named(
     with pytest.raises(SystemExit):
         main(["watch", str(out), "--tensorboard", str(tmp_path / "events")])
     assert "pip install 'kiloword[log]'" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="tensorboard is not installed"):
+    with pytest.raises(ValueError, match="--tensorboard needs tensorboard: pip"):
         Mirror(out, tmp_path / "events")
 
 

@@ -254,7 +254,7 @@ def test_a_library_that_is_missing(
     with pytest.raises(SystemExit) as end:
         main([word.format(run=out) for word in words] + ["--log-to", "mlflow"])
     assert end.value.code == 2
-    assert "mlflow is not installed: pip install 'kiloword[mlflow]'" in capsys.readouterr().err
+    assert "--log-to mlflow needs mlflow: pip install 'kiloword[mlflow]', or omit it." in capsys.readouterr().err
 
 
 @pytest.mark.slow

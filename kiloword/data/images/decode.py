@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageFile, UnidentifiedImageError
 
 from kiloword.data.images.work import check_bytes, check_opened, finder, is_whole_png
+from kiloword.errors import needs
 from kiloword.terminal import shown
 from kiloword.types import BadSample
 
@@ -48,7 +49,7 @@ def check_decoder(decoder: str) -> None:
         raise ValueError(f"unknown decoder '{decoder}'. Expected pillow, opencv or simplejpeg.")
     module, package = _PACKAGES[decoder]
     if not _installed(module):
-        raise ValueError(f"decoder '{decoder}' needs a package that is not installed: pip install {package}")
+        raise ValueError(needs(f"decoder '{decoder}'", package, "fast"))
 
 
 @cache

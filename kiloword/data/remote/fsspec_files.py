@@ -13,6 +13,7 @@ from kiloword.addresses import Address, split
 from kiloword.data.remote.config import RemoteConfig
 from kiloword.data.remote.errors import Fault, TooLarge, Unreachable, foreign
 from kiloword.data.remote.transport import Checksum, Stat, bounded, check_host, checked_size
+from kiloword.errors import needs
 
 _TAGS = ("ETag", "etag", "md5Hash", "blob_id", "LastModified", "last_modified", "updated", "mtime", "created")
 _AT_ONCE = 8 << 20  # bytes
@@ -68,8 +69,8 @@ class Fsspec:
             fs, path = fsspec.url_to_fs(self.address.full)
         except (ImportError, ValueError, TypeError) as error:
             raise Unreachable(
-                f"{self.address} cannot be opened ({foreign(str(error))}). http and https need nothing more; s3, gs "
-                "and hf: pip install 'kiloword[remote]'."
+                f"{self.address} cannot be opened ({foreign(str(error))}). "
+                + needs("s3, gs or hf", "the packages of its store", "remote", "; http and https need nothing more.")
             ) from None
         except Exception as error:  # ftp and others connect at once
             raise self._failed(error) from None

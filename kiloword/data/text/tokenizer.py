@@ -24,6 +24,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from kiloword.checkpoint.files import write_atomic
 from kiloword.config.recipes import TextConfig
 from kiloword.data.text.tokenizer_file import CLIP_END, CLIP_START, CLIP_WORDS, Roles, read
+from kiloword.errors import needs
 from kiloword.types import Texts
 
 LEARNED = 1 << 16  # characters of a caption that train a vocabulary; of a word, those before the end of _LONG_WORD
@@ -288,8 +289,8 @@ def _clip_merges() -> list[tuple[str, str]]:
     package = importlib.util.find_spec("open_clip")  # found, not imported: its import needs torchvision
     if package is None or not package.submodule_search_locations:
         raise ValueError(
-            "CLIP's vocabulary comes with open_clip: pip install 'kiloword[openclip]', or to train, give its file by "
-            "--tokenizer bpe_simple_vocab_16e6.txt.gz, or --tokenizer own"
+            needs("CLIP's vocabulary", "open_clip_torch", "openclip")
+            + ", or to train, give its file by --tokenizer bpe_simple_vocab_16e6.txt.gz, or --tokenizer own"
         )
     path = Path(package.submodule_search_locations[0]) / "bpe_simple_vocab_16e6.txt.gz"
     with gzip.open(path, "rt", encoding="utf-8") as file:
@@ -303,8 +304,8 @@ def _convert_sentencepiece(path: Path) -> str:
         raise ValueError(f"no sentencepiece model at {path}; give the path of SigLIP's tokenizer.json or .model file")
     if importlib.util.find_spec("transformers") is None or importlib.util.find_spec("sentencepiece") is None:
         raise ValueError(
-            f"{path.name} needs transformers and sentencepiece (pip install transformers sentencepiece) to be read; "
-            "or give the model's tokenizer.json, which needs neither"
+            needs(path.name, "transformers and sentencepiece", "hf", " sentencepiece; ")
+            + "or give the model's tokenizer.json, which needs neither"
         )
     from transformers import T5TokenizerFast  # type: ignore[import-not-found, unused-ignore]
 
@@ -334,9 +335,7 @@ def _web(caption: str) -> str:
     try:
         import ftfy
     except ImportError as error:
-        raise ValueError(
-            f"caption {caption[:40]!r} needs the package ftfy to be read as CLIP reads it: pip install ftfy"
-        ) from error
+        raise ValueError(needs(f"caption {caption[:40]!r}, read as CLIP reads it,", "ftfy", "openclip")) from error
     return " ".join(html.unescape(html.unescape(ftfy.fix_text(caption))).split())
 
 

@@ -11,6 +11,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from kiloword.errors import needs
+
 TOKENIZER = "tokenizer/stanford-corenlp-3.4.1.jar"
 METEOR = "meteor/meteor-1.5.jar"
 SPICE = "spice/spice-1.0.jar"
@@ -28,7 +30,7 @@ def missing(*files: str) -> str | None:
     """Why files of pycocoevalcap cannot be run, a clause; None: they can be."""
     package = folder()
     if package is None:
-        return "the package pycocoevalcap is not installed (pip install 'kiloword[eval]')"
+        return needs("it", "pycocoevalcap", "eval")
     if shutil.which("java") is None:
         return "there is no java on the PATH"
     lost = next((package / file for file in files if not (package / file).is_file()), None)

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kiloword.errors import needs
 from kiloword.interop.export.source import (
     TEXTS,
     Exported,
@@ -218,7 +219,7 @@ def write_onnx(source: Exported, folder: Path) -> list[str]:
         import onnxruntime  # noqa: F401
         import onnxscript  # noqa: F401
     except ImportError as error:
-        raise ValueError(f"{error.name} is not installed, which onnx needs: pip install 'kiloword[onnx]'") from error
+        raise ValueError(needs("an export to onnx", error.name or "onnxruntime", "onnx")) from error
     lines = []
     for graph in graphs(source, "onnx"):
         path = folder / f"{graph.name}.onnx"

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kiloword.checkpoint.files import write_json
 from kiloword.config.recipes import ImageConfig, ModelConfig, TextConfig
+from kiloword.errors import needs
 from kiloword.interop.export.source import TEXTS, Exported, check_close, check_dual, is_siglip, largest_difference
 from kiloword.interop.export.weights import inverted
 from kiloword.interop.export.words import write_tokenizer
@@ -29,7 +30,7 @@ def library() -> Any:
     try:
         import open_clip
     except ImportError as error:
-        raise ValueError("open_clip is not installed; pip install 'kiloword[openclip]'") from error
+        raise ValueError(needs("an export to open_clip", "open_clip_torch", "openclip")) from error
     return open_clip
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kiloword.checkpoint.files import write_json
 from kiloword.config.recipes import ImageConfig, TextConfig
+from kiloword.errors import needs
 from kiloword.interop.export.source import TEXTS, Exported, check_close, check_dual, is_siglip, largest_difference
 from kiloword.interop.export.weights import inverted
 from kiloword.interop.export.words import padding_of, write_preprocessor, write_tokenizer
@@ -128,9 +129,8 @@ def write_sentence(source: Exported, folder: Path) -> list[str]:
         from sentence_transformers import SentenceTransformer
         from sentence_transformers.sentence_transformer.modules import Normalize, Transformer
     except ImportError as error:
-        raise ValueError(
-            f"{error.name or 'sentence-transformers'} is not installed: pip install 'kiloword[sentence-transformers]'"
-        ) from error
+        package = error.name or "sentence-transformers"
+        raise ValueError(needs("this export", package, "sentence-transformers")) from error
     if is_siglip(source.config):
         raise ValueError(
             "sentence-transformers cannot express this model: it pads texts to the longest of a batch, and SigLIP's "

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from kiloword.config.recipes import DEPTH
+from kiloword.errors import needs
 
 MOST = 1 << 22  # limit of any number in a config.json of transformers
 UNREAD = ("auto_map", "quantization_config", "dtype", "torch_dtype", "architectures")
@@ -56,7 +57,7 @@ def transformers() -> Any:
     try:
         import transformers as library  # type: ignore[import-not-found, unused-ignore]
     except ImportError:
-        raise ValueError("transformers is not installed, which this tower needs: pip install 'kiloword[hf]'") from None
+        raise ValueError(needs("this model", "transformers", "hf")) from None
     return library
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from kiloword.errors import suggestion
+from kiloword.errors import needs, suggestion
 from kiloword.model.trunks.libraries import check_numbers, kept, torchvision_ready, transformers, unfilled
 from kiloword.model.trunks.trunk import Trunk
 
@@ -22,7 +22,7 @@ ANY_SIZE = ("dinov2", "dinov2_with_registers")  # interpolate their positions to
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)  # of a model: no address, no path
 HEADS = ("attn_pool", "fc_norm", "head", "head_drop", "head_norm")  # parts of timm's models after their tokens
 INDEXED = re.compile(r"^(?!.*\b(?:stem|patch_embed)\b)(.*?\d+\.(?:(?:blocks\.)?\d+\.)?)")
-INSTALL = {"timm": "timm", "open_clip": "open_clip_torch"}
+INSTALL = {"timm": ("timm", "timm"), "open_clip": ("open_clip_torch", "openclip")}  # package, extra of kiloword
 
 
 class LibraryTrunk(Trunk):
@@ -152,6 +152,6 @@ def check_hf(config: Mapping[str, Any], types: tuple[str, ...]) -> str:
 def _library(name: str) -> Any:
     """timm or open_clip. Raises: ValueError where it is not installed."""
     if importlib.util.find_spec(name) is None:
-        raise ValueError(f"this tower is code of {name}, which is not installed: pip install {INSTALL[name]}.")
+        raise ValueError(needs(f"a tower of {name}", *INSTALL[name]))
     torchvision_ready()
     return importlib.import_module(name)

@@ -181,7 +181,7 @@ def test_decoders_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
         check_decoder("gdal")
     monkeypatch.setattr(decode_module, "_installed", lambda module: False)
     for name, package in {"opencv": "opencv-python-headless", "simplejpeg": "simplejpeg"}.items():
-        with pytest.raises(ValueError, match=f"pip install {package}"):
+        with pytest.raises(ValueError, match=f"'{name}' needs {package}: pip install 'kiloword.fast.'"):
             TrainTransform(8, decoder=name)  # type: ignore[arg-type]
     EvalTransform(8)
 

@@ -321,7 +321,7 @@ def test_spice_where_its_models_are(fake_java: Path) -> None:
 
 def test_what_is_missing_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(caption_java, "folder", lambda: None)
-    with pytest.raises(ValueError, match="METEOR cannot run: the package pycocoevalcap is not installed"):
+    with pytest.raises(ValueError, match="METEOR cannot run: it needs pycocoevalcap: pip install"):
         caption_java.meteor(["a"], [["a"]], 600)
     monkeypatch.setattr(caption_java, "folder", lambda: tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
