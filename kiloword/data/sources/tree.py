@@ -99,20 +99,31 @@ def read_tree(path: Path) -> ClassTree:
 
 def _parsed(stored: Any, digest: str) -> ClassTree:
     nodes, classes = dict(stored["nodes"]), list(stored["classes"])
-    phrases = [str(node.get("phrase") or article(node["name"])) for node in nodes.values()]
+    phrases = [_phrase(name, node) for name, node in nodes.items()]
     place = {name: n for n, name in enumerate(nodes)}
-    if not classes:
-        raise ValueError("the tree has no classes.")
+    if not classes or None in classes:
+        raise ValueError("a class is null: expected the id of its node." if classes else "the tree has no classes.")
     paths = [[place[node] for node in _path(nodes, name)] for name in classes]
     below = np.zeros((len(nodes), len(classes)), dtype=bool)
     for label, path in enumerate(paths):
         below[path, label] = True
     templates = dict(stored.get("templates") or {})
-    captions = [str(templates.get(str(len(phrase.split())), PLAIN)).replace("{}", phrase) for phrase in phrases]
+    for template in templates.values():
+        if not isinstance(template, str) or template.count("{}") != 1:
+            raise ValueError(f"the template {shown(str(template)[:60])!r} has not one place {{}} for the phrase.")
+    captions = [templates.get(str(len(phrase.split())), PLAIN).replace("{}", phrase) for phrase in phrases]
     tree = ClassTree(captions, paths, below, digest)
     for node, caption in enumerate(captions):
         tree.nodes_of.setdefault(caption, []).append(node)
     return tree
+
+
+def _phrase(name: str, node: dict[str, Any]) -> str:
+    """The name of a node with its article. Raises: ValueError where it is no text."""
+    phrase = node.get("phrase") or node["name"]
+    if not isinstance(phrase, str) or not phrase.strip() or not phrase.isprintable():
+        raise ValueError(f"the node {shown(name[:60])!r} has the name {shown(str(phrase)[:60])!r}: expected words.")
+    return phrase if node.get("phrase") else article(phrase)
 
 
 def _path(nodes: dict[str, Any], name: str) -> list[str]:

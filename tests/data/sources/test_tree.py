@@ -113,8 +113,13 @@ def test_options_are_checked(photos: Path, query: str, message: str) -> None:
         ({"classes": ["2", "9", "4"]}, "'9' is a parent or a class, but not among the nodes"),
         ({"classes": ["2", "3"]}, "the tree has 2 classes, but the data names 3"),
         ({"classes": []}, "the tree has no classes"),
+        ({"classes": [None, "3", "4"]}, "a class is null: expected the id of its node"),
         ({"nodes": {"0": "thing"}}, "is no tree of classes"),
         ({"nodes": 3}, "is no tree of classes"),
+        ({"nodes": {**NODES, "0": {"name": 3, "parent": None}}}, "the node '0' has the name '3': expected words"),
+        ({"nodes": {**NODES, "0": {"name": " ", "parent": None}}}, "the node '0' has the name ' ': expected words"),
+        ({"templates": {"2": "a photo"}}, "the template 'a photo' has not one place {} for the phrase"),
+        ({"templates": {"2": 5}}, "the template '5' has not one place {} for the phrase"),
     ],
 )
 def test_a_tree_of_another_form_is_refused(photos: Path, tmp_path: Path, change: Any, message: str) -> None:
