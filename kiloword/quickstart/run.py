@@ -22,6 +22,7 @@ from kiloword.quickstart.judge import draw_all, judge
 from kiloword.quickstart.page import page
 from kiloword.quickstart.results import Facts, QuickstartResults, SampleSizes
 from kiloword.quickstart.words import summary
+from kiloword.report.model_card import record_evaluation
 from kiloword.terminal import say, warn
 from kiloword.training.log import read_metrics
 from kiloword.training.loop import RunOptions, train
@@ -81,6 +82,8 @@ def _results(chosen: Recipe, out: Path, folder: Path, sizes: SampleSizes, traini
     facts = _facts(chosen, matcher, training_s, time.perf_counter() - start)
     results = QuickstartResults(version=version, sizes=sizes, facts=facts, judged=judged)
     write_json(out / "results.json", asdict(results))
+    data = f"scenes:test?n={sizes.retrieval}"
+    record_evaluation(folder, "retrieval", data, sizes.retrieval, chosen.steps, results.judged.retrieval.model)
     return results
 
 

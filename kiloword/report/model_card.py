@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from kiloword.__version__ import __version__
 from kiloword.addresses import scrubbed
-from kiloword.checkpoint.files import write_atomic
+from kiloword.checkpoint.files import write_atomic, write_json
 from kiloword.checkpoint.model_folder import read_model_file
 from kiloword.config.recipes import ModelFile
 from kiloword.terminal import shown
@@ -66,12 +66,33 @@ def _figures(folder: Path) -> str:
     """A table of the last validation of the run, and of the metrics in the JSON files beside it."""
     run = folder.parent if folder.name == "model" else folder
     step, metrics = _validation(run / "metrics.jsonl")
-    entries = [(f"validation at step {step:,}", name, value) for name, value in metrics.items()]
-    entries += [(path.stem, name, value) for path in sorted(run.glob("*.json")) for name, value in _metrics(path)]
+    sets = _sets(run / "history.jsonl")
+    entries = [(*_of_set(name, sets, step), value) for name, value in metrics.items()]
+    for path in sorted(run.glob("*.json")):
+        entries += [(label, name, value) for label, name, value in _metrics(path)]
     if not entries:
         return "No evaluation is recorded beside this model."
     rows = [f"| {_line(what)} | {_line(name)} | {value:.4f} |" for what, name, value in entries[:FIGURES]]
     return "\n".join(["| evaluation | metric | value |", "|---|---|---|", *rows])
+
+
+def _sets(history: Path) -> dict[str, Any]:
+    """The validation sets of the run's last process that names any: name -> [data, number of images]."""
+    if not history.is_file() or history.stat().st_size > LARGEST:
+        return {}
+    rows = [_object(line) for line in history.read_text(encoding="utf-8", errors="replace").splitlines()]
+    named = [row["val"] for row in rows if isinstance(row.get("val"), dict) and row["val"]]
+    return named[-1] if named else {}
+
+
+def _of_set(metric: str, sets: Mapping[str, Any], step: int) -> tuple[str, str]:
+    """The evaluation and the metric that a name of `metrics.jsonl` stands for; of several sets it begins with one's."""
+    prefixes = [name for name in sets if metric.startswith(f"{name}/")] or (list(sets) if len(sets) == 1 else [])
+    name = max(prefixes, key=len, default="")
+    match sets.get(name):
+        case [str(data), int(images)]:
+            return f"{data}, {images:,} images, at step {step:,}", metric.removeprefix(f"{name}/")
+    return f"validation at step {step:,}", metric
 
 
 def _validation(rows: Path) -> tuple[int, dict[str, float]]:
@@ -87,15 +108,19 @@ def _validation(rows: Path) -> tuple[int, dict[str, float]]:
     return last
 
 
-def _metrics(path: Path) -> list[tuple[str, float]]:
-    """The numbers of an evaluation's JSON: metric -> number; of other files none."""
+def _metrics(path: Path) -> list[tuple[str, str, float]]:
+    """The numbers of an evaluation's JSON: (evaluation, metric, number); of other files none."""
     if path.name in NOT_FIGURES or path.stat().st_size > LARGEST:
         return []
     try:
         record = _object(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return []
-    return [(name, float(value)) for name, value in record.items() if _is_number(value)]
+    label = path.stem
+    match record:
+        case {"data": str(data), "images": int(images), "step": int(step), "metrics": dict(metrics)}:
+            label, record = f"{path.stem}: {data}, {images:,} images, at step {step:,}", metrics
+    return [(label, name, float(value)) for name, value in record.items() if _is_number(value)]
 
 
 def _object(text: str) -> dict[str, Any]:
@@ -113,6 +138,13 @@ def _is_number(value: object) -> bool:
 def write_card(folder: Path) -> None:
     """Write the card of a model folder, such as OUT/model of a run that has ended."""
     write_atomic(folder / CARD, model_card(folder).encode())
+
+
+def record_evaluation(folder: Path, task: str, data: str, images: int, step: int, metrics: Mapping[str, float]) -> None:
+    """Write TASK.json beside a run's model folder, and its figures into the card. Args: images: number evaluated."""
+    record = {"data": scrubbed(data), "images": images, "step": step, "metrics": dict(metrics)}
+    write_json(folder.parent / f"{task}.json", record)
+    write_card(folder)
 
 
 def model_card(folder: Path) -> str:

@@ -32,6 +32,7 @@ class Process:
     device: str = ""
     ranks: int = 1
     images: int = 0  # of the training data
+    val: Mapping[str, Any] = field(default_factory=dict)  # validation sets: name -> [data, number of images]
     options: Mapping[str, Any] = field(default_factory=dict)  # flags of the run that differ from their defaults
 
 

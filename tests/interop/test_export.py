@@ -27,7 +27,7 @@ from kiloword.interop.export.source import LIMIT, Exported, check_close
 from kiloword.interop.export.weights import inverted
 from kiloword.methods.registry import preset
 from kiloword.model.model import build
-from kiloword.report.model_card import write_card
+from kiloword.report.model_card import record_evaluation, write_card
 
 TEXTS = ["a dog", "wow !", "two cats and a dog"]
 VISION = 'torch.library.Library("torchvision", "FRAGMENT")'
@@ -282,6 +282,13 @@ def test_a_card_tells_what_the_run_recorded_as_text(tmp_path: Path) -> None:
     assert "secret" not in text
     assert "\n# title" not in text
     assert kiloword.load(folder).card == text
+    history = {"val": {"dev": ["s3://u:secret2@b/dev", 8]}}
+    (tmp_path / "run" / "history.jsonl").write_text(json.dumps(history) + "\n" + json.dumps({"val": 3}) + "\n[")
+    record_evaluation(folder, "retrieval", "scenes:test", 500, 1200, {"recall@1": 0.25})
+    text = (folder / "README.md").read_text()
+    assert "8 images, at step 2 | rsum | 2.0000 |" in text
+    assert "secret2" not in text
+    assert "| retrieval: scenes:test, 500 images, at step 1,200 | recall@1 | 0.2500 |" in text
 
 
 def test_ids_of_exported_tokenizers_are_kilowords(tmp_path: Path) -> None:

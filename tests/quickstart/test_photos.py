@@ -78,6 +78,8 @@ def test_every_method_is_trained_on_the_same_tokens_and_judged_as_eval_does(
     val = open_source(f"val-part:{place / 'my photos'}")
     for figures in results.figures.methods:
         recipe = read_config(out / figures.name / "config.json", RunFile).recipe
+        card = (out / figures.name / "model" / "README.md").read_text()
+        assert f"| retrieval: val-part:{place / 'my photos'}, {len(val)} images, at step {STEPS} |" in card
         assert recipe.data.image_features == recipe.data.text_features == (str(plan(place).files(out)[0]),)
         assert (recipe.steps, recipe.method) == (STEPS, figures.name)
     judged = evaluation.evaluate(load(out / "clip" / "model"), "retrieval", val)  # from pixels and words

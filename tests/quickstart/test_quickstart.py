@@ -169,6 +169,14 @@ def test_misses_anywhere_is_over_all_pairs() -> None:
     assert found["number of objects"] == pytest.approx(np.mean([len(a.things) == len(b.things) for a, b in pairs]))
 
 
+def test_the_card_shows_the_figures(out: Path, results: QuickstartResults) -> None:
+    recall = results.judged.retrieval.model["text_retrieval_recall@5"]
+    label = f"retrieval: scenes:test?n={SIZES.retrieval}, {SIZES.retrieval} images, at step "
+    (row,) = [x for x in (out / "model" / "README.md").read_text().splitlines() if "text\\_retrieval\\_recall@5 |" in x]
+    assert row.startswith(f"| {label}")
+    assert f"| {recall:.4f} |" in row
+
+
 def test_a_second_call_does_nothing_twice(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = {p: p.read_bytes() for p in out.rglob("*") if p.is_file()}
     (out / "report.html").unlink()

@@ -59,6 +59,7 @@ def test_the_page_shows_the_run(out: Path) -> None:
 
 def test_a_finished_run_keeps_its_page_and_history(out: Path) -> None:
     assert "Trained for 4 steps on: scenes" in (out / "model" / "README.md").read_text()
+    assert "| scenes:test?n=8, 8 images, at step 4 | text\\_retrieval" in (out / "model" / "README.md").read_text()
     before = {name: (out / name).read_bytes() for name in (report.NAME, history.FILE)}
     main([*WORDS, "--out", str(out)])
     assert {name: (out / name).read_bytes() for name in before} == before

@@ -30,6 +30,7 @@ from kiloword.quickstart.photos.judge import FREE, Trained, Validation, judge, t
 from kiloword.quickstart.photos.page import page, summary
 from kiloword.quickstart.photos.results import PhotoFacts, PhotoResults
 from kiloword.quickstart.run import seconds_in_loop
+from kiloword.report.model_card import record_evaluation
 from kiloword.terminal import say, warn
 from kiloword.training import start
 from kiloword.training.log import read_metrics
@@ -163,6 +164,10 @@ def _results(plan: PhotoPlan, sources: Sequence[Source], out: Path, held_out: bo
     warn(f"judging {len(trained)} models on {len(sources[1]):,} photos that they were not trained on")
     folder = plan.files(out)[1]
     figures = judge(trained, Validation(sources[1], [ImageTokens(folder)], [TextTokens(folder)]))
+    data = " ".join(plan.val)
+    for one in figures.methods:
+        model = trained[one.name].folder
+        record_evaluation(model, "retrieval", data, len(sources[1]), one.steps, one.retrieval)
     results = PhotoResults(
         version=_version(plan, sources, out),
         facts=_facts(plan, out, sources, held_out),

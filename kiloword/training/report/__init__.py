@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kiloword import report
+from kiloword.addresses import scrubbed
 from kiloword.config.options import RunOptions
 from kiloword.config.recipes import Recipe
 from kiloword.config.settings import leaves
@@ -50,6 +51,7 @@ def reported(run: Run, options: RunOptions) -> Iterator[None]:
             device=_device(run.device),
             ranks=collectives.ranks(),
             images=len(run.loader.source),
+            val={one.name: [scrubbed(one.source.name), len(one.source)] for one in run.val},
             options=_options(options),
         )
     try:
