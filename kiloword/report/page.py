@@ -172,6 +172,11 @@ def code(text: str) -> Html:
     return Html(f'<pre class="code">{escape(text)}</pre>')
 
 
+def folded(summary: str, *parts: str) -> Html:
+    """Parts that a click on the summary shows: what is too long for a page and too good to omit."""
+    return Html(f"<details><summary>{escape(summary)}</summary>{stack(*parts)}</details>")
+
+
 def grid(elements: Iterable[str], narrow: bool = False) -> Html:
     """Elements side by side where there is room, else one below the other; narrow ones three in a row."""
     html = stack(*elements)

@@ -16,6 +16,7 @@ POINTS = 300  # of a curve; more are averaged
 SMOOTH = 60  # points from which a line of means is drawn over the rows
 MAIN = ("recall@1", "/accuracy", "/acc1", "/mean_average_precision", "/cider")  # ends of the main metrics of validation
 SPEED = ("pairs_per_s", "data_wait", "memory")
+FROM_ZERO = ("memory",)  # amounts of a whole: a rise of a tenth looks like one
 OPTIMIZATION = ("gradient_norm", "lr", "scale", "bias", "skipped_steps")
 COUNTS = ("step", "epoch", "time", "restarts", "skipped", "truncated", "captions", "save_s", "stopped_early")
 NO_LOSS = (*SPEED, *OPTIMIZATION, *COUNTS, "slowest_data_wait", "loader_pairs_per_s", "mined_share")
@@ -100,8 +101,11 @@ def plot(name: str, curves: Sequence[Curve], title: str = "") -> Html:
     xs, ys = (sorted(p[axis] for curve in drawn for p in curve.points) for axis in (0, 1))
     ends = (xs[0], xs[-1]), (ys[0], ys[-1])
     long = max(len(curve.points) for curve in drawn) >= SMOOTH and not name.startswith("val/")
+    shared = len(drawn) > SERIES
+    if name in FROM_ZERO:
+        ends, shared = (ends[0], (min(0.0, ys[0]), ys[-1])), True
     parts = [drawn[n : n + SERIES] for n in range(0, len(drawn), SERIES)]
-    plots = [_plot(part, label, long, ends if len(parts) > 1 else None) for part in parts]
+    plots = [_plot(part, label, long, ends if shared else None) for part in parts]
     return stack(heading(title) if title else None, *plots)
 
 

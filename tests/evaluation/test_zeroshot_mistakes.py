@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kiloword.evaluation.zeroshot import mistakes, page
-from kiloword.evaluation.zeroshot.mistakes import MATRIX, SHOWN, Predictions, classes_table, confusions
+from kiloword.evaluation.zeroshot.mistakes import MATRIX, ROWS, SHOWN, Predictions, classes_table, confusions
 from kiloword.evaluation.zeroshot.task import zeroshot
 from kiloword.report import stack
 from pages import sections
@@ -64,6 +64,11 @@ def test_tables_name_the_worst_class_and_its_confusion() -> None:
     large = np.diag(np.full(many, 5)) + np.eye(many, k=1, dtype=int)
     large[3, 7] = 9
     (pairs,) = sections(stack(*confusions([f"c{n}" for n in range(many)], large)))[""].tables
+    worst, every = sections(stack(*classes_table([f"<c{n}>" for n in range(many)], large)))[""].tables
+    assert (len(worst), len(every)) == (1 + ROWS, 1 + many)
+    assert every[: len(worst)] == worst
+    html = stack(*classes_table([f"<c{n}>" for n in range(many)], large))
+    assert f"<details><summary>The {ROWS} worst of {many} classes; all classes</summary>" in html
     assert pairs[1] == ["c3", "c7", "9", "60%"]
     assert SHOWN > 0
 

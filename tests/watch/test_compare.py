@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from kiloword.cli.main import main
+from kiloword.watch import curves
 from pages import sections
 from runs import row, write
 
@@ -91,6 +92,12 @@ def test_many_runs_share_axes(tmp_path: Path) -> None:
     assert ticks[0] == ticks[1]
     numbers = [[piece.split("<")[0] for piece in part.split('text-anchor="end">')[1:]] for part in (first, second)]
     assert numbers[0] == numbers[1]
+
+
+def test_an_axis_of_memory_begins_at_zero() -> None:
+    points = [(10, 2390.0), (100, 2650.0)]
+    assert ">0</text>" in curves.plot("memory", [curves.Curve("a", points)])
+    assert ">0</text>" not in curves.plot("pairs_per_s", [curves.Curve("a", points)])
 
 
 def test_a_run_without_settings_has_none_that_differ(runs: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kiloword.evaluation.retrieval.relevance import Score
-from kiloword.report import Html, heat_map, percent, table, tiles
+from kiloword.report import Html, folded, heat_map, percent, table, tiles
 from kiloword.types import Features
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 SHOWN = 12  # mistakes with their images
 MATRIX = 20  # classes whose whole confusion matrix fits a page
 PAIRS = 20  # most frequent confusions, of more classes
-ROWS = 200  # classes in the table
+ROWS = 20  # worst classes in the table; all are in a folded one
 SIDE = 160  # pixels: largest side of an image on the page
 Pixels = npt.NDArray[np.uint8]
 
@@ -110,14 +110,15 @@ def classes_table(names: Sequence[str], confusion: npt.NDArray[np.int64]) -> Ite
     order = sorted(seen, key=lambda c: right[c] / counts[c])
     wrong = confusion - np.diag(right)
     rows: list[list[object]] = []
-    for c in order[:ROWS]:
+    for c in order:
         most = int(wrong[c].argmax())
         taken = f"{names[most]} ({percent(wrong[c, most] / counts[c])})" if wrong[c, most] else None
         precision = percent(right[c] / called[c]) if called[c] else None
         rows.append([names[c], f"{counts[c]:,}", percent(right[c] / counts[c]), precision, taken])
-    yield table(rows, ["class", "images", "recall", "precision", "mostly taken for"])
+    head = ["class", "images", "recall", "precision", "mostly taken for"]
+    yield table(rows[:ROWS], head)
     if len(seen) > ROWS:
-        yield f"The {ROWS} worst of {len(seen)} classes."
+        yield folded(f"The {ROWS} worst of {len(seen):,} classes; all classes", table(rows, head))
 
 
 def confusions(names: Sequence[str], confusion: npt.NDArray[np.int64]) -> Iterator[str]:
