@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -65,11 +66,29 @@ def swapped(caption: str, rng: np.random.Generator) -> str | None:
     NegCLIP swaps words and phrases of one part of speech, which a tagger finds. Here they are any `content_words`.
     """
     words = content_words(caption)
-    pairs = [(a, b) for n, a in enumerate(words) for b in words[n + 1 :] if a[0].lower() != b[0].lower()]
-    if not pairs:
+    pair = _different(words, rng)
+    if pair is None:
         return None
-    a, b = pairs[int(rng.integers(len(pairs)))]
+    a, b = pair
     return caption[: a.start()] + b[0] + caption[a.end() : b.start()] + a[0] + caption[b.end() :]
+
+
+def _different(words: list[re.Match[str]], rng: np.random.Generator) -> tuple[re.Match[str], re.Match[str]] | None:
+    """Two different words, in their order; all pairs of places are alike likely, and none is listed."""
+    names = [word[0].lower() for word in words]
+    left = Counter(names)
+    others = []  # of each place: how many later words differ
+    for place, name in enumerate(names):
+        left[name] -= 1
+        others.append(len(names) - 1 - place - left[name])
+    total = sum(others)
+    if not total:
+        return None
+    chosen = int(rng.integers(total))
+    ends = np.cumsum(others)
+    place = int(np.searchsorted(ends, chosen, side="right"))
+    later = [word for word, name in zip(words[place + 1 :], names[place + 1 :], strict=True) if name != names[place]]
+    return words[place], later[chosen - int(ends[place]) + others[place]]
 
 
 def negatives(method: Method, settings: NegativeSettings) -> Method:

@@ -67,6 +67,29 @@ def test_the_loss_and_its_gradient_are_the_literal_ones(chunk: int) -> None:
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("length", [2, 5, 12])
+def test_all_pairs_of_different_words_are_alike_likely(length: int) -> None:
+    """The pair of a draw is the one at its place in the list of all pairs."""
+    rng = np.random.default_rng(length)
+    for seed in range(200):
+        words = [str(word) for word in rng.choice(["red", "Red", "blue", "dog", "the", "cat"], length)]
+        names = [word for word in words if word != "the"]
+        places = [(a, b) for a in range(len(names)) for b in range(a + 1, len(names))]
+        places = [(a, b) for a, b in places if names[a].lower() != names[b].lower()]
+        expected = None
+        if places:
+            a, b = places[int(np.random.default_rng(seed).integers(len(places)))]
+            names[a], names[b] = names[b], names[a]
+            rest = iter(names)
+            expected = " ".join(word if word == "the" else next(rest) for word in words)
+        assert swapped(" ".join(words), np.random.default_rng(seed)) == expected
+
+
+def test_a_caption_of_a_book_is_swapped_at_once() -> None:
+    caption = " ".join(f"word{n % 977}x" for n in range(100_000))  # 5 billion pairs
+    assert swapped(caption, np.random.default_rng(0)) != caption
+
+
 def test_micro_batches_without_a_swapped_caption_leave_the_gradient() -> None:
     gradients = []
     for parts in (1, 16):
