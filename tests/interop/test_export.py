@@ -175,6 +175,13 @@ def test_graphs_of_trunks_are_refused_with_the_weights_as_the_nearest(tmp_path: 
         graphs.graphs(source, "onnx")
 
 
+@pytest.mark.parametrize("method", ["filip", "siglip+maxsim"])
+def test_models_that_compare_words_are_refused(tmp_path: Path, method: str) -> None:
+    source = Exported.of(str(model_folder(tmp_path / "m", method)), NONE)
+    with pytest.raises(ValueError, match=r"compares images with every word of a text\. safetensors takes its weights"):
+        graphs.graphs(source, "onnx")
+
+
 def test_only_onnx_has_a_precision(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="--precision int8 is for onnx; torch gets the weights as they are"):
         run.run("torch", "m", tmp_path / "out", precision="int8")

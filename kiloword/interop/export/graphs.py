@@ -136,7 +136,7 @@ class Graph:
 
 def graphs(source: Exported, target: str) -> list[Graph]:
     """The image and the text graph of a model. Raises: ValueError for a text tower that no graph expresses."""
-    if reasons := unlike_graphs(source.config):
+    if reasons := unlike_graphs(source):
         raise refusal(target, reasons, source)
     text = source.config.text
     images, texts = source.images(), source.texts()

@@ -100,9 +100,9 @@ def is_siglip(config: ModelConfig) -> bool:
     return config.head.image_pool == "map" and config.text.pad_to_context
 
 
-def unlike_graphs(config: ModelConfig) -> list[str]:
+def unlike_graphs(source: Exported) -> list[str]:
     """What of a model no graph of `graphs` expresses."""
-    text, below = config.text, config.image.trunk.name
+    text, below = source.config.text, source.config.image.trunk.name
     other = {
         f"its image tower stands on {below}": bool(below),
         f"its text tower stands on {text.trunk.name}": bool(text.trunk.name),
@@ -110,12 +110,14 @@ def unlike_graphs(config: ModelConfig) -> list[str]:
         "its class tokens have places or norms of their own": text.class_place == "last"
         or not (text.class_sees_itself and text.norm_words),
     }
+    if not any(other.values()):  # such a model can be run on words
+        other["it compares images with every word of a text"] = any(v.dim() > 2 for v in source.texts().values())
     return [what for what, differs in other.items() if differs]
 
 
 def refusal(target: str, reasons: list[str], source: Exported) -> ValueError:
     """The error that names what a target cannot express, and the nearest target that can."""
-    if unlike_graphs(source.config):
+    if unlike_graphs(source):
         nearest = "safetensors takes its weights, without the computation"
     elif source.model.head.uncertainty is not None:
         nearest = "onnx and torch take it: the vectors, and the logarithm of the variances as a second output"
