@@ -23,7 +23,7 @@ from kiloword.terminal import say, warn
 if TYPE_CHECKING:
     from kiloword.api import Matcher
     from kiloword.types import Source
-    from research.evidence import Claim
+    from research.evidence import Claim, Correlation
 
 MOST = 10  # arms per experiment, to stay comparable
 
@@ -68,7 +68,7 @@ class Experiment:
     columns: Mapping[str, str]  # of the table: heading -> metric
     options: type[Options] = Options
     first: Callable[[Any], None] | None = None  # makes what arms need, such as a teacher
-    claims: Sequence[Claim] = ()  # decided below the table
+    claims: Sequence[Claim | Correlation] = ()  # decided below the table
     notes: Callable[[Any], Sequence[str]] | None = None  # lines below the table
 
     def chosen(self, options: Options) -> list[Arm]:

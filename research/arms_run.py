@@ -58,7 +58,7 @@ def run_one(experiment: Experiment, options: Options, arm: Arm, seed: int) -> No
         at = rows.commit()
         spent = _train(arm, seed, folder, options)
         start = time.perf_counter()
-        judged = arm.judge(load(folder / "model", device=options.device))
+        judged = arm.judge(load(folder / "model", device=options.device, method=arm.recipe.method))
         metrics = {name: packed(v) if isinstance(v, np.ndarray) else v for name, v in judged.items()}
         results = {"metrics": metrics, **spent, "judge_s": time.perf_counter() - start}
         rows.append(options.out, _row(experiment, options, arm, seed, folder, at) | results)

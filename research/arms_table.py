@@ -7,7 +7,6 @@ from statistics import fmean
 
 from research import arms_rows as rows
 from research.arms import Arm, Experiment, Options
-from research.evidence import decided
 
 
 def table(experiment: Experiment, options: Options) -> str:
@@ -22,7 +21,7 @@ def table(experiment: Experiment, options: Options) -> str:
     lines += ["", f"Mean over seeds (least..greatest). {'; '.join(sorted(lengths))}. Commits: {_listed(commits)}."]
     if any(name.endswith("+") for name in commits):
         lines.append("+: with changes that were not committed.")
-    lines += [decided(claim, {arm.name: runs for arm, runs in results}) for claim in experiment.claims]
+    lines += [claim.decided({arm.name: runs for arm, runs in results}) for claim in experiment.claims]
     return "\n".join([*lines, *(experiment.notes(options) if experiment.notes else ())])
 
 

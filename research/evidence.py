@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from kiloword.api import Matcher
+from kiloword.evaluation.calibration import spearman
 from kiloword.evaluation.metrics import hit
 from kiloword.evaluation.retrieval.task import standings
 from kiloword.types import Features
@@ -23,7 +24,9 @@ from kiloword.types import Features
 Verdict = Literal["shown", "refuted", "undecided"]
 Outcomes = NDArray[np.float64]  # [S, N]: of S seeds and N images, or other units
 RESAMPLES, AT_ONCE = 10_000, 500
+CORRELATIONS = 1_000  # resamples of a correlation, which sorts
 LEVEL = 0.95
+SEEDS = 3  # that decide a claim, at least
 
 
 @dataclass(frozen=True)
@@ -52,8 +55,8 @@ def effect(arm: Outcomes, rival: Outcomes, relative: bool = False, seed: int = 0
     """
     if arm.shape != rival.shape or arm.ndim != 2:
         raise ValueError(f"outcomes {list(arm.shape)} and {list(rival.shape)}: expected the same seeds and images.")
-    if len(arm) < 3:
-        raise ValueError(f"a claim is decided by at least 3 seeds, not by {len(arm)}.")
+    if len(arm) < SEEDS:
+        raise ValueError(f"a claim is decided by at least {SEEDS} seeds, not by {len(arm)}.")
     rng, (seeds, images) = np.random.default_rng(seed), arm.shape
     values = []
     for _ in range(0, RESAMPLES, AT_ONCE):
@@ -64,6 +67,10 @@ def effect(arm: Outcomes, rival: Outcomes, relative: bool = False, seed: int = 0
     low, high = np.quantile(np.concatenate(values), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     value = arm.mean() - rival.mean()
     return Effect(float(value / rival.mean() if relative else value), float(low), float(high))
+
+
+Runs = Mapping[str, Sequence[Mapping[str, Any]]]
+"""Rows of results by arm, in the order of their seeds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,20 +84,58 @@ class Claim:
     relative: bool = False  # the effect is a share of the rival's mean
     outcome: str = "outcomes"  # the metric that has a value for every image
 
+    def decided(self, runs: Runs) -> str:
+        """A line of words: the effect, the rival that was best, and the verdict."""
+        rows = {name: runs.get(name, ()) for name in (self.arm, *self.rivals)}
+        seeds = {name: [row["seed"] for row in of_arm] for name, of_arm in rows.items()}
+        if any(len(of_arm) < SEEDS or of_arm != seeds[self.arm] for of_arm in seeds.values()):
+            return f"{self.says}: not decided yet (seeds finished: {', '.join(f'{n} {s}' for n, s in seeds.items())})."
+        outcomes = {n: np.stack([unpacked(row["metrics"][self.outcome]) for row in rows[n]]) for n in rows}
+        rival = max(self.rivals, key=lambda name: float(outcomes[name].mean()))
+        value = effect(outcomes[self.arm], outcomes[rival], self.relative)
+        return f"{self.says}: {self.arm} over {rival} {value}, least {self.least}: {value.verdict(self.least)}."
 
-def decided(claim: Claim, runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
-    """A line of words: the effect, the rival that was best, and the verdict.
 
-    Args: runs: rows of results by arm, in the order of their seeds.
+@dataclass(frozen=True, kw_only=True)
+class Correlation:
+    """A rule of research/README.md: a correlation over texts, and what its mean and the low end of its interval need.
+
+    The metric holds pairs [N, 2]: of each text the uncertainty, and the number of images that it is true of.
     """
-    rows = {name: runs.get(name, ()) for name in (claim.arm, *claim.rivals)}
-    seeds = {name: [row["seed"] for row in of_arm] for name, of_arm in rows.items()}
-    if any(len(of_arm) < 3 or of_arm != seeds[claim.arm] for of_arm in seeds.values()):
-        return f"{claim.says}: not decided yet (seeds finished: {', '.join(f'{n} {s}' for n, s in seeds.items())})."
-    outcomes = {n: np.stack([unpacked(row["metrics"][claim.outcome]) for row in rows[n]]) for n in rows}
-    rival = max(claim.rivals, key=lambda name: float(outcomes[name].mean()))
-    value = effect(outcomes[claim.arm], outcomes[rival], claim.relative)
-    return f"{claim.says}: {claim.arm} over {rival} {value}, least {claim.least}: {value.verdict(claim.least)}."
+
+    says: str
+    arm: str
+    least: float  # of the mean of seeds
+    above: float  # of the low end of the interval
+    outcome: str = "generality"
+
+    def decided(self, runs: Runs) -> str:
+        """A line of words: Spearman's correlation, its interval over texts and seeds, and the verdict."""
+        rows = runs.get(self.arm, ())
+        if len(rows) < SEEDS:
+            return f"{self.says}: not decided yet (seeds finished: {[row['seed'] for row in rows]})."
+        pairs = np.stack([np.asarray(row["metrics"][self.outcome]) for row in rows])  # [S, N, 2]
+        value = float(np.mean([_spearman(of_seed) for of_seed in pairs]))
+        low, high = np.quantile(_resampled(pairs), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+        shown = value >= self.least and low > self.above
+        verdict = "shown" if shown else "refuted" if high < self.least else "undecided"
+        return f"{self.says}: {self.arm} {value:+.3f} ({low:+.3f}..{high:+.3f}), least {self.least}: {verdict}."
+
+
+def _resampled(pairs: Outcomes, seed: int = 0) -> list[float]:
+    """The mean correlation of resampled seeds and texts. Args: pairs [S, N, 2]."""
+    rng, (seeds, texts, _) = np.random.default_rng(seed), pairs.shape
+    values = []
+    for _ in range(CORRELATIONS):
+        chosen = rng.integers(texts, size=(texts,))
+        of_seeds = [_spearman(pairs[s, chosen]) for s in rng.integers(seeds, size=(seeds,)).tolist()]
+        values.append(float(np.mean(of_seeds)))
+    return values
+
+
+def _spearman(pairs: Outcomes) -> float:
+    """Of pairs [N, 2]."""
+    return spearman(*torch.from_numpy(pairs).unbind(1))
 
 
 def recall_by_image(matcher: Matcher, images: Features, texts: Features, image_of_text: Sequence[int]) -> Outcomes:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from kiloword.config.recipes import Recipe
+from kiloword.types import Source
 from research.arms import Options
 
 THRESHOLDS = ("p1", "p2", "p3", "p1_text")
@@ -16,10 +17,13 @@ TERMS = ("image_text", "image_image", "text_text")
 SEED = 100  # of the teacher; no arm has it
 
 
-def make(recipe: Recipe, out: Path, device: str, workers: int) -> None:
+def make(
+    recipe: Recipe, out: Path, device: str, workers: int, source: Callable[[Recipe], Source] | None = None
+) -> None:
     """Train `out/teacher`, embed its data into `out/features`, write `out/teacher.json`; each is resumed or kept.
 
     Where the data has ground truth, the file also holds precision and recall of eq. 2 and of each of its terms.
+    Args: source: opens what the teacher is trained on, if not all of the recipe's data.
     """
     if written(out):
         return
@@ -29,7 +33,8 @@ def make(recipe: Recipe, out: Path, device: str, workers: int) -> None:
     from kiloword.training.loop import RunOptions, train
     from kiloword.training.resolve import open_sources
 
-    model = train(replace(recipe, seed=SEED), out / "teacher", options=RunOptions(workers=workers, device=device))
+    how, seen = RunOptions(workers=workers, device=device), None if source is None else source(recipe)
+    model = train(replace(recipe, seed=SEED), out / "teacher", source=seen, options=how)
     embed(str(model), recipe.data.sources, features(out), workers=workers, device=device)
     write_json(out / "teacher.json", _calibrated(FeatureStore(features(out)), open_sources(recipe)))
 

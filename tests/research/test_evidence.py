@@ -12,7 +12,7 @@ import torch
 
 from kiloword.evaluation.retrieval.task import retrieval
 from kiloword.model.heads import unit
-from research.evidence import Claim, Effect, decided, effect, packed, recall_by_image, unpacked
+from research.evidence import Claim, Correlation, Effect, effect, packed, recall_by_image, unpacked
 
 
 def test_the_interval_covers_the_difference_as_often_as_it_says() -> None:
@@ -61,14 +61,14 @@ def test_a_claim_is_decided_against_the_best_rival_on_the_same_seeds() -> None:
 
     claim = Claim(says="it helps", arm="new", rivals=("weak", "strong"), least=0.1)
     runs = {"new": rows(0.4), "weak": rows(0.2), "strong": rows(0.3)}
-    assert decided(claim, runs).startswith("it helps: new over strong +0.100 (")
-    assert decided(replace(claim, least=0.05), runs).endswith("least 0.05: shown.")
-    assert decided(replace(claim, relative=True), runs).startswith("it helps: new over strong +0.33")
+    assert claim.decided(runs).startswith("it helps: new over strong +0.100 (")
+    assert replace(claim, least=0.05).decided(runs).endswith("least 0.05: shown.")
+    assert replace(claim, relative=True).decided(runs).startswith("it helps: new over strong +0.33")
     other = {**runs, "weak": rows(0.2, (0, 1, 3))}
-    assert decided(claim, other) == (
+    assert claim.decided(other) == (
         "it helps: not decided yet (seeds finished: new [0, 1, 2], weak [0, 1, 3], strong [0, 1, 2])."
     )
-    assert "strong []" in decided(claim, {name: runs[name] for name in ("new", "weak")})
+    assert "strong []" in claim.decided({name: runs[name] for name in ("new", "weak")})
 
 
 def test_outcomes_of_images_have_the_recall_as_their_mean() -> None:
@@ -87,3 +87,18 @@ def test_outcomes_of_images_have_the_recall_as_their_mean() -> None:
     assert outcomes.mean() == pytest.approx(mean)
     assert 0.2 < mean < 0.95
     np.testing.assert_allclose(unpacked(packed(outcomes)), outcomes, atol=1 / 500)
+
+
+def test_a_correlation_needs_its_mean_and_its_interval() -> None:
+    """Of 60 texts, whose uncertainties follow the number of images that they are true of, up to noise."""
+
+    def rows(noise: float) -> dict[str, list[dict[str, Any]]]:
+        rng, counts = np.random.default_rng(0), np.repeat(np.arange(20.0), 3)
+        values = [np.stack([counts + noise * rng.normal(size=60), counts], 1).tolist() for _ in range(3)]
+        return {"new": [{"seed": s, "metrics": {"generality": values[s]}} for s in range(3)]}
+
+    claim = Correlation(says="it follows", arm="new", least=0.8, above=0.7)
+    assert claim.decided(rows(1.0)).endswith("least 0.8: shown.")
+    assert claim.decided(rows(20.0)).endswith("least 0.8: refuted.")
+    assert claim.decided(rows(4.8)).endswith("least 0.8: undecided.")
+    assert claim.decided({}) == "it follows: not decided yet (seeds finished: [])."

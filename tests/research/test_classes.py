@@ -13,7 +13,7 @@ from kiloword.config.recipes import sizes
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.methods.registry import preset
 from kiloword.model.model import build
-from research import little_data
+from research import classes
 from trees import CAR, CAT, DOG, write_photos
 
 
@@ -29,6 +29,6 @@ def test_a_photo_counts_where_the_caption_of_its_class_is_best(tmp_path: Path, m
         return torch.nn.functional.one_hot(next(shown)[: len(images)], 3)
 
     monkeypatch.setattr(matcher, "score", score)
-    judged = little_data.classified(matcher, str(photos), level=2)
+    judged = classes.classified(matcher, str(photos), level=2)
     assert judged["top1"] == 0.5
     np.testing.assert_array_equal(judged["outcomes"], [1] * 12 + [0, 1] * 6 + [0] * 12)

@@ -1,0 +1,69 @@
+"""ProLIP: is a caption's variance its generality, among captions of one length? (research/README.md)
+
+`python -m research.generality --data tiny/train --val tiny/dev --out runs/generality`: class photos whose captions of
+seven words name a node of the tree at any level, so that the photos that each is true of are known. The claim is
+arXiv:2410.18857, section 5.3. `research.phrase_generality` asks the same of phrases of human captions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from kiloword.api import Matcher
+from research.arms import Arm, Experiment, main
+from research.classes import ClassOptions, base, classified, tree_of
+from research.evidence import Correlation
+from research.prolip import HERE, SPREAD
+
+STEPS, BATCH = 1000, 128
+DROPPED, SPREAD_OUT = "words dropped", "spread"
+ARMS: dict[str, tuple[str, Mapping[str, Any]]] = {
+    "siglip": ("siglip", {}),
+    "prolip": ("prolip", {}),
+    DROPPED: ("prolip", HERE),
+    SPREAD_OUT: ("prolip", {**HERE, **SPREAD}),
+}
+RATES: dict[str, float] = {}  # times the default learning rate, where seed 100 was better with another
+
+
+def arms(options: ClassOptions) -> list[Arm]:
+    """The baseline, ProLIP as its preset, and with the two changes that made variances general on scenes."""
+
+    def judge(matcher: Matcher) -> dict[str, Any]:
+        return classified(matcher, options.val, options.level) | generality(matcher, options.val)
+
+    def arm(name: str, method: str, settings: Mapping[str, Any]) -> Arm:
+        recipe = replace(base(options, method, "", STEPS, BATCH), settings=dict(settings))
+        return Arm(name=name, recipe=recipe, judge=judge, rate=RATES.get(name, 1.0))
+
+    return [arm(name, *choice) for name, choice in ARMS.items()]
+
+
+def generality(matcher: Matcher, val: str) -> dict[str, Any]:
+    """Of a model with Gaussians, the uncertainty of every node's caption, and the photos that it is true of [N, 2]."""
+    if matcher.model.head.uncertainty is None:
+        return {}
+    source = tree_of(val)
+    captions = sorted(source.tree.nodes_of)
+    counts = source.relevance(captions, range(len(source))).sum(1)
+    uncertainty = matcher.uncertainty(matcher.encode_text(captions))
+    pairs = [(float(u), int(n)) for u, n in zip(uncertainty.tolist(), counts.tolist(), strict=True) if n]
+    return {"generality": pairs}
+
+
+EXPERIMENT = Experiment(
+    module="research.generality",
+    title="Variances of captions and what they are true of",
+    options=ClassOptions,
+    arms=arms,
+    columns={"top-1": "top1"},
+    claims=tuple(
+        Correlation(says="variance is generality", arm=arm, least=0.8, above=0.7)
+        for arm in ("prolip", DROPPED, SPREAD_OUT)
+    ),
+)
+
+if __name__ == "__main__":
+    main(EXPERIMENT)
