@@ -83,6 +83,7 @@ class Claim:
     least: float
     relative: bool = False  # the effect is a share of the rival's mean
     outcome: str = "outcomes"  # the metric that has a value for every image
+    rival_outcome: str = ""  # that of the rivals, if another
 
     def decided(self, runs: Runs) -> str:
         """A line of words: the effect, the rival that was best, and the verdict."""
@@ -90,10 +91,15 @@ class Claim:
         seeds = {name: [row["seed"] for row in of_arm] for name, of_arm in rows.items()}
         if any(len(of_arm) < SEEDS or of_arm != seeds[self.arm] for of_arm in seeds.values()):
             return f"{self.says}: not decided yet (seeds finished: {', '.join(f'{n} {s}' for n, s in seeds.items())})."
-        outcomes = {n: np.stack([unpacked(row["metrics"][self.outcome]) for row in rows[n]]) for n in rows}
-        rival = max(self.rivals, key=lambda name: float(outcomes[name].mean()))
-        value = effect(outcomes[self.arm], outcomes[rival], self.relative)
+        arm = _outcomes(rows[self.arm], self.outcome)
+        rivals = {name: _outcomes(rows[name], self.rival_outcome or self.outcome) for name in self.rivals}
+        rival = max(rivals, key=lambda name: float(rivals[name].mean()))
+        value = effect(arm, rivals[rival], self.relative)
         return f"{self.says}: {self.arm} over {rival} {value}, least {self.least}: {value.verdict(self.least)}."
+
+
+def _outcomes(rows: Sequence[Mapping[str, Any]], metric: str) -> Outcomes:
+    return np.stack([unpacked(row["metrics"][metric]) for row in rows])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,8 +14,9 @@ from typing import Any
 from kiloword.api import Matcher
 from research.arms import Arm, Experiment, main
 from research.classes import ClassOptions, base, classified, tree_of
-from research.evidence import Correlation
+from research.evidence import Claim, Correlation
 from research.prolip import HERE, SPREAD
+from research.prompts import WAYS, prompted
 
 STEPS, BATCH = 1000, 128
 DROPPED, SPREAD_OUT = "words dropped", "spread"
@@ -25,6 +26,7 @@ ARMS: dict[str, tuple[str, Mapping[str, Any]]] = {
     DROPPED: ("prolip", HERE),
     SPREAD_OUT: ("prolip", {**HERE, **SPREAD}),
 }
+GAUSSIANS, ENSEMBLE = ("prolip", DROPPED, SPREAD_OUT), "prompts ensemble"
 RATES: dict[str, float] = {}  # times the default learning rate, where seed 100 was better with another
 
 
@@ -32,7 +34,10 @@ def arms(options: ClassOptions) -> list[Arm]:
     """The baseline, ProLIP as its preset, and with the two changes that made variances general on scenes."""
 
     def judge(matcher: Matcher) -> dict[str, Any]:
-        return classified(matcher, options.val, options.level) | generality(matcher, options.val)
+        metrics = classified(matcher, options.val, options.level)
+        if matcher.model.head.uncertainty is None:
+            return metrics
+        return metrics | generality(matcher, options.val) | prompted(matcher, options.val)
 
     def arm(name: str, method: str, settings: Mapping[str, Any]) -> Arm:
         recipe = replace(base(options, method, "", STEPS, BATCH), settings=dict(settings))
@@ -42,9 +47,7 @@ def arms(options: ClassOptions) -> list[Arm]:
 
 
 def generality(matcher: Matcher, val: str) -> dict[str, Any]:
-    """Of a model with Gaussians, the uncertainty of every node's caption, and the photos that it is true of [N, 2]."""
-    if matcher.model.head.uncertainty is None:
-        return {}
+    """The uncertainty of every node's caption, and the number of photos that it is true of, [N, 2]."""
     source = tree_of(val)
     captions = sorted(source.tree.nodes_of)
     counts = source.relevance(captions, range(len(source))).sum(1)
@@ -58,10 +61,14 @@ EXPERIMENT = Experiment(
     title="Variances of captions and what they are true of",
     options=ClassOptions,
     arms=arms,
-    columns={"top-1": "top1"},
-    claims=tuple(
-        Correlation(says="variance is generality", arm=arm, least=0.8, above=0.7)
-        for arm in ("prolip", DROPPED, SPREAD_OUT)
+    columns={"top-1": "top1", **{f"{way}, noisy prompts": f"prompts {way} top1" for way in WAYS}},
+    claims=(
+        *(Correlation(says="variance is generality", arm=arm, least=0.8, above=0.7) for arm in GAUSSIANS),
+        *(
+            Claim(says=way, arm=arm, rivals=(arm,), least=0.01, outcome=f"prompts {way}", rival_outcome=ENSEMBLE)
+            for arm in GAUSSIANS
+            for way in ("bprw 0", "bprw 5")
+        ),
     ),
 )
 
