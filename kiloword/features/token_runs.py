@@ -46,7 +46,7 @@ def trunk_digest(model: Model, kind: Kind) -> str:
 
 
 def check_trunk(model: Model, stores: Sequence[ImageTokens] | Sequence[TextTokens], weights: bool = True) -> None:
-    """Raises: ValueError when the stores have tokens of another trunk than the model's.
+    """Raises: ValueError when the stores have tokens of another trunk than the model's, or of images of another size.
 
     Args: weights: False: the model's trunk is not filled yet, so that only its shape is compared.
     """
@@ -65,6 +65,13 @@ def check_trunk(model: Model, stores: Sequence[ImageTokens] | Sequence[TextToken
                 f"{folder} has tokens of {file.tower} ({file.trunk[:16]}), but the trunk of this model has other "
                 "weights, or other preprocessing: name the tower and file that they were made with, or make others by "
                 "`kiloword embed --tokens`."
+            )
+        wanted = f"{model.config.image.size} pixels ({model.config.preprocess.resize})"
+        made = f"{file.size} pixels ({file.resize})"
+        if file.kind == "images" and made != wanted:
+            raise ValueError(
+                f"{folder} has tokens of images of {made}, but this model takes {wanted}: omit --model.image.size and "
+                "--model.preprocess.resize, or make others by `kiloword embed MODEL --tokens`."
             )
 
 

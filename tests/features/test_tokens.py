@@ -203,6 +203,19 @@ def test_wrong_stores_are_refused(tmp_path: Path) -> None:
     assert "but the model's own tower takes images: add --image-tower tiny" in refused(own, out)
 
 
+def test_images_of_another_size_are_refused(tmp_path: Path) -> None:
+    """A trunk's map often has the same places at two sizes, and always however the images are cropped."""
+    run, out = recipe(steps=2), tmp_path / "run"
+    good = on_tokens(run, stored(run, tmp_path / "f"))
+    larger = replace(good.model.image, size=SIZE + 4, patch=(SIZE + 4) // 4)
+    for model, made in (
+        (replace(good.model, image=larger), "36 pixels (shortest)"),
+        (replace(good.model, preprocess=replace(good.model.preprocess, resize="squash")), "32 pixels (squash)"),
+    ):
+        message = refused(replace(good, model=model), out)
+        assert f"has tokens of images of 32 pixels (shortest), but this model takes {made}: omit --model." in message
+
+
 @pytest.mark.parametrize("plain_first", [True, False])
 def test_training_reads_augmented_stores_whatever_their_order(tmp_path: Path, plain_first: bool) -> None:
     run = recipe(steps=4)
