@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from kiloword.model.heads import Head, Single
 from kiloword.model.model import Model
 
 MAX_SCALE = 100.0  # of CLIP
+CODE = re.compile(r"GLOBAL (\S+)")  # in torch's refusal of a pickle: what it would import
 
 
 def read(path: str | Path) -> dict[str, Tensor]:
@@ -34,19 +37,27 @@ def read(path: str | Path) -> dict[str, Tensor]:
     try:
         if path.suffix == ".safetensors":
             return load_file(path)
-        raw = torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings(action="ignore"):  # about pickles of another protocol, which are refused
+            raw = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # an unpickler can raise almost anything for damaged files
-        first = "it is damaged, or holds more than tensors"  # torch's own message advises to run the file's code
-        if isinstance(error, SafetensorError | RuntimeError | OSError):
-            first = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
-        raise ValueError(
-            f"{path} cannot be read as plain tensors ({first}); give a .safetensors file or a .pt of a state dict"
-        ) from error
+        raise ValueError(f"{path} cannot be read as plain tensors ({_reason(error)}.") from error
     if isinstance(raw, dict) and isinstance(raw.get("state_dict"), dict):
         raw = raw["state_dict"]  # a training checkpoint
     if not isinstance(raw, dict) or not all(_plain(v) for v in raw.values()):
         raise ValueError(f"{path} holds no state dict of plain tensors")
     return {str(k).removeprefix("module."): v for k, v in raw.items()}
+
+
+def _reason(error: Exception) -> str:
+    """Why a file of weights cannot be read, with a closing bracket, and what to do."""
+    give = "give a .safetensors file or a .pt of a state dict"
+    if isinstance(error, SafetensorError | RuntimeError | OSError):
+        first = str(error).splitlines()[0][:200].rstrip(".") if str(error) else type(error).__name__
+        return f"{first}): {'' if isinstance(error, OSError) else 'copy it again, or '}{give}"
+    asked = CODE.search(str(error))  # torch's own message advises to run the file's code
+    if asked:
+        return f"it asks for {asked[1][:100]}, and code of a file is never run): {give}"
+    return f"it is damaged, or holds more than tensors): {give}"
 
 
 def _plain(value: Any) -> bool:
