@@ -18,7 +18,7 @@ from kiloword.errors import suggestion
 from kiloword.interop.hf_folder import check_strangers, json_object
 from kiloword.interop.open_clip import read
 from kiloword.model.trunks.bert import Bert, converted, positions_of, rows_of, width_of
-from kiloword.model.trunks.libraries import folders_of, kept, quiet, transformers
+from kiloword.model.trunks.libraries import folders_of, kept, quiet, transformers, unlike
 from kiloword.model.trunks.padded import ENCODERS, bare, made
 from kiloword.model.trunks.trunk import Trunk
 
@@ -134,7 +134,8 @@ def load(trunk: Trunk, text: str) -> str:
         shape = list(state[other[0]].shape) if other[0] in state else "missing"
         raise ValueError(
             f"weights in {source.folder} do not fit its config.json: {other[0]} is {shape} instead of "
-            f"{list(expected[other[0]].shape)} ({len(other)} of {len(expected)} tensors differ)."
+            f"{list(expected[other[0]].shape)} ({len(other)} of {len(expected)} tensors differ). Save both by one "
+            "save_pretrained."
         )
     trunk.load_state_dict({name: state[name] for name in expected})
     how = "" if isinstance(trunk, Bert) else "; transformers runs it, padded"
@@ -163,6 +164,7 @@ def _of_transformers(source: TextFolder) -> dict[str, Tensor]:
                 use_safetensors=True,
                 local_files_only=True,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are named below
                 trust_remote_code=False,
                 dtype=torch.float32,
             )
@@ -170,11 +172,10 @@ def _of_transformers(source: TextFolder) -> dict[str, Tensor]:
         reason = " ".join(str(error).split())[:200]
         raise ValueError(f"{source.folder} holds no text encoder that transformers can open: {reason}") from error
     expected = bare(encoder).state_dict()
-    unread = {*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}
-    missing = sorted(name for name in unread if name in expected)
-    if missing:
+    other = unlike(info, expected)
+    if other:
         raise ValueError(
-            f"weights in {source.folder} are not those of a {source.config['model_type']}: {missing[0]} is missing "
-            f"({len(missing)} tensors)."
+            f"weights in {source.folder} are not those of a {source.config['model_type']}: {other[0]} ({len(other)} of "
+            f"{len(expected)} tensors differ). Save both by one save_pretrained."
         )
     return {f"encoder.{name}": value for name, value in expected.items()}

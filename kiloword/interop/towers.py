@@ -21,7 +21,7 @@ from kiloword.interop import hf_folder
 from kiloword.interop.open_clip import read
 from kiloword.interop.open_clip_config import Unlike, translate
 from kiloword.model.trunks.kinds import HF, OPEN_CLIP, TIMM, measured, resized_trunk
-from kiloword.model.trunks.libraries import folders_of, kept, quiet, transformers
+from kiloword.model.trunks.libraries import folders_of, kept, quiet, transformers, unlike
 from kiloword.model.trunks.library import ANY_SIZE, HF_TYPES, HfVision, TimmVision, check_hf, open_clip_config
 from kiloword.model.trunks.lite import DEBUG, VARIANTS, WIDTH
 from kiloword.model.trunks.trunk import Trunk
@@ -173,6 +173,7 @@ def _of_transformers(folder: Path, trunk: Trunk) -> dict[str, Tensor]:
                 use_safetensors=True,
                 local_files_only=True,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are named below
                 trust_remote_code=False,
                 dtype=torch.float32,
             )
@@ -180,9 +181,12 @@ def _of_transformers(folder: Path, trunk: Trunk) -> dict[str, Tensor]:
         reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
         raise ValueError(f"the weights in {folder} cannot be read ({reason}): copy them again.") from error
     expected = trunk.net.state_dict()  # without a pooling, which some folders lack
-    missing = sorted(name for name in info["missing_keys"] if name in expected)
-    if missing:
-        raise ValueError(f"the weights in {folder} do not fit its config.json: {missing[0][:200]} is missing.")
+    other = unlike(info, expected)
+    if other:
+        raise ValueError(
+            f"the weights in {folder} do not fit its config.json: {other[0]} ({len(other)} of {len(expected)} tensors "
+            "differ). Save both by one save_pretrained."
+        )
     return {f"net.{name}": x for name, x in net.state_dict().items()}
 
 

@@ -217,6 +217,17 @@ def test_bad_files_and_missing_libraries(monkeypatch: pytest.MonkeyPatch, tmp_pa
     library("transformers")
     with pytest.raises(ValueError, match=r"do not fit|cannot be read"):
         made(f"hf:{tmp_path}")
+    with torch.no_grad():
+        wider = library("transformers").ViTModel(
+            library("transformers").ViTConfig(**{**SMALL, "intermediate_size": 52})
+        )
+    wider.save_pretrained(str(tmp_path / "wider"))
+    (tmp_path / "wider/config.json").write_text(json.dumps({**SMALL, "model_type": "vit"}))
+    with pytest.raises(
+        ValueError,
+        match=r"do not fit its config\.json: .* is \[52, 32\] instead of \[64, 32\] .*by one save_pretrained",
+    ):
+        made(f"hf:{tmp_path / 'wider'}")
     (tmp_path / "other.safetensors").unlink()
     with pytest.raises(ValueError, match=r"has no \.safetensors"):
         made(f"hf:{tmp_path}")

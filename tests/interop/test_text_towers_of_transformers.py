@@ -116,7 +116,8 @@ def test_weights_of_another_architecture(tmp_path: Path) -> None:
     random_model(KINDS["electra"]).save_pretrained(str(tmp_path / "other"))
     (tmp_path / "model.safetensors").write_bytes((tmp_path / "other/model.safetensors").read_bytes())
     with pytest.raises(
-        ValueError, match=r"are not those of a mpnet: .* is missing|holds no text encoder that transformers can open"
+        ValueError,
+        match=r"are not those of a mpnet: .* is missing|\[91, 16\] instead of \[91, 24\].*by one save_pretrained",
     ):
         text_towers.load(trunk, f"hf:{tmp_path}")
 

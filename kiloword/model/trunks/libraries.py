@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from pathlib import Path
@@ -84,6 +84,14 @@ def unfilled() -> AbstractContextManager[None]:
         module = importlib.import_module("transformers.modeling_utils")
     none: AbstractContextManager[None] = module.no_init_weights()
     return none
+
+
+def unlike(info: Mapping[str, Any], expected: Iterable[str]) -> list[str]:
+    """What differs in a folder's weights, by transformers' loading info: each expected tensor with what it is there."""
+    other = {name: f"{name[:200]} is missing" for name in info["missing_keys"]}
+    for name, there, here in info["mismatched_keys"]:
+        other[name] = f"{name[:200]} is {list(there)} instead of {list(here)}"
+    return [other[name] for name in expected if name in other]
 
 
 def kept(config: dict[str, Any]) -> dict[str, Any]:
