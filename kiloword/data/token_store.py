@@ -185,6 +185,8 @@ class _TokenStore(KeyedStore[AnyPart], Generic[AnyPart]):
         inside, other = Path(folder) / self.kind, Path(folder) / ("texts" if self.kind == "images" else "images")
         if not (inside / TABLE).is_file():
             holds = f"it has tokens of {other.name} alone" if (other / TABLE).is_file() else "it has none"
+            if (Path(folder) / TABLE).is_file() and (Path(folder).parent / self.kind / TABLE).is_file():
+                raise ValueError(f"{folder} is a part of a folder of features: name the folder, {Path(folder).parent}.")
             if (Path(folder) / TABLE).is_file():
                 holds = "it has features of whole images and captions, which --features takes"
             raise ValueError(

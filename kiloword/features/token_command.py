@@ -18,6 +18,7 @@ from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.data.token_store import Dtype, ImageTokens, Kind, TextTokens, in_words
 from kiloword.distributed.device import choose
 from kiloword.distributed.sharing import together
+from kiloword.errors import suggestion
 from kiloword.features.tables import ProgressReport
 from kiloword.features.token_runs import is_model_folder, trunk_of
 from kiloword.features.tokens import TokenOptions, embed_tokens
@@ -93,6 +94,7 @@ def open_tower(tower: str, trust: Trust = NONE) -> tuple[Model, Tokenizer | None
         if trunk_of(loaded[0], "images") is None and trunk_of(loaded[0], "texts") is None:
             raise ValueError(f"{tower} has no tower of another library: omit --tokens for features of its own towers.")
         return *loaded, ""
+    _check_known(tower)
     towers.check_weights_named(tower)
     config, errors = sizes()["top"], list[ValueError]()
     tokenizer: Tokenizer | None = None
@@ -105,12 +107,32 @@ def open_tower(tower: str, trust: Trust = NONE) -> tuple[Model, Tokenizer | None
     except ValueError as error:
         errors.append(error)
     if len(errors) == 2:
-        raise errors[1 if tower.partition(":")[0] == "minilm" else 0]
+        raise _neither(tower, errors)
     model = build(config, preset("clip"))
     image, text = trunk_of(model, "images"), trunk_of(model, "texts")
     lines = [] if image is None else [towers.load(image, tower, "image tower")]
     lines += [] if text is None else [text_towers.load(text, tower)]
     return model, tokenizer, " ".join(lines)
+
+
+def _check_known(tower: str) -> None:
+    """Raises: ValueError for a tower of no kind."""
+    kinds = (*towers.LITES, "minilm", "timm", "open_clip", "hf")
+    kind = tower.partition(":")[0]
+    if kind not in kinds:
+        raise ValueError(
+            f"unknown tower {tower[:200]!r}: expected a model folder, {', '.join(towers.LITES)}, minilm, "
+            f"timm:NAME:FILE, open_clip:NAME:FILE or hf:FOLDER.{suggestion(kind, kinds)}"
+        )
+
+
+def _neither(tower: str, errors: Sequence[ValueError]) -> ValueError:
+    """The error of a tower that is neither one of images nor one of texts, by the errors of both."""
+    image, text = map(str, errors)
+    kind = tower.partition(":")[0]
+    if kind == "hf" and tower != "hf:" and image != text:
+        return ValueError(f"{tower[:200]} is no tower. Of images: {image} Of texts: {text}")
+    return errors[1 if kind == "minilm" else 0]
 
 
 def _with_text(config: ModelConfig, tower: str) -> tuple[ModelConfig, Tokenizer]:

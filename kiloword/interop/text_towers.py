@@ -50,7 +50,8 @@ def folder_of(text: str) -> Path:
     """The folder of `hf:FOLDER`, `minilm:FOLDER`, or of the installed MiniLM. Raises: ValueError for anything else."""
     kind, colon, rest = text.partition(":")
     if kind not in KINDS or (kind == "hf" and not rest) or (colon and not rest):
-        expected = f"expected hf:FOLDER, minilm or minilm:FOLDER.{suggestion(kind, KINDS)}"
+        near = "" if kind in KINDS else suggestion(kind, KINDS)
+        expected = f"expected hf:FOLDER, minilm or minilm:FOLDER.{near}"
         raise ValueError(f"unknown text tower {text[:200]!r}: {expected}")
     if rest:
         return Path(rest).expanduser()

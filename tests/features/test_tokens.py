@@ -285,6 +285,18 @@ def test_a_folder_called_as_a_tower_does_not_hide_it(tmp_path: Path, monkeypatch
         open_tower("minilm")
 
 
+def test_towers_of_no_kind_are_refused(tmp_path: Path) -> None:
+    """Both kinds are named, as the verb takes both."""
+    with pytest.raises(ValueError, match=r"unknown tower 'minilmm': .* efficientnet-lite2, minilm, .* mean minilm\?"):
+        open_tower("minilmm")
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    with pytest.raises(ValueError, match=r"Of images: .* expected one of vit.* Of texts: .*: expected albert, bert"):
+        open_tower(f"hf:{tmp_path}")
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    with pytest.raises(ValueError, match=r"Of texts: .* has no tokenizer\.json|Of texts: .*cannot be used"):
+        open_tower(f"hf:{tmp_path}")
+
+
 def test_tokens_of_random_weights_are_refused() -> None:
     for tower in ("timm:test_vit", "open_clip:ViT-B-32"):
         with pytest.raises(ValueError, match=f"{tower} names no file of weights, .* give {tower}:FILE"):
@@ -307,6 +319,8 @@ def test_compiled_towers_on_trunks_train_alike(tmp_path: Path, monkeypatch: pyte
 def test_folders_that_are_no_stores(tmp_path: Path) -> None:
     run = recipe()
     texts = stored(run, tmp_path / "t", ["texts"])
+    with pytest.raises(ValueError, match="texts is a part of a folder of features: name the folder, "):
+        TextTokens(texts / "texts")
     with pytest.raises(ValueError, match=r"holds no tokens of images: it has tokens of texts alone\. Make them by"):
         ImageTokens(texts)
     with pytest.raises(ValueError, match=r"nothing holds no tokens of texts: it has none"):

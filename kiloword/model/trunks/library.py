@@ -55,7 +55,10 @@ class TimmVision(LibraryTrunk):
         super().__init__()
         timm = _library("timm")
         if not NAME.fullmatch(name) or not timm.is_model(name):
-            raise ValueError(f"timm has no model {name[:200]!r}.{suggestion(name, timm.list_models())}")
+            raise ValueError(
+                f"timm has no model {name[:200]!r}: expected one of timm.list_models()."
+                f"{suggestion(name, timm.list_models())}"
+            )
         net = timm.create_model(name, pretrained=False, num_classes=0)
         usual = net.pretrained_cfg["input_size"][-1]
         self.size = size or usual
@@ -135,7 +138,9 @@ def open_clip_config(name: str) -> dict[str, Any]:
     library = _library("open_clip")
     known = library.list_models()
     if name not in known:
-        raise ValueError(f"open_clip has no model {name[:200]!r}.{suggestion(name, known)}")
+        raise ValueError(
+            f"open_clip has no model {name[:200]!r}: expected one of open_clip.list_models().{suggestion(name, known)}"
+        )
     config: dict[str, Any] = library.get_model_config(name)
     return config
 
