@@ -108,6 +108,8 @@ def open_tower(tower: str, trust: Trust = NONE) -> tuple[Model, Tokenizer | None
         errors.append(error)
     if len(errors) == 2:
         raise _neither(tower, errors)
+    of_image, of_text = (tower if x.trunk.name else "" for x in (config.image, config.text))
+    towers.check_declared(config, of_image, of_text)
     model = build(config, preset("clip"))
     image, text = trunk_of(model, "images"), trunk_of(model, "texts")
     lines = [] if image is None else [towers.load(image, tower, "image tower")]

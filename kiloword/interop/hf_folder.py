@@ -16,6 +16,7 @@ TEXT_TYPES = ("bert", "roberta", "xlm-roberta", "mpnet", "distilbert", "albert",
 """Encoders of texts alone: their `model_type`."""
 OFFSET = {"roberta": 2, "xlm-roberta": 2, "mpnet": 2}  # positions that no token has
 POOLINGS = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls", "pooling_mode_max_tokens": "max"}
+LARGEST = 1 << 24  # bytes of a JSON file
 _BICUBIC = 3  # Pillow's number in `resample`
 
 
@@ -168,6 +169,8 @@ def _json_list(path: Path) -> list[Any]:
 
 
 def _load(path: Path) -> Any:
+    if path.is_file() and path.stat().st_size > LARGEST:
+        raise ValueError(f"{path} has {path.stat().st_size:,} bytes: expected a description of at most {LARGEST:,}.")
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

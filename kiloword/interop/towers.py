@@ -14,20 +14,22 @@ import torch
 from torch import Tensor
 
 from kiloword.checkpoint.model_folder import check_finite
-from kiloword.config.recipes import ModelConfig, Preprocess, TrunkConfig
+from kiloword.config.recipes import ImageConfig, ModelConfig, Preprocess, TrunkConfig
 from kiloword.config.settings import parse as parse_settings
 from kiloword.errors import suggestion
 from kiloword.interop import hf_folder
 from kiloword.interop.open_clip import read
 from kiloword.interop.open_clip_config import Unlike, translate
-from kiloword.model.trunks.kinds import HF, OPEN_CLIP, TIMM, measured, resized_trunk
+from kiloword.model.trunks.kinds import HF, OPEN_CLIP, TIMM, image_trunk, measured, resized_trunk
 from kiloword.model.trunks.libraries import folders_of, kept, quiet, transformers, unlike
 from kiloword.model.trunks.library import ANY_SIZE, HF_TYPES, HfVision, TimmVision, check_hf, open_clip_config
 from kiloword.model.trunks.lite import DEBUG, VARIANTS, WIDTH
+from kiloword.model.trunks.padded import text_trunk
 from kiloword.model.trunks.trunk import Trunk
 
 LITES = tuple(name for name in VARIANTS if name != DEBUG)
 LITE = Preprocess(mean=(127 / 255,) * 3, std=(128 / 255,) * 3)  # (pixel - 127) / 128, as in its authors' training
+FOLDERS = (HF, "minilm")  # kinds of towers that are folders of transformers
 COUNT = "num_batches_tracked"  # of batch norms: nothing reads it
 SHORT = re.compile(r"-([0-9a-f]{8})\.\w+$")  # end of a file's name: the first digits of its SHA-256
 WHOLE = {"clip": "clip_vision_model", "siglip": "siglip_vision_model"}  # models of both towers: their image tower
@@ -188,6 +190,28 @@ def _of_transformers(folder: Path, trunk: Trunk) -> dict[str, Tensor]:
             "differ). Save both by one save_pretrained."
         )
     return {f"net.{name}": x for name, x in net.state_dict().items()}
+
+
+def check_declared(model: ModelConfig, image_tower: str = "", text_tower: str = "") -> None:
+    """Compare the sizes of trunks from folders of transformers with those of their files, before any is allocated.
+
+    A folder that is no longer there is not looked at: a run goes on without it.
+    Raises: ValueError for a config.json that declares more numbers than the weights have bytes.
+    """
+    for text, tower in ((image_tower, model.image), (text_tower, model.text)):
+        kind, _, place = text.partition(":")
+        folder = Path(place).expanduser()
+        if kind not in FOLDERS or not place or not (folder / "config.json").is_file():
+            continue
+        with torch.device("meta"):
+            trunk = image_trunk(tower) if isinstance(tower, ImageConfig) else text_trunk(tower)
+        declared = sum(p.numel() for p in trunk.parameters())
+        stored = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+        if declared > stored > 0:
+            raise ValueError(
+                f"the weights in {folder} do not fit its config.json, which declares {declared:,} numbers for files of "
+                f"{stored:,} bytes. Save both by one save_pretrained."
+            )
 
 
 def check_weights_named(text: str) -> None:

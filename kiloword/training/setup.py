@@ -18,6 +18,7 @@ from kiloword.data.reading import BadRows
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.distributed import collectives
 from kiloword.features.token_runs import check_frozen, check_trunk
+from kiloword.interop.towers import check_declared
 from kiloword.methods.method import Method
 from kiloword.model.model import build, initialise
 from kiloword.model.resnet import batch_statistics
@@ -156,6 +157,8 @@ def make_learner(
     of all trunks, so that their files are not read.
     """
     filled = recipe.init is not None or recipe.model.image.trunk.name or recipe.model.text.trunk.name
+    if not resumed:
+        check_declared(recipe.model, recipe.image_tower, recipe.text_tower)
     model = build(recipe.model, method, recipe.seed, bare and not filled and ":" not in recipe.method)
     started = "" if recipe.init is None else start.load(model, recipe, trust_code)
     if not resumed:

@@ -152,6 +152,10 @@ BAD: list[tuple[Callable[[Path], object], str]] = [
     (lambda f: (f / "tokenizer.json").unlink(), "has no tokenizer.json: save its tokenizer there"),
     (lambda f: (f / "tokenizer.json").write_text("{"), "damaged tokenizer file"),
     (lambda f: (f / "config.json").write_text("["), "config.json is damaged"),
+    (
+        lambda f: (f / "config.json").write_text("[" * (1 << 24) + "["),
+        "config.json has 16,777,217 bytes: expected a de",
+    ),
 ]
 
 
@@ -166,6 +170,20 @@ def test_folders_that_cannot_be_used(folder: Path, damage: Callable[[Path], obje
 
     with pytest.raises(ValueError, match=message):
         use()
+
+
+def test_a_config_that_declares_too_much_allocates_nothing(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Numbers within their limits are a terabyte together: they are compared with the files first."""
+    for build_in in ("kiloword.training.setup.build", "kiloword.features.token_command.build"):
+        monkeypatch.setattr(build_in, lambda *_: pytest.fail("the tower was allocated"))
+    _unlike(folder, intermediate_size=1 << 22)
+    rest = ["--data", "scenes?n=64", "--workers", "0", "--out", str(tmp_path / "out")]
+    for command in (["train", "siglip", "--text-tower", f"hf:{folder}"], ["embed", f"hf:{folder}", "--tokens"]):
+        with pytest.raises(SystemExit):
+            main([*command, *rest])
+        assert "config.json, which declares" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["bert", "hf", "hf:", "minilm:", "hff:x", "timm:vit", "efficientnet-lite0"])
