@@ -200,6 +200,7 @@ def test_strangers_name_no_code() -> None:
     refused(TrunkConfig(name="hf", config={**SMALL, "model_type": "vit", "num_hidden_layers": 10**7}), "num_hidden_la")
     library("transformers")
     refused(TrunkConfig(name="hf", config={**SMALL, "model_type": "vit", "num_attention_heads": 0}), "cannot be used")
+    refused(TrunkConfig(name="hf", config={**SMALL, "model_type": "vit", "num_channels": 1}), "takes images of 1 chan")
     refused(TrunkConfig(name="hf", config={**SMALL, "model_type": "vit", "hidden_size": "x"}), r"cannot be used|hidden")
 
 

@@ -95,7 +95,7 @@ def check_causal(config: TextConfig) -> None:
     if config.trunk.name:
         raise ValueError(
             "captions and answers are predicted word by word, with words that the text tower learns; a text tower of "
-            "another library has neither: omit --text-tower (--image-tower may stay)."
+            "another library has neither: omit --text-tower and --text-features (those of images may stay)."
         )
     if not config.causal or config.pad_to_context:
         what = "attends to later words" if not config.causal else "attends to pads"

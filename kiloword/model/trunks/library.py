@@ -119,6 +119,10 @@ class HfVision(LibraryTrunk):
         kind = check_hf(config, HF_TYPES)
         if kind == "siglip_vision_model":
             config = {**config, "vision_use_head": False}
+        if config.get("num_channels", 3) != 3:
+            raise ValueError(
+                f"the trunk hf takes images of {config['num_channels']} channels: expected 3; name another tower."
+            )
         library = transformers()
         made = library.AutoConfig.for_model(**kept(dict(config)))
         more = {"add_pooling_layer": False} if kind == "vit" else {}
