@@ -15,6 +15,7 @@ from kiloword.terminal import shown
 
 PORTS = range(12_000, 32_000)  # below the ephemeral ports of Linux
 _PARENT = os.getppid()  # read at the start of the process, seconds before torch is imported
+TORCH_LOG = "TORCH_CPP_LOG_LEVEL"  # effective only where it is set before torch is imported
 _NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -29,7 +30,7 @@ def adopt(environment: MutableMapping[str, str] = os.environ) -> int:
         _from_slurm(environment)
     ranks = _number(environment, "WORLD_SIZE", 1)
     if ranks > 1:
-        environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # otherwise torch prints a stack when a peer exits
+        environment.setdefault(TORCH_LOG, "ERROR")  # otherwise torch prints a stack when a peer exits
         missing = [name for name in _NAMES if name not in environment]
         if missing:
             raise ValueError(

@@ -181,6 +181,7 @@ def over_ranks(ranks: int, work: Callable[..., None], *args: Any) -> None:
     The processes are forks of a server process that imports this module once; each call would import it `ranks` times.
     """
     get_context("forkserver").set_forkserver_preload([__name__, "torch._dynamo", "pydantic"])
+    os.environ.setdefault(launch.TORCH_LOG, "ERROR")  # read by the server as it imports torch, not by its forks
     start_processes(  # type: ignore[no-untyped-call]
         _rank, (ranks, launch.free_port(), dict(os.environ), work, args), nprocs=ranks, start_method="forkserver"
     )
