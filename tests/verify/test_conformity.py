@@ -23,6 +23,7 @@ MIXES = (  # over up to four ranks, as the presets are
     *("llip+compose+mined", "llip+simclr", "llip+superclass", "fff+exact+compose"),
     *("prolip+simclr", "prolip+clic", "prolip+self-distill+superclass", "prolip+text-crops"),
     *("siglip+gaussian+caption+mim", "siglip+concepts+compose", "clip+matryoshka+simclr", "filip+simclr+compose"),
+    *("clip+reinforced+negatives", "siglip+maxsim"),
 )
 PAIRED = (  # over two
     *("llip+compose", "llip+mined", "llip+fff", "clip+contextual+mixup", "llip+sub-captions"),
@@ -30,7 +31,7 @@ PAIRED = (  # over two
     *("llip+gaussian", "llip+gaussian+inclusion", "clip+gaussian+matching", "pcme+++ppcl+mixup"),
     *("prolip+deterministic", "pcme+++deterministic", "sycoca+contextual", "coca+superclass"),
     *("siglip+clic", "coca+clic", "flair+simclr", "flair+sub-captions", "siglip+matryoshka"),
-    *("siglip+concepts", "coca+sigmoid+concepts", "siglip+maxsim", "clip+maxsim+simclr", "coca+maxsim"),
+    *("siglip+concepts", "coca+sigmoid+concepts", "clip+maxsim+simclr", "coca+maxsim"),
 )
 DATA = "scenes?n=64&captions=3"
 EVERY = RunOptions(log_every=1, save_every=3, quiet=True)
