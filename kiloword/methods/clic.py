@@ -15,16 +15,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kiloword.config.recipes import ModelConfig, sizes
+from kiloword.config.recipes import ModelConfig
 from kiloword.config.settings import BaseSettings, setting
 from kiloword.data.transforms.mix import halves
 from kiloword.data.transforms.partner import another
 from kiloword.distributed.collectives import sum_over_ranks
 from kiloword.losses.pairs import logsumexp_over_ranks
-from kiloword.methods.method import Component, Method
+from kiloword.methods.method import Component, Method, check_vectors
 from kiloword.methods.negatives import content_words, counted
 from kiloword.methods.sub_captions import sentences_of
-from kiloword.model.heads import Single, cosine_head
+from kiloword.model.heads import cosine_head
 from kiloword.model.model import Model
 from kiloword.randomness import Draw
 from kiloword.types import (
@@ -62,8 +62,7 @@ class ClicSettings(BaseSettings):
 
 def clic(method: Method, settings: ClicSettings) -> Method:
     """Add the loss, which costs one more pass of each tower. Raises: ValueError for a method that it does not fit."""
-    if type(method.head(method.shape(sizes()["debug"])).pooling) is not Single or "questions" in method.needs:
-        raise ValueError(f"clic compares one vector per image with one per caption, which {method.name} has not.")
+    check_vectors(method, "clic", "caption")
 
     def made(name: str) -> Input:
         def make(example: Example, fetch: Fetch, draw: Draw) -> Tensor | Sequence[str]:

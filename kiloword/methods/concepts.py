@@ -12,16 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kiloword.config.recipes import ModelConfig, sizes
+from kiloword.config.recipes import ModelConfig
 from kiloword.config.settings import BaseSettings, setting
 from kiloword.data.sources.extra_captions import CaptionTable
 from kiloword.distributed.collectives import ranks
 from kiloword.distributed.device import device_type
 from kiloword.losses.pairs import sigmoid_loss
 from kiloword.methods.llip import scores as mixing
-from kiloword.methods.method import Component, Method, annotated
+from kiloword.methods.method import Component, Method, annotated, check_vectors, small_head
 from kiloword.methods.negatives import content_words
-from kiloword.model.heads import Single, cosine_head, unit
+from kiloword.model.heads import cosine_head, unit
 from kiloword.model.image import extra
 from kiloword.model.model import Model
 from kiloword.randomness import Draw
@@ -58,8 +58,9 @@ def phrases_of(caption: str) -> list[str]:
 
 def concepts(method: Method, settings: ConceptSettings) -> Method:
     """Add both losses. Raises: ValueError for a method whose scores are not one cosine with a scale and a bias."""
-    plain = method.head(method.shape(sizes()["debug"]))
-    if type(plain.pooling) is not Single or plain.uncertainty is not None:
+    check_vectors(method, "concepts", "phrase")
+    plain = small_head(method)
+    if plain.uncertainty is not None:
         raise ValueError(f"concepts compares one vector per image with one per phrase, which {method.name} has not.")
     if plain.bias is None:
         raise ValueError(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from kiloword.config.recipes import ModelConfig, Recipe
+from kiloword.config.recipes import ModelConfig, Recipe, sizes
 from kiloword.distributed.collectives import whole
 from kiloword.model.heads import Head, Single
 from kiloword.types import Batch, Encoded, Features, Input, PairBlocks, PairLoss, Pairs, Positives, Total, Transform
@@ -180,3 +180,29 @@ class Component:
     summary: str  # one line for `kiloword methods`
     settings: type  # frozen dataclass of its settings
     apply: Callable[[Method, Any], Method]  # takes the method and the settings; raises ValueError for incompatible ones
+
+
+def small_head(method: Method) -> Head:
+    """The head of a small model, without values."""
+    with torch.device("meta"):
+        return method.head(method.shape(sizes()["debug"]))
+
+
+def scored_in_several_ways(head: Head) -> bool:
+    """Whether a loss of its own trains a further head inside, as that of whole images in flair."""
+    return any(isinstance(part, Head) for part in head.children())
+
+
+def check_vectors(method: Method, component: str, text: str) -> None:
+    """Check that a method has what a component compares: a trained vector per image and per text.
+
+    Args: text: what a text is there, such as "caption". Raises: ValueError where it has not.
+    """
+    lacks = f"{component} compares one vector per image with one per {text}, which {method.name} has not"
+    if type(small_head(method).pooling) is not Single:
+        raise ValueError(f"{lacks}.")
+    if method.pair_weight == 0:
+        raise ValueError(
+            f"{lacks}: without a pair loss (--settings.contrast-weight, where a method has it) its vectors are not "
+            "trained."
+        )

@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from kiloword.config.recipes import ModelConfig, sizes
+from kiloword.config.recipes import ModelConfig
 from kiloword.config.settings import BaseSettings, setting
 from kiloword.data.sources.optional import texts_of
 from kiloword.losses.pairs import row_log_sums
-from kiloword.methods.method import Component, Method
-from kiloword.model.heads import Single, cosine_head
+from kiloword.methods.method import Component, Method, check_vectors
+from kiloword.model.heads import cosine_head
 from kiloword.model.model import Model
 from kiloword.randomness import Draw
 from kiloword.types import (
@@ -93,8 +93,7 @@ def _different(words: list[re.Match[str]], rng: np.random.Generator) -> tuple[re
 
 def negatives(method: Method, settings: NegativeSettings) -> Method:
     """Add the contrast. Raises: ValueError for a method that does not pool each image and text into one vector."""
-    if type(method.head(method.shape(sizes()["debug"])).pooling) is not Single:
-        raise ValueError(f"negatives compares one vector per image with one per text, which {method.name} has not.")
+    check_vectors(method, "negatives", "text")
 
     def make(example: Example, fetch: Fetch, draw: Draw) -> list[str]:
         rng = draw.rng("swapped captions")

@@ -22,14 +22,16 @@ from typing import Any
 
 from kiloword.config.settings import BaseSettings, check, only, parse
 from kiloword.errors import article, suggestion
-from kiloword.methods.method import Component, Method
+from kiloword.methods.method import Component, Method, scored_in_several_ways, small_head
 
 SEVERAL = ("terms", "contrasts")  # slots that take more than one component
+OF_PAIRS = ("pair loss", "positives", "prepare")  # slots that say nothing without a pair loss
 LONGEST = 1000  # maximum length of a method's name, components included
 ORDER = (
     "uncertainty",
     "pair loss",
     "positives",
+    "pooling",
     "",
     "deterministic",
     "prefixes",
@@ -143,8 +145,8 @@ def find(name: str) -> tuple[Callable[..., Method], type | None]:
 def _mixed(name: str, base: str, added: list[str]) -> tuple[Callable[..., Method], type]:
     """A preset with components; its settings are those of the base and one field per component."""
     make, kind = find(base)
-    chosen = {_field(word): component for word, component in _chosen(base, added).items()}
-    nested = [(word, part.settings, field(default_factory=part.settings)) for word, part in chosen.items()]
+    chosen = _chosen(base, added)
+    nested = [(_field(word), part.settings, field(default_factory=part.settings)) for word, part in chosen.items()]
     mixed: Any = make_dataclass("Settings", nested, bases=(kind or BaseSettings,), frozen=True, kw_only=True)
     mixed.__module__ = __name__
 
@@ -152,10 +154,21 @@ def _mixed(name: str, base: str, added: list[str]) -> tuple[Callable[..., Method
         method = make() if kind is None else make(only(settings, kind))
         turns = {word: ORDER.index(part.slot if part.slot in ORDER else "") for word, part in chosen.items()}
         for word in sorted(chosen, key=turns.__getitem__):
-            method = chosen[word].apply(method, getattr(settings, word))
+            method = _with(method, word, chosen[word], getattr(settings, _field(word)))
         return replace(method, name=name)
 
     return build, mixed
+
+
+def _with(method: Method, word: str, part: Component, settings: Any) -> Method:
+    """The method with a component. Raises: ValueError where it would change nothing, or leave a head without a loss."""
+    if part.slot in OF_PAIRS and method.pair_weight == 0:
+        raise ValueError(f"{method.name} has no pair loss, which {word} would change: omit +{word}.")
+    if part.slot == "pair loss" and scored_in_several_ways(small_head(method)):
+        raise ValueError(
+            f"{method.name} scores pairs in several ways, each with a loss, of which {word} would keep one."
+        )
+    return replace(part.apply(method, settings), name=f"{method.name}+{word}")
 
 
 def _field(word: str) -> str:

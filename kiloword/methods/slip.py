@@ -42,7 +42,14 @@ def preset(settings: Settings) -> Method:
 
 
 def simclr(method: Method, settings: SimclrSettings) -> Method:
-    """Add the contrast of two views of each image, which cost two more passes of the image tower."""
+    """Add the contrast of two views of each image, which cost two more passes of the image tower.
+
+    Raises: ValueError for a method that has it.
+    """
+    if "simclr" in method.contrasts:
+        raise ValueError(
+            f"{method.name} has the contrast simclr already: omit it, its settings are those of the method."
+        )
     augment = AugmentConfig(crop=settings.crop, flip=0.5, jitter=0.8, grayscale=0.2, blur=0.5)
 
     def views(example: Example, fetch: Fetch, draw: Draw) -> Tensor:

@@ -34,7 +34,11 @@ class ClassSettings(BaseSettings):
 
 
 def superclass(method: Method, settings: ClassSettings) -> Method:
-    """Add the classification; its texts pass no tower."""
+    """Add the classification; its texts pass no tower. Raises: ValueError for a method whose texts are answers."""
+    if "questions" in method.needs:
+        raise ValueError(
+            f"superclass predicts tokens of captions, but texts of {method.name} are answers to questions."
+        )
     term = settings.weight, lambda config: ClassTerm(config, settings)
     return replace(method, terms={**method.terms, "superclass": term}, after_step=(*method.after_step, count_step))
 

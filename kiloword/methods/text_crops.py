@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from kiloword.config.recipes import ModelConfig, sizes
+from kiloword.config.recipes import ModelConfig
 from kiloword.config.settings import ABOVE_0, BELOW_1, BaseSettings, setting
 from kiloword.losses.pairs import logsumexp_over_ranks
 from kiloword.methods.coca.captioning import longest_row
-from kiloword.methods.method import Component, Method, follow
+from kiloword.methods.method import Component, Method, check_vectors, follow
 from kiloword.methods.self_distill import check_areas, window
 from kiloword.methods.sub_captions import sentences_of
 from kiloword.model.attention import Packing
@@ -54,8 +54,7 @@ class TextCropSettings(BaseSettings):
 def text_crops(method: Method, settings: TextCropSettings) -> Method:
     """Add the loss, which costs passes of both towers. Raises: ValueError for a method that it does not fit."""
     check_areas(settings.least, settings.area)
-    if type(method.head(method.shape(sizes()["debug"])).pooling) is not Single or "questions" in method.needs:
-        raise ValueError(f"text-crops compares one vector per image with one per caption, which {method.name} has not.")
+    check_vectors(method, "text-crops", "caption")
     return replace(
         method,
         contrasts={

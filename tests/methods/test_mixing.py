@@ -54,6 +54,42 @@ def test_what_cannot_mix_gets_a_sentence(name: str, message: str) -> None:
         preset(name)
 
 
+@pytest.mark.parametrize("part", ["clic", "concepts", "negatives", "reinforced", "text-crops"])
+@pytest.mark.parametrize("pooling", ["attended", "contextual", "maxsim"])
+def test_a_pooling_that_does_not_fit_is_refused_in_any_order(part: str, pooling: str) -> None:
+    for name in (f"siglip+{part}+{pooling}", f"siglip+{pooling}+{part}"):
+        with pytest.raises(ValueError, match=rf"{part} compares one vector per image with one per"):
+            preset(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("cappa+softmax", {}, "cappa has no pair loss, which softmax would change"),
+        ("vqa+mined", {}, "vqa has no pair loss, which mined would change"),
+        ("coca+sigmoid+bias-search", {"contrast_weight": 0.0}, "coca has no pair loss, which sigmoid would change"),
+        ("cappa+clic", {}, "cappa has not: without a pair loss"),
+        ("cappa+text-crops", {}, "cappa has not: without a pair loss"),
+        ("vqa+negatives", {}, "vqa has not: without a pair loss"),
+        ("vqa+superclass", {}, "texts of vqa are answers"),
+        ("flair+softmax", {}, "flair scores pairs in several ways, each with a loss, of which softmax would keep one"),
+        ("filip+sigmoid", {"whole": 0.5}, "filip scores pairs in several ways"),
+        ("filip+bias-search", {}, "filip has no bias for bias-search"),
+        ("flair+bias-search", {}, "of which bias-search would prepare one"),
+        ("siglip+bias-search+attended", {}, "of which bias-search would prepare one"),
+        ("slip+simclr", {}, "slip has the contrast simclr already"),
+    ],
+)
+def test_what_would_not_be_trained_is_refused(name: str, settings: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        preset(name, settings)
+
+
+def test_a_pair_loss_that_is_trained_takes_components() -> None:
+    assert preset("cappa+negatives+softmax", {"contrast_weight": 1.0}).contrasts.keys() == {"negatives"}
+    assert preset("flair+softmax", {"whole": 0.0}).pair_loss is softmax_loss
+
+
 def test_unknown_settings_of_a_piece_are_refused() -> None:
     with pytest.raises(ValueError, match=r"sigmoid.*bais"):
         preset("clip+sigmoid", {"sigmoid": {"bais": -3.0}})

@@ -20,7 +20,7 @@ from kiloword.losses.many import Balanced, supcon_loss
 from kiloword.losses.pairs import sigmoid_loss, softmax_loss
 from kiloword.methods import clip, siglip
 from kiloword.methods.fff import bias_search
-from kiloword.methods.method import Component, Method
+from kiloword.methods.method import Component, Method, scored_in_several_ways, small_head
 from kiloword.model.pooling import at_least_float
 from kiloword.types import Batch, Pairs, Positives
 
@@ -209,6 +209,13 @@ def searched(method: Method, settings: BiasSearch) -> Method:
         return method
     if getattr(method.pair_loss, "func", method.pair_loss) in (softmax_loss, supcon_loss):
         raise ValueError(f"{method.name} has no bias to search, as softmax gives it no gradient: add +sigmoid.")
+    head = small_head(method)
+    if head.bias is None:
+        raise ValueError(f"{method.name} has no bias for bias-search to set.")
+    if scored_in_several_ways(head):
+        raise ValueError(
+            f"{method.name} scores pairs in several ways, of which bias-search would prepare one: omit it."
+        )
     if method.prepare is not None:
         raise ValueError(f"{method.name} already prepares its parameters before the first step: omit +bias-search.")
     how, n = settings.bias_search, settings.bias_batches
