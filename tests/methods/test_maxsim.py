@@ -197,7 +197,7 @@ def test_the_second_loss_is_of_means(name: str) -> None:
         expected = means / 2
     else:
         expected = -torch.nn.functional.logsigmoid((2.0 * own - 1) * logits).sum() / 4
-    torch.testing.assert_close(losses[0] - losses[1], 0.5 * expected, rtol=1e-9, atol=0)
+    torch.testing.assert_close(losses[0] - losses[1], 0.5 * expected, rtol=1e-10, atol=0)
 
 
 def test_a_model_scores_explains_classifies_and_is_found_by_its_shortlist(tmp_path: Path) -> None:
