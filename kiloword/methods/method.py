@@ -203,6 +203,6 @@ def check_vectors(method: Method, component: str, text: str) -> None:
         raise ValueError(f"{lacks}.")
     if method.pair_weight == 0:
         raise ValueError(
-            f"{lacks}: without a pair loss (--settings.contrast-weight, where a method has it) its vectors are not "
-            "trained."
+            f"{lacks}: without a pair loss its vectors are not trained. Use a method that has one, such as coca for "
+            "cappa (--settings.parallel)."
         )
