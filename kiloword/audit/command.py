@@ -32,6 +32,7 @@ from kiloword.audit.labels import wrong_labels
 from kiloword.audit.outliers import OutlierRule, rule
 from kiloword.audit.page import page
 from kiloword.audit.pairs import Fits, fits
+from kiloword.audit.resume import FOLDER, SavedRows, encoded
 from kiloword.audit.similar import Pixels, groups, near_duplicates, repeated
 from kiloword.checkpoint.files import write_json
 from kiloword.checkpoint.lock import Lock
@@ -39,17 +40,17 @@ from kiloword.config.recipes import DataConfig
 from kiloword.data.feature_store import FeatureStore
 from kiloword.data.images.decode import decode
 from kiloword.data.reading import advice, name_of, reasons
+from kiloword.data.sources.digest import sampled
 from kiloword.data.sources.open import open_data
 from kiloword.data.sources.optional import key_of, texts_of
 from kiloword.distributed.device import choose
 from kiloword.errors import count
 from kiloword.evaluation.command import Execution, opened
-from kiloword.evaluation.features import seen
 from kiloword.evaluation.task import Inputs
 from kiloword.features.teachers import open_teacher, prefix_fingerprint
-from kiloword.model.encoding import join
 from kiloword.model.prefix import keep_prefix_
 from kiloword.report import made_by, signed, write
+from kiloword.search.index import fingerprint
 from kiloword.terminal import say, warn
 from kiloword.terminal.progress import showing_progress
 from kiloword.types import BadSample, Example, Features, NoCaption, Skipped, Source
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
     from kiloword.api import Matcher
 
 KEEP, FINDINGS, SUMMARY, REPORT = "keep.parquet", "findings.parquet", "audit.json", "report.html"
+FORMAT = "kiloword-audit-1"  # of encoded rows
 NAMED = 5  # unreadable rows that are listed
 
 
@@ -81,29 +83,34 @@ def main(
     if execution.image_features or execution.text_features:
         matcher, source = _on_tokens(matcher, source, execution)
     with Lock(out, "auditing"), showing_progress():
-        if not (features or execution.image_features or execution.text_features):
-            say(advice_to_store(matcher, model, data))
         inputs = Inputs(matcher, source, execution.batch, workers)
-        audit = audit_of(inputs, options, None if features is None else _stored(inputs, model, features))
+        stored = features or execution.image_features or execution.text_features
+        saved = None if stored else SavedRows(out / FOLDER, identity_of(inputs))
+        audit = audit_of(
+            inputs, options, encoded(inputs, saved) if features is None else _stored(inputs, model, features)
+        )
         keep = keep_list(audit, plain, options)
         facts = made_by([model], " ".join(sources))
         write_table(out / FINDINGS, findings_table(audit.findings))
         write_json(out / SUMMARY, as_json(audit, keep, facts))
         write_table(out / KEEP, keep)
         write(out / REPORT, signed(page(audit, keep, plain.name, options, partial(_pixels, plain)), facts))
+        if saved is not None:
+            saved.clear()
     words = [*sources, *(["--extra-captions", *extra_captions] if extra_captions else [])]
     words += [] if raw_captions else ["--no-raw-captions"]
     _print(audit, keep.column("keep").to_numpy(), out, " ".join(words))
 
 
-def advice_to_store(matcher: Matcher, model: str, data: DataConfig) -> str:
-    """What to do where encoding is long: an audit that is interrupted starts again, a feature store resumes."""
-    start = "an interrupted audit starts again"
-    if not _one_vector(matcher):
-        return f"{start}."
-    extra = ["--extra-captions", *data.extra_captions] if data.extra_captions else []
-    words = " ".join([model, "--data", *data.sources, *extra])
-    return f"{start}; to resume, embed first: kiloword embed {words} --out F, then --features F."
+def identity_of(inputs: Inputs) -> dict[str, str]:
+    """What the features of an audit are computed from."""
+    model = inputs.matcher.model
+    return {
+        "format": FORMAT,
+        "model": fingerprint(inputs.matcher),
+        "precision": str(model.precision),
+        "data": f"{inputs.source.fingerprint} {sampled(inputs.source)}",
+    }
 
 
 def _one_vector(matcher: Matcher) -> bool:
@@ -120,19 +127,15 @@ def _on_tokens(matcher: Matcher, source: Source, execution: Execution) -> tuple[
     return Matcher(matcher.model, tokenizer, matcher.method), source
 
 
-def audit_of(inputs: Inputs, options: AuditOptions, encoded: tuple[AuditedData, Features] | None = None) -> Audit:
-    """Find what is wrong with a source. Raises: ValueError where no row is usable.
-
-    Args: encoded: the data and the features of its captions [T, ...]; None: they are encoded.
-    """
-    corpus, texts_encoded = encoded or (read(inputs), None)
+def audit_of(inputs: Inputs, options: AuditOptions, read: tuple[AuditedData, Features]) -> Audit:
+    """Find what is wrong with a source. Args: read: its rows, and the features of their captions [T, ...]."""
+    corpus, features = read
     source, matcher = inputs.source, inputs.matcher
     findings: list[Finding] = []
     fit: Fits | None = None
     limit: OutlierRule | None = None
     if texts := corpus.texts:
         owner = torch.from_numpy(corpus.owner)
-        features = texts_encoded or matcher.encode_text(texts)
         fit = fits(matcher.score, matcher.score_pairs, corpus.images, features, owner, options.chunk, options.seed)
         limit = rule(fit.annotated, fit.random, options.target_precision)
         findings += [*mismatches(corpus, fit, limit), *generic(corpus, fit, limit)]
@@ -145,20 +148,6 @@ def audit_of(inputs: Inputs, options: AuditOptions, encoded: tuple[AuditedData, 
     findings += label_findings(corpus, wrong_labels(vectors, corpus.labels), names)
     findings += unreadable(corpus.skipped)
     return Audit(corpus, findings, fit, limit, names)
-
-
-def read(inputs: Inputs) -> AuditedData:
-    """Encode all readable images of a source."""
-    parts = list(seen(inputs))
-    labels = [p.labels if p.labels.ndim == 1 else torch.full((len(p.rows),), -1) for p in parts]
-    return AuditedData(
-        rows=[row for part in parts for row in part.rows],
-        keys=[key for part in parts for key in part.keys],
-        captions=[captions for part in parts for captions in part.captions],
-        labels=torch.cat(labels),
-        images=join([part.images for part in parts]),
-        skipped=inputs.skipped,
-    )
 
 
 def _stored(inputs: Inputs, model: str, folder: Path) -> tuple[AuditedData, Features]:

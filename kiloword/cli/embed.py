@@ -100,6 +100,7 @@ def audit(
     """Find pairs that do not match, duplicates, wrong labels: kiloword audit photos/train --model runs/first/model
 
     Then train without them: kiloword train siglip --data photos/train --keep audit/keep.parquet --out runs/second
+    The same command resumes an interrupted audit.
 
     Args:
         data: tars, a table, a folder of images or scenes, as for `kiloword train`.

@@ -52,8 +52,8 @@ def per_batch(
 
     size, resize = config.image.size, config.preprocess.resize
     read = partial(eval_batches, source, size, resize, inputs.batch, inputs.workers, captions=captions)
-    empty = True
-    for made, skipped in _in_turns(len(source), inputs.batch, read, work):
+    empty = not inputs.first
+    for made, skipped in _in_turns(range(inputs.first, len(source)), inputs.batch, read, work):
         inputs.skipped.extend(skipped)
         yield from made
         empty = empty and not made
@@ -63,15 +63,16 @@ def per_batch(
 
 
 def _in_turns(
-    n: int, batch: int, read: Callable[..., Iterator[EvalBatch]], work: Callable[[EvalBatch | None], Made]
+    rows: range, batch: int, read: Callable[..., Iterator[EvalBatch]], work: Callable[[EvalBatch | None], Made]
 ) -> Iterator[Made]:
-    """Results of `work` for every batch of n rows, in order; each rank processes its share."""
-    ranks = share()[1]
+    """Results of `work` for every batch of rows, in order; each rank processes its share."""
+    ranks, n = share()[1], len(rows)
     if ranks == 1:
-        for part in track(read(), "images", "images", n, lambda part: len(part.rows) + len(part.skipped)):
+        parts = read(parts=[rows])
+        for part in track(parts, "images", "images", n, lambda part: len(part.rows) + len(part.skipped)):
             yield work(part)
         return
-    every = [range(n)[part] for part in chunks(n, batch)]
+    every = [rows[part] for part in chunks(n, batch)]
     mine = read(parts=own(every))
     turns = range(0, len(every), ranks)
     for first in track(turns, "images", "images", n, lambda first: sum(map(len, every[first : first + ranks]))):

@@ -55,6 +55,7 @@ class Inputs:
     workers: int = 0  # loader processes
     skipped: list[Skipped] = field(default_factory=list)  # the task appends the rows that it cannot use
     shown: dict[str, Any] | None = None  # the task fills it with what its page draws beside the metrics; None: no page
+    first: int = 0  # rows before it are not read: an earlier process has read them, and found some usable
 
     @property
     def matcher(self) -> Matcher:
