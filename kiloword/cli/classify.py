@@ -59,8 +59,6 @@ def classify(
     """
     if top < 1:
         raise ValueError(f"--top is {top}: expected at least 1.")
-    if json is not None and json.is_dir():
-        raise ValueError(f"--json {json} is a folder. Expected a file, such as classes.json.")
     files, names = image_files(images), _names(classes)
     from kiloword.api import load
     from kiloword.checkpoint.files import write_json

@@ -22,7 +22,7 @@ from kiloword.cli.exchange import TARGETS, Format, export, import_, push
 from kiloword.cli.runs import average, compare, watch
 from kiloword.cli.score import score
 from kiloword.cli.search import index, search, serve
-from kiloword.cli.words import REQUIRED, check_known, interruption, settled
+from kiloword.cli.words import REQUIRED, check_known, check_outputs, interruption, settled
 from kiloword.distributed import launch
 from kiloword.errors import sentence_of
 from kiloword.generation.options import GenerationOptions
@@ -302,6 +302,7 @@ def _monitored() -> AbstractContextManager[object]:
 
 
 def _run(argv: Sequence[str]) -> None:
+    check_outputs(argv)
     with invoked(argv):
         _verb(argv)
 

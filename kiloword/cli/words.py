@@ -5,8 +5,11 @@ No torch at import: help is instant.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
+from itertools import pairwise
+from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import tyro
@@ -29,6 +32,15 @@ NOTHING_KEPT = {  # verbs that write their results only at the end
     "eval": "no results were written.",
     "mine": "no results were written.",
     "verify": "nothing was written.",
+}
+OUTPUTS = {  # flags that name a file to write when the work is done, and an example of one
+    "--json": "results.json",
+    "--html": "report.html",
+    "--csv": "table.csv",
+    "--page": "page.html",
+    "--plane": "plane.html",
+    "--png": "samples.png",
+    "--results": "results.json",
 }
 
 
@@ -54,6 +66,28 @@ def check_known(word: str, noun: str, names: Collection[str]) -> None:
     """Raises: ValueError for a word that is none of the names, and no flag."""
     if not word.startswith("-") and word not in names:
         raise ValueError(f"unknown {noun} {word!r}: expected one of {', '.join(names)}.{suggestion(word, names)}")
+
+
+def check_outputs(argv: Sequence[str]) -> None:
+    """Raises: ValueError, before any work, where a file that a verb writes at its end cannot be written."""
+    for word, after in pairwise([*argv, ""]):
+        flag, equals, value = word.partition("=")
+        value = value if equals else after
+        if flag in OUTPUTS and value:
+            _check_file(flag, Path(value))
+        if flag == "--explain" and Path(value).is_file():
+            raise ValueError(f"--explain {value} is a file. Expected a folder, which may be new.")
+
+
+def _check_file(flag: str, path: Path) -> None:
+    """Raises: ValueError for a folder, and a path below a file or in a folder that forbids to write."""
+    if path.is_dir():
+        raise ValueError(f"{flag} {path} is a folder. Expected a file, such as {path / OUTPUTS[flag]}.")
+    above = next(folder for folder in path.absolute().parents if folder.exists())
+    if not above.is_dir():
+        raise ValueError(f"{flag} {path} cannot be written: {above} is no folder.")
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise ValueError(f"{flag} {path} cannot be written: the folder {above} does not allow it.")
 
 
 def interruption(argv: Sequence[str], error: KeyboardInterrupt) -> str:

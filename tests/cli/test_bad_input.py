@@ -390,7 +390,7 @@ def test_out_cannot_be_written(refused: Refused, model: Path, tmp_path: Path) ->
     assert "cannot be made (Not a directory)" in refused(*train(SCENES, tmp_path / "file" / "below"))
     assert "--out /proc/none cannot be made" in refused(*train(SCENES, Path("/proc/none")))
     json_out = ("--data", "scenes:test?n=4", "--json", tmp_path / "file" / "r.json")
-    assert "cannot write" in refused("eval", "retrieval", model, *json_out)
+    assert "cannot be written" in refused("eval", "retrieval", model, *json_out)
 
 
 def test_out_holds_another_run(refused: Refused, a_run: Path, tmp_path: Path) -> None:

@@ -107,6 +107,39 @@ def test_a_method_named_by_its_file(name: str, hint: str) -> None:
     assert str(error.value).endswith(hint)
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "classify model --images photos --classes dog cat --json",
+        "eval retrieval model --data photos --json",
+        "eval zeroshot model --data photos --html",
+        "eval suite small model --data photos --csv",
+        "compare a b --html",
+        "search library dog --page",
+        "search library dog --json",
+        "score model --images a.jpg --texts dog --plane",
+        "data stats photos --png",
+        "recipes list --json",
+    ],
+)
+def test_a_file_that_cannot_be_written_is_refused_before_any_work(
+    words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing that the commands name exists: none of it is looked at."""
+    *first, flag = words.split()
+    said = refused(capsys, *first, flag, tmp_path)
+    assert f"{flag} {tmp_path} is a folder. Expected a file, such as {tmp_path}/" in said
+    (tmp_path / "file").touch()
+    below = tmp_path / "file" / "deep" / "x"
+    assert f"{below} cannot be written: {tmp_path / 'file'} is no folder." in refused(capsys, *first, f"{flag}={below}")
+
+
+def test_a_folder_that_is_a_file_is_refused_before_any_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    words = ("score", "model", "--images", "a.jpg", "--texts", "dog", "--explain", tmp_path / "file")
+    assert "is a file. Expected a folder" in refused(capsys, *words)
+
+
 def test_what_a_function_returned_has_its_article(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "own_articles.py").write_text("def number():\n    return 3\ndef text():\n    return ''\n")
     monkeypatch.syspath_prepend(tmp_path)

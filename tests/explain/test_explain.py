@@ -298,7 +298,7 @@ def test_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "weights" not in json.loads((tmp_path / "out" / "weights.json").read_text())["images"][0]["texts"][0]
     with pytest.raises(SystemExit):
         main(["score", str(tmp_path / "model"), *shown, "--explain", str(tmp_path / "a.jpg")])
-    assert "another folder" in capsys.readouterr().err
+    assert "is a file. Expected a folder" in capsys.readouterr().err
 
 
 def test_a_image_is_never_overwritten(tmp_path: Path) -> None:
