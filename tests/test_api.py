@@ -83,6 +83,8 @@ def test_scores_that_are_no_numbers_are_named(matcher: Matcher) -> None:
     vec[0, 0] = float("nan")
     with pytest.raises(ValueError, match="the score of image 0 with text 0 is nan"):
         matcher.score({**features, "vec": vec}, features)
+    with pytest.raises(ValueError, match="the score of image 1 with text 1 is nan"):
+        matcher.score_pairs(features, {**features, "vec": torch.cat([features["vec"][:1], vec])})
 
 
 def test_score_takes_features_or_what_makes_them(matcher: Matcher) -> None:

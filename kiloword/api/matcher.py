@@ -193,7 +193,7 @@ class Matcher:
         image_features = _rows(images if isinstance(images, dict) else self.encode_image(images))
         text_features = _rows(texts if isinstance(texts, dict) else self.encode_text(texts))
         if nearest == "csd":
-            return 1 - 0.5 * self.distance(image_features, text_features)
+            return _finite(1 - 0.5 * self.distance(image_features, text_features))
         _check_widths(image_features, text_features)
         with inference(self.model):
             if nearest == "cosine":
@@ -201,7 +201,7 @@ class Matcher:
             return _finite(self.model.score(image_features, text_features))
 
     def score_pairs(self, images: Features, texts: Features, nearest: Nearest | None = None) -> Tensor:
-        """Scores of image n with text n, for features of N images and N texts: [N]. Args: nearest: as of `score`."""
+        """Scores of image n with text n, for features of N images and N texts: [N]. Args, errors: as of `score`."""
         _check_nearest(nearest)
         images, texts = _rows(images), _rows(texts)
         n, t = len(images["vec"]), len(texts["vec"])
@@ -211,10 +211,12 @@ class Matcher:
             _gaussians(images, texts)
         with inference(self.model):
             if nearest == "csd":
-                return 1 - 0.5 * csd(images, texts)
-            if nearest == "cosine":
-                return (at_least_float(images["vec"]) * at_least_float(texts["vec"])).sum(-1)
-            return self.model.head.score_pairs(images, texts)
+                scores = 1 - 0.5 * csd(images, texts)
+            elif nearest == "cosine":
+                scores = (at_least_float(images["vec"]) * at_least_float(texts["vec"])).sum(-1)
+            else:
+                scores = self.model.head.score_pairs(images, texts)
+            return _finite(scores)
 
     def uncertainty(self, features: Features) -> Tensor:
         """Uncertainty of N images or texts, the sum of the variances of each: [N].
@@ -369,12 +371,12 @@ def _gaussians(*several: Features) -> list[Features]:
 
 
 def _finite(scores: Tensor) -> Tensor:
-    """Scores [I, T] as they are. Raises: ValueError when any is NaN or infinite."""
+    """Scores [I, T], or of pairs [N], as they are. Raises: ValueError when any is NaN or infinite."""
     if not bool(scores.isfinite().all()):
-        row, column = (~scores.isfinite()).nonzero()[0].tolist()
+        place = (~scores.isfinite()).nonzero()[0].tolist()
         raise ValueError(
-            f"the score of image {row} with text {column} is {float(scores[row, column])}: the model's weights are "
-            "damaged, or diverged in training, or the features were computed by such a model."
+            f"the score of image {place[0]} with text {place[-1]} is {float(scores[tuple(place)])}: the model's "
+            "weights are damaged, or diverged in training, or the features were computed by such a model."
         )
     return scores
 
