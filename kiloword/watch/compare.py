@@ -44,15 +44,23 @@ def main(runs: Sequence[Path], json: Path | None = None, html: Path | None = Non
 
 
 def without_copies(runs: Sequence[Watched]) -> Iterator[Watched]:
-    """The runs without copies of one of them, which are no further seeds: the same recipe, seed and losses."""
-    first: dict[tuple[str, bytes], str] = {}
-    for run in runs:
-        recipe = json_bytes(settings_of(run.folder)).decode()
-        same = first.setdefault((recipe, run.columns.of("loss")[1].tobytes()), run.name)
-        if same == run.name or recipe == "{}\n":
+    """The runs without copies of one of them, which are no further seeds: the same recipe, seed and losses.
+
+    A copy may have been made before the run ended, or gone on after it: of both the one with more rows stays.
+    """
+    recipes = [json_bytes(settings_of(run.folder)) for run in runs]
+    losses = [run.columns.of("loss")[1].tobytes() for run in runs]
+    for n, run in enumerate(runs):
+        same = (
+            other.name
+            for m, other in enumerate(runs)
+            if recipes[m] == recipes[n] != b"{}\n" and losses[m].startswith(losses[n])
+            if (-len(losses[m]), m) < (-len(losses[n]), n)
+        )
+        if (other := next(same, None)) is None:
             yield run
         else:
-            warn(f"{run.name} has the recipe, the seed and the losses of {same}: it is omitted, as a copy.")
+            warn(f"{run.name} has the recipe, the seed and the losses of {other}: it is omitted, as a copy.")
 
 
 def _print(every: Sequence[RunGroup]) -> None:

@@ -68,6 +68,16 @@ def test_a_copied_run_is_no_further_seed(runs: Path, capsys: pytest.CaptureFixtu
     assert "slow-copy has the recipe, the seed and the losses of slow-0" in capsys.readouterr().err
 
 
+def test_a_copy_that_was_made_before_the_run_ended_is_none_either(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(runs / "slow-0", runs / "another")
+    rows = (runs / "another" / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (runs / "another" / "metrics.jsonl").write_text("".join(rows[:2]))
+    main(["compare", str(runs)])
+    assert "another has the recipe, the seed and the losses of slow-0" in capsys.readouterr().err
+
+
 def test_losses_of_other_methods_and_batches_have_plots_of_their_own(runs: Path) -> None:
     some_run(runs / "large", "clip", 1e-3, 0, 0.1, batch=20)
     file = runs.parent / "compared.html"
