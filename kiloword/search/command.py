@@ -65,7 +65,7 @@ def main(
     if json is not None:
         write_json(json, as_json(library, words, hits))
     if page is not None or open_:
-        _show(page or folder / "search.html", results_page(library, words, hits, notes), open_)
+        _show(page or folder / "search.html", results_page(library, words, hits, notes, model), open_)
 
 
 def read_photo(path: Path) -> bytes:

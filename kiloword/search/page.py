@@ -91,9 +91,11 @@ main { max-width: 76rem; }
 """
 
 
-def results_page(library: Library, query: str, hits: Sequence[Match], notes: Sequence[str]) -> str:
-    """The page that `kiloword search --page` writes, with the photos inside."""
+def results_page(
+    library: Library, query: str, hits: Sequence[Match], notes: Sequence[str], model: str | None = None
+) -> str:
+    """The page that `kiloword search --page` writes, with the photos inside. Args: model: None: that of the library."""
     intro = f"The best {len(hits)} of {len(library):,} photos."
     uncertain = ABOUT_UNCERTAINTY if any(hit.uncertainty is not None for hit in hits) else None
     html = page(f"“{query}”", intro, [section("Photos", figures(library, hits), *notes, uncertain)], style=STYLE)
-    return signed(html, made_by([library.file.model], library.file.folder))
+    return signed(html, made_by([model or library.file.model], library.file.folder))

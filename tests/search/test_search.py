@@ -282,6 +282,16 @@ def test_results_are_a_table_json_and_a_page(library: Path, capsys: pytest.Captu
         assert word not in page
 
 
+def test_the_page_names_the_model_that_searched(library: Path) -> None:
+    """The library's own may be gone: a copy elsewhere made the scores."""
+    other, page = library.parent / "elsewhere", library.parent / "page.html"
+    (library.parent / "model").rename(other)
+    main(["search", str(library), "dog", "--model", str(other), "--page", str(page)])
+    footer = page.read_text().split("<footer")[1]
+    assert str(other) in footer
+    assert str(library.parent / "model") not in footer.replace(str(other), "")
+
+
 def test_words_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[object, ...]] = []
     monkeypatch.setattr("kiloword.search.index.main", lambda *args: calls.append(args))
