@@ -182,6 +182,13 @@ def test_models_that_compare_words_are_refused(tmp_path: Path, method: str) -> N
         graphs.graphs(source, "onnx")
 
 
+@pytest.mark.parametrize("method", ["llip", "flair"])
+def test_models_that_pool_images_for_each_text_become_graphs_of_vectors(tmp_path: Path, method: str) -> None:
+    source = Exported.of(str(model_folder(tmp_path / "m", method)), NONE)
+    assert [graph.outputs for graph in graphs.graphs(source, "onnx")] == [("vec",), ("vec",)]
+    assert "mixes image tokens for each text" in source.notes[0]
+
+
 def test_only_onnx_has_a_precision(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="--precision int8 is for onnx; torch gets the weights as they are"):
         run.run("torch", "m", tmp_path / "out", precision="int8")
