@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -94,12 +95,21 @@ def main(
         write_table(out / FINDINGS, findings_table(audit.findings))
         write_json(out / SUMMARY, as_json(audit, keep, facts))
         write_table(out / KEEP, keep)
-        write(out / REPORT, signed(page(audit, keep, plain.name, options, partial(_pixels, plain)), facts))
+        training = training_on(data, out / KEEP)
+        html = page(audit, keep, plain.name, options, partial(_pixels, plain), training)
+        write(out / REPORT, signed(html, facts))
         if saved is not None:
             saved.clear()
-    words = [*sources, *(["--extra-captions", *extra_captions] if extra_captions else [])]
-    words += [] if raw_captions else ["--no-raw-captions"]
-    _print(audit, keep.column("keep").to_numpy(), out, " ".join(words))
+    _print(audit, keep.column("keep").to_numpy(), out, training)
+
+
+def training_on(data: DataConfig, keep: Path) -> str:
+    """The command that trains on what a keep-list keeps of the same data."""
+    extra = ["--extra-captions", *data.extra_captions] if data.extra_captions else []
+    raw = [] if data.raw_captions else ["--no-raw-captions"]
+    return shlex.join(
+        ["kiloword", "train", "METHOD", "--data", *data.sources, *extra, *raw, "--keep", str(keep), "--out", "DIR"]
+    )
 
 
 def identity_of(inputs: Inputs) -> dict[str, str]:
@@ -202,7 +212,7 @@ def _pixels(source: Source, row: int, at_least: int = 224) -> Pixels | None:
         return None
 
 
-def _print(audit: Audit, kept: np.ndarray, out: Path, data: str) -> None:
+def _print(audit: Audit, kept: np.ndarray, out: Path, training: str) -> None:
     corpus, counts = audit.corpus, audit.counts
     for one in corpus.skipped[:NAMED]:
         warn(f"unreadable {one.key}: {one.reason}")
@@ -219,7 +229,7 @@ def _print(audit: Audit, kept: np.ndarray, out: Path, data: str) -> None:
     if bool((corpus.labels >= 0).any()):
         say(f"labels that look wrong    {counts['label']:,}")
     say(f"keep-list: {out / KEEP} omits {int((~kept).sum()):,} of {len(kept):,}; page: {out / REPORT}")
-    say(f"train without them: kiloword train METHOD --data {data} --keep {out / KEEP} --out DIR")
+    say(f"train without them: {training}")
 
 
 def describe(rule: OutlierRule) -> str:

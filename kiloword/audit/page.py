@@ -28,8 +28,8 @@ NAMES: dict[Kind, str] = {
 }
 
 
-def page(audit: Audit, keep: pa.Table, name: str, options: AuditOptions, look: Look) -> str:
-    """The whole HTML document. Args: look: of a row of the source."""
+def page(audit: Audit, keep: pa.Table, name: str, options: AuditOptions, look: Look, training: str) -> str:
+    """The whole HTML document. Args: look: of a row of the source; training: the command that takes the keep-list."""
     shown = _Shown(audit, options.gallery, look)
     sections: dict[Kind, list[str]] = {
         "mismatch": [*_mismatch(audit, options), *shown.cards("mismatch")],
@@ -43,7 +43,7 @@ def page(audit: Audit, keep: pa.Table, name: str, options: AuditOptions, look: L
         "Audit",
         _intro(audit, name),
         [
-            section("In short", _short(audit), *_kept(audit, keep, options)),
+            section("In short", _short(audit), *_kept(audit, keep, options, training)),
             *(section(NAMES[kind], *sections[kind]) for kind in NAMES if audit.of(kind) or kind == "mismatch"),
         ],
     )
@@ -73,7 +73,7 @@ _WORDS: dict[Kind, str] = {
 }
 
 
-def _kept(audit: Audit, keep: pa.Table, options: AuditOptions) -> Iterator[str]:
+def _kept(audit: Audit, keep: pa.Table, options: AuditOptions, training: str) -> Iterator[str]:
     reasons = keep.column("reason").to_pylist()
     rows = [
         [NAMES[kind], f"{audit.counts[kind]:,}", f"{reasons.count(kind):,}"] for kind in NAMES if audit.counts[kind]
@@ -84,7 +84,7 @@ def _kept(audit: Audit, keep: pa.Table, options: AuditOptions) -> Iterator[str]:
         f"The keep-list omits {omitted:,} of {len(reasons):,} captions, for {', '.join(options.drop) or 'no reason'} "
         "(--drop). To train on the others:"
     )
-    yield report.code("kiloword train METHOD --data SRC --keep DIR/keep.parquet --out runs/kept")
+    yield report.code(training)
 
 
 def _mismatch(audit: Audit, options: AuditOptions) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 from pathlib import Path
 from typing import Any
@@ -111,3 +112,13 @@ def test_rows_of_another_model_or_damaged_ones_are_encoded_again(
     said = capsys.readouterr().out
     assert "encoded already" not in said
     assert "holds rows of another model, precision or other data: they are removed" in said
+
+
+def test_the_command_that_follows_can_be_pasted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = (["scenes?n=9&objects=1"], str(model_folder(tmp_path / "model")), tmp_path / "two words")
+    command.main(*words, AuditOptions(), EXECUTION)
+    training = (
+        f"kiloword train METHOD --data 'scenes?n=9&objects=1' --keep '{tmp_path}/two words/keep.parquet' --out DIR"
+    )
+    assert training in capsys.readouterr().out
+    assert training in html.unescape((tmp_path / "two words" / "report.html").read_text())
