@@ -280,8 +280,14 @@ def scatter(
     frame = Frame((log_axis if log_x else linear_axis)(xs), value_axis(ys), x_label, y_label)
     marks = "".join(_dots(i, one, frame, faint, joined) for i, one in enumerate(drawn.values()))
     texts = "".join(frame.beside((x, y), text) for x, y, text in labels)
+    squares = [bool(one.squares) and not one.dots for one in drawn.values()]
+
+    def sample(index: int) -> str:
+        shape = " square" if squares[index] else ""
+        return f'<path class="dot{shape}" d="M14 5h0" style="stroke:var(--s{index})"/>'
+
     counts = (f"{name} {len(one.dots) + len(one.squares)} points" for name, one in drawn.items())
-    return frame.drawn(marks, f"{y_label} against {x_label}: {'; '.join(counts)}", list(drawn), _dot_sample, texts)
+    return frame.drawn(marks, f"{y_label} against {x_label}: {'; '.join(counts)}", list(drawn), sample, texts)
 
 
 def _dots(index: int, one: Dots, frame: Frame, faint: bool, joined: bool) -> str:
@@ -299,7 +305,3 @@ def _dots(index: int, one: Dots, frame: Frame, faint: bool, joined: bool) -> str
         for points, shape in ((one.dots, ""), (one.squares, " square"))
         if points
     )
-
-
-def _dot_sample(index: int) -> str:
-    return f'<path class="dot" d="M14 5h0" style="stroke:var(--s{index})"/>'

@@ -58,7 +58,7 @@ def test_images_of_several_classes_have_none() -> None:
 def test_tables_name_the_worst_class_and_its_confusion() -> None:
     confusion = np.array([[8, 2, 0], [0, 0, 4], [0, 0, 0]])
     (table,) = sections(stack(*classes_table(["cat", "<dog>", "none"], confusion)))[""].tables
-    assert table[1:] == [["<dog>", "4", "0%", "0%", "none (100%)"], ["cat", "10", "80%", "100%", "<dog> (20%)"]]
+    assert table[1:] == [["<dog>", "4", "0.0%", "0.0%", "none (100%)"], ["cat", "10", "80.0%", "100.0%", "<dog> (20%)"]]
     assert "<table>" in stack(*confusions(["a", "b", "c"], confusion))
     many = MATRIX + 1
     large = np.diag(np.full(many, 5)) + np.eye(many, k=1, dtype=int)
@@ -69,7 +69,7 @@ def test_tables_name_the_worst_class_and_its_confusion() -> None:
     assert every[: len(worst)] == worst
     html = stack(*classes_table([f"<c{n}>" for n in range(many)], large))
     assert f"<details><summary>The {ROWS} worst of {many} classes; all classes</summary>" in html
-    assert pairs[1] == ["c3", "c7", "9", "60%"]
+    assert pairs[1] == ["c3", "c7", "9", "60.0%"]
     assert SHOWN > 0
 
 

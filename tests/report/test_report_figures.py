@@ -138,6 +138,8 @@ def test_dots_squares_rings_and_lines_of_a_scatter_plot() -> None:
     assert len(corners) == 48
     assert np.hypot(*(corners - 500).T) == pytest.approx(500, abs=0.2)
     assert html.count("dot faint") == 0
+    alone = report.scatter({"a": Dots([], [(5, 0)]), "b": [(0, 10)]}, "x", "y")
+    assert re.findall(r'class="([^"]+)" d="M14 5h0"', alone) == ["dot square", "dot"], "the legend has the same shapes"
     assert report.scatter({"a": [(0, 0), (1, 1)]}, "x", "y", faint=True).count('class="dot faint"') == 1
 
 

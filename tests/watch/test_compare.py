@@ -104,10 +104,11 @@ def test_many_runs_share_axes(tmp_path: Path) -> None:
     assert numbers[0] == numbers[1]
 
 
-def test_an_axis_of_memory_begins_at_zero() -> None:
-    points = [(10, 2390.0), (100, 2650.0)]
-    assert ">0</text>" in curves.plot("memory", [curves.Curve("a", points)])
-    assert ">0</text>" not in curves.plot("pairs_per_s", [curves.Curve("a", points)])
+def test_axes_of_amounts_begin_at_zero() -> None:
+    for name, values in (("memory", (2390.0, 2650.0)), ("pairs_per_s", (50.0, 61.0)), ("data_wait", (0.02, 0.03))):
+        points = [(10, values[0]), (100, values[1])]
+        assert ">0</text>" in curves.plot(name, [curves.Curve("a", points)])
+        assert ">0</text>" not in curves.plot("gradient_norm", [curves.Curve("a", points)])
 
 
 def test_a_run_without_settings_has_none_that_differ(runs: Path) -> None:

@@ -113,8 +113,8 @@ def classes_table(names: Sequence[str], confusion: npt.NDArray[np.int64]) -> Ite
     for c in order:
         most = int(wrong[c].argmax())
         taken = f"{names[most]} ({percent(wrong[c, most] / counts[c])})" if wrong[c, most] else None
-        precision = percent(right[c] / called[c]) if called[c] else None
-        rows.append([names[c], f"{counts[c]:,}", percent(right[c] / counts[c]), precision, taken])
+        precision = f"{right[c] / called[c]:.1%}" if called[c] else None
+        rows.append([names[c], f"{counts[c]:,}", f"{right[c] / counts[c]:.1%}", precision, taken])
     head = ["class", "images", "recall", "precision", "mostly taken for"]
     yield table(rows[:ROWS], head)
     if len(seen) > ROWS:
@@ -130,7 +130,7 @@ def confusions(names: Sequence[str], confusion: npt.NDArray[np.int64]) -> Iterat
     order = np.argsort(-wrong, axis=None, kind="stable")[:PAIRS]
     pairs = [divmod(int(place), len(names)) for place in order]
     counts = confusion.sum(1)
-    rows = [[names[t], names[p], f"{wrong[t, p]:,}", percent(wrong[t, p] / counts[t])] for t, p in pairs if wrong[t, p]]
+    rows = [[names[t], names[p], f"{wrong[t, p]:,}", f"{wrong[t, p] / counts[t]:.1%}"] for t, p in pairs if wrong[t, p]]
     yield table(rows, ["class", "taken for", "images", "of the class"])
 
 
