@@ -79,13 +79,15 @@ def _check_count(series: Mapping[str, object]) -> None:
 
 
 def _line(index: int, points: Points, frame: Frame, kind: str, dashes: str) -> str:
-    path = ""
+    path = dots = ""
     for finite, run in itertools.groupby(points, key=lambda point: math.isfinite(point[1])):
-        if finite:
-            places = frame.at(list(run))
-            # A path of one point draws nothing; a line of no length draws its round end.
-            path += f"M{'L'.join(places)}" + ("h0" if len(places) == 1 else "")
-    return f'<path class="{kind}" style="stroke:var(--s{index});stroke-dasharray:{dashes}" d="{path}"/>'
+        places = frame.at(list(run)) if finite else []
+        if len(places) == 1:
+            dots += f"M{places[0]}h0"  # a line of no length draws its round end
+        elif places:
+            path += f"M{'L'.join(places)}"
+    line = f'<path class="{kind}" style="stroke:var(--s{index});stroke-dasharray:{dashes}" d="{path}"/>'
+    return line + (f'<path class="{kind} dot" style="stroke:var(--s{index})" d="{dots}"/>' if dots else "")
 
 
 def _means(points: Points, width: int) -> list[tuple[float, float]]:

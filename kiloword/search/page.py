@@ -87,6 +87,7 @@ main { max-width: 76rem; }
 .ask .q { flex: 1 1 16rem; min-width: 0; }
 .ask .in { flex: 0 1 11rem; min-width: 0; }
 .ask button { cursor: pointer; }
+@media (max-width: 36rem) { .ask label, .ask label input { width: 100%; } }
 .big img { display: block; max-width: 100%; height: auto; border-radius: 3px; }
 """
 

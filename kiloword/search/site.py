@@ -86,7 +86,7 @@ class Site:
 
     def failure(self, status: int, message: str) -> WebAnswer:
         """A page that says what is wrong."""
-        return self._page("Search", message, [], {}, status)
+        return self._page("Search", message[:1].upper() + message[1:], [], {}, status)
 
     def _current(self, answer: Callable[[], WebAnswer]) -> WebAnswer:
         """An answer from the library as it is now, which an index may change at any moment."""

@@ -216,7 +216,13 @@ def paths(html: str) -> list[str]:
 
 def test_line_goes_through_its_points_and_breaks_at_nan() -> None:
     points = [(0, 0.0), (1, 5.0), (2, math.nan), (3, 10.0)]
-    assert paths(report.line_plot({"a": points}, "x", "y")) == ["M0.0 1000.0L333.3 500.0M1000.0 0.0h0"]
+    assert paths(report.line_plot({"a": points}, "x", "y")) == ["M0.0 1000.0L333.3 500.0", "M1000.0 0.0h0"]
+
+
+def test_a_point_alone_is_a_dot_that_can_be_seen() -> None:
+    html = report.line_plot({"a": [(0, 1.0)], "b": [(0, 2.0), (1, 3.0)]}, "x", "y")
+    assert html.count('class="line dot"') == 1
+    assert "stroke-width: 7" in report.page("t", "", [])
 
 
 def test_log_plot_spaces_factors_evenly() -> None:

@@ -121,8 +121,9 @@ def test_many_even_bins_have_few_numbers() -> None:
 def test_smooth_lines_skip_what_is_not_finite() -> None:
     html = report.line_plot({"a": [(0, 0.0), (1, NAN), (2, 6.0), (3, 6.0), (4, 0.0)]}, "x", "y", smooth=3)
     raw, mean = re.findall(r'<path class="(?:line raw|line)" style="[^"]*" d="([^"]*)"', html)
-    assert raw == "M0.0 1000.0h0M500.0 0.0L750.0 0.0L1000.0 1000.0"
-    assert mean == "M0.0 1000.0h0M500.0 0.0L750.0 333.3L1000.0 500.0"
+    assert raw == "M500.0 0.0L750.0 0.0L1000.0 1000.0"
+    assert mean == "M500.0 0.0L750.0 333.3L1000.0 500.0"
+    assert re.findall(r'class="([^"]*)" style="[^"]*" d="M0.0 1000.0h0"', html) == ["line raw dot", "line dot"]
     assert re.findall(r"stroke:var\(--s0\);stroke-dasharray:none", html) == ["stroke:var(--s0);stroke-dasharray:none"] * 2  # fmt: skip # noqa: E501
 
 

@@ -158,7 +158,7 @@ def test_there_is_nothing_else(server: serve.SearchServer, path: str) -> None:
 
 def test_queries_that_cannot_be_answered(server: serve.SearchServer) -> None:
     status, html, _ = ask(server, "/?q=+")
-    assert (status, "the query is empty" in html) == (400, True)
+    assert (status, "The query is empty" in html) == (400, True)
     status, html, _ = ask(server, "/?q=" + "a" * 10_001)
     assert (status, "10,001 characters" in html) == (400, True)
     assert ask(server, "/?q=" + "a" * 70_000)[0] == 414

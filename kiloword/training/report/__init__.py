@@ -21,6 +21,7 @@ from kiloword.config.settings import leaves
 from kiloword.data.loader import Loader
 from kiloword.data.sampler import Order
 from kiloword.distributed import collectives
+from kiloword.errors import count
 from kiloword.methods.defaults import default_recipe
 from kiloword.report import Html
 from kiloword.report.model_card import CARD, write_card
@@ -95,7 +96,9 @@ def _write_card(run: Run) -> None:
 
 def _device(device: torch.device) -> str:
     return (
-        torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device} ({torch.get_num_threads()} threads)"
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"{device} ({count(torch.get_num_threads(), 'thread')})"
     )
 
 

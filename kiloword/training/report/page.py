@@ -102,7 +102,10 @@ def _evaluations(run: Watched) -> Iterator[str]:
         steps, values = run.columns.of(name)
         shown = (f"{float(v):.4g}" for v in (values[0], values.min(), values.max(), values[-1]))
         rows.append([name.removeprefix("val/"), *shown, str(len(steps))])
-    yield table(rows, ["metric", "first", "least", "largest", "last", "n"])
+    if all(row[-1] == "1" for row in rows):
+        yield table([row[:2] for row in rows], ["metric", "the only value"])
+    else:
+        yield table(rows, ["metric", "first", "least", "largest", "last", "n"])
 
 
 def _throughput(run: Watched) -> Iterator[str]:
@@ -161,9 +164,9 @@ def _settings(unusual: Sequence[Differs], method: Mapping[str, Any], last: histo
 
 def _processes(processes: Sequence[history.Process]) -> Iterator[str]:
     rows = [
-        [history.date(p.time), f"{p.step:,}", _version(p), f"{p.device}" + (f" x {p.ranks}" if p.ranks > 1 else "")]
+        [f"{p.step:,}", history.date(p.time), _version(p), f"{p.device}" + (f" x {p.ranks}" if p.ranks > 1 else "")]
         for p in processes
     ]
-    yield table(rows, ["began", "from step", "version", "device"])
+    yield table(rows, ["from step", "began", "version", "device"])
     for command in dict.fromkeys(p.command for p in processes if p.command):
         yield report.code(command)
