@@ -111,4 +111,4 @@ def plot(name: str, curves: Sequence[Curve], title: str = "") -> Html:
 
 def _plot(curves: Sequence[Curve], label: str, long: bool, ends: Ends | None) -> Html:
     series: Mapping[str, Points] = {curve.name: curve.points for curve in curves}
-    return line_plot(series, "step", label, smooth=9 if long else 0, ends=ends)
+    return line_plot(series, "step", label, whole_x=True, smooth=9 if long else 0, ends=ends)

@@ -104,6 +104,12 @@ def test_many_runs_share_axes(tmp_path: Path) -> None:
     assert numbers[0] == numbers[1]
 
 
+def test_steps_are_whole_numbers() -> None:
+    html = curves.plot("lr", [curves.Curve("a", [(10, 1e-3), (12, 1e-4)])])
+    assert ">11</text>" in html
+    assert ">10.5</text>" not in html
+
+
 def test_axes_of_amounts_begin_at_zero() -> None:
     for name, values in (("memory", (2390.0, 2650.0)), ("pairs_per_s", (50.0, 61.0)), ("data_wait", (0.02, 0.03))):
         points = [(10, values[0]), (100, values[1])]
