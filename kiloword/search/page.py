@@ -55,8 +55,10 @@ def _scored(n: int, match: Match, number: int | None) -> str:
     like = "" if number is None else f'<a href="/?like={number}" aria-label="more like photo {n}">more like this</a>'
     if math.isnan(match.score):
         return f"<div>{like}</div>"
-    words = f"{match.score:.3f}" + ("" if match.uncertainty is None else f" · u {match.uncertainty:.3g}")
-    return f"<div><b>{n}</b> {words}{' · ' * bool(like)}{like}</div>"
+    words, between = f"{match.score:.3f}", " · "
+    if match.uncertainty is not None:
+        words, between = f"{words} · u {match.uncertainty:.3g}", " "  # the link stands in the next line
+    return f"<div><b>{n}</b> {words}{between * bool(like)}{like}</div>"
 
 
 def _inside(library: Library, row: int) -> str:

@@ -111,6 +111,7 @@ def test_why_a_photo_matched(server: serve.SearchServer) -> None:
     gaussian = server.site.ranker.library.file.gaussian
     assert ("uncertainty" in html) == gaussian
     assert ("uncertainty is" in ask(server, "/?q=a+dog")[1]) == gaussian
+    assert not re.search(r"u [0-9.e-]+ · <a", ask(server, "/?q=a+dog")[1]), "the link is in the next line"
 
 
 def test_photos_are_encoded_anew(server: serve.SearchServer) -> None:
