@@ -143,6 +143,11 @@ class ImageTower(nn.Module):
         return x, self.patches(tokens[:, :1].to(dtype)) if joins else None
 
     def _check_pixels(self, images: Tensor) -> None:
+        if not images.is_floating_point():
+            raise ValueError(
+                f"the image tower takes normalised images, not {images.dtype}: give it model.normalise(images), or "
+                "call model.image_tokens(images)."
+            )
         if images.shape[1:] != (3, self.config.size, self.config.size):
             raise ValueError(
                 f"images have shape {tuple(images.shape[1:])}, but the tower expects (3, {self.config.size}, "
@@ -167,7 +172,11 @@ class ImageTower(nn.Module):
         """Replace masked ones of patches [I, P or k, W] by the mask token."""
         if masked is None:
             return x
-        assert self.mask_token is not None, "this tower was built without a mask token"
+        if self.mask_token is None:
+            raise ValueError(
+                "patches are masked, but this image tower has no mask token: the method's `shape` sets mask_token of "
+                "the image's configuration to True."
+            )
         hidden = masked if keep is None else masked.gather(1, keep)
         return torch.where(hidden[..., None], self.mask_token.to(x.dtype), x)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -79,8 +81,8 @@ class Learner(nn.Module):
         self.model, self.method, self.chunk, self.drop_patches = model, method, chunk, drop_patches
         if drop_patches:
             check_vit(model.config.image, "--augment.drop-patches")
-        self.terms = nn.ModuleDict({name: make(model.config) for name, (_, make) in method.terms.items()})
-        self.contrasts = nn.ModuleDict({name: make(model.config) for name, (_, make) in method.contrasts.items()})
+        self.terms = _modules("term", method.terms, model.config)
+        self.contrasts = _modules("contrast", method.contrasts, model.config)
         if method.pair_weight == 0:
             model.head.requires_grad_(False)
             for part in model.head.modules():
@@ -134,7 +136,7 @@ class Learner(nn.Module):
         for name, contrast in self.contrasts.items():
             with torch.autocast(self.model.device.type, enabled=False):
                 pairs = Blocks(contrast.head, inputs[name].rows, inputs[name].gathered(), self.chunk)  # type: ignore[arg-type]
-                total = contrast.loss(pairs)  # type: ignore[operator]
+                total = _total(contrast.loss(pairs), f"the contrast {name}")  # type: ignore[operator]
                 out[name] = total.sum / sum_over_ranks(total.count)
         return out
 
@@ -151,7 +153,7 @@ class Learner(nn.Module):
             positives = self.method.positives
             positives = positives.bind(pairs) if hasattr(positives, "bind") else positives
             counted = _Counted(positives) if getattr(self.method.positives, "mined", False) else None
-            total = self.method.pair_loss(pairs, counted or positives)
+            total = _total(self.method.pair_loss(pairs, counted or positives), "the pair loss")
             shares = {"pair": total.sum / sum_over_ranks(total.count)}
             if counted is not None:
                 shares["mined_share"] = counted.share()
@@ -181,10 +183,7 @@ class Learner(nn.Module):
         if not self.terms:
             return {}
         local = torch.stack(
-            [
-                torch.stack([term.count(b).to(torch.float64) for b in batches]).sum()  # type: ignore[operator]
-                for term in self.terms.values()
-            ]
+            [torch.stack([_count(term, name, b) for b in batches]).sum() for name, term in self.terms.items()]
         )
         return dict(zip(self.terms, sum_over_ranks(local), strict=True))
 
@@ -214,11 +213,50 @@ class Learner(nn.Module):
         return out
 
 
+MEMBERS = {"term": ("count",), "contrast": ("head", "features", "loss")}  # of each kind of further losses
+
+
+def _modules(
+    kind: str, losses: Mapping[str, tuple[Weight, Callable[[ModelConfig], nn.Module]]], config: ModelConfig
+) -> nn.ModuleDict:
+    """The modules of a method's terms or contrasts. Raises: ValueError for what is none, or lacks a member."""
+    made = {name: make(config) for name, (_, make) in losses.items()}
+    for name, loss in made.items():
+        of = f"the {kind} {name} is made as a {type(loss).__name__}"
+        if not isinstance(loss, nn.Module):
+            raise ValueError(f"{of}: expected a torch.nn.Module.")
+        if lacking := [member for member in MEMBERS[kind] if not hasattr(loss, member)]:
+            raise ValueError(f"{of} without {', '.join(lacking)}: see {kind.capitalize()} of kiloword.methods.method.")
+    return nn.ModuleDict(made)
+
+
+def _count(term: nn.Module, name: str, batch: Batch) -> Tensor:
+    """The count of a term, in double precision. Raises: ValueError for a number that is no tensor."""
+    count = term.count(batch)  # type: ignore[operator]
+    if not isinstance(count, Tensor):
+        raise ValueError(
+            f"the count of the term {name} is of type {type(count).__name__}: expected a scalar tensor on the device "
+            "of the batch, such as batch.position.new_full((), len(batch))."
+        )
+    return count.to(torch.float64)
+
+
+def _total(made: Any, what: str) -> Total:
+    """What a pair loss returned. Raises: ValueError for anything but a total."""
+    if not isinstance(made, Total):
+        raise ValueError(f"{what} returned a {type(made).__name__}: expected kiloword.types.Total(sum, count).")
+    return made
+
+
 def _placed(features: Features, batch: Batch, name: str) -> Features:
     """Features of a contrast's side as its loss takes them: at least fp32, with the position of each image.
 
-    Raises: ValueError where "position" is missing and cannot be told from the number of rows.
+    Raises: ValueError where "vec" is missing, or "position" and it cannot be told from the number of rows.
     """
+    if "vec" not in features:
+        raise ValueError(
+            f"the contrast {name} returned features {sorted(features)} for a side: 'vec' [N, D] is missing."
+        )
     placed = {k: at_least_float(v) for k, v in features.items()}
     if "position" in placed:
         return placed
