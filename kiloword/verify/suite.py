@@ -22,7 +22,7 @@ from torch.multiprocessing.spawn import start_processes
 from kiloword.checkpoint.model_folder import load_model, save_model
 from kiloword.checkpoint.trust import Trust
 from kiloword.config.options import Checkpointing, Parallel
-from kiloword.config.recipes import DataConfig, ModelFile
+from kiloword.config.recipes import ModelFile
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.distributed import collectives as parallel
 from kiloword.distributed import launch
@@ -35,10 +35,11 @@ from kiloword.training import compilation, engine
 from kiloword.training.accumulate import backward
 from kiloword.training.learner import Learner
 from kiloword.training.optimizer import Optimizer
-from kiloword.types import Batch, Features, Pairs, Positives, TextGroup
+from kiloword.types import Batch, Features, Pairs, Positives
 from kiloword.verify.batch import IMAGES, MethodChoice, Trunks, batch, config, slots_of
+from kiloword.verify.checks import EXACT, NOT_ADDITIVE, WRONG_SIGN, Check, again, compare, most, some
+from kiloword.verify.loading import what_is_loaded
 
-EXACT = 1e-10  # of the largest gradient, in fp64
 TOY = 60  # steps
 ALONE, FALLS = 20, 0.9  # steps of each term and contrast alone, and the share of the loss that may be left
 PATIENCE_S = 300  # that processes on a machine with other work wait for each other
@@ -63,42 +64,31 @@ WAYS = tuple(
 )
 
 
-@dataclass(frozen=True)
-class Check:
-    """One property: what was measured, and what it may be at most."""
-
-    name: str
-    value: float
-    limit: float
-    cause: str = ""  # of a failure, where it is known
-
-    @property
-    def passed(self) -> bool:
-        return self.value <= self.limit  # False for NaN
-
-
 def verify(method: str | MethodChoice, ranks: Sequence[int] = (1, 2, 4), trunks: Trunks = "none") -> Iterator[Check]:
     """All checks of a preset or of a user's "module:preset", each as soon as it is done."""
     made = partial(gradients, trunks=trunks)
-    yield Check("parameters without a gradient", _without_gradient(method, trunks), 0)
+    without = _without_gradient(method, trunks)
+    yield Check("parameters without a gradient", float(len(without)), 0, where=some(without))
     reference = made(method)
-    if slots_of(method).transforms or slots_of(method).inputs:
-        yield Check("bytes of a batch that are made otherwise on other ranks or workers", _made_otherwise(method), 0)
+    yield (repeated := again(made(method), reference))
+    if repeated.cause:
+        return
+    yield from what_is_loaded(method)
     if trunks == "cached":
-        yield _compare("images through the frozen trunks", gradients(method, trunks="frozen"), reference)
+        yield compare("images through the frozen trunks", gradients(method, trunks="frozen"), reference)
     yield from _additive(method, trunks)
     splits = slots_of(method).shape(config()).image.tower == "vit"  # batch norm refuses micro-batches
     for micro in (2, 4) if splits else ():
-        yield _compare(f"{micro} micro-batches", made(method, Way(micro=micro)), reference)
+        yield compare(f"{micro} micro-batches", made(method, Way(micro=micro)), reference)
     for chunk in (3, 7):
-        yield _compare(f"blocks of {chunk} x {chunk} pairs", made(method, Way(chunk=chunk)), reference)
-    yield _compare("samples in another order", made(method, permute=True), reference)
+        yield compare(f"blocks of {chunk} x {chunk} pairs", made(method, Way(chunk=chunk)), reference)
+    yield compare("samples in another order", made(method, permute=True), reference)
     for kind in ("whole", "selective"):
-        yield _compare(f"{kind} checkpointing", made(method, Way(checkpointing=kind)), reference)
+        yield compare(f"{kind} checkpointing", made(method, Way(checkpointing=kind)), reference)
     ways = [way for way in WAYS if splits or way.micro == 1]
     for n in ranks:
         for way, measured in gradients_over_ranks(method, n, ways, trunks).items() if n > 1 else ():
-            yield _compare(f"{n} ranks, {way}", measured, reference)
+            yield compare(f"{n} ranks, {way}", measured, reference)
     yield Check("score after save and load", _save_and_load(method, trunks), 0)
     yield Check("bf16 against fp32: 1 - cosine of gradients", _bf16(method, trunks), 0.02)
     steps = TOY if trunks == "none" else 3 * TOY  # tokens of random trunks are less unlike than pixels
@@ -196,33 +186,17 @@ def _rank(
         work(*args)
 
 
-def _compare(name: str, measured: dict[str, Tensor], reference: dict[str, Tensor]) -> Check:
-    """The largest difference, relative to the largest gradient (losses and states: to themselves)."""
-    if measured.keys() != reference.keys():
-        return Check(f"{name}: other parameters have gradients", float("inf"), EXACT)
-    largest = _most(float(g.abs().max()) for n, g in reference.items() if ":" not in n)
-    errors = [
-        float((measured[n] - g).abs().max()) / (max(float(g.abs().max()), 1e-12) if ":" in n else largest)
-        for n, g in reference.items()
-    ]
-    return Check(name, _most(errors), EXACT)
-
-
-def _most(values: Iterable[float]) -> float:
-    """The largest; NaN where any is, which `max` returns only in the first place."""
-    return float(torch.tensor(list(values), dtype=torch.float64).amax())
-
-
-def _without_gradient(method: str | MethodChoice, trunks: Trunks = "none") -> float:
-    """Number of parameters without a gradient, or with rounding errors alone (a bias that softmax cancels)."""
+def _without_gradient(method: str | MethodChoice, trunks: Trunks = "none") -> list[str]:
+    """Parameters without a gradient, or with rounding errors alone (a bias that softmax cancels)."""
     model = learner(method, trunks=trunks)
     backward(model, [inputs(model, batch(method=method, trunks=trunks), trunks)])
     if (
         trunks != "none" and model.model.config.text.trunk.name
     ):  # vectors of extra tokens and hidden words, which few methods have
         model.model.text_tower.tokens.requires_grad_(False)
-    measured = [0.0 if p.grad is None else float(p.grad.abs().max()) for p in model.parameters() if p.requires_grad]
-    return float(sum(g <= EXACT * max(measured) for g in measured))
+    learned = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    measured = {name: 0.0 if g is None else float(g.abs().max()) for name, g in learned.items()}
+    return [name for name, g in measured.items() if g <= EXACT * max(measured.values())]
 
 
 @torch.no_grad()
@@ -236,52 +210,7 @@ def _additive(method: str | MethodChoice, trunks: Trunks = "none") -> Iterator[C
         measured = torch.stack([torch.stack([run(model.model, b, model.encode(b)), run.count(b)]) for b in parts])
         errors = ((measured[1:].sum(0) - measured[0]).abs() / measured[1:].abs().sum(0).clamp_min(1e-12)).tolist()
         cause = NOT_ADDITIVE.format(name=name, what="count" if errors[0] <= EXACT else "value")
-        yield Check(f"term {name}: sum over the parts of a batch", _most(errors), EXACT, cause)
-
-
-NOT_ADDITIVE = (
-    "The {what} of the term {name} for a batch is not the sum of those for its parts: it relates examples to each "
-    "other, like a contrast of images with images, or is a mean, not a sum. A term sees one micro-batch of one rank: "
-    "its gradient changes with --micro and the number of ranks, and is right on one process with --micro 0 alone."
-)
-
-
-def _made_otherwise(method: str | MethodChoice) -> float:
-    """Bytes that differ between a batch of scenes made on one rank, and on two ranks with a worker."""
-    from kiloword.data.loader import Loader
-    from kiloword.data.sampler import Order
-    from kiloword.data.sources.open import open_source
-
-    source, model = open_source("scenes:train?n=64", 32), config()
-    tokenizer = Tokenizer.train([c for row in range(64) for c in source.record(row).captions], 500)
-
-    def made(rank: int, ranks: int, workers: int) -> Batch:
-        loader = Loader(
-            source,
-            Order(64, IMAGES, 0),
-            DataConfig(),
-            model.text,
-            32,
-            tokenizer,
-            transforms=slots_of(method).transforms,
-            inputs=slots_of(method).inputs,
-            rank=rank,
-            ranks=ranks,
-            workers=workers,
-        )
-        return next(loader.batches(1, 2))
-
-    whole, parts = made(0, 1, 0), [made(rank, 2, 1) for rank in (0, 1)]
-    expected, joined = _tensors(whole), [torch.cat(values) for values in zip(*map(_tensors, parts), strict=True)]
-    if any(a.shape != b.shape for a, b in zip(joined, expected, strict=True)):
-        return float("inf")
-    return float(sum((a != b).sum() for a, b in zip(joined, expected, strict=True)))
-
-
-def _tensors(made: Batch) -> list[Tensor]:
-    """What a loader makes of images and texts, the method's inputs included."""
-    groups = (value.texts.ids if isinstance(value, TextGroup) else value for value in made.inputs.values())
-    return [made.images, made.texts.ids, *groups]
+        yield Check(f"term {name}: sum over the parts of a batch", most(errors), EXACT, cause)
 
 
 def _save_and_load(method: str | MethodChoice, trunks: Trunks = "none") -> float:
@@ -346,12 +275,6 @@ def _alone(method: str | MethodChoice, name: str) -> Check:
     return Check(f"{name} alone: loss left after {ALONE} steps", left, FALLS, WRONG_SIGN.format(name=name, what=what))
 
 
-WRONG_SIGN = (
-    "The loss {name}, trained alone, {what}: is its sign wrong? A loss that may be negative, such as a negative "
-    "cosine, gets the constant that makes its least value 0."
-)
-
-
 @torch.no_grad()
 def _least(model: Learner, data: Batch) -> float:
     """The pair loss of logits whose probabilities are the positives; 0 where there is one positive a row."""
@@ -392,8 +315,10 @@ def main(
     failed: list[Check] = []
     name = method if isinstance(method, str) else method.name
     for check in verify(method, ranks, trunks):
-        say(f"{'ok  ' if check.passed else 'FAIL'}  {check.name:48s} {check.value:9.2e}  (at most {check.limit:g})")
+        where = f"  {check.where}" if check.where and not check.passed else ""
+        line = f"{'ok  ' if check.passed else 'FAIL'}  {check.name:48s} {check.value:9.2e}  (at most {check.limit:g})"
+        say(line + where)
         failed += [] if check.passed else [check]
     if failed:
         message = f"{name} fails {len(failed)} of its checks: {', '.join(check.name for check in failed)}."
-        raise ValueError(" ".join([message, *(check.cause for check in failed if check.cause)]))
+        raise ValueError(" ".join([message, *dict.fromkeys(check.cause for check in failed if check.cause)]))

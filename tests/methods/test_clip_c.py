@@ -29,7 +29,7 @@ from kiloword.training.learner import Learner
 from kiloword.training.loop import RunOptions, train
 from kiloword.types import Batch, PairBlocks, Positives, Record, Total
 from kiloword.verify.batch import batch as fixed_batch
-from kiloword.verify.suite import _made_otherwise
+from kiloword.verify.loading import made_otherwise
 
 ROWS, BATCH, SIZE = 200, 20, 34
 WORDS = TextConfig(context=40, vocab=600)
@@ -176,7 +176,7 @@ def test_evaluation_composes_nothing() -> None:
 
 @pytest.mark.parametrize("method", ["clip-c", "siglip+mixup", "siglip+cutmix", "siglip+stylistic"])
 def test_ranks_and_workers_change_nothing(method: str) -> None:
-    assert _made_otherwise(method) == 0
+    assert made_otherwise(method) == 0
 
 
 def recipe(method: str, **settings: Any) -> Any:

@@ -32,7 +32,8 @@ from kiloword.training.learner import Learner
 from kiloword.training.loop import RunOptions, train
 from kiloword.types import Features, Pairs
 from kiloword.verify.batch import batch
-from kiloword.verify.suite import EXACT, Way, gradients, learner, over_ranks, verify
+from kiloword.verify.checks import EXACT
+from kiloword.verify.suite import Way, gradients, learner, over_ranks, verify
 from threads import over_threads
 
 CAPTIONS = [2, 1, 3, 1, 2]  # of each image

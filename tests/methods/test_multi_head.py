@@ -15,6 +15,7 @@ from kiloword.methods.pcmepp.preset import preset as pcmepp
 from kiloword.methods.registry import preset
 from kiloword.model.model import Model, build
 from kiloword.verify import suite
+from kiloword.verify.checks import compare
 from literal import CAPTIONS, captions_of, linear, made, norm, pairs, self_block, small
 
 CAUSAL = {"variance_blocks": 1, "bidirectional": False}
@@ -111,7 +112,7 @@ def test_micro_batches_and_checkpointing() -> None:
     assert len(names) > 20
     assert all(float(reference[name].abs().max()) > 0 for name in names if "qkv.bias" not in name)
     measured = suite.gradients(method, suite.Way(micro=4, checkpointing="whole"))
-    assert suite._compare("", measured, reference).passed
+    assert compare("", measured, reference).passed
 
 
 @pytest.mark.slow

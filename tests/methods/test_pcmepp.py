@@ -25,7 +25,8 @@ from kiloword.training.learner import Learner
 from kiloword.training.optimizer import groups
 from kiloword.types import Features, PairBlocks, Positives, Total
 from kiloword.verify.batch import batch
-from kiloword.verify.suite import EXACT, Way, _least, gradients, gradients_over_ranks, learner, verify
+from kiloword.verify.checks import EXACT
+from kiloword.verify.suite import Way, _least, gradients, gradients_over_ranks, learner, verify
 
 DEBUG = sizes()["debug"]
 

@@ -16,9 +16,12 @@ from torch import Tensor
 from kiloword.distributed import collectives
 from kiloword.methods.registry import preset
 from kiloword.training import compilation, engine
+from kiloword.types import Input
+from kiloword.verify import loading
 from kiloword.verify import suite as verify
 from kiloword.verify.batch import IMAGES, batch
-from kiloword.verify.suite import EXACT, Check, Way
+from kiloword.verify.checks import EXACT, RANDOM_LOSS, Check, again, compare
+from kiloword.verify.suite import Way
 
 Gradients = dict[str, Tensor]
 REFERENCE = {"a": torch.tensor([1.0, -4.0], dtype=torch.float64), "b": torch.zeros(2), "loss:loss": torch.tensor(-8.0)}
@@ -56,10 +59,11 @@ def test_a_gradient_that_one_way_changes_fails_one_check(
 
     monkeypatch.setattr(verify, "gradients", alone)
     monkeypatch.setattr(verify, "gradients_over_ranks", over)
-    for check in ("_without_gradient", "_save_and_load", "_bf16", "_toy"):
+    monkeypatch.setattr(verify, "_without_gradient", lambda method, *more: [])
+    for check in ("_save_and_load", "_bf16", "_toy"):
         monkeypatch.setattr(verify, check, lambda method, *more: 0.0)
     checks = list(verify.verify("siglip", (1, 2, 3)))
-    assert len(checks) == 4 + 7 + 2 * 8
+    assert len(checks) == 5 + 7 + 2 * 8
     assert [check.name for check in checks if not check.passed] == ([] if name is None else [name])
 
 
@@ -67,7 +71,7 @@ def test_a_gradient_that_one_way_changes_fails_one_check(
     ("check", "name"),
     [
         ("_without_gradient", "parameters without a gradient"),
-        ("_made_otherwise", "bytes of a batch that are made otherwise on other ranks or workers"),
+        ("made_otherwise", "bytes of a batch that are made otherwise on other ranks or workers"),
         ("_save_and_load", "score after save and load"),
         ("_bf16", "bf16 against fp32: 1 - cosine of gradients"),
         ("_toy", "toy problem: loss left after 60 steps"),
@@ -76,11 +80,14 @@ def test_a_gradient_that_one_way_changes_fails_one_check(
 def test_a_measure_that_is_too_large_fails_one_check(monkeypatch: pytest.MonkeyPatch, check: str, name: str) -> None:
     limits = {"_bf16": 0.02, "_toy": 0.25}
     monkeypatch.setattr(verify, "gradients", lambda *given, **named: REFERENCE)
-    for one in ("_without_gradient", "_made_otherwise", "_save_and_load", "_bf16", "_toy"):
+    found = ["a"] if check == "_without_gradient" else []
+    monkeypatch.setattr(verify, "_without_gradient", lambda method, *more: found)
+    for one in ("made_otherwise", "_save_and_load", "_bf16", "_toy"):
         limit = limits.get(one, 0.0)
         value = limit + 1e-6 if one == check else limit
-        monkeypatch.setattr(verify, one, lambda method, *more, value=value: value)
-    assert [found.name for found in verify.verify("clip-c", (1,)) if not found.passed] == [name]
+        where = loading if one == "made_otherwise" else verify
+        monkeypatch.setattr(where, one, lambda method, *more, value=value: value)
+    assert [one.name for one in verify.verify("clip-c", (1,)) if not one.passed] == [name]
 
 
 @pytest.mark.parametrize(
@@ -95,14 +102,14 @@ def test_a_measure_that_is_too_large_fails_one_check(monkeypatch: pytest.MonkeyP
     ],
 )
 def test_differences_are_relative(changes: Gradients, value: float) -> None:
-    found = verify._compare("x", REFERENCE | changes, REFERENCE)
+    found = compare("x", REFERENCE | changes, REFERENCE)
     assert found.limit == EXACT
     assert found.value == pytest.approx(value, nan_ok=True)
     assert found.passed == (value == 0)
 
 
 def test_a_parameter_that_lost_its_gradient_fails() -> None:
-    found = verify._compare("x", {"a": REFERENCE["a"], "loss:loss": REFERENCE["loss:loss"]}, REFERENCE)
+    found = compare("x", {"a": REFERENCE["a"], "loss:loss": REFERENCE["loss:loss"]}, REFERENCE)
     assert found.name == "x: other parameters have gradients"
     assert not found.passed
 
@@ -181,7 +188,7 @@ def test_parameters_without_a_gradient_are_counted(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(verify, "learner", lambda method, trunks: model)
     monkeypatch.setattr(verify, "backward", backward)
-    assert verify._without_gradient("siglip") == 3
+    assert verify._without_gradient("siglip") == ["0", "2", "3"]
 
 
 @pytest.mark.parametrize(("weight", "value"), [(1.0, (3.0 - 2.0) / (10.0 - 2.0)), (0.0, 0.25)])
@@ -246,8 +253,8 @@ def test_batches_that_ranks_make_otherwise(monkeypatch: pytest.MonkeyPatch, faul
                 some = batch(8, 15)
             yield some
 
-    monkeypatch.setattr("kiloword.data.loader.Loader", Loader)
-    assert verify._made_otherwise("clip-c") == {"none": 0, "images": 3, "ids": 2, "length": math.inf}[fault]
+    monkeypatch.setattr(loading, "Loader", Loader)
+    assert loading.made_otherwise("clip-c") == {"none": 0, "images": 3, "ids": 2, "length": math.inf}[fault]
     assert made == [(0, 1, 0), (0, 2, 1), (1, 2, 1)]
 
 
@@ -266,12 +273,47 @@ def test_a_score_that_a_model_folder_changes(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_report_has_a_line_for_each_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    checks = [Check("one", 0.5, 1), Check("two", 2, 1, "Because."), Check("three", 3, 1)]
+    checks = [Check("one", 0.5, 1, where="here"), *(Check(n, 2, 1, "Because.", "there") for n in ("two", "three"))]
     lines: list[str] = []
     monkeypatch.setattr(verify, "verify", lambda method, ranks, trunks: checks)
     with pytest.raises(ValueError, match=r"^mine fails 2 of its checks: two, three\. Because\.$"):
         verify.main("mine", (1,), lines.append)
     assert [line[:6] for line in lines] == ["ok    ", "FAIL  ", "FAIL  "]
+    assert [line.endswith("  there") for line in lines] == [False, True, True]
     assert lines[0].split("one")[1].split() == ["5.00e-01", "(at", "most", "1)"]
     monkeypatch.setattr(verify, "verify", lambda method, ranks, trunks: checks[:1])
     verify.main("mine", (1,), lines.append)
+
+
+def test_nothing_is_compared_with_a_step_that_does_not_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = iter(range(100))
+
+    def gradients(*given: Any, **named: Any) -> Gradients:
+        return REFERENCE | {"a": torch.tensor([1.0, -4.0 + next(drawn)])}
+
+    monkeypatch.setattr(verify, "gradients", gradients)
+    monkeypatch.setattr(verify, "_without_gradient", lambda method, *more: [])
+    _, last = verify.verify("siglip", (1,))
+    assert (last.name, last.passed, last.cause) == ("the same step again", False, RANDOM_LOSS)
+    assert last.where == "largest in a"
+    assert not again(REFERENCE | {"b": torch.tensor([0.0, math.nan])}, REFERENCE).cause  # not random, but not a number
+
+
+def test_a_state_that_differs_is_named_with_its_cause() -> None:
+    state = {"state:terms.own.centre": torch.ones(2, dtype=torch.float64)}
+    found = compare("2 ranks", REFERENCE | {name: 2 * x for name, x in state.items()}, REFERENCE | state)
+    assert found.where == "largest in state:terms.own.centre"
+    assert "sum_over_ranks" in found.cause
+
+
+def wrong_input(example: Any, fetch: Any, draw: Any) -> Tensor:
+    return torch.zeros(3, 16, 32)
+
+
+def test_inputs_of_another_shape_than_stated_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    slots = replace(preset("siglip"), inputs={"view": Input(wrong_input, lambda config: (3, 32, 32))})
+    monkeypatch.setattr(loading, "slots_of", lambda method: slots)
+    failed = [check for check in loading.what_is_loaded("siglip") if not check.passed]
+    assert [check.where for check in failed] == ["view: made torch.float32 [3, 16, 32], stated torch.uint8 [3, 32, 32]"]
+    monkeypatch.setattr(loading, "slots_of", lambda method: preset("slip"))
+    assert all(check.passed for check in loading.what_is_loaded("slip"))

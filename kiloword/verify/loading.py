@@ -1,0 +1,78 @@
+"""What the loader makes of a method's transforms and inputs: the same on all ranks, of the stated shape."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from kiloword.config.recipes import DataConfig
+from kiloword.data.loader import Loader
+from kiloword.data.sampler import Order
+from kiloword.data.sources.open import open_source
+from kiloword.data.text.tokenizer import Tokenizer
+from kiloword.types import Batch, TextGroup
+from kiloword.verify.batch import IMAGES, MethodChoice, config, slots_of
+from kiloword.verify.checks import RANDOM_INPUT, Check
+
+ROWS = 64
+
+
+def loaded(method: str | MethodChoice, rank: int = 0, ranks: int = 1, workers: int = 0) -> Batch:
+    """A rank's share of a batch of scenes."""
+    source, model, slots = open_source(f"scenes:train?n={ROWS}", 32), config(), slots_of(method)
+    tokenizer = Tokenizer.train([c for row in range(ROWS) for c in source.record(row).captions], 500)
+    loader = Loader(
+        source,
+        Order(ROWS, IMAGES, 0),
+        DataConfig(),
+        model.text,
+        32,
+        tokenizer,
+        transforms=slots.transforms,
+        inputs=slots.inputs,
+        rank=rank,
+        ranks=ranks,
+        workers=workers,
+    )
+    return next(loader.batches(1, 2))
+
+
+def what_is_loaded(method: str | MethodChoice) -> Iterator[Check]:
+    """What the loader makes for the method."""
+    slots = slots_of(method)
+    if slots.transforms or slots.inputs:
+        name = "bytes of a batch that are made otherwise on other ranks or workers"
+        yield Check(name, made_otherwise(method), 0, RANDOM_INPUT)
+    if slots.inputs:
+        wrong = misstated(method)
+        yield Check("inputs of another kind or shape than stated", len(wrong), 0, where="; ".join(wrong))
+
+
+def made_otherwise(method: str | MethodChoice) -> float:
+    """Bytes that differ between a batch made on one rank, and on two ranks with a worker."""
+    whole, parts = loaded(method), [loaded(method, rank, 2, 1) for rank in (0, 1)]
+    expected, joined = _tensors(whole), [torch.cat(values) for values in zip(*map(_tensors, parts), strict=True)]
+    if any(a.shape != b.shape for a, b in zip(joined, expected, strict=True)):
+        return float("inf")
+    return float(sum((a != b).sum() for a, b in zip(joined, expected, strict=True)))
+
+
+def _tensors(made: Batch) -> list[Tensor]:
+    """What a loader makes of images and texts, the method's inputs included."""
+    groups = (value.texts.ids if isinstance(value, TextGroup) else value for value in made.inputs.values())
+    return [made.images, made.texts.ids, *groups]
+
+
+def misstated(method: str | MethodChoice) -> list[str]:
+    """The inputs of another kind or shape than the method states, each in words."""
+    slots, wrong = slots_of(method), []
+    model = slots.shape(config())
+    for name, value in loaded(method).inputs.items() if slots.inputs else ():
+        shape = slots.inputs[name].shape
+        stated = "texts" if shape is None else f"torch.uint8 {list(shape(model))}"
+        made = "texts" if isinstance(value, TextGroup) else f"{value.dtype} {list(value.shape[1:])}"
+        if made != stated:
+            wrong.append(f"{name}: made {made}, stated {stated}")
+    return wrong
