@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import pydoc
 import re
 import shlex
@@ -22,10 +23,12 @@ from kiloword.config.recipes import Recipe
 from kiloword.distributed import collectives
 from kiloword.methods.registry import names, preset
 from kiloword.model.model import build
+from kiloword.training.accumulate import backward
 from kiloword.training.learner import Learner
 from kiloword.training.resolve import micro_batches
+from kiloword.types import TextGroup
 from kiloword.verify import batch as verify_batch
-from kiloword.verify.suite import verify
+from kiloword.verify.suite import learner, verify
 from tars import pairs, photo, write_tar
 
 ROOT = Path(__file__).parents[1]
@@ -36,6 +39,7 @@ COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", SHOWN, re.DOTALL)
 DEAR = (
     "mine:preset",
     "alike:captions",
+    "fill:preset",
     "eval vqa",
     "eval probe",
     "--size g14",
@@ -45,6 +49,7 @@ DEAR = (
     "mine.toml",
     "--html",
 )
+OWN = ("mine", "alike", "copies", "fill")  # files of docs/methods.md
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
 
 
@@ -85,7 +90,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: Path, others
     (tmp_path / "table.csv").write_text("image,caption\n" + "".join(f"{n}.png,a thing\n" for n in range(4)))
     item = {"key": "0000", "caption": "a thing", "negative_caption": "no thing"}
     (tmp_path / "sugarcrepe.json").write_text(json.dumps({"swap_obj": [item]}))
-    for name in ("mine", "alike"):
+    for name in OWN:
         (tmp_path / f"{name}.py").write_text(python(f"{name}.py"))
     write_coco(tmp_path / "coco")
     (tmp_path / "results.json").write_text(json.dumps([{"image_id": 42, "caption": "a thing"}]))
@@ -220,9 +225,64 @@ def test_own_data_is_trained_on_and_the_model_used(place: Path) -> None:
     assert found["model"].score([str(place / "0.png")], ["a thing", "another"]).shape == (1, 2)
 
 
+@pytest.fixture
+def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files of docs/methods.md, for imports here and in processes."""
+    for name in OWN:
+        (tmp_path / f"{name}.py").write_text(python(f"{name}.py"))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+
+
 @pytest.mark.slow
-def test_own_method_conforms(place: Path) -> None:
-    assert all(check.passed for check in verify("mine:preset", ranks=(1,)))
+@pytest.mark.parametrize("method", ["mine:preset", "siglip+alike:captions", "copies:preset", "fill:preset"])
+def test_methods_of_the_page_conform(method: str, modules: None) -> None:
+    ranks = (1,) if method == "mine:preset" else (1, 2)
+    assert all(check.passed for check in verify(method, ranks))
+
+
+def test_masked_patches_of_the_page_predict_the_teachers(modules: None) -> None:
+    """iBOT's eq. 1 at the masked places, patch by patch, with a centre that is not 0."""
+    shown: dict[str, Any] = {}
+    exec(python("test_fill.py"), shown)
+    made, some, term = shown["made"], shown["some"], shown["term"]
+    assert set(shown["losses"]) == {"pair", "fill", "loss"}
+    torch.testing.assert_close(shown["loss"].detach(), shown["losses"]["fill"], rtol=1e-12, atol=0)
+    term.centre.copy_(0.1 * torch.randn(256, generator=torch.Generator().manual_seed(0)))
+    masks: list[torch.Tensor] = []
+    of_tower = made.model.image_tower.register_forward_pre_hook(lambda tower, given: masks.append(given[2]))
+    loss = term(made.model, some, made.encode(some)) / term.count(some)
+    of_tower.remove()
+    total = torch.zeros((), dtype=torch.float64)
+    (mask,) = [given for given in masks if given is not None]
+    assert mask.sum(1).tolist() == [2] * len(some)
+    assert len(mask.unique(dim=0)) > 2
+    for image, hidden in zip(some.images, mask, strict=True):
+        seen = term.teacher.tower(made.model.normalise(image[None]))[0]
+        student = made.model.image_tokens(image[None], masked=hidden[None])[0]
+        for place in hidden.nonzero()[:, 0].tolist():
+            goal = ((term.teacher.outputs(seen[1 + place]) - term.centre) / 0.04).exp()  # after the class token
+            answer = (term.outputs(student[1 + place]) / 0.1).exp()
+            total = total - (goal / goal.sum() * (answer / answer.sum()).log()).sum()
+    learned = [*made.model.image_tower.parameters(), *term.outputs.parameters()]
+    losses = loss, total / (2 * len(some))
+    torch.testing.assert_close(*losses, rtol=1e-10, atol=0)
+    gradients = [torch.autograd.grad(one, learned) for one in losses]
+    torch.testing.assert_close(*gradients, rtol=1e-8, atol=1e-12)
+
+
+def test_captions_of_the_page_match_copies_of_their_image(modules: None) -> None:
+    """The sigmoid loss of arXiv:2303.15343, eq. 1, pair by pair; captions without a copy have negatives alone."""
+    made, some = learner("copies:preset"), verify_batch.batch(method="copies:preset")
+    group, head = some.inputs["copies"], made.contrasts["copies"].head
+    assert isinstance(group, TextGroup)
+    texts = made.encode(some).texts["vec"]
+    copies, total = made.model.encode_text(group.texts)[1]["vec"], torch.zeros((), dtype=torch.float64)
+    for text, of in zip(texts, some.image_of_text, strict=True):
+        for other, image in zip(copies, group.image_of_text, strict=True):
+            logit = head.log_scale.exp() * (text @ other) + head.bias  # type: ignore[operator, union-attr]
+            total = total - torch.where(of == image, logit, -logit).sigmoid().log().sum()
+    torch.testing.assert_close(backward(made, [some])["copies"], (total / len(texts)).detach(), rtol=1e-10, atol=0)
 
 
 def test_gaussians_of_texts(place: Path) -> None:
