@@ -55,6 +55,11 @@ class Model(nn.Module):
 
     def normalise(self, images: Tensor) -> Tensor:
         """uint8 [I, 3, H, W] -> float, normalised with the mean and deviation of the configuration."""
+        if images.is_floating_point() and images.dim() == 3 and self.config.image.trunk.name:
+            raise ValueError(
+                f"these are tokens of {self.config.image.trunk.name}, which batch.images are above a trunk: "
+                "model.image_tokens takes them. A loss that needs pixels refuses a config.image.trunk.name."
+            )
         if images.dtype != torch.uint8:
             raise ValueError(f"images must be uint8 in [0, 255], not {images.dtype}; the model normalises them itself")
         mean, std = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (self.mean, self.std))

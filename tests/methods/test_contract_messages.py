@@ -75,6 +75,11 @@ class Raw(Norms):
         return model.image_tower(batch.images).sum()
 
 
+class Normalised(Norms):
+    def forward(self, model: Any, batch: Any, encoded: Any) -> Any:
+        return model.normalise(batch.images).sum()
+
+
 class NoModule:
     def count(self, batch: Any) -> Any:
         return None
@@ -113,6 +118,14 @@ def test_a_loss_that_lacks_something_says_what(slot: str, make: Any, says: str) 
 def test_losses_that_lack_nothing_pass() -> None:
     step(with_loss("contrasts", Images))
     step(with_loss("terms", Norms))
+
+
+def test_tokens_of_a_trunk_are_no_pixels() -> None:
+    method = with_loss("terms", Normalised)
+    step(method)
+    cached = Learner(build(config("cached"), method), method), batch(trunks="cached")
+    with pytest.raises(ValueError, match=r"these are tokens of .*, which batch\.images are above a trunk"):
+        backward(cached[0], [cached[0].above_trunks(cached[1])])
 
 
 def test_a_pair_loss_returns_a_total() -> None:
