@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from kiloword.config.recipes import Resize
-from kiloword.data.images.augmentation import EvalTransform, Views
+from kiloword.data.images.augmentation import EvalTransform
 from kiloword.data.images.decode import Pixels
 from kiloword.data.images.time_limit import decoding
+from kiloword.data.images.views import Views
 from kiloword.data.remote.ahead import Ahead, ahead_of
 from kiloword.data.remote.errors import Unreachable
 from kiloword.data.sources.optional import question, texts_of

@@ -8,7 +8,7 @@ a minimum and a step for every `group` channels of a token.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
@@ -22,6 +22,7 @@ from kiloword.config.recipes import AugmentConfig, Resize
 from kiloword.config.settings import about, read_config
 from kiloword.data.feature_store import AGAIN, TABLE, KeyedStore, contents
 from kiloword.data.files import key_bytes
+from kiloword.data.images.views import in_words, of_images
 from kiloword.data.parts import Part, TableSettings
 from kiloword.types import Source
 
@@ -30,7 +31,6 @@ Dtype = Literal["fp16", "fp32", "int8"]
 GROUP = 64  # channels that share a minimum and a step
 LEVELS = 255
 VALUES = {"fp16": pa.float16(), "fp32": pa.float32(), "int8": pa.uint8()}
-LATER = ("drop_words", "drop_patches")  # settings of the augmentation that do not change images
 
 
 def group_of(width: int) -> int:
@@ -98,18 +98,6 @@ def origin_of(file: TokenFile) -> str:
     """How the tokens of a store were computed: the tower by its digest, not by its path."""
     by = f"tokens of {file.kind} of the tower {file.trunk} in {file.precision}, as {file.dtype}"
     return f"{by}, {file.views} views, seed {file.seed}, {in_words(file.augment)}" if file.kind == "images" else by
-
-
-def of_images(augment: AugmentConfig) -> dict[str, Any]:
-    """The settings of an augmentation that change images."""
-    return {name: value for name, value in asdict(augment).items() if name not in LATER}
-
-
-def in_words(augment: AugmentConfig) -> str:
-    """What an augmentation does to images: its settings that are not the default."""
-    usual = of_images(AugmentConfig())
-    changed = {name: value for name, value in of_images(augment).items() if value != usual[name]}
-    return ", ".join(f"augment.{name} {value}" for name, value in changed.items()) or "no augmentation"
 
 
 def quantised(tokens: NDArray[Any]) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:

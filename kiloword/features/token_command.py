@@ -13,9 +13,10 @@ from kiloword.checkpoint.trust import NONE, Trust
 from kiloword.config.by_device import announce, image_bytes, workers_of
 from kiloword.config.recipes import AugmentConfig, DataConfig, ModelConfig, sizes
 from kiloword.config.settings import check
+from kiloword.data.images.views import in_words
 from kiloword.data.sources.open import open_data
 from kiloword.data.text.tokenizer import Tokenizer
-from kiloword.data.token_store import Dtype, ImageTokens, Kind, TextTokens, in_words
+from kiloword.data.token_store import Dtype, ImageTokens, Kind, TextTokens
 from kiloword.distributed.device import choose
 from kiloword.distributed.sharing import together
 from kiloword.errors import suggestion

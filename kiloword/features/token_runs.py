@@ -9,9 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from kiloword.config.recipes import Recipe
+from kiloword.data.images.views import LATER, in_words
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.data.token_join import TokenizerWithTokens, WithTokens, check_tokenizer
-from kiloword.data.token_store import LATER, ImageTokens, Kind, TextTokens, as_evaluated, in_words, opened, served
+from kiloword.data.token_store import ImageTokens, Kind, TextTokens, as_evaluated, opened, served
 from kiloword.interop import text_towers
 from kiloword.interop.towers import LITES
 from kiloword.model.model import Model

@@ -22,13 +22,12 @@ from kiloword.checkpoint.lock import Lock
 from kiloword.config.recipes import AugmentConfig
 from kiloword.data.feature_store import INDEX, TABLE
 from kiloword.data.files import key_bytes
-from kiloword.data.images.augmentation import EvalTransform, TrainTransform, Views
+from kiloword.data.images.views import Augmented
 from kiloword.data.parts import Part, empty_batch, part_path
 from kiloword.data.reading import EvalBatch, captions_at, eval_batches, name_of
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.data.token_join import tokenizer_digest
 from kiloword.data.token_store import (
-    LATER,
     Dtype,
     ImageTokens,
     Kind,
@@ -36,7 +35,6 @@ from kiloword.data.token_store import (
     TextTokens,
     TokenFile,
     TokenPart,
-    of_images,
     origins,
     quantised,
 )
@@ -138,25 +136,10 @@ class _Made:
         config = model.config
         self.text = replace(config.text, extra_tokens=())
         self.batch = -(-options.batch // TOGETHER) * TOGETHER
-        self.views = self._views(getattr(source, "natural", True)) if kind == "images" else None
+        drawn = Augmented(options.views, options.augment, options.seed)
+        size, natural = config.image.size, getattr(source, "natural", True)
+        self.views = drawn.of(size, config.preprocess.resize, natural) if kind == "images" else None
         self.file = self._file(kind, tower)
-
-    def _views(self, natural: bool) -> Views:
-        """Raises: ValueError for views that would all be equal."""
-        options, config = self.options, self.model.config
-        size, resize = config.image.size, config.preprocess.resize
-        train = TrainTransform(size, options.augment, resize, natural=natural)
-        for name in LATER:
-            if getattr(options.augment, name):
-                raise ValueError(f"--augment.{name.replace('_', '-')} changes no image: leave it to the training.")
-        if of_images(options.augment) != of_images(AugmentConfig()):
-            return Views(train, options.views, options.seed)
-        if options.views > 1:
-            raise ValueError(
-                f"--views {options.views} without augmentation stores equal views: add such as --augment.flip 0.5 "
-                "--augment.crop 0.5, or omit --views."
-            )
-        return Views(train, 1, options.seed, EvalTransform(size, resize))
 
     def _file(self, kind: Kind, tower: str) -> TokenFile:
         source, options, config = self.source, self.options, self.model.config

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from kiloword.config.recipes import AugmentConfig, ModelConfig, Recipe, sizes
 from kiloword.config.settings import BELOW_1, BaseSettings, setting
-from kiloword.data.token_store import in_words
+from kiloword.data.images.views import in_words
 from kiloword.distributed.collectives import sum_over_ranks
 from kiloword.losses.pairs import logsumexp_over_ranks
 from kiloword.methods.method import Component, Method

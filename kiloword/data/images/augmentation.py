@@ -124,30 +124,6 @@ class TrainTransform:
         return self.natural and self.augment.crop < 1
 
 
-@dataclass(frozen=True)
-class Views:
-    """The images of a row as training draws them in the epochs 0 to K - 1: uint8 [K, 3, size, size].
-
-    Args: evaluated: in place of that, the one image that evaluation sees.
-    """
-
-    transform: TrainTransform
-    views: int
-    seed: int
-    evaluated: EvalTransform | None = None
-
-    @property
-    def size(self) -> int:
-        """Height and width in pixels."""
-        return self.transform.size
-
-    def of(self, image: bytes | Pixels, row: int) -> Tensor:
-        """Errors: BadSample for an image that cannot be decoded."""
-        if self.evaluated is not None:
-            return self.evaluated(image)[None]
-        return torch.stack([self.transform(image, Draw(self.seed, epoch, row)) for epoch in range(self.views)])
-
-
 def random_box(width: int, height: int, augment: AugmentConfig, draw: Draw) -> Box:
     """RandomResizedCrop (arXiv:1409.4842, sec. 6): area uniform in [crop, 1], log of the aspect ratio uniform.
 

@@ -1,0 +1,79 @@
+"""Augmented views of an image that are computed once and stored, and the augmentation that makes them."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kiloword.config.recipes import AugmentConfig, Resize
+from kiloword.data.images.augmentation import EvalTransform, TrainTransform
+from kiloword.data.images.decode import Pixels
+from kiloword.randomness import Draw
+
+LATER = ("drop_words", "drop_patches")  # settings of the augmentation that do not change images
+
+
+@dataclass(frozen=True)
+class Views:
+    """The images of a row as training draws them in the epochs 0 to K - 1: uint8 [K, 3, size, size].
+
+    Args: evaluated: in place of that, the one image that evaluation sees.
+    """
+
+    transform: TrainTransform
+    views: int
+    seed: int
+    evaluated: EvalTransform | None = None
+
+    @property
+    def size(self) -> int:
+        """Height and width in pixels."""
+        return self.transform.size
+
+    def of(self, image: bytes | Pixels, row: int) -> Tensor:
+        """Errors: BadSample for an image that cannot be decoded."""
+        if self.evaluated is not None:
+            return self.evaluated(image)[None]
+        return torch.stack([self.transform(image, Draw(self.seed, epoch, row)) for epoch in range(self.views)])
+
+
+@dataclass(frozen=True)
+class Augmented:
+    """Which views are stored. Args: views: K, of each image; seed: of the augmentation."""
+
+    views: int = 1
+    augment: AugmentConfig = field(default_factory=AugmentConfig)
+    seed: int = 0
+
+    def of(self, size: int, resize: Resize, natural: bool) -> Views:
+        """The views at a size; without augmentation the image as evaluation sees it.
+
+        Raises: ValueError for views that would all be equal, and settings that change no image.
+        """
+        for name in LATER:
+            if getattr(self.augment, name):
+                raise ValueError(f"--augment.{name.replace('_', '-')} changes no image: leave it to the training.")
+        train = TrainTransform(size, self.augment, resize, natural=natural)
+        if of_images(self.augment) != of_images(AugmentConfig()):
+            return Views(train, self.views, self.seed)
+        if self.views > 1:
+            raise ValueError(
+                f"--views {self.views} without augmentation stores equal views: add such as --augment.flip 0.5 "
+                "--augment.crop 0.5, or omit --views."
+            )
+        return Views(train, 1, self.seed, EvalTransform(size, resize))
+
+
+def of_images(augment: AugmentConfig) -> dict[str, Any]:
+    """The settings of an augmentation that change images."""
+    return {name: value for name, value in asdict(augment).items() if name not in LATER}
+
+
+def in_words(augment: AugmentConfig) -> str:
+    """What an augmentation does to images: its settings that are not the default."""
+    usual = of_images(AugmentConfig())
+    changed = {name: value for name, value in of_images(augment).items() if value != usual[name]}
+    return ", ".join(f"augment.{name} {value}" for name, value in changed.items()) or "no augmentation"
