@@ -57,9 +57,9 @@ def embed(
         resize: pixels of the shorter side before the centre crop, such as 256 for 224; default: as the model has it.
         dim: store the first N numbers of the features, normalised again; default: all.
         tokens: store all tokens of a tower, for `train --image-features` and `--text-features`.
-        views: of tokens: augmented images of each image, as training draws them in its first epochs.
-        augment: of tokens: augmentation of the images.
-        seed: of tokens: seed of the augmentation.
+        views: augmented images of each image, of which training shows one in each epoch.
+        augment: augmentation of the images.
+        seed: seed of the augmentation.
     """
     common: dict[str, Any] = {
         "model": model,
@@ -80,11 +80,12 @@ def embed(
             raise ValueError("--name, --resize and --dim are for features, not for tokens: omit them, or --tokens.")
         run_tokens(**common, views=views, augment=augment, seed=seed)
         return
-    if dtype == "int8" or views != 1 or augment != AUGMENT or seed:
-        raise ValueError("--dtype int8, --views, --augment and --seed are for tokens: add --tokens, or omit them.")
+    if dtype == "int8":
+        raise ValueError("--dtype int8 is for tokens: add --tokens, or omit it.")
+    from kiloword.data.images.views import Augmented
     from kiloword.features.extract import main as run
 
-    run(**common, name=name, resize=resize, dim=dim)
+    run(**common, name=name, resize=resize, dim=dim, augmented=Augmented(views, augment, seed))
 
 
 def audit(

@@ -147,8 +147,18 @@ def _value(value: Any) -> str:
 def _defaults(command: MethodCommand) -> tuple[Recipe, Recipe]:
     """The recipe that method, size, data, towers and init imply, and that with the values of --recipe or --config.
 
-    Both on the tokens that --image-features and --text-features name.
+    Both on the tokens that --image-features and --text-features name, and on the views of --features.
     """
+    plain, usual = _on_tokens(command)
+    if not (stores := values_of(command.flags, "--features")):
+        return plain, usual
+    from kiloword.data.feature_store import with_views
+
+    return with_views(plain, stores), with_views(usual, stores)
+
+
+def _on_tokens(command: MethodCommand) -> tuple[Recipe, Recipe]:
+    """As `_defaults`, without the views."""
     features = [values_of(command.flags, flag) for flag in ("--image-features", "--text-features")]
     if not any(features):
         return _without_tokens(command)

@@ -1,5 +1,7 @@
 """Feature stores: precomputed features of a data set's images and captions, joined to examples by key.
 
+An image has features of one image without augmentation, or of K augmented views, which training shows the student.
+
 Format (a folder, read by `KeyedStore`): `table.json` (`TableFile`); `part-00000.arrow` and so on, each with the
 readable images of `part` rows: keys, captions and features, in the data's order; finally `index.npy`, [2, N] uint64:
 ascending digests of the keys, and the place of each (part << 32 | row in the part). Without the index the store is not
@@ -9,8 +11,8 @@ finished. Stores of tokens (`token_store`) have other columns.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Literal, TypeVar
@@ -20,10 +22,13 @@ import pyarrow as pa
 import torch
 from numpy.typing import NDArray
 
+from kiloword.config.recipes import AugmentConfig, Recipe
 from kiloword.config.settings import about, read_config
 from kiloword.data.files import find_key, key_bytes, key_text
+from kiloword.data.images.views import LATER, MOST, in_words, of_images
 from kiloword.data.parts import Part, TableSettings, part_path
 from kiloword.data.sources.mixture import MixtureSource
+from kiloword.randomness import Draw, key
 from kiloword.types import Example, Source
 
 OnePart = TypeVar("OnePart", bound=Part)
@@ -44,6 +49,9 @@ class TableFile(TableSettings):
     precision: str  # of the teacher
     dtype: Literal["fp16", "fp32"]  # of the features in the file
     contents: tuple[str, ...]  # see `contents`
+    views: int = field(default=1, metadata=about(low=1, high=MOST))  # K, of each image
+    seed: int = 0  # of the augmentation
+    augment: AugmentConfig = field(default_factory=AugmentConfig)
     format: Literal["kiloword-features-1"] = "kiloword-features-1"
 
     def schema(self) -> pa.Schema:
@@ -53,7 +61,7 @@ class TableFile(TableSettings):
             {
                 "key": pa.binary(),
                 "content": pa.binary(16),  # digest of pixels and captions
-                "image": vector,
+                "image": pa.list_(vector.value_type, self.dim * self.views) if self.augmented else vector,
                 "captions": pa.list_(pa.binary()),
                 "texts": pa.list_(vector),
             }
@@ -65,11 +73,37 @@ class TableFile(TableSettings):
             (self.teacher_fingerprint, f"teacher {self.teacher} ({digest[:16]}{space}{resize})"),
             (self.contents, f"data {self.data} ({self.fingerprint[:16]})"),
             *((getattr(self, name), f"{name} {getattr(self, name)}") for name in ("name", "dim", "precision", "dtype")),
+            (self.shown, self.shown),
         ]
+
+    def written(self) -> dict[str, Any]:
+        """As ever where images are not augmented, so that older stores go on."""
+        drawn = () if self.augmented else ("views", "seed", "augment")
+        return {name: value for name, value in super().written().items() if name not in drawn}
+
+    @property
+    def augmented(self) -> bool:
+        """Whether the features are those of augmented views."""
+        return of_images(self.augment) != of_images(AugmentConfig())
+
+    @property
+    def shown(self) -> str:
+        """What the teacher saw of each image; equal for equal pixels."""
+        if not self.augmented:
+            return "images without augmentation"
+        return f"{self.views} view{'s' * (self.views > 1)} with seed {self.seed}, {in_words(self.augment)}"
+
+    def view(self, draw: Draw, seed: int) -> int:
+        """The view that a draw shows: in an epoch, that of its number; for others than the run's `seed`, any."""
+        turn = draw.epoch if draw.seed == seed else key(draw.seed, draw.epoch, draw.row, "view")
+        return turn % self.views
 
 
 class StorePart(Part):
-    """n images with t captions of a store, memory-mapped. Errors: ValueError when the file is missing or damaged."""
+    """n images, of K views each, with t captions of a store, memory-mapped.
+
+    Errors: ValueError when the file is missing or damaged.
+    """
 
     again = AGAIN
 
@@ -81,8 +115,9 @@ class StorePart(Part):
             raise ValueError(f"{path} is damaged. {AGAIN}")
         self.captions = captions.values  # [t] binary
         self.starts = captions.offsets.to_numpy()  # [n + 1]
-        dim = image.type.list_size
-        self.images: StoredFeatures = image.values.to_numpy().reshape(-1, dim)
+        dim = texts.type.value_type.list_size
+        shape = len(image), image.type.list_size // dim, dim  # [n, K, D]
+        self.images: StoredFeatures = image.values.to_numpy().reshape(shape)
         self.texts: StoredFeatures = texts.values.values.to_numpy().reshape(-1, dim)
 
     def texts_of(self, row: int) -> dict[bytes, int]:
@@ -193,14 +228,14 @@ class FeatureStore(KeyedStore["StorePart"]):
             "`kiloword embed MODEL --data SRC --out DIR`."
         )
 
-    def join(self, example: Example) -> None:
-        """Add features to an example, by its key and the texts of its captions."""
+    def join(self, example: Example, view: int = 0) -> None:
+        """Add features to an example, by its key and the texts of its captions. Args: view: the one of its image."""
         image = np.zeros(self.dim, np.float32)
         texts = np.zeros((len(example.captions), self.dim), np.float32)
         location = self._find(example.key)
         if location is not None:
             part, row = location
-            image[:] = part.images[row]
+            image[:] = part.images[row, view]
             text_places = part.texts_of(row)
             for n, caption in enumerate(example.captions):
                 place = text_places.get(key_bytes(caption))
@@ -239,8 +274,16 @@ class FeatureStore(KeyedStore["StorePart"]):
         return np.concatenate([[0], np.cumsum(np.concatenate(counts), dtype=np.int64)])
 
     def images(self) -> StoredFeatures:
-        """[N, D], unit norm, as stored (by default float16); memory-mapped if there is one part."""
-        return _joined([part.images for part in self._parts()])
+        """[N, D], unit norm, as stored (by default float16); memory-mapped if there is one part.
+
+        Raises: ValueError for a store of augmented views.
+        """
+        if self.file.augmented:
+            raise ValueError(
+                f"the feature store {self.path} has {self.file.shown}, which `train --features` alone reads: make one "
+                "without --augment in another folder by `kiloword embed`."
+            )
+        return _joined([part.images[:, 0] for part in self._parts()])
 
     def texts(self) -> StoredFeatures:
         """[T, D], unit norm, as stored; memory-mapped if there is one part."""
@@ -268,6 +311,38 @@ class FeatureStore(KeyedStore["StorePart"]):
                 f"{path} has features that are NaN or infinite: make it again in another folder by `kiloword embed`, "
                 "with --precision fp32."
             )
+
+
+def with_views(recipe: Recipe, folders: Sequence[str]) -> Recipe:
+    """The recipe of a run on feature stores: where they have augmented views, its images are augmented as those are."""
+    made = next((store.file.augment for store in map(FeatureStore, folders) if store.file.augmented), None)
+    if made is None:
+        return recipe
+    augment = replace(made, **{name: getattr(recipe.data.augment, name) for name in LATER})
+    return replace(recipe, data=replace(recipe.data, augment=augment))
+
+
+def shown_views(stores: Sequence[FeatureStore], augment: AugmentConfig) -> TableFile | None:
+    """The settings of the views that a run on some stores shows; None where no store has augmented views.
+
+    Raises: ValueError where stores have other views than each other, or than the run's augmentation makes.
+    """
+    first = next((store for store in stores if store.file.augmented), None)
+    if first is None:
+        return None
+    for store in stores:
+        if store.file.shown != first.file.shown:
+            raise ValueError(
+                f"the feature store {first.path} has {first.file.shown}, {store.path} {store.file.shown}: expected the "
+                "same in all feature stores of a run. Make them by `kiloword embed` with the same --views, --seed and "
+                "--augment."
+            )
+    if of_images(augment) != of_images(first.file.augment):
+        raise ValueError(
+            f"the feature store {first.path} has {first.file.shown}, but the run asks for {in_words(augment)}: omit "
+            "--augment, or make another store by `kiloword embed --views K` with that augmentation."
+        )
+    return first.file
 
 
 def contents(source: Source) -> frozenset[str]:

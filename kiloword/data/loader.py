@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from kiloword.config.recipes import AugmentConfig, DataConfig, Resize, TextConfig
-from kiloword.data.feature_store import FeatureStore
+from kiloword.data.feature_store import FeatureStore, TableFile, shown_views
 from kiloword.data.images.augmentation import EvalTransform, TrainTransform
 from kiloword.data.images.time_limit import Row, decoding
+from kiloword.data.images.views import view_draw
 from kiloword.data.reading import advice, name_of, read, reasons
 from kiloword.data.remote.ahead import Ahead, ahead_of
 from kiloword.data.sampler import Order, Rows, choose_captions, share
@@ -38,10 +39,11 @@ class Loader:
 
     Args: order: of the rows; data: how images are read and captions chosen; text: how captions are packed; transforms:
     of examples, in order; inputs: further fields of a batch, made from transformed examples; stores: of features that
-    are added to examples; image_tokens, text_tokens: stores of tokens in place of images (of the view epoch mod K) and
-    of words; truth: texts also carry which images of the global batch they describe; questions: every image has the
-    question that its texts answer; train: False: images as for evaluation, no transforms; timeout: in seconds per step;
-    given_up: rows that took too long to decode, to be skipped from the start.
+    are added to examples; where they are of augmented views, the images are those views, one in each epoch;
+    image_tokens, text_tokens: stores of tokens in place of images (of the view epoch mod K) and of words; truth: texts
+    also carry which images of the global batch they describe; questions: every image has the question that its texts
+    answer; train: False: images as for evaluation, no transforms; timeout: in seconds per step; given_up: rows that
+    took too long to decode, to be skipped from the start.
     Errors: ValueError when the batch does not divide over the ranks, the order or a feature store is of other data,
     or the source has no ground truth or no questions.
     """
@@ -71,6 +73,7 @@ class Loader:
     _eval: EvalTransform = field(init=False, repr=False)
     _untouched: bool = field(init=False, repr=False)
     _views: dict[tuple[AugmentConfig, int], TrainTransform] = field(default_factory=dict, init=False, repr=False)
+    _shown: TableFile | None = field(init=False, repr=False)
     _epochs: dict[int, Source] = field(init=False, repr=False)
     _ahead: Ahead | None = field(init=False, repr=False)
     _omitted: Omitted | None = field(init=False, repr=False)
@@ -90,6 +93,7 @@ class Loader:
             check_asks(self.source)
         for store in self.stores:
             store.check(self.source)
+        self._shown = shown_views(self.stores, self.data.augment)
         self.transforms = [
             transform.bind(self.source) if hasattr(transform, "bind") else transform for transform in self.transforms
         ]
@@ -107,6 +111,11 @@ class Loader:
 
         Raises: ValueError for tokens of other data or another augmentation, or where captions change.
         """
+        if self.image_tokens and self._shown:
+            raise ValueError(
+                f"--features has {self._shown.shown}, which the student must see, but --image-features gives tokens in "
+                "place of images: omit it, or make features without --augment."
+            )
         if self.image_tokens:
             makers = (*self.transforms, *self.inputs.values())
             if self.train and (unfit := [reason for m in makers if (reason := getattr(m, "pixels", None))]):
@@ -322,11 +331,13 @@ class BatchReader:
         if isinstance(loader.tokenizer, TokenizerWithTokens):
             for caption in captions:
                 loader.tokenizer.check(caption, loader.text)
+        view = 0 if loader._shown is None else loader._shown.view(draw, loader.seed)
+        shown = draw if loader._shown is None else view_draw(loader._shown.seed, view, record.key)
         with decoding(row, draw.epoch if hasattr(loader.source, "at") else 0):
-            image = record.tokens.tokens(draw.epoch) if record.tokens else loader.image(record.image, draw)
+            image = record.tokens.tokens(draw.epoch) if record.tokens else loader.image(record.image, shown)
         example = Example(record.key, row, image, captions, question=question)
         for store in loader.stores:
-            store.join(example)  # before words are dropped: features are of whole captions
+            store.join(example, view)  # before words are dropped: features are of whole captions
         if loader.train and loader.data.augment.drop_words > 0 and question is None:  # answers keep all words
             example.captions = drop_words(captions, loader.data.augment.drop_words, draw)
         return example

@@ -50,7 +50,11 @@ class TableSettings(BaseSettings):
 
     def identity(self) -> str:
         """The identity of the table, recorded in each part."""
-        return hashlib.blake2b(json.dumps(asdict(self), sort_keys=True).encode(), digest_size=16).hexdigest()
+        return hashlib.blake2b(json.dumps(self.written(), sort_keys=True).encode(), digest_size=16).hexdigest()
+
+    def written(self) -> dict[str, Any]:
+        """What the file beside the parts holds."""
+        return asdict(self)
 
 
 class Part:

@@ -194,7 +194,7 @@ class _EvalBatches:
     def _image(self, record: Record, row: int) -> Tensor:
         """The transformed image; its stored tokens where the source has them and nothing else was asked for."""
         if isinstance(self.transform, Views):
-            return self.transform.of(record.image, row)
+            return self.transform.of(record.image, row, record.key)
         if record.tokens is not None and isinstance(self.transform, EvalTransform):
             return record.tokens.tokens(0)
         return self.transform(record.image)

@@ -20,6 +20,7 @@ from kiloword.config.recipes import DataConfig, Resize
 from kiloword.data.feature_store import INDEX, TABLE, FeatureStore, StorePart, TableFile, check_name, contents
 from kiloword.data.files import key_bytes, lookup_table
 from kiloword.data.images.augmentation import check_resize
+from kiloword.data.images.views import PLAIN, Augmented
 from kiloword.data.parts import empty_batch, part_path
 from kiloword.data.reading import EvalBatch, eval_batches
 from kiloword.data.sources.open import open_data
@@ -48,6 +49,7 @@ def main(
     trust: Trust = NONE,
     resize: Resize | None = None,
     dim: int | None = None,
+    augmented: Augmented = PLAIN,
 ) -> None:
     """Run and print `kiloword embed`. Ranks of torchrun share the rows.
 
@@ -55,19 +57,21 @@ def main(
 
     Errors: see `open_teacher`, `open_data` and `embed`.
     """
+    augmented.check()
     device = choose(device)
     with together(device):
         teacher = shortened(resized(open_teacher(model, device, precision, trust), resize), dim)
-        workers = workers_of(workers, device, image_bytes(batch, teacher.size))
+        workers = workers_of(workers, device, image_bytes(batch * augmented.views, teacher.size))
         announce(device, precision, "on every device, unless given", workers)
         source = open_data(DataConfig(sources=tuple(data), extra_captions=tuple(extra_captions)), teacher.size)
-        file = _file(teacher, source, model, name, precision, dtype, PART)
+        file = _file(teacher, source, model, name, precision, dtype, max(1, PART // augmented.views), augmented)
         store = _embed(teacher, source, out, file, batch, workers, ProgressReport(sys.stderr))
         if store is not None:
             size, captions = sum(path.stat().st_size for path in out.iterdir()) / 1e6, int(store.starts[-1])
             if isinstance(teacher.teacher if isinstance(teacher, PrefixTeacher) else teacher, SentenceTeacher):
                 say("note: the model encodes texts alone: features of images are zeros, which match nothing.")
-            say(f"{out}: {len(store):,} images, {captions:,} captions, {store.dim} dimensions, {size:,.1f} MB")
+            views = f"{store.file.shown}, of " if store.file.augmented else ""
+            say(f"{out}: {views}{len(store):,} images, {captions:,} captions, {store.dim} dimensions, {size:,.1f} MB")
 
 
 def resized(teacher: Teacher, resize: Resize | None) -> Teacher:
@@ -116,17 +120,18 @@ def embed(
     batch: int = 64,
     workers: int = 0,
     part: int = PART,
+    augmented: Augmented = PLAIN,
     report: ProgressReport | None = None,
 ) -> FeatureStore:
-    """Compute features of every readable image, without augmentation, and of all its captions; resumes in `out`.
+    """Compute features of every readable image, or of views of it, and of all its captions; resumes in `out`.
 
     Args: source: in a mixture every row of each source is embedded, whatever its weight; teacher_name: for messages;
     name: of the features in a batch; precision: of the teacher; dtype: of the features on disk; batch: images in a
-    batch; part: rows in a file; report: receives progress and bad rows.
+    batch; part: rows in a file; augmented: the views, drawn by the image's key; report: receives progress and bad rows.
     Errors: ValueError when `out` holds something else, keys repeat with other content, or no row is usable.
     """
     with alone():
-        file = _file(teacher, source, teacher_name, name, precision, dtype, part)
+        file = _file(teacher, source, teacher_name, name, precision, dtype, part, augmented)
         store = _embed(teacher, source, Path(out), file, batch, workers, report or ProgressReport(None))
     assert store is not None, "the only rank is the first"
     return store
@@ -140,8 +145,17 @@ def _file(
     precision: str,
     dtype: Literal["fp16", "fp32"],
     part: int,
+    augmented: Augmented = PLAIN,
 ) -> TableFile:
+    """Settings of a new store. Raises: ValueError for an augmentation that the images do not take."""
     whole = every_row(source)
+    natural = getattr(whole, "natural", True)
+    if not natural and (augmented.augment.crop < 1 or augmented.augment.flip > 0):
+        raise ValueError(
+            f"images of {source.name} are neither cropped nor mirrored, as their captions speak of places: omit "
+            "--augment.crop and --augment.flip."
+        )
+    augmented.of(teacher.size, teacher.resize, natural)  # refuses what makes no views
     return TableFile(
         name=name,
         dim=_dim(teacher),
@@ -154,6 +168,9 @@ def _file(
         contents=tuple(sorted(contents(whole))),
         rows=len(whole),
         part=part,
+        views=augmented.views,
+        seed=augmented.seed,
+        augment=augmented.augment,
     )
 
 
@@ -164,9 +181,13 @@ def _embed(
     if batch < 1:
         raise ValueError(f"--batch is {batch}: expected at least 1.")
     source = every_row(source)
+    views = Augmented(file.views, file.augment, file.seed).of(
+        teacher.size, teacher.resize, getattr(source, "natural", True), by_key=True
+    )
+    transform = views if file.augmented else None
 
     def read(batches: list[range]) -> Iterator[EvalBatch]:
-        return eval_batches(source, teacher.size, teacher.resize, batch, workers, batches)
+        return eval_batches(source, teacher.size, teacher.resize, batch, workers, batches, transform)
 
     def work(writer: FeatureWriter | None) -> None:
         fill(writer, "features", source, batch, read, lambda images: _encode(images, teacher, file), report)
@@ -223,11 +244,13 @@ def _encode(images: EvalBatch, teacher: Teacher, file: TableFile) -> Rows:
     if not images.rows:
         return Rows(empty_batch(file.schema()), images.skipped)
     captions = [caption for of_image in images.captions for caption in of_image]
-    features = {"images": teacher.encode_images(images.images), "captions": teacher.encode_texts(captions)}
+    views = images.images.unbind(1) if file.augmented else [images.images]
+    of_views = torch.stack([teacher.encode_images(view.contiguous()) for view in views], 1)
+    features = {"images": of_views, "captions": teacher.encode_texts(captions)}
     for name, values in features.items():
         if not bool(torch.isfinite(values).all()):
             raise ValueError(f"the teacher's features of {name} are NaN or infinite, near {images.keys[0]!r}.")
-    image_vectors, text_vectors = (_vectors(values, file) for values in features.values())
+    image_vectors, text_vectors = _vectors(of_views.flatten(1), file), _vectors(features["captions"], file)
     starts = pa.array(np.cumsum([0, *map(len, images.captions)], dtype=np.int32))
     columns = [
         pa.array(map(key_bytes, images.keys), pa.binary()),
@@ -240,9 +263,9 @@ def _encode(images: EvalBatch, teacher: Teacher, file: TableFile) -> Rows:
 
 
 def _vectors(features: torch.Tensor, file: TableFile) -> pa.Array:
-    """[n, D] as stored."""
+    """[n, D], or of K views [n, K * D], as stored."""
     flat = features.numpy().astype(np.float16 if file.dtype == "fp16" else np.float32).ravel()
-    return pa.FixedSizeListArray.from_arrays(pa.array(flat), file.dim)
+    return pa.FixedSizeListArray.from_arrays(pa.array(flat), features.shape[1])
 
 
 def _dim(teacher: Teacher) -> int:

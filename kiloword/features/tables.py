@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Generic, TextIO, TypeVar
 
@@ -47,7 +47,7 @@ class TableWriter(Generic[Settings]):
     def __init__(self, folder: Path, name: str, settings: Settings, existing: Settings | None, finished: bool = False):
         self.folder, self.file = folder, existing or settings
         if existing is None:
-            write_json(folder / name, asdict(settings))
+            write_json(folder / name, settings.written())
         self._contents: dict[bytes, bytes] = {}  # content of every key so far
         self.skipped: list[Skipped] = []
         self.repeated = 0  # number of rows that repeat a key with its content

@@ -71,7 +71,7 @@ def run_file(recipe: Recipe, source: Source) -> RunFile:
 def _origin(file: TableFile) -> str:
     """How the features of a store were computed: the model by its fingerprint, not by its path."""
     by = f"{file.name} of the model {file.teacher_fingerprint} in {file.precision}"
-    return f"{by}, {file.dim} dimensions as {file.dtype}"
+    return f"{by}, {file.dim} dimensions as {file.dtype}{f', {file.shown}' if file.augmented else ''}"
 
 
 def make_folder(out: Path) -> None:

@@ -9,35 +9,45 @@ import torch
 from torch import Tensor
 
 from kiloword.config.recipes import AugmentConfig, Resize
+from kiloword.config.settings import check
 from kiloword.data.images.augmentation import EvalTransform, TrainTransform
 from kiloword.data.images.decode import Pixels
-from kiloword.randomness import Draw
+from kiloword.randomness import Draw, key
 
 LATER = ("drop_words", "drop_patches")  # settings of the augmentation that do not change images
+MOST = 2048  # views of an image whose features are stored: an Arrow list has fewer than 2^31 numbers
 
 
 @dataclass(frozen=True)
 class Views:
     """The images of a row as training draws them in the epochs 0 to K - 1: uint8 [K, 3, size, size].
 
-    Args: evaluated: in place of that, the one image that evaluation sees.
+    Args: evaluated: in place of that, the one image that evaluation sees; by_key: views are drawn by the image's key,
+    not by its row, so that a run whose rows are others draws them again (`view_draw`).
     """
 
     transform: TrainTransform
     views: int
     seed: int
     evaluated: EvalTransform | None = None
+    by_key: bool = False
 
     @property
     def size(self) -> int:
         """Height and width in pixels."""
         return self.transform.size
 
-    def of(self, image: bytes | Pixels, row: int) -> Tensor:
-        """Errors: BadSample for an image that cannot be decoded."""
+    def of(self, image: bytes | Pixels, row: int, name: str) -> Tensor:
+        """Args: name: the image's key. Errors: BadSample for an image that cannot be decoded."""
         if self.evaluated is not None:
             return self.evaluated(image)[None]
-        return torch.stack([self.transform(image, Draw(self.seed, epoch, row)) for epoch in range(self.views)])
+        draws = (view_draw(self.seed, n, name) if self.by_key else Draw(self.seed, n, row) for n in range(self.views))
+        return torch.stack([self.transform(image, draw) for draw in draws])
+
+
+def view_draw(seed: int, view: int, name: str) -> Draw:
+    """The random choices of one view of an image. Args: name: its key."""
+    return Draw(seed, view, key(name))
 
 
 @dataclass(frozen=True)
@@ -48,8 +58,19 @@ class Augmented:
     augment: AugmentConfig = field(default_factory=AugmentConfig)
     seed: int = 0
 
-    def of(self, size: int, resize: Resize, natural: bool) -> Views:
-        """The views at a size; without augmentation the image as evaluation sees it.
+    def check(self) -> None:
+        """Raises: ValueError for numbers out of range, and a seed without effect."""
+        if not 1 <= self.views <= MOST:
+            raise ValueError(f"--views is {self.views}: expected 1 to {MOST}.")
+        check(self.augment, prefix="--augment.")
+        if self.seed and of_images(self.augment) == of_images(AugmentConfig()):
+            raise ValueError(
+                f"--seed {self.seed} is that of the augmentation, and there is none: add such as --augment.flip 0.5, "
+                "or omit --seed."
+            )
+
+    def of(self, size: int, resize: Resize, natural: bool, by_key: bool = False) -> Views:
+        """The views at a size; without augmentation the image as evaluation sees it. Args: by_key: see `Views`.
 
         Raises: ValueError for views that would all be equal, and settings that change no image.
         """
@@ -58,13 +79,16 @@ class Augmented:
                 raise ValueError(f"--augment.{name.replace('_', '-')} changes no image: leave it to the training.")
         train = TrainTransform(size, self.augment, resize, natural=natural)
         if of_images(self.augment) != of_images(AugmentConfig()):
-            return Views(train, self.views, self.seed)
+            return Views(train, self.views, self.seed, by_key=by_key)
         if self.views > 1:
             raise ValueError(
                 f"--views {self.views} without augmentation stores equal views: add such as --augment.flip 0.5 "
                 "--augment.crop 0.5, or omit --views."
             )
         return Views(train, 1, self.seed, EvalTransform(size, resize))
+
+
+PLAIN = Augmented()  # images as evaluation sees them
 
 
 def of_images(augment: AugmentConfig) -> dict[str, Any]:

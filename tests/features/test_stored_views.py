@@ -1,0 +1,224 @@
+"""Features of augmented views: a run shows the student the view whose features it joins; others are refused."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor
+
+from kiloword.cli.main import main
+from kiloword.config.recipes import AugmentConfig, DataConfig, Recipe, TextConfig
+from kiloword.config.settings import read_config
+from kiloword.data.feature_store import FeatureStore
+from kiloword.data.images.views import Augmented
+from kiloword.data.loader import BatchReader, Loader
+from kiloword.data.sampler import Order
+from kiloword.data.sources.mixture import MixtureSource
+from kiloword.data.sources.open import open_source
+from kiloword.data.text.tokenizer import Tokenizer
+from kiloword.data.token_store import ImageTokens
+from kiloword.features.extract import embed
+from kiloword.methods.defaults import default_recipe
+from kiloword.mining.corpus import Corpus
+from kiloword.randomness import Draw
+from kiloword.training.loop import RunOptions, train
+from kiloword.training.run_folder import RunFile
+from kiloword.types import Batch, Source
+from photo_folders import refused
+from tars import pairs, write_tar
+
+SIZE, VIEWS = 8, 3
+AUGMENT = AugmentConfig(crop=0.3, flip=0.5, jitter=0.5)
+STRONG = Augmented(VIEWS, AUGMENT, seed=5)
+QUIET = RunOptions(quiet=True, device="cpu", save_every=2)
+
+
+class Colours:
+    """A teacher whose features of an image are the means of its pixels in the cells of a grid."""
+
+    size, fingerprint = SIZE, "colours"
+    resize: Literal["shortest"] = "shortest"
+
+    def __init__(self, grid: int = SIZE) -> None:
+        self.grid, self.asked = grid, 0
+
+    def encode_images(self, images: Tensor) -> Tensor:
+        self.asked += len(images)
+        return F.normalize(F.adaptive_avg_pool2d(images.float(), self.grid).flatten(1), dim=1)
+
+    def encode_texts(self, texts: Sequence[str]) -> Tensor:
+        return F.normalize(torch.tensor([[len(t)] * 3 * self.grid**2 for t in texts]).float(), dim=1)
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> list[Source]:
+    """Two tars of 12 photos with captions."""
+    folder = tmp_path_factory.mktemp("photos")
+    return [open_source(str(write_tar(folder / f"{n}.tar", pairs(12, 12 * n)))) for n in range(2)]
+
+
+@pytest.fixture(scope="module")
+def store(sources: list[Source], tmp_path_factory: pytest.TempPathFactory) -> FeatureStore:
+    """The features of both tars, in parts."""
+    return stored(tmp_path_factory.mktemp("features") / "t", sources)
+
+
+def stored(out: Path, sources: list[Source], augmented: Augmented = STRONG, grid: int = SIZE, **options: Any) -> Any:
+    source = MixtureSource(sources, (1,) * len(sources)) if len(sources) > 1 else sources[0]
+    return embed(Colours(grid), source, out, dtype="fp32", augmented=augmented, **{"batch": 5, "part": 7, **options})
+
+
+def loader(source: Source, stores: Sequence[FeatureStore], augment: AugmentConfig = AUGMENT, **options: Any) -> Loader:
+    texts = Tokenizer.train([f"image {n}" for n in range(24)], 300)
+    data, text = DataConfig(augment=augment), TextConfig(context=16, vocab=texts.vocab)
+    order = Order(len(source), 4, seed=1)
+    return Loader(source, order, data, text, options.pop("size", SIZE), texts, stores=stores, seed=1, **options)
+
+
+def batches(made: Loader, epochs: int, workers: int = 0) -> list[Batch]:
+    made.workers = workers
+    return list(made.batches(0, 3 * epochs))
+
+
+def test_features_are_those_of_the_view_that_is_shown(sources: list[Source], store: FeatureStore) -> None:
+    """A run on the second tar has other rows than the store; every view comes once in K epochs."""
+    made, seen = loader(sources[1], [store]), list[dict[int, bytes]]()
+    for epoch in range(VIEWS + 1):
+        seen.append({})
+        for step in range(3 * epoch, 3 * epoch + 3):
+            batch = made.batch(step)
+            found = batch.image_features["teacher"]
+            torch.testing.assert_close(found, Colours().encode_images(batch.images), rtol=0, atol=1e-6)
+            rows = made.order.batch_rows(step)[1].tolist()
+            seen[-1] |= {row: x.numpy().tobytes() for row, x in zip(rows, batch.images, strict=True)}
+    assert seen[0] == seen[VIEWS]
+    assert all(len({one[row] for one in seen}) == VIEWS for row in range(12))
+
+
+def test_images_for_transforms_have_their_own_views(sources: list[Source], store: FeatureStore) -> None:
+    """Other draws of a row than the run's show another view, with its features."""
+    made = loader(sources[0], [store])
+    reader, shown = BatchReader(made, sources[0], made.order.batch_rows(0)[1]), set[bytes]()
+    for n in range(12):
+        one = reader.example(3, Draw(1, 0, 3).other(f"partner {n}"))
+        torch.testing.assert_close(one.image_features["teacher"], Colours().encode_images(one.image[None])[0])
+        shown.add(one.image.numpy().tobytes())
+    assert len(shown) == VIEWS
+
+
+def test_a_student_of_another_size_sees_the_same_crop(sources: list[Source], tmp_path: Path) -> None:
+    """Means of quarters differ by rounding and resampling alone, and less than those of two views."""
+    augmented = replace(STRONG, augment=AugmentConfig(crop=0.3, flip=0.5))
+    made = stored(tmp_path / "t", sources[:1], augmented, grid=2)
+    student = loader(sources[0], [made], augmented.augment, size=24)
+    near, far = list[float](), list[float]()
+    for batch in batches(student, 1):
+        found, seen = batch.image_features["teacher"], Colours(2).encode_images(batch.images)
+        near.append(float((found - seen).norm(dim=1).max()))
+        far.append(float((found.roll(1, 0) - seen).norm(dim=1).min()))
+    assert max(near) < 0.05
+    assert max(near) < min(far)
+
+
+def test_workers_and_an_interruption_change_nothing(sources: list[Source], store: FeatureStore, tmp_path: Path) -> None:
+    """Views depend on the key, not on the row, the batch or the worker."""
+    alone, shared = (batches(loader(sources[0], [store]), 2, workers) for workers in (0, 2))
+    for one, other in zip(alone, shared, strict=True):
+        assert torch.equal(one.images, other.images)
+        assert torch.equal(one.image_features["teacher"], other.image_features["teacher"])
+    again = stored(tmp_path / "t", sources, batch=3, workers=2)
+    (tmp_path / "t" / "part-00001.arrow").unlink()
+    stored(tmp_path / "t", sources)
+    for n in range(again.file.parts):
+        name = f"part-{n:05d}.arrow"
+        assert (tmp_path / "t" / name).read_bytes() == (store.path / name).read_bytes()
+
+
+def test_stores_without_views_are_written_and_resumed_as_ever(sources: list[Source], tmp_path: Path) -> None:
+    made = stored(tmp_path / "t", sources[:1], Augmented())
+    table = json.loads((tmp_path / "t" / "table.json").read_text())
+    assert not table.keys() & {"views", "seed", "augment"}
+    assert table == {k: v for k, v in json.loads(json.dumps(asdict(made.file))).items() if k in table}
+    digest = hashlib.blake2b(json.dumps(table, sort_keys=True).encode(), digest_size=16).hexdigest()
+    assert made.file.identity() == digest  # which parts of older stores hold
+    teacher = Colours()
+    embed(teacher, sources[0], tmp_path / "t", dtype="fp32")
+    assert teacher.asked == 1  # of the dimension
+    assert made.images().shape == (12, 3 * SIZE**2)
+    with pytest.raises(ValueError, match=r"images without augmentation there, 3 views with seed 5"):
+        stored(tmp_path / "t", sources[:1])
+
+
+def test_what_does_not_fit_is_refused(sources: list[Source], store: FeatureStore, tmp_path: Path) -> None:
+    plain = stored(tmp_path / "plain", sources, Augmented(), name="plain")
+    other = stored(tmp_path / "other", sources, replace(STRONG, seed=6), name="other")
+    for second in (plain, other):
+        with pytest.raises(ValueError, match=r"has 3 views with seed 5.*expected the same in all feature stores"):
+            loader(sources[0], [store, second])
+    with pytest.raises(ValueError, match=r"the run asks for no augmentation: omit --augment, or make another store"):
+        loader(sources[0], [store], AugmentConfig())
+    with pytest.raises(ValueError, match=r"--image-features gives tokens in place of images: omit it"):
+        loader(sources[0], [store], image_tokens=[ImageTokens.__new__(ImageTokens)])
+    with pytest.raises(ValueError, match=r"which `train --features` alone reads"):
+        Corpus.of(store)
+    same = stored(tmp_path / "same", sources, name="same", grid=2)
+    assert batches(loader(sources[0], [store, same]), 1)[0].image_features.keys() >= {"teacher", "same"}
+
+
+def recipe(data: str) -> Recipe:
+    base = default_recipe("clip", "debug", (data,))
+    model = replace(base.model, image=replace(base.model.image, size=16, patch=8))
+    return replace(base, model=model, batch=8, steps=2, precision="fp32", data=replace(base.data, tokenizer_vocab=300))
+
+
+def test_the_commands(sources: list[Source], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two teachers; the run takes their augmentation over, without a note, and goes on bit for bit with workers."""
+    data = write_tar(tmp_path / "data.tar", pairs(24))
+    model = train(recipe(str(data)), tmp_path / "teacher", options=QUIET)
+    flags = ("--data", data, "--device", "cpu", "--workers", 0)
+    crop = ("--augment.crop", 0.4, "--augment.flip", 0.5)
+
+    def run(*words: object) -> str:
+        main([str(word) for word in words])
+        return "".join(capsys.readouterr())
+
+    for name in ("a", "b"):
+        dtype = "fp32" if name == "b" else "fp16"
+        options = ("--views", 2, *crop, "--name", name, "--dtype", dtype)
+        assert "2 views with seed 0, augment.crop 0.4" in run(
+            "embed", model, *flags, "--out", tmp_path / name, *options
+        )
+    stores = ("--features", tmp_path / "a", tmp_path / "b", "--settings.reinforced.teachers", "a", "b")
+    size = ("--size", "debug", "--batch", 8, "--steps", 8, "--save-every", 2)
+    words = ("train", "clip+reinforced", *flags, *size, *stores)
+    shown = run(*words, "--out", tmp_path / "run")
+    assert "saw whole images" not in shown
+    whole = load_file(tmp_path / "run" / "model" / "model.safetensors")
+    file = read_config(tmp_path / "run" / "config.json", RunFile)
+    assert (file.recipe.data.augment.crop, file.recipe.data.augment.flip) == (0.4, 0.5)
+    assert "2 views with seed 0" in file.features[0]
+    states = tmp_path / "run" / "state"
+    for state in states.glob("step-000000008.*"):
+        state.unlink()
+    assert list(states.glob("step-000000006.*"))
+    run(*words, "--out", tmp_path / "run", "--workers", 2)
+    resumed = load_file(tmp_path / "run" / "model" / "model.safetensors")
+    assert all(torch.equal(resumed[name], value) for name, value in whole.items())
+    said = refused(capsys, *words, "--augment.crop", 0.9, "--out", tmp_path / "x")
+    assert "the run asks for augment.crop 0.9, augment.flip 0.5: omit --augment" in said
+    out = (*flags, "--out", tmp_path / "y")
+    assert "--views 2 without augmentation" in refused(capsys, "embed", model, *out, "--views", 2)
+    assert "--seed 3 is that of the augmentation" in refused(capsys, "embed", model, *out, "--seed", 3)
+    assert "--views is 0" in refused(capsys, "embed", model, *out, "--views", 0, *crop)
+    assert "changes no image" in refused(capsys, "embed", model, *out, "--augment.drop-words", 0.5)
+    scenes = ("embed", model, "--data", "scenes?n=16", "--out", tmp_path / "y", *crop)
+    assert "neither cropped nor mirrored" in refused(capsys, *scenes)
