@@ -203,9 +203,10 @@ def _check(config: ImageConfig) -> None:
         "token for the variance": config.uncertainty_token,
     }
     if needed := [what for what, is_set in learned.items() if is_set]:
+        without = ", or --model.image.no-class-token" if needed == ["class token"] else ""
         raise ValueError(
             f"without a block nothing fills the {' and the '.join(needed)} of the image tower: choose "
-            "--model.image.depth 1 or more."
+            f"--model.image.depth 1 or more{without}."
         )
 
 
