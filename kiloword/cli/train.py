@@ -129,6 +129,9 @@ def _say_tuned(command: MethodCommand, args: Train, recipe: Recipe) -> None:
     """Print the defaults that hold because the run starts from trained weights, and why."""
     if command.recipe is not None or recipe.init is None or os.environ.get("RANK", "0") != "0" or args.options.quiet:
         return
+    if recipe.lora.rank:
+        say("note       --lora.rank keeps the learning rates and augmentation from scratch: adapters start at 0.")
+        return
     scratch = default_recipe(recipe.method, recipe.size, recipe.data.sources)
     usual, now = ({leaf.flag: leaf.value for leaf in leaves(r)} for r in (scratch, recipe))
     default = {leaf.flag: leaf.value for leaf in leaves(tuned(scratch))}

@@ -118,7 +118,12 @@ def attach(model: Model, config: LoraConfig, seed: int, pretrained: Collection[s
         for name, values in first_values(layer.lora, seed, ("a", "b"), f"{path}{MARK}"):
             getattr(layer.lora, name).data.copy_(values)
         layer.register_forward_hook(_add)
-    return f"LoRA of rank {config.rank}, alpha {config.alpha:g}, on {count(len(layers), 'layer')}."
+    where = " and ".join(
+        f"{count(n, 'layer')} of the {tower} tower"
+        for tower in ("image", "text")
+        if (n := sum(path.startswith(f"{tower}_tower.") for path in layers))
+    )
+    return f"LoRA of rank {config.rank}, alpha {config.alpha:g}, on {where}."
 
 
 def _base(tower: nn.Module) -> tuple[str, nn.Module]:

@@ -71,9 +71,10 @@ def reason(recipe: Recipe) -> str:
     """Defaults that hold for the trunks of a recipe, and why, in sentences; "" without trunks."""
     specs, messages = frozen(recipe), list[str]()
     if not recipe.freeze and specs not in ((), ("none",)):
+        thaw = "--freeze none trains all, --unfreeze 0.3 from that share of the steps on."
         messages.append(
             "Trunks are frozen by default: their features are pretrained, the layers above are not, and large first "
-            "gradients would spoil them. --freeze none trains all, --unfreeze 0.3 from that share of the steps on."
+            f"gradients would spoil them. {'LoRA trains its adapters alone in them.' if recipe.lora.rank else thaw}"
         )
     tuned = [tower for tower in _trunks(recipe) if not {tower, f"{tower}:trunk"} & set(specs) or recipe.unfreeze]
     if tuned and not recipe.lora.rank:

@@ -155,7 +155,8 @@ def with_trunk() -> Model:
 
 def test_adapters_of_a_trunk_leave_the_top_to_train() -> None:
     made: Any = with_trunk()
-    attach(made, LoraConfig(rank=2, targets=("1-2:query", "point")), 0, ["image"])
+    said = attach(made, LoraConfig(rank=2, targets=("1-2:query", "point")), 0, ["image"])
+    assert said == "LoRA of rank 2, alpha 16, on 3 layers of the image tower."
     trunk = made.image_tower.trunk
     assert {n.rpartition(".lora")[0] for n, p in trunk.named_parameters() if p.requires_grad} == {
         "layer.1.query",

@@ -353,6 +353,7 @@ def test_defaults_of_a_start_are_printed_with_their_reason(
     told = capsys.readouterr().out
     assert expected in told
     assert ("note       --init sets" in told) == bool(expected)
+    assert ("--lora.rank keeps the learning rates" in told) == ("--lora.rank" in words)
     note = told[told.find("note       --init sets") :].partition("Flags override")[0] if expected else ""
     assert ("muon-lr" in note) == ("muon-lr" in expected)  # AdamW does not read it
 

@@ -265,6 +265,10 @@ def test_a_trunk_is_frozen_unless_asked() -> None:
     assert still == {"trunk"}
     assert tuning.frozen(base) == ("image:trunk",)
     assert "Trunks are frozen by default: their features are pretrained" in tuning.reason(base)
+    assert "--freeze none trains all" in tuning.reason(base)
+    adapted = tuning.reason(replace(base, lora=replace(base.lora, rank=2)))  # --freeze none is refused with it
+    assert "LoRA trains its adapters alone" in adapted
+    assert "--freeze none" not in adapted
     trained = "Trunks are trained by AdamW at 0.1 of its learning rate (--optim.trunk-lr): they are pretrained."
     assert trained not in tuning.reason(base)
     assert tuning.reason(on_a_trunk("none")) == tuning.reason(on_a_trunk("image:0-3")) == trained
