@@ -22,7 +22,7 @@ from kiloword.checkpoint.trust import NONE
 from kiloword.cli.main import main
 from kiloword.config.recipes import ModelFile, TrunkConfig, sizes
 from kiloword.data.text.tokenizer import Tokenizer, clip_tokenizer_from
-from kiloword.interop.export import graphs, run, words
+from kiloword.interop.export import graphs, run, to_transformers, words
 from kiloword.interop.export.source import LIMIT, Exported, check_close
 from kiloword.interop.export.weights import inverted
 from kiloword.methods.registry import preset
@@ -173,6 +173,8 @@ def test_graphs_of_trunks_are_refused_with_the_weights_as_the_nearest(tmp_path: 
         ValueError, match=r"its image tower stands on efficientnet-lite0\. safetensors takes its weights"
     ):
         graphs.graphs(source, "onnx")
+    with pytest.raises(ValueError, match=r"^sentence-transformers cannot express .* kiloword itself runs it"):
+        to_transformers.write_sentence(source, tmp_path / "out")
 
 
 @pytest.mark.parametrize("method", ["filip", "siglip+maxsim"])

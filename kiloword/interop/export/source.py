@@ -118,7 +118,10 @@ def unlike_graphs(source: Exported) -> list[str]:
 def refusal(target: str, reasons: list[str], source: Exported) -> ValueError:
     """The error that names what a target cannot express, and the nearest target that can."""
     if unlike_graphs(source):
-        nearest = "safetensors takes its weights, without the computation"
+        nearest = (
+            "safetensors takes its weights, without the computation. kiloword itself runs it: kiloword.load, and "
+            "`kiloword embed`, whose features other programs can read"
+        )
     elif source.model.head.uncertainty is not None:
         nearest = "onnx and torch take it: the vectors, and the logarithm of the variances as a second output"
     else:

@@ -124,6 +124,12 @@ def _pooled(output: Any) -> Tensor:
 
 def write_sentence(source: Exported, folder: Path) -> list[str]:
     """A folder that SentenceTransformer loads; `encode` takes strings and Pillow images. Returns: lines to print."""
+    check_dual(source, "sentence-transformers")
+    if is_siglip(source.config):
+        raise ValueError(
+            "sentence-transformers cannot express this model: it pads texts to the longest of a batch, and SigLIP's "
+            "text tower sees pads. Export it to transformers."
+        )
     transformers()
     try:
         from sentence_transformers import SentenceTransformer
@@ -131,11 +137,6 @@ def write_sentence(source: Exported, folder: Path) -> list[str]:
     except ImportError as error:
         package = error.name or "sentence-transformers"
         raise ValueError(needs("this export", package, "sentence-transformers")) from error
-    if is_siglip(source.config):
-        raise ValueError(
-            "sentence-transformers cannot express this model: it pads texts to the longest of a batch, and SigLIP's "
-            "text tower sees pads. Export it to transformers."
-        )
     inner = folder / "transformers"
     inner.mkdir()
     lines = write(source, inner)
