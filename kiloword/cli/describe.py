@@ -173,13 +173,20 @@ def hints() -> list[str]:
         out.append(f"torch uses {torch.get_num_threads()} threads on {cores()} cores: set OMP_NUM_THREADS={cores()}.")
     if not any(_version(package) for package in ("simplejpeg", "opencv-python-headless", "opencv-python")):
         out.append(needs("--decoder simplejpeg or opencv, which decodes faster,", "its package", "fast", "."))
-    if torchvision_ready() is not None:
-        out.append(
-            f"torchvision {_version('torchvision')} was built for another torch than {torch.__version__}: kiloword "
-            "works, and a program that imports torchvision by itself stops (operator torchvision::nms does not exist). "
-            f"{_matching(torch.__version__)} brings the matching one."
-        )
+    if hint := torchvision_hint():
+        out.append(hint)
     return out
+
+
+def torchvision_hint() -> str:
+    """What to do about a torchvision that was built for another torch; "" where it fits."""
+    if torchvision_ready() is None:
+        return ""
+    return (
+        f"torchvision {_version('torchvision')} was built for another torch than {torch.__version__}: kiloword "
+        "works, and a program that imports torchvision by itself stops (operator torchvision::nms does not exist). "
+        f"{_matching(torch.__version__)} brings the matching one."
+    )
 
 
 def _matching(version: str) -> str:

@@ -9,6 +9,7 @@ from tyro.conf import Positional, arg
 
 from kiloword.checkpoint.trust import NONE, Trust
 from kiloword.cli.words import REQUIRED
+from kiloword.terminal import say
 
 Format = Literal["open_clip", "prolip"]
 Target = Literal["open_clip", "transformers", "onnx", "sentence-transformers", "torch", "safetensors"]
@@ -43,6 +44,11 @@ def export(
     from kiloword.interop.export.run import run
 
     run(target, model, out, trust, precision)
+    if target in ("open_clip", "transformers", "sentence-transformers"):  # which import torchvision
+        from kiloword.cli.describe import torchvision_hint
+
+        if hint := torchvision_hint():
+            say(f"hint: {hint}")
 
 
 def push(model: Positional[str], repository: Positional[str], private: bool = False, message: str = "") -> None:
