@@ -31,7 +31,9 @@ def scan(root: Path) -> dict[str, str]:
             if beside[0]:
                 stamps[os.path.relpath(os.path.join(folder, file), root)] = " ".join(beside)
     if not stamps:
-        raise ValueError(f"{root} holds no photos ({', '.join(f'.{s}' for s in IMAGE_SUFFIXES)}): expected some.")
+        packed = next((name for _, _, files in os.walk(root) for name in sorted(files) if name.endswith(".tar")), "")
+        tars = f" {packed} is a tar: unpack it first (tar xf), as a library points to files." if packed else ""
+        raise ValueError(f"{root} holds no photos ({', '.join(f'.{s}' for s in IMAGE_SUFFIXES)}): expected some.{tars}")
     return stamps
 
 

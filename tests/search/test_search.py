@@ -244,6 +244,8 @@ def test_bad_input(library: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "holds other files" in refused(capsys, "index", photos, "--model", model, "--out", photos)
     (tmp_path / "empty").mkdir()
     assert "holds no photos" in refused(capsys, "index", tmp_path / "empty", "--out", library)
+    (tmp_path / "empty" / "0.tar").touch()
+    assert "0.tar is a tar: unpack it first" in refused(capsys, "index", tmp_path / "empty", "--out", library)
     photos_in(tmp_path / "more", 2)
     assert "choose another --out" in refused(capsys, "index", tmp_path / "more", "--out", library)
     (library / "part-000001.parquet").write_bytes(b"PAR1")
