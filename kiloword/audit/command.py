@@ -229,7 +229,8 @@ def _print(audit: Audit, kept: np.ndarray, out: Path, training: str) -> None:
     if bool((corpus.labels >= 0).any()):
         say(f"labels that look wrong    {counts['label']:,}")
     say(f"keep-list: {out / KEEP} omits {int((~kept).sum()):,} of {len(kept):,}; page: {out / REPORT}")
-    say(f"train without them: {training}")
+    if not kept.all():
+        say(f"train without them: {training}")
 
 
 def describe(rule: OutlierRule) -> str:

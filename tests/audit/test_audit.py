@@ -171,7 +171,11 @@ def test_the_loop_closes_in_two_commands(tmp_path: Path, capsys: pytest.CaptureF
     run("train", "clip", "--data", folder, "--steps", 2, "--bad-share", 0.5, "--out", tmp_path / "run", *small)
     out = tmp_path / "audit"
     drop = ["--drop", "mismatch", "unreadable", "duplicate-image"]
-    run("audit", folder, "--model", tmp_path / "run/model", "--out", out, *drop)
+    said = run("audit", folder, "--model", tmp_path / "run/model", "--out", out, *drop)
+    assert "train without them" in said
+    whole = run("audit", folder, "--model", tmp_path / "run/model", "--out", tmp_path / "whole", "--drop", "label")
+    assert "omits 0 of 50" in whole
+    assert "train without them" not in whole
     found = json.loads((out / "audit.json").read_text(encoding="utf-8"))["findings"]
     assert (found["unreadable"], found["duplicate-image"]) == (3, 1)
     page = (out / "report.html").read_text(encoding="utf-8")
