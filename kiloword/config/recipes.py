@@ -207,7 +207,10 @@ class DataConfig(BaseSettings):
     """The data, and how it is read."""
 
     sources: tuple[str, ...] = setting(
-        ("scenes",), "folder of tars, brace pattern, csv/tsv/parquet, image folder, scenes", flag="data"
+        ("scenes",),
+        "folder of tars, brace pattern, csv/tsv/parquet, image folder, scenes; train-part:SRC holds out a tenth, which "
+        "--val val-part:SRC evaluates",
+        flag="data",
     )
     weights: tuple[float, ...] = setting((), "how often each --data source is read per epoch; default: once each")
     val: Annotated[tuple[str, ...], OneOrSeveral()] = setting(
