@@ -115,10 +115,11 @@ def test_rows_of_another_model_or_damaged_ones_are_encoded_again(
 
 
 def test_the_command_that_follows_can_be_pasted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = (["scenes?n=9&objects=1"], str(model_folder(tmp_path / "model")), tmp_path / "two words")
-    command.main(*words, AuditOptions(), EXECUTION)
-    training = (
-        f"kiloword train METHOD --data 'scenes?n=9&objects=1' --keep '{tmp_path}/two words/keep.parquet' --out DIR"
+    (tmp_path / "my photos").mkdir()
+    photos = captioned(tmp_path / "my photos")  # with bad ones, which are not kept
+    command.main(
+        [str(photos)], str(model_folder(tmp_path / "model")), tmp_path / "two words", AuditOptions(), EXECUTION
     )
+    training = f"kiloword train METHOD --data '{photos}' --keep '{tmp_path}/two words/keep.parquet' --out DIR"
     assert training in capsys.readouterr().out
     assert training in html.unescape((tmp_path / "two words" / "report.html").read_text())
