@@ -7,12 +7,12 @@ tokens/train tokens/dev --out runs/captions`; the claim is arXiv:2405.10286, sec
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from kiloword.api import Matcher
 from research.arms import Arm, Experiment, main
 from research.evidence import Claim
-from research.frozen import FrozenOptions, base, encode, judge_photos
+from research.frozen import FrozenOptions, base, judge_dev
 from research.scenes_judge import RECALL
 
 STEPS, BATCH = 300, 256
@@ -38,10 +38,7 @@ def arms(options: FrozenOptions) -> list[Arm]:
         recipe = base(replace(options, small=True), "siglip")
         steps = round(LONGER * STEPS) if name.endswith("long") else STEPS
         recipe = replace(recipe, steps=steps, batch=BATCH, data=replace(recipe.data, **captions))
-        return Arm(name=name, recipe=recipe, judge=judge, rate=RATES.get(name, 1.0))
-
-    def judge(matcher: Matcher) -> dict[str, Any]:
-        return judge_photos(matcher, encode(options, matcher))
+        return Arm(name=name, recipe=recipe, judge=partial(judge_dev, options), rate=RATES.get(name, 1.0))
 
     return [arm(name, captions) for name, captions in ARMS.items()]
 

@@ -98,6 +98,11 @@ def judge_photos(matcher: Matcher, encoded: EncodedPhotos) -> dict[str, Any]:
     return {**recalls, "mr1": float(outcomes.mean()), "outcomes": outcomes}
 
 
+def judge_dev(options: FrozenOptions, matcher: Matcher) -> dict[str, Any]:
+    """`judge_photos` of the photos to evaluate on, from their stored tokens."""
+    return judge_photos(matcher, encode(options, matcher))
+
+
 def _reading(options: FrozenOptions, matcher: Matcher) -> tuple[Matcher, Source]:
     """The model and the photos to evaluate on, which read stored tokens."""
     model, source = matcher.model, open_source(options.val)
