@@ -47,7 +47,7 @@ class MinedOptions(ClassOptions):
 class Oracle:
     """Class photos, and a teacher's opinion which captions are true of them, right to a known degree.
 
-    It takes neighbours in the tree for one class, of so many classes that `precision` of the pairs that it mines are
+    It takes neighbours in the tree for one class, for as many classes as makes `precision` of the pairs that it mines
     true, and has an opinion of a share `recall` of the photos. Implements `kiloword.types.Source`.
     """
 
