@@ -20,7 +20,7 @@ from research.evidence import Claim, Outcomes
 from research.frozen import EncodedPhotos, FrozenOptions, base, encode, judge_photos
 from research.phrases import Phrases, phrases
 
-STEPS, BATCH = 300, 256
+STEPS, BATCH = 150, 256
 TOKENS, HEADS = 16, 8  # mixture tokens of every arm but the class token, and heads of the poolings that learn
 MOST_PHOTOS = 10  # that a phrase is true of
 POOLS = ("first", "average", "learned_average", "contextual")
