@@ -23,7 +23,7 @@ from kiloword.terminal import say, warn
 if TYPE_CHECKING:
     from kiloword.api import Matcher
     from kiloword.types import Source
-    from research.evidence import Claim, Correlation
+    from research.evidence import Rule
 
 MOST = 10  # arms per experiment, to stay comparable
 
@@ -68,7 +68,7 @@ class Experiment:
     columns: Mapping[str, str]  # of the table: heading -> metric
     options: type[Options] = Options
     first: Callable[[Any], None] | None = None  # makes what arms need, such as a teacher
-    claims: Sequence[Claim | Correlation] = ()  # decided below the table
+    claims: Sequence[Rule] = ()  # decided below the table
     notes: Callable[[Any], Sequence[str]] | None = None  # lines below the table
 
     def chosen(self, options: Options) -> list[Arm]:
@@ -86,7 +86,7 @@ def with_options(arm: Arm, options: Options) -> Arm:
     changes = {name: value for name in ("steps", "batch") if (value := getattr(options, name)) is not None}
     rate, optim = arm.rate if options.rate is None else options.rate, arm.recipe.optim
     optim = replace(optim, lr=rate * optim.lr, muon_lr=rate * optim.muon_lr)
-    return replace(arm, recipe=replace(arm.recipe, optim=optim, **changes))
+    return replace(arm, recipe=replace(arm.recipe, optim=optim, **changes), rate=rate)
 
 
 def command(experiment: Experiment, options: Options) -> list[str]:

@@ -72,6 +72,7 @@ def _row(experiment: Experiment, options: Options, arm: Arm, seed: int, folder: 
         "experiment": experiment.module.rpartition(".")[2],
         "arm": arm.name,
         "seed": seed,
+        "rate": arm.rate,
         "recipe": rows.recipe_hash(recipe),
         "steps": recipe.steps,
         "images": recipe.steps * recipe.batch,

@@ -2,38 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean
+from typing import Any
 
 from research import arms_rows as rows
 from research.arms import Arm, Experiment, Options
+from research.evidence import Runs, decided
 
 
 def table(experiment: Experiment, options: Options) -> str:
-    """Markdown: a line per arm; every figure is the mean over the finished seeds (least..greatest)."""
+    """Markdown: a line per arm of the options; every figure is the mean over the finished seeds (least..greatest)."""
     done = rows.read(options.out)
-    results = [(arm, _of(done, arm, options.seeds)) for arm in experiment.chosen(options)]
-    heads = ["arm", *experiment.columns, "minutes", "processor s", "seeds"]
-    lines = [experiment.title, "", _line(heads), _line(["---"] * len(heads))]
-    lines += [_line(_cells(experiment, arm, runs)) for arm, runs in results]
-    commits = {r["commit"][:7] + ("+" if r["dirty"] else "") for _, runs in results for r in runs}
-    lengths = {f"{r['steps']} steps, {r['images']} images" for _, runs in results for r in runs}
+    runs = {arm.name: _of(done, arm, options.seeds) for arm in experiment.chosen(options)}
+    return "\n".join([*table_of(experiment, runs), *(experiment.notes(options) if experiment.notes else ())])
+
+
+def table_of(experiment: Experiment, runs: Runs) -> list[str]:
+    """The lines of the table of these runs, and what the experiment's rules say of them."""
+    heads = ["arm", *experiment.columns, "processor s", "seeds"]
+    lines = [experiment.title, "", line(heads), line(["---"] * len(heads))]
+    lines += [line(_cells(experiment, name, of_arm)) for name, of_arm in runs.items()]
+    every = [row for of_arm in runs.values() for row in of_arm]
+    commits = {r["commit"][:7] + ("+" if r["dirty"] else "") for r in every}
+    lengths = {f"{r['steps']} steps, {r['images']} images" for r in every}
     lines += ["", f"Mean over seeds (least..greatest). {'; '.join(sorted(lengths))}. Commits: {_listed(commits)}."]
     if any(name.endswith("+") for name in commits):
         lines.append("+: with changes that were not committed.")
-    lines += [claim.decided({arm.name: runs for arm, runs in results}) for claim in experiment.claims]
-    return "\n".join([*lines, *(experiment.notes(options) if experiment.notes else ())])
+    return [*lines, *(str(decided(rule, runs)) for rule in experiment.claims)]
 
 
 def _of(done: Sequence[rows.Row], arm: Arm, seeds: Sequence[int]) -> list[rows.Row]:
     return [row for seed in seeds if (row := rows.finished(done, arm, seed)) is not None]
 
 
-def _cells(experiment: Experiment, arm: Arm, runs: Sequence[rows.Row]) -> list[str]:
+def _cells(experiment: Experiment, name: str, runs: Sequence[Mapping[str, Any]]) -> list[str]:
     cells = [spread([r["metrics"][m] for r in runs if m in r["metrics"]]) for m in experiment.columns.values()]
-    minutes = spread([r["train_s"] / 60 for r in runs], digits=1)
-    seconds = spread([r["cpu_s"] for r in runs], digits=0)
-    return [arm.name, *cells, minutes, seconds, str(len(runs))]
+    return [name, *cells, spread([r["cpu_s"] for r in runs], digits=0), str(len(runs))]
 
 
 def spread(values: Sequence[float], digits: int = 3) -> str:
@@ -48,5 +53,6 @@ def _listed(names: set[str]) -> str:
     return ", ".join(sorted(names)) or "none"
 
 
-def _line(cells: Sequence[str]) -> str:
+def line(cells: Sequence[str]) -> str:
+    """A line of a table in Markdown."""
     return f"| {' | '.join(cells)} |"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -38,8 +38,11 @@ class Effect:
     high: float
 
     def verdict(self, least: float) -> Verdict:
-        """By a rule: shown if the interval is above 0 and the effect is at least `least`; refuted if it lies below."""
-        if self.low > 0 and self.value >= least:
+        """By a rule: shown if the interval is above 0 and the effect is at least `least`; refuted if it lies below.
+
+        A least effect below 0 is a loss that is allowed: the interval must lie above it.
+        """
+        if self.low > min(0.0, least) and self.value >= least:
             return "shown"
         return "refuted" if self.high < least else "undecided"
 
@@ -73,9 +76,48 @@ Runs = Mapping[str, Sequence[Mapping[str, Any]]]
 """Rows of results by arm, in the order of their seeds."""
 
 
+@dataclass(frozen=True)
+class Decision:
+    """What a rule says of the runs that are there."""
+
+    says: str
+    of: str  # the arm, or "arm over rival"
+    effect: Effect
+    least: float
+    verdict: Verdict
+
+    def __str__(self) -> str:
+        return f"{self.says}: {self.of} {self.effect}, least {self.least}: {self.verdict}."
+
+
+class Rule(Protocol):
+    """A rule of research/README.md."""
+
+    @property
+    def says(self) -> str: ...
+
+    @property
+    def of(self) -> tuple[str, ...]:
+        """The arms that it reads."""
+        ...
+
+    def decide(self, runs: Runs) -> Decision:
+        """The decision on finished runs, of equal seeds, three or more."""
+        ...
+
+
+def decided(rule: Rule, runs: Runs) -> Decision | str:
+    """The decision, or a line that says which seeds are there where they do not suffice."""
+    seeds = {name: [row["seed"] for row in runs.get(name, ())] for name in rule.of}
+    equal = next(iter(seeds.values()))
+    if any(len(of_arm) < SEEDS or of_arm != equal for of_arm in seeds.values()):
+        return f"{rule.says}: not decided yet (seeds finished: {', '.join(f'{n} {s}' for n, s in seeds.items())})."
+    return rule.decide(runs)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """A rule of research/README.md: an arm against the best of its rivals, and the least effect that counts."""
+    """An arm against the best of its rivals, and the least effect that counts."""
 
     says: str
     arm: str
@@ -85,17 +127,42 @@ class Claim:
     outcome: str = "outcomes"  # the metric that has a value for every image
     rival_outcome: str = ""  # that of the rivals, if another
 
-    def decided(self, runs: Runs) -> str:
-        """A line of words: the effect, the rival that was best, and the verdict."""
-        rows = {name: runs.get(name, ()) for name in (self.arm, *self.rivals)}
-        seeds = {name: [row["seed"] for row in of_arm] for name, of_arm in rows.items()}
-        if any(len(of_arm) < SEEDS or of_arm != seeds[self.arm] for of_arm in seeds.values()):
-            return f"{self.says}: not decided yet (seeds finished: {', '.join(f'{n} {s}' for n, s in seeds.items())})."
-        arm = _outcomes(rows[self.arm], self.outcome)
-        rivals = {name: _outcomes(rows[name], self.rival_outcome or self.outcome) for name in self.rivals}
+    @property
+    def of(self) -> tuple[str, ...]:
+        return self.arm, *self.rivals
+
+    def decide(self, runs: Runs) -> Decision:
+        arm = _outcomes(runs[self.arm], self.outcome)
+        rivals = {name: _outcomes(runs[name], self.rival_outcome or self.outcome) for name in self.rivals}
         rival = max(rivals, key=lambda name: float(rivals[name].mean()))
         value = effect(arm, rivals[rival], self.relative)
-        return f"{self.says}: {self.arm} over {rival} {value}, least {self.least}: {value.verdict(self.least)}."
+        over = (
+            f"{self.arm} over {rival}" if rival != self.arm else f"{self.arm}, {self.outcome} over {self.rival_outcome}"
+        )
+        return Decision(self.says, over, value, self.least, value.verdict(self.least))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gain:
+    """How far one arm's gain over its rival is above another arm's over its own."""
+
+    says: str
+    arm: str
+    rival: str
+    other: str
+    other_rival: str
+    least: float = 0.0
+    outcome: str = "outcomes"
+
+    @property
+    def of(self) -> tuple[str, ...]:
+        return self.arm, self.rival, self.other, self.other_rival
+
+    def decide(self, runs: Runs) -> Decision:
+        a, b, c, d = (_outcomes(runs[name], self.outcome) for name in self.of)
+        value = effect(a - b, c - d)
+        over = f"{self.arm} over {self.rival}, less {self.other} over {self.other_rival}"
+        return Decision(self.says, over, value, self.least, value.verdict(self.least))
 
 
 def _outcomes(rows: Sequence[Mapping[str, Any]], metric: str) -> Outcomes:
@@ -104,7 +171,7 @@ def _outcomes(rows: Sequence[Mapping[str, Any]], metric: str) -> Outcomes:
 
 @dataclass(frozen=True, kw_only=True)
 class Correlation:
-    """A rule of research/README.md: a correlation over texts, and what its mean and the low end of its interval need.
+    """A correlation over texts, and what its mean and the low end of its interval need.
 
     The metric holds pairs [N, 2]: of each text the uncertainty, and the number of images that it is true of.
     """
@@ -115,17 +182,18 @@ class Correlation:
     above: float  # of the low end of the interval
     outcome: str = "generality"
 
-    def decided(self, runs: Runs) -> str:
-        """A line of words: Spearman's correlation, its interval over texts and seeds, and the verdict."""
-        rows = runs.get(self.arm, ())
-        if len(rows) < SEEDS:
-            return f"{self.says}: not decided yet (seeds finished: {[row['seed'] for row in rows]})."
-        pairs = np.stack([np.asarray(row["metrics"][self.outcome]) for row in rows])  # [S, N, 2]
+    @property
+    def of(self) -> tuple[str, ...]:
+        return (self.arm,)
+
+    def decide(self, runs: Runs) -> Decision:
+        """Spearman's correlation, and its interval over texts and seeds."""
+        pairs = np.stack([np.asarray(row["metrics"][self.outcome]) for row in runs[self.arm]])  # [S, N, 2]
         value = float(np.mean([_spearman(of_seed) for of_seed in pairs]))
-        low, high = np.quantile(_resampled(pairs), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+        low, high = (float(end) for end in np.quantile(_resampled(pairs), [(1 - LEVEL) / 2, (1 + LEVEL) / 2]))
         shown = value >= self.least and low > self.above
-        verdict = "shown" if shown else "refuted" if high < self.least else "undecided"
-        return f"{self.says}: {self.arm} {value:+.3f} ({low:+.3f}..{high:+.3f}), least {self.least}: {verdict}."
+        verdict: Verdict = "shown" if shown else "refuted" if high < self.least else "undecided"
+        return Decision(self.says, self.arm, Effect(value, low, high), self.least, verdict)
 
 
 def _resampled(pairs: Outcomes, seed: int = 0) -> list[float]:

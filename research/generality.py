@@ -65,6 +65,10 @@ EXPERIMENT = Experiment(
     claims=(
         *(Correlation(says="variance is generality", arm=arm, least=0.8, above=0.7) for arm in GAUSSIANS),
         *(
+            Claim(says="top-1 is not 0.01 below siglip's", arm=arm, rivals=("siglip",), least=-0.01)
+            for arm in GAUSSIANS
+        ),
+        *(
             Claim(says=way, arm=arm, rivals=(arm,), least=0.01, outcome=f"prompts {way}", rival_outcome=ENSEMBLE)
             for arm in GAUSSIANS
             for way in ("bprw 0", "bprw 5")

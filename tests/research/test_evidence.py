@@ -12,7 +12,7 @@ import torch
 
 from kiloword.evaluation.retrieval.task import retrieval
 from kiloword.model.heads import unit
-from research.evidence import Claim, Correlation, Effect, effect, packed, recall_by_image, unpacked
+from research.evidence import Claim, Correlation, Effect, Gain, decided, effect, packed, recall_by_image, unpacked
 
 
 def test_the_interval_covers_the_difference_as_often_as_it_says() -> None:
@@ -54,6 +54,24 @@ def test_a_verdict_needs_the_effect_and_the_interval(found: Effect, verdict: str
     assert found.verdict(0.01) == verdict
 
 
+def test_a_loss_that_is_allowed_must_hold_the_whole_interval() -> None:
+    assert Effect(-0.002, -0.008, 0.004).verdict(-0.01) == "shown"
+    assert Effect(-0.002, -0.012, 0.008).verdict(-0.01) == "undecided"
+    assert Effect(-0.03, -0.04, -0.02).verdict(-0.01) == "refuted"
+
+
+def test_a_gain_is_the_difference_of_two_differences() -> None:
+    def rows(mean: float) -> list[dict[str, Any]]:
+        shared = [np.random.default_rng(s).normal(size=200) for s in range(3)]
+        return [{"seed": s, "metrics": {"outcomes": packed(mean + shared[s])}} for s in range(3)]
+
+    runs = {"a": rows(0.5), "b": rows(0.3), "c": rows(0.45), "d": rows(0.4)}
+    gain = Gain(says="it is more", arm="a", rival="b", other="c", other_rival="d")
+    assert str(decided(gain, runs)).startswith("it is more: a over b, less c over d +0.15")
+    assert str(decided(gain, runs)).endswith("shown.")
+    assert "d []" in str(decided(gain, {name: runs[name] for name in "abc"}))
+
+
 def test_a_claim_is_decided_against_the_best_rival_on_the_same_seeds() -> None:
     def rows(mean: float, seeds: Sequence[int] = (0, 1, 2)) -> list[dict[str, Any]]:
         values = {s: mean + 0.05 * np.random.default_rng(s).normal(size=200) for s in seeds}
@@ -61,14 +79,14 @@ def test_a_claim_is_decided_against_the_best_rival_on_the_same_seeds() -> None:
 
     claim = Claim(says="it helps", arm="new", rivals=("weak", "strong"), least=0.1)
     runs = {"new": rows(0.4), "weak": rows(0.2), "strong": rows(0.3)}
-    assert claim.decided(runs).startswith("it helps: new over strong +0.100 (")
-    assert replace(claim, least=0.05).decided(runs).endswith("least 0.05: shown.")
-    assert replace(claim, relative=True).decided(runs).startswith("it helps: new over strong +0.33")
+    assert str(decided(claim, runs)).startswith("it helps: new over strong +0.100 (")
+    assert str(decided(replace(claim, least=0.05), runs)).endswith("least 0.05: shown.")
+    assert str(decided(replace(claim, relative=True), runs)).startswith("it helps: new over strong +0.33")
     other = {**runs, "weak": rows(0.2, (0, 1, 3))}
-    assert claim.decided(other) == (
+    assert decided(claim, other) == (
         "it helps: not decided yet (seeds finished: new [0, 1, 2], weak [0, 1, 3], strong [0, 1, 2])."
     )
-    assert "strong []" in claim.decided({name: runs[name] for name in ("new", "weak")})
+    assert "strong []" in str(decided(claim, {name: runs[name] for name in ("new", "weak")}))
 
 
 def test_outcomes_of_images_have_the_recall_as_their_mean() -> None:
@@ -98,7 +116,7 @@ def test_a_correlation_needs_its_mean_and_its_interval() -> None:
         return {"new": [{"seed": s, "metrics": {"generality": values[s]}} for s in range(3)]}
 
     claim = Correlation(says="it follows", arm="new", least=0.8, above=0.7)
-    assert claim.decided(rows(1.0)).endswith("least 0.8: shown.")
-    assert claim.decided(rows(20.0)).endswith("least 0.8: refuted.")
-    assert claim.decided(rows(4.8)).endswith("least 0.8: undecided.")
-    assert claim.decided({}) == "it follows: not decided yet (seeds finished: [])."
+    assert str(decided(claim, rows(1.0))).endswith("least 0.8: shown.")
+    assert str(decided(claim, rows(20.0))).endswith("least 0.8: refuted.")
+    assert str(decided(claim, rows(4.8))).endswith("least 0.8: undecided.")
+    assert decided(claim, {}) == "it follows: not decided yet (seeds finished: new [])."

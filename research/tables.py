@@ -1,0 +1,131 @@
+"""The tables, verdicts and plots of all experiments, from the rows that are there: no data, no training.
+
+`python -m research.tables` reads `research/rows`; `--rows FOLDER` reads FOLDER/NAME/results.jsonl, what
+`make -C research all` writes; `--write FOLDER` writes tables.md and a plot for every experiment there.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from kiloword.terminal import say
+from research.arms import Experiment
+from research.arms_rows import Row
+from research.arms_table import line, table_of
+from research.evidence import Decision, decided
+from research.forest import forest
+
+ROWS = Path(__file__).with_name("rows")
+TUNING = 100  # the seed that chooses learning rates
+TREES = ("little_data", "mined", "generality")  # on class photos
+FROZEN = ("conditioning", "captions", "phrase_generality", "mix", "muon")  # on stored tokens
+RULED = (*TREES, *FROZEN)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Results:
+    """The rows of one experiment."""
+
+    name: str  # its module, and what follows a hyphen: "conditioning-64"
+    rows: list[Row]
+
+    @property
+    def experiment(self) -> Experiment:
+        """What its module says of it."""
+        experiment = importlib.import_module(f"research.{self.name.partition('-')[0]}").EXPERIMENT
+        assert isinstance(experiment, Experiment)
+        return experiment
+
+    @property
+    def runs(self) -> dict[str, list[Row]]:
+        """Of every arm the newest row of each seed, but that of tuning, in the order of seeds."""
+        newest = {(row["arm"], row["seed"]): row for row in self.rows if row["seed"] != TUNING}
+        arms = dict.fromkeys(row["arm"] for row in self.rows)
+        return {arm: [newest[key] for key in sorted(newest) if key[0] == arm] for arm in arms}
+
+    def decisions(self) -> list[Decision]:
+        """What is decided."""
+        answers = [decided(rule, self.runs) for rule in self.experiment.claims]
+        return [answer for answer in answers if isinstance(answer, Decision)]
+
+    def tuning(self) -> list[str]:
+        """A table of the runs that chose learning rates: the first metric of the experiment by arm and rate."""
+        rows = [row for row in self.rows if row["seed"] == TUNING]
+        if not rows:
+            return []
+        heading, metric = next(iter(self.experiment.columns.items()))
+        rates = sorted({row["rate"] for row in rows})
+        values = {(row["arm"], row["rate"]): f"{row['metrics'][metric]:.3f}" for row in rows}
+        heads = [f"{heading}, seed {TUNING}", *(f"{rate:g} times" for rate in rates)]
+        arms = dict.fromkeys(row["arm"] for row in rows)
+        return [
+            "",
+            line(heads),
+            line(["---"] * len(heads)),
+            *(line([arm, *(values.get((arm, rate), "-") for rate in rates)]) for arm in arms),
+        ]
+
+
+def read(folder: Path) -> list[Results]:
+    """The experiments that have rows in a folder, in the order of research/README.md. Raises: ValueError for none."""
+    paths = [*folder.glob("*.jsonl"), *folder.glob("*/results.jsonl")]
+    named = {path.parent.name if path.name == "results.jsonl" else path.stem: path for path in paths}
+    ruled = sorted((name for name in named if name.partition("-")[0] in RULED), key=_place)
+    if not ruled:
+        raise ValueError(f"{folder} has no rows: expected NAME.jsonl or NAME/results.jsonl of {', '.join(RULED)}.")
+    return [Results(name=name, rows=_rows(named[name])) for name in ruled]
+
+
+def _place(name: str) -> tuple[int, str]:
+    return RULED.index(name.partition("-")[0]), name
+
+
+def _rows(path: Path) -> list[Row]:
+    return [json.loads(text) for text in path.read_text(encoding="utf-8").splitlines() if text]
+
+
+def markdown(results: Results) -> list[str]:
+    """The table of an experiment, what is decided, and how its learning rates were chosen."""
+    return [f"## {results.name}", "", *table_of(results.experiment, results.runs), *results.tuning(), ""]
+
+
+def page(results: Sequence[Results]) -> str:
+    """All tables, as docs/results/tables.md holds them."""
+    lines = [
+        "# Tables of the verdicts",
+        "",
+        "Made by `python -m research.tables --write docs/results`, of research/rows.",
+        "",
+    ]
+    return "\n".join([*lines, *(text for one in results for text in markdown(one))])
+
+
+def plots(results: Sequence[Results]) -> dict[str, str]:
+    """Of every experiment that has decisions: NAME.svg, and what it holds."""
+    decisions = {one.name: one.decisions() for one in results}
+    return {f"{name}.svg": forest(of_one) for name, of_one in decisions.items() if of_one}
+
+
+def main(names: tyro.conf.Positional[tuple[str, ...]] = (), *, rows: Path = ROWS, write: Path | None = None) -> None:
+    """Print the tables and verdicts of experiments.
+
+    Args: names: of experiments; default: all that have rows; rows: folder of rows; write: a folder for tables.md and
+    plots, in place of printing.
+    """
+    chosen = [results for results in read(rows) if not names or results.name in names]
+    if write is None:
+        say(*page(chosen).splitlines())
+        return
+    write.mkdir(parents=True, exist_ok=True)
+    for name, text in {"tables.md": page(chosen), **plots(chosen)}.items():
+        (write / name).write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    tyro.cli(main, prog="python -m research.tables")

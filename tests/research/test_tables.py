@@ -1,0 +1,73 @@
+"""Tables, verdicts and plots of the rows that are there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+from research.evidence import Decision, Effect, packed
+from research.forest import forest
+from research.tables import ROWS, main, page, plots, read
+
+
+def row(arm: str, seed: int, mean: float, rate: float = 1.0) -> dict[str, Any]:
+    """A row of research.muon."""
+    outcomes = mean + 0.01 * np.random.default_rng(seed).normal(size=50)
+    row: dict[str, Any] = {"experiment": "muon", "arm": arm, "seed": seed, "rate": rate, "steps": 1, "images": 2}
+    row |= {"cpu_s": 3.0, "commit": "0123456789", "dirty": False}
+    return row | {"metrics": {"mr1": mean, "outcomes": packed(outcomes)}}
+
+
+def written(folder: Path, rows: list[dict[str, Any]]) -> Path:
+    (folder / "muon").mkdir()
+    (folder / "muon" / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def test_tables_need_only_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The newest row of a seed counts; the seed that chose the rates has a table of its own."""
+    rows = [row("muon", 100, 0.4, 0.5), row("muon", 100, 0.6, 2.0), row("muon", 0, 0.9)]
+    rows += [row(arm, seed, mean) for arm, mean in (("muon", 0.5), ("adamw", 0.3)) for seed in (2, 1, 0)]
+    main(rows=written(tmp_path, rows))
+    printed = capsys.readouterr().out
+    assert "| muon | 0.500 (0.500..0.500) |" in printed
+    assert "| mR@1, seed 100 | 0.5 times | 2 times |" in printed
+    assert "| muon | 0.400 | 0.600 |" in printed
+    assert "at equal processor time: muon over adamw +0.200 (" in printed
+    main(rows=tmp_path, write=tmp_path / "made")
+    assert (tmp_path / "made" / "tables.md").read_text() == printed
+    plot = ElementTree.parse(tmp_path / "made" / "muon.svg").getroot()
+    assert "at equal processor time: muon over adamw" in "".join(plot.itertext())
+    with pytest.raises(ValueError, match="has no rows: expected NAME"):
+        read(tmp_path / "made")
+
+
+def test_a_plot_shows_intervals_where_they_lie() -> None:
+    decisions = [
+        Decision("left", "a over b", Effect(-0.5, -0.75, -0.25), 0.25, "refuted"),
+        Decision("right", "c over d", Effect(0.5, 0.25, 0.75), 0.25, "shown"),
+    ]
+    plot = ElementTree.fromstring(forest(decisions))
+    (left, right) = (float(circle.attrib["cx"]) for circle in plot.iter("{http://www.w3.org/2000/svg}circle"))
+    assert left < right
+    lines = [p.attrib["d"] for p in plot.iter("{http://www.w3.org/2000/svg}path") if p.get("stroke-width") == "3"]
+    low, high = float(lines[1].removeprefix("M").split()[0]), float(lines[1].split("H")[1])
+    assert low < right < high
+    assert (right - low) == pytest.approx(high - right, abs=0.2)
+    with pytest.raises(ValueError, match="nothing is decided"):
+        forest([])
+
+
+def test_the_pages_have_what_the_rows_say() -> None:
+    """docs/results holds the tables and plots of the rows, docs/results.md the effect of every decision."""
+    results, docs = read(ROWS), ROWS.parents[1] / "docs"
+    assert (docs / "results" / "tables.md").read_text(encoding="utf-8") == page(results)
+    for name, plot in plots(results).items():
+        assert (docs / "results" / name).read_text(encoding="utf-8") == plot
+    verdicts = (docs / "results.md").read_text(encoding="utf-8")
+    assert [d for one in results for d in one.decisions() if str(d.effect) not in verdicts] == []
