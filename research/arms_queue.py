@@ -36,7 +36,7 @@ def run_all(experiment: Experiment, options: Options) -> None:
     if experiment.first is not None:
         _run([("first", options.out / "first.log")], experiment, options)
     done = rows.read(options.out)
-    jobs = [(arm, seed) for seed in options.seeds for arm in experiment.chosen(options)]
+    jobs = [(arm, seed) for seed in options.seeds for arm in experiment.chosen(options) if arm.seed in (None, seed)]
     todo = [(arm, seed) for arm, seed in jobs if rows.finished(done, arm, seed) is None]
     _say(f"{len(jobs) - len(todo)} of {len(jobs)} runs are finished, {len(todo)} to do")
     _run([_named(options.out, arm, seed) for arm, seed in todo], experiment, options)

@@ -15,11 +15,12 @@ def table(experiment: Experiment, options: Options) -> str:
     """Markdown: a line per arm of the options; every figure is the mean over the finished seeds (least..greatest)."""
     done = rows.read(options.out)
     runs = {arm.name: _of(done, arm, options.seeds) for arm in experiment.chosen(options)}
-    return "\n".join([*table_of(experiment, runs), *(experiment.notes(options) if experiment.notes else ())])
+    answers = [str(decided(rule, runs)) for rule in experiment.claims]
+    return "\n".join([*table_of(experiment, runs), *answers, *(experiment.notes(options) if experiment.notes else ())])
 
 
 def table_of(experiment: Experiment, runs: Runs) -> list[str]:
-    """The lines of the table of these runs, and what the experiment's rules say of them."""
+    """The lines of the table of these runs."""
     heads = ["arm", *experiment.columns, "processor s", "seeds"]
     lines = [experiment.title, "", line(heads), line(["---"] * len(heads))]
     lines += [line(_cells(experiment, name, of_arm)) for name, of_arm in runs.items()]
@@ -29,7 +30,7 @@ def table_of(experiment: Experiment, runs: Runs) -> list[str]:
     lines += ["", f"Mean over seeds (least..greatest). {'; '.join(sorted(lengths))}. Commits: {_listed(commits)}."]
     if any(name.endswith("+") for name in commits):
         lines.append("+: with changes that were not committed.")
-    return [*lines, *(str(decided(rule, runs)) for rule in experiment.claims)]
+    return lines
 
 
 def _of(done: Sequence[rows.Row], arm: Arm, seeds: Sequence[int]) -> list[rows.Row]:

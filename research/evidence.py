@@ -60,12 +60,12 @@ def effect(arm: Outcomes, rival: Outcomes, relative: bool = False, seed: int = 0
         raise ValueError(f"outcomes {list(arm.shape)} and {list(rival.shape)}: expected the same seeds and images.")
     if len(arm) < SEEDS:
         raise ValueError(f"a claim is decided by at least {SEEDS} seeds, not by {len(arm)}.")
-    rng, (seeds, images) = np.random.default_rng(seed), arm.shape
-    values = []
+    rng, (seeds, images), values = np.random.default_rng(seed), arm.shape, []
+    kinds, counts = np.unique(np.concatenate([arm, rival]), axis=1, return_counts=True)  # [2S, K] images alike, [K]
     for _ in range(0, RESAMPLES, AT_ONCE):
         of_seeds = rng.multinomial(seeds, np.full(seeds, 1 / seeds), AT_ONCE)  # [B, S] times that each is drawn
-        of_images = rng.multinomial(images, np.full(images, 1 / images), AT_ONCE)
-        mean, base = (((of_seeds @ one) * of_images).sum(1) / arm.size for one in (arm, rival))
+        of_kinds = rng.multinomial(images, counts / images, AT_ONCE)  # [B, K]
+        mean, base = (((of_seeds @ one) * of_kinds).sum(1) / arm.size for one in np.split(kinds, 2))
         values.append((mean - base) / base if relative else mean - base)
     low, high = np.quantile(np.concatenate(values), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     value = arm.mean() - rival.mean()
@@ -96,27 +96,41 @@ class Rule(Protocol):
     @property
     def says(self) -> str: ...
 
-    @property
-    def of(self) -> tuple[str, ...]:
-        """The arms that it reads."""
+    def lacks(self, runs: Runs) -> str:
+        """What is there where it does not suffice to decide; "" where it does."""
         ...
 
     def decide(self, runs: Runs) -> Decision:
-        """The decision on finished runs, of equal seeds, three or more."""
+        """The decision on runs that suffice."""
         ...
 
 
 def decided(rule: Rule, runs: Runs) -> Decision | str:
-    """The decision, or a line that says which seeds are there where they do not suffice."""
-    seeds = {name: [row["seed"] for row in runs.get(name, ())] for name in rule.of}
-    equal = next(iter(seeds.values()))
-    if any(len(of_arm) < SEEDS or of_arm != equal for of_arm in seeds.values()):
-        return f"{rule.says}: not decided yet (seeds finished: {', '.join(f'{n} {s}' for n, s in seeds.items())})."
+    """The decision, or a line that says what is there where it does not suffice."""
+    if lacks := rule.lacks(runs):
+        return f"{rule.says}: not decided yet ({lacks})."
     return rule.decide(runs)
 
 
+class OverSeeds:
+    """A rule that needs the same seeds of all its arms, three or more."""
+
+    @property
+    def of(self) -> tuple[str, ...]:
+        """The arms that it reads."""
+        raise NotImplementedError
+
+    def lacks(self, runs: Runs) -> str:
+        """The seeds that are finished, where they are too few or differ."""
+        seeds = {name: [row["seed"] for row in runs.get(name, ())] for name in self.of}
+        equal = next(iter(seeds.values()))
+        if all(len(of_arm) >= SEEDS and of_arm == equal for of_arm in seeds.values()):
+            return ""
+        return f"seeds finished: {', '.join(f'{n} {s}' for n, s in seeds.items())}"
+
+
 @dataclass(frozen=True, kw_only=True)
-class Claim:
+class Claim(OverSeeds):
     """An arm against the best of its rivals, and the least effect that counts."""
 
     says: str
@@ -143,7 +157,7 @@ class Claim:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gain:
+class Gain(OverSeeds):
     """How far one arm's gain over its rival is above another arm's over its own."""
 
     says: str
@@ -170,7 +184,7 @@ def _outcomes(rows: Sequence[Mapping[str, Any]], metric: str) -> Outcomes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Correlation:
+class Correlation(OverSeeds):
     """A correlation over texts, and what its mean and the low end of its interval need.
 
     The metric holds pairs [N, 2]: of each text the uncertainty, and the number of images that it is true of.

@@ -10,6 +10,7 @@ import importlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import tyro
@@ -23,7 +24,7 @@ from research.forest import forest
 
 ROWS = Path(__file__).with_name("rows")
 TUNING = 100  # the seed that chooses learning rates
-TREES = ("little_data", "mined", "generality")  # on class photos
+TREES = ("little_data", "mined", "generality", "scale")  # on class photos
 FROZEN = ("conditioning", "captions", "phrase_generality", "mix", "muon")  # on stored tokens
 RULED = (*TREES, *FROZEN)
 
@@ -49,10 +50,15 @@ class Results:
         arms = dict.fromkeys(row["arm"] for row in self.rows)
         return {arm: [newest[key] for key in sorted(newest) if key[0] == arm] for arm in arms}
 
+    @cached_property
+    def answers(self) -> list[Decision | str]:
+        """What the rules say; it takes seconds."""
+        return [decided(rule, self.runs) for rule in self.experiment.claims]
+
+    @property
     def decisions(self) -> list[Decision]:
         """What is decided."""
-        answers = [decided(rule, self.runs) for rule in self.experiment.claims]
-        return [answer for answer in answers if isinstance(answer, Decision)]
+        return [answer for answer in self.answers if isinstance(answer, Decision)]
 
     def tuning(self) -> list[str]:
         """A table of the runs that chose learning rates: the first metric of the experiment by arm and rate."""
@@ -92,7 +98,14 @@ def _rows(path: Path) -> list[Row]:
 
 def markdown(results: Results) -> list[str]:
     """The table of an experiment, what is decided, and how its learning rates were chosen."""
-    return [f"## {results.name}", "", *table_of(results.experiment, results.runs), *results.tuning(), ""]
+    return [
+        f"## {results.name}",
+        "",
+        *table_of(results.experiment, results.runs),
+        *map(str, results.answers),
+        *results.tuning(),
+        "",
+    ]
 
 
 def page(results: Sequence[Results]) -> str:
@@ -108,7 +121,7 @@ def page(results: Sequence[Results]) -> str:
 
 def plots(results: Sequence[Results]) -> dict[str, str]:
     """Of every experiment that has decisions: NAME.svg, and what it holds."""
-    decisions = {one.name: one.decisions() for one in results}
+    decisions = {one.name: one.decisions for one in results}
     return {f"{name}.svg": forest(of_one) for name, of_one in decisions.items() if of_one}
 
 

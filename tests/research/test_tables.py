@@ -70,4 +70,4 @@ def test_the_pages_have_what_the_rows_say() -> None:
     for name, plot in plots(results).items():
         assert (docs / "results" / name).read_text(encoding="utf-8") == plot
     verdicts = " ".join((docs / "results.md").read_text(encoding="utf-8").split())
-    assert [d for one in results for d in one.decisions() if str(d.effect) not in verdicts] == []
+    assert [d for one in results for d in one.decisions if str(d.effect) not in verdicts] == []

@@ -1,0 +1,122 @@
+"""Does a gain hold, grow or vanish with size? On class photos from scratch (research/README.md).
+
+`python -m research.scale --data tiny/train --val tiny/dev --out runs/scale`: 27 cells of width, photos and steps, two
+arms each, of one seed; every value of width, photos and steps has all three seeds. The gain is fitted as a + b
+log2(width) + c log2(photos) + d log2(steps), in units of the middle cell, so that a is the gain there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kiloword.api import Matcher
+from kiloword.config.recipes import Recipe
+from research.arms import Arm, Experiment, main
+from research.classes import ClassOptions, base, classified, part
+from research.evidence import LEVEL, Decision, Effect, Runs
+
+WIDTHS, PHOTOS, STEPS, BATCH = (64, 128, 192), (10_000, 20_000, 40_000), (250, 500, 1000), 128
+HEAD = 16  # width of an attention head
+LEVELS = (2, 4, 6)  # of the captions of a photo, one each
+ONE, ALL = "one caption", "all captions"
+CELLS = [
+    (width, photos, steps) for width in range(3) for photos in range(3) for steps in range(3)
+]  # places in WIDTHS, PHOTOS, STEPS
+TERMS = (
+    "in the middle cell",
+    "for each doubling of width",
+    "for each doubling of photos",
+    "for each doubling of steps",
+)
+
+
+def named(captions: str, cell: tuple[int, int, int]) -> str:
+    """The arm of a cell."""
+    width, photos, steps = cell
+    return f"{captions}, width {WIDTHS[width]}, {PHOTOS[photos]} photos, {STEPS[steps]} steps"
+
+
+def arms(options: ClassOptions) -> list[Arm]:
+    """Siglip on one redrawn caption of a photo, and on all three, in every cell."""
+
+    def judge(matcher: Matcher) -> dict[str, Any]:
+        return classified(matcher, options.val, options.level)
+
+    def arm(captions: str, cell: tuple[int, int, int]) -> Arm:
+        width, photos, steps = cell
+        query = f"levels={','.join(map(str, LEVELS))}&captions={len(LEVELS)}"
+        recipe = _wide(base(options, "siglip", query, STEPS[steps], BATCH), WIDTHS[width])
+        recipe = replace(recipe, data=replace(recipe.data, captions="one" if captions == ONE else "all"))
+        source, seed = part(slice(PHOTOS[photos])), sum(cell) % 3
+        return Arm(name=named(captions, cell), recipe=recipe, judge=judge, source=source, seed=seed)
+
+    return [arm(captions, cell) for cell in CELLS for captions in (ONE, ALL)]
+
+
+def _wide(recipe: Recipe, width: int) -> Recipe:
+    """The recipe with both towers and the embedding of a width."""
+    towers = {
+        name: replace(getattr(recipe.model, name), width=width, mlp=4 * width, heads=width // HEAD)
+        for name in ("image", "text")
+    }
+    return replace(recipe, model=replace(recipe.model, **towers, head=replace(recipe.model.head, dim=width)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slope:
+    """One coefficient of the fitted gain, with its 95% interval by resampled cells."""
+
+    term: int  # place in TERMS
+
+    @property
+    def says(self) -> str:
+        return f"gain of all captions {TERMS[self.term]}"
+
+    def lacks(self, runs: Runs) -> str:
+        finished = sum(named(captions, cell) in runs for cell in CELLS for captions in (ONE, ALL))
+        return "" if finished == 2 * len(CELLS) else f"{finished} of {2 * len(CELLS)} runs are finished"
+
+    def decide(self, runs: Runs) -> Decision:
+        gains = np.array([_top1(runs, named(ALL, cell)) - _top1(runs, named(ONE, cell)) for cell in CELLS])
+        value = fitted(gains)[self.term]
+        low, high = np.quantile([fit[self.term] for fit in _resampled(gains)], [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+        effect = Effect(float(value), float(low), float(high))
+        return Decision(self.says, "27 cells", effect, 0.0, effect.verdict(0.0))
+
+
+def _top1(runs: Runs, name: str) -> float:
+    (row,) = runs[name]
+    metrics: Mapping[str, float] = row["metrics"]
+    return metrics["top1"]
+
+
+def fitted(gains: NDArray[np.float64], chosen: NDArray[np.int64] | None = None) -> NDArray[np.float64]:
+    """[4] least-squares coefficients of TERMS. Args: gains [27], in the order of CELLS; chosen: places of cells."""
+    places = np.arange(len(CELLS)) if chosen is None else chosen
+    doublings = np.log2([[WIDTHS[w] / WIDTHS[1], PHOTOS[n] / PHOTOS[1], STEPS[s] / STEPS[1]] for w, n, s in CELLS])
+    terms = np.column_stack([np.ones(len(CELLS)), doublings])
+    coefficients: NDArray[np.float64] = np.linalg.lstsq(terms[places], gains[places], rcond=None)[0]
+    return coefficients
+
+
+def _resampled(gains: NDArray[np.float64], times: int = 2000) -> list[NDArray[np.float64]]:
+    rng = np.random.default_rng(0)
+    return [fitted(gains, rng.integers(len(CELLS), size=len(CELLS))) for _ in range(times)]
+
+
+EXPERIMENT = Experiment(
+    module="research.scale",
+    title="The gain of all captions by width, photos and steps",
+    options=ClassOptions,
+    arms=arms,
+    columns={"top-1": "top1"},
+    claims=tuple(Slope(term=term) for term in range(len(TERMS))),
+)
+
+if __name__ == "__main__":
+    main(EXPERIMENT)
