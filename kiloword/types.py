@@ -303,6 +303,7 @@ class Encoded:
     images: Features
     texts: Features
     cache: dict[str, Tensor] = field(default_factory=dict)  # results that several terms share
+    done: float = 0.0  # share of the run that is done, in [0, 1)
 
     def once(self, name: str, make: Callable[[], Tensor]) -> Tensor:
         """The result of `make`, computed once per batch."""

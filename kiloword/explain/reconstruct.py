@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def mim_settings(matcher: Matcher) -> MimSettings:
     """Settings of the masked image term that the model was trained with.
 
-    Raises: ValueError for a model without an image decoder, or of unknown method.
+    Raises: ValueError for a model without an image decoder, or of unknown method, and for one that predicts tokens.
     """
     if "image_decoder" not in matcher.model.more:
         raise ValueError(
@@ -34,7 +34,15 @@ def mim_settings(matcher: Matcher) -> MimSettings:
     settings = _term_settings(matcher, "mim")
     if not isinstance(settings, MimSettings):
         raise ValueError("the mask settings of this model are not known: load it by kiloword.load(folder).")
+    if settings.mim_target == "tokens":
+        raise ValueError("this model predicts tokens of its trunk (mim_target tokens), not pixels that can be shown.")
     return settings
+
+
+def paints(matcher: Matcher) -> bool:
+    """Whether the model reconstructs pixels."""
+    settings = _term_settings(matcher, "mim")
+    return "image_decoder" in matcher.model.more and getattr(settings, "mim_target", None) == "pixels"
 
 
 def mask_settings(matcher: Matcher) -> tuple[MaskSettings, float, float]:

@@ -22,6 +22,7 @@ from kiloword.explain.reconstruct import (
     masked_patches,
     mean_colour,
     mim_settings,
+    paints,
     reconstruct,
 )
 from kiloword.explain.words import END, explain_words
@@ -62,13 +63,13 @@ class SheetInput:
 def possible(matcher: Matcher) -> tuple[What, ...]:
     """What can be shown of a model's decoders; nothing for a model without decoders."""
     more = matcher.model.more
-    writes, paints = "text_decoder" in more and "fuser" not in more, "image_decoder" in more
-    masks = writes or paints
+    writes, masked = "text_decoder" in more and "fuser" not in more, "image_decoder" in more
+    masks = writes or masked
     try:
         masking.check(matcher.model.config)
     except ValueError:
         masks = False
-    shows = (writes, writes or paints, masks, masks and paints and matcher.method is not None)
+    shows = (writes, writes or masked, masks, masks and paints(matcher))
     return tuple(kind for kind, shown in zip(get_args(What), shows, strict=True) if shown)
 
 

@@ -81,8 +81,31 @@ class Ramp:
         return self.weight * min(max((done - self.first) / (self.last - self.first), 0.0), 1.0)
 
 
+@dataclass(frozen=True)
+class Window:
+    """A weight of a term that counts while the share of the run in [first, last) is done; elsewhere it is 0, and the
+    term is not computed.
+
+    Raises: ValueError for shares that do not ascend within [0, 1].
+    """
+
+    weight: float
+    first: float = 0.0
+    last: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.first < self.last <= 1:
+            raise ValueError(
+                f"nothing lies between the share {self.first:g} of the run and {self.last:g}: expected two ascending "
+                "numbers in [0, 1]."
+            )
+
+    def __call__(self, done: float) -> float:
+        return self.weight if self.first <= done < self.last else 0.0
+
+
 Weight = float | Callable[[float], float]
-"""Of a loss: a number, or a function of the share of the run that is done, in [0, 1), such as `Ramp`."""
+"""Of a loss: a number, or a function of the share of the run that is done, in [0, 1), such as `Ramp` or `Window`."""
 
 
 def weight_at(weight: Weight, done: float) -> float:

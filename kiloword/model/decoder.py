@@ -121,20 +121,23 @@ class TextDecoder(nn.Module):
 
 
 class ImageDecoder(nn.Module):
-    """From outputs of the image tower for a masked image, and text tokens, to pixels. Has the image tower's width.
+    """From outputs of the image tower for a masked image, and text tokens, to what is masked: pixels, or tokens of a
+    trunk. Has the image tower's width.
 
     Args: depth: number of layers; guided: whether to attend to text; dropped: masked patches were dropped in the tower;
-    a mask token replaces them here.
+    a mask token replaces them here; out: number of values of a patch, 0: its pixels.
     """
 
-    def __init__(self, config: ModelConfig, depth: int, guided: bool = True, dropped: bool = False) -> None:
+    def __init__(
+        self, config: ModelConfig, depth: int, guided: bool = True, dropped: bool = False, out: int = 0
+    ) -> None:
         super().__init__()
         image = config.image
         memory = config.text.width if guided else None
         self.before = extra(image)
         self.layers = nn.ModuleList(Layer(image, depth, memory) for _ in range(depth))
         self.norm = nn.LayerNorm(image.width, image.norm_eps)
-        self.pixels = nn.Linear(image.width, 3 * image.patch**2)
+        self.pixels = nn.Linear(image.width, out or 3 * image.patch**2)
         places = grid(image) ** 2
         self.mask_token = nn.Parameter(torch.empty(image.width)) if dropped else None
         self.positions = nn.Parameter(torch.empty(places, image.width)) if dropped else None
@@ -143,7 +146,7 @@ class ImageDecoder(nn.Module):
     def forward(
         self, tokens: Tensor, masked: Tensor, text_tokens: Tensor | None = None, packing: Packing | None = None
     ) -> Tensor:
-        """Pixels of the masked patches: [N, m, 3 * patch^2], in the order of `image.unfold`.
+        """Values of the masked patches: [N, m, out]; pixels in the order of `image.unfold`.
 
         Args: tokens [N, E + P, W], or [N, E + P - m, W] if masked patches were dropped; masked [N, m] int64, their
         indices, ascending; text_tokens packed [S, W'], text n for image n.

@@ -138,6 +138,7 @@ class Simulation:
         self.captions = 1.0  # of an image
         with self.mode, _default_dtype(torch.float64 if precision == "fp64" else torch.float32):
             self.learner = learner_of(config, method, "cpu")
+        self.learner.done = 0.5  # where losses that have a window are computed
         model = self.learner.model
         for trunk in trunks(model):  # frozen by default
             trunk.requires_grad_(False)

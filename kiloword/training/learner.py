@@ -13,7 +13,7 @@ from kiloword.config.recipes import ModelConfig
 from kiloword.distributed.collectives import ranks, sum_over_ranks
 from kiloword.losses.inputs import PairInputs
 from kiloword.losses.pairs import Blocks
-from kiloword.methods.method import Method, Weight, weight_at
+from kiloword.methods.method import Method, Weight, Window, weight_at
 from kiloword.model.image import grid
 from kiloword.model.model import Model
 from kiloword.model.pooling import AttentionalPool, at_least_float
@@ -108,7 +108,9 @@ class Learner(nn.Module):
     def encode(self, batch: Batch) -> Encoded:
         """Run the towers, on all patches or on those that images keep."""
         keep = kept(batch.seeds, grid(self.model.config.image) ** 2, self.drop_patches) if self.drop_patches else None
-        return self.method.encode(self.model, batch, keep)
+        encoded = self.method.encode(self.model, batch, keep)
+        encoded.done = self.done
+        return encoded
 
     def pair_inputs(self, encoded: Encoded, batch: Batch) -> PairInputs:
         """What the main pair loss takes: features of at least fp32, positions, precomputed features."""
@@ -188,23 +190,29 @@ class Learner(nn.Module):
         return dict(zip(self.terms, sum_over_ranks(local), strict=True))
 
     def weights(self) -> dict[str, float]:
-        """The weight of every loss at this point of the run: "pair", the terms, the contrasts."""
+        """The weight of every loss that is computed at this point of the run: "pair", the terms, the contrasts."""
         method = self.method
         every: dict[str, Weight] = {PAIR: method.pair_weight}
         every |= {name: weight for name, (weight, _) in (*method.terms.items(), *method.contrasts.items())}
-        return {name: weight_at(weight, self.done) for name, weight in every.items()}
+        return {name: weight_at(weight, self.done) for name, weight in every.items() if name not in self._outside()}
+
+    def _outside(self) -> set[str]:
+        """The terms whose window the run is not in: they have no weight, and are not computed."""
+        weights = ((name, weight) for name, (weight, _) in self.method.terms.items())
+        return {name for name, weight in weights if isinstance(weight, Window) and not weight(self.done)}
 
     def forward(
         self, batch: Batch, counts: dict[str, Tensor], replays: dict[str, Replay] | None = None
     ) -> dict[str, Tensor]:
-        """Shares of the losses: "pair", every term and contrast, and "loss", whose gradients the reducer averages.
+        """Shares of the losses: "pair", terms and contrasts, and "loss", whose gradients the reducer averages.
 
         With `replays`, pair losses are the surrogates whose gradients are those computed in the first pass.
         """
         batch = self.above_trunks(batch)
         encoded = self.encode(batch)
         inputs = self.all_inputs(encoded, batch)
-        out = {name: term(self.model, batch, encoded) / counts[name].clamp_min(1) for name, term in self.terms.items()}
+        terms = {name: term for name, term in self.terms.items() if name not in self._outside()}
+        out = {name: term(self.model, batch, encoded) / counts[name].clamp_min(1) for name, term in terms.items()}
         if replays is None:
             out |= self.pair_losses(inputs)
         else:

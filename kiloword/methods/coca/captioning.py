@@ -16,7 +16,7 @@ from kiloword.config.recipes import DEPTH, ModelConfig, TextConfig
 from kiloword.config.settings import ABOVE_0, BELOW_1, setting
 from kiloword.methods.coca import masking
 from kiloword.methods.coca.masking import MaskSettings
-from kiloword.methods.method import Method
+from kiloword.methods.method import Method, weight_at
 from kiloword.model.attention import Packing
 from kiloword.model.blocks import Keys
 from kiloword.model.decoder import TextDecoder
@@ -61,6 +61,7 @@ def captioned(method: Method, settings: CaptionSettings) -> Method:
         )
     if settings.caption_mask == "none" and (settings.caption_share, settings.caption_op) != (0.5, "drop"):
         raise ValueError("caption_share and caption_op configure masking of patches: choose a caption_mask too.")
+    masking.in_window(1.0, settings)
 
     def shape(config: ModelConfig) -> ModelConfig:
         shaped = method.shape(config)
@@ -124,7 +125,7 @@ class CaptionLoss(nn.Module):
         super().__init__()
         self.settings = settings
         self.extra = len(config.text.extra_tokens)
-        self.masked = 0
+        self.masked, self.window = 0, masking.in_window(1.0, settings)
         if settings.caption_mask != "none":
             self.patches = masking.patches_of(config)
             self.masked = masking.number(settings.caption_share, self.patches)
@@ -147,7 +148,7 @@ class CaptionLoss(nn.Module):
 
     def _memory(self, model: Model, batch: Batch, encoded: Encoded) -> Tensor:
         """Memory of the images: one row per image, or per caption where each caption has a mask."""
-        if self.settings.caption_mask == "none":
+        if self.settings.caption_mask == "none" or not weight_at(self.window, encoded.done):
             return model.memory(encoded.image_tokens)
         if self.settings.caption_mask == "attentive":
             images, scored = batch.images[batch.image_of_text], masking.scores(model, batch, encoded, self.settings)

@@ -1,5 +1,7 @@
 """The masked image term: predict masked patches from the visible ones and, if guided, from the caption.
 
+Above a frozen trunk: the trunk's tokens at masked places.
+
 Source: arXiv:2401.02137, section 3.2 (TG-MIM), eq. 5 and 6.
 """
 
@@ -10,7 +12,7 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from kiloword.config.recipes import DEPTH, ModelConfig
+from kiloword.config.recipes import DEPTH, ImageConfig, ModelConfig
 from kiloword.config.settings import ABOVE_0, BELOW_1, setting
 from kiloword.methods.coca import masking
 from kiloword.methods.coca.masking import Mask, MaskSettings
@@ -37,47 +39,67 @@ class MimSettings(MaskSettings):
     mim_mask: Mask = setting("attentive", "attentive: the patches most similar to the caption")
     mim_share: float = setting(0.5, "share of masked patches: r_h", ABOVE_0, BELOW_1)
     mim_op: Literal["token", "drop"] = setting("token", "replace masked patches by a learned token, or drop them")
+    mim_target: Literal["pixels", "tokens"] = setting(
+        "pixels",
+        "pixels of masked patches; tokens: those of a frozen trunk (--image-tower), each less its mean, over "
+        "its deviation",
+    )
     norm_pix: bool = setting(False, "normalise the target pixels of each patch by their mean and deviation")
     image_decoder_depth: int = setting(0, "layers of the image decoder; 0: as many as the text tower's", 0, DEPTH)
 
 
 def masked(method: Method, settings: MimSettings) -> Method:
-    """Add an image decoder and the L1 loss of the pixels of masked patches.
+    """Add an image decoder and the L1 loss of the pixels, or the trunk's tokens, of masked patches.
 
     Raises: ValueError for a method that has them already, or settings out of range.
     """
     if "image_decoder" in method.towers:
         raise ValueError(f"{method.name} predicts patches already: omit +mim, its settings are those of {method.name}.")
 
+    if settings.norm_pix and settings.mim_target == "tokens":
+        raise ValueError("norm_pix is about pixels; tokens are normalised always: omit it, or mim_target tokens.")
+    weight = masking.in_window(settings.mim_weight, settings)
+
     def shape(config: ModelConfig) -> ModelConfig:
         shaped = method.shape(config)
-        if shaped.image.trunk.name:
-            raise ValueError(
-                "masked image modelling (sycoca, +mim) reconstructs masked pixels, but the trunk "
-                f"{shaped.image.trunk.name} has seen the whole image, so that its other tokens tell what is masked: "
-                "omit --image-tower, or choose a method without it, such as coca."
-            )
+        check_target(shaped.image, settings)
         if settings.mim_mask == "attentive":
             masking.check(shaped)
         return masking.with_token(shaped) if settings.mim_op == "token" else shaped
 
     def image_decoder(config: ModelConfig) -> ImageDecoder:
         depth = settings.image_decoder_depth or max(config.text.depth, 1)
-        return ImageDecoder(config, depth, guided=settings.guide == "text", dropped=settings.mim_op == "drop")
+        out = config.image.trunk.width if settings.mim_target == "tokens" else 0
+        return ImageDecoder(config, depth, guided=settings.guide == "text", dropped=settings.mim_op == "drop", out=out)
 
     return replace(
         method,
         shape=shape,
         towers={**method.towers, "image_decoder": image_decoder},
-        terms={**method.terms, "mim": (settings.mim_weight, lambda config: MaskedImages(settings, config))},
+        terms={**method.terms, "mim": (weight, lambda config: MaskedImages(settings, config))},
     )
 
 
+def check_target(image: ImageConfig, settings: MimSettings) -> None:
+    """Raises: ValueError for tokens without a trunk, and for pixels that a trunk has seen."""
+    if settings.mim_target == "tokens" and not image.trunk.name:
+        raise ValueError(
+            "mim_target tokens are those of a frozen trunk, which this image tower lacks: add --image-tower, or "
+            "choose pixels."
+        )
+    if settings.mim_target == "pixels" and image.trunk.name:
+        raise ValueError(
+            f"masked image modelling (sycoca, +mim) reconstructs masked pixels, but the trunk {image.trunk.name} has "
+            "seen the whole image, so that its other tokens tell what is masked: predict its tokens (--settings."
+            "mim-target tokens), omit --image-tower, or choose a method without it, such as coca."
+        )
+
+
 class MaskedImages(nn.Module):
-    """L1 between masked patches and their prediction; mean over masked patches and their pixels.
+    """L1 between masked patches and their prediction; mean over masked patches and their pixels, or channels of tokens.
 
     The text tower's output and the scores are computed once per batch and shared with the caption term. The image tower
-    runs once per mask: per image for random masks, per caption for attentive ones. Only masked pixels are predicted.
+    runs once per mask: per image for random masks, per caption for attentive ones. Only masked patches are predicted.
     """
 
     def __init__(self, settings: MimSettings, config: ModelConfig) -> None:
@@ -103,11 +125,16 @@ class MaskedImages(nn.Module):
             images, hidden, tokens = images[of], hidden[of], tokens.index_select(0, of)
         guide = (encoded.text_tokens, model.text_tower.packing(batch.texts)) if self.settings.guide == "text" else None
         predicted = predict(model, tokens, hidden, guide)
+        if self.settings.mim_target == "tokens":
+            return distance(predicted, trunk_tokens(model, images, hidden)).sum()
         return distance(predicted, pixels(model, images, hidden, self.settings.norm_pix)).sum()
 
 
 def predict(model: Model, tokens: Tensor, hidden: Tensor, guide: tuple[Tensor, Packing] | None) -> Tensor:
-    """Predicted pixels [N, m, 3 * patch^2] of masked patches; guide: packed text tokens [S, W], text n for image n."""
+    """Predicted pixels [N, m, 3 * patch^2] of masked patches, or their tokens [N, m, W'].
+
+    Args: tokens [N, E + P, W]: of the image tower; hidden [N, m]; guide: packed text tokens [S, W], text n for image n.
+    """
     decoder = model.more["image_decoder"]
     assert isinstance(decoder, ImageDecoder)
     predicted: Tensor = decoder(tokens, hidden, *(guide or (None, None)))
@@ -119,12 +146,32 @@ def pixels(model: Model, images: Tensor, hidden: Tensor, norm_pix: bool) -> Tens
     patch = model.config.image.patch
     raw = take(unfold(images, patch), hidden).view(*hidden.shape, 3, patch, patch)
     target = at_least_float(model.normalise(raw)).flatten(2)
-    if not norm_pix:
-        return target
+    return standardised(target) if norm_pix else target
+
+
+def trunk_tokens(model: Model, tokens: Tensor, hidden: Tensor) -> Tensor:
+    """The targets, the trunk's tokens at masked places: [N, m, W'], at least fp32, without gradient.
+
+    Each has mean 0 and deviation 1 over its channels, as features of a teacher have in arXiv:2202.03555 (section 3.3)
+    and arXiv:2205.14141 (section 3): a few channels of large values would be most of the loss otherwise.
+
+    Args: tokens [N, prefix + P, W'] of the trunk; hidden [N, m]. Raises: ValueError for a trunk that is trained.
+    """
+    trunk = model.config.image.trunk
+    if any(p.requires_grad for p in model.image_tower.get_submodule("trunk").parameters()):
+        raise ValueError(
+            f"mim_target tokens needs a frozen trunk, but the run trains weights of {trunk.name}, which could make all "
+            "tokens alike: freeze it (--freeze image:trunk, and no --lora.targets of it), or choose another method."
+        )
+    return standardised(at_least_float(take(tokens[:, trunk.prefix :], hidden)).detach())
+
+
+def standardised(target: Tensor) -> Tensor:
+    """Targets [N, m, W'] less their mean over the last dimension, over their deviation."""
     deviation = target.var(-1, keepdim=True) + EPSILON
     return (target - target.mean(-1, keepdim=True)) / deviation.sqrt()
 
 
 def distance(predicted: Tensor, target: Tensor) -> Tensor:
-    """L1 of each masked patch, mean over its pixels: [N, m]."""
+    """L1 of each masked patch, mean over its values: [N, m]."""
     return (at_least_float(predicted) - target).abs().mean(-1)

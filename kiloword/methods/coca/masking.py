@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kiloword.config.recipes import ModelConfig, TextConfig
 from kiloword.config.settings import BaseSettings, setting
+from kiloword.methods.method import Weight, Window
 from kiloword.model.attention import Packing
 from kiloword.model.heads import unit
 from kiloword.model.image import extra, grid
@@ -32,6 +33,14 @@ class MaskSettings(BaseSettings):
     similar_to: Literal["tokens", "words", "class"] = setting(
         "tokens", "tokens compared with patches; tokens: words, start, end; class: the token that the head pools"
     )
+    masks_from: float = setting(0.0, "share of the run from which images are masked; before, all are whole", 0, 1)
+    masks_until: float = setting(1.0, "share of the run until which images are masked; after, all are whole", 0, 1)
+
+
+def in_window(weight: float, settings: MaskSettings) -> Weight:
+    """The weight of a loss that has it while images are masked. Raises: ValueError for a window that is empty."""
+    window = Window(weight, settings.masks_from, settings.masks_until)
+    return weight if (window.first, window.last) == (0.0, 1.0) else window
 
 
 def scores(model: Model, batch: Batch, encoded: Encoded, settings: MaskSettings) -> Tensor:
