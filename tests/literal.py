@@ -137,20 +137,29 @@ def patch(image: Tensor, place: int, size: int) -> Tensor:
     return image[:, row * size : (row + 1) * size, column * size : (column + 1) * size]
 
 
+def stem(image: Tensor, model: Model) -> tuple[Tensor | float, list[Tensor]]:
+    """What joins the class token, and [W] of every patch: of pixels, or of a trunk's tokens [1 + P, W']; no bias."""
+    layer: Any = model.image_tower.patches
+    c = model.config.image
+    if c.trunk.name:
+        first, *rest = (token @ layer.weight.T for token in image)
+        return first, rest
+    kernel = layer.weight.view(c.width, 3, c.patch, c.patch)
+    return 0.0, [(kernel * patch(image, place, c.patch)).sum((1, 2, 3)) for place in range((c.size // c.patch) ** 2)]
+
+
 def image_tokens(image: Tensor, model: Model, hidden: Sequence[int] = (), op: str = "drop") -> Tensor:
     """[E + P, W], of a linear stem; hidden patches dropped, or replaced by the mask token."""
     tower: Any = model.image_tower
     c = model.config.image
-    kernel = tower.patches.weight.view(c.width, 3, c.patch, c.patch)
-    rows = [] if tower.class_token is None else [tower.class_token + tower.positions[0]]
+    first, patches = stem(image, model)
+    rows = [] if tower.class_token is None else [tower.class_token + tower.positions[0] + first]
     rows += [] if tower.extra_tokens is None else list(tower.extra_tokens)
     rows += [] if tower.uncertainty_token is None else [tower.uncertainty_token]
-    for place in range((c.size // c.patch) ** 2):
-        x = (kernel * patch(image, place, c.patch)).sum((1, 2, 3))
+    for place, x in enumerate(patches):
         if place in hidden and op == "drop":
             continue
-        x = tower.mask_token if place in hidden else x
-        rows.append(x + tower.positions[int(c.class_token) + place])
+        rows.append((tower.mask_token if place in hidden else x) + tower.positions[int(c.class_token) + place])
     x = torch.stack(rows)
     x = x if tower.pre_norm is None else norm(x, tower.pre_norm)
     for block in tower.blocks:
@@ -203,18 +212,23 @@ def highest(scored: Sequence[float], n: int) -> list[int]:
     return lowest([-s for s in scored], n)
 
 
+def inputs(model: Model, batch: Batch) -> Tensor:
+    """What the image tower takes: normalised pixels, or a trunk's tokens [I, 1 + P, W']."""
+    return batch.images if model.config.image.trunk.name else model.normalise(batch.images)
+
+
 def attentive(learner: Learner, batch: Batch, n: int, similarity: str = "cosine") -> list[float]:
     """Scores of text n's patches, from the literal towers."""
     model, ids = learner.model, captions_of(batch.texts)[n]
     head, extra = model.head, len(model.config.text.extra_tokens)
-    patches = image_tokens(model.normalise(batch.images)[batch.image_of_text[n]], model)[-16:]
+    patches = image_tokens(inputs(model, batch)[int(batch.image_of_text[n])], model)[-16:]
     words = text_tokens(ids, model)[: len(ids) - extra]
     return scores(head.project_image_tokens(patches), head.project_text_tokens(words), similarity)
 
 
 def assert_equal(learner: Learner, fast: Tensor, slow: Tensor) -> None:
     """Values, and gradients of all parameters, to rounding."""
-    parameters = dict(learner.model.named_parameters())
+    parameters = {name: p for name, p in learner.model.named_parameters() if p.requires_grad}
     torch.testing.assert_close(fast, slow, rtol=1e-12, atol=0)
     found, wanted = (torch.autograd.grad(x, list(parameters.values()), allow_unused=True) for x in (fast, slow))
     largest = max(float(g.abs().max()) for g in wanted if g is not None)

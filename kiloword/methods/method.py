@@ -82,7 +82,7 @@ class Ramp:
 
 
 @dataclass(frozen=True)
-class Window:
+class Between:
     """A weight of a term that counts while the share of the run in [first, last) is done; elsewhere it is 0, and the
     term is not computed.
 
@@ -105,7 +105,7 @@ class Window:
 
 
 Weight = float | Callable[[float], float]
-"""Of a loss: a number, or a function of the share of the run that is done, in [0, 1), such as `Ramp` or `Window`."""
+"""Of a loss: a number, or a function of the share of the run that is done, in [0, 1), such as `Ramp` or `Between`."""
 
 
 def weight_at(weight: Weight, done: float) -> float:

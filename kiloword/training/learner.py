@@ -13,7 +13,7 @@ from kiloword.config.recipes import ModelConfig
 from kiloword.distributed.collectives import ranks, sum_over_ranks
 from kiloword.losses.inputs import PairInputs
 from kiloword.losses.pairs import Blocks
-from kiloword.methods.method import Method, Weight, Window, weight_at
+from kiloword.methods.method import Between, Method, Weight, weight_at
 from kiloword.model.image import grid
 from kiloword.model.model import Model
 from kiloword.model.pooling import AttentionalPool, at_least_float
@@ -199,7 +199,7 @@ class Learner(nn.Module):
     def _outside(self) -> set[str]:
         """The terms whose window the run is not in: they have no weight, and are not computed."""
         weights = ((name, weight) for name, (weight, _) in self.method.terms.items())
-        return {name for name, weight in weights if isinstance(weight, Window) and not weight(self.done)}
+        return {name for name, weight in weights if isinstance(weight, Between) and not weight(self.done)}
 
     def forward(
         self, batch: Batch, counts: dict[str, Tensor], replays: dict[str, Replay] | None = None

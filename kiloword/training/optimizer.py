@@ -211,8 +211,8 @@ class Optimizer:
         """Clip the gradients to the norm `clip`; returns their norm before, over all ranks."""
         for name, p in self.sharded.items():  # this rank's rows
             self.by_name[name].grad = None if p.grad is None else local(p.grad)
-        for p in self.names:  # those of losses that are not computed now: as if they had weight 0
-            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        for leaf in self.names:  # those of losses that are not computed now: as if they had weight 0
+            leaf.grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
         for name in self.frozen:
             self.by_name[name].grad = None
         plain = [p.grad for p, name in self.names.items() if p.grad is not None and name not in self.sharded]

@@ -24,6 +24,7 @@ from kiloword.evaluation import evaluate
 from kiloword.evaluation.reconstruction.page import report
 from kiloword.evaluation.reconstruction.task import Judge, values, wrong_captions
 from kiloword.explain.reconstruct import caption_similarity, fill, mask_settings, mean_colour, mim_settings, reconstruct
+from kiloword.explain.strips import possible
 from kiloword.methods.coca import masked_images, masking
 from kiloword.methods.coca.masking import MaskSettings
 from kiloword.methods.registry import preset
@@ -31,6 +32,7 @@ from kiloword.model.image import unfold
 from kiloword.model.model import build
 from kiloword.report.overlay import covered
 from kiloword.types import Record, Skipped, Texts
+from kiloword.verify.batch import config
 from noise import noise
 
 CAPTIONS = ["a red circle", "two blue squares", "a green star left of a circle"]
@@ -297,6 +299,17 @@ def test_models_that_do_not_paint_are_refused() -> None:
     painter.method = None
     with pytest.raises(ValueError, match=r"load it by kiloword\.load"):
         mim_settings(painter)
+
+
+def test_models_that_predict_tokens_are_refused() -> None:
+    """Of tokens there is nothing to show but where masks lie."""
+    made = preset("sycoca", {"mim_target": "tokens"})
+    tokenizer = Tokenizer.train([c for c in CAPTIONS for _ in range(3)], 300)
+    model = Matcher(build(config("frozen", "sycoca"), made), tokenizer, made)
+    with pytest.raises(ValueError, match="predicts tokens of its trunk"):
+        evaluate(model, "reconstruction", parse_scenes("scenes:test?n=4", 64))
+    assert possible(model) == ("words", "gradcam", "masks")
+    assert "reconstruction" in possible(matcher())
 
 
 def test_settings_come_from_the_method() -> None:

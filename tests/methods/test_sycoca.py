@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kiloword.config.recipes import TextConfig
+from kiloword.config.recipes import ModelConfig, TextConfig, TrunkConfig
 from kiloword.config.settings import parse
 from kiloword.methods.coca import masking
 from kiloword.methods.coca.masking import MaskSettings, countable, similarity
@@ -32,6 +32,7 @@ from literal import (
     captions_of,
     highest,
     image_tokens,
+    inputs,
     lowest,
     made,
     pairs,
@@ -42,6 +43,9 @@ from literal import (
     term,
     text_tokens,
 )
+from tiny_trunks import WIDTH, tiny_trunks
+
+__all__ = ["tiny_trunks"]
 
 # Scores and masks
 
@@ -154,7 +158,8 @@ def test_scores_are_made_once_for_terms_of_the_same_settings() -> None:
 def expected(learner: Learner, batch: Batch, said: dict[str, Any]) -> Tensor:
     """Eq. 5 and 6, the mean over pixels: one caption (or image) after the other."""
     model, losses, n_hidden = learner.model, [], round(16 * said.get("mim_share", 0.5))
-    images, noise = model.normalise(batch.images), masking.noise(batch, "mim.mask", 16)
+    images, noise = inputs(model, batch), masking.noise(batch, "mim.mask", 16)
+    of_tokens = said.get("mim_target") == "tokens"
     guided, random = said.get("guide", "text") == "text", said.get("mim_mask") == "random"
     rows = range(len(batch)) if random and not guided else range(len(batch.texts))
     for n in rows:
@@ -166,8 +171,8 @@ def expected(learner: Learner, batch: Batch, said: dict[str, Any]) -> Tensor:
         words = text_tokens(captions_of(batch.texts)[n], model) if guided else None
         painted = pixels(seen, words, model, hidden)
         for place in hidden:
-            target = patch(images[i], place, 8).flatten()
-            if said.get("norm_pix"):
+            target = images[i][1 + place] if of_tokens else patch(images[i], place, 8).flatten()
+            if said.get("norm_pix") or of_tokens:
                 target = (target - target.mean()) / (target.var() + 1e-6) ** 0.5
             losses.append((painted[place] - target).abs().mean())
     assert learner.counts([batch])["mim"] == len(losses)
@@ -189,6 +194,38 @@ def test_masked_images(said: dict[str, Any]) -> None:
     learner = made("sycoca", said)
     batch = pairs(learner.model, CAPTIONS)
     assert_equal(learner, term(learner, "mim", batch), expected(learner, batch, said))
+
+
+@pytest.mark.usefixtures("tiny_trunks")
+@pytest.mark.parametrize(
+    "said", [{}, {"mim_op": "drop", "mim_share": 0.3}, {"guide": "none", "mim_mask": "random"}, {"guide": "none"}]
+)
+def test_masked_tokens_of_a_frozen_trunk(said: dict[str, Any]) -> None:
+    """Value and every gradient; the targets have none. Pixels and their tokens teach alike."""
+    said = {"mim_target": "tokens", **said}
+    learner = made("sycoca", said, on_trunk())
+    learner.model.image_tower.get_submodule("trunk").requires_grad_(False)
+    pixels = pairs(learner.model, CAPTIONS)
+    batch = learner.above_trunks(pixels)
+    assert_equal(learner, term(learner, "mim", batch), expected(learner, batch, said))
+    assert batch.images.shape == (4, 17, WIDTH)
+    losses = [backward(learner, [of])["mim"] for of in (pixels, batch)]
+    assert torch.equal(*losses)
+
+
+def on_trunk() -> ModelConfig:
+    return small(trunk=TrunkConfig(name="tiny", width=WIDTH, prefix=1, grid=4))
+
+
+@pytest.mark.usefixtures("tiny_trunks")
+def test_tokens_need_a_frozen_trunk() -> None:
+    with pytest.raises(ValueError, match="frozen trunk, which this image tower lacks: add --image-tower"):
+        made("sycoca", {"mim_target": "tokens"})
+    with pytest.raises(ValueError, match="norm_pix is about pixels"):
+        preset("sycoca", {"mim_target": "tokens", "norm_pix": True})
+    learner = made("sycoca", {"mim_target": "tokens"}, on_trunk())
+    with pytest.raises(ValueError, match="needs a frozen trunk, but the run trains weights of tiny"):
+        term(learner, "mim", learner.above_trunks(pairs(learner.model, CAPTIONS)))
 
 
 @pytest.mark.parametrize("stem", ["linear", "conv"])

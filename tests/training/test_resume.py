@@ -104,6 +104,20 @@ def test_a_cut_run_goes_on_as_if_nothing_had_been(
     assert_same(tmp_path, whole)
 
 
+def test_masks_within_a_part_of_the_run_depend_on_the_step_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cut before they begin, and within: parameters that had no gradient so far have a state too."""
+    run = replace(recipe(8), method="sycoca", settings={"masks_from": 0.375, "masks_until": 0.75})
+    every = replace(EVERY, save_every=2)
+    train(run, tmp_path / "whole", options=every)
+    cut_at(monkeypatch, 4, run, tmp_path / "cut", options=every)
+    cut_at(monkeypatch, 4, run, tmp_path / "cut", options=every)
+    train(run, tmp_path / "cut", options=every)
+    assert_same(tmp_path / "cut", tmp_path / "whole")
+    assert [row["step"] for row in rows(tmp_path / "whole") if "mim" in row] == [4, 5, 6]
+
+
 @pytest.mark.slow
 def test_other_workers_and_other_saving(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cut_at(monkeypatch, 7, recipe(), tmp_path)

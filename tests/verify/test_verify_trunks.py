@@ -14,14 +14,16 @@ from kiloword.model.text import LEARNED
 from kiloword.model.trunks.trunk import trunks
 from kiloword.training.accumulate import backward
 from kiloword.training.optimizer import Optimizer
-from kiloword.verify.batch import TRUNK, Trunks, batch, config
+from kiloword.verify.batch import TRUNK, MethodChoice, Trunks, batch, config
 from kiloword.verify.checks import EXACT, compare
 from kiloword.verify.suite import Way, _without_gradient, gradients, inputs, learner, verify
 
+TOKENS = MethodChoice("sycoca", {"mim_target": "tokens"})
+
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["clip", "siglip", "llip", "prolip", "fff", "coca"])
-def test_every_check_on_cached_tokens(method: str) -> None:
+@pytest.mark.parametrize("method", ["clip", "siglip", "llip", "prolip", "fff", "coca", TOKENS])
+def test_every_check_on_cached_tokens(method: str | MethodChoice) -> None:
     failed = [check for check in verify(method, (1, 2), "cached") if not check.passed]
     assert not failed
 

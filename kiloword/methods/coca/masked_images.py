@@ -62,7 +62,8 @@ def masked(method: Method, settings: MimSettings) -> Method:
 
     def shape(config: ModelConfig) -> ModelConfig:
         shaped = method.shape(config)
-        check_target(shaped.image, settings)
+        if settings.mim_target == "pixels":
+            check_pixels(shaped.image)
         if settings.mim_mask == "attentive":
             masking.check(shaped)
         return masking.with_token(shaped) if settings.mim_op == "token" else shaped
@@ -80,14 +81,9 @@ def masked(method: Method, settings: MimSettings) -> Method:
     )
 
 
-def check_target(image: ImageConfig, settings: MimSettings) -> None:
-    """Raises: ValueError for tokens without a trunk, and for pixels that a trunk has seen."""
-    if settings.mim_target == "tokens" and not image.trunk.name:
-        raise ValueError(
-            "mim_target tokens are those of a frozen trunk, which this image tower lacks: add --image-tower, or "
-            "choose pixels."
-        )
-    if settings.mim_target == "pixels" and image.trunk.name:
+def check_pixels(image: ImageConfig) -> None:
+    """Raises: ValueError for a trunk, which has seen all pixels."""
+    if image.trunk.name:
         raise ValueError(
             f"masked image modelling (sycoca, +mim) reconstructs masked pixels, but the trunk {image.trunk.name} has "
             "seen the whole image, so that its other tokens tell what is masked: predict its tokens (--settings."
@@ -103,7 +99,13 @@ class MaskedImages(nn.Module):
     """
 
     def __init__(self, settings: MimSettings, config: ModelConfig) -> None:
+        """Raises: ValueError for tokens of a trunk that is not there."""
         super().__init__()
+        if settings.mim_target == "tokens" and not config.image.trunk.name:
+            raise ValueError(
+                "mim_target tokens are those of a frozen trunk, which this image tower lacks: add --image-tower, or "
+                "choose pixels."
+            )
         self.settings = settings
         self.patches = masking.patches_of(config)
         self.hidden = masking.number(settings.mim_share, self.patches)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kiloword.config.recipes import ModelConfig, TextConfig
 from kiloword.config.settings import BaseSettings, setting
-from kiloword.methods.method import Weight, Window
+from kiloword.methods.method import Between, Weight
 from kiloword.model.attention import Packing
 from kiloword.model.heads import unit
 from kiloword.model.image import extra, grid
@@ -39,7 +39,7 @@ class MaskSettings(BaseSettings):
 
 def in_window(weight: float, settings: MaskSettings) -> Weight:
     """The weight of a loss that has it while images are masked. Raises: ValueError for a window that is empty."""
-    window = Window(weight, settings.masks_from, settings.masks_until)
+    window = Between(weight, settings.masks_from, settings.masks_until)
     return weight if (window.first, window.last) == (0.0, 1.0) else window
 
 

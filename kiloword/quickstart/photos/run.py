@@ -44,7 +44,7 @@ METHODS: dict[str, dict[str, Any]] = {  # and their settings
     "prolip": {},
     "fff": {"positives": "annotated"},  # mined ones need a teacher
 }
-DEEP = ("llip", "prolip")  # their learned tokens need blocks; the tops of the others only project the trunks' tokens
+DEEP = ("llip", "prolip", "sycoca")  # their learned tokens need blocks; other tops only project the trunks' tokens
 # With the tops below all five methods took 222 s on a CPU with bf16; `train` takes 360 to 685 cpu-s a method.
 STEPS, BATCH = 100, 256
 FAST = 6e-2  # rate of Muon for linear tops (docs/log.md)
