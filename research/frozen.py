@@ -63,7 +63,7 @@ def arms(options: FrozenOptions) -> list[Arm]:
 
 def judge_tokens(options: FrozenOptions, matcher: Matcher) -> dict[str, float]:
     """Retrieval on the stored tokens of the photos to evaluate on."""
-    reader, source = _reading(options, matcher)
+    reader, source = reading(options, matcher)
     return evaluation.evaluate(reader, "retrieval", source)
 
 
@@ -83,7 +83,7 @@ class EncodedPhotos:
 
 def encode(options: FrozenOptions, matcher: Matcher) -> EncodedPhotos:
     """All photos to evaluate on, and their captions."""
-    reader, source = _reading(options, matcher)
+    reader, source = reading(options, matcher)
     parts = list(seen(Inputs(reader, source)))
     captions = [list(captions) for part in parts for captions in part.captions]
     texts = reader.encode_text([caption for of_photo in captions for caption in of_photo])
@@ -103,7 +103,7 @@ def judge_dev(options: FrozenOptions, matcher: Matcher) -> dict[str, Any]:
     return judge_photos(matcher, encode(options, matcher))
 
 
-def _reading(options: FrozenOptions, matcher: Matcher) -> tuple[Matcher, Source]:
+def reading(options: FrozenOptions, matcher: Matcher) -> tuple[Matcher, Source]:
     """The model and the photos to evaluate on, which read stored tokens."""
     model, source = matcher.model, open_source(options.val)
     source, tokenizer = reading_tokens(model, matcher.tokenizer, source, options.images, options.texts)

@@ -25,7 +25,7 @@ from research.forest import forest
 ROWS = Path(__file__).with_name("rows")
 TUNING = 100  # the seed that chooses learning rates
 TREES = ("little_data", "mined", "generality", "scale")  # on class photos
-FROZEN = ("conditioning", "captions", "phrase_generality", "mix", "muon")  # on stored tokens
+FROZEN = ("conditioning", "captions", "phrase_generality", "sycoca_frozen", "mix", "muon")  # on stored tokens
 RULED = (*TREES, *FROZEN)
 
 
