@@ -61,9 +61,14 @@ def _is_large(config: ModelConfig) -> bool:
     return config.image.width > tiny.image.width or config.text.width > tiny.text.width
 
 
+def share_of_cores() -> int:
+    """Cores of this rank, where the ranks of the machine share its cores."""
+    return cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 def workers_of(requested: int | Literal["auto"], device: str, batch: int) -> int:
-    """Number of loader processes of a rank. "auto": none on a CPU, which has no cores to spare; on CUDA the rank's
-    share of the cores minus two, limited by shared memory.
+    """Number of loader processes of a rank. "auto": none on a CPU, where a run starts them when it waits for data
+    (`kiloword.data.growing`); on CUDA the rank's share of the cores minus two, limited by shared memory.
 
     Args: requested: --workers; batch: bytes of a rank's batch.
     """
@@ -71,10 +76,9 @@ def workers_of(requested: int | Literal["auto"], device: str, batch: int) -> int
         return requested
     if not device.startswith("cuda"):
         return 0
-    share = cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     free = free_shared_memory()
     fit = MOST_WORKERS if free is None else free // (AHEAD * batch)
-    return min(max(1, share - 2), MOST_WORKERS, fit)
+    return min(max(1, share_of_cores() - 2), MOST_WORKERS, fit)
 
 
 def summary(requested: Recipe, settled: Recipe, device: str, workers: int, resumed: bool) -> str:

@@ -42,7 +42,9 @@ class RecipeFlags(BaseSettings):
 class RunOptions:
     """Settings that may change when a run is resumed, as they do not change its result."""
 
-    workers: int | Literal["auto"] = setting("auto", "loader processes per rank; auto: by cores on CUDA, 0 on a CPU", 0)
+    workers: int | Literal["auto"] = setting(
+        "auto", "loader processes per rank; auto: by cores on CUDA, on a CPU from when the run waits for data", 0
+    )
     device: str = setting("auto", "auto, cpu, cuda, cuda:N")
     log_every: int = setting(10, "steps between rows of metrics.jsonl", 1)
     log_to: Literal["file", "tensorboard", "wandb", "mlflow"] = setting(

@@ -137,6 +137,11 @@ class Loader:
             self.tokenizer = TokenizerWithTokens(self.tokenizer, self.text_tokens)
 
     @property
+    def reads_ahead(self) -> bool:
+        """Whether threads of this process fetch remote data."""
+        return bool(self._ahead)
+
+    @property
     def notes(self) -> list[str]:
         """Notes of keep-lists, transforms and inputs for the user, printed before the first step."""
         lists = [] if self._omitted is None else [f"--keep {self._omitted}"]
