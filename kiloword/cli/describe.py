@@ -1,4 +1,4 @@
-"""The verbs methods, sizes and doctor: tables of methods and components, of sizes, and of this machine."""
+"""The verbs methods, sizes, bench and doctor: tables of methods and components, of sizes, and of this machine."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Callable
-from dataclasses import fields
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, fields
 from functools import partial
 from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from kiloword.__version__ import __version__
+from kiloword.checkpoint.files import write_json
 from kiloword.config.options import Mixing
 from kiloword.config.recipes import ImageConfig, ModelConfig, TextConfig, sizes
 from kiloword.distributed.device import cores
@@ -27,6 +30,9 @@ from kiloword.model.model import Model, tower_shape
 from kiloword.model.trunks.libraries import torchvision_ready
 from kiloword.terminal import say
 from kiloword.terminal.screen import Screen, plain_table
+
+if TYPE_CHECKING:
+    from kiloword.planning.measured import Measured
 
 _WIDE = 280  # columns where the output is no terminal
 
@@ -121,6 +127,20 @@ def _blocks(tower: ImageConfig | TextConfig, tokens: int) -> int:
     """FLOPs of projections, MLP and attention (without mask) of all blocks."""
     weights = 4 * tower.width**2 + 2 * tower.width * tower.mlp
     return 2 * tower.depth * (tokens * weights + 2 * tokens**2 * tower.width)
+
+
+def bench_table(lines: Iterable[Measured], json: Path | None) -> None:
+    """Print measurements as they come; their share is that of the first one's rate."""
+    say(f"{'':<24}{'seconds':>10}{'a second':>16}{'TFLOP/s':>10}{'of products':>13}")
+    every, limit = list[dict[str, object]](), 0.0
+    for line in lines:
+        limit = limit or line.rate
+        speed = f"{line.items / line.seconds:,.0f} {line.unit}" if line.items else ""
+        rate, share = (f"{line.rate / 1e12:.3f}", f"{line.rate / limit:.2f}") if line.flop else ("", "")
+        say(f"{line.what:<24}{line.seconds:>10.4f}{speed:>16}{rate:>10}{share:>13}")
+        every.append(asdict(line))
+    if json is not None:
+        write_json(json, every)
 
 
 def doctor_table() -> None:

@@ -253,6 +253,35 @@ def sizes() -> None:
 
 
 @app.command
+def bench(
+    method: Positional[str] = "siglip",
+    size: str = "tiny",
+    batch: int = 32,
+    data: tuple[str, ...] = (),
+    precision: Literal["auto", "fp32", "bf16"] = "auto",
+    device: str = "auto",
+    json: Path | None = None,
+) -> None:
+    """Measure this machine: matrix products, a training step, encoding, reading: kiloword bench siglip --size b32
+
+    With the speed of reading: kiloword bench siglip --size tiny --data photos/train
+
+    Args:
+        method: the method whose step is measured, with fresh weights, on noise.
+        size: size of the towers.
+        batch: number of images in a step.
+        data: data whose reading is measured, as for `kiloword train`.
+        precision: precision of the computation; auto: that of `kiloword train`.
+        device: auto, cpu, cuda, cuda:N.
+        json: write the figures to this file.
+    """
+    from kiloword.cli.describe import bench_table
+    from kiloword.planning.measured import measure
+
+    bench_table(measure(method, size, batch, precision, device, data), json)
+
+
+@app.command
 def doctor() -> None:
     """Show versions, devices, extras and threads of this machine."""
     from kiloword.cli.describe import doctor_table

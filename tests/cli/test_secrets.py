@@ -122,6 +122,18 @@ def commands(out: Path, server: Guarded) -> dict[str, list[str]]:
         "methods": ["methods"],
         "recipes": ["recipes", "show", "llip-b32", "--json", str(out / "recipe.json")],
         "sizes": ["sizes"],
+        "bench": [
+            "bench",
+            "clip",
+            "--size",
+            "debug",
+            "--batch",
+            "4",
+            "--data",
+            data,
+            "--json",
+            str(out / "bench.json"),
+        ],
         "doctor": ["doctor"],
     }
 

@@ -1,0 +1,155 @@
+"""What this machine reaches: matrix products, a training step, encoding, reading; each beside the rate of products."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from kiloword.config.by_device import settle
+from kiloword.config.options import RunOptions
+from kiloword.config.recipes import Recipe
+from kiloword.data.text.tokenizer import Tokenizer
+from kiloword.distributed.device import choose, cores, precision_of
+from kiloword.methods.defaults import default_recipe
+from kiloword.methods.registry import preset
+from kiloword.model.model import build
+from kiloword.planning.advice import Planner
+from kiloword.planning.request import Plan, card
+from kiloword.training.accumulate import backward
+from kiloword.training.learner import Learner
+from kiloword.training.optimizer import Optimizer
+from kiloword.training.resolve import make_loader, open_sources
+from kiloword.types import BadSample, Batch
+
+SIDE = 2048  # of the matrices whose product is the limit
+LEAST, LEAST_S = 3, 3.0  # measurements of each kind, and seconds that they take together
+ROWS = 64  # whose captions make the vocabulary
+BATCHES = 10_000  # of the data, more than are read in that time
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One line: what was measured, seconds of it, images or texts in it, and its FLOP where they are known."""
+
+    what: str
+    seconds: float
+    items: int = 0
+    unit: str = ""
+    flop: float = 0.0
+
+    @property
+    def rate(self) -> float:
+        """FLOP/s."""
+        return self.flop / self.seconds
+
+
+def measure(
+    method: str, size: str, batch: int, precision: Literal["auto", "fp32", "bf16"], device: str, data: Sequence[str]
+) -> Iterator[Measured]:
+    """Measurements, as they come; the first is the rate of matrix products in the precision of the others.
+
+    Args: batch: images in a step; data: sources to read, none: nothing is read.
+    Raises: ValueError for an unknown method, size or device, and for data that cannot be read.
+    """
+    device = choose(device)
+    recipe = replace(default_recipe(method, size, tuple(data) or ("photos",)), batch=batch, precision=precision)
+    recipe = settle(recipe, device)
+    yield products(recipe.precision, device)
+    bench = Bench(recipe, device)
+    yield bench.step()
+    yield from bench.encoding()
+    if data:
+        yield reading(recipe)
+
+
+def products(precision: str, device: str) -> Measured:
+    """A product of two matrices [2048, 2048]: what torch reaches on this device, its threads included."""
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    a, b = (torch.randn(SIDE, SIDE, device=device, dtype=dtype) for _ in range(2))
+    return Measured(f"matrix product, {precision}", _median(lambda: a @ b, device), flop=2.0 * SIDE**3)
+
+
+class Bench:
+    """A method's learner with fresh weights, and a batch of noise of the shapes that training has."""
+
+    def __init__(self, recipe: Recipe, device: str) -> None:
+        self.recipe, self.device, self.method = recipe, device, preset(recipe.method)
+        plan = Plan(
+            size=recipe.size, model=recipe.model, optim=recipe.optim, batch=recipe.batch, samples=1, micro=recipe.batch
+        )
+        of: Literal["bf16", "fp32"] = "bf16" if recipe.precision == "bf16" else "fp32"
+        self.planner = Planner(replace(plan, precision=of), self.method, card("cpu"))
+        self.learner = Learner(build(recipe.model, self.method), self.method).to(device).train()
+        self.batch = _noise(self.planner.batch(recipe.batch)).to(device)
+        self.precision = precision_of(recipe.precision, torch.device(device).type)
+
+    def step(self) -> Measured:
+        """Forward and backward pass, and the optimizer's step."""
+        optimizer, steps = Optimizer(self.learner, self.recipe.optim, 1000), iter(range(1000))
+
+        def run() -> None:
+            values = backward(self.learner, [self.batch], self.precision)
+            optimizer.step(next(steps), values["loss"])
+
+        flop = self.planner.option("ddp", "none", 1).step.total
+        return Measured("training step", _median(run, self.device), self.recipe.batch, "images", flop)
+
+    def encoding(self) -> Iterator[Measured]:
+        """Images alone, then texts alone, without gradients."""
+        model, work = self.learner.model.eval(), self.planner.micro_batch(self.recipe.batch).forward
+
+        def encoded(encode: Callable[[], Any]) -> float:
+            with torch.no_grad(), self.precision():
+                return _median(encode, self.device)
+
+        seconds = encoded(lambda: model.encode_image(self.batch.images))
+        yield Measured("encode images", seconds, len(self.batch), "images", work["image tower"])
+        seconds = encoded(lambda: model.encode_text(self.batch.texts))
+        yield Measured("encode texts", seconds, len(self.batch.texts), "texts", work["text tower"])
+
+
+def reading(recipe: Recipe) -> Measured:
+    """Batches of the data, decoded and augmented in this process. Raises: ValueError for data that cannot be read."""
+    source = open_sources(recipe)
+    captions = list[str]()
+    for row in range(min(len(source), ROWS)):
+        with suppress(BadSample):
+            captions += source.record(row).captions
+    tokenizer = Tokenizer.train(captions, recipe.model.text.vocab)
+    loader = make_loader(recipe, source, preset(recipe.method), tokenizer, RunOptions(workers=0))
+    batches = loader.batches(0, BATCHES)
+    seconds = _median(lambda: next(batches), "cpu")
+    return Measured(f"read, one of {cores()} cores", seconds, recipe.batch, "images")
+
+
+def _noise(batch: Batch) -> Batch:
+    """The batch of a plan with content in place of its tensors that have none."""
+
+    def filled(x: Tensor) -> Tensor:
+        if not isinstance(x, FakeTensor):
+            return x
+        if x.dtype in (torch.uint8, torch.bool):
+            return torch.randint(0, 2 if x.dtype == torch.bool else 256, x.shape).to(x.dtype)
+        return torch.randn(x.shape)
+
+    return batch.each(filled)
+
+
+def _median(run: Callable[[], Any], device: str) -> float:
+    """Seconds of a call: the median of three or more, after one that is not counted."""
+    times = list[float]()
+    while len(times) <= LEAST or sum(times[1:]) < LEAST_S:
+        start = time.perf_counter()
+        run()
+        if device.startswith("cuda"):
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:])
