@@ -90,13 +90,14 @@ def _group(part: str, more: list[str]) -> str:
 def newton_schulz(learner: Learner, optim: OptimConfig) -> float:
     """FLOP of Muon: five rounds of x x^T, its square and a product with x, 4 a^2 b + 2 a^3 of a matrix [a, b], a <= b.
 
-    Stacked matrices are made orthogonal separately. AdamW has no products.
+    Several matrices of a parameter are made orthogonal separately. AdamW has no products.
     """
     total = 0.0
     for kind, members in groups(learner, optim).items():
         for name, p in members if kind.endswith("muon") else ():
-            parts = next((n for end, n in STACKED.items() if name.endswith(end)), 1)
-            a, b = sorted((p.shape[0] // parts, p.shape[1]))
+            stacked = next((n for end, n in STACKED.items() if name.endswith(end)), 1)
+            parts, rows = (len(p), p.shape[1]) if p.dim() == 3 else (stacked, p.shape[0] // stacked)
+            a, b = sorted((rows, p.shape[-1]))
             total += parts * ROUNDS * (4.0 * a * a * b + 2.0 * a**3)
     return total
 

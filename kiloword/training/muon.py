@@ -25,6 +25,9 @@ class Muon(torch.optim.Optimizer):
     batched it is 4 times faster at width 128 on CPU. The update of a sharded matrix is gathered, and each rank applies
     its rows.
 
+    A parameter is a matrix [outputs, inputs], or n of them with inputs first, [n, inputs, outputs], of which a rank
+    holds some whole.
+
     Args: stacked: parameters that hold several matrices, stacked by rows, and their number (3 for fused QKV [3 W, W]);
     rows: parameters that are this rank's rows of a sharded matrix, and the number of rows of the whole matrix.
     """
@@ -54,6 +57,9 @@ class Muon(torch.optim.Optimizer):
             for p in group["params"]:
                 if p.grad is None:
                     continue
+                if p.dim() == 3:
+                    self._turn_several(p, group)
+                    continue
                 key = (self.stacked.get(id(p), 1), self.rows.get(id(p), len(p)), p.shape[1])
                 by_shape.setdefault(key, []).append(p)
             for (parts, rows, columns), members in by_shape.items():
@@ -73,8 +79,14 @@ class Muon(torch.optim.Optimizer):
             step = group["lr"] * math.sqrt(max(1.0, height / columns))
             self._move(members, changes[:, first : first + count], step, group)
 
+    def _turn_several(self, p: Tensor, group: dict[str, Any]) -> None:
+        """Update the weights of a parameter [n, inputs, outputs]."""
+        changes = orthogonal(self._momentum([p], group["momentum"])[0])
+        step = group["lr"] * math.sqrt(max(1.0, p.shape[2] / p.shape[1]))
+        self._move([p], changes[None], step, group)
+
     def _momentum(self, members: list[Tensor], momentum: float) -> Tensor:
-        """The Nesterov momentum to orthogonalize, this rank's rows: [n, rows, columns]."""
+        """The Nesterov momentum to orthogonalize, this rank's rows: [n, *shape of a parameter]."""
         for p in members:
             if "momentum_buffer" not in self.state[p]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)

@@ -58,18 +58,21 @@ def is_hidden_matrix(name: str, p: Tensor) -> bool:
 
 
 def above_trunks(module: nn.Module) -> set[str]:
-    """Names of the matrices between trunks and the shared space: first layers of their towers, layers of the pooling.
+    """Names of the matrices between trunks and the shared space: first layers of their towers, those of the pooling.
 
     Muon may orthogonalize them: they are inner layers of a network that begins with the trunk. In a tower without one
     they are its input and output, which take AdamW (docs/log.md).
     """
     towers = [name for name, tower in module.named_modules() if getattr(tower, "trunk", None) is not None]
     first = {f"{path}.{layer}.weight" for path in towers for layer in ("patches", "stem")}
-    return {
+    pooling = {
         name
         for name, p in module.named_parameters()
-        if p.dim() == 2 and (name in first or (towers and ".pooling." in name and name.endswith(".weight")))
+        if ".pooling." in name and ((p.dim() == 2 and name.endswith(".weight")) or p.dim() == 3)
     }
+    return {name for name, p in module.named_parameters() if p.dim() == 2 and name in first} | (
+        pooling if towers else set()
+    )
 
 
 def decays(name: str, p: Tensor) -> bool:

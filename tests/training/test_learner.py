@@ -252,6 +252,24 @@ def test_muon_is_torch_s_muon(half: bool, monkeypatch: pytest.MonkeyPatch) -> No
         assert (a - b.detach()).abs().max() < 0.03 * moved
 
 
+def test_several_matrices_with_inputs_first_are_moved_as_each_alone() -> None:
+    generator = torch.Generator().manual_seed(0)
+    several = nn.Parameter(torch.randn(3, 32, 64, generator=generator) / 8)
+    alone = [nn.Parameter(matrix.T.contiguous().clone()) for matrix in several.detach()]
+    settings = {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.1}
+    mine, reference = Muon([several], **settings), torch.optim.Muon(alone, **settings)
+    start = several.detach().clone()
+    for _ in range(3):
+        several.grad = torch.randn(several.shape, generator=generator)
+        for p, gradient in zip(alone, several.grad, strict=True):
+            p.grad = gradient.T.clone()
+        mine.step()
+        reference.step()
+    moved = (several.detach() - start).abs().max()
+    assert moved > 0.01
+    assert (several.detach() - torch.stack([p.detach().T for p in alone])).abs().max() < 0.03 * moved
+
+
 def test_muon_s_update_is_nearly_orthogonal() -> None:
     [p] = matrices((48, 48))
     before = p.detach().clone()

@@ -139,7 +139,8 @@ def test_the_last_micro_batch_is_announced(monkeypatch: pytest.MonkeyPatch) -> N
     assert events == ["begin", "pass", "pass", "pass", "last", "pass", "finish"]
 
 
-SHAPES = {"a": (7, 4), "b": (7, 4), "qkv": (6, 5), "few": (2, 4), "c": (7, 4)}
+SHAPES: dict[str, tuple[int, ...]] = {"a": (7, 4), "b": (7, 4), "qkv": (6, 5), "few": (2, 4), "c": (7, 4)}
+SHAPES["several"] = (2, 3, 5)
 
 
 def muons(rows: Callable[[Tensor], Tensor], whole: bool, skip: int = -1) -> dict[str, Tensor]:

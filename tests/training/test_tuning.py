@@ -305,6 +305,10 @@ def test_a_trunk_learns_by_adamw_at_a_share_of_the_rate() -> None:
     assert rates["model.head.pooling.image_projection.weight"] == ("Muon", MUON.muon_lr)
     plain = make_learner(recipe(), preset("siglip"))[0]
     assert above_trunks(plain) == set()
+    pooling = {f"model.head.pooling.{name}" for name in ("key", "value", "out.weight", "text_projection.weight")}
+    contextual = make_learner(on_a_trunk("none"), preset("llip"))[0]
+    assert {name for name in above_trunks(contextual) if ".pooling." in name} >= pooling
+    assert above_trunks(make_learner(recipe(), preset("llip"))[0]) == set()
     assert not is_hidden_matrix("model.image_tower.trunk.blocks.0.mlp.fc1.weight", torch.zeros(2, 2))
 
 
