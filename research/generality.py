@@ -16,7 +16,7 @@ from research.arms import Arm, Experiment, main
 from research.classes import ClassOptions, base, classified, tree_of
 from research.evidence import Claim, Correlation
 from research.prolip import HERE, SPREAD
-from research.prompts import WAYS, prompted
+from research.prompts import NEAREST, WAYS, prompted
 
 STEPS, BATCH = 1000, 128
 DROPPED, SPREAD_OUT = "words dropped", "spread"
@@ -34,10 +34,8 @@ def arms(options: ClassOptions) -> list[Arm]:
     """The baseline, ProLIP as its preset, and with the two changes that made variances general on scenes."""
 
     def judge(matcher: Matcher) -> dict[str, Any]:
-        metrics = classified(matcher, options.val, options.level)
-        if matcher.model.head.uncertainty is None:
-            return metrics
-        return metrics | generality(matcher, options.val) | prompted(matcher, options.val)
+        metrics = classified(matcher, options.val, options.level) | prompted(matcher, options.val)
+        return metrics if matcher.model.head.uncertainty is None else metrics | generality(matcher, options.val)
 
     def arm(name: str, method: str, settings: Mapping[str, Any]) -> Arm:
         recipe = replace(base(options, method, "", STEPS, BATCH), settings=dict(settings))
@@ -61,7 +59,7 @@ EXPERIMENT = Experiment(
     title="Variances of captions and what they are true of",
     options=ClassOptions,
     arms=arms,
-    columns={"top-1": "top1", **{f"{way}, noisy prompts": f"prompts {way} top1" for way in WAYS}},
+    columns={"top-1": "top1", **{f"{way}, noisy prompts": f"prompts {way} top1" for way in (*WAYS, NEAREST)}},
     claims=(
         *(Correlation(says="variance is generality", arm=arm, least=0.8, above=0.7) for arm in GAUSSIANS),
         *(
@@ -72,6 +70,17 @@ EXPERIMENT = Experiment(
             Claim(says=way, arm=arm, rivals=(arm,), least=0.01, outcome=f"prompts {way}", rival_outcome=ENSEMBLE)
             for arm in GAUSSIANS
             for way in ("bprw 0", "bprw 5")
+        ),
+        *(
+            Claim(
+                says="no rule: labels without Gaussians",
+                arm=arm,
+                rivals=(arm,),
+                least=0.01,
+                outcome=f"prompts {NEAREST}",
+                rival_outcome=f"prompts {rival}",
+            )
+            for arm, rival in (("siglip", "ensemble"), ("prolip", "bprw 5"))
         ),
     ),
 )

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kiloword.methods.negatives import PLAIN
@@ -29,15 +28,27 @@ class Phrases:
 
 
 def phrases(captions: Sequence[Sequence[str]]) -> Phrases:
-    """Maximal runs of two to four content words. Args: captions of every photo [I][any]."""
-    photos: dict[str, set[int]] = defaultdict(set)
-    for photo, of_photo in enumerate(captions):
-        for caption in of_photo:
-            for run in runs(caption):
-                if len(run) in WORDS:
-                    photos[" ".join(run)].add(photo)
+    """Maximal runs of two to four content words, and all photos with a caption that has them.
+
+    Args: captions of every photo [I][any].
+    """
+    of_photos = [[run for caption in of_photo for run in runs(caption)] for of_photo in captions]
+    photos: dict[str, set[int]] = {
+        " ".join(run): set() for of_photo in of_photos for run in of_photo if len(run) in WORDS
+    }
+    for photo, of_photo in enumerate(of_photos):
+        for text in (text for run in of_photo for text in _within(run)):
+            if text in photos:
+                photos[text].add(photo)
     texts = sorted(photos)
     return Phrases(texts, [sorted(photos[text]) for text in texts])
+
+
+def _within(run: Sequence[str]) -> Iterator[str]:
+    """All phrases of neighbouring words of a run: of "large brown dog" also "brown dog"."""
+    for length in WORDS:
+        for start in range(len(run) - length + 1):
+            yield " ".join(run[start : start + length])
 
 
 def runs(caption: str) -> list[list[str]]:

@@ -8,13 +8,16 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from kiloword.api import Matcher
 from kiloword.data.sources.tree import ClassTree
 from kiloword.evaluation.classes import Classes
 from kiloword.evaluation.task import Inputs
 from kiloword.evaluation.zeroshot import PromptOptions, Way
-from kiloword.evaluation.zeroshot.prompts import Images
+from kiloword.evaluation.zeroshot.bprw import by_class
+from kiloword.evaluation.zeroshot.prompts import Images, Prompts, labelled
 from kiloword.evaluation.zeroshot.task import chosen_by, encoded, encoded_images
 from kiloword.types import Features
 from research.classes import tree_of
@@ -28,6 +31,7 @@ WAYS: dict[str, tuple[Way, PromptOptions]] = {
     "bprw 0": ("bprw", PromptOptions()),
     f"bprw {SHOTS}": ("bprw", PromptOptions(shots=SHOTS)),
 }
+NEAREST = f"nearest, {SHOTS}"  # the prompt nearest to the labelled images: what labels give without Gaussians
 WRONG, VAGUE = 2, 2  # captions of other classes, and of the nodes above
 
 
@@ -43,20 +47,31 @@ def noisy(tree: ClassTree) -> dict[str, list[str]]:
 
 
 def prompted(matcher: Matcher, val: str) -> dict[str, Any]:
-    """Whether each photo's class is the best, by every way: outcomes [N] as `prompts WAY`, and `prompts WAY top1`."""
+    """Whether each photo's class is the best, by every way: outcomes [N] as `prompts WAY`, and `prompts WAY top1`.
+
+    Of models without Gaussians: by the ensemble, and by the prompt that is nearest to the labelled photos.
+    """
     source = tree_of(val)
     class_prompts = noisy(source.tree)
     names = list(class_prompts)
     _, asked = encoded(matcher, names, class_prompts)
     images = encoded_images(Inputs(matcher, source), Classes(names))
-    shots = f"bprw {SHOTS}"
-    few = chosen_by(matcher, WAYS[shots][0], asked, images, WAYS[shots][1])
-    rest, metrics = images.without(few.taken), dict[str, Any]()
-    for name, (way, options) in WAYS.items():
-        chosen = few if name == shots else chosen_by(matcher, way, asked, rest, options)
-        outcomes = _right(matcher, rest, chosen.classes)
-        metrics |= {f"prompts {name}": outcomes, f"prompts {name} top1": float(outcomes.mean())}
-    return metrics
+    few = labelled(images, names, PromptOptions(shots=SHOTS))  # [C, 5]
+    rest = images.without(few.flatten())
+    ways = WAYS if matcher.model.head.uncertainty is not None else {"ensemble": WAYS["ensemble"]}
+    classes = {
+        name: chosen_by(matcher, way, asked, images if options.shots else rest, options).classes
+        for name, (way, options) in ways.items()
+    } | {NEAREST: nearest(asked, images.images["vec"][few])}
+    outcomes = {f"prompts {name}": _right(matcher, rest, of_way) for name, of_way in classes.items()}
+    return outcomes | {f"{name} top1": float(right.mean()) for name, right in outcomes.items()}
+
+
+def nearest(asked: Prompts, photos: Tensor) -> Features:
+    """Of each class the prompt that is nearest to the mean of its labelled photos. Args: photos [C, shots, D]."""
+    similarity = (asked.texts["vec"] * photos.mean(1)[asked.group]).sum(1)
+    best = torch.stack([places[similarity[places].argmax()] for places in by_class(asked.group, asked.n)])
+    return {name: value[best] for name, value in asked.texts.items()}
 
 
 def _right(matcher: Matcher, images: Images, classes: Features) -> Outcomes:
