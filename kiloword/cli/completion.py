@@ -73,7 +73,7 @@ def table(verbs: Mapping[str, Any], app: Any, choices: Choices) -> Table:
     from kiloword.evaluation.suite import names as suites
     from kiloword.methods.registry import names as presets
 
-    spec = _spec(lambda words: app.cli(args=words, prog="kiloword"))
+    spec = parser_spec(lambda words: app.cli(args=words, prog="kiloword"))
     known: Table = {"": [*app._subcommands, "--help", "--version", "--install-completion"]}
     known["--install-completion :"] = list(SCRIPTS)
     for verb, described in spec["subcommands"].items():
@@ -83,8 +83,8 @@ def table(verbs: Mapping[str, Any], app: Any, choices: Choices) -> Table:
     known |= {"eval :": [*TASKS, "suite"], "eval suite :": suites()}
     known |= {"--device": DEVICES, "--size": list(sizes()), "--recipe": recipe_names(), "--method": presets()}
     for task in TASKS.values():
-        _add(known, f"eval {task.name}", _spec(partial(_parse, verbs["eval"].flags(task))))
-    _add(known, "eval suite", _spec(partial(_parse, verbs["eval"].SuiteWords)))
+        _add(known, f"eval {task.name}", parser_spec(partial(_parse, verbs["eval"].flags(task))))
+    _add(known, "eval suite", parser_spec(partial(_parse, verbs["eval"].SuiteWords)))
     _add_methods(known, verbs, presets())
     return known
 
@@ -95,9 +95,9 @@ def _add_methods(known: Table, verbs: Mapping[str, Any], presets: Sequence[str])
 
     first = presets[0]
     for verb in ("train", "plan", "verify"):
-        _add(known, verb, _spec(partial(_method, verbs[verb].main, first)))
+        _add(known, verb, parser_spec(partial(_method, verbs[verb].main, first)))
         known[verb] = [flag for flag in known[verb] if not flag.startswith("--settings.")] + ["--help-all"]
-    _add(known, "sweep", _spec(partial(_parse, verbs["sweep"].SweepOptions)))
+    _add(known, "sweep", parser_spec(partial(_parse, verbs["sweep"].SweepOptions)))
     known["sweep"] += [flag for flag in known["train"] if flag not in known["sweep"]]
     known |= {f"sweep{key[5:]}": words for key, words in known.items() if key.startswith("train --")}
     known |= {f"{verb} :": list(presets) for verb in ("train", "sweep", "plan", "verify")}
@@ -119,7 +119,7 @@ def _method(main: Callable[[list[str]], None], preset: str, words: list[str]) ->
     main([preset, *words])
 
 
-def _spec(parse: Callable[[list[str]], Any]) -> dict[str, Any]:
+def parser_spec(parse: Callable[[list[str]], Any]) -> dict[str, Any]:
     """What tyro knows of a parser, as its completion script holds it.
 
     Args: parse: parses the words of a command line, as `tyro.cli`.

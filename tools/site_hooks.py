@@ -1,0 +1,75 @@
+"""Hooks of mkdocs for the documentation site: generated pages, pages from outside docs/, links, formulas."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from latex2mathml.converter import convert
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+from pymdownx.slugs import slugify
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tools"))
+import reference  # noqa: E402
+
+PLACED = {  # pages of the repository outside docs/ -> their place in the site
+    "README.md": "overview.md",
+    "CHANGELOG.md": "project/changelog.md",
+    "CONTRIBUTING.md": "project/contributing.md",
+    "SECURITY.md": "project/security.md",
+    "research/README.md": "project/research.md",
+}
+SOURCES = {place: source for source, place in PLACED.items()}
+LINK = re.compile(r"(?P<image>!?)\[(?P<text>(?:`[^`]*`|[^\[\]`])*)\]\((?P<path>(?!\w+:)[^)#\s]+)(?P<heading>#[^)]*)?\)")
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Anchors as code hosts make them, and blocks of formulas (```math) as MathML."""
+    config.mdx_configs["toc"]["slugify"] = slugify(case="lower")
+    config.mdx_configs["pymdownx.superfences"] = {
+        "custom_fences": [{"name": "math", "class": "math", "format": formula}]
+    }
+    return config
+
+
+def formula(source: str, *rest: Any, **more: Any) -> str:
+    """The MathML of a block of LaTeX."""
+    return f'<div class="formula">{convert(source, display="block")}</div>'
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the reference, and the pages of the repository outside docs/."""
+    for place, text in reference.pages().items():
+        files.append(File.generated(config, place, content=text))
+    for source, place in PLACED.items():
+        files.append(File.generated(config, place, content=(ROOT / source).read_text(encoding="utf-8")))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Lead links that leave docs/ to places in the site."""
+    return relinked(markdown, page.file.src_uri)
+
+
+def relinked(text: str, place: str) -> str:
+    """The Markdown of a page with links to files of the repository led into the site.
+
+    What has no place in the site becomes plain text. Args: place: of the page, below docs/ or in the site.
+    """
+    folder = PurePosixPath(SOURCES.get(place, f"docs/{place}")).parent
+
+    def link(found: re.Match[str]) -> str:
+        target = os.path.normpath(folder / found["path"])
+        to = PLACED.get(target) or (target.removeprefix("docs/") if target.startswith("docs/") else "")
+        if not to or (ROOT / target).is_dir():
+            return found["text"]
+        path = os.path.relpath(to, PurePosixPath(place).parent)
+        return f"{found['image']}[{found['text']}]({path}{found['heading'] or ''})"
+
+    return LINK.sub(link, text)
