@@ -10,6 +10,7 @@ import inspect
 import re
 import types
 from collections.abc import Iterator, Mapping
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
@@ -33,6 +34,7 @@ from kiloword.planning.request import Plan
 
 FOLDER = "reference"
 PARSED = re.compile(r"(?:(?P<kind>.+?) • )?(?P<text>.*?) ?(?:\((?:default: )?(?P<default>[^()]*)\))?", re.DOTALL)
+REQUIRED = Path("required")  # where a setting has no default
 TITLES = {  # of the groups of settings that are no table of a recipe file
     "": "Folder and length",
     "origin": "Where settings come from",
@@ -60,7 +62,7 @@ def pages() -> dict[str, str]:
 
 def verbs() -> str:
     """All verbs: an overview, then the flags of each that has no page of its own."""
-    usual = {verb: one.target for verb, one in app._subcommands.items() if verb not in OWN_FLAGS}
+    usual: dict[str, Any] = {verb: one.target for verb, one in app._subcommands.items() if verb not in OWN_FLAGS}
     spec = parser_spec(lambda words: app.cli(args=words, prog="kiloword"))["subcommands"]
     places = {"train": "train.md", "eval": "eval.md"}
     listed = []
@@ -78,7 +80,7 @@ def verbs() -> str:
 
 def own_verbs() -> dict[str, Any]:
     """The verbs beside train and eval whose flags depend on a method, each with the defaults of its flags."""
-    return {"plan": Plan(), "sweep": SweepOptions(out=Path("OUT")), "verify": Verify()}
+    return {"plan": Plan(), "sweep": SweepOptions(out=REQUIRED), "verify": Verify()}
 
 
 def own_section(verb: str, defaults: Any) -> str:
@@ -189,8 +191,8 @@ def kind_of(hint: Any) -> str:
 
 def value_of(value: Any) -> str:
     """A default as a command line writes it."""
-    if value in (None, "None", "", (), "required"):
-        return "required" if value == "required" else ""
+    if value in (None, "None", ""):
+        return ""
     if isinstance(value, tuple | list):
         return " ".join(map(value_of, value))
     return f"{value:.6g}" if isinstance(value, float) else str(value)
@@ -204,7 +206,7 @@ def train() -> str:
         "they depend on method, size, data and `--init`: `kiloword train METHOD --help-all` prints those of yours. The "
         "settings of a method, `--settings.NAME`, are on [a page of their own](methods.md)."
     )
-    every = leaves(Train(recipe=default_recipe("siglip", "tiny"), out=Path("OUT")))
+    every = leaves(Train(recipe=default_recipe("siglip", "tiny"), out=REQUIRED))
     parts = [intro, description(inspect.getdoc(Train) or "")]
     for (owner, path), group in groupby(every, lambda leaf: (leaf.owner, leaf.path.rpartition(".")[0])):
         rows = [row for leaf in group if (row := setting_row(leaf))]
@@ -219,11 +221,15 @@ def evaluation() -> str:
     """The tasks of `kiloword eval`, and the suites."""
     parts = ["# Tasks of evaluation", "Flags of `kiloword eval TASK MODEL --data SRC`, a section a task."]
     for task in TASKS.values():
-        spec = parser_spec(lambda words, task=task: tyro.cli(words_of_task(task), args=words))
+        spec = parser_spec(partial(_parse, words_of_task(task)))
         rows = [Row("MODEL", "str ...", "required", "", task.models), *flags(spec, limits_of(task.options()))]
         parts += [f"## kiloword eval {task.name}", prose(task.help), table(rows)]
-    suite = parser_spec(lambda words: tyro.cli(SuiteWords, args=words))
+    suite = parser_spec(partial(_parse, SuiteWords))
     return "\n\n".join([*parts, "## kiloword eval suite", prose(SUITE), table(list(flags(suite, {})))])
+
+
+def _parse(kind: type, words: list[str]) -> None:
+    tyro.cli(kind, args=words)
 
 
 def methods() -> str:
@@ -234,12 +240,17 @@ def methods() -> str:
     )
     parts = [intro]
     for name in names():
-        parts += [f"## {name}", f"Source: {preset(name).source}.", settings_table(find(name)[1], "--settings.")]
+        parts += [f"## {name}", f"Source: {preset(name).source}.", settings_of(name)]
     parts += ["# Components", "A component fills a slot of another method: `kiloword train siglip+NAME`."]
     for name, one in components().items():
         parts += [f"## +{name}", f"Slot: {one.slot}. {prose(one.summary.capitalize())}."]
         parts.append(settings_table(one.settings, f"--settings.{name}."))
     return "\n\n".join(part for part in parts if part)
+
+
+def settings_of(method: str) -> str:
+    """The settings of a preset, as its page shows them."""
+    return settings_table(find(method)[1], "--settings.")
 
 
 def settings_table(settings: type | None, prefix: str) -> str:

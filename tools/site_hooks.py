@@ -26,6 +26,7 @@ PLACED = {  # pages of the repository outside docs/ -> their place in the site
     "research/README.md": "project/research.md",
 }
 SOURCES = {place: source for source, place in PLACED.items()}
+SETTINGS = re.compile(r"<!-- settings: (\S+) -->")  # where a page shows the settings of a method
 LINK = re.compile(r"(?P<image>!?)\[(?P<text>(?:`[^`]*`|[^\[\]`])*)\]\((?P<path>(?!\w+:)[^)#\s]+)(?P<heading>#[^)]*)?\)")
 
 
@@ -53,8 +54,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Lead links that leave docs/ to places in the site."""
-    return relinked(markdown, page.file.src_uri)
+    """Lead links that leave docs/ to places in the site, and fill in the settings of methods."""
+    return relinked(SETTINGS.sub(lambda found: reference.settings_of(found[1]), markdown), page.file.src_uri)
 
 
 def relinked(text: str, place: str) -> str:
