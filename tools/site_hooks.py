@@ -27,6 +27,7 @@ PLACED = {  # pages of the repository outside docs/ -> their place in the site
 }
 SOURCES = {place: source for source, place in PLACED.items()}
 SETTINGS = re.compile(r"<!-- settings: (\S+) -->")  # where a page shows the settings of a method
+ARGUMENTS = re.compile(r"<p>Args: (.*?)</p>", re.DOTALL)
 LINK = re.compile(r"(?P<image>!?)\[(?P<text>(?:`[^`]*`|[^\[\]`])*)\]\((?P<path>(?!\w+:)[^)#\s]+)(?P<heading>#[^)]*)?\)")
 
 
@@ -56,6 +57,18 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Lead links that leave docs/ to places in the site, and fill in the settings of methods."""
     return relinked(SETTINGS.sub(lambda found: reference.settings_of(found[1]), markdown), page.file.src_uri)
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """List the arguments in docstrings, which stand in a paragraph there."""
+    return ARGUMENTS.sub(lambda found: listed(found[1]), html)
+
+
+def listed(arguments: str) -> str:
+    """A paragraph "a: its meaning; b: its meaning. Raises: ..." as a list, and what follows as paragraphs."""
+    first, *rest = re.split(r"\s(?=(?:Raises|Returns|Source|Errors): )", arguments)
+    items = [re.sub(r"^([\w, ]+):\s", r"<code>\1</code>: ", item) for item in re.split(r";\s(?=\w+(?:, \w+)*:\s)", first)]
+    return "<ul>" + "".join(f"<li>{item}</li>" for item in items) + "</ul>" + "".join(f"<p>{part}</p>" for part in rest)
 
 
 def relinked(text: str, place: str) -> str:
