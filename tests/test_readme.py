@@ -33,7 +33,14 @@ from tars import pairs, photo, write_tar
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-SHOWING = ("README.md", "docs/training.md", "docs/methods.md", "docs/evaluation.md", "docs/scale.md")  # commands, code
+SHOWING = (  # pages with commands and code that are run
+    "README.md",
+    "docs/training.md",
+    "docs/methods.md",
+    "docs/evaluation.md",
+    "docs/scale.md",
+    *sorted(page.relative_to(ROOT).as_posix() for page in ROOT.glob("docs/papers/*.md")),
+)
 SHOWN = re.sub(r" \\\n +", " ", "\n".join((ROOT / page).read_text() for page in SHOWING))
 COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", SHOWN, re.DOTALL) for line in block.splitlines()]
 DEAR = (
@@ -50,7 +57,7 @@ DEAR = (
     "--html",
 )
 OWN = ("mine", "alike", "copies", "fill")  # files of docs/methods.md
-PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("docs/papers/*.md")]
 
 
 def python(first_words: str) -> str:

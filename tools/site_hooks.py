@@ -12,7 +12,6 @@ from latex2mathml.converter import convert
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
-from pymdownx.slugs import slugify
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tools"))
@@ -33,11 +32,15 @@ LINK = re.compile(r"(?P<image>!?)\[(?P<text>(?:`[^`]*`|[^\[\]`])*)\]\((?P<path>(
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Anchors as code hosts make them, and blocks of formulas (```math) as MathML."""
-    config.mdx_configs["toc"]["slugify"] = slugify(case="lower")
+    config.mdx_configs["toc"]["slugify"] = anchor
     config.mdx_configs["pymdownx.superfences"] = {
         "custom_fences": [{"name": "math", "class": "math", "format": formula}]
     }
     return config
+
+
+def anchor(heading: str, separator: str) -> str:
+    return re.sub(r"[^\w\- ]", "", heading).replace(" ", separator).lower()
 
 
 def formula(source: str, *rest: Any, **more: Any) -> str:
@@ -67,7 +70,9 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
 def listed(arguments: str) -> str:
     """A paragraph "a: its meaning; b: its meaning. Raises: ..." as a list, and what follows as paragraphs."""
     first, *rest = re.split(r"\s(?=(?:Raises|Returns|Source|Errors): )", arguments)
-    items = [re.sub(r"^([\w, ]+):\s", r"<code>\1</code>: ", item) for item in re.split(r";\s(?=\w+(?:, \w+)*:\s)", first)]
+    items = [
+        re.sub(r"^([\w, ]+):\s", r"<code>\1</code>: ", item) for item in re.split(r";\s(?=\w+(?:, \w+)*:\s)", first)
+    ]
     return "<ul>" + "".join(f"<li>{item}</li>" for item in items) + "</ul>" + "".join(f"<p>{part}</p>" for part in rest)
 
 

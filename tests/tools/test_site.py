@@ -1,0 +1,202 @@
+"""The documentation site: generated reference, navigation, a build without warnings, links that work offline."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import pytest
+import yaml
+
+from kiloword.cli.main import app, main
+from kiloword.evaluation import TASKS
+from kiloword.methods.registry import components, names
+from modules import module_at
+from tars import photo
+
+ROOT = Path(__file__).resolve().parents[2]
+MKDOCS = Path(sys.prefix) / "docs"  # where `make docs` installs it
+LOADED = {"script": "src", "img": "src", "link": "href", "iframe": "src"}  # what a page fetches by itself
+needs_mkdocs = pytest.mark.skipif(not MKDOCS.is_dir(), reason="mkdocs is not installed: make docs installs it")
+
+
+@pytest.fixture(scope="module")
+def reference() -> ModuleType:
+    return module_at(ROOT / "tools" / "reference.py", "reference")
+
+
+@pytest.fixture(scope="module")
+def made(reference: ModuleType) -> dict[str, str]:
+    pages: dict[str, str] = reference.pages()
+    return pages
+
+
+def build(root: Path, out: Path) -> subprocess.CompletedProcess[str]:
+    """Build the site of a folder as `make docs` does."""
+    env = os.environ | {"PYTHONPATH": f"{MKDOCS}{os.pathsep}{ROOT}", "NO_MKDOCS_2_WARNING": "1"}
+    words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(out)]
+    return subprocess.run(words, cwd=root, env=env, text=True, capture_output=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("site")
+    done = build(ROOT, out)
+    assert not done.returncode, done.stderr[-3000:]
+    return out
+
+
+def row(page: str, flag: str) -> list[str]:
+    """Cells of the first row of a flag."""
+    line = next(line for line in page.splitlines() if line.startswith(f"| `{flag}` |"))
+    return [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+
+
+def test_every_verb_task_method_and_component_has_a_section(made: dict[str, str]) -> None:
+    verbs, tasks, methods = (made[f"reference/{name}.md"] for name in ("verbs", "eval", "methods"))
+    for verb in {*app._subcommands} - {"train", "eval"}:
+        assert f"\n## kiloword {verb}\n" in verbs
+        assert f"[`kiloword {verb}`](#kiloword-{verb})" in verbs
+    for task in (*TASKS, "suite"):
+        assert f"\n## kiloword eval {task}\n" in tasks
+    for method in (*names(), *(f"+{name}" for name in components())):
+        assert f"\n## {method}\n" in methods
+
+
+def test_flags_have_type_default_range_and_help(made: dict[str, str]) -> None:
+    train, verbs = made["reference/train.md"], made["reference/verbs.md"]
+    assert row(train, "--optim.beta1") == [
+        "`--optim.beta1`", "float", "`0.9`", "≥ 0, < 1", "AdamW: decay of the mean gradient"
+    ]  # fmt: skip
+    assert row(train, "--lora.alpha")[2:4] == ["`16`", "> 0, ≤ 1e+06"]
+    assert row(train, "--out")[1:3] == ["path", "required"]
+    assert row(train, "--precision")[1] == "auto, fp64, fp32, bf16"
+    assert row(train, "--data")[1:3] == ["str ...", "`scenes`"]
+    assert row(verbs, "MODELS")[1:3] == ["str ...", "required"]
+    assert row(verbs, "--query" if "`--query`" in verbs else "QUERY")[2] == ""
+    assert "INT" not in verbs.replace("PRINT", "")
+
+
+def test_a_paragraph_of_a_docstring_shows_its_command(reference: ModuleType) -> None:
+    shown = reference.description("Do x: kiloword x y\nIt takes *long*.\n\nArgs:\n    y: what.")
+    assert shown == "Do x:\n\n```bash\nkiloword x y\n```\n\nIt takes \\*long\\*."
+    assert reference.description("A.\n\nExamples:\n  kiloword a\n  kiloword b") == (
+        "A.\n\n```bash\nkiloword a\nkiloword b\n```"
+    )
+
+
+@pytest.mark.parametrize(
+    ("written", "shown"),
+    [("{None}|STR", "str"), ("[STR [STR ...]]", "str ..."), ("INT|{auto}", "int, auto"), ("{None,cosine}", "cosine")],
+)
+def test_types_of_flags_are_plain(reference: ModuleType, written: str, shown: str) -> None:
+    assert reference.plain_kind(written) == shown
+
+
+def pages_of(nav: Any) -> Iterator[str]:
+    for entry in nav:
+        places = next(iter(entry.values())) if isinstance(entry, dict) else entry
+        yield from [places] if isinstance(places, str) else pages_of(places)
+
+
+def test_the_navigation_has_every_page(made: dict[str, str]) -> None:
+    listed = list(pages_of(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]))
+    assert len(listed) == len(set(listed))
+    pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    assert pages | set(made) <= set(listed)
+
+
+class Links(HTMLParser):
+    """What a page fetches, where its links lead, and its anchors."""
+
+    def __init__(self, page: Path) -> None:
+        super().__init__()
+        self.fetched: list[str] = []
+        self.links: list[str] = []
+        self.anchors: set[str] = set()
+        self.feed(page.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = {name: value or "" for name, value in attrs}
+        self.anchors |= {values[name] for name in ("id", "name") if name in values}
+        if (place := values.get(LOADED.get(tag, ""))) and values.get("rel") not in ("canonical", "next", "prev"):
+            self.fetched.append(place)
+        elif tag == "a" and values.get("href"):
+            self.links.append(values["href"])
+
+
+@needs_mkdocs
+def test_links_work_offline(site: Path) -> None:
+    """Every link of every page leads to a file and an anchor of the site, and nothing is fetched from elsewhere."""
+    pages = {page: Links(page) for page in site.rglob("*.html") if page.name != "404.html"}
+    assert len(pages) > 40
+    for page, found in pages.items():
+        assert not [place for place in found.fetched if urlsplit(place).netloc], page
+        for place in (*found.fetched, *found.links):
+            parts = urlsplit(place)
+            if parts.scheme or parts.netloc:
+                continue
+            target = (page.parent / unquote(parts.path)).resolve() if parts.path else page
+            assert target.is_file(), f"{page.name}: {place}"
+            if parts.fragment and target in pages and not parts.fragment.startswith("__"):
+                assert unquote(parts.fragment) in pages[target].anchors, f"{page.name}: {place}"
+    styles = [style.read_text() for style in site.rglob("*.css")]
+    assert not any("url(http" in style or "@import" in style for style in styles)
+
+
+@needs_mkdocs
+def test_search_finds_flags_and_pages_hold_formulas_and_settings(site: Path) -> None:
+    index = json.loads((site / "search" / "search_index.json").read_text())["docs"]
+    assert any("--settings.rho" in entry["text"] and "papers/clip-c" in entry["location"] for entry in index)
+    for page in ("llip", "clip-c", "sycoca", "prolip", "fff"):
+        html = (site / "papers" / f"{page}.html").read_text()
+        assert html.count("<math") >= 2
+        assert "settings.scale" in html
+        assert "&lt;!--" not in html
+    assert 'href="project/contributing.html"' in (site / "index.html").read_text()
+
+
+@needs_mkdocs
+@pytest.mark.slow
+@pytest.mark.parametrize("line", ["[x](nowhere.md)", "[x](data.md#nothing)"])
+def test_a_broken_link_fails_the_build(line: str, tmp_path: Path) -> None:
+    for name in ("tools", "kiloword", *(path.name for path in ROOT.glob("*.md")), "research"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    shutil.copy(ROOT / "mkdocs.yml", tmp_path)
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    with (tmp_path / "docs" / "guides.md").open("a") as file:
+        file.write(f"\n{line}\n")
+    done = build(tmp_path, tmp_path / "out")
+    assert done.returncode
+    assert "guides.md" in done.stderr
+
+
+def test_examples_of_the_python_reference_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the shapes that stand beside them; D is the size of the embedding."""
+    monkeypatch.chdir(tmp_path)
+    for n in range(2):
+        (tmp_path / f"{n}.png").write_bytes(photo(n))
+    words = "train siglip --data scenes?n=8 --size debug --vocab 300 --batch 4 --steps 1 --quiet --out runs/photos"
+    main(words.split())
+    page = (ROOT / "docs" / "reference" / "python.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    shown: dict[str, Any] = {}
+    checked = 0
+    for line in "\n".join(blocks).splitlines():
+        exec(line, shown)
+        if shape := re.fullmatch(r"(.*\.shape\S*)  # \[(.*)\]", line):
+            sizes = [shown["model"].model.config.head.dim if d == "D" else int(d) for d in shape[2].split(", ")]
+            assert list(eval(shape[1], shown)) == sizes, line
+            checked += 1
+    assert len(blocks) == 3
+    assert checked == 8
