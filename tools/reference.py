@@ -284,7 +284,7 @@ def table(rows: list[Row]) -> str:
         default = row.default if row.default in ("", "required") else code(row.default)
         limits = [row.limits] if ranged else []
         lines.append("| " + " | ".join([code(row.flag), prose(row.kind), default, *limits, prose(row.text)]) + " |")
-    return "\n".join(lines)
+    return "\n".join(['<div class="flags" markdown>\n', *lines, "\n</div>"])
 
 
 def code(text: str) -> str:

@@ -89,6 +89,12 @@ def relinked(text: str, place: str) -> str:
         if not to or (ROOT / target).is_dir():
             return found["text"]
         path = os.path.relpath(to, PurePosixPath(place).parent)
-        return f"{found['image']}[{found['text']}]({path}{found['heading'] or ''})"
+        text = title(ROOT / target) if found["text"].endswith(".md") else found["text"]
+        return f"{found['image']}[{text}]({path}{found['heading'] or ''})"
 
     return LINK.sub(link, text)
+
+
+def title(page: Path) -> str:
+    """The first heading of a page, up to a colon."""
+    return page.read_text(encoding="utf-8").partition("# ")[2].partition("\n")[0].partition(":")[0]
