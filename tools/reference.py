@@ -27,6 +27,7 @@ from kiloword.cli.train import Train
 from kiloword.cli.verify import Verify
 from kiloword.config.recipes import sizes
 from kiloword.config.settings import ABOVE_0, BELOW_1, UNLIMITED, Leaf, leaves
+from kiloword.data import hierarimgs
 from kiloword.evaluation import TASKS
 from kiloword.methods.defaults import default_recipe
 from kiloword.methods.registry import components, find, names, preset
@@ -62,20 +63,18 @@ def pages() -> dict[str, str]:
 
 def verbs() -> str:
     """All verbs: an overview, then the flags of each that has no page of its own."""
-    usual: dict[str, Any] = {verb: one.target for verb, one in app._subcommands.items() if verb not in OWN_FLAGS}
     spec = parser_spec(lambda words: app.cli(args=words, prog="kiloword"))["subcommands"]
     places = {"train": "train.md", "eval": "eval.md"}
-    listed = []
+    lines, sections = ["| verb | what it does |", "|---|---|"], {"data hierarimgs": of_function(hierarimgs.run)}
     for verb, one in app._subcommands.items():
-        about = summary(one.target).partition(": kiloword ")[0]
-        listed.append(f"| [`kiloword {verb}`]({places.get(verb, f'#kiloword-{verb}')}) | {prose(about)} |")
-    parts = ["# Verbs\n\nMade from the flags that the command line reads; `kiloword VERB --help` prints the same."]
-    parts.append("\n".join(["| verb | what it does |", "|---|---|", *listed]))
-    for verb, target in sorted(usual.items()):
-        limits = limits_of(*(p.default for p in inspect.signature(target).parameters.values()))
-        parts.append(section(verb, inspect.getdoc(target) or "", [*positionals(target), *flags(spec[verb], limits)]))
-    parts += [own_section(verb, defaults) for verb, defaults in own_verbs().items()]
-    return "\n\n".join(parts)
+        about = summary(one.target).partition(": kiloword ")[0].rstrip(".")
+        lines.append(f"| [`kiloword {verb}`]({places.get(verb, f'#kiloword-{verb}')}) | {prose(about)} |")
+        if verb not in OWN_FLAGS:
+            sections[verb] = of_function(one.target, spec[verb])
+    sections |= {verb: of_settings(defaults) for verb, defaults in own_verbs().items()}
+    parts = ["# Verbs", "Made from the flags that the command line reads; `kiloword VERB --help` prints the same."]
+    parts.append("\n".join(lines))
+    return "\n\n".join([*parts, *(f"## kiloword {verb}\n\n{sections[verb]}" for verb in sorted(sections))])
 
 
 def own_verbs() -> dict[str, Any]:
@@ -83,15 +82,19 @@ def own_verbs() -> dict[str, Any]:
     return {"plan": Plan(), "sweep": SweepOptions(out=REQUIRED), "verify": Verify()}
 
 
-def own_section(verb: str, defaults: Any) -> str:
-    """A verb whose flags are the settings of a dataclass."""
+def of_function(function: Any, spec: Mapping[str, Any] | None = None) -> str:
+    """What a verb does, and its flags. Args: spec: of its parser, where that is known."""
+    spec = parser_spec(partial(_parse, function)) if spec is None else spec
+    limits = limits_of(*(p.default for p in inspect.signature(function).parameters.values()))
+    rows = [*positionals(function), *flags(spec, limits)]
+    return f"{description(inspect.getdoc(function) or '')}\n\n{table(rows)}".rstrip()
+
+
+def of_settings(defaults: Any) -> str:
+    """The same of a verb whose flags are the settings of a dataclass; towers are on the page of train."""
     rows = [row for leaf in leaves(defaults) if (row := setting_row(leaf)) and not leaf.path.startswith("model.")]
-    return section(verb, inspect.getdoc(type(defaults)) or "", rows)
-
-
-def section(verb: str, doc: str, rows: list[Row]) -> str:
-    """A heading, what a verb does, and its flags."""
-    return "\n\n".join([f"## kiloword {verb}", description(doc), table(rows)]).rstrip()
+    towers = "\n\nThe flags `--model.*` are those of [train](train.md#modelimage)." * hasattr(defaults, "model")
+    return f"{description(inspect.getdoc(type(defaults)) or '')}{towers}\n\n{table(rows)}"
 
 
 def description(doc: str) -> str:
@@ -228,7 +231,7 @@ def evaluation() -> str:
     return "\n\n".join([*parts, "## kiloword eval suite", prose(SUITE), table(list(flags(suite, {})))])
 
 
-def _parse(kind: type, words: list[str]) -> None:
+def _parse(kind: Any, words: list[str]) -> None:
     tyro.cli(kind, args=words)
 
 

@@ -64,9 +64,9 @@ def row(page: str, flag: str) -> list[str]:
 
 def test_every_verb_task_method_and_component_has_a_section(made: dict[str, str]) -> None:
     verbs, tasks, methods = (made[f"reference/{name}.md"] for name in ("verbs", "eval", "methods"))
-    for verb in {*app._subcommands} - {"train", "eval"}:
-        assert f"\n## kiloword {verb}\n" in verbs
-        assert f"[`kiloword {verb}`](#kiloword-{verb})" in verbs
+    listed = {*app._subcommands} - {"train", "eval"}
+    assert all(f"[`kiloword {verb}`](#kiloword-{verb})" in verbs for verb in listed)
+    assert re.findall("^## kiloword (.*)", verbs, re.MULTILINE) == sorted({*listed, "data hierarimgs"})
     for task in (*TASKS, "suite"):
         assert f"\n## kiloword eval {task}\n" in tasks
     for method in (*names(), *(f"+{name}" for name in components())):
@@ -83,8 +83,7 @@ def test_flags_have_type_default_range_and_help(made: dict[str, str]) -> None:
     assert row(train, "--precision")[1] == "auto, fp64, fp32, bf16"
     assert row(train, "--data")[1:3] == ["str ...", "`scenes`"]
     assert row(verbs, "MODELS")[1:3] == ["str ...", "required"]
-    assert row(verbs, "--query" if "`--query`" in verbs else "QUERY")[2] == ""
-    assert "INT" not in verbs.replace("PRINT", "")
+    assert row(verbs, "QUERY")[1:3] == ["str", ""]
 
 
 def test_a_paragraph_of_a_docstring_shows_its_command(reference: ModuleType) -> None:
@@ -163,7 +162,17 @@ def test_search_finds_flags_and_pages_hold_formulas_and_settings(site: Path) -> 
         assert html.count("<math") >= 2
         assert "settings.scale" in html
         assert "&lt;!--" not in html
+
+
+@needs_mkdocs
+def test_links_out_of_docs_lead_into_the_site(site: Path) -> None:
+    """To the place of a page, by its title, or nowhere; arguments in docstrings are listed."""
     assert 'href="project/contributing.html"' in (site / "index.html").read_text()
+    assert 'href="project/research.html">Experiments that decide' in (site / "results.html").read_text()
+    overview = (site / "overview.html").read_text()
+    assert 'href="glossary.html">Glossary</a>' in overview
+    assert "see CITATION.cff" in overview
+    assert "<li><code>dtype</code>: " in (site / "reference" / "python.html").read_text()
 
 
 @needs_mkdocs
