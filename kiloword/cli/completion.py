@@ -31,6 +31,7 @@ Table = dict[str, list[str]]
 """What may follow: "" (verbs), "train" (flags of all methods), "train llip" (further flags), "train :" (first words),
 "train --precision" (values of a flag), "--device" (of any verb)."""
 
+HIDDEN = "--named"  # of `Trust`: tyro's completion lists what its help suppresses
 DEVICES = ["auto", "cpu", "cuda", "cuda:0"]
 Choices = Mapping[str, tuple[str, Sequence[str]]]
 """First words of some verbs: (what they are, the words)."""
@@ -132,6 +133,8 @@ def parser_spec(parse: Callable[[list[str]], Any]) -> dict[str, Any]:
         line = PARSED.search(script.read_text(encoding="utf-8"))
     assert line, "tyro's completion script has another form"
     spec: dict[str, Any] = ast.literal_eval(line[1])
+    for part in (spec, *spec.get("subcommands", {}).values()):
+        part["options"] = [option for option in part["options"] if HIDDEN not in option["flags"]]
     return spec
 
 

@@ -109,6 +109,10 @@ def test_the_function_of_bash(table: completion.Table, tmp_path: Path) -> None:
     assert complete_in_bash(script, "kiloword train clip --data ") == []  # files
 
 
+def test_flags_that_help_hides_are_hidden(table: completion.Table) -> None:
+    assert [key for key, words in table.items() if completion.HIDDEN in words] == []
+
+
 def test_every_verb_task_and_method_has_its_flags(table: completion.Table) -> None:
     for verb in app._subcommands:
         assert table[verb if verb != "eval" else "eval zeroshot"], verb
