@@ -25,7 +25,8 @@ TOKENS, HEADS = 16, 8  # mixture tokens of every arm but the class token, and he
 MOST_PHOTOS = 10  # that a phrase is true of
 POOLS = ("first", "average", "learned_average", "contextual")
 COOL = "contextual, temperature 1"
-RATES = {"class token": 0.5, "contextual": 0.5, COOL: 0.5}  # times the default learning rate, of {0.5, 1, 2}: the best mR@1 of seed 100
+# times the default learning rate, of {0.5, 1, 2}: the best mR@1 of seed 100
+RATES = {"class token": 0.5, "contextual": 0.5, COOL: 0.5}
 RIVALS = ("first", "average", "learned_average")
 
 
