@@ -108,7 +108,7 @@ def test_finished_rows_are_skipped_and_reported(
     said = capsys.readouterr()
     one = next(r["metrics"]["recall"] for r in found if r["seed"] == 0)
     assert f"| plain | {one:.3f} |" in said.out
-    assert "| other | - | - | - | 0 |" in said.out
+    assert "| other | - | - | 0 |" in said.out
 
 
 @pytest.mark.slow
