@@ -2,7 +2,7 @@
 
 `python -m research.little_data --data tiny/train --val tiny/dev --out runs/little_data`; the claim is arXiv:2407.01408,
 table 4: composing helps, and more where there is less data. `--rate 0.5 --seeds 100 --arms "clip, 5000"` and the like
-choose the learning rates that `RATES` holds.
+choose `CLIP_RATE` and `MIXED_RATE`.
 """
 
 from __future__ import annotations

@@ -71,8 +71,8 @@ EXPERIMENT = Experiment(
     arms=arms,
     columns={"mR@1": "mr1", "CIDEr": "cider", "distinct": "distinct", **RECALL},
     claims=(
-        Claim(says="sycoca over coca", arm="sycoca", rivals=("coca",), least=0.01),
-        Claim(says="sycoca over coca", arm="sycoca", rivals=("coca",), least=0.02, outcome="ciders"),
+        Claim(says="retrieval", arm="sycoca", rivals=("coca",), least=0.01),
+        Claim(says="generated captions", arm="sycoca", rivals=("coca",), least=0.02, outcome="ciders"),
     ),
 )
 

@@ -18,7 +18,7 @@ LEAST_LEFT_S = 10.0  # seconds of waiting that the rest of the run would have, b
 def batches(loader: Loader, start: int, stop: int, most: int, say: Callable[[str], None]) -> Iterator[Batch]:
     """The loader's batches of the steps [start, stop), made in this process until training waits too long for them.
 
-    Args: most: processes to start then; say: is told when they start. Errors: as `Loader.batches`.
+    Args: most: processes to start then; say: receives the note that they start. Errors: as `Loader.batches`.
     """
     if most < 1 or loader.workers or loader.reads_ahead or not _forks():
         yield from loader.batches(start, stop)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any, Literal
 
 import torch
@@ -22,7 +23,7 @@ from kiloword.methods.defaults import default_recipe
 from kiloword.methods.registry import preset
 from kiloword.model.model import build
 from kiloword.planning.advice import Planner
-from kiloword.planning.request import Plan, card
+from kiloword.planning.request import Plan, card, check
 from kiloword.training.accumulate import backward
 from kiloword.training.learner import Learner
 from kiloword.training.optimizer import Optimizer
@@ -57,7 +58,7 @@ def measure(
     """Measurements, as they come; the first is the rate of matrix products in the precision of the others.
 
     Args: batch: images in a step; data: sources to read, none: nothing is read.
-    Raises: ValueError for an unknown method, size or device, and for data that cannot be read.
+    Raises: ValueError for an unknown method, size or device, a batch below 1, and data that cannot be read.
     """
     device = choose(device)
     recipe = replace(default_recipe(method, size, tuple(data) or ("photos",)), batch=batch, precision=precision)
@@ -85,15 +86,17 @@ class Bench:
         plan = Plan(
             size=recipe.size, model=recipe.model, optim=recipe.optim, batch=recipe.batch, samples=1, micro=recipe.batch
         )
-        of: Literal["bf16", "fp32"] = "bf16" if recipe.precision == "bf16" else "fp32"
-        self.planner = Planner(replace(plan, precision=of), self.method, card("cpu"))
+        precision: Literal["bf16", "fp32"] = "bf16" if recipe.precision == "bf16" else "fp32"
+        plan = replace(plan, precision=precision)
+        check(plan)
+        self.planner = Planner(plan, self.method, card("cpu"))
         self.learner = Learner(build(recipe.model, self.method), self.method).to(device).train()
         self.batch = _noise(self.planner.batch(recipe.batch)).to(device)
         self.precision = precision_of(recipe.precision, torch.device(device).type)
 
     def step(self) -> Measured:
         """Forward and backward pass, and the optimizer's step."""
-        optimizer, steps = Optimizer(self.learner, self.recipe.optim, 1000), iter(range(1000))
+        optimizer, steps = Optimizer(self.learner, self.recipe.optim, 1000), count()
 
         def run() -> None:
             values = backward(self.learner, [self.batch], self.precision)

@@ -194,7 +194,8 @@ class Learner(nn.Module):
         method = self.method
         every: dict[str, Weight] = {PAIR: method.pair_weight}
         every |= {name: weight for name, (weight, _) in (*method.terms.items(), *method.contrasts.items())}
-        return {name: weight_at(weight, self.done) for name, weight in every.items() if name not in self._outside()}
+        outside = self._outside()
+        return {name: weight_at(weight, self.done) for name, weight in every.items() if name not in outside}
 
     def _outside(self) -> set[str]:
         """The terms whose window the run is not in: they have no weight, and are not computed."""
@@ -211,7 +212,8 @@ class Learner(nn.Module):
         batch = self.above_trunks(batch)
         encoded = self.encode(batch)
         inputs = self.all_inputs(encoded, batch)
-        terms = {name: term for name, term in self.terms.items() if name not in self._outside()}
+        outside = self._outside()
+        terms = {name: term for name, term in self.terms.items() if name not in outside}
         out = {name: term(self.model, batch, encoded) / counts[name].clamp_min(1) for name, term in terms.items()}
         if replays is None:
             out |= self.pair_losses(inputs)

@@ -65,14 +65,14 @@ def above_trunks(module: nn.Module) -> set[str]:
     """
     towers = [name for name, tower in module.named_modules() if getattr(tower, "trunk", None) is not None]
     first = {f"{path}.{layer}.weight" for path in towers for layer in ("patches", "stem")}
-    pooling = {
-        name
-        for name, p in module.named_parameters()
-        if ".pooling." in name and ((p.dim() == 2 and name.endswith(".weight")) or p.dim() == 3)
-    }
-    return {name for name, p in module.named_parameters() if p.dim() == 2 and name in first} | (
-        pooling if towers else set()
-    )
+    if not towers:
+        return set()
+
+    def between(name: str, p: Tensor) -> bool:
+        weight = p.dim() == 2 and name.endswith(".weight")
+        return (weight and name in first) or (".pooling." in name and (weight or p.dim() == 3))
+
+    return {name for name, p in module.named_parameters() if between(name, p)}
 
 
 def decays(name: str, p: Tensor) -> bool:

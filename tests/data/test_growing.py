@@ -54,11 +54,11 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_processes_start_where_a_run_waits_and_change_no_batch() -> None:
-    plain, grown, said = loader(0.0), loader(0.01), list[str]()
-    batches = list(growing.batches(grown, 2, STEPS, 1, said.append))
+    plain, grown, notes = loader(0.0), loader(0.01), list[str]()
+    batches = list(growing.batches(grown, 2, STEPS, 1, notes.append))
     assert grown.workers == 1
-    assert len(said) == 1
-    assert "loader processes prepare it (1 at a time; --workers sets their number)." in said[0]
+    assert len(notes) == 1
+    assert "loader processes prepare it (1 at a time; --workers sets their number)." in notes[0]
     expected = list(plain.batches(2, STEPS))
     assert len(batches) == len(expected) == STEPS - 2
     assert all(torch.equal(a.images, b.images) for a, b in zip(batches, expected, strict=True))
@@ -66,11 +66,11 @@ def test_processes_start_where_a_run_waits_and_change_no_batch() -> None:
 
 def test_none_start_where_they_would_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that does not wait, one that is nearly over, one without a core to spare, and where nothing can fork."""
-    said = list[str]()
+    notes = list[str]()
 
     def workers(seconds: float, most: int, computing: float = 0.0) -> int:
         of = loader(seconds)
-        for _ in growing.batches(of, 0, STEPS, most, said.append):
+        for _ in growing.batches(of, 0, STEPS, most, notes.append):
             time.sleep(computing)
         return of.workers
 
@@ -81,7 +81,7 @@ def test_none_start_where_they_would_not_pay(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(growing, "LEAST_LEFT_S", 0.1)
     monkeypatch.setattr(growing, "_forks", lambda: False)
     assert workers(0.01, 1) == 0
-    assert said == []
+    assert notes == []
 
 
 def test_as_many_start_as_the_wait_asks_for() -> None:
