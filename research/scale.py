@@ -20,7 +20,7 @@ from research.arms import Arm, Experiment, main
 from research.classes import ClassOptions, base, classified, part
 from research.evidence import LEVEL, Decision, Effect, Runs
 
-WIDTHS, PHOTOS, STEPS, BATCH = (64, 128, 192), (10_000, 20_000, 40_000), (250, 500, 1000), 128
+WIDTHS, PHOTOS, STEPS, BATCH = (32, 64, 128), (10_000, 20_000, 40_000), (200, 400, 800), 128
 HEAD = 16  # width of an attention head
 LEVELS = (2, 4, 6)  # of the captions of a photo, one each
 ONE, ALL = "one caption", "all captions"
@@ -59,12 +59,13 @@ def arms(options: ClassOptions) -> list[Arm]:
 
 
 def _wide(recipe: Recipe, width: int) -> Recipe:
-    """The recipe with both towers and the embedding of a width."""
+    """The recipe with both towers and the embedding of a width, in bf16."""
     towers = {
         name: replace(getattr(recipe.model, name), width=width, mlp=4 * width, heads=width // HEAD)
         for name in ("image", "text")
     }
-    return replace(recipe, model=replace(recipe.model, **towers, head=replace(recipe.model.head, dim=width)))
+    model = replace(recipe.model, **towers, head=replace(recipe.model.head, dim=width))
+    return replace(recipe, model=model, precision="bf16")
 
 
 @dataclass(frozen=True, kw_only=True)
