@@ -19,6 +19,7 @@ def watch(
     curves: tuple[str, ...] = (),
     tensorboard: Path | None = None,
     log_to: Trackers | None = None,
+    expected: str = "",
 ) -> None:
     """Show curves and alerts of runs: kiloword watch runs/first
 
@@ -32,10 +33,11 @@ def watch(
         curves: metrics to draw, by the start of their names, such as loss val/.
         tensorboard: folder for a copy of the rows as TensorBoard events; the same command continues it later.
         log_to: first send the rows that the server of wandb or mlflow lacks.
+        expected: compare with the expected curves of a recipe (its name, or a file), or with a folder of finished runs.
     """
     from kiloword.watch.command import main as run
 
-    run(runs, once, every, smooth, curves, tensorboard, log_to=log_to)
+    run(runs, once, every, smooth, curves, tensorboard, log_to=log_to, expected=expected)
 
 
 def compare(

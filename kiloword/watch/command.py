@@ -15,6 +15,7 @@ from rich.text import Text
 from kiloword.config.options import Trackers
 from kiloword.terminal import say
 from kiloword.terminal.screen import Screen
+from kiloword.watch.expected import read
 from kiloword.watch.mirror import Mirrors
 from kiloword.watch.page import View, page
 from kiloword.watch.plot import Dots
@@ -52,6 +53,7 @@ def main(
     tensorboard: Path | None = None,
     console: Console | None = None,
     log_to: Trackers | None = None,
+    expected: str = "",
 ) -> None:
     """Run `kiloword watch`. Raises: ValueError for paths without runs, invalid settings, and a server that is away."""
     if not every > 0:
@@ -60,7 +62,7 @@ def main(
         raise ValueError(f"--smooth is {smooth}: expected a weight of the past from 0 (none) to below 1, such as 0.9.")
     if not paths:
         raise ValueError("watch needs the folder of a run, e.g. kiloword watch runs/first.")
-    console = console or screen()
+    console, band = console or screen(), read(expected) if expected else None
     runs, mirrors = Runs(paths), Mirrors(tensorboard)
     if log_to is not None:
         _catch_up(log_to, runs)
@@ -71,7 +73,14 @@ def main(
         watched, new = runs.update()
         mirrors.update(watched)
         height = console.height - 1 if redraws else None
-        view = View(width=console.width, height=height, dots=_dots(console, len(watched)), smooth=smooth, curves=curves)
+        view = View(
+            width=console.width,
+            height=height,
+            dots=_dots(console, len(watched)),
+            smooth=smooth,
+            curves=curves,
+            expected=band,
+        )
         return page(watched, view), new
 
     if once or not console.is_terminal:

@@ -66,7 +66,7 @@ def groups_of(runs: Sequence[Watched]) -> list[RunGroup]:
     alike: dict[str, list[Watched]] = {}
     flat: dict[str, dict[str, Any]] = {}
     for run in runs:
-        settings = _flat(run)
+        settings = flat_settings(run)
         key = json.dumps(settings or str(run.folder), sort_keys=True)  # a run without its config is like no other
         flat[key] = settings
         alike.setdefault(key, []).append(run)
@@ -79,7 +79,7 @@ def groups_of(runs: Sequence[Watched]) -> list[RunGroup]:
     return [RunGroup(names[key], members, chosen[key], _cells(members)) for key, members in alike.items()]
 
 
-def _flat(run: Watched) -> dict[str, Any]:
+def flat_settings(run: Watched) -> dict[str, Any]:
     """Settings by their place in the recipe, without those in which the runs of a group may differ.
 
     Of a stranger's folder at most MOST, their names cut: a recipe has about 200.

@@ -11,9 +11,11 @@ from textwrap import wrap
 import numpy as np
 from rich.text import Text
 
+from kiloword.errors import count
 from kiloword.terminal import shown
 from kiloword.terminal.progress import duration, per_second
 from kiloword.watch.curves import main_evaluations, mean_curve
+from kiloword.watch.expected import Expected, track
 from kiloword.watch.groups import groups_of, kind_of
 from kiloword.watch.plot import MARKS, STYLES, Dots, Series, plot, short
 from kiloword.watch.rows import smoothed
@@ -28,6 +30,7 @@ LAST = ("gradient_norm", *SPEED, "lr", "scale", "bias", "memory", "save_s", "ski
 STATES = {"waiting": "dim", "running": "green", "finished": "bold green", "stopped": "yellow"}
 STATES |= {"silent": "bold red", "failed": "bold red"}
 LEAST, MOST, FREE = 4, 10, 7  # rows of a plot: least, most, and without a limit of height
+BAND = STYLES.index("bright_black")  # line of the ends of what is expected
 FEW = 4  # runs; more get a line each, and curves of the loss and of validation alone
 WIDE = 50  # columns of a plot at least
 StyledText = tuple[str, str]  # text and its style
@@ -43,6 +46,7 @@ class View:
     dots: Dots = "marks"
     smooth: float = 0.0
     curves: tuple[str, ...] = ()  # starts of the names of metrics; (): the most important
+    expected: Expected | None = None  # what the runs are compared with
 
 
 def page(runs: Sequence[Watched], view: View) -> Text:
@@ -84,6 +88,7 @@ def _lines(runs: Sequence[Watched], places: Sequence[int], view: View) -> list[T
         cells.append([_mark(place, view), shown(run.name), shown(run.config.method), state, step, *values, speed])
         alerts = [f"! {shown(run.error)}"] if run.error else [f"! {a.name}: {a.message}" for a in run.alerts.current]
         notes += [Text(f"{shown(run.name)} {alert}", "red") for alert in alerts]
+        notes += [Text(f"{shown(run.name)} {words}", style) for words, style in _expected(run, view)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = [Text("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()) for row in cells]
     lines[0].stylize("dim")
@@ -109,11 +114,27 @@ def _about(run: Watched, place: int | None, view: View) -> list[Text]:
     errors = [f"! the run ended with an error: {shown(run.error)}"] if run.error else []
     for alert in errors + [f"! {a.name} since step {a.since}: {a.message}" for a in run.alerts.current]:
         lines += [Text(indent + line, "red") for line in wrap(alert, view.width - len(indent), subsequent_indent="  ")]
+    for words, style in _expected(run, view):
+        lines += [Text(indent + line, style) for line in wrap(words, view.width - len(indent), subsequent_indent="  ")]
     over = Counter(a.name for a in run.alerts.all if a.until is not None)
     if over:
         alert = "over: " + ", ".join(name + (f" x{n}" if n > 1 else "") for name, n in over.items())
         lines += [Text(indent + line, "dim") for line in wrap(alert, view.width - len(indent))]
     return lines
+
+
+def _expected(run: Watched, view: View) -> list[StyledText]:
+    """Whether a run is on track, and the settings in which it differs from the expected one."""
+    if view.expected is None:
+        return []
+    result, name = track(run, view.expected), shown(view.expected.name)
+    differs = [(f"not the recipe of {name}: " + shown(", ".join(result.differs)), "yellow")] if result.differs else []
+    if result.outside:
+        return [(f"! off track of {name}: " + shown("; ".join(result.outside)), "red"), *differs]
+    if not result.compared:
+        return [(f"{name}: nothing to compare yet", "dim"), *differs]
+    of = f"{view.expected.runs} runs"
+    return [(f"on track of {name}: {count(result.compared, 'metric')} within the band of {of}", "green"), *differs]
 
 
 def _parts(run: Watched) -> list[StyledText]:
@@ -230,6 +251,11 @@ def _plot(panel: Panel, steps: tuple[float, float], view: View, width: int, heig
         if len(at):
             series.append(Series(at, smoothed(values, weight), place))
     newest = short(float(series[0].values[-1])) if len(members) == 1 else ""
+    band = view.expected.bands.get(name) if view.expected else None
+    if band is not None and series:
+        ends = np.array(band.ends)
+        seen = ends <= steps[1]
+        series = [*(Series(ends[seen], np.array(v)[seen], BAND) for v in (band.low, band.high) if seen.any()), *series]
     return list(plot(f"{shown(title)}  {newest}", series, steps, width, height, view.dots).split("\n"))
 
 

@@ -36,8 +36,8 @@ def test_own_file_without_a_length_is_refused(tmp_path: Path, capsys: pytest.Cap
     assert planner_of(["--config", str(path)]).plan.samples == 192
 
 
-@pytest.mark.parametrize("name", papers.names())
-def test_facts_of_each_recipe(name: str) -> None:
+@pytest.mark.parametrize("name", [name for name in papers.names() if papers.load(name).paper != "this project"])
+def test_facts_of_each_paper(name: str) -> None:
     facts = papers.load(name).facts
     assert facts["images"].value > 1e6
     assert facts["gpus"].value >= 1
