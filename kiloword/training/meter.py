@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -194,8 +195,20 @@ def on_host(reports: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
 
 
 def peak_memory(device: torch.device) -> float:
-    """Peak memory of this process so far in MB (10^6 bytes): allocated on the GPU, or resident on a CPU."""
+    """Peak memory of this process so far in MB (10^6 bytes): allocated on the GPU, or resident on a CPU.
+
+    On Linux without pages of mapped files, such as stored tokens: the system takes those back when it needs memory.
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e6
     unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - _file_pages()) * unit / 1e6
+
+
+def _file_pages() -> int:
+    """Resident pages of mapped files in kB; 0 where the system does not tell."""
+    try:
+        status = Path("/proc/self/status").read_text(encoding="ascii")
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in status.splitlines() if line.startswith("RssFile:")), 0)

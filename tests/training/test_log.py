@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import mmap
 import os
+import resource
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -189,6 +192,7 @@ def test_memory_is_that_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3_000_000 if device.index == 1 else 0)
     assert meter.peak_memory(torch.device("cuda", 1)) == 3
     monkeypatch.setattr(meter.resource, "getrusage", lambda who: SimpleNamespace(ru_maxrss=2_000_000))
+    monkeypatch.setattr(meter, "_file_pages", lambda: 0)
     for platform, megabytes in (("linux", 2048), ("darwin", 2)):  # kilobytes, bytes
         monkeypatch.setattr(meter.sys, "platform", platform)
         assert meter.peak_memory(torch.device("cpu")) == megabytes
@@ -275,3 +279,15 @@ def test_of_several_ranks_the_slowest_tells(clock: Clock, monkeypatch: pytest.Mo
     assert found["save_s"] == 4
     assert found["pairs_per_s"] == 2 * 32 / 8
     assert found["loader_pairs_per_s"] == 2 * 2 * 32 / 8
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells how much memory is pages of files")
+def test_pages_of_files_are_no_memory_of_a_run(tmp_path: Path) -> None:
+    """Stored tokens are mapped and read page by page, which looked like a leak."""
+    size = 1 << 28
+    path = tmp_path / "tokens"
+    path.write_bytes(bytes(size))
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as pages:
+        assert not any(pages[n] for n in range(0, size, mmap.PAGESIZE))
+        resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
+        assert meter.peak_memory(torch.device("cpu")) < resident - 0.9 * size / 1e6
