@@ -83,7 +83,7 @@ def page(
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n<link rel="icon" href="data:,">\n'
-        f"<title>{escape(title)}</title>\n<style>{_style()}{style}</style>\n</head>\n<body><main>\n"
+        f"<title>{escape(title)}</title>\n<style>{style_sheet()}{style}</style>\n</head>\n<body><main>\n"
         f"<header><h1>{escape(title)}</h1>{opening}{contents}</header>\n"
         f"{body}\n</main></body>\n</html>\n"
     )
@@ -127,8 +127,8 @@ def _plain(html: str) -> str:
     return _STEERING.sub(lambda character: character[0].encode("unicode_escape").decode(), html)
 
 
-def _style() -> str:
-    """The style sheet after its variables, the dark ones where the reader's system asks for them."""
+def style_sheet() -> str:
+    """The style sheet of all pages after its variables, the dark ones where the reader's system asks for them."""
     light, dark = (
         f" {''.join(f'--{name}: {colour}; ' for name, colour in palette.items())}"
         f"--heat-rgb: {' '.join(map(str, ImageColor.getrgb(palette['heat'])))}; "
