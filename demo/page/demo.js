@@ -5,7 +5,7 @@ import { Tokenizer } from "./tokenizer.js";
 
 const SHOWN = 12;
 const at = (id) => document.getElementById(id);
-let scenes; // demo.json, with the vectors of the scenes
+let scenes; // demo.json, with the vectors and the sprite of the scenes
 let model; // {ort, tokenizer, text, image}; graphs are opened when they are first needed
 let asked = 0; // rankings, so that a slow one never replaces a later one
 
@@ -26,11 +26,16 @@ async function read(path, kind) {
 }
 
 async function openScenes() {
-  const [facts, vectors] = await Promise.all([read("demo.json", "json"), read("features.bin", "arrayBuffer")]);
+  const [facts, vectors, image] = await Promise.all([
+    read("demo.json", "json"),
+    read("features.bin", "arrayBuffer"),
+    read("scenes.webp", "blob"),
+  ]);
   if (vectors.byteLength !== 4 * facts.dim * facts.captions.length) {
     throw new Error(`features.bin has ${vectors.byteLength} bytes, expected ${4 * facts.dim * facts.captions.length}. Make the page again, by make demo.`);
   }
-  return { ...facts, vectors: new Float32Array(vectors) }; // all machines of browsers are little-endian
+  const sprite = await createImageBitmap(image);
+  return { ...facts, sprite, vectors: new Float32Array(vectors) }; // browsers run on little-endian machines alone
 }
 
 async function openModel() {
@@ -130,14 +135,19 @@ function element(name, attributes = {}, ...children) {
   return made;
 }
 
+/** A scene on a canvas: as a background of an element, its neighbours in the sprite would show at the edges. */
+function drawn(scene) {
+  const { columns, sprite } = scenes;
+  const side = sprite.width / columns;
+  const canvas = element("canvas", { width: side, height: side });
+  const [x, y] = [(scene % columns) * side, Math.floor(scene / columns) * side];
+  canvas.getContext("2d").drawImage(sprite, x, y, side, side, 0, 0, side, side);
+  return canvas;
+}
+
 function tile({ scene, score }, place) {
   const caption = scenes.captions[scene];
-  const image = element("span");
-  const rows = Math.ceil(scenes.captions.length / scenes.columns);
-  const [column, row] = [scene % scenes.columns, Math.floor(scene / scenes.columns)];
-  image.style.backgroundSize = `${scenes.columns * 100}% ${rows * 100}%`;
-  image.style.backgroundPosition = `${(column / (scenes.columns - 1)) * 100}% ${(row / Math.max(rows - 1, 1)) * 100}%`;
-  const button = element("button", { type: "button", class: "scene", "aria-label": `Scenes like this: ${caption}` }, image);
+  const button = element("button", { type: "button", class: "scene", "aria-label": `Scenes like this: ${caption}` }, drawn(scene));
   button.addEventListener("click", () => rankByScene(scene));
   const item = element("li", { "data-scene": scene }, button);
   if (score !== undefined) {
@@ -175,8 +185,8 @@ async function rank(title, address, vectorIs, note = "") {
     const end = performance.now();
     if (mine !== asked) return;
     show(title, order.slice(0, SHOWN));
-    const times = `${(end - start).toFixed(0)} ms, of which the model took ${(encoded - start).toFixed(0)}`;
-    say(`${order.length} scenes ranked in ${times}. Best: ${scenes.captions[order[0].scene]}.${note}`, "done");
+    const times = `${(end - start).toFixed(1)} ms (the model: ${(encoded - start).toFixed(1)} ms)`;
+    say(`${order.length} scenes ranked in ${times}.${note}`, "done");
   } catch (error) {
     if (mine === asked) say(error.message, "error");
   }
@@ -245,7 +255,7 @@ async function start() {
   if (typed) return rankByText(typed);
   const like = Number(query.get("like") ?? NaN);
   if (Number.isInteger(like) && like >= 0 && like < scenes.captions.length) return rankByScene(like);
-  return say(`Ready: type a sentence, or choose an example.`, "ready");
+  return say("Ready: type a sentence, or choose an example.", "ready");
 }
 
 start();

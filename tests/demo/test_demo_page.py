@@ -1,0 +1,206 @@
+"""The demo page: what is built, and in a browser the model's own ranking, its messages, and no console error."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import zipfile
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from folders import model_folder
+from kiloword.api import Matcher, load
+from kiloword.quickstart.judge import Scenes, draw_all
+from modules import module_at
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ROOT / "demo" / "node_modules"
+COUNT, SHOWN = 45, 12  # scenes of the page, and of a ranking
+TOLERANCE = 2e-5  # of a score, between onnxruntime-web and torch
+STATE = "document.documentElement.dataset.state"
+LONG = "a red circle left of a blue star " * 20
+
+
+@pytest.fixture(scope="module")
+def build() -> ModuleType:
+    return module_at(ROOT / "demo" / "build.py", "demo_build")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_folder(tmp_path_factory.mktemp("demo") / "model", "clip")
+
+
+@pytest.fixture(scope="module")
+def page(build: ModuleType, model: Path) -> Path:
+    """The page of a model with random weights."""
+    if not (PACKAGES / "onnxruntime-web").is_dir():
+        pytest.skip("onnxruntime-web is not installed: make demo-packages installs it")
+    if find_spec("onnxscript") is None:
+        pytest.skip("onnxscript is not installed, which the export needs")
+    out = model.parent / "page"
+    assert build.main(["page", str(model), str(out), "--scenes", str(COUNT)]) == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def tools() -> ModuleType:
+    module_at(ROOT / "tools" / "browser.py", "browser")
+    return module_at(ROOT / "tools" / "accessibility.py", "accessibility")
+
+
+@pytest.fixture(scope="module")
+def browser(tools: ModuleType) -> Iterator[Any]:
+    if module_at(ROOT / "tools" / "browser.py", "browser").program() is None:
+        pytest.skip("no Chromium on the path")
+    with tools.Browser() as browser:
+        yield browser
+
+
+@pytest.fixture(scope="module")
+def address(page: Path, tools: ModuleType) -> Iterator[str]:
+    with tools.served(page) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def matcher(model: Path) -> Matcher:
+    return load(model)
+
+
+@pytest.fixture(scope="module")
+def scenes(matcher: Matcher) -> Scenes:
+    return draw_all(f"scenes:test?n={COUNT}", matcher.model.config.image.size)
+
+
+def settled(browser: Any) -> str:
+    """The page's message, after a ranking or an error."""
+    browser.wait(f"['done', 'error'].includes({STATE})")
+    text: str = browser.evaluate("document.getElementById('status').textContent")
+    return text
+
+
+def shown(browser: Any) -> list[tuple[int, float]]:
+    """The ranking that the page shows: scene and score."""
+    items = "Array.from(document.querySelectorAll('#scenes li'), (li) => [+li.dataset.scene, +li.dataset.score])"
+    return [(scene, score) for scene, score in browser.evaluate(items)]
+
+
+def check_ranking(ranking: list[tuple[int, float]], scores: Tensor, tolerance: float = TOLERANCE) -> None:
+    """The best of `scores` [I], in their order but for scores that are equal within the tolerance."""
+    assert len({scene for scene, _ in ranking}) == len(ranking) == SHOWN
+    best = scores.sort(descending=True).values
+    assert best[0] - best[-1] > 1000 * tolerance  # else any order would do
+    for place, (scene, score) in enumerate(ranking):
+        assert abs(score - float(scores[scene])) < tolerance
+        assert abs(float(best[place]) - float(scores[scene])) < 2 * tolerance
+
+
+@pytest.mark.slow
+def test_the_page_ranks_as_the_model_does(
+    browser: Any, address: str, matcher: Matcher, scenes: Scenes, tmp_path: Path
+) -> None:
+    browser.emulate(1280, 800)
+    browser.open(address)
+    browser.wait(f"{STATE} === 'ready'")
+    browser.evaluate("document.getElementById('q').focus()")
+    browser.keys("a red circle\n")  # by the keyboard alone
+    assert settled(browser).startswith(f"{COUNT} scenes ranked in ")
+    check_ranking(shown(browser), matcher.score(scenes.pixels, ["a red circle"])[:, 0])
+
+    browser.open(f"{address}?q={LONG.strip().replace(' ', '+')}")
+    ((tokens, room),) = matcher.tokenizer.cut([LONG], matcher.model.config.text).values()
+    assert f"has {tokens} tokens, of which the model reads the first {room}." in settled(browser)
+    check_ranking(shown(browser), matcher.score(scenes.pixels, [LONG])[:, 0])
+
+    features = matcher.encode_image(scenes.pixels)["vec"]
+    browser.open(f"{address}?like=7")
+    settled(browser)
+    check_ranking(shown(browser), features @ features[7])
+    assert shown(browser)[0][0] == 7
+
+    # of the model's size, so that nothing is resized
+    Image.fromarray(scenes.pixels[9].permute(1, 2, 0).numpy()).save(tmp_path / "nine.png")
+    browser.choose("#file", tmp_path / "nine.png")
+    browser.wait("document.getElementById('results').textContent === 'Scenes like nine.png'")
+    check_ranking(shown(browser), features @ features[9])
+    assert browser.problems == []
+
+
+@pytest.mark.slow
+def test_messages_of_the_page(browser: Any, address: str, page: Path, tools: ModuleType, tmp_path: Path) -> None:
+    browser.open(address)
+    browser.wait(f"{STATE} === 'ready'")
+    browser.evaluate("document.querySelector('#ask button').click()")
+    assert "The sentence is empty" in settled(browser)
+    assert browser.problems == []
+
+    shutil.copytree(page, tmp_path / "page")
+    (tmp_path / "page" / "model" / "text.onnx").unlink()
+    with tools.served(tmp_path / "page") as broken:
+        browser.open(f"{broken}?q=a+dog")
+        assert settled(browser).startswith("model/text.onnx is missing (status 404). Make the page again")
+    browser.open((tmp_path / "page" / "index.html").as_uri())
+    assert "needs JavaScript and a file server" in browser.evaluate("document.getElementById('status').textContent")
+
+
+@pytest.mark.slow
+def test_a_browser_without_webassembly_gets_a_message(tools: ModuleType, address: str, browser: Any) -> None:
+    with tools.Browser() as other:
+        other.before("delete globalThis.WebAssembly")
+        other.open(address)
+        assert "does not run WebAssembly" in settled(other)
+        assert other.problems == []
+
+
+@pytest.mark.slow
+def test_the_page_is_accessible(browser: Any, address: str, tools: ModuleType, tmp_path: Path) -> None:
+    if not tools.AXE.is_file():
+        pytest.skip("axe-core is not installed: make demo-packages installs it")
+    assert tools.check(browser, f"{address}?q=a+red+circle", f"{STATE} === 'done'") == []
+    bad = '<!doctype html><html lang="en"><title>x</title><main><h1>x</h1><img src="data:,"><p style="width:200vw">x'
+    (tmp_path / "index.html").write_text(bad)
+    with tools.served(tmp_path) as other:
+        found = tools.check(browser, other)
+    assert sum("image-alt" in line for line in found) == sum("scrolls sideways" in line for line in found) == 4
+
+
+def test_models_that_the_page_cannot_rank_by_are_refused(
+    build: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in build.RUNTIME:
+        (tmp_path / "onnxruntime-web" / "dist").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "onnxruntime-web" / "dist" / name).touch()
+    other = model_folder(tmp_path / "model", "prolip")
+    words = ["page", str(other), str(tmp_path / "page"), "--packages", str(tmp_path)]
+    assert build.main(words) == 1
+    assert "more than the cosine of one vector each" in capsys.readouterr().err
+    assert build.main([*words[:3], "--packages", str(tmp_path / "nowhere")]) == 1
+    assert "run make demo, which installs it by npm ci" in capsys.readouterr().err
+    assert build.main(["page", str(other), str(other), "--packages", str(tmp_path)]) == 1
+    assert "holds something other than a demo page" in capsys.readouterr().err
+    assert not (tmp_path / "page").exists()
+
+
+def test_a_model_is_packed_with_its_card(build: ModuleType, model: Path, tmp_path: Path) -> None:
+    archives = []
+    for name in ("one", "two"):
+        assert build.main(["model", str(model), str(tmp_path / name)]) == 0
+        (archive,) = (tmp_path / name).glob("*.zip")
+        archives.append(archive.read_bytes())
+    assert archives[0] == archives[1]
+    digest = hashlib.sha256(archives[0]).hexdigest()
+    assert (tmp_path / "one" / "SHA256SUMS").read_text() == f"{digest}  clip-debug-0.zip\n"
+    with zipfile.ZipFile(tmp_path / "one" / "clip-debug-0.zip") as packed:
+        packed.extractall(tmp_path)
+    unpacked = tmp_path / "clip-debug-0"
+    assert "# clip (debug)" in (unpacked / "README.md").read_text()
+    assert torch.equal(load(unpacked).encode_text(["a dog"])["vec"], load(model).encode_text(["a dog"])["vec"])

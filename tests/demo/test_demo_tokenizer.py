@@ -1,0 +1,67 @@
+"""The page's tokenizer in JavaScript: the ids of kiloword's own, from the files of an export."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from folders import model_folder
+from kiloword.checkpoint.trust import NONE
+from kiloword.data.scenes import open_scenes
+from kiloword.interop.export.source import Exported
+from kiloword.interop.export.words import write_tokenizer
+
+PAGE = Path(__file__).resolve().parents[2] / "demo" / "page"
+ENCODE = f"""
+import {{ readFileSync }} from "node:fs";
+import {{ Tokenizer }} from "{(PAGE / "tokenizer.js").as_uri()}";
+const [document, config, texts] = JSON.parse(readFileSync(0, "utf8"));
+const tokenizer = new Tokenizer(document, config);
+console.log(JSON.stringify(texts.map((text) => tokenizer.encode(text))));
+"""
+ODD = [
+    "a dog", "", "   ", "A  Photo", "it's the dogs' 3rd ball, we'll", "'S 'LL don'T", "İstanbul ΣΑΣ Ὀδυσσεύς", "ẞ ﬁ Ǆ ŉ ſ K",
+    "e\u0301a", "a \ufeffx\x85y\x1cz\u2028w", "日本語 가 각", "😀👍🏽", "<mask> <start> a", "aaab" * 90, "\ud800 x",
+    "١٢٣ ½ ²", "\u200b a\u00ad", "a\x00b", "a\u0345", "-- !? a_b", "a red circle left of a blue star " * 40,
+]  # fmt: skip
+LETTERS = [chr(c) for part in ((0, 0x250), (0x370, 0x600), (0x1E00, 0x2100), (0x3040, 0x3100)) for c in range(*part)]
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="no node, which runs the page's JavaScript")
+def test_ids_are_those_of_kiloword(tmp_path: Path) -> None:
+    source = Exported.of(str(model_folder(tmp_path / "model", "clip")), NONE)
+    write_tokenizer(source, tmp_path)
+    rng, scenes = random.Random(0), open_scenes("scenes:test?n=100")
+    strange = ["".join(rng.choices(LETTERS, k=rng.randint(1, 14))) for _ in range(500)]
+    texts = [*ODD, *strange, *(scenes.record(n).captions[0] for n in range(100))]
+
+    files = [json.loads((tmp_path / f"{name}.json").read_text()) for name in ("tokenizer", "tokenizer_config")]
+    words = ["node", "--input-type=module", "--eval", ENCODE]
+    done = subprocess.run(words, input=json.dumps([*files, texts]), text=True, capture_output=True, check=False)
+    assert not done.returncode, done.stderr
+    answers = json.loads(done.stdout)
+
+    expected = source.tokenizer.encode(texts, source.config.text)
+    cut = source.tokenizer.cut(texts, source.config.text)
+    assert 0 < len(cut) < len(texts) / 2
+    for n, (text, answer) in enumerate(zip(texts, answers, strict=True)):
+        assert answer["ids"] == expected.ids[expected.starts[n] : expected.starts[n + 1]].tolist(), ascii(text)
+        assert answer["tokens"] == cut.get(n, (len(answer["ids"]) - 2,))[0], ascii(text)
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="no node, which runs the page's JavaScript")
+def test_a_vocabulary_of_another_library_is_refused(tmp_path: Path) -> None:
+    source = Exported.of(str(model_folder(tmp_path / "model", "clip")), NONE)
+    write_tokenizer(source, tmp_path)
+    document = json.loads((tmp_path / "tokenizer.json").read_text())
+    document["model"]["end_of_word_suffix"] = "</w>"
+    given = json.dumps([document, {"model_max_length": 32}, []])
+    words = ["node", "--input-type=module", "--eval", ENCODE]
+    done = subprocess.run(words, input=given, text=True, capture_output=True, check=False)
+    assert done.returncode
+    assert "is not one of kiloword's own vocabularies" in done.stderr
