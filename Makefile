@@ -1,6 +1,9 @@
 # Every target first makes the environment it needs; when that exists, this takes no time.
 #   make quickstart   train on drawn scenes, evaluate, write quickstart/report.html
 #   make photos DATA=FOLDER [VAL=FOLDER] [OUT=photos]   five methods on your captioned photos, on pretrained towers
+#   make demo [MODEL=quickstart/model]   a page that runs the model in a browser, in build/demo (needs npm; docs/demo.md)
+#   make models [MODEL=quickstart/model]   the model with its card, and an archive to attach to a release, in build/models
+#   make accessibility [PAGES="build/demo site"]   pages against WCAG 2.2 AA, by axe-core (needs npm and Chromium)
 #   make check        format, lint, types, layout, main tests
 #   make check-all    the slow tests, in addition to `make check`
 #   make docs         the documentation site, in site/: warnings, broken links and anchors are errors
@@ -37,7 +40,10 @@ TESTS := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE PYTHONDONTWRITEBYTECODE=
 # Without NO_MKDOCS_2_WARNING mkdocs-material prints an announcement. --quiet would hide warnings from --strict.
 SITE := PYTHONPATH=$(VENV)/docs NO_MKDOCS_2_WARNING=1 OMP_NUM_THREADS=1 $(BIN)/python -m mkdocs
 
-.PHONY: quickstart photos check check-all docs docs-serve house env core lock sbom audit
+# What the demo page runs, by the hashes of its lock file; no script of a package is run.
+PACKAGES := demo/node_modules/.package-lock.json
+
+.PHONY: quickstart photos demo demo-packages models accessibility check check-all docs docs-serve house env core lock sbom audit
 
 quickstart: $(CORE)
 	@OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m kiloword quickstart --out quickstart
@@ -46,6 +52,29 @@ OUT ?= photos
 photos: $(WEIGHTS)
 	@OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m kiloword quickstart photos $(if $(DATA),--data "$(DATA)") \
 		$(if $(VAL),--val "$(VAL)") --out "$(OUT)"
+
+MODEL ?= quickstart/model
+demo: demo-packages $(FULL) $(filter quickstart/model,$(MODEL))
+	@$(BIN)/python demo/build.py page "$(MODEL)" build/demo
+
+models: $(FULL) $(filter quickstart/model,$(MODEL))
+	@$(BIN)/python demo/build.py model "$(MODEL)" build/models
+
+# A run that was interrupted has no model yet: the same command goes on.
+quickstart/model: | $(FULL)
+	@OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m kiloword quickstart --out quickstart
+
+demo-packages: $(PACKAGES)
+
+$(PACKAGES): demo/package.json demo/package-lock.json
+	@command -v npm >/dev/null || { echo 'No npm on the path: install Node.js, which brings it (20 or newer is tried).' >&2; exit 2; }
+	@echo "== installing what the demo page needs into demo/node_modules"
+	@npm ci --prefix demo --ignore-scripts --no-audit --no-fund --loglevel=error >/dev/null
+	@touch $@
+
+PAGES ?= build/demo site
+accessibility: $(CORE) demo-packages
+	@$(BIN)/python tools/accessibility.py $(PAGES)
 
 check: $(FULL)
 	@echo '== format (ruff format --check)'

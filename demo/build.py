@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import io
 import shutil
 import sys
 import zipfile
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +60,9 @@ def write_page(model: Path, out: Path, count: int = 200, packages: Path = HERE /
         raise ValueError(f"--scenes {count}: expected {COLUMNS} to 2,000.")
     missing = [name for name in RUNTIME if not (packages / "onnxruntime-web" / "dist" / name).is_file()]
     if missing:
-        raise ValueError(f"{packages} lacks onnxruntime-web ({missing[0]}): run make demo, which installs it by npm ci.")
+        raise ValueError(
+            f"{packages} lacks onnxruntime-web ({missing[0]}): run make demo, which installs it by npm ci."
+        )
     _check_old(out)
     matcher = load(model)
     _check_model(matcher, model)
@@ -66,7 +70,8 @@ def write_page(model: Path, out: Path, count: int = 200, packages: Path = HERE /
     work = out.with_name(f".{out.name}.tmp")
     shutil.rmtree(work, ignore_errors=True)  # of a call that was killed
     try:
-        export("onnx", str(model), work / "model")
+        with redirect_stdout(io.StringIO()):  # it names the folder that is renamed below
+            export("onnx", str(model), work / "model")
         for path in sorted((HERE / "page").iterdir()):
             if path.name != "demo.css":
                 shutil.copyfile(path, work / path.name)

@@ -1,9 +1,9 @@
 """Check pages against WCAG 2.2 A and AA by axe-core in a Chromium without a window: `make accessibility` calls this.
 
-    python tools/accessibility.py FOLDER|URL[#PATH] ...     such as build/demo site#papers/llip.html http://127.0.0.1:8000/
+    python tools/accessibility.py FOLDER|URL[#PATH] ...     such as build/demo site#methods.html http://127.0.0.1:80/
 
-A folder is served on loopback. Each page is checked at the width of a desktop and of a phone, light and dark; prints each
-violation with the first elements, console errors, and pages that scroll sideways. Exit code 1 if there is any.
+A folder is served on loopback. Each page is checked at the width of a desktop and of a phone, light and dark. Prints
+each violation with its first elements, console errors, and pages that scroll sideways; exit code 1 if there is any.
 """
 
 from __future__ import annotations

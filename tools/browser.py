@@ -1,9 +1,9 @@
 """Chromium without a window, by its DevTools protocol over two pipes: needs no library, no port and no network.
 
-    with served(folder) as address, Browser() as browser:
-        browser.emulate(390, 844, dark=True)
-        browser.open(address)
-        browser.evaluate("document.title")
+with served(folder) as address, Browser() as browser:
+    browser.emulate(390, 844, dark=True)
+    browser.open(address)
+    browser.evaluate("document.title")
 """
 
 from __future__ import annotations

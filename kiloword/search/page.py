@@ -52,7 +52,9 @@ def figures(library: Library, matches: Sequence[Match], query: str = "") -> Html
 
 def _scored(n: int, match: Match, number: int | None) -> str:
     """The line below the nth photo; a score of NaN is none. Args: number: of the photo, for a link to similar ones."""
-    like = "" if number is None else f'<a href="/?like={number}" aria-label="more like photo {n}">more like this</a>'
+    like = (
+        "" if number is None else f'<a href="/?like={number}" aria-label="more like this, photo {n}">more like this</a>'
+    )
     if math.isnan(match.score):
         return f"<div>{like}</div>"
     words, between = f"{match.score:.3f}", " · "
