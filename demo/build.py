@@ -3,9 +3,9 @@
     python demo/build.py page MODEL OUT [--scenes 200] [--packages demo/node_modules]
     python demo/build.py model MODEL OUT
 
-page: a folder that any static file server shows: the page, the model as ONNX, onnxruntime-web, and held-out scenes with
-their features. model: a folder NAME with the model and its card, NAME.zip of it, and SHA256SUMS, to attach to a release;
-NAME is METHOD-SIZE-STEPS.
+page: a folder that any static file server shows: the page, the model as ONNX, onnxruntime-web, and held-out scenes
+with their features. model: a folder NAME with the model and its card, NAME.zip of it, and SHA256SUMS, to attach to a
+release; NAME is METHOD-SIZE-STEPS.
 """
 
 from __future__ import annotations
