@@ -4,6 +4,7 @@
 import { Tokenizer } from "./tokenizer.js";
 
 const SHOWN = 12;
+const LIKE = "Scenes like this one"; // heading of a ranking by a stored vector
 const at = (id) => document.getElementById(id);
 let scenes; // demo.json, with the vectors and the sprite of the scenes
 let model; // {ort, tokenizer, text, image}; graphs are opened when they are first needed
@@ -185,8 +186,8 @@ async function rank(title, address, vectorIs, note = "") {
     const end = performance.now();
     if (mine !== asked) return;
     show(title, order.slice(0, SHOWN));
-    const times = `${(end - start).toFixed(1)} ms (the model: ${(encoded - start).toFixed(1)} ms)`;
-    say(`${order.length} scenes ranked in ${times}.${note}`, "done");
+    const inModel = title === LIKE ? "" : ` (the model: ${(encoded - start).toFixed(1)} ms)`;
+    say(`${order.length} scenes ranked in ${(end - start).toFixed(1)} ms${inModel}.${note}`, "done");
   } catch (error) {
     if (mine === asked) say(error.message, "error");
   }
@@ -205,7 +206,7 @@ function rankByText(text) {
 
 async function rankByScene(scene) {
   const { dim, vectors } = scenes;
-  await rank("Scenes like this one", `?like=${scene}`, () => vectors.subarray(scene * dim, (scene + 1) * dim));
+  await rank(LIKE, `?like=${scene}`, () => vectors.subarray(scene * dim, (scene + 1) * dim));
   at("results").focus({ preventScroll: true }); // the button that had it is gone
   at("results").scrollIntoView({ block: "nearest" });
 }
