@@ -11,6 +11,7 @@ import tyro
 
 from kiloword.api import Matcher
 from kiloword.config.recipes import Recipe
+from kiloword.data.feature_store import contents
 from kiloword.data.reading import eval_batches
 from kiloword.data.sources.held_out import SomeRows
 from kiloword.data.sources.open import open_source
@@ -49,9 +50,17 @@ def part(rows: slice, wrap: Callable[[TreeSource], Source] = lambda source: sour
         source = wrap(tree)
         chosen = np.arange(len(source))[rows]
         what = f"rows {chosen[0]} to {chosen[-1]}"
-        return SomeRows(source, chosen, f"{source.name}, {what}", f"{what} {source.fingerprint}")
+        return _Part(source, chosen, f"{source.name}, {what}", f"{what} {source.fingerprint}")
 
     return opened
+
+
+class _Part(SomeRows):
+    """Some rows of a source, which features of the whole source fit."""
+
+    @property
+    def contents(self) -> frozenset[str]:
+        return contents(self.source)
 
 
 def nodes_at(tree: ClassTree, level: int) -> list[int]:
