@@ -116,7 +116,7 @@ def arms(options: MinedOptions) -> list[Arm]:
 
     def arm(name: str, method: str, precision: float = 1.0, recall: float = 1.0, **settings: Any) -> Arm:
         recipe = replace(_base(options, method), settings=settings)
-        rate = ANNOTATED_RATE if name == ANNOTATED else POSITIVES_RATE
+        rate = ANNOTATED_RATE if name.startswith(ANNOTATED) else POSITIVES_RATE
         source = part(slice(HALF), partial(Oracle, precision=precision, recall=recall))
         return Arm(name=name, recipe=recipe, judge=judge, source=source, rate=rate)
 
@@ -133,6 +133,8 @@ def arms(options: MinedOptions) -> list[Arm]:
         arm(EXACT, "siglip+exact"),
         arm("exact, balanced", "siglip+exact", exact={"balance": True}),
         arm("exact, ignored", IGNORED),
+        arm("annotated, searched bias", "siglip+bias-search"),
+        arm("exact, searched bias", "siglip+exact+bias-search"),
         replace(clip, recipe=teacher.joined(clip.recipe, options.out)),
     ]
 
