@@ -124,7 +124,6 @@ SILENT = ("search", "ray")  # searches work without, and say so above a million 
 def prepared(run: Callable[[str], str]) -> None:
     """Photos with captions, and models of clip and coca, made by the environment at hand."""
     run(code(PHOTOS))
+    small = '--data "scenes?n=64" --size debug --vocab 300 --batch 8 --steps 2'
     for method in ("clip", "coca"):
-        run(
-            f'-m kiloword train {method} --data "scenes?n=64" --size debug --vocab 300 --batch 8 --steps 2 --out {method}'
-        )
+        run(f"-m kiloword train {method} {small} --out {method}")
