@@ -66,9 +66,9 @@ server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Bucket)
 threading.Thread(target=server.serve_forever, daemon=True).start()
 os.environ |= {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{server.server_address[1]}", "AWS_ACCESS_KEY_ID": "a",
                "AWS_SECRET_ACCESS_KEY": "b", "AWS_DEFAULT_REGION": "us-east-1", "KILOWORD_CACHE": "cache"}
-import gcsfs, huggingface_hub
 from kiloword.data.sources.open import open_source
 source = open_source("s3://bucket/photos.tar")
+import gcsfs, huggingface_hub
 assert len(source) == 8 and source.record(3).captions[0].endswith("number 3")
 '''
 OFFLINE = "import os, sys; os.environ |= {}; sys.argv = {!r}.split(); from kiloword.cli.main import main; main()"
@@ -90,16 +90,16 @@ def tracked(kind: str, variables: dict[str, str]) -> str:
 
 USES: dict[str, tuple[str, ...]] = {  # extra -> words of python
     "openclip": (
-        verb("kiloword export open_clip clip/model open-clip"),
+        verb("kiloword export open_clip clip/model --out open-clip"),
         verb(f"{TRAIN}--image-tower open_clip:ViT-B-32 --batch 2 --out open-clip-run"),
     ),
     "hf": (
-        verb("kiloword export transformers clip/model hf"),
+        verb("kiloword export transformers clip/model --out hf"),
         verb("kiloword embed hf:hf --data photos --out from-hf"),
     ),
     "timm": (verb(f"{TRAIN}--image-tower timm:test_vit --out timm-run"),),
-    "onnx": (verb("kiloword export onnx clip/model onnx"),),
-    "sentence-transformers": (verb("kiloword export sentence-transformers clip/model sentences"),),
+    "onnx": (verb("kiloword export onnx clip/model --out onnx"),),
+    "sentence-transformers": (verb("kiloword export sentence-transformers clip/model --out sentences"),),
     "eval": (
         verb('kiloword eval caption coca/model --data "scenes:test?n=4" --judge.tokenizer ptb --json captions.json'),
         code('import json; assert "meteor" in json.load(open("captions.json"))'),
@@ -118,7 +118,9 @@ USES: dict[str, tuple[str, ...]] = {  # extra -> words of python
 }
 
 
-SILENT = ("search", "ray")  # searches work without, and say so above a million photos; Ray's users import it themselves
+# Whose absence no message of an extra tells: searches work without, and say so above a million photos; users of Ray
+# import it themselves; the messages of towers name the packages of their weights.
+SILENT = ("search", "ray", "photos")
 
 
 def prepared(run: Callable[[str], str]) -> None:

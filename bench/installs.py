@@ -1,11 +1,12 @@
-"""What each way to install kiloword gives: whether it works outside the repository, its megabytes and its seconds.
+"""What each way to install kiloword gives: whether it works outside the repository, megabytes and processor seconds.
 
 Clones the committed files, builds the source archive and from that the wheel, as pip does, and installs into new
 environments: the wheel alone, the wheel with one extra after the other, the unpacked source archive with `dev` (whose
 tests it runs some of), and the clone. An environment with an extra begins as a copy (hard links, the same path) of the
-one with the wheel alone, where what the extra opens must be refused with the command that installs it. Each then runs
-kiloword, and what the extra opens, in a folder that holds nothing of the repository. Prints a table for
-docs/install.md; asks the index that pip asks, and nothing else of the network.
+one with the wheel alone, where what the extra opens must be refused with the command that installs it; in it the doctor
+must find the extra, and what the extra opens must run. The other three import, train and score. All work in a folder
+that holds nothing of the repository. Prints a table for docs/install.md; asks the index that pip asks, and nothing else
+of the network.
 
     python bench/installs.py [--python python3.12] [--torch WORDS] [--only core onnx] [--scratch DIR]
 
@@ -18,13 +19,13 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import resource
 import shlex
 import shutil
 import subprocess
 import sys
 import tarfile
 import tempfile
-import time
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -34,10 +35,9 @@ from installed_uses import SILENT, USES, prepared
 
 ROOT = Path(__file__).resolve().parents[1]
 TRAIN = '-m kiloword train siglip --data "scenes?n=64" --size debug --vocab 300 --batch 8 --steps 2 --out siglip'
-EVERYWHERE = (  # words of python, in a folder with what `prepared` makes
+BASIC = (  # words of python, in a folder with what `prepared` makes
     '-c "import kiloword, sys; assert kiloword.__file__.startswith(sys.prefix), kiloword.__file__"',
     "-m kiloword --help",
-    "-m kiloword doctor",
     TRAIN,
     '-m kiloword score siglip/model --images photos/0.jpg --texts "a red circle" "two blue stars"',
 )
@@ -46,7 +46,7 @@ SMOKE = "-m pytest -n 0 tests/losses tests/checkpoint/test_files.py tests/test_a
 
 @dataclass
 class Row:
-    """One way of installing: what pip took in seconds, MB in all and of torch, and what failed."""
+    """One way of installing: processor seconds of pip, MB in all and of torch, what it replaced, and what failed."""
 
     name: str
     seconds: float
@@ -93,10 +93,10 @@ class Place:
         shutil.copytree(self.core, self.env, symlinks=True, copy_function=os.link)
 
     def install(self, *words: str, cwd: Path | None = None) -> float:
-        """Seconds of `pip install WORDS`."""
-        begun = time.perf_counter()
+        """Processor seconds of `pip install WORDS`, the index and the disk not counted."""
+        begun = used()
         self.run(["-m", "pip", "install", "--quiet", *words], cwd=cwd, limit=1800)
-        return time.perf_counter() - begun
+        return used() - begun
 
     def sizes(self) -> tuple[float, float]:
         """MB on disk of the environment, and those of torch with the libraries of its CUDA build."""
@@ -109,6 +109,12 @@ class Place:
     def versions(self) -> dict[str, str]:
         lines = self.run("-m pip freeze --all").splitlines()
         return dict(line.split("==", 1) for line in lines if "==" in line)
+
+
+def used() -> float:
+    """Processor seconds of all ended processes that this one started, and of theirs."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def megabytes(path: Path) -> float:
@@ -154,12 +160,11 @@ def built(place: Place, clone: Path) -> tuple[Path, Path]:
 
 
 def measured(place: Place, row: Row, uses: Sequence[str], before: dict[str, str]) -> Row:
-    """Sizes, packages that another version replaced, the checks of every environment, and those of an extra."""
+    """Sizes, packages of `before` that another version replaced, what the doctor says of an extra, and the commands."""
     row.size, row.torch = place.sizes()
     now = place.versions()
     row.moved = [f"{n} {v} became {now.get(n, 'nothing')}" for n, v in before.items() if now.get(n) != v]
     shutil.rmtree(place.work / "siglip", ignore_errors=True)
-    check(place, row, EVERYWHERE)
     said = [line for line in check(place, row, ["-m kiloword doctor"]).splitlines() if f"extra {row.name} " in line]
     if said and "pip install" in said[0]:
         row.failures.append(f"doctor: {said[0].strip()}")
@@ -181,7 +186,7 @@ def rows(place: Place, clone: Path, torch: str, only: Sequence[str]) -> list[Row
     before = place.versions()
     out = []
     if wanted("core"):
-        measured(place, core, (), before)
+        measured(place, core, BASIC, before)
         check_refusals(place, core)
         out.append(shown(core))
     place.env.rename(place.core)
@@ -193,11 +198,11 @@ def rows(place: Place, clone: Path, torch: str, only: Sequence[str]) -> list[Row
             check(place, row, [SMOKE], cwd=unpacked)
         else:
             row = Row(extra, place.install(f"{wheel}[{extra}]"))
-        out.append(shown(measured(place, row, USES.get(extra, ()), before)))
+        out.append(shown(measured(place, row, USES.get(extra, BASIC), before)))
     if wanted("clone"):
         place.fresh()
         row = Row("clone", place.install(*shlex.split(torch)) + place.install(".", cwd=clone))
-        out.append(shown(measured(place, row, (), {})))
+        out.append(shown(measured(place, row, BASIC, {})))
     return out
 
 
@@ -208,8 +213,8 @@ def shown(row: Row) -> Row:
 
 def table(lines: Sequence[Row], first: float) -> str:
     """Markdown. Args: first: MB of the environment with the wheel alone."""
-    head = "| installed | MB with torch | without | more than the core | seconds | works |\n|---|---|---|---|---|---|\n"
-    return head + "\n".join(
+    head = "| installed | MB with torch | without | more than the core | processor seconds | works |\n"
+    return f"{head}|---|---|---|---|---|---|\n" + "\n".join(
         f"| {r.name} | {r.size:,.0f} | {r.size - r.torch:,.0f} | {r.size - first:,.0f} | {r.seconds:.0f} | "
         f"{'; '.join(r.failures) or 'yes'} |"
         for r in lines
