@@ -8,7 +8,9 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
+from email import message_from_string
 from pathlib import Path
 
 import pytest
@@ -45,6 +47,19 @@ def build(kind: str, source: Path, out: Path) -> Path:
     return path
 
 
+def check_metadata(text: str) -> None:
+    """What an index and `pip show` print: complete, with the README, and without addresses."""
+    found, project = message_from_string(text), tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert found["Version"] == kiloword.__version__
+    assert (found["Author"], found["License-Expression"]) == ("kiloword developers", "Apache-2.0")
+    assert found.get_all("License-File") == ["LICENSE"]
+    assert found["Description-Content-Type"] == "text/markdown"
+    assert found.get_payload() == (ROOT / "README.md").read_text(encoding="utf-8")
+    assert set(found.get_all("Provides-Extra", ())) == set(project["project"]["optional-dependencies"])
+    assert found.get_all("Classifier") == project["project"]["classifiers"]
+    assert not any(found.get_all(name) for name in ("Home-page", "Project-URL", "Author-email", "Download-URL"))
+
+
 @pytest.mark.slow
 def test_a_wheel_from_the_source_archive_works_alone(tmp_path: Path) -> None:
     pytest.importorskip("setuptools", minversion="77", reason="the build needs setuptools")
@@ -69,6 +84,9 @@ def test_a_wheel_from_the_source_archive_works_alone(tmp_path: Path) -> None:
     }
     assert (alone / "kiloword" / "py.typed").is_file()
     assert (alone / f"kiloword-{kiloword.__version__}.dist-info" / "licenses" / "LICENSE").is_file()
+    info = f"kiloword-{kiloword.__version__}.dist-info"
+    assert {path.name for path in alone.iterdir()} == {"kiloword", info}
+    check_metadata((alone / info / "METADATA").read_text(encoding="utf-8"))
     said = run("-m", "kiloword", "--version", cwd=tmp_path, PYTHONPATH=str(alone))
     assert kiloword.__version__ in said
     where = run("-c", "import kiloword; print(kiloword.__file__)", cwd=tmp_path, PYTHONPATH=str(alone))

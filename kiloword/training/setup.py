@@ -74,7 +74,7 @@ def prepare(recipe: Recipe, out: Path, source: Source, *, device: str, options: 
     Raises: ValueError as `resolve`, and when another process trains in `out`.
     """
     if options.log_to == "tensorboard":
-        mirror.check_tensorboard()
+        mirror.check_tensorboard("--log-to tensorboard")
     elif options.log_to != "file":
         check_installed(options.log_to)
     resolved = resolve(recipe, source, out, options, device)

@@ -22,10 +22,10 @@ NO_CURVE = ("step", "time", "restarts")
 SUFFIX = ".kiloword"  # end of the names of the files written here
 
 
-def check_tensorboard() -> None:
-    """Raises: ValueError when the package is not installed."""
+def check_tensorboard(flag: str = "--tensorboard") -> None:
+    """Args: flag: that asks for it. Raises: ValueError when the package is not installed."""
     if importlib.util.find_spec("tensorboard") is None:
-        raise ValueError(needs("--tensorboard", "tensorboard", "log", ", or omit it."))
+        raise ValueError(needs(flag, "tensorboard", "log", ", or omit it."))
 
 
 class Mirror:

@@ -85,6 +85,9 @@ def test_without_tensorboard_the_extra_is_named(
     assert "pip install 'kiloword[log]'" in capsys.readouterr().err
     with pytest.raises(ValueError, match="--tensorboard needs tensorboard: pip"):
         Mirror(out, tmp_path / "events")
+    with pytest.raises(SystemExit):
+        main(["train", "siglip", "--out", str(tmp_path / "new"), "--log-to", "tensorboard"])
+    assert "--log-to tensorboard needs tensorboard: pip" in capsys.readouterr().err
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
