@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +21,58 @@ def test_outputs_are_not_committed(path: Path) -> None:
     assert not [cell for cell in cells(path) if cell.get("outputs") or cell.get("execution_count")]
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_the_first_model_learns_is_found_and_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+TUTORIALS = {  # modules that it needs beside kiloword's own
+    "your_photos": (),
+    "cached_features": ("transformers",),
+    "many_captions": (),
+    "captions_as_regions": (),
+    "what_it_looks_at": (),
+    "your_method": (),
+    "open_clip_and_back": ("open_clip",),
+}
+
+
+def executed(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The cells of a notebook with their outputs, run in an empty folder. Raises: CellExecutionError."""
     nbformat = pytest.importorskip("nbformat", reason="notebooks need nbformat")
     nbclient = pytest.importorskip("nbclient", reason="notebooks are run by nbclient")
     pytest.importorskip("ipykernel", reason="notebooks are run by ipykernel")
     monkeypatch.setenv("PYTHONPATH", str(NOTEBOOKS.parents[1]))
-    notebook = nbformat.read(NOTEBOOKS / "first_model.ipynb", 4)
-    client = nbclient.NotebookClient(notebook, timeout=1100, resources={"metadata": {"path": str(tmp_path)}})
-    client.execute()
-    said = "".join(
-        output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", ()) if cell.outputs
-    )
+    notebook = nbformat.read(NOTEBOOKS / f"{name}.ipynb", 4)
+    nbclient.NotebookClient(notebook, timeout=1100, resources={"metadata": {"path": str(folder)}}).execute()
+    return list(notebook.cells)
+
+
+def printed(cells: list[Any]) -> str:
+    return "".join(output.get("text", "") for cell in cells for output in cell.get("outputs", ()))
+
+
+def test_every_notebook_is_executed_and_listed() -> None:
+    """By a test below, and in the page of tutorials."""
+    names = {path.stem for path in NOTEBOOKS.glob("*.ipynb")}
+    assert names == {"first_model", *TUTORIALS}
+    listed = (NOTEBOOKS.parent / "tutorials.md").read_text(encoding="utf-8")
+    assert not [name for name in names if f"(notebooks/{name}.ipynb)" not in listed]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name", list(TUTORIALS))
+def test_what_must_hold_in_a_tutorial(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in TUTORIALS[name]:
+        if find_spec(module) is None:
+            pytest.skip(f"{module} is not installed")
+    run = executed(name, tmp_path, monkeypatch)
+    assert "SystemExit" not in printed(run)  # %run shows that a command has failed, and goes on
+    assert "\nassert " in "\n" + run[-1].source
+    assert run[-1].execution_count  # nbclient has raised if one of them was false
+    assert "What must hold" in run[-2].source
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_the_first_model_learns_is_found_and_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = printed(executed("first_model", tmp_path, monkeypatch))
     figures = dict.fromkeys(("best ten", "right colour", "largest difference of a feature"), "")
     for line in said.splitlines():
         for what in figures:

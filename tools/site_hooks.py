@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
@@ -54,7 +55,19 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         files.append(File.generated(config, place, content=text))
     for source, place in PLACED.items():
         files.append(File.generated(config, place, content=(ROOT / source).read_text(encoding="utf-8")))
+    for notebook in sorted((ROOT / "docs" / "notebooks").glob("*.ipynb")):
+        files.append(File.generated(config, f"notebooks/{notebook.stem}.md", content=page_of(notebook)))
     return files
+
+
+def page_of(notebook: Path) -> str:
+    """The cells of a notebook as Markdown, and a link to the file itself below its title."""
+    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    texts = [("".join(cell["source"]), cell["cell_type"] == "code") for cell in cells]
+    parts = [f"```python\n{text}\n```" if code else text for text, code in texts]
+    title, _, rest = parts[0].partition("\n")
+    file = f'<a href="{notebook.name}" download>{notebook.name}</a>, a notebook. Its outputs appear when it is run.'
+    return "\n\n".join([title, file, rest, *parts[1:]])
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
@@ -88,6 +101,7 @@ def relinked(text: str, place: str) -> str:
         to = PLACED.get(target) or (target.removeprefix("docs/") if target.startswith("docs/") else "")
         if not to or (ROOT / target).is_dir():
             return found["text"]
+        to = re.sub(r"\.ipynb$", ".md", to)  # the page of a notebook
         path = os.path.relpath(to, PurePosixPath(place).parent)
         text = title(ROOT / target) if found["text"].endswith(".md") else found["text"]
         return f"{found['image']}[{text}]({path}{found['heading'] or ''})"

@@ -176,6 +176,16 @@ def test_links_out_of_docs_lead_into_the_site(site: Path) -> None:
 
 
 @needs_mkdocs
+def test_notebooks_are_pages(site: Path) -> None:
+    """With their code, a link to the file, and links from other pages."""
+    page = (site / "notebooks" / "your_method.html").read_text()
+    assert 'href="your_method.ipynb"' in page
+    assert 'href="../methods.html#add-a-method"' in page
+    assert "writefile" in page
+    assert 'href="notebooks/your_method.html"' in (site / "tutorials.html").read_text()
+
+
+@needs_mkdocs
 @pytest.mark.slow
 @pytest.mark.parametrize("line", ["[x](nowhere.md)", "[x](data.md#nothing)"])
 def test_a_broken_link_fails_the_build(line: str, tmp_path: Path) -> None:
