@@ -15,7 +15,7 @@ from PIL import Image
 from kiloword.checkpoint.files import replacing
 from kiloword.config import papers
 from kiloword.config.options import RunOptions
-from kiloword.config.recipes import HeadConfig, ImageConfig, LoraConfig, OptimConfig, Recipe, TextConfig
+from kiloword.config.recipes import HeadConfig, ImageConfig, LoraConfig, OptimConfig, Recipe, TextConfig, TrunkConfig
 from kiloword.data.images.contact import TILES, draw_tiles
 from kiloword.data.loader import Loader
 from kiloword.data.reading import BadRows
@@ -135,6 +135,8 @@ def _listed(values: Mapping[str, Any]) -> str:
 
 
 def _value(value: Any) -> str:
+    if isinstance(value, TrunkConfig):
+        return value.name
     if isinstance(value, tuple | list):
         return ",".join(map(_value, value)) or "none"
     if value is None or value == "":

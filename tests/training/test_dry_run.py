@@ -14,7 +14,7 @@ from safetensors import safe_open
 
 from kiloword.cli.main import main
 from kiloword.config.options import RunOptions
-from kiloword.config.recipes import AugmentConfig, OptimConfig
+from kiloword.config.recipes import AugmentConfig, ImageConfig, OptimConfig, TrunkConfig
 from kiloword.methods.defaults import default_recipe
 from kiloword.methods.registry import names
 from kiloword.training import dry_run, loop
@@ -203,6 +203,8 @@ def test_settings_as_they_are_typed() -> None:
     assert set(values(muon)) == {*dry_run.ALWAYS[OptimConfig].replace("_", "-").split(), "eps", "muon-lr"}
     assert set(values(adamw)) == set(values(muon)) - {"muon-lr"}
     assert dry_run.settings_of(AugmentConfig()) == ""
+    above = ImageConfig(trunk=TrunkConfig(name="timm:resnet50", width=2048, config={"a": 1}))
+    assert dry_run.settings_of(above).startswith("trunk=timm:resnet50 size=")
     lines = list(dry_run._wrapped("name", "word " * 60))
     assert [line[:11].strip() for line in lines] == ["name", *[""] * (len(lines) - 1)]
     assert all(line[11:].startswith("word") for line in lines)
