@@ -47,12 +47,7 @@ class LabelSet:
 
 
 def indices_of(label: int | LabelSet | None) -> tuple[int, ...]:
-    """The class indices of a label.
-
-    Examples:
-        >>> indices_of(3), indices_of(LabelSet((1, 4))), indices_of(None)
-        ((3,), (1, 4), ())
-    """
+    """The class indices of a label."""
     return () if label is None else label.indices if isinstance(label, LabelSet) else (label,)
 
 
@@ -155,12 +150,7 @@ class Texts:
 
     @staticmethod
     def pack(sequences: Sequence[Sequence[int]], truncated: int = 0) -> Texts:
-        """Pack T sequences of token ids.
-
-        Examples:
-            >>> Texts.pack([[1, 7, 2], [1, 2]]).starts
-            tensor([0, 3, 5])
-        """
+        """Pack T sequences of token ids."""
         lengths = [len(s) for s in sequences]
         starts = torch.zeros(len(lengths) + 1, dtype=torch.int64)
         starts[1:] = torch.tensor(lengths, dtype=torch.int64).cumsum(0)
@@ -168,12 +158,7 @@ class Texts:
         return Texts(ids, starts, max(lengths, default=0), truncated)
 
     def cut(self, first: int, end: int) -> Texts:
-        """Texts `first` to `end`.
-
-        Examples:
-            >>> Texts.pack([[1, 7, 2], [1, 2], [1, 9, 2]]).cut(1, 3).ids
-            tensor([1, 2, 1, 9, 2])
-        """
+        """Texts `first` to `end`."""
         starts = self.starts[first : end + 1]
         a, b = int(starts[0]), int(starts[-1])
         tokens = None if self.tokens is None else self.tokens[a:b]
@@ -183,12 +168,6 @@ class Texts:
         """Spans of tokens as texts: the places [tokens] of the tokens in `ids`, and the texts.
 
         Args: first, lengths [n]: place of the first token of each span, and its number of tokens; tokens: their sum.
-
-        Examples:
-            >>> texts = Texts.pack([[1, 7, 8, 2], [1, 9, 2]])
-            >>> place, spans = texts.spans(torch.tensor([1, 5]), torch.tensor([2, 1]), 3)
-            >>> place, spans.ids
-            (tensor([1, 2, 5]), tensor([7, 8, 9]))
         """
         starts = F.pad(lengths.cumsum(0), (1, 0))
         shift = torch.repeat_interleave(first - starts[:-1], lengths, output_size=tokens)
@@ -196,33 +175,16 @@ class Texts:
         return place, self.at(place, starts)
 
     def at(self, place: Tensor, starts: Tensor) -> Texts:
-        """The tokens at places [n], or at those that are True [S], as texts with other `starts`; no text is longer.
-
-        Examples:
-            >>> texts = Texts.pack([[1, 7, 8, 2], [1, 9, 2]])
-            >>> texts.at(texts.ids > 2, torch.tensor([0, 2, 3])).ids
-            tensor([7, 8, 9])
-        """
+        """The tokens at places [n], or at those that are True [S], as texts with other `starts`; no text is longer."""
         tokens = None if self.tokens is None else self.tokens[place]
         return Texts(self.ids[place], starts, self.longest, tokens=tokens)
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Texts:
-        """Apply a function to every tensor.
-
-        Examples:
-            >>> Texts.pack([[1, 7, 2]]).each(lambda x: x + 1).ids
-            tensor([2, 8, 3])
-        """
+        """Apply a function to every tensor."""
         tokens = None if self.tokens is None else change(self.tokens)
         return replace(self, ids=change(self.ids), starts=change(self.starts), tokens=tokens)
 
     def to(self, device: torch.device | str) -> Texts:
-        """Move every tensor to a device.
-
-        Examples:
-            >>> Texts.pack([[1, 7, 2]]).to("cpu").ids.device.type
-            'cpu'
-        """
         return self.each(lambda x: x.to(device, non_blocking=True))
 
 
@@ -243,22 +205,11 @@ class TextGroup:
     image_of_text: Tensor  # [T'] int64, row of `Batch.images`, ascending
 
     def each(self, change: Callable[[Tensor], Tensor]) -> TextGroup:
-        """Apply a function to every tensor.
-
-        Examples:
-            >>> TextGroup(Texts.pack([[1, 2]]), torch.tensor([0])).each(torch.clone).image_of_text
-            tensor([0])
-        """
+        """Apply a function to every tensor."""
         return TextGroup(self.texts.each(change), change(self.image_of_text))
 
     def part(self, i: int, j: int) -> TextGroup:
-        """Those of images i to j.
-
-        Examples:
-            >>> group = TextGroup(Texts.pack([[1, 2], [1, 7, 2]]), torch.tensor([0, 2]))  # of images 0 and 2
-            >>> group.part(1, 3).image_of_text
-            tensor([1])
-        """
+        """Those of images i to j."""
         bounds = self.image_of_text.new_tensor([i, j])
         first, end = torch.searchsorted(self.image_of_text, bounds).tolist()
         return TextGroup(self.texts.cut(first, end), self.image_of_text[first:end] - i)
@@ -297,21 +248,11 @@ class Batch:
 
     @property
     def host(self) -> Batch:
-        """The batch before `to`. Read lengths and counts from it, so that nothing waits for the device.
-
-        Examples:
-            >>> batch.to("cpu").host is batch
-            True
-        """
+        """The batch before `to`. Read lengths and counts from it, so that nothing waits for the device."""
         return self if self.before_move is None else self.before_move
 
     def split(self, parts: int) -> list[Batch]:
-        """Equal micro-batches of consecutive images with their texts; `parts` must divide I.
-
-        Examples:
-            >>> [len(part) for part in batch.split(2)]
-            [8, 8]
-        """
+        """Equal micro-batches of consecutive images with their texts; `parts` must divide I."""
         size = len(self) // parts
         assert size * parts == len(self), f"{len(self)} images do not split into {parts}"
         if parts == 1:
@@ -338,33 +279,18 @@ class Batch:
         )
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Batch:
-        """Apply a function to every tensor.
-
-        Examples:
-            >>> batch.each(torch.clone).images.shape
-            torch.Size([16, 3, 32, 32])
-        """
+        """Apply a function to every tensor."""
         whole = ("images", "texts", "image_of_text", "seeds", "position", "composed", "questions")
         names = (*whole, "image_features", "text_features", "inputs")
         return replace(self, **{name: _changed(getattr(self, name), change) for name in names})
 
     def to(self, device: torch.device | str) -> Batch:
-        """Move every tensor to a device.
-
-        Examples:
-            >>> batch.to("cpu").images.device.type
-            'cpu'
-        """
         moved = self.each(lambda x: x.to(device, non_blocking=True))
         moved.before_move = self.host
         return moved
 
     def pin_memory(self) -> Batch:
-        """Copy to page-locked memory, from which copies to a GPU are asynchronous. (Called by a DataLoader.)
-
-        Examples:
-            >>> batch.pin_memory().images.is_pinned() if torch.cuda.is_available() else None
-        """
+        """Copy to page-locked memory, from which copies to a GPU are asynchronous. (Called by a DataLoader.)"""
         return self.each(Tensor.pin_memory)
 
 
@@ -380,13 +306,7 @@ class Encoded:
     done: float = 0.0  # share of the run that is done, in [0, 1)
 
     def once(self, name: str, make: Callable[[], Tensor]) -> Tensor:
-        """The result of `make`, computed once per batch.
-
-        Examples:
-            >>> encoded = Encoded(torch.empty(0), torch.empty(0), {}, {})
-            >>> [int(encoded.once("mean", lambda: torch.tensor(n))) for n in (3, 4)]
-            [3, 3]
-        """
+        """The result of `make`, computed once per batch."""
         if name not in self.cache:
             self.cache[name] = make()
         return self.cache[name]

@@ -50,13 +50,6 @@ def load(
     score is the cosine of one vector each; what is saved then is a model of that size, without +matryoshka.
     Raises: ValueError when a file is missing, damaged or does not fit the others, the patch does not divide size,
     context is too short for the kept positions, or dim is not a size that the embedding has.
-
-    Examples:
-        >>> model = kiloword.load("runs/first/model")
-        >>> model.score("dog.png", "a dog").shape
-        torch.Size([1, 1])
-        >>> kiloword.load("runs/first/model", size=64).pixels("dog.png").shape
-        torch.Size([1, 3, 64, 64])
     """
     device, path = choose(device, mps=True), local_folder(path)
     model, tokenizer, slots = open_model(

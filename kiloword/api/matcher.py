@@ -89,22 +89,12 @@ class Matcher:
         return model_in_words(self.model, self.method.name if self.method else "unknown method")
 
     def to(self, device: str | torch.device) -> Matcher:
-        """Move the model to "cpu", "cuda", "cuda:N", "mps" or "auto", and return this Matcher. Raises: ValueError.
-
-        Examples:
-            >>> model.to("cpu") is model
-            True
-        """
+        """Move the model to "cpu", "cuda", "cuda:N", "mps" or "auto", and return this Matcher. Raises: ValueError."""
         self.model.to(choose(str(device), mps=True))
         return self
 
     def half(self) -> Matcher:
-        """Round the weights to fp16, half the memory, and return this Matcher; scores stay fp32.
-
-        Examples:
-            >>> kiloword.load("runs/first/model").half().encode_text("a dog")["vec"].shape
-            torch.Size([16])
-        """
+        """Round the weights to fp16, half the memory, and return this Matcher; scores stay fp32."""
         self.model.half()
         self.model.precision = "fp32"  # no autocast above it
         return self
@@ -113,10 +103,6 @@ class Matcher:
         """Write a model folder that `load` reads, with the card; returns it.
 
         Raises: ValueError when the folder holds something else, or for a model that no folder's config.json describes.
-
-        Examples:
-            >>> model.save("copy").name
-            'copy'
         """
         if self.file is None:
             raise ValueError(
@@ -136,11 +122,6 @@ class Matcher:
         """Scores of images with texts as a table, with thumbnails in a notebook.
 
         Args: scores: [I, T] to show in place of `score`, such as the probabilities of `classify`.
-
-        Examples:
-            >>> table = model.show(["dog.png", "cat.png"], ["a dog", "a cat"])
-            >>> table.scores.shape
-            torch.Size([2, 2])
         """
         texts = [texts] if isinstance(texts, str) else list(texts)
         pixels = self.pixels(images)
@@ -152,21 +133,11 @@ class Matcher:
         return ScoreTable(scores.cpu(), names_of(as_list(images)), texts, pixels.cpu())
 
     def preprocess(self, image: OneImage) -> Tensor:
-        """Preprocess one image: uint8 [3, H, W], which the model normalises itself.
-
-        Examples:
-            >>> model.preprocess("dog.png").shape
-            torch.Size([3, 32, 32])
-        """
+        """Preprocess one image: uint8 [3, H, W], which the model normalises itself."""
         return prepare([image], self._transform)[0]
 
     def pixels(self, images: Images) -> Tensor:
-        """Preprocess images: uint8 [I, 3, H, W] on the model's device. Raises: ValueError as `encode_image`.
-
-        Examples:
-            >>> model.pixels(["dog.png", "cat.png"]).shape
-            torch.Size([2, 3, 32, 32])
-        """
+        """Preprocess images: uint8 [I, 3, H, W] on the model's device. Raises: ValueError as `encode_image`."""
         return prepare(as_list(images), self._transform).to(self.model.device)
 
     def encode_image(self, images: Images, batch: int | None = None, progress: bool | None = None) -> Features:
@@ -174,12 +145,6 @@ class Matcher:
 
         Args: batch: images encoded at a time; None: what fits into memory (`batches.image_batch`).
         Raises: ValueError for an item that is not an image, or a file that cannot be read as one.
-
-        Examples:
-            >>> model.encode_image(["dog.png", "cat.png"])["vec"].shape
-            torch.Size([2, 16])
-            >>> model.encode_image("dog.png")["vec"].shape
-            torch.Size([16])
         """
         several, smaller = as_list(images), batch is None
         batch = image_batch(self.model) if batch is None else batch
@@ -198,12 +163,7 @@ class Matcher:
     def encode_text(
         self, texts: str | Sequence[str], batch: int | None = None, progress: bool | None = None
     ) -> Features:
-        """Features of T texts, every value [T, ...]: "vec" [T, D] has norm 1. For one string [...] and [D].
-
-        Examples:
-            >>> model.encode_text(["a dog", "a cat", "a tree"])["vec"].shape
-            torch.Size([3, 16])
-        """
+        """Features of T texts, every value [T, ...]: "vec" [T, D] has norm 1. For one string [...] and [D]."""
         if not isinstance(texts, Sequence):
             raise ValueError(f"encode_text got {kind(texts)}: expected a string, or a list of them.")
         if not len(texts) and not isinstance(texts, str):
@@ -228,10 +188,6 @@ class Matcher:
         `classify`. Raises: ValueError for "csd" of features that are not Gaussian, and for scores that are NaN or
         infinite.
         Source: arXiv:2410.18857, eq. A.1.
-
-        Examples:
-            >>> model.score(["dog.png", "cat.png"], ["a dog", "a cat", "a tree"]).shape
-            torch.Size([2, 3])
         """
         _check_nearest(nearest)
         image_features = _rows(images if isinstance(images, dict) else self.encode_image(images))
@@ -245,13 +201,7 @@ class Matcher:
             return _finite(self.model.score(image_features, text_features))
 
     def score_pairs(self, images: Features, texts: Features, nearest: Nearest | None = None) -> Tensor:
-        """Scores of image n with text n, for features of N images and N texts: [N]. Args, errors: as of `score`.
-
-        Examples:
-            >>> images, texts = model.encode_image(["dog.png", "cat.png"]), model.encode_text(["a dog", "a cat"])
-            >>> model.score_pairs(images, texts).shape
-            torch.Size([2])
-        """
+        """Scores of image n with text n, for features of N images and N texts: [N]. Args, errors: as of `score`."""
         _check_nearest(nearest)
         images, texts = _rows(images), _rows(texts)
         n, t = len(images["vec"]), len(texts["vec"])
@@ -272,10 +222,6 @@ class Matcher:
         """Uncertainty of N images or texts, the sum of the variances of each: [N].
 
         Raises: ValueError when the features are not Gaussian. Source: arXiv:2410.18857, section 4.3.
-
-        Examples:
-            >>> model.uncertainty(model.encode_text(["an animal", "a dog"])).shape
-            torch.Size([2])
         """
         (features,) = _gaussians(features)
         with inference(self.model):
@@ -286,10 +232,6 @@ class Matcher:
 
         In closed form: 2 - 2 cosine of the means, plus both uncertainties.
         Raises: ValueError when the features are not Gaussian. Source: arXiv:2410.18857, eq. 1.
-
-        Examples:
-            >>> model.distance(model.encode_image("dog.png"), model.encode_text(["a dog", "a cat"])).shape
-            torch.Size([1, 2])
         """
         a, b = _gaussians(a, b)
         with inference(self.model):
@@ -303,10 +245,6 @@ class Matcher:
 
         Args: a, b: features of images or texts; form: "paper", eq. 3 as printed; "exact", its integral.
         Raises: ValueError when the features are not Gaussian. Source: arXiv:2410.18857, eq. 4.
-
-        Examples:
-            >>> model.inclusion(model.encode_image("dog.png"), model.encode_text(["a dog", "a cat"])).shape
-            torch.Size([1, 2])
         """
         a, b = _gaussians(a, b)
         if form not in ("paper", "exact"):
@@ -324,11 +262,6 @@ class Matcher:
         a text so far apart would be a match more likely than not, as the model learned it. Texts lie nearer to texts
         than to images, and general captions far from everything: for either choose it on pairs that you know.
         Raises: ValueError as `inclusion`, for an overlap that is NaN, or None in a model without bias.
-
-        Examples:
-            >>> specific, general = model.encode_text("a small dog"), model.encode_text(["a dog", "an animal"])
-            >>> model.includes(specific, general, overlap=1.0).dtype
-            torch.bool
         """
         head = self.model.head
         if overlap is None and head.bias is None:
@@ -348,11 +281,6 @@ class Matcher:
         """Where on every image every text looks, and how it mixes the image's tokens: see `Explanation`.
 
         Args: maps: attention of the image tower's last block, or "rollout" over all blocks (arXiv:2005.00928).
-
-        Examples:
-            >>> explanation = model.explain("dog.png", ["a dog", "a cat"])
-            >>> explanation.maps.shape, explanation.grid
-            (torch.Size([1, 2, 4]), (2, 2))
         """
         captions = _rows(texts if isinstance(texts, dict) else self.encode_text(texts))
         with inference(self.model):
@@ -362,12 +290,6 @@ class Matcher:
         """Captions of I images, best first: I lists of at most `options.num` (one, unless options say more).
 
         Raises: ValueError for a model without a text decoder, or invalid options.
-
-        Examples:
-            >>> captioner = kiloword.load("runs/coca/model")
-            >>> captions = captioner.caption(["dog.png", "cat.png"])
-            >>> len(captions), type(captions[0][0].text)
-            (2, <class 'str'>)
         """
         from kiloword.generation.captioner import Captioner
 
@@ -380,11 +302,6 @@ class Matcher:
         """Features of C classes by their prompts, "vec" [C, D], for `classify` of many batches of images.
 
         Args: templates: prompts with `{c}` for the name, or each name's own prompts; ensembled as the head does.
-
-        Examples:
-            >>> classes = model.class_features(["dog", "cat"], ["a photo of a {c}", "a drawing of a {c}"])
-            >>> model.classify("dog.png", classes).shape
-            torch.Size([1, 2])
         """
         if isinstance(names, str | None) or not len(names):
             raise ValueError(f"class names are {names!r}: expected a list of at least one name.")
@@ -400,10 +317,6 @@ class Matcher:
         """Probabilities of I images over C classes, [I, C], rows sum to 1: the softmax of the model's logits.
 
         Args: names: of the classes, or their `class_features`; templates: as of `class_features`.
-
-        Examples:
-            >>> model.classify(["dog.png", "cat.png"], ["dog", "cat", "tree"]).shape
-            torch.Size([2, 3])
         """
         classes = names if isinstance(names, dict) else self.class_features(names, templates)
         scores = self.score(images, classes)

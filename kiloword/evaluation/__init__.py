@@ -60,11 +60,6 @@ def evaluate(
     `distributed/sharing.py`) all know those of most tasks; what cannot be shared (caption's scores, probe's fits) is
     computed and known by the first alone.
     Raises: ValueError for an unknown task or option, and for data that the task cannot use.
-
-    Examples:
-        >>> metrics = evaluate(model, "retrieval", "scenes:test?n=8")
-        >>> metrics["text_retrieval_recall@1"] <= metrics["text_retrieval_recall@5"]
-        True
     """
     declared = find(task)
     chosen = declared.options_from(options)

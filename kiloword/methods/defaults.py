@@ -25,11 +25,6 @@ def default_recipe(method: str, size: str = "tiny", data: tuple[str, ...] = ("sc
     """The recipe of a method, size and data, without any flags. Presets share it, so that comparisons are fair.
 
     Raises: ValueError for an unknown size or method.
-
-    Examples:
-        >>> recipe = default_recipe("siglip", "b32", data=("photos/train",))
-        >>> recipe.batch, recipe.model.image.width
-        (1024, 768)
     """
     named = sizes()
     if size not in named:

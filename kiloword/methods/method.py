@@ -109,23 +109,12 @@ Weight = float | Callable[[float], float]
 
 
 def weight_at(weight: Weight, done: float) -> float:
-    """The weight when a share of the run is done.
-
-    Examples:
-        >>> weight_at(0.5, 0.2), weight_at(Ramp(2.0, last=0.4), 0.2), weight_at(Between(2.0, last=0.1), 0.2)
-        (0.5, 1.0, 0.0)
-    """
+    """The weight when a share of the run is done."""
     return weight(done) if callable(weight) else weight
 
 
 def annotated(pairs: Pairs) -> Tensor:
-    """The pairs annotated in the data: [i, t] in {0, 1}.
-
-    Examples:
-        >>> from kiloword.types import Pairs
-        >>> annotated(Pairs(torch.zeros(1, 2), torch.tensor([[True, False]]), {}, {}))
-        tensor([[1., 0.]])
-    """
+    """The pairs annotated in the data: [i, t] in {0, 1}."""
     return pairs.annotated.to(pairs.logits.dtype)
 
 
@@ -135,13 +124,7 @@ Encode = Callable[["Model", Batch, Tensor | None], Encoded]
 
 
 def encode_all(model: Model, batch: Batch, keep: Tensor | None) -> Encoded:
-    """Run both towers on whole images and texts. Args: keep: [I, k] patches that images keep, None: all.
-
-    Examples:
-        >>> encoded = encode_all(network, batch, None)
-        >>> encoded.images["vec"].shape
-        torch.Size([16, 16])
-    """
+    """Run both towers on whole images and texts. Args: keep: [I, k] patches that images keep, None: all."""
     image_tokens, images = model.encode_image(batch.images, keep)
     text_tokens, texts = model.encode_text(batch.texts)
     return Encoded(image_tokens, text_tokens, images, texts)
@@ -161,12 +144,6 @@ def follow(teacher: nn.Module, student: nn.Module, momentum: float) -> None:
 
     Args: teacher: a module like the student, whole on every rank; momentum: in [0, 1], 0 copies.
     Raises: ValueError for a weight of the teacher that the student lacks, as one that adapters replaced.
-
-    Examples:
-        >>> teacher, student = nn.Linear(2, 1), nn.Linear(2, 1)
-        >>> follow(teacher, student, momentum=0.0)
-        >>> bool((teacher.weight == student.weight).all())
-        True
     """
     now = dict(student.named_parameters()) | dict(student.named_buffers())
     for name, value in (*teacher.named_parameters(), *teacher.named_buffers()):
@@ -229,23 +206,13 @@ class Component:
 
 
 def small_head(method: Method) -> Head:
-    """The head of a small model, without values.
-
-    Examples:
-        >>> type(small_head(preset("llip")).pooling).__name__
-        'Contextual'
-    """
+    """The head of a small model, without values."""
     with torch.device("meta"):
         return method.head(method.shape(sizes()["debug"]))
 
 
 def scored_in_several_ways(head: Head) -> bool:
-    """Whether a loss of its own trains a further head inside, as that of whole images in flair.
-
-    Examples:
-        >>> [scored_in_several_ways(small_head(preset(name))) for name in ("siglip", "flair")]
-        [False, True]
-    """
+    """Whether a loss of its own trains a further head inside, as that of whole images in flair."""
     return any(isinstance(part, Head) for part in head.children())
 
 
@@ -253,9 +220,6 @@ def check_vectors(method: Method, component: str, text: str) -> None:
     """Check that a method has what a component compares: a trained vector per image and per text.
 
     Args: text: what a text is there, such as "caption". Raises: ValueError where it has not.
-
-    Examples:
-        >>> check_vectors(preset("clip"), "mine", "caption")
     """
     lacks = f"{component} compares one vector per image with one per {text}, which {method.name} has not"
     if type(small_head(method).pooling) is not Single:

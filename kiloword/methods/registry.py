@@ -86,10 +86,6 @@ def preset(name: str, settings: dict[str, Any] | None = None) -> Method:
     """Build a method from its name, or from "module:preset"; either can have components ("llip+compose").
 
     Raises: ValueError for an unknown name or setting, or for incompatible components.
-
-    Examples:
-        >>> preset("llip+compose", {"k": 32, "compose": {"rho": 0.15}}).name
-        'llip+compose'
     """
     make, kind = find(name)
     if kind is None and settings:

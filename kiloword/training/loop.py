@@ -38,15 +38,6 @@ def train(recipe: Recipe, out: Path | str, source: Source | None = None, options
     Args: recipe: see `recipes.Recipe`; out: folder of the run; source: map-style data in place of the recipe's.
     Returns: the model folder.
     Raises: ValueError (bad recipe, data or folder; too many bad samples or steps; a rank that ended), Stopped (signal).
-
-    Examples:
-        >>> from dataclasses import replace
-        >>> from kiloword.data.sources.map_style import MapStyleSource
-        >>> from kiloword.methods.defaults import default_recipe
-        >>> source = MapStyleSource([("dog.png", "a dog"), ("cat.png", ["a cat", "an animal"])])
-        >>> recipe = replace(default_recipe("siglip", "debug", data=("pets",)), steps=2, batch=2)
-        >>> train(recipe, "runs/pets", source=source, options=RunOptions(workers=0)).name
-        'model'
     """
     options = options or RunOptions()
     device = choose(options.device)

@@ -61,30 +61,15 @@ class MapStyleSource:
         return len(self.dataset)
 
     def key(self, row: int) -> str:
-        """The row's number as text.
-
-        Examples:
-            >>> MapStyleSource([("dog.png", "a dog")]).key(0)
-            '0'
-        """
+        """The row's number as text."""
         return str(row)
 
     def captions(self, row: int) -> list[str]:
-        """Captions; none of class data. This reads the sample from the data set, but decodes no image.
-
-        Examples:
-            >>> MapStyleSource([("dog.png", ["a dog", "an animal"])]).captions(0)
-            ['a dog', 'an animal']
-        """
+        """Captions; none of class data. This reads the sample from the data set, but decodes no image."""
         return [] if self._is_class_data else self._sample(row)[1]
 
     def record(self, row: int) -> Record:
-        """The sample as bytes or pixels. Raises BadSample with the reason.
-
-        Examples:
-            >>> MapStyleSource([("dog.png", 7)], classnames=["cat"] * 7 + ["dog"]).record(0).label
-            7
-        """
+        """The sample as bytes or pixels. Raises BadSample with the reason."""
         image, text = self._sample(row)
         if self._is_class_data:
             return Record(self.key(row), _stored(image), [], text)
