@@ -18,11 +18,10 @@ from urllib.parse import unquote, urlsplit
 import pytest
 import yaml
 
-from kiloword.cli.main import app, main
+from kiloword.cli.main import app
 from kiloword.evaluation import TASKS
 from kiloword.methods.registry import components, names
 from modules import module_at
-from tars import photo
 
 ROOT = Path(__file__).resolve().parents[2]
 MKDOCS = Path(sys.prefix) / "docs"  # where `make docs` installs it
@@ -198,24 +197,3 @@ def test_a_broken_link_fails_the_build(line: str, tmp_path: Path) -> None:
     done = build(tmp_path, tmp_path / "out")
     assert done.returncode
     assert "guides.md" in done.stderr
-
-
-def test_examples_of_the_python_reference_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the shapes that stand beside them; D is the size of the embedding."""
-    monkeypatch.chdir(tmp_path)
-    for n in range(2):
-        (tmp_path / f"{n}.png").write_bytes(photo(n))
-    words = "train siglip --data scenes?n=8 --size debug --vocab 300 --batch 4 --steps 1 --quiet --out runs/photos"
-    main(words.split())
-    page = (ROOT / "docs" / "reference" / "python.md").read_text()
-    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    shown: dict[str, Any] = {}
-    checked = 0
-    for line in "\n".join(blocks).splitlines():
-        exec(line, shown)
-        if shape := re.fullmatch(r"(.*\.shape\S*)  # \[(.*)\]", line):
-            sizes = [shown["model"].model.config.head.dim if d == "D" else int(d) for d in shape[2].split(", ")]
-            assert list(eval(shape[1], shown)) == sizes, line
-            checked += 1
-    assert len(blocks) == 3
-    assert checked == 8
