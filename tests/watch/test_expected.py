@@ -27,10 +27,12 @@ def run(out: Path, seed: int = 0, off: float = 0.0, until: int = 80, lr: float =
 
 
 @pytest.fixture
-def seeds(tmp_path: Path) -> Path:
+def seeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Three finished runs in the working folder: its short name is not wrapped."""
+    monkeypatch.chdir(tmp_path)
     for seed in SEEDS:
-        run(tmp_path / "seeds" / str(seed), seed)
-    return tmp_path / "seeds"
+        run(Path("seeds") / str(seed), seed)
+    return Path("seeds")
 
 
 def watched(capsys: pytest.CaptureFixture[str], out: Path, known: str | Path) -> str:
@@ -52,14 +54,14 @@ def test_the_band_holds_a_further_seed(seeds: Path) -> None:
 def test_a_further_seed_is_on_track(
     seeds: Path, tmp_path: Path, until: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = watched(capsys, run(tmp_path / "new", 7, until=until), seeds)
+    said = watched(capsys, run(Path("new"), 7, until=until), seeds)
     count = "2 metrics" if until == 80 else "1 metric"
     assert f"on track of {seeds}: {count} within the band of 3 runs" in " ".join(said.split())
     assert "not the recipe" not in said
 
 
 def test_a_run_above_the_band_is_off_track(seeds: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said = " ".join(watched(capsys, run(tmp_path / "new", off=0.2, lr=0.3), seeds).split())
+    said = " ".join(watched(capsys, run(Path("new"), off=0.2, lr=0.3), seeds).split())
     assert "! off track of" in said
     assert "loss is 0.25 at step 80, above the expected 1.4e-3 to 0.14" in said
     assert "text_retrieval_recall@1 is 0.28 at step 80, below the expected 0.43 to 0.57" in said
@@ -67,7 +69,7 @@ def test_a_run_above_the_band_is_off_track(seeds: Path, tmp_path: Path, capsys: 
 
 
 def test_one_bin_outside_is_noise(seeds: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = run(tmp_path / "new", 1, until=40)
+    folder = run(Path("new"), 1, until=40)
     lines = folder.joinpath("metrics.jsonl").read_text().splitlines()
     lines[-1] = json.dumps(row(40, loss=9.0))
     folder.joinpath("metrics.jsonl").write_text("\n".join(lines) + "\n")
@@ -77,7 +79,7 @@ def test_one_bin_outside_is_noise(seeds: Path, tmp_path: Path, capsys: pytest.Ca
 def test_before_the_first_bin_nothing_is_compared(
     seeds: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert f"{seeds}: nothing to compare yet" in watched(capsys, run(tmp_path / "new", until=1), seeds)
+    assert f"{seeds}: nothing to compare yet" in watched(capsys, run(Path("new"), until=1), seeds)
 
 
 def test_a_file_says_what_its_runs_say(seeds: Path, tmp_path: Path) -> None:
