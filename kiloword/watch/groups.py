@@ -103,10 +103,12 @@ def leaves_of(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _names(chosen: Mapping[str, Mapping[str, Any]], alike: Mapping[str, Sequence[Watched]]) -> dict[str, str]:
-    """A short name for each group: its run's where it has one, else the one or two settings that tell it."""
+    """A short name for each group: its run's where it has one, else its method, or the few settings that tell it."""
     names = {}
     for key, members in alike.items():
         values = chosen[key]
+        if len(values) > 2 and "method" in values:  # whose own settings are the others
+            values = {"method": values["method"]}
         words = (f"{path.rpartition('.')[2].removeprefix('method')} {value_of(v)}" for path, v in values.items())
         several = len(members) > 1 and 0 < len(values) <= 2
         names[key] = ", ".join(word.strip() for word in words) if several else members[0].name

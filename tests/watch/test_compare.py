@@ -49,6 +49,15 @@ def test_seeds_are_one_group_with_a_spread(runs: Path, capsys: pytest.CaptureFix
     assert "different quantities" in out
 
 
+def test_groups_that_differ_in_much_have_the_name_of_their_method(tmp_path: Path) -> None:
+    for seed in (0, 1):
+        some_run(tmp_path / "runs" / f"first-{seed}", "clip", 1e-3, seed, 0.2)
+        some_run(tmp_path / "runs" / f"second-{seed}", "mine:preset", 2e-3, seed, 0.3, batch=20)
+    main(["compare", str(tmp_path / "runs"), "--json", str(tmp_path / "c.json")])
+    names = [group["name"] for group in json.loads((tmp_path / "c.json").read_text())["groups"]]
+    assert names == ["clip", "mine:preset"]
+
+
 def test_a_strangers_settings_are_bounded(tmp_path: Path) -> None:
     for name in ("a", "b"):
         some_run(tmp_path / "runs" / name, "clip", 1e-3, 0, 0.2 if name == "a" else 0.3)
