@@ -146,6 +146,8 @@ class MethodCommand:
                 if self.settings:
                     names = ", ".join(leaf.flag for leaf in leaves(self.settings()))
                     say(f"Settings of {self.method} (--settings.NAME): {names}.")
+                if self.verb == "train" and "--data" not in self.flags:
+                    say("Some defaults depend on the data: these are for scenes; `--data SRC --help` shows yours.")
                 say(f"These are the common flags; all: {name} --help-all")
         kind: Any = self.settings
         usual = kind() if self.recipe is None and kind else self.recipe and method_settings(self.recipe, kind)

@@ -170,6 +170,7 @@ def print_stats(statistics: Stats, classnames: list[str] | None) -> None:
         say(f"    {count:,} x {text[:100]}")
     if statistics.bad:
         print_bad(statistics.bad, statistics.rows)
+    say("Only headers of images were read: `kiloword data check` decodes them, and names those that are cut.")
 
 
 def _each(use: Callable[[Record], T], source: Source, workers: int | None) -> Iterator[T | Skipped]:

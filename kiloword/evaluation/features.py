@@ -59,7 +59,9 @@ def per_batch(
         empty = empty and not made
     if empty:
         why = f", the first because: {inputs.skipped[0].reason}" if inputs.skipped else ""
-        raise ValueError(f"{source.name}: none of its {len(source)} rows is a usable image{why}")
+        bare = bool(inputs.skipped) and inputs.skipped[0].reason == "no caption"
+        other = ". Photos without captions: `kiloword index`, `classify` and `caption` take them" if bare else ""
+        raise ValueError(f"{source.name}: none of its {len(source)} rows is a usable image{why}{other}")
 
 
 def _in_turns(

@@ -157,6 +157,7 @@ def test_help_shows_the_common_flags_and_names_the_page_of_all(
     for name in settings and settings[0].split(", "):
         assert f"settings.{name}" in everything
     assert output.splitlines()[-1].endswith(f"{' '.join([*words, 'METHOD'][:2])} --help-all")
+    assert ("these are for scenes" in output) == (words[0] == "train")
     output = re.sub(r"[\s│]+", " ", output)
     assert "--size STR size of the towers (`kiloword sizes` lists them) (default: b32)" in output
     for group in ("length", "model", "loss", "hardware"):

@@ -28,7 +28,7 @@ from kiloword.errors import sentence_of
 from kiloword.evaluation import baseline, evaluate
 from kiloword.evaluation.caption import CaptionTaskOptions
 from kiloword.evaluation.caption.task import existing
-from kiloword.evaluation.features import Seen
+from kiloword.evaluation.features import Seen, per_batch
 from kiloword.evaluation.probe.data import encoded
 from kiloword.evaluation.retrieval.relevance import check_pairs
 from kiloword.evaluation.retrieval.shortlist import shortlisted
@@ -96,6 +96,9 @@ REFUSED: dict[str, Callable[[], object]] = {
     "plain has 1 usable vector: expected at least 2": lambda: evaluate(matcher(), "spectrum", Plain(bad=(0, 2))),
     "none of its 3 rows is a usable image, the first because: row 0 is broken": lambda: evaluate(
         matcher(), "retrieval", Plain(bad=ALL)
+    ),
+    "is a usable image, the first because: no caption. Photos without captions: `kiloword index`": lambda: list(
+        per_batch(Inputs(matcher(), Plain(captions=False)), len, lambda part: [False] * len(part.rows), "no caption")
     ),
     "plain has no captions to retrieve with": lambda: evaluate(matcher(), "retrieval", Plain(captions=False)),
     "retrieval got 0 images and 2 texts": lambda: check_pairs({"vec": torch.zeros(0, 2)}, FEATURES, torch.arange(2)),
