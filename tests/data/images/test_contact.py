@@ -153,6 +153,7 @@ def test_statistics_line_by_line(capsys: pytest.CaptureFixture[str]) -> None:
         "1 x damaged",
         "    c (row 3)",
         "1 of 9 samples are bad (11.11%)",
+        "Only headers of images were read: `kiloword data check` decodes them, and names those that are cut.",
     ]
 
 
