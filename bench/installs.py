@@ -165,9 +165,9 @@ def measured(place: Place, row: Row, uses: Sequence[str], before: dict[str, str]
     now = place.versions()
     row.moved = [f"{n} {v} became {now.get(n, 'nothing')}" for n, v in before.items() if now.get(n) != v]
     shutil.rmtree(place.work / "siglip", ignore_errors=True)
-    said = [line for line in check(place, row, ["-m kiloword doctor"]).splitlines() if f"extra {row.name} " in line]
-    if said and "pip install" in said[0]:
-        row.failures.append(f"doctor: {said[0].strip()}")
+    lines = [line for line in check(place, row, ["-m kiloword doctor"]).splitlines() if f"extra {row.name} " in line]
+    if lines and "pip install" in lines[0]:
+        row.failures.append(f"doctor: {lines[0].strip()}")
     check(place, row, uses)
     return row
 

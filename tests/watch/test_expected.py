@@ -54,18 +54,18 @@ def test_the_band_holds_a_further_seed(seeds: Path) -> None:
 def test_a_further_seed_is_on_track(
     seeds: Path, tmp_path: Path, until: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = watched(capsys, run(Path("new"), 7, until=until), seeds)
+    printed = watched(capsys, run(Path("new"), 7, until=until), seeds)
     count = "2 metrics" if until == 80 else "1 metric"
-    assert f"on track of {seeds}: {count} within the band of 3 runs" in " ".join(said.split())
-    assert "not the recipe" not in said
+    assert f"on track of {seeds}: {count} within the band of 3 runs" in " ".join(printed.split())
+    assert "not the recipe" not in printed
 
 
 def test_a_run_above_the_band_is_off_track(seeds: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said = " ".join(watched(capsys, run(Path("new"), off=0.2, lr=0.3), seeds).split())
-    assert "! off track of" in said
-    assert "loss is 0.25 at step 80, above the expected 1.4e-3 to 0.14" in said
-    assert "text_retrieval_recall@1 is 0.28 at step 80, below the expected 0.43 to 0.57" in said
-    assert "optim.lr 0.3 (expected 0.1)" in said
+    printed = " ".join(watched(capsys, run(Path("new"), off=0.2, lr=0.3), seeds).split())
+    assert "! off track of" in printed
+    assert "loss is 0.25 at step 80, above the expected 1.4e-3 to 0.14" in printed
+    assert "text_retrieval_recall@1 is 0.28 at step 80, below the expected 0.43 to 0.57" in printed
+    assert "optim.lr 0.3 (expected 0.1)" in printed
 
 
 def test_one_bin_outside_is_noise(seeds: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
