@@ -7,7 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from safetensors.torch import save_file
 
+from encoders import write_encoder
 from folders import model_folder
 from kiloword.cli.main import main
 from kiloword.config import papers
@@ -15,6 +17,7 @@ from kiloword.config.papers import RecipeValue, fill, read
 from kiloword.config.settings import check, leaves
 from kiloword.methods.defaults import default_recipe
 from kiloword.methods.registry import preset
+from kiloword.model.trunks.lite import EfficientNetLite
 from kiloword.training import effects
 from kiloword.training.run_folder import RunFile, read_config
 
@@ -176,8 +179,15 @@ def test_what_papers_leave_open_is_as_in_public_code(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", papers.names())
 def test_each_recipe_dry_runs(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With the recipe's own towers; a batch that the scenes fill; FFF without its teacher."""
-    words = ["--settings.positives", "annotated"] if papers.load(name).method == "fff" else []
+    """With the recipe's own towers, of random weights; a batch that the scenes fill; FFF without its teacher."""
+    words: list[object] = ["--settings.positives", "annotated"] if papers.load(name).method == "fff" else []
+    towers = {key: entry.value for key, entry in papers.values(name).items() if key.endswith("_tower")}
+    if towers.get("text_tower") == "minilm":
+        write_encoder(tmp_path / "minilm")
+        words += ["--text-tower", f"minilm:{tmp_path / 'minilm'}"]
+    if towers.get("image_tower") == "efficientnet-lite0":
+        save_file(EfficientNetLite("efficientnet-lite0").state_dict(), tmp_path / "lite0.safetensors")
+        words += ["--image-tower", f"efficientnet-lite0:{tmp_path / 'lite0.safetensors'}"]
     data = ["--data", "scenes?n=8", "--tokenizer", "own", "--batch", "8"]
     run("train", "--recipe", name, "--dry-run", "--out", tmp_path / "run", *data, *words)
     lines = capsys.readouterr().out.splitlines()
