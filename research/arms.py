@@ -23,7 +23,7 @@ from kiloword.terminal import say, warn
 if TYPE_CHECKING:
     from kiloword.api import Matcher
     from kiloword.types import Source
-    from research.evidence import Rule
+    from research.evidence import Rule, Runs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +69,7 @@ class Experiment:
     first: Callable[[Any], None] | None = None  # makes what arms need, such as a teacher
     claims: Sequence[Rule] = ()  # decided below the table
     notes: Callable[[Any], Sequence[str]] | None = None  # lines below the table
+    summary: Callable[[Runs], Sequence[str]] | None = None  # lines below the table, of finished runs alone
 
     def chosen(self, options: Options) -> list[Arm]:
         """The arms of `--arms`, with the options' length. Raises: ValueError for an unknown name."""

@@ -30,7 +30,7 @@ def table_of(experiment: Experiment, runs: Runs) -> list[str]:
     lines += ["", f"Mean over seeds (least..greatest). {'; '.join(sorted(lengths))}. Commits: {_listed(commits)}."]
     if any(name.endswith("+") for name in commits):
         lines.append("+: with changes that were not committed.")
-    return lines
+    return [*lines, *(experiment.summary(runs) if experiment.summary else ())]
 
 
 def _of(done: Sequence[rows.Row], arm: Arm, seeds: Sequence[int]) -> list[rows.Row]:

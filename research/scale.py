@@ -7,8 +7,9 @@ log2(width) + c log2(photos) + d log2(steps), in units of the middle cell, so th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 from kiloword.api import Matcher
 from kiloword.config.recipes import Recipe
 from research.arms import Arm, Experiment, main
+from research.arms_table import line
 from research.classes import ClassOptions, base, classified, part
 from research.evidence import LEVEL, Decision, Effect, Runs
 
@@ -110,12 +112,42 @@ def _resampled(gains: NDArray[np.float64], times: int = 2000) -> list[NDArray[np
     return [fitted(gains, rng.integers(len(CELLS), size=len(CELLS))) for _ in range(times)]
 
 
+def summary(runs: Runs) -> list[str]:
+    """For each value of width, photos and steps: the means over its cells that both arms finished."""
+    done = [cell for cell in CELLS if all(named(captions, cell) in runs for captions in (ONE, ALL))]
+    groups = {"all": done} | {
+        f"{value} {unit}": [cell for cell in done if cell[axis] == place]
+        for axis, (unit, values) in enumerate({"wide": WIDTHS, "photos": PHOTOS, "steps": STEPS}.items())
+        for place, value in enumerate(values)
+    }
+    heads = ["cells", ONE, ALL, "gain", "share of one caption", "cells with a gain", "processor time"]
+    lines = [line(_means(name, cells, runs)) for name, cells in groups.items() if cells]
+    return ["", line(heads), line(["---"] * len(heads)), *lines, ""]
+
+
+def _means(name: str, cells: Sequence[tuple[int, int, int]], runs: Runs) -> list[str]:
+    one, every = ([_top1(runs, named(captions, cell)) for cell in cells] for captions in (ONE, ALL))
+    seconds = [sum(runs[named(captions, cell)][0]["cpu_s"] for cell in cells) for captions in (ONE, ALL)]
+    gain = fmean(every) - fmean(one)
+    ahead = sum(many > single for single, many in zip(one, every, strict=True))
+    return [
+        name,
+        f"{fmean(one):.4f}",
+        f"{fmean(every):.4f}",
+        f"{gain:+.4f}",
+        f"{gain / fmean(one):.0%}",
+        f"{ahead} of {len(cells)}",
+        f"{seconds[1] / seconds[0]:.2f} times",
+    ]
+
+
 EXPERIMENT = Experiment(
     module="research.scale",
     title="The gain of all captions by width, photos and steps",
     options=ClassOptions,
     arms=arms,
     columns={"top-1": "top1"},
+    summary=summary,
     claims=tuple(Slope(term=term) for term in range(len(TERMS))),
 )
 

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from research.evidence import Decision, decided
-from research.scale import ALL, CELLS, ONE, Slope, named
+from research.scale import ALL, CELLS, ONE, Slope, named, summary
 
 
 def runs(gain: Any) -> dict[str, list[dict[str, Any]]]:
     rows = {}
     for cell in CELLS:
-        rows[named(ONE, cell)] = [{"metrics": {"top1": 0.1}}]
-        rows[named(ALL, cell)] = [{"metrics": {"top1": 0.1 + gain(*cell)}}]
+        rows[named(ONE, cell)] = [{"metrics": {"top1": 0.1}, "cpu_s": 10.0}]
+        rows[named(ALL, cell)] = [{"metrics": {"top1": 0.1 + gain(*cell)}, "cpu_s": 10.0 + cell[0]}]
     return rows
 
 
@@ -33,3 +33,13 @@ def test_a_missing_cell_leaves_it_open() -> None:
     made = runs(lambda *cell: 0.0)
     made.pop(named(ALL, CELLS[0]))
     assert str(decided(Slope(term=0), made)).endswith("not decided yet (53 of 54 runs are finished).")
+
+
+def test_the_summary_says_where_the_gain_is_and_what_it_costs() -> None:
+    made = runs(lambda width, photos, steps: -0.01 if (width, photos, steps) == (0, 0, 0) else 0.02)
+    lines = summary(made)
+    assert "| all | 0.1000 | 0.1189 | +0.0189 | 19% | 26 of 27 | 1.10 times |" in lines
+    assert "| 32 wide | 0.1000 | 0.1167 | +0.0167 | 17% | 8 of 9 | 1.00 times |" in lines
+    assert "| 800 steps | 0.1000 | 0.1200 | +0.0200 | 20% | 9 of 9 | 1.10 times |" in lines
+    del made[named(ALL, CELLS[0])]
+    assert "| all | 0.1000 | 0.1200 | +0.0200 | 20% | 26 of 26 | 1.10 times |" in summary(made)
