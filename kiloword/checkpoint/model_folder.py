@@ -115,7 +115,10 @@ def read_model_file(folder: Path | str, weights: str = WEIGHTS) -> ModelFile:
     """The validated `config.json` of a model folder. Args: weights: name of the file of its weights."""
     folder = Path(folder)
     if not folder.is_dir():
-        raise ValueError(f"{folder} is not a folder: expected a model folder such as OUT/model of a training run.")
+        raise ValueError(
+            f"{folder} is not a folder: expected a model folder, such as OUT/model of a training run; weights of other "
+            "libraries become one by `kiloword import` (open_clip, ProLIP), towers by a training with --image-tower."
+        )
     for name in ("config.json", weights, "tokenizer.json"):
         if not (folder / name).is_file():
             if name == WEIGHTS and (folder / adapters.FILE).is_file():

@@ -276,9 +276,11 @@ def bench(
         json: write the figures to this file.
     """
     from kiloword.cli.describe import bench_table
-    from kiloword.planning.measured import measure
+    from kiloword.planning.measured import measure, room
+    from kiloword.terminal import say
 
     bench_table(measure(method, size, batch, precision, device, data), json)
+    say(f"memory: {room(method, size, precision, device)}")
 
 
 @app.command

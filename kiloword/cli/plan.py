@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from kiloword.cli.papers import towers_flag
 from kiloword.cli.words import MethodCommand, method_command, values_of
-from kiloword.config import recipes
 from kiloword.config.papers import NamedRecipe, fill
 from kiloword.config.recipes import Recipe
 from kiloword.methods.defaults import default_recipe
@@ -41,12 +40,10 @@ def planner_of(argv: Sequence[str]) -> Planner:
 def _plan(command: MethodCommand) -> Plan:
     """The defaults that the size implies, its towers and optimizer, or those of --recipe or --config."""
     named_recipe, flags = command.recipe, command.flags
-    size, named = (values_of(flags, "--size") or (None,))[0], recipes.sizes()
+    size = (values_of(flags, "--size") or (None,))[0]
     towers = tuple((values_of(flags, flag) or ("",))[0] for flag in ("--image-tower", "--text-tower"))
     usual = "top" if any(towers) else Plan().size
     size = size or (named_recipe.value("size", usual) if named_recipe else usual)
-    if size not in named:
-        raise ValueError(f"unknown size {size!r}: expected one of {', '.join(named)}.")
     if named_recipe is None:
         recipe = _on_towers(default_recipe("", size), towers)
         return Plan(size=size, model=recipe.model, optim=recipe.optim)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
 from kiloword.addresses import public
 from kiloword.config.settings import ABOVE_0, BELOW_1, BaseSettings, OneOrSeveral, about, setting
+from kiloword.errors import suggestion
 
 Activation = Literal["gelu", "quick_gelu", "gelu_tanh"]
 Precision = Literal["auto", "fp64", "fp32", "bf16"]
@@ -304,6 +306,15 @@ def _resnet(clip: bool) -> ModelConfig:
         image=replace(base.image, tower="clip-resnet" if clip else "resnet", class_token=False, pre_norm=False),
         head=replace(base.head, image_pool="attention" if clip else "mean", image_projection_bias=clip),
     )
+
+
+def of_size(name: str) -> ModelConfig:
+    """The model of a named size. Raises: ValueError for another name; one of open_clip's is told ours."""
+    named = sizes()
+    if name not in named:
+        ours = suggestion(re.sub(r"vit|[^a-z0-9]", "", name.lower()), named)  # of ViT-B-32: b32
+        raise ValueError(f"unknown size {name!r}: expected one of {', '.join(named)}.{ours}")
+    return named[name]
 
 
 def sizes() -> dict[str, ModelConfig]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kiloword.config.recipes import AugmentConfig, DataConfig, OptimConfig, Recipe, sizes
+from kiloword.config.recipes import AugmentConfig, DataConfig, OptimConfig, Recipe, of_size
 
 MUON = OptimConfig(name="muon", lr=1e-3, muon_lr=5e-3, scale_lr=3.0)  # 4 x this muon_lr learns faster, but not shapes
 TOP = replace(MUON, muon_lr=4e-2, ema=0.97)  # a small data set is soon known by heart: fast, and few steps
@@ -26,9 +26,7 @@ def default_recipe(method: str, size: str = "tiny", data: tuple[str, ...] = ("sc
 
     Raises: ValueError for an unknown size or method.
     """
-    named = sizes()
-    if size not in named:
-        raise ValueError(f"unknown size {size!r}: expected one of {', '.join(named)}.")
+    model = of_size(size)
     method_slots = None
     if method:
         from kiloword.methods.registry import preset  # imports torch
@@ -43,7 +41,7 @@ def default_recipe(method: str, size: str = "tiny", data: tuple[str, ...] = ("sc
     recipe = Recipe(
         method=method,
         size=size,
-        model=named[size],
+        model=model,
         optim=optim if drawn or not small else replace(optim, weight_decay=0.3, ema=0.998),
         precision="auto",
         matmul="auto",

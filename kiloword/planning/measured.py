@@ -1,12 +1,17 @@
-"""What this machine reaches: matrix products, a training step, encoding, reading; each beside the rate of products."""
+"""What this machine reaches: matrix products, a training step, encoding, reading; each beside the rate of products.
+
+And how many images of a step its free memory holds, by the count of `kiloword plan`.
+"""
 
 from __future__ import annotations
 
 import statistics
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import count
 from typing import Any, Literal
 
@@ -14,6 +19,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from kiloword.api.batches import free_bytes
 from kiloword.config.by_device import settle
 from kiloword.config.options import RunOptions
 from kiloword.config.recipes import Recipe
@@ -22,8 +28,8 @@ from kiloword.distributed.device import choose, cores, precision_of
 from kiloword.methods.defaults import default_recipe
 from kiloword.methods.registry import preset
 from kiloword.model.model import build
-from kiloword.planning.advice import Planner
-from kiloword.planning.request import Plan, card, check
+from kiloword.planning.advice import Option, Planner
+from kiloword.planning.request import GIB, Plan, card, check
 from kiloword.training.accumulate import backward
 from kiloword.training.learner import Learner
 from kiloword.training.optimizer import Optimizer
@@ -33,6 +39,8 @@ from kiloword.types import BadSample, Batch
 SIDE = 2048  # of the matrices whose product is the limit
 LEAST, LEAST_S = 3, 3.0  # measurements of each kind, and seconds that they take together
 ROWS = 64  # whose captions make the vocabulary
+SAFE = 0.75  # of the free memory: a process took up to 1.25 times the count, and half a GiB (docs/bench.md)
+MOST = 14  # doublings of one image that are looked at
 BATCHES = 10_000  # of the data, more than are read in that time
 
 
@@ -52,6 +60,21 @@ class Measured:
         return self.flop / self.seconds
 
 
+@dataclass(frozen=True)
+class Room:
+    """How many images a step may have: what it takes fills at most three quarters of the free memory."""
+
+    images: int  # 0: not even one
+    free: int  # bytes
+    takes: float  # bytes, counted
+
+    def __str__(self) -> str:
+        free, takes = f"{self.free / GIB:.1f} GiB are free", f"{self.takes / GIB:.1f} GiB, as `kiloword plan` counts"
+        if not self.images:
+            return f"{free}; a step of one image takes {takes}: choose a smaller --size."
+        return f"{free}: up to --batch {self.images} ({takes}); larger batches with --micro {self.images}."
+
+
 def measure(
     method: str, size: str, batch: int, precision: Literal["auto", "fp32", "bf16"], device: str, data: Sequence[str]
 ) -> Iterator[Measured]:
@@ -61,14 +84,55 @@ def measure(
     Raises: ValueError for an unknown method, size or device, a batch below 1, and data that cannot be read.
     """
     device = choose(device)
-    recipe = replace(default_recipe(method, size, tuple(data) or ("photos",)), batch=batch, precision=precision)
-    recipe = settle(recipe, device)
+    recipe = _recipe(method, size, batch, precision, device, data)
     yield products(recipe.precision, device)
     bench = Bench(recipe, device)
     yield bench.step()
     yield from bench.encoding()
     if data:
         yield reading(recipe)
+
+
+def room(method: str, size: str, precision: Literal["auto", "fp32", "bf16"], device: str) -> Room:
+    """The largest power of two of images whose step the free memory holds: one process, one caption an image.
+
+    Raises: ValueError for an unknown method, size or device.
+    """
+    device = choose(device)
+    recipe, free = _recipe(method, size, 1, precision, device, ()), free_bytes(torch.device(device))
+    memory_card = card("cpu" if device == "cpu" else "custom", flops=1, memory=SAFE * free / GIB)
+    method_of = preset(recipe.method)
+
+    @cache
+    def option(doublings: int) -> Option:
+        planned = _plan(replace(recipe, batch=2**doublings))
+        return Planner(planned, method_of, memory_card).option("ddp", "none", 1)
+
+    fitting = bisect_left(range(MOST + 1), True, key=lambda doublings: not option(doublings).fits)
+    return Room(2 ** (fitting - 1) if fitting else 0, free, option(max(fitting - 1, 0)).bytes)
+
+
+def _recipe(
+    method: str, size: str, batch: int, precision: Literal["auto", "fp32", "bf16"], device: str, data: Sequence[str]
+) -> Recipe:
+    recipe = default_recipe(method, size, tuple(data) or ("photos",))
+    return settle(replace(recipe, batch=batch, precision=precision), device)
+
+
+def _plan(recipe: Recipe) -> Plan:
+    """One step of the recipe in one micro-batch."""
+    precision: Literal["bf16", "fp32"] = "bf16" if recipe.precision == "bf16" else "fp32"
+    plan = Plan(
+        size=recipe.size,
+        model=recipe.model,
+        optim=recipe.optim,
+        batch=recipe.batch,
+        samples=1,
+        micro=recipe.batch,
+        precision=precision,
+    )
+    check(plan)
+    return plan
 
 
 def products(precision: str, device: str) -> Measured:
@@ -83,13 +147,7 @@ class Bench:
 
     def __init__(self, recipe: Recipe, device: str) -> None:
         self.recipe, self.device, self.method = recipe, device, preset(recipe.method)
-        plan = Plan(
-            size=recipe.size, model=recipe.model, optim=recipe.optim, batch=recipe.batch, samples=1, micro=recipe.batch
-        )
-        precision: Literal["bf16", "fp32"] = "bf16" if recipe.precision == "bf16" else "fp32"
-        plan = replace(plan, precision=precision)
-        check(plan)
-        self.planner = Planner(plan, self.method, card("cpu"))
+        self.planner = Planner(_plan(recipe), self.method, card("cpu"))
         self.learner = Learner(build(recipe.model, self.method), self.method).to(device).train()
         self.batch = _noise(self.planner.batch(recipe.batch)).to(device)
         self.precision = precision_of(recipe.precision, torch.device(device).type)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from kiloword.cli.main import main
 from kiloword.planning import measured
-from kiloword.planning.measured import Measured, measure
+from kiloword.planning.measured import SAFE, Measured, Room, measure, room
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +38,8 @@ def test_the_table_has_a_line_for_every_measurement(tmp_path: Path, capsys: pyte
     )
     lines = capsys.readouterr().out.splitlines()
     kinds = ("matrix product", "training step", "encode images", "encode texts", "read, one of")
-    assert [line.startswith(kind) for line, kind in zip(lines[1:], kinds, strict=True)] == [True] * 5
+    assert [line.startswith(kind) for line, kind in zip(lines[1:6], kinds, strict=True)] == [True] * 5
+    assert re.fullmatch(r"memory: [\d.]+ GiB are free: up to --batch \d+ .*", lines[6])
     assert lines[1].split()[-1] == "1.00"
     stored = json.loads((tmp_path / "b.json").read_text())
     assert [line["items"] for line in stored] == [0, 4, 4, 4, 4]
@@ -63,3 +66,28 @@ def test_an_unknown_size_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["bench", "--size", "huge"])
     assert "unknown size 'huge': expected one of debug" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("free", [2e6, 4e8])
+def test_the_batch_that_is_named_fits_and_twice_of_it_does_not(free: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measured, "free_bytes", lambda device: int(free))
+    found = room("siglip", "debug", "fp32", "cpu")
+    recipe = measured._recipe("siglip", "debug", 1, "fp32", "cpu", ())
+
+    def takes(images: int) -> float:
+        plan = measured._plan(replace(recipe, batch=images))
+        return measured.Planner(plan, measured.preset("siglip"), measured.card("cpu")).option("ddp", "none", 1).bytes
+
+    if found.images:
+        assert found.takes == takes(found.images) <= SAFE * free < takes(2 * found.images)
+    else:
+        assert found.takes == takes(1) > SAFE * free
+        assert "choose a smaller --size" in str(found)
+
+
+def test_a_card_without_room_for_one_image() -> None:
+    line = str(Room(0, 2**30, 3.0 * 2**30))
+    assert (
+        line
+        == "1.0 GiB are free; a step of one image takes 3.0 GiB, as `kiloword plan` counts: choose a smaller --size."
+    )
