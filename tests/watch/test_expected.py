@@ -11,6 +11,7 @@ import pytest
 from kiloword.cli.main import main
 from kiloword.config import papers
 from kiloword.watch import expected
+from modules import module_at
 from runs import row, write
 
 SEEDS = {0: -0.02, 1: 0.0, 2: 0.02}  # seed -> what its losses add
@@ -129,3 +130,9 @@ def test_curves_of_a_name_are_of_that_recipe(name: str) -> None:
     assert {path: known.settings[path] for path in recipe.entries} == {
         path: entry.value for path, entry in recipe.entries.items()
     }
+
+
+@pytest.mark.parametrize("name", expected.names())
+def test_the_plot_of_a_name_shows_its_curves(name: str) -> None:
+    curves = module_at(Path(__file__).parents[2] / "tools" / "curves.py", "curves")
+    assert (curves.PLOTS / f"expected-{name}.svg").read_text() == curves.svg(expected.read(name))
