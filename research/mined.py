@@ -35,6 +35,7 @@ PRECISIONS, RECALLS = (1.0, 0.8, 0.5), (1.0, 0.5, 0.1)
 HALF = 20_000  # photos of the arms; the teacher is trained on the others
 TEACHER_STEPS, TEACHER_BATCH = 1000, 128
 ANNOTATED, EXACT, TEACHER = "annotated", "oracle 1, 1", "clip of other photos"
+SEARCHED = ("annotated, searched bias", "exact, searched bias")
 IGNORED = "siglip+research.mined:ignored"
 ANNOTATED_RATE, POSITIVES_RATE = 2.0, 2.0  # times the default learning rate: the best of annotated, of the exact oracle
 
@@ -133,8 +134,8 @@ def arms(options: MinedOptions) -> list[Arm]:
         arm(EXACT, "siglip+exact"),
         arm("exact, balanced", "siglip+exact", exact={"balance": True}),
         arm("exact, ignored", IGNORED),
-        arm("annotated, searched bias", "siglip+bias-search"),
-        arm("exact, searched bias", "siglip+exact+bias-search"),
+        arm(SEARCHED[0], "siglip+bias-search"),
+        arm(SEARCHED[1], "siglip+exact+bias-search"),
         replace(clip, recipe=teacher.joined(clip.recipe, options.out)),
     ]
 
@@ -165,6 +166,7 @@ EXPERIMENT = Experiment(
     claims=(
         Claim(says="an exact oracle", arm=EXACT, rivals=(ANNOTATED,), least=0.01),
         Claim(says="a trained teacher", arm=TEACHER, rivals=(ANNOTATED,), least=0.01),
+        Claim(says="added afterwards, bias searched by both", arm=SEARCHED[1], rivals=SEARCHED[:1], least=0.01),
     ),
     notes=notes,
 )

@@ -2,7 +2,7 @@
 
 `python -m research.scale --data tiny/train --val tiny/dev --out runs/scale`: 27 cells of width, photos and steps, two
 arms each, of one seed; every value of width, photos and steps has all three seeds. The gain is fitted as a + b
-log2(width) + c log2(photos) + d log2(steps), in units of the middle cell, so that a is the gain there.
+log2(width) + c log2(photos) + d log2(steps), in units of the middle cell, so that a is the mean over cells.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ from kiloword.config.recipes import Recipe
 from research.arms import Arm, Experiment, main
 from research.arms_table import line
 from research.classes import ClassOptions, base, classified, part
-from research.evidence import LEVEL, Decision, Effect, Runs
+from research.evidence import Decision, Effect, Runs
 
 WIDTHS, PHOTOS, STEPS, BATCH = (32, 64, 128), (10_000, 20_000, 40_000), (200, 400, 800), 128
 HEAD = 16  # width of an attention head
+T_23 = 2.0687  # 97.5% point of Student's t with 27 cells less 4 coefficients
 LEVELS = (2, 4, 6)  # of the captions of a photo, one each
 ONE, ALL = "one caption", "all captions"
 CELLS = [
     (width, photos, steps) for width in range(3) for photos in range(3) for steps in range(3)
 ]  # places in WIDTHS, PHOTOS, STEPS
 TERMS = (
-    "in the middle cell",
+    "in the mean of the cells",
     "for each doubling of width",
     "for each doubling of photos",
     "for each doubling of steps",
@@ -72,7 +73,7 @@ def _wide(recipe: Recipe, width: int) -> Recipe:
 
 @dataclass(frozen=True, kw_only=True)
 class Slope:
-    """One coefficient of the fitted gain, with its 95% interval by resampled cells."""
+    """One coefficient of the fitted gain, with its 95% interval by Student's t of the fit's residuals."""
 
     term: int  # place in TERMS
 
@@ -86,9 +87,8 @@ class Slope:
 
     def decide(self, runs: Runs) -> Decision:
         gains = np.array([_top1(runs, named(ALL, cell)) - _top1(runs, named(ONE, cell)) for cell in CELLS])
-        value = fitted(gains)[self.term]
-        low, high = np.quantile([fit[self.term] for fit in _resampled(gains)], [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-        effect = Effect(float(value), float(low), float(high))
+        value, reach = (float(numbers[self.term]) for numbers in fitted(gains))
+        effect = Effect(value, value - reach, value + reach)
         return Decision(self.says, "27 cells", effect, 0.0, effect.verdict(0.0))
 
 
@@ -98,18 +98,18 @@ def _top1(runs: Runs, name: str) -> float:
     return metrics["top1"]
 
 
-def fitted(gains: NDArray[np.float64], chosen: NDArray[np.int64] | None = None) -> NDArray[np.float64]:
-    """[4] least-squares coefficients of TERMS. Args: gains [27], in the order of CELLS; chosen: places of cells."""
-    places = np.arange(len(CELLS)) if chosen is None else chosen
+def fitted(gains: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Least-squares coefficients of TERMS [4], and the half-widths of their 95% intervals [4].
+
+    Args: gains: [27], in the order of CELLS.
+    """
     doublings = np.log2([[WIDTHS[w] / WIDTHS[1], PHOTOS[n] / PHOTOS[1], STEPS[s] / STEPS[1]] for w, n, s in CELLS])
     terms = np.column_stack([np.ones(len(CELLS)), doublings])
-    coefficients: NDArray[np.float64] = np.linalg.lstsq(terms[places], gains[places], rcond=None)[0]
-    return coefficients
-
-
-def _resampled(gains: NDArray[np.float64], times: int = 2000) -> list[NDArray[np.float64]]:
-    rng = np.random.default_rng(0)
-    return [fitted(gains, rng.integers(len(CELLS), size=len(CELLS))) for _ in range(times)]
+    inverse = np.linalg.inv(terms.T @ terms)
+    coefficients: NDArray[np.float64] = inverse @ terms.T @ gains
+    residuals, freedom = gains - terms @ coefficients, len(CELLS) - len(TERMS)
+    deviations = np.sqrt(inverse.diagonal() * (residuals**2).sum() / freedom)
+    return coefficients, T_23 * deviations
 
 
 def summary(runs: Runs) -> list[str]:
