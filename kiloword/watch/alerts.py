@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from itertools import pairwise
+from statistics import fmean
 
 from kiloword.terminal.progress import per_second
 from kiloword.watch.rows import number
@@ -236,7 +237,7 @@ class Truncated(Rule):
 
 
 class MemoryGrowth(Rule):
-    """Growth of peak memory since the first quarter of the process, if it grew in every quarter."""
+    """Growth of peak memory since the first quarter of the process, if it grew evenly, as a leak does."""
 
     name, limits, over = "memory", LIMITS.memory, "memory has stopped growing."
 
@@ -252,8 +253,9 @@ class MemoryGrowth(Rule):
         if len(self.peaks) < LIMITS.memory_rows:
             return 0.0, ""
         at = [self.peaks[(len(self.peaks) - 1) * n // 4] for n in range(1, 5)]
-        steady = at[0] and all(b >= a * (1 + LIMITS.memory_quarter) for a, b in pairwise(at))
-        growth = memory / at[0] - 1 if steady else 0.0
+        moves = [after - before for before, after in pairwise(at)]
+        even = at[0] and min(moves) > 0 and min(moves) >= LIMITS.memory_even * fmean(moves)
+        growth = memory / at[0] - 1 if even else 0.0
         return growth, (
             f"peak memory has grown by {growth:.0%} and still grows, to {memory:.0f} MB: a leak ends the run when "
             "memory is full; its state is kept, and the same command goes on."

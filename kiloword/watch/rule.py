@@ -35,9 +35,9 @@ class Limits:
     at_scale: tuple[float, float] = (1.0, 0.5)  # share of the last rows whose scale is at its limit
     norm: tuple[float, float] = (3.0, 1.5)  # ratio of the gradient norm to the earlier one
     falls: tuple[float, float] = (3.0, 0.0)  # number of evaluations in a row that were each worse than the previous one
-    memory: tuple[float, float] = (0.1, 0.0)  # growth since the first quarter, if it grew in each quarter
-    memory_quarter: float = 0.02  # least growth of each quarter
-    memory_rows: int = 100  # rows before memory is judged
+    memory: tuple[float, float] = (0.3, 0.0)  # growth since the first quarter, if it grew evenly in the others
+    memory_even: float = 0.75  # least growth of a quarter, as a share of their mean: caches and fragments settle
+    memory_rows: int = 200  # rows before memory is judged
     mined: tuple[float, float] = (0.05, 0.04)  # share of all pairs that are mined as positives
     patience: int = 5  # number of calm rows before an alert ends
 
