@@ -3,6 +3,7 @@
 #   make photos DATA=FOLDER [VAL=FOLDER] [OUT=photos]   five methods on your captioned photos, on pretrained towers
 #   make demo [MODEL=quickstart/model]   a page that runs the model in a browser, in build/demo (needs npm; docs/demo.md)
 #   make models [MODEL=quickstart/model]   the model with its card, and an archive to attach to a release, in build/models
+#   make figures      the figures of README.md and of the site's start page, from models that it trains (needs Chromium)
 #   make accessibility [PAGES="build/demo site"]   pages against WCAG 2.2 AA, by axe-core (needs npm and Chromium)
 #   make check        format, lint, types, layout, main tests
 #   make check-all    the slow tests, in addition to `make check`
@@ -43,7 +44,7 @@ SITE := PYTHONPATH=$(VENV)/docs NO_MKDOCS_2_WARNING=1 OMP_NUM_THREADS=1 $(BIN)/p
 # What the demo page runs, by the hashes of its lock file; no script of a package is run.
 PACKAGES := demo/node_modules/.package-lock.json
 
-.PHONY: quickstart photos demo demo-packages models accessibility check check-all docs docs-serve house env core lock sbom audit
+.PHONY: quickstart photos demo demo-packages models figures accessibility check check-all docs docs-serve house env core lock sbom audit
 
 quickstart: $(CORE)
 	@OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m kiloword quickstart --out quickstart
@@ -71,6 +72,9 @@ $(PACKAGES): demo/package.json demo/package-lock.json
 	@echo "== installing what the demo page needs into demo/node_modules"
 	@npm ci --prefix demo --ignore-scripts --no-audit --no-fund --loglevel=error >/dev/null
 	@touch $@
+
+figures: $(CORE)
+	@OMP_WAIT_POLICY=PASSIVE $(BIN)/python tools/figures.py
 
 PAGES ?= build/demo site
 accessibility: $(CORE) demo-packages

@@ -28,6 +28,7 @@ PLACED = {  # pages of the repository outside docs/ -> their place in the site
 SOURCES = {place: source for source, place in PLACED.items()}
 SETTINGS = re.compile(r"<!-- settings: (\S+) -->")  # where a page shows the settings of a method
 ARGUMENTS = re.compile(r"<p>Args: (.*?)</p>", re.DOTALL)
+SOURCE = re.compile(r'(?<=<img src=")(?!\w+:)[^"]+')
 LINK = re.compile(r"(?P<image>!?)\[(?P<text>(?:`[^`]*`|[^\[\]`])*)\]\((?P<path>(?!\w+:)[^)#\s]+)(?P<heading>#[^)]*)?\)")
 
 
@@ -106,6 +107,7 @@ def relinked(text: str, place: str) -> str:
         text = title(ROOT / target) if found["text"].endswith(".md") else found["text"]
         return f"{found['image']}[{text}]({path}{found['heading'] or ''})"
 
+    text = SOURCE.sub(lambda found: os.path.relpath(folder / found[0], PurePosixPath("docs", place).parent), text)
     return LINK.sub(link, text)
 
 
