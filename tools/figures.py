@@ -2,7 +2,7 @@
 
     python tools/figures.py [--out docs/assets/figures] [--models build/figures] [--steps N]
 
-Trains two small models on drawn scenes with a fixed seed, within a minute of processor time each; a finished run is not
+Trains two small models on drawn scenes with a fixed seed, within two minutes of processor time each; a finished run is not
 repeated, and an interrupted one goes on. What is shown are held-out scenes, the first ones that fit the figure. The
 search page needs Chromium; without it, its figure stays as it is. Other machines round differently, so that models, and
 with them figures, differ a little.
@@ -76,7 +76,7 @@ def looks_figure(matcher: Matcher) -> Image.Image:
     """Two scenes of three things, and the weights by which a text for each thing mixes the image."""
     scenes = parse_scenes(f"scenes:test?objects=3&n={MEASURED}")
     share = share_in_cell(matcher, scenes)
-    sheet, side, y = card("A caption chooses where a Llip model looks"), 176, 80
+    sheet, side, y = card("Llip's pooling: a caption chooses where to look"), 176, 80
     for row in [row for row in range(len(scenes)) if distinct(scenes.scene(row))][:2]:
         texts, image = names(scenes.scene(row)), np.asarray(drawn(scenes, row, side))
         looks = maps_of(matcher, scenes, row, texts)
@@ -86,7 +86,7 @@ def looks_figure(matcher: Matcher) -> Image.Image:
             sheet.paste(overlay(image, look, side), (x, y))
             write_lines(sheet, (x, y + side + 4), text, side, SMALL, INK, 1)
         y += side + 38
-    note = f"Held-out scenes: {share:.0%} of the weight lies on the ninth with the named thing."
+    note = f"Held-out scenes: {share:.0%} of the weight lies on the named thing's ninth (evenly: 11%)."
     write_lines(sheet, (MARGIN, y + 2), note, WIDTH - 2 * MARGIN, SMALL, MUTED, 2)
     return sheet
 
