@@ -2,8 +2,8 @@
 
     python tools/figures.py [--out docs/assets/figures] [--models build/figures] [--steps N]
 
-Trains two small models on drawn scenes with a fixed seed, within two minutes of processor time each; a finished run is not
-repeated, and an interrupted one goes on. What is shown are held-out scenes, the first ones that fit the figure. The
+Trains two small models on drawn scenes with a fixed seed, within two minutes of processor time each; a finished run is
+not repeated, and an interrupted one goes on. What is shown are held-out scenes, the first ones that fit the figure. The
 search page needs Chromium; without it, its figure stays as it is. Other machines round differently, so that models, and
 with them figures, differ a little.
 """
