@@ -4,7 +4,7 @@ An exponent is the slope of the logarithm of the cost over that of the work, by 
 range. Each point is a process of its own with one thread, forked from this one after its imports: its first call, and
 the median where calls are short; memory is the peak beyond what the process holds after a call with the least amount. A
 series stops before the point that would take more than --seconds or --gb, by the slope of its last two points. Rows are
-JSON lines, and the same command goes on where it stopped.
+JSON lines: the same command, or one with higher limits, goes on where it stopped.
 
     python bench/growth.py [SERIES ...] [--rows bench/growth.jsonl] [--seconds 20] [--gb 6]
     python bench/growth.py --print [--plot docs/results/growth.svg]    tables of the rows that are there, as markdown
@@ -81,17 +81,17 @@ def run(args: argparse.Namespace) -> None:
     """Measure what the rows lack, and append it."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as temporary:
-        folder = args.folder or Path(temporary)
         for name in args.series or SERIES:
             for amount in SERIES[name].amounts:
                 rows = [row for row in read(args.rows) if row["series"] == name]
-                if any("stopped" in row or row["amount"] == amount for row in rows):
+                if any(row["amount"] == amount for row in rows):
                     continue
-                reason = too_much(rows, amount, args)
-                row = {"series": name, "amount": amount, "stopped": reason} if reason else apart(name, amount, folder)
+                if too_much(rows, amount, args.seconds, args.gb):
+                    break
+                line = json.dumps(apart(name, amount, args.folder or Path(temporary)))
                 with args.rows.open("a") as file:
-                    file.write(json.dumps(row) + "\n")
-                print(json.dumps(row), flush=True)
+                    file.write(line + "\n")
+                print(line, flush=True)
 
 
 def apart(name: str, amount: int, folder: Path) -> Row:
@@ -108,18 +108,18 @@ def apart(name: str, amount: int, folder: Path) -> Row:
     return row
 
 
-def too_much(rows: Sequence[Row], amount: int, args: argparse.Namespace) -> str:
-    """Why an amount is not tried; "" where it is."""
+def too_much(rows: Sequence[Row], amount: int, seconds: float, gb: float) -> str:
+    """What an amount would need beyond the limits; "" where it fits."""
     if len(rows) < 2:
         return ""
     before, last = rows[-2:]
-    for key, unit, least, limit in (("cpu_s", "s", LEAST_S, args.seconds), ("peak_mb", "MB", LEAST_MB, 1000 * args.gb)):
+    needs = []
+    for key, unit, least, limit in (("cpu_s", "s", LEAST_S, seconds), ("peak_mb", "MB", LEAST_MB, 1000 * gb)):
         low, high = max(before[key], least), max(last[key], least)
-        slope = math.log(high / low) / math.log(max(last["amount"], 1) / max(before["amount"], 0.5))
-        expected = high * (amount / max(last["amount"], 1)) ** max(slope, 0)
-        if expected > limit:
-            return f"{number(amount)} would need about {expected:,.0f} {unit}, more than {limit:,.0f}"
-    return ""
+        slope = math.log(high / low) / math.log(last["work"] / before["work"])
+        expected = high * (amount / last["work"]) ** max(slope, 0)
+        needs += [f"about {expected:,.0f} {unit}"] if expected > limit else []
+    return " and ".join(needs)
 
 
 def exponent(points: Sequence[tuple[float, float]], least: float) -> float | None:
@@ -157,11 +157,21 @@ def tables(rows: Sequence[Row]) -> list[str]:
         lines.append(
             "| " + " | ".join([*cells, spans[2], judged(of_memory, series.memory), f"{series.memory:g}"]) + " |"
         )
-    lines += ["", *(f"{SERIES[row['series']].what}: {row['stopped']}." for row in rows if "stopped" in row)]
+    lines += ["", *left_out(rows)]
     for name, points in measured(rows).items():
         columns = [key for key in ("work", "cpu_s", "wall_s", "peak_mb", "disk_mb") if key in points[0]]
         lines += ["", f"{name}: {SERIES[name].what}", "", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
         lines += [f"| {' | '.join(number(row[key]) for key in columns)} |" for row in points]
+    return lines
+
+
+def left_out(rows: Sequence[Row]) -> list[str]:
+    """Amounts that were not measured, with what the first of them would need by the slope of the last two points."""
+    lines = []
+    for name, points in measured(rows).items():
+        rest = [n for n in SERIES[name].amounts if n not in {row["amount"] for row in points}]
+        if rest:
+            lines.append(f"{SERIES[name].what}: {rest[0]:,} would need {too_much(points, rest[0], 0, 0)}.")
     return lines
 
 

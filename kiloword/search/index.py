@@ -238,7 +238,7 @@ def update(
     if gone:
         library.commit(drop=gone)
     try:
-        skipped = _add(library, photos, stamps, wanted, matcher, batch, workers) if wanted else []
+        skipped = _add(library, photos, stamps, wanted, changed, matcher, batch, workers) if wanted else []
     except KeyboardInterrupt:
         kept = count(len(library), "photo")
         raise KeyboardInterrupt(f"{kept} are in the library; the same command indexes the others.") from None
@@ -253,11 +253,12 @@ def _add(
     photos: Path,
     stamps: dict[str, str],
     wanted: Sequence[str],
+    changed: frozenset[str],
     matcher: Matcher,
     batch: int,
     workers: int,
 ) -> list[Skipped]:
-    """Encode photos and commit them, every PART rows or COMMIT_S seconds."""
+    """Encode photos and commit them, every PART rows or COMMIT_S seconds. Args: changed: those that are in it now."""
     config, source = matcher.model.config, Photos(photos, wanted)
     waiting: list[pa.Table] = []
     out: set[str] = set()
@@ -273,7 +274,7 @@ def _add(
         done += len(images.keys) + len(images.skipped)
         full = sum(map(len, waiting)) >= PART or time.monotonic() - last > COMMIT_S
         if full or done >= len(wanted):
-            library.commit(pa.concat_tables(waiting) if waiting else None, frozenset(out))
+            library.commit(pa.concat_tables(waiting) if waiting else None, changed.intersection(out))
             waiting, out, last = [], set(), time.monotonic()
         bar(done, len(wanted))
     return skipped

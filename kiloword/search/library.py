@@ -238,8 +238,18 @@ class Library:
 
     def _places(self) -> None:
         self.starts = np.cumsum([0, *map(len, self.parts)])  # rows of the parts
-        self.ids: NDArray[np.int64] = np.concatenate([np.zeros(0, np.int64), *(part.ids for part in self.parts)])
-        self.row_of = {int(number): row for row, number in enumerate(self.ids)}
+        for name in ("ids", "row_of"):  # computed when they are asked for: a part more does not need them
+            self.__dict__.pop(name, None)
+
+    @cached_property
+    def ids(self) -> NDArray[np.int64]:
+        """The number of every photo [N], which it keeps."""
+        return np.concatenate([np.zeros(0, np.int64), *(part.ids for part in self.parts)])
+
+    @cached_property
+    def row_of(self) -> dict[int, int]:
+        """Number -> row of every photo."""
+        return {number: row for row, number in enumerate(self.ids.tolist())}
 
     def __len__(self) -> int:
         return int(self.starts[-1])
@@ -287,10 +297,11 @@ class Library:
         """Remove photos by their paths, add rows (without ids) and change settings: all of it or nothing."""
         file, parts = replace(self.file, **changed), []
         for part in self.parts:
-            keep = [path not in drop for path in part.paths]
-            if all(keep):
+            if not drop or drop.isdisjoint(part.paths):
                 parts.append(part)
-            elif any(keep):
+                continue
+            keep = [path not in drop for path in part.paths]
+            if any(keep):
                 file = self._write(file, part.whole().filter(pa.array(keep)), parts)
         if rows is not None and len(rows):
             ids = pa.array(np.arange(file.next_id, file.next_id + len(rows), dtype=np.int64))
@@ -336,8 +347,9 @@ class Library:
         write_json(self.folder / FILE, vars(self.file))
         self.version = _version(self.folder)
         self._places()
+        kept = set(self.file.parts)
         for stale in _files(self.folder):
-            if stale.stem not in self.file.parts:
+            if stale.stem not in kept:
                 stale.unlink(missing_ok=True)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -106,6 +107,26 @@ def test_an_update_encodes_only_what_is_new_or_changed(library: Path, monkeypatc
     assert {path for path in kept if kept[path] != before[path]} == {"00.jpg"}
     assert len(after.parts) == 1  # merged
     assert len(list(library.glob("*.parquet"))) == 1
+
+
+def test_photos_that_are_there_are_not_looked_at_when_others_are_added(
+    library: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw(library.parent / "photos" / "another.jpg", 102)
+    monkeypatch.setattr(Library, "ids", property(lambda self: pytest.fail("numbers of all photos")))
+    dropped = []
+    commit = Library.commit
+
+    def noted(self: Library, rows: Any = None, drop: frozenset[str] = frozenset(), **changed: Any) -> None:
+        dropped.append(drop)
+        commit(self, rows, drop, **changed)
+
+    monkeypatch.setattr(Library, "commit", noted)
+    made = again(library)
+    assert dropped == [frozenset()]
+    monkeypatch.undo()
+    assert "another.jpg" in paths(library)
+    assert made.ids.tolist() == list(made.row_of) == list(range(len(made)))
 
 
 def paths(library: Path) -> list[str]:

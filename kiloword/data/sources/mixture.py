@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kiloword.data.sources.optional import key_of, question, texts_of
-from kiloword.randomness import generator
+from kiloword.randomness import permutation
 from kiloword.types import Record, Source
 
 
@@ -99,9 +99,7 @@ def _part(source: Source, share: float, epoch: int) -> NDArray[np.integer[Any]]:
     count = round(share * len(source))
     if not count:
         return np.empty(0, np.int64)
-    rng = generator(source.fingerprint, "part of a mixture")
-    rows = np.arange(len(source), dtype=np.int32 if len(source) < 1 << 31 else np.int64)
-    rng.shuffle(rows)  # in place, equal for both dtypes: a permutation of 10^8 rows takes gigabytes
+    rows = permutation(len(source), source.fingerprint, "part of a mixture")
     start = epoch * count % len(source)
     part = np.concatenate([rows[start : start + count], rows[: max(0, start + count - len(source))]])
     part.sort()
