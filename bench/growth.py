@@ -16,7 +16,6 @@ import argparse
 import json
 import math
 import multiprocessing
-import os
 import statistics
 import tempfile
 import time
@@ -24,8 +23,6 @@ from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
-
-os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
 import numpy as np
 import torch
@@ -37,7 +34,7 @@ from kiloword.report.axes import Axis, log_axis, number
 Row = dict[str, Any]
 FORK = multiprocessing.get_context("fork")
 ROWS = Path(__file__).with_name("growth.jsonl")
-SHORT, CALLS = 0.5, 5  # seconds of calls that are repeated, and how often
+SHORT, CALLS = 0.2, 3  # seconds of calls that are repeated, and how often
 SLACK = 0.1  # of an exponent above what it must be
 LEAST_S, LEAST_MB = 1e-3, 4.0  # time and memory of a range below which an exponent says nothing
 WIDTH, HEIGHT, LEFT, FOOT, TOP, ACROSS = 330, 210, 56, 34, 30, 4  # of one plot; plots in a row

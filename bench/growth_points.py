@@ -151,7 +151,7 @@ def open_tars(warm: bool) -> Ready:
 
 
 def before_first_step(n: int, folder: Path) -> Call:
-    """What follows on opening: 512 rows for the digest, 10,000 captions for the vocabulary, order and first batch."""
+    """What follows on opening: 512 rows for the digest, 1,000 captions for the vocabulary, order and first batch."""
     os.environ["KILOWORD_CACHE"] = str(folder / f"cache-{n}")
     source = TarSource("tars", parts_of(tars(n, folder)))
     words, data = Tokenizer.train(["a caption"], 262), DataConfig(sources=(str(folder),))
@@ -159,7 +159,7 @@ def before_first_step(n: int, folder: Path) -> Call:
     def call() -> None:
         source._open_caches()
         digest.sampled(source)
-        deque(captions_of(source), 0)
+        deque(captions_of(source, 1_000), 0)
         order = sampler.Order(n, 256, next(_TURN))
         loader.Loader(source, order, data, TextConfig(vocab=262), 32, words).batch(0)
 
@@ -239,10 +239,10 @@ def mine(n: int, folder: Path) -> Call:
 
 
 def mine_share(n: int, folder: Path) -> Call:
-    """The same for 2,048 of the images alone: what one of many ranks does."""
+    """The same for 256 of the images alone, a block: what one of many ranks does."""
     made = corpus(n)
     pairs.own = lambda parts: parts[:1]  # type: ignore[assignment]
-    return quiet(lambda: pairs.search(made, Mined()))
+    return quiet(lambda: pairs.search(made, Mined(), chunk=256))
 
 
 def mine_rest(n: int, folder: Path) -> Call:
@@ -293,11 +293,12 @@ def open_library(n: int, folder: Path) -> Call:
 
 
 def search(n: int, folder: Path) -> Call:
-    """The ten best of n photos for a vector, all of them scored."""
+    """The ten best of n photos for a vector, all of them scored, once their vectors are read."""
     head = SimpleNamespace(config=SimpleNamespace(head=SimpleNamespace(dim=DIM)))
     stub: Any = SimpleNamespace(model=head)
     ranker, query = Ranker(Library(library(n, folder)), stub), vectors(1)[0]
     ranker.nearest = None
+    ranker.by_image(query, 10)
     return quiet(lambda: ranker.by_image(query, 10))
 
 
@@ -335,15 +336,15 @@ SERIES = {
     "tokens": Series("a step, 16 captions", "tokens a caption", (10, 32, 64, 128, 256, 512), 2, 1, long_captions),
     "open-first": Series("open tars, the first time", "rows", ROWS, 1, 1, open_tars(warm=False)),
     "open": Series("open tars, later", "rows", ROWS, 1, 1, open_tars(warm=True)),
-    "first-batch": Series("digest, vocabulary, first batch", "rows", ROWS, 0, 0, before_first_step),
+    "first-batch": Series("digest, vocabulary, first batch", "rows", ROWS, 0, 1, before_first_step),
     "order": Series("order of an epoch", "rows", ROWS, 1, 1, order),
     "subset": Series("10,000 rows of all", "rows", ROWS, 0, 0, subset),
     "mixture": Series("half of the rows an epoch", "rows", ROWS, 1, 1, mixture),
     "partner": Series("fixed partners", "rows", ROWS, 0, 0, partner),
     "table": Series("open a parquet table", "rows", tenfold(10_000, 10**7), 1, 1, table),
     "scenes": Series("draw scenes", "rows", tenfold(10_000, 10**7), 1, 1, scenes),
-    "mine": Series("mine all pairs, 5 captions an image", "captions", LIBRARY, 2, 1, mine),
-    "mine-share": Series("mine the pairs of 2,048 images", "captions", LIBRARY, 1, 1, mine_share),
+    "mine": Series("mine all pairs, 5 captions an image", "captions", doubled(2500, 1_280_000), 2, 1, mine),
+    "mine-share": Series("mine the pairs of 256 images", "captions", LIBRARY, 1, 1, mine_share),
     "mine-rest": Series("calibrate and analyse", "captions", LIBRARY, 1, 1, mine_rest),
     "index": Series("write a library", "photos", LIBRARY, 1, 1, index),
     "open-library": Series("open a library", "photos", LIBRARY, 1, 1, open_library),

@@ -32,7 +32,7 @@ def generator(*parts: int | str) -> np.random.Generator:
 
 def permutation(n: int, *parts: int | str) -> NDArray[np.integer[Any]]:
     """A permutation of n numbers keyed by any parts: that of `generator(*parts).permutation(n)`, in half its bytes."""
-    numbers = np.arange(n, dtype=np.int32 if n < 1 << 31 else np.int64)
+    numbers: NDArray[np.integer[Any]] = np.arange(n, dtype=np.int32 if n < 1 << 31 else np.int64)
     generator(*parts).shuffle(numbers)  # equal for both dtypes
     return numbers
 
