@@ -120,10 +120,12 @@ def too_much(rows: Sequence[Row], amount: int, seconds: float, gb: float) -> str
 
 
 def exponent(points: Sequence[tuple[float, float]], least: float) -> float | None:
-    """The slope of the upper half of a range of (work, cost); None where the cost is below `least` or unknown."""
+    """The slope of the upper half of a range of (work, cost), two points at least; None where cost is below `least`."""
     middle = math.sqrt(points[0][0] * points[-1][0])
     upper = [(w, c) for w, c in points if w >= middle * 0.999]
-    if len(upper) < 2 or upper[-1][1] < least:
+    if len(upper) < 2:
+        upper = list(points[-2:])
+    if upper[-1][1] < least:
         return None
     work, cost = (np.log([max(x, least / 10) for x in each]) for each in zip(*upper, strict=True))
     return float(np.polyfit(work, cost, 1)[0])
