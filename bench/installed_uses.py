@@ -91,13 +91,13 @@ def tracked(kind: str, variables: dict[str, str]) -> str:
 USES: dict[str, tuple[str, ...]] = {  # extra -> words of python
     "openclip": (
         verb("kiloword export open_clip clip/model --out open-clip"),
-        verb(f"{TRAIN}--image-tower open_clip:ViT-B-32 --batch 2 --out open-clip-run"),
+        verb(f"{TRAIN}--image-tower open_clip:ViT-B-32 --freeze none --batch 2 --out open-clip-run"),
     ),
     "hf": (
         verb("kiloword export transformers clip/model --out hf"),
         verb("kiloword embed hf:hf --data photos --out from-hf"),
     ),
-    "timm": (verb(f"{TRAIN}--image-tower timm:test_vit --out timm-run"),),
+    "timm": (verb(f"{TRAIN}--image-tower timm:test_vit --freeze none --out timm-run"),),
     "onnx": (verb("kiloword export onnx clip/model --out onnx"),),
     "sentence-transformers": (verb("kiloword export sentence-transformers clip/model --out sentences"),),
     "eval": (

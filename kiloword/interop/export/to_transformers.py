@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,8 @@ def write_sentence(source: Exported, folder: Path) -> list[str]:
             "sentence-transformers cannot express this model: it pads texts to the longest of a batch, and SigLIP's "
             "text tower sees pads. Export it to transformers."
         )
+    if find_spec("sentence_transformers") is None:
+        raise ValueError(needs("this export", "sentence-transformers", "sentence-transformers"))
     transformers()
     try:
         from sentence_transformers import SentenceTransformer
