@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
 
+from kiloword.distributed.device import free_bytes
 from kiloword.model.encoding import chunks
 from kiloword.terminal.progress import track
 from kiloword.types import Features
@@ -44,20 +44,6 @@ def bytes_of_image(model: Model) -> int:
     tokens = (config.size // config.patch) ** 2 + config.extra_tokens + 2
     block = tokens * (6 * config.width + 2 * config.mlp) + config.heads * tokens**2
     return 4 * block + 200 * config.size**2
-
-
-def free_bytes(device: torch.device) -> int:
-    """Memory that is free on a device, in bytes; where it is not known, 1 GiB."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    try:
-        with open("/proc/meminfo", encoding="utf-8") as file:
-            kib = next(line.split()[1] for line in file if line.startswith("MemAvailable"))
-        return int(kib) * 1024
-    except (OSError, StopIteration):
-        names = ("SC_PHYS_PAGES", "SC_PAGE_SIZE")
-        known = device.type in ("cpu", "mps") and all(name in getattr(os, "sysconf_names", {}) for name in names)
-        return os.sysconf(names[0]) * os.sysconf(names[1]) // 2 if known else 1 << 30
 
 
 def check_room(few: Features, count: int, what: str, device: torch.device) -> None:

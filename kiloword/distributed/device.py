@@ -111,3 +111,17 @@ def _used_here(x: Tensor) -> Tensor:
     """Keep the memory from being reused before the current stream has finished with the tensor."""
     x.record_stream(torch.cuda.current_stream(x.device))
     return x
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that is free on a device, in bytes; where it is not known, 1 GiB."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        with open("/proc/meminfo", encoding="utf-8") as file:
+            kib = next(line.split()[1] for line in file if line.startswith("MemAvailable"))
+        return int(kib) * 1024
+    except (OSError, StopIteration):
+        names = ("SC_PHYS_PAGES", "SC_PAGE_SIZE")
+        known = device.type in ("cpu", "mps") and all(name in getattr(os, "sysconf_names", {}) for name in names)
+        return os.sysconf(names[0]) * os.sysconf(names[1]) // 2 if known else 1 << 30

@@ -19,12 +19,11 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from kiloword.api.batches import free_bytes
 from kiloword.config.by_device import settle
 from kiloword.config.options import RunOptions
 from kiloword.config.recipes import Recipe
 from kiloword.data.text.tokenizer import Tokenizer
-from kiloword.distributed.device import choose, cores, precision_of
+from kiloword.distributed.device import choose, cores, free_bytes, precision_of
 from kiloword.methods.defaults import default_recipe
 from kiloword.methods.registry import preset
 from kiloword.model.model import build
