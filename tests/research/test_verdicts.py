@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import shlex
+import subprocess
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+import tyro
 
 from research.evidence import Decision, Effect, packed
 from research.forest import forest
-from research.tables import ROWS, main, page, plots, read
+from research.tables import ROWS, RULED, main, page, plots, read
 
 
 def row(arm: str, seed: int, mean: float, rate: float = 1.0) -> dict[str, Any]:
@@ -71,3 +75,17 @@ def test_the_pages_have_what_the_rows_say() -> None:
         assert (docs / "results" / name).read_text(encoding="utf-8") == plot
     verdicts = " ".join((docs / "results.md").read_text(encoding="utf-8").split())
     assert [d for one in results for d in one.decisions if str(d.effect) not in verdicts] == []
+
+
+def test_the_makefile_names_arms_and_options_of_its_experiments() -> None:
+    """`make -n`: each line is one that the shell and the experiment can read; the arms have rows."""
+    command = ["make", "-n", "-C", "research", "all", "FLICKR=/flickr", "TINY=/tiny", "OUT=/out", "PYTHON=python"]
+    printed = subprocess.run(command, cwd=ROWS.parents[1], check=True, capture_output=True, text=True).stdout
+    lines = [line for line in printed.splitlines() if "-m research." in line and ".tables" not in line]
+    assert len(lines) > len(RULED)
+    arms = {results.name: {row["arm"] for row in results.rows} for results in read(ROWS)}
+    for line in lines:
+        words = shlex.split(line.rpartition("; do ")[2].removesuffix("; done").replace("$rate", "1"))
+        experiment = importlib.import_module(words[2]).EXPERIMENT
+        named = tyro.cli(experiment.options, args=words[3:]).arms
+        assert set(named) <= arms[words[2].rpartition(".")[2]]
