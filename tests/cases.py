@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 # After a failed read, PyTorch opens ten temporary files, to see whether they run out. The signal that the worker died
-# raises an exception anywhere in this process: if in there, the file just opened is not closed by its name.
+# raises an exception anywhere in this process: if in there, the file just opened is not closed by its name; if where
+# a tensor of the worker is received, its socket is not.
 worker_dies = pytest.mark.filterwarnings(
-    "ignore:Exception ignored in. <_io.FileIO:pytest.PytestUnraisableExceptionWarning"
+    "ignore:Exception ignored in. <(_io.FileIO|socket.socket):pytest.PytestUnraisableExceptionWarning"
 )
 
 
