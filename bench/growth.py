@@ -47,7 +47,7 @@ def point(name: str, amount: int, folder: Path) -> Row:
     base = resident_mb("VmRSS")
     call = series.ready(amount, folder)
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew (Linux)
-    (seconds, wall), found = timed(call)
+    (seconds, wall), figures = timed(call)
     peak = resident_mb("VmHWM") - base
     times = [(seconds, wall)]
     while sum(t for t, _ in times) < SHORT and len(times) < CALLS:
@@ -55,14 +55,14 @@ def point(name: str, amount: int, folder: Path) -> Row:
     middle = [statistics.median(each) for each in zip(*times, strict=True)]
     taken = {"cpu_s": round(middle[0], 6), "wall_s": round(middle[1], 6), "peak_mb": round(peak, 2)}
     whole = {"process_s": round(time.process_time(), 2)}
-    return {"series": name, "amount": amount, "work": amount, **taken, **(found or {}), **whole}
+    return {"series": name, "amount": amount, "work": amount, **taken, **(figures or {}), **whole}
 
 
 def timed(call: Callable[[], Any]) -> tuple[tuple[float, float], Any]:
     """Seconds of the processor and of the clock, and what the call returned."""
     began = time.process_time(), time.perf_counter()
-    found = call()
-    return (time.process_time() - began[0], time.perf_counter() - began[1]), found
+    result = call()
+    return (time.process_time() - began[0], time.perf_counter() - began[1]), result
 
 
 def resident_mb(name: str) -> float:
@@ -100,7 +100,9 @@ def apart(name: str, amount: int, folder: Path) -> Row:
     try:
         row: Row = receiving.recv()
     except EOFError:
-        raise RuntimeError(f"{name} at {amount} died; what it said stands above") from None
+        raise RuntimeError(
+            f"{name} at {amount} ended without a result: its error is printed above, or the system killed it for memory"
+        ) from None
     process.join()
     return row
 
@@ -141,8 +143,10 @@ def exponents(rows: Sequence[Row]) -> tuple[float | None, float | None]:
 
 def measured(rows: Sequence[Row]) -> dict[str, list[Row]]:
     """The points of each series by rising work, of those that have two."""
-    found = {n: sorted((r for r in rows if r["series"] == n and "cpu_s" in r), key=lambda r: r["work"]) for n in SERIES}
-    return {name: points for name, points in found.items() if len(points) > 1}
+    by_series = {
+        n: sorted((r for r in rows if r["series"] == n and "cpu_s" in r), key=lambda r: r["work"]) for n in SERIES
+    }
+    return {name: points for name, points in by_series.items() if len(points) > 1}
 
 
 def tables(rows: Sequence[Row]) -> list[str]:
@@ -174,11 +178,11 @@ def left_out(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-def judged(found: float | None, must: float) -> str:
+def judged(slope: float | None, must: float) -> str:
     """An exponent, in bold where it is above what it must be."""
-    if found is None:
+    if slope is None:
         return "-"
-    return f"**{found:.2f}**" if found > must + SLACK else f"{found:.2f}"
+    return f"**{slope:.2f}**" if slope > must + SLACK else f"{slope:.2f}"
 
 
 def short(value: float) -> str:
@@ -191,9 +195,9 @@ def short(value: float) -> str:
 
 def svg(rows: Sequence[Row]) -> str:
     """Time (line) and memory (dashes) of each series over its work, both axes logarithmic."""
-    found = measured(rows)
+    points = measured(rows)
     plots = [
-        plot(WIDTH * (n % ACROSS), HEIGHT * (n // ACROSS), SERIES[name], found[name]) for n, name in enumerate(found)
+        plot(WIDTH * (n % ACROSS), HEIGHT * (n // ACROSS), SERIES[name], points[name]) for n, name in enumerate(points)
     ]
     size = f"{WIDTH * ACROSS} {HEIGHT * -(-len(plots) // ACROSS)}"
     return (

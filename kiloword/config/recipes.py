@@ -308,8 +308,8 @@ def _resnet(clip: bool) -> ModelConfig:
     )
 
 
-def of_size(name: str) -> ModelConfig:
-    """The model of a named size. Raises: ValueError for another name; one of open_clip's is told ours."""
+def model_of_size(name: str) -> ModelConfig:
+    """The model of a named size. Raises: ValueError for another name; for one of open_clip's it suggests ours."""
     named = sizes()
     if name not in named:
         ours = suggestion(re.sub(r"vit|[^a-z0-9]", "", name.lower()), named)  # of ViT-B-32: b32

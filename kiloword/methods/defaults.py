@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kiloword.config.recipes import AugmentConfig, DataConfig, OptimConfig, Recipe, of_size
+from kiloword.config.recipes import AugmentConfig, DataConfig, OptimConfig, Recipe, model_of_size
 
 MUON = OptimConfig(name="muon", lr=1e-3, muon_lr=5e-3, scale_lr=3.0)  # 4 x this muon_lr learns faster, but not shapes
 TOP = replace(MUON, muon_lr=4e-2, ema=0.97)  # a small data set is soon known by heart: fast, and few steps
@@ -26,7 +26,7 @@ def default_recipe(method: str, size: str = "tiny", data: tuple[str, ...] = ("sc
 
     Raises: ValueError for an unknown size or method.
     """
-    model = of_size(size)
+    model = model_of_size(size)
     method_slots = None
     if method:
         from kiloword.methods.registry import preset  # imports torch

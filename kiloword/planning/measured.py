@@ -93,19 +93,21 @@ def measure(
 
 
 def room(method: str, size: str, precision: Literal["auto", "fp32", "bf16"], device: str) -> Room:
-    """The largest power of two of images whose step the free memory holds: one process, one caption an image.
+    """The largest power of two of images whose step the free memory of a device holds, in one process.
+
+    Each has one caption, or six where the method takes all, as `kiloword plan` counts.
 
     Raises: ValueError for an unknown method, size or device.
     """
     device = choose(device)
     recipe, free = _recipe(method, size, 1, precision, device, ()), free_bytes(torch.device(device))
     memory_card = card("cpu" if device == "cpu" else "custom", flops=1, memory=SAFE * free / GIB)
-    method_of = preset(recipe.method)
+    slots = preset(recipe.method)
 
     @cache
     def option(doublings: int) -> Option:
         planned = _plan(replace(recipe, batch=2**doublings))
-        return Planner(planned, method_of, memory_card).option("ddp", "none", 1)
+        return Planner(planned, slots, memory_card).option("ddp", "none", 1)
 
     fitting = bisect_left(range(MOST + 1), True, key=lambda doublings: not option(doublings).fits)
     return Room(2 ** (fitting - 1) if fitting else 0, free, option(max(fitting - 1, 0)).bytes)

@@ -12,7 +12,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from kiloword.config import settings
-from kiloword.config.recipes import DataConfig, ModelFile, Recipe, of_size, sizes
+from kiloword.config.recipes import DataConfig, ModelFile, Recipe, model_of_size, sizes
 from kiloword.config.settings import only, parse, read_config
 from kiloword.methods.defaults import FIELD, MUON, PHOTOS, TOP, TOP_PHOTOS, default_recipe
 
@@ -72,9 +72,9 @@ def test_defaults_follow_method_size_and_data(drawn: tuple[str, ...], photos: tu
 
 
 @pytest.mark.parametrize(("theirs", "ours"), [("ViT-B-32", "b32"), ("ViT-L/14", "l14"), ("RN50", "rn50")])
-def test_a_size_by_its_name_in_open_clip_is_told_ours(theirs: str, ours: str) -> None:
+def test_a_size_by_its_name_in_open_clip_suggests_ours(theirs: str, ours: str) -> None:
     with pytest.raises(ValueError, match=rf"unknown size '{theirs}': .* Did you mean {ours}\?"):
-        of_size(theirs)
+        model_of_size(theirs)
 
 
 @pytest.mark.parametrize(

@@ -71,18 +71,18 @@ def test_an_unknown_size_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("free", [2e6, 4e8])
 def test_the_batch_that_is_named_fits_and_twice_of_it_does_not(free: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measured, "free_bytes", lambda device: int(free))
-    found = room("siglip", "debug", "fp32", "cpu")
+    largest = room("siglip", "debug", "fp32", "cpu")
     recipe = measured._recipe("siglip", "debug", 1, "fp32", "cpu", ())
 
     def takes(images: int) -> float:
         plan = measured._plan(replace(recipe, batch=images))
         return measured.Planner(plan, measured.preset("siglip"), measured.card("cpu")).option("ddp", "none", 1).bytes
 
-    if found.images:
-        assert found.takes == takes(found.images) <= SAFE * free < takes(2 * found.images)
+    if largest.images:
+        assert largest.takes == takes(largest.images) <= SAFE * free < takes(2 * largest.images)
     else:
-        assert found.takes == takes(1) > SAFE * free
-        assert "choose a smaller --size" in str(found)
+        assert largest.takes == takes(1) > SAFE * free
+        assert "choose a smaller --size" in str(largest)
 
 
 def test_a_card_without_room_for_one_image() -> None:
