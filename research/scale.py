@@ -82,7 +82,7 @@ class Slope:
         return f"gain of all captions {TERMS[self.term]}"
 
     def lacks(self, runs: Runs) -> str:
-        finished = sum(named(captions, cell) in runs for cell in CELLS for captions in (ONE, ALL))
+        finished = sum(bool(runs.get(named(captions, cell))) for cell in CELLS for captions in (ONE, ALL))
         return "" if finished == 2 * len(CELLS) else f"{finished} of {2 * len(CELLS)} runs are finished"
 
     def decide(self, runs: Runs) -> Decision:
@@ -114,7 +114,7 @@ def fitted(gains: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.
 
 def summary(runs: Runs) -> list[str]:
     """For each value of width, photos and steps: the means over its cells that both arms finished."""
-    done = [cell for cell in CELLS if all(named(captions, cell) in runs for captions in (ONE, ALL))]
+    done = [cell for cell in CELLS if all(runs.get(named(captions, cell)) for captions in (ONE, ALL))]
     groups = {"all": done} | {
         f"{value} {unit}": [cell for cell in done if cell[axis] == place]
         for axis, (unit, values) in enumerate({"wide": WIDTHS, "photos": PHOTOS, "steps": STEPS}.items())

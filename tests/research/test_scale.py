@@ -31,8 +31,11 @@ def test_a_gain_that_grows_with_photos_is_told_from_one_that_does_not() -> None:
 
 def test_a_missing_cell_leaves_it_open() -> None:
     made = runs(lambda *cell: 0.0)
+    made[named(ONE, CELLS[1])] = []  # an arm that has no run yet
     made.pop(named(ALL, CELLS[0]))
-    assert str(decided(Slope(term=0), made)).endswith("not decided yet (53 of 54 runs are finished).")
+    assert str(decided(Slope(term=0), made)).endswith("not decided yet (52 of 54 runs are finished).")
+    assert any(line.endswith("| 0 of 25 | 1.11 times |") for line in summary(made))
+    assert summary({named(captions, cell): [] for cell in CELLS for captions in (ONE, ALL)})[-1] == ""
 
 
 def test_the_summary_says_where_the_gain_is_and_what_it_costs() -> None:
