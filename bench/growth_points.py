@@ -342,7 +342,7 @@ SERIES = {
     "mixture": Series("half of the rows an epoch", "rows", ROWS, 1, 1, mixture),
     "partner": Series("fixed partners", "rows", ROWS, 0, 0, partner),
     "table": Series("open a parquet table", "rows", tenfold(10_000, 10**7), 1, 1, table),
-    "scenes": Series("draw scenes", "rows", tenfold(10_000, 10**7), 1, 1, scenes),
+    "scenes": Series("draw scenes", "rows", tenfold(10_000, 10**6), 1, 1, scenes),
     "mine": Series("mine all pairs, 5 captions an image", "captions", doubled(2500, 1_280_000), 2, 1, mine),
     "mine-share": Series("mine the pairs of 256 images", "captions", LIBRARY, 1, 1, mine_share),
     "mine-rest": Series("calibrate and analyse", "captions", LIBRARY, 1, 1, mine_rest),

@@ -130,13 +130,12 @@ def _blocks(tower: ImageConfig | TextConfig, tokens: int) -> int:
 
 
 def bench_table(lines: Iterable[Measured], json: Path | None) -> None:
-    """Print measurements as they come; their share is that of the first one's rate."""
+    """Print measurements as they come."""
     say(f"{'':<24}{'seconds':>10}{'a second':>16}{'TFLOP/s':>10}{'of products':>13}")
-    every, limit = list[dict[str, object]](), 0.0
+    every = list[dict[str, object]]()
     for line in lines:
-        limit = limit or line.rate
         speed = f"{line.items / line.seconds:,.0f} {line.unit}" if line.items else ""
-        rate, share = (f"{line.rate / 1e12:.3f}", f"{line.rate / limit:.2f}") if line.flop else ("", "")
+        rate, share = (f"{line.rate / 1e12:.3f}", f"{line.share:.2f}") if line.flop else ("", "")
         say(f"{line.what:<24}{line.seconds:>10.4f}{speed:>16}{rate:>10}{share:>13}")
         every.append(asdict(line))
     if json is not None:

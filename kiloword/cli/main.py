@@ -24,6 +24,7 @@ from kiloword.cli.score import score
 from kiloword.cli.search import index, search, serve
 from kiloword.cli.words import REQUIRED, check_known, check_outputs, interruption, settled
 from kiloword.distributed import launch
+from kiloword.distributed.allocator import keep_freed_memory
 from kiloword.errors import sentence_of
 from kiloword.generation.options import GenerationOptions
 from kiloword.mining.options import MineOptions
@@ -295,6 +296,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Entry point. An error that the user can fix is one message on stderr and exit code 2."""
     if argv is None:
         sys.excepthook = show_traceback
+        keep_freed_memory()
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv == ["--version"]:
         say(__version__)

@@ -36,6 +36,7 @@ from kiloword.training.resolve import make_loader, open_sources
 from kiloword.types import BadSample, Batch
 
 SIDE = 2048  # of the matrices whose product is the limit
+PRODUCT_FLOP = 2.0 * SIDE**3
 LEAST, LEAST_S = 3, 3.0  # measurements of each kind, and seconds that they take together
 ROWS = 64  # whose captions make the vocabulary
 SAFE = 0.75  # of the free memory: a process took up to 1.25 times the count, and half a GiB (docs/bench.md)
@@ -52,11 +53,17 @@ class Measured:
     items: int = 0
     unit: str = ""
     flop: float = 0.0
+    product_s: float = 0.0  # of a product of two matrices [SIDE, SIDE], measured in turns with it; 0: not measured
 
     @property
     def rate(self) -> float:
         """FLOP/s."""
         return self.flop / self.seconds
+
+    @property
+    def share(self) -> float:
+        """The rate over that of products of matrices."""
+        return self.rate * self.product_s / PRODUCT_FLOP
 
 
 @dataclass(frozen=True)
@@ -84,8 +91,9 @@ def measure(
     """
     device = choose(device)
     recipe = _recipe(method, size, batch, precision, device, data)
-    yield products(recipe.precision, device)
     bench = Bench(recipe, device)
+    seconds = _median(bench.product, device)
+    yield Measured(f"matrix product, {recipe.precision}", seconds, flop=PRODUCT_FLOP, product_s=seconds)
     yield bench.step()
     yield from bench.encoding()
     if data:
@@ -136,11 +144,11 @@ def _plan(recipe: Recipe) -> Plan:
     return plan
 
 
-def products(precision: str, device: str) -> Measured:
-    """A product of two matrices [2048, 2048]: what torch reaches on this device, its threads included."""
+def product(precision: str, device: str) -> Callable[[], Tensor]:
+    """A product of two matrices [SIDE, SIDE]: the limit, which torch reaches on this device with its threads."""
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     a, b = (torch.randn(SIDE, SIDE, device=device, dtype=dtype) for _ in range(2))
-    return Measured(f"matrix product, {precision}", _median(lambda: a @ b, device), flop=2.0 * SIDE**3)
+    return lambda: a @ b
 
 
 class Bench:
@@ -152,6 +160,7 @@ class Bench:
         self.learner = Learner(build(recipe.model, self.method), self.method).to(device).train()
         self.batch = _noise(self.planner.batch(recipe.batch)).to(device)
         self.precision = precision_of(recipe.precision, torch.device(device).type)
+        self.product = product(recipe.precision, device)
 
     def step(self) -> Measured:
         """Forward and backward pass, and the optimizer's step."""
@@ -162,20 +171,21 @@ class Bench:
             optimizer.step(next(steps), values["loss"])
 
         flop = self.planner.option("ddp", "none", 1).step.total
-        return Measured("training step", _median(run, self.device), self.recipe.batch, "images", flop)
+        seconds, product_s = _turns(run, self.product, self.device)
+        return Measured("training step", seconds, self.recipe.batch, "images", flop, product_s)
 
     def encoding(self) -> Iterator[Measured]:
         """Images alone, then texts alone, without gradients."""
         model, work = self.learner.model.eval(), self.planner.micro_batch(self.recipe.batch).forward
 
-        def encoded(encode: Callable[[], Any]) -> float:
+        def encoded(encode: Callable[[], Any]) -> tuple[float, float]:
             with torch.no_grad(), self.precision():
-                return _median(encode, self.device)
+                return _turns(encode, self.product, self.device)
 
-        seconds = encoded(lambda: model.encode_image(self.batch.images))
-        yield Measured("encode images", seconds, len(self.batch), "images", work["image tower"])
-        seconds = encoded(lambda: model.encode_text(self.batch.texts))
-        yield Measured("encode texts", seconds, len(self.batch.texts), "texts", work["text tower"])
+        seconds, product_s = encoded(lambda: model.encode_image(self.batch.images))
+        yield Measured("encode images", seconds, len(self.batch), "images", work["image tower"], product_s)
+        seconds, product_s = encoded(lambda: model.encode_text(self.batch.texts))
+        yield Measured("encode texts", seconds, len(self.batch.texts), "texts", work["text tower"], product_s)
 
 
 def reading(recipe: Recipe) -> Measured:
@@ -207,11 +217,22 @@ def _noise(batch: Batch) -> Batch:
 
 def _median(run: Callable[[], Any], device: str) -> float:
     """Seconds of a call: the median of three or more, after one that is not counted."""
+    return _turns(run, lambda: None, device)[0]
+
+
+def _turns(run: Callable[[], Any], other: Callable[[], Any], device: str) -> tuple[float, float]:
+    """Seconds of two calls that take turns, so that both meet the same machine: medians, without the first turn."""
     times = list[float]()
+    others = list[float]()
     while len(times) <= LEAST or sum(times[1:]) < LEAST_S:
-        start = time.perf_counter()
-        run()
-        if device.startswith("cuda"):
-            torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[1:])
+        others.append(_seconds(other, device))
+        times.append(_seconds(run, device))
+    return statistics.median(times[1:]), statistics.median(others[1:])
+
+
+def _seconds(run: Callable[[], Any], device: str) -> float:
+    start = time.perf_counter()
+    run()
+    if device.startswith("cuda"):
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start

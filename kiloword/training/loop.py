@@ -13,6 +13,7 @@ from kiloword.config.options import RunOptions as RunOptions
 from kiloword.config.recipes import Recipe
 from kiloword.data import growing
 from kiloword.distributed import collectives, heartbeat
+from kiloword.distributed.allocator import keep_freed_memory
 from kiloword.distributed.device import choose, cores, on_device, precision_of
 from kiloword.model.resnet import commit
 from kiloword.model.trunks.padded import padding_of
@@ -41,6 +42,7 @@ def train(recipe: Recipe, out: Path | str, source: Source | None = None, options
     """
     options = options or RunOptions()
     device = choose(options.device)
+    keep_freed_memory()
     with stop_signals() as stop, collectives.process_group(device, options.timeout):
         with stop.at_once("stopped before its first step: there was nothing to save. The same command starts it."):
             run = prepare(recipe, Path(out), source or open_sources(recipe), device=device, options=options)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import re
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kiloword.cli.main import main
@@ -19,6 +21,7 @@ from kiloword.planning.measured import SAFE, Measured, Room, measure, room
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measured, "LEAST_S", 0.0)
     monkeypatch.setattr(measured, "SIDE", 256)
+    monkeypatch.setattr(measured, "PRODUCT_FLOP", 2.0 * 256**3)
 
 
 def test_the_table_has_a_line_for_every_measurement(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -44,7 +47,7 @@ def test_the_table_has_a_line_for_every_measurement(tmp_path: Path, capsys: pyte
     stored = json.loads((tmp_path / "b.json").read_text())
     assert [line["items"] for line in stored] == [0, 4, 4, 4, 4]
     for line, printed in zip(stored[1:4], lines[2:5], strict=True):
-        share = line["flop"] / line["seconds"] / (stored[0]["flop"] / stored[0]["seconds"])
+        share = line["flop"] / line["seconds"] / (measured.PRODUCT_FLOP / line["product_s"])
         assert float(printed.split()[-1]) == pytest.approx(share, abs=0.006)
 
 
@@ -60,6 +63,27 @@ def test_the_first_call_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     pauses = iter([0.2, 0.01, 0.01, 0.01])
     assert measured._median(lambda: time.sleep(next(pauses)), "cpu") < 0.1
     assert Measured("step", 2.0, flop=8.0).rate == 4.0
+
+
+def test_a_machine_that_slows_down_slows_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call meets the machine of its product: one that takes ten times as long does so at every speed."""
+    speed = iter(np.geomspace(1, 8, 100))
+    clock = 0.0
+
+    def work(seconds: float) -> None:
+        nonlocal clock
+        clock += seconds * next(speed)
+
+    def seconds_of(run: Callable[[], None], device: str) -> float:
+        start = clock
+        run()
+        return clock - start
+
+    monkeypatch.setattr(measured, "_seconds", seconds_of)
+    monkeypatch.setattr(measured, "LEAST", 20)
+    seconds, product_s = measured._turns(lambda: work(10), lambda: work(1), "cpu")
+    assert seconds / product_s == pytest.approx(10, rel=0.05)
+    assert seconds > 15  # slower than at first
 
 
 def test_an_unknown_size_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
