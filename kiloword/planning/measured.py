@@ -37,7 +37,7 @@ from kiloword.types import BadSample, Batch
 
 SIDE = 2048  # of the matrices whose product is the limit
 PRODUCT_FLOP = 2.0 * SIDE**3
-LEAST, LEAST_S = 3, 3.0  # measurements of each kind, and seconds that they take together
+LEAST, LEAST_S = 3, 3.0  # measurements of each kind, and seconds that they and their products take together
 ROWS = 64  # whose captions make the vocabulary
 SAFE = 0.75  # of the free memory: a process took up to 1.25 times the count, and half a GiB (docs/bench.md)
 MOST = 14  # doublings of one image that are looked at
@@ -224,7 +224,7 @@ def _turns(run: Callable[[], Any], other: Callable[[], Any], device: str) -> tup
     """Seconds of two calls that take turns, so that both meet the same machine: medians, without the first turn."""
     times = list[float]()
     others = list[float]()
-    while len(times) <= LEAST or sum(times[1:]) < LEAST_S:
+    while len(times) <= LEAST or sum(times[1:]) + sum(others[1:]) < LEAST_S:
         others.append(_seconds(other, device))
         times.append(_seconds(run, device))
     return statistics.median(times[1:]), statistics.median(others[1:])

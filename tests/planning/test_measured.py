@@ -65,6 +65,14 @@ def test_the_first_call_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Measured("step", 2.0, flop=8.0).rate == 4.0
 
 
+def test_short_calls_do_not_wait_for_thousands_of_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[float] = []
+    monkeypatch.setattr(measured, "LEAST_S", 3.0)
+    monkeypatch.setattr(measured, "_seconds", lambda run, device: run())
+    assert measured._turns(lambda: calls.append(0.001) or 0.001, lambda: 0.2, "cpu") == (0.001, 0.2)
+    assert len(calls) == 16
+
+
 def test_a_machine_that_slows_down_slows_both(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each call meets the machine of its product: one that takes ten times as long does so at every speed."""
     speed = iter(np.geomspace(1, 8, 100))
