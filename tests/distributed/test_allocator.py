@@ -8,7 +8,6 @@ import sys
 
 import pytest
 
-PAGES = 16384  # of 64 MiB
 PROGRAM = """
 import resource
 import torch
@@ -36,10 +35,9 @@ def faults(**settings: str) -> tuple[bool, int]:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc is of Linux")
 def test_freed_memory_is_kept_but_where_the_environment_says_how() -> None:
-    kept, pages = faults()
+    kept, few = faults()
     if not kept:
         pytest.skip("this C library is not glibc")
-    assert pages < 5 * PAGES
-    kept, pages = faults(MALLOC_ARENA_MAX="8")
+    kept, many = faults(MALLOC_ARENA_MAX="8")
     assert not kept
-    assert pages > 15 * PAGES
+    assert many > 2 * few  # mostly 10 times; pages of 4 kB, or huge ones
