@@ -83,6 +83,10 @@ def test_what_a_folder_is_taken_for(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         open_source(str(tmp_path / "x.md"))
     with pytest.raises(ValueError, match=r"none: no such file or folder"):
         open_source(str(tmp_path / "none"))
+    (tmp_path / "notes" / "0.tar.gz").write_bytes(b"")
+    for name in ("notes", "notes/0.tar.gz"):
+        with pytest.raises(ValueError, match=r"0\.tar\.gz is a compressed tar, .* Unpack it to a plain \.tar"):
+            open_source(str(tmp_path / name))
     os.mkfifo(tmp_path / "pipe.tar")
     with pytest.raises(ValueError, match="is no regular file"):
         open_source(str(tmp_path / "pipe.tar"))

@@ -28,6 +28,7 @@ from kiloword.types import Source
 __all__ = ["expand", "mix", "open_data", "open_source"]
 
 _TABLES = (".csv", ".tsv", ".parquet", ".txt", ".token")
+_COMPRESSED_TARS = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
 _KINDS = (
     "a folder of tars, a tar, a brace pattern x-{000..123}.tar, csv, tsv, parquet, json, a folder of images, "
     "class folders, or scenes"
@@ -80,6 +81,7 @@ def open_source(src: str, size: int | None = None) -> Source:
         return TableSource(src, path, options, read_tokens(path, options) if _has_tokens(path, suffix) else None)
     if suffix == ".tar":
         return _shards(src, [path])
+    _refuse_compressed(path)
     raise ValueError(f"{src}: unknown kind of file. Expected {_KINDS}.")
 
 
@@ -131,9 +133,19 @@ def _open_folder(src: str, folder: Path) -> Source:
             f"{src} has neither images nor class folders itself, but its folders {shown(', '.join(inner[:8]))} have: "
             "name one of them."
         )
+    for file in sorted(files):
+        _refuse_compressed(folder / file)
     raise ValueError(
         f"{src} is {'an empty folder' if not files else 'a folder without tars or images'}. Expected {_KINDS}."
     )
+
+
+def _refuse_compressed(path: Path) -> None:
+    if path.name.lower().endswith(_COMPRESSED_TARS):
+        raise ValueError(
+            f"{path} is a compressed tar, from which no sample can be read without those before it. Unpack it to a "
+            "plain .tar, by gunzip or zstd -d."
+        )
 
 
 def _has_tokens(path: Path, suffix: str) -> bool:
