@@ -105,7 +105,7 @@ def _word(value: object) -> str:
 
 
 def main(experiment: Experiment, argv: Sequence[str] | None = None) -> None:
-    """Entry point of an experiment's module; user errors are one message and exit code 2."""
+    """Entry point of an experiment's module. User errors are one message and exit code 2, an interruption is 130."""
     from research import arms_queue, arms_run
     from research.arms_table import table
 
@@ -121,6 +121,9 @@ def main(experiment: Experiment, argv: Sequence[str] | None = None) -> None:
             if not options.table:
                 arms_queue.run_all(experiment, options)
             say(*table(experiment, options).splitlines())
+    except KeyboardInterrupt:
+        warn(f"{name}: interrupted; the same command goes on from here")
+        raise SystemExit(130) from None
     except ValueError as e:
         warn(f"{name}: {scrubbed(str(e))}")
         raise SystemExit(2) from None
