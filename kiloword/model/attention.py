@@ -13,7 +13,7 @@ from kiloword.distributed.device import device_type
 from kiloword.types import Texts
 
 HEAD, WIDEST_HEAD = 8, 256  # head sizes of variable-length kernels: multiples of 8, at most 256
-UNEVEN = 4  # padded rows for each token above which texts on a CPU are padded in groups of similar length
+UNEVEN = 2.5  # padded rows for each token above which texts on a CPU are padded in groups of similar length
 OLDEST = (8, 0)  # compute capability that variable-length kernels need
 
 

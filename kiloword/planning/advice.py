@@ -123,8 +123,9 @@ class Option:
 class Planner:
     """A request made concrete: a learner without content, one GPU's share, a card."""
 
-    def __init__(self, plan: Plan, method: Method, card: Card) -> None:
-        self.plan, self.method, self.card = plan, method, card
+    def __init__(self, plan: Plan, method: Method, card: Card, varied: bool = False) -> None:
+        """Args: varied: captions have lengths spread around the mean, not one length and a longest of the context."""
+        self.plan, self.method, self.card, self.varied = plan, method, card, varied
         self.device = "cpu" if card.name == "cpu" else "cuda"
         self.simulation = Simulation(plan.model, method, self.device, plan.precision)
         self.learner: Learner = self.simulation.learner
@@ -145,15 +146,17 @@ class Planner:
     def batch(self, images: int, padded: bool = False) -> Batch:
         """A batch of which shapes alone count. Args: padded: captions are as long as the context.
 
-        Where attention pads to the longest text of a batch, that is taken to fill the context.
+        Where attention pads to the longest text of a batch, that is taken to fill the context, unless lengths vary.
         """
         text, needs, numbers = self.learner.model.config.text, self.method.needs, torch.arange(images)
         tail = [text.special["end"], *(text.special[name] for name in text.extra_tokens)]
         word, n = max(text.special.values()) + 1, images * self.captions
         mean = text.context if padded else self.tokens
-        lengths = (torch.arange(n + 1, dtype=torch.float64) * mean).round().diff().int().tolist()
+        spread = min(mean - 1 - len(tail), text.context - mean) if self.varied else 0.0  # both ways from the mean
+        places = torch.arange(n + 1, dtype=torch.float64)
+        lengths = (places * (mean + spread * (places / n - 1))).round().diff().int().tolist()
         texts = Texts.pack([[text.special["start"], *[word] * (length - 1 - len(tail)), *tail] for length in lengths])
-        if self.device == "cpu" or self.plan.precision != "bf16":
+        if not self.varied and (self.device == "cpu" or self.plan.precision != "bf16"):
             texts.longest = text.context
         empty, size = self.simulation.empty, self.learner.model.config.image.size
         teachers = [name for name in needs if name not in ("questions", "truth")]

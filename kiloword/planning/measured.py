@@ -156,7 +156,7 @@ class Bench:
 
     def __init__(self, recipe: Recipe, device: str) -> None:
         self.recipe, self.device, self.method = recipe, device, preset(recipe.method)
-        self.planner = Planner(_plan(recipe), self.method, card("cpu"))
+        self.planner = Planner(_plan(recipe), self.method, card("cpu"), varied=True)
         self.learner = Learner(build(recipe.model, self.method), self.method).to(device).train()
         self.batch = _noise(self.planner.batch(recipe.batch)).to(device)
         self.precision = precision_of(recipe.precision, torch.device(device).type)

@@ -51,6 +51,14 @@ def test_the_table_has_a_line_for_every_measurement(tmp_path: Path, capsys: pyte
         assert float(printed.split()[-1]) == pytest.approx(share, abs=0.006)
 
 
+def test_captions_are_measured_at_many_lengths() -> None:
+    """One length would pad too little, and a longest of the context would be grouped, or pad too much."""
+    bench = measured.Bench(measured._recipe("fff", "b32", 4, "fp32", "cpu", ()), "cpu")
+    texts = bench.batch.texts
+    assert texts.starts.diff().float().mean().item() == 20
+    assert 1.7 < len(texts) * texts.longest / len(texts.ids) < 2  # captions of Flickr8k, 128 at a time: 1.83
+
+
 @pytest.mark.parametrize("method", ["sycoca", "prolip", "llip+fff", "clip-c+reinforced", "siglip+exact"])
 def test_methods_that_need_more_than_pairs_are_measured(method: str) -> None:
     """Decoders, uncertainty, features of a teacher, ground truth: of noise."""
