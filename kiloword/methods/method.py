@@ -186,6 +186,7 @@ class Method:
     notes: tuple[Callable[[Recipe], str], ...] = ()  # for the user, printed before the first step; "": none
     prepare: Prepare | None = None  # called before the first step of a new run (bias search)
     after_step: tuple[AfterStep, ...] = ()  # called after every step, and before the first
+    stops_gradient: bool = False  # parts of a loss are detached on purpose: `verify` does not compare its slope
 
     def __post_init__(self) -> None:
         twice = ({"pair", "loss"} | self.terms.keys()) & self.contrasts.keys() or {"pair", "loss"} & self.terms.keys()

@@ -27,6 +27,10 @@ RANDOM_LOSS = (
     "The same step, repeated, is another, so that nothing else was compared: a loss draws from a global generator. "
     "Draw by kiloword.randomness.uniform(batch.seeds, 'a purpose', n)."
 )
+NO_DERIVATIVE = (
+    "The gradient is not the derivative of the loss: the gradient that a pair loss returns beside its values is wrong, "
+    "or a part of a loss is detached. Where that is meant, set `stops_gradient=True` in the Method."
+)
 OTHER_STATE = (
     "What after_step leaves depends on the ranks or micro-batches: it adds up over ranks what each has seen, by "
     "kiloword.distributed.collectives.sum_over_ranks, and divides sums by counts, since features run twice there."

@@ -37,11 +37,12 @@ from kiloword.training.learner import Learner
 from kiloword.training.optimizer import Optimizer
 from kiloword.types import Batch, Features, Pairs, Positives
 from kiloword.verify.batch import IMAGES, MethodChoice, Trunks, batch, config, slots_of
-from kiloword.verify.checks import EXACT, NOT_ADDITIVE, WRONG_SIGN, Check, again, compare, most, some
+from kiloword.verify.checks import EXACT, NO_DERIVATIVE, NOT_ADDITIVE, WRONG_SIGN, Check, again, compare, most, some
 from kiloword.verify.loading import what_is_loaded
 
 TOY = 60  # steps
 ALONE, FALLS = 20, 0.9  # steps of each term and contrast alone, and the share of the loss that may be left
+NEARBY, SLOPE = 1e-6, 1e-5  # how far along the gradient the loss is taken, and the relative error of its slope there
 PATIENCE_S = 300  # that processes on a machine with other work wait for each other
 
 
@@ -73,6 +74,8 @@ def verify(method: str | MethodChoice, ranks: Sequence[int] = (1, 2, 4), trunks:
     yield (repeated := again(made(method), reference))
     if repeated.cause:
         return
+    if trunks != "tuned" and not slots_of(method).stops_gradient:  # a trunk's ReLUs get exact zeros: no derivative
+        yield _slope(method, trunks)
     yield from what_is_loaded(method)
     if trunks == "cached":
         yield compare("images through the frozen trunks", gradients(method, trunks="frozen"), reference)
@@ -197,6 +200,25 @@ def _without_gradient(method: str | MethodChoice, trunks: Trunks = "none") -> li
     learned = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
     measured = {name: 0.0 if g is None else float(g.abs().max()) for name, g in learned.items()}
     return [name for name, g in measured.items() if g <= EXACT * max(measured.values())]
+
+
+def _slope(method: str | MethodChoice, trunks: Trunks) -> Check:
+    """The slope of the loss along its gradient, by the losses on both sides, against the gradient's norm."""
+    model = learner(method, trunks=trunks)
+    data = inputs(model, batch(method=method, trunks=trunks), trunks)
+    backward(model, [data])
+    gradients = [(p, p.grad.clone()) for p in model.parameters() if p.grad is not None]
+    norm = torch.stack([g.square().sum() for _, g in gradients]).sum().sqrt()
+
+    def moved(distance: float) -> Tensor:
+        with torch.no_grad():
+            for p, g in gradients:
+                p.add_(g / norm * distance)
+        return backward(model, [data])["loss"]
+
+    ahead, behind = moved(NEARBY), moved(-2 * NEARBY)
+    error = (ahead - behind) / (2 * NEARBY) / norm - 1
+    return Check("slope of the loss along its gradient", float(error.abs()), SLOPE, NO_DERIVATIVE)
 
 
 @torch.no_grad()

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from kiloword.distributed import collectives
+from kiloword.methods.method import Method
 from kiloword.methods.registry import preset
 from kiloword.training import compilation, engine
-from kiloword.types import Input
+from kiloword.types import Input, PairBlocks, Pairs, Positives, Total
 from kiloword.verify import loading
 from kiloword.verify import suite as verify
 from kiloword.verify.batch import IMAGES, batch
@@ -63,7 +64,7 @@ def test_a_gradient_that_one_way_changes_fails_one_check(
     for check in ("_save_and_load", "_bf16", "_toy"):
         monkeypatch.setattr(verify, check, lambda method, *more: 0.0)
     checks = list(verify.verify("siglip", (1, 2, 3)))
-    assert len(checks) == 5 + 7 + 2 * 8
+    assert len(checks) == 6 + 7 + 2 * 8
     assert [check.name for check in checks if not check.passed] == ([] if name is None else [name])
 
 
@@ -297,6 +298,36 @@ def test_nothing_is_compared_with_a_step_that_does_not_repeat(monkeypatch: pytes
     assert (last.name, last.passed, last.cause) == ("the same step again", False, RANDOM_LOSS)
     assert last.where == "largest in a"
     assert not again(REFERENCE | {"b": torch.tensor([0.0, math.nan])}, REFERENCE).cause  # not random, but not a number
+
+
+def focal(right_derivative: bool) -> Method:
+    """SigLIP's loss, weighted by the squared probability of the wrong answer, with a derivative written by hand."""
+
+    def loss(pairs: PairBlocks, positives: Positives) -> Total:
+        def values(block: Pairs, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
+            sign = 2 * positives(block) - 1
+            wrong = (-sign * block.logits).sigmoid()
+            entropy = -(1 - wrong).log()
+            slope = wrong**3 + (2 * entropy * wrong**2 * (1 - wrong) if right_derivative else 0)
+            return (entropy * wrong**2).sum(1), -sign * slope
+
+        total = pairs.total(values)
+        return Total(total, total.new_tensor(float(pairs.shape[0])), pairs.rows)
+
+    return replace(preset("siglip"), name="focal", pair_loss=loss)
+
+
+def test_a_derivative_written_by_hand_is_compared_with_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same on every rank and in every micro-batch, so that no other check sees that a factor is forgotten."""
+    checks = []
+    for right in (True, False):
+        monkeypatch.setattr(verify, "slots_of", lambda method, right=right: focal(right))
+        checks.append(verify._slope("siglip", "none"))
+    assert [check.passed for check in checks] == [True, False]
+    assert "stops_gradient=True" in checks[1].cause
+    monkeypatch.setattr(verify, "slots_of", lambda method: replace(focal(False), stops_gradient=True))
+    first = [check.name for check, _ in zip(verify.verify("siglip", ()), range(3), strict=False)]
+    assert first == ["parameters without a gradient", "the same step again", "2 micro-batches"]
 
 
 def test_a_state_that_differs_is_named_with_its_cause() -> None:
