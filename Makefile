@@ -129,9 +129,10 @@ audit: $(VENV)/audit/ready
 
 $(CORE):
 	@$(call venv)
-	@echo "== installing what kiloword needs into $(VENV)"
+	@echo "== installing what kiloword needs into $(VENV), which takes one to three minutes"
 	@$(call core)
 	@rm -f $(VENV)/core.* $(VENV)/full.* && touch $@
+	@echo "== kiloword is there: source $(VENV)/bin/activate puts it on your path"
 
 # Files of weights and no code that is imported: what else their packages ask for is left out.
 $(WEIGHTS): $(CORE)
@@ -166,7 +167,7 @@ $(VENV)/docs/ready: requirements/docs.lock $(CORE)
 define core
 $(LOCKED)/core.lock
 @$(LOCKED)/torch-cpu.lock 2>/dev/null || $(LOCKED)/torch.lock
-@$(PIP) --editable .
+@$(PIP) --editable . --config-settings editable_mode=compat
 endef
 
 # A half-made or moved environment cannot run its own pip: it is made again.

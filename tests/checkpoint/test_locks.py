@@ -56,7 +56,9 @@ def test_make_installs_nothing_without_a_hash() -> None:
     text = (ROOT / "Makefile").read_text(encoding="utf-8").replace("\\\n", " ")
     assert re.search(r"^LOCKED := \$\(PIP\) --require-hashes ", text, re.M)
     calls = [line.strip() for line in text.splitlines() if re.match(r"\s*@?\S*(\$\(PIP\)|python -m pip install)", line)]
-    assert [call for call in calls if "--require-hashes" not in call] == ["@$(PIP) --editable ."]
+    assert [call for call in calls if "--require-hashes" not in call] == [
+        "@$(PIP) --editable . --config-settings editable_mode=compat"
+    ]
     assert len(calls) == 2
 
 
