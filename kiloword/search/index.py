@@ -19,6 +19,7 @@ from kiloword.checkpoint.lock import Lock
 from kiloword.checkpoint.trust import NONE, Trust
 from kiloword.config.by_device import announce, image_bytes, reason_of, workers_of
 from kiloword.data.reading import EvalBatch, eval_batches, reasons
+from kiloword.data.sources.sample import IMAGE_SUFFIXES
 from kiloword.distributed.device import choose
 from kiloword.errors import count
 from kiloword.model.encoding import inference
@@ -26,7 +27,7 @@ from kiloword.model.prefix import check_dim, check_prefix, cosine_alone, keep_pr
 from kiloword.search.codes import CodeKind, StoredKind
 from kiloword.search.library import FILE, PART, Library, LibraryFile, create
 from kiloword.search.nearest import open_nearest, update_nearest
-from kiloword.search.photos import LONGEST_CAPTION, Photos, scan
+from kiloword.search.photos import LONGEST_CAPTION, Photos, others, scan
 from kiloword.search.rank import Ranker, measure
 from kiloword.terminal import say, warn
 from kiloword.terminal.progress import Bar
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 COMMIT_S = 30.0  # seconds of work that a killed process loses at most, and one batch
 NAMED = 10  # unreadable photos that are listed
+SUFFIXES = 5  # of files that are no photos, listed
 
 
 def main(
@@ -69,8 +71,13 @@ def main(
         skipped = update(library, photos, stamps, matcher, batch, workers)
     for one in skipped[:NAMED]:
         warn(f"skipped {one.key}: {one.reason}")
+    if len(skipped) > NAMED:
+        warn(f"{count(len(skipped), 'photo')} skipped: {reasons(skipped)}.")
     if skipped:
-        warn(f"{count(len(skipped), 'photo')} skipped: {reasons(skipped)}. They are tried again by the next index.")
+        warn("Skipped photos are tried again by the next index.")
+    if passed := others(photos):
+        kinds = ", ".join(f"{n:,} {suffix or 'without a suffix'}" for suffix, n in passed.most_common(SUFFIXES))
+        warn(f"{count(passed.total(), 'other file')} not read: {kinds}. Photos are {', '.join(IMAGE_SUFFIXES)}.")
     for line in describe(library):
         say(line)
     seconds = time.perf_counter() - began
@@ -234,7 +241,8 @@ def update(
     gone = frozenset(known.keys() - stamps.keys())
     wanted = [path for path, stamp in stamps.items() if known.get(path) != stamp]
     changed = frozenset(path for path in wanted if path in known)
-    say(f"{len(wanted) - len(changed):,} new, {len(changed):,} changed, {len(gone):,} gone, {len(stamps):,} in all")
+    new = len(wanted) - len(changed)
+    say(f"{new:,} new, {len(changed):,} changed, {len(gone):,} gone, {len(stamps):,} in the folder")
     if gone:
         library.commit(drop=gone)
     try:

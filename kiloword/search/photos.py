@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -35,6 +36,20 @@ def scan(root: Path) -> dict[str, str]:
         tars = f" {packed} is a tar: unpack it first (tar xf), as a library points to files." if packed else ""
         raise ValueError(f"{root} holds no photos ({', '.join(f'.{s}' for s in IMAGE_SUFFIXES)}): expected some.{tars}")
     return stamps
+
+
+def others(root: Path) -> Counter[str]:
+    """Files that `scan` passes over, by suffix ("" for none), but captions beside photos and hidden files."""
+    passed = Counter[str]()
+    for _, inner, files in os.walk(root):
+        inner[:] = [name for name in inner if not name.startswith(".")]
+        beside = {f"{os.path.splitext(file)[0]}.txt" for file in files if is_image(file)}
+        passed.update(
+            os.path.splitext(file)[1].lower()
+            for file in files
+            if not (is_image(file) or file in beside or file.startswith("."))
+        )
+    return passed
 
 
 def _stamp(path: str) -> str:

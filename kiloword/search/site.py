@@ -188,7 +188,7 @@ class Site:
             raw = read_whole(self.ranker.library.photo(row), "it", MAX_IMAGE)
             pixels = EvalTransform(WHY, WHY if isinstance(resize, int) else resize)(raw).permute(1, 2, 0).numpy()
             with self._one:
-                explained = self.matcher.explain(pixels, [text])
+                explained = self.matcher.explain(raw, [text])
         except (ValueError, OSError, BadSample) as error:
             return stack(f"This model cannot show it: {error}")
         looks = explained.maps[0, 0].view(explained.grid).float().cpu().numpy()

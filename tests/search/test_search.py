@@ -158,8 +158,11 @@ def test_bad_photos_are_named_and_the_others_indexed(library: Path, capsys: pyte
     (photos / "bad.jpg").write_bytes(b"no image")
     stamps = scan(photos)
     (photos / "00.jpg").write_bytes(b"")
+    for name in ("a.HEIC", "b.heic", "c.mov", "d", ".hidden", "00.txt"):
+        (photos / name).write_bytes(b"")
     assert len(again(library)) == 11
     error = capsys.readouterr().err
+    assert "4 other files not read: 2 .heic, 1 .mov, 1 without a suffix. Photos are jpg, jpeg," in error
     assert "skipped bad.jpg: not an image" in error
     assert "skipped 00.jpg: the image has zero bytes" in error
     assert "bad.jpg" in stamps

@@ -102,10 +102,16 @@ def test_an_uploaded_photo_finds_itself(server: serve.SearchServer, root: Path) 
     assert library.path(library.row_of[numbers(html)[0]]) == "deep/03.jpg"
 
 
-def test_why_a_photo_matched(server: serve.SearchServer) -> None:
+def test_why_a_photo_matched(server: serve.SearchServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the file itself: what the page shows of it, resized, has another score."""
+    matcher, explained = server.site.matcher, list[object]()
+    explain = matcher.explain
+    monkeypatch.setattr(matcher, "explain", lambda image, texts: explained.append(image) or explain(image, texts))
     number = numbers(ask(server, "/?q=a+dog")[1])[0]
     status, html, _ = ask(server, f"/photo/{number}?q=a+dog")
     assert status == 200
+    library = server.site.ranker.library
+    assert explained == [library.photo(library.row_of[number]).read_bytes()]
     assert "data:image/" in html.partition("Why it matched")[2]
     assert ("mixture token" in html) == bool(server.site.ranker.library.file.shapes)
     gaussian = server.site.ranker.library.file.gaussian
