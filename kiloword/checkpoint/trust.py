@@ -6,9 +6,9 @@ the author of the folder, and is imported only if the user allows it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Suppress
 
@@ -45,7 +45,7 @@ def method_of(file: ModelFile, folder: Path | str, trust: Trust = NONE) -> Metho
     if trust.method is not None and not named:
         warn(f"{folder} asks for the method {stored[:200]!r}: {allowed!r} is used, as --method says.")
         try:
-            return preset(trust.method, file.settings)
+            return preset(trust.method, _shared(file, trust.method))
         except ValueError as e:
             raise ValueError(f"{allowed} does not fit {folder}, which was trained by {stored[:200]}: {e}") from e
     named = named or (allowed is not None and covered and base_of(allowed) == base_of(stored))
@@ -59,4 +59,18 @@ def method_of(file: ModelFile, folder: Path | str, trust: Trust = NONE) -> Metho
     try:
         return preset(stored, file.settings)
     except ValueError as e:
-        raise ValueError(f"{Path(folder) / 'config.json'} cannot be used: {e}") from e
+        without = " Without that file, name the method whose head it has: --method siglip." if ":" in stored else ""
+        raise ValueError(f"{Path(folder) / 'config.json'} cannot be used: {e}{without}") from e
+
+
+def _shared(file: ModelFile, method: str) -> dict[str, Any]:
+    """The settings of a model that another method has, too. A loss of somebody's own may have more, which are named."""
+    from kiloword.methods.registry import find
+
+    kind = find(method)[1]
+    if ":" not in file.method or kind is None:
+        return file.settings
+    known = {field.name for field in fields(kind)}
+    if left := file.settings.keys() - known:
+        warn(f"{method} has no setting {', '.join(sorted(left))[:200]}: what the model says of it is not used.")
+    return {name: value for name, value in file.settings.items() if name in known}

@@ -136,7 +136,9 @@ def find(name: str) -> tuple[Callable[..., Method], type | None]:
     if ":" in name:
         return _custom(name)
     if name not in PRESETS:
-        expected = f"{', '.join(PRESETS)}, or your own module:preset.{suggestion(name, PRESETS)}"
+        yours = os.path.isfile(f"{name}.py")
+        hint = f" Did you mean {name}:preset, of {name}.py in this folder?" if yours else suggestion(name, PRESETS)
+        expected = f"{', '.join(PRESETS)}, or your own module:preset.{hint}"
         raise ValueError(f"unknown method {name!r}: expected {expected}")
     module = _module(PRESETS[name])
     return module.preset, module.Settings
@@ -168,7 +170,11 @@ def _with(method: Method, word: str, part: Component, settings: Any) -> Method:
         raise ValueError(
             f"{method.name} scores pairs in several ways, each with a loss, of which {word} would keep one."
         )
-    return replace(part.apply(method, settings), name=f"{method.name}+{word}")
+    mixed = replace(part.apply(method, settings), name=f"{method.name}+{word}")
+    if part.slot != "pair loss":
+        return mixed
+    note = f"{word} replaces the pair loss of {method.name}: settings of that loss have no effect."
+    return replace(mixed, notes=(*mixed.notes, lambda recipe: note))
 
 
 def _field(word: str) -> str:

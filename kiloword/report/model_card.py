@@ -12,6 +12,7 @@ from kiloword.addresses import scrubbed
 from kiloword.checkpoint.files import write_atomic, write_json
 from kiloword.checkpoint.model_folder import read_model_file
 from kiloword.config.recipes import ModelFile
+from kiloword.methods.registry import modules_of
 from kiloword.terminal import shown
 
 CARD = "README.md"
@@ -149,5 +150,9 @@ def record_evaluation(folder: Path, task: str, data: str, images: int, step: int
 
 def model_card(folder: Path) -> str:
     """The card of a model folder. Raises: ValueError for another folder."""
-    load = ["import kiloword", 'matcher = kiloword.load("FOLDER")', 'matcher.score(["photo.jpg"], ["a dog"])']
-    return card(read_model_file(folder), folder, load)
+    file = read_model_file(folder)
+    modules = sorted({part.partition(":")[0] for part in modules_of(file.method)})
+    code = [f"# needs {_line(', '.join(modules))}, from the author of the model, in this folder or on PYTHONPATH"]
+    named = f', method="{_line(file.method)}"' if modules else ""
+    load = [f'matcher = kiloword.load("FOLDER"{named})', 'matcher.score(["photo.jpg"], ["a dog"])']
+    return card(file, folder, ["import kiloword", *(code if modules else []), *load])

@@ -138,6 +138,18 @@ def test_a_method_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     assert "clip does not fit plain, which was trained by siglip: settings of clip: bias" in message
 
 
+def test_a_model_of_code_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its scores need the head alone: with a built-in method, settings of the loss are left, and named."""
+    config = json.loads(Path("plain/config.json").read_text())
+    config |= {"method": "gone:preset", "settings": {"gamma": 2.0, "bias": -10.0}}
+    Path("plain/config.json").write_text(json.dumps(config))
+    message = ends(capsys, "score", "plain", *SCORE, "--method", "gone:preset")
+    assert "No module named 'gone'" in message
+    assert "Without that file, name the method whose head it has: --method siglip." in message
+    main(["score", "plain", *SCORE, "--method", "siglip"])
+    assert "siglip has no setting gamma: what the model says of it is not used." in capsys.readouterr().err
+
+
 def test_naming_one_method_does_not_trust_another(capsys: pytest.CaptureFixture[str]) -> None:
     """The user's method is used in place of the model's, and a line says so; what the model names stays unimported."""
     main(["score", "asks", *SCORE, "--method", "siglip"])

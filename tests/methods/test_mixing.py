@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
@@ -23,6 +24,12 @@ def test_a_piece_replaces_its_slot_and_no_other() -> None:
     assert (mix.name, mix.pair_loss, base.pair_loss) == ("clip+sigmoid", sigmoid_loss, softmax_loss)
     same = set(slots(mix).items()) & set(slots(base).items())
     assert {name for name, _ in same} == set(slots(base)) - {"method", "pair loss"}
+
+
+def test_a_replaced_pair_loss_is_named_before_the_first_step() -> None:
+    (note,) = preset("siglip+softmax").notes[len(preset("siglip").notes) :]
+    assert note(cast(Any, None)) == "softmax replaces the pair loss of siglip: settings of that loss have no effect."
+    assert len(preset("siglip+compose").notes) == len(preset("siglip").notes)
 
 
 def test_settings_of_a_mix_are_the_base_s_and_its_pieces_own() -> None:
@@ -47,9 +54,14 @@ def test_a_scale_that_softmax_limits_is_limited_in_a_mix_too() -> None:
         ("clip+sigmoid+softmax", "sigmoid and softmax both fill the slot 'pair loss' of clip"),
         ("pcme+++softmx", "pcme\\+\\+ cannot be mixed with 'softmx'.*Did you mean softmax"),
         ("clp+softmax", "unknown method 'clp'.*Did you mean clip"),
+        ("siglop", "unknown method 'siglop'.*Did you mean siglop:preset, of siglop.py in this folder?"),
     ],
 )
-def test_what_cannot_mix_gets_a_sentence(name: str, message: str) -> None:
+def test_what_cannot_mix_gets_a_sentence(
+    name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("siglop.py").touch()
     with pytest.raises(ValueError, match=message):
         preset(name)
 
