@@ -313,13 +313,17 @@ class Matcher:
         images: Features | Images,
         names: Features | Sequence[str],
         templates: Templates = ("a photo of a {c}.",),
+        batch: int | None = None,
+        progress: bool | None = None,
     ) -> Tensor:
         """Probabilities of I images over C classes, [I, C], rows sum to 1: the softmax of the model's logits.
 
-        Args: names: of the classes, or their `class_features`; templates: as of `class_features`.
+        Args: names: of the classes, or their `class_features`; templates: as of `class_features`; batch, progress: as
+        of `encode_image`.
         """
         classes = names if isinstance(names, dict) else self.class_features(names, templates)
-        scores = self.score(images, classes)
+        features = images if isinstance(images, dict) else self.encode_image(images, batch, progress)
+        scores = self.score(features, classes)
         with inference(self.model):
             return self.model.head.logits(scores).softmax(1)
 

@@ -57,8 +57,8 @@ def check_trunk(model: Model, stores: Sequence[ImageTokens] | Sequence[TextToken
         if trunk is None:
             add = f"--init {file.tower}" if is_model_folder(file.tower) else f"--{file.kind[:-1]}-tower {file.tower}"
             raise ValueError(
-                f"{folder} has tokens of {file.tower}, but the model's own tower takes {file.kind}: add {add}, or omit "
-                f"--{file.kind[:-1]}-features."
+                f"{folder} has tokens of {file.tower}, but the model's own tower takes {file.kind}: train one by "
+                f"{add}, or omit --{file.kind[:-1]}-features."
             )
         config = model.config.image if file.kind == "images" else model.config.text
         if config.trunk.width != file.width or (weights and trunk_digest(model, file.kind) != file.trunk):

@@ -11,7 +11,7 @@ from kiloword.errors import count
 from kiloword.report import Html, grid, section, stack, table
 from kiloword.terminal import say, shown, warn
 from kiloword.terminal.screen import Screen, plain_table
-from kiloword.watch.curves import Curve, losses, main_evaluations, plot, points_of
+from kiloword.watch.curves import Curve, evaluations, losses, main_evaluations, plot, points_of
 from kiloword.watch.groups import RunGroup, as_plain, groups_of, main_metrics, paths_of, state_of, value_of
 from kiloword.watch.runs import Watched, find, settings_of
 
@@ -77,6 +77,8 @@ def _print(every: Sequence[RunGroup]) -> None:
             Screen(WIDE).print(table)
     if len({group.loss for group in every}) > 1:
         say("", "Losses of different methods or batches are different quantities: compare the metrics.")
+        if not any(evaluations(group.runs) for group in every):
+            say("These runs were not evaluated while they trained: kiloword eval retrieval RUN RUN --data SRC does it.")
 
 
 def _setting_rows(every: Sequence[RunGroup]) -> Iterator[list[str]]:

@@ -141,10 +141,11 @@ def _cells(runs: Sequence[Watched]) -> dict[str, Cell]:
 
 
 def main_metrics(every: Sequence[RunGroup]) -> list[str]:
-    """The metrics of the short table: each kind of loss, the main ones of validation, speed."""
+    """The metrics of the short table: each kind of loss, the main ones of validation and recall@10, speed."""
     kinds = list(dict.fromkeys(group.loss for group in every))
     names = [name.removeprefix("val/") for name in main_evaluations([run for group in every for run in group.runs])]
-    return [*kinds, *names, SPEED]
+    recalls = [name for group in every for name in group.cells if name.endswith("recall@10")]
+    return list(dict.fromkeys([*kinds, *names, *recalls, SPEED]))
 
 
 def state_of(group: RunGroup) -> str:

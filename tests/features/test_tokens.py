@@ -200,7 +200,7 @@ def test_wrong_stores_are_refused(tmp_path: Path) -> None:
     assert "clic composes images, and --image-features has tokens" in refused(replace(good, method="siglip+clic"), out)
     plain = replace(recipe(steps=2).data, image_features=good.data.image_features)
     own = replace(default_recipe("siglip", "debug", (SCENES,)), steps=2, batch=16, data=plain)
-    assert "but the model's own tower takes images: add --image-tower tiny" in refused(own, out)
+    assert "but the model's own tower takes images: train one by --image-tower tiny" in refused(own, out)
 
 
 def test_images_of_another_size_are_refused(tmp_path: Path) -> None:
@@ -267,7 +267,7 @@ def test_stores_of_the_other_kind_are_named(tmp_path: Path) -> None:
     embed_tokens(model, None, "images", source, tmp_path / "m", made, str(folder))
     own = replace(default_recipe("siglip", "debug", (SCENES,)), steps=2, batch=16)
     message = refused(replace(own, data=replace(own.data, image_features=(str(tmp_path / "m"),))), tmp_path / "run")
-    assert f"but the model's own tower takes images: add --init {folder}, or omit --image-features." in message
+    assert f"but the model's own tower takes images: train one by --init {folder}, or omit --image-features." in message
 
 
 def test_a_folder_called_as_a_tower_does_not_hide_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -128,6 +128,8 @@ def _open_folder(src: str, folder: Path) -> Source:
         raise ValueError(f"{src} has no tars itself, but its folders {', '.join(inner[:8])} do: name one of them.")
     if has_class_folders(folder):
         return ClassFolder(src, folder, *class_data(folder))
+    if tables := [file for file in sorted(files) if file.lower().endswith(_TABLES[:3])]:
+        raise ValueError(f"{src} is no data itself, but its tables {shown(', '.join(tables[:8]))} are: name one.")
     if inner := parents_of_images(folder):
         raise ValueError(
             f"{src} has neither images nor class folders itself, but its folders {shown(', '.join(inner[:8]))} have: "

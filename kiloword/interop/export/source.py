@@ -105,7 +105,7 @@ def unlike_graphs(source: Exported) -> list[str]:
     text, below = source.config.text, source.config.image.trunk.name
     other = {
         f"its image tower stands on {below}": bool(below),
-        f"its text tower stands on {text.trunk.name}": bool(text.trunk.name),
+        "its text tower stands on another tower": bool(text.trunk.name),
         "its text tower has a second path": bool(text.uncertainty_blocks),
         "its class tokens have places or norms of their own": text.class_place == "last"
         or not (text.class_sees_itself and text.norm_words),
@@ -126,6 +126,8 @@ def refusal(target: str, reasons: list[str], source: Exported) -> ValueError:
         nearest = "onnx and torch take it: the vectors, and the logarithm of the variances as a second output"
     else:
         nearest = "onnx and torch take it: one vector for each image and text"
+    if source.config.image.stem == "conv":
+        nearest += ". Models that are trained at --size s16, b32 or larger have a linear stem and pool like a CLIP"
     return ValueError(f"{target} cannot express this model: {'; '.join(reasons)}. {nearest}.")
 
 
@@ -137,7 +139,7 @@ def check_dual(source: Exported, target: str) -> None:
         "its head does not make one vector per image and text": type(source.model.head.pooling) is not Single,
         "its features are Gaussians": source.model.head.uncertainty is not None,
         f"its image tower stands on {image.trunk.name}": bool(image.trunk.name),
-        f"its text tower stands on {text.trunk.name}": bool(text.trunk.name),
+        "its text tower stands on another tower": bool(text.trunk.name),
         "its image tower is a ResNet": image.tower != "vit",
         "it has a convolutional stem": image.stem == "conv",
         "it has registers or mixture tokens": image.extra_tokens > 0 or image.uncertainty_token,

@@ -44,7 +44,7 @@ def validate(run: Run) -> dict[str, float]:
             values |= {f"{prefix(one, run.val)}{name}": value for name, value in metrics.items()}
     for one in run.val:
         named = f" {one.name}" if len(run.val) > 1 else ""
-        run.log.say(f"val{named} at step {run.step}: {_summary(values, one.task, prefix(one, run.val))}")
+        run.log.say(f"val{named} at step {run.step}: {_summary(values, one, prefix(one, run.val))}")
     return values
 
 
@@ -79,11 +79,13 @@ def _of_set(matcher: Any, one: ValSet, run: Run) -> Mapping[str, float]:
     return gathered(metrics)[0]
 
 
-def _summary(values: Mapping[str, float], task: str, start: str) -> str:
-    """The most telling metrics of a set."""
+def _summary(values: Mapping[str, float], one: ValSet, start: str) -> str:
+    """The most telling metrics of a set, with what chance would give among its images."""
     names = [name.removeprefix(start) for name in values if name.startswith(start)]
-    chosen = [name for name in names if name in HEADLINES.get(task, names[:2])]
-    return ", ".join(f"{name} {values[start + name]:.3f}" for name in chosen)
+    chosen = [name for name in names if name in HEADLINES.get(one.task, names[:2])]
+    metrics = ", ".join(f"{name} {values[start + name]:.3f}" for name in chosen)
+    images = len(one.source)
+    return metrics + (f" of {images:,} images (chance {1 / images:.2g})" if one.task == "retrieval" else "")
 
 
 def validated(run: Run) -> bool:
