@@ -1,7 +1,8 @@
 """The tables, verdicts and plots of all experiments, from the rows that are there: no data, no training.
 
 `python -m research.tables` reads `research/rows`; `--rows FOLDER` reads FOLDER/NAME/results.jsonl, what
-`make -C research all` writes; `--write FOLDER` writes tables.md and a plot for every experiment there.
+`make -C research all` writes; `--again FOLDER` compares them with the rows of a second run of the same experiments;
+`--write FOLDER` writes tables.md and a plot for every experiment there.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from research.evidence import Decision, decided
 from research.forest import forest
 
 ROWS = Path(__file__).with_name("rows")
+AGAIN = ROWS / "again"  # of experiments that were run a second time, from nothing
 TUNING = 100  # the seed that chooses learning rates
 TREES = ("little_data", "mined", "generality", "scale")  # on class photos
 FROZEN = ("conditioning", "captions", "phrase_generality", "sycoca_frozen", "mix", "muon")  # on stored tokens
@@ -108,15 +110,39 @@ def markdown(results: Results) -> list[str]:
     ]
 
 
-def page(results: Sequence[Results]) -> str:
+def repeated(results: Sequence[Results], again: Sequence[Results]) -> list[str]:
+    """Each experiment that was run twice: how long both took, and all decisions of both."""
+    runs = [line(["run again", "runs", "processor hours, first", "again"]), line(["---"] * 4)]
+    claims = [line(["run again", "claim", "first", "again"]), line(["---"] * 4)]
+    first = {one.name: one for one in results}
+    for one in again:
+        before = first[one.name]
+        both = [{(row["arm"], row["seed"], row["rate"]): row for row in of.rows} for of in (before, one)]
+        hours = (f"{sum(row['cpu_s'] for row in rows.values()) / 3600:.2f}" for rows in both)
+        runs.append(line([one.name, f"{len(both[1])} of {len(both[0])}", *hours]))
+        for old, new in zip(before.answers, one.answers, strict=True):
+            claims.append(line([one.name, _says(old), _short(old), _short(new)]))
+    return ["## Run again, from nothing", "", *runs, "", *claims, ""]
+
+
+def _says(answer: Decision | str) -> str:
+    return answer.says if isinstance(answer, Decision) else answer
+
+
+def _short(answer: Decision | str) -> str:
+    return f"{answer.effect}: {answer.verdict}" if isinstance(answer, Decision) else "-"
+
+
+def page(results: Sequence[Results], again: Sequence[Results] = ()) -> str:
     """All tables, as docs/results/tables.md holds them."""
     lines = [
         "# Tables of the verdicts",
         "",
-        "Made by `python -m research.tables --write docs/results`, of research/rows.",
+        "Made by `python -m research.tables --again research/rows/again --write docs/results`, of research/rows.",
         "",
     ]
-    return "\n".join([*lines, *(text for one in results for text in markdown(one))])
+    twice = repeated(results, again) if again else []
+    return "\n".join([*lines, *(text for one in results for text in markdown(one)), *twice])
 
 
 def plots(results: Sequence[Results]) -> dict[str, str]:
@@ -125,18 +151,26 @@ def plots(results: Sequence[Results]) -> dict[str, str]:
     return {f"{name}.svg": forest(of_one) for name, of_one in decisions.items() if of_one}
 
 
-def main(names: tyro.conf.Positional[tuple[str, ...]] = (), *, rows: Path = ROWS, write: Path | None = None) -> None:
+def main(
+    names: tyro.conf.Positional[tuple[str, ...]] = (),
+    *,
+    rows: Path = ROWS,
+    again: Path | None = None,
+    write: Path | None = None,
+) -> None:
     """Print the tables and verdicts of experiments.
 
-    Args: names: of experiments; default: all that have rows; rows: folder of rows; write: a folder for tables.md and
-    plots, in place of printing.
+    Args: names: of experiments; default: all that have rows; rows: folder of rows; again: folder of rows of the same
+    experiments, run a second time; write: a folder for tables.md and plots, in place of printing.
     """
-    chosen = [results for results in read(rows) if not names or results.name in names]
+    chosen, twice = (
+        [one for one in (read(folder) if folder else ()) if not names or one.name in names] for folder in (rows, again)
+    )
     if write is None:
-        say(*page(chosen).splitlines())
+        say(*page(chosen, twice).splitlines())
         return
     write.mkdir(parents=True, exist_ok=True)
-    for name, text in {"tables.md": page(chosen), **plots(chosen)}.items():
+    for name, text in {"tables.md": page(chosen, twice), **plots(chosen)}.items():
         (write / name).write_text(text, encoding="utf-8")
 
 

@@ -16,7 +16,7 @@ import tyro
 
 from research.evidence import Decision, Effect, packed
 from research.forest import forest
-from research.tables import ROWS, RULED, main, page, plots, read
+from research.tables import AGAIN, ROWS, RULED, main, page, plots, read, repeated
 
 
 def row(arm: str, seed: int, mean: float, rate: float = 1.0) -> dict[str, Any]:
@@ -51,6 +51,18 @@ def test_tables_need_only_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str
         read(tmp_path / "made")
 
 
+def test_a_second_run_is_compared_with_the_first(tmp_path: Path) -> None:
+    """By arm, seed and rate; an experiment that was not run again is left out, a claim without enough seeds is open."""
+    for name, lift, seeds in (("first", 0.3, 3), ("again", 0.1, 2)):
+        (tmp_path / name).mkdir()
+        rows = [row(arm, seed, mean) for arm, mean in (("muon", 0.3 + lift), ("adamw", 0.3)) for seed in range(seeds)]
+        written(tmp_path / name, rows)
+    lines = repeated(read(tmp_path / "first"), read(tmp_path / "again"))
+    assert "| muon | 4 of 6 | 0.01 | 0.00 |" in lines
+    assert lines[-2].startswith("| muon | at equal processor time | +0.300 (")
+    assert lines[-2].endswith(": shown | - |")
+
+
 def test_a_plot_shows_intervals_where_they_lie() -> None:
     decisions = [
         Decision("left", "a over b", Effect(-0.5, -0.75, -0.25), 0.25, "refuted"),
@@ -70,7 +82,7 @@ def test_a_plot_shows_intervals_where_they_lie() -> None:
 def test_the_pages_have_what_the_rows_say() -> None:
     """docs/results holds the tables and plots of the rows, docs/results.md the effect of every decision."""
     results, docs = read(ROWS), ROWS.parents[1] / "docs"
-    assert (docs / "results" / "tables.md").read_text(encoding="utf-8") == page(results)
+    assert (docs / "results" / "tables.md").read_text(encoding="utf-8") == page(results, read(AGAIN))
     for name, plot in plots(results).items():
         assert (docs / "results" / name).read_text(encoding="utf-8") == plot
     verdicts = " ".join((docs / "results.md").read_text(encoding="utf-8").split())
