@@ -87,6 +87,13 @@ def test_scores_that_are_no_numbers_are_named(matcher: Matcher) -> None:
         matcher.score_pairs(features, {**features, "vec": torch.cat([features["vec"][:1], vec])})
 
 
+def test_features_that_lack_what_a_model_compares_are_refused(tokenizer: Tokenizer) -> None:
+    matcher = Matcher(debug_model("prolip"), tokenizer)
+    texts = matcher.encode_text(CAPTIONS)
+    with pytest.raises(ValueError, match="the features lack 'log_var', which this model compares: pass all of"):
+        matcher.score({"vec": texts["vec"]}, texts)
+
+
 def test_score_takes_features_or_what_makes_them(matcher: Matcher) -> None:
     photos = [photo(i) for i in range(4)]
     images, texts = matcher.encode_image(photos), matcher.encode_text(CAPTIONS)

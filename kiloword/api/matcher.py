@@ -198,7 +198,12 @@ class Matcher:
         with inference(self.model):
             if nearest == "cosine":
                 return _finite(at_least_float(image_features["vec"]) @ at_least_float(text_features["vec"]).T)
-            return _finite(self.model.score(image_features, text_features))
+            try:
+                return _finite(self.model.score(image_features, text_features))
+            except KeyError as error:
+                raise ValueError(
+                    f"the features lack {error}, which this model compares: pass all of encode_image or encode_text."
+                ) from None
 
     def score_pairs(self, images: Features, texts: Features, nearest: Nearest | None = None) -> Tensor:
         """Scores of image n with text n, for features of N images and N texts: [N]. Args, errors: as of `score`."""

@@ -13,7 +13,9 @@ from kiloword.config.settings import BaseSettings, about, setting
 
 @dataclass(frozen=True, kw_only=True)
 class Verify(BaseSettings):
-    """Check that a method's gradients do not depend on ranks, micro-batches, blocks or order; about a minute.
+    """Check a method's gradients: that they are right, and do not depend on ranks, micro-batches, blocks or order.
+
+    It takes half a minute to some minutes, by the method.
 
     Examples:
       kiloword verify llip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,6 @@ from kiloword.addresses import scrubbed
 from kiloword.checkpoint.files import write_atomic, write_json
 from kiloword.checkpoint.model_folder import read_model_file
 from kiloword.config.recipes import ModelFile
-from kiloword.methods.registry import modules_of
 from kiloword.terminal import shown
 
 CARD = "README.md"
@@ -151,7 +151,7 @@ def record_evaluation(folder: Path, task: str, data: str, images: int, step: int
 def model_card(folder: Path) -> str:
     """The card of a model folder. Raises: ValueError for another folder."""
     file = read_model_file(folder)
-    modules = sorted({part.partition(":")[0] for part in modules_of(file.method)})
+    modules = sorted(set(re.findall(r"([\w.]+):", file.method)))
     code = [f"# needs {_line(', '.join(modules))}, from the author of the model, in this folder or on PYTHONPATH"]
     named = f', method="{_line(file.method)}"' if modules else ""
     load = [f'matcher = kiloword.load("FOLDER"{named})', 'matcher.score(["photo.jpg"], ["a dog"])']
