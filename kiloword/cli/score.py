@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -91,12 +92,20 @@ def _draw_plane(
 
 
 def image_files(images: Sequence[Path]) -> tuple[Path, ...]:
-    """Replace folders by their image files, sorted by name. Raises: ValueError for a folder without images."""
+    """Replace folders by the image files in them and their subfolders, sorted, without hidden ones.
+
+    Raises: ValueError for a folder without images.
+    """
     from kiloword.data.sources.folder import is_image
+
+    def of_folder(folder: Path) -> Iterator[Path]:
+        for inner, names, files in os.walk(folder):
+            names[:] = [name for name in names if not name.startswith(".")]
+            yield from (Path(inner, file) for file in files if is_image(file))
 
     files: list[Path] = []
     for path in images:
-        inside = sorted(f for f in path.iterdir() if is_image(f.name) and f.is_file()) if path.is_dir() else [path]
+        inside = sorted(of_folder(path)) if path.is_dir() else [path]
         if not inside:
             raise ValueError(f"--images got the folder {path}, which holds no images: expected image files in it.")
         files += inside

@@ -109,20 +109,21 @@ def _checked(settings: dict[str, Any], kind: type) -> Any:
 
 def base_of(name: str) -> str:
     """The name without components: "mine:preset" for "mine:preset+compose"."""
-    return _parts(name)[0]
+    return parts_of(name)[0]
 
 
 def omitted(name: str, component: str) -> str:
     """The name of a method without a component: "clip+compose" of "clip+matryoshka+compose"."""
-    return "+".join(part for part in _parts(name) if part != component)
+    return "+".join(part for part in parts_of(name) if part != component)
 
 
 def modules_of(name: str) -> set[str]:
     """The parts of a method's name that are code of users: {"mine:preset", "mine:term"} of "mine:preset+mine:term"."""
-    return {part for part in _parts(name) if ":" in part}
+    return {part for part in parts_of(name) if ":" in part}
 
 
-def _parts(name: str) -> list[str]:
+def parts_of(name: str) -> list[str]:
+    """The base and the components of a name: ["llip", "mine:loss"] of "llip+mine:loss"."""
     return re.split(r"\+(?=[^+])", name)  # "pcme++" is one name
 
 
@@ -130,7 +131,7 @@ def find(name: str) -> tuple[Callable[..., Method], type | None]:
     """The preset function and its settings class (None when it takes no argument)."""
     if len(name) > LONGEST:
         raise ValueError(f"the name of a method has {len(name):,} characters: expected at most {LONGEST}.")
-    base, *added = _parts(name)
+    base, *added = parts_of(name)
     if added:
         return _mixed(name, base, added)
     if ":" in name:
@@ -173,7 +174,7 @@ def _with(method: Method, word: str, part: Component, settings: Any) -> Method:
     mixed = replace(part.apply(method, settings), name=f"{method.name}+{word}")
     if part.slot != "pair loss":
         return mixed
-    note = f"{word} replaces the pair loss of {method.name}: settings of that loss have no effect."
+    note = f"{word} replaces the pair loss of {method.name}: settings that only that loss reads have no effect."
     return replace(mixed, notes=(*mixed.notes, lambda recipe: note))
 
 

@@ -42,8 +42,9 @@ def main(
     Raises: ValueError for a query that is empty or too long, an image that cannot be read, a library of another model.
     """
     if (query is None) == (like is None):
+        came = "neither" if query is None else "both"
         raise ValueError(
-            "search needs a text or --like PHOTO, one of them: kiloword search LIBRARY 'a dog on a beach'."
+            f"search needs a text or --like PHOTO, and got {came}: kiloword search LIBRARY 'a dog on a beach'."
         )
     if top < 1:
         raise ValueError(f"--top is {top}: expected at least 1.")
@@ -53,12 +54,14 @@ def main(
     matcher = opened_for(library, model, device, precision, trust, dim)
     ranker, began = Ranker(library, matcher, rescore), time.perf_counter()
     if image is not None:
-        hits = ranker.by_image(query_image(matcher, image), top, within)
+        hits = ranker.by_image(query_image(matcher, image, str(like)), top, within)
     else:
         for tokens, read in matcher.tokenizer.cut([words], matcher.model.config.text).values():
             warn(f"the query is truncated: it has {tokens} tokens, of which the model reads {read}")
         hits = ranker.by_text(words, top, within)
     seconds = time.perf_counter() - began
+    if not hits and within:
+        warn(f"no photo of the library has {within!r} in its path, which is below {library.file.folder}.")
     _print(library, hits)
     notes = describe(library) if image is None else []
     say(*notes, f"{len(hits)} of {len(library):,} photos, {1000 * seconds:.0f} ms")

@@ -174,8 +174,8 @@ def _best(scores: Tensor, top: int) -> tuple[Tensor, Tensor]:
     return values[kept], places[kept]
 
 
-def query_image(matcher: Matcher, image: bytes) -> Tensor:
-    """The vector [D] of an encoded image. Raises: ValueError for bytes that are no image."""
+def query_image(matcher: Matcher, image: bytes, name: str = "of the query") -> Tensor:
+    """The vector [D] of an encoded image. Args: name: of the file. Raises: ValueError for bytes that are no image."""
     from kiloword.data.images.augmentation import EvalTransform
     from kiloword.data.images.time_limit import decoding
     from kiloword.types import BadSample
@@ -185,7 +185,7 @@ def query_image(matcher: Matcher, image: bytes) -> Tensor:
         with decoding(0):
             pixels = EvalTransform(config.image.size, config.preprocess.resize)(image)
     except BadSample as error:
-        raise ValueError(f"the image of the query cannot be used: {error}.") from None
+        raise ValueError(f"the image {name} cannot be used: {error}.") from None
     features = join([matcher.encode_image(pixels[None])])
     return features["vec"][0].float().cpu()
 

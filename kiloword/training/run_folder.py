@@ -167,7 +167,7 @@ def _cause(differences: Mapping[str, Any]) -> str:
     if "data_fingerprint" in differences:
         return "the data is not what the run began with (a file is missing, new, cut or replaced); "
     if differences.keys() & set(CONTENTS):
-        return "the data is not what the run began with (images or texts were replaced by others of the same size); "
+        return "the data is not what the run began with (images or texts were changed or replaced); "
     if "features" in differences:
         return "a feature store was replaced at its path by features of another model; "
     return ""

@@ -15,7 +15,7 @@ import kiloword
 from folders import model_folder
 from kiloword.api import load
 from kiloword.checkpoint.model_folder import load_model
-from kiloword.checkpoint.trust import Trust
+from kiloword.checkpoint.trust import Trust, _without_code
 from kiloword.cli.main import main
 from kiloword.features.teachers import open_teacher
 from kiloword.generation.captioners import open_captioner
@@ -146,6 +146,7 @@ def test_a_model_of_code_that_is_not_there(capsys: pytest.CaptureFixture[str]) -
     message = ends(capsys, "score", "plain", *SCORE, "--method", "gone:preset")
     assert "No module named 'gone'" in message
     assert "Without that file, name the method whose head it has: --method siglip." in message
+    assert _without_code("llip+compose+gone:loss") == "llip+compose"
     main(["score", "plain", *SCORE, "--method", "siglip"])
     assert "siglip has no setting gamma: what the model says of it is not used." in capsys.readouterr().err
 

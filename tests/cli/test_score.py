@@ -35,7 +35,7 @@ def folder(tmp_path: Path) -> str:
 
 
 def images(folder: Path, *names: str) -> Path:
-    folder.mkdir()
+    folder.mkdir(parents=True)
     for n, name in enumerate(names):
         Image.new("RGB", (40, 30), (60 * n, 10, 99)).save(folder / name)
     return folder
@@ -44,10 +44,11 @@ def images(folder: Path, *names: str) -> Path:
 def test_a_folder_stands_for_the_images_in_it(folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     photos = images(tmp_path / "photos", "b.png", "a.jpg", ".hidden.png")
     (photos / "a.txt").write_text("a red circle")
-    (photos / "inner").mkdir()
+    each = [str(photos / "a.jpg"), str(photos / "b.png"), str(images(photos / "inner" / "2024", "c.png") / "c.png")]
+    images(photos / ".cache", "hidden.png")
     main(["score", folder, "--images", str(photos), "--texts", *CAPTIONS])
     whole = capsys.readouterr().out
-    main(["score", folder, "--images", str(photos / "a.jpg"), str(photos / "b.png"), "--texts", *CAPTIONS])
+    main(["score", folder, "--images", *each, "--texts", *CAPTIONS])
     assert capsys.readouterr().out == whole
     assert whole.index("a.jpg") < whole.index("b.png")
     assert "hidden" not in whole

@@ -259,7 +259,13 @@ def test_bad_input(library: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "made by another model" in refused(capsys, "index", photos, "--model", other, "--out", library)
     assert "the query is empty" in refused(capsys, "search", library, "  ")
     assert "the query has 10,001 characters" in refused(capsys, "search", library, "b" * 10_001)
-    assert "needs a text or --like" in refused(capsys, "search", library)
+    assert "needs a text or --like PHOTO, and got neither" in refused(capsys, "search", library)
+    assert "and got both" in refused(capsys, "search", library, "a dog", "--like", tmp_path / "a.jpg")
+    (tmp_path / "a.jpg").write_bytes(b"no image")
+    said = refused(capsys, "search", library, "--like", tmp_path / "a.jpg")
+    assert f"the image {tmp_path / 'a.jpg'} cannot be used: not an image" in said
+    main(["search", str(library), "a dog", "--within", "2030/"])
+    assert "no photo of the library has '2030/' in its path" in capsys.readouterr().err
     said = refused(capsys, "search", library, "--like", "https://example.org/a.jpg")
     assert "the URL https://example.org/a.jpg, and kiloword fetches nothing" in said
     assert "cannot be read" in refused(capsys, "search", library, "--like", tmp_path / "none.jpg")

@@ -17,7 +17,7 @@ from kiloword.data.sources.open import open_source
 from kiloword.data.tars.index import open_index
 from tars import pairs, photo, write_tar
 
-OTHER = "the data is not what the run began with (images or texts were replaced by others of the same size)"
+OTHER = "the data is not what the run began with (images or texts were changed or replaced)"
 
 
 def tars(folder: Path) -> Path:
