@@ -229,7 +229,8 @@ class BadRows:
         if len(self) > self.share * self.rows:
             raise ValueError(
                 f"{len(self)} of the data set's {self.rows} rows are bad, more than the allowed {self.share:.2%}: "
-                f"{reasons(self._seen.values())}. Look with `kiloword data check`, or allow more with --bad-share."
+                f"{reasons(self._seen.values())}. Look with `kiloword data check`; allow more with --bad-share, "
+                "or mend them and give another --out, as mended data are other data."
             )
         return list(new.values())
 

@@ -109,6 +109,8 @@ def test_the_target_computes_the_features_of_the_source(target: str, vocabulary:
     out = tmp_path / "out"
     main(["export", target, str(source), "--out", str(out)])
     assert (out / "README.md").is_file()
+    modes = {path.name: path.stat().st_mode for path in out.rglob("*") if path.is_file()}
+    assert set(modes.values()) == {(source / "config.json").stat().st_mode}, modes
     ours, size = kiloword.load(source), 32
     pixels = torch.randint(0, 256, (3, 3, size, size), dtype=torch.uint8)
     np.save(f"{out}.pixels.npy", ours.model.normalise(pixels).numpy())

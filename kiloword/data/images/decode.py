@@ -105,7 +105,7 @@ def _reading() -> Iterator[None]:
             raise BadSample("not an image in a known format") from None
         except Exception as error:  # plugins raise nearly every type on hostile bytes; only they run in here
             what = str(error).strip() or type(error).__name__
-            raise BadSample(shown(f"cannot be decoded: {what}"[:200])) from None
+            raise BadSample(shown(f"cannot be decoded, damaged or cut: {what}"[:200])) from None
 
 
 def _open(image: bytes) -> ImageFile.ImageFile:

@@ -74,6 +74,8 @@ def run(target: str, name: str, out: Path, trust: Trust = NONE, precision: Preci
             _clear(work)  # of an export that was killed
             lines = WRITERS[target](source, work)
             write_atomic(work / CARD, card(source.file, source.folder, LOAD[target], source.notes, target).encode())
+            for path in filter(Path.is_file, work.rglob("*")):
+                path.chmod((work / CARD).stat().st_mode)  # safetensors lets the owner alone read its files
             _check_free(out)
             held.release()
             work.replace(out)
