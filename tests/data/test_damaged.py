@@ -49,7 +49,10 @@ def floating() -> bytes:
 Members = dict[str, bytes]
 WAYS: dict[str, tuple[Any, str]] = {
     "no bytes": (lambda m: m | {"png": b""}, "the image has zero bytes"),
-    "truncated": (lambda m: m | {"png": m["png"][: len(m["png"]) // 2]}, "cannot be decoded, damaged or cut:.*truncated"),
+    "truncated": (
+        lambda m: m | {"png": m["png"][: len(m["png"]) // 2]},
+        "cannot be decoded, damaged or cut:.*truncated",
+    ),
     "a web page": (lambda m: m | {"png": b"<html>404 Not Found</html>"}, "not an image in a known format"),
     "a bomb": (lambda m: m | {"png": bomb()}, "image has 2,500,000,000 pixels, more than 80,000,000"),
     "floating point": (lambda m: m | {"png": floating()}, "floating-point images are not supported"),
