@@ -112,14 +112,14 @@ def markdown(results: Results) -> list[str]:
 
 def repeated(results: Sequence[Results], again: Sequence[Results]) -> list[str]:
     """Each experiment that was run twice: how long both took, and all decisions of both."""
-    runs = [line(["run again", "runs", "processor hours, first", "again"]), line(["---"] * 4)]
+    runs = [line(["run again", "runs, first", "again", "processor hours, first", "again"]), line(["---"] * 5)]
     claims = [line(["run again", "claim", "first", "again"]), line(["---"] * 4)]
     first = {one.name: one for one in results}
     for one in again:
         before = first[one.name]
         both = [{(row["arm"], row["seed"], row["rate"]): row for row in of.rows} for of in (before, one)]
         hours = (f"{sum(row['cpu_s'] for row in rows.values()) / 3600:.2f}" for rows in both)
-        runs.append(line([one.name, f"{len(both[1])} of {len(both[0])}", *hours]))
+        runs.append(line([one.name, *(str(len(rows)) for rows in both), *hours]))
         for old, new in zip(before.answers, one.answers, strict=True):
             claims.append(line([one.name, _says(old), _short(old), _short(new)]))
     return ["## Run again, from nothing", "", *runs, "", *claims, ""]

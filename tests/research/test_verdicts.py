@@ -58,7 +58,7 @@ def test_a_second_run_is_compared_with_the_first(tmp_path: Path) -> None:
         rows = [row(arm, seed, mean) for arm, mean in (("muon", 0.3 + lift), ("adamw", 0.3)) for seed in range(seeds)]
         written(tmp_path / name, rows)
     lines = repeated(read(tmp_path / "first"), read(tmp_path / "again"))
-    assert "| muon | 4 of 6 | 0.01 | 0.00 |" in lines
+    assert "| muon | 6 | 4 | 0.01 | 0.00 |" in lines
     assert lines[-2].startswith("| muon | at equal processor time | +0.300 (")
     assert lines[-2].endswith(": shown | - |")
 
