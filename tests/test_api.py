@@ -92,6 +92,8 @@ def test_features_that_lack_what_a_model_compares_are_refused(tokenizer: Tokeniz
     texts = matcher.encode_text(CAPTIONS)
     with pytest.raises(ValueError, match="the features lack 'log_var', which this model compares: pass all of"):
         matcher.score({"vec": texts["vec"]}, texts)
+    with pytest.raises(ValueError, match="the features lack 'log_var'"):
+        matcher.score_pairs({"vec": texts["vec"]}, texts)
 
 
 def test_score_takes_features_or_what_makes_them(matcher: Matcher) -> None:

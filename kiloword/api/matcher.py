@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kiloword.api.batches import image_batch, in_batches, text_batch
+from kiloword.api.features import alone, check_widths, complete, finite, gaussians, rows_of
 from kiloword.api.show import ScoreTable, ShownFeatures, model_html, names_of
 from kiloword.checkpoint.files import is_taken, write_atomic
 from kiloword.checkpoint.lock import Lock
@@ -158,7 +159,7 @@ class Matcher:
         with inference(self.model), showing(progress):
             parts = list(in_batches(len(several), batch, encode, "images", smaller))
         features = join(parts)  # outside, so that gradients by it are allowed
-        return ShownFeatures(_alone(features) if is_one(images) else features)
+        return ShownFeatures(alone(features) if is_one(images) else features)
 
     def encode_text(
         self, texts: str | Sequence[str], batch: int | None = None, progress: bool | None = None
@@ -176,7 +177,7 @@ class Matcher:
             features = encode_texts(
                 self.model, self.tokenizer, several, text_batch(self.model) if batch is None else batch
             )
-        return ShownFeatures(_alone(features) if isinstance(texts, str) else features)
+        return ShownFeatures(alone(features) if isinstance(texts, str) else features)
 
     def score(
         self, images: Features | Images, texts: Features | str | Sequence[str], nearest: Nearest | None = None
@@ -190,45 +191,42 @@ class Matcher:
         Source: arXiv:2410.18857, eq. A.1.
         """
         _check_nearest(nearest)
-        image_features = _rows(images if isinstance(images, dict) else self.encode_image(images))
-        text_features = _rows(texts if isinstance(texts, dict) else self.encode_text(texts))
+        image_features = rows_of(images if isinstance(images, dict) else self.encode_image(images))
+        text_features = rows_of(texts if isinstance(texts, dict) else self.encode_text(texts))
         if nearest == "csd":
-            return _finite(1 - 0.5 * self.distance(image_features, text_features))
-        _check_widths(image_features, text_features)
+            return finite(1 - 0.5 * self.distance(image_features, text_features))
+        check_widths(image_features, text_features)
         with inference(self.model):
             if nearest == "cosine":
-                return _finite(at_least_float(image_features["vec"]) @ at_least_float(text_features["vec"]).T)
-            try:
-                return _finite(self.model.score(image_features, text_features))
-            except KeyError as error:
-                raise ValueError(
-                    f"the features lack {error}, which this model compares: pass all of encode_image or encode_text."
-                ) from None
+                return finite(at_least_float(image_features["vec"]) @ at_least_float(text_features["vec"]).T)
+            with complete(image_features, text_features):
+                return finite(self.model.score(image_features, text_features))
 
     def score_pairs(self, images: Features, texts: Features, nearest: Nearest | None = None) -> Tensor:
         """Scores of image n with text n, for features of N images and N texts: [N]. Args, errors: as of `score`."""
         _check_nearest(nearest)
-        images, texts = _rows(images), _rows(texts)
+        images, texts = rows_of(images), rows_of(texts)
         n, t = len(images["vec"]), len(texts["vec"])
         if n != t:
             raise ValueError(f"score_pairs got {n} images and {t} texts: expected one text per image")
         if nearest == "csd":
-            _gaussians(images, texts)
+            gaussians(images, texts)
         with inference(self.model):
             if nearest == "csd":
                 scores = 1 - 0.5 * csd(images, texts)
             elif nearest == "cosine":
                 scores = (at_least_float(images["vec"]) * at_least_float(texts["vec"])).sum(-1)
             else:
-                scores = self.model.head.score_pairs(images, texts)
-            return _finite(scores)
+                with complete(images, texts):
+                    scores = self.model.head.score_pairs(images, texts)
+            return finite(scores)
 
     def uncertainty(self, features: Features) -> Tensor:
         """Uncertainty of N images or texts, the sum of the variances of each: [N].
 
         Raises: ValueError when the features are not Gaussian. Source: arXiv:2410.18857, section 4.3.
         """
-        (features,) = _gaussians(features)
+        (features,) = gaussians(features)
         with inference(self.model):
             return variance_sum(features)
 
@@ -238,7 +236,7 @@ class Matcher:
         In closed form: 2 - 2 cosine of the means, plus both uncertainties.
         Raises: ValueError when the features are not Gaussian. Source: arXiv:2410.18857, eq. 1.
         """
-        a, b = _gaussians(a, b)
+        a, b = gaussians(a, b)
         with inference(self.model):
             return csd_matrix(a, b)
 
@@ -251,7 +249,7 @@ class Matcher:
         Args: a, b: features of images or texts; form: "paper", eq. 3 as printed; "exact", its integral.
         Raises: ValueError when the features are not Gaussian. Source: arXiv:2410.18857, eq. 4.
         """
-        a, b = _gaussians(a, b)
+        a, b = gaussians(a, b)
         if form not in ("paper", "exact"):
             raise ValueError(f'form is {form!r}: expected "paper" or "exact"')
         with inference(self.model):
@@ -287,7 +285,7 @@ class Matcher:
 
         Args: maps: attention of the image tower's last block, or "rollout" over all blocks (arXiv:2005.00928).
         """
-        captions = _rows(texts if isinstance(texts, dict) else self.encode_text(texts))
+        captions = rows_of(texts if isinstance(texts, dict) else self.encode_text(texts))
         with inference(self.model):
             return together([explain(self.model, part, captions, maps) for part in self._parts(images, batch)])
 
@@ -344,54 +342,6 @@ class Matcher:
         return EvalTransform(config.image.size, config.preprocess.resize)
 
 
-def _rows(features: Features) -> Features:
-    """Features of one item, "vec" [D], as features of a list of one. Raises: ValueError for anything else."""
-    vec: object = features.get("vec")
-    if not isinstance(vec, Tensor) or vec.ndim not in (1, 2):
-        came = kind(vec) + (f" {list(vec.shape)}" if hasattr(vec, "shape") else "")
-        raise ValueError(f'the "vec" of features is {came}: expected a tensor [D] or [N, D], as encode_image gives it.')
-    return {name: value[None] for name, value in features.items()} if features["vec"].ndim == 1 else features
-
-
 def _check_nearest(nearest: Nearest | None) -> None:
     if nearest not in (None, "cosine", "csd"):
         raise ValueError(f"nearest is {nearest!r}: expected cosine, csd or None, the model's score.")
-
-
-def _alone(features: Features) -> Features:
-    return {name: value[0] for name, value in features.items()}
-
-
-def _gaussians(*several: Features) -> list[Features]:
-    """As `_rows`. Raises: ValueError for anything except features of one model with uncertainty."""
-    for features in several:
-        if not isinstance(features, dict):
-            raise ValueError(f"got {kind(features)}: expected features from encode_image or encode_text")
-        if "log_var" not in features:
-            raise ValueError(
-                'these features have no "log_var": their model is not Gaussian. Use a model of prolip, or of another '
-                "method with +gaussian"
-            )
-        shapes = [list(features[name].shape) if name in features else [] for name in ("vec", "log_var")]
-        if shapes[0] != shapes[1] or len(shapes[0]) not in (1, 2):
-            raise ValueError(f'got features "vec" {shapes[0]} and "log_var" {shapes[1]}: expected both [N, D]')
-    _check_widths(*several)
-    return [_rows(features) for features in several]
-
-
-def _finite(scores: Tensor) -> Tensor:
-    """Scores [I, T], or of pairs [N], as they are. Raises: ValueError when any is NaN or infinite."""
-    if not bool(scores.isfinite().all()):
-        place = (~scores.isfinite()).nonzero()[0].tolist()
-        raise ValueError(
-            f"the score of image {place[0]} with text {place[-1]} is {float(scores[tuple(place)])}: the model's "
-            "weights are damaged, or diverged in training, or the features were computed by such a model."
-        )
-    return scores
-
-
-def _check_widths(*several: Features) -> None:
-    """Raises: ValueError for features of several numbers of dimensions."""
-    widths = list(dict.fromkeys(features["vec"].shape[-1] for features in several))
-    if len(widths) > 1:
-        raise ValueError(f"got features of {widths[0]} and of {widths[1]} dimensions: expected features of one model")

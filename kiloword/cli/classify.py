@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from tyro.conf import Positional, arg
 
 from kiloword.checkpoint.trust import NONE, Trust
-from kiloword.cli.score import image_files
+from kiloword.cli.score import image_files, shown_names
 from kiloword.terminal import say, shown, warn
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def classify(
 
     Args:
         model: model folder.
-        images: image files, or folders of them; what cannot be read is named and skipped.
+        images: image files, or folders with subfolders; what cannot be read is named and skipped.
         classes: names of classes; or a file of names (a line each, or JSON), or a data set (`kiloword data names`).
         templates: prompts with {c} for the name of the class; or a file of them, or a data set.
         top: number of classes shown of each image.
@@ -148,10 +148,11 @@ def _print(answers: Sequence[Answer]) -> None:
     from kiloword.terminal.screen import Screen
 
     table = Table("image", "class", "probability")
-    for answer in answers[:LISTED]:
+    listed = answers[:LISTED]
+    for answer, image in zip(listed, shown_names([answer.image for answer in listed]), strict=True):
         for place, (name, share) in enumerate(answer.classes):
             style = "" if place else "bold"
-            table.add_row(Text("" if place else answer.image.name), Text(name, style), Text(f"{share:.3f}", style))
+            table.add_row(Text("" if place else image), Text(name, style), Text(f"{share:.3f}", style))
     Screen(120).print(table)
     if len(answers) > LISTED:
         say(f"and {len(answers) - LISTED:,} more images: --json FILE writes all.")

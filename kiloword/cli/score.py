@@ -43,7 +43,7 @@ def score(
 
     Args:
         model: model folder.
-        images: image files, or folders of them.
+        images: image files, or folders with subfolders.
         texts: texts to score.
         explain: folder for IMAGE.png (attention maps), weights.json; with decoders also IMAGE-inside.png, inside.json.
         maps: with explain, attention of the image tower's last block, or rollout over all blocks.
@@ -101,7 +101,7 @@ def image_files(images: Sequence[Path]) -> tuple[Path, ...]:
     def of_folder(folder: Path) -> Iterator[Path]:
         for inner, names, files in os.walk(folder):
             names[:] = [name for name in names if not name.startswith(".")]
-            yield from (Path(inner, file) for file in files if is_image(file))
+            yield from (Path(inner, file) for file in files if is_image(file) and os.path.isfile(Path(inner, file)))
 
     files: list[Path] = []
     for path in images:
@@ -112,6 +112,16 @@ def image_files(images: Sequence[Path]) -> tuple[Path, ...]:
     return tuple(files)
 
 
+def shown_names(images: Sequence[Path]) -> list[str]:
+    """The names of files; where two have one name, their paths below the folder that holds all."""
+    names = [path.name for path in images]
+    if len(set(names)) == len(names):
+        return names
+    paths = [path.absolute() for path in images]
+    above = os.path.commonpath([path.parent for path in paths])
+    return [os.path.relpath(path, above) for path in paths]
+
+
 def _print(images: Sequence[Path], texts: Sequence[str], scores: Sequence[Sequence[float]]) -> None:
     """Print scores [images, texts] as a table; the best of each image are bold."""
     from rich.table import Table
@@ -120,7 +130,7 @@ def _print(images: Sequence[Path], texts: Sequence[str], scores: Sequence[Sequen
     from kiloword.terminal.screen import Screen
 
     table = Table("image", *texts)
-    for path, row in zip(images, scores, strict=True):
+    for name, row in zip(shown_names(images), scores, strict=True):
         best = max(row)
-        table.add_row(path.name, *(Text(f"{s:.3f}", "bold" if s == best else "") for s in row))
+        table.add_row(name, *(Text(f"{s:.3f}", "bold" if s == best else "") for s in row))
     Screen(120).print(table)

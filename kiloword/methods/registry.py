@@ -236,7 +236,12 @@ def _imported(kind: str, name: str, what: str) -> Any:
     if here not in sys.path and "" not in sys.path:
         sys.path.append(here)  # as `python -m` does; the console script does not
     try:
-        return getattr(importlib.import_module(module_name), attribute)
+        module = importlib.import_module(module_name)
+        if not hasattr(module, attribute) and os.path.isfile(f"{module_name}.py"):
+            hidden = getattr(module, "__file__", None) or ""
+            if os.path.abspath(hidden) != os.path.abspath(f"{module_name}.py"):
+                raise ImportError(f"{hidden} hides {module_name}.py of this folder: rename that")
+        return getattr(module, attribute)
     except (ImportError, AttributeError) as e:
         raise ValueError(
             f"cannot load {kind} {name} ({e}): expected an importable module (in this folder, or on PYTHONPATH) with "

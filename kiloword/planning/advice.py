@@ -154,8 +154,9 @@ class Planner:
         mean = text.context if padded else self.tokens
         spread = min(mean - 1 - len(tail), text.context - mean) if self.varied else 0.0  # both ways from the mean
         places = torch.arange(n + 1, dtype=torch.float64)
-        lengths = (places * (mean + spread * (places / n - 1))).round().diff().int().tolist()
-        texts = Texts.pack([[text.special["start"], *[word] * (length - 1 - len(tail)), *tail] for length in lengths])
+        lengths = (places * (mean + spread * (places / n - 1))).round().diff().int()
+        mixed = lengths[torch.randperm(n, generator=torch.Generator().manual_seed(0))].tolist()
+        texts = Texts.pack([[text.special["start"], *[word] * (length - 1 - len(tail)), *tail] for length in mixed])
         if not self.varied and (self.device == "cpu" or self.plan.precision != "bf16"):
             texts.longest = text.context
         empty, size = self.simulation.empty, self.learner.model.config.image.size

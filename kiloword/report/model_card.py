@@ -17,6 +17,7 @@ from kiloword.terminal import shown
 
 CARD = "README.md"
 FIGURES = 40  # rows of the table, at most
+LONGEST = 200  # characters of a method's name in code
 LARGEST = 1 << 24  # bytes of an evaluation's JSON
 NOT_FIGURES = ("config.json", "tokenizer.json")
 LIBRARIES = {"torch": "pytorch", "safetensors": "pytorch"}  # names on a hub, where they are not the target's
@@ -151,8 +152,10 @@ def record_evaluation(folder: Path, task: str, data: str, images: int, step: int
 def model_card(folder: Path) -> str:
     """The card of a model folder. Raises: ValueError for another folder."""
     file = read_model_file(folder)
+    load, named = ["import kiloword"], ""
     modules = sorted(set(re.findall(r"([\w.]+):", file.method)))
-    code = [f"# needs {_line(', '.join(modules))}, from the author of the model, in this folder or on PYTHONPATH"]
-    named = f', method="{_line(file.method)}"' if modules else ""
-    load = [f'matcher = kiloword.load("FOLDER"{named})', 'matcher.score(["photo.jpg"], ["a dog"])']
-    return card(file, folder, ["import kiloword", *(code if modules else []), *load])
+    if modules and len(file.method) < LONGEST and re.fullmatch(r"[\w.:+-]+", file.method):  # it stands in code
+        load.append(f"# needs {', '.join(modules)}, from the author of the model, in this folder or on PYTHONPATH")
+        named = f', method="{file.method}"'
+    load += [f'matcher = kiloword.load("FOLDER"{named})', 'matcher.score(["photo.jpg"], ["a dog"])']
+    return card(file, folder, load)

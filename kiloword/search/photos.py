@@ -11,6 +11,7 @@ from kiloword.data.sources.folder import is_image
 from kiloword.data.sources.sample import IMAGE_SUFFIXES, MAX_IMAGE, MAX_TEXT, make_record, parse_captions, read_whole
 from kiloword.types import BadSample, Record
 
+LONGEST_SUFFIX = 10  # characters, with its dot; more are part of a name
 LONGEST_CAPTION = 1_000  # characters kept of the text beside a photo
 
 
@@ -39,13 +40,15 @@ def scan(root: Path) -> dict[str, str]:
 
 
 def others(root: Path) -> Counter[str]:
-    """Files that `scan` passes over, by suffix ("" for none), but captions beside photos and hidden files."""
+    """Files below `root` by suffix ("" for none), but photos and their captions, libraries, and what is hidden."""
     passed = Counter[str]()
     for _, inner, files in os.walk(root):
         inner[:] = [name for name in inner if not name.startswith(".")]
+        if "library.json" in files:
+            continue
         beside = {f"{os.path.splitext(file)[0]}.txt" for file in files if is_image(file)}
         passed.update(
-            os.path.splitext(file)[1].lower()
+            suffix if len(suffix := os.path.splitext(file)[1].lower()) <= LONGEST_SUFFIX else ""
             for file in files
             if not (is_image(file) or file in beside or file.startswith("."))
         )

@@ -42,7 +42,7 @@ from kiloword.verify.loading import what_is_loaded
 
 TOY = 60  # steps
 ALONE, FALLS = 20, 0.9  # steps of each term and contrast alone, and the share of the loss that may be left
-NEARBY, SLOPE = 1e-6, 1e-5  # how far along the gradient the loss is taken, and the relative error of its slope there
+NEARBY, SLOPE = 3e-5, 1e-4  # how far along the gradient the loss is taken, and the relative error of its slope there
 PATIENCE_S = 300  # that processes on a machine with other work wait for each other
 
 

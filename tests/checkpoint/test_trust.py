@@ -145,7 +145,7 @@ def test_a_model_of_code_that_is_not_there(capsys: pytest.CaptureFixture[str]) -
     Path("plain/config.json").write_text(json.dumps(config))
     message = ends(capsys, "score", "plain", *SCORE, "--method", "gone:preset")
     assert "No module named 'gone'" in message
-    assert "Without that file, name the method whose head it has: --method siglip." in message
+    assert "Without its file, name the method whose head it has: --method siglip." in message
     assert _without_code("llip+compose+gone:loss") == "llip+compose"
     main(["score", "plain", *SCORE, "--method", "siglip"])
     assert "siglip has no setting gamma: what the model says of it is not used." in capsys.readouterr().err

@@ -46,12 +46,18 @@ def test_a_folder_stands_for_the_images_in_it(folder: str, tmp_path: Path, capsy
     (photos / "a.txt").write_text("a red circle")
     each = [str(photos / "a.jpg"), str(photos / "b.png"), str(images(photos / "inner" / "2024", "c.png") / "c.png")]
     images(photos / ".cache", "hidden.png")
+    (photos / "gone.png").symlink_to("nothing")
     main(["score", folder, "--images", str(photos), "--texts", *CAPTIONS])
     whole = capsys.readouterr().out
     main(["score", folder, "--images", *each, "--texts", *CAPTIONS])
     assert capsys.readouterr().out == whole
     assert whole.index("a.jpg") < whole.index("b.png")
     assert "hidden" not in whole
+    images(photos / "inner" / "2025", "c.png")
+    main(["score", folder, "--images", str(photos / "inner"), "--texts", *CAPTIONS])
+    both = capsys.readouterr().out
+    assert "2024/c.png" in both
+    assert "2025/c.png" in both
 
 
 def test_scores_by_distance_need_gaussians(folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

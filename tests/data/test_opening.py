@@ -85,7 +85,9 @@ def test_what_a_folder_is_taken_for(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         open_source(str(tmp_path / "none"))
     (tmp_path / "notes" / "0.tar.gz").write_bytes(b"")
     for name in ("notes", "notes/0.tar.gz"):
-        with pytest.raises(ValueError, match=r"0\.tar\.gz is a compressed tar, .* Unpack it to a plain \.tar"):
+        with pytest.raises(
+            ValueError, match=r"0\.tar\.gz is a compressed tar, .* Unpack it to a plain \.tar by gunzip\."
+        ):
             open_source(str(tmp_path / name))
     (tmp_path / "notes" / "train.csv").write_text("filepath\ttitle\n")
     with pytest.raises(ValueError, match=r"notes is no data itself, but its tables train\.csv are: name one"):

@@ -283,6 +283,27 @@ def test_weights_are_mapped_back(tmp_path: Path) -> None:
         inverted({"c": torch.empty(1)}, lambda state: [], ours, group=str)
 
 
+@pytest.mark.parametrize(
+    ("method", "named"),
+    [
+        ("siglip", ""),
+        ("llip+my_losses.focal:my_loss", ', method="llip+my_losses.focal:my_loss"'),
+        ('a:b"); import os; os.system("id', ""),
+        ("a:b\n#", ""),
+    ],
+)
+def test_the_code_of_a_card_names_a_method_that_is_code(method: str, named: str, tmp_path: Path) -> None:
+    """And holds nothing else that a stranger's config.json says."""
+    folder = model_folder(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text()) | {"method": method}
+    (folder / "config.json").write_text(json.dumps(config))
+    write_card(folder)
+    code = (folder / "README.md").read_text().partition("```python\n")[2].partition("```")[0]
+    needs = ["# needs my_losses.focal, from the author of the model, in this folder or on PYTHONPATH"] if named else []
+    load = f'matcher = kiloword.load("FOLDER"{named})'
+    assert code.splitlines() == ["import kiloword", *needs, load, 'matcher.score(["photo.jpg"], ["a dog"])']
+
+
 def test_a_card_tells_what_the_run_recorded_as_text(tmp_path: Path) -> None:
     folder = model_folder(tmp_path / "run" / "model")
     config = json.loads((folder / "config.json").read_text())

@@ -56,6 +56,8 @@ def test_captions_are_measured_at_many_lengths() -> None:
     bench = measured.Bench(measured._recipe("fff", "b32", 4, "fp32", "cpu", ()), "cpu")
     texts = bench.batch.texts
     assert texts.starts.diff().float().mean().item() == 20
+    swapped = measured.Bench(measured._recipe("fff+negatives", "b32", 16, "fp32", "cpu", ()), "cpu").batch
+    assert 15 < swapped.inputs["swapped_captions"].texts.starts.diff().float().mean().item() < 25
     assert 1.7 < len(texts) * texts.longest / len(texts.ids) < 2  # captions of Flickr8k, 128 at a time: 1.83
 
 

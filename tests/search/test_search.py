@@ -158,7 +158,8 @@ def test_bad_photos_are_named_and_the_others_indexed(library: Path, capsys: pyte
     (photos / "bad.jpg").write_bytes(b"no image")
     stamps = scan(photos)
     (photos / "00.jpg").write_bytes(b"")
-    for name in ("a.HEIC", "b.heic", "c.mov", "d", ".hidden", "00.txt"):
+    (photos / "made").mkdir()
+    for name in ("a.HEIC", "made/library.json", "made/part.parquet", "b.heic", "c.mov", "d", ".hidden", "00.txt"):
         (photos / name).write_bytes(b"")
     assert len(again(library)) == 11
     error = capsys.readouterr().err

@@ -28,7 +28,15 @@ from kiloword.types import Source
 __all__ = ["expand", "mix", "open_data", "open_source"]
 
 _TABLES = (".csv", ".tsv", ".parquet", ".txt", ".token")
-_COMPRESSED_TARS = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
+_COMPRESSED_TARS = {  # suffix -> what unpacks it
+    ".tar.gz": "gunzip",
+    ".tgz": "gunzip",
+    ".tar.bz2": "bunzip2",
+    ".tbz2": "bunzip2",
+    ".tar.xz": "unxz",
+    ".txz": "unxz",
+    ".tar.zst": "zstd -d",
+}
 _KINDS = (
     "a folder of tars, a tar, a brace pattern x-{000..123}.tar, csv, tsv, parquet, json, a folder of images, "
     "class folders, or scenes"
@@ -128,7 +136,8 @@ def _open_folder(src: str, folder: Path) -> Source:
         raise ValueError(f"{src} has no tars itself, but its folders {', '.join(inner[:8])} do: name one of them.")
     if has_class_folders(folder):
         return ClassFolder(src, folder, *class_data(folder))
-    if tables := [file for file in sorted(files) if file.lower().endswith(_TABLES[:3])]:
+    tables = [f for f in sorted(files) if f.lower().endswith(_TABLES[:3]) and f[0] != "." and (folder / f).is_file()]
+    if tables:
         raise ValueError(f"{src} is no data itself, but its tables {shown(', '.join(tables[:8]))} are: name one.")
     if inner := parents_of_images(folder):
         raise ValueError(
@@ -143,11 +152,12 @@ def _open_folder(src: str, folder: Path) -> Source:
 
 
 def _refuse_compressed(path: Path) -> None:
-    if path.name.lower().endswith(_COMPRESSED_TARS):
-        raise ValueError(
-            f"{path} is a compressed tar, from which no sample can be read without those before it. Unpack it to a "
-            "plain .tar, by gunzip or zstd -d."
-        )
+    for suffix, program in _COMPRESSED_TARS.items():
+        if path.name.lower().endswith(suffix):
+            raise ValueError(
+                f"{path} is a compressed tar, from which no sample can be read without those before it. Unpack it to a "
+                f"plain .tar by {program}."
+            )
 
 
 def _has_tokens(path: Path, suffix: str) -> bool:
