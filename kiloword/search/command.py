@@ -44,7 +44,7 @@ def main(
     if (query is None) == (like is None):
         came = "neither" if query is None else "both"
         raise ValueError(
-            f"search needs a text or --like PHOTO, and got {came}: kiloword search LIBRARY 'a dog on a beach'."
+            f"search needs a text or --like PHOTO, one of them, and got {came}: kiloword search LIBRARY 'a dog'."
         )
     if top < 1:
         raise ValueError(f"--top is {top}: expected at least 1.")

@@ -260,7 +260,7 @@ def test_bad_input(library: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "made by another model" in refused(capsys, "index", photos, "--model", other, "--out", library)
     assert "the query is empty" in refused(capsys, "search", library, "  ")
     assert "the query has 10,001 characters" in refused(capsys, "search", library, "b" * 10_001)
-    assert "needs a text or --like PHOTO, and got neither" in refused(capsys, "search", library)
+    assert "needs a text or --like PHOTO, one of them, and got neither" in refused(capsys, "search", library)
     assert "and got both" in refused(capsys, "search", library, "a dog", "--like", tmp_path / "a.jpg")
     (tmp_path / "a.jpg").write_bytes(b"no image")
     said = refused(capsys, "search", library, "--like", tmp_path / "a.jpg")
