@@ -126,7 +126,7 @@ def repeated(results: Sequence[Results], again: Sequence[Results]) -> list[str]:
 
 
 def _says(answer: Decision | str) -> str:
-    return answer.says if isinstance(answer, Decision) else answer
+    return f"{answer.says}: {answer.of}" if isinstance(answer, Decision) else answer
 
 
 def _short(answer: Decision | str) -> str:

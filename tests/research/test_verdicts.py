@@ -59,7 +59,7 @@ def test_a_second_run_is_compared_with_the_first(tmp_path: Path) -> None:
         written(tmp_path / name, rows)
     lines = repeated(read(tmp_path / "first"), read(tmp_path / "again"))
     assert "| muon | 6 | 4 | 0.01 | 0.00 |" in lines
-    assert lines[-2].startswith("| muon | at equal processor time | +0.300 (")
+    assert lines[-2].startswith("| muon | at equal processor time: muon over adamw | +0.300 (")
     assert lines[-2].endswith(": shown | - |")
 
 
