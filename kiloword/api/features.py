@@ -1,4 +1,4 @@
-"""Features as a `Matcher` takes them: completed to lists, and refused where they do not fit."""
+"""Features as a `Matcher` takes them: as lists, and refused where they do not fit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def rows_of(features: Features) -> Features:
 
 
 @contextmanager
-def complete(images: Features, texts: Features) -> Iterator[None]:
+def naming_missing_features(images: Features, texts: Features) -> Iterator[None]:
     """Raises: ValueError where the score inside misses a feature that images or texts have not."""
     try:
         yield

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kiloword.api.batches import image_batch, in_batches, text_batch
-from kiloword.api.features import alone, check_widths, complete, finite, gaussians, rows_of
+from kiloword.api.features import alone, check_widths, finite, gaussians, naming_missing_features, rows_of
 from kiloword.api.show import ScoreTable, ShownFeatures, model_html, names_of
 from kiloword.checkpoint.files import is_taken, write_atomic
 from kiloword.checkpoint.lock import Lock
@@ -199,7 +199,7 @@ class Matcher:
         with inference(self.model):
             if nearest == "cosine":
                 return finite(at_least_float(image_features["vec"]) @ at_least_float(text_features["vec"]).T)
-            with complete(image_features, text_features):
+            with naming_missing_features(image_features, text_features):
                 return finite(self.model.score(image_features, text_features))
 
     def score_pairs(self, images: Features, texts: Features, nearest: Nearest | None = None) -> Tensor:
@@ -217,7 +217,7 @@ class Matcher:
             elif nearest == "cosine":
                 scores = (at_least_float(images["vec"]) * at_least_float(texts["vec"])).sum(-1)
             else:
-                with complete(images, texts):
+                with naming_missing_features(images, texts):
                     scores = self.model.head.score_pairs(images, texts)
             return finite(scores)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -96,16 +96,12 @@ def image_files(images: Sequence[Path]) -> tuple[Path, ...]:
 
     Raises: ValueError for a folder without images.
     """
-    from kiloword.data.sources.folder import is_image
-
-    def of_folder(folder: Path) -> Iterator[Path]:
-        for inner, names, files in os.walk(folder):
-            names[:] = [name for name in names if not name.startswith(".")]
-            yield from (Path(inner, file) for file in files if is_image(file) and os.path.isfile(Path(inner, file)))
+    from kiloword.data.sources.folder import is_image, visible
 
     files: list[Path] = []
     for path in images:
-        inside = sorted(of_folder(path)) if path.is_dir() else [path]
+        below = (Path(inner, name) for inner, names in visible(path) for name in names if is_image(name))
+        inside = sorted(file for file in below if file.is_file()) if path.is_dir() else [path]
         if not inside:
             raise ValueError(f"--images got the folder {path}, which holds no images: expected image files in it.")
         files += inside

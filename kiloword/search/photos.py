@@ -7,8 +7,9 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from kiloword.data.sources.folder import is_image
+from kiloword.data.sources.folder import is_image, visible
 from kiloword.data.sources.sample import IMAGE_SUFFIXES, MAX_IMAGE, MAX_TEXT, make_record, parse_captions, read_whole
+from kiloword.search.library import FILE
 from kiloword.types import BadSample, Record
 
 LONGEST_SUFFIX = 10  # characters, with its dot; more are part of a name
@@ -24,8 +25,7 @@ def scan(root: Path) -> dict[str, str]:
     if not root.is_dir():
         raise ValueError(f"{root} is not a folder: expected a folder of photos.")
     stamps: dict[str, str] = {}
-    for folder, inner, files in os.walk(root):
-        inner[:] = sorted(name for name in inner if not name.startswith("."))
+    for folder, files in visible(root):
         here = set(files)
         for file in sorted(filter(is_image, files)):
             text = f"{os.path.splitext(file)[0]}.txt"
@@ -42,9 +42,8 @@ def scan(root: Path) -> dict[str, str]:
 def others(root: Path) -> Counter[str]:
     """Files below `root` by suffix ("" for none), but photos and their captions, libraries, and what is hidden."""
     passed = Counter[str]()
-    for _, inner, files in os.walk(root):
-        inner[:] = [name for name in inner if not name.startswith(".")]
-        if "library.json" in files:
+    for _, files in visible(root):
+        if FILE in files:
             continue
         beside = {f"{os.path.splitext(file)[0]}.txt" for file in files if is_image(file)}
         passed.update(

@@ -26,6 +26,13 @@ def test_a_piece_replaces_its_slot_and_no_other() -> None:
     assert {name for name, _ in same} == set(slots(base)) - {"method", "pair loss"}
 
 
+def test_a_module_that_hides_that_of_this_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("json.py").touch()  # of the standard library, which Python finds first
+    with pytest.raises(ValueError, match=r"cannot load method json:preset .*json.__init__\.py hides json\.py of this"):
+        preset("json:preset")
+
+
 def test_a_replaced_pair_loss_is_named_before_the_first_step() -> None:
     (note,) = preset("siglip+softmax").notes[len(preset("siglip").notes) :]
     assert note(cast(Any, None)).startswith("softmax replaces the pair loss of siglip: settings that only that loss ")

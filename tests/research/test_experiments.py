@@ -140,9 +140,9 @@ def test_a_killed_script_goes_on_and_a_check_stops_early(place: Path, capsys: py
             assert process.poll() is None
             time.sleep(0.05)
         process.send_signal(signal_)
-        _, said = process.communicate(timeout=180)
+        _, stderr = process.communicate(timeout=180)
         assert process.returncode == 130
-        assert said.decode().splitlines()[-1] == "python -m stub: interrupted; the same command goes on from here"
+        assert stderr.decode().splitlines()[-1] == "python -m stub: interrupted; the same command goes on from here"
         assert not first or rows.losses(folder) == first  # resumed: the steps before the state are not computed again
         first = rows.losses(folder)
         assert done + 20 <= steps_done(folder / "state") < 4000

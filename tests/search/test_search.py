@@ -263,8 +263,8 @@ def test_bad_input(library: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "needs a text or --like PHOTO, one of them, and got neither" in refused(capsys, "search", library)
     assert "and got both" in refused(capsys, "search", library, "a dog", "--like", tmp_path / "a.jpg")
     (tmp_path / "a.jpg").write_bytes(b"no image")
-    said = refused(capsys, "search", library, "--like", tmp_path / "a.jpg")
-    assert f"the image {tmp_path / 'a.jpg'} cannot be used: not an image" in said
+    message = refused(capsys, "search", library, "--like", tmp_path / "a.jpg")
+    assert f"the image {tmp_path / 'a.jpg'} cannot be used: not an image" in message
     main(["search", str(library), "a dog", "--within", "2030/"])
     assert "no photo of the library has '2030/' in its path" in capsys.readouterr().err
     said = refused(capsys, "search", library, "--like", "https://example.org/a.jpg")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from kiloword.data.sources.sample import (
@@ -79,6 +80,13 @@ class Folder:
             return None
         except OSError as error:
             raise BadSample(f"{file} cannot be read ({error.strerror})") from None
+
+
+def visible(root: Path) -> Iterator[tuple[str, list[str]]]:
+    """Folders below `root`, itself first, with the names of their files; hidden and linked folders are omitted."""
+    for folder, inner, files in os.walk(root):
+        inner[:] = sorted(name for name in inner if not name.startswith("."))
+        yield folder, files
 
 
 def is_image(file: str) -> bool:
