@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from research.evidence import Rule, Runs
 
 
+TUNING = 100  # the seed that chooses learning rates
+
+
 @dataclass(frozen=True, kw_only=True)
 class Arm:
     """One recipe of an experiment; seed and length come from its options."""
@@ -34,8 +37,8 @@ class Arm:
     recipe: Recipe
     judge: Callable[[Matcher], dict[str, Any]]  # numbers, and outcomes of images [N] (`research.evidence`)
     source: Callable[[Recipe], Source] | None = None  # training data that no SRC string names
-    rate: float = 1.0  # times the recipe's learning rates: the best of {0.5, 1, 2} by a run of seed 100
-    seed: int | None = None  # the only one that it runs; default: all of the options
+    rate: float = 1.0  # times the recipe's learning rates: the best of a grid by runs of seed TUNING
+    seed: int | None = None  # the only one that it runs, but for TUNING; default: all of the options
 
 
 @dataclass(frozen=True, kw_only=True)

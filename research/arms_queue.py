@@ -15,7 +15,7 @@ from typing import IO
 
 from kiloword.terminal import warn
 from research import arms_rows as rows
-from research.arms import Arm, Experiment, Options, command
+from research.arms import TUNING, Arm, Experiment, Options, command
 
 THREADS = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}  # equal losses need equal numbers of threads
 POLL_S = 0.2
@@ -36,7 +36,8 @@ def run_all(experiment: Experiment, options: Options) -> None:
     if experiment.first is not None:
         _run([("first", options.out / "first.log")], experiment, options)
     done = rows.read(options.out)
-    jobs = [(arm, seed) for seed in options.seeds for arm in experiment.chosen(options) if arm.seed in (None, seed)]
+    arms = experiment.chosen(options)
+    jobs = [(arm, seed) for seed in options.seeds for arm in arms if arm.seed in (None, seed) or seed == TUNING]
     todo = [(arm, seed) for arm, seed in jobs if rows.finished(done, arm, seed) is None]
     _say(f"{len(jobs) - len(todo)} of {len(jobs)} runs are finished, {len(todo)} to do")
     _run([_named(options.out, arm, seed) for arm, seed in todo], experiment, options)

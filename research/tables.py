@@ -17,7 +17,7 @@ from pathlib import Path
 import tyro
 
 from kiloword.terminal import say
-from research.arms import Experiment
+from research.arms import TUNING, Experiment
 from research.arms_rows import Row
 from research.arms_table import line, table_of
 from research.evidence import Decision, decided
@@ -25,7 +25,6 @@ from research.forest import forest
 
 ROWS = Path(__file__).with_name("rows")
 AGAIN = ROWS / "again"  # of experiments that were run a second time, from nothing
-TUNING = 100  # the seed that chooses learning rates
 TREES = ("little_data", "mined", "generality", "scale")  # on class photos
 FROZEN = ("conditioning", "captions", "phrase_generality", "sycoca_frozen", "mix", "muon")  # on stored tokens
 RULED = (*TREES, *FROZEN)
