@@ -2,8 +2,8 @@
 
 `python -m research.scale --data tiny/train --val tiny/dev --out runs/scale`: 27 cells of width, photos and steps, two
 arms each, of one seed; every value of width, photos and steps has all three seeds. The gain is fitted as a + b
-log2(width) + c log2(photos) + d log2(steps), in units of the middle cell, so that a is the mean over cells. Both
-arms of the middle cell chose `RATE` (`--seeds 100 --rate 2 --arms ...`); the first runs had the default, `--rate 1`.
+log2(width) + c log2(photos) + d log2(steps), in units of the middle cell, so that a is the mean over cells. The
+middle cell chose `RATE` (`--seeds 100 --rate 2 --arms ...`); the first runs had the default, `--rate 1`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from research.evidence import Decision, Effect, Runs
 
 WIDTHS, PHOTOS, STEPS, BATCH = (32, 64, 128), (10_000, 20_000, 40_000), (200, 400, 800), 128
 HEAD = 16  # width of an attention head
-RATE = 4.0  # times the default learning rate: the best of both arms of the middle cell (seed 100)
+RATE = 4.0  # times the default learning rate: in the middle cell the best for one caption, level with 2 for all
 T_23 = 2.0687  # 97.5% point of Student's t with 27 cells less 4 coefficients
 LEVELS = (2, 4, 6)  # of the captions of a photo, one each
 ONE, ALL = "one caption", "all captions"

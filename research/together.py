@@ -1,76 +1,107 @@
 """Several models as one: the mean of their scores (docs/towers.md, "Figures").
 
 `python -m research.together runs/0/model runs/1/model runs/2/model --data flickr8k_224/dev` prints the recalls of each
-and of all together; for models whose score is the cosine of one vector each, of the same image size.
+and of all together. They may be of any methods; scores of different scales have different weights in the mean.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 import tyro
 from torch import Tensor
 
 from kiloword.api import Matcher, load
 from kiloword.data.reading import eval_batches
 from kiloword.data.sources.open import open_source
-from kiloword.evaluation.baseline import dot
+from kiloword.evaluation.retrieval.relevance import Score
 from kiloword.evaluation.retrieval.task import retrieval
-from kiloword.terminal import say
+from kiloword.model.encoding import join
+from kiloword.terminal import say, warn
 from kiloword.types import Features, Source
 
 KS = (1, 5, 10)
 
 
-class Vectors(NamedTuple):
-    """Images and captions of a source, as a model sees them: rows of norm 1."""
+@dataclass(frozen=True, kw_only=True)
+class Encoded:
+    """What a model makes of a source's images and captions."""
 
-    images: Tensor  # [I, D]
-    texts: Tensor  # [T, D]
+    matcher: Matcher
+    views: Sequence[Features]  # of the images as they are, and mirrored if asked for: each [I, ...]
+    texts: Features  # [T, ...]
     image_of_text: Tensor  # [T] int64
+    skipped: int  # rows that cannot be read or have no caption
 
 
-def vectors(matcher: Matcher, source: Source, mirrored: bool = False) -> Vectors:
-    """Encode a source. Args: mirrored: an image's vector is the mean of its own and its mirror image's."""
-    images, captions, image = list[Tensor](), list[str](), list[int]()
-    for batch in eval_batches(source, matcher.model.config.image.size):
-        views = [batch.images, batch.images.flip(-1)] if mirrored else [batch.images]
-        image += [len(images) + place for place, texts in enumerate(batch.captions) for _ in texts]
+def encoded(matcher: Matcher, source: Source, mirrored: bool = False) -> Encoded:
+    """Encode a source. Raises: ValueError where it has no captions."""
+    views, captions, image, skipped = list[list[Features]](), list[str](), list[int](), 0
+    config, images = matcher.model.config, 0
+    for batch in eval_batches(source, config.image.size, config.preprocess.resize, captions=True):
+        skipped += len(batch.skipped)
+        if not batch.rows:
+            continue
+        pixels = [batch.images, batch.images.flip(-1)] if mirrored else [batch.images]
+        views.append([matcher.encode_image(view) for view in pixels])
+        image += [images + place for place, texts in enumerate(batch.captions) for _ in texts]
         captions += [text for texts in batch.captions for text in texts]
-        images += F.normalize(torch.stack([matcher.encode_image(list(view))["vec"] for view in views]).sum(0), dim=-1)
-    return Vectors(torch.stack(images), matcher.encode_text(captions)["vec"], torch.tensor(image))
+        images += len(batch.rows)
+    if not captions:
+        raise ValueError(f"{source.name} has no captions to retrieve with: expected images with captions.")
+    joined = [join(list(parts)) for parts in zip(*views, strict=True)]
+    texts = matcher.encode_text(captions)
+    return Encoded(matcher=matcher, views=joined, texts=texts, image_of_text=torch.tensor(image), skipped=skipped)
 
 
-def together(models: Sequence[Vectors]) -> Vectors:
-    """One model [N, K D], whose cosines are the means of the K models' cosines."""
-    images, texts = (
-        torch.cat(parts, -1) / len(models) ** 0.5
-        for parts in ([one.images for one in models], [one.texts for one in models])
-    )
-    return Vectors(images, texts, models[0].image_of_text)
+def together(models: Sequence[Encoded]) -> tuple[Score, Features, Features]:
+    """The mean of the scores of all models and views, and the features that it takes of images and of texts."""
+    members = [(one, view) for one in models for view in one.views]
+
+    def score(images: Features, texts: Features) -> Tensor:
+        scores = [one.matcher.score(_own(images, k), _own(texts, k)) for k, (one, _) in enumerate(members)]
+        return torch.stack(scores).mean(0)
+
+    return score, _numbered([view for _, view in members]), _numbered([one.texts for one, _ in members])
 
 
-def _recalls(name: str, of: Vectors) -> str:
-    images: Features = {"vec": of.images}
-    values = dict(retrieval(dot, images, {"vec": of.texts}, of.image_of_text, KS))
+def _numbered(parts: Sequence[Features]) -> Features:
+    every = {f"{k} {name}": value for k, part in enumerate(parts) for name, value in part.items()}
+    return {"vec": parts[0]["vec"]} | every  # `retrieval` counts rows of "vec"
+
+
+def _own(features: Features, k: int) -> Features:
+    return {name.partition(" ")[2]: value for name, value in features.items() if name.startswith(f"{k} ")}
+
+
+def recalls(name: str, models: Sequence[Encoded]) -> str:
+    """A line of the recalls of models together."""
+    values = dict(retrieval(*together(models), models[0].image_of_text, KS))
     both = (" / ".join(f"{values[f'{side}_retrieval_recall@{k}']:.3f}" for side in ("text", "image")) for k in KS)
     return f"{name}: R@1, R@5, R@10, text / image: " + ", ".join(both)
 
 
 def main(models: tyro.conf.Positional[tuple[Path, ...]], *, data: str, mirrored: bool = False) -> None:
-    """Print the recalls of each model, and of the mean of their scores.
+    """Print the recalls of each model, and of the mean of their scores. User errors are one message and exit code 2.
 
     Args: models: folders; data: SRC with captions; mirrored: images are seen as they are and mirrored.
     """
-    seen = list[Vectors]()
-    for folder in models:
-        seen.append(vectors(load(folder), open_source(data), mirrored))
-        say(_recalls(str(folder), seen[-1]))
-    say(_recalls("together", together(seen)))
+    try:
+        if not models:
+            raise ValueError("no model: expected folders of models.")
+        source, seen = open_source(data), list[Encoded]()
+        for folder in models:
+            seen.append(encoded(load(folder), source, mirrored))
+            say(recalls(str(folder), seen[-1:]))
+        if seen[0].skipped:
+            warn(f"skipped {seen[0].skipped} of {len(source)} rows, which cannot be read or have no caption")
+        say(recalls("together", seen))
+    except ValueError as error:
+        warn(f"python -m research.together: {error}")
+        raise SystemExit(2) from None
 
 
 if __name__ == "__main__":

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from research import arms_queue
+from research.classes import ClassOptions
 from research.evidence import Decision, decided
-from research.scale import ALL, CELLS, ONE, Slope, named, summary
+from research.scale import ALL, CELLS, EXPERIMENT, ONE, Slope, named, summary
 
 
 def runs(gain: Any) -> dict[str, list[dict[str, Any]]]:
@@ -46,3 +49,12 @@ def test_the_summary_says_where_the_gain_is_and_what_it_costs() -> None:
     assert "| 800 steps | 0.1000 | 0.1200 | +0.0200 | 20% | 9 of 9 | 1.10 times |" in lines
     del made[named(ALL, CELLS[0])]
     assert "| all | 0.1000 | 0.1200 | +0.0200 | 20% | 26 of 26 | 1.10 times |" in summary(made)
+
+
+def test_a_cell_runs_its_own_seed_and_that_of_tuning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cell, started = named(ONE, (1, 1, 1)), list[str]()
+    monkeypatch.setattr(arms_queue, "_run", lambda todo, *_: started.extend(name for name, _ in todo))
+    for seeds in ((0, 1, 2), (100,)):
+        options = ClassOptions(out=tmp_path, data="photos", val="photos", arms=(cell,), seeds=seeds)
+        arms_queue.run_all(EXPERIMENT, options)
+    assert started == [f"{cell}:0", f"{cell}:100"]
