@@ -8,7 +8,7 @@ from html import escape
 from kiloword.report.axes import linear_axis, number
 from research.evidence import Decision
 
-WIDTH, LEFT, RIGHT, ROW, TOP, FOOT = 760, 20, 20, 62, 14, 30
+WIDTH, LEFT, RIGHT, ROW, TOP, FOOT = 760, 28, 28, 62, 14, 30  # a label of the axis is 50 wide
 COLOURS = {"shown": "#1a7f5a", "refuted": "#b3372f", "undecided": "#767676"}
 STYLE = "font:13px system-ui,sans-serif"
 
