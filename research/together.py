@@ -38,10 +38,10 @@ class Encoded:
 
 
 def encoded(matcher: Matcher, source: Source, mirrored: bool = False) -> Encoded:
-    """Encode a source. Raises: ValueError where it has no captions."""
+    """Encode a source. Args: mirrored: mirror images are a second view. Raises: ValueError where it has no captions."""
     views, captions, image, skipped = list[list[Features]](), list[str](), list[int](), 0
     config, images = matcher.model.config, 0
-    for batch in eval_batches(source, config.image.size, config.preprocess.resize, captions=True):
+    for batch in eval_batches(source, config.image.size, config.preprocess.resize):
         skipped += len(batch.skipped)
         if not batch.rows:
             continue
@@ -58,7 +58,10 @@ def encoded(matcher: Matcher, source: Source, mirrored: bool = False) -> Encoded
 
 
 def together(models: Sequence[Encoded]) -> tuple[Score, Features, Features]:
-    """The mean of the scores of all models and views, and the features that it takes of images and of texts."""
+    """The mean of the scores of all models and views [i, t], and what it takes: features [I, ...] and [T, ...].
+
+    Args: models: encoded from the same source. Raises: ValueError, when called, for scores that are NaN or infinite.
+    """
     members = [(one, view) for one in models for view in one.views]
 
     def score(images: Features, texts: Features) -> Tensor:
@@ -69,11 +72,13 @@ def together(models: Sequence[Encoded]) -> tuple[Score, Features, Features]:
 
 
 def _numbered(parts: Sequence[Features]) -> Features:
+    """The features of all members as those of one, each name with the number of its member before it."""
     every = {f"{k} {name}": value for k, part in enumerate(parts) for name, value in part.items()}
     return {"vec": parts[0]["vec"]} | every  # `retrieval` counts rows of "vec"
 
 
 def _own(features: Features, k: int) -> Features:
+    """The features of member k."""
     return {name.partition(" ")[2]: value for name, value in features.items() if name.startswith(f"{k} ")}
 
 
