@@ -1,10 +1,12 @@
-"""Whether a GPU computes what the CPU does: features and gradients of one step, by way of computing it.
+"""Whether a GPU computes what the CPU does: losses, features and gradients of one step, by way of computing it.
 
-Each way (variable-length attention in half precision, checkpointing, compiling) is compared with fp64 on the CPU:
-1 - cosine of all features, and of all gradients together. Prints one JSON line; fails where a way is further off than
-the plain one in the same precision by more than LIMIT. Then the times of the plain steps' kernels, by torch's profiler.
+Each way (variable-length attention in half precision, checkpointing, compiling) is compared with fp64 on the CPU: the
+largest relative error of a loss, 1 - cosine of all features, and of all gradients together. Prints one JSON line; fails
+where a way is further off than the plain one in the same precision by more than LIMIT. --profile prints the times of
+the plain steps' kernels, by torch's profiler.
 
     python bench/device_check.py --device cuda --size b32 --batch 64
+    python bench/device_check.py --device cuda --methods all --ways fp32 bf16    # every preset
     python bench/device_check.py --device cpu --size tiny --batch 8    # the same, where there is no GPU
 """
 
@@ -13,20 +15,21 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engines import share
 from kiloword.config.recipes import sizes
 from kiloword.distributed.device import precision_of
-from kiloword.methods.registry import preset
-from kiloword.model.model import build
+from kiloword.methods.registry import names, preset
+from kiloword.model.model import build, initialise
 from kiloword.training import compilation
 from kiloword.training.accumulate import backward
 from kiloword.training.learner import Learner
 from kiloword.types import Batch
+from plan_measure import batch_of
 
 LIMIT = 1e-3  # of 1 - cosine
 # way: precision, checkpointing, what is compiled
@@ -40,39 +43,41 @@ WAYS = {
     "bf16, compiled blocks, selective checkpointing": ("bf16", "selective", "blocks"),
     "bf16, CUDA graph": ("bf16", "none", "cudagraphs"),
 }
+Errors = dict[str, float]
 
 
-def outcome(learner: Learner, batch: Batch, device: str, kind: str) -> tuple[Tensor, Tensor]:
-    """Features of images and texts, and all gradients, flat, on the CPU in fp64. Args: kind: fp32 or bf16."""
+def outcome(learner: Learner, batch: Batch, device: str, kind: str) -> dict[str, Tensor]:
+    """Losses, features and gradients, each flat, on the CPU in fp64. Args: kind: fp32 or bf16."""
     precision = precision_of(kind, device)
     learner.zero_grad()
     with torch.no_grad(), precision():
         encoded = learner.encode(batch)
-    features = torch.cat([encoded.images["vec"].flatten(), encoded.texts["vec"].flatten()])
-    backward(learner, [batch], precision)
-    gradients = torch.cat([p.grad.flatten() for p in learner.parameters() if p.grad is not None])
-    return features.double().cpu(), gradients.double().cpu()
+    features = [x.flatten() for side in (encoded.images, encoded.texts) for x in side.values() if x.is_floating_point()]
+    losses = list(backward(learner, [batch], precision).values())
+    gradients = [p.grad.flatten() for p in learner.parameters() if p.grad is not None]
+    parts = {"losses": torch.stack(losses), "features": torch.cat(features), "gradients": torch.cat(gradients)}
+    return {name: part.double().cpu() for name, part in parts.items()}
 
 
-def apart(a: Tensor, b: Tensor) -> float:
-    return 1 - float(F.cosine_similarity(a, b, dim=0))
+def errors(got: dict[str, Tensor], exact: dict[str, Tensor]) -> Errors:
+    found = {name: 1 - float(F.cosine_similarity(got[name], exact[name], dim=0)) for name in ("features", "gradients")}
+    largest = ((got["losses"] - exact["losses"]).abs() / exact["losses"].abs().clamp(min=1e-6)).max()
+    return {"losses": float(largest), **found}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", default="tiny")
-    parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS)[:-1], help="fp32 and bf16 among them")
-    parser.add_argument("--profile", action="store_true", help="print the kernels that take most time")
-    args = parser.parse_args()
-    method = preset("siglip")
+def check(name: str, args: argparse.Namespace) -> dict[str, Errors]:
+    """Errors of each way to compute a step of a method."""
+    method = preset(name)
     first = Learner(build(sizes()[args.size], method), method)
-    batch = share(args, first)
+    for part in (first.terms, first.contrasts):
+        initialise(part, 0, "")
+    batch = batch_of(first.model.config, args.batch, 2, method)
+    if method.transforms:
+        batch = replace(batch, composed=batch.position % 2 == 0)
     exact = outcome(copy.deepcopy(first).double(), batch, "cpu", "fp32")
     found = {}
-    for name in args.ways:
-        precision, kept, compiled = WAYS[name]
+    for way in args.ways:
+        precision, kept, compiled = WAYS[way]
         learner = copy.deepcopy(first).to(args.device)
         compilation.recompute(learner.model, kept)  # type: ignore[arg-type]
         mine = batch.to(torch.device(args.device))
@@ -82,15 +87,28 @@ def main() -> None:
                 outcome(learner, mine, args.device, precision)
         else:
             compilation.compile_model(learner.model, compiled)  # type: ignore[arg-type]
-        got = outcome(learner, mine, args.device, precision)
-        found[name] = {"features": apart(got[0], exact[0]), "gradients": apart(got[1], exact[1])}
-    print(json.dumps({"size": args.size, "batch": args.batch, "device": args.device, "1 - cosine": found}))
+        found[way] = errors(outcome(learner, mine, args.device, precision), exact)
     if args.profile:
         profile(copy.deepcopy(first).to(args.device), batch.to(torch.device(args.device)), args.device)
-    for name, errors in found.items():
-        plain = found["bf16" if name.startswith("bf16") else "fp32"]
-        assert all(errors[k] <= plain[k] + LIMIT for k in errors), f"{name} is further off than it should be"
-    assert max(found["bf16"].values()) < 10 * LIMIT
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", default="tiny")
+    parser.add_argument("--batch", type=int, default=16, help="images, of two captions each")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--methods", nargs="+", choices=("all", *names()), default=["siglip"])
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS)[:-1], help="fp32 and bf16 among them")
+    parser.add_argument("--profile", action="store_true", help="print the kernels that take most time")
+    args = parser.parse_args()
+    found = {name: check(name, args) for name in (names() if "all" in args.methods else args.methods)}
+    print(json.dumps({"size": args.size, "batch": args.batch, "device": args.device, "errors": found}))
+    for name, ways in found.items():
+        for way, of_way in ways.items():
+            plain = ways["bf16" if way.startswith("bf16") else "fp32"]
+            assert all(of_way[k] <= plain[k] + LIMIT for k in of_way), f"{name}: {way} is further off than it should be"
+            assert max(ways["bf16"].values()) < 20 * LIMIT, f"{name}: bf16 is far from fp64"  # FILIP: maxima elsewhere
 
 
 def profile(learner: Learner, batch: Batch, device: str) -> None:

@@ -42,14 +42,15 @@ Row = dict[str, Any]
 # that are quoted come first, so that a slow machine loses only the others. `Here` fills in what is in braces.
 TABLE = """
 ten-minutes
-150 device_check --size b32 --batch 8
+150 device_check --size b32 --batch 8 --ways fp32 bf16 "bf16, selective checkpointing" "bf16, compiled towers"
 90  syncs
+60  device_check --methods all --ways fp32 bf16
 60  step --size b32 --batch 1024 {timed}
 60  step --size b16 --batch 512 {timed}
 70  step --size l14 --batch 256 {timed}
-120 step --size b32 --batch 1024 {timed} --compile
 120 kiloword train clip --size b32 --data {large} --steps 100 --batch 1024 --out {scratch}/first
 60  llip --images 1024 --repeat 1 --texts 1024 4096 16384
+200 step --size b32 --batch 1024 {timed} --compile
 
 ten-minutes-dry
 150 device_check --size debug --batch 8 --ways fp32 bf16 "bf16, selective checkpointing"
@@ -109,6 +110,7 @@ sycoca
 
 engines
 120 device_check --size tiny --batch 32
+200 device_check --size b32 --batch 8
 240 device_check --size b32 --batch 32 --profile
 150 device_check --size b32 --batch 32 --ways fp32 bf16 "bf16, CUDA graph"
 150 torch.distributed.run --size b32 --batch 128 --dtype bf16 --steps 10

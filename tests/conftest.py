@@ -1,8 +1,9 @@
-"""Shared by all tests: few threads, and real data only where it lies beside the checkout."""
+"""Shared by all tests: few threads, no GPU, and real data only where it lies beside the checkout."""
 
 from __future__ import annotations
 
 import ctypes
+import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from kiloword.terminal import CURSOR
 from terminals import Terminal
 
 torch.set_num_threads(1)
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the tests are for the CPU; bench/gpu.sh is for a GPU
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 

@@ -173,9 +173,13 @@ def machine() -> dict[str, str]:
 
 
 def extras() -> dict[str, dict[str, str]]:
-    """Extra of kiloword -> its packages -> installed version, "" where it is missing."""
+    """Extra of kiloword -> its packages -> installed version, "" where it is missing; {}: kiloword is not installed."""
     versions: dict[str, dict[str, str]] = {}
-    for line in metadata.requires("kiloword") or []:
+    try:
+        lines = metadata.requires("kiloword") or []
+    except metadata.PackageNotFoundError:  # it runs from its source
+        return versions
+    for line in lines:
         if match := re.match(r"""([\w.-]+).*;.*extra == ['"]([\w-]+)['"]""", line):
             versions.setdefault(match[2], {})[match[1]] = _version(match[1])
     return versions

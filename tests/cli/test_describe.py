@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from importlib.metadata import PackageNotFoundError
 
 import pytest
 import torch
@@ -132,6 +133,16 @@ def test_doctor_names_extras_present_and_absent(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("kiloword.cli.describe._version", lambda package: "")
     assert extras()["timm"] == {"timm": ""}
     assert any("kiloword[fast]" in hint for hint in hints())
+
+
+def test_doctor_knows_no_extras_where_only_the_source_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(package: str) -> str:
+        raise PackageNotFoundError(package)
+
+    monkeypatch.setattr("kiloword.cli.describe.metadata.version", missing)
+    monkeypatch.setattr("kiloword.cli.describe.metadata.requires", missing)
+    assert extras() == {}
+    doctor_table()
 
 
 def test_doctor_names_a_torchvision_of_another_torch(monkeypatch: pytest.MonkeyPatch) -> None:
