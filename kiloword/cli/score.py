@@ -58,6 +58,8 @@ def score(
 
     if beside and plane is None:
         raise ValueError("--beside names models to draw by --plane FILE, which is missing.")
+    if explain_what and explain is None:
+        raise ValueError("--explain-what selects what --explain DIR draws: name a folder by --explain.")
     from kiloword.config.by_device import announce, reason_of
 
     images = image_files(images)
@@ -76,8 +78,6 @@ def score(
         from kiloword.explain.sheets import write
 
         say(*write(explain, matcher, images, texts, maps, explain_what or None))
-    elif explain_what:
-        raise ValueError("--explain-what selects what --explain DIR draws: name a folder by --explain.")
 
 
 def _draw_plane(

@@ -200,7 +200,9 @@ def test_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert png.width == WIDTH
     with pytest.raises(SystemExit):
         main([*shown, "--explain-what", "words"])
-    assert "name a folder by --explain" in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert "name a folder by --explain" in said.err
+    assert not said.out  # refused before anything is scored
 
 
 def test_texts_that_are_cut_say_so(tmp_path: Path) -> None:
