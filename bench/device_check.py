@@ -1,9 +1,9 @@
 """Whether a GPU computes what the CPU does: losses, features and gradients of one step, by way of computing it.
 
 Each way (variable-length attention in half precision, checkpointing, compiling) is compared with fp64 on the CPU: the
-largest relative error of a loss, 1 - cosine of all features, and of all gradients together. Prints one JSON line; fails
-where a way is further off than the plain one in the same precision by more than LIMIT. --profile prints the times of
-the plain steps' kernels, by torch's profiler.
+largest relative error of a loss, of a kind of features, and of all gradients together (norm of the difference over the
+norm). Prints one JSON line; fails above the bound of a precision, and where a way is further off than the plain one in
+its precision by more than FURTHER. --profile prints the times of the plain steps' kernels, by torch's profiler.
 
     python bench/device_check.py --device cuda --size b32 --batch 64
     python bench/device_check.py --device cuda --methods all --ways fp32 bf16    # every preset
@@ -18,7 +18,6 @@ import json
 from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kiloword.config.recipes import sizes
@@ -31,7 +30,8 @@ from kiloword.training.learner import Learner
 from kiloword.types import Batch
 from plan_measure import batch_of
 
-LIMIT = 1e-3  # of 1 - cosine
+BOUND = {"fp32": 0.02, "bf16": 0.2}  # most of FILIP's gradient, whose maxima change places
+FURTHER = 0.03
 # way: precision, checkpointing, what is compiled
 WAYS = {
     "fp32": ("fp32", "none", "none"),
@@ -46,23 +46,31 @@ WAYS = {
 Errors = dict[str, float]
 
 
-def outcome(learner: Learner, batch: Batch, device: str, kind: str) -> dict[str, Tensor]:
-    """Losses, features and gradients, each flat, on the CPU in fp64. Args: kind: fp32 or bf16."""
+def outcome(learner: Learner, batch: Batch, device: str, kind: str) -> dict[str, list[Tensor]]:
+    """Losses, kinds of features and all gradients, each flat, on the CPU in fp64. Args: kind: fp32 or bf16."""
     precision = precision_of(kind, device)
-    learner.zero_grad()
     with torch.no_grad(), precision():
         encoded = learner.encode(batch)
-    features = [x.flatten() for side in (encoded.images, encoded.texts) for x in side.values() if x.is_floating_point()]
-    losses = list(backward(learner, [batch], precision).values())
-    gradients = [p.grad.flatten() for p in learner.parameters() if p.grad is not None]
-    parts = {"losses": torch.stack(losses), "features": torch.cat(features), "gradients": torch.cat(gradients)}
-    return {name: part.double().cpu() for name, part in parts.items()}
+    features = [x for side in (encoded.images, encoded.texts) for x in side.values() if x.is_floating_point()]
+    losses = step(learner, batch, device, kind)
+    gradients = torch.cat([p.grad.flatten() for p in learner.parameters() if p.grad is not None])
+    parts = {"losses": losses, "features": features, "gradients": [gradients]}
+    return {name: [x.detach().flatten().double().cpu() for x in tensors] for name, tensors in parts.items()}
 
 
-def errors(got: dict[str, Tensor], exact: dict[str, Tensor]) -> Errors:
-    found = {name: 1 - float(F.cosine_similarity(got[name], exact[name], dim=0)) for name in ("features", "gradients")}
-    largest = ((got["losses"] - exact["losses"]).abs() / exact["losses"].abs().clamp(min=1e-6)).max()
-    return {"losses": float(largest), **found}
+def step(learner: Learner, batch: Batch, device: str, kind: str) -> list[Tensor]:
+    """Losses of a step, whose gradients it leaves."""
+    learner.zero_grad()
+    return list(backward(learner, [batch], precision_of(kind, device)).values())
+
+
+def errors(got: dict[str, list[Tensor]], exact: dict[str, list[Tensor]]) -> Errors:
+    """The largest relative error of each part; NaN where there is one."""
+    relative = {
+        name: [(a - b).norm() / b.norm().clamp(min=1e-6) for a, b in zip(got[name], exact[name], strict=True)]
+        for name in got
+    }
+    return {name: float(torch.stack(of_part).max()) for name, of_part in relative.items()}
 
 
 def check(name: str, args: argparse.Namespace) -> dict[str, Errors]:
@@ -102,22 +110,26 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS)[:-1], help="fp32 and bf16 among them")
     parser.add_argument("--profile", action="store_true", help="print the kernels that take most time")
     args = parser.parse_args()
+    if not {"fp32", "bf16"} <= set(args.ways):
+        parser.error("--ways needs fp32 and bf16, with which the others are compared")
     found = {name: check(name, args) for name in (names() if "all" in args.methods else args.methods)}
     print(json.dumps({"size": args.size, "batch": args.batch, "device": args.device, "errors": found}))
     for name, ways in found.items():
         for way, of_way in ways.items():
-            plain = ways["bf16" if way.startswith("bf16") else "fp32"]
-            assert all(of_way[k] <= plain[k] + LIMIT for k in of_way), f"{name}: {way} is further off than it should be"
-            assert max(ways["bf16"].values()) < 20 * LIMIT, f"{name}: bf16 is far from fp64"  # FILIP: maxima elsewhere
+            plain = "bf16" if way.startswith("bf16") else "fp32"
+            assert all(error <= BOUND[plain] for error in of_way.values()), f"{name}: {way} is far from fp64"
+            assert all(of_way[k] <= ways[plain][k] + FURTHER for k in of_way), f"{name}: {way} is worse than {plain}"
 
 
 def profile(learner: Learner, batch: Batch, device: str) -> None:
     """Of three steps in bf16, after three."""
     for _ in range(3):
-        outcome(learner, batch, device, "bf16")
+        step(learner, batch, device, "bf16")
     with torch.profiler.profile() as seen:
         for _ in range(3):
-            outcome(learner, batch, device, "bf16")
+            step(learner, batch, device, "bf16")
+        if device == "cuda":
+            torch.cuda.synchronize()
     by = "self_cuda_time_total" if device == "cuda" else "self_cpu_time_total"
     print(seen.key_averages().table(sort_by=by, row_limit=20))
 

@@ -1,4 +1,4 @@
-"""Shared by all tests: few threads, no GPU, and real data only where it lies beside the checkout."""
+"""Shared by all tests: few threads, no CUDA device, and real data only where it lies beside the checkout."""
 
 from __future__ import annotations
 
