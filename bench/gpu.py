@@ -38,8 +38,8 @@ ROOT = Path(__file__).resolve().parents[1]
 SHORTEST = 10  # seconds: with less left, a run is not begun
 Row = dict[str, Any]
 
-# Part -> runs: the limit in seconds, then a script of bench/, `kiloword` or `research.NAME` with its arguments. Checks and
-# figures that are quoted come first, so that a slow machine loses only the others. `Here` fills in what is in braces.
+# Part -> runs: the limit in seconds, then a script of bench/, `kiloword` or `research.NAME` with its arguments. Checks
+# and figures that are quoted come first, so that a slow machine loses only the others. `Here` fills in what is in braces.
 TABLE = """
 ten-minutes
 150 device_check --size b32 --batch 8 --ways fp32 bf16 "bf16, selective checkpointing" "bf16, compiled towers"
