@@ -1,6 +1,6 @@
 """Everything that wants a GPU, in calls of under ten minutes each: `bench/gpu.sh PART` finds a Python and calls this.
 
-    ten-minutes  what one needs to know of a card first: results against the CPU, waits for the GPU, steps, a real run
+    ten-minutes  what one needs to know of a card first: results against the CPU, waits, killed runs, steps, a real run
     steps        steps against open_clip, eager and compiled, then a training run
     llip         Llip's score to 32k texts, steps with mixture tokens and with six captions
     scenes       the papers' claims on drawn scenes at s16
@@ -39,12 +39,13 @@ SHORTEST = 10  # seconds: with less left, a run is not begun
 Row = dict[str, Any]
 
 # Part -> runs: the limit in seconds, then a script of bench/, `kiloword` or `research.NAME` with its arguments. Checks
-# and figures that are quoted come first, so that a slow machine loses only the others. `Here` fills in what is in braces.
+# and figures that are quoted come first, so that a slow machine loses only the others. `Here` fills in braces.
 TABLE = """
 ten-minutes
 150 device_check --size b32 --batch 8 --ways fp32 bf16 "bf16, selective checkpointing" "bf16, compiled towers"
 90  syncs
 60  device_check --methods all --ways fp32 bf16
+100 kill --ranks 1 --kills 4 --torchrun 0 --method llip --precision bf16
 60  step --size b32 --batch 1024 {timed}
 60  step --size b16 --batch 512 {timed}
 70  step --size l14 --batch 256 {timed}
@@ -56,6 +57,7 @@ ten-minutes-dry
 150 device_check --size debug --batch 8 --ways fp32 bf16 "bf16, selective checkpointing"
 90  syncs --dry
 150 device_check --size debug --batch 4 --methods all --ways fp32 bf16
+100 kill --ranks 1 --kills 2 --torchrun 0 --method llip --precision bf16
 60  step --size debug --batch 4 --dtype bf16 --steps 1 --warmup 1 --alone
 60  step --size debug --batch 4 --dtype bf16 --steps 1 --warmup 1 --alone --captions 2
 120 kiloword train clip --size debug --data scenes --steps 2 --batch 8 --out {scratch}/first

@@ -6,6 +6,7 @@ with as many ranks all tensors, files and rows are the same bits; with another n
     python bench/kill.py --kills 100 --ranks 2 [--parallel fsdp] [--method siglip] [--seed 0]
     python bench/kill.py --kills 20 --ranks 2 1 4 --precision fp64 --close 1e-6
     python bench/kill.py --exits 50 --ranks 4
+    python bench/kill.py --kills 5 --ranks 1 --torchrun 0 --device cuda --precision bf16
 
 Ranks come from torchrun for every n-th start (--torchrun n), else by fork from this process, which has loaded torch.
 """
@@ -225,7 +226,7 @@ def _models(out: Path, reference: Path) -> list[tuple[dict[str, torch.Tensor], d
 def words(args: argparse.Namespace) -> list[str]:
     sizes = f"--data scenes?n=256&captions=2 --size debug --batch 16 --steps {args.steps} --optim.ema 0.9"
     saves = f"--log-every {args.log_every} --save-every {args.save_every}"
-    how = f"--precision {args.precision} --parallel {args.parallel}"
+    how = f"--precision {args.precision} --parallel {args.parallel} --device {args.device}"
     return ["train", args.method, *f"{sizes} {saves} {how}".split(), *args.more]
 
 
@@ -254,6 +255,7 @@ def main() -> None:
     parser.add_argument("--method", default="siglip")
     parser.add_argument("--parallel", default="ddp")
     parser.add_argument("--precision", default="fp32")
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--save-every", type=int, default=2)
     parser.add_argument("--log-every", type=int, default=3, help="steps a row: not a divisor of --save-every")

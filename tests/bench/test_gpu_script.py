@@ -143,8 +143,8 @@ def test_ten_minutes_on_a_cpu(tmp_path: Path) -> None:
     file = tmp_path / "out" / "gpu-ten-minutes-dry.jsonl"
     machine, *rows = map(json.loads, file.read_text().splitlines())
     assert machine["commit"] is None
-    assert len(rows) == 7
+    assert len(rows) == 8
     assert all(row["status"] == 0 and row["result"] for row in rows)
     again = subprocess.run(command, cwd=tmp_path / "copy", env=settings, capture_output=True, text=True)
-    assert again.stdout.count("done before: ") == 7
-    assert len(file.read_text().splitlines()) == 9  # the machine once more
+    assert again.stdout.count("done before: ") == 8
+    assert len(file.read_text().splitlines()) == 10  # the machine once more
