@@ -30,7 +30,8 @@ from kiloword.training.learner import Learner
 from kiloword.types import Batch
 from plan_measure import batch_of
 
-BOUND = {"fp32": 0.02, "bf16": 0.2}  # most of FILIP's gradient, whose maxima change places
+BOUND = {"fp32": 0.02, "bf16": 0.14}
+BOUND_OF_FILIP = {"fp32": 0.02, "bf16": 0.2}  # its maxima change places
 FURTHER = 0.03
 # way: precision, checkpointing, what is compiled
 WAYS = {
@@ -115,9 +116,10 @@ def main() -> None:
     found = {name: check(name, args) for name in (names() if "all" in args.methods else args.methods)}
     print(json.dumps({"size": args.size, "batch": args.batch, "device": args.device, "errors": found}))
     for name, ways in found.items():
+        bound = BOUND_OF_FILIP if name == "filip" else BOUND
         for way, of_way in ways.items():
             plain = "bf16" if way.startswith("bf16") else "fp32"
-            assert all(error <= BOUND[plain] for error in of_way.values()), f"{name}: {way} is far from fp64"
+            assert all(error <= bound[plain] for error in of_way.values()), f"{name}: {way} is far from fp64"
             assert all(of_way[k] <= ways[plain][k] + FURTHER for k in of_way), f"{name}: {way} is worse than {plain}"
 
 

@@ -200,9 +200,9 @@ def test_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert png.width == WIDTH
     with pytest.raises(SystemExit):
         main([*shown, "--explain-what", "words"])
-    said = capsys.readouterr()
-    assert "name a folder by --explain" in said.err
-    assert not said.out  # refused before anything is scored
+    printed = capsys.readouterr()
+    assert "name a folder by --explain" in printed.err
+    assert not printed.out  # refused before anything is scored
 
 
 def test_texts_that_are_cut_say_so(tmp_path: Path) -> None:
