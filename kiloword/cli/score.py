@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from tyro.conf import Positional, arg
 
 from kiloword.checkpoint.trust import NONE, Trust
-from kiloword.terminal import say, warn
+from kiloword.terminal import say, shown, warn
 
 if TYPE_CHECKING:
     from kiloword.api import Matcher
@@ -29,7 +29,7 @@ def score(
     texts: tuple[str, ...],
     explain: Path | None = None,
     explain_what: Annotated[tuple[Drawing, ...], arg(help=DRAWINGS)] = (),
-    maps: Literal["last", "rollout"] = "last",
+    maps: Literal["last", "rollout"] | None = None,
     plane: Path | None = None,
     beside: tuple[str, ...] = (),
     nearest: Literal["cosine", "csd"] | None = None,
@@ -46,7 +46,7 @@ def score(
         images: image files, or folders with subfolders.
         texts: texts to score.
         explain: folder for IMAGE.png (attention maps), weights.json; with decoders also IMAGE-inside.png, inside.json.
-        maps: with explain, attention of the image tower's last block, or rollout over all blocks.
+        maps: with explain, attention of the image tower's last block (default: last), or rollout over all blocks.
         plane: write a page with the images and texts in a plane, Gaussians as ellipses, to this file.
         beside: with plane, further model folders, such as one without Gaussians.
         nearest: in place of the model's score: cosine of the features, or csd (1 - CSD / 2 of Gaussians).
@@ -54,30 +54,40 @@ def score(
         precision: precision of the encoders; auto: bf16 on CUDA for models larger than size tiny. Scores are fp32.
         trust: code that the model folder may run.
     """
+    _check_flags(explain, bool(explain_what), maps, plane, bool(beside), nearest)
     from kiloword.api import load
-
-    if beside and plane is None:
-        raise ValueError("--beside names models to draw by --plane FILE, which is missing.")
-    if explain_what and explain is None:
-        raise ValueError("--explain-what selects what --explain DIR draws: name a folder by --explain.")
     from kiloword.config.by_device import announce, reason_of
 
     images = image_files(images)
     if empty := next((n for n, text in enumerate(texts, 1) if not text.strip()), None):
         raise ValueError(f"text {empty} of --texts is empty: expected words.")
     matcher = load(model, device=device, method=trust.method, trust_code=trust.trust_code, precision=precision)
+    others = [load(name, device=device, trust_code=trust.trust_code, precision=precision) for name in beside]
     network = matcher.model
     announce(str(network.mean.device), network.precision, reason_of(precision, network.config))
     for n, (tokens, read) in matcher.tokenizer.cut(texts, matcher.model.config.text).items():
         warn(f"text {n + 1} ({texts[n][:60]!r}) is truncated: it has {tokens} tokens, of which the model reads {read}")
     _print(images, texts, matcher.score(list(images), list(texts), nearest).tolist())
     if plane is not None:
-        others = [load(name, device=device, precision=precision) for name in beside]
         _draw_plane(plane, [model, *beside], [matcher, *others], images, texts)
     if explain is not None:
         from kiloword.explain.sheets import write
 
-        say(*write(explain, matcher, images, texts, maps, explain_what or None))
+        say(*write(explain, matcher, images, texts, maps or "last", explain_what or None))
+
+
+def _check_flags(
+    explain: Path | None, what: bool, maps: str | None, plane: Path | None, beside: bool, nearest: str | None
+) -> None:
+    """Refuse flags that would change nothing. Raises: ValueError."""
+    if beside and plane is None:
+        raise ValueError("--beside names models to draw by --plane FILE, which is missing.")
+    if what and explain is None:
+        raise ValueError("--explain-what selects what --explain DIR draws: name a folder by --explain.")
+    if maps and explain is None:
+        raise ValueError("--maps selects the attention that --explain DIR draws: name a folder by --explain.")
+    if nearest and explain is not None:
+        raise ValueError("--explain draws what the model's own score is made of: leave out --nearest, or --explain.")
 
 
 def _draw_plane(
@@ -119,14 +129,28 @@ def shown_names(images: Sequence[Path]) -> list[str]:
 
 
 def _print(images: Sequence[Path], texts: Sequence[str], scores: Sequence[Sequence[float]]) -> None:
-    """Print scores [images, texts] as a table; the best of each image are bold."""
-    from rich.table import Table
+    """Print scores [images, texts] as a table, or a line for each pair where its columns would cut words or numbers.
+
+    The best score of each image is bold.
+    """
+    from rich.cells import cell_len
+    from rich.table import Column, Table
     from rich.text import Text
 
     from kiloword.terminal.screen import Screen
 
-    table = Table("image", *texts)
-    for name, row in zip(shown_names(images), scores, strict=True):
-        best = max(row)
-        table.add_row(name, *(Text(f"{s:.3f}", "bold" if s == best else "") for s in row))
-    Screen(120).print(table)
+    screen, names = Screen(120), [shown(name) for name in shown_names(images)]
+    digits = max(len(f"{s:.3f}") for row in scores for s in row)
+    rows = [[Text(f"{s:{digits}.3f}", "bold" if s == max(row) else "") for s in row] for row in scores]
+    column = max(digits, *(cell_len(word) for text in texts for word in shown(text).split()))
+    widest = max(map(cell_len, ("image", *names)))
+    if widest + len(texts) * column + 3 * (len(texts) + 1) + 1 <= screen.width:
+        table = Table(Column("image", no_wrap=True), *texts)
+        for name, row in zip(names, rows, strict=True):
+            table.add_row(name, *row)
+        screen.print(table)
+        return
+    for name, row in zip(names, rows, strict=True):
+        for cell, text in zip(row, texts, strict=True):
+            pair = f"  {name}{' ' * (widest - cell_len(name))}  {shown(text)}"
+            screen.print(Text.assemble(cell, pair), soft_wrap=True)

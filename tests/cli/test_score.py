@@ -77,6 +77,46 @@ def test_scores_by_distance_need_gaussians(folder: str, tmp_path: Path, capsys: 
     assert "their model is not Gaussian" in capsys.readouterr().err
 
 
+def test_no_score_is_lost_where_a_table_is_too_wide(
+    folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = [f"{'holiday' * 4}-{n}.jpg" for n in range(2)]
+    photos = images(tmp_path / "photos", *names)
+    for texts in (3, 13, 40):
+        words = [f"a photo of {n} unbelievably red circles" for n in range(texts)]
+        main(["score", folder, "--images", str(photos), "--texts", *words])
+        printed = capsys.readouterr().out
+        scores = matcher().score([photos / name for name in names], words)
+        for name, row in zip(names, scores.tolist(), strict=True):
+            assert printed.count(name) == (1 if texts == 3 else texts)
+            assert all(f"{score:.3f}" in printed for score in row)
+        assert all(word in printed for text in words for word in text.split())
+        if texts > 3:
+            assert f"{scores[1, 5]:.3f}  {names[1]}  {words[5]}\n" in printed
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--maps", "rollout"], "--maps selects the attention that --explain DIR draws"),
+        (["--explain-what", "maps"], "--explain-what selects what --explain DIR draws"),
+        (["--nearest", "cosine", "--explain", "inside"], "leave out --nearest, or --explain"),
+        (["--beside", "gone"], "--beside names models to draw by --plane FILE"),
+        (["--beside", "gone", "--plane", "plane.html"], "gone"),
+    ],
+)
+def test_flags_that_change_nothing_are_refused_before_anything_is_printed(
+    flags: list[str], message: str, folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    photos = images(tmp_path / "photos", "a.jpg")
+    with pytest.raises(SystemExit) as end:
+        main(["score", folder, "--images", str(photos), "--texts", "a", *flags])
+    printed = capsys.readouterr()
+    assert end.value.code == 2
+    assert message in printed.err
+    assert not printed.out
+
+
 def test_a_folder_without_images_is_refused(folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     empty = images(tmp_path / "photos")
     with pytest.raises(SystemExit) as end:
