@@ -11,11 +11,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from kiloword.api.batches import check_room
 from kiloword.data.reading import EvalBatch, eval_batches, reasons
 from kiloword.distributed.sharing import gathered, lockstep, own, share
 from kiloword.evaluation.classes import NONE, NOT_AMONG, OTHER, Classes
 from kiloword.evaluation.task import Inputs
-from kiloword.model.encoding import chunks, encode_tokens, moved
+from kiloword.model.encoding import chunks, encode_tokens, join, moved
 from kiloword.terminal.progress import track
 from kiloword.types import Features, Skipped
 
@@ -152,6 +153,42 @@ def seen(
 
     for part in per_batch(inputs, encoded):
         yield replace(part, images=moved(part.images, device))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaptionedImages:
+    """I images of a source and their T captions, in order."""
+
+    rows: list[int]  # [I] of the source
+    keys: list[str]  # [I]
+    images: Features  # [I, ...]
+    captions: list[str]  # [T]
+    image_of_text: list[int]  # [T] the image of each caption
+
+
+def captioned(inputs: Inputs, encode: Callable[[Tensor], Features] | None = None) -> CaptionedImages:
+    """Encode every image that has captions; the others are appended to `skipped`.
+
+    Args: encode: as for `seen`. Raises: ValueError where no image has one, and for features that memory cannot hold.
+    """
+    source, parts = inputs.source, list[Seen]()
+    for part in seen(inputs, encode):
+        if not parts:
+            check_room(part.images, len(source), "images", part.images["vec"].device)
+        parts.append(part.without([not texts for texts in part.captions], "no caption", inputs.skipped))
+    captions = [texts for part in parts for texts in part.captions]
+    if not captions:
+        raise ValueError(
+            f"{source.name} has no captions to retrieve with: expected images with captions. Class data is for "
+            "`kiloword eval zeroshot MODEL`."
+        )
+    return CaptionedImages(
+        rows=[row for part in parts for row in part.rows],
+        keys=[key for part in parts for key in part.keys],
+        images=join([part.images for part in parts]),
+        captions=[text for texts in captions for text in texts],
+        image_of_text=[image for image, texts in enumerate(captions) for _ in texts],
+    )
 
 
 def labelled(

@@ -20,6 +20,7 @@ from kiloword.data.sources.optional import keys, names_of, texts_of
 from kiloword.data.sources.query import TableOptions, parse_query, split_query
 from kiloword.data.sources.sample import check_regular, decode_text, read_whole
 from kiloword.distributed.sharing import in_turns
+from kiloword.evaluation.features import CaptionedImages
 from kiloword.evaluation.metrics import average_precision_at_r, hit, precision_at, standing
 from kiloword.evaluation.retrieval.relevance import PANEL, Score
 from kiloword.model.encoding import chunks, rows
@@ -42,21 +43,12 @@ class Positives:
     unmatched: int  # listed queries of which the data has nothing, or no positive
 
 
-@dataclass(frozen=True)
-class Captioned:
-    """The images and captions that are retrieved, in order."""
-
-    keys: Sequence[str]  # [I] of images
-    captions: Sequence[str]  # [T]
-    image: Sequence[int]  # [T] the image of each caption
-
-
 @dataclass(frozen=True, kw_only=True)
 class _FileOptions(TableOptions):
     captions: str = ""  # COCO's annotations, which have the ids of captions
 
 
-def read(src: str, data: Captioned) -> Positives:
+def read(src: str, data: CaptionedImages) -> Positives:
     """The positives that a file lists.
 
     json as ECCV Caption distributes it lists, for each query, all its positives, the annotated ones included; of
@@ -78,7 +70,7 @@ def read(src: str, data: Captioned) -> Positives:
     return positives
 
 
-def _of_pairs(source: Source, data: Captioned) -> Positives:
+def _of_pairs(source: Source, data: CaptionedImages) -> Positives:
     """The annotated pairs, and those of a source whose image and caption are both in the data."""
     images: dict[str, list[int]] = {}
     for place, key in enumerate(data.keys):
@@ -87,14 +79,14 @@ def _of_pairs(source: Source, data: Captioned) -> Positives:
     captions: dict[str, list[int]] = {}
     for place, text in enumerate(data.captions):
         captions.setdefault(text, []).append(place)
-    pairs = set(enumerate(data.image))
+    pairs = set(enumerate(data.image_of_text))
     unmatched = 0
     for row, own_key in enumerate(keys(source)):
         places = next((images[name] for name in names_of(own_key or "") if name in images), [])
         texts = [t for text in (texts_of(source, row) if places else []) for t in captions.get(text, [])]
         pairs |= {(t, i) for t in texts for i in places}
         unmatched += not texts
-    return _both(pairs, unmatched, len(data.keys) > 0 and len(pairs) > len(data.image))
+    return _both(pairs, unmatched, len(data.keys) > 0 and len(pairs) > len(data.image_of_text))
 
 
 def _both(pairs: set[tuple[int, int]], unmatched: int, more: bool) -> Positives:
@@ -105,7 +97,7 @@ def _both(pairs: set[tuple[int, int]], unmatched: int, more: bool) -> Positives:
     return Positives(texts, images, unmatched)
 
 
-def _of_coco(path: Path, annotations: str, data: Captioned) -> Positives:
+def _of_coco(path: Path, annotations: str, data: CaptionedImages) -> Positives:
     """Positives of json by ids of COCO's images and captions."""
     if not annotations:
         raise ValueError(
@@ -121,11 +113,10 @@ def _of_coco(path: Path, annotations: str, data: Captioned) -> Positives:
     return Positives(texts, images, lost_images + lost_texts)
 
 
-def _places_of_captions(path: Path, data: Captioned) -> dict[int, int]:
+def _places_of_captions(path: Path, data: CaptionedImages) -> dict[int, int]:
     """The place of every caption of COCO by its id, where the data has its image with this text."""
-    places = {
-        (_number(data.keys[i]), text): t for t, (i, text) in enumerate(zip(data.image, data.captions, strict=True))
-    }
+    pairs = zip(data.image_of_text, data.captions, strict=True)
+    places = {(_number(data.keys[i]), text): t for t, (i, text) in enumerate(pairs)}
     listed = _parsed(path)
     entries = listed.get("annotations") if isinstance(listed, dict) else None
     if not isinstance(entries, list):

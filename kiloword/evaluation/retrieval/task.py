@@ -10,14 +10,14 @@ from torch import Tensor
 
 from kiloword.api.batches import check_room
 from kiloword.distributed.sharing import gathered, own, sums
-from kiloword.evaluation.features import seen
+from kiloword.evaluation.features import CaptionedImages, captioned
 from kiloword.evaluation.metrics import Standing, check_scores, hit, rounding
 from kiloword.evaluation.retrieval import RetrievalTaskOptions
-from kiloword.evaluation.retrieval.positives import Captioned, Positives, extra_positives, read
+from kiloword.evaluation.retrieval.positives import Positives, extra_positives, read
 from kiloword.evaluation.retrieval.relevance import Relevance, Score, check_pairs, true_relevance
 from kiloword.evaluation.retrieval.shortlist import shortlisted
 from kiloword.evaluation.task import Inputs, Values
-from kiloword.model.encoding import chunks, join, rows
+from kiloword.model.encoding import chunks, rows
 from kiloword.terminal.progress import track
 from kiloword.types import Features
 
@@ -51,32 +51,13 @@ def retrieval(
 def run(inputs: Inputs, options: RetrievalTaskOptions) -> Values:
     """Encode a source and yield its retrieval metrics; true relevance too where the source offers it."""
     matcher, source, ks = inputs.matcher, inputs.source, options.ks
-    captioned: list[Features] = []
-    keys: list[str] = []
-    captions: list[str] = []
-    places: list[int] = []  # rows of the source
-    image: list[int] = []  # of each caption, an index into places
-    for part in seen(inputs):
-        if not captioned:
-            check_room(part.images, len(source), "images", part.images["vec"].device)
-        described = part.without([not texts for texts in part.captions], "no caption", inputs.skipped)
-        for row, texts_of_image in zip(described.rows, described.captions, strict=True):
-            image += [len(places)] * len(texts_of_image)
-            captions += texts_of_image
-            places.append(row)
-        keys += described.keys
-        captioned.append(described.images)
-    if not captions:
-        raise ValueError(
-            f"{source.name} has no captions to retrieve with: expected images with captions. Class data is for "
-            "`kiloword eval zeroshot MODEL`."
-        )
+    data = captioned(inputs)
     truth = getattr(source, "relevance", None)
-    relevance = None if truth is None else lambda c: truth(captions[c], places)
-    extra = _extra(options, Captioned(keys, captions, image))
-    check_room(matcher.encode_text(captions[:1]), len(captions), "texts", matcher.model.device)
-    texts = matcher.encode_text(captions)
-    images, image_of_text = join(captioned), torch.tensor(image)
+    relevance = None if truth is None else lambda c: truth(data.captions[c], data.rows)
+    extra = _extra(options, data)
+    check_room(matcher.encode_text(data.captions[:1]), len(data.captions), "texts", matcher.model.device)
+    texts = matcher.encode_text(data.captions)
+    images, image_of_text = data.images, torch.tensor(data.image_of_text)
     score = partial(matcher.score, nearest=options.nearest)
     if options.shortlist is None:
         yield from _with_means(retrieval(score, images, texts, image_of_text, ks, relevance, options.chunk), ks)
@@ -112,7 +93,7 @@ def mean_recalls(values: Mapping[str, float], ks: Sequence[int]) -> Iterator[tup
     yield "rsum", sum(map(sum, sides.values()))
 
 
-def _extra(options: RetrievalTaskOptions, data: Captioned) -> Positives | None:
+def _extra(options: RetrievalTaskOptions, data: CaptionedImages) -> Positives | None:
     """The extra positives that the options name. Raises: ValueError for options that do not fit together."""
     if not 1 <= options.folds <= len(data.keys):
         raise ValueError(f"--folds is {options.folds}: expected 1 to {len(data.keys)}, the number of images.")

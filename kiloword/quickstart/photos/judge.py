@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from kiloword.api import Matcher, load
 from kiloword.data.images.augmentation import EvalTransform
@@ -17,10 +16,9 @@ from kiloword.data.reading import read_image
 from kiloword.data.sources.optional import keys as keys_of
 from kiloword.data.token_join import TokenizerWithTokens, WithTokens
 from kiloword.data.token_store import ImageTokens, TextTokens
-from kiloword.evaluation.features import seen
+from kiloword.evaluation.features import CaptionedImages, captioned
 from kiloword.evaluation.retrieval.task import retrieval
 from kiloword.evaluation.task import Inputs
-from kiloword.model.encoding import join
 from kiloword.quickstart.photos.page import SEEN
 from kiloword.quickstart.photos.results import Certainty, Looks, MethodFigures, PhotoFigures, PhotoHit, PhotoQuery
 from kiloword.report.images import Pixels
@@ -51,36 +49,23 @@ class Validation:
     texts: Sequence[TextTokens]
 
 
-@dataclass(frozen=True)
-class EncodedPhotos:
+@dataclass(frozen=True, kw_only=True)
+class EncodedPhotos(CaptionedImages):
     """I photos and their T captions, encoded by one model."""
 
-    keys: list[str]  # [I]
-    captions: list[str]  # [T]
-    image_of_text: Tensor  # [T] int64
-    images: Features
-    texts: Features
+    texts: Features  # [T, ...]
 
     def key_of(self, text: int) -> str:
         """The key of a caption's photo."""
-        return self.keys[int(self.image_of_text[text])]
+        return self.keys[self.image_of_text[text]]
 
 
 def encode(matcher: Matcher, val: Validation) -> EncodedPhotos:
     """Encode all captioned photos and their captions from their tokens. Raises: ValueError where none can be used."""
-    source: Source = WithTokens(val.source, val.images)
-    inputs = Inputs(matcher, source)
-    parts = [part.without([not c for c in part.captions], "no caption", inputs.skipped) for part in seen(inputs)]
-    captions = [list(captions) for part in parts for captions in part.captions]
-    if not captions:
-        raise ValueError(f"{val.source.name} has no captions: expected photos with captions.")
-    flat = [caption for of_photo in captions for caption in of_photo]
+    photos = captioned(Inputs(matcher, WithTokens(val.source, val.images)))
     tokenizer = TokenizerWithTokens(matcher.tokenizer, val.texts)
-    texts = Matcher(matcher.model, tokenizer).encode_text(flat)
-    image = torch.repeat_interleave(torch.arange(len(captions)), torch.tensor([len(c) for c in captions]))
-    return EncodedPhotos(
-        [key for part in parts for key in part.keys], flat, image, join([p.images for p in parts]), texts
-    )
+    texts = Matcher(matcher.model, tokenizer).encode_text(photos.captions)
+    return EncodedPhotos(**vars(photos), texts=texts)
 
 
 @dataclass(frozen=True)
@@ -125,7 +110,7 @@ class _Judged:
 def _judge(name: str, trained: Trained, val: Validation) -> _Judged:
     start, matcher = time.perf_counter(), load(trained.folder)
     encoded = encode(matcher, val)
-    metrics = dict(retrieval(matcher.score, encoded.images, encoded.texts, encoded.image_of_text))
+    metrics = dict(retrieval(matcher.score, encoded.images, encoded.texts, torch.tensor(encoded.image_of_text)))
     texts = _texts(encoded)
     figures = MethodFigures(
         name=name,
@@ -178,7 +163,8 @@ def explained(matcher: Matcher, encoded: EncodedPhotos, source: Source) -> tuple
     photos = thumbnails(source, encoded.keys[:64], matcher.model.config.image.size)
     for key, pixels in photos.items():
         index = encoded.keys.index(key)
-        captions = [encoded.captions[n] for n in (encoded.image_of_text == index).nonzero()[:, 0].tolist()]
+        pairs = zip(encoded.captions, encoded.image_of_text, strict=True)
+        captions = [caption for caption, image in pairs if image == index]
         if len(captions) >= CAPTIONS_EXPLAINED and len(explanations) < EXPLAINED:
             texts = captions[:CAPTIONS_EXPLAINED]
             seen_by = matcher.explain([pixels], texts)
