@@ -20,21 +20,27 @@ which otherwise is omitted. `--dry` makes the runs of ten-minutes on a CPU at si
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import tarfile
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import sessions
+
 ROOT = Path(__file__).resolve().parents[1]
+CODE = ("bench", "kiloword", "research", ":!*.jsonl")  # what runs are made of; figures are no code
 SHORTEST = 10  # seconds: with less left, a run is not begun
 Row = dict[str, Any]
 
@@ -69,7 +75,7 @@ steps
 150 step --size b16 --batch 512 {timed}
 150 step --size l14 --batch 256 {timed}
 150 step --size b32 --batch 256 {timed} --captions 6
-200 kiloword train siglip --size s16 --data {train} --val {dev} --epochs 30 --out {out}/s16
+200 kiloword train siglip --size s16 --data {train} --val {dev} --epochs 30 --out {trained}
 60  kiloword eval retrieval {s16} --data {dev} --json {out}/s16-retrieval.json
 150 step --size b32 --batch 1024 {timed} --cudagraphs
 150 step --size b16 --batch 512 {timed} --compile
@@ -144,7 +150,7 @@ class Run:
 
 @dataclass
 class Here:
-    """Where a part runs. Args: data: holds flickr8k and others; scratch: of this call; device: cpu or cuda."""
+    """Where a part runs. Args: data: holds flickr8k and others; scratch: of this call; commit: of the code."""
 
     data: Path
     out: Path
@@ -152,6 +158,7 @@ class Here:
     workers: int
     theirs: bool  # open_clip is installed
     device: str = "cuda"
+    commit: str | None = None
 
     def runs(self, part: str) -> Iterator[Run]:
         """The runs of a part; those of finished models are looked for when the runs before them have ended."""
@@ -168,10 +175,10 @@ class Here:
         """The run of a line of the table, whose text is its name."""
         train, large = (self.data / name / "train" for name in ("flickr8k", "flickr8k_224"))
         paths = {"train": train, "dev": train.with_name("dev"), "chains": self.data / "coco_hier" / "dev"}
-        paths["s16"] = self.out / "s16" / "model"
+        paths["s16"] = self.out / f"s16-{self.commit}" / "model"  # other code trains again
         data = next((f"{path}" for path in (large, train) if path.exists()), "scenes")
         timed = "--dtype bf16 --steps 20 --warmup 5" + ("" if self.theirs else " --alone")
-        filled = {**paths, "large": data, "out": self.out, "scratch": self.scratch}
+        filled = {**paths, "large": data, "out": self.out, "scratch": self.scratch, "trained": paths["s16"].parent}
         quoted = {name: shlex.quote(f"{value}") for name, value in filled.items()}
         script, *words = shlex.split(line.format(**quoted, timed=timed))
         needs = tuple(path for name, path in paths.items() if f"{{{name}}}" in line)
@@ -218,30 +225,44 @@ class Results:
     done: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        for line in self.file.read_text().splitlines() if self.file.exists() else []:
-            row = json.loads(line)
-            if row.get("status") == 0 and row.get("commit") == self.commit and not row.get("again"):
-                self.done.add(row["run"])
+        mine = (row for row in rows_of(self.file) if row.get("status") == 0 and row.get("commit") == self.commit)
+        self.done |= {row["run"] for row in mine if not row.get("again")}
 
     def add(self, row: Row) -> None:
+        """Append a row with the commit, also behind a line that was cut, and print its first 2000 characters."""
         line = json.dumps({**row, "commit": self.commit})
         self.file.parent.mkdir(parents=True, exist_ok=True)
+        whole = not self.file.exists() or self.file.read_bytes()[-1:] in (b"", b"\n")
         with self.file.open("a") as file:
-            file.write(line + "\n")
+            file.write(("" if whole else "\n") + line + "\n")
         print(line[:2000], flush=True)
 
 
+def rows_of(file: Path) -> list[Row]:
+    """Its rows, none where there is no file; lines that a kill has cut are left out."""
+    rows = []
+    for line in file.read_text(errors="replace").splitlines() if file.exists() else []:
+        with suppress(ValueError):
+            rows.append(json.loads(line))
+    return rows
+
+
 def commit_of(given: str | None) -> str | None:
-    """As given, or git's; with "+" behind it where files were changed; None without git."""
+    """As given, or git's; where files of CODE are changed or new, "+" and a hash of them follow; None without git."""
     if given:
         return given
     git = ["git", "-c", "safe.directory=*", "-C", f"{ROOT}"]
+    edits, others = "diff --binary --no-ext-diff HEAD --", "ls-files -z --others --exclude-standard --"
+    asked = (["rev-parse", "HEAD"], [*edits.split(), *CODE], [*others.split(), *CODE])
     try:
-        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-        changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True).stdout.strip()
+        head, changed, new = (subprocess.run([*git, *words], capture_output=True, check=True).stdout for words in asked)
     except (OSError, subprocess.CalledProcessError):
         return None
-    return head + ("+" if changed else "")
+    for name in filter(None, new.split(b"\0")):
+        path = ROOT / os.fsdecode(name)
+        content = path.read_bytes() if path.is_file() else b""
+        changed += b"%s\0%d\0%s" % (name, len(content), content)
+    return head.decode().strip() + (f"+{hashlib.sha256(changed).hexdigest()[:8]}" if changed else "")
 
 
 def machine(dry: bool) -> Row | None:
@@ -257,7 +278,7 @@ def machine(dry: bool) -> Row | None:
         return None
     card = torch.cuda.get_device_properties(0)
     memory = round(card.total_memory / 2**30, 1)
-    return {"card": card.name, "memory_gib": memory, "cudnn": torch.backends.cudnn.version(), **about}
+    return {"card": card.name, "memory_gib": memory, "cudnn": torch.backends.cudnn.version(), **about}  # type: ignore[no-untyped-call]
 
 
 def has_open_clip(wheels: Path | None, into: Path) -> bool:
@@ -274,40 +295,25 @@ def has_open_clip(wheels: Path | None, into: Path) -> bool:
 
 
 def make(run: Run, limit: float, packages: Path) -> Row:
-    """Runs it for at most `limit` seconds: its row."""
+    """Runs it for at most `limit` seconds: its row. All that it has started ends with it, also at an interrupt."""
     path = [f"{ROOT}", f"{packages}", *filter(None, [os.environ.get("PYTHONPATH")])]
     settings = os.environ | {"PYTHONPATH": os.pathsep.join(path)}
-    began = time.monotonic()
-    try:
-        ended = subprocess.run(
-            [sys.executable, *run.command], capture_output=True, text=True, timeout=limit, env=settings, cwd=ROOT
-        )
-        status, out, error = ended.returncode, ended.stdout, ended.stderr
-    except subprocess.TimeoutExpired as late:
-        status, out, error = 124, _text(late.stdout), _text(late.stderr)
-    row: Row = {
-        "run": run.name,
-        "seconds": round(time.monotonic() - began),
-        "status": status,
-        "result": result(run, out),
-    }
+    began = time.time()
+    status, printed, said = sessions.run([sys.executable, *run.command], limit, settings, ROOT)
+    row: Row = {"run": run.name, "seconds": round(time.time() - began), "status": status}
+    row["result"] = result(run, printed, began)
     if run.again:
         row["again"] = True
     if status:
-        lines = [line.strip() for line in error.splitlines() if line.strip()]
-        row["error"] = "ran out of time" if status == 124 else (lines or ["no message"])[-1][:500]
+        lines = [line.strip() for line in said.splitlines() if line.strip()]
+        row["error"] = "ran out of time" if status == sessions.LATE else (lines or ["no message"])[-1][:500]
     return row
 
 
-def _text(value: str | bytes | None) -> str:
-    return value.decode(errors="replace") if isinstance(value, bytes) else value or ""
-
-
-def result(run: Run, printed: str) -> Any:
-    """The last JSON object that was printed, or the last training row of the run's metrics; None without one."""
+def result(run: Run, printed: str, began: float) -> Any:
+    """The last JSON object printed, or the metrics' last training row since `began` (s since 1970), or None."""
     if run.metrics is not None:
-        lines = run.metrics.read_text().splitlines() if run.metrics.exists() else []
-        rows = [row for row in map(json.loads, lines) if "pairs_per_s" in row]
+        rows = [row for row in rows_of(run.metrics) if "pairs_per_s" in row and row.get("time", 0) >= began]
         return rows[-1] if rows else None
     lines = printed.splitlines(keepends=True)
     for start in (n for n in reversed(range(len(lines))) if lines[n].startswith("{")):
@@ -343,6 +349,8 @@ def go(runs: Iterator[Run], results: Results, seconds: float, packages: Path, pa
 
 
 def main() -> int:
+    """Make a part. Returns: 0, also without a card and when runs were skipped; 1 when one failed or ran out of time."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as at Ctrl-C, the run is ended first
     args = arguments()
     about = machine(args.dry)
     if about is None and not args.list:
@@ -353,13 +361,13 @@ def main() -> int:
     theirs = not args.dry and has_open_clip(args.wheels, packages)
     with tempfile.TemporaryDirectory() as scratch:
         device = "cpu" if args.dry else "cuda"
-        here = Here(args.data.resolve(), args.out.resolve(), Path(scratch), args.workers, theirs, device)
+        data, out, commit = args.data.resolve(), args.out.resolve(), commit_of(args.commit)
+        here = Here(data, out, Path(scratch), args.workers, theirs, device, commit)
         part = f"{args.part}{'-dry' if args.dry else ''}"
         if args.list:
-            for run in here.runs(part):
-                print(shlex.join(["python", *run.command]))
+            print(*(shlex.join(["python", *run.command]) for run in here.runs(part)), sep="\n")
             return 0
-        results = Results(args.out / f"gpu-{part}.jsonl", commit_of(args.commit))
+        results = Results(args.out / f"gpu-{part}.jsonl", commit)
         results.add(about or {})
         if args.dry:  # limits are for a card, and a test shares its cores with others
             os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
@@ -370,13 +378,13 @@ def main() -> int:
 
 
 def arguments() -> argparse.Namespace:
+    """Of the command line. Raises: SystemExit (2) for unknown ones and for --dry with a part other than ten-minutes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "part", choices=[name for name in PARTS if not name.endswith("-dry")], nargs="?", default="steps"
-    )
+    parts = [name for name in PARTS if not name.endswith("-dry")]
+    parser.add_argument("part", choices=parts, nargs="?", default="steps")
     parser.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data", help="holds flickr8k, coco_hier")
     parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results", help="kept from call to call")
-    parser.add_argument("--seconds", type=float, default=560, help="of all runs of this call")
+    parser.add_argument("--seconds", type=float, default=540, help="of all runs of this call")
     parser.add_argument("--workers", type=int, default=max(0, len(os.sched_getaffinity(0)) - 2), help="of experiments")
     parser.add_argument("--wheels", type=Path, help="a folder of wheels: open_clip's and those that it needs")
     parser.add_argument("--commit", help="names the code where there is no git")

@@ -23,7 +23,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,7 @@ class Start:
 
     def _be(self, rank: int, port: int, group: int, words: list[str]) -> None:
         """The rest of a forked process's life; leaves as a script does, through the interpreter's own end."""
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.setpgid(0, group)
         log = os.open(self.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         os.dup2(log, 1)
@@ -94,33 +96,53 @@ def ended(pids: list[int], codes: dict[int, int]) -> bool:
     return len(codes) == len(pids)
 
 
+@contextmanager
+def running(start: Start) -> Iterator[tuple[list[int], dict[int, int]]]:
+    """Begin: process ids, and exit codes for `ended` to fill in. However the block ends, what is left is killed."""
+    pids: list[int] = start.begin()
+    codes: dict[int, int] = {}
+    try:
+        yield pids, codes
+    finally:
+        _kill_all(pids, codes, _ranks(start, pids, codes))
+
+
 def finish(start: Start) -> list[int]:
-    """Run to the end. Returns: exit codes."""
-    pids, codes, until = start.begin(), {}, time.monotonic() + PATIENCE_S
-    while not ended(pids, codes):
-        if time.monotonic() > until:
-            os.killpg(pids[0], signal.SIGKILL)
-            raise SystemExit(f"{start.out}: hangs; see {start.log}")
-        time.sleep(0.005)
+    """Run to the end. Returns: exit codes. Raises: SystemExit at a hang of PATIENCE_S, when all is killed."""
+    until = time.monotonic() + PATIENCE_S
+    with running(start) as (pids, codes):
+        while not ended(pids, codes):
+            if time.monotonic() > until:
+                raise SystemExit(f"{start.out}: hangs; see {start.log}")
+            time.sleep(0.005)
     return list(codes.values())
 
 
 def kill(start: Start, rng: random.Random) -> str | None:
-    """Begin and kill at a random moment. Returns: what was killed and when; None when the run ended before."""
+    """Begin and kill at a random moment. Returns: what was killed and when; None when the run ended before.
+
+    Raises: AssertionError when the run failed by itself, and at a hang of PATIENCE_S, when all is killed.
+    """
     steps = last_step(start.out)
     early = rng.random() < 0.1
     after, delay = rng.randrange(1, 4), rng.random() * (2.0 if early else 0.3)
-    pids, codes, until = start.begin(), {}, time.monotonic() + PATIENCE_S
-    while not early and last_step(start.out) < steps + after:
+    until = time.monotonic() + PATIENCE_S
+    with running(start) as (pids, codes):
+        while not early and last_step(start.out) < steps + after:
+            if ended(pids, codes):
+                return _ended_itself(start, codes)
+            assert time.monotonic() < until, f"hangs; see {start.log}"
+            time.sleep(0.001)
+        time.sleep(delay)
         if ended(pids, codes):
             return _ended_itself(start, codes)
-        assert time.monotonic() < until, f"hangs; see {start.log}"
-        time.sleep(0.001)
-    time.sleep(delay)
-    if ended(pids, codes):
-        return _ended_itself(start, codes)
-    one = rng.random() < 0.3
-    ranks = _children(pids[0]) if start.torchrun else [p for p in pids if p not in codes]
+        how = _kill(start, pids, codes, rng)
+    return f"{how[0]}, {'starting' if early else how[1]}"
+
+
+def _kill(start: Start, pids: list[int], codes: dict[int, int], rng: random.Random) -> tuple[str, str]:
+    """Kill one rank, which the others have to notice, or all. Returns: what was killed, and what the run was at."""
+    one, ranks = rng.random() < 0.3, _ranks(start, pids, codes)
     if one and ranks:
         try:
             os.kill(rng.choice(ranks), signal.SIGKILL)
@@ -133,11 +155,13 @@ def kill(start: Start, rng: random.Random) -> str | None:
     alone = one and not ended(pids, codes)
     _kill_all(pids, codes, ranks)
     what = (f"one rank, others waited over {ALONE_S:.0f} s" if alone else "one rank") if one else "all ranks"
-    return f"{what}, {'starting' if early else moment}"
+    return what, moment
 
 
-def _ended_itself(start: Start, codes: dict[int, int]) -> None:
+def _ended_itself(start: Start, codes: dict[int, int]) -> str | None:
+    """None. Raises: AssertionError when the run failed."""
     assert not any(codes.values()), f"exit codes {list(codes.values())} of a run that nothing killed; see {start.log}"
+    return None
 
 
 def _kill_all(pids: list[int], codes: dict[int, int], ranks: list[int]) -> None:
@@ -150,6 +174,12 @@ def _kill_all(pids: list[int], codes: dict[int, int], ranks: list[int]) -> None:
         time.sleep(0.002)
     while any(Path(f"/proc/{pid}").exists() and not _zombie(pid) for pid in ranks):
         time.sleep(0.002)
+
+
+def _ranks(start: Start, pids: list[int], codes: dict[int, int]) -> list[int]:
+    """Process ids of the ranks that are not known to have ended."""
+    left = [pid for pid in pids if pid not in codes]
+    return [rank for pid in left for rank in _children(pid)] if start.torchrun else left
 
 
 def _children(pid: int) -> list[int]:
@@ -165,6 +195,7 @@ def _zombie(pid: int) -> bool:
 
 
 def last_step(out: Path) -> int:
+    """The step of the last whole row of a run's log; 0 without one."""
     rows = read_metrics(out / "metrics.jsonl")
     return int(rows[-1]["step"]) if rows else 0
 
@@ -181,7 +212,8 @@ def where(out: Path) -> str:
 def compare(out: Path, reference: Path, close: float) -> tuple[float, int]:
     """The largest difference between two finished runs, and the number of rows of their logs.
 
-    Rows are compared in all but times and rates. Raises: AssertionError when something differs by more than `close`.
+    Rows are compared in all but times and rates. Raises: AssertionError, which names it, when something differs by more
+    than `close`, or is NaN, be it in both.
     """
     worst = 0.0
     found, expected = (_state(folder) for folder in (out, reference))
@@ -191,19 +223,29 @@ def compare(out: Path, reference: Path, close: float) -> tuple[float, int]:
     for mine, theirs in pairs:
         assert mine.keys() == theirs.keys()
         for name, value in theirs.items():
-            assert mine[name].dtype == value.dtype
-            assert mine[name].shape == value.shape
-            worst = max(worst, float((mine[name].double() - value.double()).abs().max()) if value.numel() else 0.0)
+            assert mine[name].dtype == value.dtype, name
+            assert mine[name].shape == value.shape, name
+            apart = _apart(mine[name], value)
+            assert apart <= close, f"{name}: {apart} apart"  # not so for NaN
             assert close or torch.equal(mine[name], value), name
+            worst = max(worst, apart)
     rows, wanted = (_rows(folder) for folder in (out, reference))
     assert wanted, "no log to compare"
     assert [row["step"] for row in rows] == [row["step"] for row in wanted], "rows twice, lost or out of order"
     for row, want in zip(rows, wanted, strict=True):
         assert row.keys() == want.keys()
         assert close or row == want, f"row {want} is {row}"
-        worst = max(worst, abs(row["loss"] - want["loss"]))
-    assert worst <= close, f"{worst} apart"
+        apart = _apart(*(torch.tensor(r["loss"], dtype=torch.float64) for r in (row, want)))
+        assert apart <= close, f"loss of step {want['step']}: {apart} apart, {row['loss']} for {want['loss']}"
+        worst = max(worst, apart)
     return worst, len(rows)
+
+
+def _apart(mine: torch.Tensor, theirs: torch.Tensor) -> float:
+    """The largest difference of their values: 0 of no values and of equal infinities, NaN when one is NaN."""
+    mine, theirs = mine.double(), theirs.double()
+    gaps = torch.where(mine == theirs, 0.0, (mine - theirs).abs())
+    return float(gaps.max()) if gaps.numel() else 0.0
 
 
 def _rows(out: Path) -> list[dict[str, Any]]:
@@ -224,6 +266,7 @@ def _models(out: Path, reference: Path) -> list[tuple[dict[str, torch.Tensor], d
 
 
 def words(args: argparse.Namespace) -> list[str]:
+    """The command of every run, `train` first; where it writes is left to `Start`."""
     sizes = f"--data scenes?n=256&captions=2 --size debug --batch 16 --steps {args.steps} --optim.ema 0.9"
     saves = f"--log-every {args.log_every} --save-every {args.save_every}"
     how = f"--precision {args.precision} --parallel {args.parallel} --device {args.device}"
@@ -231,7 +274,10 @@ def words(args: argparse.Namespace) -> list[str]:
 
 
 def exits(args: argparse.Namespace, folder: Path) -> None:
-    """Clean ends: every rank must leave with 0 and say nothing of aborting."""
+    """Clean ends: every rank must leave with 0 and say nothing of aborting.
+
+    Args: folder: gets a folder and a log of every run. Raises: AssertionError when one does not; SystemExit at a hang.
+    """
     seen: Counter[int] = Counter()
     for n in range(args.exits):
         log = folder / f"exit-{n}.log"
@@ -265,6 +311,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("more", nargs="*", help="more flags of train, behind --")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # bench/gpu.py's, at its limit: ranks are killed first
     folder = args.out or Path(tempfile.mkdtemp(prefix="kill-"))
     folder.mkdir(parents=True, exist_ok=True)
     if args.exits:
@@ -274,6 +321,11 @@ def main() -> None:
 
 
 def killed(args: argparse.Namespace, folder: Path) -> None:
+    """Make the whole run, then kill others, let each end and compare it; prints a line for each and counts at the end.
+
+    Args: folder: gets a folder and a log of every run. Raises: AssertionError when a run fails or differs, or one that
+    is to be killed hangs; SystemExit when one that is to end hangs.
+    """
     reference = Start(folder / "whole", words(args), args.ranks[0], False, folder / "whole.log")
     assert not any(finish(reference)), f"see {reference.log}"
     rng, seen, starts, left, run = random.Random(args.seed), Counter[str](), 0, args.kills, 0

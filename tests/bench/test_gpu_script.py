@@ -6,8 +6,12 @@ import importlib.util
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import threading
+import time
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,7 +32,7 @@ def here(gpu: ModuleType, tmp_path: Path, **more: Any) -> Any:
     """A place with data and finished models, so that parts name all of their runs."""
     for name in ("flickr8k/train", "flickr8k/dev", "coco_hier/dev"):
         (tmp_path / "data" / name).mkdir(parents=True, exist_ok=True)
-    for name in ("s16/model", "sycoca/sycoca-0-1/model", "sycoca/coca-0-1/model"):
+    for name in ("s16-abc/model", "sycoca/sycoca-0-1/model", "sycoca/coca-0-1/model"):
         (tmp_path / "out" / name).mkdir(parents=True, exist_ok=True)
     return gpu.Here(tmp_path / "data", tmp_path / "out", tmp_path / "scratch", 4, True, **more)
 
@@ -36,7 +40,7 @@ def here(gpu: ModuleType, tmp_path: Path, **more: Any) -> Any:
 def test_commands_of_every_part_exist(gpu: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from kiloword.cli.main import main
 
-    place, names = here(gpu, tmp_path), set()
+    place, names = here(gpu, tmp_path, commit="abc"), set()
     for part in gpu.PARTS:
         for run in place.runs(part):
             names.add(run.name)
@@ -101,24 +105,131 @@ def test_what_cannot_be_run_is_skipped(gpu: ModuleType, tmp_path: Path, capsys: 
     assert not results.file.exists()
 
 
+FAMILY = """
+import subprocess, sys, time
+rest = "import time; print('up', file=open(sys.argv[1], 'w'), flush=True); time.sleep(300)"
+saved = "(time.sleep(1), open(sys.argv[1], 'w').write('saved'), sys.exit())"
+saves = f"import signal; signal.signal(signal.SIGTERM, lambda *_: {saved})"
+kinds = {"same": {}, "group": {"process_group": 0}, "session": {"start_new_session": True}}
+for name, how in kinds.items():
+    code = f"import sys, time; {saves if name == 'same' else ''}\\n{rest}"
+    pid = subprocess.Popen([sys.executable, "-c", code, f"{sys.argv[1]}/{name}"], **how).pid
+    print(pid, file=open(f"{sys.argv[1]}/{name}.pid", "w"), flush=True)
+print("{}", flush=True)
+time.sleep(300)
+"""  # as an experiment's runs, kill.py's forks and torchrun's ranks; the first saves its state
+
+
+def begun(folder: Path) -> list[int]:
+    """Waits until FAMILY stands: the ids of its grandchildren."""
+    names = ("same", "group", "session")
+    until = time.monotonic() + 60
+    while not all((folder / name).exists() for name in names):
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    return [int((folder / f"{name}.pid").read_text()) for name in names]
+
+
+def living(pids: list[int]) -> list[int]:
+    """Those that run still; they are ended, so that a test that fails leaves nothing."""
+    found = []
+    for pid in pids:
+        with suppress(OSError):
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+                os.kill(pid, signal.SIGKILL)
+                found.append(pid)
+    return found
+
+
 @pytest.mark.slow
-def test_a_run_that_takes_too_long_is_stopped(gpu: ModuleType, tmp_path: Path) -> None:
-    made = gpu.make(gpu.Run("slow", 60, ["-c", "print('{}', flush=True); import time; time.sleep(60)"]), 5, tmp_path)
+def test_a_run_that_takes_too_long_ends_with_all_it_started(
+    gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sessions.GRACE_S", 3.0)
+    made = gpu.make(gpu.Run("slow", 60, ["-c", FAMILY, f"{tmp_path}"]), 5, tmp_path)
     assert (made["status"], made["error"], made["result"]) == (124, "ran out of time", {})
+    assert living(begun(tmp_path)) == []
+    assert (tmp_path / "same").read_text() == "saved"
+
+
+def test_an_interrupt_ends_all(gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sessions.GRACE_S", 3.0)
+    main = threading.get_ident()
+    pids = []
+
+    def interrupt() -> None:
+        pids.extend(begun(tmp_path))
+        signal.pthread_kill(main, signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        gpu.make(gpu.Run("interrupted", 60, ["-c", FAMILY, f"{tmp_path}"]), 60, tmp_path)
+    thread.join()
+    assert living(pids) == []
+    assert (tmp_path / "same").read_text() == "saved"
 
 
 def test_rows_of_a_training_run(gpu: ModuleType, tmp_path: Path) -> None:
+    """Those that it has written itself: its folder may hold a run that other code has finished."""
     metrics = tmp_path / "metrics.jsonl"
     run = gpu.Run("train", 60, [], metrics=metrics)
-    assert gpu.result(run, "{}") is None
-    metrics.write_text('{"step": 1, "pairs_per_s": 5}\n{"step": 1, "val/accuracy": 1}\n')
-    assert gpu.result(run, "{}") == {"step": 1, "pairs_per_s": 5}
+    assert gpu.result(run, "{}", 100.0) is None
+    metrics.write_text('{"step": 1, "pairs_per_s": 5, "time": 99.5}\n{"step": 2, "pairs_per_s": 6}\n')
+    assert gpu.result(run, "{}", 100.0) is None
+    with metrics.open("a") as file:
+        file.write('{"step": 3, "pairs_per_s": 7, "time": 100.5}\n{"step": 3, "val/accuracy": 1, "time": 100.6}\n')
+    assert gpu.result(run, "{}", 100.0) == {"step": 3, "pairs_per_s": 7, "time": 100.5}
+    with metrics.open("a") as file:
+        file.write('{"step": 4, "pairs_p')  # SIGKILL at the limit
+    assert gpu.result(run, "{}", 100.0)["step"] == 3
+
+
+def test_old_training_is_not_the_result_of_new_code(gpu: ModuleType, tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text('{"step": 9, "pairs_per_s": 5, "time": 1700000000.0}\n')
+    made = gpu.make(gpu.Run("train", 60, ["-c", "print('nothing to do')"], metrics=metrics), 60, tmp_path)
+    assert (made["status"], made["result"]) == (0, None)
+    code = f"import json, time; open({str(metrics)!r}, 'a').write(json.dumps(dict(pairs_per_s=6, time=time.time())))"
+    made = gpu.make(gpu.Run("train", 60, ["-c", code], metrics=metrics), 60, tmp_path)
+    assert made["result"]["pairs_per_s"] == 6
+
+
+def test_a_torn_line_loses_no_other(gpu: ModuleType, tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"run": "run 0", "status": 0, "commit": "abc"}\n{"run": "run 1", "sta')
+    results = gpu.Results(file, "abc")
+    assert results.done == {"run 0"}
+    results.add({"run": "run 2", "status": 0})
+    assert gpu.Results(file, "abc").done == {"run 0", "run 2"}
 
 
 def test_code_without_git(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert gpu.commit_of(None) is None
     assert gpu.commit_of("v1") == "v1"
+
+
+def test_each_edit_is_a_commit_of_its_own(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(gpu, "ROOT", tmp_path)
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", os.devnull)
+    code = tmp_path / "kiloword" / "a.py"
+    code.parent.mkdir()
+    code.write_text("a = 1")
+    git = ["git", "-C", f"{tmp_path}", "-c", "user.name=a", "-c", "user.email=a@b"]
+    for words in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "first"]):
+        subprocess.run([*git, *words], check=True)
+    clean = gpu.commit_of(None)
+    assert len(clean) == 40
+    (tmp_path / "notes.md").write_text("what ran")  # not code
+    assert gpu.commit_of(None) == clean
+    seen = [clean]
+    for path, text in (("a.py", "a = 2"), ("a.py", "a = 3"), ("new.py", "b = 1"), ("new.py", "b = 2")):
+        code.with_name(path).write_text(text)
+        seen.append(gpu.commit_of(None))
+        assert seen[-1] == gpu.commit_of(None)
+        assert seen[-1].startswith(f"{clean}+")
+    assert len(set(seen)) == 5
 
 
 @pytest.mark.slow
