@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,6 +19,7 @@ from tyro.conf import arg
 
 from kiloword.addresses import address_of, is_url, public, scrubbed
 from kiloword.config.recipes import Recipe
+from kiloword.errors import sentence_of
 from kiloword.terminal import say, warn
 
 if TYPE_CHECKING:
@@ -107,6 +109,19 @@ def _word(value: object) -> str:
     return address_of(word).full if is_url(word) else word
 
 
+@contextmanager
+def in_one_message(name: str) -> Iterator[None]:
+    """Inside, an error that a user can mend is one message of the program of that name and exit code 2."""
+    try:
+        yield
+    except Exception as error:
+        message = sentence_of(error)
+        if message is None:
+            raise
+        warn(f"{name}: {scrubbed(message)}")
+        raise SystemExit(2) from None
+
+
 def main(experiment: Experiment, argv: Sequence[str] | None = None) -> None:
     """Entry point of an experiment's module. User errors are one message and exit code 2, an interruption is 130."""
     from research import arms_queue, arms_run
@@ -114,19 +129,17 @@ def main(experiment: Experiment, argv: Sequence[str] | None = None) -> None:
 
     name = f"python -m {experiment.module}"
     try:
-        words = list(map(public, sys.argv[1:] if argv is None else argv))
-        options = tyro.cli(experiment.options, prog=name, description=experiment.title, args=words)
-        if options.only:
-            arms_run.run_here(experiment, options)
-        elif options.check:
-            arms_queue.check_all(experiment, options)
-        else:
-            if not options.table:
-                arms_queue.run_all(experiment, options)
-            say(*table(experiment, options).splitlines())
+        with in_one_message(name):
+            words = list(map(public, sys.argv[1:] if argv is None else argv))
+            options = tyro.cli(experiment.options, prog=name, description=experiment.title, args=words)
+            if options.only:
+                arms_run.run_here(experiment, options)
+            elif options.check:
+                arms_queue.check_all(experiment, options)
+            else:
+                if not options.table:
+                    arms_queue.run_all(experiment, options)
+                say(*table(experiment, options).splitlines())
     except KeyboardInterrupt:
         warn(f"{name}: interrupted; the same command goes on from here")
         raise SystemExit(130) from None
-    except ValueError as e:
-        warn(f"{name}: {scrubbed(str(e))}")
-        raise SystemExit(2) from None

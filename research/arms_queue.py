@@ -6,9 +6,9 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import IO
@@ -20,14 +20,7 @@ from research.arms import TUNING, Arm, Experiment, Options, command
 THREADS = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}  # equal losses need equal numbers of threads
 POLL_S = 0.2
 
-
-@dataclass
-class Job:
-    """A process, and the file that its words go to."""
-
-    name: str
-    process: subprocess.Popen[bytes]
-    log: Path
+Process = subprocess.Popen[bytes]
 
 
 def run_all(experiment: Experiment, options: Options) -> None:
@@ -38,7 +31,7 @@ def run_all(experiment: Experiment, options: Options) -> None:
     done = rows.read(options.out)
     arms = experiment.chosen(options)
     jobs = [(arm, seed) for seed in options.seeds for arm in arms if arm.seed in (None, seed) or seed == TUNING]
-    todo = [(arm, seed) for arm, seed in jobs if rows.finished(done, arm, seed) is None]
+    todo = [(arm, seed) for arm, seed in jobs if rows.finished(done, arm, seed, options) is None]
     _say(f"{len(jobs) - len(todo)} of {len(jobs)} runs are finished, {len(todo)} to do")
     _run([_named(options.out, arm, seed) for arm, seed in todo], experiment, options)
 
@@ -50,35 +43,34 @@ def _named(out: Path, arm: Arm, seed: int) -> tuple[str, Path]:
 
 def _run(todo: Sequence[tuple[str, Path]], experiment: Experiment, options: Options) -> None:
     """Jobs (what `--only` names, log), at most `options.jobs` at a time."""
-    waiting, running, failed = list(todo), list[Job](), list[Job]()
+    waiting, running, failed = list(todo), dict[Process, tuple[str, Path]](), list[Path]()
     with _ended_together(running):
         while waiting or running:
             while waiting and len(running) < max(1, options.jobs):
                 name, log = waiting.pop(0)
-                running.append(_start(name, log, experiment, options))
+                log.parent.mkdir(parents=True, exist_ok=True)
+                with log.open("ab") as file:
+                    running[_process(_words(name, experiment, options), file)] = name, log
             time.sleep(POLL_S)
-            for job in [job for job in running if job.process.poll() is not None]:
-                running.remove(job)
-                failed += [job] if job.process.returncode else []
-                state = f"failed, see {job.log}" if job.process.returncode else "finished"
-                _say(f"{job.name} {state}; {len(waiting) + len(running)} to do")
+            for process in [process for process in running if process.poll() is not None]:
+                name, log = running.pop(process)
+                failed += [log] if process.returncode else []
+                state = f"failed, see {log}" if process.returncode else "finished"
+                _say(f"{name} {state}; {len(waiting) + len(running)} to do")
     if failed:
-        raise ValueError(f"{len(failed)} of {len(todo)} runs failed: {_last_line(failed[0].log)} ({failed[0].log})")
+        raise ValueError(f"{len(failed)} of {len(todo)} runs failed: {_last_line(failed[0])} ({failed[0]})")
 
 
-def _start(name: str, log: Path, experiment: Experiment, options: Options) -> Job:
-    log.parent.mkdir(parents=True, exist_ok=True)
-    words = command(experiment, replace(options, only=name, arms=(), seeds=(0,)))
-    with log.open("ab") as file:
-        return Job(name, _process(words, file), log)
+def _words(name: str, experiment: Experiment, options: Options) -> list[str]:
+    return command(experiment, replace(options, only=name, arms=(), seeds=(0,)))
 
 
-def _process(words: Sequence[str], output: IO[bytes] | None = None) -> subprocess.Popen[bytes]:
+def _process(words: Sequence[str], output: IO[bytes] | None = None) -> Process:
     return subprocess.Popen(words, env=os.environ | THREADS, stdout=output, stderr=output)
 
 
 @contextmanager
-def _ended_together(running: Sequence[Job]) -> Iterator[None]:
+def _ended_together(running: Collection[Process]) -> Iterator[None]:
     """However this ends, no run stays behind; each saves its state first."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
@@ -91,24 +83,38 @@ def _ended_together(running: Sequence[Job]) -> Iterator[None]:
     finally:
         for number, old in before.items():
             signal.signal(number, old)
-        for job in running:
-            job.process.terminate()
-        for job in running:
-            job.process.wait()
+        for process in running:
+            process.terminate()
+        for process in running:
+            process.wait()
 
 
 def check_all(experiment: Experiment, options: Options) -> None:
-    """Repeat the first steps of every arm's first finished seed. Raises: ValueError when any has other losses."""
-    done = rows.read(options.out)
-    changed = []
+    """Repeat the first steps of every arm's first finished seed.
+
+    Raises: ValueError when any has other losses or cannot be checked, and when no arm has a row.
+    """
+    done, codes = rows.read(options.out), dict[str, int]()
     for arm in experiment.chosen(options):
         seed = next((s for s in options.seeds if rows.finished(done, arm, s) is not None), None)
-        if seed is None:
-            continue
-        words = command(experiment, replace(options, only=f"{arm.name}:{seed}", arms=(), seeds=(0,)))
-        changed += [arm.name] if _process(words).wait() else []
-    if changed:
-        raise ValueError(f"rows of {', '.join(changed)} are of code that computed other losses: run them again.")
+        if seed is not None:
+            codes[arm.name] = _code(f"{arm.name}:{seed}", experiment, options)
+    if not codes:
+        raise ValueError(f"{options.out} has no row of these arms and seeds: there is nothing to check.")
+    changed = ", ".join(name for name, code in codes.items() if code == rows.OTHER_LOSSES)
+    failed = ", ".join(name for name, code in codes.items() if code not in (0, rows.OTHER_LOSSES))
+    problems = [f"rows of {changed} are of code that computed other losses: run them again."] if changed else []
+    problems += [f"rows of {failed} could not be checked, see above."] if failed else []
+    if problems:
+        raise ValueError(" ".join(problems))
+
+
+def _code(name: str, experiment: Experiment, options: Options) -> int:
+    """How the process of a check ends, which does not outlive this one."""
+    running = list[Process]()
+    with _ended_together(running):
+        running.append(_process(_words(name, experiment, options)))
+        return running[0].wait()
 
 
 def _last_line(log: Path) -> str:

@@ -7,17 +7,19 @@ import fcntl
 import hashlib
 import json
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from kiloword.config.recipes import Recipe
 from kiloword.training.log import read_metrics
-from research.arms import Arm
+from research.arms import Arm, Options
 
 LOSSES = 20  # first losses of a run that say whether another commit computes the same
+OTHER_LOSSES = 3  # exit code of a check that finds others; 1 and 2 are those of failures
+JUDGED_BY = ("val", "level", "chains", "pairs", "photos", "scenes")  # options that decide what a model is judged on
 
 Row = dict[str, Any]
 
@@ -36,9 +38,32 @@ def _changes(value: Any, default: Any) -> Any:
     return {name: _changes(a, b) for name, (a, b) in pairs.items() if a != b}
 
 
+def judged_by(options: Options) -> dict[str, Any]:
+    """The options that decide what models are judged on, those that are set; paths as they were given."""
+    return {name: value for name in JUDGED_BY if (value := getattr(options, name, None)) is not None}
+
+
+def data_of(judged: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """What tells data apart that was judged on: of a path its last two parts, such as tiny/dev.
+
+    The same data may lie in another folder on another machine. Data of two folders with equal last parts passes for
+    one; a name of one part alone ("dev") and a longer one for two: the trained models are then judged again.
+    """
+    return tuple((name, _ending(value) if isinstance(value, str) else value) for name, value in sorted(judged.items()))
+
+
+def _ending(src: str) -> tuple[str, ...]:
+    path, mark, query = src.partition("?")
+    return *PurePath(path).parts[-2:], mark + query
+
+
 def read(out: Path) -> list[Row]:
-    """All rows; a line that a crash cut is left out."""
-    path = out / "results.jsonl"
+    """All rows of the folder of an experiment."""
+    return read_file(out / "results.jsonl")
+
+
+def read_file(path: Path) -> list[Row]:
+    """All rows, none where there is no file; a line that a crash cut is left out."""
     rows = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
         try:
@@ -60,10 +85,19 @@ def append(out: Path, row: Row) -> None:
         file.flush()
 
 
-def finished(rows: Sequence[Row], arm: Arm, seed: int) -> Row | None:
-    """The newest row of an arm's very recipe and seed."""
+def finished(rows: Sequence[Row], arm: Arm, seed: int, options: Options | None = None) -> Row | None:
+    """The newest row of an arm's very recipe and seed.
+
+    Args: options: rows that were judged on other data than theirs (`data_of`) do not count; those of older versions do,
+    as they do not name it. Default: all count.
+    """
     same = (arm.name, seed, recipe_hash(arm.recipe))
-    return next((r for r in reversed(rows) if (r["arm"], r["seed"], r["recipe"]) == same), None)
+    of_run = (row for row in reversed(rows) if (row["arm"], row["seed"], row["recipe"]) == same)
+    return next((row for row in of_run if options is None or _is_of(row, options)), None)
+
+
+def _is_of(row: Row, options: Options) -> bool:
+    return "judged" not in row or data_of(row["judged"]) == data_of(judged_by(options))
 
 
 def folder_of(out: Path, arm: Arm, seed: int) -> Path:

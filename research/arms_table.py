@@ -7,14 +7,18 @@ from statistics import fmean
 from typing import Any
 
 from research import arms_rows as rows
-from research.arms import Arm, Experiment, Options
+from research.arms import TUNING, Arm, Experiment, Options
 from research.evidence import Runs, decided
 
 
 def table(experiment: Experiment, options: Options) -> str:
-    """Markdown: a line per arm of the options; every figure is the mean over the finished seeds (least..greatest)."""
+    """Markdown: a line per arm of the options; every figure is the mean over the finished seeds (least..greatest).
+
+    The seed that chooses learning rates stands in it where it is the only one: it decides no claim.
+    """
     done = rows.read(options.out)
-    runs = {arm.name: _of(done, arm, options.seeds) for arm in experiment.chosen(options)}
+    seeds = [seed for seed in options.seeds if seed != TUNING] or options.seeds
+    runs = {arm.name: _of(done, arm, seeds, options) for arm in experiment.chosen(options)}
     answers = [str(decided(rule, runs)) for rule in experiment.claims]
     return "\n".join([*table_of(experiment, runs), *answers, *(experiment.notes(options) if experiment.notes else ())])
 
@@ -33,8 +37,8 @@ def table_of(experiment: Experiment, runs: Runs) -> list[str]:
     return [*lines, *(experiment.summary(runs) if experiment.summary else ())]
 
 
-def _of(done: Sequence[rows.Row], arm: Arm, seeds: Sequence[int]) -> list[rows.Row]:
-    return [row for seed in seeds if (row := rows.finished(done, arm, seed)) is not None]
+def _of(done: Sequence[rows.Row], arm: Arm, seeds: Sequence[int], options: Options) -> list[rows.Row]:
+    return [row for seed in seeds if (row := rows.finished(done, arm, seed, options)) is not None]
 
 
 def _cells(experiment: Experiment, name: str, runs: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -23,8 +23,10 @@ from kiloword.evaluation.task import Inputs
 from kiloword.evaluation.zeroshot import PromptOptions, Way
 from kiloword.evaluation.zeroshot.prompts import Chosen, Images, Prompts, check_gaussians
 from kiloword.evaluation.zeroshot.task import chosen_by, encoded, encoded_images, judged
-from kiloword.terminal import say, warn
+from kiloword.terminal import say
+from research.arms import in_one_message
 
+PROGRAM = "python -m research.bprw"
 KINDS = ("right", "another class", "another attribute", "negated")
 OTHERS = 3  # prompts that name another class: one fewer than the right ones, or nobody could tell
 SHOTS = 5  # labelled images a class
@@ -59,15 +61,15 @@ def noisy(task: str) -> dict[str, list[tuple[str, str]]]:
     an average does not cancel.
     """
     names, right = TASKS[task].classnames, TASKS[task].templates
-    metrics: dict[str, list[tuple[str, str]]] = {}
+    prompts: dict[str, list[tuple[str, str]]] = {}
     for c, name in enumerate(names):
         other = names[(c + 1) % len(names)]
         class_prompts = [(template.replace("{c}", name), KINDS[0]) for template in right]
         class_prompts += [(template.replace("{c}", other), KINDS[1]) for template in right[:OTHERS]]
         class_prompts += [(prompt, KINDS[2]) for prompt in _other_attributes(task, c)]
         class_prompts.append((f"an image without {right[0].replace('{c}', name)}", KINDS[3]))
-        metrics[name] = class_prompts
-    return metrics
+        prompts[name] = class_prompts
+    return prompts
 
 
 def _other_attributes(task: str, c: int) -> list[str]:
@@ -143,31 +145,32 @@ def _cell(values: Sequence[float]) -> str:
 
 
 def run(options: BprwOptions) -> dict[str, dict[str, list[Found]]]:
-    """Judge every model on every task. Raises: ValueError for an unknown task, or a model without Gaussians."""
+    """Judge every model on every task, in several draws.
+
+    Raises: ValueError for no model, an unknown task, or a model without Gaussians.
+    """
+    if not options.model:
+        raise ValueError("--model got nothing: expected folders of models.")
     unknown = [task for task in options.tasks if task not in TASKS]
     if unknown or not options.tasks:
         raise ValueError(f"--tasks got {unknown[0] if unknown else 'nothing'}. Expected some of {', '.join(TASKS)}.")
     if options.draws < 1:
         raise ValueError(f"--draws is {options.draws}. Expected at least 1.")
-    metrics: dict[str, dict[str, list[Found]]] = {}
+    draws: dict[str, dict[str, list[Found]]] = {}
     for name, folder in zip(labels(options.model), options.model, strict=True):
         matcher = load(folder, device=options.device)
-        metrics[name] = {task: judge(matcher, task, options) for task in options.tasks}
-    return metrics
+        draws[name] = {task: judge(matcher, task, options) for task in options.tasks}
+    return draws
 
 
+@in_one_message(PROGRAM)
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point; errors a user can mend are one sentence and exit code 2."""
-    name = "python -m research.bprw"
-    options = tyro.cli(BprwOptions, prog=name, description=__doc__, args=argv)
-    try:
-        metrics = run(options)
-        if options.json is not None:
-            write_json(options.json, metrics)
-        say(*table(metrics).splitlines())
-    except ValueError as e:
-        warn(f"{name}: {e}")
-        raise SystemExit(2) from None
+    options = tyro.cli(BprwOptions, prog=PROGRAM, description=__doc__, args=argv)
+    draws = run(options)
+    if options.json is not None:
+        write_json(options.json, draws)
+    say(*table(draws).splitlines())
 
 
 if __name__ == "__main__":

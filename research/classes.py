@@ -42,12 +42,19 @@ def tree_of(src: str) -> TreeSource:
 
 
 def part(rows: slice, wrap: Callable[[TreeSource], Source] = lambda source: source) -> Callable[[Recipe], Source]:
-    """What opens some rows of a recipe's data, a fair sample if its shards are shuffled. Args: wrap: applied first."""
+    """What opens some rows of a recipe's data, a fair sample if its shards are shuffled.
+
+    Args: rows: all before a row, or all from one on; wrap: applied first. Errors of what it returns: ValueError for
+    data that ends too early.
+    """
+    least = (rows.start or 0) + 1 if rows.stop is None else rows.stop
 
     def opened(recipe: Recipe) -> Source:
         tree = open_source(recipe.data.sources[0])
         assert isinstance(tree, TreeSource)
         source = wrap(tree)
+        if len(source) < least:
+            raise ValueError(f"{source.name} has {len(source):,} rows: expected {least:,} or more.")
         chosen = np.arange(len(source))[rows]
         what = f"rows {chosen[0]} to {chosen[-1]}"
         return _Part(source, chosen, f"{source.name}, {what}", f"{what} {source.fingerprint}")
@@ -68,9 +75,9 @@ def nodes_at(tree: ClassTree, level: int) -> list[int]:
     return sorted({tree.node(label, level) for label in range(len(tree.paths))})
 
 
-def classified(matcher: Matcher, val: str, level: int) -> dict[str, Any]:
+def classified(options: ClassOptions, matcher: Matcher) -> dict[str, Any]:
     """Whether the caption of its class is the best of all classes' for each photo: outcomes [N], and their mean."""
-    source = tree_of(val)
+    source, level = tree_of(options.val), options.level
     tree, nodes = source.tree, nodes_at(source.tree, level)
     texts = matcher.encode_text([tree.captions[node] for node in nodes])
     right = list[bool]()

@@ -61,11 +61,11 @@ def effect(arm: Outcomes, rival: Outcomes, relative: bool = False, seed: int = 0
     if len(arm) < SEEDS:
         raise ValueError(f"a claim is decided by at least {SEEDS} seeds, not by {len(arm)}.")
     rng, (seeds, images), values = np.random.default_rng(seed), arm.shape, []
-    kinds, counts = np.unique(np.concatenate([arm, rival]), axis=1, return_counts=True)  # [2S, K] images alike, [K]
+    columns, counts = np.unique(np.concatenate([arm, rival]), axis=1, return_counts=True)  # [2S, K] images alike, [K]
     for _ in range(0, RESAMPLES, AT_ONCE):
         of_seeds = rng.multinomial(seeds, np.full(seeds, 1 / seeds), AT_ONCE)  # [B, S] times that each is drawn
-        of_kinds = rng.multinomial(images, counts / images, AT_ONCE)  # [B, K]
-        mean, base = (((of_seeds @ one) * of_kinds).sum(1) / arm.size for one in np.split(kinds, 2))
+        of_columns = rng.multinomial(images, counts / images, AT_ONCE)  # [B, K]
+        mean, base = (((of_seeds @ outcomes) * of_columns).sum(1) / arm.size for outcomes in np.split(columns, 2))
         values.append((mean - base) / base if relative else mean - base)
     low, high = np.quantile(np.concatenate(values), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     value = arm.mean() - rival.mean()

@@ -35,9 +35,7 @@ def arms(options: FffOptions) -> list[Arm]:
 
     def arm(name: str, method: str, settings: dict[str, Any] | None = None, captions: int = CAPTIONS) -> Arm:
         recipe = _base(options, method, captions)
-        recipe = replace(
-            teacher.joined(recipe, options.out) if name.startswith("mined") else recipe, settings=settings or {}
-        )
+        recipe = teacher.settled(recipe, settings or {}, options.out, name.startswith("mined"))
         return Arm(name=name, recipe=recipe, judge=judge_scenes)
 
     return [

@@ -23,21 +23,22 @@ from research.scenes_judge import RECALL
 class FlickrOptions(Options):
     data: str = tyro.MISSING  # training photos with captions
     val: str = tyro.MISSING  # photos to evaluate on
+
+
+@dataclass(frozen=True, kw_only=True)
+class PresetOptions(FlickrOptions):
     mined: bool = False  # train a teacher first, and two more arms with positives that it mines
     teacher_steps: int = 1500
 
 
-def arms(options: FlickrOptions) -> list[Arm]:
+def arms(options: PresetOptions) -> list[Arm]:
     """Every preset of the three papers and their baselines; fff has all captions of an image in a batch."""
 
     def judge(matcher: Matcher) -> dict[str, float]:
         return evaluation.evaluate(matcher, "retrieval", options.val)
 
     def arm(name: str, method: str, settings: dict[str, Any] | None = None) -> Arm:
-        recipe = base(options, method)
-        recipe = replace(
-            teacher.joined(recipe, options.out) if name.endswith("mined") else recipe, settings=settings or {}
-        )
+        recipe = teacher.settled(base(options, method), settings or {}, options.out, name.endswith("mined"))
         return Arm(name=name, recipe=recipe, judge=judge)
 
     annotated = {"positives": "annotated"}
@@ -62,7 +63,7 @@ def base(options: FlickrOptions, method: str) -> Recipe:
     return replace(recipe, model=replace(recipe.model, image=replace(recipe.model.image, patch=16)))
 
 
-def first(options: FlickrOptions) -> None:
+def first(options: PresetOptions) -> None:
     """The teacher, if --mined."""
     if options.mined:
         recipe = replace(base(options, "siglip"), steps=options.teacher_steps)
@@ -72,7 +73,7 @@ def first(options: FlickrOptions) -> None:
 EXPERIMENT = Experiment(
     module="research.flickr",
     title="Presets on photos",
-    options=FlickrOptions,
+    options=PresetOptions,
     arms=arms,
     first=first,
     columns=RECALL,

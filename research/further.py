@@ -46,7 +46,12 @@ class FurtherOptions(FrozenOptions):
 
 
 def arms(options: FurtherOptions) -> list[Arm]:
-    """Every method by the defaults of `kiloword train`, or with small tops."""
+    """Every method by the defaults of `kiloword train`, or with small tops.
+
+    Raises: ValueError for pairs without photos, or the reverse.
+    """
+    if (options.pairs is None) != (options.photos is None):
+        raise ValueError("--pairs and --photos go together: expected both or neither.")
 
     def judge(matcher: Matcher) -> dict[str, float]:
         metrics = judge_tokens(options, matcher)
@@ -54,7 +59,7 @@ def arms(options: FurtherOptions) -> list[Arm]:
             return metrics
         return metrics | evaluation.evaluate(matcher, "compositional", options.photos, pairs=options.pairs)
 
-    recipes = {name: reading(base(options, name), stored) for name, stored in ARMS.items()}
+    recipes = {name: reading_only(base(options, name), stored) for name, stored in ARMS.items()}
     made = [
         Arm(name=name, recipe=replace(recipe, settings=SETTINGS.get(name, {})), judge=judge)
         for name, recipe in recipes.items()
@@ -68,7 +73,7 @@ def arms(options: FurtherOptions) -> list[Arm]:
     return [*made, Arm(name=DISTILLED, recipe=recipe, judge=judge)]
 
 
-def reading(recipe: Recipe, stored: Sequence[str]) -> Recipe:
+def reading_only(recipe: Recipe, stored: Sequence[str]) -> Recipe:
     """The recipe on some of its stored tokens; the frozen tower of others runs in every step, on equal augmentation."""
     unread: dict[str, Any] = {f"{side[:-1]}_features": () for side in ("images", "texts") if side not in stored}
     return replace(recipe, data=replace(recipe.data, **unread))

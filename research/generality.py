@@ -34,7 +34,7 @@ def arms(options: ClassOptions) -> list[Arm]:
     """The baseline, ProLIP as its preset, and with the two changes that made variances general on scenes."""
 
     def judge(matcher: Matcher) -> dict[str, Any]:
-        metrics = classified(matcher, options.val, options.level) | prompted(matcher, options.val)
+        metrics = classified(options, matcher) | prompted(matcher, options.val)
         return metrics if matcher.model.head.uncertainty is None else metrics | generality(matcher, options.val)
 
     def arm(name: str, method: str, settings: Mapping[str, Any]) -> Arm:

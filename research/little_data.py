@@ -8,9 +8,9 @@ choose `CLIP_RATE` and `MIXED_RATE`.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from kiloword.api import Matcher
 from research.arms import Arm, Experiment, main
 from research.classes import ClassOptions, base, classified, part
 from research.evidence import Claim, Gain
@@ -43,13 +43,10 @@ def arms(options: ClassOptions) -> list[Arm]:
         return Arm(
             name=named(name, photos),
             recipe=replace(recipe, settings=settings, precision="bf16"),
-            judge=judge,
+            judge=partial(classified, options),
             source=part(slice(photos)),
             rate=CLIP_RATE if name == CLIP else MIXED_RATE,
         )
-
-    def judge(matcher: Matcher) -> dict[str, Any]:
-        return classified(matcher, options.val, options.level)
 
     return [arm(*choice) for choice in ARMS]
 

@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kiloword.api import Matcher
 from kiloword.config.recipes import Recipe
 from kiloword.data.sources.tree import TreeSource
 from kiloword.losses.pairs import sigmoid_loss
@@ -119,10 +118,7 @@ def arms(options: MinedOptions) -> list[Arm]:
         recipe = replace(_base(options, method), settings=settings)
         rate = ANNOTATED_RATE if name.startswith(ANNOTATED) else POSITIVES_RATE
         source = part(slice(HALF), partial(Oracle, precision=precision, recall=recall))
-        return Arm(name=name, recipe=recipe, judge=judge, source=source, rate=rate)
-
-    def judge(matcher: Matcher) -> dict[str, Any]:
-        return classified(matcher, options.val, options.level)
+        return Arm(name=name, recipe=recipe, judge=partial(classified, options), source=source, rate=rate)
 
     if options.grid:
         grid = [(precision, recall) for precision in PRECISIONS for recall in RECALLS]

@@ -56,7 +56,7 @@ def arms(options: FrozenOptions) -> list[Arm]:
 
 
 def first(options: FrozenOptions) -> None:
-    """The teacher: SigLIP as the first arm, of a seed that no arm has; its features of whole photos."""
+    """The teacher: SigLIP as the first arm, of the seed that chooses learning rates; its features of whole photos."""
     recipe = next(arm.recipe for arm in arms(options) if arm.name == "one caption")
     teacher.make(recipe, options.out, options.device, options.workers)
 

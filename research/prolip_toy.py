@@ -18,7 +18,9 @@ from kiloword.methods.prolip.gaussian import csd, inclusion, log_inclusion
 from kiloword.report import line_plot, page, section, table, write
 from kiloword.report.page import Section
 from kiloword.terminal import say
+from research.arms import in_one_message
 
+PROGRAM = "python -m research.prolip_toy"
 NAMED = {  # mean and standard deviation of both
     "Z1 lies within Z2": (0.0, 0.5, 0.5, 1.5),
     "Z2 lies within Z1": (0.5, 1.5, 0.0, 0.5),
@@ -58,8 +60,9 @@ def measured(mean_1: float, std_1: float, mean_2: float, std_2: float) -> Values
     )
 
 
+@in_one_message(PROGRAM)
 def main(out: Path = Path("toy.html"), pairs: tuple[tuple[float, float, float, float], ...] = ()) -> None:
-    """Draw pairs of Gaussians with H, inclusion and KL: ProLIP's Fig. 3.
+    """Draw pairs of Gaussians with H, inclusion and KL: ProLIP's Fig. 3. User errors are one message and exit code 2.
 
     Args:
         out: page to write.
@@ -68,7 +71,7 @@ def main(out: Path = Path("toy.html"), pairs: tuple[tuple[float, float, float, f
     named = NAMED if not pairs else {f"pair {n}": pair for n, pair in enumerate(pairs, 1)}
     for name, pair in named.items():
         if not all(map(math.isfinite, pair)) or min(pair[1], pair[3]) <= 0:
-            raise SystemExit(f"{name} is {pair}: expected finite numbers, and standard deviations above 0.")
+            raise ValueError(f"{name} is {pair}: expected finite numbers, and standard deviations above 0.")
     values = {name: measured(*pair) for name, pair in named.items()}
     header = ["", "H(Z1 in Z2)", "H, exact", "log inc(Z1, Z2)", "log inc, exact", "KL(Z1, Z2)", "CSD"]
     rows = [[name, v.h, v.h_exact, v.inc, v.inc_exact, v.kl, v.distance] for name, v in values.items()]
@@ -98,4 +101,4 @@ def _gaussian(mean: float, std: float) -> dict[str, Tensor]:
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    tyro.cli(main, prog=PROGRAM)

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import fmean
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kiloword.api import Matcher
 from kiloword.config.recipes import Recipe
 from research.arms import Arm, Experiment, main
 from research.arms_table import line
@@ -49,15 +48,12 @@ def named(captions: str, cell: tuple[int, int, int]) -> str:
 def arms(options: ClassOptions) -> list[Arm]:
     """Siglip on one redrawn caption of a photo, and on all three, in every cell."""
 
-    def judge(matcher: Matcher) -> dict[str, Any]:
-        return classified(matcher, options.val, options.level)
-
     def arm(captions: str, cell: tuple[int, int, int]) -> Arm:
         width, photos, steps = cell
         query = f"levels={','.join(map(str, LEVELS))}&captions={len(LEVELS)}"
         recipe = _wide(base(options, "siglip", query, STEPS[steps], BATCH), WIDTHS[width])
         recipe = replace(recipe, data=replace(recipe.data, captions="one" if captions == ONE else "all"))
-        source, seed = part(slice(PHOTOS[photos])), sum(cell) % 3
+        judge, source, seed = partial(classified, options), part(slice(PHOTOS[photos])), sum(cell) % 3
         return Arm(name=named(captions, cell), recipe=recipe, judge=judge, source=source, rate=RATE, seed=seed)
 
     return [arm(captions, cell) for cell in CELLS for captions in (ONE, ALL)]

@@ -16,11 +16,11 @@ from kiloword import evaluation
 from kiloword.api import Matcher
 from kiloword.config.recipes import Recipe
 from kiloword.data.sources.open import open_source
-from kiloword.methods.defaults import default_recipe
 from kiloword.randomness import key
 from kiloword.training.resolve import open_sources
 from kiloword.types import Record, Source
-from research.arms import Arm, Experiment, Options, main
+from research.arms import Arm, Experiment, main
+from research.flickr import FlickrOptions, base
 from research.scenes_judge import RECALL
 from research.towers import tokens
 
@@ -76,7 +76,7 @@ STEPS = 600
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShortcutOptions(Options):
+class ShortcutOptions(FlickrOptions):
     data: str = "scenes?levels=3"
     val: str = "scenes:test?n=500"
 
@@ -107,13 +107,9 @@ def arms(options: ShortcutOptions) -> list[Arm]:
 
 
 def _base(options: ShortcutOptions, method: str) -> Recipe:
-    data = (options.data,)
     if options.data.startswith("scenes"):
-        return replace(tokens(method, options.size, data), steps=STEPS)
-    base = default_recipe(method, options.size, data)
-    if options.size != "tiny":
-        return base
-    return replace(base, model=replace(base.model, image=replace(base.model.image, patch=16)))
+        return replace(tokens(method, options.size, (options.data,)), steps=STEPS)
+    return base(options, method)
 
 
 def notes(options: ShortcutOptions) -> list[str]:

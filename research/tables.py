@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,8 +16,8 @@ from pathlib import Path
 import tyro
 
 from kiloword.terminal import say
-from research.arms import TUNING, Experiment
-from research.arms_rows import Row
+from research.arms import TUNING, Experiment, in_one_message
+from research.arms_rows import Row, data_of, read_file
 from research.arms_table import line, table_of
 from research.evidence import Decision, decided
 from research.forest import forest
@@ -28,6 +27,7 @@ AGAIN = ROWS / "again"  # of experiments that were run a second time, from nothi
 TREES = ("little_data", "mined", "generality", "scale")  # on class photos
 FROZEN = ("conditioning", "captions", "phrase_generality", "sycoca_frozen", "mix", "muon")  # on stored tokens
 RULED = (*TREES, *FROZEN)
+PROGRAM = "python -m research.tables"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,10 +46,28 @@ class Results:
 
     @property
     def runs(self) -> dict[str, list[Row]]:
-        """Of every arm the newest row of each seed, but that of tuning, in the order of seeds."""
-        newest = {(row["arm"], row["seed"]): row for row in self.rows if row["seed"] != TUNING}
+        """Of every arm the newest row of each seed, but that of tuning, in the order of seeds.
+
+        Raises: ValueError for an arm whose rows have several recipes, or were judged on several data.
+        """
+        reported = [row for row in self.rows if row["seed"] != TUNING]
+        self._check(reported)
+        newest = {(row["arm"], row["seed"]): row for row in reported}
         arms = dict.fromkeys(row["arm"] for row in self.rows)
         return {arm: [newest[key] for key in sorted(newest) if key[0] == arm] for arm in arms}
+
+    def _check(self, rows: Sequence[Row]) -> None:
+        """Raises as `runs`. Rows of older versions lack what they were judged on."""
+        for arm in dict.fromkeys(row["arm"] for row in rows):
+            of_arm = [row for row in rows if row["arm"] == arm]
+            recipes = sorted({row["recipe"] for row in of_arm if "recipe" in row})
+            if len(recipes) > 1:
+                raise ValueError(
+                    f"{self.name}: rows of {arm!r} have several recipes ({', '.join(recipes)}): expected those of one, "
+                    "and trials in a folder of their own."
+                )
+            if len({data_of(row["judged"]) for row in of_arm if "judged" in row}) > 1:
+                raise ValueError(f"{self.name}: rows of {arm!r} were judged on several data: expected those of one.")
 
     @cached_property
     def answers(self) -> list[Decision | str]:
@@ -86,15 +104,11 @@ def read(folder: Path) -> list[Results]:
     ruled = sorted((name for name in named if name.partition("-")[0] in RULED), key=_place)
     if not ruled:
         raise ValueError(f"{folder} has no rows: expected NAME.jsonl or NAME/results.jsonl of {', '.join(RULED)}.")
-    return [Results(name=name, rows=_rows(named[name])) for name in ruled]
+    return [Results(name=name, rows=read_file(named[name])) for name in ruled]
 
 
 def _place(name: str) -> tuple[int, str]:
     return RULED.index(name.partition("-")[0]), name
-
-
-def _rows(path: Path) -> list[Row]:
-    return [json.loads(text) for text in path.read_text(encoding="utf-8").splitlines() if text]
 
 
 def markdown(results: Results) -> list[str]:
@@ -110,10 +124,15 @@ def markdown(results: Results) -> list[str]:
 
 
 def repeated(results: Sequence[Results], again: Sequence[Results]) -> list[str]:
-    """Each experiment that was run twice: how long both took, and all decisions of both."""
+    """Each experiment that was run twice: how long both took, and all decisions of both.
+
+    Raises: ValueError for one that was not run first.
+    """
     runs = [line(["run again", "runs, first", "again", "processor hours, first", "again"]), line(["---"] * 5)]
     claims = [line(["run again", "claim", "first", "again"]), line(["---"] * 4)]
     first = {one.name: one for one in results}
+    if unknown := [one.name for one in again if one.name not in first]:
+        raise ValueError(f"the second run has rows of {', '.join(unknown)}, of which the first has none.")
     for one in again:
         before = first[one.name]
         both = [{(row["arm"], row["seed"], row["rate"]): row for row in of.rows} for of in (before, one)]
@@ -150,6 +169,7 @@ def plots(results: Sequence[Results]) -> dict[str, str]:
     return {f"{name}.svg": forest(of_one) for name, of_one in decisions.items() if of_one}
 
 
+@in_one_message(PROGRAM)
 def main(
     names: tyro.conf.Positional[tuple[str, ...]] = (),
     *,
@@ -157,7 +177,7 @@ def main(
     again: Path | None = None,
     write: Path | None = None,
 ) -> None:
-    """Print the tables and verdicts of experiments.
+    """Print the tables and verdicts of experiments. User errors are one message and exit code 2.
 
     Args: names: of experiments; default: all that have rows; rows: folder of rows; again: folder of rows of the same
     experiments, run a second time; write: a folder for tables.md and plots, in place of printing.
@@ -165,6 +185,9 @@ def main(
     chosen, twice = (
         [one for one in (read(folder) if folder else ()) if not names or one.name in names] for folder in (rows, again)
     )
+    if unknown := set(names) - {one.name for one in chosen}:
+        known = ", ".join(one.name for one in read(rows))
+        raise ValueError(f"{rows} has no rows of {', '.join(sorted(unknown))}: expected some of {known}.")
     if write is None:
         say(*page(chosen, twice).splitlines())
         return
@@ -174,4 +197,4 @@ def main(
 
 
 if __name__ == "__main__":
-    tyro.cli(main, prog="python -m research.tables")
+    tyro.cli(main, prog=PROGRAM)

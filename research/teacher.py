@@ -11,10 +11,11 @@ from typing import Any
 from kiloword.config.recipes import Recipe
 from kiloword.types import Source
 from research.arms import Options
+from research.arms_rows import recipe_hash
 
 THRESHOLDS = ("p1", "p2", "p3", "p1_text")
 TERMS = ("image_text", "image_image", "text_text")
-SEED = 100  # of the teacher; no arm has it
+SEED = 100  # of the teacher, and of the runs that choose learning rates: no run that is reported has it
 
 
 def make(
@@ -24,8 +25,12 @@ def make(
 
     Where the data has ground truth, the file also holds precision and recall of eq. 2 and of each of its terms.
     Args: source: opens what the teacher is trained on, if not all of the recipe's data.
+    Raises: ValueError when the file is of a teacher of another recipe; a file of an older version does not tell.
     """
-    if written(out):
+    made = recipe_hash(recipe)
+    if (before := written(out)) is not None:
+        if before.get("recipe", made) != made:
+            raise ValueError(f"{out} holds a teacher of other settings: choose another --out, or repeat its settings.")
         return
     from kiloword.checkpoint.files import write_json
     from kiloword.data.feature_store import FeatureStore
@@ -36,7 +41,7 @@ def make(
     how, seen = RunOptions(workers=workers, device=device), None if source is None else source(recipe)
     model = train(replace(recipe, seed=SEED), out / "teacher", source=seen, options=how)
     embed(str(model), recipe.data.sources, features(out), workers=workers, device=device)
-    write_json(out / "teacher.json", _calibrated(FeatureStore(features(out)), open_sources(recipe)))
+    write_json(out / "teacher.json", {"recipe": made, **_calibrated(FeatureStore(features(out)), open_sources(recipe))})
 
 
 def _calibrated(table: Any, source: Any) -> dict[str, Any]:
@@ -76,6 +81,11 @@ def features(out: Path) -> Path:
 def joined(recipe: Recipe, out: Path) -> Recipe:
     """The recipe with the teacher's features, for mined positives."""
     return replace(recipe, data=replace(recipe.data, features=(str(features(out)),)))
+
+
+def settled(recipe: Recipe, settings: dict[str, Any], out: Path, mined: bool) -> Recipe:
+    """The recipe with settings, and, where it mines positives, with the features of the teacher."""
+    return replace(joined(recipe, out) if mined else recipe, settings=settings)
 
 
 def thresholds(out: Path) -> dict[str, float]:

@@ -22,8 +22,10 @@ from kiloword.evaluation.retrieval.task import retrieval
 from kiloword.model.encoding import join
 from kiloword.terminal import say, warn
 from kiloword.types import Features, Source
+from research.arms import in_one_message
 
 KS = (1, 5, 10)
+PROGRAM = "python -m research.together"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,25 +91,22 @@ def recalls(name: str, models: Sequence[Encoded]) -> str:
     return f"{name}: R@1, R@5, R@10, text / image: " + ", ".join(both)
 
 
+@in_one_message(PROGRAM)
 def main(models: tyro.conf.Positional[tuple[Path, ...]], *, data: str, mirrored: bool = False) -> None:
     """Print the recalls of each model, and of the mean of their scores. User errors are one message and exit code 2.
 
     Args: models: folders; data: SRC with captions; mirrored: images are seen as they are and mirrored.
     """
-    try:
-        if not models:
-            raise ValueError("no model: expected folders of models.")
-        source, seen = open_source(data), list[Encoded]()
-        for folder in models:
-            seen.append(encoded(load(folder), source, mirrored))
-            say(recalls(str(folder), seen[-1:]))
-        if seen[0].skipped:
-            warn(f"skipped {seen[0].skipped} of {len(source)} rows, which cannot be read or have no caption")
-        say(recalls("together", seen))
-    except ValueError as error:
-        warn(f"python -m research.together: {error}")
-        raise SystemExit(2) from None
+    if not models:
+        raise ValueError("no model: expected folders of models.")
+    source, seen = open_source(data), list[Encoded]()
+    for folder in models:
+        seen.append(encoded(load(folder), source, mirrored))
+        say(recalls(str(folder), seen[-1:]))
+    if seen[0].skipped:
+        warn(f"skipped {seen[0].skipped} of {len(source)} rows, which cannot be read or have no caption")
+    say(recalls("together", seen))
 
 
 if __name__ == "__main__":
-    tyro.cli(main, prog="python -m research.together")
+    tyro.cli(main, prog=PROGRAM)

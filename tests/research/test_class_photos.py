@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kiloword.api import Matcher
-from kiloword.config.recipes import sizes
+from kiloword.config.recipes import DataConfig, Recipe, sizes
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.methods.registry import preset
 from kiloword.model.model import build
@@ -29,6 +29,16 @@ def test_a_photo_counts_where_the_caption_of_its_class_is_best(tmp_path: Path, m
         return torch.nn.functional.one_hot(next(shown)[: len(images)], 3)
 
     monkeypatch.setattr(matcher, "score", score)
-    judged = classes.classified(matcher, str(photos), level=2)
+    options = classes.ClassOptions(out=tmp_path, data=str(photos), val=str(photos), level=2)
+    judged = classes.classified(options, matcher)
     assert judged["top1"] == 0.5
     np.testing.assert_array_equal(judged["outcomes"], [1] * 12 + [0, 1] * 6 + [0] * 12)
+
+
+def test_a_part_needs_as_many_photos_as_it_names(tmp_path: Path) -> None:
+    photos = write_photos(tmp_path / "data" / "photos")  # 36
+    recipe = Recipe(method="siglip", data=DataConfig(sources=(f"tree:{photos}?levels=2",)))
+    assert [len(classes.part(rows)(recipe)) for rows in (slice(36), slice(20), slice(20, None))] == [36, 20, 16]
+    for rows, least in ((slice(37), 37), (slice(36, None), 37), (slice(40_000), "40,000")):
+        with pytest.raises(ValueError, match=f"has 36 rows: expected {least} or more"):
+            classes.part(rows)(recipe)

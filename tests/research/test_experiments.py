@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -29,22 +30,26 @@ from kiloword.model.model import build
 from kiloword.training.log import read_metrics
 from kiloword.types import Source
 from research import arms_rows as rows
-from research import fff, shortcut, teacher
+from research import bprw, fff, further, prolip_photos, shortcut, sycoca_photos, teacher
 from research.arms import Arm, Options, command, main, with_options
 from research.arms_table import spread
 from research.scenes_judge import SCENES, judge_scenes
 
 STUB = """
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from kiloword import evaluation
 from kiloword.methods.defaults import default_recipe
-from research.arms import Arm, Experiment, main
+from research.arms import Arm, Experiment, Options, main
 
-def judge(matcher):
-    found = evaluation.evaluate(matcher, "retrieval", "scenes:test?n=20")
-    return {"recall": found["text_retrieval_recall@10"]}
+@dataclass(frozen=True, kw_only=True)
+class StubOptions(Options):
+    val: str = "scenes:test?n=20"
 
 def arms(options):
+    def judge(matcher):
+        found = evaluation.evaluate(matcher, "retrieval", options.val)
+        return {"recall": found["text_retrieval_recall@10"]}
+
     base = default_recipe("siglip", "debug", ("scenes?n=64",))
     base = replace(base, batch=8, steps=3, data=replace(base.data, tokenizer_vocab=300))
     return [
@@ -52,7 +57,7 @@ def arms(options):
         Arm(name="other", recipe=replace(base, settings={"bias": -5.0}), judge=judge),
     ]
 
-EXPERIMENT = Experiment(module="stub", title="A stub", arms=arms, columns={"R@10": "recall"})
+EXPERIMENT = Experiment(module="stub", title="A stub", options=StubOptions, arms=arms, columns={"R@10": "recall"})
 
 if __name__ == "__main__":
     main(EXPERIMENT)
@@ -112,6 +117,17 @@ def test_finished_rows_are_skipped_and_reported(
 
 
 @pytest.mark.slow
+def test_a_trained_model_is_judged_on_other_data(place: Path, found: list[rows.Row]) -> None:
+    """A row of its own, of the same training."""
+    run(place, "--seeds", "0", "--arms", "plain", "--val", "scenes:test?n=10")
+    *before, last = rows.read(place / "out")
+    assert before == found
+    assert (before[0]["judged"], last["judged"]) == ({"val": "scenes:test?n=20"}, {"val": "scenes:test?n=10"})
+    assert (last["cpu_s"], last["losses"], last["commit"]) == tuple(found[0][k] for k in ("cpu_s", "losses", "commit"))
+    (place / "out" / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
+
+
+@pytest.mark.slow
 def test_check_tells_changed_losses(place: Path, found: list[rows.Row], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         run(place, "--check", "--only", "plain:0")
@@ -123,7 +139,7 @@ def test_check_tells_changed_losses(place: Path, found: list[rows.Row], capsys: 
     with pytest.raises(SystemExit) as ended:
         run(place, "--check", "--only", "plain:0")
     path.write_text(kept)
-    assert ended.value.code == 1
+    assert ended.value.code == rows.OTHER_LOSSES
     assert "the first 3 losses are NOT those of" in capsys.readouterr().out
 
 
@@ -164,7 +180,8 @@ def last_step(folder: Path) -> int:
 
 
 def other() -> Recipe:
-    return importlib.import_module("stub").arms(None)[1].recipe  # type: ignore[no-any-return]
+    stub = importlib.import_module("stub")
+    return stub.arms(stub.StubOptions(out=Path()))[1].recipe  # type: ignore[no-any-return]
 
 
 @pytest.mark.slow
@@ -276,6 +293,7 @@ def test_a_teacher_is_made_once_and_its_thresholds_stand_in_the_arms(tmp_path: P
     found = rows.read(tmp_path)
     assert sorted(r["arm"] for r in found) == ["exact-balanced", "mined"]
     mined = json.loads((tmp_path / "teacher.json").read_text())
+    assert len(mined["recipe"]) == 12
     assert set(mined["thresholds"]) == set(teacher.THRESHOLDS)
     for counts in mined["mined"].values():
         assert counts["right"] <= min(counts["mined"], counts["true"])
@@ -287,6 +305,51 @@ def test_a_teacher_is_made_once_and_its_thresholds_stand_in_the_arms(tmp_path: P
     main(fff.EXPERIMENT, words)
     assert (tmp_path / "teacher.json").stat().st_mtime_ns == written
     assert len(rows.read(tmp_path)) == 2
+    with pytest.raises(SystemExit):
+        main(fff.EXPERIMENT, [*words, "--teacher-steps", "100"])
+    assert "a teacher of other settings" in (tmp_path / "first.log").read_text()
+
+
+def test_a_teacher_of_other_settings_is_not_read_as_fresh(tmp_path: Path) -> None:
+    """By its recipe, which a file of before does not have."""
+    recipe = default_recipe("clip", "debug", ("scenes?n=64",))
+    for stored in ({}, {"recipe": rows.recipe_hash(recipe)}):
+        (tmp_path / "teacher.json").write_text(json.dumps({"thresholds": {}, "mined": {}, **stored}))
+        teacher.make(recipe, tmp_path, "cpu", 0)
+    with pytest.raises(ValueError, match="a teacher of other settings"):
+        teacher.make(replace(recipe, steps=7), tmp_path, "cpu", 0)
+
+
+def test_an_error_of_the_system_is_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit) as ended:
+        main(shortcut.EXPERIMENT, ["--out", str(tmp_path / "file" / "runs")])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith("python -m research.shortcut: Not a directory: ")
+
+
+def test_prompts_are_weighed_by_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        bprw.main(["--model"])
+    assert ended.value.code == 2
+    assert "--model got nothing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("given", ["pairs", "photos"])
+def test_pairs_and_their_photos_go_together(given: str) -> None:
+    options = further.FurtherOptions(out=Path(), data="photos", val="photos", images=("tokens",))
+    with pytest.raises(ValueError, match="--pairs and --photos"):
+        further.arms(replace(options, **{given: "folder"}))
+
+
+@pytest.mark.parametrize("module", [prolip_photos, sycoca_photos])
+@pytest.mark.parametrize("words", [["--mined"], ["--teacher-steps", "7"]])
+def test_only_presets_have_a_teacher(module: ModuleType, words: list[str]) -> None:
+    needed = ["--out", "runs", "--data", "photos", "--val", "photos"]
+    needed += ["--chains", "chains"] if module is prolip_photos else []
+    assert tyro.cli(module.EXPERIMENT.options, args=needed).val == "photos"
+    with pytest.raises(SystemExit):
+        tyro.cli(module.EXPERIMENT.options, args=[*needed, *words])
 
 
 def test_a_cut_line_loses_itself_alone(tmp_path: Path) -> None:

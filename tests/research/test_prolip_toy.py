@@ -39,11 +39,13 @@ def test_the_figure_shows_what_its_caption_says() -> None:
     assert apart.inc < min(within.inc, reverse.inc)
 
 
-def test_page(tmp_path: Path) -> None:
+def test_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(tmp_path / "toy.html", ((0.0, 1.0, 1.0, 2.0),))
     html = (tmp_path / "toy.html").read_text()
     assert "pair 1" in html
     assert 'role="img"' in html
-    with pytest.raises(SystemExit, match="standard deviations above 0"):
-        main(tmp_path / "none.html", ((0.0, 0.0, 1.0, 2.0),))
+    with pytest.raises(SystemExit) as ended:
+        main(tmp_path / "none.html", ((0.0, -1.0, 0.0, 1.0),))
+    assert ended.value.code == 2
+    assert "standard deviations above 0" in capsys.readouterr().err
     assert not (tmp_path / "none.html").exists()

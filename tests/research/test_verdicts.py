@@ -28,7 +28,7 @@ def row(arm: str, seed: int, mean: float, rate: float = 1.0) -> dict[str, Any]:
 
 
 def written(folder: Path, rows: list[dict[str, Any]]) -> Path:
-    (folder / "muon").mkdir()
+    (folder / "muon").mkdir(parents=True)
     (folder / "muon" / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
@@ -61,6 +61,58 @@ def test_a_second_run_is_compared_with_the_first(tmp_path: Path) -> None:
     assert "| muon | 6 | 4 | 0.01 | 0.00 |" in lines
     assert lines[-2].startswith("| muon | at equal processor time: muon over adamw | +0.300 (")
     assert lines[-2].endswith(": shown | - |")
+
+
+def refused(capsys: pytest.CaptureFixture[str], names: tuple[str, ...] = (), **options: Path) -> str:
+    """The one message of a call that ends with code 2."""
+    with pytest.raises(SystemExit) as ended:
+        main(names, **options)
+    assert ended.value.code == 2
+    message = capsys.readouterr().err
+    assert message.startswith("python -m research.tables: ")
+    assert message.count("\n") == 1
+    return message
+
+
+def test_a_trial_in_the_folder_does_not_pass_for_the_experiment(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Runs of other lengths or rates, and models judged on other data; the seed that chose the rates has several."""
+    rows = [row("muon", seed, 0.5) | {"recipe": "a"} for seed in (0, 1, 2)]
+    rows += [row("muon", 100, 0.5, rate) | {"recipe": f"{rate}"} for rate in (0.5, 2.0)]
+    main(rows=written(tmp_path / "whole", rows))
+    assert "| muon | 0.500 (0.500..0.500) |" in capsys.readouterr().out
+    said = refused(capsys, rows=written(tmp_path / "trial", [*rows, row("muon", 0, 0.1) | {"recipe": "b"}]))
+    assert "muon: rows of 'muon' have several recipes (a, b)" in said
+    data = [row("muon", 0, 0.5) | {"judged": {"val": val}} for val in ("a/dev", "x/a/dev", "a/test")]
+    main(rows=written(tmp_path / "moved", data[:2]))
+    said = refused(capsys, rows=written(tmp_path / "other", data))
+    assert "muon: rows of 'muon' were judged on several data" in said
+
+
+def test_rows_that_are_not_there_are_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = written(tmp_path / "first", [row("muon", 0, 0.5)])
+    assert "nowhere has no rows" in refused(capsys, rows=tmp_path / "nowhere")
+    (tmp_path / "made").mkdir()
+    (tmp_path / "made" / "tables.md").write_text("kept")
+    said = refused(capsys, ("muon", "nosuch"), rows=folder, write=tmp_path / "made")
+    assert "no rows of nosuch: expected some of muon" in said
+    assert (tmp_path / "made" / "tables.md").read_text() == "kept"
+    again = written(tmp_path / "again", [row("muon", 0, 0.5)])
+    (again / "mix.jsonl").write_text(json.dumps(row("muon", 0, 0.5)) + "\n")
+    assert "the second run has rows of mix, of which the first has none" in refused(capsys, rows=folder, again=again)
+    main(("muon",), rows=folder, again=again)
+    assert "| muon | 1 | 1 | 0.00 | 0.00 |" in capsys.readouterr().out
+    (tmp_path / "file").touch()
+    assert "File exists" in refused(capsys, rows=folder, write=tmp_path / "file")
+
+
+def test_a_torn_line_loses_itself_alone(tmp_path: Path) -> None:
+    folder = written(tmp_path, [row("muon", 0, 0.5)])
+    with (folder / "muon" / "results.jsonl").open("a") as file:
+        file.write('{"arm": "muon", "se')
+    (results,) = read(folder)
+    assert [row["seed"] for row in results.rows] == [0]
 
 
 def test_a_plot_shows_intervals_where_they_lie() -> None:
