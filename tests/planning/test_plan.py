@@ -493,7 +493,8 @@ def test_what_cannot_be_planned_is_refused(words: str, output: str, capsys: pyte
 
 def test_page_has_the_scripts_prose_and_every_command() -> None:
     text = PAGE.read_text()
-    assert text.startswith(plan_papers.INTRO) and text.endswith(plan_papers.CHECKS)
+    assert text.startswith(plan_papers.INTRO)
+    assert text.endswith(plan_papers.CHECKS)
     for setting in plan_papers.SETTINGS:
         assert f"kiloword plan {setting.command}\n" in text
 
