@@ -15,11 +15,11 @@ import tyro
 from torch import Tensor
 
 from kiloword.api import Matcher, load
-from kiloword.data.reading import eval_batches
 from kiloword.data.sources.open import open_source
+from kiloword.evaluation.features import captioned
 from kiloword.evaluation.retrieval.relevance import Score
 from kiloword.evaluation.retrieval.task import retrieval
-from kiloword.model.encoding import join
+from kiloword.evaluation.task import Inputs
 from kiloword.terminal import say, warn
 from kiloword.types import Features, Source
 from research.arms import in_one_message
@@ -41,22 +41,20 @@ class Encoded:
 
 def encoded(matcher: Matcher, source: Source, mirrored: bool = False) -> Encoded:
     """Encode a source. Args: mirrored: mirror images are a second view. Raises: ValueError where it has no captions."""
-    views, captions, image, skipped = list[list[Features]](), list[str](), list[int](), 0
-    config, images = matcher.model.config, 0
-    for batch in eval_batches(source, config.image.size, config.preprocess.resize):
-        skipped += len(batch.skipped)
-        if not batch.rows:
-            continue
-        pixels = [batch.images, batch.images.flip(-1)] if mirrored else [batch.images]
-        views.append([matcher.encode_image(view) for view in pixels])
-        image += [images + place for place, texts in enumerate(batch.captions) for _ in texts]
-        captions += [text for texts in batch.captions for text in texts]
-        images += len(batch.rows)
-    if not captions:
-        raise ValueError(f"{source.name} has no captions to retrieve with: expected images with captions.")
-    joined = [join(list(parts)) for parts in zip(*views, strict=True)]
-    texts = matcher.encode_text(captions)
-    return Encoded(matcher=matcher, views=joined, texts=texts, image_of_text=torch.tensor(image), skipped=skipped)
+
+    def encode(images: Tensor) -> Features:
+        views = (images, images.flip(-1)) if mirrored else (images,)
+        return _numbered([matcher.encode_image(view) for view in views])
+
+    inputs = Inputs(matcher, source)
+    data = captioned(inputs, encode)
+    return Encoded(
+        matcher=matcher,
+        views=[_own(data.images, view) for view in range(1 + mirrored)],
+        texts=matcher.encode_text(data.captions),
+        image_of_text=torch.tensor(data.image_of_text),
+        skipped=len(inputs.skipped),
+    )
 
 
 def together(models: Sequence[Encoded]) -> tuple[Score, Features, Features]:
@@ -99,9 +97,11 @@ def main(models: tyro.conf.Positional[tuple[Path, ...]], *, data: str, mirrored:
     """
     if not models:
         raise ValueError("no model: expected folders of models.")
-    source, seen = open_source(data), list[Encoded]()
+    seen = list[Encoded]()
     for folder in models:
-        seen.append(encoded(load(folder), source, mirrored))
+        matcher = load(folder)
+        source = open_source(data, matcher.model.config.image.size)
+        seen.append(encoded(matcher, source, mirrored))
         say(recalls(str(folder), seen[-1:]))
     if seen[0].skipped:
         warn(f"skipped {seen[0].skipped} of {len(source)} rows, which cannot be read or have no caption")

@@ -65,7 +65,7 @@ def test_each_direction_stands_where_the_line_says(models: list[Encoded]) -> Non
 def test_photos_without_captions_and_no_models_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("a", "b"):
         Image.new("RGB", (40, 40)).save(tmp_path / f"{name}.png")
-    with pytest.raises(ValueError, match="has no captions to retrieve with"):
+    with pytest.raises(ValueError, match="none of its 2 rows is a usable image, the first because: no caption"):
         encoded(matcher("clip", 0), open_source(str(tmp_path)))
     with pytest.raises(SystemExit) as ended:
         main((), data="scenes?n=2")
