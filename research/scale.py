@@ -3,7 +3,8 @@
 `python -m research.scale --data tiny/train --val tiny/dev --out runs/scale`: 27 cells of width, photos and steps, two
 arms each, of one seed; every value of width, photos and steps has all three seeds. The gain is fitted as a + b
 log2(width) + c log2(photos) + d log2(steps), in units of the middle cell, so that a is the mean over cells. The
-middle cell chose `RATE` (`--seeds 100 --rate 2 --arms ...`); the first runs had the default, `--rate 1`.
+middle cell chose `RATE` (`--seeds 100 --rate 2 --arms ...`); the first runs had the default, `--rate 1`. `--control`
+trains, in every cell, on the captions of classes alone, which the models are tested with.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ HEAD = 16  # width of an attention head
 RATE = 4.0  # times the default learning rate: in the middle cell the best for one caption, level with 2 for all
 T_23 = 2.0687  # 97.5% point of Student's t with 27 cells less 4 coefficients
 LEVELS = (2, 4, 6)  # of the captions of a photo, one each
-ONE, ALL = "one caption", "all captions"
+ONE, ALL, CLASSES = "one caption", "all captions", "captions of classes"
 CELLS = [
     (width, photos, steps) for width in range(3) for photos in range(3) for steps in range(3)
 ]  # places in WIDTHS, PHOTOS, STEPS
@@ -45,18 +46,24 @@ def named(captions: str, cell: tuple[int, int, int]) -> str:
     return f"{captions}, width {WIDTHS[width]}, {PHOTOS[photos]} photos, {STEPS[steps]} steps"
 
 
-def arms(options: ClassOptions) -> list[Arm]:
-    """Siglip on one redrawn caption of a photo, and on all three, in every cell."""
+@dataclass(frozen=True, kw_only=True)
+class ScaleOptions(ClassOptions):
+    control: bool = False  # the captions of classes alone, in place of both other arms
+
+
+def arms(options: ScaleOptions) -> list[Arm]:
+    """Siglip on one redrawn caption of a photo, and on all three, in every cell; or the control."""
 
     def arm(captions: str, cell: tuple[int, int, int]) -> Arm:
         width, photos, steps = cell
-        query = f"levels={','.join(map(str, LEVELS))}&captions={len(LEVELS)}"
+        levels = LEVELS[-1:] if captions == CLASSES else LEVELS
+        query = f"levels={','.join(map(str, levels))}&captions={len(levels)}"
         recipe = _wide(base(options, "siglip", query, STEPS[steps], BATCH), WIDTHS[width])
         recipe = replace(recipe, data=replace(recipe.data, captions="one" if captions == ONE else "all"))
         judge, source, seed = partial(classified, options), part(slice(PHOTOS[photos])), sum(cell) % 3
         return Arm(name=named(captions, cell), recipe=recipe, judge=judge, source=source, rate=RATE, seed=seed)
 
-    return [arm(captions, cell) for cell in CELLS for captions in (ONE, ALL)]
+    return [arm(captions, cell) for cell in CELLS for captions in ((CLASSES,) if options.control else (ONE, ALL))]
 
 
 def _wide(recipe: Recipe, width: int) -> Recipe:
@@ -74,17 +81,18 @@ class Slope:
     """One coefficient of the fitted gain, with its 95% interval by Student's t of the fit's residuals."""
 
     term: int  # place in TERMS
+    over: str = ONE
 
     @property
     def says(self) -> str:
-        return f"gain of all captions {TERMS[self.term]}"
+        return f"gain of all captions {'' if self.over == ONE else f'over {self.over} '}{TERMS[self.term]}"
 
     def lacks(self, runs: Runs) -> str:
-        finished = sum(bool(runs.get(named(captions, cell))) for cell in CELLS for captions in (ONE, ALL))
+        finished = sum(bool(runs.get(named(captions, cell))) for cell in CELLS for captions in (self.over, ALL))
         return "" if finished == 2 * len(CELLS) else f"{finished} of {2 * len(CELLS)} runs are finished"
 
     def decide(self, runs: Runs) -> Decision:
-        gains = np.array([_top1(runs, named(ALL, cell)) - _top1(runs, named(ONE, cell)) for cell in CELLS])
+        gains = np.array([_top1(runs, named(ALL, cell)) - _top1(runs, named(self.over, cell)) for cell in CELLS])
         value, reach = (float(numbers[self.term]) for numbers in fitted(gains))
         effect = Effect(value, value - reach, value + reach)
         return Decision(self.says, "27 cells", effect, 0.0, effect.verdict(0.0))
@@ -142,11 +150,11 @@ def _means(name: str, cells: Sequence[tuple[int, int, int]], runs: Runs) -> list
 EXPERIMENT = Experiment(
     module="research.scale",
     title="The gain of all captions by width, photos and steps",
-    options=ClassOptions,
+    options=ScaleOptions,
     arms=arms,
     columns={"top-1": "top1"},
     summary=summary,
-    claims=tuple(Slope(term=term) for term in range(len(TERMS))),
+    claims=(*(Slope(term=term) for term in range(len(TERMS))), Slope(term=0, over=CLASSES)),
 )
 
 if __name__ == "__main__":

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from research import arms_queue
-from research.classes import ClassOptions
 from research.evidence import Decision, decided
-from research.scale import ALL, CELLS, EXPERIMENT, ONE, Slope, named, summary
+from research.scale import ALL, CELLS, CLASSES, EXPERIMENT, ONE, ScaleOptions, Slope, arms, named, summary
 
 
 def runs(gain: Any) -> dict[str, list[dict[str, Any]]]:
@@ -41,6 +40,19 @@ def test_a_missing_cell_leaves_it_open() -> None:
     assert summary({named(captions, cell): [] for cell in CELLS for captions in (ONE, ALL)})[-1] == ""
 
 
+def test_the_control_sees_the_captions_of_classes_alone_and_is_compared_with_all(tmp_path: Path) -> None:
+    controls = arms(ScaleOptions(out=tmp_path, data="photos", val="photos", control=True))
+    assert [arm.name for arm in controls] == [named(CLASSES, cell) for cell in CELLS]
+    assert {arm.recipe.data.sources for arm in controls} == {("tree:photos?levels=6&captions=1",)}
+    made = runs(lambda *cell: 0.02)
+    assert str(decided(Slope(term=0, over=CLASSES), made)).endswith("(27 of 54 runs are finished).")
+    made |= {named(CLASSES, cell): [{"metrics": {"top1": 0.15}, "cpu_s": 10.0}] for cell in CELLS}
+    decision = decided(Slope(term=0, over=CLASSES), made)
+    assert str(decision).startswith("gain of all captions over captions of classes in the mean of the cells: 27 cells")
+    assert isinstance(decision, Decision)
+    assert decision.effect.value == pytest.approx(-0.03)
+
+
 def test_the_summary_says_where_the_gain_is_and_what_it_costs() -> None:
     made = runs(lambda width, photos, steps: -0.01 if (width, photos, steps) == (0, 0, 0) else 0.02)
     lines = summary(made)
@@ -55,6 +67,6 @@ def test_a_cell_runs_its_own_seed_and_that_of_tuning(tmp_path: Path, monkeypatch
     cell, started = named(ONE, (1, 1, 1)), list[str]()
     monkeypatch.setattr(arms_queue, "_run", lambda todo, *_: started.extend(name for name, _ in todo))
     for seeds in ((0, 1, 2), (100,)):
-        options = ClassOptions(out=tmp_path, data="photos", val="photos", arms=(cell,), seeds=seeds)
+        options = ScaleOptions(out=tmp_path, data="photos", val="photos", arms=(cell,), seeds=seeds)
         arms_queue.run_all(EXPERIMENT, options)
     assert started == [f"{cell}:0", f"{cell}:100"]
