@@ -7,7 +7,7 @@ import fcntl
 import hashlib
 import json
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from pathlib import Path, PurePath
@@ -39,22 +39,18 @@ def _changes(value: Any, default: Any) -> Any:
 
 
 def judged_by(options: Options) -> dict[str, Any]:
-    """The options that decide what models are judged on, those that are set; paths as they were given."""
-    return {name: value for name in JUDGED_BY if (value := getattr(options, name, None)) is not None}
-
-
-def data_of(judged: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """What tells data apart that was judged on: of a path its last two parts, such as tiny/dev.
+    """The options that decide what models are judged on, those that are set; of a path its last two parts: "tiny/dev".
 
     The same data may lie in another folder on another machine. Data of two folders with equal last parts passes for
     one; a name of one part alone ("dev") and a longer one for two: the trained models are then judged again.
     """
-    return tuple((name, _ending(value) if isinstance(value, str) else value) for name, value in sorted(judged.items()))
+    values = {name: value for name in JUDGED_BY if (value := getattr(options, name, None)) is not None}
+    return {name: _ending(value) if isinstance(value, str) else value for name, value in values.items()}
 
 
-def _ending(src: str) -> tuple[str, ...]:
+def _ending(src: str) -> str:
     path, mark, query = src.partition("?")
-    return *PurePath(path).parts[-2:], mark + query
+    return "/".join(PurePath(path).parts[-2:]) + mark + query
 
 
 def read(out: Path) -> list[Row]:
@@ -88,7 +84,7 @@ def append(out: Path, row: Row) -> None:
 def finished(rows: Sequence[Row], arm: Arm, seed: int, options: Options | None = None) -> Row | None:
     """The newest row of an arm's very recipe and seed.
 
-    Args: options: rows that were judged on other data than theirs (`data_of`) do not count; those of older versions do,
+    Args: options: rows that were judged on other data than theirs do not count; those of older versions do,
     as they do not name it. Default: all count.
     """
     same = (arm.name, seed, recipe_hash(arm.recipe))
@@ -97,7 +93,7 @@ def finished(rows: Sequence[Row], arm: Arm, seed: int, options: Options | None =
 
 
 def _is_of(row: Row, options: Options) -> bool:
-    return "judged" not in row or data_of(row["judged"]) == data_of(judged_by(options))
+    return "judged" not in row or row["judged"] == judged_by(options)
 
 
 def folder_of(out: Path, arm: Arm, seed: int) -> Path:

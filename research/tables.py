@@ -17,7 +17,7 @@ import tyro
 
 from kiloword.terminal import say
 from research.arms import TUNING, Experiment, in_one_message
-from research.arms_rows import Row, data_of, read_file
+from research.arms_rows import Row, read_file
 from research.arms_table import line, table_of
 from research.evidence import Decision, decided
 from research.forest import forest
@@ -66,7 +66,7 @@ class Results:
                     f"{self.name}: rows of {arm!r} have several recipes ({', '.join(recipes)}): expected those of one, "
                     "and trials in a folder of their own."
                 )
-            if len({data_of(row["judged"]) for row in of_arm if "judged" in row}) > 1:
+            if len({str(row["judged"]) for row in of_arm if "judged" in row}) > 1:
                 raise ValueError(f"{self.name}: rows of {arm!r} were judged on several data: expected those of one.")
 
     @cached_property

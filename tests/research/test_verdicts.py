@@ -84,7 +84,7 @@ def test_a_trial_in_the_folder_does_not_pass_for_the_experiment(
     assert "| muon | 0.500 (0.500..0.500) |" in capsys.readouterr().out
     said = refused(capsys, rows=written(tmp_path / "trial", [*rows, row("muon", 0, 0.1) | {"recipe": "b"}]))
     assert "muon: rows of 'muon' have several recipes (a, b)" in said
-    data = [row("muon", 0, 0.5) | {"judged": {"val": val}} for val in ("a/dev", "x/a/dev", "a/test")]
+    data = [row("muon", 0, 0.5) | {"judged": {"val": val}} for val in ("a/dev", "a/dev", "a/test")]
     main(rows=written(tmp_path / "moved", data[:2]))
     said = refused(capsys, rows=written(tmp_path / "other", data))
     assert "muon: rows of 'muon' were judged on several data" in said
