@@ -90,10 +90,11 @@ micro-batches is the fastest that fits. It takes the method's settings, `--model
 exit code 2.
 
 This page is what `python bench/plan_papers.py` prints. Everywhere: bf16, AdamW, captions of 20 tokens on average
-(start and end included) packed end to end, 0.4 of the data sheet's FLOP/s for all arithmetic, recomputation
-included. A pair is an image with its captions; a multiply-add is two FLOP. Losses compute in fp32, at the
-card's fp32 speed: on an A100 Llip's pair loss, 2% of the arithmetic of G/14, takes a quarter of its time, and a quarter
-of b16's arithmetic most of its. What a recipe sets, and where the paper states it: `kiloword recipes show NAME`.
+(start and end included) packed end to end, 0.32 of the data sheet's FLOP/s for all arithmetic, recomputation included:
+the mean of what an H200 reached at b32, b16 and l14 ([bench.md](bench.md#on-a-gpu)). A pair is an image with its
+captions; a multiply-add is two FLOP. Losses compute in fp32, at the card's fp32 speed: on an A100 Llip's pair loss, 2%
+of the arithmetic of G/14, takes a quarter of its time, and a quarter of b16's arithmetic most of its. What a recipe
+sets, and where the paper states it: `kiloword recipes show NAME`.
 """
 
 CHECKS = """## What the figures rest on

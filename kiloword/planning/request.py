@@ -30,7 +30,7 @@ class Card:
 
 
 CARDS = {
-    # an H200 was measured at 790 TFLOP/s of bf16 products: 0.4 of the data sheet is half of what it really does
+    # an H200 was measured at 790 TFLOP/s of bf16 products; steps had 0.27 to 0.37 of the data sheet (docs/bench.md)
     "h200": Card("h200", 989e12, 67e12, 139 * GIB, 450e9, 50e9),
     "h100": Card("h100", 989e12, 67e12, 79 * GIB, 450e9, 50e9),
     "a100-80": Card("a100-80", 312e12, 19.5e12, 79 * GIB, 300e9, 25e9),
@@ -74,7 +74,9 @@ class Plan(BaseSettings):
     flops: float | None = setting(None, "TFLOP/s of one GPU, instead of the data sheet's", ABOVE_0)
     memory: float | None = setting(None, "memory of one GPU in GiB", ABOVE_0)
     bandwidth: float | None = setting(None, "GB/s that one GPU sends to others", ABOVE_0)
-    utilisation: float = setting(0.4, "share of these FLOP/s that is reached; padding is not counted", ABOVE_0, 1)
+    utilisation: float = setting(
+        0.32, "share of these FLOP/s that is reached: an H200 reached 0.27 (b32) to 0.37 (l14)", ABOVE_0, 1
+    )
     parallel: Literal["auto", "ddp", "fsdp"] = setting(
         "auto", "ddp: replicated weights; fsdp: sharded; auto: the fastest that fits"
     )
