@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from kiloword.api.batches import check_room
 from kiloword.data.reading import EvalBatch, eval_batches, reasons
 from kiloword.distributed.sharing import gathered, lockstep, own, share
 from kiloword.evaluation.classes import NONE, NOT_AMONG, OTHER, Classes
@@ -171,6 +170,8 @@ def captioned(inputs: Inputs, encode: Callable[[Tensor], Features] | None = None
 
     Args: encode: as for `seen`. Raises: ValueError where no image has one, and for features that memory cannot hold.
     """
+    from kiloword.api.batches import check_room  # `kiloword.api` imports this module
+
     source, parts = inputs.source, list[Seen]()
     for part in seen(inputs, encode):
         if not parts:

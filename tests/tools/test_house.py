@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -355,3 +356,25 @@ def test_rooms_import_downward_but_where_the_architecture_page_says_so(house: Mo
 
 def room_names(cell: str) -> list[str]:
     return re.findall(r"`(\w+)`", cell)
+
+
+@pytest.mark.slow
+def test_every_module_can_be_the_first_import() -> None:
+    """A circle of imports shows only where a user's script enters it; each module is imported by a fork of its own."""
+    script = """
+import os, sys
+import PIL.Image, numpy, rich.table, torch, tyro  # once, for all forks
+for name in sys.argv[1:]:
+    pid = os.fork()
+    if pid == 0:
+        __import__(name)
+        os._exit(0)
+    if os.waitpid(pid, 0)[1]:
+        print(name)
+"""
+    files = sorted((ROOT / "kiloword").rglob("*.py"))
+    names = [".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for file in files]
+    command = [sys.executable, "-c", script, *(name for name in names if not name.endswith("__main__"))]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0
+    assert done.stdout == "", done.stderr[-2000:]
