@@ -89,6 +89,11 @@ class Learner(nn.Module):
                 if isinstance(part, AttentionalPool):
                     part.requires_grad_()  # the captioning term reads images through it
 
+    def clamp_(self) -> None:
+        """Clamp the scales of the head and of the contrasts to their limits, after each optimizer step."""
+        for head in (self.model.head, *(contrast.head for contrast in self.contrasts.values())):
+            head.clamp_()  # type: ignore[operator]
+
     def above_trunks(self, batch: Batch) -> Batch:
         """The batch with tokens of the trunks: for its images, and beside the ids of its texts; else the same batch.
 

@@ -67,7 +67,7 @@ def _loop(run: Run, cadence: Cadence) -> None:
         learner.done = run.step / run.recipe.steps
         values = backward(learner, micro, precision, run.reducer)
         values |= run.optimizer.step(run.step, values["loss"])
-        learner.model.head.clamp_()
+        learner.clamp_()
         commit(learner, values["skipped_step"])
         run.average.update(learner, run.step, values["skipped_step"])
         for change in learner.method.after_step:

@@ -33,7 +33,7 @@ def schedule(step: int, steps: int, config: OptimConfig) -> float:
     """Factor of the learning rate at `step` (from 0) of `steps`: linear warm-up, then half a cosine."""
     warmup = warmup_steps(steps, config)
     if step < warmup:
-        return (step + 1) / max(warmup, 1)
+        return min((step + 1) / max(warmup, 1), 1.0)
     progress = (step - warmup) / max(steps - warmup, 1)
     return config.final_lr + (1 - config.final_lr) * (1 + math.cos(math.pi * min(progress, 1.0))) / 2
 
@@ -76,8 +76,12 @@ def above_trunks(module: nn.Module) -> set[str]:
 
 
 def decays(name: str, p: Tensor) -> bool:
-    """Whether weight decay applies: to matrices only, not to 1-D parameters, positions, tokens or embedding tables."""
-    return p.dim() >= 2 and not any(word in name for word in ("position", "token", "embedding", "probe"))
+    """Whether weight decay applies: to matrices only, not to 1-D parameters, positions, tokens or embedding tables.
+
+    A kernel of a convolution is none of these, whatever its name (`patch_embeddings.projection` of transformers).
+    """
+    tables = ("position", "pos_embed", "token", "embedding", "probe")
+    return p.dim() > 3 or (p.dim() >= 2 and not any(word in name for word in tables))
 
 
 def groups(module: nn.Module, config: OptimConfig) -> dict[str, list[tuple[str, Tensor]]]:

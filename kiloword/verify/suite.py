@@ -270,7 +270,7 @@ def _toy(method: str | MethodChoice, trunks: Trunks = "none", steps: int = TOY) 
     for step in range(steps):
         losses.append(float(backward(model, [data])[name]))
         optimizer.step(step)
-        model.model.head.clamp_()
+        model.clamp_()
     return (losses[-1] - least) / (losses[0] - least)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -41,6 +42,7 @@ from kiloword.evaluation.hierarchy.paths import (
     radius_paths,
     traversals,
 )
+from kiloword.evaluation.task import Nearest
 from kiloword.methods.prolip.gaussian import inclusion, log_inclusion
 from kiloword.methods.registry import preset
 from kiloword.model.model import build
@@ -104,6 +106,20 @@ def test_official_protocol_is_the_transcription(seed: int) -> None:
     assert found["precision"] == pytest.approx(precision)
     assert found["recall"] == pytest.approx(recall)
     assert 0 < recall < 1
+
+
+@pytest.mark.parametrize("nearest", ["cosine", "csd"])
+def test_steps_are_in_full_precision_also_in_a_run_of_half(nearest: Nearest) -> None:
+    """Validation on CUDA runs under autocast; texts that lie close together are one text in bf16."""
+    texts, images, roots = ({k: v.float() for k, v in gaussians(n, 32, n).items()} for n in (400, 20, 1))
+    texts["vec"] = F.normalize(0.1 * texts["vec"] + images["vec"][0], dim=1)
+
+    def paths() -> Tensor:
+        return traversals(cosine, images, texts, roots["vec"], nearest)
+
+    full = paths()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(paths(), full)
 
 
 def test_path_of_equal_scores_takes_the_first_admitted_text() -> None:

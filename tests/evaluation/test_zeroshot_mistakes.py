@@ -45,6 +45,14 @@ def test_confusion_and_the_surest_mistakes(batch: int) -> None:
     predicted(batch)
 
 
+def test_a_tie_is_no_mistake() -> None:
+    """Two classes of one name, such as ImageNet's crane: images of the second are not sure mistakes."""
+    seen = Predictions()
+    seen.note([0, 1], torch.tensor([1, 1]))
+    seen.scoring(lambda images, _: images["vec"])({"vec": torch.tensor([[2.0, 2, 0], [1, 0, 0]])}, {})
+    assert seen.surest() == [(1, 1, 0)]
+
+
 def test_images_of_several_classes_have_none() -> None:
     seen = Predictions()
     seen.note([0], torch.tensor([[1, 0]]))

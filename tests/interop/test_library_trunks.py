@@ -98,6 +98,17 @@ def test_tokens_of_timm(name: str, prefix: int, tmp_path: Path) -> None:
     assert f"not used: net.{head}" in towers.load(model.image_tower.trunk, text, "image tower")
 
 
+def test_layers_with_a_number_in_their_name_are_no_blocks() -> None:
+    """Before: `conv1` and `bn1` counted, and all blocks behind them were off by one or two."""
+    timm = library("timm")
+    config = towers.with_image_tower(BASE, "timm:test_resnet")
+    blocks = build(config, preset("clip"), seed=0).image_tower.trunk.blocks()
+    net = timm.create_model("test_resnet", pretrained=False)
+    stages = [getattr(net, f"layer{n}") for n in range(1, 5) if hasattr(net, f"layer{n}")]
+    assert len(blocks) == sum(map(len, stages))
+    assert {name.split(".")[1] for name in blocks[0]} == {"conv1", "bn1", "layer1"}
+
+
 @pytest.mark.slow
 def test_channels_last_and_the_size_of_timms_images() -> None:
     """Swin gives [I, H, W, C]; a convolutional net takes other sizes, a vision transformer its own alone."""
@@ -126,6 +137,7 @@ def test_tokens_of_open_clip(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     model = check_same(f"open_clip:tiny:{tmp_path / 'w.pt'}", seen[0], images)
     assert model.config.image.trunk.prefix == 1
     assert model.config.head.image_pool == "cls"
+    assert len(model.image_tower.trunk.blocks()) == 2  # the layers of OPEN_CLIP: `conv1` is none
 
 
 @pytest.mark.parametrize(

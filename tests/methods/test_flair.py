@@ -68,6 +68,34 @@ def sides() -> tuple[Attended, Tensor, Tensor, Texts]:
     return pooling(), tokens, packed, texts
 
 
+@pytest.mark.parametrize("turned", [0, -6, -12, -20])
+def test_texts_that_hardly_attend_to_patches_have_scores_and_gradients(turned: float) -> None:
+    """The rest of their attention goes to the empty token, whose value is 0: the mixed vector is small, not wrong."""
+    made, generator = pooling(), torch.Generator().manual_seed(0)
+    heads, dim = made.heads, made.out.in_features
+    towards = F.normalize(torch.randn(heads, dim // heads, generator=generator), dim=-1)
+    keys, values = (torch.randn(2, 50, heads, dim // heads, generator=generator) for _ in range(2))
+    keys = 0.05 * keys + towards * turned / (4 * made.factor)
+    keys[:, -1], values[:, -1] = 0, 0
+    query = 4 * towards + 0.1 * torch.randn(3, heads, dim // heads, generator=generator)
+    texts = {"vec": F.normalize(torch.randn(3, dim, generator=generator), dim=1), "query": query}
+    results = []
+    for dtype in (torch.float32, torch.float64):
+        leaf = keys.to(dtype, copy=True).requires_grad_()
+        images = {"vec": torch.ones(2, dim, dtype=dtype), "keys": leaf, "values": values.to(dtype)}
+        if dtype == torch.float32:
+            scores = made.float().score(images, texts)
+        else:
+            weights = torch.einsum("inmd,tmd->itmn", leaf, query.double() * made.factor).softmax(-1)
+            mixed = torch.einsum("itmn,inmd->itmd", weights, values.double()).flatten(2)
+            pooled = F.normalize(mixed @ made.double().out.weight.T, dim=-1)
+            scores = torch.einsum("itd,td->it", pooled, texts["vec"].double())
+        results.append((scores.detach().double(), torch.autograd.grad(scores.sum(), leaf)[0].double()))
+    (fast, fast_gradient), (slow, slow_gradient) = results
+    torch.testing.assert_close(fast, slow, atol=2e-6, rtol=0)
+    assert float((fast_gradient - slow_gradient).norm() / slow_gradient.norm()) < 1e-3
+
+
 def test_scores_and_gradients_are_those_of_torchs_attention(sides: tuple[Attended, Tensor, Tensor, Texts]) -> None:
     made, tokens, packed, texts = sides
     measured = []

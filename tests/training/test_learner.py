@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from kiloword.config.recipes import OptimConfig, sizes
@@ -22,10 +24,10 @@ from kiloword.methods.registry import preset
 from kiloword.model.blocks import Init
 from kiloword.model.heads import Head, Single
 from kiloword.model.model import build, initialise
-from kiloword.training import muon
+from kiloword.training import muon, optimizer
 from kiloword.training.accumulate import backward
 from kiloword.training.learner import Learner
-from kiloword.training.optimizer import Average, Muon, Optimizer, _fused_lerp, schedule
+from kiloword.training.optimizer import Average, Muon, Optimizer, _fused_lerp, schedule, warmup_steps
 from kiloword.training.setup import make_learner
 from kiloword.types import Batch, Encoded, Features, Pairs, Positives
 from kiloword.verify.batch import batch
@@ -290,6 +292,26 @@ def test_schedule(warmup: float) -> None:
     assert all(a >= b for a, b in pairwise(factors[10:]))
 
 
+@given(share=st.floats(0, 0.99), steps=st.integers(1, 3000), own=st.booleans())
+def test_the_warmup_rises_to_the_learning_rate_and_not_above(share: float, steps: int, own: bool) -> None:
+    """Also where a share of the steps is no whole number: 0.05 of 21 steps is 1.05."""
+    config = OptimConfig(warmup=1 + share * steps if own else share)
+    factors = [schedule(step, steps, config) for step in range(steps)]
+    assert max(factors) <= 1
+    rising = factors[: math.ceil(warmup_steps(steps, config))]
+    assert rising == sorted(rising)
+
+
+def test_positions_of_any_library_do_not_decay_and_kernels_do() -> None:
+    table, kernel = torch.zeros(1, 5, 8), torch.zeros(8, 3, 4, 4)
+    trunk = "model.image_tower.trunk.net."
+    for name in ("pos_embed", "vision_model.embeddings.position_embedding.weight", "cls_token", "reg_token"):
+        assert not optimizer.decays(trunk + name, table)
+    for name in ("patch_embed.proj.weight", "embeddings.patch_embeddings.projection.weight"):
+        assert optimizer.decays(trunk + name, kernel)
+    assert optimizer.decays(trunk + "blocks.0.attn.qkv.weight", torch.zeros(8, 8))
+
+
 @pytest.mark.parametrize("size", ["debug", "tiny", "s16", "b32", "h14"])
 def test_the_default_warmup_is_a_share_of_the_run_and_at_most_2000_steps(size: str) -> None:
     config = default_recipe("clip", size).optim
@@ -355,6 +377,16 @@ def test_scale_is_held_to_its_limit() -> None:
         head.log_scale.fill_(9.0)
     head.clamp_()
     assert float(head.log_scale.detach().exp()) == pytest.approx(100.0)
+
+
+def test_scales_of_contrasts_are_held_to_their_limits() -> None:
+    made = learner("clip+text-crops", dtype=torch.float32)
+    heads = [made.model.head, made.contrasts["text_crops"].head]
+    for head in heads:
+        head.log_scale.data.fill_(9.0)  # type: ignore[operator, union-attr]
+    made.clamp_()
+    scales = [float(head.log_scale.detach().exp()) for head in heads]  # type: ignore[operator, union-attr]
+    assert scales == pytest.approx([100.0, 100.0])
 
 
 def test_average_of_weights() -> None:

@@ -70,7 +70,7 @@ class Predictions:
         if not self.first:
             return []
         true, first, lead = map(torch.cat, (self.labels, self.first, self.lead))
-        wrong = (true != first).nonzero()[:, 0]
+        wrong = ((true != first) & (lead > 0)).nonzero()[:, 0]  # a tie is no mistake: equal names of two classes
         order = wrong[lead[wrong].argsort(descending=True, stable=True)][:SHOWN].tolist()
         return [(self.rows[i], int(true[i]), int(first[i])) for i in order]
 

@@ -161,7 +161,7 @@ def _against(x: Tensor, texts: Tensor) -> Tensor:
 def _norms(squared: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """1 / |z| [r, c], and whether |z|^2 is above its rounding error; only there it has a gradient.
 
-    Args: squared [r, c]; scale [r, 1], the magnitude of the summands of |z|^2.
+    Args: squared [r, c]; scale [r, 1] or [r, c], the magnitude of the summands of |z|^2.
     """
     floor = torch.finfo(squared.dtype).eps * scale + 1e-24  # 1e-24: the square of eps of torch's normalize
     return squared.maximum(floor).rsqrt(), squared > floor
@@ -180,7 +180,7 @@ def _tile(
     else:
         x = torch.matmul(by_head.mT, phi).flatten(1, 2)  # [r, D, c]
         matrix, target = square.expand(len(x), -1, -1), y.flatten(1).T
-        scale = values.square().mean((1, 2, 3))[:, None] * square.trace() * heads
+        scale = x.square().sum(1) * square.trace()  # of C itself: its values may cancel
     w = torch.bmm(matrix, x)
     inverse, free = _norms((x * w).sum(1), scale)
     result = (x * target).sum(1) * inverse

@@ -21,7 +21,8 @@ HF_TYPES = ("vit", "dinov2", "dinov2_with_registers", "siglip_vision_model", "cl
 ANY_SIZE = ("dinov2", "dinov2_with_registers")  # interpolate their positions to the size of an image
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)  # of a model: no address, no path
 HEADS = ("attn_pool", "fc_norm", "head", "head_drop", "head_norm")  # parts of timm's models after their tokens
-INDEXED = re.compile(r"^(?!.*\b(?:stem|patch_embed)\b)(.*?\d+\.(?:(?:blocks\.)?\d+\.)?)")
+# a number that is a part of the name: `layer1.0.` and `blocks.3.`, not `bn1.`
+INDEXED = re.compile(r"^(?!net\.conv1\b|.*\b(?:stem|patch_embed)\b)(.*?(?<![A-Za-z\d])\d+\.(?:(?:blocks\.)?\d+\.)?)")
 INSTALL = {"timm": ("timm", "timm"), "open_clip": ("open_clip_torch", "openclip")}  # package, extra of kiloword
 
 
