@@ -66,7 +66,7 @@ def test_a_model_pickles_for_other_processes(method: str, tmp_path: Path) -> Non
 def test_a_saved_model_is_the_same_with_its_card(tmp_path: Path) -> None:
     folder = saved(tmp_path / "model")
     (folder / "README.md").write_text("# A card\n")
-    model = kiloword.load(folder, size=64)
+    model = kiloword.load(folder)
     assert model.card == "# A card\n"
     again = kiloword.load(model.save(tmp_path / "out" / "again"))
     assert again.card == model.card
@@ -79,6 +79,39 @@ def test_a_saved_model_is_the_same_with_its_card(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="was not loaded from a model folder"):
         matcher().save(tmp_path / "other")
     assert kiloword.load(saved(tmp_path / "plain")).card == ""
+
+
+@pytest.mark.parametrize("method", ["siglip", "llip", "prolip", "siglip+matryoshka"])
+def test_a_model_that_was_changed_gets_a_card_of_its_own(tmp_path: Path, method: str) -> None:
+    folder = saved(tmp_path / "model", method)
+    (folder / "README.md").write_text("Images of 32 pixels\n")
+    assert kiloword.load(kiloword.load(folder).save(tmp_path / "same")).card == "Images of 32 pixels\n"
+    dim = 8 if "siglip" in method else None
+    model = kiloword.load(folder, dim=dim, size=64, context=30)
+    card = kiloword.load(model.save(tmp_path / "out")).card
+    assert "Images of 64 pixels, texts of at most 30 tokens" in card
+    assert f"features of {dim or model.model.config.head.dim} numbers" in card
+    assert "image.size is 64 instead of 32; " in card
+    assert ("head.dim is 8 instead of" in card) == (dim is not None)
+    (folder / "README.md").unlink()
+    assert kiloword.load(kiloword.load(folder, size=64).save(tmp_path / "plain")).card == ""
+
+
+@pytest.mark.parametrize("size", [None, 64])
+def test_a_killed_save_can_be_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int | None) -> None:
+    folder = saved(tmp_path / "model")
+    (folder / "README.md").write_text("# A card\n")
+    model = kiloword.load(folder, size=size)
+
+    def killed(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("kiloword.checkpoint.model_folder.write_tensors", killed)
+        with pytest.raises(KeyboardInterrupt):
+            model.save(tmp_path / "out")
+    assert (tmp_path / "out" / "README.md").is_file()
+    kiloword.load(model.save(tmp_path / "out"))
 
 
 @pytest.mark.parametrize("method", ["clip", "siglip", "llip", "prolip", "sycoca"])

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kiloword.api.matcher import Matcher
+from kiloword.checkpoint import card
 from kiloword.checkpoint.adapters import FILE
 from kiloword.checkpoint.model_folder import WEIGHTS, model_files, open_model, read_model_file
 from kiloword.checkpoint.trust import Trust
@@ -14,7 +15,6 @@ from kiloword.distributed.device import choose
 from kiloword.interop.names import local_folder
 from kiloword.methods.registry import omitted
 from kiloword.model.prefix import keep_prefix_
-from kiloword.report.model_card import CARD
 from kiloword.terminal import warn
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def _without(file: ModelFile, component: str) -> ModelFile:
 def read_card(folder: Path) -> str:
     """The text of a folder's README.md, of at most LONGEST_CARD bytes; "" where there is none."""
     try:
-        with (folder / CARD).open("rb") as file:
+        with (folder / card.NAME).open("rb") as file:
             return file.read(LONGEST_CARD).decode(errors="replace")
     except OSError:
         return ""

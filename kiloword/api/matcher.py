@@ -13,6 +13,7 @@ from torch import Tensor
 from kiloword.api.batches import image_batch, in_batches, text_batch
 from kiloword.api.features import alone, check_widths, finite, gaussians, naming_missing_features, rows_of
 from kiloword.api.show import ScoreTable, ShownFeatures, model_html, names_of
+from kiloword.checkpoint import card as cards
 from kiloword.checkpoint.files import is_taken, write_atomic
 from kiloword.checkpoint.lock import Lock
 from kiloword.checkpoint.model_folder import save_model, words_of
@@ -27,7 +28,6 @@ from kiloword.methods.prolip.gaussian import Form, csd, csd_matrix, inclusion_ma
 from kiloword.methods.registry import preset
 from kiloword.model.encoding import chunks, encode_texts, inference, join
 from kiloword.model.pooling import at_least_float
-from kiloword.report.model_card import CARD
 from kiloword.terminal.progress import showing
 from kiloword.types import Features
 
@@ -101,8 +101,9 @@ class Matcher:
         return self
 
     def save(self, folder: str | Path) -> Path:
-        """Write a model folder that `load` reads, with the card; returns it.
+        """Write a model folder that `load` reads; returns it. A save that was killed can be repeated.
 
+        Its card is that of the folder, or a new one where the model was changed since, such as its image size.
         Raises: ValueError when the folder holds something else, or for a model that no folder's config.json describes.
         """
         if self.file is None:
@@ -111,13 +112,20 @@ class Matcher:
                 "kiloword.checkpoint.model_folder.save_model, which takes one."
             )
         folder, file = Path(folder).expanduser(), replace(self.file, model=self.model.config)
-        if is_taken(folder, words_of(self.tokenizer, file)):
+        card = {cards.NAME: self._card_of(file).encode()} if self.card else {}
+        if is_taken(folder, card | words_of(self.tokenizer, file)):
             raise ValueError(f"{folder} exists and is not an empty folder: choose another one, or remove it.")
         with Lock(folder, "writing"):
-            if self.card:
-                write_atomic(folder / CARD, self.card.encode())
+            for name, data in card.items():
+                write_atomic(folder / name, data)
             save_model(folder, self.model, self.tokenizer, file)
         return folder
+
+    def _card_of(self, file: ModelFile) -> str:
+        """The card that `save` writes. Args: file: the model as it is now."""
+        assert self.file is not None
+        before = self.file.model if self.method is None else self.method.shape(self.file.model)
+        return self.card if before == file.model else cards.changed(replace(self.file, model=before), file)
 
     def show(self, images: Images, texts: Sequence[str], scores: Tensor | None = None) -> ScoreTable:
         """Scores of images with texts as a table, with thumbnails in a notebook.

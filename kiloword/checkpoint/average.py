@@ -14,6 +14,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from kiloword.checkpoint import card
 from kiloword.checkpoint.files import is_taken, write_atomic
 from kiloword.checkpoint.lock import NAME, Lock
 from kiloword.checkpoint.model_folder import check_finite, check_fit, model_files, read_model_file, words_of
@@ -42,6 +43,7 @@ def main(models: Sequence[str], out: Path, alpha: float | None = None) -> None:
 def average(models: Sequence[Path], shares: Sequence[float], out: Path) -> int:
     """Write the sum of shares times weights as a model folder, with the settings and tokenizer of the last model.
 
+    Its config.json and its card name the models and their shares.
     A model with share 0 has no effect. One tensor of each model is in memory at a time. No code of a folder is run.
 
     Args: shares: one of each model, with sum 1.
@@ -53,7 +55,8 @@ def average(models: Sequence[Path], shares: Sequence[float], out: Path) -> int:
     files = [read_model_file(folder) for folder in folders]
     for folder, file in zip(folders[1:], files[1:], strict=True):
         _check_same(folders[0], files[0], folder, file)
-    contents = words_of(Tokenizer.load(folders[-1]), files[-1])
+    made = replace(files[-1], steps=0, data=card.averaged([str(model) for model in models], files, shares))
+    contents = {card.NAME: card.text(made).encode()} | words_of(Tokenizer.load(folders[-1]), made)
     if (out / NAME).is_file():  # of an average that was killed or is still being written
         Lock(out, "writing").release()
     _check_free(out, contents)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kiloword.config.recipes import Activation, ModelConfig, Preprocess
 from kiloword.interop.folder import Imported
-from kiloword.interop.hf_folder import check_strangers, json_object, preprocessing
+from kiloword.interop.hf_folder import check_strangers, image_processor, json_object, preprocessing
 from kiloword.interop.open_clip import import_as, read
 from kiloword.interop.open_clip_config import translate
 
@@ -96,7 +96,7 @@ def _config(config: Mapping[str, Any], folder: Path, siglip: bool) -> ModelConfi
         | {"vocab_size": text["vocab_size"], "heads": text["num_attention_heads"], "no_causal_mask": siglip},
     }
     model = translate(str(folder), raw)
-    image = json_object(folder / "preprocessor_config.json")
+    image = image_processor(folder)
     size, resize = preprocessing(folder, {"do_center_crop": False, **image} if siglip else image)
     if size != vision["image_size"]:
         raise ValueError(f"{folder} reads images of {size} pixels, but its model has {vision['image_size']}.")

@@ -18,6 +18,7 @@ OFFSET = {"roberta": 2, "xlm-roberta": 2, "mpnet": 2}  # positions that no token
 POOLINGS = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls", "pooling_mode_max_tokens": "max"}
 LARGEST = 1 << 24  # bytes of a JSON file
 _BICUBIC = 3  # Pillow's number in `resample`
+_NESTED = "image_processor"  # key of processor_config.json
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ def read_folder(folder: Path) -> HfFolder:
     weights = sorted(folder.glob("*.safetensors"))
     if not weights:
         raise ValueError(f"{folder} has no .safetensors: save the model there with save_pretrained.")
-    image = json_object(folder / "preprocessor_config.json")
+    image = image_processor(folder)
     size, resize = preprocessing(folder, image)
     plain = Preprocess()
     extra = [p for p in (folder / "tokenizer.json", folder / "vocab.json", folder / "merges.txt") if p.is_file()]
@@ -116,7 +117,7 @@ def read_folder(folder: Path) -> HfFolder:
         image.get("image_mean") or plain.mean,
         image.get("image_std") or plain.std,
         int((config.get("text_config") or {}).get("max_position_embeddings", 77)),
-        [folder / "config.json", folder / "preprocessor_config.json", *weights, *extra],
+        [folder / "config.json", processor_file(folder), *weights, *extra],
     )
 
 
@@ -130,6 +131,20 @@ def check_strangers(folder: Path) -> None:
     check_numbers(json_object(folder / "config.json"), str(folder / "config.json"))
 
 
+def processor_file(folder: Path) -> Path:
+    """The file that says how images are preprocessed: processor_config.json where transformers 5 wrote it alone."""
+    older, newer = folder / "preprocessor_config.json", folder / "processor_config.json"
+    has_images = not older.is_file() and newer.is_file() and isinstance(json_object(newer).get(_NESTED), dict)
+    return newer if has_images else older
+
+
+def image_processor(folder: Path) -> dict[str, Any]:
+    """How images are preprocessed. Raises: ValueError where no file says it, or it is damaged."""
+    path = processor_file(folder)
+    settings: dict[str, Any] = json_object(path)
+    return settings[_NESTED] if path.name == "processor_config.json" else settings
+
+
 def preprocessing(folder: Path, preprocessor: dict[str, Any]) -> tuple[int, Any]:
     """Size in pixels and resize mode. Raises: ValueError for unsupported preprocessing."""
     size, crop = side_of(preprocessor.get("size")), side_of(preprocessor.get("crop_size"))
@@ -138,7 +153,7 @@ def preprocessing(folder: Path, preprocessor: dict[str, Any]) -> tuple[int, Any]
     same = size is not None and (size == crop or not cropped)
     if not same or (shortest and not cropped) or preprocessor.get("resample", _BICUBIC) != _BICUBIC:
         raise ValueError(
-            f"{folder / 'preprocessor_config.json'} preprocesses images in an unsupported way: expected a "
+            f"{processor_file(folder)} preprocesses images in an unsupported way: expected a "
             "bicubic resize of the shorter side and a centre crop of the same size, or a squash to a square."
         )
     assert size is not None

@@ -28,6 +28,22 @@ def is_foreign(name: str) -> bool:
     return name.partition(":")[0] in PREFIXES and ":" in name
 
 
+def split(name: str) -> tuple[str, Path | None]:
+    """What stands in a name before its path, and the path; None where there is none, as in "hf-hub:ORG/NAME"."""
+    if not is_foreign(name):
+        return "", Path(name)
+    kind, _, rest = name.partition(":")
+    model, _, file = rest.partition(":")
+    start, path = {"hf": ("hf:", rest), "open_clip": (f"open_clip:{model}:", file)}.get(kind, (name, ""))
+    return start, Path(path).expanduser() if path else None
+
+
+def absolute(name: str) -> str:
+    """The name of the same model in every working directory; links in its path are followed."""
+    start, path = split(name)
+    return name if path is None else f"{start}{path.resolve()}"
+
+
 def local_folder(name: str | Path) -> str | Path:
     """The model folder of a name: of another library's model that in the cache; any other name as it is.
 

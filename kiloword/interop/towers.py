@@ -97,9 +97,9 @@ def vision_config(folder: Path) -> dict[str, Any]:
 
 def _of_folder(folder: Path) -> tuple[Preprocess, int | None]:
     """Preprocessing in a folder of transformers, and the image size; the usual one where it has no file for it."""
-    if not (folder / "preprocessor_config.json").is_file():
+    if not hf_folder.processor_file(folder).is_file():
         return Preprocess(mean=(0.5,) * 3, std=(0.5,) * 3), None
-    raw = hf_folder.json_object(folder / "preprocessor_config.json")
+    raw = hf_folder.image_processor(folder)
     size, crop = raw.get("size"), raw.get("crop_size") if raw.get("do_center_crop") else None
     side, wanted = hf_folder.side_of(size), hf_folder.side_of(crop)
     squashed = isinstance(size, dict) and "height" in size

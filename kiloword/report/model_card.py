@@ -3,86 +3,55 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kiloword.__version__ import __version__
 from kiloword.addresses import scrubbed
+from kiloword.checkpoint import card as cards
+from kiloword.checkpoint.card import line
 from kiloword.checkpoint.files import write_atomic, write_json
 from kiloword.checkpoint.model_folder import read_model_file
 from kiloword.config.recipes import ModelFile
-from kiloword.terminal import shown
 
-CARD = "README.md"
+CARD = cards.NAME
 FIGURES = 40  # rows of the table, at most
-LONGEST = 200  # characters of a method's name in code
-LARGEST = 1 << 24  # bytes of an evaluation's JSON
-NOT_FIGURES = ("config.json", "tokenizer.json")
-LIBRARIES = {"torch": "pytorch", "safetensors": "pytorch"}  # names on a hub, where they are not the target's
-UNTESTED = (
-    "It was not tested for bias, or on languages beyond its data.",
-    "No licence is recorded: that of the data and of the weights that it began with decide.",
-)
+LARGEST = 1 << 24  # bytes of a record
 
 
-def card(file: ModelFile, folder: Path, load: Sequence[str], notes: Sequence[str] = (), target: str = "") -> str:
-    """The text of a card.
-
-    Args: folder: of the model, whose run's JSON files of evaluations are read; load: lines of Python that load it;
-    notes: what an export omits; target: of an export.
-    """
-    image, text = file.model.image, file.model.text
-    what = f"{file.method}, size {file.size}" + (f", exported to {target}" if target else "")
-    library = LIBRARIES.get(target, target or "kiloword")
-    parts = [
-        f"---\nlibrary_name: {library}\npipeline_tag: zero-shot-image-classification\ntags:\n- image-text\n---",
-        f"# {_line(file.method)} ({_line(file.size)})",
-        f"An image-text model made by kiloword {__version__}: {_line(what)}. Images of {image.size} pixels, texts of "
-        f"at most {text.context} tokens, features of {file.model.head.dim} numbers.",
-        "## Data\n\n"
-        + (f"Trained for {file.steps:,} steps on: {_line(file.data)}." if file.steps else _no_steps(file)),
-        "## Figures\n\n" + _figures(folder),
-        "## Intended use\n\nFinding and comparing images and texts, and research. Scores are those of this data: "
-        "before decisions about people, or in another domain, evaluate the model there.",
-        "## Limits\n\n"
-        + "\n".join(f"- {_line(x)}" for x in (*notes, f"Longer texts are cut to {text.context} tokens.", *UNTESTED))
-        + "\n",
-        "## How to load it\n\n```python\n" + "\n".join(load) + "\n```\n",
-    ]
-    return "\n\n".join(parts)
-
-
-def _no_steps(file: ModelFile) -> str:
-    return f"Not trained by kiloword: {_line(file.data)}." if file.data else "No training is recorded."
-
-
-def _line(value: str) -> str:
-    """One line of Markdown without control characters, addresses' credentials or markup."""
-    text = " ".join(shown(scrubbed(str(value))).split())[:500]
-    return "".join(f"\\{c}" if c in "\\`*_[]<>|#" else c for c in text)
+def card(
+    file: ModelFile, folder: Path, load: Sequence[str] | None = None, notes: Sequence[str] = (), target: str = ""
+) -> str:
+    """As `checkpoint.card.text`, with the figures of the run. Args: folder: of the model."""
+    return cards.text(file, load, notes, target, _figures(folder))
 
 
 def _figures(folder: Path) -> str:
-    """A table of the last validation of the run, and of the metrics in the JSON files beside it."""
-    run = folder.parent if folder.name == "model" else folder
+    """A table of the last validation of the run, and of the evaluations in its folder; of no other folder's files."""
+    run = _run_of(folder)
+    if run is None:
+        return cards.NO_FIGURES
     step, metrics = _validation(run / "metrics.jsonl")
     sets = _sets(run / "history.jsonl")
     entries = [(*_of_set(name, sets, step), value) for name, value in metrics.items()]
     for path in sorted(run.glob("*.json")):
         entries += [(label, name, value) for label, name, value in _metrics(path)]
     if not entries:
-        return "No evaluation is recorded beside this model."
-    rows = [f"| {_line(what)} | {_line(name)} | {value:.4f} |" for what, name, value in entries[:FIGURES]]
+        return cards.NO_FIGURES
+    rows = [f"| {line(what)} | {line(name)} | {value:.4f} |" for what, name, value in entries[:FIGURES]]
     return "\n".join(["| evaluation | metric | value |", "|---|---|---|", *rows])
+
+
+def _run_of(folder: Path) -> Path | None:
+    """OUT of a model folder OUT/model, where OUT is the folder of a run of kiloword."""
+    folder = folder.absolute()  # "." has no name
+    form = str(_object(_read(folder.parent / "config.json")).get("format"))
+    return folder.parent if folder.name == "model" and form.startswith("kiloword-run-") else None
 
 
 def _sets(history: Path) -> dict[str, Any]:
     """The validation sets of the run's last process that names any: name -> [data, number of images]."""
-    if not history.is_file() or history.stat().st_size > LARGEST:
-        return {}
-    rows = [_object(line) for line in history.read_text(encoding="utf-8", errors="replace").splitlines()]
+    rows = map(_object, _read(history).splitlines())
     named = [row["val"] for row in rows if isinstance(row.get("val"), dict) and row["val"]]
     return named[-1] if named else {}
 
@@ -100,10 +69,7 @@ def _of_set(metric: str, sets: Mapping[str, Any], step: int) -> tuple[str, str]:
 def _validation(rows: Path) -> tuple[int, dict[str, float]]:
     """The step and the metrics of the last row of a run that has any."""
     last: tuple[int, dict[str, float]] = (0, {})
-    if not rows.is_file() or rows.stat().st_size > LARGEST:
-        return last
-    for line in rows.read_text(encoding="utf-8", errors="replace").splitlines():
-        row = _object(line)
+    for row in map(_object, _read(rows).splitlines()):
         metrics = {k.removeprefix("val/"): float(v) for k, v in row.items() if k.startswith("val/") and _is_number(v)}
         if metrics:
             last = (row["step"] if isinstance(row.get("step"), int) else 0, metrics)
@@ -111,24 +77,35 @@ def _validation(rows: Path) -> tuple[int, dict[str, float]]:
 
 
 def _metrics(path: Path) -> list[tuple[str, str, float]]:
-    """The numbers of an evaluation's JSON: (evaluation, metric, number); of other files none."""
-    if path.name in NOT_FIGURES or path.stat().st_size > LARGEST:
+    """The numbers of an evaluation: (evaluation, metric, number); of a file that holds anything else, none.
+
+    `record_evaluation` names the data; `kiloword eval --json` writes numbers alone, among them "skipped" as a float.
+    """
+    label, metrics = path.stem, _object(_read(path))
+    match metrics:
+        case {"data": str(data), "images": int(images), "step": int(step), "metrics": dict(inner), **more} if not more:
+            label, metrics = f"{path.stem}: {data}, {images:,} images, at step {step:,}", inner
+        case _ if not isinstance(metrics.get("skipped"), float):
+            return []
+    if not all(map(_is_number, metrics.values())):
         return []
+    return [(label, name, float(value)) for name, value in metrics.items()]
+
+
+def _read(path: Path) -> str:
+    """The text of a file; "" where there is none that can be read, or one beyond the limit."""
     try:
-        record = _object(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return []
-    label = path.stem
-    match record:
-        case {"data": str(data), "images": int(images), "step": int(step), "metrics": dict(metrics)}:
-            label, record = f"{path.stem}: {data}, {images:,} images, at step {step:,}", metrics
-    return [(label, name, float(value)) for name, value in record.items() if _is_number(value)]
+        if not path.is_file() or path.stat().st_size > LARGEST:
+            return ""
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
 
 
 def _object(text: str) -> dict[str, Any]:
     try:
         record = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):  # RecursionError: thousands of nested brackets
         return {}
     return record if isinstance(record, dict) else {}
 
@@ -151,11 +128,4 @@ def record_evaluation(folder: Path, task: str, data: str, images: int, step: int
 
 def model_card(folder: Path) -> str:
     """The card of a model folder. Raises: ValueError for another folder."""
-    file = read_model_file(folder)
-    load, named = ["import kiloword"], ""
-    modules = sorted(set(re.findall(r"([\w.]+):", file.method)))
-    if modules and len(file.method) < LONGEST and re.fullmatch(r"[\w.:+-]+", file.method):  # it stands in code
-        load.append(f"# needs {', '.join(modules)}, from the author of the model, in this folder or on PYTHONPATH")
-        named = f', method="{file.method}"'
-    load += [f'matcher = kiloword.load("FOLDER"{named})', 'matcher.score(["photo.jpg"], ["a dog"])']
-    return card(file, folder, load)
+    return card(read_model_file(folder), folder)

@@ -256,9 +256,9 @@ def _read(folder: str, model: Model, trust: Trust) -> _Brought:
     brought = _Brought(read_tensors(Path(folder) / "model.safetensors"))
     if not same_scale(folder, model, brought.weights, trust):
         brought.weights = {k: v for k, v in brought.weights.items() if k not in ("head.log_scale", "head.bias")}
-    for name, own in model.state_dict().items():
+    for name, limit in model.state_dict().items():
         if name.endswith("log_limit") and name in brought.weights:
-            brought.weights[name] = own  # the limit is this run's setting; a larger scale raises it
+            brought.weights[name] = limit  # the limit is this run's setting; a larger scale raises it
     _add_tokens(brought, old, new)  # the class token's position is still there
     _resize(brought, old, new)
     name, weights = "image_tower.positions", brought.weights

@@ -13,6 +13,9 @@ from folders import model_folder
 from kiloword.checkpoint import average as averaging
 from kiloword.checkpoint.model_folder import load_model
 from kiloword.cli.main import main
+from kiloword.report.model_card import model_card
+
+MODEL = ("config.json", "model.safetensors", "tokenizer.json")
 
 
 def other(folder: Path, seed: int) -> Path:
@@ -43,8 +46,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
 @pytest.mark.parametrize(("alpha", "end"), [(0, 0), (1, 1)])
 def test_the_ends_are_the_models(models: list[Path], tmp_path: Path, alpha: int, end: int) -> None:
     average(*models[:2], "--alpha", alpha, "--out", tmp_path / "m")
-    for name in ("model.safetensors", "config.json", "tokenizer.json"):
-        assert (tmp_path / "m" / name).read_bytes() == (models[end] / name).read_bytes() or name == "model.safetensors"
+    assert (tmp_path / "m" / "tokenizer.json").read_bytes() == (models[end] / "tokenizer.json").read_bytes()
     expected, weights = load_file(models[end] / "model.safetensors"), load_file(tmp_path / "m" / "model.safetensors")
     assert weights.keys() == expected.keys()
     assert all(torch.equal(weights[name], x) for name, x in expected.items())
@@ -70,7 +72,27 @@ def test_the_mean(
         assert torch.equal(weights[name], expected.float()), name
     count_all = sum(x.numel() for x in parts[0].values())
     assert f"{count_all:,} parameters: {shares[0]:.4g} of {models[0]}, " in capsys.readouterr().out
-    assert {path.name for path in (tmp_path / "m").iterdir()} == {"config.json", "model.safetensors", "tokenizer.json"}
+    assert {path.name for path in (tmp_path / "m").iterdir()} == {"README.md", *MODEL}
+
+
+def test_an_average_says_of_what(models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In its card, in its config.json, and in the cards of what is made of it."""
+    monkeypatch.chdir(tmp_path)
+    for n, folder in enumerate(models):
+        changed(folder, steps=1000 * (n + 1), data=f"shards-{n}", size=f"size-{n}")
+    average("a", "b", "--alpha", "0.25", "--out", "m")
+    file = json.loads(Path("m/config.json").read_text())
+    assert file["steps"] == 0
+    assert file["data"] == "averaged: 0.75 of a (1,000 steps on shards-0), 0.25 of b (2,000 steps on shards-1)"
+    text = Path("m/README.md").read_text()
+    assert "The mean of the weights of several models, not trained further: 0.75 of a (1,000 steps on shards" in text
+    assert "Trained for" not in text
+    assert "Not trained by kiloword" not in text
+    assert text == model_card(Path("m"))
+    changed(models[2], steps=0, data="open_clip ViT-B-32")
+    average("m", "c", "--out", "again")
+    assert "0.5 of m (averaged: 0.75 of a (" in Path("again/README.md").read_text()
+    assert "0.5 of c (open\\_clip ViT-B-32)" in Path("again/README.md").read_text()
 
 
 def changed(folder: Path, **values: object) -> Path:

@@ -243,6 +243,58 @@ def test_weights_export_and_card(tmp_path: Path) -> None:
         main(["export", "safetensors", str(source), "--out", str(out)])
 
 
+def test_an_empty_folder_is_filled_in_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It may be a mount point, the target of a link, or the folder of the shell: it stays the same folder."""
+    source, out, link = model_folder(tmp_path / "m"), tmp_path / "out", tmp_path / "link"
+    out.mkdir()
+    (tmp_path / "later").symlink_to(tmp_path / "made")
+    link.symlink_to(out)
+    before, moved = out.stat().st_ino, []
+    replace_file = Path.replace
+
+    def replaced(path: Path, target: Path) -> Path:
+        moved.append(path.name)
+        if path.is_dir() and target.exists():
+            raise OSError("Device or resource busy")
+        return replace_file(path, target)
+
+    monkeypatch.setattr(Path, "replace", replaced)
+    main(["export", "safetensors", str(source), "--out", str(link)])
+    assert moved[-1] == "weights.safetensors"
+    names = {"README.md", "preprocessor_config.json", "tokenizer.json", "tokenizer_config.json", "weights.safetensors"}
+    assert {path.name for path in out.iterdir()} == names
+    assert (out.stat().st_ino, link.is_symlink()) == (before, True)
+    monkeypatch.undo()
+    for path in out.iterdir():
+        path.unlink()
+    (out / ".export.tmp").mkdir()
+    (out / ".export.tmp" / "rest").write_text("of a killed export")
+    monkeypatch.chdir(out)
+    main(["export", "safetensors", str(source), "--out", "."])
+    assert {path.name for path in Path().iterdir()} == names
+    main(["export", "safetensors", str(source), "--out", str(tmp_path / "later")])
+    assert {path.name for path in (tmp_path / "made").iterdir()} == names
+    with pytest.raises(SystemExit):
+        main(["export", "safetensors", str(source), "--out", str(link)])
+    assert "is not an empty folder" in capsys.readouterr().err
+
+
+def test_a_refused_export_leaves_an_empty_folder_empty(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    with pytest.raises(ValueError, match="Gaussians"):
+        run.run("transformers", str(model_folder(tmp_path / "m", "prolip")), tmp_path / "out")
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_a_card_says_how_kiloword_reads_photos_that_other_libraries_read_otherwise(tmp_path: Path) -> None:
+    main(["export", "safetensors", str(model_folder(tmp_path / "m")), "--out", str(tmp_path / "out")])
+    text = (tmp_path / "out" / "README.md").read_text().replace("\\", "")
+    for words_in_it in ("EXIF", "white", "16 bits", "ImageOps.exif_transpose"):
+        assert words_in_it in text
+
+
 def test_a_missing_library_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     with pytest.raises(ValueError, match=r"pip install 'kiloword\[onnx\]'"):
@@ -258,12 +310,13 @@ def test_a_word_of_the_vocabulary_is_no_pad(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_an_export_to_transformers_comes_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("target", ["transformers", "sentence-transformers"])
+def test_an_export_that_transformers_reads_comes_back(target: str, tmp_path: Path) -> None:
     """With kiloword's own vocabulary, whose tokenizer.json names its special tokens."""
-    for name in LIBRARIES["torch"]:
-        pytest.importorskip(name, reason=f"transformers needs {name}")
+    for name in LIBRARIES.get(target, ("transformers",)):
+        pytest.importorskip(name, reason=f"{target} needs {name}")
     source = model_folder(tmp_path / "m", "clip")
-    main(["export", "transformers", str(source), "--out", str(tmp_path / "out")])
+    main(["export", target, str(source), "--out", str(tmp_path / "out")])
     ours, back = kiloword.load(source), kiloword.load(f"hf:{tmp_path / 'out'}")
     pixels = torch.randint(0, 256, (3, 3, 32, 32), dtype=torch.uint8)
     torch.testing.assert_close(back.encode_image(pixels)["vec"], ours.encode_image(pixels)["vec"], atol=1e-6, rtol=0)
@@ -309,7 +362,8 @@ def test_a_card_tells_what_the_run_recorded_as_text(tmp_path: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     config |= {"steps": 1200, "data": "<img src=x>|s3://u:secret@b\n# title"}
     (folder / "config.json").write_text(json.dumps(config))
-    (tmp_path / "run" / "zeroshot.json").write_text(json.dumps({"acc1": 0.5, "names": ["x"]}))
+    (tmp_path / "run" / "config.json").write_text(json.dumps({"format": "kiloword-run-1"}))
+    (tmp_path / "run" / "zeroshot.json").write_text(json.dumps({"acc1": 0.5, "skipped": 0.0}))
     rows = [{"step": 1, "val/rsum": 1.0}, {"step": 2, "val/rsum": 2.0}, {"step": 3, "loss": 1.0}]
     (tmp_path / "run" / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n{broken")
     write_card(folder)

@@ -75,6 +75,52 @@ def _normalised(ours: kiloword.Matcher, pixels: torch.Tensor) -> torch.Tensor:
     return (pixels / 255 - mean) / std
 
 
+def nested(folder: Path) -> Path:
+    """The folder as transformers 5 saves a processor: settings of images inside processor_config.json."""
+    image = json.loads((folder / "preprocessor_config.json").read_text())
+    (folder / "preprocessor_config.json").unlink()
+    image |= {"image_mean": [0.25] * 3, "image_std": [0.75] * 3}
+    (folder / "processor_config.json").write_text(json.dumps({"image_processor": image}))
+    return folder
+
+
+def test_a_folder_of_transformers_5(tmp_path: Path) -> None:
+    from kiloword.interop import hf_folder
+    from kiloword.interop.hf_clip import import_folder
+    from kiloword.interop.towers import with_image_tower
+
+    folder = nested(saved(tmp_path / "clip", "clip")[0])
+    read = import_folder(folder)[0].config.preprocess
+    assert (read.mean, read.std, read.resize) == ((0.25,) * 3, (0.75,) * 3, "shortest")
+    shown = hf_folder.read_folder(folder)
+    assert (shown.size, list(shown.mean)) == (SIZE, [0.25] * 3)
+    assert [path.name for path in shown.files] == ["config.json", "processor_config.json", "model.safetensors"]
+    assert with_image_tower(sizes()["debug"], f"hf:{folder}").preprocess == read
+    (folder / "processor_config.json").write_text('{"processor_class": "CLIPProcessor"}')
+    with pytest.raises(ValueError, match=r"there is no .*preprocessor_config\.json"):
+        import_folder(folder)
+    assert with_image_tower(sizes()["debug"], f"hf:{folder}").preprocess.mean == (0.5,) * 3
+    nested(saved(tmp_path / "siglip", "siglip")[0])
+    assert import_folder(tmp_path / "siglip")[0].config.preprocess.resize == "squash"
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("hf:clip", "hf:{}/clip"),
+        ("open_clip:ViT-B-32:clip/a:b.pt", "open_clip:ViT-B-32:{}/clip/a:b.pt"),
+        ("hf-hub:org/name@v1", "hf-hub:org/name@v1"),
+        ("clip", "{}/clip"),
+        ("/clip", "/clip"),
+    ],
+)
+def test_a_name_that_holds_in_every_directory(
+    name: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert names.absolute(name) == expected.format(tmp_path)
+
+
 @pytest.mark.slow
 def test_a_siglip_of_transformers(tmp_path: Path) -> None:
     from kiloword.interop.folder import assemble

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from kiloword.checkpoint.files import write_atomic
+from kiloword.checkpoint.files import is_taken, write_atomic
 from kiloword.checkpoint.lock import NAME, Lock
 from kiloword.checkpoint.trust import NONE, Trust
 from kiloword.interop.export import graphs, to_open_clip, to_transformers
@@ -23,6 +23,12 @@ WRITERS: dict[str, Callable[[Exported, Path], list[str]]] = {
     "torch": graphs.write_torch,
     "safetensors": write_weights,
 }
+WEIGHTS = (".safetensors", ".data", ".onnx", ".pt2")  # ends of the files of weights
+PHOTOS = (
+    "Photos: kiloword turns them by their EXIF orientation, blends transparency with white, divides 16 bits by 257 and "
+    "makes palettes and 1 bit RGB, all before it resizes. Other libraries may not: give them photos made upright by "
+    "ImageOps.exif_transpose, and RGB of 8 bits."
+)
 LOAD = {  # lines of Python for the card
     "open_clip": (
         "import open_clip",
@@ -64,11 +70,13 @@ def run(target: str, name: str, out: Path, trust: Trust = NONE, precision: Preci
     """
     if precision != "fp32" and target != "onnx":
         raise ValueError(f"--precision {precision} is for onnx; {target} gets the weights as they are: omit it.")
-    out = out.absolute()  # "." has no name
+    out = out.resolve()  # "." has no name, and a link stays one
     _check_free(out)
     source = Exported.of(name, trust, precision)
+    source.notes.append(PHOTOS)
     out.parent.mkdir(parents=True, exist_ok=True)
-    work = out.with_name(f".{out.name}.tmp")
+    inside = out.is_dir()  # it may be a mount point, or the folder of the shell: it stays the same folder
+    work = out / ".export.tmp" if inside else out.with_name(f".{out.name}.tmp")
     with Lock(out, "exporting to", folder=work) as held:
         try:
             _clear(work)  # of an export that was killed
@@ -77,16 +85,26 @@ def run(target: str, name: str, out: Path, trust: Trust = NONE, precision: Preci
             for path in filter(Path.is_file, work.rglob("*")):
                 path.chmod((work / CARD).stat().st_mode)  # safetensors lets the owner alone read its files
             _check_free(out)
-            held.release()
-            work.replace(out)
+            if inside:
+                _move_up(work)
+            else:
+                held.release()
+                work.replace(out)
         finally:
             shutil.rmtree(work, ignore_errors=True)
     say(*lines, *source.notes, f"written: {out}")
 
 
 def _check_free(out: Path) -> None:
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+    if is_taken(out):
         raise ValueError(f"{out} exists and is not an empty folder: choose another --out, or remove it.")
+
+
+def _move_up(work: Path) -> None:
+    """Move all but the lock to the folder above; weights last, so that a part of an export is no model."""
+    for path in sorted(work.iterdir(), key=lambda path: (path.suffix in WEIGHTS, path.name)):
+        if path.name != NAME:
+            path.replace(work.parent / path.name)
 
 
 def _clear(folder: Path) -> None:

@@ -1,0 +1,72 @@
+"""Model cards: they show evaluations of the run alone, and say of changed models what is true."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from folders import model_folder
+from kiloword.cli.main import main
+from kiloword.report.model_card import model_card, record_evaluation
+
+NONE = "No evaluation is recorded beside this model."
+RUN = {"format": "kiloword-run-1"}
+
+
+def written(path: Path, value: Any) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(value))
+    return path
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """The model of a run's folder."""
+    written(tmp_path / "run" / "config.json", RUN)
+    return model_folder(tmp_path / "run" / "model")
+
+
+@pytest.mark.parametrize("name", ["model", "clip"])
+def test_files_beside_a_model_of_no_run_stay_out_of_its_card(tmp_path: Path, name: str) -> None:
+    folder = model_folder(tmp_path / "mydocs" / name)
+    for place in (folder, folder.parent):
+        written(place / "salaries.json", {"anna": 51000})
+        written(place / "zeroshot.json", {"acc1": 0.5, "skipped": 0.0})
+        (place / "metrics.jsonl").write_text('{"step": 1, "val/rsum": 2.0}')
+    assert NONE in model_card(folder)
+    written(folder.parent / "config.json", {"format": "another-1"})
+    assert NONE in model_card(folder)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"query": "a dog", "photos": 55, "results": [{"score": 0.5}]},  # search --json
+        {"size": "b32", "gpus": 1, "batch": 64, "rows": []},  # plan --json
+        {"anna": 51000},
+        {"anna": 51000, "skipped": True},
+        {"anna": 51000, "skipped": 0.0, "names": ["x"]},
+        {"a": {"acc1": 0.5, "skipped": 0.0}},  # of several models
+        {"data": "d", "images": 5, "step": 1, "metrics": {"a": 1.0}, "owner": 3},
+        {"data": "d", "images": 5, "step": 1, "metrics": {"a": "1"}},
+        [0.5],
+    ],
+)
+def test_other_json_in_the_folder_of_a_run_stays_out_of_the_card(model: Path, value: Any) -> None:
+    written(model.parent / "other.json", value)
+    assert NONE in model_card(model)
+
+
+def test_what_eval_writes_stands_in_the_card(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (model.parent / "deep.json").write_text("[" * 100_000)
+    (model.parent / "folder.json").mkdir()
+    main(["eval", "retrieval", str(model), "--data", "scenes:test?n=4", "--json", str(model.parent / "mine.json")])
+    metrics = json.loads((model.parent / "mine.json").read_text())
+    rows = [line for line in model_card(model).splitlines() if line.startswith("| mine |")]
+    assert len(rows) == len(metrics)
+    record_evaluation(model, "more", "scenes", 4, 1, {"recall@1": 0.25})
+    monkeypatch.chdir(model)
+    assert "| more: scenes, 4 images, at step 1 | recall@1 | 0.2500 |" in model_card(Path())
