@@ -24,6 +24,7 @@ StoredKind = Literal["fp16", "int8", "none"]
 
 LEVELS = 127  # int8 codes are -LEVELS to LEVELS
 WORD = 8  # bytes that are compared at a time
+AGAIN = "The same `kiloword index` command again mends it."  # of damaged files
 Bits = NDArray[np.uint8]
 
 
@@ -140,8 +141,5 @@ def scale_in(schema: pa.Schema, dim: int, path: Path) -> Tensor:
     except (KeyError, ValueError, TypeError):
         scale = torch.empty(0)
     if scale.shape != (dim,) or not bool(((scale > 0) & scale.isfinite()).all()):
-        raise ValueError(
-            f"{path} is damaged: its numbers have no scale. Remove it: the same `kiloword index` command then mends "
-            "the library."
-        )
+        raise ValueError(f"{path} is damaged: its numbers have no scale. {AGAIN}")
     return scale

@@ -13,11 +13,11 @@ from kiloword.checkpoint.files import write_json
 from kiloword.checkpoint.trust import NONE, Trust
 from kiloword.data.sources.sample import MAX_IMAGE, read_whole
 from kiloword.report import write
-from kiloword.search.index import describe, opened_for
+from kiloword.search.index import check_same_model, describe, opened_for
 from kiloword.search.library import Library
 from kiloword.search.page import results_page
 from kiloword.search.rank import Match, Ranker, check_query, query_image
-from kiloword.terminal import say, warn
+from kiloword.terminal import say, shown, warn
 from kiloword.types import BadSample
 
 
@@ -52,13 +52,18 @@ def main(
     image = None if like is None else read_photo(like)
     library = Library(folder)
     matcher = opened_for(library, model, device, precision, trust, dim)
-    ranker, began = Ranker(library, matcher, rescore), time.perf_counter()
-    if image is not None:
-        hits = ranker.by_image(query_image(matcher, image, str(like)), top, within)
-    else:
+    if image is None:
         for tokens, read in matcher.tokenizer.cut([words], matcher.model.config.text).values():
             warn(f"the query is truncated: it has {tokens} tokens, of which the model reads {read}")
-        hits = ranker.by_text(words, top, within)
+    began = time.perf_counter()
+    vec = None if image is None else query_image(matcher, image, str(like))
+
+    def searched(now: Library) -> tuple[Library, list[Match]]:
+        check_same_model(now, library)
+        ranker = Ranker(now, matcher, rescore)
+        return now, ranker.by_text(words, top, within) if vec is None else ranker.by_image(vec, top, within)
+
+    library, hits = library.now(searched)
     seconds = time.perf_counter() - began
     if not hits and within:
         warn(f"no photo of the library has {within!r} in its path, which is below {library.file.folder}.")
@@ -101,14 +106,20 @@ def as_json(library: Library, query: str, hits: Sequence[Match]) -> dict[str, An
 
 
 def _print(library: Library, hits: Sequence[Match]) -> None:
-    from kiloword.terminal.screen import Screen, plain_table
+    """Print a line for each photo with its whole path, which a terminal wraps."""
+    from rich.text import Text
 
-    uncertain = any(hit.uncertainty is not None for hit in hits)
-    table = plain_table("", "score", *(["uncertainty"] if uncertain else []), "photo")
+    from kiloword.terminal.screen import Screen
+
+    rows = [["", "score", *(["uncertainty"] if any(hit.uncertainty is not None for hit in hits) else []), "photo"]]
     for n, hit in enumerate(hits, 1):
         more = [f"{hit.uncertainty:.4g}"] if hit.uncertainty is not None else []
-        table.add_row(str(n), f"{hit.score:.3f}", *more, library.path(hit.row))
-    Screen(120).print(table)
+        rows.append([str(n), f"{hit.score:.3f}", *more, library.path(hit.row)])
+    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+    screen = Screen()
+    for n, row in enumerate(rows):
+        cells = (cell.ljust(width) for cell, width in zip(row[:-1], widths, strict=False))
+        screen.print(Text("  ".join((*cells, shown(row[-1]))), "" if n else "bold"), soft_wrap=True)
 
 
 def _show(path: Path, html: str, open_: bool) -> None:

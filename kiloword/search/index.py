@@ -22,12 +22,14 @@ from kiloword.data.reading import EvalBatch, eval_batches, reasons
 from kiloword.data.sources.sample import IMAGE_SUFFIXES
 from kiloword.distributed.device import choose
 from kiloword.errors import count
+from kiloword.interop.names import absolute, split
 from kiloword.model.encoding import inference
 from kiloword.model.prefix import check_dim, check_prefix, cosine_alone, keep_prefix_
 from kiloword.search.codes import CodeKind, StoredKind
-from kiloword.search.library import FILE, PART, Library, LibraryFile, create
+from kiloword.search.library import FILE, PART, Library, create, settings_of
 from kiloword.search.nearest import open_nearest, update_nearest
-from kiloword.search.photos import LONGEST_CAPTION, Photos, others, scan
+from kiloword.search.part import LibraryFile
+from kiloword.search.photos import LONGEST_CAPTION, Photos, Scan, others, scan
 from kiloword.search.rank import Ranker, measure
 from kiloword.terminal import say, warn
 from kiloword.terminal.progress import Bar
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
     from kiloword.api import Matcher
 
 COMMIT_S = 30.0  # seconds of work that a killed process loses at most, and one batch
-NAMED = 10  # unreadable photos that are listed
+NAMED = 10  # unreadable photos, and folders, that are listed
 SUFFIXES = 5  # of files that are no photos, listed
 
 
@@ -56,7 +58,7 @@ def main(
 ) -> None:
     """Run and print `kiloword index`. Raises: ValueError for options that do not fit together, or the library."""
     began = time.perf_counter()
-    stamps = scan(photos)
+    scanned = scan(photos)
     kept = _kept(out, dim, codes, vectors)
     matcher = opened(_model_of(model, out), device, precision, trust, kept.of_model, note=True)
     if kept.of_codes is not None:
@@ -65,10 +67,10 @@ def main(
     workers = workers_of(workers, choose(device), image_bytes(batch, network.config.image.size))
     announce(str(network.mean.device), network.precision, reason_of(precision, network.config), workers)
     if (out / FILE).exists():
-        Library(out, mend=True)  # a folder of something else gets no lock
+        settings_of(out)  # a folder of something else gets no lock
     with Lock(out, "indexing"):
         library = _library_at(out, photos, _model_of(model, out), matcher, kept)
-        skipped = update(library, photos, stamps, matcher, batch, workers)
+        skipped = update(library, photos, scanned, matcher, batch, workers)
     for one in skipped[:NAMED]:
         warn(f"skipped {one.key}: {one.reason}")
     if len(skipped) > NAMED:
@@ -113,7 +115,7 @@ def _kept(out: Path, dim: int | None, codes: CodeKind | None, vectors: StoredKin
         raise ValueError("--codes int8 are vectors in int8: choose --vectors fp16, or none.")
     if not (out / FILE).is_file():
         return VectorForm(dim, codes or "float", vectors or "fp16")
-    file = Library(out, mend=True).file
+    file = settings_of(out)
     here = {"dim": file.compared, "codes": file.codes, "vectors": file.vectors}
     asked = {"dim": dim, "codes": codes, "vectors": vectors}
     for name, value in asked.items():
@@ -128,16 +130,26 @@ def _model_of(model: str | None, out: Path) -> str:
     """The model of --model, or that of the library. Raises: ValueError for none."""
     if model is None and not (out / FILE).is_file():
         raise ValueError("a new library needs a model: kiloword index PHOTOS --model MODEL --out DIR.")
-    return model or Library(out, mend=True).file.model
+    return model or settings_of(out).model
 
 
 def opened(
     model: str, device: str, precision: str, trust: Trust = NONE, dim: int | None = None, note: bool = False
 ) -> Matcher:
-    """The model of a library. Args: dim: see `keep_prefix_`; note: print its note. Errors: those of `kiloword.load`."""
+    """The model of a library. Args: dim: see `keep_prefix_`; note: print its note.
+
+    Raises: ValueError as `kiloword.load`; where the model is not there, it names --model.
+    """
     from kiloword.api import load
 
-    matcher = load(model, device=device, method=trust.method, trust_code=trust.trust_code, precision=precision)
+    path = split(model)[1]
+    try:
+        matcher = load(model, device=device, method=trust.method, trust_code=trust.trust_code, precision=precision)
+    except ValueError as error:
+        if path is None or path.exists():
+            raise
+        reason = str(error).rstrip(".")
+        raise ValueError(f"{reason}. Give the model that made the library by --model, if it was moved.") from error
     known = "" if dim is None else keep_prefix_(matcher.model, dim)
     _note(known if note else "")
     return matcher
@@ -190,6 +202,12 @@ def check_model(library: Library, matcher: Matcher, name: str) -> None:
         )
 
 
+def check_same_model(library: Library, before: Library) -> None:
+    """Raises: ValueError when a library was made anew by another model than before."""
+    if library.file.fingerprint != before.file.fingerprint:
+        raise ValueError(f"the library {library.folder} was made anew by another model meanwhile: start again.")
+
+
 def _library_at(out: Path, photos: Path, model: str, matcher: Matcher, kept: VectorForm) -> Library:
     """The library of a folder, or a new one. Raises: ValueError for one of another model or of other photos."""
     folder = utf8(str(photos.resolve()))
@@ -199,13 +217,17 @@ def _library_at(out: Path, photos: Path, model: str, matcher: Matcher, kept: Vec
         old = Path(library.file.folder)
         if old != Path(folder) and old.is_dir():
             raise ValueError(f"{out} is a library of {old}, not of {photos}: choose another --out for other photos.")
-        if len(library.parts) < len(library.file.parts) or old != Path(folder):
+        whole = [part.name for part in library.parts]
+        damaged = [name for name in library.file.parts if name not in whole]
+        for name in damaged:
+            warn(f"{name} is damaged: its photos are encoded again.")
+        if damaged or old != Path(folder):
             library.commit(folder=folder)  # without damaged parts
         return library
     size = matcher.model.config.image.size
     features = encode(matcher, torch.zeros(1, 3, size, size, dtype=torch.uint8))
     extra = {n: tuple(v.shape[1:]) for n, v in features.items() if n not in ("vec", "log_var", *_UNCERTAIN)}
-    place = utf8(str(Path(model).resolve())) if Path(model).is_dir() else model  # a search may start elsewhere
+    place = utf8(absolute(model))  # a search may start elsewhere
     file = LibraryFile(folder=folder, model=place, fingerprint=fingerprint(matcher), dim=features["vec"].shape[1])
     if kept.codes != "float" and not cosine_alone(matcher.model.head):
         raise ValueError(
@@ -231,18 +253,22 @@ def encode(matcher: Matcher, images: Tensor) -> Features:
 
 
 def update(
-    library: Library, photos: Path, stamps: dict[str, str], matcher: Matcher, batch: int = 64, workers: int = 0
+    library: Library, photos: Path, scanned: Scan, matcher: Matcher, batch: int = 64, workers: int = 0
 ) -> list[Skipped]:
     """Bring a library to the state of its folder; what is done is kept when the process ends early.
 
-    Args: stamps: of `scan`. Returns: photos that cannot be read. Raises: KeyboardInterrupt, whose message counts it.
+    Returns: photos that cannot be read. Raises: KeyboardInterrupt, whose message counts what is done.
     """
-    known = library.stamps()
-    gone = frozenset(known.keys() - stamps.keys())
+    known, stamps = library.stamps(), scanned.stamps
+    gone = frozenset(filter(scanned.gone, known))
     wanted = [path for path, stamp in stamps.items() if known.get(path) != stamp]
     changed = frozenset(path for path in wanted if path in known)
     new = len(wanted) - len(changed)
     say(f"{new:,} new, {len(changed):,} changed, {len(gone):,} gone, {len(stamps):,} in the folder")
+    for path, reason in list(scanned.unread.items())[:NAMED]:
+        warn(f"{path} cannot be read ({reason}): what the library has of it is kept.")
+    if len(scanned.unread) > NAMED:
+        warn(f"{len(scanned.unread) - NAMED:,} more cannot be read.")
     if gone:
         library.commit(drop=gone)
     try:

@@ -116,8 +116,8 @@ def _places(library: Library) -> tuple[Path, Path]:
 
 def _numbers(library: Library) -> str:
     """What the numbers of an index depend on."""
-    kind = library.file.codes
-    return library.file.fingerprint + ("" if kind == "float" else f"-{kind}{library.file.compared}")
+    file = library.file
+    return f"{file.fingerprint}-{file.id}" + ("" if file.codes == "float" else f"-{file.codes}{file.compared}")
 
 
 def _state(library: Library) -> str:

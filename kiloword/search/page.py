@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from html import escape
+from pathlib import Path
 
 import numpy as np
 from PIL import Image
@@ -21,10 +22,10 @@ THUMB = 320  # pixels of the longer side
 ABOUT_UNCERTAINTY = "u is the photo's uncertainty, the sum of its variances: high where a photo fits many texts."
 
 
-def shrunk(library: Library, row: int, side: int) -> Pixels:
-    """A photo of the library with at most `side` pixels a side. Raises: ValueError for one that cannot be read."""
+def shrunk(photo: Path, side: int) -> Pixels:
+    """A photo with at most `side` pixels a side. Raises: ValueError for one that cannot be read."""
     try:
-        pixels = decode(read_whole(library.photo(row), "it", MAX_IMAGE), at_least=side)
+        pixels = decode(read_whole(photo, "it", MAX_IMAGE), at_least=side)
     except (OSError, BadSample) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ValueError(f"the photo cannot be read ({reason}).") from None
@@ -42,7 +43,7 @@ def figures(library: Library, matches: Sequence[Match], query: str = "") -> Html
     for n, match in enumerate(matches, 1):
         part, inner = library.place(match.row)
         path, number = escape(_plain(part.paths[inner])), int(part.ids[inner])
-        source = f"/thumb/{number}" if query else _inside(library, match.row)
+        source = f"/thumb/{library.file.id}/{number}" if query else _inside(library, match.row)
         image = f'<img src="{source}" alt="{escape(part.captions[inner]) or path}" loading="lazy">'
         image = image if source else "<span>cannot be read</span>"
         image = f'<a href="/photo/{number}{escape(query)}">{image}</a>' if query else image
@@ -65,7 +66,7 @@ def _scored(n: int, match: Match, number: int | None) -> str:
 
 def _inside(library: Library, row: int) -> str:
     try:
-        return image_data(shrunk(library, row, THUMB))
+        return image_data(shrunk(library.photo(row), THUMB))
     except ValueError:
         return ""
 

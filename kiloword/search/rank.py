@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -97,7 +98,7 @@ class Ranker:
         """The best photos by `near` [N]; `rescore` times as many are scored by their vectors first, if any."""
         if not self.rescore:
             return _best(near, top)
-        _, rows = _best(near, self.rescore * top)
+        rows = _best(near, self.rescore * top)[1].sort().values
         scores, order = _best(self.vectors(rows.tolist()) @ vec, top)
         return scores, rows[order]
 
@@ -134,7 +135,7 @@ class Ranker:
         """Scores, as of `first_stage`, and rows of the best photos that the approximate index lists: at most `most`."""
         assert self.nearest is not None, "this library has no approximate index"
         vec = features["vec"][0].float()
-        rows = self.nearest.rows(vec)
+        rows = sorted(self.nearest.rows(vec))
         scores = self.vectors(rows) @ vec
         if self.library.file.gaussian:
             places = [self.library.place(row) for row in rows]
@@ -150,8 +151,10 @@ class Ranker:
             scored = self._masked(self.first_stage(features), within)
             vec, most = features["vec"][0].float(), max(SHORTLIST, top) if self.contextual else top
             near, rows = self._by_codes(vec, scored, most)
-        exact = self.exact(features, rows.tolist()) if self.contextual else near
-        scores, order = _best(exact, top)
+        if self.contextual:
+            rows = rows.sort().values
+            near = self.exact(features, rows.tolist())
+        scores, order = _best(near, top)
         return scores, rows[order]
 
     def _masked(self, near: Tensor, within: str, but: int | None = None) -> Tensor:
@@ -168,10 +171,15 @@ class Ranker:
 
 
 def _best(scores: Tensor, top: int) -> tuple[Tensor, Tensor]:
-    """The largest scores and their places, without -inf; ties in the library's order."""
+    """The largest scores and their places, without -inf; ties in the library's order, however many are wanted."""
     values, places = scores.topk(min(top, len(scores)))
+    if len(values):  # `topk` takes any of those that equal the last one
+        above = places[values > values[-1]].sort().values
+        ties = torch.from_numpy(np.flatnonzero(scores.numpy() == values[-1].numpy()))
+        places = torch.cat([above, ties[: len(values) - len(above)]])
+    values, order = scores[places].sort(descending=True, stable=True)
     kept = values > -torch.inf
-    return values[kept], places[kept]
+    return values[kept], places[order[kept]]
 
 
 def query_image(matcher: Matcher, image: bytes, name: str = "of the query") -> Tensor:
@@ -213,8 +221,8 @@ def measure(ranker: Ranker) -> dict[str, float]:
     for q in track(range(queries), "recall of the shortlist", "texts", queries):
         text = {name: value[q : q + 1] for name, value in encoded.items()}
         near = ranker.first_stage(text)
-        best = _exact(ranker, text, near).topk(min(TOP, n)).indices
-        listed = near.topk(shortlist).indices if ranker.nearest is None else ranker.listed(text, shortlist)[1]
+        best = _best(_exact(ranker, text, near), TOP)[1]
+        listed = _best(near, shortlist)[1] if ranker.nearest is None else ranker.listed(text, shortlist)[1]
         shares.append(torch.isin(best, listed).float().mean().item())
     return {"recall@10": sum(shares) / queries, "shortlist": shortlist, "queries": queries, "photos": n}
 

@@ -10,7 +10,7 @@ import errno
 import ipaddress
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from email.message import Message
 from email.parser import BytesParser
 from email.policy import HTTP
@@ -27,6 +27,7 @@ from kiloword.search.site import SITE_POLICY, Site, WebAnswer
 from kiloword.terminal import say, show_traceback, warn
 
 UPLOAD = 32 << 20  # bytes of an uploaded photo
+LONGEST_NUMBER = 10  # digits of the length of an upload
 QUIET_S = 30.0  # seconds after which a silent browser is let go
 HEADERS = {
     "Content-Security-Policy": f"{SITE_POLICY}; frame-ancestors 'none'",
@@ -53,7 +54,7 @@ def main(
     with bound(host, port) as server:
         server.site = Site(library, opened(name, device, precision, trust, library.file.prefix), name)
         at = f"http://{f'[{host}]' if ':' in host else host}:{server.server_address[1]}/"
-        say(f"{folder}: {count(len(library), 'photo')} at {at} (Ctrl-C ends it)")
+        say(f"{folder}: {count(len(server.site.ranker.library), 'photo')} at {at} (Ctrl-C ends it)")
         if not is_loopback(host):
             warn("everybody who reaches this address can search and see the photos.")
         if open_:
@@ -71,6 +72,7 @@ class SearchServer(ThreadingHTTPServer):
 
     daemon_threads = True
     site: Site
+    names: frozenset[str]  # of this machine
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A browser that goes away is no error; anything else is shown."""
@@ -86,6 +88,7 @@ def bound(host: str, port: int) -> SearchServer:
     kind = type("Server", (SearchServer,), {"address_family": socket.AF_INET6 if ":" in host else socket.AF_INET})
     try:
         server: SearchServer = kind((host, port), Handler)
+        server.names = frozenset({socket.gethostname().lower(), socket.getfqdn().lower()})  # once: it may ask a server
         return server
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
@@ -103,8 +106,8 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def names_this_machine(host: str) -> bool:
-    """Whether a Host header is one that a visitor of this server types: an address, localhost, the machine's name.
+def names_this_machine(host: str, names: Collection[str]) -> bool:
+    """Whether a Host header is one that a visitor of this server types: an address, localhost, one of `names`.
 
     A name that somebody else owns, and points here, is none (DNS rebinding).
     """
@@ -112,12 +115,10 @@ def names_this_machine(host: str) -> bool:
         name = urlsplit(f"//{host}").hostname or ""
     except ValueError:
         return False
-    if name in ("localhost", socket.gethostname().lower(), socket.getfqdn().lower()):
-        return True
     try:
         ipaddress.ip_address(name)
     except ValueError:
-        return False
+        return name == "localhost" or name in names
     return True
 
 
@@ -131,24 +132,38 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Pages and photos."""
-        address = urlsplit(self.path)
-        self._send(self._refusal() or self.server.site.get(address.path, address.query))
+        self._answer(self._page)
 
     do_HEAD = do_GET
 
     def do_POST(self) -> None:
         """A search by an uploaded photo."""
-        refusal = self._refusal() or self._upload_refusal()
+        self._answer(self._like_upload)
+
+    def _answer(self, made: Callable[[], WebAnswer]) -> None:
+        """Send what a function makes of the request, or 400 for one that is malformed."""
+        try:
+            answer = self._refusal() or made()
+        except ValueError:
+            answer = self._failure(400, "The request cannot be read.")
+        if answer.status != 200:
+            self.close_connection = True  # a body may be left to read
+        self._send(answer)
+
+    def _page(self) -> WebAnswer:
+        address = urlsplit(self.path)
+        return self.server.site.get(address.path, address.query)
+
+    def _like_upload(self) -> WebAnswer:
+        refusal = self._upload_refusal()
         if refusal is not None:
-            self.close_connection = True  # the body is not read
-            self._send(refusal)
-            return
+            return refusal
         body = self.rfile.read(int(self.headers["Content-Length"]))
         image = uploaded(self.headers.get("Content-Type", ""), body)
-        self._send(self.server.site.post(image) if image else self._failure(400, "No photo came: choose a file."))
+        return self.server.site.post(image) if image else self._failure(400, "No photo came: choose a file.")
 
     def _refusal(self) -> WebAnswer | None:
-        if not names_this_machine(self.headers.get("Host", "")):
+        if not names_this_machine(self.headers.get("Host", ""), self.server.names):
             return self._failure(421, "This server answers under its own address alone.")
         return None
 
@@ -158,7 +173,7 @@ class Handler(BaseHTTPRequestHandler):
             return self._failure(403, "Photos are taken from this site's own pages alone.")
         if not (length.isascii() and length.isdigit()):
             return self._failure(411, "The upload does not say how long it is.")
-        if int(length) > UPLOAD:
+        if len(length) > LONGEST_NUMBER or int(length) > UPLOAD:
             return self._failure(413, f"The photo has more than {UPLOAD >> 20} MiB: choose a smaller one.")
         return None
 
@@ -187,11 +202,14 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def uploaded(kind: str, body: bytes) -> bytes:
-    """The file of a form (multipart/form-data); b"" for none."""
+    """The file of a form (multipart/form-data); b"" for none. Raises: ValueError for a malformed one."""
     if not kind.lower().startswith("multipart/form-data"):
         return b""
     head = b"Content-Type: " + kind.encode("latin-1", "replace") + b"\r\n\r\n"
-    return next(_files(BytesParser(policy=HTTP).parsebytes(head + body)), b"")
+    try:
+        return next(_files(BytesParser(policy=HTTP).parsebytes(head + body)), b"")
+    except Exception as error:  # RecursionError for nested forms, IndexError for some headers
+        raise ValueError("the form cannot be read.") from error
 
 
 def _files(message: Message) -> Iterator[bytes]:

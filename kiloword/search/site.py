@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from html import escape
+from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl, urlencode
 
@@ -26,7 +27,7 @@ from kiloword.report import Html, page, section, stack, table
 from kiloword.report.images import image_data
 from kiloword.report.overlay import overlay
 from kiloword.report.page import POLICY
-from kiloword.search.index import check_model, describe
+from kiloword.search.index import check_model, check_same_model, describe
 from kiloword.search.library import Library
 from kiloword.search.page import ABOUT_UNCERTAINTY, STYLE, THUMB, figures, shrunk
 from kiloword.search.rank import Match, Ranker, query_image
@@ -55,7 +56,7 @@ class WebAnswer:
 
     @property
     def lasting(self) -> bool:
-        """Whether browsers may keep it: photos, whose numbers never change their meaning."""
+        """Whether browsers may keep it: photos, whose addresses never change their meaning."""
         return self.kind == "image/jpeg"
 
 
@@ -64,68 +65,75 @@ class Site:
 
     def __init__(self, library: Library, matcher: Matcher, model: str) -> None:
         check_model(library, matcher, model)
-        self.matcher, self.ranker = matcher, Ranker(library, matcher)
+        self.matcher, self.ranker = matcher, library.now(lambda now: _loaded(now, library, matcher))
         self._one = threading.Lock()  # the model answers one query at a time
-        self._jpeg = lru_cache(CACHED)(self._encoded)
-        for part in library.parts:
-            _ = part.codes  # read now, not at the first query
+        self._swap = threading.Lock()  # of the ranker
+        self._jpeg = lru_cache(CACHED)(_encoded)
 
     def get(self, path: str, query: str) -> WebAnswer:
         """The answer to an address: path and what follows its question mark."""
-        return self._current(lambda: self._get(path, dict(parse_qsl(query, keep_blank_values=True, max_num_fields=20))))
+
+        def found(ranker: Ranker) -> WebAnswer:
+            return self._get(ranker, path, dict(parse_qsl(query, keep_blank_values=True, max_num_fields=20)))
+
+        return self._current(found)
 
     def post(self, image: bytes) -> WebAnswer:
         """Photos most like an uploaded one."""
 
-        def found() -> WebAnswer:
+        def found(ranker: Ranker) -> WebAnswer:
             with self._one:
-                matches = self.ranker.by_image(query_image(self.matcher, image), SHOWN)
-            return self._results("Photos like yours", {}, matches, "By the cosine of the photos' vectors.")
+                matches = ranker.by_image(query_image(self.matcher, image), SHOWN)
+            return _results(ranker.library, "Photos like yours", {}, matches, "By the cosine of the photos' vectors.")
 
         return self._current(found)
 
     def failure(self, status: int, message: str) -> WebAnswer:
         """A page that says what is wrong."""
-        return self._page("Search", message[:1].upper() + message[1:], [], {}, status)
+        return _page("Search", message[:1].upper() + message[1:], [], {}, status)
 
-    def _current(self, answer: Callable[[], WebAnswer]) -> WebAnswer:
-        """An answer from the library as it is now, which an index may change at any moment."""
+    def _current(self, answer: Callable[[Ranker], WebAnswer]) -> WebAnswer:
+        """An answer from one state of the library, which an index may change at any moment."""
         for last in (False, True):
-            library = self.ranker.library.refreshed()
-            if library is not self.ranker.library:
-                if library.file.fingerprint != self.ranker.library.file.fingerprint:
-                    return self.failure(503, "The library was made anew by another model: start kiloword serve again.")
-                self.ranker = Ranker(library, self.matcher)
             try:
-                return answer()
+                ranker = self._fresh()
             except ValueError as error:
-                if last or library.refreshed() is library:
+                if last:
+                    return self.failure(503, str(error)[:500])
+                continue
+            try:
+                return answer(ranker)
+            except ValueError as error:
+                if last or not ranker.library.changed:
                     return self.failure(400, str(error)[:500])
         raise AssertionError
 
-    def _get(self, path: str, fields: Mapping[str, str]) -> WebAnswer:
-        named = re.fullmatch(r"/(thumb|large|photo)/([0-9]{1,18})", path)
+    def _fresh(self) -> Ranker:
+        """The ranker of the library as it is now. Raises: ValueError for damage, and a library of another model."""
+        with self._swap:
+            ranker, before = self.ranker, self.ranker.library
+            self.ranker = before.now(lambda now: ranker if now is before else _loaded(now, before, self.matcher))
+            return self.ranker
+
+    def _get(self, ranker: Ranker, path: str, fields: Mapping[str, str]) -> WebAnswer:
+        library = ranker.library
+        named = re.fullmatch(rf"/(photo|(thumb|large)/{library.file.id})/([0-9]{{1,18}})", path)
         if path == "/":
-            return self._search(fields)
-        row = self.ranker.library.row_of.get(int(named[2])) if named else None
+            return self._search(ranker, fields)
+        row = library.row_of.get(int(named[3])) if named else None
         if named is None or row is None:
             return self.failure(404, "There is no such page or photo.")
-        if named[1] == "photo":
-            return self._photo(row, fields)
+        if named[2] is None:
+            return self._photo(library, row, fields)
+        side = THUMB if named[2] == "thumb" else LARGE
         try:
-            return WebAnswer(self._jpeg(int(named[2]), THUMB if named[1] == "thumb" else LARGE), "image/jpeg")
+            return WebAnswer(self._jpeg(library.file.id, int(named[3]), library.photo(row), side), "image/jpeg")
         except ValueError as error:
             return self.failure(404, f"{str(error).capitalize()} Index the photos again to forget it.")
 
-    def _encoded(self, number: int, side: int) -> bytes:
-        """A photo as a JPEG without anything else of its file."""
-        library, file = self.ranker.library, io.BytesIO()
-        Image.fromarray(shrunk(library, library.row_of[number], side)).save(file, "JPEG", quality=85)
-        return file.getvalue()
-
-    def _search(self, fields: Mapping[str, str]) -> WebAnswer:
+    def _search(self, ranker: Ranker, fields: Mapping[str, str]) -> WebAnswer:
         """The page of a text, of a photo of the library (like), or the first page."""
-        library, within = self.ranker.library, fields.get("in", "")
+        library, within = ranker.library, fields.get("in", "")
         count = fields.get("n", "")
         top = min(int(count), MOST) if re.fullmatch("[1-9][0-9]{0,3}", count) else SHOWN
         if "like" in fields:
@@ -133,59 +141,48 @@ class Site:
             if row is None:
                 return self.failure(404, "The library has no such photo (any more).")
             part, inner = library.place(row)
-            matches = self.ranker.by_image(part.vectors([inner])[0], top, within, but=row)
-            return self._results("More like this", fields, matches, f"More like {library.path(row)}.", source=row)
+            matches = ranker.by_image(part.vectors([inner])[0], top, within, but=row)
+            return _results(library, "More like this", fields, matches, f"More like {library.path(row)}.", source=row)
         if "q" not in fields:
             first = [Match(row, float("nan")) for row in range(min(SHOWN, len(library)))]
-            return self._page("Search", "", [section("In the library", figures(library, first, "?"))], fields)
+            return _page("Search", _size(library), [section("In the library", figures(library, first, "?"))], fields)
         with self._one:
-            matches = self.ranker.by_text(fields["q"], top, within)
-        return self._results(f"“{fields['q'].strip()[:200]}”", fields, matches, self._about(fields["q"]))
+            matches = ranker.by_text(fields["q"], top, within)
+        about = self._about(library, fields["q"])
+        return _results(library, f"“{fields['q'].strip()[:200]}”", fields, matches, about)
 
-    def _about(self, text: str) -> str:
+    def _about(self, library: Library, text: str) -> str:
         """What the reader of a text's results should know."""
-        notes = describe(self.ranker.library)
+        notes = describe(library)
         if is_url(text.strip()):
             notes = ["The query is an address, searched as words: nothing is fetched. Choose a photo's file below."]
         for tokens, read in self.matcher.tokenizer.cut([text], self.matcher.model.config.text).values():
             notes.append(f"The query has {tokens} tokens, of which the model reads {read}.")
-        if self.ranker.library.file.gaussian:
+        if library.file.gaussian:
             of_text = float(self.matcher.uncertainty(self.matcher.encode_text([text]))[0])
             notes.append(f"The text's uncertainty is {of_text:.3g}. {ABOUT_UNCERTAINTY}")
         return " ".join(note[:1].upper() + note[1:].rstrip(".") + "." for note in notes)
 
-    def _results(
-        self, title: str, fields: Mapping[str, str], matches: Sequence[Match], about: str, source: int | None = None
-    ) -> WebAnswer:
-        asked = {name: fields[name] for name in ("q", "in") if fields.get(name)}
-        photos = figures(self.ranker.library, matches, f"?{urlencode(asked)}")
-        origin = Html() if source is None else figures(self.ranker.library, [Match(source, float("nan"))], "?")
-        more = Html()
-        if len(matches) >= SHOWN and len(matches) < MOST and fields:
-            address = urlencode({**fields, "n": str(len(matches) + SHOWN)})
-            more = Html(f'<p><a href="/?{escape(address)}">Show more photos</a></p>')
-        return self._page(title, about, [section("Like this one", origin), section("Photos", photos, more)], fields)
-
-    def _photo(self, row: int, fields: Mapping[str, str]) -> WebAnswer:
+    def _photo(self, library: Library, row: int, fields: Mapping[str, str]) -> WebAnswer:
         """The page of one photo, with why it matched a text."""
-        library = self.ranker.library
         part, inner = library.place(row)
         number, path, caption = int(part.ids[inner]), part.paths[inner], part.captions[inner]
-        shown = Html(f'<p class="big"><img src="/large/{number}" alt="{escape(caption or path)}"></p>')
+        large = f"/large/{library.file.id}/{number}"
+        shown = Html(f'<p class="big"><img src="{large}" alt="{escape(caption or path)}"></p>')
         like = Html(f'<p><a href="/?like={number}">More like this</a></p>')
         about = [path, *([caption] if caption else [])]
         if "uncertainty" in part.uncertain:
             about.append(f"uncertainty {float(part.uncertain['uncertainty'][inner]):.3g}")
         sections = [section("Photo", shown, *about, like)]
         if fields.get("q", "").strip():
-            sections.append(section("Why it matched", self._why(row, fields["q"])))
-        return self._page(path, "", sections, fields)
+            sections.append(section("Why it matched", self._why(library, row, fields["q"])))
+        return _page(path, _size(library), sections, fields)
 
-    def _why(self, row: int, text: str) -> Html:
+    def _why(self, library: Library, row: int, text: str) -> Html:
         """Where a text looks on a photo, if the model can say so."""
         resize = self.matcher.model.config.preprocess.resize
         try:
-            raw = read_whole(self.ranker.library.photo(row), "it", MAX_IMAGE)
+            raw = read_whole(library.photo(row), "it", MAX_IMAGE)
             pixels = EvalTransform(WHY, WHY if isinstance(resize, int) else resize)(raw).permute(1, 2, 0).numpy()
             with self._one:
                 explained = self.matcher.explain(raw, [text])
@@ -201,12 +198,54 @@ class Site:
             weights = table(rows, ["mixture token", "share in the photo's vector for this text"])
         return stack(f"Score {float(explained.scores[0, 0]):.3f}. {explained.about}", shown, weights)
 
-    def _page(
-        self, title: str, about: str, sections: Sequence[tuple[str, Html]], fields: Mapping[str, str], status: int = 200
-    ) -> WebAnswer:
-        count = f"{len(self.ranker.library):,} photos"
-        html = page(title, about or count, sections, below=_forms(fields), style=STYLE, policy=SITE_POLICY)
-        return WebAnswer(html.encode("utf-8", "backslashreplace"), status=status)
+
+def _loaded(library: Library, before: Library, matcher: Matcher) -> Ranker:
+    """A ranker that needs the files of the library no more, but those of Gaussians' variances.
+
+    Raises: ValueError for damage, and where another model made the library before.
+    """
+    check_same_model(library, before)
+    for part in library.parts:
+        part.load()
+    return Ranker(library, matcher)
+
+
+def _encoded(library: str, number: int, photo: Path, side: int) -> bytes:
+    """A photo as a JPEG without anything else of its file. Args: library, number: its id, and that of the photo."""
+    file = io.BytesIO()
+    Image.fromarray(shrunk(photo, side)).save(file, "JPEG", quality=85)
+    return file.getvalue()
+
+
+def _size(library: Library) -> str:
+    return f"{len(library):,} photos"
+
+
+def _results(
+    library: Library,
+    title: str,
+    fields: Mapping[str, str],
+    matches: Sequence[Match],
+    about: str,
+    source: int | None = None,
+) -> WebAnswer:
+    """The page of a search. Args: about: "": the library's size; source: row of the photo that others are like."""
+    asked = {name: fields[name] for name in ("q", "in") if fields.get(name)}
+    photos = figures(library, matches, f"?{urlencode(asked)}")
+    origin = Html() if source is None else figures(library, [Match(source, float("nan"))], "?")
+    more = Html()
+    if len(matches) >= SHOWN and len(matches) < MOST and fields:
+        address = urlencode({**fields, "n": str(len(matches) + SHOWN)})
+        more = Html(f'<p><a href="/?{escape(address)}">Show more photos</a></p>')
+    sections = [section("Like this one", origin), section("Photos", photos, more)]
+    return _page(title, about or _size(library), sections, fields)
+
+
+def _page(
+    title: str, about: str, sections: Sequence[tuple[str, Html]], fields: Mapping[str, str], status: int = 200
+) -> WebAnswer:
+    html = page(title, about, sections, below=_forms(fields), style=STYLE, policy=SITE_POLICY)
+    return WebAnswer(html.encode("utf-8", "backslashreplace"), status=status)
 
 
 def _forms(fields: Mapping[str, str]) -> Html:

@@ -61,6 +61,19 @@ def test_zeros_have_codes() -> None:
     assert codes.scores(torch.zeros(3)).tolist() == [0, 0]
 
 
+@pytest.mark.parametrize("levels", [1, 3, 40])
+def test_equal_scores_keep_the_order_of_the_library(levels: int) -> None:
+    """However many photos are wanted: those of a short list begin a long one."""
+    scores = torch.randint(levels, (200,), generator=torch.Generator().manual_seed(levels)).float()
+    scores[5] = -torch.inf
+    order = [n for n in sorted(range(200), key=lambda n: -float(scores[n])) if n != 5]
+    for top in (*range(1, 60), 199, 200, 300):
+        values, places = rank._best(scores, top)
+        assert places.tolist() == order[:top]
+        assert values.tolist() == scores[order[:top]].tolist()
+    assert rank._best(scores, 0)[1].tolist() == rank._best(scores[:0], 3)[1].tolist() == []
+
+
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("codes")
@@ -243,7 +256,6 @@ def test_damaged_codes_are_refused(root: Path) -> None:
     pq.write_table(table.replace_schema_metadata({"scale": "[1, 2]"}), path)
     with pytest.raises(ValueError, match="its numbers have no scale"):
         rows(Library(root / "damaged"), matcher, None)
-    path.unlink()
     made(root, "damaged")
     assert len(rows(Library(root / "damaged"), matcher, None)) == 5
     pq.write_table(table.drop_columns("code"), path := next((root / "damaged").glob("*.parquet")))

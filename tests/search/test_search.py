@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,24 @@ def test_a_library_knows_its_model_from_any_folder(tmp_path: Path, monkeypatch: 
     command.main(Path("here/library"), "a dog", device="cpu")
 
 
+def test_a_library_knows_a_named_model_from_any_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here = tmp_path / "here"
+    model_folder(here / "model")
+    monkeypatch.chdir(here)
+    index.main(photos_in(Path("photos")), "hf:model", Path("library"), device="cpu")
+    monkeypatch.chdir(tmp_path)
+    command.main(Path("here/library"), "a dog", device="cpu")
+    index.main(here / "photos", None, Path("here/library"), device="cpu")
+    (here / "model").rename(here / "moved")
+    for words in (("search", "here/library", "a dog"), ("index", here / "photos", "--out", "here/library")):
+        message = refused(capsys, *words)
+        assert f"there is no {here / 'model' / 'config.json'}: " in message
+        assert "Give the model that made the library by --model, if it was moved." in message
+    command.main(Path("here/library"), "a dog", model="hf:here/moved", device="cpu")
+
+
 def test_a_text_finds_what_the_model_scores_highest(made: tuple[Library, Matcher]) -> None:
     library, matcher = made
     scores = matcher.score([library.photo(row) for row in range(12)], ["two cats and a dog"])[:, 0]
@@ -102,7 +121,7 @@ def test_an_update_encodes_only_what_is_new_or_changed(library: Path, monkeypatc
     draw(photos / "deep" / "new.jpg", 101)
     after = again(library)
     assert sum(seen) == 2
-    assert sorted(paths(library)) == sorted(scan(photos))
+    assert sorted(paths(library)) == sorted(scan(photos).stamps)
     kept = {path: number for path, number in zip(paths(library), after.ids.tolist(), strict=True) if path in before}
     assert {path for path in kept if kept[path] != before[path]} == {"00.jpg"}
     assert len(after.parts) == 1  # merged
@@ -150,13 +169,13 @@ def test_a_killed_index_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         index.main(photos, str(model), out, batch=4, device="cpu")
     index.main(photos, None, out, batch=4, device="cpu")
     assert sum(calls[4:]) == 4
-    assert sorted(paths(out)) == sorted(scan(photos))
+    assert sorted(paths(out)) == sorted(scan(photos).stamps)
 
 
 def test_bad_photos_are_named_and_the_others_indexed(library: Path, capsys: pytest.CaptureFixture[str]) -> None:
     photos = library.parent / "photos"
     (photos / "bad.jpg").write_bytes(b"no image")
-    stamps = scan(photos)
+    scanned = scan(photos)
     (photos / "00.jpg").write_bytes(b"")
     (photos / "made").mkdir()
     for name in ("a.HEIC", "made/library.json", "made/part.parquet", "b.heic", "c.mov", "d", ".hidden", "00.txt"):
@@ -166,16 +185,16 @@ def test_bad_photos_are_named_and_the_others_indexed(library: Path, capsys: pyte
     assert "4 other files not read: 2 .heic, 1 .mov, 1 without a suffix. Photos are jpg, jpeg," in error
     assert "skipped bad.jpg: not an image" in error
     assert "skipped 00.jpg: the image has zero bytes" in error
-    assert "bad.jpg" in stamps
+    assert "bad.jpg" in scanned.stamps
 
 
 def test_a_photo_that_vanishes_while_indexing_is_skipped(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     photos = library.parent / "photos"
     draw(photos / "gone.jpg", 50)
-    stamps = scan(photos)
+    scanned = scan(photos)
     (photos / "gone.jpg").unlink()
     matcher = load(library.parent / "model")
-    (skipped,) = index.update(Library(library), photos, stamps, matcher)
+    (skipped,) = index.update(Library(library), photos, scanned, matcher)
     assert (skipped.key, skipped.reason) == ("gone.jpg", "the file is gone")
 
 
@@ -313,6 +332,27 @@ def test_results_are_a_table_json_and_a_page(library: Path, capsys: pytest.Captu
     assert page.count('<img src="data:image/') == 13
     for word in ("<script", "<img src=x", "<b>dog", "\x1b"):
         assert word not in page
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_whole_paths_are_printed(
+    library: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], terminal: bool
+) -> None:
+    """Also in a terminal of 80 columns, which wraps them, and where another program reads them."""
+    photos = library.parent / "photos"
+    path = "/".join(["2024-08-31 a long day at the sea 🌊"] * 7) + "/photo.jpg"
+    draw(photos / path, 70)
+    again(library)
+    capsys.readouterr()
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: terminal)
+    monkeypatch.setenv("TERM", "dumb")
+    main(["search", str(library), "dog", "--top", "13"])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 15
+    assert lines[0].split() == ["score", "photo"]
+    (line,) = (line for line in lines if "sea" in line)
+    assert re.fullmatch(r"[0-9]+ +-?0\.[0-9]{3}  " + re.escape(path), line)
 
 
 def test_the_page_names_the_model_that_searched(library: Path) -> None:

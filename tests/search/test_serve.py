@@ -69,7 +69,16 @@ def form(image: bytes) -> tuple[bytes, str]:
 
 
 def numbers(html: str) -> list[int]:
-    return [int(n) for n in re.findall(r"/thumb/(\d+)", html)]
+    return [int(n) for n in re.findall(r"/thumb/[0-9a-f]{16}/(\d+)", html)]
+
+
+def raw(server: serve.SearchServer, request: bytes) -> tuple[int, str]:
+    """The answer to bytes that no client of HTTP sends."""
+    with socket.create_connection(("127.0.0.1", server.server_address[1]), timeout=30) as connection:
+        connection.sendall(request)
+        connection.shutdown(socket.SHUT_WR)
+        answer = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+    return int(answer.split()[1]) if answer else 0, answer.decode()
 
 
 def test_a_search_shows_the_photos_in_order(server: serve.SearchServer) -> None:
@@ -122,8 +131,10 @@ def test_why_a_photo_matched(server: serve.SearchServer, monkeypatch: pytest.Mon
 
 def test_photos_are_encoded_anew(server: serve.SearchServer) -> None:
     number = int(server.site.ranker.library.ids[0])
+    library = server.site.ranker.library.file.id
+    assert f'src="/large/{library}/{number}"' in ask(server, f"/photo/{number}")[1]
     for size in ("thumb", "large"):
-        status, jpeg, headers = ask(server, f"/{size}/{number}")
+        status, jpeg, headers = ask(server, f"/{size}/{library}/{number}")
         assert (status, headers["Content-Type"]) == (200, "image/jpeg")
         assert jpeg.encode("latin-1")[:2] == b"\xff\xd8"
         assert headers["X-Content-Type-Options"] == "nosniff"
@@ -154,7 +165,7 @@ def test_hostile_words_stay_text(server: serve.SearchServer, query: str) -> None
     [
         *("/thumb/999", "/thumb/-1", "/thumb/0x1", "/thumb/1/../../library.json", "/photo/%2e%2e%2flibrary.json"),
         *("/library.json", "/../model/config.json", "/thumb/" + "9" * 40, "/thumb/¹", "/?like=../1", "/?like=77"),
-        "//example.org/a",
+        *("//example.org/a", "/thumb/0", "/large/0", "/thumb/0123456789abcdef/0", "/photo/0123456789abcdef/0"),
     ],
 )
 def test_there_is_nothing_else(server: serve.SearchServer, path: str) -> None:
@@ -194,6 +205,55 @@ def test_another_name_for_this_machine_is_refused(server: serve.SearchServer, ho
     assert ask(server, "/", Host="localhost:1")[0] == 200
 
 
+def test_the_machine_is_asked_for_its_name_once(server: serve.SearchServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`getfqdn` asks a name server."""
+    asked: list[object] = []
+    monkeypatch.setattr(socket, "getfqdn", lambda name="": asked.append(name) or "machine.example")
+    own = socket.gethostname().lower()
+    expected = {"localhost:1": 200, "127.0.0.1": 200, "[::1]:80": 200, own: 200, "machine.example": 421, "": 421}
+    assert {host: ask(server, "/", Host=host)[0] for host in expected} == expected
+    assert asked == []
+    with serve.bound("127.0.0.1", 0) as other:
+        assert other.names == {own, "machine.example"}
+    assert serve.names_this_machine("machine.example:80", other.names)
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        b"GET http://[ HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"HEAD http://[ HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"POST / HTTP/1.1\r\nHost: localhost\r\nOrigin: http://[\r\nContent-Length: 1\r\n\r\na",
+        b"GET /?q=dog HTTP/1.1\r\nHost: [\r\n\r\n",
+    ],
+)
+def test_malformed_requests_are_answered(
+    server: serve.SearchServer, capsys: pytest.CaptureFixture[str], request_: bytes
+) -> None:
+    status, _ = raw(server, request_)
+    assert status == (421 if b"Host: [" in request_ else 400)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("digits", [11, 5_000])
+def test_lengths_of_many_digits_are_refused(
+    server: serve.SearchServer, capsys: pytest.CaptureFixture[str], digits: int
+) -> None:
+    head = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: " + b"9" * digits + b"\r\n\r\n"
+    status, html = raw(server, head)
+    assert (status, "32 MiB" in html) == (413, True)
+    assert capsys.readouterr().err == ""
+
+
+def test_malformed_forms_are_refused(server: serve.SearchServer, capsys: pytest.CaptureFixture[str]) -> None:
+    body = "".join(f"--b{n}\r\nContent-Type: multipart/mixed; boundary=b{n + 1}\r\n\r\n" for n in range(3_000))
+    status, html, _ = ask(server, "/", "POST", body.encode(), Content_Type="multipart/form-data; boundary=b0")
+    assert (status, "cannot be read" in html) == (400, True)
+    body, kind = form(b"a photo")
+    assert ask(server, "/", "POST", body.replace(b'filename="a.jpg"', b"filename*"), Content_Type=kind)[0] == 400
+    assert capsys.readouterr().err == ""
+
+
 def test_any_bytes_come_whole_through_a_form() -> None:
     image = random.Random(0).randbytes(50_000) + b"\r\r\n\n--limi\r\n"
     body, kind = form(image)
@@ -210,7 +270,7 @@ def test_the_site_follows_the_library(root: Path, server: serve.SearchServer) ->
     (root / "photos" / "later.jpg").unlink()
     library = server.site.ranker.library
     row = next(row for row in range(len(library)) if library.path(row) == "later.jpg")
-    status, html, _ = ask(server, f"/thumb/{library.ids[row]}")
+    status, html, _ = ask(server, f"/thumb/{library.file.id}/{library.ids[row]}")
     assert (status, "cannot be read" in html) == (404, True)
     assert ask(server, f"/photo/{library.ids[row]}?q=dog")[0] == 200
     index.main(root / "photos", None, root / "library", device="cpu")

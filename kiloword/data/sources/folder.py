@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from kiloword.data.sources.sample import (
@@ -82,9 +82,12 @@ class Folder:
             raise BadSample(f"{file} cannot be read ({error.strerror})") from None
 
 
-def visible(root: Path) -> Iterator[tuple[str, list[str]]]:
-    """Folders below `root`, itself first, with the names of their files; hidden and linked folders are omitted."""
-    for folder, inner, files in os.walk(root):
+def visible(root: Path, failed: Callable[[OSError], object] | None = None) -> Iterator[tuple[str, list[str]]]:
+    """Folders below `root`, itself first, with the names of their files; hidden and linked folders are omitted.
+
+    Args: failed: called for each folder that cannot be read, whose path is the error's `filename`.
+    """
+    for folder, inner, files in os.walk(root, onerror=failed):
         inner[:] = sorted(name for name in inner if not name.startswith("."))
         yield folder, files
 
