@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from tyro.conf import Positional, arg
 
 from kiloword.checkpoint.trust import NONE, Trust
-from kiloword.cli.score import image_files, shown_names
+from kiloword.cli.score import entry_lines, image_files, shown_names
 from kiloword.terminal import say, shown, warn
 
 if TYPE_CHECKING:
@@ -147,12 +147,14 @@ def _print(answers: Sequence[Answer]) -> None:
 
     from kiloword.terminal.screen import Screen
 
-    table = Table("image", "class", "probability")
+    table, entries = Table("image", "class", "probability"), []
     listed = answers[:LISTED]
     for answer, image in zip(listed, shown_names([answer.image for answer in listed]), strict=True):
         for place, (name, share) in enumerate(answer.classes):
             style = "" if place else "bold"
-            table.add_row(Text("" if place else image), Text(name, style), Text(f"{share:.3f}", style))
-    Screen(120).print(table)
+            number = Text(f"{share:.3f}", style)
+            table.add_row(Text("" if place else shown(image)), Text(shown(name), style), number)
+            entries.append((number, image, name))
+    Screen(120).print_table(table, entry_lines(entries))
     if len(answers) > LISTED:
         say(f"and {len(answers) - LISTED:,} more images: --json FILE writes all.")

@@ -22,7 +22,7 @@ from kiloword.cli.exchange import TARGETS, Format, export, import_, push
 from kiloword.cli.runs import average, compare, watch
 from kiloword.cli.score import score
 from kiloword.cli.search import index, search, serve
-from kiloword.cli.words import REQUIRED, check_known, check_outputs, interruption, settled
+from kiloword.cli.words import REQUIRED, check_known, check_once, check_outputs, interruption, settled
 from kiloword.distributed import launch
 from kiloword.distributed.allocator import keep_freed_memory
 from kiloword.errors import sentence_of
@@ -60,9 +60,9 @@ def quickstart(
     out: Path | None = None,
     steps: int | None = None,
     seed: int = 0,
-    image_tower: str = "efficientnet-lite0",
-    text_tower: str = "minilm",
-    views: int = 2,
+    image_tower: str | None = None,
+    text_tower: str | None = None,
+    views: int | None = None,
 ) -> None:
     """Train on scenes, evaluate, write DIR/report.html. Takes 4 minutes on 2 CPU cores, 30 without bf16.
 
@@ -75,15 +75,16 @@ def quickstart(
         out: folder of the run and its report, by default quickstart or photos; the same command again resumes.
         steps: number of steps (photos: of each method) in place of the recipe's.
         seed: seed of the run.
-        image_tower: photos: frozen image tower, as for `kiloword train`.
-        text_tower: photos: frozen text tower, as for `kiloword train`.
-        views: photos: number of augmented views of each photo whose tokens are stored; 1: not augmented.
+        image_tower: photos: frozen image tower, as for `kiloword train`; default: efficientnet-lite0.
+        text_tower: photos: frozen text tower, as for `kiloword train`; default: minilm.
+        views: photos: augmented views of each photo whose tokens are stored; 1: not augmented; default: 2.
     """
     if on == "scenes":
         from kiloword.quickstart.run import run
 
-        if data or val:
-            raise ValueError("--data and --val are of kiloword quickstart photos; the quickstart itself draws scenes.")
+        of_photos = {"data": data, "val": val, "image-tower": image_tower, "text-tower": text_tower, "views": views}
+        if flag := next((name for name, value in of_photos.items() if value not in ((), None)), None):
+            raise ValueError(f"--{flag} is of kiloword quickstart photos; the quickstart itself draws scenes.")
         run(out or Path("quickstart"), steps=steps, seed=seed)
         return
     if not data:
@@ -91,7 +92,8 @@ def quickstart(
     from kiloword.quickstart.photos.run import PhotoPlan
     from kiloword.quickstart.photos.run import run as run_photos
 
-    run_photos(out or Path("photos"), PhotoPlan(data, val, image_tower, text_tower, views, steps, seed))
+    towers = image_tower or "efficientnet-lite0", text_tower or "minilm"
+    run_photos(out or Path("photos"), PhotoPlan(data, val, *towers, 2 if views is None else views, steps, seed))
 
 
 app.command(score)
@@ -167,7 +169,7 @@ def data(
     png: Path | None = None,
     digest: bool = False,
     as_: Annotated[str | None, arg(name="as")] = None,
-    size: str = "tiny",
+    size: str | None = None,
     out: Path | None = None,
 ) -> None:
     """Inspect a data set before training: kiloword data stats photos/train --png samples.png
@@ -180,21 +182,28 @@ def data(
         png: with stats, write an image of samples to this file.
         as_: with stats and png, draw examples as training sees them, by METHOD, a recipe, or the folder of a run.
         out: with pairs and as, table (key, partner, caption) to write, which --settings.rewrites takes.
-        size: with as, size whose defaults apply, as in train.
+        size: with as, size whose defaults apply, as in train; default: tiny.
         digest: with index, hash all images and texts of tars (reads them once); resumed runs compare it.
     """
     from kiloword.data import inspect
 
     assert what != "hierarimgs", "it has flags of its own"
-    if what == "pairs" or out is not None:
-        if what != "pairs" or None in (source, as_, out):
-            raise ValueError("expected kiloword data pairs SRC --as RUN --out pairs.parquet.")
+    if (what == "pairs" or out is not None) and (what != "pairs" or None in (source, as_, out)):
+        raise ValueError("expected kiloword data pairs SRC --as RUN --out pairs.parquet.")
+    if as_ is not None and what != "pairs" and (what != "stats" or png is None):
+        raise ValueError("--as draws training examples: expected data stats SRC --as METHOD --png FILE.")
+    for flag, is_idle, use in (
+        ("png", png is not None and what != "stats", "data stats SRC --png FILE"),
+        ("digest", digest and what != "index", "data index SRC --digest"),
+        ("size", size is not None and as_ is None, "data stats SRC --as METHOD --size SIZE --png FILE"),
+    ):
+        if is_idle:
+            raise ValueError(f"--{flag} changes nothing in data {what}: expected kiloword {use}.")
+    if what == "pairs":
         from kiloword.training.dry_run import write_pairs
 
-        say(write_pairs(str(source), str(as_), size, Path(str(out))))
+        say(write_pairs(str(source), str(as_), size or "tiny", Path(str(out))))
         return
-    if as_ is not None and (what != "stats" or png is None):
-        raise ValueError("--as draws training examples: expected data stats SRC --as METHOD --png FILE.")
     if what == "names":
         from kiloword.data.classes.names import listing
 
@@ -202,12 +211,14 @@ def data(
         return
     if source is None:
         raise ValueError(f"data {what} needs a data set: kiloword data {what} SRC.")
-    if inspect.main(what, source, png if as_ is None else None, digest):
-        raise SystemExit(1)
-    if as_ is not None and png is not None:
+    drawn = []
+    if as_ is not None and png is not None:  # first, as a name that is misspelled ends the command
         from kiloword.training.dry_run import draw_examples
 
-        say(draw_examples(source, as_, size, png))
+        drawn.append(draw_examples(source, as_, size or "tiny", png))
+    if inspect.main(what, source, None if drawn else png, digest):
+        raise SystemExit(1)
+    say(*drawn)
 
 
 app.command(name="import")(import_)
@@ -335,6 +346,7 @@ def _monitored() -> AbstractContextManager[object]:
 
 
 def _run(argv: Sequence[str]) -> None:
+    check_once(argv)
     check_outputs(argv)
     with invoked(argv):
         _verb(argv)

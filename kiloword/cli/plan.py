@@ -34,7 +34,8 @@ def planner_of(argv: Sequence[str]) -> Planner:
     from kiloword.planning.advice import Planner
 
     values = {} if settings is None else asdict(settings)
-    return Planner(plan, preset(command.method, values), card(plan.gpu, plan.flops, plan.memory, plan.bandwidth))
+    chosen = card(plan.gpu, plan.flops, plan.memory, plan.bandwidth, plan.precision)
+    return Planner(plan, preset(command.method, values), chosen)
 
 
 def _plan(command: MethodCommand) -> Plan:

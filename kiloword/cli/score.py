@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -13,6 +13,8 @@ from kiloword.checkpoint.trust import NONE, Trust
 from kiloword.terminal import say, shown, warn
 
 if TYPE_CHECKING:
+    from rich.text import Text
+
     from kiloword.api import Matcher
 
 Drawing = Literal["maps", "words", "gradcam", "masks", "reconstruction"]
@@ -54,11 +56,12 @@ def score(
         precision: precision of the encoders; auto: bf16 on CUDA for models larger than size tiny. Scores are fp32.
         trust: code that the model folder may run.
     """
-    _check_flags(explain, bool(explain_what), maps, plane, bool(beside), nearest)
+    _check_flags(explain, explain_what, maps, plane, bool(beside), nearest)
     from kiloword.api import load
     from kiloword.config.by_device import announce, reason_of
+    from kiloword.evaluation.command import labels
 
-    images = image_files(images)
+    images, names = image_files(images), labels([model, *beside])
     if empty := next((n for n, text in enumerate(texts, 1) if not text.strip()), None):
         raise ValueError(f"text {empty} of --texts is empty: expected words.")
     matcher = load(model, device=device, method=trust.method, trust_code=trust.trust_code, precision=precision)
@@ -67,17 +70,19 @@ def score(
     announce(str(network.mean.device), network.precision, reason_of(precision, network.config))
     for n, (tokens, read) in matcher.tokenizer.cut(texts, matcher.model.config.text).items():
         warn(f"text {n + 1} ({texts[n][:60]!r}) is truncated: it has {tokens} tokens, of which the model reads {read}")
+    if explain is not None:
+        from kiloword.explain.sheets import planned, write
+
+        planned(explain, matcher, images, explain_what or None)
     _print(images, texts, matcher.score(list(images), list(texts), nearest).tolist())
     if plane is not None:
-        _draw_plane(plane, [model, *beside], [matcher, *others], images, texts)
+        _draw_plane(plane, dict(zip(names, [matcher, *others], strict=True)), images, texts)
     if explain is not None:
-        from kiloword.explain.sheets import write
-
         say(*write(explain, matcher, images, texts, maps or "last", explain_what or None))
 
 
 def _check_flags(
-    explain: Path | None, what: bool, maps: str | None, plane: Path | None, beside: bool, nearest: str | None
+    explain: Path | None, what: Sequence[str], maps: str | None, plane: Path | None, beside: bool, nearest: str | None
 ) -> None:
     """Refuse flags that would change nothing. Raises: ValueError."""
     if beside and plane is None:
@@ -86,18 +91,17 @@ def _check_flags(
         raise ValueError("--explain-what selects what --explain DIR draws: name a folder by --explain.")
     if maps and explain is None:
         raise ValueError("--maps selects the attention that --explain DIR draws: name a folder by --explain.")
+    if maps and what and "maps" not in what:
+        raise ValueError(f"--maps selects the attention of maps, but --explain-what is {' '.join(what)}: add maps.")
     if nearest and explain is not None:
-        raise ValueError("--explain draws what the model's own score is made of: leave out --nearest, or --explain.")
+        raise ValueError("--explain draws what the model's own score is made of: omit --nearest, or --explain.")
 
 
-def _draw_plane(
-    file: Path, folders: Sequence[str], matchers: Sequence[Matcher], images: Sequence[Path], texts: Sequence[str]
-) -> None:
-    """Write the page of --plane, with a plane for each model."""
-    from kiloword.evaluation.command import labels
+def _draw_plane(file: Path, matchers: Mapping[str, Matcher], images: Sequence[Path], texts: Sequence[str]) -> None:
+    """Write the page of --plane, with a plane for each model, by name."""
     from kiloword.explain.plane import write_plane
 
-    write_plane(file, dict(zip(labels(folders), matchers, strict=True)), images, texts)
+    write_plane(file, matchers, images, texts)
     say(f"plane: {file}")
 
 
@@ -129,28 +133,31 @@ def shown_names(images: Sequence[Path]) -> list[str]:
 
 
 def _print(images: Sequence[Path], texts: Sequence[str], scores: Sequence[Sequence[float]]) -> None:
-    """Print scores [images, texts] as a table, or a line for each pair where its columns would cut words or numbers.
+    """Print scores [images, texts] as a table, or a line for each pair where its columns would split words.
 
     The best score of each image is bold.
     """
-    from rich.cells import cell_len
     from rich.table import Column, Table
     from rich.text import Text
 
     from kiloword.terminal.screen import Screen
 
-    screen, names = Screen(120), [shown(name) for name in shown_names(images)]
+    names = [shown(name) for name in shown_names(images)]
     digits = max(len(f"{s:.3f}") for row in scores for s in row)
     rows = [[Text(f"{s:{digits}.3f}", "bold" if s == max(row) else "") for s in row] for row in scores]
-    column = max(digits, *(cell_len(word) for text in texts for word in shown(text).split()))
-    widest = max(map(cell_len, ("image", *names)))
-    if widest + len(texts) * column + 3 * (len(texts) + 1) + 1 <= screen.width:
-        table = Table(Column("image", no_wrap=True), *texts)
-        for name, row in zip(names, rows, strict=True):
-            table.add_row(name, *row)
-        screen.print(table)
-        return
+    table = Table(Column("image", no_wrap=True), *texts)
     for name, row in zip(names, rows, strict=True):
-        for cell, text in zip(row, texts, strict=True):
-            pair = f"  {name}{' ' * (widest - cell_len(name))}  {shown(text)}"
-            screen.print(Text.assemble(cell, pair), soft_wrap=True)
+        table.add_row(name, *row)
+    entries = [(n, name, t) for name, row in zip(names, rows, strict=True) for n, t in zip(row, texts, strict=True)]
+    Screen(120).print_table(table, entry_lines(entries))
+
+
+def entry_lines(entries: Sequence[tuple[Text, str, str]]) -> Iterator[Text]:
+    """A line for each number, name and text: what a table says that is too wide. The names are padded."""
+    from rich.cells import cell_len
+    from rich.text import Text
+
+    named = [(number, shown(name), shown(text)) for number, name, text in entries]
+    widest = max((cell_len(name) for _, name, _ in named), default=0)
+    for number, name, text in named:
+        yield Text.assemble(number, f"  {name}{' ' * (widest - cell_len(name))}  {text}")

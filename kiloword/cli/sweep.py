@@ -52,10 +52,10 @@ def main(argv: Sequence[str]) -> None:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError("sweep runs in one process: start each arm with torchrun, as sweep --dry-run lists them.")
     command, every = _arms(options, words)
+    train.read(every[0].words)  # one message in place of one an arm, before anything is written
     if options.dry_run:
         say(f"{len(every)} arms:", *(f"{arm.name}: {shlex.join(['kiloword', 'train', *arm.words])}" for arm in every))
         return
-    train.with_local_init(words)  # one message in place of one an arm
     _run(options, command, every)
 
 
@@ -112,11 +112,14 @@ def _run(options: SweepOptions, command: MethodCommand, every: Sequence[Arm]) ->
     data = _training_data(flags) if any(one.task == "vqa" for one in sets) else None
     _check_sets(command.method, sets, data)
     try:
-        run_all(results, train.main, lambda folder: evaluated(folder, sets, data, device, **trust))
+        run_all(
+            results,
+            train.main,
+            lambda folder: evaluated(folder, sets, data, device, **trust),
+            lambda: summary.check_metrics(summary.rows(results), options.metric),
+        )
     finally:
         _write(options, results)
-    if unknown := summary.unknown(summary.rows(results), options.metric):
-        raise ValueError(unknown)
     if results.errors:
         raise SystemExit(1)
 

@@ -59,11 +59,8 @@ class Train(BaseSettings):
 
 def main(argv: Sequence[str]) -> None:
     """Train a model, or resume it: kiloword train METHOD --data SRC --out DIR."""
-    command = method_command(with_local_init(argv), "train siglip --out runs/first")
-    plain, usual = _defaults(command)
-    args, settings = command.read(_train(command, usual))
-    check(args.recipe)
-    recipe = replace(args.recipe, settings={} if settings is None else asdict(settings))
+    words = read(argv)
+    command, plain, usual, args, recipe = words.command, words.plain, words.usual, words.args, words.args.recipe
     _say_recipe(command, args, recipe)
     from kiloword.training import effects, start
     from kiloword.training.dry_run import rehearse
@@ -84,6 +81,26 @@ def main(argv: Sequence[str]) -> None:
     folder = train(recipe, args.out, source, args.options)
     if os.environ.get("RANK", "0") == "0":  # of torchrun
         say(f"model: {folder}")
+
+
+@dataclass(frozen=True)
+class Words:
+    """The words of a command line, read."""
+
+    command: MethodCommand
+    plain: Recipe  # the defaults
+    usual: Recipe  # with the values of --recipe or --config
+    args: Train
+
+
+def read(argv: Sequence[str]) -> Words:
+    """Read the words of a command line. Raises: ValueError and SystemExit for words that `train` refuses."""
+    command = method_command(with_local_init(argv), "train siglip --out runs/first")
+    plain, usual = _defaults(command)
+    args, settings = command.read(_train(command, usual))
+    check(args.recipe)
+    recipe = replace(args.recipe, settings={} if settings is None else asdict(settings))
+    return Words(command, plain, usual, replace(args, recipe=recipe))
 
 
 def with_local_init(argv: Sequence[str]) -> list[str]:

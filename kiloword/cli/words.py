@@ -5,6 +5,7 @@ No torch at import: help is instant.
 
 from __future__ import annotations
 
+import mimetypes
 import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
@@ -27,6 +28,8 @@ from kiloword.terminal import say
 
 # Ends of flags whose values are texts, not paths.
 TEXTS = ("--texts", "--name", "--message", "--curves", ".merge", ".teacher")
+TEXTS_OR_FILE = ("--classes", "--templates")  # flags whose values are texts, or a file of them
+WITHOUT_VALUE = ("--open", "--no-open", "--trust-code", "--no-trust-code")  # flags of search
 REQUIRED = arg(help_behavior_hint="(required)")  # of values whose default is only "not given"
 NOTHING_KEPT = {  # verbs that write their results only at the end
     "eval": "no results were written.",
@@ -52,14 +55,27 @@ def settled(argv: Sequence[str], verbs: Collection[str]) -> list[str]:
     """
     if argv and argv[0]:
         check_known(argv[0], "verb", verbs)
-    flag, words = "kiloword", []
+    flag, words, query = "kiloword", [], _query(argv)
     for n, word in enumerate(argv):
         name, _, value = word.partition("=")
         flag = name if word.startswith("--") or (n == 0 and name) else flag
-        if not (value if "=" in word and word.startswith("--") else word):
+        value = value if "=" in word and word.startswith("--") else word
+        if not value:
             raise ValueError(f"{flag} got an empty value, perhaps of an unset shell variable: expected a value.")
-        words.append(utf8(public(word), "replace") if flag.endswith(TEXTS) else public(word))
+        is_text = flag.endswith(TEXTS) or n == query or (flag in TEXTS_OR_FILE and not os.path.isfile(value))
+        words.append(utf8(public(word), "replace") if is_text else public(word))
     return words
+
+
+def _query(argv: Sequence[str]) -> int | None:
+    """The place of the query of search: its second word that is no flag, and no value of a flag."""
+    words = [n for n, (before, word) in enumerate(pairwise(argv), 1) if not (word.startswith("-") or _takes(before))]
+    return words[1] if argv[:1] == ["search"] and len(words) > 1 else None
+
+
+def _takes(word: str) -> bool:
+    """Whether a word is a flag of search whose value is the next word."""
+    return word.startswith("--") and "=" not in word and word.replace("_", "-") not in WITHOUT_VALUE
 
 
 def check_known(word: str, noun: str, names: Collection[str]) -> None:
@@ -69,20 +85,38 @@ def check_known(word: str, noun: str, names: Collection[str]) -> None:
 
 
 def check_outputs(argv: Sequence[str]) -> None:
-    """Raises: ValueError, before any work, where a file that a verb writes at its end cannot be written."""
+    """Raises: ValueError, before any work, where a file that a verb writes at its end cannot or should not be written:
+    a photo, or a file that it writes for another flag."""
+    files: dict[Path, str] = {}
     for word, after in pairwise([*argv, ""]):
         flag, equals, value = word.partition("=")
         value = value if equals else after
         if flag in OUTPUTS and value:
             _check_file(flag, Path(value))
+            if (other := files.setdefault(Path(value).resolve(), flag)) != flag:
+                raise ValueError(f"{other} and {flag} are both {value}: give each a file of its own.")
         if flag == "--explain" and Path(value).is_file():
             raise ValueError(f"--explain {value} is a file. Expected a folder, which may be new.")
+
+
+def check_once(argv: Sequence[str]) -> None:
+    """Raises: ValueError for a flag of several values that is given twice.
+
+    Of any other flag the last value counts, so that a command can be changed at its end; sweep joins those of its own.
+    """
+    flags = [word.partition("=")[0].replace("_", "-") for word in argv if word.startswith("--")]
+    twice = next((flag for flag in flags if flag in ADDING and flags.count(flag) > 1), None)
+    if twice is not None:
+        raise ValueError(f"{twice} is given twice: give it once; where it takes several values, they follow it.")
 
 
 def _check_file(flag: str, path: Path) -> None:
     """Raises: ValueError for a folder, and a path below a file or in a folder that forbids to write."""
     if path.is_dir():
         raise ValueError(f"{flag} {path} is a folder. Expected a file, such as {path / OUTPUTS[flag]}.")
+    kind = mimetypes.guess_type(path.name)[0] or ""
+    if flag != "--png" and kind.startswith("image/"):
+        raise ValueError(f"{flag} {path} has the name of an image. Expected a file such as {OUTPUTS[flag]}.")
     above = next(folder for folder in path.absolute().parents if folder.exists())
     if not above.is_dir():
         raise ValueError(f"{flag} {path} cannot be written: {above} is no folder.")
@@ -97,14 +131,11 @@ def interruption(argv: Sequence[str], error: KeyboardInterrupt) -> str:
 
 
 MIXING = tuple(f"--{f.name.replace('_', '-')}" for f in fields(Mixing))  # flags that name a component for a slot
-ADDING = (
-    *MIXING,
-    "--data",
-    "--val",
-    "--features",
-    "--extra-captions",
-    "--weights",
-)  # flags whose first value would be lost
+ADDING = (  # flags of several values, of which the first ones would be lost
+    *MIXING, "--data", "--val", "--weights", "--features", "--image-features", "--text-features", "--extra-captions",
+    "--keep", "--freeze", "--unfreeze", "--lora.targets", "--images", "--texts", "--classes", "--templates", "--beside",
+    "--explain-what", "--only", "--curves", "--ranks", "--seeds", "--group-by",
+)  # fmt: skip
 REGISTRY = ConstructorRegistry()
 
 
@@ -181,17 +212,13 @@ def _common(run: Any) -> type:
 def method_command(argv: Sequence[str], example: str) -> MethodCommand:
     """The method, the recipe and the flags of a verb, with which the example begins.
 
-    Raises: ValueError without a method or for an unknown one, as `chosen` and `mixed`, and for such a flag given twice.
+    Raises: ValueError without a method or for an unknown one, as `chosen` and `mixed`.
     """
     verb, method = example.split()[0], argv[0] if argv and not argv[0].startswith("-") else ""
     recipe = chosen(method, *((values_of(argv, flag) or (None,))[0] for flag in ("--recipe", "--config")))
     if not (method or recipe) and not {"-h", "--help", "--help-all"} & set(argv):
         raise ValueError(f"{verb} needs a method first, e.g. kiloword {example} (`kiloword methods`).")
     flags = argv[1:] if method else argv
-    named = [word.partition("=")[0].replace("_", "-") for word in flags if word.startswith("--")]
-    twice = next((flag for flag in ADDING if named.count(flag) > 1), None)
-    if twice is not None:  # of any other flag the last counts, so that a command can be changed at its end
-        raise ValueError(f"{twice} is given twice: give it once; where it takes several values, they follow it.")
     method = mixed(method or (recipe.method if recipe else ""), flags)
     if not method:
         return MethodCommand(verb, method, flags, None)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -44,38 +45,80 @@ def main(
     json: Path | None = None,
     html: Path | None = None,
 ) -> None:
-    """Evaluate, print, and write what is asked for; ranks that torchrun started share the work.
+    """Evaluate, print, and write what is asked for, after an error for the models before it; ranks share the work.
 
     Args: models: their folders, or what the task takes in place of one (a table of captions); options of the task;
     json: file for the metrics, of one model by name, of several `{model: metrics}`; html: file for the task's page.
     """
-    from kiloword.checkpoint.files import write_json
     from kiloword.distributed.device import choose
     from kiloword.distributed.sharing import is_first, together
-    from kiloword.report import made_by, signed, write
     from kiloword.terminal.progress import showing_progress
 
     if len(models) > 1 and getattr(options, "results", None) is not None:
         raise ValueError("--results is one file: give one model at a time.")
-    execution = replace(execution, device=choose(execution.device))
+    execution, names = replace(execution, device=choose(execution.device)), labels(models)
+    for name, folder in zip(names, models, strict=True):
+        with _naming(name, models):
+            _check_model(task, folder, options)  # before the first model is evaluated
     results: dict[str, dict[str, float]] = {}
     shown: dict[str, dict[str, Any]] = {}
+
+    def finish() -> None:
+        if results and is_first():
+            _print(task, results)
+            _write(task, results, models, data, shown, json, html)
+
     with together(execution.device), showing_progress():
-        for name, folder in zip(labels(models), models, strict=True):
-            drawn = None if html is None else shown.setdefault(name, {})
-            try:
-                results[name] = _metrics(task, folder, data, options, execution, drawn)
-            except ValueError as error:
-                raise ValueError(f"{name}: {error}" if len(models) > 1 else str(error)) from error
-            named = execution.trust.method or execution.trust.named
-            execution = replace(execution, trust=Trust(named=named, trust_code=execution.trust.trust_code))
-        if not is_first():
-            return
-        _print(task, results)
-        if json is not None:
-            write_json(json, results if len(results) > 1 else next(iter(results.values())))
-        if html is not None and task.page is not None:
-            write(html, signed(task.page(results, data, shown), made_by(models, data)))
+        try:
+            for name, folder in zip(names, models, strict=True):
+                drawn: dict[str, Any] | None = None if html is None else {}
+                with _naming(name, models):
+                    results[name] = _metrics(task, folder, data, options, execution, drawn)
+                shown[name] = drawn or {}
+                named = execution.trust.method or execution.trust.named
+                execution = replace(execution, trust=Trust(named=named, trust_code=execution.trust.trust_code))
+        except Exception:
+            finish()  # an evaluation may have taken hours
+            raise
+        finish()
+
+
+@contextmanager
+def _naming(name: str, models: Sequence[str]) -> Iterator[None]:
+    """Inside, the message of a ValueError begins with the name of a model that is one of several."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}" if len(models) > 1 else str(error)) from error
+
+
+def _check_model(task: Task, folder: str, options: Any) -> None:
+    """Raises: ValueError for a name that is no model folder, unless it is of another library or a table."""
+    from kiloword.checkpoint.model_folder import model_files, read_model_file
+    from kiloword.interop.names import is_foreign
+
+    table = task.without_model is not None and task.without_model(folder, options) is not None
+    if not (table or is_foreign(folder)):
+        read_model_file(model_files(folder)[0].parent)
+
+
+def _write(
+    task: Task,
+    results: Results,
+    models: Sequence[str],
+    data: str,
+    shown: Mapping[str, Any],
+    json: Path | None,
+    html: Path | None,
+) -> None:
+    """Write the files that are asked for."""
+    from kiloword.checkpoint.files import write_json
+    from kiloword.report import made_by, signed, write
+
+    if json is not None:
+        write_json(json, results if len(models) > 1 else next(iter(results.values())))
+    if html is not None and task.page is not None:
+        write(html, signed(task.page(results, data, shown), made_by(models, data)))
 
 
 def _metrics(

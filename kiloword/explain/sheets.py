@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -13,7 +15,10 @@ from kiloword.data.images.augmentation import EvalTransform
 from kiloword.data.sources.sample import MAX_IMAGE, read_whole
 from kiloword.errors import count
 from kiloword.explain.maps import Explanation, Maps
+from kiloword.explain.reconstruct import mim_settings
 from kiloword.explain.strips import Draw, SheetInput, What, possible, strips
+from kiloword.generation.decoding import writer
+from kiloword.methods.coca import masking
 from kiloword.model.image import extra
 from kiloword.report.images import Pixels
 from kiloword.report.overlay import SIDE, Row, TokenMap, figure
@@ -25,6 +30,7 @@ if TYPE_CHECKING:
     from kiloword.api import Matcher
 
 SHEET = "The part of the image that the model sees, and what its decoders do with each caption."
+DOCUMENTS = ("weights.json", "inside.json")
 TOP = 4  # tokens shown per text
 ENTROPY = "Entropy of the weights: 0 is one token a head, 1 is all tokens alike."
 
@@ -41,14 +47,9 @@ def write(
 
     Args: what: "maps", "words", "gradcam", "masks", "reconstruction"; None: all that the model can show.
     Returns: lines for the screen.
-    Raises: ValueError when an image cannot be read, the folder cannot be written, a figure would replace an image, or
-    the model cannot show what `what` names.
+    Raises: ValueError when an image cannot be read or the folder cannot be written, and as `planned`.
     """
-    kinds: Sequence[str] = ("maps", *possible(matcher)) if what is None else what
-    inside = [kind for kind in get_args(What) if kind in kinds]
-    names = file_names([*images, *(path.with_name(f"{path.stem}-inside.png") for path in images)])
-    figures, sheets = names[: len(images)] if "maps" in kinds else [], names[len(images) :] if inside else []
-    _check_apart(folder, images, [*figures, *sheets])
+    inside, figures, sheets = planned(folder, matcher, images, what)
     large = [_large(matcher, path) for path in images]
     inputs = SheetInput(matcher, images, matcher.pixels(list(images)), large, texts)
     draws = strips(inputs, inside)
@@ -58,6 +59,34 @@ def write(
         raise ValueError(f"{folder} cannot be made: {error.strerror}; choose another folder for --explain.") from error
     lines = _write_maps(folder, inputs, maps, figures) if figures else []
     return [*lines, *(_write_sheets(folder, inputs, draws, sheets) if sheets else [])]
+
+
+def planned(
+    folder: Path, matcher: Matcher, images: Sequence[Path], what: Sequence[str] | None = None
+) -> tuple[list[What], list[str], list[str]]:
+    """What sheets show, and the names of the figures of maps and of the sheets, of none or of all images.
+
+    Raises: ValueError for a file that would be replaced, unless an earlier call wrote it, and for what the model cannot
+    show.
+    """
+    kinds: Sequence[str] = ("maps", *possible(matcher)) if what is None else what
+    inside = [kind for kind in get_args(What) if kind in kinds]
+    _check_possible(matcher, inside)
+    names = file_names([*images, *(path.with_name(f"{path.stem}-inside.png") for path in images)])
+    figures, sheets = names[: len(images)] if "maps" in kinds else [], names[len(images) :] if inside else []
+    documents = [name for name, files in zip(DOCUMENTS, (figures, sheets), strict=True) if files]
+    _check_apart(folder, images, [*figures, *sheets, *documents])
+    return inside, figures, sheets
+
+
+def _check_possible(matcher: Matcher, kinds: Sequence[What]) -> None:
+    """Raises: ValueError for what the model cannot show."""
+    if "words" in kinds:
+        writer(matcher.model)
+    if "masks" in kinds:
+        masking.check(matcher.model.config)
+    if "reconstruction" in kinds:
+        mim_settings(matcher)
 
 
 def _write_sheets(folder: Path, inputs: SheetInput, draws: Mapping[What, Draw], files: Sequence[str]) -> list[str]:
@@ -113,11 +142,23 @@ def file_names(images: Sequence[Path]) -> list[str]:
 
 
 def _check_apart(folder: Path, images: Sequence[Path], files: Sequence[str]) -> None:
-    """Raises: ValueError when a figure would be written over one of the images."""
-    resolved = {path.resolve() for path in images}
+    """Raises: ValueError when a figure would be written over one of the images, or over a file of others."""
+    resolved, known = {path.resolve() for path in images}, _written(folder)
     for path in (folder / file for file in files):
         if path.resolve() in resolved:
             raise ValueError(f"--explain would write a figure over the image {path}: choose another folder.")
+        if path.exists() and path.name not in known:
+            raise ValueError(f"--explain would replace {path}, which it did not write: choose another folder.")
+
+
+def _written(folder: Path) -> set[str]:
+    """The files in a folder that an earlier call wrote: documents, and the figures that they name."""
+    names: set[str] = set()
+    for document in DOCUMENTS:
+        with suppress(OSError, ValueError, TypeError, KeyError, RecursionError):  # there is none, or it is of others
+            entries = json.loads((folder / document).read_text(encoding="utf-8"))["images"]
+            names |= {document, *(str(entry["figure"]) for entry in entries)}
+    return names
 
 
 def token_names(matcher: Matcher, explanation: Explanation) -> list[str]:

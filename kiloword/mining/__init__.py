@@ -9,6 +9,8 @@ from pathlib import Path
 
 from kiloword.mining.options import MineOptions
 
+OWN = ("pairs.parquet", "thresholds.json")  # what a call that was interrupted may have written
+
 
 def main(sources: Sequence[str], features: Path, out: Path, options: MineOptions) -> None:
     """Run the command: write report.html, pairs.parquet, mine.json and thresholds.json into `out`.
@@ -30,6 +32,7 @@ def main(sources: Sequence[str], features: Path, out: Path, options: MineOptions
     from kiloword.mining.results import judge
 
     options.check()
+    _check_folder(out)
     options = replace(options, device=choose(options.device))
     check(options.over(Mined()))
     with together(options.device):
@@ -43,3 +46,12 @@ def main(sources: Sequence[str], features: Path, out: Path, options: MineOptions
             results = judge(corpus, parts, settings, options, names, origin.truth(corpus.captions))
             if results is not None:
                 output.write(out, results, origin, parts)
+
+
+def _check_folder(out: Path) -> None:
+    """Raises: ValueError for a folder that holds files of others; `mine` writes mine.json before its report."""
+    if not out.is_dir() or (out / "mine.json").is_file():
+        return
+    other = next((p.name for p in sorted(out.iterdir()) if p.name not in OWN and not p.name.startswith(".")), None)
+    if other is not None:
+        raise ValueError(f"--out {out} holds {other}, and no mine.json of an earlier call: choose a new folder.")

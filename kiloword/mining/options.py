@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 Mined = TypeVar("Mined", bound=Any)
 """Settings with thresholds (`kiloword.methods.fff.preset.Mined`)."""
 
+RATE = 1e-4  # the default of --false-rate
+
 
 @dataclass(frozen=True, kw_only=True)
 class MineOptions:
@@ -20,7 +22,8 @@ class MineOptions:
     p3: float | None = None
     p1_text: float | None = None  # with p3: the cosine of image and caption is larger; the paper: 0.24
     calibrate: bool = False  # fit unspecified thresholds to the teacher, and print the flags for training
-    false_rate: float = 1e-4  # calibrate: largest share of random pairs that p1, p2 and p3 each accept
+    # with calibrate: largest share of random pairs that p1, p2 and p3 each accept; default: 1e-4
+    false_rate: float | None = None
     batch: int = 1024  # images per random batch in which the true caption is ranked
     most: int = 20  # mined pairs per image in pairs.parquet, best first; all are counted
     gallery: int = 6  # mined pairs per term in the report
@@ -35,8 +38,15 @@ class MineOptions:
         for name, low in least.items():
             if getattr(self, name) < low:
                 raise ValueError(f"--{name} is {getattr(self, name)}. Expected at least {low}.")
-        if not 0 < self.false_rate < 1:
-            raise ValueError(f"--false-rate is {self.false_rate:g}. Expected a share between 0 and 1, such as 1e-4.")
+        if not 0 < self.rate < 1:
+            raise ValueError(f"--false-rate is {self.rate:g}. Expected a share between 0 and 1, such as 1e-4.")
+        if self.false_rate is not None and not self.calibrate:
+            raise ValueError("--false-rate is of --calibrate, which is missing: add it, or omit --false-rate.")
+
+    @property
+    def rate(self) -> float:
+        """The largest share of random pairs that p1, p2 and p3 each accept."""
+        return RATE if self.false_rate is None else self.false_rate
 
     def over(self, settings: Mined) -> Mined:
         """The settings with the specified thresholds."""

@@ -147,7 +147,7 @@ def _words_of_thresholds(results: MiningResults) -> str:
         f"{name.replace('_text', chr(39))} {value:g}" for name, value in thresholds(results.settings).items()
     )
     if options.calibrate:
-        settings, sample, rate = results.settings, results.sample, f"{options.false_rate:g} of random pairs exceed"
+        settings, sample, rate = results.settings, results.sample, f"{options.rate:g} of random pairs exceed"
         same = [_nearly_same("p2", "S_ii", settings.p2, sample.ii, rate)]
         same.append(_nearly_same("p3", "S_tt", settings.p3, sample.tt, rate))
         return (

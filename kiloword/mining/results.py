@@ -79,7 +79,7 @@ def judge(
     annotated = corpus.annotated()
     sample = random_pairs(corpus, options.seed, truth=truths)
     if options.calibrate:
-        settings = options.over(calibrate(annotated, sample, settings, options.false_rate))
+        settings = options.over(calibrate(annotated, sample, settings, options.rate))
     choices = compare(corpus, annotated, sample, settings, candidates(annotated, sample, settings.p1))
     seconds["calibration"] = time.perf_counter() - start
     progress = Bar("pairs", "pairs")

@@ -33,7 +33,7 @@ from kiloword.training.accumulate import backward
 from kiloword.training.learner import Learner
 from kiloword.training.optimizer import Optimizer
 from kiloword.training.resolve import make_loader, open_sources
-from kiloword.types import BadSample, Batch
+from kiloword.types import BadSample, Batch, Source
 
 SIDE = 2048  # of the matrices whose product is the limit
 PRODUCT_FLOP = 2.0 * SIDE**3
@@ -84,20 +84,24 @@ class Room:
 def measure(
     method: str, size: str, batch: int, precision: Literal["auto", "fp32", "bf16"], device: str, data: Sequence[str]
 ) -> Iterator[Measured]:
-    """Measurements, as they come; the first is the rate of matrix products in the precision of the others.
+    """Measurements, which come as they are made; the first is the rate of matrix products in their precision.
 
     Args: batch: images in a step; data: sources to read, none: nothing is read.
     Raises: ValueError for an unknown method, size or device, a batch below 1, and data that cannot be read.
     """
     device = choose(device)
     recipe = _recipe(method, size, batch, precision, device, data)
-    bench = Bench(recipe, device)
-    seconds = _median(bench.product, device)
+    source = open_sources(recipe) if data else None  # first, as a name that is misspelled ends the command
+    return _measurements(Bench(recipe, device), source)
+
+
+def _measurements(bench: Bench, source: Source | None) -> Iterator[Measured]:
+    recipe, seconds = bench.recipe, _median(bench.product, bench.device)
     yield Measured(f"matrix product, {recipe.precision}", seconds, flop=PRODUCT_FLOP, product_s=seconds)
     yield bench.step()
     yield from bench.encoding()
-    if data:
-        yield reading(recipe)
+    if source is not None:
+        yield reading(recipe, source)
 
 
 def room(method: str, size: str, precision: Literal["auto", "fp32", "bf16"], device: str) -> Room:
@@ -188,9 +192,8 @@ class Bench:
         yield Measured("encode texts", seconds, len(self.batch.texts), "texts", work["text tower"], product_s)
 
 
-def reading(recipe: Recipe) -> Measured:
+def reading(recipe: Recipe, source: Source) -> Measured:
     """Batches of the data, decoded and augmented in this process. Raises: ValueError for data that cannot be read."""
-    source = open_sources(recipe)
     captions = list[str]()
     for row in range(min(len(source), ROWS)):
         with suppress(BadSample):

@@ -49,7 +49,7 @@ class Plan(BaseSettings):
       kiloword plan llip --size g14 --gpus 256 --batch 32768 --samples 12.8e9 --gpu a100-80 --settings.k 64
       kiloword plan --recipe llip-l14 --gpus 64
       kiloword plan siglip --image-tower efficientnet-lite0 --text-tower minilm --samples 1e7
-      kiloword plan sycoca --size b16 --gpus 16 --batch 2048 --samples 2.4e8 --gpu custom --flops 400 --memory 64
+      kiloword plan sycoca --gpus 16 --batch 2048 --samples 2.4e8 --gpu custom --flops 400 --memory 64 --bandwidth 50
     """
 
     common: ClassVar[dict[str, str]] = {
@@ -71,7 +71,7 @@ class Plan(BaseSettings):
         0.0, "images seen in training, such as 12.8e9", 1
     )
     gpu: str = setting("h200", "h200, h100, a100-80, a100-40, 4090, cpu, or custom")
-    flops: float | None = setting(None, "TFLOP/s of one GPU, instead of the data sheet's", ABOVE_0)
+    flops: float | None = setting(None, "TFLOP/s of one GPU in --precision, instead of the data sheet's", ABOVE_0)
     memory: float | None = setting(None, "memory of one GPU in GiB", ABOVE_0)
     bandwidth: float | None = setting(None, "GB/s that one GPU sends to others", ABOVE_0)
     utilisation: float = setting(
@@ -109,12 +109,22 @@ def check(plan: Plan) -> None:
         raise ValueError(f"micro {plan.micro} does not divide a GPU's share of {share} images: choose a divisor.")
     if plan.model.image.tower != "vit" and plan.micro not in (0, share):
         raise ValueError(f"micro {plan.micro} splits a GPU's share of {share} images, but {NO_MICRO}")
+    if plan.gpu == "custom" and plan.gpus > 1 and plan.bandwidth is None:
+        raise ValueError(
+            f"--gpu custom of {plan.gpus} GPUs needs --bandwidth, the GB/s that one GPU sends to others: give it."
+        )
     if plan.gpus == 1 and plan.parallel == "fsdp":
         raise ValueError("--parallel fsdp shards weights over GPUs, but --gpus is 1: give more, or take ddp.")
 
 
-def card(name: str, flops: float | None = None, memory: float | None = None, bandwidth: float | None = None) -> Card:
-    """A card of the table, or a custom one.
+def card(
+    name: str,
+    flops: float | None = None,
+    memory: float | None = None,
+    bandwidth: float | None = None,
+    precision: str = "bf16",
+) -> Card:
+    """A card of the table, or a custom one, whose speed is taken to be the same in every precision.
 
     Args: flops: TFLOP/s in the run's precision; memory: GiB; bandwidth: GB/s between GPUs. Raises: ValueError.
     """
@@ -127,10 +137,11 @@ def card(name: str, flops: float | None = None, memory: float | None = None, ban
     if name == "custom" and (flops is None or memory is None):
         raise ValueError("--gpu custom needs --flops (TFLOP/s), --memory (GiB) and, of several, --bandwidth (GB/s).")
     base = CARDS.get(name, CARDS["cpu"])
+    half, full = name == "custom" or precision == "bf16", name == "custom" or precision != "bf16"
     return Card(
         name,
-        base.flops if flops is None else flops * 1e12,
-        base.flops_fp32 if flops is None else flops * 1e12,
+        flops * 1e12 if flops is not None and half else base.flops,
+        flops * 1e12 if flops is not None and full else base.flops_fp32,
         base.memory if memory is None else memory * GIB,
         base.link if bandwidth is None else bandwidth * 1e9,
         base.network if bandwidth is None else bandwidth * 1e9,

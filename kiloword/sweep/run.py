@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,8 +12,10 @@ import torch
 
 from kiloword.api import load
 from kiloword.checkpoint.files import write_json
-from kiloword.errors import sentence_of
+from kiloword.errors import count, sentence_of
+from kiloword.sweep import stored
 from kiloword.sweep.arms import Arm
+from kiloword.sweep.stored import Stored
 from kiloword.terminal import say, warn
 from kiloword.training.log import read_metrics
 from kiloword.training.signals import Stopped
@@ -33,44 +34,52 @@ class Results:
     evaluated: Sequence[str]  # words of --eval
     metrics: dict[str, Metrics] = field(default_factory=dict)  # by the name of the arm
     errors: dict[str, str] = field(default_factory=dict)
+    stored: dict[str, Stored] = field(default_factory=dict)  # of earlier calls, until results of this one replace them
 
     def read(self) -> None:
-        """Take over the results of arms that an earlier call of the same command finished."""
-        stored: Any = {}
-        path = self.out / "sweep.json"
-        if path.is_file():
-            try:
-                stored = json.loads(path.read_text(encoding="utf-8"))
-                before = {one["name"]: one for one in stored["arms"]}
-            except (ValueError, KeyError, TypeError, RecursionError) as e:
-                raise ValueError(f"{path} is no sweep of kiloword, or damaged: choose another --out.") from e
-            for arm in self.arms:
-                if before.get(arm.name, {}).items() >= self._key(arm).items() and "metrics" in before[arm.name]:
-                    self.metrics[arm.name] = before[arm.name]["metrics"]
+        """Take over the results of earlier calls. Raises: ValueError where they are of other settings."""
+        self.stored = stored.read(self.out / "sweep.json")
+        stored.check_same(self.out, self.stored, self.arms)
+        alike = {name: one for name, one in self.stored.items() if one.row.get("eval") == list(self.evaluated)}
+        self.metrics |= {name: one.row["metrics"] for name, one in alike.items()}
+        if other := len(self.stored) - len(alike):
+            warn(f"{count(other, 'arm')} in {self.out / 'sweep.json'} of another --eval: the table omits them.")
 
-    def _key(self, arm: Arm) -> dict[str, Any]:
-        """What a result belongs to."""
-        return {"name": arm.name, "command": list(arm.words), "eval": list(self.evaluated)}
+    @property
+    def every(self) -> list[Arm]:
+        """The arms of earlier calls that this one does not name, and its own."""
+        named = {arm.name for arm in self.arms}
+        return [*(one.arm for name, one in self.stored.items() if name not in named), *self.arms]
 
     def plain(self) -> dict[str, Any]:
         """As JSON holds it."""
         rows = []
-        for arm in self.arms:
-            row = {**self._key(arm), "values": dict(arm.values), "seed": arm.seed}
+        for arm in self.every:
+            row: dict[str, Any] = {"name": arm.name, "command": list(arm.words), "eval": list(self.evaluated)}
+            row |= {"values": dict(arm.values), "seed": arm.seed}
             if arm.name in self.metrics:
                 row["metrics"] = self.metrics[arm.name]
+            elif arm.name in self.stored:
+                row = dict(self.stored[arm.name].row)
             if arm.name in self.errors:
                 row["error"] = self.errors[arm.name]
             rows.append(row)
         return {"format": FORMAT, "arms": rows}
 
 
-def run_all(results: Results, train: Callable[[Sequence[str]], None], evaluate: Callable[[Path], Metrics]) -> None:
+def run_all(
+    results: Results,
+    train: Callable[[Sequence[str]], None],
+    evaluate: Callable[[Path], Metrics],
+    check: Callable[[], None],
+) -> None:
     """Run every arm that is not finished; an arm that fails is named, and the others are run.
 
-    Args: train: runs the command `train` with these arguments; evaluate: metrics of the model in a folder.
-    Raises: Stopped after a signal.
+    Args: train: runs the command `train` with these arguments; evaluate: metrics of the model in a folder; check: looks
+    at the results before the first arm and after each.
+    Raises: Stopped after a signal; the errors of `check`.
     """
+    check()
     todo = [arm for arm in results.arms if arm.name not in results.metrics]
     say(f"{len(results.arms) - len(todo)} of {len(results.arms)} arms are finished, {len(todo)} to do")
     for n, arm in enumerate(todo, 1):
@@ -86,6 +95,7 @@ def run_all(results: Results, train: Callable[[Sequence[str]], None], evaluate: 
             results.errors[arm.name] = _reason(e)
             warn(f"arm {arm.name} failed: {results.errors[arm.name]}")
         write_json(results.out / "sweep.json", results.plain())
+        check()
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

@@ -16,6 +16,7 @@ from kiloword.sweep.run import Results
 from kiloword.watch.groups import Cell, cell
 
 MAIN = ("text_retrieval_recall@1", "image_retrieval_recall@1", "acc1", "mean_average_precision", "accuracy", "cider")
+DEFAULT = "-"  # the value of a setting that another call of the sweep varied
 DECADE = 10.0  # ratio of the largest to the smallest value from which an axis is logarithmic
 
 
@@ -30,13 +31,15 @@ class Combination:
 def rows(results: Results) -> list[Combination]:
     """One row for each combination that has a finished arm, in the order of the arms."""
     groups: dict[tuple[tuple[str, str], ...], list[Mapping[str, float]]] = {}
-    for arm in results.arms:
-        if arm.name in results.metrics:
-            groups.setdefault(tuple(arm.values.items()), []).append(results.metrics[arm.name])
+    finished = [arm for arm in results.every if arm.name in results.metrics]
+    names = dict.fromkeys(name for arm in finished for name in arm.values)
+    for arm in finished:
+        values = tuple((name, arm.values.get(name, DEFAULT)) for name in names)
+        groups.setdefault(values, []).append(results.metrics[arm.name])
     made = []
     for values, runs in groups.items():
-        names = dict.fromkeys(name for run in runs for name in run)
-        made.append(Combination(dict(values), {name: cell([r[name] for r in runs if name in r]) for name in names}))
+        metrics = dict.fromkeys(name for run in runs for name in run)
+        made.append(Combination(dict(values), {name: cell([r[name] for r in runs if name in r]) for name in metrics}))
     return made
 
 
@@ -50,13 +53,13 @@ def chosen(table: Sequence[Combination], metrics: Sequence[str]) -> list[str]:
     )
 
 
-def unknown(table: Sequence[Combination], metrics: Sequence[str]) -> str:
-    """A message about a metric that is asked for and that no arm has; "" without one."""
+def check_metrics(table: Sequence[Combination], metrics: Sequence[str]) -> None:
+    """Raises: ValueError for a metric that is asked for and that no arm has, if there are arms."""
     names = _metrics(table)
     missing = next((name for name in metrics if name not in names), None)
-    if missing is None or not names:
-        return ""
-    return f"--metric {missing}: the arms have no such metric: {', '.join(names)}.{suggestion(missing, names)}"
+    if missing is not None and names:
+        known = f"the arms have no such metric: {', '.join(names)}.{suggestion(missing, names)}"
+        raise ValueError(f"--metric {missing}: {known} The same command with another --metric goes on.")
 
 
 def _metrics(table: Sequence[Combination]) -> list[str]:

@@ -330,10 +330,28 @@ class _Ideal(torch.nn.Module):
         return score
 
 
+def check_ranks(ranks: Sequence[int]) -> None:
+    """Raises: ValueError for numbers of processes over whose micro-batches a batch does not divide, and for none."""
+    parts = max(way.micro for way in WAYS)
+    fitting = [n for n in range(1, IMAGES + 1) if IMAGES % (n * parts) == 0]
+    if not ranks or any(n not in fitting for n in ranks):
+        shown, expected = " ".join(map(str, ranks)) or "empty", ", ".join(map(str, fitting))
+        raise ValueError(
+            f"--ranks is {shown}: expected one or several of {expected}, as each process takes {parts} micro-batches "
+            f"of the {IMAGES} images."
+        )
+
+
 def main(
     method: str | MethodChoice, ranks: Sequence[int], say: Callable[[str], None] = print, trunks: Trunks = "none"
 ) -> None:
-    """Run all checks and print each. Raises: ValueError naming those that failed, and known causes."""
+    """Run all checks and print each.
+
+    Raises: ValueError naming those that failed, and known causes; and as `check_ranks`.
+    """
+    check_ranks(ranks)
+    if max(ranks) == 1:
+        say("--ranks 1 adds no check: it is the run with which others, such as 2 4, are compared")
     failed: list[Check] = []
     name = method if isinstance(method, str) else method.name
     for check in verify(method, ranks, trunks):

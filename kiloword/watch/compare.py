@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+
+from rich.cells import cell_len
+from rich.text import Text
 
 from kiloword import report
 from kiloword.checkpoint.files import json_bytes, write_json
 from kiloword.errors import count
 from kiloword.report import Html, grid, section, stack, table
-from kiloword.terminal import say, shown, warn
+from kiloword.terminal import LONGEST, say, shown, warn
 from kiloword.terminal.screen import Screen, plain_table
 from kiloword.watch.curves import Curve, evaluations, losses, main_evaluations, plot, points_of
 from kiloword.watch.groups import RunGroup, as_plain, groups_of, main_metrics, paths_of, state_of, value_of
 from kiloword.watch.runs import Watched, find, settings_of
 
 FORMAT = "kiloword-compare-1"
-WIDE, VALUE = 160, 24  # columns where the output is no terminal; characters of a setting's value there
+WIDE = 160  # columns where the output is no terminal
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 OTHER = ("gradient_norm", "lr", "pairs_per_s", "memory")
 
@@ -66,15 +69,17 @@ def without_copies(runs: Sequence[Watched]) -> Iterator[Watched]:
 def _print(every: Sequence[RunGroup]) -> None:
     """The groups by letters, then the settings that differ and the main metrics with a column for each."""
     letters = [LETTERS[n] if n < len(LETTERS) else str(n + 1) for n in range(len(every))]
-    for letter, group in zip(letters, every, strict=True):
-        say(f"{letter}  {group.name}: {state_of(group)}")
-    for rows, first in ((_setting_rows(every), "setting"), (_metric_rows(every), "last value, mean +- std over seeds")):
+    named = [f"{letter}  {group.name}" for letter, group in zip(letters, every, strict=True)]
+    for name, group in zip(named, every, strict=True):
+        say(f"{name}: {state_of(group)}")
+    metrics = "last value, mean +- std over seeds"
+    for rows, first in ((list(_setting_rows(every)), "setting"), (list(_metric_rows(every)), metrics)):
         table = plain_table(first, *letters)
         for row in rows:
             table.add_row(*row)
         if table.row_count:
             say("")
-            Screen(WIDE).print(table)
+            Screen(WIDE).print_table(table, _lines(rows, named))
     if len({group.loss for group in every}) > 1:
         say("", "Losses of different methods or batches are different quantities: compare the metrics.")
         if not any(evaluations(group.runs) for group in every):
@@ -83,8 +88,17 @@ def _print(every: Sequence[RunGroup]) -> None:
 
 def _setting_rows(every: Sequence[RunGroup]) -> Iterator[list[str]]:
     for path in paths_of(every):
-        values = (shown(value_of(group.settings[path])) if path in group.settings else "-" for group in every)
-        yield [path, *(v if len(v) <= VALUE else f"...{v[3 - VALUE :]}" for v in values)]
+        values = (value_of(group.settings[path]) if path in group.settings else "-" for group in every)
+        yield [path, *(value if len(value) <= LONGEST else f"{value[:LONGEST]}..." for value in values)]
+
+
+def _lines(rows: Iterable[Sequence[str]], groups: Sequence[str]) -> Iterator[Text]:
+    """A table that is too wide: a heading for each row, and a line for each group."""
+    for name, *values in rows:
+        yield Text(shown(name), "bold")
+        width = max(cell_len(shown(value)) for value in values)
+        for value, group in zip(values, groups, strict=True):
+            yield Text(f"  {shown(value)}{' ' * (width - cell_len(shown(value)))}  {shown(group)}")
 
 
 def _metric_rows(every: Sequence[RunGroup]) -> Iterator[list[str]]:

@@ -32,6 +32,7 @@ STATES |= {"silent": "bold red", "failed": "bold red"}
 LEAST, MOST, FREE = 4, 10, 7  # rows of a plot: least, most, and without a limit of height
 BAND = STYLES.index("bright_black")  # line of the ends of what is expected
 FEW = 4  # runs; more get a line each, and curves of the loss and of validation alone
+MORE = "..."  # ends a line that is cut
 WIDE = 50  # columns of a plot at least
 StyledText = tuple[str, str]  # text and its style
 Panel = tuple[str, str, Sequence[tuple[Watched, int]]]  # title of a plot, its metric, its runs with their line
@@ -66,7 +67,9 @@ def page(runs: Sequence[Watched], view: View) -> Text:
     elif view.curves:
         lines.append(Text(f"no metric begins with {shown(' or '.join(view.curves))}", "yellow"))
     for line in lines:
-        line.truncate(view.width)
+        if line.cell_len > view.width:
+            line.truncate(max(view.width - len(MORE), 0))
+            line.append(MORE)
     return Text("\n", no_wrap=True).join(lines[: view.height])
 
 
@@ -87,8 +90,8 @@ def _lines(runs: Sequence[Watched], places: Sequence[int], view: View) -> list[T
         speed = per_second(rate) if rate is not None else ""
         cells.append([_mark(place, view), shown(run.name), shown(run.config.method), state, step, *values, speed])
         alerts = [f"! {shown(run.error)}"] if run.error else [f"! {a.name}: {a.message}" for a in run.alerts.current]
-        notes += [Text(f"{shown(run.name)} {alert}", "red") for alert in alerts]
-        notes += [Text(f"{shown(run.name)} {words}", style) for words, style in _expected(run, view)]
+        for words, style in [*((alert, "red") for alert in alerts), *_expected(run, view)]:
+            notes += [Text(line, style) for line in _wrapped(f"{shown(run.name)} {words}", view)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = [Text("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()) for row in cells]
     lines[0].stylize("dim")
@@ -113,14 +116,19 @@ def _about(run: Watched, place: int | None, view: View) -> list[Text]:
         lines[0] = Text.assemble((_mark(place, view), STYLES[place % len(STYLES)]), " ", lines[0][len(indent) :])
     errors = [f"! the run ended with an error: {shown(run.error)}"] if run.error else []
     for alert in errors + [f"! {a.name} since step {a.since}: {a.message}" for a in run.alerts.current]:
-        lines += [Text(indent + line, "red") for line in wrap(alert, view.width - len(indent), subsequent_indent="  ")]
+        lines += [Text(line, "red") for line in _wrapped(alert, view, indent)]
     for words, style in _expected(run, view):
-        lines += [Text(indent + line, style) for line in wrap(words, view.width - len(indent), subsequent_indent="  ")]
+        lines += [Text(line, style) for line in _wrapped(words, view, indent)]
     over = Counter(a.name for a in run.alerts.all if a.until is not None)
     if over:
         alert = "over: " + ", ".join(name + (f" x{n}" if n > 1 else "") for name, n in over.items())
-        lines += [Text(indent + line, "dim") for line in wrap(alert, view.width - len(indent))]
+        lines += [Text(line, "dim") for line in _wrapped(alert, view, indent)]
     return lines
+
+
+def _wrapped(words: str, view: View, indent: str = "") -> list[str]:
+    """The lines of a sentence, the later ones indented."""
+    return wrap(words, view.width, initial_indent=indent, subsequent_indent=f"{indent}  ")
 
 
 def _expected(run: Watched, view: View) -> list[StyledText]:

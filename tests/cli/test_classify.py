@@ -96,3 +96,14 @@ def test_a_class_named_twice_is_refused(place: Path, capsys: pytest.CaptureFixtu
     with pytest.raises(SystemExit):
         classified(place, "--classes", "circle", "star", "circle")
     assert "names circle twice" in capsys.readouterr().err
+
+
+def test_long_paths_and_names_of_classes_are_not_cut(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    photo = place / "photos" / f"{'holiday' * 15}.png"
+    Image.new("RGB", (40, 30), (60, 10, 99)).save(photo)
+    names = [f"{name}-{'unbelievable' * 4}" for name in NAMES]
+    main(["classify", str(place / "model"), "--images", str(photo), "--classes", *names])
+    shares = kiloword.load(place / "model").classify([photo], names)[0].tolist()
+    lines = {f"{share:.3f}  {photo.name}  {name}" for share, name in zip(shares, names, strict=True)}
+    assert set(capsys.readouterr().out.splitlines()) == lines
+    photo.unlink()

@@ -100,7 +100,7 @@ def test_no_score_is_lost_where_a_table_is_too_wide(
     [
         (["--maps", "rollout"], "--maps selects the attention that --explain DIR draws"),
         (["--explain-what", "maps"], "--explain-what selects what --explain DIR draws"),
-        (["--nearest", "cosine", "--explain", "inside"], "leave out --nearest, or --explain"),
+        (["--nearest", "cosine", "--explain", "inside"], "omit --nearest, or --explain"),
         (["--beside", "gone"], "--beside names models to draw by --plane FILE"),
         (["--beside", "gone", "--plane", "plane.html"], "gone"),
     ],

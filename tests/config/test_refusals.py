@@ -162,6 +162,8 @@ def test_limits_themselves_are_allowed() -> None:
     own = card("custom", flops=100, memory=2, bandwidth=3)
     assert (own.flops, own.flops_fp32, own.memory, own.link, own.network) == (1e14, 1e14, 2 * 2**30, 3e9, 3e9)
     assert card("a100-80", memory=1).flops == 312e12
+    bf16, fp32 = (card("h100", flops=100, precision=precision) for precision in ("bf16", "fp32"))
+    assert (bf16.flops, bf16.flops_fp32, fp32.flops, fp32.flops_fp32) == (1e14, 67e12, 989e12, 1e14)
 
 
 ERRORS: list[tuple[BaseException, str | None]] = [

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import json
 import re
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +21,7 @@ from kiloword.cli.main import main
 from kiloword.config.recipes import ModelFile, sizes
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.distributed import device
-from kiloword.evaluation import evaluate
+from kiloword.evaluation import command, evaluate
 from kiloword.evaluation.probe import ProbeOptions
 from kiloword.methods.registry import preset
 from kiloword.model.model import build
@@ -135,3 +137,31 @@ def test_the_device_is_chosen_unless_given(
     rest = ["--images", str(tmp_path / "a.png"), "--texts", "a dog"]
     main(["score", folder, *rest] if verb == "score" else ["eval", "retrieval", folder, "--data", "scenes:test?n=4"])
     assert asked[0] == "auto"
+
+
+def test_no_model_is_evaluated_before_all_names_are_read(
+    folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "_metrics", lambda *args: pytest.fail("evaluated"))
+    with pytest.raises(SystemExit) as end:
+        main(["eval", "retrieval", folder, str(tmp_path / "gone"), "--data", "scenes:test?n=8"])
+    assert end.value.code == 2
+    assert f"gone: {tmp_path / 'gone'} is not a folder: expected a model folder" in capsys.readouterr().err
+
+
+def test_results_of_the_models_before_an_error_are_kept(
+    folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The weights of the second model are damaged: its name and config are right."""
+    shutil.copytree(folder, tmp_path / "damaged")
+    (tmp_path / "damaged" / "model.safetensors").write_bytes(b"nothing")
+    out = tmp_path / "r.json"
+    words = ["eval", "retrieval", folder, str(tmp_path / "damaged"), "--data", "scenes:test?n=8", "--json", str(out)]
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    assert end.value.code == 2
+    said = capsys.readouterr()
+    assert "kiloword: damaged: " in said.err
+    assert "text_retrieval_recall@1" in said.out
+    (stored,) = json.loads(out.read_text()).values()
+    assert f"{stored['text_retrieval_recall@1']:.4f}" in said.out

@@ -27,7 +27,7 @@ from kiloword.data.sources.open import open_data
 from kiloword.features.extract import embed
 from kiloword.features.tables import ProgressReport
 from kiloword.methods.fff.preset import Mined
-from kiloword.mining import analyses, gallery, images, main, output, results
+from kiloword.mining import _check_folder, analyses, gallery, images, main, output, results
 from kiloword.mining import page as mining_page
 from kiloword.mining.calibrate import RandomPairs, calibrate, candidates, compare, exceeded_by, random_pairs
 from kiloword.mining.corpus import Corpus
@@ -678,3 +678,16 @@ def test_captions_of_lists_are_escaped() -> None:
     (figure,) = gallery.drawn([one, replace(one, image=1)], ["k", "l"], lambda n: None if n else pixels)
     assert "&lt;script&gt;" in figure
     assert "<script>" not in figure
+
+
+def test_a_folder_of_others_is_refused_and_its_own_is_not(tmp_path: Path) -> None:
+    _check_folder(tmp_path / "new")
+    _check_folder(tmp_path)
+    for name in (".lock", "pairs.parquet", "thresholds.json"):  # of a call that was killed
+        (tmp_path / name).touch()
+    _check_folder(tmp_path)
+    (tmp_path / "report.html").touch()
+    with pytest.raises(ValueError, match=r"holds report\.html, and no mine\.json of an earlier call: choose a new"):
+        _check_folder(tmp_path)
+    (tmp_path / "mine.json").touch()
+    _check_folder(tmp_path)

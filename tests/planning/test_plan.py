@@ -403,7 +403,7 @@ def test_traffic_is_what_two_ranks_send(tmp_path: Path) -> None:
 def test_advice_is_the_fastest_that_fits_with_the_most_images(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    card = "--gpu custom --flops 300 --memory 5"
+    card = "--gpu custom --flops 300 --memory 5 --bandwidth 5"
     wanted = planner(f"siglip --size b32 --gpus 2 --batch 1024 {card} --json {tmp_path / 'plan.json'}")
     show(wanted)
     output, found = capsys.readouterr().out, json.loads((tmp_path / "plan.json").read_text())
@@ -425,7 +425,7 @@ def test_advice_is_the_fastest_that_fits_with_the_most_images(
 
 @pytest.mark.slow
 def test_what_does_not_fit_is_an_error_after_the_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    card = "--gpu custom --flops 300 --memory 0.5"
+    card = "--gpu custom --flops 300 --memory 0.5 --bandwidth 5"
     words = f"plan siglip --size debug --batch 4 --samples 1e9 {card} --json {tmp_path / 'plan.json'}"
     with pytest.raises(SystemExit) as end:
         main(words.split())

@@ -114,11 +114,13 @@ def test_a_sweep_resumes_with_another_seed_and_not_with_other_settings(
     before = read(swept)["arms"]
     words = [(Arm(one["values"], one["seed"], tuple(one["command"])), one["eval"]) for one in before]
     for arm, evaluated in words[:2]:
-        for changed, known in ((arm, 1), (replace(arm, words=(*arm.words, "--optim.lr", "1e-4")), 0)):
-            for sets in (evaluated, ["scenes"]):
-                results = Results(swept, [changed], sets)
-                results.read()
-                assert len(results.metrics) == known * (sets == evaluated)
+        changed = replace(arm, words=(arm.words[0], "--optim.lr", "1e-4", *arm.words[1:]))
+        for sets in (evaluated, ["scenes"]):
+            results = Results(swept, [arm], sets)
+            results.read()
+            assert len(results.metrics) == 4 * (sets == evaluated)
+            with pytest.raises(ValueError, match=r"--optim.lr not given there, 1e-4 here"):
+                Results(swept, [changed], sets).read()
 
 
 @pytest.mark.slow

@@ -24,7 +24,8 @@ from folders import model_folder
 from kiloword.cli.main import main
 from kiloword.report import page
 from kiloword.terminal import guarded, say, show_traceback, shown, warn
-from kiloword.terminal.screen import Screen, plain_table
+from kiloword.terminal.screen import Screen, plain_table, shares
+from terminals import Terminal
 
 PACKAGE = Path(kiloword.__file__).parent
 WRITERS = {"terminal/__init__.py", "terminal/screen.py"}
@@ -235,3 +236,41 @@ def test_texts_of_a_locale_of_ascii_are_the_same_texts(tmp_path: Path, capsys: p
         return capsys.readouterr().out
 
     assert score("läuft".encode().decode("ascii", "surrogateescape")) == score("läuft")
+
+
+class Narrow(Terminal):
+    """A terminal of 80 columns."""
+
+    columns = 80
+
+
+@pytest.mark.parametrize("file", [io.StringIO, Narrow])
+@pytest.mark.parametrize("paths", [1, 3])
+def test_a_table_loses_no_letter(paths: int, file: type[io.StringIO], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Words stay whole beside long texts where they fit, and always where the output is no terminal."""
+    monkeypatch.setenv("COLUMNS", "80")
+    path, number, out = "p" * 50, "0.12345 +- 0.01", file()
+    table = plain_table(*(str(n) for n in range(paths)), "number", "text")
+    table.add_row(*[path] * paths, number, "q " * 100)
+    Screen(80, file=out).print(table)
+    printed = re.sub("\x1b\\[[0-9;]*m", "", out.getvalue())
+    assert "\u2026" not in printed
+    assert (printed.count("p"), printed.count("q")) == (50 * paths, 100)
+    whole = paths == 1 or file is io.StringIO
+    assert (path in printed) is whole
+    assert "0.12345" in printed
+    assert (max(map(len, printed.splitlines())) <= 80) is (paths == 1 or file is Narrow)
+
+
+def test_lines_in_place_of_a_table_that_would_fold_words() -> None:
+    for width, expected in ((80, "a"), (20, "0.5  a")):
+        out, table = io.StringIO(), plain_table("", "")
+        table.add_row("word " * 8, "x" * 20)
+        Screen(width, file=out).print_table(table, [Text("0.5  a")])
+        assert ("0.5  a" in out.getvalue()) is (expected != "a")
+
+
+def test_shares_of_a_width() -> None:
+    assert shares([3, 5], [10, 7], 30) == [10, 7]
+    assert shares([3, 5], [10, 7], 12) == [6, 6]
+    assert shares([3, 5], [10, 9], 6) == [3, 5]

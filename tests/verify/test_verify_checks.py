@@ -279,6 +279,7 @@ def test_the_report_has_a_line_for_each_check(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(verify, "verify", lambda method, ranks, trunks: checks)
     with pytest.raises(ValueError, match=r"^mine fails 2 of its checks: two, three\. Because\.$"):
         verify.main("mine", (1,), lines.append)
+    assert "--ranks 1 adds no check" in lines.pop(0)
     assert [line[:6] for line in lines] == ["ok    ", "FAIL  ", "FAIL  "]
     assert [line.endswith("  there") for line in lines] == [False, True, True]
     assert lines[0].split("one")[1].split() == ["5.00e-01", "(at", "most", "1)"]

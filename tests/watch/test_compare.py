@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import statistics
 from pathlib import Path
@@ -162,3 +163,21 @@ def test_damaged_files_and_hostile_names(tmp_path: Path, capsys: pytest.CaptureF
     assert "\x1b" not in read.out
     assert "empty has no row yet" in read.err
     assert "<script>" not in (tmp_path / "c.html").read_text()
+
+
+@pytest.mark.parametrize("groups", [3, 30])
+def test_no_name_and_no_number_is_cut(groups: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Many groups, or long values, have a line each."""
+    long = f"photos/{'holiday' * 12}"
+    for n in range(groups):
+        some_run(tmp_path / f"run{n}", "clip", 1e-3 * (n + 1), 0, 0.12345 + n)
+        config = json.loads((tmp_path / f"run{n}" / "config.json").read_text())
+        config["recipe"]["data"] = {"sources": [f"{long}-{n}"]}
+        (tmp_path / f"run{n}" / "config.json").write_text(json.dumps(config))
+    main(["compare", str(tmp_path)])
+    printed = capsys.readouterr().out
+    assert "\u2026" not in printed
+    for n in range(groups):
+        assert f"{long}-{n}" in printed
+        assert f"{0.12345 + n:.4g}" in printed
+    assert bool(re.search(r"\n  1\.123 +b  run1\n", printed)) is (groups == 30)

@@ -159,3 +159,18 @@ def test_rare_spikes_are_cut_where_there_are_enough_values() -> None:
         assert (">" in top) == cut
     assert short(999.4e3) == "999k"
     assert short(999.6e3) == "1000k"
+
+
+@pytest.mark.parametrize("runs", [1, 2, 6])
+def test_alerts_lose_no_word(runs: int, tmp_path: Path) -> None:
+    """Of one run, of a few and of many, each of which has a line for its figures; what is cut is marked."""
+    error = f"the data are gone: {'words about it ' * 20}and the last one"
+    folders = [write(tmp_path / f"{'r' * 60}{n}", [*rows(2), {"step": 2, "error": error}]) for n in range(runs)]
+    watched = [Watched(folder, folder.name) for folder in folders]
+    for run in watched:
+        run.update()
+        run.error = error
+    lines = page(watched, View(width=60)).plain.split("\n")
+    assert " ".join(" ".join(lines).split()).count("and the last one") == runs
+    assert max(map(len, lines)) <= 60
+    assert all(line.endswith("...") for line in lines if len(line) == 60 and line.startswith("*"))
