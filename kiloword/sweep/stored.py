@@ -83,4 +83,4 @@ def _settings(arm: Arm) -> dict[str, str]:
             values[flag] = [value] if equals else []  # of a flag that comes again the last counts
         else:
             values.setdefault(flag, []).append(word)
-    return {flag: " ".join(said) for flag, said in values.items() if flag not in FREE}
+    return {flag: " ".join(words_of_flag) for flag, words_of_flag in values.items() if flag not in FREE}
