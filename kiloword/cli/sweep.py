@@ -16,7 +16,7 @@ from kiloword.cli.words import MethodCommand, method_command, values_of
 from kiloword.config.settings import BaseSettings, check, setting
 from kiloword.methods.defaults import default_recipe
 from kiloword.sweep.arms import Arm, arms, varied
-from kiloword.terminal import say
+from kiloword.terminal import say, warn
 
 if TYPE_CHECKING:
     from kiloword.sweep.run import Results
@@ -52,7 +52,12 @@ def main(argv: Sequence[str]) -> None:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError("sweep runs in one process: start each arm with torchrun, as sweep --dry-run lists them.")
     command, every = _arms(options, words)
-    train.read(every[0].words)  # one message in place of one an arm, before anything is written
+    try:
+        train.read(every[0].words)  # one message in place of one an arm, before anything is written
+    except ValueError as error:
+        if not options.dry_run:
+            raise
+        warn(f"here the arms would be refused: {error}")  # such as for features that are not on this machine
     if options.dry_run:
         say(f"{len(every)} arms:", *(f"{arm.name}: {shlex.join(['kiloword', 'train', *arm.words])}" for arm in every))
         return

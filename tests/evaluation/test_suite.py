@@ -251,7 +251,8 @@ def test_wrong_suites_get_one_message(
 ) -> None:
     suite = suite_file(tmp_path, text)
     more = words.format(folder=tmp_path).split()
-    assert ran(suite, model, "--data", tmp_path, *more, "--json", tmp_path / "r.json") == 2
+    more += [] if "--data" in more else ["--data", str(tmp_path)]
+    assert ran(suite, model, *more, "--json", tmp_path / "r.json") == 2
     output = capsys.readouterr()
     assert re.search(message, output.err)
     assert "Traceback" not in output.err

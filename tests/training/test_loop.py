@@ -58,9 +58,8 @@ class World:
             ),
             learner=SimpleNamespace(
                 method=SimpleNamespace(after_step=()),
-                model=SimpleNamespace(
-                    head=SimpleNamespace(clamp_=lambda: note("clamp")), text_tower=SimpleNamespace(trunk=None)
-                ),
+                model=SimpleNamespace(text_tower=SimpleNamespace(trunk=None)),
+                clamp_=lambda: note("clamp"),
                 named_modules=lambda: (),
             ),
             unfreezing=SimpleNamespace(before=lambda step, optimizer: None),
@@ -246,8 +245,8 @@ def test_a_state_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_signal_ends_the_run_after_its_step(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
     """With its state saved; after the last step the run has ended well."""
     world = World(monkeypatch, options(save_every=50))
-    clamp = world.run.learner.model.head.clamp_
-    world.run.learner.model.head.clamp_ = lambda: (clamp(), world.stop.handle(15, None) if world.run.step == at else 0)
+    clamp = world.run.learner.clamp_
+    world.run.learner.clamp_ = lambda: (clamp(), world.stop.handle(15, None) if world.run.step == at else 0)
     if at == 5:
         world.go()
     else:
@@ -294,7 +293,7 @@ def test_a_stop_ends_the_loader(monkeypatch: pytest.MonkeyPatch) -> None:
             closed.append(True)
 
     world.run.loader.batches = batches
-    world.run.learner.model.head.clamp_ = lambda: world.stop.handle(15, None) if world.run.step == 2 else None
+    world.run.learner.clamp_ = lambda: world.stop.handle(15, None) if world.run.step == 2 else None
     with pytest.raises(Stopped, match="stopped after step 3") as end:
         world.go()
     assert end.tb is not None  # and with it all names of the loop

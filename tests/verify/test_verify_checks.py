@@ -196,8 +196,7 @@ def test_parameters_without_a_gradient_are_counted(monkeypatch: pytest.MonkeyPat
 def test_what_is_left_of_a_loss(monkeypatch: pytest.MonkeyPatch, weight: float, value: float) -> None:
     """Of the pair loss above the least possible; without a pair loss, of the whole loss above 0."""
     steps: list[int] = []
-    head = SimpleNamespace(clamp_=lambda: None)
-    fake = SimpleNamespace(method=SimpleNamespace(pair_weight=weight), model=SimpleNamespace(head=head))
+    fake = SimpleNamespace(method=SimpleNamespace(pair_weight=weight), clamp_=lambda: None)
 
     def backward(learner: Any, micro: Any) -> Gradients:
         pair, loss = ((10.0, 8.0), (3.0, 2.0))[len(steps) == 59] if len(steps) in (0, 59) else (99.0, 99.0)
