@@ -79,15 +79,23 @@ class Results:
         """What is decided."""
         return [answer for answer in self.answers if isinstance(answer, Decision)]
 
-    def tuning(self) -> list[str]:
-        """A table of the runs that chose learning rates: the first metric of the experiment by arm and rate."""
+    @property
+    def tuned(self) -> set[tuple[str, float]]:
+        """The arms and rates of the runs that chose learning rates."""
+        return {(row["arm"], row["rate"]) for row in self.rows if row["seed"] == TUNING}
+
+    def tuning(self, what: str = "") -> list[str]:
+        """A table of the runs that chose learning rates: the first metric of the experiment by arm and rate.
+
+        Args: what: stands before the name of the metric.
+        """
         rows = [row for row in self.rows if row["seed"] == TUNING]
         if not rows:
             return []
         heading, metric = next(iter(self.experiment.columns.items()))
         rates = sorted({row["rate"] for row in rows})
         values = {(row["arm"], row["rate"]): f"{row['metrics'][metric]:.3f}" for row in rows}
-        heads = [f"{heading}, seed {TUNING}", *(f"{rate:g} times" for rate in rates)]
+        heads = [f"{what}{heading}, seed {TUNING}", *(f"{rate:g} times" for rate in rates)]
         arms = dict.fromkeys(row["arm"] for row in rows)
         return [
             "",
@@ -124,7 +132,7 @@ def markdown(results: Results) -> list[str]:
 
 
 def repeated(results: Sequence[Results], again: Sequence[Results]) -> list[str]:
-    """Each experiment that was run twice: how long both took, and all decisions of both.
+    """Each experiment that was run twice: how long both took, all decisions of both, and rates if others were tried.
 
     Raises: ValueError for one that was not run first.
     """
@@ -140,7 +148,9 @@ def repeated(results: Sequence[Results], again: Sequence[Results]) -> list[str]:
         runs.append(line([one.name, *(str(len(rows)) for rows in both), *hours]))
         for old, new in zip(before.answers, one.answers, strict=True):
             claims.append(line([one.name, _says(old), _short(old), _short(new)]))
-    return ["## Run again, from nothing", "", *runs, "", *claims, ""]
+    further = [one for one in again if one.tuned - first[one.name].tuned]
+    rates = [text for one in further for text in one.tuning(f"{one.name} again, ")]
+    return ["## Run again, from nothing", "", *runs, "", *claims, *rates, ""]
 
 
 def _says(answer: Decision | str) -> str:
