@@ -59,7 +59,8 @@ def main(
     execution, names = replace(execution, device=choose(execution.device)), labels(models)
     for name, folder in zip(names, models, strict=True):
         with _naming(name, models):
-            _check_model(task, folder, options)  # before the first model is evaluated
+            if task.without_model is None or task.without_model(folder, options) is None:
+                check_model(folder)  # before the first model is evaluated
     results: dict[str, dict[str, float]] = {}
     shown: dict[str, dict[str, Any]] = {}
 
@@ -92,13 +93,12 @@ def _naming(name: str, models: Sequence[str]) -> Iterator[None]:
         raise ValueError(f"{name}: {error}" if len(models) > 1 else str(error)) from error
 
 
-def _check_model(task: Task, folder: str, options: Any) -> None:
-    """Raises: ValueError for a name that is no model folder, unless it is of another library or a table."""
+def check_model(folder: str) -> None:
+    """Raises: ValueError for a name that is no model folder, unless it is of a model of another library."""
     from kiloword.checkpoint.model_folder import model_files, read_model_file
     from kiloword.interop.names import is_foreign
 
-    table = task.without_model is not None and task.without_model(folder, options) is not None
-    if not (table or is_foreign(folder)):
+    if not is_foreign(folder):
         read_model_file(model_files(folder)[0].parent)
 
 

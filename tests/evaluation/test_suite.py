@@ -258,6 +258,12 @@ def test_wrong_suites_get_one_message(
     assert "Traceback" not in output.err
 
 
+def test_a_model_of_another_library_is_no_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before: `hf:FOLDER` was looked for as a folder of that name."""
+    assert ran(suite_file(tmp_path, COLOURS), "hf:no/such", "--data", tmp_path) == 2
+    assert "there is no no/such/config.json: expected a folder that transformers'" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -7,11 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from kiloword.checkpoint.files import write_atomic, write_json
-from kiloword.checkpoint.model_folder import model_files, read_model_file
 from kiloword.checkpoint.trust import Trust
 from kiloword.distributed.device import choose
 from kiloword.distributed.sharing import is_first, together
-from kiloword.evaluation.command import Execution, labels, opened
+from kiloword.evaluation.command import Execution, check_model, labels, opened
 from kiloword.evaluation.suite import Output, Suite, read_suite
 from kiloword.evaluation.suite.outcomes import Outcome, averages, outcomes
 from kiloword.evaluation.suite.output import as_csv, as_json, lines, problems, report
@@ -42,7 +41,7 @@ def main(
     execution = replace(execution, device=choose(execution.device))
     named = labels(models)
     for folder in models:
-        read_model_file(model_files(folder)[0].parent)  # a wrong name is refused before the first model is evaluated
+        check_model(folder)  # a wrong name is refused before the first model is evaluated
     with together(execution.device), showing_progress():
         for label, folder in zip(named, models, strict=True):
             matcher, workers = opened(folder, execution)
