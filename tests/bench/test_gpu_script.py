@@ -162,10 +162,16 @@ def test_an_interrupt_ends_all(gpu: ModuleType, tmp_path: Path, monkeypatch: pyt
         signal.pthread_kill(main, signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)
-    thread.start()
-    with pytest.raises(KeyboardInterrupt):
-        gpu.make(gpu.Run("interrupted", 60, ["-c", FAMILY, f"{tmp_path}"]), 60, tmp_path)
-    thread.join()
+    before = signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # tests in the background inherit that it is ignored
+    try:
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            gpu.make(gpu.Run("interrupted", 60, ["-c", FAMILY, f"{tmp_path}"]), 60, tmp_path)
+        thread.join()
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert living(pids) == []
     assert (tmp_path / "same").read_text() == "saved"
 
