@@ -164,7 +164,7 @@ def test_an_interrupt_ends_all(gpu: ModuleType, tmp_path: Path, monkeypatch: pyt
     thread = threading.Thread(target=interrupt)
     before = signal.signal(
         signal.SIGINT, signal.default_int_handler
-    )  # tests in the background inherit that it is ignored
+    )  # ignored in the background
     try:
         thread.start()
         with pytest.raises(KeyboardInterrupt):
