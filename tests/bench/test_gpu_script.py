@@ -162,9 +162,7 @@ def test_an_interrupt_ends_all(gpu: ModuleType, tmp_path: Path, monkeypatch: pyt
         signal.pthread_kill(main, signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)
-    before = signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # ignored in the background
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background
     try:
         thread.start()
         with pytest.raises(KeyboardInterrupt):
