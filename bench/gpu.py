@@ -299,13 +299,13 @@ def make(run: Run, limit: float, packages: Path) -> Row:
     path = [f"{ROOT}", f"{packages}", *filter(None, [os.environ.get("PYTHONPATH")])]
     settings = os.environ | {"PYTHONPATH": os.pathsep.join(path)}
     began = time.time()
-    status, printed, said = sessions.run([sys.executable, *run.command], limit, settings, ROOT)
+    status, printed, errors = sessions.run([sys.executable, *run.command], limit, settings, ROOT)
     row: Row = {"run": run.name, "seconds": round(time.time() - began), "status": status}
     row["result"] = result(run, printed, began)
     if run.again:
         row["again"] = True
     if status:
-        lines = [line.strip() for line in said.splitlines() if line.strip()]
+        lines = [line.strip() for line in errors.splitlines() if line.strip()]
         row["error"] = "ran out of time" if status == sessions.LATE else (lines or ["no message"])[-1][:500]
     return row
 

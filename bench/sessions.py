@@ -38,8 +38,8 @@ def run(command: Sequence[str], limit: float, environment: Mapping[str, str], fo
             status = LATE
         finally:
             end(process)
-        printed, said = (_text(file) for file in (out, error))
-    return status, printed, said
+        printed, errors = (_text(file) for file in (out, error))
+    return status, printed, errors
 
 
 def _text(file: IO[bytes]) -> str:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import tyro
 from tyro.conf import Positional, arg
@@ -79,11 +79,13 @@ def quickstart(
         text_tower: photos: frozen text tower, as for `kiloword train`; default: minilm.
         views: photos: augmented views of each photo whose tokens are stored; 1: not augmented; default: 2.
     """
+    towers = {"image_tower": image_tower, "text_tower": text_tower, "views": views}
     if on == "scenes":
         from kiloword.quickstart.run import run
 
-        of_photos = {"data": data, "val": val, "image-tower": image_tower, "text-tower": text_tower, "views": views}
-        if flag := next((name for name, value in of_photos.items() if value not in ((), None)), None):
+        of_photos = {"data": data or None, "val": val or None, **towers}
+        if flag := next((name for name, value in of_photos.items() if value is not None), None):
+            flag = flag.replace("_", "-")
             raise ValueError(f"--{flag} is of kiloword quickstart photos; the quickstart itself draws scenes.")
         run(out or Path("quickstart"), steps=steps, seed=seed)
         return
@@ -92,8 +94,8 @@ def quickstart(
     from kiloword.quickstart.photos.run import PhotoPlan
     from kiloword.quickstart.photos.run import run as run_photos
 
-    towers = image_tower or "efficientnet-lite0", text_tower or "minilm"
-    run_photos(out or Path("photos"), PhotoPlan(data, val, *towers, 2 if views is None else views, steps, seed))
+    chosen: dict[str, Any] = {name: value for name, value in towers.items() if value is not None}
+    run_photos(out or Path("photos"), PhotoPlan(data, val, steps=steps, seed=seed, **chosen))
 
 
 app.command(score)
