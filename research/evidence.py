@@ -47,7 +47,8 @@ class Effect:
         return "refuted" if self.high < least else "undecided"
 
     def __str__(self) -> str:
-        return f"{self.value:+.3f} ({self.low:+.3f}..{self.high:+.3f})"
+        value, low, high = (round(x, 9) for x in (self.value, self.low, self.high))  # halves: as on any machine
+        return f"{value:+.3f} ({low:+.3f}..{high:+.3f})"
 
 
 def effect(arm: Outcomes, rival: Outcomes, relative: bool = False, seed: int = 0) -> Effect:

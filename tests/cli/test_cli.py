@@ -185,11 +185,11 @@ def test_nothing_is_help_too(capsys: pytest.CaptureFixture[str]) -> None:
 def test_instant_and_without_torch(code: str, most: int) -> None:
     """Few calls, and of other packages those of the command line alone. `bench/start.py` takes the time."""
     measure = (
-        "import sys\nfrom counting import calls\n"
+        "import sys\nfrom counting import calls\nbefore = set(sys.modules)\n"
         f"def work():\n    {code}\n"
         "def ends():\n    try:\n        work()\n    except SystemExit:\n        pass\n"
         "count = calls(ends)\n"
-        "files = {name: getattr(module, '__file__', None) or '' for name, module in sys.modules.items()}\n"
+        "files = {name: getattr(sys.modules[name], '__file__', None) or '' for name in {*sys.modules} - before}\n"
         "print('', count, *{n.partition('.')[0] for n, file in files.items() if 'site-packages' in file})\n"
     )
     paths = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])

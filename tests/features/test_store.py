@@ -45,7 +45,7 @@ WEIGHTS = torch.randn(3 * SIZE * SIZE, DIM, generator=torch.Generator().manual_s
 
 
 class Fake:
-    """A teacher whose features depend on pixels and texts alone; it counts what it is asked."""
+    """A teacher whose features depend on pixels and texts alone, not on their batch; it counts what it is asked."""
 
     size = SIZE
     resize: Literal["shortest", "squash"] = "squash"
@@ -57,7 +57,7 @@ class Fake:
         if self.images == self.stop_after:
             raise KeyboardInterrupt
         self.images += len(images)
-        return F.normalize(images.flatten(1).float() @ WEIGHTS, dim=-1)
+        return F.normalize(images.flatten(1).double() @ WEIGHTS.double(), dim=-1).float()
 
     def encode_texts(self, texts: Sequence[str]) -> Tensor:
         rows = [torch.randn(DIM, generator=torch.Generator().manual_seed(key(text))) for text in texts]
