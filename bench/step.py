@@ -24,6 +24,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from kiloword.config.recipes import sizes
 from kiloword.interop.open_clip import import_state, place
@@ -186,13 +187,18 @@ def step(contestant: Side, batch: Given, args: argparse.Namespace) -> float:
     """Seconds of one step."""
     wait(args.device)
     began = time.perf_counter()
+    forward_and_back(contestant, batch, args)
+    wait(args.device)
+    return time.perf_counter() - began
+
+
+def forward_and_back(contestant: Side, batch: Given, args: argparse.Namespace) -> None:
+    """One step; on CUDA it returns when all is launched."""
     contestant.optimizer.zero_grad(set_to_none=True)
     with cast(args):
         loss = contestant.loss(batch)
     loss.backward()  # type: ignore[no-untyped-call]
     contestant.optimizer.step()
-    wait(args.device)
-    return time.perf_counter() - began
 
 
 def cast(args: argparse.Namespace) -> AbstractContextManager[Any]:
@@ -202,6 +208,18 @@ def cast(args: argparse.Namespace) -> AbstractContextManager[Any]:
 def wait(device: str) -> None:
     if device == "cuda":
         torch.cuda.synchronize()
+
+
+def work(contestant: Side, batch: Given, args: argparse.Namespace) -> dict[str, float]:
+    """Seconds in which the host launches a step on CUDA, seconds of its kernels together, and their number."""
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        began = time.perf_counter()
+        forward_and_back(contestant, batch, args)
+        host = time.perf_counter() - began
+        wait(args.device)
+    kernels = [event for event in profiler.key_averages() if event.self_device_time_total]
+    seconds = sum(event.self_device_time_total for event in kernels) / 1e6
+    return {"host_s": round(host, 4), "card_s": round(seconds, 4), "kernels": sum(event.count for event in kernels)}
 
 
 def memory(contestant: Side, batch: Given, args: argparse.Namespace) -> int:
@@ -275,6 +293,9 @@ def measured(ours: Model, sides: dict[str, Side], args: argparse.Namespace) -> d
         for name, contestant in turn if n % 2 else turn[::-1]:
             seconds[name].append(step(contestant, batches[n % len(batches)], args))
     used = {name: memory(contestant, batches[0], args) for name, contestant in sides.items()}
+    extra = {}
+    if args.device == "cuda":
+        extra["work"] = {name: work(contestant, batches[0], args) for name, contestant in sides.items()}
     ratios = {}
     if "open_clip" in sides:
         times = [b / a for a, b in zip(seconds["ours"], seconds["open_clip"], strict=True)]
@@ -293,6 +314,7 @@ def measured(ours: Model, sides: dict[str, Side], args: argparse.Namespace) -> d
         "tokens_per_caption": round(len(texts.ids) / len(texts), 2),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
+        **extra,
     }
 
 
