@@ -5,8 +5,9 @@ Source: Selvaraju et al., ICCV 2017 (arXiv:1610.02391), eq. 1 and 2; the first l
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
@@ -22,7 +23,10 @@ from kiloword.model.pooling import at_least_float
 if TYPE_CHECKING:
     from kiloword.api import Matcher
     from kiloword.data.images.inputs import Images
+    from kiloword.model.model import Model
 
+Columns = Callable[[Tensor], Iterator[Tensor]]  # image tokens [I, ...] -> values [I] of each text
+TOGETHER = 16  # images whose activations are held at once
 Target = Literal["score", "caption"]
 """Target of the gradients: the score of image and text, or the log probability of the caption."""
 
@@ -42,11 +46,16 @@ def gradcam(matcher: Matcher, images: Images, texts: Sequence[str], target: Targ
     check_texts("gradcam", texts)
     if target not in get_args(Target):
         raise ValueError(f"target is {target!r}: expected {' or '.join(get_args(Target))}.")
-    pixels = matcher.pixels(images)
-    with inference(model), torch.inference_mode(False), torch.enable_grad(), held(tower, layer) as seen:
-        tokens = model.image_tokens(pixels)
-        values = (_scores if target == "score" else _log_likelihoods)(matcher, texts, tokens)  # [I, T]
-    return torch.stack([_map(column, seen) for column in values.unbind(1)], 1)
+    columns = _scores(matcher, texts) if target == "score" else partial(_log_likelihoods, matcher, texts)
+    with inference(model), torch.inference_mode(False), torch.enable_grad():
+        parts = torch.split(matcher.pixels(images), TOGETHER)
+        return torch.cat([_maps(model, part, columns, layer) for part in parts])
+
+
+def _maps(model: Model, pixels: Tensor, columns: Columns, layer: int) -> Tensor:
+    """Maps [I, T, P]; a graph holds these images and one text at a time."""
+    with held(vit(model, "gradcam"), layer) as seen:
+        return torch.stack([_map(values, seen) for values in columns(model.image_tokens(pixels))], 1)
 
 
 def _map(values: Tensor, seen: dict[str, Tensor]) -> Tensor:
@@ -57,21 +66,23 @@ def _map(values: Tensor, seen: dict[str, Tensor]) -> Tensor:
     return (alpha * at_least_float(seen["activations"])).sum(-1).relu()
 
 
-def _scores(matcher: Matcher, texts: Sequence[str], tokens: Tensor) -> Tensor:
-    """Scores [I, T] of image tokens."""
+def _scores(matcher: Matcher, texts: Sequence[str]) -> Columns:
     features = {name: value.clone() for name, value in matcher.encode_text(texts).items()}  # no inference tensors
-    return matcher.model.score(matcher.model.head.image(tokens), features)
+
+    def columns(tokens: Tensor) -> Iterator[Tensor]:
+        yield from matcher.model.score(matcher.model.head.image(tokens), features).unbind(1)
+
+    return columns
 
 
-def _log_likelihoods(matcher: Matcher, texts: Sequence[str], tokens: Tensor) -> Tensor:
-    """Log probability [I, T] of each text, its end included, given image tokens."""
+def _log_likelihoods(matcher: Matcher, texts: Sequence[str], tokens: Tensor) -> Iterator[Tensor]:
+    """Log probabilities [I] of each text, its end included, given image tokens."""
     model, decoder = matcher.model, writer(matcher.model)
-    memory, columns = decoder.remember(model.memory(tokens)), []
+    memory = decoder.remember(model.memory(tokens))
     for text in texts:
         packed = matcher.tokenizer.encode([text] * len(tokens), model.config.text).to(tokens.device)
         log_p, packing = log_probabilities(model, decoder, packed, model.text_tower(packed), memory)
-        columns.append(log_p.new_zeros(len(tokens)).index_add(0, packing.text, log_p))
-    return torch.stack(columns, 1)
+        yield log_p.new_zeros(len(tokens)).index_add(0, packing.text, log_p)
 
 
 @contextmanager

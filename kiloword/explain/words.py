@@ -60,13 +60,13 @@ def explain_words(matcher: Matcher, images: Images, texts: Sequence[str]) -> lis
         words = [_words(matcher.tokenizer, model, packed.cut(t, t + 1).ids.tolist()) for t in range(len(texts))]
         tokens = model.text_tower(packed)
         pool = model.head.pooling.image_pool.attentional if isinstance(model.head.pooling, Single) else None
-        with attentions([] if pool is None else [pool.get_submodule("attention")]) as pooled:
-            memory = model.memory(model.image_tokens(pixels))
-        for i in range(len(pixels)):
-            keys = decoder.remember(memory[i : i + 1].expand(len(texts), -1, -1))
+        for image in pixels[:, None]:
+            with attentions([] if pool is None else [pool.get_submodule("attention")]) as pooled:
+                memory = model.memory(model.image_tokens(image))
+            keys = decoder.remember(memory.expand(len(texts), -1, -1))
             with attentions([_last_cross_attention(decoder)]) as seen:
                 log_p, packing = log_probabilities(model, decoder, packed, tokens, keys)
-            looks = seen[0] @ pooled[0][i] if pooled else seen[0]  # [T, L, E + P]
+            looks = seen[0] @ pooled[0][0] if pooled else seen[0]  # [T, L, E + P]
             rows = zip(looks[..., first:], packing.pad(log_p), words, strict=True)
             explained.append([_word_maps(*row) for row in rows])
     return explained

@@ -14,7 +14,7 @@ from cases import mostly_slow
 from kiloword.api import Matcher
 from kiloword.config.recipes import HeadConfig, ImageConfig, sizes
 from kiloword.data.text.tokenizer import Tokenizer
-from kiloword.explain.gradcam import gradcam
+from kiloword.explain.gradcam import TOGETHER, gradcam
 from kiloword.methods.coca.captioning import caption_loss
 from kiloword.methods.registry import preset
 from kiloword.model.decoder import TextDecoder
@@ -126,6 +126,18 @@ def test_models_of_other_methods_and_half_precision() -> None:
     assert found.isfinite().all()
     with pytest.raises(ValueError, match="no text decoder"):
         gradcam(model, pixels(), CAPTIONS, "caption")
+
+
+@pytest.mark.parametrize("target", ["score", "caption"])
+def test_a_graph_holds_some_images_and_the_maps_are_those_of_each_alone(target: Any) -> None:
+    model, images, seen = matcher(), pixels(2 * TOGETHER + 1), list[int]()
+    tower = model.model.image_tower
+    hook = tower.patches.register_forward_hook(lambda module, inputs, out: seen.append(len(out)))
+    together = gradcam(model, images, CAPTIONS[:2], target)
+    hook.remove()
+    assert seen == [TOGETHER, TOGETHER, 1]
+    alone = torch.cat([gradcam(model, image, CAPTIONS[:2], target) for image in images[:, None]])
+    assert torch.allclose(together, alone, atol=1e-12)
 
 
 def test_nothing_changes_and_nothing_stays() -> None:
