@@ -38,7 +38,7 @@ class TableWriter(Generic[Settings]):
     """Writes the parts of a table in a folder: all of a new table, or those that a table lacks.
 
     Args: existing: settings of the table that is there (see `resumed`), None for a new one; finished: nothing is
-    missing.
+    missing. Raises: ValueError when parts are missing and the data has its rows in another order.
     """
 
     what: ClassVar[str]  # of the table, in a word
@@ -52,6 +52,11 @@ class TableWriter(Generic[Settings]):
         self.skipped: list[Skipped] = []
         self.repeated = 0  # number of rows that repeat a key with its content
         self.missing = [] if finished else [number for number in range(self.file.parts) if not self._is_whole(number)]
+        if self.missing and self.file.fingerprint != settings.fingerprint:  # parts are ranges of rows
+            raise ValueError(
+                f"{folder} holds part of the {self.what} of {self.file.data}, and {settings.data} has the same rows in "
+                "another order: name the sources in the order of the first call, or choose another --out."
+            )
 
     def rows_of(self, number: int) -> range:
         """The rows of the data in a part."""

@@ -30,7 +30,7 @@ from kiloword.data.loader import Loader
 from kiloword.data.parts import Part, checksum
 from kiloword.data.sampler import Order
 from kiloword.data.scenes import parse_scenes
-from kiloword.data.sources.mixture import MixtureSource
+from kiloword.data.sources.mixture import MixtureSource, mix
 from kiloword.data.sources.open import open_source
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.features.extract import embed
@@ -340,6 +340,18 @@ def test_a_mixture_is_embedded_once_whatever_its_weights(tmp_path: Path) -> None
     for source in (mixed, MixtureSource([Second(), Images()], [1.0, 3.25]), Images(), Second()):
         table.check(source)
     assert embed(Fake(), MixtureSource([Images(), Second()], [1.0, 1.0]), tmp_path / "t").keys == table.keys
+
+
+def test_what_is_missing_is_computed_from_sources_in_the_first_order_alone(tmp_path: Path) -> None:
+    """Parts are ranges of rows: those of another order would hold other images, and lose as many."""
+    first, second = Images(), Second()
+    folder = embed(Fake(), mix([first, second]), tmp_path / "t", part=ROWS).path
+    embed(Fake(), mix([second, first]), folder, part=ROWS)  # nothing is missing
+    (folder / "part-00001.arrow").unlink()
+    with pytest.raises(ValueError, match=r"1 x images \+ 1 x second, and 1 x second \+ 1 x images has the same rows in"):
+        embed(Fake(), mix([second, first]), folder, part=ROWS)
+    store = embed(Fake(), mix([first, second]), folder, part=ROWS)
+    assert len(store) == 2 * (ROWS - 1)
 
 
 @dataclass
