@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from kiloword.data.sources.open import open_source
+from kiloword.data.token_join import WithTokens
 from kiloword.evaluation.zeroshot import mistakes, page
 from kiloword.evaluation.zeroshot.mistakes import MATRIX, ROWS, SHOWN, Predictions, classes_table, confusions
 from kiloword.evaluation.zeroshot.task import zeroshot
@@ -51,6 +53,16 @@ def test_a_tie_is_no_mistake() -> None:
     seen.note([0, 1], torch.tensor([1, 1]))
     seen.scoring(lambda images, _: images["vec"])({"vec": torch.tensor([[2.0, 2, 0], [1, 0, 0]])}, {})
     assert seen.surest() == [(1, 1, 0)]
+
+
+def test_images_are_shown_where_the_model_reads_stored_tokens() -> None:
+    scenes = open_source("scenes?n=4", 16)
+    config = SimpleNamespace(image=SimpleNamespace(size=16), preprocess=SimpleNamespace(resize="shortest"))
+    matcher: Any = SimpleNamespace(model=SimpleNamespace(config=config))
+    tokens: Any = SimpleNamespace(find=lambda key: SimpleNamespace(tokens=lambda epoch: torch.zeros(9, 4)))
+    images = mistakes.images_of(matcher, WithTokens(scenes, [tokens]), [3, 1])
+    assert [image.shape for image in images] == [(16, 16, 3)] * 2
+    assert np.array_equal(images, mistakes.images_of(matcher, scenes, [3, 1]))
 
 
 def test_images_of_several_classes_have_none() -> None:

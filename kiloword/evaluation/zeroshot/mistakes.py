@@ -87,14 +87,16 @@ def mistakes(matcher: Matcher, source: Source, predictions: Predictions, names: 
 
 
 def images_of(matcher: Matcher, source: Source, rows: Sequence[int]) -> list[Pixels]:
-    """Images [H, W, 3] of rows as the model sees them, no larger than SIDE."""
+    """Images [H, W, 3] of rows as the model sees them, no larger than SIDE; also where the model reads stored tokens."""
     from PIL import Image
 
     from kiloword.data.reading import eval_batches
+    from kiloword.data.token_join import WithTokens
 
     config = matcher.model.config
     if not rows:
         return []
+    source = source.source if isinstance(source, WithTokens) else source
     parts = [range(row, row + 1) for row in rows]
     batches = eval_batches(source, config.image.size, config.preprocess.resize, parts=parts)
     images = [Image.fromarray(p.permute(1, 2, 0).contiguous().numpy()) for b in batches for p in b.images]

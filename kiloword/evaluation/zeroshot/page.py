@@ -15,7 +15,7 @@ import torch
 from kiloword.evaluation.calibration import interval
 from kiloword.evaluation.task import Results
 from kiloword.evaluation.zeroshot import PRECISION
-from kiloword.evaluation.zeroshot.mistakes import classes_table, confusions, gallery
+from kiloword.evaluation.zeroshot.mistakes import classes_table, confusions, gallery, images_of
 from kiloword.report import card, distribution, grid, metric_table, page, section, table
 
 if TYPE_CHECKING:
@@ -90,16 +90,10 @@ def drawn(
 def _seen(
     matcher: Matcher, source: Source, images: Images, which: torch.Tensor, names: Sequence[str]
 ) -> list[tuple[npt.NDArray[np.uint8], str]]:
-    from kiloword.data.reading import eval_batches
-
-    config, places = matcher.model.config, which.tolist()
-    rows = [range(images.rows[i], images.rows[i] + 1) for i in places]
-    pixels = torch.cat(
-        [b.images for b in eval_batches(source, config.image.size, config.preprocess.resize, parts=rows)]
-    )
+    places = which.tolist()
     labels = [images.labels[i] for i in places]
     words = [names[int(label)] if label.ndim == 0 else "" for label in labels]
-    return list(zip((p.permute(1, 2, 0).numpy() for p in pixels), words, strict=True))
+    return list(zip(images_of(matcher, source, [images.rows[i] for i in places]), words, strict=True))
 
 
 def report(metrics: Results, data: str, shown: Mapping[str, Mapping[str, Any]]) -> str:
