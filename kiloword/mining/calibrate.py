@@ -111,11 +111,11 @@ def exceeded_by(values: Tensor, share: float) -> float:
 
 
 def candidates(annotated: Floats, sample: RandomPairs, p1: float) -> list[float]:
-    """Values of p1 to compare, ascending: half deviations around the mean, and values that few random pairs exceed."""
+    """Values of p1 to compare, ascending: half deviations around the mean, values that few random pairs exceed, p1."""
     mean, deviation = float(np.mean(annotated)), float(np.std(annotated))
     around = [mean + step * deviation for step in (-1, -0.5, 0, 0.5, 1)]
     rare = [exceeded_by(sample.it, rate) for rate in (1e-2, 1e-3, 1e-4)]
-    return sorted({round(v, DIGITS) for v in [*around, *rare, p1] if 0 < v < 1})
+    return sorted({v for v in (p1, *(round(v, DIGITS) for v in [*around, *rare])) if 0 < v < 1})
 
 
 def compare(

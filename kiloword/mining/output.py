@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet
+import pyarrow.parquet as pq
 import torch
 
 from kiloword import report
-from kiloword.checkpoint.files import write_atomic, write_json
+from kiloword.checkpoint.files import atomic, write_json
 from kiloword.mining.corpus import Corpus
 from kiloword.mining.gallery import ranked_above, raw_and_pseudo
 from kiloword.mining.images import Pair, ReportImages
@@ -23,40 +23,51 @@ from kiloword.mining.results import LABELS, MiningResults, as_json, flags, terms
 from kiloword.randomness import generator
 from kiloword.terminal import say
 
+IMAGES = 65536  # whose pairs are written at once
 WIDE, BEST = 6, 5  # captions that match many images, and images per caption in the report
 
 
 def write(out: Path, results: MiningResults, origin: Origin, parts: Mapping[str, Corpus]) -> None:
     """Write all files atomically; the report last. Args: parts: groups of captions, as of `origin.split_extra`."""
     truths = origin.truth(results.corpus.captions)
-    buffer = io.BytesIO()
-    pa.parquet.write_table(pairs_table(results, truths), buffer)
-    write_atomic(out / "pairs.parquet", buffer.getvalue())
     write_json(out / "thresholds.json", thresholds(results.settings))
     write_json(out / "mine.json", as_json(results))
+    write_pairs(out / "pairs.parquet", results, truths)
     report.write(out / "report.html", page(results, chosen(results, truths, parts), origin.thumbnail))
     say(*summary(results), f"report: {out / 'report.html'}")
 
 
-def pairs_table(results: MiningResults, truths: Truths | None) -> pa.Table:
-    """The kept pairs, image by image, best S_it first.
+def write_pairs(path: Path, results: MiningResults, truths: Truths | None) -> None:
+    """Write the kept pairs; memory is that of IMAGES images, as a row group."""
+    with ExitStack() as stack:
+        file, writer = stack.enter_context(atomic(path)), None
+        for first in range(0, len(results.mined.column), IMAGES):
+            part = pairs_table(results, truths, range(first, min(first + IMAGES, len(results.mined.column))))
+            writer = writer or stack.enter_context(pq.ParquetWriter(file, part.schema))
+            writer.write_table(part)
+
+
+def pairs_table(results: MiningResults, truths: Truths | None, part: range | None = None) -> pa.Table:
+    """The kept pairs of images, of all or of a part, image by image, best S_it first.
 
     Columns: key of the image; caption, its index among the captions of its own image (key `owner`); S_it, S_ii and
     S_tt as it, ii, tt, which terms of eq. 2 accept them (by_it, by_ii, by_tt), and whether they are `true`, with
     ground truth. The table is valid input of `kiloword train --extra-captions`.
     """
     corpus, mined = results.corpus, results.mined
-    kept = mined.column >= 0
-    images = torch.nonzero(kept)[:, 0].numpy()
-    captions = mined.column[kept].numpy()
-    values = {name: mined.scores[name][kept] for name in TERMS}
+    part = part or range(len(mined.column))
+    column = mined.column[part.start : part.stop]
+    kept = column >= 0
+    images = part.start + torch.nonzero(kept)[:, 0].numpy()
+    captions = column[kept].numpy()
+    values = {name: mined.scores[name][part.start : part.stop][kept] for name in TERMS}
     accepted = by_term(results.settings, **values)
     owner = corpus.owner[captions]
     columns: dict[str, object] = {
-        "key": [_utf8(corpus.keys[n]) for n in images],
-        "caption": [_utf8(corpus.captions[t]) for t in captions],
+        "key": _texts(corpus.keys, images),
+        "caption": _texts(corpus.captions, captions),
         "caption_index": captions - corpus.starts[owner],
-        "owner": [_utf8(corpus.keys[n]) for n in owner],
+        "owner": _texts(corpus.keys, owner),
         **{name: value.numpy() for name, value in values.items()},
         **{f"by_{name}": value.numpy() for name, value in accepted.items()},
     }
@@ -74,9 +85,10 @@ def _true(truths: Truths, captions: np.ndarray, images: np.ndarray) -> np.ndarra
     return true
 
 
-def _utf8(text: str) -> str:
-    """Replace lone surrogates (file names that are not UTF-8), which parquet cannot store."""
-    return text.encode("utf-8", "replace").decode("utf-8")
+def _texts(texts: Sequence[str], places: np.ndarray) -> pa.Array:
+    """Texts [n]; lone surrogates (file names that are not UTF-8), which parquet cannot store, are replaced."""
+    different, inverse = np.unique(places, return_inverse=True)
+    return pa.array([texts[n].encode("utf-8", "replace").decode("utf-8") for n in different], pa.string()).take(inverse)
 
 
 def chosen(results: MiningResults, truths: Truths | None, parts: Mapping[str, Corpus]) -> ReportImages:

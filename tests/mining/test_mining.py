@@ -378,7 +378,12 @@ def test_the_report_holds_the_numbers(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "<scenes>" not in page
     assert page.count("<svg") >= 6
     assert page.count("data:image/png") >= 4
-    rows = pyarrow.parquet.read_table(tmp_path / "pairs.parquet").to_pylist()
+    table = pyarrow.parquet.read_table(tmp_path / "pairs.parquet")
+    monkeypatch.setattr(output, "IMAGES", 7)  # an image without pairs may end a part
+    output.write_pairs(tmp_path / "parts.parquet", judged, truths)
+    assert pyarrow.parquet.ParquetFile(tmp_path / "parts.parquet").num_row_groups == -(-len(c.keys) // 7)
+    assert pyarrow.parquet.read_table(tmp_path / "parts.parquet").equals(table)
+    rows = table.to_pylist()
     assert len(rows) == int((judged.mined.column >= 0).sum())
     assert max(sum(row["key"] == key for row in rows) for key in c.keys) <= 3
     for row in rows[:50]:
@@ -626,11 +631,12 @@ def test_candidates_of_p1_stand_around_the_mean_and_where_few_random_pairs_are()
     it = torch.arange(20_000) / 25_000
     deviation = float(np.std(annotated))
     wanted = {0.4 + step * deviation for step in (-1, -0.5, 0, 0.5, 1)}
-    wanted |= {float(it[20_000 - 1 - int(rate * 20_000)]) for rate in (1e-2, 1e-3, 1e-4)} | {0.123}
-    found = candidates(annotated, RandomPairs(it, it, it, None), 0.123)
+    wanted |= {float(it[20_000 - 1 - int(rate * 20_000)]) for rate in (1e-2, 1e-3, 1e-4)} | {0.12345}
+    found = candidates(annotated, RandomPairs(it, it, it, None), 0.12345)
     assert found == pytest.approx(sorted(wanted), abs=1.1e-4)
+    assert 0.12345 in found  # as used, not rounded
     assert candidates(annotated, RandomPairs(it, it, it, None), 1.0) == pytest.approx(
-        sorted(wanted - {0.123}), abs=1.1e-4
+        sorted(wanted - {0.12345}), abs=1.1e-4
     )
 
 
