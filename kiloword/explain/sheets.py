@@ -92,7 +92,7 @@ def _check_possible(matcher: Matcher, kinds: Sequence[What]) -> None:
 def _write_sheets(folder: Path, inputs: SheetInput, draws: Mapping[What, Draw], files: Sequence[str]) -> list[str]:
     """Sheets of what decoders do, one per image, and their values."""
     scores = inputs.matcher.score(inputs.pixels, inputs.texts).tolist()
-    entries = []
+    written, entries = _claim(folder, "inside.json", files), []
     for i, (path, file) in enumerate(zip(inputs.paths, files, strict=True)):
         blocks, values = [], []
         for t, text in enumerate(inputs.texts):
@@ -104,7 +104,7 @@ def _write_sheets(folder: Path, inputs: SheetInput, draws: Mapping[What, Draw], 
             values.append({"text": text, "score": scores[i][t]} | parts)
         _save(sheet(inputs.large[i], path.name, SHEET, blocks), folder / file)
         entries.append({"image": str(path), "figure": file, "texts": values})
-    write_json(folder / "inside.json", {"images": entries})
+    write_json(folder / "inside.json", {"images": entries, "figures": written})
     return [f"{count(len(files), 'sheet')} ({', '.join(draws)}) and inside.json: {folder}"]
 
 
@@ -120,13 +120,15 @@ def _write_maps(folder: Path, inputs: SheetInput, maps: Maps, files: Sequence[st
     names = token_names(inputs.matcher, explanation)
     about = explanation.about if explanation.weights is None else f"{explanation.about} {ENTROPY}"
     lines, entries = [about], []
+    written = _claim(folder, "weights.json", files)
     for i, (path, file) in enumerate(zip(inputs.paths, files, strict=True)):
         pairs = [_pair(explanation, i, t, text, names) for t, text in enumerate(inputs.texts)]
         rows = [_row(explanation, i, t, pair) for t, pair in enumerate(pairs)]
         _save(figure(inputs.large[i], path.name, about, rows), folder / file)
         entries.append({"image": str(path), "figure": file, "texts": pairs})
         lines += [f"{path.name}  {_line(pair)}" for pair in pairs]
-    write_json(folder / "weights.json", {"about": explanation.about, "maps": maps, "tokens": names, "images": entries})
+    document = {"about": explanation.about, "maps": maps, "tokens": names, "images": entries, "figures": written}
+    write_json(folder / "weights.json", document)
     return [*lines, f"{count(len(files), 'figure')} and weights.json: {folder}"]
 
 
@@ -153,12 +155,28 @@ def _check_apart(folder: Path, images: Sequence[Path], files: Sequence[str]) -> 
 
 def _written(folder: Path) -> set[str]:
     """The files in a folder that an earlier call wrote: documents, and the figures that they name."""
-    names: set[str] = set()
-    for document in DOCUMENTS:
-        with suppress(OSError, ValueError, TypeError, KeyError, RecursionError):  # there is none, or it is of others
-            entries = json.loads((folder / document).read_text(encoding="utf-8"))["images"]
-            names |= {document, *(str(entry["figure"]) for entry in entries)}
-    return names
+    read = {name: _read(folder / name) for name in DOCUMENTS}
+    return {name for document, (content, figures) in read.items() if content for name in (document, *figures)}
+
+
+def _read(document: Path) -> tuple[dict[str, Any], set[str]]:
+    """A document, and the figures of the calls that wrote it; empty where there is none, or it is of others."""
+    with suppress(OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        content = json.loads(document.read_text(encoding="utf-8"))
+        figures = {str(entry["figure"]) for entry in content["images"]}
+        return content, figures | {str(name) for name in content.get("figures", [])}
+    return {}, set()
+
+
+def _claim(folder: Path, document: str, files: Sequence[str]) -> list[str]:
+    """Note figures before they are written, so that a call after an interruption may replace them.
+
+    Returns: their names and those of earlier calls.
+    """
+    content, figures = _read(folder / document)
+    written = sorted({*figures, *files})
+    write_json(folder / document, {"images": [], **content, "figures": written})
+    return written
 
 
 def token_names(matcher: Matcher, explanation: Explanation) -> list[str]:

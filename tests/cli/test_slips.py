@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -13,6 +14,7 @@ from kiloword.cli.main import app, main
 from kiloword.cli.words import settled
 from kiloword.config.recipes import ModelFile, sizes
 from kiloword.data.text.tokenizer import Tokenizer
+from kiloword.explain import sheets
 from kiloword.methods.registry import preset
 from kiloword.model.model import build
 
@@ -71,6 +73,27 @@ def test_a_flag_of_several_values_is_given_once(words: str, capsys: pytest.Captu
     assert refused(capsys, *words.split()).startswith(f"kiloword: {twice} is given twice: give it once;")
 
 
+def test_figures_of_an_interrupted_call_are_replaced(
+    place: Path, photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images = [f"{photos / name}" for name in ("dog.jpg", "b.png")]
+    words = ["score", f"{place / 'model'}", "--images", *images, "--texts", "a dog", "--explain", f"{photos / 'out'}"]
+    draw = sheets.figure
+
+    def drawn(image: Any, name: str, *more: Any) -> Any:
+        if name == "b.png":
+            raise KeyboardInterrupt
+        return draw(image, name, *more)
+
+    monkeypatch.setattr(sheets, "figure", drawn)
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        main(words)
+    monkeypatch.setattr(sheets, "figure", draw)
+    assert (photos / "out" / "dog.png").is_file()
+    main(words)
+    assert (photos / "out" / "b.png").is_file()
+
+
 def test_figures_replace_no_photo(place: Path, photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """dog.png is a photo of the user beside dog.jpg, whose figure would have its name."""
     before = (photos / "dog.png").read_bytes()
@@ -81,6 +104,10 @@ def test_figures_replace_no_photo(place: Path, photos: Path, capsys: pytest.Capt
     for _ in range(2):  # its own figures are replaced
         main([*map(str, shown), "--explain", str(photos / "out")])
     assert "1 figure and weights.json" in capsys.readouterr().out
+    for image in ("b.png", "dog.jpg", "b.png"):  # also those of a call before the last
+        main([*map(str, shown[:3]), f"{photos / image}", "--texts", "a dog", "--explain", str(photos / "out")])
+    capsys.readouterr()
+    (photos / "out" / "b.png").unlink()
     (photos / "out" / "weights.json").write_text(json.dumps({"layers": []}))
     assert "weights.json, which it did not write" in refused(
         capsys, *shown[:3], photos / "b.png", *shown[4:], "--explain", photos / "out"
