@@ -119,7 +119,7 @@ class OpenClip(Foreign):
         from kiloword.interop.open_clip import read
 
         state = read(weights)
-        with _quiet():
+        with _of_open_clip(name):
             model = open_clip.create_model(name, load_weights=False, pretrained_image=False, pretrained_text=False)
         try:
             model.load_state_dict(state)
@@ -132,7 +132,8 @@ class OpenClip(Foreign):
         self.size, self.resize = _preprocess(name, preprocess)
         self.fingerprint = digest([weights], name)
         model = model.to(device=device, dtype=self._kind).eval()
-        tokenizer = _open_clip_tokenizer(name)
+        with _of_open_clip(name):
+            tokenizer = open_clip.get_tokenizer(name)
         self.images = model.encode_image
         self.texts = lambda texts: model.encode_text(tokenizer(texts).to(device))
 
@@ -285,25 +286,24 @@ def _preprocess(name: str, config: dict[str, Any]) -> tuple[int, Resize]:
     return size, mode
 
 
-def _open_clip_tokenizer(name: str) -> Any:
-    import open_clip
-
-    try:
-        with _quiet():
-            return open_clip.get_tokenizer(name)
-    except Exception as error:  # it looks for some tokenizers on the network
-        raise ValueError(f"open_clip's {name} needs a tokenizer that is not on this machine: {error}"[:300]) from None
-
-
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence open_clip's warning about random weights, which are replaced next."""
-    before = logging.root.manager.disable
+def _of_open_clip(name: str) -> Iterator[None]:
+    """While open_clip makes a part of a model: no network, and no warning of random weights, which are replaced next.
+
+    Raises: ValueError when it fails.
+    """
+    import huggingface_hub.constants as hub
+
+    disabled, offline = logging.root.manager.disable, hub.HF_HUB_OFFLINE
     logging.disable(logging.WARNING)
+    hub.HF_HUB_OFFLINE = True  # for some models it looks for a tokenizer, or for a text tower's settings
     try:
         yield
+    except Exception as error:
+        raise ValueError(f"open_clip's {name} needs a file that is not on this machine: {error}"[:300]) from None
     finally:
-        logging.disable(before)
+        logging.disable(disabled)
+        hub.HF_HUB_OFFLINE = offline
 
 
 def _unit(features: Tensor) -> Tensor:

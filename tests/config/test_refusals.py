@@ -35,7 +35,7 @@ from kiloword.evaluation.retrieval.shortlist import shortlisted
 from kiloword.evaluation.task import Inputs
 from kiloword.evaluation.vqa.task import _counted, _lines
 from kiloword.evaluation.zeroshot import PromptOptions
-from kiloword.features.teachers import _quiet
+from kiloword.features.teachers import _of_open_clip
 from kiloword.generation.captioner import Captioner
 from kiloword.generation.captioners import KilowordCaptioner, open_captioner
 from kiloword.generation.command import write_captions
@@ -278,15 +278,18 @@ def test_captions_of_a_source_without_their_own_reader_come_with_its_images() ->
         captions_at(Plain(bad=ALL), 0)
 
 
-def test_warnings_of_others_are_quiet_for_a_while() -> None:
-    before = logging.root.manager.disable
-    with _quiet():
+def test_open_clip_is_quiet_and_off_the_network_for_a_while() -> None:
+    hub = pytest.importorskip("huggingface_hub.constants")
+    before = logging.root.manager.disable, hub.HF_HUB_OFFLINE
+    with _of_open_clip("a model"):
         assert not logging.getLogger("other").isEnabledFor(logging.WARNING)
         assert logging.getLogger("other").isEnabledFor(logging.ERROR)
-    assert logging.root.manager.disable == before
-    with pytest.raises(KeyError), _quiet():
-        raise KeyError
-    assert logging.root.manager.disable == before
+        assert hub.HF_HUB_OFFLINE
+    assert (logging.root.manager.disable, hub.HF_HUB_OFFLINE) == before
+    with pytest.raises(ValueError, match=r"a model needs a file that is not on this machine: no tokenizer"):  # noqa: SIM117
+        with _of_open_clip("a model"):
+            raise OSError("no tokenizer")
+    assert (logging.root.manager.disable, hub.HF_HUB_OFFLINE) == before
 
 
 def test_names_that_come_when_they_are_asked_for() -> None:
