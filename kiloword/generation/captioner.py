@@ -86,6 +86,11 @@ class Captioner:
         room = config.context - len(config.extra_tokens)
         if options.longest > room:
             raise ValueError(f"longest is {options.longest} tokens, but the text tower reads {room}.")
+        if trie is None and options.shortest + 2 > room:
+            raise ValueError(
+                f"shortest is {options.shortest} tokens, but the text tower reads {room}, start and end included: "
+                f"expected at most {room - 2}."
+            )
         if trie is not None and trie.longest >= room:
             raise ValueError(f"a text of {trie.longest + 1} tokens to choose from, but the text tower reads {room}.")
         words = text_decoder(self.model).words

@@ -498,6 +498,11 @@ def test_longest_and_shortest(tokenizer: Tokenizer, images: Tensor) -> None:
         assert len(some[0].ids) == 8
     with pytest.raises(ValueError, match="longest is 20 tokens, but the text tower reads 19"):
         captioner.caption(images, GenerationOptions(longest=20))
+    with pytest.raises(
+        ValueError, match=r"shortest is 18 tokens, but the text tower reads 19.*: expected at most 17\."
+    ):
+        captioner.caption(images, GenerationOptions(shortest=18))
+    assert all(len(some[0].ids) == 18 for some in captioner.caption(images, GenerationOptions(shortest=17)))
 
 
 def test_answers_from_a_closed_list(tokenizer: Tokenizer, images: Tensor) -> None:
