@@ -52,17 +52,21 @@ def read_results(path: Path, name: str, what: str) -> dict[int | str, str]:
     rows = load_json(path)
     if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
         raise ValueError(f"{path} is no list of results. Expected objects with `{name}` and `{what}`.")
-    ids, texts = values(path, rows, "results", name, int, str), values(path, rows, "results", what, str)
+    ids = [whole_number(value) for value in values(path, rows, "results", name, int, str)]
+    texts = values(path, rows, "results", what, str)
     if len(set(ids)) < len(ids):
         raise ValueError(f"{path} has two results of one {name}. Expected one.")
     return dict(zip(ids, texts, strict=True))
 
 
+def whole_number(value: Any) -> Any:
+    """The number of a text of digits: distributors of a data set and writers of results differ in it."""
+    return int(value) if isinstance(value, str) and value.isdecimal() else value
+
+
 def official_id(source: str, info: Mapping[str, Any], name: str) -> int | str:
     """An official id: a whole number, also where a table has its digits; other texts as they are."""
-    value = info.get(name)
-    if isinstance(value, str) and value.isdecimal():
-        return int(value)
+    value = whole_number(info.get(name))
     if not isinstance(value, int | str) or isinstance(value, bool) or value == "":
         raise ValueError(
             f"{source} has no `{name}`, by which result files name a row. Expected json as it is distributed, or a "

@@ -195,6 +195,8 @@ def test_aros_mean_omits_small_categories_of_attributes_and_symmetric_relations(
     got = dict(figures(verdict, ["many"] * 30 + ["few"] * 3, attributes))
     assert (got["accuracy_by_category"], got["accuracy@few"]) == (1, 0)
     assert got["accuracy"] == pytest.approx(30 / 33)
+    verdict.chance[30:] = 0.2  # of five options in place of two
+    assert dict(figures(verdict, ["many"] * 30 + ["few"] * 3, attributes))["accuracy_by_category_chance"] == 0.5
     of_relations = ["riding"] * 30 + ["sitting next to"] * 2 + ["feeding"]
     assert dict(figures(verdict, of_relations, relations))["accuracy_by_category"] == 1 / 2
     assert "accuracy_by_category" not in dict(figures(verdict, ["near"] * 33, relations))

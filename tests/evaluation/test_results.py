@@ -114,6 +114,8 @@ def test_results_of_captions(writer: Matcher, data: Path) -> None:
     assert [one["image_id"] for one in results] == IDS
     assert all(type(one["image_id"]) is int and type(one["caption"]) is str for one in results)
     assert evaluate(None, "caption", f"{data}/captions.json", captions=out, judge=QUIET) == values
+    texts = dump(data / "texts.json", [{**one, "image_id": str(one["image_id"])} for one in results])
+    assert evaluate(None, "caption", f"{data}/captions.json", captions=Path(texts), judge=QUIET) == values
     evaluate(writer, "caption", table_of(data), generate=GREEDY, judge=QUIET, results=table)
     assert table.read_text() == out.read_text()
 

@@ -96,9 +96,9 @@ def _figure(metrics: Results, name: str) -> Iterator[str]:
     ]
     items, chance = f"{first['items']:.0f}", first[f"{name}_chance"]
     rows.append(["all items", items, *(values[name] for values in metrics.values()), chance])
-    rows.append(
-        ["mean over categories", "", *(values.get(f"{name}_by_category") for values in metrics.values()), chance]
-    )
+    by_category = f"{name}_by_category"
+    guessed = first.get(f"{by_category}_chance")
+    rows.append(["mean over categories", "", *(values.get(by_category) for values in metrics.values()), guessed])
     yield table(rows, ["category", "items", *metrics, "chance"], digits=3)
     shown = categories[:LINES]
     values_of = {c: {model: values[f"{name}@{c}"] for model, values in metrics.items()} for c in shown}

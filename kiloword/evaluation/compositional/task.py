@@ -172,6 +172,7 @@ def figures(verdict: Verdict, categories: Sequence[str], benchmark: Benchmark) -
     yield f"{name}_chance", verdict.chance.mean().item()
     if counted.any():
         yield f"{name}_by_category", right[counted].mean().item()
+        yield f"{name}_by_category_chance", chance[counted].mean().item()
     for n, category in enumerate(names):
         yield f"{name}@{category}", right[n].item()
         yield f"{name}_chance@{category}", chance[n].item()

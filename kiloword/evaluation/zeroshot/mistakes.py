@@ -87,7 +87,7 @@ def mistakes(matcher: Matcher, source: Source, predictions: Predictions, names: 
 
 
 def images_of(matcher: Matcher, source: Source, rows: Sequence[int]) -> list[Pixels]:
-    """Images [H, W, 3] of rows as the model sees them, no larger than SIDE; also where the model reads stored tokens."""
+    """Images [H, W, 3] of rows as the model sees them, no larger than SIDE, also of one that reads stored tokens."""
     from PIL import Image
 
     from kiloword.data.reading import eval_batches
