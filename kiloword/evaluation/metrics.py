@@ -6,11 +6,13 @@ scores that differ only by rounding as tied: a matrix product can round equal ro
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+CELLS = 2**22  # scores that are ranked at once
 
 
 class Standing(NamedTuple):
@@ -119,6 +121,12 @@ def _ranked(scores: Tensor, relevant: Tensor) -> _Ranked:
     return _Ranked(place, before, cumulative.gather(1, end) - before, end - start, place - start)
 
 
+def in_parts(figure: Callable[[Tensor, Tensor], Tensor], scores: Tensor, relevant: Tensor) -> Tensor:
+    """A figure [N] of each row of scores and relevant [N, C]; CELLS at a time, as ranking takes 126 bytes a cell."""
+    rows = max(1, CELLS // scores.shape[1])
+    return torch.cat([figure(scores[n : n + rows], relevant[n : n + rows]) for n in range(0, len(scores), rows)])
+
+
 def average_precision(scores: Tensor, relevant: Tensor) -> Tensor:
     """Non-interpolated average precision: the precision at every relevant item, averaged.
 
@@ -180,11 +188,3 @@ def macro_f1(hits: Tensor, predicted: Tensor, actual: Tensor) -> float:
     """
     occurs = actual > 0
     return (2 * hits[occurs] / (predicted + actual)[occurs]).mean().item()
-
-
-def mean_average_precision(scores: Tensor, targets: Tensor) -> float:
-    """Mean over classes of the average precision of images, in [0, 1]; for several labels per image.
-
-    Args: scores [N, C]; targets [N, C] bool or 0/1. A class without positives counts 0, as in CLIP_benchmark.
-    """
-    return average_precision(scores.T, targets.T.bool()).mean().item()

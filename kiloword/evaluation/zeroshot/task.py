@@ -18,8 +18,8 @@ from kiloword.evaluation.metrics import (
     average_precision,
     check_scores,
     classification,
+    in_parts,
     interpolated_average_precision,
-    mean_average_precision,
     standing,
 )
 from kiloword.evaluation.retrieval.relevance import Score
@@ -121,14 +121,19 @@ def zeroshot(
 
 
 def _precisions(scores: Tensor, targets: Tensor, names: Sequence[str]) -> Iterator[tuple[str, float]]:
-    """Precisions of images with several classes. Args: scores, targets [N, C]; names: of the classes, or none."""
-    yield "mean_average_precision", mean_average_precision(scores, targets)
-    yield "mean_average_precision_11", interpolated_average_precision(scores.T, targets.T.bool()).mean().item()
+    """Precisions of images with several classes, as means over classes; a class without positives counts 0, as in
+    CLIP_benchmark. Args: scores, targets [N, C]; names: of the classes, or none.
+    """
+    by_class = in_parts(average_precision, scores.T, targets.T.bool())
+    yield "mean_average_precision", by_class.mean().item()
+    yield (
+        "mean_average_precision_11",
+        in_parts(interpolated_average_precision, scores.T, targets.T.bool()).mean().item(),
+    )
     if names:
-        by_class = average_precision(scores.T, targets.T.bool()).tolist()
         again = {c for c, name in enumerate(names) if name in names[:c]}
         words = (f"{name} ({c})" if c in again else name for c, name in enumerate(names))
-        yield from ((f"{PRECISION}{word}", value) for word, value in zip(words, by_class, strict=True))
+        yield from ((f"{PRECISION}{word}", value) for word, value in zip(words, by_class.tolist(), strict=True))
 
 
 def _standing(scores: Tensor, labels: Tensor, count: int) -> Standing:
