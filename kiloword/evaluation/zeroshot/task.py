@@ -124,12 +124,10 @@ def _precisions(scores: Tensor, targets: Tensor, names: Sequence[str]) -> Iterat
     """Precisions of images with several classes, as means over classes; a class without positives counts 0, as in
     CLIP_benchmark. Args: scores, targets [N, C]; names: of the classes, or none.
     """
-    by_class = in_parts(average_precision, scores.T, targets.T.bool())
+    of_classes, relevant = scores.T, targets.T.bool()  # [C, N]
+    by_class = in_parts(average_precision, of_classes, relevant)
     yield "mean_average_precision", by_class.mean().item()
-    yield (
-        "mean_average_precision_11",
-        in_parts(interpolated_average_precision, scores.T, targets.T.bool()).mean().item(),
-    )
+    yield "mean_average_precision_11", in_parts(interpolated_average_precision, of_classes, relevant).mean().item()
     if names:
         again = {c for c, name in enumerate(names) if name in names[:c]}
         words = (f"{name} ({c})" if c in again else name for c, name in enumerate(names))
