@@ -14,12 +14,13 @@ from torch import Tensor
 from kiloword.config.recipes import AugmentConfig, DataConfig, Resize, TextConfig
 from kiloword.data.feature_store import FeatureStore, TableFile, shown_views
 from kiloword.data.images.augmentation import EvalTransform, TrainTransform
-from kiloword.data.images.time_limit import Row, decoding
+from kiloword.data.images.time_limit import decoding
 from kiloword.data.images.views import view_draw
 from kiloword.data.reading import advice, name_of, read, reasons
 from kiloword.data.remote.ahead import Ahead, ahead_of
 from kiloword.data.sampler import Order, Rows, choose_captions, share
 from kiloword.data.sources.keep import Omitted, omitted
+from kiloword.data.sources.mixture import stored_row
 from kiloword.data.sources.optional import check_asks
 from kiloword.data.sources.sample import question_in
 from kiloword.data.steps import in_order
@@ -68,7 +69,7 @@ class Loader:
     train: bool = True
     resize: Resize = "shortest"
     timeout: float = 300
-    given_up: set[Row] = field(default_factory=set)
+    given_up: set[int] = field(default_factory=set)
     _train: TrainTransform = field(init=False, repr=False)
     _eval: EvalTransform = field(init=False, repr=False)
     _untouched: bool = field(init=False, repr=False)
@@ -290,7 +291,7 @@ class BatchReader:
         if key not in loader._views:
             natural = loader._train.natural
             loader._views[key] = TrainTransform(key[1], augment, loader.resize, loader.data.decoder, natural)
-        with decoding(row, draw.epoch if hasattr(loader.source, "at") else 0):
+        with decoding(stored_row(self.source, row)):
             return loader._views[key](record.image, draw)
 
     def readable(self, row: int, draw: Draw) -> tuple[Example, Draw]:
@@ -304,7 +305,8 @@ class BatchReader:
             try:
                 example = self._read(candidate, drawn)
             except BadSample as error:
-                failed.append(Skipped(candidate, name_of(self.source, candidate), str(error)))
+                stored = stored_row(self.source, candidate)
+                failed.append(Skipped(stored, name_of(self.source, candidate), str(error)))
                 continue
             self.skipped += failed
             return example, drawn
@@ -338,7 +340,7 @@ class BatchReader:
                 loader.tokenizer.check(caption, loader.text)
         view = 0 if loader._shown is None else loader._shown.view(draw, loader.seed)
         shown = draw if loader._shown is None else view_draw(loader._shown.seed, view, record.key)
-        with decoding(row, draw.epoch if hasattr(loader.source, "at") else 0):
+        with decoding(stored_row(self.source, row)):
             image = record.tokens.tokens(draw.epoch) if record.tokens else loader.image(record.image, shown)
         example = Example(record.key, row, image, captions, question=question)
         for store in loader.stores:

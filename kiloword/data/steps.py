@@ -20,7 +20,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from kiloword.data.images.time_limit import POLL_S, Apart, Late, Row, TimeLimit
+from kiloword.data.images.time_limit import POLL_S, Apart, Late, TimeLimit
 from kiloword.errors import WORKER, sentence_of
 
 Item = TypeVar("Item")
@@ -38,7 +38,7 @@ def in_order(
     steps: Iterable[int],
     workers: int,
     timeout: float = 300,
-    given_up: set[Row] | None = None,
+    given_up: set[int] | None = None,
     apart: bool = False,
     pin: bool = False,
 ) -> Iterator[Item]:

@@ -20,6 +20,7 @@ from kiloword.data.images.contact import TILES, draw_tiles
 from kiloword.data.loader import Loader
 from kiloword.data.reading import BadRows
 from kiloword.data.sampler import Order, steps_per_epoch
+from kiloword.data.sources.mixture import stored_rows
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.data.transforms.mix import WithPartner, pairs_table
 from kiloword.distributed import collectives
@@ -76,7 +77,7 @@ def _first_batch(loader: Loader) -> tuple[Batch, int]:
     parts = next(n for n in range(1, share + 1) if share % n == 0 and share // n <= MOST)
     loader.workers, loader.rank, loader.ranks = 0, loader.rank * parts, loader.ranks * parts
     batch = next(loader.batches(0, 1))
-    bad = BadRows(len(loader.source), loader.data.bad_share)
+    bad = BadRows(stored_rows(loader.source), loader.data.bad_share)
     bad.count(collectives.all_lists(batch.skipped))
     return batch, len(bad)
 

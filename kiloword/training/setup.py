@@ -15,6 +15,7 @@ from kiloword.config.options import RunOptions
 from kiloword.config.recipes import Recipe
 from kiloword.data.loader import Loader
 from kiloword.data.reading import BadRows
+from kiloword.data.sources.mixture import stored_rows
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.distributed import collectives
 from kiloword.features.token_runs import check_frozen, check_trunk
@@ -96,7 +97,7 @@ def prepare(recipe: Recipe, out: Path, source: Source, *, device: str, options: 
         average=Average(learner, recipe.optim.ema),
         tokenizer=resolved.tokenizer,
         loader=resolved.loader,
-        bad=BadRows(len(source), recipe.data.bad_share),
+        bad=BadRows(stored_rows(source), recipe.data.bad_share),
         log=Log(None, recipe.steps, quiet=options.quiet or not main),
         device=torch.device(device),
         val=resolved.val,

@@ -22,7 +22,7 @@ from kiloword.config.recipes import AugmentConfig, DataConfig, TextConfig
 from kiloword.data.loader import ATTEMPTS, Loader
 from kiloword.data.reading import BadRows, eval_batches
 from kiloword.data.sampler import Order
-from kiloword.data.sources.mixture import MixtureSource
+from kiloword.data.sources.mixture import MixtureSource, stored_rows
 from kiloword.data.steps import LoaderStopped, in_order
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.data.transforms import Stylistic, StylisticSettings
@@ -322,6 +322,15 @@ def test_part_weights_move_on_with_the_epoch() -> None:
         seen = [c for b in loader.batches(epoch * 5, epoch * 5 + 5) for c in captions_of(b)]
         expected = [c for r in range(50) for c in source.at(epoch).record(r).captions]
         assert sorted(seen) == sorted(expected)
+
+
+def test_a_bad_row_of_a_part_is_the_same_one_in_every_epoch() -> None:
+    source = MixtureSource([Images(), Images({3: "bytes"}, rows=20)], [1.0, 0.37])
+    loader = Loader(source, Order(len(source), len(source)), DataConfig(captions="all"), TEXT, SIZE, TOKENIZER)
+    skipped = [bad for batch in loader.batches(0, 12) for bad in batch.skipped]
+    assert len(skipped) > 3
+    assert {bad.row for bad in skipped} == {len(Images()) + 3}
+    assert len(BadRows(stored_rows(source), 0.05).count(skipped)) == 1
 
 
 def test_truncated_captions_are_counted() -> None:

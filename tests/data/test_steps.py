@@ -180,29 +180,26 @@ def busy(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, float]]:
 
 
 def test_only_what_is_decoded_for_longer_than_the_limit_is_given_up(busy: dict[int, float]) -> None:
-    given_up: set[time_limit.Row] = set()
+    given_up: set[int] = set()
     limit, here = TimeLimit(2, given_up), threading.get_native_id()
     with decoding(1):  # nobody waits: no limit
         assert given_up == set()
     limit.enter(1)
-    with decoding(7, part=3):
+    with decoding(7):
         begun = time.thread_time()
         busy[here] = begun + 59.0
         limit.check()
         busy[here] = begun + 61.0
         with pytest.raises(Late):
             limit.check()
-    assert given_up == {(3, 7)}
+    assert given_up == {7}
     limit.check()  # no longer decoded
     again = TimeLimit(1, given_up)
     again.enter(0)
-    for row, part in ((7, 3), (7, 0), (3, 7)):
-        if (part, row) in given_up:
-            with pytest.raises(BadSample, match="decoding takes more than 60 s of processor time"), decoding(row, part):
-                pass
-        else:
-            with decoding(row, part):
-                pass
+    with pytest.raises(BadSample, match="decoding takes more than 60 s of processor time"), decoding(7):
+        pass
+    with decoding(3):
+        pass
     limit.enter(0)
     with pytest.raises(SystemExit), decoding(1):
         pass
@@ -222,7 +219,7 @@ def test_a_late_call_is_left_alone(busy: dict[int, float], monkeypatch: pytest.M
     with pytest.raises(Late):
         apart()
     assert begun.is_set()
-    assert limit.given_up == {(0, 5)}
+    assert limit.given_up == {5}
     apart.close()
     over.set()
     apart._thread.join(60)

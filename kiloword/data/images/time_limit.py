@@ -25,12 +25,9 @@ SECONDS = 60.0  # the largest images within the limits on work take some seconds
 REASON = "decoding takes more than"
 POLL_S = 2.0  # between two checks of the waiting thread
 ENDED_S = 5.0  # in which a thread should end, which it does at its next row
-_SLOT = struct.Struct("<qqqqd")  # row, part, process, thread, processor time of the thread when it began
-_IDLE = _SLOT.pack(-1, 0, 0, 0, math.inf)  # infinite: a slot read while it is written is not late
+_SLOT = struct.Struct("<qqqd")  # row, process, thread, processor time of the thread when it began
+_IDLE = _SLOT.pack(-1, 0, 0, math.inf)  # infinite: a slot read while it is written is not late
 _here = threading.local()
-
-Row = tuple[int, int]
-"""Part and row of a source. If its rows differ by epoch, the part is the epoch, otherwise 0."""
 
 
 class Late(Exception):
@@ -43,7 +40,7 @@ class TimeLimit:
     Without /proc (outside of Linux) no row is late.
     """
 
-    def __init__(self, readers: int, given_up: set[Row]) -> None:
+    def __init__(self, readers: int, given_up: set[int]) -> None:
         self.given_up, self.over = given_up, False
         idle = _IDLE * max(1, readers)
         self._slots = mmap.mmap(-1, len(idle))
@@ -57,13 +54,13 @@ class TimeLimit:
         """Make this thread the reader of this number."""
         _here.reading = self, reader * _SLOT.size, os.getpid(), threading.get_native_id()
 
-    def begin(self, place: int, process: int, thread: int, row: Row) -> None:
+    def begin(self, place: int, process: int, thread: int, row: int) -> None:
         """Raises: BadSample for a row that was given up; SystemExit in an abandoned thread."""
         if self.over:
             raise SystemExit
         if row in self.given_up:
             raise BadSample(f"{REASON} {SECONDS:g} s of processor time")
-        _SLOT.pack_into(self._slots, place, row[1], row[0], process, thread, time.thread_time())
+        _SLOT.pack_into(self._slots, place, row, process, thread, time.thread_time())
 
     def end(self, place: int) -> None:
         self._slots[place : place + _SLOT.size] = _IDLE
@@ -71,8 +68,8 @@ class TimeLimit:
     def check(self) -> None:
         """Give up late rows. Raises: Late if there are any."""
         late = {
-            (part, row)
-            for row, part, process, thread, begun in _SLOT.iter_unpack(self._slots[:])
+            row
+            for row, process, thread, begun in _SLOT.iter_unpack(self._slots[:])
             if row >= 0 and _busy(process, thread) - begun > SECONDS
         }
         if late:
@@ -82,14 +79,17 @@ class TimeLimit:
 
 
 @contextmanager
-def decoding(row: int, part: int = 0) -> Iterator[None]:
-    """Count the work within against the limit of a row, if there is a limit. Raises: BadSample for late rows."""
+def decoding(row: int) -> Iterator[None]:
+    """Count the work within against the limit of a row, if there is a limit. Raises: BadSample for late rows.
+
+    Args: row: its number by `kiloword.data.sources.mixture.stored_row`.
+    """
     reading = getattr(_here, "reading", None)
     if reading is None:
         yield
         return
     limit, place, process, thread = reading
-    limit.begin(place, process, thread, (part, row))
+    limit.begin(place, process, thread, row)
     try:
         yield
     finally:

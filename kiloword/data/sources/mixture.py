@@ -54,6 +54,17 @@ class MixtureSource:
         passes = int(self.weights[which]) * len(source)
         return source, local % len(source) if local < passes else int(self._parts[which][local - passes])
 
+    @property
+    def stored_rows(self) -> int:
+        """Number of rows of all sources, whatever their weights."""
+        return sum(map(stored_rows, self.sources))
+
+    def stored_row(self, row: int) -> int:
+        """The number of a row among those of all sources: the same in each pass and epoch."""
+        source, local = self.locate(row)
+        which = next(n for n, one in enumerate(self.sources) if one is source)
+        return sum(map(stored_rows, self.sources[:which])) + stored_row(source, local)
+
     def key(self, row: int) -> str:
         """The key of the row in its source. Raises BadSample."""
         return key_of(*self.locate(row))
@@ -70,6 +81,16 @@ class MixtureSource:
         """The stored sample. Raises BadSample with the reason."""
         source, local = self.locate(row)
         return source.record(local)
+
+
+def stored_rows(source: Source) -> int:
+    """Number of rows of a source, in a mixture without repetitions by weights."""
+    return int(getattr(source, "stored_rows", len(source)))
+
+
+def stored_row(source: Source, row: int) -> int:
+    """A number of a row that each pass and epoch of a mixture has alike, below `stored_rows`."""
+    return int(source.stored_row(row)) if hasattr(source, "stored_row") else row
 
 
 def mix(sources: Sequence[Source], weights: Sequence[float] = ()) -> Source:

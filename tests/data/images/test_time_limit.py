@@ -40,7 +40,7 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TarSource:
     return TarSource("x", [write_tar(tmp_path / "x.tar", members)])
 
 
-def loader(source: TarSource, workers: int, given_up: set[time_limit.Row]) -> Loader:
+def loader(source: TarSource, workers: int, given_up: set[int]) -> Loader:
     tokenizer = Tokenizer.train(["image 0123456789"] * 20, 300)
     return Loader(
         source,
@@ -57,9 +57,9 @@ def loader(source: TarSource, workers: int, given_up: set[time_limit.Row]) -> Lo
 @pytest.mark.parametrize("workers", mostly_slow([0, 1], 0))
 def test_a_slow_row_is_replaced(source: TarSource, workers: int) -> None:
     pytest.importorskip("simplejpeg")
-    given_up: set[time_limit.Row] = set()
+    given_up: set[int] = set()
     batches = list(loader(source, workers, given_up).batches(0, 3))
-    assert given_up == {(0, SLOW)}
+    assert given_up == {SLOW}
     assert [(s.row, s.key, s.reason) for b in batches for s in b.skipped] == [
         (SLOW, f"{SLOW:04d}", "decoding takes more than 0.2 s of processor time")
     ]
@@ -141,7 +141,7 @@ def test_a_slot_that_is_read_while_it_is_written_is_not_late(monkeypatch: pytest
     monkeypatch.setattr(time_limit, "_busy", lambda process, thread: 1e6)  # a thread that has worked for long
     limit = time_limit.TimeLimit(1, set())
     idle, size = limit._slots[:], len(limit._slots)
-    limit.begin(0, 1, 1, (0, 7))
+    limit.begin(0, 1, 1, 7)
     written = limit._slots[:]
     for cut in range(size):
         limit._slots[:] = written[:cut] + idle[cut:]

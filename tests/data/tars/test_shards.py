@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from kiloword.data.inspect import check
 from kiloword.data.sources import mixture
-from kiloword.data.sources.mixture import mix
+from kiloword.data.sources.mixture import mix, stored_row, stored_rows
 from kiloword.data.sources.open import expand, open_source
 from kiloword.data.tars import index as index_module
 from kiloword.data.tars.index import open_index
@@ -381,6 +381,9 @@ def test_mixture_counts_every_row_as_its_weight_says(tmp_path: Path) -> None:
         for row in range(len(now)):
             counts[now.record(row).key] = counts.get(now.record(row).key, 0) + 1
     assert counts == {f"{i:04d}": 20 for i in range(10)} | {f"{i:04d}": 3 for i in range(100, 110)}
+    numbers = {(stored_row(now, r), now.record(r).key) for now in map(mixed.at, range(10)) for r in range(23)}  # type: ignore[attr-defined]
+    assert sorted(numbers) == [(n, f"{n if n < 10 else 90 + n:04d}") for n in range(20)]
+    assert stored_rows(mixed) == stored_rows(mix([mixed], [2.0])) == 20
     assert pickle.loads(pickle.dumps(mixed)).record(22) == mixed.record(22)
     assert mix(sources[:1]) is sources[0]
     for weights in ([1.0], [1.0, float("nan")], [1.0, -1.0], [1.0, 0.01]):
