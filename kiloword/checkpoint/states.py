@@ -91,11 +91,16 @@ def _digest(numbers: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(numbers, sort_keys=True).encode()).hexdigest()
 
 
-def drop_old(folder: Path, keep: int) -> None:
-    """Remove all except the newest `keep` states, and remains of crashes. Raises: SaveError."""
+def drop_old(folder: Path, keep: int, step: int) -> None:
+    """Keep the newest `keep` states up to that of this step; remove others, and remains of crashes. Raises: SaveError.
+
+    A state of a later step is one that could not be read when the run was resumed: it takes the place of no good one.
+    """
     try:
-        for old in states(folder)[keep:]:
-            old.unlink()
+        kept_states = [path for path in states(folder) if _step(path) <= step][:keep]
+        for path in states(folder):
+            if path not in kept_states:
+                path.unlink()
         kept = {path.stem: path for path in states(folder)}
         for path in [*folder.glob("step-*"), *folder.glob(".*.tmp")]:
             if path.is_dir() and path.name in kept:

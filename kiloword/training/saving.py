@@ -189,7 +189,7 @@ def _commit(run: Run, folder: Path, file: ModelFile, numbers: dict[str, Any], ke
         sync(run.out / "metrics.jsonl")
     write_model(run, file, SavedState([folder / name for name in files], numbers))
     write_numbers(folder.parent, file.steps, files, numbers)
-    drop_old(folder.parent, keep)
+    drop_old(folder.parent, keep, file.steps)
     return files
 
 

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 
 import kiloword.training.loop as loop
 from cases import mostly_slow
+from kiloword.checkpoint.states import states
 from kiloword.config.recipes import AugmentConfig, Recipe
 from kiloword.methods.defaults import default_recipe
 from kiloword.training.log import read_metrics
@@ -218,7 +219,7 @@ def test_a_kill_in_the_last_save_leaves_no_state_too_many(
     """The run has ended: nothing is saved any more when the same command comes again."""
     often = replace(EVERY, keep_states=keep)
     with monkeypatch.context() as patch:
-        patch.setattr("kiloword.training.saving.drop_old", lambda folder, keep: None)
+        patch.setattr("kiloword.training.saving.drop_old", lambda *of: None)
         train(recipe(), tmp_path, options=often)
     assert len(list((tmp_path / "state").glob("step-*.json"))) == 3
     train(recipe(), tmp_path, options=often)
@@ -231,6 +232,8 @@ def test_a_state_before_a_damaged_one_is_not_dropped(tmp_path: Path, monkeypatch
     (tmp_path / "state" / "step-000000012" / "shard-00001-of-00001.safetensors").write_bytes(b"x")
     cut_at(monkeypatch, 1, recipe(), tmp_path, options=replace(EVERY, keep_states=1))
     assert (tmp_path / "state" / "step-000000008.json").is_file()
+    cut_at(monkeypatch, 2, recipe(), tmp_path, options=replace(EVERY, keep_states=1, save_every=1))
+    assert [path.name for path in states(tmp_path / "state")] == ["step-000000009.json"]
 
 
 def test_files_that_a_crash_left_are_cleared(whole: Path, tmp_path: Path) -> None:

@@ -176,7 +176,7 @@ def test_a_state_exists_once_all_of_it_is_on_disk(tmp_path: Path, monkeypatch: p
         *([("sync", "metrics.jsonl")] if rows else []),
         ("model", 4, ([folder / "a"], {"n": 1})),
         ("numbers", tmp_path / "state", 4, {"a": "x"}, {"n": 1}),
-        ("drop", tmp_path / "state", 3),
+        ("drop", tmp_path / "state", 3, 4),
     ]
     calls.clear()
     with pytest.raises(SaveError, match=r"b of another rank is not here: --out must be a folder that all ranks share"):
