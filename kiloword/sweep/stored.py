@@ -13,6 +13,8 @@ from kiloword.config.settings import leaves
 from kiloword.sweep.arms import Arm
 
 PLACE = 4  # words of --seed and --out, the last ones of an arm
+# With --patience these decide when a run stops early, and so its result.
+EARLY = {"--patience", "--keep-best", "--eval-every", "--eval-epochs"}
 # Flags in which calls of a sweep may differ: the seed is the arm's, the others change no result.
 FREE = {"--seed", *(f"--{leaf.flag}" for leaf in leaves(RunOptions()))}
 
@@ -83,4 +85,5 @@ def _settings(arm: Arm) -> dict[str, str]:
             values[flag] = [value] if equals else []  # of a flag that comes again the last counts
         else:
             values.setdefault(flag, []).append(word)
-    return {flag: " ".join(words_of_flag) for flag, words_of_flag in values.items() if flag not in FREE}
+    free = FREE - EARLY if "--patience" in values else FREE
+    return {flag: " ".join(words_of_flag) for flag, words_of_flag in values.items() if flag not in free}

@@ -70,6 +70,10 @@ def test_a_slip_of_the_pen_is_refused_before_anything_is_written(
         ({"k": "1,2", "steps": 4}, "(--steps 2 there, 4 here)"),
         ({"k": "4", "steps": 4}, "(--steps 2 there, 4 here)"),
         ({"k": "1", "words": ("--optim.lr=1e-3",)}, "(--optim.lr not given there, 1e-3 here)"),
+        (
+            {"k": "1", "words": ("--patience", "1", "--eval-every", "1")},
+            "(--patience not given there, 1 here, --eval-every not given there, 1 here)",
+        ),
         ({"k": "", "words": ("--vary", "batch=8,16"), "method": "clip"}, "(METHOD llip there, clip here)"),
     ],
 )
