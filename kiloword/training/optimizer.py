@@ -78,6 +78,8 @@ def above_trunks(module: nn.Module) -> set[str]:
 def decays(name: str, p: Tensor) -> bool:
     """Whether weight decay applies: to matrices only, not to 1-D parameters, positions, tokens or embedding tables.
 
+    The weight of an `nn.Linear` is none of these, whatever its name: see `groups`.
+
     A kernel of a convolution is none of these, whatever its name (`patch_embeddings.projection` of transformers).
     """
     tables = ("position", "pos_embed", "token", "embedding", "probe")
@@ -93,6 +95,7 @@ def groups(module: nn.Module, config: OptimConfig) -> dict[str, list[tuple[str, 
     out: dict[str, list[tuple[str, Tensor]]] = {}
     inner = above_trunks(module)
     scales = {id(p) for part in module.modules() if isinstance(part, Head) for p in part.scales()}
+    layers = {f"{path}.weight" for path, part in module.named_modules() if isinstance(part, nn.Linear)}
     for name, p in module.named_parameters():
         if not p.requires_grad:
             continue
@@ -101,7 +104,7 @@ def groups(module: nn.Module, config: OptimConfig) -> dict[str, list[tuple[str, 
         elif config.name == "muon" and (name in inner or is_hidden_matrix(name, p)):
             kind = "muon"
         else:
-            kind = "decay" if decays(name, p) else "plain"
+            kind = "decay" if name in layers or decays(name, p) else "plain"
         out.setdefault(f"text {kind}" if "text_tower." in name else kind, []).append((name, p))
     return out
 

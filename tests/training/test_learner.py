@@ -310,6 +310,8 @@ def test_positions_of_any_library_do_not_decay_and_kernels_do() -> None:
     for name in ("patch_embed.proj.weight", "embeddings.patch_embeddings.projection.weight"):
         assert optimizer.decays(trunk + name, kernel)
     assert optimizer.decays(trunk + "blocks.0.attn.qkv.weight", torch.zeros(8, 8))
+    layer = torch.nn.ModuleDict({"tokens": torch.nn.Linear(8, 8), "embedding": torch.nn.Embedding(9, 8)})
+    assert [name for name, _ in optimizer.groups(layer, OptimConfig())["decay"]] == ["tokens.weight"]
 
 
 @pytest.mark.parametrize("size", ["debug", "tiny", "s16", "b32", "h14"])
