@@ -30,6 +30,10 @@ NEEDED: dict[str, tuple[str, Callable[[Recipe], bool]]] = {  # settings that nee
     "optim.momentum": ("--optim.name muon", lambda r: r.optim.name == "muon"),
     "optim.delta": ("--optim.name adamp", lambda r: r.optim.name == "adamp"),
     "optim.wd_ratio": ("--optim.name adamp", lambda r: r.optim.name == "adamp"),
+    "optim.trunk_lr": (
+        "--image-tower or --text-tower",
+        lambda r: bool(r.model.image.trunk.name or r.model.text.trunk.name),
+    ),
     "lora.alpha": ("--lora.rank above 0", lambda r: r.lora.rank > 0),
     "lora.targets": ("--lora.rank above 0", lambda r: r.lora.rank > 0),
     "lora.save": ("--lora.rank above 0", lambda r: r.lora.rank > 0),

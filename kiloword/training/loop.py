@@ -89,11 +89,14 @@ class Cadence:
     def begin(self) -> None:
         """Run the validation that a stopped run did not finish, or print the step from which the run continues."""
         run = self.run
-        if run.best.resume(run.step):
-            self._keep_best()
-        if self._validates() and not validated(run):
-            self._validate()
-        elif run.best.stalled:
+        with self.meter.paused():
+            if run.best.resume(run.step):
+                self._keep_best()
+            if validates := self._validates() and not validated(run):
+                self._validate()
+        if validates:
+            return
+        if run.best.stalled:
             run.log.say(f"{run.out} was finished at step {run.step}: {run.best}. A larger --patience continues it.")
         elif run.step == run.recipe.steps:
             run.log.say(f"{run.out} was finished at step {run.step}: nothing to do.")
@@ -128,7 +131,7 @@ class Cadence:
         stopping = self._save(last)
         if self._validates():
             with self.meter.paused():
-                self._validate()
+                self._validate(stopping)
         if stopping and not last:
             report.write(run)
             collectives.wait()  # torchrun ends all ranks when one exits: none may before the state is written
@@ -148,6 +151,7 @@ class Cadence:
                 f"{padding:.0%} of the rows that the text tower's trunk computed were padding: transformers pads."
             )
         if run.step < run.recipe.steps and not run.best.stalled:
+            self.meter.guard.look()
             self.saver.save()
             self.saver.finish()
             raise self._stopped()
@@ -189,11 +193,18 @@ class Cadence:
             due = run.step // between > (run.step - 1) // between
         return bool(run.recipe.data.val) and ((due and run.step > 0) or run.step == run.recipe.steps)
 
-    def _validate(self) -> None:
-        """Validate and log the metrics. The state is saved before: after a signal the same command repeats it."""
+    def _validate(self, stopping: bool = False) -> None:
+        """Validate and log the metrics. The state is saved before: after a signal the same command repeats it.
+
+        Args: stopping: a rank had a signal, by which this is left undone on all. Raises: Stopped.
+        """
         run = self.run
         heartbeat.at(f"validating after step {run.step}")
-        with self.stop.at_once(f"stopped in the validation after step {run.step}; the state is saved. {GOES_ON}"):
+        undone = f"stopped in the validation after step {run.step}; the state is saved. {GOES_ON}"
+        if stopping:
+            collectives.wait()  # as in `after_step`
+            raise self.stop.stopped(undone)
+        with self.stop.at_once(undone):
             metrics = validate(run)
         better = run.best.take(metrics, run.step)
         ended = {"stopped_early": 1} if run.best.stalled and run.step < run.recipe.steps else {}

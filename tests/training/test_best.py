@@ -25,7 +25,7 @@ from kiloword.methods.defaults import default_recipe
 from kiloword.training.log import read_metrics
 from kiloword.training.loop import train
 from kiloword.training.validation import best as best_module
-from kiloword.training.validation.best import Best, check_best, direction
+from kiloword.training.validation.best import Best, direction
 from kiloword.training.validation.sets import open_val, set_names
 from kiloword.watch.command import Runs
 
@@ -283,6 +283,8 @@ REFUSED: list[tuple[list[str], str]] = [
     (["--val", "scenes:test?n=8", "--keep-best", "skipped"], "--keep-best skipped has no better direction: "),
     (["--val", "scenes:test?n=8", "--patience", "2"], "--patience counts validations without a better metric: name"),
     (["--val", "scenes:test?n=8", "--patience", "2", "--keep-best", "x"], "there is only one, at the end: add"),
+    (["--eval-every", "2"], "--eval-every needs data to evaluate on: add --val SRC"),
+    (["--eval-epochs", "0.5"], "--eval-epochs needs data to evaluate on: add --val SRC"),
     (["--eval-every", "2", "--eval-epochs", "1"], "--eval-every and --eval-epochs both say how often to validate"),
 ]  # fmt: skip
 
@@ -307,7 +309,6 @@ def test_a_close_metric_is_suggested() -> None:
     with pytest.raises(ValueError, match=r"expected one of acc1, acc5\. Did you mean acc1\?"):
         best_module.check_metric("ac1", names)
     assert best_module.check_metric("val/acc1", names) == best_module.check_metric("acc1", names) == 1
-    check_best(RunOptions(eval_epochs=0.5), recipe())
 
 
 def test_states_and_runs_are_models(whole: Path) -> None:

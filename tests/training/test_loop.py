@@ -205,7 +205,7 @@ def test_validation_comes_behind_a_state(monkeypatch: pytest.MonkeyPatch) -> Non
     assert done["validate"] == done["finish"] == [4, 6]
     assert done["save"] == [4, 5, 6]
     names = [name for name, step in world.calls if step == 4 and name not in ("clamp", "average")]
-    assert world.paused == [4, 6]
+    assert world.paused == [0, 4, 6]  # also where a resumed run begins with a validation
     assert names == ["add", "row", "progress", "advance", "look", "save", "finish", "validate", "row"]
     assert World(monkeypatch, options(eval_every=0), val=True).go()["validate"] == [6]
     assert "validate" not in World(monkeypatch, options(eval_every=4)).go()

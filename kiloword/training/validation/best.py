@@ -36,6 +36,9 @@ def check_best(options: RunOptions, recipe: Recipe) -> None:
     """Raises: ValueError for options of validation that need others, or exclude each other."""
     if options.eval_every and options.eval_epochs:
         raise ValueError("--eval-every and --eval-epochs both say how often to validate: give one of them.")
+    if (options.eval_every or options.eval_epochs) and not recipe.data.val:
+        flag = "--eval-every" if options.eval_every else "--eval-epochs"
+        raise ValueError(f"{flag} needs data to evaluate on: add --val SRC.")
     if options.keep_best and not recipe.data.val:
         raise ValueError(f"--keep-best {options.keep_best} needs data to evaluate on: add --val SRC.")
     if options.patience and not options.keep_best:
