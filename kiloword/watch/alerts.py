@@ -133,7 +133,9 @@ class Falling(Rule):
         values = [v for k in names if (v := number(row, k)) is not None]
         if not values:
             return None
-        what, value = names[0][4:] if len(names) == 1 else "recall@1", sum(values) / len(values)
+        kinds = {end for k in names for end in ("recall@1", "accuracy", "acc1") if k.endswith(end)}
+        common = f"the mean {kinds.pop()}" if len(kinds) == 1 else f"the mean of {len(names)} metrics"
+        what, value = names[0][4:] if len(names) == 1 else common, sum(values) / len(values)
         self.falls = self.falls + 1 if value < self.newest else 0.0
         self.peak = self.newest if self.falls == 1 else value if not self.falls else self.peak
         self.newest = value

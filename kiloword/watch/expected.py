@@ -120,7 +120,7 @@ def track(run: Watched, expected: Expected) -> Track:
         done = [n for n, end in enumerate(band.ends) if end in bins and run.step >= end]
         compared += bool(done)
         sides = [_side(bins[band.ends[n]], band.low[n], band.high[n]) for n in done[-LATE:]]
-        if sides and abs(sum(sides)) == len(sides):
+        if sides and abs(sum(sides)) == min(LATE, len(band.ends)):
             n, what = done[-1], metric.removeprefix("val/")
             outside.append(
                 f"{what} is {short(bins[band.ends[n]])} at step {band.ends[n]:,.0f}, "

@@ -34,6 +34,7 @@ class Config:
     batch: int = 1
     bad_share: float = 0.01
     max_scale: float | None = None
+    validates: bool = False  # there are data to evaluate on
 
 
 class Watched:
@@ -97,20 +98,31 @@ class Watched:
             return "failed", f"{_ago(now - _changed(self.folder / ERROR))} ago"
         if not self.columns.rows:
             return "waiting", "no row yet"
-        if self.config.steps is not None and self.step >= self.config.steps:
+        saved, last = saved_step(self.folder), self.config.steps is not None and self.step >= self.config.steps
+        written = saved >= self.step if saved is not None else not (self.folder / "state").is_dir()  # removed since
+        if last and written and (not self.config.validates or self.step in self._validations()):
             return "finished", ""
         if self.step in self.columns.of("stopped_early")[0]:
             return "finished", "early, by --patience"
         silent = max(now - _changed(self.reader.path, now), 0.0)
-        gaps = np.diff(self.columns.of("time")[1][-200:])  # between rows, with pauses (saving, validation)
+        times, restarts = (self.columns.of(name)[1][-200:] for name in ("time", "restarts"))
+        gaps = np.diff(times)  # between rows, with pauses (saving, validation), but for those between two processes
+        gaps = gaps[np.diff(restarts) == 0] if len(restarts) == len(times) else gaps
         usual = max(10 * float(np.median(gaps)), 2 * float(np.quantile(gaps, 0.98))) if len(gaps) else 0.0
         if silent < max(LEAST_SILENCE, usual):
             return "running", ""
         ago = _ago(silent)
-        saved = saved_step(self.folder)
+        if last:
+            doing = "validates" if written else "saves"
+            return "silent", f"for {ago}: it still {doing}, or was stopped before; the same command goes on"
         if saved is not None and saved >= self.step:
             return "stopped", f"at step {saved}, {ago} ago; the same command goes on"
         return "silent", f"for {ago}" + (f"; the last state is of step {saved}" if saved else "")
+
+    def _validations(self) -> set[float]:
+        """Steps whose row has a metric of a validation."""
+        names = [name for name in self.columns.names if name.startswith("val/")]
+        return {step for name in names for step in self.columns.of(name)[0].tolist()}
 
 
 def _ago(seconds: float) -> str:
@@ -132,7 +144,8 @@ def read_config(folder: Path) -> Config:
     there = _inside(recipe, "settings") | _inside(recipe, "data") | recipe
     kinds = {"method": str, "size": str, "steps": int, "batch": int, "bad_share": float, "max_scale": float | int}
     fits = {k: there[k] for k, kind in kinds.items() if isinstance(there.get(k), kind)}
-    return Config(**{k: value for k, value in fits.items() if isinstance(value, str) or not absurd(value)})
+    fits = {k: value for k, value in fits.items() if isinstance(value, str) or not absurd(value)}
+    return Config(**fits, validates=bool(there.get("val")))
 
 
 def settings_of(folder: Path) -> dict[str, Any]:

@@ -117,6 +117,12 @@ def test_validation_that_falls_three_times_in_a_row() -> None:
     found = alerts([{"step": n, "val/text_retrieval_recall@1": v} for n, v in enumerate(values)])
     assert [(a.since, a.until) for a in found] == [(6, 8)]
     assert "fell 3 times in a row, from 0.390 to 0.360" in found[0].message
+    two = {"the mean acc1 on": ("a/acc1", "b/acc1"), "the mean of 2 metrics on": ("a/acc1", "image_retrieval_recall@1")}
+    for what, names in two.items():
+        (fall,) = alerts(
+            [{"step": n, **dict.fromkeys([f"val/{k}" for k in names], v)} for n, v in enumerate(values[:8])]
+        )
+        assert fall.message.startswith(what)
     both = [
         {"step": n, "val/text_retrieval_recall@1": v, "val/image_retrieval_recall@1": -v} for n, v in enumerate(values)
     ]

@@ -75,6 +75,7 @@ def test_one_bin_outside_is_noise(seeds: Path, tmp_path: Path, capsys: pytest.Ca
     lines[-1] = json.dumps(row(40, loss=9.0))
     folder.joinpath("metrics.jsonl").write_text("\n".join(lines) + "\n")
     assert f"on track of {seeds}" in watched(capsys, folder, seeds)
+    assert f"on track of {seeds}" in watched(capsys, run(Path("first"), off=9.0, until=2), seeds)  # and the only one
 
 
 def test_before_the_first_bin_nothing_is_compared(

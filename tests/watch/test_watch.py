@@ -101,6 +101,31 @@ def test_silent_and_stopped_runs(tmp_path: Path) -> None:
     assert run.state(now + 720)[0] == "running"  # a row came every five minutes
 
 
+def test_a_pause_between_two_processes_is_not_how_long_a_row_takes(tmp_path: Path) -> None:
+    hours = 8 * 3600.0
+    rows = [row(n, time=5.0 * n) for n in range(1, 6)] + [row(n, time=hours + 5 * n, restarts=1) for n in range(6, 16)]
+    out = write(tmp_path / "run", rows)
+    (run,) = seen(out)
+    now = (out / "metrics.jsonl").stat().st_mtime
+    assert run.state(now + 50)[0] == "running"
+    assert run.state(now + 100)[0] == "silent"
+
+
+def test_a_run_is_finished_when_its_last_state_and_validation_are_there(tmp_path: Path) -> None:
+    rows, of = [row(n) for n in range(1, 9)], {"steps": 8, "data": {"val": ["scenes:test"]}}
+    out = write(tmp_path / "run", rows, **of)
+    now = (out / "metrics.jsonl").stat().st_mtime
+    (out / "state").mkdir()
+    (run,) = seen(out)
+    assert run.state(now) == ("running", "")
+    assert run.state(now + 720)[1].startswith("for 12 min: it still saves, or was stopped before")
+    (out / "state" / "step-000000008.json").touch()
+    assert run.state(now + 720)[1].startswith("for 12 min: it still validates, or was stopped before")
+    write(out, [*rows, {"step": 8, "val/recall@1": 0.5}], **of)
+    (run,) = seen(out)
+    assert run.state(now + 720) == ("finished", "")
+
+
 def test_a_frame_says_where_the_run_is(tmp_path: Path) -> None:
     rows = [
         row(n, skipped=3, truncated=12, skipped_steps=2 * (n > 40), restarts=1, memory=2500.0, lr=5e-4)
