@@ -139,6 +139,11 @@ def _with_tokenizer(recipe: Recipe, source: Source, folder: Path, trust_code: bo
                 f"--tokenizer {recipe.data.tokenizer}: a run with --init has the tokenizer of {recipe.init}."
             )
         tokenizer = Tokenizer.load(recipe.init)
+        if holds_run(folder.parent) and Tokenizer.load(folder).to_bytes() != tokenizer.to_bytes():
+            raise ValueError(
+                f"the tokenizer of --init {recipe.init} has changed since {folder.parent} began: choose another --out, "
+                "or give it the model that it began with."
+            )
         return start.settle(recipe, tokenizer, trust_code), tokenizer
     if recipe.text_tower and recipe.data.tokenizer != "own":
         raise ValueError(

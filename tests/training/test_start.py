@@ -23,6 +23,7 @@ from kiloword.methods.defaults import default_recipe, tuned
 from kiloword.methods.registry import preset
 from kiloword.model.model import Model, build, resize_text
 from kiloword.training import start
+from kiloword.training.loop import RunOptions, train
 from kiloword.types import Features
 
 WORDS = [f"w{n}" for n in range(40)]
@@ -268,6 +269,21 @@ def test_training_starts_with_a_longer_context(words: Tokenizer, tmp_path: Path)
     assert (model.text_tower.positions[-2:] == old[-2:]).all()
     assert (model.text_tower.positions[:20] == old[:20]).all()
     assert read_model_file(path).model.text.context == 32
+
+
+def test_a_run_goes_on_with_the_tokenizer_that_it_began_with_alone(words: Tokenizer, tmp_path: Path) -> None:
+    path = folder(words, "clip", tmp_path / "init")
+    recipe = replace(start.defaults("clip", str(path), "debug"), batch=8, steps=1)
+    recipe = replace(recipe, data=replace(recipe.data, sources=("scenes?n=16",)))
+    quiet = RunOptions(quiet=True, device="cpu", workers=0)
+    train(recipe, tmp_path / "run", options=quiet)
+    train(recipe, tmp_path / "run", options=quiet)
+    tokenizer = path / "tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text().replace('"\u2581w7"', '"\u2581v7"'))
+    with pytest.raises(
+        ValueError, match=r"the tokenizer of --init \S+ has changed since \S+ began: choose another --out"
+    ):
+        train(recipe, tmp_path / "run", options=quiet)
 
 
 @pytest.mark.parametrize(
