@@ -115,9 +115,8 @@ def prepare(recipe: Recipe, out: Path, source: Source, *, device: str, options: 
             ]
             _begin(run, started, list(filter(None, notes)))
         elif main and run.step == steps_done(out / "state"):
-            drop_old(
-                out / "state", options.keep_states, run.step
-            )  # a run that was killed before this leaves one too many
+            # a run that was killed before this leaves one too many
+            drop_old(out / "state", options.keep_states, run.step)
         engine.check_same(learner)
         run.log = open_log(out, recipe, run.step, options, learner.model.head.log_limit)
     if run.device.type == "cuda":  # on a CPU no default depends on it

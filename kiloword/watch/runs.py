@@ -99,7 +99,8 @@ class Watched:
         if not self.columns.rows:
             return "waiting", "no row yet"
         saved, last = saved_step(self.folder), self.config.steps is not None and self.step >= self.config.steps
-        written = saved >= self.step if saved is not None else not (self.folder / "state").is_dir()  # removed since
+        begun = any((self.folder / "state").glob("step-*"))  # else states were removed after the run
+        written = saved >= self.step if saved is not None else not begun
         if last and written and (not self.config.validates or self.step in self._validations()):
             return "finished", ""
         if self.step in self.columns.of("stopped_early")[0]:

@@ -115,7 +115,7 @@ def test_a_run_is_finished_when_its_last_state_and_validation_are_there(tmp_path
     rows, of = [row(n) for n in range(1, 9)], {"steps": 8, "data": {"val": ["scenes:test"]}}
     out = write(tmp_path / "run", rows, **of)
     now = (out / "metrics.jsonl").stat().st_mtime
-    (out / "state").mkdir()
+    (out / "state" / "step-000000008").mkdir(parents=True)
     (run,) = seen(out)
     assert run.state(now) == ("running", "")
     assert run.state(now + 720)[1].startswith("for 12 min: it still saves, or was stopped before")
