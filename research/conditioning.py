@@ -25,6 +25,7 @@ TOKENS, HEADS = 16, 8  # mixture tokens of every arm but the class token, and he
 MOST_PHOTOS = 10  # that a phrase is true of
 POOLS = ("first", "average", "learned_average", "contextual")
 COOL = "contextual, temperature 1"
+FLAIR = "flair"
 # times the default learning rate, of {0.5, 1, 2}: the best mR@1 of seed 100
 RATES = {"class token": 0.5, "contextual": 0.5, COOL: 0.5}
 RIVALS = ("first", "average", "learned_average")
@@ -36,7 +37,7 @@ class ConditioningOptions(FrozenOptions):
 
 
 def arms(options: ConditioningOptions) -> list[Arm]:
-    """One class token, and K tokens of equal towers that are pooled in five ways, one of them at two temperatures."""
+    """One class token; K tokens of equal towers pooled in five ways, one at two temperatures; FLAIR, of the patches."""
 
     def arm(name: str, recipe: Recipe, settings: dict[str, Any]) -> Arm:
         head = replace(recipe.model.head, dim=options.dim)
@@ -48,7 +49,8 @@ def arms(options: ConditioningOptions) -> list[Arm]:
     shared = {"k": TOKENS, "heads": HEADS}
     pooled = [arm(pool, llip, {**shared, "pool": pool, "temperature": 5.0}) for pool in POOLS]
     cool = arm(COOL, llip, {**shared, "pool": "contextual", "temperature": 1.0})
-    return [arm("class token", token, {}), *pooled, cool]
+    flair = arm(FLAIR, replace(llip, method="flair"), {"heads": HEADS})
+    return [arm("class token", token, {}), *pooled, cool, flair]
 
 
 def judge(options: ConditioningOptions, matcher: Matcher) -> dict[str, Any]:
@@ -80,6 +82,8 @@ EXPERIMENT = Experiment(
     claims=(
         Claim(says="on captions", arm="contextual", rivals=RIVALS, least=0.01),
         Claim(says="on phrases", arm="contextual", rivals=RIVALS, least=0.01, outcome="phrases"),
+        Claim(says="FLAIR on captions", arm=FLAIR, rivals=RIVALS, least=0.01),
+        Claim(says="FLAIR on phrases", arm=FLAIR, rivals=RIVALS, least=0.01, outcome="phrases"),
     ),
 )
 
