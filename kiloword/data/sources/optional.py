@@ -27,6 +27,7 @@ class OptionalMembers(Protocol):
     remote: bool  # reading a row can need the network; default False
     digest: str  # of all images and texts; "" if it was not computed
     tars: Sequence[Any]  # the tars with the samples: paths, or files of a server
+    stored_rows: int  # number of rows of all sources of a mixture, whatever their weights; default len
 
     def key(self, row: int) -> str:
         """`Record.key` without reading the image. Raises BadSample."""
@@ -48,6 +49,9 @@ class OptionalMembers(Protocol):
 
     def at(self, epoch: int) -> Source:
         """The source of another epoch: as many rows, some of them others."""
+
+    def stored_row(self, row: int) -> int:
+        """A number below `stored_rows` that each pass and epoch of a mixture has alike; default: the row."""
 
     def relevance(self, captions: Sequence[str], rows: Sequence[int]) -> NDArray[np.bool_]:
         """Ground truth [T, I]: which captions are true of the images of which rows. Raises ValueError."""
