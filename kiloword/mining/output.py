@@ -42,20 +42,19 @@ def write_pairs(path: Path, results: MiningResults, truths: Truths | None) -> No
     with ExitStack() as stack:
         file, writer = stack.enter_context(atomic(path)), None
         for first in range(0, len(results.mined.column), IMAGES):
-            part = pairs_table(results, truths, range(first, min(first + IMAGES, len(results.mined.column))))
+            part = pairs_table(results, truths, range(first, first + IMAGES))
             writer = writer or stack.enter_context(pq.ParquetWriter(file, part.schema))
             writer.write_table(part)
 
 
-def pairs_table(results: MiningResults, truths: Truths | None, part: range | None = None) -> pa.Table:
-    """The kept pairs of images, of all or of a part, image by image, best S_it first.
+def pairs_table(results: MiningResults, truths: Truths | None, part: range) -> pa.Table:
+    """The kept pairs of a part of the images, image by image, best S_it first.
 
     Columns: key of the image; caption, its index among the captions of its own image (key `owner`); S_it, S_ii and
     S_tt as it, ii, tt, which terms of eq. 2 accept them (by_it, by_ii, by_tt), and whether they are `true`, with
     ground truth. The table is valid input of `kiloword train --extra-captions`.
     """
     corpus, mined = results.corpus, results.mined
-    part = part or range(len(mined.column))
     column = mined.column[part.start : part.stop]
     kept = column >= 0
     images = part.start + torch.nonzero(kept)[:, 0].numpy()
