@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
+NAMED = 3  # of the things that are left out for one reason
 WORKER = (
     "Often memory (fewer --workers), a small /dev/shm, or a file system that hangs; --workers 0 shows where. The last "
     "state is kept."
@@ -19,6 +21,39 @@ def article(noun: str) -> str:
 def count(number: int, noun: str) -> str:
     """A number with its noun: "1 figure", "2 figures"."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+@dataclass
+class LeftOut:
+    """What a reader or verb does not use, by reason: everything is counted, and the first of each reason are named.
+
+    Args: noun: what is left out, such as "file", "member" or "sample".
+    """
+
+    noun: str
+    counts: dict[str, int] = field(default_factory=dict)  # by reason, in order of first appearance
+    first: dict[str, list[str]] = field(default_factory=dict)  # names, at most NAMED a reason
+
+    def add(self, name: str, reason: str) -> bool:
+        """Count one. Returns: whether `lines` names it."""
+        self.counts[reason] = self.counts.get(reason, 0) + 1
+        named = self.first.setdefault(reason, [])
+        if len(named) < NAMED:
+            named.append(name)
+            return True
+        return False
+
+    def __len__(self) -> int:
+        return sum(self.counts.values())
+
+    def lines(self) -> list[str]:
+        """One line a reason, the most frequent first: "808 samples skipped, no caption: 00, 01, 02 and 805 more"."""
+        lines = []
+        for reason, number in sorted(self.counts.items(), key=lambda item: -item[1]):
+            names, more = self.first[reason], number - len(self.first[reason])
+            rest = f" and {more:,} more" if more else ""
+            lines.append(f"{count(number, self.noun)} skipped, {reason}: {', '.join(names)}{rest}")
+        return lines
 
 
 def needs(what: str, package: str, extra: str, otherwise: str = "") -> str:
