@@ -16,7 +16,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute
 import pyarrow.parquet
-from numpy.typing import NDArray
 
 from kiloword.data import files
 from kiloword.data.sources.sample import MAX_IMAGE, check_size
@@ -49,9 +48,11 @@ class Embedded:
         self.__dict__.update(state)
         self._open()
 
-    def digests(self) -> NDArray[np.void]:
-        """[N] one digest per image: equal for equal images."""
-        return np.frombuffer(self._file.read(self._start, self.rows * _DIGEST), f"V{_DIGEST}")
+    def digests(self) -> pa.Array:
+        """[N] one digest per image: equal for equal images, null for those of zero bytes."""
+        raw = self._file.read(self._start, self.rows * _DIGEST)
+        digests = pa.FixedSizeBinaryArray.from_buffers(pa.binary(_DIGEST), self.rows, [None, pa.py_buffer(raw)])
+        return pa.compute.if_else(pa.array(np.diff(self._ends) > 0), digests, None)
 
     def read(self, row: int) -> bytes:
         start, end = int(self._ends[row]), int(self._ends[row + 1])

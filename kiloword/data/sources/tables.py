@@ -128,8 +128,7 @@ class TableSource:
             default = column in IMAGE_COLUMNS  # copies of these that exist stay valid
             name = self._contents if default else _digest(self._contents, column)
             self._embedded = Embedded(self.path, column, name)
-            digests = pa.py_buffer(self._embedded.digests())
-            return pa.FixedSizeBinaryArray.from_buffers(pa.binary(16), self._embedded.rows, [None, digests])
+            return self._embedded.digests()
         if embedded:  # no rows, whose structs have no cast to paths
             return pa.array([], pa.large_binary())
         check_expanded(self.path, [column])
@@ -148,7 +147,8 @@ class TableSource:
             return f"malformed {row - samples}"
         if self._embedded:
             return str(self._first(row))
-        stem = os.path.splitext(os.fsdecode(self._path(row)))[0]
+        path = os.fsdecode(self._path(row))
+        stem = os.path.splitext(path)[0] if path else f"row {self._first(row)}"
         return f"{stem}#{row}" if self._asks else stem
 
     def captions(self, row: int) -> list[str]:
@@ -254,9 +254,14 @@ def _rows_by_image(
         of_split = pa.compute.fill_null(pa.compute.equal(splits, split.encode()), False)
         rows = np.flatnonzero(of_split.to_numpy(zero_copy_only=False))
         images = images.take(pa.array(rows))
-    groups = rows if asks else images.dictionary_encode(null_encoding="encode").indices.to_numpy(zero_copy_only=False)
-    order = np.argsort(groups, kind="stable").astype(np.int64)
-    starts = np.flatnonzero(np.diff(groups[order], prepend=-1)).astype(np.int64)
+    first = rows  # row where the image of each row appears first; a row without an image is a sample of its own
+    if not asks:
+        groups = images.dictionary_encode(null_encoding="encode").indices.to_numpy(zero_copy_only=False)
+        absent = pa.compute.fill_null(pa.compute.equal(pa.compute.binary_length(images), 0), True)
+        first = np.unique(groups, return_index=True)[1][groups]
+        first = np.where(absent.to_numpy(zero_copy_only=False), np.arange(len(images)), first)
+    order = np.argsort(first, kind="stable").astype(np.int64)
+    starts = np.flatnonzero(np.diff(first[order], prepend=-1)).astype(np.int64)
     return rows[order], np.append(starts, len(rows))
 
 
