@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from kiloword.data.classes.names import plain, read_classnames
+from kiloword.data.classes.names import places_among, read_classnames
 from kiloword.data.reading import EvalBatch
 from kiloword.terminal import shown
 from kiloword.types import Source
 
 NONE, OTHER = -1, -2  # places of a row without label, and of one whose class is not among those of the task
 NOT_AMONG = "its class is not among the class names"  # why a row is skipped
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -78,27 +79,20 @@ def classes_of(source: Source, chosen: Sequence[str] | str | None) -> Classes | 
     names = read_classnames(chosen) if isinstance(chosen, str) else list(chosen)
     if not named or named == names:
         return Classes(names)
-    place_of = {key: place for place, key in enumerate(_keys(names))}
-    places = [place_of.get(key, OTHER) for key in _keys(named)]
+    places = [OTHER if place is None else place for place in places_among(named, names)]
     known = sum(place != OTHER for place in places)
     if known == len(named) or known == len(names):
         return Classes(names, torch.tensor(places))
-    moved = next(
-        (name for at, (name, place) in enumerate(zip(named, places, strict=True)) if place not in (at, OTHER)), None
-    )
+    moved = next((name for at, name in enumerate(named) if places[at] not in (at, OTHER)), None)
     if len(named) == len(names) and moved is None:
+        at = places.index(OTHER)
+        log.warning(
+            "%s: %d of its %d class names are not among those given, which are taken in order: %r is %r.",
+            source.name, len(names) - known, len(names), shown(named[at][:60]), shown(names[at][:60]),
+        )  # fmt: skip
         return Classes(names)
     differ = f", of which {shown(moved[:60])!r} is in another place" if moved else ""
     raise ValueError(
         f"{len(names)} class names are given, but {source.name} has {len(named)} classes{differ}, the first "
         f"{shown(', '.join(named[:3])[:200])}: expected as many in the same order, or the same names."
     )
-
-
-def _keys(names: Sequence[str]) -> list[tuple[str, int]]:
-    """Names as they are compared, each with the number of equal ones before it."""
-    seen, keys = Counter[str](), list[tuple[str, int]]()
-    for name in map(plain, names):
-        keys.append((name, seen[name]))
-        seen[name] += 1
-    return keys

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kiloword.data.classes.names import IMAGENET, classnames
+from kiloword.data.classes.names import IMAGENET, caseless, classnames
 from kiloword.model.encoding import chunks, inference, join, moved
 from kiloword.search.codes import first
 from kiloword.search.library import Library
@@ -161,10 +161,10 @@ class Ranker:
         """-inf for photos whose path has no `within`, and for the row `but`."""
         if not within and but is None:
             return near
-        paths = (path.lower() for part in self.library.parts for path in part.paths)
+        paths = (caseless(path) for part in self.library.parts for path in part.paths)
         out = torch.zeros(len(near), dtype=torch.bool)
         if within:
-            out = torch.tensor([within.lower() not in path for path in paths], dtype=torch.bool)
+            out = torch.tensor([caseless(within) not in path for path in paths], dtype=torch.bool)
         if but is not None:
             out[but] = True
         return near.masked_fill(out, -torch.inf)

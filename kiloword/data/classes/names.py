@@ -13,7 +13,8 @@ selects among the 80. Table 14 of arXiv:2405.10286 has the templates of CLIP.
 from __future__ import annotations
 
 import json
-import re
+import unicodedata
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -29,9 +30,14 @@ from kiloword.terminal import shown
 IMAGENET = "imagenet1k"
 SLOT = "{c}"
 _FOLDERS = {  # of ObjectNet, which are not named like their classes
+    "binder closed": "binder (closed)",
+    "butchers knife": "butcher's knife",
+    "coffee french press": "coffee/french press",
     "drying rack for dishes": "drying rack for plates",
     "full sized towel": "bath towel",
     "hand towel or rag": "dishrag or hand towel",
+    "mixing salad bowl": "mixing / salad bowl",
+    "weight exercise": "weight (exercise)",
 }
 _LONGEST_PATH = 255  # characters; longer text is a template
 _SUBSETS = {IMAGENET: "", "imagenetv2": "", "imagenet_sketch": "", "imagenet-a": "a", "imagenet-r": "r"}
@@ -159,10 +165,57 @@ def read_templates(named: str) -> Templates:
     return slotted(lists, str(file))
 
 
-def plain(name: str) -> str:
-    """A class name as it is compared: without case and punctuation, as in the names of folders."""
-    words = re.sub(r"[\W_]+", " ", name.replace("'", "")).strip().casefold()
-    return _FOLDERS.get(words, words) or name
+def caseless(text: str) -> str:
+    """A text as it is compared without case: composed (NFC) and case-folded. Every letter, mark and symbol counts."""
+    return _composed(_composed(text).casefold())
+
+
+def spaced(folders: Sequence[str]) -> list[str]:
+    """Class names of folders or labels: with a space for "_", but unchanged where two names would become equal."""
+    names = [folder.replace("_", " ") for folder in folders]
+    return names if len({*names}) == len({*folders}) else list(folders)
+
+
+def places_among(names: Sequence[str], known: Sequence[str]) -> list[int | None]:
+    """The place of each name in a list of known names, None for a name that is not in the list.
+
+    Equal names match first. The names that are left on both sides are compared composed (NFC), then also without case,
+    then also with a space for "_" and with the folders of ObjectNet. Of several equal names, the n-th matches the n-th.
+    Errors: ValueError where different names become equal, so that a match would be a guess.
+    """
+    places: list[int | None] = [None] * len(names)
+    for form in (str, _composed, caseless, _of_folder):
+        taken = {*places}
+        ours = _by_form(form, {n: name for n, name in enumerate(names) if places[n] is None})
+        theirs = _by_form(form, {k: name for k, name in enumerate(known) if k not in taken})
+        for key in ours.keys() & theirs.keys():
+            for one, other in ((ours[key], theirs[key]), (theirs[key], ours[key])):
+                if len(different := sorted({*one.values()})) > 1:
+                    first, second, third = (shown(name[:60]) for name in (*different[:2], next(iter(other.values()))))
+                    raise ValueError(
+                        f"the class {third!r} may be {first!r} or {second!r}, which differ only in case, Unicode form "
+                        'or "_": write class names exactly as the data has them.'
+                    )
+            for n, k in zip(ours[key], theirs[key], strict=False):
+                places[n] = k
+    return places
+
+
+def _composed(text: str) -> str:
+    return unicodedata.normalize("NFC", text)
+
+
+def _of_folder(name: str) -> str:
+    name = caseless(name).replace("_", " ")
+    return _FOLDERS.get(name, name)
+
+
+def _by_form(form: Callable[[str], str], names: dict[int, str]) -> dict[str, dict[int, str]]:
+    """Names by place, grouped by their form."""
+    groups = defaultdict[str, dict[int, str]](dict)
+    for place, name in names.items():
+        groups[form(name)][place] = name
+    return groups
 
 
 def slotted(listed: Sequence[str], where: str) -> list[str]:

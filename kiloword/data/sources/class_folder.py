@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from kiloword.data.classes.names import IMAGENET, names_of_wnids, plain, templates
+from kiloword.data.classes.names import IMAGENET, names_of_wnids, places_among, spaced, templates
 from kiloword.data.sources.folder import Folder, is_image
 from kiloword.terminal import shown
 
@@ -110,7 +110,7 @@ def _labels(name: str, folders: Sequence[str], classnames: list[str] | None) -> 
     if numbered:
         return {folder: int(folder) for folder in folders}, None
     if names is None and not all(map(_WNID.fullmatch, folders)):
-        names = [folder.replace("_", " ") for folder in folders]
+        names = spaced(folders)
     return {folder: label for label, folder in enumerate(folders)}, names
 
 
@@ -118,14 +118,22 @@ def _labels_of_names(
     name: str, folders: Sequence[str], classnames: list[str], names: Sequence[str], numbered: bool
 ) -> dict[str, int]:
     """Labels of folders by their names among the class names; else by number, or in sorted order."""
-    place = {plain(text): label for label, text in enumerate(classnames)}
-    if all(plain(text) in place for text in names) and len({*map(plain, names)}) == len(names):
-        return {folder: place[plain(text)] for folder, text in zip(folders, names, strict=True)}
+    places = places_among(names, classnames)
+    by_name = {folder: place for folder, place in zip(folders, places, strict=True) if place is not None}
+    if len(by_name) == len(folders):
+        return by_name
     if numbered and max(map(int, folders)) < len(classnames):
         return {folder: int(folder) for folder in folders}
-    if len(folders) == len(classnames):
-        return {folder: label for label, folder in enumerate(folders)}
+    in_order = {folder: label for label, folder in enumerate(folders)}
+    if len(folders) == len(classnames) and (names != folders or by_name.items() <= in_order.items()):
+        other = next(folder for folder in folders if folder not in by_name)
+        log.warning(
+            "%s: %d of its %d class folders are not in classnames.txt, so they are taken in sorted order: %r is %r.",
+            name, len(folders) - len(by_name), len(folders), shown(other), shown(classnames[in_order[other]]),
+        )  # fmt: skip
+        return in_order
+    other = next(folder for folder in folders if folder not in by_name)
     raise ValueError(
-        f"{name} has {len(folders)} class folders, but classnames.txt names {len(classnames)} classes: expected as "
-        "many, or folders named like the classes."
+        f"{name} has {len(folders)} class folders, but classnames.txt names {len(classnames)} classes, of which none "
+        f"is {shown(other[:60])!r}: expected folders named like the classes, or as many in the same order."
     )

@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet
 
-from kiloword.data.classes.names import plain
+from kiloword.data.classes.names import places_among, spaced
 from kiloword.data.sources.sample import decode_text, label_set
 from kiloword.data.tars.shards import text_lines
 from kiloword.errors import suggestion
@@ -61,11 +61,11 @@ class LabelColumn:
             known = {text for value in self._values for text in (value if isinstance(value, list) else [value])}
         named = sorted(value for value in known if isinstance(value, str))
         if self.classnames is None and named:
-            self.classnames = [text.replace("_", " ") for text in named]
+            self.classnames = spaced(named)
         self._place = {text: place for place, text in enumerate(named if names is None else names)}
         if names is not None:
-            by_plain = {plain(text): place for text, place in self._place.items()}
-            self._place |= {text: by_plain[plain(text)] for text in named if plain(text) in by_plain} | self._place
+            places = zip(named, places_among(named, names), strict=True)
+            self._place = {text: place for text, place in places if place is not None} | self._place
         if named and not any(text in self._place for text in named):
             raise ValueError(
                 f"{name}: none of its {len(named)} labels is a class name, such as {shown(named[0][:60])!r}; the first "

@@ -16,7 +16,6 @@ from kiloword.data.classes.names import (
     classnames,
     listing,
     names_of_wnids,
-    plain,
     read_classnames,
     read_templates,
     template_sets,
@@ -159,14 +158,3 @@ def test_lists_are_as_their_sources_publish_them() -> None:
     }
     digest = hashlib.blake2b(json.dumps(lists, sort_keys=True).encode(), digest_size=8).hexdigest()
     assert digest == "a77f3d2d285b48a9"
-
-
-def test_names_are_compared_without_case_and_punctuation() -> None:
-    assert plain("Mixing / Salad Bowl") == plain("mixing_salad_bowl") == "mixing salad bowl"
-    assert plain("Butcher's knife") == plain("butchers_knife")
-    assert plain("full_sized_towel") == plain("Bath towel")
-    assert plain("707-320") != plain("707-321")
-    assert plain("...") == "..."
-    for name in classname_sets():
-        listed = classnames(name)
-        assert len({*map(plain, listed)}) == len(set(listed)), name
