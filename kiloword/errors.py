@@ -43,6 +43,13 @@ class LeftOut:
             return True
         return False
 
+    def extend(self, other: LeftOut) -> None:
+        """Count what another one has counted."""
+        for reason, number in other.counts.items():
+            named = self.first.setdefault(reason, [])
+            named += other.first.get(reason, [])[: NAMED - len(named)]
+            self.counts[reason] = self.counts.get(reason, 0) + number
+
     def __len__(self) -> int:
         return sum(self.counts.values())
 

@@ -74,15 +74,14 @@ def main(what: Literal["index", "check", "stats"], src: str, png: Path | None = 
     source = open_source(src)
     if digest:
         local_tars(source)  # refused before anything is printed
-    notes = getattr(source, "notes", [])
     say(f"{source.name}: {len(source):,} samples, opened in {time.perf_counter() - start:.1f} s")
-    say(f"fingerprint {source.fingerprint}", *notes)
+    say(f"fingerprint {source.fingerprint}")
     if what == "index":
         if digest:
             say(f"digest {digest_all(src, source)}")
         if not getattr(source, "tars", []):
             say("nothing to index: only tars have one.")
-        return len(notes)
+        return len(getattr(source, "damaged", []))
     if what == "check":
         bad = check(source)
         print_bad(bad, len(source))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import sys
@@ -125,12 +126,21 @@ def _letter(letter: str) -> str:
     return letter.encode("unicode_escape").decode()
 
 
+def warn_once(*lines: str) -> None:
+    """As `warn`, each line once in a command, and by the first rank only."""
+    new = [line for line in lines if line not in _WARNED and os.environ.get("RANK", "0") == "0"]
+    warn(*new)
+    _WARNED.update(new)
+
+
+_WARNED: set[str] = set()
 _WORDS: ContextVar[tuple[str, ...]] = ContextVar("words of the command", default=())
 
 
 @contextmanager
 def invoked(words: Sequence[str]) -> Iterator[None]:
     """Inside, `command` returns these words; a verb that another one runs (an arm of a sweep) takes their place."""
+    _WARNED.clear()
     token = _WORDS.set(("kiloword", *words))
     try:
         yield

@@ -53,7 +53,7 @@ SAMPLED = {
     "own": "",
 }
 WHOLE = ("7887e74ef740f80c89dff7287104dbf6", "830b8f1eb1d4822a33259eb1ef95d321")
-INDEX = "f20cc13c89acb3dc"
+INDEX = "c3488097dbf8563c"
 FALLBACK = "6bd20ee855f1a614bba57427-a.tar.kwindex"
 REMOTE = [
     "0 é.tar",

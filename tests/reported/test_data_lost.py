@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import tarfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from folders import model_folder
 from kiloword.cli.main import main
 from kiloword.data.sources.open import open_source
-from tars import photo
+from tars import photo, write_tar
 
 STRUCT = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 WORDS = ["बिल्ली सो रही है", "قطة تنام", "一只猫在睡觉", "🐈 sleeps", "a cat sleeps"]
@@ -78,3 +80,162 @@ def test_rows_without_an_image_stop_a_run(tmp_path: Path, capsys: pytest.Capture
     code, output = run(capsys, *words, "--workers", 0, "--bad-share", 0.1, "--out", tmp_path / "run")
     assert code == 2
     assert "of the data set's 40 rows are bad" in output
+
+
+def image_and_text(*stems: str) -> list[tuple[str, bytes]]:
+    return [m for n, stem in enumerate(stems) for m in ((f"{stem}.png", photo(n)), (f"{stem}.txt", stem.encode()))]
+
+
+def of_tars(folder: Path, *tars: list[tuple[str, bytes]] | bytes) -> Path:
+    for n, members in enumerate(tars):
+        path = folder / f"{n:05d}.tar"
+        write_tar(path, members if isinstance(members, list) else [])
+        if isinstance(members, bytes):
+            path.write_bytes(members)
+    return folder
+
+
+PLAIN = ["0000", "d/0001", "d.e/IMG", "बिल्ली", "猫/قطة", "🐈"]
+DOTTED = [
+    "IMG_2023.05.01",
+    "IMG_2023.05.02",
+    "photo.0",
+    "photo.1",
+    "Mr.Smith",
+    "Mr.Jones",
+    "d.e/a.नमस्ते",
+    "猫.1",
+    "🐈.2.0",
+]
+
+
+@pytest.mark.parametrize("stems", [PLAIN, DOTTED, [*PLAIN, *DOTTED]], ids=["plain", "dots", "both"])
+def test_a_name_with_dots_is_a_name(tmp_path: Path, capsys: pytest.CaptureFixture[str], stems: list[str]) -> None:
+    data = of_tars(tmp_path / "data", image_and_text(*stems))
+    source: Any = open_source(str(data))
+    assert [source.key(row) for row in range(len(source))] == stems
+    assert captions(source) == [[stem] for stem in stems]
+    code, output = run(capsys, "data", "check", data)
+    assert code == 0
+    assert "skipped" not in output
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["{}.image.png", "{}.caption.txt"],
+        ["{}.png", "{}.caption.json"],
+        ["{}.rgb.png", "{}.cls"],
+        ["{}.चित्र.png", "{}.शब्द.txt"],
+        ["{}.png", "{}.png.txt"],
+    ],
+)
+def test_a_word_before_the_suffix_names_a_field(tmp_path: Path, names: list[str]) -> None:
+    texts = {"txt": b"a cat", "json": b'{"caption": "a cat"}', "cls": b"3"}
+    members = [
+        (name.format(key), texts.get(name.rpartition(".")[2], photo()))
+        for key in ("0", "d/IMG.05.01", "猫")
+        for name in names
+    ]
+    source: Any = open_source(str(of_tars(tmp_path / "data", members)))
+    assert [source.key(row) for row in range(len(source))] == ["0", "d/IMG.05.01", "猫"]
+    assert all(
+        (record.captions, record.label) in [(["a cat"], None), ([], 3)] for record in map(source.record, range(3))
+    )
+
+
+@pytest.mark.parametrize(
+    "members",
+    [
+        [("a.png", photo(1)), ("a.txt", b"x"), ("a.webp", photo(2))],
+        [("a.png", photo(1)), ("a.txt", b"x"), ("a.depth.png", photo(2))],
+        [("a.input.png", photo(1)), ("a.output.png", photo(2)), ("a.txt", b"x")],
+        [("a.png", photo(1)), ("a.en.txt", b"x"), ("a.hi.txt", "बिल्ली".encode())],
+        [("a.png", photo(1)), ("a.txt", b"x"), ("a.mp3", b"sound")],
+        [("a.png", photo(1)), ("a.txt", b"x"), ("猫.pth", b"state")],
+        [("a.png", photo(1)), ("a.txt", b"x"), ("a.npy", bytes(1 << 18))],
+        [("a.png", photo(1)), ("a.txt", b"x"), ("__meta__.txt", b"?")],
+        [("a.png", photo(1)), ("a.txt", b"x"), ("d/._a.png", b"?")],
+        [("a.png", photo(1)), ("a.txt", b"x"), ("README", b"?")],
+    ],
+    ids=lambda members: members[-1][0].encode("unicode_escape").decode(),
+)
+def test_members_that_are_not_read_are_named_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], members: list[tuple[str, bytes]]
+) -> None:
+    """Once for a set of tars, when its index is made and later."""
+    tars = [[(f"{n}/{name}", content) for name, content in members] for n in range(5)]
+    data = of_tars(tmp_path / "data", *tars)
+    unread = members[1 if members[1][0] == "a.output.png" else 2][0]
+    for verb in ("index", "check", "stats"):
+        code, output = run(capsys, "data", verb, data)
+        assert code == 0
+        (line,) = [line for line in output.splitlines() if "skipped" in line]
+        assert "5 members skipped" in line
+        assert f"0/{unread}, 1/{unread}, 2/{unread} and 2 more" in line
+    source: Any = open_source(str(data))
+    assert captions(source) == [["x"]] * 5
+    assert {source.record(row).image for row in range(5)} == {photo(1)}
+
+
+def test_links_in_a_tar_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = write_tar(tmp_path / "x.tar", image_and_text("0"))
+    with tarfile.open(data, "a") as file:
+        for kind, name in ((tarfile.SYMTYPE, "1.png"), (tarfile.LNKTYPE, "2.png"), (tarfile.DIRTYPE, "d")):
+            link = tarfile.TarInfo(name)
+            link.type, link.linkname = kind, "0.png"
+            file.addfile(link)
+    output = run(capsys, "data", "check", data)[1]
+    assert "2 members skipped" in output
+    assert "1.png, 2.png" in output
+
+
+NO_SAMPLES: dict[str, list[tuple[str, bytes]] | bytes] = {
+    "no members": [],
+    "no bytes": b"",
+    "no images": [("a.txt", b"x"), ("b.txt", b"y")],
+    "other files": [("a.mp4", b"x")],
+}
+
+
+@pytest.mark.parametrize("kind", NO_SAMPLES)
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_tar_without_samples_is_named_and_the_others_are_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, place: int
+) -> None:
+    tars: list[list[tuple[str, bytes]] | bytes] = [image_and_text("0", "1"), image_and_text("2")]
+    tars.insert(place, NO_SAMPLES[kind])
+    data = of_tars(tmp_path / "data", *tars)
+    for _ in range(2):  # with an index, and with one that is there already
+        code, output = run(capsys, "data", "check", data)
+        assert (code, "data: 3 samples" in output) == (0, True)
+        assert output.count("1 tar skipped") == 1
+        assert f"{place:05d}.tar" in output
+    pattern: Any = open_source(str(tmp_path / "data" / "{00000..00002}.tar"))
+    assert captions(pattern) == [["0"], ["1"], ["2"]]
+
+
+@pytest.mark.parametrize("kind", NO_SAMPLES)
+@pytest.mark.parametrize("verb", ["check", "index"])
+def test_only_tars_without_samples_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, verb: str
+) -> None:
+    data = of_tars(tmp_path / "data", NO_SAMPLES[kind], NO_SAMPLES[kind])
+    code, output = run(capsys, "data", verb, data)
+    assert (code, "holds no images" in output) == (2, True)
+    assert ("a.mp4" in output) == (kind == "other files")
+
+
+def test_other_verbs_name_what_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = of_tars(tmp_path / "data", [*image_and_text(*"0123"), ("0.mp3", b"x"), ("1.mp3", b"x")], b"")
+    model = model_folder(tmp_path / "model")
+    train = ["train", "clip", "--data", data, "--size", "debug", "--vocab", 300, "--batch", 2, "--steps", 1]
+    for words in (
+        [*train, "--workers", 0, "--out", tmp_path / "run"],
+        ["embed", model, "--data", data, "--out", tmp_path / "store", "--workers", 0],
+        ["eval", "retrieval", model, "--data", data, "--workers", 0],
+    ):
+        code, output = run(capsys, *words)
+        assert code == 0
+        assert output.count("2 members skipped") == 1
+        assert output.count("1 tar skipped") == 1

@@ -26,7 +26,7 @@ def open_remote_index(tar: RemoteFile, damaged: bool = False) -> IndexFile:
     """The index of a remote tar; one process makes it, others wait.
 
     Args: damaged: the table may be damaged: it is checked, and the index is made again if it is.
-    Errors: Unreachable; ValueError when the file is no plain tar, holds no images, or no index can be written.
+    Errors: Unreachable; ValueError when the file is no plain tar, or no index can be written.
     """
     index = None if damaged else _valid(tar)
     if index:

@@ -48,8 +48,6 @@ class ClassFolder(Folder):
         self.fingerprint = hashlib.blake2b(os.fsencode("\n".join(lines)), digest_size=16).hexdigest()
         listed = shown(", ".join(empty)[:200])
         self.notes = [f"{len(empty)} of {len(folders)} class folders hold no images: {listed}"] if empty else []
-        for note in self.notes:
-            log.warning("%s: %s", name, note)
 
     def _beside(self, row: int, suffix: str) -> bytes | None:
         if suffix == "cls":

@@ -22,7 +22,7 @@ from kiloword.data.sources.sample import check_regular
 from kiloword.data.sources.tables import TableSource
 from kiloword.data.sources.tree import tree_options, tree_source
 from kiloword.data.tars.shards import RANGE, TarSource, expand, natural
-from kiloword.terminal import shown
+from kiloword.terminal import shown, warn_once
 from kiloword.types import Source
 
 __all__ = ["expand", "mix", "open_data", "open_source"]
@@ -52,7 +52,15 @@ def open_source(src: str, size: int | None = None) -> Source:
     part of any of these, after "train-part:" or "val-part:" (see `held_out`); size: height and width of drawn images
     (scenes) in pixels.
     Errors: ValueError when nothing is there, or nothing can be read.
+
+    What the data set leaves out (`notes`) is printed on stderr.
     """
+    source = _open(src, size)
+    warn_once(*getattr(source, "notes", []))
+    return source
+
+
+def _open(src: str, size: int | None) -> Source:
     part, whole = part_of(src)
     if part and not Path(src).exists():
         return SourcePart(open_source(whole, size), part)

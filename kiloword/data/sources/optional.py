@@ -27,6 +27,7 @@ class OptionalMembers(Protocol):
     remote: bool  # reading a row can need the network; default False
     digest: str  # of all images and texts; "" if it was not computed
     tars: Sequence[Any]  # the tars with the samples: paths, or files of a server
+    damaged: Sequence[str]  # what is wrong with whole tars
     stored_rows: int  # number of rows of all sources of a mixture, whatever their weights; default len
 
     def key(self, row: int) -> str:

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from kiloword.data.files import PositionlessFile
+from kiloword.errors import LeftOut
+from kiloword.terminal import shown
 
 
 class ReadableFile(Protocol):
@@ -30,6 +32,7 @@ _PADDING = 1 << 20  # zeros that may follow the end; tar itself writes at most 1
 _LONGEST = 1 << 20  # bytes of a long name or of a pax header; paths have at most 4096
 _REGULAR = (b"0", b"\0", b"7")
 _WITHOUT_DATA = (b"1", b"2", b"3", b"4", b"5", b"6")  # links, devices, folders, pipes: their size has no meaning
+_FOLDER = b"5"
 _PAX, _GLOBAL, _LONG_NAME, _LONG_LINK, _SPARSE = (b"x", b"X"), b"g", b"L", b"K", b"S"
 _HOLES = b"GNU.sparse"  # stands for all keys with this prefix: the data of such a file is not contiguous
 _RECORD = re.compile(rb"(\d{1,9}) ([^=]{1,4096})=")
@@ -50,11 +53,13 @@ class Member(NamedTuple):
 class Tar:
     """Iterates over a tar's regular files; afterwards `note` says what is wrong with the tar. `times`: when opened.
 
+    `left_out` counts members that are neither regular files nor folders.
+
     Errors: ValueError when the file does not begin as a plain tar; OSError when it cannot be read.
     """
 
     def __init__(self, path: Path | ReadableFile) -> None:
-        self.path, self.note = path, ""
+        self.path, self.note, self.left_out = path, "", LeftOut("member")
         self._file = PositionlessFile(path) if isinstance(path, Path) else path
         self.times = self._file.times()
         self._end = self.times[0]
@@ -84,6 +89,8 @@ class Tar:
             name = records.get(b"path", long_name or _short_name(header))
             if kind in _REGULAR and not name.endswith(b"/") and _HOLES not in records:
                 yield Member(name.decode("utf-8", "surrogateescape"), data, min(size, self._end + 1))
+            elif kind != _FOLDER and not name.endswith(b"/"):
+                self.left_out.add(shown(name.decode("utf-8", "surrogateescape")), "no file, but a link or the like")
             long_name, pax = b"", {}
 
     def _header(self, position: int) -> bytes | None:
@@ -91,11 +98,10 @@ class Tar:
         block = self._file.read(position, BLOCK) if position < self._end else b""
         if _is_header(block):
             return block
-        if position == 0 and (len(block) < BLOCK or any(block)):
-            what = "the file is empty" if not block else "it does not begin with a header of a tar"
+        if position == 0 and block and (len(block) < BLOCK or any(block)):
             raise ValueError(
-                f"{self.path} cannot be read as a plain tar ({what}). Compressed tars have no byte offsets: unpack the "
-                ".gz."
+                f"{self.path} cannot be read as a plain tar (it does not begin with a header of a tar). Compressed "
+                "tars have no byte offsets: unpack the .gz."
             )
         self.note = self._ending(block, position)
         return None

@@ -1,5 +1,9 @@
 """The byte-offset index of one tar: where each sample's members lie, from one scan, stored in a file beside the tar.
 
+The key of a member is its name without the last suffix: `IMG_2023.05.01.jpg` and `IMG_2023.05.01.txt` are one sample.
+Where that leaves an image or a text alone, words before the suffix are the name of a field, as in webdataset:
+`0.image.jpg` and `0.caption.txt` are sample 0. Members that are not read are counted by reason.
+
 A .npy of at most `MAX_LABEL` bytes, which may name several classes, stands for the cls of a sample without one. Beside
 a cls it may hold groups (DataComp), and stands for the json of a sample without one.
 
@@ -12,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +29,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from kiloword.data import files
 from kiloword.data.sources.sample import IMAGE_SUFFIXES
 from kiloword.data.tars.headers import ReadableFile, Tar
+from kiloword.errors import LeftOut
+from kiloword.terminal import shown
 
 PARTS = ("image", "txt", "json", "cls")
 SUFFIX = ".kwindex"
@@ -35,19 +42,21 @@ _BY_ARRAY = tuple(2 * PARTS.index(part) for part in ("cls", "json"))  # columns 
 _LINE = 1 << 12  # bytes; most first lines are shorter: 8 characters of digest per block, and the other fields
 _LONGEST_LINE = 1 << 26
 _READ = 1 << 23  # bytes of a tar read at once
-_NAME = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]*)", re.DOTALL)  # key: up to the first dot of the base name
+_FIELD = re.compile(r"(?<=[^/])(\.[^\W\d][^./]*)+$")  # words between the key and the suffix
+_READ_SUFFIXES = (*IMAGE_SUFFIXES, *PARTS[1:], "npy")
 
 
 class Header(BaseModel):
     """What an index says about its tar. It is valid while the tar has this `size` and `mtime_ns`."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-    format: Literal["kwindex-2"] = "kwindex-2"
+    format: Literal["kwindex-3"] = "kwindex-3"
     size: int
     mtime_ns: int
     samples: int
     digest: str  # of everything after this line: the same on every machine
     note: str = ""  # what is wrong with the tar as a whole
+    left_out: LeftOut = LeftOut("member")
     contents: str = ""  # digest of all members' bytes, if `kiloword data index --digest` made it
     blocks: tuple[str, ...] = ()  # digest of each block
 
@@ -78,7 +87,7 @@ class Index:
     def is_possible(self) -> bool:
         """Whether everything that the table names can exist: digests detect accidents, not files made on purpose."""
         places, ends = self.table[:, :-1], self.table[:, -1]
-        ordered = bool((np.diff(ends, prepend=0) >= 0).all()) and int(ends[-1]) == len(self.keys)
+        ordered = bool((np.diff(ends, prepend=0) >= 0).all()) and sum(ends[-1:].tolist()) == len(self.keys)
         paired = bool(((places[:, ::2] < 0) == (places[:, 1::2] < 0)).all())
         return ordered and paired and bool((places >= -1).all() and (places <= self.header.size + 1).all())
 
@@ -140,7 +149,7 @@ def open_file(path: Path) -> IndexFile | None:
     if header is None:
         return None
     keys = start + header.samples * _ROW
-    last = file.read(keys - 8, 8) if keys <= size else b""
+    last = file.read(keys - 8, 8) if header.samples and keys <= size else b""
     return IndexFile(header, file, start) if size == keys + int.from_bytes(last, "little", signed=True) else None
 
 
@@ -183,7 +192,7 @@ def _parse_line(line: bytes) -> Header | None:
         header = Header.model_validate_json(text)
     except ValidationError:
         return None
-    possible = header.samples > 0 and len(header.blocks) == -(-header.samples // BLOCK)
+    possible = header.samples >= 0 and len(header.blocks) == -(-header.samples // BLOCK)
     return header if possible and digest == _short_digest(text).encode() else None
 
 
@@ -211,7 +220,7 @@ def open_index(tar: Path, digest: bool = False) -> Index:
     """The index of a tar, scanned now unless a valid one lies beside it or in the cache folder.
 
     Args: digest: with a digest of all members; an index that had one gets a new one when the tar has changed.
-    Errors: ValueError when the file is not a plain tar, holds no images, or when the index cannot be written anywhere.
+    Errors: ValueError when the file is not a plain tar, or when the index cannot be written anywhere.
     """
     file, had_digest = _valid(tar)
     digest, index = digest or had_digest, None
@@ -247,48 +256,69 @@ def _contents(tar: Path, index: Index) -> str:
 
 
 def scan(tar: Path | ReadableFile) -> Index:
-    """Read every header of a tar once. Samples are in order of their first member.
+    """Read every header of a tar once. Samples are in order of their first member; a tar without images has none.
 
-    Errors: ValueError when the file is not a plain tar, or holds no images.
+    Errors: ValueError when the file is not a plain tar.
     """
     rows: list[list[int]] = []
     keys: list[bytes] = []
     current: dict[str, int] = {}  # key -> row; members of a sample need not be neighbours
-    members, suffixes = Tar(tar), set[tuple[int, str]]()
-    vectors: dict[str, tuple[int, int]] = {}  # key -> place of its .npy, which alone is no sample
-    for name, offset, size in members:
-        if (parts := _split(name)) is None:
+    members, seen = Tar(tar), set[tuple[int, str]]()
+    named = [(name, *_split(name), offset, size) for name, offset, size in members]
+    key_of, left_out = _keys((stem, suffix) for _, stem, suffix, *_ in named), members.left_out
+    vectors = list[tuple[str, str, int, int]]()  # of .npy, which alone are no samples
+    for name, stem, suffix, offset, size in named:
+        if suffix not in _READ_SUFFIXES or (suffix == "npy" and size > MAX_LABEL):
+            large = f" above {MAX_LABEL:,} bytes" if suffix == "npy" else ""
+            left_out.add(
+                shown(name), f".{suffix}{large} is not read" if suffix else "the name is hidden or has no suffix"
+            )
             continue
-        key, suffix = parts
         if suffix == "npy":
-            vectors |= {key: (offset, size)} if size <= MAX_LABEL else {}
+            vectors.append((name, stem, offset, size))
             continue
+        key = key_of[stem]
         row = current.get(key)
-        if row is None or (row, suffix) in suffixes:  # the same member again: another sample of the same name
+        if row is None or (row, name) in seen:  # the same member again: another sample of the same name
             row = current[key] = len(rows)
             rows.append([-1] * (COLUMNS - 1))
             keys.append(key.encode("utf-8", "surrogateescape"))
-        suffixes.add((row, suffix))
+        seen.add((row, name))
         column = 2 * PARTS.index("image" if suffix in IMAGE_SUFFIXES else suffix)
-        if rows[row][column] < 0:  # of two images (.jpg and .png) the first counts
+        if rows[row][column] < 0:
             rows[row][column : column + 2] = offset, size
-    for key, place in vectors.items():
+        else:
+            left_out.add(shown(name), f"the sample has another {PARTS[column // 2]} before")
+    for name, key, *place in vectors:
         places = rows[current[key]] if key in current else []
-        for column in [column for column in _BY_ARRAY if places and places[column] < 0][:1]:
+        if not (columns := [column for column in _BY_ARRAY if places and places[column] < 0]):
+            left_out.add(shown(name), "a .npy without a sample, or beside its .cls and .json")
+        for column in columns[:1]:
             places[column : column + 2] = place
     if not any(row[0] >= 0 for row in rows):
-        kinds = ", ".join(f".{s}" for s in IMAGE_SUFFIXES)
-        raise ValueError(f"{tar} holds no images ({kinds}). Expected a webdataset tar, as img2dataset writes it.")
-    table = np.column_stack([np.array(rows, np.int64), np.cumsum([len(key) for key in keys])])
+        rows, keys = [], []
+    ends = np.cumsum([len(key) for key in keys], dtype=np.int64)
+    table = np.column_stack([np.array(rows, np.int64).reshape(-1, COLUMNS - 1), ends])
     size, mtime_ns = members.times
-    header = Header(size=size, mtime_ns=mtime_ns, samples=len(rows), digest="", note=members.note)
+    header = Header(size=size, mtime_ns=mtime_ns, samples=len(rows), digest="", note=members.note, left_out=left_out)
     return make_index(header, table, b"".join(keys))
 
 
-def _split(name: str) -> tuple[str, str] | None:
-    """Key and suffix of a member; None for a member that belongs to no sample."""
-    match = _NAME.fullmatch(name)
-    if match is None or name.rsplit("/", 1)[-1].startswith("__"):
-        return None
-    suffix = match[2].lower()
-    return (match[1], suffix) if suffix in (*IMAGE_SUFFIXES, *PARTS[1:], "npy") else None
+def _split(name: str) -> tuple[str, str]:
+    """A member's name without its suffix, and the suffix; no suffix for names that are hidden or meant for others."""
+    folder, slash, base = name.rpartition("/")
+    stem, _, suffix = base.rpartition(".")
+    hidden = base.startswith((".", "__"))
+    return (name, "") if hidden or not stem else (folder + slash + stem, suffix.lower())
+
+
+def _keys(members: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """The key of the sample of each member, by the member's name without its suffix."""
+    kinds, joined = dict[str, set[bool]](), dict[str, set[bool]]()  # whether there are images, and texts
+    for stem, suffix in members:
+        if suffix in _READ_SUFFIXES[:-1]:
+            kinds.setdefault(stem, set()).add(suffix in IMAGE_SUFFIXES)
+    key_of = {stem: stem if len(both) > 1 else _FIELD.sub("", stem) for stem, both in kinds.items()}
+    for stem, both in kinds.items():
+        joined.setdefault(key_of[stem], set()).update(both)
+    return {stem: key if len(joined[key]) > 1 else stem for stem, key in key_of.items()}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 import math
 import os
 import re
@@ -22,6 +21,7 @@ from numpy.typing import NDArray
 from kiloword.data.remote.file import RemoteBlock, RemoteFile
 from kiloword.data.remote.index import open_remote_index
 from kiloword.data.sources.sample import (
+    IMAGE_SUFFIXES,
     MAX_IMAGE,
     MAX_TEXT,
     check_size,
@@ -33,6 +33,7 @@ from kiloword.data.sources.sample import (
 from kiloword.data.tars import catalogue
 from kiloword.data.tars.index import BLOCK, PARTS, Index, IndexFile
 from kiloword.data.tars.local import LocalTar, index_as_it_was
+from kiloword.errors import LeftOut
 from kiloword.types import BadSample, Record
 
 _OPEN = 128  # tars that a process keeps open, each with its index, if its limit of open files allows
@@ -41,15 +42,14 @@ _BLOCKS = 512  # index blocks in memory, 50 kB each: more than the order of rows
 
 RANGE = re.compile(r"\{([0-9]{1,18})\.\.([0-9]{1,18})\}")
 _MOST_NAMES = 1_000_000  # files of one pattern
-log = logging.getLogger(__name__)
 
 
 class TarSource:
     """Samples of one or more tars, in order of the tars.
 
-    Args: classnames, templates: of class data, else None. `notes` says what is wrong with whole tars (cut, damaged).
-    Pickling it for a worker sends names only; each process opens tars and indexes when it first needs them.
-    Errors: ValueError without tars, and as of `catalogue.headers`.
+    Args: classnames, templates: of class data, else None. `notes` says which tars are `damaged` (cut), and what is left
+    out. Pickling it for a worker sends names only; each process opens tars and indexes when it first needs them.
+    Errors: ValueError without tars or without images, and as of `catalogue.headers`.
     """
 
     natural = True
@@ -69,9 +69,19 @@ class TarSource:
         self.remote = any(isinstance(tar, RemoteFile) for tar in self.tars)
         headers = catalogue.headers(self.tars)
         self._ends = list(accumulate(h.samples for h in headers))
-        self.notes = [f"{tar}: {h.note}" for tar, h in zip(self.tars, headers, strict=True) if h.note]
-        for note in self.notes:
-            log.warning("%s (its complete samples are used)", note)
+        self.damaged = [f"{tar}: {h.note}" for tar, h in zip(self.tars, headers, strict=True) if h.note]
+        empty, members = LeftOut("tar"), LeftOut("member")
+        for tar, header in zip(self.tars, headers, strict=True):
+            members.extend(header.left_out)
+            if not header.samples:
+                empty.add(tar.name, "no images in it")
+        if not len(self):
+            kinds = ", ".join(f".{s}" for s in IMAGE_SUFFIXES)
+            raise ValueError(
+                f"{name} holds no images ({kinds}). Expected webdataset tars, as img2dataset writes them."
+                f"{''.join(f' {line}.' for line in members.lines())}"
+            )
+        self.notes = [*self.damaged, *(f"{name}: {line}" for line in (*empty.lines(), *members.lines()))]
         self.fingerprint = _fingerprint(self.tars, [f"{h.size} {h.digest}" for h in headers])
         self._digests = [h.digest for h in headers]
         contents = [h.contents for h in headers]
@@ -118,7 +128,7 @@ class TarSource:
         return self._ends[-1]
 
     def key(self, row: int) -> str:
-        """The sample's name up to the first dot of its base name, folders included."""
+        """The name of the sample's members without their suffix, folders included (see `index`)."""
         _, index, local = self._locate(row)
         return index.key(local)
 

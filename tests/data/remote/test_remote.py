@@ -461,7 +461,7 @@ def test_damage_is_counted_as_at_home(tmp_path: Path) -> None:
         assert [note.partition(": ")[2] for note in remote.notes] == [n.partition(": ")[2] for n in local.notes]  # type: ignore[attr-defined]
         assert remote.fingerprint == local.fingerprint
         server.files |= {"empty.tar": b"", "zip.tar": b"PK" * 5000}
-        with pytest.raises(ValueError, match=r"empty.tar cannot be read as a plain tar \(the file is empty\)"):
+        with pytest.raises(ValueError, match="holds no images"):
             open_source(f"{server.url}/empty.tar")
         with pytest.raises(ValueError, match=r"zip.tar cannot be read as a plain tar"):
             open_source(f"{server.url}/zip.tar")

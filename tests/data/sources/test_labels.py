@@ -76,14 +76,14 @@ def test_class_names_beside_folders(tmp_path: Path) -> None:
         open_source(str(tmp_path))
 
 
-def test_empty_class_folders_keep_their_place(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_empty_class_folders_keep_their_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folders(tmp_path, ["a", "c"])
     (tmp_path / "b").mkdir()
     (tmp_path / ".cache").mkdir()
     source: Any = open_source(str(tmp_path))
     assert (labels(source), source.classnames) == ({"a/0": 0, "c/1": 2}, ["a", "b", "c"])
     assert source.notes == ["1 of 3 class folders hold no images: b"]
-    assert "1 of 3 class folders hold no images: b" in caplog.text
+    assert "1 of 3 class folders hold no images: b" in capsys.readouterr().err
 
 
 def test_folders_of_class_folders_are_named(tmp_path: Path) -> None:

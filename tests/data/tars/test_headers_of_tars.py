@@ -101,12 +101,10 @@ def test_ends_of_tars(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: byte
     assert found.note == note
 
 
-@pytest.mark.parametrize(
-    ("raw", "why"), [(b"", "the file is empty"), (b"x" * 512, "does not begin"), (b"x", "does not begin")]
-)
-def test_what_does_not_begin_as_a_tar(tmp_path: Path, raw: bytes, why: str) -> None:
+@pytest.mark.parametrize("raw", [b"x" * 512, b"x"])
+def test_what_does_not_begin_as_a_tar(tmp_path: Path, raw: bytes) -> None:
     (tmp_path / "0.tar").write_bytes(raw)
-    with pytest.raises(ValueError, match=why):
+    with pytest.raises(ValueError, match="does not begin"):
         list(Tar(tmp_path / "0.tar"))
     (tmp_path / "0.tar").write_bytes(bytes(1024))
     empty = Tar(tmp_path / "0.tar")

@@ -139,7 +139,7 @@ def test_an_index_of_an_earlier_version_is_made_again(tmp_path: Path) -> None:
     open_index(data / "000.tar")
     file = data / "000.tar.kwindex"
     whole = file.read_bytes()
-    old = whole.partition(b" ")[0].replace(b"kwindex-2", b"kwindex-1")
+    old = whole.partition(b" ")[0].replace(b"kwindex-3", b"kwindex-1")
     file.write_bytes(old + b"\n" + whole.partition(b"\n")[2])
     assert parse_index(file.read_bytes()) is None
     assert open_source(str(data)).key(ROWS - 1) == f"{ROWS - 1:05d}"  # type: ignore[attr-defined]

@@ -147,17 +147,17 @@ def test_a_cut_tar_gives_its_whole_samples(tmp_path: Path, share: float) -> None
         assert source.record(row).captions == [f"image {row}"]
 
 
-def test_damage_in_the_middle_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_damage_in_the_middle_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tar = write_tar(tmp_path / "x.tar", pairs(4))
     raw = bytearray(tar.read_bytes())
     with tarfile.open(tar) as file:
         third = file.getmembers()[4].offset
     raw[third : third + 512] = b"\xff" * 512
     tar.write_bytes(raw)
-    source = TarSource("x", [tar])
+    source: Any = open_source(str(tar))
     assert len(source) == 2
     assert f"damaged at byte {third:,}" in source.notes[0]
-    assert f"damaged at byte {third:,}" in caplog.text
+    assert capsys.readouterr().err.count(f"damaged at byte {third:,}") == 1
 
 
 @pytest.mark.parametrize("more", [bytes(1 << 21), b"a second tar"])
@@ -172,7 +172,6 @@ def test_what_stands_behind_the_end_is_reported(tmp_path: Path, more: bytes) -> 
 
 def test_what_is_no_plain_tar_of_images(tmp_path: Path) -> None:
     for name, content in {
-        "empty.tar": b"",
         "text.tar": b"hello" * 200,
         "zip.tar": b"\x1f\x8b\x08" + b"\0" * 600,
     }.items():
@@ -180,7 +179,7 @@ def test_what_is_no_plain_tar_of_images(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="cannot be read as a plain tar"):
             open_source(str(tmp_path / name))
     write_tar(tmp_path / "none.tar", {"a.txt": b"x"})
-    with pytest.raises(ValueError, match=r"none.tar holds no images .*Expected a webdataset tar"):
+    with pytest.raises(ValueError, match=r"none.tar holds no images .*Expected webdataset tars"):
         open_source(str(tmp_path / "none.tar"))
 
 
