@@ -242,11 +242,15 @@ def from_folder(folder: Path, what: str, classes: tuple[str, str], device: str, 
         raise ValueError(needs(f"hf:{folder}", "transformers", "hf")) from None
     local_only: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     try:
-        model = model_class.from_pretrained(str(folder), use_safetensors=True, **local_only)
+        model, info = model_class.from_pretrained(
+            str(folder), use_safetensors=True, output_loading_info=True, **local_only
+        )
         other = other_class.from_pretrained(str(folder), **local_only)
     except Exception as error:  # a damaged file can raise almost anything
         reason = " ".join(str(error).split())[:200]
         raise ValueError(f"{folder} holds no {what} that transformers can open: {reason}") from error
+    if missing := sorted(name for name in info["missing_keys"] if not name.startswith("pooler.")):  # nothing reads it
+        raise ValueError(f"the weights in {folder} lack {', '.join(missing[:3])}: copy the whole model.")
     check_finite(model.state_dict(), str(folder))
     return model.to(device=device, dtype=DTYPES[precision]).eval(), other
 
@@ -268,11 +272,6 @@ def _open_clip(name: str, rest: str, device: str, precision: str) -> Teacher:
         imported = import_state(model_name, state)
     except Unlike:
         return OpenClip(model_name, weights, device, precision)
-    if imported.report.new:
-        missing = ", ".join(imported.report.new[:3])
-        raise ValueError(
-            f"{weights} lacks weights of open_clip's {model_name} ({missing}): is it another model's file?"
-        )
     model, tokenizer = assemble(imported, weights)
     return KilowordTeacher(model.to(device=device, dtype=DTYPES[precision]), tokenizer, digest([weights], model_name))
 

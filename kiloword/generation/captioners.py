@@ -22,7 +22,7 @@ from kiloword.generation.captioner import Caption, Captioner, unique
 from kiloword.generation.decoding import writer
 from kiloword.generation.options import GenerationOptions
 from kiloword.interop.hf_clip import KINDS
-from kiloword.interop.hf_folder import check_strangers, json_object
+from kiloword.interop.hf_folder import check_strangers, json_object, weight_files
 from kiloword.interop.names import local_folder
 from kiloword.interop.open_clip_config import torchvision_ready
 
@@ -205,10 +205,9 @@ def _files(folder: Path) -> list[Path]:
     """The files that determine the captions. Raises: ValueError for a folder not written by transformers."""
     if not (folder / "config.json").is_file():
         raise ValueError(f"there is no {folder / 'config.json'}: expected a folder that save_pretrained wrote.")
-    if not list(folder.glob("*.safetensors")):
-        raise ValueError(f"{folder} has no .safetensors: save the model there with save_pretrained.")
+    weights = weight_files(folder)
     check_strangers(folder)
     kind = json_object(folder / "config.json").get("model_type")
     if kind in KINDS:
         raise ValueError(f"{folder} holds a {kind}, which writes no captions: {WRITERS}")
-    return sorted(p for p in folder.iterdir() if p.suffix in (".json", ".safetensors", ".txt", ".model"))
+    return sorted([*(p for p in folder.iterdir() if p.suffix in (".json", ".txt", ".model")), *weights])

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kiloword.config.recipes import Activation, ModelConfig, Preprocess
 from kiloword.interop.folder import Imported
-from kiloword.interop.hf_folder import check_strangers, image_processor, json_object, preprocessing
+from kiloword.interop.hf_folder import check_strangers, image_processor, json_object, preprocessing, weight_files
 from kiloword.interop.open_clip import import_as, read
 from kiloword.interop.open_clip_config import translate
 
@@ -67,9 +67,7 @@ def import_folder(folder: Path) -> tuple[Imported, Path]:
     if kind not in KINDS:
         raise ValueError(f"{folder} holds a {str(kind)[:60]!r} model: expected one of {' and '.join(KINDS)}.")
     check_strangers(folder)
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ValueError(f"{folder} has no .safetensors: save the model there with save_pretrained.")
+    files = weight_files(folder)
     state = {name: value for file in files for name, value in read(file).items()}
     try:
         model = _config(config, folder, kind == "siglip")
@@ -141,8 +139,9 @@ def _joined(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Queries, keys and values of each layer in one; the keys of SigLIP's pooling apart from its queries."""
     joined = dict(state)
     for name in [name for name in state if ".self_attn.q_proj." in name]:
-        parts = [joined.pop(name.replace("q_proj", f"{part}_proj")) for part in "qkv"]
-        joined[name.replace("q_proj.", "in_proj_")] = torch.cat(parts)
+        parts = [name.replace("q_proj", f"{part}_proj") for part in "qkv"]
+        if all(part in joined for part in parts):
+            joined[name.replace("q_proj.", "in_proj_")] = torch.cat([joined.pop(part) for part in parts])
     for kind in ("weight", "bias"):
         if (whole := joined.pop(f"vision_model.head.attention.in_proj_{kind}", None)) is not None:
             width = len(whole) // 3

@@ -55,9 +55,7 @@ def read_sentence_folder(folder: Path) -> SentenceFolder:
     """
     config = json_object(folder / "config.json")
     check_strangers(folder)
-    weights = sorted(folder.glob("*.safetensors"))
-    if not weights:
-        raise ValueError(f"{folder} has no .safetensors: save the model there with save_pretrained.")
+    weights = weight_files(folder)
     positions = int(config.get("max_position_embeddings") or 512) - OFFSET.get(config["model_type"], 0)
     optional = [folder / name for name in ("modules.json", "sentence_bert_config.json") if (folder / name).is_file()]
     sentence = json_object(optional[-1]) if optional and optional[-1].name.startswith("sentence") else {}
@@ -104,9 +102,7 @@ def read_folder(folder: Path) -> HfFolder:
             f"of texts alone ({', '.join(TEXT_TYPES)})."
         )
     check_strangers(folder)
-    weights = sorted(folder.glob("*.safetensors"))
-    if not weights:
-        raise ValueError(f"{folder} has no .safetensors: save the model there with save_pretrained.")
+    weights = weight_files(folder)
     image = image_processor(folder)
     size, resize = preprocessing(folder, image)
     plain = Preprocess()
@@ -129,6 +125,26 @@ def check_strangers(folder: Path) -> None:
     if (folder / "tokenizer.json").is_file():
         tokenizer_file.read(folder / "tokenizer.json")
     check_numbers(json_object(folder / "config.json"), str(folder / "config.json"))
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files of a folder's weights: model.safetensors, else the files that model.safetensors.index.json names.
+
+    Raises: ValueError where a file is missing.
+    """
+    index = folder / "model.safetensors.index.json"
+    if (folder / "model.safetensors").is_file() or not index.is_file():
+        names = ["model.safetensors"]
+    else:
+        shards = json_object(index).get("weight_map")
+        names = sorted({str(name) for name in shards.values()}) if isinstance(shards, dict) else []
+        if not names or any(Path(name).name != name for name in names):
+            raise ValueError(f"{index} is damaged: expected the name of a file for each tensor. Copy it again.")
+    if missing := [name for name in names if not (folder / name).is_file()]:
+        raise ValueError(
+            f"{folder} has no {', '.join(missing[:3])}: copy the whole folder, or save the model with save_pretrained."
+        )
+    return [folder / name for name in names]
 
 
 def processor_file(folder: Path) -> Path:

@@ -14,12 +14,13 @@ from pathlib import Path
 from kiloword.data import files as cache
 from kiloword.errors import needs
 from kiloword.interop import folder, hf_clip
-from kiloword.interop.hf_folder import json_object
+from kiloword.interop.hf_folder import json_object, weight_files
 from kiloword.interop.open_clip import import_state, read
 
 PREFIXES = ("open_clip", "hf", "hf-hub")
 FORMS = "open_clip:NAME:FILE, hf:FOLDER or hf-hub:ORG/NAME"
 FILES = ("*.json", "*.safetensors", "*.txt", "*.md", "*.model")  # of a hub: no pickles, no code
+TRANSLATION = 2  # raise it when the same files become another model
 REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
 
 
@@ -71,7 +72,7 @@ def _of_folder(source: Path) -> Path:
     config = json_object(source / "config.json")
     if str(config.get("format", "")).startswith("kiloword-model"):
         return source
-    place = _place(f"hf:{source}", sorted([*source.glob("*.json"), *source.glob("*.safetensors")]))
+    place = _place(f"hf:{source}", [*sorted(source.glob("*.json")), *weight_files(source)])
     if not _is_complete(place):
         imported, weights = hf_clip.import_folder(source)
         folder.write(imported, weights, place, f"transformers {config.get('model_type')}")
@@ -80,7 +81,7 @@ def _of_folder(source: Path) -> Path:
 
 def _place(name: str, files: list[Path]) -> Path:
     """The place in the cache for a model whose files are as they are now. Raises: ValueError for a missing file."""
-    key = hashlib.blake2b(name.encode(), digest_size=12)
+    key = hashlib.blake2b(f"{TRANSLATION} {name}".encode(), digest_size=12)
     for file in files:
         if not file.is_file():
             tag = file.parent == Path() and not file.suffix

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,13 @@ from torch import Tensor
 from kiloword.config.recipes import ModelConfig
 from kiloword.interop import folder
 from kiloword.interop.folder import Imported, ImportReport
-from kiloword.interop.open_clip_config import model_config
+from kiloword.interop.open_clip_config import raw_config, translate
 from kiloword.methods.registry import preset
 from kiloword.model.heads import Head, Single
 from kiloword.model.model import Model
 
 MAX_SCALE = 100.0  # of CLIP
+TOWERS = ("visual", "text", "transformer", "text_projection", "text_decoder", "vision_model", "text_model")
 CODE = re.compile(r"GLOBAL (\S+)")  # in torch's refusal of a pickle: what it would import
 
 
@@ -73,55 +74,80 @@ def import_state(name: str, state: Mapping[str, Tensor]) -> Imported:
     """Translate a state dict of open_clip's model `name`.
 
     The scale and bias are unchanged. A model with a bias becomes a siglip, one with a text decoder a coca, any other a
-    clip. Raises: ValueError for an unknown model, an unsupported architecture, or weights of another shape.
+    clip. Raises: ValueError for an unknown model, an unsupported architecture, and as `check_translated`.
     """
-    return import_as(model_config(name), f"open_clip's {name}", state)
+    raw = raw_config(name)
+    depth = raw.get("multimodal_cfg", {}).get("layers", 12)
+    return import_as(translate(name, raw), f"open_clip's {name}", state, depth)
 
 
-def import_as(config: ModelConfig, origin: str, state: Mapping[str, Tensor]) -> Imported:
-    """As `import_state`, for a configuration. Args: origin: of the configuration, for messages."""
-    coca = _is_coca(state)
-    siglip = "logit_bias" in state and not coca
-    translated, unused = placed(state)
-    depth = _decoder_depth(state)
-    settings = {"decoder_depth": depth} if depth not in (0, config.text.depth) else {}
+def import_as(config: ModelConfig, origin: str, state: Mapping[str, Tensor], decoder_depth: int = 0) -> Imported:
+    """As `import_state`, for a configuration.
+
+    Args: origin: of the configuration, for messages; decoder_depth: blocks of a coca's text decoder.
+    """
+    coca = config.head.image_pool == "attentional"
+    siglip = config.head.image_pool == "map" or ("logit_bias" in state and not coca)
+    translated, unused = placed(state, coca)
+    settings = {"decoder_depth": decoder_depth} if coca and decoder_depth != config.text.depth else {}
     with torch.device("meta"):
         head = Head(Single(config), bias=0.0 if siglip else None)
         towers = preset("coca", settings).towers if coca else {}
         expected = Model(config, head, {tower: make(config) for tower, make in towers.items()}).state_dict()
     unused += [translated.pop(ours)[0] for ours in list(translated) if ours not in expected]
-    check_shapes(origin, expected, translated)
+    check_translated(origin, expected, translated, unused)
     ours_state = {n: value for n, (_, value) in translated.items()}
     if not siglip and "head.log_scale" in ours_state:
         ours_state["head.log_limit"] = ours_state["head.log_scale"].clamp(min=math.log(MAX_SCALE))
-    report = ImportReport(
-        {n: theirs for n, (theirs, _) in sorted(translated.items())},
-        sorted(expected.keys() - translated.keys()),
-        sorted(unused),
-    )
+    report = ImportReport({n: theirs for n, (theirs, _) in sorted(translated.items())}, [], sorted(unused))
     return Imported(config, "coca" if coca else "siglip" if siglip else "clip", ours_state, report, settings)
 
 
-def check_shapes(origin: str, expected: Mapping[str, Tensor], translated: Mapping[str, tuple[str, Tensor]]) -> None:
-    """Check weights, {name in kiloword: (name in the file, value)}. Raises: ValueError. Args: origin: of `expected`."""
+def check_translated(
+    origin: str,
+    expected: Mapping[str, Tensor],
+    translated: Mapping[str, tuple[str, Tensor]],
+    unused: Iterable[str] = (),
+    what: str = "these weights",
+) -> None:
+    """Compare the tensors that a model needs with those of a file.
+
+    Args: origin: of `expected`, for messages; translated: name in kiloword -> name in the file and value; unused: names
+    in the file without a name in kiloword.
+    Raises: ValueError naming tensors of another shape or type, missing ones, and unused ones of the towers, which
+    compute something that kiloword's towers do not.
+    """
     if not translated:
-        raise ValueError(f"none of these weights is one of {origin}")
+        raise ValueError(f"none of {what} is one of {origin}")
     for ours, (theirs, value) in translated.items():
         if not value.is_floating_point():
             raise ValueError(f"{theirs} holds {value.dtype}: expected floating-point weights")
         if value.shape != expected[ours].shape:
+            becomes = "is" if theirs == ours else f"becomes {ours}"
             raise ValueError(
-                f"{theirs} becomes {ours} of shape {list(value.shape)}, but {origin} needs "
+                f"{theirs} {becomes} of shape {list(value.shape)}, but {origin} needs "
                 f"{list(expected[ours].shape)}; is it another model's file?"
             )
+    foreign = [name for name in unused if name.partition(".")[0] in TOWERS]
+    for names, problem in (
+        ([name for name in expected if name not in translated], "lack what becomes {}: copy the whole model, or"),
+        (foreign, "have {}, which kiloword's towers do not compute:"),
+    ):
+        if names:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            problem = problem.format(", ".join(name[:200] for name in names[:3]) + more)
+            raise ValueError(f"{what} do not fit {origin}. They {problem} name the model that they are of.")
 
 
-def placed(state: Mapping[str, Tensor]) -> tuple[dict[str, tuple[str, Tensor]], list[str]]:
+def placed(state: Mapping[str, Tensor], coca: bool | None = None) -> tuple[dict[str, tuple[str, Tensor]], list[str]]:
     """Name in kiloword -> name in open_clip and reshaped value; and the unused names of open_clip.
+
+    Args: coca: whether they are of a CoCa; None: where they have a text decoder.
 
     Raises: ValueError for a tensor that cannot be reshaped.
     """
-    coca, rest, unused = _is_coca(state), dict(state), []
+    rest, unused = dict(state), []
+    coca = any(name.startswith("text_decoder.") for name in state) if coca is None else coca
     theirs = "text_decoder"
     try:
         translated = _coca_parts(rest) if coca else _attention_pool(rest)
@@ -235,18 +261,10 @@ def _reshape(theirs: str, value: Tensor) -> Tensor:
     return value.flatten() if theirs == "visual.trunk.attn_pool.latent" else value
 
 
-def _is_coca(state: Mapping[str, Tensor]) -> bool:
-    return any(name.startswith("text_decoder.") for name in state)
-
-
-def _decoder_depth(state: Mapping[str, Tensor]) -> int:
-    return len({name.split(".")[2] for name in state if name.startswith("text_decoder.resblocks.")})
-
-
 def _coca_parts(rest: dict[str, Tensor]) -> dict[str, tuple[str, Tensor]]:
     """Remove from `rest` the weights that CoCa composes of several, or splits, and translate them as `placed`."""
     attentions = {"visual.attn_pool.attn.": _POOL + "attention."}
-    for n in range(_decoder_depth(rest)):
+    for n in {name.split(".")[2] for name in rest if name.startswith("text_decoder.cross_attn.")}:
         attentions[f"text_decoder.cross_attn.{n}.attn."] = f"{_DECODER}layers.{n}.cross.attention."
     translated: dict[str, tuple[str, Tensor]] = {}
     for theirs, ours in attentions.items():

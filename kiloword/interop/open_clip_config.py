@@ -40,7 +40,7 @@ def model_config(name: str) -> ModelConfig:
 
     Raises: ValueError when open_clip is not installed or does not know the name; Unlike for unsupported models.
     """
-    return translate(name, _raw_config(name))
+    return translate(name, raw_config(name))
 
 
 def translate(name: str, raw: Mapping[str, Any]) -> ModelConfig:
@@ -76,7 +76,8 @@ def translate(name: str, raw: Mapping[str, Any]) -> ModelConfig:
     return _with_coca(config, raw) if coca else config
 
 
-def _raw_config(name: str) -> dict[str, Any]:
+def raw_config(name: str) -> dict[str, Any]:
+    """open_clip's configuration of `name`. Raises: ValueError as `model_config`, but for unsupported models."""
     torchvision_ready()
     try:
         import open_clip

@@ -16,7 +16,7 @@ from kiloword.config.settings import BaseSettings, read_config
 from kiloword.data.text.tokenizer_file import Roles
 from kiloword.interop import folder
 from kiloword.interop.folder import Imported, ImportReport
-from kiloword.interop.open_clip import check_shapes, place, read
+from kiloword.interop.open_clip import check_translated, place, read
 from kiloword.interop.open_clip_config import image_config, text_config
 from kiloword.methods.registry import preset
 from kiloword.model.image import grid
@@ -134,10 +134,7 @@ def import_state(config: ModelConfig, state: Mapping[str, Tensor], roles: Roles)
         expected = Model(shaped, method.head(shaped)).state_dict()
     _check_folded(config, state)
     placed, unused = _named(_folded(state, roles, vocab), expected)
-    if missing := [name for name in expected if name not in placed]:
-        rest = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-        raise ValueError(f"these weights lack what becomes {', '.join(missing[:3])}{rest}: does config.json fit them?")
-    check_shapes("config.json", expected, placed)
+    check_translated("config.json", expected, placed, unused)
     new = [f"text_tower.tokens[{i}]" for i in range(config.text.vocab, vocab) if i not in (roles.cls, roles.unc)]
     report = ImportReport({ours: theirs for ours, (theirs, _) in sorted(placed.items())}, new, unused)
     return Imported(shaped, "prolip-released", {ours: value for ours, (_, value) in placed.items()}, report)

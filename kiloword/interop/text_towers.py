@@ -15,8 +15,8 @@ from kiloword.data.text import tokenizer_file
 from kiloword.data.text.tokenizer import Tokenizer, siglip_tokenizer_from
 from kiloword.data.text.vocabularies import encoder_tokenizer
 from kiloword.errors import suggestion
-from kiloword.interop.hf_folder import check_strangers, json_object
-from kiloword.interop.open_clip import read
+from kiloword.interop.hf_folder import check_strangers, json_object, weight_files
+from kiloword.interop.open_clip import check_translated, read
 from kiloword.model.trunks.bert import Bert, converted, positions_of, rows_of, width_of
 from kiloword.model.trunks.libraries import folders_of, kept, quiet, transformers, unlike
 from kiloword.model.trunks.padded import ENCODERS, bare, made
@@ -123,21 +123,12 @@ def load(trunk: Trunk, text: str) -> str:
     Returns: a message that names the folder. Raises: ValueError for missing, damaged or other weights.
     """
     source = read_text_folder(text)
-    files = sorted(source.folder.glob("*.safetensors"))
-    if not files:
-        raise ValueError(f"{source.folder} has no .safetensors: save the model there with save_pretrained.")
-    stored = {name: value for path in files for name, value in read(path).items()}
+    stored = {name: value for path in weight_files(source.folder) for name, value in read(path).items()}
     check_finite({name: value for name, value in stored.items() if value.is_floating_point()}, str(source.folder))
     state = _of_bert(source, stored) if isinstance(trunk, Bert) else _of_transformers(source)
     expected = trunk.state_dict()
-    other = [name for name in expected if name not in state or state[name].shape != expected[name].shape]
-    if other:
-        shape = list(state[other[0]].shape) if other[0] in state else "missing"
-        raise ValueError(
-            f"weights in {source.folder} do not fit its config.json: {other[0]} is {shape} instead of "
-            f"{list(expected[other[0]].shape)} ({len(other)} of {len(expected)} tensors differ). Save both by one "
-            "save_pretrained."
-        )
+    named = {name: (name, value) for name, value in state.items() if name in expected}
+    check_translated(f"{source.folder}'s config.json", expected, named, what=f"the weights in {source.folder}")
     trunk.load_state_dict({name: state[name] for name in expected})
     how = "" if isinstance(trunk, Bert) else "; transformers runs it, padded"
     seen = f"; {SEEN}" if text.partition(":")[0] == "minilm" else ""

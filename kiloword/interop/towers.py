@@ -18,7 +18,7 @@ from kiloword.config.recipes import ImageConfig, ModelConfig, Preprocess, TrunkC
 from kiloword.config.settings import parse as parse_settings
 from kiloword.errors import suggestion
 from kiloword.interop import hf_folder
-from kiloword.interop.open_clip import read
+from kiloword.interop.open_clip import check_translated, read
 from kiloword.interop.open_clip_config import Unlike, translate
 from kiloword.model.trunks.kinds import HF, OPEN_CLIP, TIMM, image_trunk, measured, resized_trunk
 from kiloword.model.trunks.libraries import folders_of, kept, quiet, transformers, unlike
@@ -163,8 +163,7 @@ def _of_transformers(folder: Path, trunk: Trunk) -> dict[str, Tensor]:
     Raises: ValueError for a folder without them, or whose weights are missing or damaged.
     """
     hf_folder.check_strangers(folder)
-    if not any(folder.glob("*.safetensors")):
-        raise ValueError(f"{folder} has no .safetensors: save the model there with save_pretrained.")
+    hf_folder.weight_files(folder)
     assert isinstance(trunk, HfVision)
     kind, config = type(trunk.net), trunk.net.config
     try:
@@ -206,8 +205,8 @@ def check_declared(model: ModelConfig, image_tower: str = "", text_tower: str = 
         with torch.device("meta"):
             trunk = image_trunk(tower) if isinstance(tower, ImageConfig) else text_trunk(tower)
         declared = sum(p.numel() for p in trunk.parameters())
-        stored = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-        if declared > stored > 0:
+        stored = sum(path.stat().st_size for path in hf_folder.weight_files(folder))
+        if declared > stored:
             raise ValueError(
                 f"the weights in {folder} do not fit its config.json, which declares {declared:,} numbers for files of "
                 f"{stored:,} bytes. Save both by one save_pretrained."
@@ -243,19 +242,10 @@ def lite_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _filled(trunk: Trunk, weights: Mapping[str, Tensor], path: Path, kind: str) -> list[str]:
     """Fill a trunk; returns the names that it has no place for. Raises: ValueError for missing or other weights."""
     expected = trunk.state_dict()
-    other = [f"it has no {name}" for name in expected if name not in weights]
-    other += [
-        f"{name} is {list(weights[name].shape)} instead of {list(value.shape)}"
-        for name, value in expected.items()
-        if name in weights and weights[name].shape != value.shape
-    ]
-    if other:
-        more = f" ({len(other) - 1} more differ)" if len(other) > 1 else ""
-        raise ValueError(
-            f"{path} does not hold the weights of {kind}: {other[0]}{more}. Give a file of that architecture, or name "
-            "another tower."
-        )
-    used = {name: weights[name] for name in expected}
+    used = {name: value for name, value in weights.items() if name in expected}
+    check_translated(
+        kind, expected, {name: (name, value) for name, value in used.items()}, what=f"the weights in {path}"
+    )
     check_finite(used, str(path))
     trunk.load_state_dict(used)
     return [name for name in weights if name not in expected and not name.endswith(COUNT)]

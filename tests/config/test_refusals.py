@@ -41,7 +41,7 @@ from kiloword.generation.captioners import KilowordCaptioner, open_captioner
 from kiloword.generation.command import write_captions
 from kiloword.generation.options import GenerationOptions
 from kiloword.generation.rules import Trie
-from kiloword.interop.open_clip import check_shapes
+from kiloword.interop.open_clip import check_translated
 from kiloword.interop.open_clip_config import torchvision_ready
 from kiloword.interop.prolip import _check_folded
 from kiloword.methods.registry import preset
@@ -116,13 +116,13 @@ REFUSED: dict[str, Callable[[], object]] = {
     "longest is 40 tokens, but the text tower reads 31": lambda: describer("coca").check(GenerationOptions(longest=40)),
     "this model answers questions": lambda: describer("vqa").check(GenerationOptions()),
     "num is 0. Expected at least 1": lambda: describer("coca").check(GenerationOptions(num=0)),
-    "x holds torch.int64: expected floating-point weights": lambda: check_shapes(
+    "x holds torch.int64: expected floating-point weights": lambda: check_translated(
         "open_clip's B", {"a": torch.zeros(2)}, {"a": ("x", torch.zeros(2, dtype=torch.int64))}
     ),
-    r"x becomes a of shape \[3\], but open_clip's B needs \[2\]": lambda: check_shapes(
+    r"x becomes a of shape \[3\], but open_clip's B needs \[2\]": lambda: check_translated(
         "open_clip's B", {"a": torch.zeros(2)}, {"a": ("x", torch.zeros(3))}
     ),
-    "none of these weights is one of open_clip's B": lambda: check_shapes("open_clip's B", {"a": torch.zeros(2)}, {}),
+    "none of these weights is one of open_clip's B": lambda: check_translated("open_clip's B", {}, {}),
     "no values to put into bins": lambda: bins([]),
     "--flops is 0: expected a number above 0": lambda: card("h200", flops=0.0),
     "--bandwidth is inf: expected a number above 0": lambda: card("h200", bandwidth=float("inf")),

@@ -408,11 +408,12 @@ def hf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     torch.manual_seed(0)
     captioner = HfCaptioner()
 
-    def load_it(folder: str, **options: Any) -> HfCaptioner:
+    def load_it(folder: str, **options: Any) -> tuple[HfCaptioner, dict[str, list[str]]]:
+        assert options.pop("output_loading_info")
         assert options == {"local_files_only": True, "use_safetensors": True, "trust_remote_code": False}
         if json.loads((Path(folder) / "config.json").read_text())["model_type"] != "blip":
             raise ValueError("Unrecognized configuration class")
-        return captioner
+        return captioner, {"missing_keys": []}
 
     fake = types.SimpleNamespace(
         AutoModelForImageTextToText=types.SimpleNamespace(from_pretrained=load_it),
@@ -437,8 +438,8 @@ def test_a_captioner_of_transformers(hf: Path, tmp_path: Path, monkeypatch: pyte
     assert found["key"] == [f"{n:04d}" for n in range(5)]
     assert [len(some) for some in found["captions"]] == [2] * 5
     processor = HfProcessor()
-    captioner = sys.modules["transformers"].AutoModelForImageTextToText.from_pretrained(
-        str(hf), local_files_only=True, use_safetensors=True, trust_remote_code=False
+    captioner, _ = sys.modules["transformers"].AutoModelForImageTextToText.from_pretrained(
+        str(hf), local_files_only=True, use_safetensors=True, trust_remote_code=False, output_loading_info=True
     )
     image = Image.fromarray(decode(open_source(str(photos)).record(4).image))
     words = captioner.linear(processor(image, "pt")["pixel_values"].flatten(1)).argsort(1)[0, :3]
@@ -480,7 +481,7 @@ def test_folders_of_transformers_that_cannot_be_used(hf: Path, monkeypatch: pyte
     with pytest.raises(ValueError, match="Expected one square"):
         open_captioner(f"hf:{hf}", "cpu")
     (hf / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"has no \.safetensors"):
+    with pytest.raises(ValueError, match=r"has no model\.safetensors"):
         open_captioner(f"hf:{hf}", "cpu")
 
 

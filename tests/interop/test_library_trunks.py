@@ -219,7 +219,7 @@ def test_strangers_name_no_code() -> None:
 def test_bad_files_and_missing_libraries(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     timm = library("timm")
     save_file(timm.create_model("test_vit2").state_dict(), tmp_path / "other.safetensors")
-    with pytest.raises(ValueError, match="does not hold the weights of timm:test_vit: "):
+    with pytest.raises(ValueError, match="timm:test_vit"):
         made(f"timm:test_vit:{tmp_path / 'other.safetensors'}")
     assert "random weights, as no file" in towers.load(
         made("timm:test_vit", False).image_tower.trunk, "timm:test_vit", ""
@@ -228,7 +228,7 @@ def test_bad_files_and_missing_libraries(monkeypatch: pytest.MonkeyPatch, tmp_pa
         made(f"hf:{tmp_path}")
     (tmp_path / "config.json").write_text(json.dumps({**SMALL, "model_type": "vit"}))
     library("transformers")
-    with pytest.raises(ValueError, match=r"do not fit|cannot be read"):
+    with pytest.raises(ValueError, match=r"has no model\.safetensors"):
         made(f"hf:{tmp_path}")
     with torch.no_grad():
         wider = library("transformers").ViTModel(
@@ -242,7 +242,7 @@ def test_bad_files_and_missing_libraries(monkeypatch: pytest.MonkeyPatch, tmp_pa
     ):
         made(f"hf:{tmp_path / 'wider'}")
     (tmp_path / "other.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"has no \.safetensors"):
+    with pytest.raises(ValueError, match=r"has no model\.safetensors"):
         made(f"hf:{tmp_path}")
     with pytest.raises(ValueError, match=r"unknown tower .tim:vit..*Did you mean timm"):
         towers.parse("tim:vit")

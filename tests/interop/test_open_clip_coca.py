@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kiloword.checkpoint.model_folder import load_model, read_model_file
 from kiloword.config.recipes import sizes
-from kiloword.interop.open_clip import import_state, main, placed
+from kiloword.interop.open_clip import import_as, main, placed
 from kiloword.interop.open_clip_config import Unlike, model_config, translate
 from kiloword.methods.coca.captioning import decoded
 from kiloword.methods.registry import preset
@@ -59,10 +59,9 @@ def create(open_clip: ModuleType, raw: dict[str, Any], correct: bool) -> Any:
     return theirs
 
 
-def convert(raw: dict[str, Any], theirs: Any, correct: bool, monkeypatch: pytest.MonkeyPatch) -> Model:
+def convert(raw: dict[str, Any], theirs: Any, correct: bool) -> Model:
     said = {**raw, "text_cfg": {**raw["text_cfg"], "correct_cls_mask": correct}}
-    monkeypatch.setattr("kiloword.interop.open_clip.model_config", lambda name: translate(name, said))
-    imported = import_state("coca", theirs.state_dict())
+    imported = import_as(translate("coca", said), "coca", theirs.state_dict(), raw["multimodal_cfg"]["layers"])
     assert (imported.method, imported.report.new, imported.report.left_over) == ("coca", [], [])
     ours = build(imported.config, preset("coca", imported.settings))
     ours.load_state_dict({**ours.state_dict(), **imported.state})
@@ -112,10 +111,10 @@ def assert_near(found: Tensor, wanted: Tensor, tolerance: float) -> None:
 
 @pytest.mark.parametrize("correct", [True, False])
 @pytest.mark.parametrize("memory", [32, 48])
-def test_parity(open_clip: ModuleType, memory: int, correct: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parity(open_clip: ModuleType, memory: int, correct: bool) -> None:
     """Both masks of the class token, texts of all lengths that fit; values, and every gradient in double precision."""
     theirs = create(open_clip, small(memory), correct).double()
-    ours = convert(small(memory), theirs, correct, monkeypatch).double()
+    ours = convert(small(memory), theirs, correct).double()
     longest = ours.config.text.context - len(ours.config.text.extra_tokens)
     assert longest == (10 if correct else 9)
     compare(theirs, ours, [4, 4], 1e-12)
@@ -135,11 +134,11 @@ def test_parity(open_clip: ModuleType, memory: int, correct: bool, monkeypatch: 
     assert not wanted
 
 
-def test_the_masks_differ(open_clip: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_masks_differ(open_clip: ModuleType) -> None:
     """And only for the class token: logits of words are the same."""
     found = []
     for correct in (True, False):
-        ours = convert(small(), create(open_clip, small(), correct), correct, monkeypatch)
+        ours = convert(small(), create(open_clip, small(), correct), correct)
         _, texts = captions(ours, [5, 3])
         tokens, features = ours.encode_text(texts)
         found.append((tokens[:5], features["vec"]))
@@ -156,11 +155,11 @@ def test_what_is_of_a_class_token_needs_one(said: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("correct", [True, False])
-def test_parity_of_a_real_size(open_clip: ModuleType, correct: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parity_of_a_real_size(open_clip: ModuleType, correct: bool) -> None:
     raw = open_clip.get_model_config("coca_ViT-B-32")
     theirs = create(open_clip, raw, correct)
     with torch.no_grad():
-        compare(theirs, convert(raw, theirs, correct, monkeypatch), [20, 3, 75, 41], 1e-4)
+        compare(theirs, convert(raw, theirs, correct), [20, 3, 75, 41], 1e-4)
 
 
 @pytest.mark.slow

@@ -134,14 +134,17 @@ def _nan(folder: Path) -> None:
 
 BAD: list[tuple[Callable[[Path], object], str]] = [
     (shutil.rmtree, "there is no .*config.json: expected a folder that transformers' save_pretrained wrote"),
-    (lambda f: (f / "model.safetensors").unlink(), "has no .safetensors: save the model there"),
-    (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "has no .safetensors"),
+    (lambda f: (f / "model.safetensors").unlink(), "has no model.safetensors: copy the whole folder"),
+    (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "has no model.safetensors"),
     (_cut, "cannot be read as plain tensors"),
     (_nan, "LayerNorm.bias is NaN or infinite"),
     (lambda f: _without(f, "embeddings.position_embeddings.weight"), "position_embeddings.weight is missing"),
     (lambda f: _without(f, "encoder.layer.1.output.dense.bias"), "encoder.layer.1.output.dense.bias is missing"),
     (lambda f: save_file(state_of(DISTIL), f / "model.safetensors"), "token_type_embeddings.weight is missing"),
-    (lambda f: _unlike(f, intermediate_size=44), r"layers.0.mlp.fc.weight is \[40, 24\] instead of \[44, 24\]"),
+    (
+        lambda f: _unlike(f, intermediate_size=44),
+        r"layers.0.mlp.fc.weight is of shape \[40, 24\], but .*config.json needs \[44, 24\]",
+    ),
     (
         lambda f: _unlike(f, model_type="t5"),
         "holds a 't5' model that is no known encoder of texts: expected albert, bert",

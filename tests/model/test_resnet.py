@@ -81,9 +81,7 @@ def open_clips(open_clip: ModuleType, layers: list[int], depth: int) -> tuple[An
     whole = model_config("RN50")
     text = replace(whole.text, depth=depth, vocab=512)
     shape = replace(whole, image=replace(whole.image, depth=sum(layers)), text=text)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(imported_from, "model_config", lambda _: shape)
-        imported = imported_from.import_state("RN50", theirs.state_dict())
+    imported = imported_from.import_as(shape, "RN50", theirs.state_dict())
     assert imported.report.new == []
     assert imported.report.left_over == []
     ours = Model(imported.config, Head(Single(imported.config)))
