@@ -121,8 +121,8 @@ def _generic(audit: Audit) -> str:
 
 def _same_images(audit: Audit) -> str:
     return (
-        "Found by features, confirmed by pixels: grey values of small copies, or of one mirrored, correlate by at "
-        f"least {ALIKE:g}. Between training and validation data they make figures too good; in one batch they are "
+        "Images of equal pixels, and those near by features of which the colours of small copies, or of one mirrored, "
+        f"correlate by at least {ALIKE:g}. Between training and validation data they make figures too good; in one batch they are "
         "false negatives."
     )
 

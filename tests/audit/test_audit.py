@@ -17,7 +17,7 @@ from kiloword.audit import AuditOptions
 from kiloword.audit.labels import wrong_labels
 from kiloword.audit.outliers import rule
 from kiloword.audit.pairs import fits
-from kiloword.audit.similar import groups, near_duplicates, repeated
+from kiloword.audit.similar import groups, near_duplicates
 from kiloword.cli.main import main
 from kiloword.types import Features
 
@@ -125,10 +125,6 @@ def test_near_duplicates_need_features_and_pixels() -> None:
     same = near_duplicates(unit(vectors), images.get, chunk=4)
     assert groups(same) == [[2, 8, 10], [3, 9]]
     assert not near_duplicates(unit(vectors), lambda _: None)
-
-
-def test_repeated_captions_differ_in_case_and_punctuation_alone() -> None:
-    assert repeated(["A dog .", "a cat", "a dog", "  A  dog!", "a cat", "...", "?"]) == [[0, 2, 3], [1, 4]]
 
 
 def test_wrong_labels_are_those_that_were_changed() -> None:
