@@ -9,7 +9,7 @@
 #   make check-all    the slow tests, in addition to `make check`
 #   make docs         the documentation site, in site/: warnings, broken links and anchors are errors
 #   make docs-serve   the same while it is being written, at http://localhost:8000
-#   make house        layout, function lengths, docstrings and words of the package against their limits
+#   make house        sizes, which may only fall, the order of imports, docstrings
 #   make env          the environment of the checks alone
 #   make lock         the hashed lock files in requirements/, after a change of constraints.txt (needs uv)
 #   make sbom         sbom.json: every package that kiloword needs, with version and licence (CycloneDX)
@@ -87,7 +87,7 @@ check: $(FULL)
 	@$(BIN)/ruff check .
 	@echo '== types (mypy --strict)'
 	@$(BIN)/mypy
-	@echo '== layout (tools/house.py)'
+	@echo '== size and order (tools/house.py)'
 	@$(BIN)/python tools/house.py
 	@echo '== main tests (pytest, $(JOBS) processes)'
 	@$(TESTS) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
