@@ -122,8 +122,8 @@ def _generic(audit: Audit) -> str:
 def _same_images(audit: Audit) -> str:
     return (
         "Images of equal pixels, and those near by features of which the colours of small copies, or of one mirrored, "
-        f"correlate by at least {ALIKE:g}. Between training and validation data they make figures too good; in one batch they are "
-        "false negatives."
+        f"correlate by at least {ALIKE:g}. Between training and validation data they make figures too good; in one "
+        "batch they are false negatives."
     )
 
 

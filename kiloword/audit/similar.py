@@ -107,7 +107,7 @@ def _candidates(vectors: Tensor, chunk: int) -> list[tuple[float, int, int]]:
 
 
 def _digest(pixels: Pixels) -> bytes:
-    return hashlib.blake2b(np.ascontiguousarray(pixels), digest_size=16, key=repr(pixels.shape).encode()).digest()
+    return hashlib.blake2b(pixels.tobytes(), digest_size=16, key=repr(pixels.shape).encode()).digest()
 
 
 def _grid(pixels: Pixels) -> Grid:
