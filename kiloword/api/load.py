@@ -48,7 +48,7 @@ def load(
     where the model is larger than size tiny); base: of a folder of adapters alone (OUT/adapter of a run with LoRA), the
     model folder that its --init named; dim: keep the first numbers of the embedding, normalised again, of a model whose
     score is the cosine of one vector each; what is saved then is a model of that size, without +matryoshka.
-    Raises: ValueError when a file is missing, damaged or does not fit the others, the patch does not divide size,
+    Raises: ValueError when a file is missing, damaged or does not fit the others, size is below the patch,
     context is too short for the kept positions, or dim is not a size that the embedding has.
     """
     device, path = choose(device, mps=True), local_folder(path)

@@ -102,7 +102,7 @@ def image_flops(config: ModelConfig) -> int:
     image = config.image
     if image.tower != "vit" or image.trunk.name:
         return _counted_flops(config)
-    patches, side = grid(image) ** 2, image.size
+    patches, side = grid(image) ** 2, grid(image) * image.patch
     stem = 2 * patches * 3 * image.patch**2 * image.width
     for before, after, kernel, stride in stem_plan(image) if image.stem == "conv" else ():
         side //= stride

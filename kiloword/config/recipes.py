@@ -44,7 +44,9 @@ class ImageConfig(BaseSettings):
         "vit", "architecture; of a resnet, width is that of its output, depth its blocks, and patch 32"
     )
     size: int = setting(224, "height and width in pixels", 1, 1 << 13)
-    patch: int = setting(16, "height and width of a patch in pixels; must divide size", 1, DEPTH)
+    patch: int = setting(
+        16, "height and width of a patch in pixels; pixels beyond whole patches are not used", 1, DEPTH
+    )
     width: int = setting(768, "width of a token", 1, 1 << 16)
     depth: int = setting(12, "number of blocks; 0: only with --image-tower", 0, DEPTH)
     heads: int = setting(12, "attention heads of each block", 1, DEPTH)

@@ -125,8 +125,10 @@ def fill(model: Model, images: Tensor, hidden: Tensor, painted: Tensor) -> Tenso
     std, mean = (x.float().view(1, 1, 3, 1) for x in (model.std, model.mean))
     colours = (painted.float().view(*painted.shape[:2], 3, -1) * std + mean).flatten(-2)
     new = (colours * 255).round().clamp(0, 255).to(torch.uint8)
-    pixels = unfold(images, patch)
-    return fold(pixels.scatter(1, hidden[..., None].expand(-1, -1, pixels.shape[-1]), new), patch)
+    pixels, filled = unfold(images, patch), images.clone()
+    used = fold(pixels.scatter(1, hidden[..., None].expand(-1, -1, pixels.shape[-1]), new), patch)
+    filled[..., : used.shape[2], : used.shape[3]] = used
+    return filled
 
 
 def mean_colour(images: Tensor, hidden: Tensor, patch: int) -> Tensor:

@@ -24,29 +24,58 @@ from kiloword.model.model import Model
 
 MAX_SCALE = 100.0  # of CLIP
 TOWERS = ("visual", "text", "transformer", "text_projection", "text_decoder", "vision_model", "text_model")
+WRAPPERS = re.compile(r"^((module|_orig_mod)\.)+|(?<=\.)_orig_mod\.")  # in names: of DDP and torch.compile
+INERT = (  # in pickles of training checkpoints, beside the weights
+    *(f"numpy.{core}.multiarray.{name}" for core in ("core", "_core") for name in ("scalar", "_reconstruct")),
+    *("numpy.dtype", "numpy.ndarray", "_codecs.encode", "argparse.Namespace", "pathlib.PosixPath"),
+)
 CODE = re.compile(r"GLOBAL (\S+)")  # in torch's refusal of a pickle: what it would import
 
 
-def read(path: str | Path) -> dict[str, Tensor]:
-    """A state dict from a .safetensors file, or from a .pt, .pth or .bin file that contains only tensors.
+class _Inert:
+    """Stands for an object in a checkpoint that is not read: numbers of numpy, settings, paths."""
 
-    Raises: ValueError when the file is missing, is something else, or would run code.
+    def __init__(self, *_: object, **__: object) -> None: ...
+
+    def __setstate__(self, _: object) -> None: ...
+
+
+def read(path: str | Path) -> dict[str, Tensor]:
+    """A state dict from a .safetensors file, or from a .pt, .pth or .bin file: the tensors of a model, or of a
+    checkpoint of a training that holds one model. No code of a file runs.
+
+    Raises: ValueError when the file is missing, is something else, holds several models, or would run code.
     """
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"no file of weights at {path}: check the path.")
     try:
         if path.suffix == ".safetensors":
-            return load_file(path)
-        with warnings.catch_warnings(action="ignore"):  # about pickles of another protocol, which are refused
+            return _unwrapped(path, load_file(path))
+        inert: list[Any] = [(_Inert, name) for name in INERT]
+        with warnings.catch_warnings(action="ignore"), torch.serialization.safe_globals(inert):  # of old protocols
             raw = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # an unpickler can raise almost anything for damaged files
         raise ValueError(f"{path} cannot be read as plain tensors ({_reason(error)}.") from error
-    if isinstance(raw, dict) and isinstance(raw.get("state_dict"), dict):
-        raw = raw["state_dict"]  # a training checkpoint
-    if not isinstance(raw, dict) or not all(_plain(v) for v in raw.values()):
-        raise ValueError(f"{path} holds no state dict of plain tensors")
-    return {str(k).removeprefix("module."): v for k, v in raw.items()}
+    if _is_state(raw):
+        return _unwrapped(path, raw)
+    inner = {key: value for key, value in raw.items() if _is_state(value)} if isinstance(raw, dict) else {}
+    if len(inner) != 1:
+        found = f"several state dicts ({', '.join(map(str, inner))}), of which one" if inner else "no state dict, which"
+        raise ValueError(f"{path} holds {found} was expected: save the tensors of the model alone.")
+    return _unwrapped(path, *inner.values())
+
+
+def _is_state(value: Any) -> bool:
+    return isinstance(value, dict) and len(value) > 0 and all(_plain(x) for x in value.values())
+
+
+def _unwrapped(path: Path, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors under the names that the model gives them, without those of DDP and torch.compile."""
+    plain = {WRAPPERS.sub("", str(name)): value for name, value in state.items()}
+    if len(plain) < len(state):
+        raise ValueError(f"{path} holds weights with and without the prefixes module. and _orig_mod.: expected one.")
+    return plain
 
 
 def _reason(error: Exception) -> str:

@@ -23,7 +23,7 @@ _TEXT_KEYS = {
 }
 _IMAGE_KEYS = {
     *("image_size", "layers", "width", "head_width", "patch_size", "mlp_ratio", "norm_kwargs", "act_kwargs"),
-    *("timm_model_name", "timm_model_pretrained", "timm_pool", "timm_proj"),
+    *("timm_model_name", "timm_model_pretrained", "timm_pool", "timm_proj", "timm_drop", "timm_drop_path"),
 }
 
 
@@ -171,8 +171,20 @@ def _timm_image(name: str, vision: Mapping[str, Any]) -> ImageConfig:
 
     with torch.device("meta"):
         trunk = timm.create_model(vision["timm_model_name"], num_classes=0)
-    if getattr(trunk, "attn_pool", None) is None or trunk.cls_token is not None:
-        raise Unlike(f"open_clip's {name} has timm's {vision['timm_model_name']}; of timm's towers, SigLIP's can")
+    weights, kind = trunk.state_dict(), type(trunk).__name__
+    foreign = {
+        f"layers of a {kind}": kind not in ("VisionTransformer", "Eva"),
+        "rotary positions (RoPE)": getattr(trunk, "rope", None) is not None,
+        "a norm before its blocks (norm_pre)": "norm_pre.weight" in weights,
+        "convolutions below its patches": "patch_embed.proj.weight" not in weights,
+        "a class token": "cls_token" in weights,
+        "no pooling by attention": "attn_pool.latent" not in weights,
+    }
+    if named := [what for what, differs in foreign.items() if differs]:
+        raise Unlike(
+            f"open_clip's {name} has timm's {vision['timm_model_name']}, with {', '.join(named)}: of "
+            "timm's towers, those of SigLIP can be imported"
+        )
     first = trunk.blocks[0]
     approximate = getattr(first.mlp.act, "approximate", "none")
     if type(first.mlp.act).__name__ == "GELUTanh":

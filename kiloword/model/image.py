@@ -158,7 +158,8 @@ class ImageTower(nn.Module):
         """[I, P or k, W], without positions."""
         self._check_pixels(images)
         pixels = unfold(images, self.config.patch)
-        unseen = _unseen(pixels, keep, masked)
+        unseen, used = _unseen(pixels, keep, masked), grid(self.config) * self.config.patch
+        images = images[..., :used, :used]
         if self.stem is not None and unseen is not None:  # so that convolutions do not leak hidden neighbours
             pixels = pixels.masked_fill(unseen[..., None], 0.0)
             images = fold(pixels, self.config.patch)
@@ -187,10 +188,10 @@ class ImageTower(nn.Module):
 
 
 def _check(config: ImageConfig) -> None:
-    """Raises: ValueError for a tower whose patches do not fill the image, or whose tokens attend to nothing."""
-    if not config.trunk.name and config.size % config.patch:
+    """Raises: ValueError for a tower without a whole patch, or whose tokens attend to nothing."""
+    if not config.trunk.name and config.size < config.patch:
         raise ValueError(
-            f"patch {config.patch} does not divide the image size {config.size}: choose another "
+            f"patch {config.patch} is larger than the image size {config.size}: choose another "
             "--model.image.patch or --model.image.size."
         )
     if config.depth:
@@ -218,10 +219,10 @@ def check_beside(blocks: int, depth: int) -> int:
 
 
 def unfold(images: Tensor, patch: int) -> Tensor:
-    """[I, 3, H, W] -> [I, P, 3 * patch^2], in the order of a strided convolution."""
-    n, c, h, w = images.shape
-    x = images.reshape(n, c, h // patch, patch, w // patch, patch).permute(0, 2, 4, 1, 3, 5)
-    return x.reshape(n, (h // patch) * (w // patch), c * patch * patch)
+    """[I, 3, H, W] -> [I, P, 3 * patch^2], in the order of a strided convolution; the rest of an image is not used."""
+    n, c, h, w = images.shape[0], images.shape[1], images.shape[2] // patch, images.shape[3] // patch
+    x = images[..., : h * patch, : w * patch].reshape(n, c, h, patch, w, patch).permute(0, 2, 4, 1, 3, 5)
+    return x.reshape(n, h * w, c * patch * patch)
 
 
 def fold(pixels: Tensor, patch: int) -> Tensor:

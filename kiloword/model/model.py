@@ -242,11 +242,11 @@ def initial(module: nn.Module) -> dict[str, Init]:
 def resize(config: ModelConfig, state: Mapping[str, Tensor], size: int) -> tuple[ModelConfig, dict[str, Tensor]]:
     """Configuration and state for another image size; position embeddings are interpolated (bicubic).
 
-    Raises: ValueError when the patch does not divide the size, or the trunk has another one.
+    Raises: ValueError when the size is below the patch, or the trunk has another one.
     """
     patch, trunk = config.image.patch, config.image.trunk
-    if not trunk.name and (size < patch or size % patch):
-        raise ValueError(f"image size {size} is not a multiple of the patch size {patch}")
+    if not trunk.name and size < patch:
+        raise ValueError(f"image size {size} is below the patch size {patch}")
     resized_config = replace(config, image=replace(config.image, size=size, trunk=resized_trunk(trunk, size)))
     in_pool = "head.pooling.image_pool.attention.positions"  # of a ResNet, behind that of the mean
     name, first = ("image_tower.positions", int(config.image.class_token)) if in_pool not in state else (in_pool, 1)
@@ -317,9 +317,11 @@ def model_in_words(model: Model, method: str = "unknown method") -> str:
     """A model on one line: method, towers, size, number of parameters, precision, device."""
     config, weight = model.config, next(model.parameters())
     more = f", with {', '.join(name.replace('_', ' ') for name in model.more)}" if model.more else ""
+    unused = 0 if config.image.trunk.name else config.image.size % config.image.patch
+    patch = f"patch {config.image.patch}{f' ({unused} pixels unused)' if unused else ''}"
     return (
         f"{method}: image tower {tower_shape(config.image)}, {config.image.size} pixels, "
-        f"patch {config.image.patch}; text tower {tower_shape(config.text)}, {config.text.context} tokens; embedding "
+        f"{patch}; text tower {tower_shape(config.text)}, {config.text.context} tokens; embedding "
         f"{config.head.dim}{more}; {sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, "
         f"{str(weight.dtype).removeprefix('torch.')} on {weight.device}"
     )

@@ -48,6 +48,9 @@ def notes(recipe: Recipe, options: RunOptions) -> list[str]:
     messages = [] if (warmup := _warmup(recipe)) is None else [warmup]
     if options.parallel == "fsdp" and collectives.ranks() == 1:
         messages.append("--parallel fsdp shards nothing in one process: start several by torchrun.")
+    image = recipe.model.image
+    if not image.trunk.name and (rest := image.size % image.patch):
+        messages.append(f"the last {rest} of {image.size} rows and columns of pixels fill no patch and are not used.")
     padded = _padded(recipe, torch.device(choose(options.device)))
     of_methods = [note for of_method in preset(recipe.method, recipe.settings).notes if (note := of_method(recipe))]
     return [*messages, *([] if padded is None else [padded]), *of_methods]

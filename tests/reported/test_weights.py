@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
+import tokenizers
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import kiloword
+from kiloword.checkpoint.model_folder import save_model
 from kiloword.cli.main import main
+from kiloword.config.recipes import ModelFile, sizes
+from kiloword.data.text.tokenizer import siglip_tokenizer
 from kiloword.interop.open_clip_config import torchvision_ready
+from kiloword.methods.registry import preset
+from kiloword.model.model import build
 
 SIDE = 32
-TEXT = {"context_length": 77, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 2}
+TEXT = {"context_length": 77, "vocab_size": 8, "width": 32, "heads": 2, "layers": 2}
 VISION = {"image_size": SIDE, "layers": 2, "width": 32, "head_width": 16, "patch_size": 8}
 COCA = {"attentional_pool": True, "attn_pooler_heads": 4, "attn_pooler_queries": 5, "output_tokens": True}
 NAMES: dict[str, dict[str, Any]] = {
@@ -32,6 +42,15 @@ NAMES: dict[str, dict[str, Any]] = {
 }
 PIXELS = torch.randint(0, 256, (1, 3, SIDE, SIDE), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 Files = dict[str, Path]
+
+
+def vocabulary(folder: Path) -> Path:
+    """The tokenizer.json of a small SigLIP in a folder. Returns: the folder."""
+    pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), *((f"▁{w}", -1.0) for w in ("a", "dog", "cat", "क", "s"))]
+    backend = tokenizers.Tokenizer(tokenizers.models.Unigram(pieces, unk_id=2))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    backend.save(str(folder / "tokenizer.json"))
+    return folder
 
 
 def filled(model: Any) -> dict[str, Tensor]:
@@ -48,7 +67,7 @@ def files(open_clip: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Fi
     """One small model as open_clip's file, two of transformers, one of them in shards, and a folder of kiloword."""
     torchvision_ready()
     transformers = pytest.importorskip("transformers")
-    place = tmp_path_factory.mktemp("models")
+    place = vocabulary(tmp_path_factory.mktemp("models"))
     for name, config in NAMES.items():
         (place / f"{name}.json").write_text(json.dumps(config))
         open_clip.add_model_config(place / f"{name}.json")
@@ -57,19 +76,24 @@ def files(open_clip: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Fi
     tower = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
     vision = tower | {"image_size": SIDE, "patch_size": 8}
     clip = transformers.CLIPModel(
-        transformers.CLIPConfig(text_config=tower | {"vocab_size": 49408}, vision_config=vision, projection_dim=24)
+        transformers.CLIPConfig(text_config=tower | {"vocab_size": 8}, vision_config=vision, projection_dim=24)
     )
     clip.load_state_dict(filled(clip))
     clip.save_pretrained(place / "hf")
     clip.save_pretrained(place / "shards", max_shard_size="100KB")
-    siglip = transformers.SiglipModel(transformers.SiglipConfig(text_config=tower, vision_config=vision))
+    siglip = transformers.SiglipModel(
+        transformers.SiglipConfig(text_config=tower | {"vocab_size": 8}, vision_config=vision)
+    )
     siglip.save_pretrained(place / "siglip")
     image = {"size": {"shortest_edge": SIDE}, "crop_size": {"height": SIDE, "width": SIDE}, "resample": 3}
     for folder in ("hf", "shards"):
         (place / folder / "preprocessor_config.json").write_text(json.dumps(image))
     image["size"] = image.pop("crop_size")
     (place / "siglip" / "preprocessor_config.json").write_text(json.dumps(image))
+    for folder in ("hf", "shards", "siglip"):
+        vocabulary(place / folder)
     kiloword.load(f"hf:{place / 'hf'}").save(place / "own")
+    main(["import", "open_clip", "kw-whole", str(place / "kw-whole.safetensors"), "--out", str(place / "imported")])
     return {path.stem: path for path in place.iterdir() if path.suffix != ".json"}
 
 
@@ -169,6 +193,7 @@ def test_tensors_that_the_towers_do_not_compute_are_named(
 ) -> None:
     """Layer scale, a deeper model's blocks, a decoder: dropped, they would give other features."""
     state = load_file(files["kw-whole"])
+    vocabulary(tmp_path)
     for name in (
         "visual.transformer.resblocks.0.ls_1.gamma",
         "transformer.resblocks.2.ln_1.weight",
@@ -181,4 +206,134 @@ def test_tensors_that_the_towers_do_not_compute_are_named(
     save_file({**state, "classifier.weight": torch.ones(3, 24)}, tmp_path / "more.safetensors")
     main([*map(str, words)])
     assert "left over: classifier.weight" in capsys.readouterr().out
-    assert torch.equal(vector(tmp_path / "out"), vector(f"open_clip:kw-whole:{files['kw-whole']}"))
+    assert torch.equal(vector(tmp_path / "out"), vector(files["imported"]))
+
+
+def numbers() -> dict[str, Any]:
+    """The optimizer's part as older trainings wrote it."""
+    group = {"lr": np.float64(1e-4), "steps": np.int64(3), "betas": np.float32([0.9, 0.98]), "params": [0]}
+    return {"state": {0: {"step": torch.tensor(3.0)}}, "param_groups": [group]}
+
+
+CHECKPOINTS: dict[str, Callable[[dict[str, Tensor]], Any]] = {
+    "numpy": lambda state: {"epoch": 1, "state_dict": state, "optimizer": numbers()},
+    "ddp": lambda state: {"state_dict": {f"module.{n}": x for n, x in state.items()}},
+    "compiled": lambda state: {f"_orig_mod.{n}": x for n, x in state.items()},
+    "compiled ddp": lambda state: {"model": {f"_orig_mod.module.{n}": x for n, x in state.items()}},
+    "ddp of compiled": lambda state: {"module": {f"module._orig_mod.{n}": x for n, x in state.items()}},
+    "compiled tower": lambda state: {n.replace("visual.", "visual._orig_mod."): x for n, x in state.items()},
+    "settings": lambda state: {"ema": state, "args": argparse.Namespace(lr=1e-4, out=Path("/runs"))},
+    "lightning": lambda state: {"state_dict": state, "optimizer_states": [numbers()], "callbacks": {}, "loops": {}},
+}
+
+
+@pytest.mark.parametrize("kind", CHECKPOINTS)
+def test_checkpoints_as_trainings_write_them(files: Files, tmp_path: Path, kind: str) -> None:
+    torch.save(CHECKPOINTS[kind](load_file(files["kw-whole"])), vocabulary(tmp_path) / "w.pt")
+    main(["import", "open_clip", "kw-whole", str(tmp_path / "w.pt"), "--out", str(tmp_path / "out")])
+    found, expected = (load_file(path / "model.safetensors") for path in (tmp_path / "out", files["imported"]))
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+class Code:
+    """Runs when it is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (Path("ran"),)
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "words"),
+    [
+        (lambda state: {"model": state, "ema": state}, ("model", "ema")),
+        (lambda state: {"state_dict": state, "state_dict_ema": state, "epoch": 3}, ("state_dict", "state_dict_ema")),
+        (lambda state: {"x": state["ln_final.bias"], "module.x": state["ln_final.bias"]}, ("module.",)),
+        (lambda state: {"model": state, "hook": Code()}, ("code",)),
+        (lambda state: {"state_dict": {**state, "hook": np.float64(3)}}, ("state dict",)),
+    ],
+)
+def test_checkpoints_whose_model_is_not_plain(
+    files: Files,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    checkpoint: Callable[[dict[str, Tensor]], Any],
+    words: tuple[str, ...],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save(checkpoint(load_file(files["kw-whole"])), "w.pt")
+    said = refused(capsys, "import", "open_clip", "kw-whole", "w.pt", "--out", "out")
+    assert all(word in said for word in words)
+    assert not Path("ran").exists()
+
+
+@pytest.mark.parametrize("side", [30, 38, 23])
+def test_pixels_beyond_whole_patches_are_not_used(open_clip: ModuleType, tmp_path: Path, side: int) -> None:
+    """As in open_clip's convolution: the features are equal, and the last pixels change nothing."""
+    config = NAMES["kw-whole"] | {"vision_cfg": VISION | {"image_size": side, "patch_size": 14}}
+    (tmp_path / "kw-rest.json").write_text(json.dumps(config))
+    open_clip.add_model_config(tmp_path / "kw-rest.json")
+    theirs = open_clip.CLIP(**config).eval()
+    theirs.load_state_dict(filled(theirs))
+    torch.save(theirs.state_dict(), vocabulary(tmp_path) / "w.pt")
+    ours = kiloword.load(f"open_clip:kw-rest:{tmp_path / 'w.pt'}")
+    pixels = torch.randint(0, 256, (2, 3, side, side), dtype=torch.uint8)
+    with torch.no_grad():
+        expected = theirs.encode_image(ours.model.normalise(pixels), normalize=True)
+    found = ours.encode_image(pixels)["vec"]
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    changed = pixels.clone()
+    changed[..., side // 14 * 14 :] = 0
+    assert torch.equal(ours.encode_image(changed)["vec"], found)
+    assert "unused" in str(ours)
+
+
+def test_a_run_with_pixels_beyond_whole_patches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Masked and reconstructed patches, their figures, and a plan."""
+    size = ("--size", "debug", "--model.image.size", "35", "--model.image.patch", "16")
+    run = ("train", "sycoca", "--data", "scenes", *size, "--steps", "1", "--batch", "4", "--out", str(tmp_path / "run"))
+    main([*run, "--workers", "0", "--model.image.stem", "conv"])
+    assert "not used" in capsys.readouterr().err
+    model = kiloword.load(tmp_path / "run")
+    images = [np.full((35, 35, 3), n, np.uint8) for n in (0, 200)]
+    assert model.score(images, ["a dog"]).shape == (2, 1)
+    assert model.explain(images[0], ["a dog"]).grid == (2, 2)
+    main(["plan", "clip", *size, "--batch", "8", "--samples", "1e4", "--gpu", "h100"])
+    main(["eval", "reconstruction", str(tmp_path / "run"), "--data", "scenes:test?n=4", "--workers", "0"])
+
+
+def test_an_export_to_transformers_is_read_again(tmp_path: Path) -> None:
+    """SigLIP's vocabulary drops punctuation, by a class of characters in the tokenizer.json of the export."""
+    pytest.importorskip("transformers")
+    tokenizer, debug = siglip_tokenizer(vocabulary(tmp_path) / "tokenizer.json"), sizes()["debug"]
+    text = replace(debug.text, vocab=tokenizer.plain_vocab, causal=False, pad_to_context=True)
+    image = replace(debug.image, class_token=False, pre_norm=False, stem_bias=True)
+    head = replace(debug.head, dim=image.width, image_pool="map", image_projection=False, text_projection_bias=True)
+    config = replace(debug, image=image, text=text, head=head)
+    file = ModelFile(method="siglip", settings={}, model=config)
+    save_model(tmp_path / "own", build(config, preset("siglip")), tokenizer, file)
+    main(["export", "transformers", str(tmp_path / "own"), "--out", str(tmp_path / "hf")])
+    texts = ["a dog", "A DOG!", "cat's_dog [a] `क`", ""]
+    pixels = torch.randint(0, 256, (1, 3, image.size, image.size), dtype=torch.uint8)
+    first, again = kiloword.load(tmp_path / "own"), kiloword.load(f"hf:{tmp_path / 'hf'}")
+    torch.testing.assert_close(again.encode_text(texts)["vec"], first.encode_text(texts)["vec"], atol=1e-5, rtol=0)
+    torch.testing.assert_close(again.encode_image(pixels)["vec"], first.encode_image(pixels)["vec"], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("PE-Core-B-16", ("RoPE", "norm_pre")),
+        ("PE-Core-bigG-14-448", ("RoPE", "norm_pre")),
+        ("MobileCLIP-S1", ("FastVit",)),
+        ("MobileCLIP2-B", ("convolutions", "class token")),
+        ("ViTamin-S", ("convolutions",)),
+    ],
+)
+def test_the_parts_that_kiloword_s_towers_lack_are_named(
+    open_clip: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, words: tuple[str, ...]
+) -> None:
+    save_file({"visual.trunk.norm.weight": torch.ones(2)}, tmp_path / "w.safetensors")
+    said = refused(capsys, "import", "open_clip", name, tmp_path / "w.safetensors", "--out", tmp_path / "out")
+    assert all(word in said for word in words)
+    assert "timm_drop" not in said

@@ -86,6 +86,7 @@ PATTERNS = {  # regular expressions with linear time -> smallest length of a mat
     _LLAMA % r"\p{N}{1,3}": 1,
     _LLAMA % r"\p{N}": 1,  # Qwen
     r"\s+": 1,
+    r"[!-/:-@\[-`{-~]": 1,  # of an export of SigLIP's vocabulary
     " {2,}": 2,  # sentencepiece
 }
 ALLOWED = {
