@@ -42,6 +42,7 @@ from kiloword.data.feature_store import FeatureStore
 from kiloword.data.images.decode import decode
 from kiloword.data.reading import advice, name_of, reasons
 from kiloword.data.sources.digest import sampled
+from kiloword.data.sources.joins import check_keys
 from kiloword.data.sources.open import open_data
 from kiloword.data.sources.optional import key_of, texts_of
 from kiloword.distributed.device import choose
@@ -81,6 +82,7 @@ def main(
     size = matcher.model.config.image.size
     data = DataConfig(sources=tuple(sources), extra_captions=tuple(extra_captions), raw_captions=raw_captions)
     source = plain = open_data(data, size)
+    check_keys(plain, "a keep-list")
     if execution.image_features or execution.text_features:
         matcher, source = _on_tokens(matcher, source, execution)
     with Lock(out, "auditing"), showing_progress():

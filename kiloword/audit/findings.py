@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -23,6 +24,7 @@ from kiloword.audit.similar import SameImage
 from kiloword.checkpoint.files import write_atomic
 from kiloword.data.files import key_bytes, key_text
 from kiloword.data.reading import captions_at
+from kiloword.data.sources.joins import sampled_images
 from kiloword.data.sources.optional import key_of
 from kiloword.types import BadSample, Features, Skipped, Source
 
@@ -187,7 +189,8 @@ def keep_list(audit: Audit, source: Source, options: AuditOptions) -> pa.Table:
             "keep": pa.array([reason == "" for reason in why], pa.bool_()),
             "reason": pa.array(why, pa.string()),
             "score": pa.array(scores, pa.float32()),
-        }
+        },
+        metadata={"kiloword": json.dumps({"images": sampled_images(source)})},
     )
 
 

@@ -13,9 +13,10 @@ import torch
 
 from kiloword.config.recipes import TextConfig
 from kiloword.data.feature_store import contents
+from kiloword.data.sources.mixture import MixtureSource
 from kiloword.data.sources.optional import key_of, question, texts_of
 from kiloword.data.text.tokenizer import REMEMBERED, Tokenizer
-from kiloword.data.token_store import ImageTokens, StoredImage, StoredText, TextTokens
+from kiloword.data.token_store import ImageTokens, StoredImage, StoredText, TextTokens, serving
 from kiloword.types import BadSample, NoCaption, Record, Source, Texts
 
 ABSENT = "no tokens in the image features"
@@ -30,6 +31,7 @@ class WithTokens:
 
     def __init__(self, source: Source, stores: Sequence[ImageTokens], lean: bool = False) -> None:
         self.source, self.stores, self.name, self.fingerprint = source, list(stores), source.name, source.fingerprint
+        self._of: dict[str, list[ImageTokens]] = {}  # stores of each source of a mixture, by its fingerprint
         self.lean = lean and hasattr(source, "captions") and hasattr(source, "key")
 
     @property
@@ -55,15 +57,20 @@ class WithTokens:
         if self.lean:
             key, captions = key_of(self.source, row), texts_of(self.source, row)
             asked = question(self.source, row) if hasattr(self.source, "question") else None
-            return Record(key, b"", captions, info={"question": asked}, tokens=self._tokens(key))
+            return Record(key, b"", captions, info={"question": asked}, tokens=self._tokens(row, key))
         try:
             record = self.source.record(row)
         except NoCaption as error:
-            raise NoCaption(replace(error.record, tokens=self._tokens(error.record.key))) from error
-        return replace(record, tokens=self._tokens(record.key))
+            raise NoCaption(replace(error.record, tokens=self._tokens(row, error.record.key))) from error
+        return replace(record, tokens=self._tokens(row, record.key))
 
-    def _tokens(self, key: str) -> StoredImage:
-        for store in self.stores:
+    def _tokens(self, row: int, key: str) -> StoredImage:
+        source = self.source
+        while isinstance(source, MixtureSource):
+            source, row = source.locate(row)
+        if source.fingerprint not in self._of:  # of equal keys, each source has its own tokens
+            self._of[source.fingerprint] = serving(self.stores, source)
+        for store in self._of[source.fingerprint]:
             image = store.find(key)
             if image is not None:
                 return image

@@ -23,10 +23,11 @@ from kiloword.data.images.augmentation import check_resize
 from kiloword.data.images.views import PLAIN, Augmented
 from kiloword.data.parts import empty_batch, part_path
 from kiloword.data.reading import EvalBatch, eval_batches
+from kiloword.data.sources.mixture import every_row
 from kiloword.data.sources.open import open_data
 from kiloword.distributed.device import choose
 from kiloword.distributed.sharing import alone, is_first, together
-from kiloword.features.tables import ProgressReport, Rows, TableWriter, content_of, every_row, fill, resumed
+from kiloword.features.tables import ProgressReport, Rows, TableWriter, content_of, fill, resumed
 from kiloword.features.teachers import KilowordTeacher, PrefixTeacher, SentenceTeacher, Teacher, open_teacher
 from kiloword.model.prefix import check_dim, cosine_alone, note_of
 from kiloword.terminal import say, warn
@@ -213,7 +214,7 @@ def existing_store(folder: Path, file: TableFile) -> TableFile | None:
 class FeatureWriter(TableWriter[TableFile]):
     """Writes the feature store in a folder. Errors: see `existing_store`."""
 
-    what, compared = "features", "pixels or captions"
+    what, of_texts = "features", True
 
     def __init__(self, folder: Path, file: TableFile) -> None:
         super().__init__(folder, TABLE, file, existing_store(folder, file))

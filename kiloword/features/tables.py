@@ -14,10 +14,10 @@ from torch import Tensor
 
 from kiloword.checkpoint.files import is_taken, write_json
 from kiloword.config.settings import read_config
-from kiloword.data.files import key_bytes, key_text
+from kiloword.data.files import key_bytes
 from kiloword.data.parts import Part, TableSettings, part_path, write_part
 from kiloword.data.reading import EvalBatch
-from kiloword.data.sources.mixture import MixtureSource, mix
+from kiloword.data.sources.joins import check_keys
 from kiloword.distributed.sharing import alone, interruptible, of_first, part_by_part, share
 from kiloword.terminal import say
 from kiloword.terminal.progress import ProgressLine, duration, per_second
@@ -42,13 +42,14 @@ class TableWriter(Generic[Settings]):
     """
 
     what: ClassVar[str]  # of the table, in a word
-    compared: ClassVar[str]  # what `content` is a digest of
+    by_key: bool = True  # rows are found by the keys of their images
+    of_texts: ClassVar[bool] = False  # a row depends on captions too, not on the image alone
 
     def __init__(self, folder: Path, name: str, settings: Settings, existing: Settings | None, finished: bool = False):
         self.folder, self.file = folder, existing or settings
         if existing is None:
             write_json(folder / name, settings.written())
-        self._contents: dict[bytes, bytes] = {}  # content of every key so far
+        self._keys: set[bytes] = set()  # so far
         self.skipped: list[Skipped] = []
         self.repeated = 0  # number of rows that repeat a key with its content
         self.missing = [] if finished else [number for number in range(self.file.parts) if not self._is_whole(number)]
@@ -74,7 +75,7 @@ class TableWriter(Generic[Settings]):
             return False
         if part.table != self.file.identity() or not part.whole():
             return False
-        self._contents.update(_contents(part.batch))
+        self._keys.update(_keys(part.batch))
         self._count(number, part.batch.num_rows, part.skipped)
         return True
 
@@ -82,25 +83,17 @@ class TableWriter(Generic[Settings]):
         self.skipped += skipped
         self.repeated += len(self.rows_of(number)) - len(skipped) - new
 
-    def _is_new(self, key: bytes, content: bytes) -> bool:
-        """Whether the key of a row is new. Raises: ValueError when an earlier row has the key and other content."""
-        earlier = self._contents.get(key)
-        if earlier is None:
-            self._contents[key] = content
-            return True
-        if earlier != content:
-            raise ValueError(
-                f"two images of {self.file.data} have the key {key_text(key)!r} and differ in {self.compared}. "
-                f"{self.what.capitalize()} are joined by key: give each image a unique key, or use one source at a "
-                "time."
-            )
-        return False
+    def _is_new(self, key: bytes) -> bool:
+        """Whether no earlier row has the key; adds it."""
+        before = len(self._keys)
+        self._keys.add(key)
+        return len(self._keys) > before
 
     def write(self, number: int, rows: Sequence[Rows]) -> None:
         """Write one part atomically, without rows that repeat earlier ones. Errors: ValueError when that fails."""
         batches = []
         for batch in (one.batch for one in rows):
-            new = [n for n, row in enumerate(_contents(batch)) if self._is_new(*row)]
+            new = [n for n, key in enumerate(_keys(batch)) if self._is_new(key)]
             batches += [batch] if len(new) == len(batch) else [batch.slice(n, 1) for n in new]
         skipped = [bad for one in rows for bad in one.skipped]
         write_part(part_path(self.folder, number), batches, skipped, self.file)
@@ -108,7 +101,7 @@ class TableWriter(Generic[Settings]):
 
     def check_usable(self) -> None:
         """Raises: ValueError when no row of the data is usable."""
-        if not self._contents:
+        if not self._keys:
             why = f", the first because: {self.skipped[0].reason}" if self.skipped else ""
             raise ValueError(f"{self.file.data}: none of its {self.file.rows} rows is a usable image{why}.")
 
@@ -120,10 +113,9 @@ class TableWriter(Generic[Settings]):
             report.say(f"{self.repeated:,} rows repeat an earlier one's key and content.")
 
 
-def _contents(batch: pa.RecordBatch) -> Iterator[tuple[bytes, bytes]]:
-    """Key and content of every row."""
-    keys = batch.column("key").cast(pa.binary())
-    return zip(keys.to_pylist(), batch.column("content").to_pylist(), strict=True)
+def _keys(batch: pa.RecordBatch) -> list[bytes]:
+    keys: list[bytes] = batch.column("key").cast(pa.binary()).to_pylist()
+    return keys
 
 
 def resumed(folder: Path, name: str, settings: Settings, what: str) -> Settings | None:
@@ -161,8 +153,11 @@ def fill(
     """Compute and write the missing parts of a table; ranks share the batches.
 
     Args: writer: on the first rank, else None; what: the table, in a word; read: ranges of rows to batches of images.
+    Raises: ValueError before the first row where keys repeat with other content.
     """
     missing = {} if writer is None else {number: writer.rows_of(number) for number in writer.missing}
+    if writer is not None and missing and writer.by_key:
+        check_keys(source, f"the table of {what}", texts=writer.of_texts)
     missing = of_first(missing, f"at the start of its {what}")
     numbers, todo = list(missing), list(missing.values())
     report.start(sum(map(len, todo)), len(source))
@@ -191,20 +186,6 @@ def content_of(image: Tensor, captions: Iterable[str] = ()) -> bytes:
     for caption in captions:
         digest.update(b"\0" + key_bytes(caption))
     return digest.digest()
-
-
-def every_row(source: Source) -> Source:
-    """The source, or a mixture of the same sources, each once, whatever its weight."""
-    parts = {part.fingerprint: part for part in _sources(source)}
-    return mix(list(parts.values()))
-
-
-def _sources(source: Source) -> Iterator[Source]:
-    if not isinstance(source, MixtureSource):
-        yield source
-        return
-    for part in source.sources:
-        yield from _sources(part)
 
 
 class ProgressReport:

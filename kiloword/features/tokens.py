@@ -25,6 +25,7 @@ from kiloword.data.files import key_bytes
 from kiloword.data.images.views import Augmented
 from kiloword.data.parts import Part, empty_batch, part_path
 from kiloword.data.reading import EvalBatch, captions_at, eval_batches, name_of
+from kiloword.data.sources.mixture import every_row
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.data.token_join import tokenizer_digest
 from kiloword.data.token_store import (
@@ -41,7 +42,7 @@ from kiloword.data.token_store import (
 from kiloword.distributed.device import precision_of
 from kiloword.distributed.sharing import is_first
 from kiloword.features.extract import write_index
-from kiloword.features.tables import ProgressReport, Rows, TableWriter, every_row, fill, resumed
+from kiloword.features.tables import ProgressReport, Rows, TableWriter, fill, resumed
 from kiloword.features.token_runs import trunk_digest, trunk_of
 from kiloword.model.encoding import inference
 from kiloword.model.model import Model
@@ -105,10 +106,11 @@ def embed_tokens(
 class TokenWriter(TableWriter[TokenFile]):
     """Writes the token store in a folder. Errors: as `tables.resumed`."""
 
-    what, compared = "tokens", "their stored bytes"
+    what = "tokens"
 
     def __init__(self, folder: Path, file: TokenFile) -> None:
         super().__init__(folder, TABLE, file, resumed(folder, TABLE, file, f"tokens of {file.kind}"))
+        self.by_key = file.kind == "images"  # captions are found by their text
         if self.missing:
             (folder / INDEX).unlink(missing_ok=True)  # readers then see that the store is not finished
 

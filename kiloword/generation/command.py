@@ -16,10 +16,12 @@ from kiloword.config.by_device import announce, image_bytes, workers_of
 from kiloword.config.recipes import DataConfig
 from kiloword.data.parts import empty_batch
 from kiloword.data.reading import EvalBatch, eval_batches
+from kiloword.data.sources.joins import sampled_images
+from kiloword.data.sources.mixture import every_row
 from kiloword.data.sources.open import open_data
 from kiloword.distributed.device import choose
 from kiloword.distributed.sharing import alone, is_first, together
-from kiloword.features.tables import ProgressReport, Rows, content_of, every_row, fill
+from kiloword.features.tables import ProgressReport, Rows, content_of, fill
 from kiloword.generation.captioners import Describer, open_captioner
 from kiloword.generation.options import GenerationOptions
 from kiloword.generation.table import CaptionFile, CaptionWriter, begun, columns, existing_table, parts_of
@@ -107,6 +109,7 @@ def _file(
         model_fingerprint=describer.fingerprint,
         precision=precision,
         options=options,
+        images=sampled_images(whole),
         data=source.name,
         fingerprint=whole.fingerprint,
         rows=len(whole),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,6 +37,7 @@ class CaptionFile(TableSettings):
     model_fingerprint: str
     precision: str  # compute precision
     options: GenerationOptions
+    images: dict[str, str] = field(default_factory=dict)  # see `kiloword.data.sources.joins.sampled_images`
     format: Literal["kiloword-captions-1"] = "kiloword-captions-1"
 
     def schema(self) -> pa.Schema:
@@ -55,7 +56,7 @@ class CaptionFile(TableSettings):
 class CaptionWriter(TableWriter[CaptionFile]):
     """Writes the table of captions at a path: new, resumed, or finished. Errors: see `existing_table`."""
 
-    what, compared = "captions", "pixels"
+    what = "captions"
 
     def __init__(self, out: Path, file: CaptionFile) -> None:
         self.out, self.finished = out, out.exists()
@@ -78,7 +79,7 @@ class CaptionWriter(TableWriter[CaptionFile]):
     def leave(self) -> int:
         """After a failure: the number of finished parts; removes the folder if they have no captions."""
         parts = (part_path(self.folder, number) for number in range(self.file.parts))
-        finished = sum(path.is_file() for path in parts) if self._contents else 0
+        finished = sum(path.is_file() for path in parts) if self._keys else 0
         if not finished and not self.finished:
             shutil.rmtree(self.folder, ignore_errors=True)
         return finished

@@ -16,6 +16,7 @@ import pyarrow.parquet
 from kiloword.data.files import find_key, key_bytes, key_text, lookup_table
 from kiloword.data.sources.columns import check_once
 from kiloword.data.sources.embedded import arrow_errors, check_expanded
+from kiloword.data.sources.joins import images_in, joined
 from kiloword.data.sources.mixture import MixtureSource
 from kiloword.data.sources.optional import key_of, texts_of
 from kiloword.data.sources.sample import clean
@@ -39,6 +40,7 @@ class CaptionTable:
             raise ValueError(f"{path}: no such file. Expected a parquet table with the columns `key` and `captions`.")
         self.fingerprint = fingerprint(self.path)
         self._open()
+        self.images = images_in(self.path)
 
     def _open(self) -> None:
         keys, self._captions = _read(self.path)
@@ -47,7 +49,7 @@ class CaptionTable:
         self._lookup = lookup_table((key.as_py() or b"" for key in self._keys), places)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"path": self.path, "fingerprint": self.fingerprint}
+        return {"path": self.path, "fingerprint": self.fingerprint, "images": self.images}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -69,6 +71,9 @@ class CaptionTable:
         raw = key_bytes(key)
         cells = [self._captions[row].as_py() for row in find_key(self._lookup, raw) if self._keys[row].as_py() == raw]
         return [[cell] if isinstance(cell, str) else cell or [] for cell in cells]
+
+    def __str__(self) -> str:
+        return str(self.path)
 
     def __contains__(self, key: str) -> bool:
         return bool(self.captions(key))
@@ -141,7 +146,8 @@ def with_captions(source: Source, paths: Sequence[Path | str], raw_captions: boo
     """The source, or each part of a mixture, with the captions of parquet tables.
 
     Args: raw_captions: keep the captions of the source.
-    Errors: ValueError for a table that cannot be read or has no key of the source; raw_captions False without tables.
+    Errors: ValueError for a table that cannot be read, has no key of the source or was made from other images;
+    raw_captions False without tables.
     """
     if not paths:
         if not raw_captions:
@@ -150,15 +156,7 @@ def with_captions(source: Source, paths: Sequence[Path | str], raw_captions: boo
     tables = [CaptionTable(path) for path in paths]
     for table in tables:
         _check_matches(table, source)
-    return _wrap(source, tables, raw_captions)
-
-
-def _wrap(source: Source, tables: Sequence[CaptionTable], raw_captions: bool) -> Source:
-    if isinstance(source, MixtureSource):
-        return MixtureSource(
-            [_wrap(part, tables, raw_captions) for part in source.sources], source.weights, source.epoch
-        )
-    return WithCaptions(source, tables, raw_captions)
+    return joined(source, tables, lambda part, of_part: WithCaptions(part, of_part, raw_captions))
 
 
 def _check_matches(table: CaptionTable, source: Source) -> None:

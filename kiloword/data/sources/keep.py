@@ -26,6 +26,7 @@ from kiloword.data.files import find_key, key_bytes, key_text, lookup_table
 from kiloword.data.sources.columns import check_once
 from kiloword.data.sources.embedded import arrow_errors, check_expanded
 from kiloword.data.sources.held_out import SomeRows
+from kiloword.data.sources.joins import images_in, joined
 from kiloword.data.sources.mixture import MixtureSource
 from kiloword.data.sources.optional import key_of, keys, texts_of
 from kiloword.data.sources.tables import one_array
@@ -49,6 +50,14 @@ class KeepList:
     def __init__(self, paths: Sequence[Path | str]) -> None:
         self.paths = [Path(path) for path in paths]
         self._open()
+
+    @cached_property
+    def images(self) -> dict[str, str]:
+        """See `kiloword.data.sources.joins.Keyed`."""
+        return {key: digest for path in self.paths for key, digest in images_in(path).items()}
+
+    def __contains__(self, key: str) -> bool:
+        return bool(self.verdicts(key))
 
     def _open(self) -> None:
         tables = [_read(path) for path in self.paths]
@@ -191,14 +200,14 @@ def kept(source: Source, paths: Sequence[Path | str]) -> Source:
 
     Errors: as of `KeepList` and `Kept`.
     """
-    return _wrap(source, KeepList(paths)) if paths else source
+    lists = [KeepList([path]) for path in paths]
+    return joined(source, lists, _wrap) if lists else source
 
 
-def _wrap(source: Source, chosen: KeepList) -> Source:
-    if isinstance(source, MixtureSource):
-        parts = [_wrap(part, chosen) for part in source.sources]
-        return MixtureSource(parts, source.weights, source.epoch)
-    return Kept(source, chosen)
+def _wrap(source: Source, lists: list[KeepList]) -> Source:
+    if not lists:
+        raise ValueError(f"no keep-list is of {source.name}. {AGAIN}")
+    return Kept(source, lists[0] if len(lists) == 1 else KeepList([path for one in lists for path in one.paths]))
 
 
 def omitted(source: Source) -> Omitted | None:

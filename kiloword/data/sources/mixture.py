@@ -109,6 +109,16 @@ def mix(sources: Sequence[Source], weights: Sequence[float] = ()) -> Source:
     return sources[0] if weights == [1.0] else MixtureSource(sources, weights)
 
 
+def parts_of(source: Source) -> list[Source]:
+    """The sources of a mixture and of mixtures within it; a source that is none by itself."""
+    return [p for part in source.sources for p in parts_of(part)] if isinstance(source, MixtureSource) else [source]
+
+
+def every_row(source: Source) -> Source:
+    """The source, or a mixture of the same sources, each once, whatever its weight."""
+    return mix(list({part.fingerprint: part for part in parts_of(source)}.values()))
+
+
 def _common(sources: Sequence[Source], name: str) -> list[str] | None:
     """A list that all sources have alike; None where they differ."""
     first, *others = (getattr(source, name, None) for source in sources)

@@ -112,7 +112,12 @@ def _open_pattern(src: str) -> Source:
         raise ValueError(f"{src}: {len(missing)} of {len(files)} {kind} are missing, the first is {missing[0]}.")
     if files[0].suffix.lower() not in _TABLES:
         return _shards(src, files)
-    source = mix([open_source(f"{file}{mark}{query}") for file in files])
+    tables = [open_source(f"{file}{mark}{query}") for file in files]
+    folder = os.path.commonpath([file.parent for file in files])
+    for table, file in zip(tables, files, strict=True):
+        if isinstance(table, TableSource) and len(files) > 1:
+            table.prefix = f"{os.path.relpath(file.with_suffix(''), folder)}/"
+    source = mix(tables)
     if isinstance(source, MixtureSource):
         source.name = src
         first, *others = (getattr(table, "classnames", None) for table in source.sources)

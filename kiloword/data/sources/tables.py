@@ -63,6 +63,7 @@ class TableSource:
 
     natural = True
     from_files = True
+    prefix = ""  # of keys that are numbers of rows, where other tables are read with this one
 
     def __init__(
         self, name: str, path: Path, options: TableOptions = DEFAULTS, layout: AnnotationTable | None = None
@@ -146,7 +147,7 @@ class TableSource:
         if row >= samples:
             return f"malformed {row - samples}"
         if self._embedded:
-            return str(self._first(row))
+            return f"{self.prefix}{self._first(row)}"
         path = os.fsdecode(self._path(row))
         stem = os.path.splitext(path)[0] if path else f"row {self._first(row)}"
         return f"{stem}#{row}" if self._asks else stem
