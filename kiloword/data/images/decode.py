@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageFile, UnidentifiedImageError
+from PIL import Image, ImageFile, UnidentifiedImageError, features
 
 from kiloword.data.images.work import check_bytes, check_opened, finder, is_whole_png
 from kiloword.errors import needs
@@ -30,7 +30,9 @@ Decoder = Literal["pillow", "opencv", "simplejpeg"]
 Pixels = NDArray[np.uint8]
 
 MAX_PIXELS = 80_000_000  # 240 MB decoded; just below Pillow's own limit
-_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")  # not EPS and the like, which start other programs
+# Not EPS and the like, which start other programs.
+_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "JPEG2000", "PPM")
+_AVIF, _HEIF = (b"avif", b"avis"), (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
 _PACKAGES = {"opencv": ("cv2", "opencv-python-headless"), "simplejpeg": ("simplejpeg", "simplejpeg")}
 _ORIENTATION = 0x0112
 _PROGRESSIVE, _SCAN, _END = b"\xc2", b"\xda", b"\xd9"  # second bytes of JPEG's markers
@@ -113,7 +115,7 @@ def _open(image: bytes) -> ImageFile.ImageFile:
     if not image:
         raise BadSample("the image has zero bytes")
     check_bytes(image)
-    opened = Image.open(io.BytesIO(image), formats=_FORMATS)
+    opened = Image.open(io.BytesIO(image), formats=_formats(image[4:12]))
     pixels = max(opened.width * opened.height, _tile(opened))
     if pixels > MAX_PIXELS:
         raise _too_large(pixels)
@@ -121,6 +123,29 @@ def _open(image: bytes) -> ImageFile.ImageFile:
     if opened.format == "PNG" and any(mark in image for mark in _LATE) and not _EXIF & opened.info.keys():
         opened.load()  # metadata of a PNG may stand after its pixels
     return opened
+
+
+def _formats(box: bytes) -> tuple[str, ...]:
+    """Pillow's formats of an image. Args: box: bytes 4 to 12. Errors: BadSample where a package for it is missing."""
+    if not box.startswith(b"ftyp") or box[4:] not in _AVIF + _HEIF:
+        return _FORMATS
+    kind = "avif" if box[4:] in _AVIF else "heic"
+    if reason := missing_package(kind):
+        raise BadSample(reason)
+    if kind == "avif":
+        return ("AVIF",)
+    import pillow_heif
+
+    pillow_heif.register_heif_opener()
+    return ("HEIF",)
+
+
+def missing_package(suffix: str) -> str:
+    """What reading images of a suffix ("heic") needs and is not installed; "" where they can be read."""
+    if suffix == "avif" and not features.check("avif"):
+        return "AVIF needs a newer Pillow: pip install --upgrade pillow"
+    heic = suffix in ("heic", "heif") and not _installed("pillow_heif")
+    return needs("HEIC", "pillow-heif", "heif") if heic else ""
 
 
 def _tile(image: Image.Image) -> int:

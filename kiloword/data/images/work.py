@@ -26,12 +26,14 @@ MAX_PACKED = 100  # compressed texts and profiles of a PNG, each of which become
 MAX_TAGS = 4096  # of a TIFF: libtiff's own limit
 MAX_STRIPS = 500_000  # of a TIFF: the largest image in tiles of 16 x 16 has 313,000
 MAX_COVERED = 8  # times that the strips of a TIFF may cover its pixels; one per channel if these are separate
-MAX_RUNS = 8_000_000  # pixels, and run lengths, of a run-length-encoded BMP, which Pillow decodes in Python
+MAX_RUNS = 8_000_000  # pixels, run lengths and numbers of BMP and PPM that Pillow decodes in Python
 MAX_SIDE = 1_000_000  # pixels; each line of an image costs about 20 bytes besides its pixels, in each copy
 _SCAN, _END = 0xDA, 0xD9
 _STUFFING = (0x00, *range(0xD0, 0xD8), 0xFF)  # second bytes that are no marker, or a restart marker
 _IS_MARKER = np.array([kind not in _STUFFING for kind in range(256)])
 _WITHOUT_LENGTH = frozenset({*_STUFFING, 0x01, 0xC8, 0xD8, _END, *range(0xF0, 0xFE)})
+_OF_PPM = ("pixels as text or in 16 bits", "numbers")
+_IN_PYTHON = {"bmp_rle": ("run-length-encoded pixels", "run lengths"), "ppm": _OF_PPM, "ppm_plain": _OF_PPM}
 _ONE_SCAN = {layers: b"\xff\xda\0" + bytes([6 + 2 * layers, layers]) for layers in range(1, 5)}
 
 
@@ -51,8 +53,8 @@ def check_opened(image: bytes, opened: ImageFile.ImageFile, pixels: int) -> None
             _check_scans(image, pixels)
     elif opened.format == "TIFF":
         _check_strips(opened, pixels)
-    elif opened.format == "BMP" and opened.tile and opened.tile[0][0] == "bmp_rle":
-        for what, count in (("run-length-encoded pixels", pixels), ("run lengths", len(image) // 2)):
+    elif opened.tile and (kinds := _IN_PYTHON.get(opened.tile[0][0])):
+        for what, count in zip(kinds, (pixels, len(image) // 2), strict=True):
             if count > MAX_RUNS:
                 raise _too_many(what, count, MAX_RUNS)
     if max(opened.size) > MAX_SIDE:

@@ -14,7 +14,10 @@ from numpy.typing import NDArray
 
 from kiloword.types import BadSample, LabelSet, NoCaption, Record
 
-IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp", "bmp")
+IMAGE_SUFFIXES = (  # which `decode` reads; heic and heif by the extra `heif`
+    *("jpg", "jpeg", "png", "webp", "bmp", "jfif", "gif", "tif", "tiff", "jp2", "j2k", "pbm", "pgm", "ppm", "pnm"),
+    *("avif", "heic", "heif"),
+)
 MAX_IMAGE = 1 << 28  # bytes of an encoded image
 MAX_TEXT = 1 << 23  # bytes of a .txt, .json or .cls
 QUESTION, ANSWERS = "question", "answers"  # keys of `Record.info`
