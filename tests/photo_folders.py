@@ -28,3 +28,14 @@ def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
         main([str(word) for word in words])
     assert end.value.code == 2
     return capsys.readouterr().err
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str]:
+    """Exit code of a command, and what it printed; wrapped lines are joined."""
+    try:
+        main([str(word) for word in words])
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(bool(end.code))
+    printed = capsys.readouterr()
+    return code, " ".join(f"{printed.out}\n{printed.err}".split())

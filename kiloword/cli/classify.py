@@ -11,6 +11,7 @@ from tyro.conf import Positional, arg
 
 from kiloword.checkpoint.trust import NONE, Trust
 from kiloword.cli.score import entry_lines, image_files, shown_names
+from kiloword.errors import LeftOut
 from kiloword.terminal import say, shown, warn
 
 if TYPE_CHECKING:
@@ -68,8 +69,10 @@ def classify(
     skipped: dict[Path, str] = {}
     with showing_progress():
         answers = list(_answers(matcher, files, names, _templates(templates), top, batch, skipped))
-    for reason in skipped.values():
-        warn(f"skipped {reason}")
+    left = LeftOut("image")
+    for path, reason in skipped.items():
+        left.add(str(path), reason.removeprefix(f"image {path} "))
+    warn(*left.lines())
     if not answers:
         raise ValueError(f"none of {len(files)} images can be used: see above.")
     _print(answers)

@@ -106,19 +106,26 @@ def _draw_plane(file: Path, matchers: Mapping[str, Matcher], images: Sequence[Pa
 
 
 def image_files(images: Sequence[Path]) -> tuple[Path, ...]:
-    """Replace folders by the image files in them and their subfolders, sorted, without hidden ones.
+    """Replace folders by the images in them and their subfolders, sorted. Prints what else they hold.
 
     Raises: ValueError for a folder without images.
     """
-    from kiloword.data.sources.folder import is_image, visible
+    from kiloword.data.sources.folder import image_folders
+    from kiloword.errors import LeftOut
 
     files: list[Path] = []
+    left = LeftOut("path")
     for path in images:
-        below = (Path(inner, name) for inner, names in visible(path) for name in names if is_image(name))
-        inside = sorted(file for file in below if file.is_file()) if path.is_dir() else [path]
+        inside = [path]
+        if path.is_dir():
+            inside = sorted(path / below / name for below, names, _ in image_folders(path, left) for name in names)
         if not inside:
-            raise ValueError(f"--images got the folder {path}, which holds no images: expected image files in it.")
+            raise ValueError(
+                f"--images got the folder {path}, which holds no images: expected image files in it. "
+                + " ".join(f"{line}." for line in left.lines())
+            )
         files += inside
+    warn(*left.lines())
     return tuple(files)
 
 

@@ -24,10 +24,11 @@ def index(
     dim: int | None = None,
     codes: Literal["float", "int8", "binary"] | None = None,
     vectors: Literal["fp16", "int8", "none"] | None = None,
+    forget: bool = False,
 ) -> None:
     """Make or update a library of photos to search in: kiloword index photos --model runs/first/model --out library
 
-    The same command again encodes photos that are new or changed, forgets those that are gone, and resumes.
+    The same command again encodes photos that are new or changed, forgets those that were deleted, and resumes.
 
     Args:
         photos: folder of photos, with its subfolders; captions are not needed.
@@ -41,10 +42,11 @@ def index(
         dim: keep the first N numbers of the vectors, normalised again; default: all, or as many as the library has.
         codes: compare photos by float vectors, by a byte or by a bit for each number; default: float.
         vectors: with codes, what is stored on disk to score the best photos again, and none: nothing; default: fp16.
+        forget: remove all photos that are not in the folder now, also where most are, or a subfolder is empty or gone.
     """
     from kiloword.search.index import main
 
-    main(photos, model, out, batch, workers, device, precision, trust, dim, codes, vectors)
+    main(photos, model, out, batch, workers, device, precision, trust, dim, codes, vectors, forget)
 
 
 def search(

@@ -18,8 +18,7 @@ from kiloword.checkpoint.files import utf8
 from kiloword.checkpoint.lock import Lock
 from kiloword.checkpoint.trust import NONE, Trust
 from kiloword.config.by_device import announce, image_bytes, reason_of, workers_of
-from kiloword.data.reading import EvalBatch, eval_batches, reasons
-from kiloword.data.sources.sample import IMAGE_SUFFIXES
+from kiloword.data.reading import EvalBatch, eval_batches
 from kiloword.distributed.device import choose
 from kiloword.errors import count
 from kiloword.interop.names import absolute, split
@@ -29,7 +28,7 @@ from kiloword.search.codes import CodeKind, StoredKind
 from kiloword.search.library import FILE, PART, Library, create, settings_of
 from kiloword.search.nearest import open_nearest, update_nearest
 from kiloword.search.part import LibraryFile
-from kiloword.search.photos import LONGEST_CAPTION, Photos, Scan, others, scan
+from kiloword.search.photos import LONGEST_CAPTION, Photos, Scan, scan
 from kiloword.search.rank import Ranker, measure
 from kiloword.terminal import say, warn
 from kiloword.terminal.progress import Bar
@@ -39,8 +38,7 @@ if TYPE_CHECKING:
     from kiloword.api import Matcher
 
 COMMIT_S = 30.0  # seconds of work that a killed process loses at most, and one batch
-NAMED = 10  # unreadable photos, and folders, that are listed
-SUFFIXES = 5  # of files that are no photos, listed
+NAMED = 10  # kept photos that are listed
 
 
 def main(
@@ -55,6 +53,7 @@ def main(
     dim: int | None = None,
     codes: CodeKind | None = None,
     vectors: StoredKind | None = None,
+    forget: bool = False,
 ) -> None:
     """Run and print `kiloword index`. Raises: ValueError for options that do not fit together, or the library."""
     began = time.perf_counter()
@@ -70,16 +69,12 @@ def main(
         settings_of(out)  # a folder of something else gets no lock
     with Lock(out, "indexing"):
         library = _library_at(out, photos, _model_of(model, out), matcher, kept)
-        skipped = update(library, photos, scanned, matcher, batch, workers)
-    for one in skipped[:NAMED]:
-        warn(f"skipped {one.key}: {one.reason}")
-    if len(skipped) > NAMED:
-        warn(f"{count(len(skipped), 'photo')} skipped: {reasons(skipped)}.")
+        skipped = update(library, photos, scanned, matcher, batch, workers, forget)
+    for one in skipped:
+        scanned.left.add(one.key, one.reason)
+    warn(*scanned.left.lines())
     if skipped:
-        warn("Skipped photos are tried again by the next index.")
-    if passed := others(photos):
-        kinds = ", ".join(f"{n:,} {suffix or 'without a suffix'}" for suffix, n in passed.most_common(SUFFIXES))
-        warn(f"{count(passed.total(), 'other file')} not read: {kinds}. Photos are {', '.join(IMAGE_SUFFIXES)}.")
+        warn("Photos that cannot be read are tried again by the next index.")
     for line in describe(library):
         say(line)
     seconds = time.perf_counter() - began
@@ -221,8 +216,8 @@ def _library_at(out: Path, photos: Path, model: str, matcher: Matcher, kept: Vec
         damaged = [name for name in library.file.parts if name not in whole]
         for name in damaged:
             warn(f"{name} is damaged: its photos are encoded again.")
-        if damaged or old != Path(folder):
-            library.commit(folder=folder)  # without damaged parts
+        if damaged:
+            library.commit()  # without them
         return library
     size = matcher.model.config.image.size
     features = encode(matcher, torch.zeros(1, 3, size, size, dtype=torch.uint8))
@@ -253,24 +248,40 @@ def encode(matcher: Matcher, images: Tensor) -> Features:
 
 
 def update(
-    library: Library, photos: Path, scanned: Scan, matcher: Matcher, batch: int = 64, workers: int = 0
+    library: Library,
+    photos: Path,
+    scanned: Scan,
+    matcher: Matcher,
+    batch: int = 64,
+    workers: int = 0,
+    forget: bool = False,
 ) -> list[Skipped]:
     """Bring a library to the state of its folder; what is done is kept when the process ends early.
 
-    Returns: photos that cannot be read. Raises: KeyboardInterrupt, whose message counts what is done.
+    Args: forget: remove all photos that are not in the folder now, however many.
+    Returns: photos that cannot be read. Raises: ValueError where most photos of the library would be removed, or are
+    not in a folder that replaces that of the library; KeyboardInterrupt, whose message counts what is done.
     """
-    known, stamps = library.stamps(), scanned.stamps
-    gone = frozenset(filter(scanned.gone, known))
+    known, stamps, folder = library.stamps(), scanned.stamps, utf8(str(photos.resolve()))
+    gone, away = scanned.missing(known)
+    lost = gone if folder == library.file.folder else gone.union(away)
+    if forget:
+        gone, away = gone.union(away), []
+    elif 2 * len(lost) > len(known):
+        raise ValueError(
+            f"{photos} lacks {len(lost):,} of {count(len(known), 'photo')} of the library {library.folder}, such as "
+            f"{min(lost)}. Name the folder that has them, or remove them from the library by --forget."
+        )
     wanted = [path for path, stamp in stamps.items() if known.get(path) != stamp]
     changed = frozenset(path for path in wanted if path in known)
     new = len(wanted) - len(changed)
     say(f"{new:,} new, {len(changed):,} changed, {len(gone):,} gone, {len(stamps):,} in the folder")
-    for path, reason in list(scanned.unread.items())[:NAMED]:
-        warn(f"{path} cannot be read ({reason}): what the library has of it is kept.")
-    if len(scanned.unread) > NAMED:
-        warn(f"{len(scanned.unread) - NAMED:,} more cannot be read.")
-    if gone:
-        library.commit(drop=gone)
+    if away:
+        few = ", ".join(sorted(away)[:NAMED])
+        warn(f"{count(len(away), 'photo')} kept that cannot be read now (an empty folder, a link or error): {few}")
+        warn("A disk may not be mounted. If the photos were deleted, --forget removes them from the library.")
+    if gone or folder != library.file.folder:
+        library.commit(drop=gone, folder=folder)
     try:
         skipped = _add(library, photos, stamps, wanted, changed, matcher, batch, workers) if wanted else []
     except KeyboardInterrupt:

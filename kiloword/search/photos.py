@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 
-from kiloword.data.sources.folder import is_image, visible
-from kiloword.data.sources.sample import IMAGE_SUFFIXES, MAX_IMAGE, MAX_TEXT, make_record, parse_captions, read_whole
+from kiloword.data.sources.folder import image_folders, no_images, of_device
+from kiloword.data.sources.sample import MAX_IMAGE, MAX_TEXT, make_record, parse_captions, read_whole
+from kiloword.errors import LeftOut
 from kiloword.search.library import FILE
 from kiloword.types import BadSample, Record
 
-LONGEST_SUFFIX = 10  # characters, with its dot; more are part of a name
 LONGEST_CAPTION = 1_000  # characters kept of the text beside a photo
 
 
@@ -21,12 +20,29 @@ LONGEST_CAPTION = 1_000  # characters kept of the text beside a photo
 class Scan:
     """What a folder holds. Paths are those below it."""
 
+    root: Path
     stamps: dict[str, str] = field(default_factory=dict)  # path -> size and time of change, of every photo
-    unread: dict[str, str] = field(default_factory=dict)  # path -> reason, of folders and photos that cannot be read
+    left: LeftOut = field(default_factory=lambda: LeftOut("path"))
 
-    def gone(self, path: str) -> bool:
-        """Whether a photo that was there is there no more, as far as the folder can be read."""
-        return path not in self.stamps and self.unread.keys().isdisjoint(map(str, (path, *PurePath(path).parents)))
+    def missing(self, known: Iterable[str]) -> tuple[frozenset[str], list[str]]:
+        """Photos of a library that are not here: deleted ones, and those that may come back.
+
+        A photo was deleted if its folder has other files, but not this one. A folder that is gone, empty or cannot be
+        read may be a disk that is not mounted, and a link may point to one.
+        """
+        deleted, away, folders = set[str](), list[str](), dict[Path, bool]()
+        for path in known:
+            if path in self.stamps:
+                continue
+            folder = (self.root / path).parent
+            if folder not in folders:
+                folders[folder] = _has_files(folder)
+            ignored = any(map(of_device, PurePath(path).parts[:-1]))
+            if ignored or (folders[folder] and not os.path.lexists(self.root / path)):
+                deleted.add(path)
+            else:
+                away.append(path)
+        return frozenset(deleted), away
 
 
 def scan(root: Path) -> Scan:
@@ -37,45 +53,28 @@ def scan(root: Path) -> Scan:
     """
     if not root.is_dir():
         raise ValueError(f"{root} is not a folder: expected a folder of photos.")
-    scanned = Scan()
-
-    def failed(error: OSError, path: str | None = None) -> None:
-        scanned.unread[os.path.relpath(path or error.filename or root, root)] = error.strerror or str(error)
-
-    for folder, files in visible(root, failed):
-        here = set(files)
-        for file in sorted(filter(is_image, files)):
-            path, text = os.path.join(folder, file), f"{os.path.splitext(file)[0]}.txt"
+    scanned = Scan(root)
+    for below, images, files in image_folders(root, scanned.left, passed=FILE):
+        for name in images:
+            text = f"{os.path.splitext(name)[0]}.txt"
             try:
-                beside = [_stamp(os.path.join(folder, one)) for one in (file, text) if one in here]
+                beside = [_stamp(os.path.join(root, below, one)) for one in (name, text) if one in files]
             except OSError as error:
-                failed(error, path)
+                scanned.left.add(below + name, f"it cannot be read ({error.strerror or error})")
                 continue
             if beside[0]:
-                scanned.stamps[os.path.relpath(path, root)] = " ".join(beside)
-    if scanned.unread and not scanned.stamps:
-        inner, reason = next(iter(scanned.unread.items()))
-        raise ValueError(f"{os.path.normpath(root / inner)} cannot be read ({reason}): expected a folder of photos.")
+                scanned.stamps[below + name] = " ".join(beside)
     if not scanned.stamps:
-        packed = next((name for _, _, files in os.walk(root) for name in sorted(files) if name.endswith(".tar")), "")
-        tars = f" {packed} is a tar: unpack it first (tar xf), as a library points to files." if packed else ""
-        raise ValueError(f"{root} holds no photos ({', '.join(f'.{s}' for s in IMAGE_SUFFIXES)}): expected some.{tars}")
+        raise ValueError(no_images(root, scanned.left))
     return scanned
 
 
-def others(root: Path) -> Counter[str]:
-    """Files below `root` by suffix ("" for none), but photos and their captions, libraries, and what is hidden."""
-    passed = Counter[str]()
-    for _, files in visible(root):
-        if FILE in files:
-            continue
-        beside = {f"{os.path.splitext(file)[0]}.txt" for file in files if is_image(file)}
-        passed.update(
-            suffix if len(suffix := os.path.splitext(file)[1].lower()) <= LONGEST_SUFFIX else ""
-            for file in files
-            if not (is_image(file) or file in beside or file.startswith("."))
-        )
-    return passed
+def _has_files(folder: Path) -> bool:
+    try:
+        with os.scandir(folder) as entries:
+            return any(True for _ in entries)
+    except OSError:
+        return False
 
 
 def _stamp(path: str) -> str:

@@ -108,7 +108,7 @@ def test_a_damaged_row_does_not_hide_that_captions_match() -> None:
 
 
 def test_folders_without_images_and_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match=r"holds no images \(\.jpg, \.jpeg, \.png, \.webp, \.bmp\)"):
+    with pytest.raises(ValueError, match=r"holds no images \(\.jpg, \.jpeg, \.png, "):
         Folder("x", tmp_path)
     (tmp_path / "a.png").write_bytes(photo())
     (tmp_path / "a.txt").write_bytes(b"a dog")

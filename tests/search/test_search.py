@@ -182,9 +182,11 @@ def test_bad_photos_are_named_and_the_others_indexed(library: Path, capsys: pyte
         (photos / name).write_bytes(b"")
     assert len(again(library)) == 11
     error = capsys.readouterr().err
-    assert "4 other files not read: 2 .heic, 1 .mov, 1 without a suffix. Photos are jpg, jpeg," in error
-    assert "skipped bad.jpg: not an image" in error
-    assert "skipped 00.jpg: the image has zero bytes" in error
+    assert "1 path skipped, .mov is no suffix of an image: c.mov" in error
+    assert "1 path skipped, no suffix of an image: d\n" in error
+    assert "not an image in a known format: bad.jpg" in error
+    assert "the image has zero bytes: 00.jpg" in error
+    assert "part.parquet" not in error
     assert "bad.jpg" in scanned.stamps
 
 
@@ -293,9 +295,9 @@ def test_bad_input(library: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "needs a model" in refused(capsys, "index", photos, "--out", tmp_path / "new")
     assert "holds other files" in refused(capsys, "index", photos, "--model", model, "--out", photos)
     (tmp_path / "empty").mkdir()
-    assert "holds no photos" in refused(capsys, "index", tmp_path / "empty", "--out", library)
+    assert "holds no images" in refused(capsys, "index", tmp_path / "empty", "--out", library)
     (tmp_path / "empty" / "0.tar").touch()
-    assert "0.tar is a tar: unpack it first" in refused(capsys, "index", tmp_path / "empty", "--out", library)
+    assert "unpack it first: 0.tar" in refused(capsys, "index", tmp_path / "empty", "--out", library)
     photos_in(tmp_path / "more", 2)
     assert "choose another --out" in refused(capsys, "index", tmp_path / "more", "--out", library)
     (library / "part-000001.parquet").write_bytes(b"PAR1")
@@ -370,7 +372,7 @@ def test_words_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kiloword.search.index.main", lambda *args: calls.append(args))
     words = "index p --out o --model m --batch 3 --workers 2 --device cpu --precision fp32"
     main(words.split())
-    assert calls.pop() == (Path("p"), "m", Path("o"), 3, 2, "cpu", "fp32", NONE, None, None, None)
+    assert calls.pop() == (Path("p"), "m", Path("o"), 3, 2, "cpu", "fp32", NONE, None, None, None, False)
     monkeypatch.setattr("kiloword.search.command.main", lambda *args: calls.append(args))
     words = "search l dog --top 3 --within a --json j --page h --open --model m --device cpu"
     main(words.split())

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from kiloword.data.classes.names import IMAGENET, names_of_wnids, places_among, spaced, templates
-from kiloword.data.sources.folder import Folder, is_image
+from kiloword.data.sources.folder import OF_DATA, Folder, image_folders, is_image, of_device
+from kiloword.errors import LeftOut
 from kiloword.terminal import shown
 
 LEAST = 2  # classes
@@ -25,7 +26,8 @@ class ClassFolder(Folder):
     Labels count the lines of classnames.txt where there is one: by the name of the folder, else in sorted order. Else
     folders named by numbers are these labels and have no names; other folders count in sorted order, and their names
     are those of the classes, "_" for a space; wnids of ImageNet are named by its table. Captions and other values may
-    lie beside the images as in `Folder`. The fingerprint covers names, sizes and labels. `notes` names empty folders.
+    lie beside the images as in `Folder`. The fingerprint covers names, sizes and labels. `notes` names empty folders
+    and what is not used.
     Errors: ValueError for class names that do not fit.
     """
 
@@ -37,17 +39,19 @@ class ClassFolder(Folder):
         self._label, self.classnames = _labels(name, folders, classnames)
         named_by_table = classnames is None and names_of_wnids(folders) is not None
         self.templates = templates(IMAGENET) if prompts is None and named_by_table else prompts
-        files, empty = list[tuple[str, int]](), list[str]()
+        left, empty, files = LeftOut("path"), list[str](), list[tuple[str, int]]()
         for inner in folders:
-            of_class = sorted(_images(folder, inner))
-            files += of_class
+            of_class = [(path, os.stat(folder / path).st_size) for path in _images(folder, inner, left)]
+            files += sorted(of_class)
             if not of_class:
                 empty.append(inner)
         self._images = [path for path, _ in files]
         lines = [f"{path} {size} {self._label[_class(path)]}" for path, size in files]
         self.fingerprint = hashlib.blake2b(os.fsencode("\n".join(lines)), digest_size=16).hexdigest()
         listed = shown(", ".join(empty)[:200])
+        next(image_folders(folder, left, deep=False, used=(*OF_DATA, *folders)))
         self.notes = [f"{len(empty)} of {len(folders)} class folders hold no images: {listed}"] if empty else []
+        self.notes += [f"{name}: {line}" for line in left.lines()]
 
     def _beside(self, row: int, suffix: str) -> bytes | None:
         if suffix == "cls":
@@ -76,23 +80,16 @@ def _is_parent(folder: Path) -> bool:
 
 
 def _folders(folder: Path) -> list[str]:
-    """Names of the folders in a folder, without hidden ones."""
+    """Names of the folders in a folder, linked ones too, without hidden ones and those of devices."""
     with os.scandir(folder) as entries:
-        return [entry.name for entry in entries if entry.is_dir() and not entry.name.startswith((".", "__"))]
+        names = [entry.name for entry in entries if entry.is_dir()]
+    return [name for name in names if not name.startswith((".", "__")) and not of_device(name)]
 
 
-def _images(root: Path, inner: str) -> Iterator[tuple[str, int]]:
-    """Paths below the root and sizes of all images in a folder of it and in the folders of that."""
-    later = []
-    with os.scandir(root / inner) as entries:
-        for entry in entries:
-            path = f"{inner}/{entry.name}"
-            if entry.is_dir(follow_symlinks=False):
-                later.append(path)
-            elif is_image(entry.name) and entry.is_file():
-                yield path, entry.stat().st_size
-    for path in later:
-        yield from _images(root, path)
+def _images(root: Path, inner: str, left: LeftOut | None = None) -> Iterator[str]:
+    """Paths below the root of all images in a folder of it and in its subfolders."""
+    for below, images, _ in image_folders(root, LeftOut("path") if left is None else left, inner):
+        yield from (below + name for name in images)
 
 
 def _class(path: str) -> str:

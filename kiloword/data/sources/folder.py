@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
+from kiloword.data.images.decode import missing_package
 from kiloword.data.sources.sample import (
     IMAGE_SUFFIXES,
     MAX_IMAGE,
@@ -16,9 +17,17 @@ from kiloword.data.sources.sample import (
     question_in,
     read_whole,
 )
+from kiloword.errors import LeftOut
 from kiloword.types import BadSample, Record
 
 _BESIDE = ("txt", "json", "cls")
+OF_DATA = ("classnames.txt", "zeroshot_classification_templates.txt", "tree.json")  # files about all images
+_OF_DEVICES = {
+    *("@eadir", "#recycle", "@recycle", "@recently-snapshot", "#snapshot", "@__thumb", ".@__thumb"),  # network storage
+    *("$recycle.bin", "system volume information", "lost+found", "__macosx"),
+}
+_PACKED = (".tar", ".zip", ".gz", ".tgz", ".bz2", ".tbz2", ".xz", ".txz", ".zst", ".7z", ".rar")
+_LONGEST_SUFFIX = 10  # characters, with its dot; more are part of a name
 
 
 class Folder:
@@ -36,14 +45,15 @@ class Folder:
     ) -> None:
         self.name, self.folder = name, folder
         self.classnames, self.templates = classnames, templates
-        with os.scandir(folder) as entries:
-            sizes = {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
-        self._images = sorted(file for file in sizes if is_image(file))
+        left = LeftOut("path")
+        _, self._images, files = next(image_folders(folder, left, deep=False, used=OF_DATA), ("", [], set()))
         if not self._images:
-            raise ValueError(f"{folder} holds no images ({', '.join(f'.{s}' for s in IMAGE_SUFFIXES)}).")
+            raise ValueError(no_images(folder, left))
         used = {f"{_stem(p)}.{s}" for p in self._images for s in _BESIDE} | set(self._images)
-        lines = "\n".join(f"{file} {sizes[file]}" for file in sorted(used & sizes.keys()))
+        present = [file for file in sorted(used & files) if (folder / file).is_file()]
+        lines = "\n".join(f"{file} {os.stat(folder / file).st_size}" for file in present)
         self.fingerprint = hashlib.blake2b(os.fsencode(lines), digest_size=16).hexdigest()
+        self.notes = [f"{name}: {line}" for line in left.lines()]
 
     def __len__(self) -> int:
         return len(self._images)
@@ -82,14 +92,75 @@ class Folder:
             raise BadSample(f"{file} cannot be read ({error.strerror})") from None
 
 
-def visible(root: Path, failed: Callable[[OSError], object] | None = None) -> Iterator[tuple[str, list[str]]]:
-    """Folders below `root`, itself first, with the names of their files; hidden and linked folders are omitted.
+def image_folders(
+    root: Path, left: LeftOut, inside: str = "", deep: bool = True, used: Collection[str] = (), passed: str = ""
+) -> Iterator[tuple[str, list[str], set[str]]]:
+    """Folders with their images: the path below `root` ("a/"), names of images, names of all files.
 
-    Args: failed: called for each folder that cannot be read, whose path is the error's `filename`.
+    Everything else goes to `left`, but for captions and labels beside images. Linked folders are not searched, so that
+    the search ends and finds each image once. Args: inside: the folder of `root` to begin with; deep: search
+    subfolders; used: names that are not left out; passed: a file whose folder is omitted without a word.
     """
-    for folder, inner, files in os.walk(root, onerror=failed):
-        inner[:] = sorted(name for name in inner if not name.startswith("."))
-        yield folder, files
+    folders = [inside]
+    while folders:
+        folder = folders.pop()
+        below = f"{folder}/" if folder else ""
+        try:
+            with os.scandir(root / folder) as listed:
+                entries = sorted(listed, key=lambda entry: entry.name)
+        except OSError as error:
+            if not folder:
+                raise
+            left.add(folder, f"it cannot be read ({error.strerror or error})")
+            continue
+        if any(entry.name == passed for entry in entries):
+            continue
+        inner = [entry for entry in entries if entry.is_dir()]
+        reasons = {entry.name: _reason_of_folder(entry, deep) for entry in inner}
+        folders += [below + entry.name for entry in reversed(inner) if not reasons[entry.name]]
+        files = {entry.name: _reason_of_file(entry) for entry in entries if entry.name not in reasons}
+        images = [name for name, reason in files.items() if not reason]
+        beside = {f"{_stem(name)}.{suffix}" for name in images for suffix in _BESIDE}
+        for name, reason in (reasons | files).items():
+            if reason and name not in beside and name not in used:
+                left.add(below + name, reason)
+        yield below, images, set(files)
+
+
+def no_images(folder: Path, left: LeftOut) -> str:
+    """The message of a folder without images."""
+    others = "".join(f" {line}." for line in left.lines())
+    return f"{folder} holds no images ({', '.join(f'.{s}' for s in IMAGE_SUFFIXES)}).{others}"
+
+
+def of_device(folder: str) -> bool:
+    """Whether a folder of this name holds thumbnails, deleted files or metadata of a device or system."""
+    return folder.casefold() in _OF_DEVICES or folder.startswith(".Trash")
+
+
+def _reason_of_folder(entry: os.DirEntry[str], deep: bool) -> str:
+    """Why a folder is not searched; "" for one that is."""
+    if of_device(entry.name):
+        return "thumbnails or trash of a device"
+    if entry.name.startswith("."):
+        return "hidden"
+    if entry.is_symlink():
+        return "links to folders are not followed, name the folder itself"
+    return "" if deep else "subfolders are not searched"
+
+
+def _reason_of_file(entry: os.DirEntry[str]) -> str:
+    """Why a file is not used as an image; "" for an image."""
+    suffix = os.path.splitext(entry.name)[1].lower()
+    if entry.name.startswith("."):
+        return "hidden"
+    if entry.is_symlink() and not os.path.exists(entry):
+        return "a link to nothing"
+    if suffix in _PACKED:
+        return "packed, unpack it first"
+    if not is_image(entry.name):
+        return f"{suffix} is " * (0 < len(suffix) <= _LONGEST_SUFFIX) + "no suffix of an image"
+    return missing_package(suffix[1:]) or ("" if entry.is_file() else "no regular file")
 
 
 def is_image(file: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from kiloword.addresses import is_url
@@ -22,6 +23,7 @@ from kiloword.data.sources.sample import check_regular
 from kiloword.data.sources.tables import TableSource
 from kiloword.data.sources.tree import tree_options, tree_source
 from kiloword.data.tars.shards import RANGE, TarSource, expand, natural
+from kiloword.errors import LeftOut
 from kiloword.terminal import shown, warn_once
 from kiloword.types import Source
 
@@ -143,7 +145,7 @@ def _open_folder(src: str, folder: Path) -> Source:
     if not tars and (folder / "classnames.txt").is_file():
         tars = _tars(folder / "test")  # CLIP_benchmark's layout
     if tars:
-        return _shards(src, tars)
+        return _shards(src, tars, files)
     inner = [file for file in sorted(files) if _tars(folder / file)]
     if inner:
         raise ValueError(f"{src} has no tars itself, but its folders {', '.join(inner[:8])} do: name one of them.")
@@ -182,9 +184,17 @@ def _tars(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []
     with os.scandir(folder) as entries:
-        names = [entry.name for entry in entries if Path(entry.name).suffix == ".tar" and entry.is_file()]
+        names = [entry.name for entry in entries if Path(entry.name).suffix.lower() == ".tar" and entry.is_file()]
     return [folder / name for name in sorted(names, key=natural)]
 
 
-def _shards(src: str, tars: list[Path]) -> TarSource:
-    return TarSource(src, tars, *class_data(tars[0].parent))
+def _shards(src: str, tars: list[Path], files: Sequence[str] = ()) -> TarSource:
+    """Tars as one source. Args: files: of their folder, of which images and packed tars are named in the notes."""
+    source, left = TarSource(src, tars, *class_data(tars[0].parent)), LeftOut("file")
+    for file in sorted(files):
+        if is_image(file):
+            left.add(file, "an image beside tars, which are the data")
+        elif file.lower().endswith(tuple(_COMPRESSED_TARS)):
+            left.add(file, "a compressed tar beside plain ones, unpack it first")
+    source.notes += [f"{src}: {line}" for line in left.lines()]
+    return source
