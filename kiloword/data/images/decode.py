@@ -161,10 +161,13 @@ def _too_large(pixels: int | None) -> BadSample:
 
 
 def _orientation(image: Image.Image) -> int:
-    """1 to 8; 1 is upright. Reads EXIF only if there is any."""
+    """1 to 8; 1 is upright, also where EXIF cannot be parsed. Reads EXIF only if there is any."""
     if not _EXIF & image.info.keys():
         return 1
-    value = image.getexif().get(_ORIENTATION, 1)
+    try:
+        value = image.getexif().get(_ORIENTATION, 1)
+    except Exception:  # Pillow raises nearly every type on damaged metadata; the pixels may be whole
+        return 1
     return value if isinstance(value, int) and 1 <= value <= 8 else 1
 
 
@@ -230,8 +233,12 @@ def _opencv(image: bytes, factor: int) -> Pixels | None:
     return None if pixels is None else cv2.cvtColor(pixels, cv2.COLOR_BGR2RGB, dst=pixels)
 
 
+@_reading()
 def to_rgb(image: Image.Image) -> Image.Image:
-    """Decode: upright, transparency over white, 8 bits per channel. Errors: BadSample for floating-point images."""
+    """Decode: upright, transparency over white, 8 bits per channel.
+
+    Errors: BadSample for floating-point images, and for a lazily opened image that cannot be decoded.
+    """
     orientation = _orientation(image)
     if image.mode.startswith("I"):
         image = _from_16_bit(image)
