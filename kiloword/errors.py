@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import logging
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 NAMED = 3  # of the things that are left out for one reason
@@ -33,6 +36,7 @@ class LeftOut:
     noun: str
     counts: dict[str, int] = field(default_factory=dict)  # by reason, in order of first appearance
     first: dict[str, list[str]] = field(default_factory=dict)  # names, at most NAMED a reason
+    done: str = "skipped"  # what happened to them
 
     def add(self, name: str, reason: str) -> bool:
         """Count one. Returns: whether `lines` names it."""
@@ -59,8 +63,39 @@ class LeftOut:
         for reason, number in sorted(self.counts.items(), key=lambda item: -item[1]):
             names, more = self.first[reason], number - len(self.first[reason])
             rest = f" and {more:,} more" if more else ""
-            lines.append(f"{count(number, self.noun)} skipped, {reason}: {', '.join(names)}{rest}")
+            lines.append(f"{count(number, self.noun)} {self.done}, {reason}: {', '.join(names)}{rest}")
         return lines
+
+
+_truncated: ContextVar[tuple[LeftOut, set[int]] | None] = ContextVar("truncated", default=None)  # hashes of texts
+log = logging.getLogger(__name__)
+
+
+@contextmanager
+def naming_truncated() -> Iterator[None]:
+    """Count the different texts that tokenizers truncate inside, and log one warning that names the first of them.
+
+    Inside another one, the outer one counts. It is a decorator, too.
+    """
+    if _truncated.get() is not None:
+        yield
+        return
+    texts = LeftOut("text", done="truncated")
+    token = _truncated.set((texts, set()))
+    try:
+        yield
+    finally:
+        _truncated.reset(token)
+        for line in texts.lines():
+            log.warning("%s", line)
+
+
+def note_truncated(text: str, tokens: int, read: int) -> None:
+    """Count a text for `naming_truncated`. Args: tokens: of the text; read: how many of them the model reads."""
+    if (inside := _truncated.get()) is not None and hash(text) not in inside[1]:
+        inside[1].add(hash(text))
+        both_ends = text if len(text) <= 60 else f"{text[:40]} ... {text[-15:]}"
+        inside[0].add(f"{both_ends!r} ({read} of {tokens} tokens)", "the model reads only the beginning")
 
 
 def needs(what: str, package: str, extra: str, otherwise: str = "") -> str:

@@ -46,7 +46,7 @@ from kiloword.data.sources.joins import check_keys
 from kiloword.data.sources.open import open_data
 from kiloword.data.sources.optional import key_of, texts_of
 from kiloword.distributed.device import choose
-from kiloword.errors import count
+from kiloword.errors import count, naming_truncated
 from kiloword.evaluation.command import Execution, opened
 from kiloword.evaluation.task import Inputs
 from kiloword.features.teachers import open_teacher, prefix_fingerprint
@@ -65,6 +65,7 @@ FORMAT = "kiloword-audit-1"  # of encoded rows
 NAMED = 5  # unreadable rows that are listed
 
 
+@naming_truncated()
 def main(
     sources: Sequence[str],
     model: str,

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from kiloword.api import Matcher, load
+from kiloword.errors import naming_truncated
 from kiloword.interop.names import is_foreign
 from kiloword.types import Texts
 
@@ -58,7 +59,8 @@ def main() -> None:
     models.TYPE2FUNC["kiloword"] = load_kiloword
     models.MODEL_TYPES.append("kiloword")  # a choice of its parser
     zeroshot_classification.float = _number  # its accuracy() calls float() on an array [1], which numpy 2.4 refuses
-    cli.main()
+    with naming_truncated():
+        cli.main()
 
 
 def _number(value: Any) -> float:

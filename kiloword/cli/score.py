@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from tyro.conf import Positional, arg
 
 from kiloword.checkpoint.trust import NONE, Trust
+from kiloword.errors import naming_truncated
 from kiloword.terminal import say, shown, warn
 
 if TYPE_CHECKING:
@@ -68,17 +69,16 @@ def score(
     others = [load(name, device=device, trust_code=trust.trust_code, precision=precision) for name in beside]
     network = matcher.model
     announce(str(network.mean.device), network.precision, reason_of(precision, network.config))
-    for n, (tokens, read) in matcher.tokenizer.cut(texts, matcher.model.config.text).items():
-        warn(f"text {n + 1} ({texts[n][:60]!r}) is truncated: it has {tokens} tokens, of which the model reads {read}")
     if explain is not None:
         from kiloword.explain.sheets import planned, write
 
         planned(explain, matcher, images, explain_what or None)
-    _print(images, texts, matcher.score(list(images), list(texts), nearest).tolist())
-    if plane is not None:
-        _draw_plane(plane, dict(zip(names, [matcher, *others], strict=True)), images, texts)
-    if explain is not None:
-        say(*write(explain, matcher, images, texts, maps or "last", explain_what or None))
+    with naming_truncated():
+        _print(images, texts, matcher.score(list(images), list(texts), nearest).tolist())
+        if plane is not None:
+            _draw_plane(plane, dict(zip(names, [matcher, *others], strict=True)), images, texts)
+        if explain is not None:
+            say(*write(explain, matcher, images, texts, maps or "last", explain_what or None))
 
 
 def _check_flags(

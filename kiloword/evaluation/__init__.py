@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kiloword.errors import suggestion
+from kiloword.errors import naming_truncated, suggestion
 from kiloword.evaluation import (
     caption,
     compositional,
@@ -77,6 +77,7 @@ def task_data(task: Task, src: str, size: int | None) -> Source:
     return open_source(src, size=size) if texts is None else texts
 
 
+@naming_truncated()
 def run(task: Task, inputs: Inputs, options: Any) -> dict[str, float]:
     """What `evaluate` returns, of options that are made and a source that is open."""
     before = len(inputs.skipped)

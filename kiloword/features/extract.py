@@ -27,6 +27,7 @@ from kiloword.data.sources.mixture import every_row
 from kiloword.data.sources.open import open_data
 from kiloword.distributed.device import choose
 from kiloword.distributed.sharing import alone, is_first, together
+from kiloword.errors import naming_truncated
 from kiloword.features.tables import ProgressReport, Rows, TableWriter, content_of, fill, resumed
 from kiloword.features.teachers import KilowordTeacher, PrefixTeacher, SentenceTeacher, Teacher, open_teacher
 from kiloword.model.prefix import check_dim, cosine_alone, note_of
@@ -175,6 +176,7 @@ def _file(
     )
 
 
+@naming_truncated()
 def _embed(
     teacher: Teacher, source: Source, out: Path, file: TableFile, batch: int, workers: int, report: ProgressReport
 ) -> FeatureStore | None:

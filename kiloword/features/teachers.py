@@ -17,7 +17,7 @@ from kiloword.checkpoint.model_folder import check_finite, load_model, model_fil
 from kiloword.checkpoint.trust import NONE, Trust
 from kiloword.config.recipes import Resize
 from kiloword.distributed.device import choose
-from kiloword.errors import needs
+from kiloword.errors import needs, note_truncated
 from kiloword.interop.hf_folder import is_sentence_encoder, read_sentence_folder
 from kiloword.interop.names import local_folder
 from kiloword.model.encoding import TEXTS, encode_texts, inference
@@ -151,9 +151,7 @@ class TransformersTeacher(Foreign):
         model, tokenizer = from_folder(folder, "CLIP", ("CLIPModel", "AutoTokenizer"), device, precision)
 
         def texts(wanted: list[str]) -> Tensor:
-            ids = tokenizer(
-                wanted, padding=True, truncation=True, max_length=clip_folder.context, return_tensors="pt"
-            ).to(device)
+            ids = _tokens(tokenizer, wanted, clip_folder.context).to(device)
             pooled = model.text_model(input_ids=ids["input_ids"], attention_mask=ids["attention_mask"])
             features: Tensor = model.text_projection(pooled.pooler_output)
             return features
@@ -192,8 +190,7 @@ class SentenceTeacher:
     def _pooled(self, texts: list[str]) -> Tensor:
         if self._sentence.lower:
             texts = [text.lower() for text in texts]
-        options = {"padding": True, "truncation": True, "max_length": self._sentence.context, "return_tensors": "pt"}
-        inputs = self._tokenizer(texts, **options).to(self._device)
+        inputs = _tokens(self._tokenizer, texts, self._sentence.context).to(self._device)
         tokens: Tensor = self._model(**inputs).last_hidden_state.float()  # [t, L, D]
         if self._sentence.pooling == "cls":
             return tokens[:, 0]
@@ -202,6 +199,15 @@ class SentenceTeacher:
             return tokens.masked_fill(~mask, -torch.inf).amax(1)
         mean: Tensor = tokens.masked_fill(~mask, 0).sum(1) / mask.sum(1).clamp(min=1)
         return mean
+
+
+def _tokens(tokenizer: Any, texts: list[str], context: int) -> Any:
+    """What a tokenizer of transformers makes of texts; those that it truncates are noted."""
+    tokens = tokenizer(texts, padding=True, truncation=True, max_length=context, return_tensors="pt")
+    for text, encoding in zip(texts, getattr(tokens, "encodings", None) or (), strict=False):  # not of slow tokenizers
+        if encoding.overflowing:
+            note_truncated(text, len(encoding.ids) + sum(len(rest.ids) for rest in encoding.overflowing), context)
+    return tokens
 
 
 class PrefixTeacher:

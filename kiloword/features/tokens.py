@@ -41,6 +41,7 @@ from kiloword.data.token_store import (
 )
 from kiloword.distributed.device import precision_of
 from kiloword.distributed.sharing import is_first
+from kiloword.errors import naming_truncated
 from kiloword.features.extract import write_index
 from kiloword.features.tables import ProgressReport, Rows, TableWriter, fill, resumed
 from kiloword.features.token_runs import trunk_digest, trunk_of
@@ -68,6 +69,7 @@ class TokenOptions:
     part: int = 0
 
 
+@naming_truncated()
 def embed_tokens(
     model: Model,
     tokenizer: Tokenizer | None,

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kiloword.distributed import collectives
 from kiloword.distributed.sharing import in_turns, share
+from kiloword.errors import naming_truncated
 from kiloword.terminal.progress import track
 from kiloword.types import Features
 
@@ -77,6 +78,6 @@ def encode_texts(model: Model, tokenizer: Tokenizer, captions: Sequence[str], ba
         features: Features = model.encode_text(texts.to(device))[1]
         return features if alone else moved(features, "cpu")
 
-    with inference(model):
+    with inference(model), naming_truncated():
         encoded = track(in_turns(parts, encode), "texts", "texts", len(captions), lambda part: len(part["vec"]))
         return moved(join(list(encoded)), device)

@@ -52,9 +52,6 @@ def main(
     image = None if like is None else read_photo(like)
     library = Library(folder)
     matcher = opened_for(library, model, device, precision, trust, dim)
-    if image is None:
-        for tokens, read in matcher.tokenizer.cut([words], matcher.model.config.text).values():
-            warn(f"the query is truncated: it has {tokens} tokens, of which the model reads {read}")
     began = time.perf_counter()
     vec = None if image is None else query_image(matcher, image, str(like))
 

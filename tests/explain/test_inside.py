@@ -218,17 +218,3 @@ def test_texts_that_are_cut_say_so(tmp_path: Path) -> None:
     tokens = plain.tokenizer.cut([long], replace(plain.model.config.text, context=10))[0][0]
     assert f"the model reads 29 of its {tokens} tokens" in _cut(plain, long)
     assert tokens >= 40
-
-
-def test_score_names_the_texts_that_are_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = matcher()
-    save_model(
-        tmp_path / "m", model.model, model.tokenizer, ModelFile(method="sycoca", settings={}, model=model.model.config)
-    )
-    image = str(noise_file(tmp_path / "a.jpg"))
-    main(["score", str(tmp_path / "m"), "--images", image, "--texts", "a red circle", "zebra " * 40])
-    said = capsys.readouterr().err
-    tokens = model.tokenizer.cut(["zebra " * 40], model.model.config.text)[0][0]
-    assert re.fullmatch(
-        rf"text 2 \('zebra .*'\) is truncated: it has {tokens} tokens, of which the model reads 29\n", said
-    )

@@ -24,7 +24,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from kiloword.checkpoint.files import write_atomic
 from kiloword.config.recipes import TextConfig
 from kiloword.data.text.tokenizer_file import CLIP_END, CLIP_START, CLIP_WORDS, Roles, read
-from kiloword.errors import needs
+from kiloword.errors import needs, note_truncated
 from kiloword.types import Texts
 
 LEARNED = 1 << 16  # characters of a caption that train a vocabulary; of a word, those before the end of _LONG_WORD
@@ -93,7 +93,7 @@ class Tokenizer:
     def encode(self, captions: Sequence[str], config: TextConfig) -> Texts:
         """Pack T captions: start, tokens, end, pads if asked for, extra tokens; at most `config.context` ids each.
 
-        A longer caption loses its last tokens, keeps its end, and is counted in `truncated`.
+        A longer caption loses its last tokens, keeps its end, and is counted in `truncated` and by `naming_truncated`.
         Errors: ValueError when an id does not fit `config.vocab`, or nothing fits the context.
         """
         head, tail = ([self.roles.start] if self.roles.prefix else []), [self.roles.end]
@@ -102,8 +102,9 @@ class Tokenizer:
         flat: list[int] = []
         lengths = []
         truncated = 0
-        for words in self._words(captions):
+        for text, words in zip(captions, self._words(captions), strict=True):
             if len(words) > room:
+                note_truncated(text, len(words), room)
                 words = words[:room]
                 truncated += 1
             pads = [self.roles.pad] * (room - len(words)) if config.pad_to_context else []
