@@ -185,18 +185,21 @@ def places_among(names: Sequence[str], known: Sequence[str]) -> list[int | None]
     """
     places: list[int | None] = [None] * len(names)
     for form in (str, _composed, caseless, _of_folder):
-        taken = {*places}
-        ours = _by_form(form, {n: name for n, name in enumerate(names) if places[n] is None})
-        theirs = _by_form(form, {k: name for k, name in enumerate(known) if k not in taken})
-        for key in ours.keys() & theirs.keys():
-            for one, other in ((ours[key], theirs[key]), (theirs[key], ours[key])):
-                if len(different := sorted({*one.values()})) > 1:
-                    first, second, third = (shown(name[:60]) for name in (*different[:2], next(iter(other.values()))))
-                    raise ValueError(
-                        f"the class {third!r} may be {first!r} or {second!r}, which differ only in case, Unicode form "
-                        'or "_": write class names exactly as the data has them.'
-                    )
-            for n, k in zip(ours[key], theirs[key], strict=False):
+        groups = defaultdict[str, tuple[list[int], list[int]]](
+            lambda: ([], [])
+        )  # places of equal names, left on a side
+        for n in (n for n, place in enumerate(places) if place is None):
+            groups[form(names[n])][0].append(n)
+        for k in {*range(len(known))} - {*places}:
+            groups[form(known[k])][1].append(k)
+        for ours, theirs in groups.values():
+            forms = {names[n] for n in ours}, {known[k] for k in theirs}
+            if all(forms) and max(map(len, forms)) > 1:
+                listed = ", ".join(repr(shown(name[:60])) for name in sorted(set.union(*forms)))
+                raise ValueError(
+                    f'class names {listed} differ only in case, Unicode form or "_": write them exactly as in the data.'
+                )
+            for n, k in zip(ours, sorted(theirs), strict=False):
                 places[n] = k
     return places
 
@@ -208,14 +211,6 @@ def _composed(text: str) -> str:
 def _of_folder(name: str) -> str:
     name = caseless(name).replace("_", " ")
     return _FOLDERS.get(name, name)
-
-
-def _by_form(form: Callable[[str], str], names: dict[int, str]) -> dict[str, dict[int, str]]:
-    """Names by place, grouped by their form."""
-    groups = defaultdict[str, dict[int, str]](dict)
-    for place, name in names.items():
-        groups[form(name)][place] = name
-    return groups
 
 
 def slotted(listed: Sequence[str], where: str) -> list[str]:

@@ -120,14 +120,13 @@ def _labels_of_names(
     if numbered and max(map(int, folders)) < len(classnames):
         return {folder: int(folder) for folder in folders}
     in_order = {folder: label for label, folder in enumerate(folders)}
+    other = next(folder for folder in folders if folder not in by_name)
     if len(folders) == len(classnames) and (names != folders or by_name.items() <= in_order.items()):
-        other = next(folder for folder in folders if folder not in by_name)
         log.warning(
             "%s: %d of its %d class folders are not in classnames.txt, so they are taken in sorted order: %r is %r.",
             name, len(folders) - len(by_name), len(folders), shown(other), shown(classnames[in_order[other]]),
         )  # fmt: skip
         return in_order
-    other = next(folder for folder in folders if folder not in by_name)
     raise ValueError(
         f"{name} has {len(folders)} class folders, but classnames.txt names {len(classnames)} classes, of which none "
         f"is {shown(other[:60])!r}: expected folders named like the classes, or as many in the same order."
