@@ -38,7 +38,7 @@ def load(
 ) -> Matcher:
     """Load a model folder (`OUT/model` of a run), or another library's model; code of a folder runs only if allowed.
 
-    Of other libraries: "open_clip:NAME:FILE", "hf:FOLDER", "hf-hub:ORG/NAME" (see `interop.names`).
+    Of other libraries: "open_clip:NAME[@TAG]:FILE", "hf:FOLDER", "hf-hub:ORG/NAME" (see `interop.names`).
 
     Args: device: "cpu", "cuda", "cuda:N", "mps", or "auto", the first that is there of CUDA, MPS and CPU; dtype:
     "fp32", "bf16" or "fp64"; size: another image size in pixels, with interpolated positions; context: another maximum

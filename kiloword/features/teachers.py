@@ -21,6 +21,7 @@ from kiloword.errors import needs, note_truncated
 from kiloword.interop.hf_folder import is_sentence_encoder, read_sentence_folder
 from kiloword.interop.names import local_folder
 from kiloword.model.encoding import TEXTS, encode_texts, inference
+from kiloword.terminal import warn_once
 
 if TYPE_CHECKING:
     from kiloword.data.text.tokenizer import Tokenizer
@@ -117,20 +118,24 @@ class OpenClip(Foreign):
         import open_clip
 
         from kiloword.interop.open_clip import read
+        from kiloword.interop.open_clip_config import raw_config
 
-        state = read(weights)
+        state, raw, fingerprint = read(weights), raw_config(name), digest([weights], name)
+        name, quick = name.partition("@")[0], bool(raw.get("quick_gelu"))
         with _of_open_clip(name):
-            model = open_clip.create_model(name, load_weights=False, pretrained_image=False, pretrained_text=False)
+            model = open_clip.create_model(
+                name, load_weights=False, pretrained_image=False, pretrained_text=False, force_quick_gelu=quick
+            )
         try:
             model.load_state_dict(state)
         except RuntimeError as error:
             reason = str(error).split("\n")[1].strip() if "\n" in str(error) else str(error)
             raise ValueError(f"{weights} does not hold the weights of open_clip's {name}: {reason[:200]}") from None
         check_finite(state, str(weights))
-        preprocess = open_clip.get_model_preprocess_cfg(model)
+        preprocess = {**open_clip.get_model_preprocess_cfg(model), **raw.get("preprocess_cfg", {})}
         super().__init__(preprocess["mean"], preprocess["std"], device, precision)
         self.size, self.resize = _preprocess(name, preprocess)
-        self.fingerprint = digest([weights], name)
+        self.fingerprint = fingerprint
         model = model.to(device=device, dtype=self._kind).eval()
         with _of_open_clip(name):
             tokenizer = open_clip.get_tokenizer(name)
@@ -264,7 +269,7 @@ def from_folder(folder: Path, what: str, classes: tuple[str, str], device: str, 
 def _open_clip(name: str, rest: str, device: str, precision: str) -> Teacher:
     """Load open_clip's weights into kiloword's towers if possible, else use open_clip."""
     from kiloword.interop.folder import assemble
-    from kiloword.interop.open_clip import import_state, read
+    from kiloword.interop.open_clip import assumed, import_state, read
     from kiloword.interop.open_clip_config import Unlike
 
     model_name, _, file = rest.partition(":")
@@ -278,6 +283,7 @@ def _open_clip(name: str, rest: str, device: str, precision: str) -> Teacher:
         imported = import_state(model_name, state)
     except Unlike:
         return OpenClip(model_name, weights, device, precision)
+    warn_once(f"note: {assumed(model_name, imported.config)}")
     model, tokenizer = assemble(imported, weights)
     return KilowordTeacher(model.to(device=device, dtype=DTYPES[precision]), tokenizer, digest([weights], model_name))
 

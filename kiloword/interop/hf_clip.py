@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kiloword.config.recipes import Activation, ModelConfig, Preprocess
+from kiloword.config.recipes import Activation, ModelConfig
 from kiloword.interop.folder import Imported
 from kiloword.interop.hf_folder import check_strangers, image_processor, json_object, preprocessing, weight_files
 from kiloword.interop.open_clip import import_as, read
@@ -94,19 +94,15 @@ def _config(config: Mapping[str, Any], folder: Path, siglip: bool) -> ModelConfi
         | {"vocab_size": text["vocab_size"], "heads": text["num_attention_heads"], "no_causal_mask": siglip},
     }
     model = translate(str(folder), raw)
-    image = image_processor(folder)
-    size, resize = preprocessing(folder, {"do_center_crop": False, **image} if siglip else image)
+    size, shown = preprocessing(folder, image_processor(folder), clip=not siglip)
     if size != vision["image_size"]:
         raise ValueError(f"{folder} reads images of {size} pixels, but its model has {vision['image_size']}.")
-    usual = replace(Preprocess(), mean=(0.5,) * 3, std=(0.5,) * 3) if siglip else Preprocess()
-    mean, std = (tuple(image.get(f"image_{n}") or getattr(usual, n)) for n in ("mean", "std"))
     tower = replace(model.image, mlp=vision["intermediate_size"], activation=act[vision["hidden_act"]])
     words = replace(model.text, mlp=text["intermediate_size"], activation=act[text["hidden_act"]])
     head = model.head
     if siglip:
         tower = replace(tower, class_token=False, pre_norm=False, stem_bias=True)
         head = replace(head, image_pool="map", image_projection=False, text_projection_bias=True)
-    shown = Preprocess(mean=mean, std=std, resize=resize)
     return replace(model, image=tower, text=words, head=head, preprocess=shown)
 
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from kiloword.config.recipes import Preprocess
+from kiloword.config.recipes import Preprocess, Resize
+from kiloword.config.settings import parse
 from kiloword.data.text import tokenizer_file
 from kiloword.model.trunks.libraries import check_numbers
 
@@ -18,6 +19,7 @@ OFFSET = {"roberta": 2, "xlm-roberta": 2, "mpnet": 2}  # positions that no token
 POOLINGS = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls", "pooling_mode_max_tokens": "max"}
 LARGEST = 1 << 24  # bytes of a JSON file
 _BICUBIC = 3  # Pillow's number in `resample`
+_STEPS = ("do_resize", "do_center_crop", "do_rescale", "do_normalize", "do_convert_rgb")  # of a processor
 _NESTED = "image_processor"  # key of processor_config.json
 
 
@@ -26,7 +28,7 @@ class HfFolder:
     """Preprocessing of images and texts, and the files of the model."""
 
     size: int
-    resize: Any  # "shortest" or "squash"
+    resize: Resize
     mean: Sequence[float]
     std: Sequence[float]
     context: int
@@ -103,15 +105,13 @@ def read_folder(folder: Path) -> HfFolder:
         )
     check_strangers(folder)
     weights = weight_files(folder)
-    image = image_processor(folder)
-    size, resize = preprocessing(folder, image)
-    plain = Preprocess()
+    size, shown = preprocessing(folder, image_processor(folder), clip=True)
     extra = [p for p in (folder / "tokenizer.json", folder / "vocab.json", folder / "merges.txt") if p.is_file()]
     return HfFolder(
         size,
-        resize,
-        image.get("image_mean") or plain.mean,
-        image.get("image_std") or plain.std,
+        shown.resize,
+        shown.mean,
+        shown.std,
         int((config.get("text_config") or {}).get("max_position_embeddings", 77)),
         [folder / "config.json", processor_file(folder), *weights, *extra],
     )
@@ -161,19 +161,41 @@ def image_processor(folder: Path) -> dict[str, Any]:
     return settings[_NESTED] if path.name == "processor_config.json" else settings
 
 
-def preprocessing(folder: Path, preprocessor: dict[str, Any]) -> tuple[int, Any]:
-    """Size in pixels and resize mode. Raises: ValueError for unsupported preprocessing."""
-    size, crop = side_of(preprocessor.get("size")), side_of(preprocessor.get("crop_size"))
-    shortest = isinstance(preprocessor.get("size"), int) or "shortest_edge" in (preprocessor.get("size") or {})
-    cropped = preprocessor.get("do_center_crop", True)
-    same = size is not None and (size == crop or not cropped)
-    if not same or (shortest and not cropped) or preprocessor.get("resample", _BICUBIC) != _BICUBIC:
+def preprocessing(folder: Path, settings: dict[str, Any], clip: bool) -> tuple[int, Preprocess]:
+    """Image size and preprocessing as an image processor's settings say it.
+
+    Args: clip: whether what they omit is as CLIP's processor has it, else as those of SigLIP and ViT.
+    Raises: ValueError naming settings that `Preprocess` does not express.
+    """
+    on = {"do_resize": True, "do_center_crop": clip, "do_rescale": True, "do_normalize": True, "do_convert_rgb": True}
+    on |= {name: bool(value) for name, value in settings.items() if name.startswith("do_") and value is not None}
+    given = settings.get("size")
+    size, crop = side_of(given), side_of(settings.get("crop_size") or given) if on["do_center_crop"] else None
+    shortest = clip if isinstance(given, int) else "shortest_edge" in (given or {})
+    resample = settings.get("resample", _BICUBIC)
+    conditions = {
+        "do_resize": not on["do_resize"],
+        "do_center_crop": shortest and not on["do_center_crop"],
+        f"resample {resample}": resample != _BICUBIC,
+        "size": size is None,
+        "crop_size": on["do_center_crop"] and (crop is None or crop > (size or 0) or (crop != size and not shortest)),
+        **{name: on[name] for name in on if name not in _STEPS},
+    }
+    if foreign := [name for name, differs in conditions.items() if differs]:
         raise ValueError(
-            f"{processor_file(folder)} preprocesses images in an unsupported way: expected a "
-            "bicubic resize of the shorter side and a centre crop of the same size, or a squash to a square."
+            f"{processor_file(folder)} preprocesses images in an unsupported way ({', '.join(foreign)[:200]}): "
+            "expected a bicubic resize of the shorter side and a centre crop, or a squash to a square."
         )
     assert size is not None
-    return size, "shortest" if shortest else "squash"
+    usual = Preprocess() if clip else Preprocess(mean=(0.5,) * 3, std=(0.5,) * 3)
+    mean, std = ([settings.get(f"image_{name}") or list(getattr(usual, name))][0] for name in ("mean", "std"))
+    if not on["do_normalize"]:
+        mean, std = [0.0] * 3, [1.0] * 3
+    unit = 255 * settings.get("rescale_factor", 1 / 255) if on["do_rescale"] else 255  # what a white pixel becomes
+    if unit != 1:
+        mean, std = ([x / unit for x in values] for values in (mean, std))
+    resize = "squash" if not shortest else "shortest" if crop == size else size
+    return crop or size, parse({"mean": mean, "std": std, "resize": resize}, Preprocess)
 
 
 def side_of(value: Any) -> int | None:

@@ -1,8 +1,8 @@
 """Models of other libraries by name, wherever a model folder is expected.
 
-`open_clip:NAME:FILE`, `hf:FOLDER` and `hf-hub:ORG/NAME[@REVISION]` become a model folder in the cache, once for each
-version of their files. Only `hf-hub:` may reach a network: through huggingface_hub, which reads its cache where it can,
-and only that with HF_HUB_OFFLINE=1. No code of a folder runs.
+`open_clip:NAME[@TAG]:FILE`, `hf:FOLDER` and `hf-hub:ORG/NAME[@REVISION]` become a model folder in the cache, once
+for each version of their files. Only `hf-hub:` may reach a network: through huggingface_hub, which reads its cache
+where it can, and only that with HF_HUB_OFFLINE=1. No code of a folder runs.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from kiloword.data import files as cache
 from kiloword.errors import needs
 from kiloword.interop import folder, hf_clip
 from kiloword.interop.hf_folder import json_object, weight_files
-from kiloword.interop.open_clip import import_state, read
+from kiloword.interop.open_clip import assumed, import_state, read
+from kiloword.terminal import warn_once
 
 PREFIXES = ("open_clip", "hf", "hf-hub")
-FORMS = "open_clip:NAME:FILE, hf:FOLDER or hf-hub:ORG/NAME"
+FORMS = "open_clip:NAME[@TAG]:FILE, hf:FOLDER or hf-hub:ORG/NAME"
 FILES = ("*.json", "*.safetensors", "*.txt", "*.md", "*.model")  # of a hub: no pickles, no code
 TRANSLATION = 2  # raise it when the same files become another model
 REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
@@ -59,11 +60,16 @@ def local_folder(name: str | Path) -> str | Path:
         return _of_folder(Path(rest).expanduser())
     model, _, file = rest.partition(":")
     if not (model and file):
-        raise ValueError(f"{name} has no file of weights: write open_clip:NAME:FILE; nothing is downloaded.")
+        raise ValueError(
+            f"{name} has no file of weights: write open_clip:NAME:FILE, or open_clip:NAME@TAG:FILE for weights that "
+            "were published under a tag; nothing is downloaded."
+        )
     weights = Path(file).expanduser()
     place = _place(name, [weights])
     if not _is_complete(place):
-        folder.write(import_state(model, read(weights)), weights, place, f"open_clip {model}")
+        imported = import_state(model, read(weights))
+        folder.write(imported, weights, place, f"open_clip {model}")
+        warn_once(f"note: {assumed(model, imported.config)}")
     return place
 
 

@@ -6,6 +6,7 @@ import math
 import re
 import warnings
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,15 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from kiloword.config.recipes import ModelConfig
+from kiloword.config.recipes import ModelConfig, Preprocess
+from kiloword.config.settings import check, parse
 from kiloword.interop import folder
 from kiloword.interop.folder import Imported, ImportReport
 from kiloword.interop.open_clip_config import raw_config, translate
 from kiloword.methods.registry import preset
 from kiloword.model.heads import Head, Single
 from kiloword.model.model import Model
+from kiloword.terminal import say
 
 MAX_SCALE = 100.0  # of CLIP
 TOWERS = ("visual", "text", "transformer", "text_projection", "text_decoder", "vision_model", "text_model")
@@ -338,8 +341,28 @@ def _attention(theirs: str, ours: str, rest: dict[str, Tensor]) -> dict[str, tup
     return {ours + part: (names[0], value.contiguous()) for part, value in values.items()}
 
 
-def main(name: str, path: Path, out: Path) -> None:
-    """Write a model folder from a file of open_clip's weights, and print a report."""
+def assumed(name: str, config: ModelConfig) -> str:
+    """What a file of weights does not say, and the name decides, on one line."""
+    shown = config.preprocess
+    mean, std = (" ".join(f"{x:.3g}" for x in values) for values in (shown.mean, shown.std))
+    source = "its tag says" if "@" in name else "the name says, or NAME@TAG for published weights"
+    return (
+        f"{name}: images resized by {shown.resize}, bicubic, mean {mean}, std {std}; activation "
+        f"{config.text.activation}, as {source}."
+    )
+
+
+def main(name: str, path: Path, out: Path, preprocess: Mapping[str, Any] | None = None) -> None:
+    """Write a model folder from a file of open_clip's weights, and print a report.
+
+    Args: name: NAME or NAME@TAG of open_clip; preprocess: settings of `Preprocess` in place of those of the name.
+    """
     imported = import_state(name, read(path))
+    config = imported.config
+    if preprocess:
+        shown = parse({**asdict(config.preprocess), **preprocess}, Preprocess)
+        check(shown)
+        imported = replace(imported, config=replace(config, preprocess=shown))
     folder.write(imported, path, out, f"open_clip {name}")
     folder.show(imported.report, out)
+    say(assumed(name, imported.config))

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from kiloword.config.recipes import Activation, HeadConfig, ImageConfig, ModelConfig, Preprocess, TextConfig
+from kiloword.config.settings import parse
 from kiloword.errors import needs
 from kiloword.model.trunks.libraries import torchvision_ready as torchvision_ready
 
@@ -27,6 +28,7 @@ _IMAGE_KEYS = {
 }
 
 
+_PUBLISHED = ("mean", "std", "resize_mode", "interpolation")
 _COCA_TEXT_KEYS = {"embed_cls", "output_tokens", "correct_cls_mask", "pad_id", "eos_id"}
 _COCA_IMAGE_KEYS = {"attentional_pool", "attn_pooler_queries", "attn_pooler_heads", "output_tokens"}
 
@@ -66,18 +68,33 @@ def translate(name: str, raw: Mapping[str, Any]) -> ModelConfig:
         image_projection_bias=resnet,
         text_projection_bias=text.get("proj_bias", False),
     )
-    half = (0.5, 0.5, 0.5)
     config = ModelConfig(
         image=_timm_image(name, vision) if siglip else _resnet(vision) if resnet else image_config(vision, activation),
         text=text_config(text, activation),
         head=head,
-        preprocess=Preprocess(mean=half, std=half, resize="squash") if siglip else Preprocess(),
+        preprocess=_preprocess(name, {**(_SIGLIP if siglip else {}), **raw.get("preprocess_cfg", {})}),
     )
     return _with_coca(config, raw) if coca else config
 
 
+_SIGLIP = {"mean": [0.5] * 3, "std": [0.5] * 3, "resize_mode": "squash"}
+
+
+def _preprocess(name: str, published: Mapping[str, Any]) -> Preprocess:
+    """Preprocessing from open_clip's settings, CLIP's where they omit it."""
+    resize, how = published.get("resize_mode", "shortest"), published.get("interpolation", "bicubic")
+    if resize not in ("shortest", "squash") or how != "bicubic":
+        raise Unlike(f"open_clip's {name} resizes images by {resize}, {how}: expected shortest or squash, bicubic")
+    return parse({**{key: published[key] for key in ("mean", "std") if key in published}, "resize": resize}, Preprocess)
+
+
 def raw_config(name: str) -> dict[str, Any]:
-    """open_clip's configuration of `name`. Raises: ValueError as `model_config`, but for unsupported models."""
+    """open_clip's configuration of "NAME" or "NAME@TAG", where a tag of published weights gives preprocessing and
+    activation by open_clip's table of them.
+
+    Raises: ValueError when open_clip is not installed, or does not know the name or the tag.
+    """
+    name, at, tag = name.partition("@")
     torchvision_ready()
     try:
         import open_clip
@@ -86,7 +103,13 @@ def raw_config(name: str) -> dict[str, Any]:
     raw: dict[str, Any] | None = open_clip.get_model_config(name) if name in open_clip.list_models() else None
     if raw is None:
         raise ValueError(f"open_clip knows no model {name!r}; its names are those of open_clip.list_models()")
-    return raw
+    if not at:
+        return raw
+    if not (published := open_clip.get_pretrained_cfg(name, tag)):
+        tags = ", ".join(open_clip.list_pretrained_tags_by_model(name)) or "none"
+        raise ValueError(f"open_clip has no tag {tag!r} of {name}: its tags are {tags}.")
+    activation = {"quick_gelu": bool(raw.get("quick_gelu") or published.get("quick_gelu"))}
+    return {**raw, **activation, "preprocess_cfg": {k: v for k, v in published.items() if k in _PUBLISHED}}
 
 
 def _unlike_coca(raw: Mapping[str, Any]) -> list[str]:

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from kiloword.checkpoint.model_folder import check_finite
 from kiloword.config.recipes import ImageConfig, ModelConfig, Preprocess, TrunkConfig
-from kiloword.config.settings import parse as parse_settings
 from kiloword.errors import suggestion
 from kiloword.interop import hf_folder
 from kiloword.interop.open_clip import check_translated, read
@@ -75,7 +74,7 @@ def with_image_tower(model: ModelConfig, text: str) -> ModelConfig:
         if named.name == HF:
             assert named.file is not None
             config = replace(config, config=vision_config(named.file))
-            preprocess, size = _of_folder(named.file)
+            preprocess, size = _of_folder(named.file, config.config["model_type"])
             size = size if config.config["model_type"] in ANY_SIZE else None
         else:
             preprocess = _of_timm(named.name) if named.name.startswith(TIMM) else _of_open_clip(named.name)
@@ -95,17 +94,13 @@ def vision_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _of_folder(folder: Path) -> tuple[Preprocess, int | None]:
+def _of_folder(folder: Path, kind: str) -> tuple[Preprocess, int | None]:
     """Preprocessing in a folder of transformers, and the image size; the usual one where it has no file for it."""
     if not hf_folder.processor_file(folder).is_file():
         return Preprocess(mean=(0.5,) * 3, std=(0.5,) * 3), None
-    raw = hf_folder.image_processor(folder)
-    size, crop = raw.get("size"), raw.get("crop_size") if raw.get("do_center_crop") else None
-    side, wanted = hf_folder.side_of(size), hf_folder.side_of(crop)
-    squashed = isinstance(size, dict) and "height" in size
-    resize: Any = "squash" if squashed or side is None else side if wanted and side != wanted else "shortest"
-    mean, std = (tuple(raw.get(name) or (0.5,) * 3) for name in ("image_mean", "image_std"))
-    return parse_settings({"mean": mean, "std": std, "resize": resize}, Preprocess), wanted or side
+    raw = {"size": 224, **hf_folder.image_processor(folder), "resample": 3}  # those of ViTs are bilinear
+    size, preprocess = hf_folder.preprocessing(folder, raw, clip=kind.startswith("clip"))
+    return preprocess, size
 
 
 def _of_timm(name: str) -> Preprocess:

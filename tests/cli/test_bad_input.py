@@ -283,7 +283,7 @@ def test_wrong_flags(words: list[str], capsys: pytest.CaptureFixture[str]) -> No
         (["--workers", "-1"], "workers"),
         (["--weights", "1", "2"], "weights"),
         (["--vocab", "10"], "vocab"),
-        (["--model.image.patch", "7"], "patch 7 does not divide"),
+        (["--model.image.patch", "70"], "patch 70 is larger than the image size"),
         (["--model.image.heads", "5"], "heads"),
         (["--augment.crop", "2"], "--augment.crop is 2.0: expected 0.001 to 1"),
         (["--optim.lr", "nan"], "--optim.lr is nan: expected 0 to 100"),

@@ -329,7 +329,7 @@ LONG = {"padding": True, "truncation": True, "max_length": 12, "return_tensors":
         ("config.json", '{"model_type": "siglip"}', "holds a 'siglip' model: expected a CLIP"),
         ("config.json", "{", r"config\.json is damaged: it is no json"),
         ("config.json", "[]", r"config\.json is damaged: it is no json object"),
-        ("preprocessor_config.json", '{"size": 9, "crop_size": 8}', "in an unsupported way"),
+        ("preprocessor_config.json", '{"size": 8, "crop_size": 9}', "in an unsupported way"),
         ("preprocessor_config.json", '{"size": 8, "do_center_crop": false}', "in an unsupported way"),
         ("preprocessor_config.json", '{"size": 8, "crop_size": 8, "resample": 2}', "in an unsupported way"),
         ("preprocessor_config.json", "", "is damaged"),

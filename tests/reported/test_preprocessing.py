@@ -1,0 +1,233 @@
+"""Images are preprocessed as the model's own library does it, or the setting that kiloword lacks is named."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import Tensor
+
+import kiloword
+from kiloword.cli.main import main
+from kiloword.interop.open_clip_config import torchvision_ready
+
+SIDE = 32
+CLIP = {"size": {"shortest_edge": SIDE}, "crop_size": {"height": SIDE, "width": SIDE}, "resample": 3}
+SIGLIP = {"size": {"height": SIDE, "width": SIDE}, "resample": 3}
+MEAN, STD = [0.4, 0.5, 0.6], [0.2, 0.3, 0.25]
+PIXELS = torch.randint(0, 256, (2, 3, SIDE, SIDE), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+PHOTO = np.random.default_rng(0).integers(0, 256, (40, 56, 3), np.uint8)
+
+
+def stirred(model: Any) -> Any:
+    """With weights off the values where an error would not show."""
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
+    return model.eval()
+
+
+def vocabulary(folder: Path) -> Path:
+    """The tokenizer.json of a small SigLIP in a folder. Returns: the folder."""
+    pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁a", -1.0), ("▁dog", -1.0)]
+    tokenizers.Tokenizer(tokenizers.models.Unigram(pieces, unk_id=2)).save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Any]]:
+    """A CLIP and a SigLIP of transformers."""
+    torchvision_ready()
+    transformers = pytest.importorskip("transformers")
+    tower = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text, vision = tower | {"vocab_size": 8}, tower | {"image_size": SIDE, "patch_size": 8}
+    clip = transformers.CLIPModel(transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=24))
+    siglip = transformers.SiglipModel(transformers.SiglipConfig(text_config=text, vision_config=vision))
+    found = {}
+    for name, model in (("clip", stirred(clip)), ("siglip", stirred(siglip))):
+        place = tmp_path_factory.mktemp(name)
+        model.save_pretrained(place)
+        found[name] = vocabulary(place), model
+    return found
+
+
+def folder(models: dict[str, tuple[Path, Any]], kind: str, place: Path, settings: dict[str, Any]) -> Path:
+    """A model's folder with these settings of its image processor."""
+    copy = shutil.copytree(models[kind][0], place / kind)
+    (copy / "preprocessor_config.json").write_text(json.dumps(settings))
+    return copy
+
+
+def theirs(settings: dict[str, Any], pixels: Tensor, mean: list[float], std: list[float]) -> Tensor:
+    """As image processors of transformers compute it."""
+    x = pixels.double()
+    if settings.get("do_rescale", True):
+        x = x * settings.get("rescale_factor", 1 / 255)
+    if settings.get("do_normalize", True):
+        x = (x - torch.tensor(mean).view(3, 1, 1)) / torch.tensor(std).view(3, 1, 1)
+    return x.float()
+
+
+@pytest.mark.parametrize("kind", ["clip", "siglip"])
+@pytest.mark.parametrize(
+    "said",
+    [
+        {},
+        {"do_normalize": False},
+        {"do_rescale": False},
+        {"do_rescale": False, "do_normalize": False},
+        {"rescale_factor": 1 / 127.5},
+        {"rescale_factor": 1 / 256, "do_normalize": False},
+        {"do_rescale": None, "do_normalize": None, "do_pad": None, "do_pad_to_square": False},
+    ],
+)
+def test_values_of_pixels(models: dict[str, tuple[Path, Any]], tmp_path: Path, kind: str, said: dict[str, Any]) -> None:
+    settings = {**(CLIP if kind == "clip" else SIGLIP), "image_mean": MEAN, "image_std": STD, **said}
+    ours = kiloword.load(f"hf:{folder(models, kind, tmp_path, settings)}")
+    values = theirs({k: v for k, v in said.items() if v is not None}, PIXELS, MEAN, STD)
+    with torch.no_grad():
+        found = models[kind][1].get_image_features(pixel_values=values)
+    expected = F.normalize(found if isinstance(found, Tensor) else found.pooler_output, dim=-1)
+    torch.testing.assert_close(ours.encode_image(PIXELS)["vec"], expected, atol=2e-5, rtol=0)
+
+
+def test_a_margin_that_is_cropped(models: dict[str, tuple[Path, Any]], tmp_path: Path) -> None:
+    """The shorter side becomes 36 pixels, of which the middle 32 are seen."""
+    ours = kiloword.load(f"hf:{folder(models, 'clip', tmp_path, {**CLIP, 'size': {'shortest_edge': 36}})}")
+    resized = np.asarray(Image.fromarray(PHOTO).resize((50, 36), Image.Resampling.BICUBIC))[2:34, 9:41]
+    expected = ours.encode_image(torch.from_numpy(resized.copy()).permute(2, 0, 1)[None])["vec"]
+    torch.testing.assert_close(ours.encode_image([PHOTO])["vec"], expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("door", ["load", "embed", "train"])
+@pytest.mark.parametrize(
+    ("said", "word"),
+    [
+        ({"do_resize": False}, "do_resize"),
+        ({"do_center_crop": False}, "do_center_crop"),
+        ({"do_flip_channel_order": True}, "do_flip_channel_order"),
+        ({"do_pad": True}, "do_pad"),
+        ({"crop_size": 40}, "crop_size"),
+    ],
+)
+def test_a_setting_that_kiloword_lacks_is_named(
+    models: dict[str, tuple[Path, Any]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    door: str,
+    said: dict[str, Any],
+    word: str,
+) -> None:
+    name, out = f"hf:{folder(models, 'clip', tmp_path, {**CLIP, **said})}", ["--out", str(tmp_path / "out")]
+    words = {
+        "load": ["eval", "retrieval", name, "--data", "scenes:test?n=8"],
+        "embed": ["embed", name, "--data", "scenes:test?n=8", *out],
+        "train": ["train", "clip", "--data", "scenes", "--size", "debug", "--image-tower", name, "--steps", "1", *out],
+    }
+    with pytest.raises(SystemExit) as end:
+        main(words[door])
+    assert end.value.code == 2
+    assert word in capsys.readouterr().err
+
+
+TAGS = [  # what open_clip publishes: of which model, and words of what is printed
+    ("ViT-B-32", "openai", ("0.481", "shortest", "quick_gelu")),
+    ("ViT-H-14", "dfn5b", ("0.481", "squash", "quick_gelu")),
+    ("ViT-L-14", "laion2b_s32b_b82k", ("0.5 0.5 0.5", "shortest", "gelu")),
+    ("ViT-B-16-SigLIP", "webli", ("0.5 0.5 0.5", "squash", "gelu")),
+]
+
+
+@pytest.fixture
+def small(open_clip: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file of a small model of open_clip, for which weights are published under the tags of others."""
+    config = {
+        "embed_dim": 24,
+        "vision_cfg": {"image_size": SIDE, "layers": 1, "width": 32, "head_width": 16, "patch_size": 8},
+        "text_cfg": {"context_length": 16, "vocab_size": 5, "width": 32, "heads": 2, "layers": 1},
+    }
+    (tmp_path / "kw-tagged.json").write_text(json.dumps(config))
+    open_clip.add_model_config(tmp_path / "kw-tagged.json")
+    table = {tag: open_clip.get_pretrained_cfg(name, tag) for name, tag, _ in TAGS}
+    table["datacomp1b"] = open_clip.get_pretrained_cfg("ViT-L-14-CLIPA", "datacomp1b")
+    monkeypatch.setitem(open_clip.pretrained._PRETRAINED, "kw-tagged", table)
+    torch.manual_seed(0)
+    torch.save(stirred(open_clip.create_model("kw-tagged")).state_dict(), vocabulary(tmp_path) / "w.pt")
+    return tmp_path / "w.pt"
+
+
+@pytest.mark.parametrize("door", ["load", "import"])
+@pytest.mark.parametrize(("name", "tag", "words"), TAGS)
+def test_a_tag_says_preprocessing_and_activation(
+    open_clip: ModuleType,
+    small: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    tag: str,
+    words: tuple[str, ...],
+    door: str,
+) -> None:
+    if door == "load":
+        ours = kiloword.load(f"open_clip:kw-tagged@{tag}:{small}")
+    else:
+        main(["import", "open_clip", "kw-tagged", str(small), "--tag", tag, "--out", str(tmp_path / "out")])
+        ours = kiloword.load(tmp_path / "out")
+    printed = capsys.readouterr()
+    assert all(word in printed.out + printed.err for word in words)
+    published = open_clip.get_pretrained_cfg(name, tag)
+    model = open_clip.create_model("kw-tagged", force_quick_gelu=bool(published.get("quick_gelu"))).eval()
+    model.load_state_dict(torch.load(small))
+    transform = open_clip.transform.image_transform_v2(
+        open_clip.transform.PreprocessCfg(
+            size=SIDE, **{k: published[k] for k in ("mean", "std", "interpolation", "resize_mode")}
+        ),
+        is_train=False,
+    )
+    with torch.no_grad():
+        expected = model.encode_image(transform(Image.fromarray(PHOTO))[None], normalize=True)
+    torch.testing.assert_close(ours.encode_image([PHOTO])["vec"], expected, atol=1e-4, rtol=0)
+
+
+def test_what_is_assumed_without_a_tag_is_printed(
+    small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["import", "open_clip", "kw-tagged", str(small)]
+    main([*words, "--out", str(tmp_path / "a")])
+    said = capsys.readouterr().out
+    assert all(word in said for word in ("0.481", "0.269", "shortest", "bicubic", "activation gelu", "TAG"))
+    main([*words, "--mean", "0", "0", "0", "--std", "1", "1", "1", "--resize", "squash", "--out", str(tmp_path / "b")])
+    assert "squash" in capsys.readouterr().out
+    shown = kiloword.load(tmp_path / "b").model.config.preprocess
+    assert (shown.mean, shown.std, shown.resize) == ((0, 0, 0), (1, 1, 1), "squash")
+    main([*words, "--resize", "40", "--tag", "webli", "--out", str(tmp_path / "c")])
+    shown = kiloword.load(tmp_path / "c").model.config.preprocess
+    assert (shown.mean, shown.resize) == ((0.5, 0.5, 0.5), 40)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--tag", "openia"], "openai"),
+        (["--tag", "datacomp1b"], "bilinear"),
+        (["--resize", "longest"], "resize"),
+        (["--std", "0", "1", "1"], "std"),
+    ],
+)
+def test_preprocessing_that_kiloword_lacks(
+    small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["import", "open_clip", "kw-tagged", str(small), *words, "--out", str(tmp_path / "out")])
+    assert end.value.code == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
