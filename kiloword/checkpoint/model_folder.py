@@ -153,13 +153,13 @@ def check_weights(
         check_fit(declared, stored, f"weights in {folder}", "its config")
 
 
-def load_weights(model: torch.nn.Module, weights: dict[str, Tensor], name: str) -> None:
+def load_weights(model: torch.nn.Module, weights: dict[str, Tensor], name: str, frame: str = "its config") -> None:
     """Load weights strictly: all tensors of the model and no others, with equal shapes, all finite.
 
     Raises: ValueError naming the tensors that do not fit.
     """
     expected = {k: tuple(v.shape) for k, v in model.state_dict().items()}
-    check_fit(expected, {k: tuple(v.shape) for k, v in weights.items()}, f"weights in {name}", "its config")
+    check_fit(expected, {k: tuple(v.shape) for k, v in weights.items()}, f"weights in {name}", frame)
     check_finite(weights, name)
     model.load_state_dict(weights)
 

@@ -73,9 +73,6 @@ def import_(
     weights: Annotated[Positional[tuple[str, ...]], REQUIRED, WEIGHTS],
     out: Path,
     tag: str = "",
-    mean: tuple[float, float, float] | None = None,
-    std: tuple[float, float, float] | None = None,
-    resize: str | None = None,
 ) -> None:
     """Import weights of another library: kiloword import open_clip ViT-B-32 weights.safetensors --out models/b32
 
@@ -85,20 +82,16 @@ def import_(
         format: format of the weights.
         out: model folder to write.
         tag: open_clip: tag of published weights, such as openai or dfn5b, which says preprocessing and activation.
-        mean: open_clip: of the preprocessing, in place of what the name or tag says; in [0, 1].
-        std: open_clip: likewise.
-        resize: open_clip: likewise: shortest, squash, or the pixels of the shorter side.
     """
-    said = {name: value for name, value in (("mean", mean), ("std", std), ("resize", resize)) if value is not None}
-    if format != "open_clip" and (said or tag):
-        raise ValueError(f"--tag, --mean, --std and --resize are of import open_clip, not of import {format}.")
+    if format != "open_clip" and tag:
+        raise ValueError(f"--tag {tag} is of import open_clip, not of import {format}.")
     if len(weights) != (2 if format == "open_clip" else 1):
         expected = "NAME PATH" if format == "open_clip" else "PATH"
         raise ValueError(f"import {format} got {' '.join(weights) or 'nothing'}: expected import {format} {expected}.")
     if format == "open_clip":
         from kiloword.interop.open_clip import main as run_open_clip
 
-        run_open_clip(f"{weights[0]}@{tag}" if tag else weights[0], Path(weights[1]), out, said)
+        run_open_clip(f"{weights[0]}@{tag}" if tag else weights[0], Path(weights[1]), out)
         return
     from kiloword.interop.prolip import main as run_prolip
 

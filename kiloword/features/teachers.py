@@ -118,7 +118,7 @@ class OpenClip(Foreign):
         import open_clip
 
         from kiloword.interop.open_clip import read
-        from kiloword.interop.open_clip_config import raw_config
+        from kiloword.interop.open_clip_config import preprocess_of, raw_config
 
         state, raw, fingerprint = read(weights), raw_config(name), digest([weights], name)
         name, quick = name.partition("@")[0], bool(raw.get("quick_gelu"))
@@ -132,9 +132,10 @@ class OpenClip(Foreign):
             reason = str(error).split("\n")[1].strip() if "\n" in str(error) else str(error)
             raise ValueError(f"{weights} does not hold the weights of open_clip's {name}: {reason[:200]}") from None
         check_finite(state, str(weights))
-        preprocess = {**open_clip.get_model_preprocess_cfg(model), **raw.get("preprocess_cfg", {})}
-        super().__init__(preprocess["mean"], preprocess["std"], device, precision)
-        self.size, self.resize = _preprocess(name, preprocess)
+        published = {**open_clip.get_model_preprocess_cfg(model), **raw.get("preprocess_cfg", {})}
+        shown, size = preprocess_of(name, published), published["size"]
+        super().__init__(shown.mean, shown.std, device, precision)
+        self.size, self.resize = size if isinstance(size, int) else max(size), shown.resize
         self.fingerprint = fingerprint
         model = model.to(device=device, dtype=self._kind).eval()
         with _of_open_clip(name):
@@ -286,15 +287,6 @@ def _open_clip(name: str, rest: str, device: str, precision: str) -> Teacher:
     warn_once(f"note: {assumed(model_name, imported.config)}")
     model, tokenizer = assemble(imported, weights)
     return KilowordTeacher(model.to(device=device, dtype=DTYPES[precision]), tokenizer, digest([weights], model_name))
-
-
-def _preprocess(name: str, config: dict[str, Any]) -> tuple[int, Resize]:
-    """Size and resize mode. Raises: ValueError for preprocessing that `EvalTransform` does not support."""
-    size, mode = config["size"], config.get("resize_mode", "shortest")
-    size = size if isinstance(size, int) else size[0] if len(set(size)) == 1 else None
-    if size is None or mode not in ("shortest", "squash") or config.get("interpolation", "bicubic") != "bicubic":
-        raise ValueError(f"open_clip's {name} preprocesses images in a way that kiloword does not support: {config}.")
-    return size, mode
 
 
 @contextmanager

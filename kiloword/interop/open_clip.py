@@ -6,7 +6,6 @@ import math
 import re
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from kiloword.config.recipes import ModelConfig, Preprocess
-from kiloword.config.settings import check, parse
+from kiloword.checkpoint.model_folder import check_fit
+from kiloword.config.recipes import ModelConfig
 from kiloword.interop import folder
 from kiloword.interop.folder import Imported, ImportReport
 from kiloword.interop.open_clip_config import raw_config, translate
@@ -140,7 +139,6 @@ def check_translated(
     expected: Mapping[str, Tensor],
     translated: Mapping[str, tuple[str, Tensor]],
     unused: Iterable[str] = (),
-    what: str = "these weights",
 ) -> None:
     """Compare the tensors that a model needs with those of a file.
 
@@ -150,25 +148,13 @@ def check_translated(
     compute something that kiloword's towers do not.
     """
     if not translated:
-        raise ValueError(f"none of {what} is one of {origin}")
-    for ours, (theirs, value) in translated.items():
+        raise ValueError(f"none of these weights is one of {origin}")
+    for theirs, value in translated.values():
         if not value.is_floating_point():
             raise ValueError(f"{theirs} holds {value.dtype}: expected floating-point weights")
-        if value.shape != expected[ours].shape:
-            becomes = "is" if theirs == ours else f"becomes {ours}"
-            raise ValueError(
-                f"{theirs} {becomes} of shape {list(value.shape)}, but {origin} needs "
-                f"{list(expected[ours].shape)}; is it another model's file?"
-            )
-    foreign = [name for name in unused if name.partition(".")[0] in TOWERS]
-    for names, problem in (
-        ([name for name in expected if name not in translated], "lack what becomes {}: copy the whole model, or"),
-        (foreign, "have {}, which kiloword's towers do not compute:"),
-    ):
-        if names:
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            problem = problem.format(", ".join(name[:200] for name in names[:3]) + more)
-            raise ValueError(f"{what} do not fit {origin}. They {problem} name the model that they are of.")
+    actual = {ours: value.shape for ours, (_, value) in translated.items()}
+    foreign = {name: () for name in unused if name.partition(".")[0] in TOWERS}
+    check_fit({name: x.shape for name, x in expected.items()}, {**actual, **foreign}, "these weights", origin)
 
 
 def placed(state: Mapping[str, Tensor], coca: bool | None = None) -> tuple[dict[str, tuple[str, Tensor]], list[str]]:
@@ -345,24 +331,16 @@ def assumed(name: str, config: ModelConfig) -> str:
     """What a file of weights does not say, and the name decides, on one line."""
     shown = config.preprocess
     mean, std = (" ".join(f"{x:.3g}" for x in values) for values in (shown.mean, shown.std))
-    source = "its tag says" if "@" in name else "the name says, or NAME@TAG for published weights"
-    return (
-        f"{name}: images resized by {shown.resize}, bicubic, mean {mean}, std {std}; activation "
-        f"{config.text.activation}, as {source}."
+    source = (
+        "as its tag says" if "@" in name else "assumed by the name; for published weights, give their tag (NAME@TAG)"
     )
+    how = f"images resized by {shown.resize}, bicubic, mean {mean}, std {std}; activation {config.text.activation}"
+    return f"{name}: {how}; {source}."
 
 
-def main(name: str, path: Path, out: Path, preprocess: Mapping[str, Any] | None = None) -> None:
-    """Write a model folder from a file of open_clip's weights, and print a report.
-
-    Args: name: NAME or NAME@TAG of open_clip; preprocess: settings of `Preprocess` in place of those of the name.
-    """
+def main(name: str, path: Path, out: Path) -> None:
+    """Write a model folder from a file of open_clip's weights, and print a report. Args: name: NAME or NAME@TAG."""
     imported = import_state(name, read(path))
-    config = imported.config
-    if preprocess:
-        shown = parse({**asdict(config.preprocess), **preprocess}, Preprocess)
-        check(shown)
-        imported = replace(imported, config=replace(config, preprocess=shown))
     folder.write(imported, path, out, f"open_clip {name}")
     folder.show(imported.report, out)
     say(assumed(name, imported.config))

@@ -72,7 +72,7 @@ def translate(name: str, raw: Mapping[str, Any]) -> ModelConfig:
         image=_timm_image(name, vision) if siglip else _resnet(vision) if resnet else image_config(vision, activation),
         text=text_config(text, activation),
         head=head,
-        preprocess=_preprocess(name, {**(_SIGLIP if siglip else {}), **raw.get("preprocess_cfg", {})}),
+        preprocess=preprocess_of(name, {**(_SIGLIP if siglip else {}), **raw.get("preprocess_cfg", {})}),
     )
     return _with_coca(config, raw) if coca else config
 
@@ -80,8 +80,8 @@ def translate(name: str, raw: Mapping[str, Any]) -> ModelConfig:
 _SIGLIP = {"mean": [0.5] * 3, "std": [0.5] * 3, "resize_mode": "squash"}
 
 
-def _preprocess(name: str, published: Mapping[str, Any]) -> Preprocess:
-    """Preprocessing from open_clip's settings, CLIP's where they omit it."""
+def preprocess_of(name: str, published: Mapping[str, Any]) -> Preprocess:
+    """Preprocessing from open_clip's settings, CLIP's where they omit it. Raises: Unlike for other ways to resize."""
     resize, how = published.get("resize_mode", "shortest"), published.get("interpolation", "bicubic")
     if resize not in ("shortest", "squash") or how != "bicubic":
         raise Unlike(f"open_clip's {name} resizes images by {resize}, {how}: expected shortest or squash, bicubic")

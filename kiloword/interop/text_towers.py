@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kiloword.checkpoint.model_folder import check_finite
+from kiloword.checkpoint.model_folder import check_finite, load_weights
 from kiloword.config.recipes import ModelConfig, TrunkConfig
 from kiloword.data.text import tokenizer_file
 from kiloword.data.text.tokenizer import Tokenizer, siglip_tokenizer_from
 from kiloword.data.text.vocabularies import encoder_tokenizer
 from kiloword.errors import suggestion
 from kiloword.interop.hf_folder import check_strangers, json_object, weight_files
-from kiloword.interop.open_clip import check_translated, read
+from kiloword.interop.open_clip import read
 from kiloword.model.trunks.bert import Bert, converted, positions_of, rows_of, width_of
 from kiloword.model.trunks.libraries import folders_of, kept, quiet, transformers, unlike
 from kiloword.model.trunks.padded import ENCODERS, bare, made
@@ -127,9 +127,7 @@ def load(trunk: Trunk, text: str) -> str:
     check_finite({name: value for name, value in stored.items() if value.is_floating_point()}, str(source.folder))
     state = _of_bert(source, stored) if isinstance(trunk, Bert) else _of_transformers(source)
     expected = trunk.state_dict()
-    named = {name: (name, value) for name, value in state.items() if name in expected}
-    check_translated(f"{source.folder}'s config.json", expected, named, what=f"the weights in {source.folder}")
-    trunk.load_state_dict({name: state[name] for name in expected})
+    load_weights(trunk, {name: state[name] for name in expected if name in state}, str(source.folder))
     how = "" if isinstance(trunk, Bert) else "; transformers runs it, padded"
     seen = f"; {SEEN}" if text.partition(":")[0] == "minilm" else ""
     return f"text tower {text}: {source.config['model_type']}, {len(expected)} tensors{how}{seen}."

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kiloword.checkpoint.model_folder import check_finite
+from kiloword.checkpoint.model_folder import load_weights
 from kiloword.config.recipes import ImageConfig, ModelConfig, Preprocess, TrunkConfig
 from kiloword.errors import suggestion
 from kiloword.interop import hf_folder
-from kiloword.interop.open_clip import check_translated, read
+from kiloword.interop.open_clip import read
 from kiloword.interop.open_clip_config import Unlike, translate
 from kiloword.model.trunks.kinds import HF, OPEN_CLIP, TIMM, image_trunk, measured, resized_trunk
 from kiloword.model.trunks.libraries import folders_of, kept, quiet, transformers, unlike
@@ -238,11 +238,7 @@ def _filled(trunk: Trunk, weights: Mapping[str, Tensor], path: Path, kind: str) 
     """Fill a trunk; returns the names that it has no place for. Raises: ValueError for missing or other weights."""
     expected = trunk.state_dict()
     used = {name: value for name, value in weights.items() if name in expected}
-    check_translated(
-        kind, expected, {name: (name, value) for name, value in used.items()}, what=f"the weights in {path}"
-    )
-    check_finite(used, str(path))
-    trunk.load_state_dict(used)
+    load_weights(trunk, used, str(path), kind)
     return [name for name in weights if name not in expected and not name.endswith(COUNT)]
 
 

@@ -119,7 +119,7 @@ REFUSED: dict[str, Callable[[], object]] = {
     "x holds torch.int64: expected floating-point weights": lambda: check_translated(
         "open_clip's B", {"a": torch.zeros(2)}, {"a": ("x", torch.zeros(2, dtype=torch.int64))}
     ),
-    r"x becomes a of shape \[3\], but open_clip's B needs \[2\]": lambda: check_translated(
+    r"do not fit open_clip's B: a is \[3\] instead of \[2\]": lambda: check_translated(
         "open_clip's B", {"a": torch.zeros(2)}, {"a": ("x", torch.zeros(3))}
     ),
     "none of these weights is one of open_clip's B": lambda: check_translated("open_clip's B", {}, {}),

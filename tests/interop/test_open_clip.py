@@ -177,7 +177,7 @@ def test_refusals(open_clip: ModuleType, tmp_path: Path) -> None:
         import_state("roberta-ViT-B-32", {})
     with pytest.raises(ValueError, match="none of these weights"):
         import_state("ViT-B-32", {"conv.weight": torch.zeros(1)})
-    with pytest.raises(ValueError, match=r"needs \[49408, 512\]"):
+    with pytest.raises(ValueError, match="missing image_tower"):
         import_state("ViT-B-32", {"token_embedding.weight": torch.zeros(10, 512)})
     with pytest.raises(ValueError, match="no file of weights"):
         read(tmp_path / "none.pt")
