@@ -146,8 +146,8 @@ def others(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def train(method: str, out: Path, *more: str) -> Path:
     data = "scenes:train?n=64&task=vqa" if method == "vqa" else "scenes?n=64"
-    size = () if "--init" in more else ("--size", "debug")
-    words = f"train {method} --data {data} --batch 8 --steps 2 --vocab 300 --out"
+    size = () if "--init" in more else ("--size", "debug", "--vocab", "300")
+    words = f"train {method} --data {data} --batch 8 --steps 2 --out"
     main([*words.split(), str(out), *size, *more])
     return out / "model"
 

@@ -78,6 +78,8 @@ def main(
 ) -> None:
     """Run and print `kiloword audit`. Errors: ValueError for data, a model or stores that cannot be used."""
     options.check()
+    if features is not None and (execution.image_features or execution.text_features):
+        raise ValueError("--features replaces --image-features and --text-features: omit them, or --features.")
     execution = replace(execution, device=choose(execution.device))
     matcher, workers = opened(model, execution)
     size = matcher.model.config.image.size

@@ -62,7 +62,10 @@ def main(
     augmented.check()
     device = choose(device)
     with together(device):
-        teacher = shortened(resized(open_teacher(model, device, precision, trust), resize), dim)
+        opened_teacher = open_teacher(model, device, precision, trust)
+        if isinstance(opened_teacher, SentenceTeacher) and (resize is not None or augmented != PLAIN):
+            raise ValueError(f"{model} reads texts, which --resize, --views and --augment do not change: omit them.")
+        teacher = shortened(resized(opened_teacher, resize), dim)
         workers = workers_of(workers, device, image_bytes(batch * augmented.views, teacher.size))
         announce(device, precision, "on every device, unless given", workers)
         source = open_data(DataConfig(sources=tuple(data), extra_captions=tuple(extra_captions)), teacher.size)

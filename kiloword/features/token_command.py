@@ -67,6 +67,8 @@ def main(
         kinds: list[Kind] = [kind for kind in ("images", "texts") if trunk_of(opened, kind) is not None]
         if kinds == ["texts"] and (views > 1 or augment != AugmentConfig()):
             raise ValueError(f"{model} reads texts, which --views and --augment do not change: omit them.")
+        if kinds == ["images"] and extra_captions:
+            raise ValueError(f"{model} reads images, which --extra-captions does not change: omit it.")
         for kind in kinds:
             store = embed_tokens(opened, tokenizer, kind, source, out, options, model, report)
             if store is not None:

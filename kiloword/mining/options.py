@@ -40,6 +40,8 @@ class MineOptions:
                 raise ValueError(f"--{name} is {getattr(self, name)}. Expected at least {low}.")
         if not 0 < self.rate < 1:
             raise ValueError(f"--false-rate is {self.rate:g}. Expected a share between 0 and 1, such as 1e-4.")
+        if self.calibrate and None not in (self.p1, self.p2, self.p3, self.p1_text):
+            raise ValueError("--calibrate fits the thresholds that are not given, and all are given: omit it.")
         if self.false_rate is not None and not self.calibrate:
             raise ValueError("--false-rate is of --calibrate, which is missing: add it, or omit --false-rate.")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from kiloword.checkpoint.tensors import read_shapes
 from kiloword.checkpoint.trust import Trust
-from kiloword.config.options import RunOptions
+from kiloword.config.options import RunOptions, unread
 from kiloword.config.recipes import ModelConfig, Recipe
 from kiloword.distributed import collectives
 from kiloword.distributed.device import choose
@@ -23,24 +23,6 @@ from kiloword.model.model import rules_of
 from kiloword.training import start
 from kiloword.training.learner import Learner, learner_of
 from kiloword.training.optimizer import schedule, warmup_steps
-
-NEEDED: dict[str, tuple[str, Callable[[Recipe], bool]]] = {  # settings that need another setting
-    "optim.muon_lr": ("--optim.name muon", lambda r: r.optim.name == "muon"),
-    "optim.muon_weight_decay": ("--optim.name muon", lambda r: r.optim.name == "muon"),
-    "optim.momentum": ("--optim.name muon", lambda r: r.optim.name == "muon"),
-    "optim.delta": ("--optim.name adamp", lambda r: r.optim.name == "adamp"),
-    "optim.wd_ratio": ("--optim.name adamp", lambda r: r.optim.name == "adamp"),
-    "optim.trunk_lr": (
-        "--image-tower or --text-tower",
-        lambda r: bool(r.model.image.trunk.name or r.model.text.trunk.name),
-    ),
-    "lora.alpha": ("--lora.rank above 0", lambda r: r.lora.rank > 0),
-    "lora.targets": ("--lora.rank above 0", lambda r: r.lora.rank > 0),
-    "lora.save": ("--lora.rank above 0", lambda r: r.lora.rank > 0),
-    "augment.ratio": ("--augment.crop below 1", lambda r: r.data.augment.crop < 1),
-    "augment.jitter_strength": ("--augment.jitter above 0", lambda r: r.data.augment.jitter > 0),
-    "augment.blur_sigma": ("--augment.blur above 0", lambda r: r.data.augment.blur > 0),
-}
 
 
 def notes(recipe: Recipe, options: RunOptions) -> list[str]:
@@ -62,7 +44,7 @@ def check(recipe: Recipe, usual: Recipe, trust_code: bool = False) -> None:
     Args: usual: the recipe with all defaults for the same size, data and `init`; trust_code: as in `RunOptions`.
     Raises: ValueError naming them.
     """
-    idle = [*_turned_off(recipe, usual), *_of_model(recipe, usual.model), *_of_method(recipe, trust_code)]
+    idle = [*unread(recipe, usual), *_of_model(recipe, usual.model), *_of_method(recipe, trust_code)]
     if idle:
         raise ValueError(f"{'; '.join(idle[:3])}. Omit settings without effect.")
 
@@ -92,16 +74,6 @@ def _warmup(recipe: Recipe) -> str | None:
         f"the warm-up takes {warmup:g} steps and the run has {steps}: the learning rate reaches {highest:.2g} instead "
         f"of {optim.lr:g}. Set a share of the run, such as --optim.warmup 0.05, or fewer warm-up steps."
     )
-
-
-def _turned_off(recipe: Recipe, usual: Recipe) -> Iterator[str]:
-    for name, (needed, on) in NEEDED.items():
-        part, _, field = name.partition(".")
-        mine, theirs = (
-            getattr(r.data.augment if part == "augment" else getattr(r, part), field) for r in (recipe, usual)
-        )
-        if mine != theirs and not on(recipe):
-            yield f"--{name.replace('_', '-')} is {mine}, which has an effect only with {needed}"
 
 
 def _of_model(recipe: Recipe, usual: ModelConfig) -> Iterator[str]:

@@ -63,6 +63,12 @@ def resolve(
     run of another recipe (naming what differs) or cannot be written.
     """
     check(recipe)
+    slots = preset(recipe.method, recipe.settings)
+    if recipe.batch == 1 and (slots.pair_weight or slots.contrasts):
+        raise ValueError(
+            f"--batch 1: {recipe.method} compares an image with the texts of other images in its batch, and has none. "
+            "Use a larger batch; --micro 1 needs as little memory."
+        )
     check_graphs(options, micro_batches(recipe), device)
     check_best(options, recipe)
     tuning.check(recipe, options)
@@ -196,6 +202,8 @@ def _stores(recipe: Recipe, method: Method) -> list[FeatureStore]:
     twice = [name for name in names if names.count(name) > 1]
     if twice:
         raise ValueError(f"two feature stores are named {twice[0]!r}: name them apart (`embed --name`).")
+    if unread := [store.name for store in stores if store.name not in method.needs and not store.file.augmented]:
+        raise ValueError(f"{recipe.method} reads no features named {unread[0]!r}: omit --features, or name others.")
     missing = [name for name in method.needs if name not in (*names, "truth", "questions")]
     if missing:
         raise ValueError(

@@ -65,7 +65,8 @@ def model(a_run: Path, tmp_path: Path) -> Path:
 
 
 def train(data: Path | str, out: Path, *more: object) -> list[str]:
-    return ["train", "siglip", *SMALL, "--data", str(data), "--out", str(out), *map(str, more)]
+    small = SMALL[:-2] if "--init" in more else SMALL  # which has a vocabulary
+    return ["train", "siglip", *small, "--data", str(data), "--out", str(out), *map(str, more)]
 
 
 def commands(data: Path | str, model: Path, tmp_path: Path) -> list[list[str]]:

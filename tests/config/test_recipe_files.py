@@ -109,7 +109,16 @@ def test_train_by_name_at_debug_size(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def test_a_recipe_starts_from_another_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The initialisation of SyCoCa's recipes is not of a model that brings its weights, unless a flag asks for it."""
-    words = ("train", "--recipe", "sycoca-cc3m", "--init", model_folder(tmp_path / "m"), *DEBUG[2:], "--out", tmp_path)
+    words = (
+        "train",
+        "--recipe",
+        "sycoca-cc3m",
+        "--init",
+        model_folder(tmp_path / "m"),
+        *DEBUG[2:-2],
+        "--out",
+        tmp_path,
+    )
     run(*words, "--dry-run")
     assert "here 0; section 4.1: all parameters of mean 0" in capsys.readouterr().out
     assert "--model.init-std has no effect with --init" in refused(capsys, *words, "--model.init-std", "0.1")

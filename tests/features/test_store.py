@@ -495,7 +495,7 @@ def test_a_pipe_in_place_of_a_part(tmp_path: Path, table: FeatureStore) -> None:
 
 def test_a_table_of_another_teacher_at_the_same_path_is_no_resumption(tmp_path: Path) -> None:
     """Made again by the same teacher, it is the same."""
-    base = default_recipe("siglip", "debug", ("scenes?n=16",))
+    base = default_recipe("siglip+mined", "debug", ("scenes?n=16",))
     data = replace(base.data, tokenizer_vocab=300, features=(str(tmp_path / "t"),))
     recipe = replace(base, data=data, batch=8)
 

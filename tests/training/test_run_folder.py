@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -212,10 +213,10 @@ def test_micro_batches_of_a_batch(monkeypatch: pytest.MonkeyPatch, ranks: int, m
 def test_what_features_a_method_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     class Table:
         def __init__(self, path: str) -> None:
-            self.name = Path(path).name
+            self.name, self.file = Path(path).name, SimpleNamespace(augmented=False)
 
     monkeypatch.setattr("kiloword.training.resolve.FeatureStore", Table)
-    method = replace(preset("siglip"), needs=("teacher", "truth", "questions"))
+    method = replace(preset("siglip"), needs=("teacher", "other", "truth", "questions"))
 
     def stores(*paths: str) -> list[str]:
         return [store.name for store in _stores(replace(RECIPE, data=replace(RECIPE.data, features=paths)), method)]
