@@ -154,26 +154,7 @@ def with_captions(source: Source, paths: Sequence[Path | str], raw_captions: boo
             raise ValueError("no image has a caption without raw captions and extra ones: name --extra-captions.")
         return source
     tables = [CaptionTable(path) for path in paths]
-    for table in tables:
-        _check_matches(table, source)
     return joined(source, tables, lambda part, of_part: WithCaptions(part, of_part, raw_captions))
-
-
-def _check_matches(table: CaptionTable, source: Source) -> None:
-    """Raises: ValueError for a table without a key of the source. Stops at the first key that matches."""
-    seen = ""
-    for row in range(len(source)):
-        try:
-            key = key_of(source, row)
-        except BadSample:
-            continue
-        if key in table:
-            return
-        seen = seen or key
-    raise ValueError(
-        f"{table.path} has captions for none of the {len(source):,} images of {source.name}: its keys are such as "
-        f"{table.first_key!r}, the images' such as {seen!r}. Write the images' keys into the column `key`."
-    )
 
 
 def _read(path: Path) -> tuple[pa.Array, pa.Array]:

@@ -1,7 +1,6 @@
-"""What is made from a source is joined to it by key: features, tokens, extra captions and keep-lists.
+"""What is made from a source is joined to it by key, and to no other source with equal keys.
 
-Two sources may have equal keys, as img2dataset numbers the samples of each data set from 000000000 on. So a file says
-which images it was made from, and keys of others are told apart before they are joined.
+Data sets number their images alike (000000000, ...), so captions and keep-lists say which images they were made from.
 """
 
 from __future__ import annotations
@@ -29,6 +28,8 @@ class Keyed(Protocol):
     def images(self) -> Mapping[str, str]:
         """Digests of some images that it was made from, by key; {}: it does not say."""
 
+    @property
+    def first_key(self) -> str: ...
     def __contains__(self, key: str) -> bool: ...
 
 
@@ -70,6 +71,12 @@ def joined(source: Source, made: Sequence[Made], wrap: Callable[[Source, list[Ma
             raise ValueError(
                 f"{one} was made from other images than those of {source.name}, which have the same keys: name the "
                 "data that it was made from, or make it again from this data."
+            )
+        every = (key for part in chosen for key in keys(part) if key is not None)
+        if (other := next(every, "")) not in one and not any(key in one for key in every):
+            raise ValueError(
+                f"{one} is of another data set: it has none of the {len(source):,} images of {source.name}. Its keys "
+                f"are such as {shown(one.first_key[:100])!r}, the images' such as {shown(other[:100])!r}."
             )
         if len(chosen) > 1 or True not in fits:
             check_keys(mix(chosen), str(one), one.__contains__)

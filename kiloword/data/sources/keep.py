@@ -130,15 +130,14 @@ class Kept(SomeRows):
     def __init__(self, source: Source, chosen: KeepList) -> None:
         assert not isinstance(source, MixtureSource), "its rows change from epoch to epoch: wrap the parts"
         self.chosen, self.omitted = chosen, Omitted(all_images=len(source))
-        rows, missing, known = list[int](), list[str](), 0
+        rows, missing = list[int](), list[str]()
         for row, key in enumerate(keys(source)):
             verdicts = chosen.verdicts(key) if key is not None else {b"": [True]}
-            known += bool(verdicts)
             if key is not None and not verdicts:
                 missing.append(key)
             if self._count(verdicts):
                 rows.append(row)
-        _check(chosen, source, missing, known)
+        _check(chosen, source, missing)
         if not rows:
             raise ValueError(f"{chosen} keeps no caption of {source.name}: there is nothing to train on.")
         super().__init__(source, np.array(rows), source.name, f"{source.fingerprint} kept {chosen.digest}")
@@ -217,15 +216,10 @@ def omitted(source: Source) -> Omitted | None:
     return sum(counts, Omitted()) if counts else None
 
 
-def _check(chosen: KeepList, source: Source, missing: Sequence[str], known: int) -> None:
+def _check(chosen: KeepList, source: Source, missing: Sequence[str]) -> None:
     """Raises: ValueError for a list that lacks images of the source."""
     if not missing:
         return
-    if not known:
-        raise ValueError(
-            f"{chosen} is of another data set: it has none of the {len(source):,} images of {source.name}. Its keys "
-            f"are such as {shown(chosen.first_key[:100])!r}, the images' such as {shown(missing[0][:100])!r}. {AGAIN}"
-        )
     raise ValueError(
         f"{chosen} lacks {len(missing):,} of the {len(source):,} images of {source.name}, such as "
         f"{shown(missing[0][:100])!r}: the data has grown, or the list is of another part of it. {AGAIN}"
