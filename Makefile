@@ -1,6 +1,7 @@
 # Every target first makes the environment it needs; when that exists, this takes no time.
 #   make quickstart   train on drawn scenes, evaluate, write quickstart/report.html
 #   make photos DATA=FOLDER [VAL=FOLDER] [OUT=photos]   five methods on your captioned photos, on pretrained towers
+#                     (KEEP=FILE trains on what a keep-list keeps; BAD_SHARE=0.05 allows as many bad photos)
 #   make demo [MODEL=quickstart/model]   a page that runs the model in a browser, in build/demo (needs npm; docs/demo.md)
 #   make models [MODEL=quickstart/model]   the model with its card, and an archive to attach to a release, in build/models
 #   make figures      the figures of README.md and of the site's start page, from models that it trains (needs Chromium)
@@ -52,7 +53,7 @@ quickstart: $(CORE)
 OUT ?= photos
 photos: $(WEIGHTS)
 	@OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m kiloword quickstart photos $(if $(DATA),--data "$(DATA)") \
-		$(if $(VAL),--val "$(VAL)") --out "$(OUT)"
+		$(if $(VAL),--val "$(VAL)") $(if $(KEEP),--keep "$(KEEP)") $(if $(BAD_SHARE),--bad-share $(BAD_SHARE)) --out "$(OUT)"
 
 MODEL ?= quickstart/model
 demo: demo-packages $(FULL) $(filter quickstart/model,$(MODEL))

@@ -63,6 +63,8 @@ def quickstart(
     image_tower: str | None = None,
     text_tower: str | None = None,
     views: int | None = None,
+    keep: tuple[str, ...] = (),
+    bad_share: float | None = None,
 ) -> None:
     """Train on scenes, evaluate, write DIR/report.html. Takes 4 minutes on 2 CPU cores, 30 without bf16.
 
@@ -78,12 +80,15 @@ def quickstart(
         image_tower: photos: frozen image tower, as for `kiloword train`; default: efficientnet-lite0.
         text_tower: photos: frozen text tower, as for `kiloword train`; default: minilm.
         views: photos: augmented views of each photo whose tokens are stored; 1: not augmented; default: 2.
+        keep: photos: keep-lists of `kiloword audit`: train on the pairs that they keep.
+        bad_share: photos: stop when a larger share of the rows is bad, beside those that could not be embedded.
     """
-    towers = {"image_tower": image_tower, "text_tower": text_tower, "views": views}
+    chosen: dict[str, Any] = {"image_tower": image_tower, "text_tower": text_tower, "views": views}
+    chosen |= {"keep": keep or None, "bad_share": bad_share}
     if on == "scenes":
         from kiloword.quickstart.run import run
 
-        of_photos = {"data": data or None, "val": val or None, **towers}
+        of_photos = {"data": data or None, "val": val or None, **chosen}
         if flag := next((name for name, value in of_photos.items() if value is not None), None):
             flag = flag.replace("_", "-")
             raise ValueError(f"--{flag} is of kiloword quickstart photos; the quickstart itself draws scenes.")
@@ -94,7 +99,7 @@ def quickstart(
     from kiloword.quickstart.photos.run import PhotoPlan
     from kiloword.quickstart.photos.run import run as run_photos
 
-    chosen: dict[str, Any] = {name: value for name, value in towers.items() if value is not None}
+    chosen = {name: value for name, value in chosen.items() if value is not None}
     run_photos(out or Path("photos"), PhotoPlan(data, val, steps=steps, seed=seed, **chosen))
 
 

@@ -16,7 +16,7 @@ from kiloword.data.feature_store import FeatureStore, TableFile, shown_views
 from kiloword.data.images.augmentation import EvalTransform, TrainTransform
 from kiloword.data.images.time_limit import decoding
 from kiloword.data.images.views import view_draw
-from kiloword.data.reading import advice, name_of, read, reasons
+from kiloword.data.reading import EMBEDDED, advice, name_of, read, reasons
 from kiloword.data.remote.ahead import Ahead, ahead_of
 from kiloword.data.sampler import Order, Rows, choose_captions, share
 from kiloword.data.sources.keep import Omitted, omitted
@@ -146,6 +146,11 @@ class Loader:
     def notes(self) -> list[str]:
         """Notes of keep-lists, transforms and inputs for the user, printed before the first step."""
         lists = [] if self._omitted is None else [f"--keep {self._omitted}"]
+        for store in self.image_tokens:
+            if missing := store.file.rows - len(store):
+                lists.append(
+                    f"{missing:,} of {store.file.rows:,} rows have no tokens, as `embed` said: others replace them."
+                )
         inputs = [one.note(self.source) for one in self.inputs.values() if one.note]
         return [*lists, *(note for transform in self.transforms if (note := getattr(transform, "note", None))), *inputs]
 
@@ -334,7 +339,7 @@ class BatchReader:
             record.captions, loader.data.captions, replace(draw, row=row), loader.data.first_captions
         )
         if not captions:
-            raise BadSample("no caption")
+            raise BadSample(f"{EMBEDDED if self.loader.text_tokens else ''}no caption")
         if isinstance(loader.tokenizer, TokenizerWithTokens):
             for caption in captions:
                 loader.tokenizer.check(caption, loader.text)

@@ -32,6 +32,7 @@ from kiloword.types import BadSample, LabelSet, NoCaption, Record, Skipped, Sour
 TOKENIZER_ROWS = 10_000  # rows whose captions train the tokenizer; more hardly change a vocabulary of a few thousand
 AGAIN_S = (0.1, 0.4, 1.0)  # seconds before each retry after an error of the file system
 PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.ENOTCONN, errno.EHOSTDOWN, errno.ENETUNREACH)
+EMBEDDED = "embed skipped it: "  # how reasons begin of rows that are not in stored tokens
 
 T = TypeVar("T")
 
@@ -222,9 +223,11 @@ class BadRows:
     def count(self, skipped: Iterable[Skipped]) -> list[Skipped]:
         """Add the skipped samples of one step; returns those that are new.
 
+        Rows that `kiloword embed` skipped do not count again.
         Errors: ValueError, with the most frequent reasons, when more than the allowed share of the rows is bad.
         """
-        new = {sample.row: sample for sample in skipped if sample.row not in self._seen}
+        counted = (sample for sample in skipped if not sample.reason.startswith(EMBEDDED))
+        new = {sample.row: sample for sample in counted if sample.row not in self._seen}
         self._seen |= new
         if len(self) > self.share * self.rows:
             raise ValueError(

@@ -13,13 +13,14 @@ import torch
 
 from kiloword.config.recipes import TextConfig
 from kiloword.data.feature_store import contents
+from kiloword.data.reading import EMBEDDED
 from kiloword.data.sources.mixture import MixtureSource
 from kiloword.data.sources.optional import key_of, question, texts_of
 from kiloword.data.text.tokenizer import REMEMBERED, Tokenizer
 from kiloword.data.token_store import ImageTokens, StoredImage, StoredText, TextTokens, serving
 from kiloword.types import BadSample, NoCaption, Record, Source, Texts
 
-ABSENT = "no tokens in the image features"
+ABSENT = f"{EMBEDDED}no tokens in the image features"
 
 
 class WithTokens:
@@ -55,9 +56,10 @@ class WithTokens:
     def record(self, row: int) -> Record:
         """The stored sample with its tokens. Raises BadSample with the reason."""
         if self.lean:
-            key, captions = key_of(self.source, row), texts_of(self.source, row)
+            key = key_of(self.source, row)
+            tokens, captions = self._tokens(row, key), texts_of(self.source, row)
             asked = question(self.source, row) if hasattr(self.source, "question") else None
-            return Record(key, b"", captions, info={"question": asked}, tokens=self._tokens(row, key))
+            return Record(key, b"", captions, info={"question": asked}, tokens=tokens)
         try:
             record = self.source.record(row)
         except NoCaption as error:
@@ -134,7 +136,7 @@ class TokenizerWithTokens(Tokenizer):
         """Raises: BadSample when `encode` would not give this caption tokens."""
         text = self.find(caption)
         if text is None:
-            raise BadSample("a caption has no tokens in the text features")
+            raise BadSample(f"{EMBEDDED}a caption has no tokens in the text features")
         length = len(super().encode([caption], config).ids) - len(config.extra_tokens)
         if length != text.length:
             raise BadSample(f"a caption has {text.length} tokens in the text features, but {length} in this run")

@@ -194,10 +194,12 @@ class _Made:
         batch = EvalBatch([], [], torch.empty(0), [], None, [], [])
         for row in rows:
             try:
-                batch.captions.append(captions_at(self.source, row))
+                if not (captions := captions_at(self.source, row)):
+                    raise BadSample("no caption")
             except BadSample as error:
                 batch.skipped.append(Skipped(row, name_of(self.source, row), str(error)))
                 continue
+            batch.captions.append(captions)
             batch.rows.append(row)
         return batch
 

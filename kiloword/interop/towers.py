@@ -198,7 +198,7 @@ def check_declared(model: ModelConfig, image_tower: str = "", text_tower: str = 
         if kind not in FOLDERS or not place or not (folder / "config.json").is_file():
             continue
         with torch.device("meta"):
-            trunk = image_trunk(tower) if isinstance(tower, ImageConfig) else text_trunk(tower)
+            trunk = image_trunk(tower) if isinstance(tower, ImageConfig) else text_trunk(replace(tower, context=1))
         declared = sum(p.numel() for p in trunk.parameters())
         stored = sum(path.stat().st_size for path in hf_folder.weight_files(folder))
         if declared > stored:

@@ -83,6 +83,8 @@ def with_towers(recipe: Recipe, image_tower: str = "", text_tower: str = "", *, 
         model = replace(model, text=text)
     elif text_tower:
         model = text_towers.with_text_tower(model, text_tower)
+        added = len(preset(recipe.method, recipe.settings).shape(model).text.extra_tokens)  # beside the tower's tokens
+        model = replace(model, text=replace(model.text, context=model.text.context + added))
     return replace(recipe, model=model, image_tower=image_tower, text_tower=text_tower)
 
 

@@ -65,6 +65,8 @@ class PhotoPlan:
     steps: int | None = None
     seed: int = 0
     rows: int = 0  # of the data; 0: not known, many
+    keep: tuple[str, ...] = ()  # keep-lists
+    bad_share: float | None = None  # None: that of `train`
 
     @property
     def augment(self) -> AugmentConfig:
@@ -81,7 +83,9 @@ class PhotoPlan:
         base = self.usual(method)
         stores = (str(self.files(out)[0]),)
         augment = replace(self.augment, drop_patches=base.data.augment.drop_patches)
-        data = replace(base.data, image_features=stores, text_features=stores, augment=augment)  # `judge` validates
+        share = base.data.bad_share if self.bad_share is None else self.bad_share
+        data = replace(base.data, keep=self.keep, bad_share=share, augment=augment)
+        data = replace(data, image_features=stores, text_features=stores)  # `judge` validates
         chosen = small_top(replace(base, data=data, batch=self.batch))
         return replace(chosen, settings=METHODS[method], seed=self.seed, steps=self.steps or STEPS)
 
@@ -141,7 +145,7 @@ def photos(plan: PhotoPlan, out: Path, held_out: bool = False) -> PhotoResults:
 
     Writes `tokens/`, a run for each method, `results.json`, `report.html` and `seconds.json`.
     """
-    sources = [open_data(DataConfig(sources=names)) for names in (plan.data, plan.val)]
+    sources = [open_data(DataConfig(sources=plan.data, keep=plan.keep)), open_data(DataConfig(sources=plan.val))]
     plan = replace(plan, rows=len(sources[0]))
     version, results = _version(plan, sources, out), _read(out / "results.json")
     if results is None or results.version != version:
