@@ -110,20 +110,16 @@ def image_files(images: Sequence[Path]) -> tuple[Path, ...]:
 
     Raises: ValueError for a folder without images.
     """
-    from kiloword.data.sources.folder import image_folders
+    from kiloword.data.sources.folder import image_folders, no_images
     from kiloword.errors import LeftOut
 
-    files: list[Path] = []
-    left = LeftOut("path")
+    files, left = list[Path](), LeftOut("path")
     for path in images:
         inside = [path]
         if path.is_dir():
             inside = sorted(path / below / name for below, names, _ in image_folders(path, left) for name in names)
         if not inside:
-            raise ValueError(
-                f"--images got the folder {path}, which holds no images: expected image files in it. "
-                + " ".join(f"{line}." for line in left.lines())
-            )
+            raise ValueError(no_images(path, left))
         files += inside
     warn(*left.lines())
     return tuple(files)

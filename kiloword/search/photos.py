@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path, PurePath
 
 from kiloword.data.sources.folder import image_folders, no_images, of_device
@@ -30,15 +32,10 @@ class Scan:
         A photo was deleted if its folder has other files, but not this one. A folder that is gone, empty or cannot be
         read may be a disk that is not mounted, and a link may point to one.
         """
-        deleted, away, folders = set[str](), list[str](), dict[Path, bool]()
-        for path in known:
-            if path in self.stamps:
-                continue
-            folder = (self.root / path).parent
-            if folder not in folders:
-                folders[folder] = _has_files(folder)
-            ignored = any(map(of_device, PurePath(path).parts[:-1]))
-            if ignored or (folders[folder] and not os.path.lexists(self.root / path)):
+        deleted, away, has_files = set[str](), list[str](), cache(_has_files)
+        for path in (path for path in known if path not in self.stamps):
+            place, ignored = self.root / path, any(map(of_device, PurePath(path).parts[:-1]))
+            if ignored or (has_files(place.parent) and not os.path.lexists(place)):
                 deleted.add(path)
             else:
                 away.append(path)
@@ -70,11 +67,9 @@ def scan(root: Path) -> Scan:
 
 
 def _has_files(folder: Path) -> bool:
-    try:
-        with os.scandir(folder) as entries:
-            return any(True for _ in entries)
-    except OSError:
-        return False
+    with suppress(OSError), os.scandir(folder) as entries:
+        return next(entries, None) is not None
+    return False
 
 
 def _stamp(path: str) -> str:

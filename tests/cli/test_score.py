@@ -122,7 +122,7 @@ def test_a_folder_without_images_is_refused(folder: str, tmp_path: Path, capsys:
     with pytest.raises(SystemExit) as end:
         main(["score", folder, "--images", str(empty), "--texts", "a"])
     assert end.value.code == 2
-    assert f"the folder {empty}, which holds no images" in capsys.readouterr().err
+    assert f"{empty} holds no images" in capsys.readouterr().err
 
 
 class PowerMean(Single):

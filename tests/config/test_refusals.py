@@ -208,7 +208,7 @@ def test_files_that_are_no_lists_of_answers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "output"),
     [
-        (["score", "model", "--texts", "a", "--images"], "holds no images: expected image files in it"),
+        (["score", "model", "--texts", "a", "--images"], "holds no images"),
         (["data", "stats", "scenes?n=2", "--as", "siglip"], "expected data stats SRC --as METHOD --png FILE"),
         (["watch"], "watch needs the folder of a run"),
         (["eval", "retrieval", "model", "--data", "scenes?n=2", "--html", "x.html"], "has no page to write"),

@@ -73,10 +73,8 @@ def parents_of_images(folder: Path) -> list[str]:
 
 def _is_parent(folder: Path) -> bool:
     """Whether a folder has no images itself, but two of its folders have."""
-    with os.scandir(folder) as entries:
-        if any(is_image(entry.name) for entry in entries):
-            return False
-    return sum(next(_images(folder, inner), None) is not None for inner in _folders(folder)) >= LEAST
+    has_images = any(map(is_image, os.listdir(folder)))
+    return not has_images and sum(next(_images(folder, inner), None) is not None for inner in _folders(folder)) >= LEAST
 
 
 def _folders(folder: Path) -> list[str]:

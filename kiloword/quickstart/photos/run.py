@@ -66,7 +66,7 @@ class PhotoPlan:
     seed: int = 0
     rows: int = 0  # of the data; 0: not known, many
     keep: tuple[str, ...] = ()  # keep-lists
-    bad_share: float | None = None  # None: that of `train`
+    bad_share: float = DataConfig.bad_share
 
     @property
     def augment(self) -> AugmentConfig:
@@ -83,8 +83,7 @@ class PhotoPlan:
         base = self.usual(method)
         stores = (str(self.files(out)[0]),)
         augment = replace(self.augment, drop_patches=base.data.augment.drop_patches)
-        share = base.data.bad_share if self.bad_share is None else self.bad_share
-        data = replace(base.data, keep=self.keep, bad_share=share, augment=augment)
+        data = replace(base.data, keep=self.keep, bad_share=self.bad_share, augment=augment)
         data = replace(data, image_features=stores, text_features=stores)  # `judge` validates
         chosen = small_top(replace(base, data=data, batch=self.batch))
         return replace(chosen, settings=METHODS[method], seed=self.seed, steps=self.steps or STEPS)
