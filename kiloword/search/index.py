@@ -329,11 +329,12 @@ def _rows(file: LibraryFile, images: EvalBatch, features: Features, stamps: dict
     """Rows of a batch, without ids. Raises: ValueError for features that are NaN or infinite."""
     if not all(bool(torch.isfinite(value).all()) for value in features.values()):
         raise ValueError(f"the model's features are NaN or infinite, near {images.keys[0]}.")
-    plain = [_is_utf8(path) for path in images.keys]
+    paths = [path.encode("utf-8", "backslashreplace").decode() for path in images.keys]
+    raw = [path.encode("utf-8", "surrogateescape") for path in images.keys]
     columns: dict[str, pa.Array] = {
-        "path": pa.array(path.encode("utf-8", "backslashreplace").decode() for path in images.keys),
+        "path": pa.array(paths),
         "raw": pa.array(
-            [None if fine else _raw(path) for fine, path in zip(plain, images.keys, strict=True)], pa.binary()
+            [None if text.encode() == one else one for text, one in zip(paths, raw, strict=True)], pa.binary()
         ),
         "stamp": pa.array([stamps[path] for path in images.keys]),
         "caption": pa.array([" / ".join(captions)[:LONGEST_CAPTION] for captions in images.captions]),
@@ -347,18 +348,6 @@ def _rows(file: LibraryFile, images: EvalBatch, features: Features, stamps: dict
         else:
             columns[name] = pa.FixedSizeListArray.from_arrays(pa.array(flat.ravel()), flat.shape[1])
     return pa.table(columns)
-
-
-def _raw(path: str) -> bytes:
-    return path.encode("utf-8", "surrogateescape")
-
-
-def _is_utf8(path: str) -> bool:
-    try:
-        path.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def describe(library: Library) -> list[str]:
