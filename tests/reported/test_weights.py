@@ -147,6 +147,9 @@ def test_a_tensor_that_the_file_lacks_is_named(
     name = f"open_clip:{kind}:{lacking}" if kind in NAMES else lacking if kind == "own" else f"hf:{lacking}"
     said = refused(capsys, "score", name, "--images", tmp_path / "a.png", "--texts", "a")
     assert word in said
+    if kind == "hf":
+        said = refused(capsys, "embed", name, "--data", "scenes:test?n=4", "--out", tmp_path / "out")
+        assert part.rstrip(".") in said or word in said
     if kind in NAMES:
         assert word in refused(capsys, "import", "open_clip", kind, lacking, "--out", tmp_path / "out")
         assert not (tmp_path / "out").exists()
