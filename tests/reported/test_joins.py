@@ -204,12 +204,13 @@ def test_equal_keys_of_two_sources_are_refused_where_nothing_says_which(
 def twice(path: Path, kind: str) -> Path:
     """Two images of one key, the last ones of a data set."""
     a = data(path, "tar" if kind == "shards" else "folder")
+    pairs = opened(a)
     if kind == "shards":
         write_tar(a / "1.tar", [("0011.png", photo(999)), ("0011.txt", b"another")])
     else:
         (a / "0011.jpg").write_bytes(photo(999))
     if kind in ("csv", "json"):
-        rows = [(f"{key}.png", text[0]) for key, text in opened(a)[:N]] + [("0011.jpg", "another")]
+        rows = [(f"{key}.png", text[0]) for key, text in pairs] + [("0011.jpg", "another")]
         if kind == "json":
             (a / "x.json").write_text(json.dumps([{"image": image, "caption": text} for image, text in rows]))
             return a / "x.json"
@@ -222,8 +223,8 @@ def twice(path: Path, kind: str) -> Path:
 @pytest.mark.parametrize(
     ("verb", "kind"),
     [
-        ("embed", "folder"), ("embed", "json"), ("tokens", "shards"), ("caption", "csv"), ("caption", "folder"),
-        ("audit", "shards"), ("audit", "csv"), ("extra", "folder"), ("extra", "json"), ("keep", "shards"),
+        ("embed", "csv"), ("embed", "json"), ("tokens", "shards"), ("caption", "csv"), ("caption", "json"),
+        ("audit", "shards"), ("audit", "csv"), ("extra", "csv"), ("extra", "json"), ("keep", "shards"),
         ("keep", "csv"),
     ],
 )  # fmt: skip
@@ -250,6 +251,13 @@ def test_two_images_of_one_key_are_found_before_the_work(
     assert "'0011'" in err
     assert "images/s" not in err
     assert "step 1" not in err
+
+
+def test_images_of_a_folder_that_differ_in_their_suffix_have_keys_of_their_own(model: Path, tmp_path: Path) -> None:
+    a = twice(tmp_path / "a", "folder")
+    assert [key for key, _ in opened(a)][-2:] == ["0011.jpg", "0011.png"]
+    assert [texts for _, texts in opened(a)][-2:] == [opened(a)[-1][1]] * 2, "one caption lies beside both"
+    assert code("embed", model, "--data", a, "--out", tmp_path / "out", *WORKS) == 0
 
 
 @pytest.mark.parametrize(

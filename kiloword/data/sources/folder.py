@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections import Counter
 from collections.abc import Collection, Iterator
+from functools import cached_property
 from pathlib import Path
 
 from kiloword.data.images.decode import missing_package
@@ -58,9 +60,15 @@ class Folder:
     def __len__(self) -> int:
         return len(self._images)
 
+    @cached_property
+    def _shared(self) -> set[str]:
+        """Names without suffix of two or more images."""
+        return {name for name, n in Counter(map(_stem, self._images)).items() if n > 1}
+
     def key(self, row: int) -> str:
-        """The image's file name without its last suffix."""
-        return _stem(self._images[row])
+        """The image's file name without its last suffix, or with it where another image differs in that alone."""
+        file = self._images[row]
+        return file if _stem(file) in self._shared else _stem(file)
 
     def captions(self, row: int) -> list[str]:
         """Captions, without reading the image. Raises BadSample."""
@@ -80,7 +88,7 @@ class Folder:
         return [self._read(self._images[row]), *(self._beside(row, suffix) for suffix in _BESIDE)]
 
     def _beside(self, row: int, suffix: str) -> bytes | None:
-        return self._read(f"{self.key(row)}.{suffix}")
+        return self._read(f"{_stem(self._images[row])}.{suffix}")
 
     def _read(self, file: str) -> bytes | None:
         """The bytes of a file; None for a missing one."""

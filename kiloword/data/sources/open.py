@@ -118,7 +118,7 @@ def _open_pattern(src: str) -> Source:
     folder = os.path.commonpath([file.parent for file in files])
     for table, file in zip(tables, files, strict=True):
         if isinstance(table, TableSource) and len(files) > 1:
-            table.prefix = f"{os.path.relpath(file.with_suffix(''), folder)}/"
+            table.number_below(f"{os.path.relpath(file.with_suffix(''), folder)}/")
     source = mix(tables)
     if isinstance(source, MixtureSource):
         source.name = src

@@ -63,7 +63,6 @@ class TableSource:
 
     natural = True
     from_files = True
-    prefix = ""  # of keys that are numbers of rows, where other tables are read with this one
 
     def __init__(
         self, name: str, path: Path, options: TableOptions = DEFAULTS, layout: AnnotationTable | None = None
@@ -78,6 +77,7 @@ class TableSource:
         self.notes = layout.notes if layout else []
         self._malformed = layout.malformed if layout else []  # reasons
         self._embedded: Embedded | None = None  # the images, where the table contains them
+        self._prefix = ""  # of keys that are numbers of rows
         self._columns = choose(path, layout.table.column_names if layout else column_names(path), options)
         self._asks = QUESTION in self._columns.texts
         self.classnames, self.templates = class_data(path.parent) if self._columns.label else (None, None)
@@ -147,10 +147,15 @@ class TableSource:
         if row >= samples:
             return f"malformed {row - samples}"
         if self._embedded:
-            return f"{self.prefix}{self._first(row)}"
+            return f"{self._prefix}{self._first(row)}"
         path = os.fsdecode(self._path(row))
         stem = os.path.splitext(path)[0] if path else f"row {self._first(row)}"
         return f"{stem}#{row}" if self._asks else stem
+
+    def number_below(self, prefix: str) -> None:
+        """Let keys that are numbers of rows begin with `prefix`, where several tables are one source."""
+        if self._embedded:
+            self._prefix, self.fingerprint = prefix, _digest(self.fingerprint, prefix)
 
     def captions(self, row: int) -> list[str]:
         """Captions or answers, without reading the image. Raises BadSample."""
