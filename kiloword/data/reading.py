@@ -252,7 +252,7 @@ class BadRows:
 def advice(skipped: Iterable[Skipped]) -> str:
     """What to do where all samples are bad for one reason that the source's name can change, or nothing."""
     distinct = {sample.reason for sample in skipped}
-    if all(reason.startswith("image cannot be read: ") and "(No such file" in reason for reason in distinct):
+    if distinct == {"image cannot be read (No such file or directory)"}:
         return ". Images of a table are looked for in its folder: name another one by FILE?images=FOLDER."
     if distinct == {"no caption"}:
         return ". Captions are .txt or .json beside the images, or the column of FILE?caption=COLUMN."

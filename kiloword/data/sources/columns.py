@@ -25,7 +25,6 @@ class TableColumns:
 
     image: str
     texts: dict[str, str]  # column by key: of questions their key in `Record.info`, of captions the column itself
-    lists: dict[str, bool]  # keys whose text may be a JSON list; True: else it has one text per line
     info: tuple[str, ...] = ()  # columns of other values of `Record.info`
     label: str = ""  # column of labels; "": none
 
@@ -55,11 +54,10 @@ def choose(path: Path, names: Sequence[str], options: TableOptions) -> TableColu
     if question and (answers or options.question) and not options.caption:
         key = ANSWERS if options.answer else answers
         texts = {QUESTION: question, **({key: answers} if answers else {})}
-        columns = TableColumns(image, texts, {ANSWERS: True}, info)
+        columns = TableColumns(image, texts, info)
     else:
         captions = options.caption or ((caption,) if caption else ())
-        lists = dict.fromkeys(options.caption, False) | {"captions": True}
-        columns = TableColumns(image, {c: c for c in captions}, lists, info)
+        columns = TableColumns(image, {c: c for c in captions}, info)
     columns = replace(columns, label=options.label or ("" if columns.texts else _first(LABEL_COLUMNS, names)))
     if not image or not (columns.texts or columns.label):
         raise ValueError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet
 
 from kiloword.data.classes.names import places_among, spaced
-from kiloword.data.sources.sample import decode_text, label_set
+from kiloword.data.sources.sample import decode_text, label_set, texts_in
 from kiloword.data.tars.shards import text_lines
 from kiloword.errors import suggestion
 from kiloword.terminal import shown
@@ -106,12 +107,9 @@ def _parsed(name: str, value: Any) -> Any:
             return value
         raise ValueError(f"{name}: a label is {shown(str(value)[:60])}. Expected numbers, names, or lists of them.")
     text = value.strip()
-    if text.startswith("["):
-        try:
-            listed = json.loads(text)
-        except (ValueError, RecursionError):
-            listed = None
-        return listed if isinstance(listed, list) else text
+    with suppress(BadSample):
+        if (listed := texts_in(text, objects=True)) != [text]:
+            return listed
     return int(text) if text.lstrip("-").isdecimal() and len(text) < 18 else text or None
 
 

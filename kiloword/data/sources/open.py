@@ -20,7 +20,7 @@ from kiloword.data.sources.layouts.read import JsonOptions, is_tokens, read_json
 from kiloword.data.sources.mixture import MixtureSource, mix
 from kiloword.data.sources.query import FORM, TableOptions, parse_query, split_query
 from kiloword.data.sources.sample import check_regular
-from kiloword.data.sources.tables import TableSource
+from kiloword.data.sources.tables import NoRows, TableSource
 from kiloword.data.sources.tree import tree_options, tree_source
 from kiloword.data.tars.shards import RANGE, TarSource, expand, natural
 from kiloword.errors import LeftOut
@@ -30,6 +30,7 @@ from kiloword.types import Source
 __all__ = ["expand", "mix", "open_data", "open_source"]
 
 _TABLES = (".csv", ".tsv", ".parquet", ".txt", ".token")
+_JSON = (".json", ".jsonl")
 _COMPRESSED_TARS = {  # suffix -> what unpacks it
     ".tar.gz": "gunzip",
     ".tgz": "gunzip",
@@ -40,7 +41,7 @@ _COMPRESSED_TARS = {  # suffix -> what unpacks it
     ".tar.zst": "zstd -d",
 }
 _KINDS = (
-    "a folder of tars, a tar, a brace pattern x-{000..123}.tar, csv, tsv, parquet, json, a folder of images, "
+    "a folder of tars, a tar, a brace pattern x-{000..123}.tar, csv, tsv, parquet, json, jsonl, a folder of images, "
     "class folders, or scenes"
 )
 
@@ -48,14 +49,12 @@ _KINDS = (
 def open_source(src: str, size: int | None = None) -> Source:
     """The data set that `src` names.
 
-    Args: src: a folder of tars, a tar, csv, tsv, parquet or json (these with parameters, see `query`, and `layouts`), a
-    brace pattern of tars or tables such as `x-{000..123}.tar`, a folder of images, class folders, or `scenes...`; or a
-    URL (see `remote`); or class data of these after "tree:", with captions by a tree of classes (see `tree`); or one
-    part of any of these, after "train-part:" or "val-part:" (see `held_out`); size: height and width of drawn images
-    (scenes) in pixels.
-    Errors: ValueError when nothing is there, or nothing can be read.
-
-    What the data set leaves out (`notes`) is printed on stderr.
+    Args: src: a folder of tars, a tar, csv, tsv, parquet, json or jsonl (these with parameters, see `query`, and
+    `layouts`), a brace pattern of tars or tables such as `x-{000..123}.tar`, a folder of images, class folders, or
+    `scenes...`; or a URL (see `remote`); or class data of these after "tree:", with captions by a tree of classes (see
+    `tree`); or one part of any of these, after "train-part:" or "val-part:" (see `held_out`); size: height and width of
+    drawn images (scenes) in pixels.
+    Errors: ValueError when nothing is there, or nothing can be read. What is left out (`notes`) is printed on stderr.
     """
     source = _open(src, size)
     warn_once(*getattr(source, "notes", []))
@@ -84,14 +83,14 @@ def _open(src: str, size: int | None) -> Source:
     if not path.exists():
         raise ValueError(f"{name}: no such file or folder. Expected {_KINDS}.")
     suffix = path.suffix.lower()
-    if query and (path.is_dir() or suffix not in (*_TABLES, ".json")):
+    if query and (path.is_dir() or suffix not in (*_TABLES, *_JSON)):
         raise ValueError(
             f"{name} takes no parameters, but ?{shown(query[:60])} follows it: only tables and json do ({FORM})."
         )
     if path.is_dir():
         return _open_folder(src, path)
     check_regular(path)
-    if suffix == ".json":
+    if suffix in _JSON:
         choice = parse_query(name, query, JsonOptions)
         return TableSource(src, path, choice, read_json(path, choice))
     if suffix in _TABLES:
@@ -114,11 +113,21 @@ def _open_pattern(src: str) -> Source:
         raise ValueError(f"{src}: {len(missing)} of {len(files)} {kind} are missing, the first is {missing[0]}.")
     if files[0].suffix.lower() not in _TABLES:
         return _shards(src, files)
-    tables = [open_source(f"{file}{mark}{query}") for file in files]
+    tables, empty, why = list[Source](), LeftOut("table"), ""
     folder = os.path.commonpath([file.parent for file in files])
-    for table, file in zip(tables, files, strict=True):
+    for file in files:
+        try:
+            table = open_source(f"{file}{mark}{query}")
+        except NoRows as error:
+            empty.add(file.name, "no rows in it")
+            why = why or str(error)
+            continue
         if isinstance(table, TableSource) and len(files) > 1:
             table.number_below(f"{os.path.relpath(file.with_suffix(''), folder)}/")
+        tables.append(table)
+    if not tables:
+        raise ValueError(why)
+    warn_once(*(f"{src}: {line}" for line in empty.lines()))
     source = mix(tables)
     if isinstance(source, MixtureSource):
         source.name = src

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import io
 import json
 import stat
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +126,23 @@ def clean(captions: list[str]) -> list[str]:
     if len(stripped) > MAX_CAPTIONS:
         raise BadSample(f"{len(stripped):,} captions, more than {MAX_CAPTIONS:,}")
     return stripped
+
+
+def texts_in(cell: str, objects: bool = False) -> list[Any]:
+    """The texts of a cell: of a list as JSON or Python write it, else the one text. Empty places of a list are omitted.
+
+    Args: objects: the list may hold anything. Raises: BadSample for a list of another form, such as that of NumPy.
+    """
+    text = cell.strip()
+    for parse in (json.loads, ast.literal_eval) if text.startswith("[") else ():
+        with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+            values = parse(text)
+            exact = parse is json.loads or repr(values) == text  # Python joins 'a' 'b', which is NumPy's list, to 'ab'
+            if isinstance(values, list) and exact and (objects or all(isinstance(v, str | None) for v in values)):
+                return [value for value in values if value is not None]
+    if text.startswith(("['", '["')) and text.endswith("]"):
+        raise BadSample("a cell that looks like a list is not one of texts, as JSON or Python write it")
+    return [cell]
 
 
 def decode_text(raw: bytes) -> str:

@@ -1,18 +1,19 @@
 """csv, tsv and parquet tables of captions, of questions and their answers, or of class labels.
 
 Columns: `image` (path relative to the table; in parquet also the bytes, or a struct with `bytes`) or open_clip's
-`filepath`; and `caption`, `captions` (a list; in csv a JSON list, or one caption per line) or open_clip's `title`. Or
-`question`, with `answers` (as `captions`, or as VQAv2's objects with `answer`) or `answer`, and optional types. Or
-`label` (`class`, `cls`, `fine_label`), a class index, a class name or a list of them; their names are those of a
-`ClassLabel` (Hugging Face) or of classnames.txt. Other columns are named by parameters (`query.TableOptions`).
+`filepath`; and `caption`, `captions` or open_clip's `title`. Or `question`, with `answers` or `answer`, and optional
+types. Or `label` (`class`, `cls`, `fine_label`), a class index, a class name or a list of them; their names are those
+of a `ClassLabel` (Hugging Face) or of classnames.txt. Other columns are named by parameters (`query.TableOptions`).
+
+A cell of any of these columns is a text, or a list: of parquet, or as JSON or Python write it. `captions` and `answers`
+may also have a text per line, and answers may be VQAv2's objects with `answer`. A quoted cell may hold line breaks; a
+quote that is not closed where other rows follow is closed at the end of its line.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute
-import pyarrow.csv
 import pyarrow.parquet
 from numpy.typing import NDArray
 
 from kiloword.data.sources.columns import IMAGE_COLUMNS, SPLIT, choose
+from kiloword.data.sources.delimited import header, read_csv
 from kiloword.data.sources.embedded import Embedded, arrow_errors, check_expanded, check_rows, is_embedded
 from kiloword.data.sources.labels import LabelColumn, class_data, class_label_names
 from kiloword.data.sources.layouts.read import AnnotationTable
@@ -38,12 +39,12 @@ from kiloword.data.sources.sample import (
     parse_answers,
     question_in,
     read_whole,
+    texts_in,
 )
 from kiloword.terminal import shown
 from kiloword.types import BadSample, NoCaption, Record
 
 DEFAULTS = TableOptions()
-_BLOCK = 1 << 26  # bytes that the csv reader parses at once; no row may be longer
 
 
 def fingerprint(path: Path) -> str:
@@ -52,13 +53,17 @@ def fingerprint(path: Path) -> str:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
+class NoRows(ValueError):
+    """A table has no rows."""
+
+
 class TableSource:
     """The samples of one csv, tsv or parquet file, or of a `layout`; malformed lines come last, as bad samples.
 
     Of captions: one sample per image, in order of first appearance; of questions or labels alone: one per row.
     `classnames`, `templates`: of a table with labels, else None.
     The fingerprint covers the bytes of the table; `stored` returns those of images that it names by path.
-    Errors: ValueError for missing columns, no rows, an unreadable table.
+    Errors: ValueError for missing columns, an unreadable table; NoRows.
     """
 
     natural = True
@@ -68,6 +73,8 @@ class TableSource:
         self, name: str, path: Path, options: TableOptions = DEFAULTS, layout: AnnotationTable | None = None
     ) -> None:
         self.name, self.path = name, path
+        if not path.stat().st_size:
+            raise NoRows(f"{path} is empty. Expected a table with an image and a caption in each row.")
         self._folder = layout.folder if layout else images_folder(path, options.images)
         self._contents = fingerprint(path)
         if layout is not None and layout.beside is not None:
@@ -75,7 +82,7 @@ class TableSource:
         options = layout.options if layout else options
         self.fingerprint = _with_options(self._contents, options)
         self.notes = layout.notes if layout else []
-        self._malformed = layout.malformed if layout else []  # reasons
+        self._malformed = layout.malformed if layout else []  # names and reasons
         self._embedded: Embedded | None = None  # the images, where the table contains them
         self._prefix = ""  # of keys that are numbers of rows
         self._columns = choose(path, layout.table.column_names if layout else column_names(path), options)
@@ -89,7 +96,7 @@ class TableSource:
         self._order, self._starts = _rows_by_image(images, by_row, splits, options.split)
         if not len(self):
             rows = f"rows whose {SPLIT} is {shown(options.split[:60])!r}" if options.split else "rows"
-            raise ValueError(
+            raise NoRows(
                 f"{path} has no {rows}. Expected an image and a caption, or a question and its answers, in each row."
                 f"{_splits(splits)}"
             )
@@ -145,7 +152,7 @@ class TableSource:
         """
         samples = len(self._starts) - 1
         if row >= samples:
-            return f"malformed {row - samples}"
+            return self._malformed[row - samples][0]
         if self._embedded:
             return f"{self._prefix}{self._first(row)}"
         path = os.fsdecode(self._path(row))
@@ -205,14 +212,14 @@ class TableSource:
             return read_whole(image_file(self._folder / name), "the image", MAX_IMAGE)
         except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
             reason = error.strerror if isinstance(error, OSError) else "not a file name"
-            raise BadSample(f"image cannot be read: {shown(name[:200])} ({reason})") from None
+            raise BadSample(f"image cannot be read ({reason})") from None
 
     def _texts(self, row: int) -> tuple[list[str], dict[str, Any]]:
         """Captions or answers, and the information of the record. Raises BadSample."""
         if not 0 <= row < len(self):
             raise IndexError(f"row {row} of {len(self)}")
         if row >= len(self._starts) - 1:
-            raise BadSample(self._malformed[row - len(self._starts) + 1])
+            raise BadSample(self._malformed[row - len(self._starts) + 1][1])
         rows = self._order[self._starts[row] : self._starts[row + 1]].tolist()
         cells = [{column: self._cell(column, n) for column in self._cells} for n in rows]
         info = {column: _value(values, rows[0]) for column, values in self._info.items()}
@@ -228,8 +235,12 @@ class TableSource:
 
     def _cell(self, key: str, row: int) -> Any:
         """Text, or a list. Raises BadSample."""
-        text, by_line = _value(self._cells[key], row), self._columns.lists.get(key)
-        return _listed(text, key == ANSWERS, by_line) if isinstance(text, str) and by_line is not None else text
+        value = _value(self._cells[key], row)
+        if key == QUESTION or not isinstance(value, str):
+            return value
+        texts = texts_in(value, objects=key == ANSWERS)
+        by_line = key in ("captions", ANSWERS) and texts == [value]
+        return [line for line in value.split("\n") if line.strip()] if by_line else texts
 
 
 def _value(cells: pa.Array, row: int) -> Any:
@@ -289,22 +300,10 @@ def _digest(contents: str, more: str) -> str:
     return hashlib.blake2b(f"{contents} {more}".encode(), digest_size=16).hexdigest()
 
 
-def _listed(text: str, objects: bool, by_line: bool = True) -> list[Any]:
-    """Parse a JSON list of strings (or also of objects), or one text per line, or the one text."""
-    if text.lstrip().startswith("["):
-        try:
-            values = json.loads(text)
-        except (ValueError, RecursionError):
-            values = None
-        if isinstance(values, list) and (objects or all(isinstance(value, str) for value in values)):
-            return values
-    return [line for line in text.split("\n") if line.strip()] if by_line else [text]
-
-
 def column_names(path: Path) -> list[str]:
     """Errors: ValueError when the table cannot be read."""
     if path.suffix.lower() != ".parquet":
-        return _header(path)[1]
+        return header(path)[1]
     with arrow_errors(path):
         return list(pa.parquet.read_schema(path).names)
 
@@ -319,62 +318,3 @@ def _caption_array(column: pa.ChunkedArray) -> pa.Array:
         of_bytes = pa.types.is_large_binary(column.type.value_type)
         return one_array(column, column.type if of_bytes else pa.large_list(pa.large_string()))
     return one_array(column, pa.large_binary())
-
-
-def read_csv(path: Path, columns: list[str]) -> tuple[pa.Table, list[str]]:
-    """Some columns, and the reasons of malformed lines.
-
-    Cells stay bytes, so that a caption that is not UTF-8 is one bad sample. Where a malformed line is not UTF-8, Arrow
-    fails to report it: then the file is decoded as Latin-1, and cells are encoded back to their bytes.
-    """
-    hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
-    try:
-        return _parse_csv(path, path, columns)
-    except pa.ArrowInvalid:
-        letters = path.read_bytes().decode("latin-1")
-        table, malformed = _parse_csv(path, pa.BufferReader(letters.encode()), columns)
-        back = [pa.array([cell.as_py().decode().encode("latin-1") for cell in table[c]], pa.binary()) for c in columns]
-        return pa.table(back, columns), malformed
-    finally:
-        sys.unraisablehook = hook
-
-
-def _parse_csv(path: Path, source: Path | pa.BufferReader, columns: list[str]) -> tuple[pa.Table, list[str]]:
-    malformed: list[str] = []
-
-    def note(row: pyarrow.csv.InvalidRow) -> str:
-        malformed.append(
-            f"line has {row.actual_columns} columns, expected {row.expected_columns}: {shown(row.text[:60])}"
-        )
-        return "skip"
-
-    delimiter, names = _header(path)
-    named = {"column_names": names, "skip_rows": 1} if delimiter == "|" else {}  # without their spaces
-    table = pyarrow.csv.read_csv(
-        source,
-        pyarrow.csv.ReadOptions(use_threads=False, block_size=_BLOCK, **named),
-        pyarrow.csv.ParseOptions(delimiter=delimiter, newlines_in_values=True, invalid_row_handler=note),
-        pyarrow.csv.ConvertOptions(
-            include_columns=columns, column_types={column: pa.binary() for column in columns}, strings_can_be_null=False
-        ),
-    )
-    return table, malformed
-
-
-def _header(path: Path) -> tuple[str, list[str]]:
-    """Delimiter and column names. open_clip writes .csv separated by tabs, and Flickr30k has one separated by "| ", so
-    the first line decides.
-
-    Errors: ValueError when the first line is not UTF-8.
-    """
-    with path.open("rb") as file:
-        raw = file.readline(1 << 20)
-    try:
-        line = decode_text(raw).strip("\r\n")
-    except BadSample:
-        raise ValueError(
-            f"{path}: the first line is not UTF-8. Expected column names such as `image,caption`."
-        ) from None
-    delimiter = "\t" if "\t" in line and ("," not in line or path.suffix.lower() == ".tsv") else ","
-    delimiter = "|" if "|" in line and not {",", "\t"} & set(line) else delimiter
-    return delimiter, [name.strip(' "' if delimiter == "|" else '"') for name in line.split(delimiter)]

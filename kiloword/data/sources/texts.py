@@ -8,10 +8,11 @@ import pyarrow as pa
 import pyarrow.parquet
 
 from kiloword.data.sources.columns import CAPTION_COLUMNS, IMAGE_COLUMNS, check_once
+from kiloword.data.sources.delimited import read_csv
 from kiloword.data.sources.embedded import arrow_errors, check_expanded
 from kiloword.data.sources.query import FORM, TableOptions, parse_query, split_query
-from kiloword.data.sources.sample import check_regular, clean, decode_text
-from kiloword.data.sources.tables import column_names, fingerprint, read_csv
+from kiloword.data.sources.sample import check_regular, clean, decode_text, texts_in
+from kiloword.data.sources.tables import column_names, fingerprint
 from kiloword.types import BadSample, Record
 
 TABLES = (".csv", ".tsv", ".parquet")
@@ -22,7 +23,8 @@ class TextsSource:
 
     def __init__(self, name: str, path: Path, columns: tuple[str, ...]) -> None:
         self.name, self.fingerprint = name, fingerprint(path)
-        self._cells = _lines(path) if path.suffix.lower() == ".txt" else _columns(path, columns)
+        self._is_table = path.suffix.lower() != ".txt"
+        self._cells = _columns(path, columns) if self._is_table else _lines(path)
 
     def __len__(self) -> int:
         return len(self._cells)
@@ -34,6 +36,7 @@ class TextsSource:
     def captions(self, row: int) -> list[str]:
         """The texts of a row. Raises BadSample."""
         texts = [decode_text(cell) if isinstance(cell, bytes) else cell for cell in self._cells[row]]
+        texts = [text for cell in texts for text in texts_in(cell)] if self._is_table else texts
         if not (usable := clean(texts)):
             raise BadSample("no text")
         return usable

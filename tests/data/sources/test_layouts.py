@@ -349,7 +349,8 @@ def test_on_the_command_line(folder: Path, capsys: pytest.CaptureFixture[str]) -
     main(["data", "stats", src])
     out = capsys.readouterr().out
     assert "images 2   captions 4   bad 1" in out
-    assert "image cannot be read: COCO_val2014_000000000007.jpg" in out
+    assert "image cannot be read" in out
+    assert "COCO_val2014_000000000007" in out
 
 
 def places(value: Any, above: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:

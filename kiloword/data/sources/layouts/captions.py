@@ -72,11 +72,10 @@ def _raw(path: Path, image: int, sentences: list[Any]) -> list[str]:
     return values(path, sentences, where, "raw", str)
 
 
-def tokens(path: Path, split: Path | None) -> tuple[pa.Table, int]:
+def tokens(path: Path, split: Path | None) -> tuple[pa.Table, list[str]]:
     """`IMAGE#NUMBER`, a tab and a caption in each line, a row each.
 
-    Args: split: file with the name of an image in each line. Returns: the table, and the number of lines of another
-    form.
+    Args: split: file with the name of an image in each line. Returns: the table, and the lines of another form.
     """
     lines = [line for line in read_all(path).splitlines() if line.strip()]
     rows = [match for line in lines if (match := TOKEN.fullmatch(line))]
@@ -85,4 +84,4 @@ def tokens(path: Path, split: Path | None) -> tuple[pa.Table, int]:
         listed = {line.strip() for line in read_all(split).splitlines()}
         columns["split"] = [os.fsencode(split.name) if name in listed else None for name in columns["image"]]
     table = {name: pa.array(cells, pa.large_binary()) for name, cells in columns.items()}
-    return pa.table(table), len(lines) - len(rows)
+    return pa.table(table), [line.decode(errors="replace") for line in lines if not TOKEN.fullmatch(line)]

@@ -33,6 +33,8 @@ def read_all(path: Path) -> bytes:
 def load_json(path: Path, hook: Callable[[dict[str, Any]], Any] | None = None) -> Any:
     """The value of a file. Args: hook: `object_hook` of `json.loads`. Errors: ValueError for what is no JSON."""
     raw = read_all(path)
+    if path.suffix.lower() == ".jsonl":  # an object in each line
+        raw = b"[" + b",\n".join(line for line in raw.splitlines() if line.strip()) + b"]"
     try:
         return json.loads(raw, object_hook=hook)
     except UnicodeDecodeError:

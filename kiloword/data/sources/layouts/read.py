@@ -42,7 +42,7 @@ class AnnotationTable:
     options: TableOptions
     notes: list[str] = field(default_factory=list)
     beside: Path | None = None  # another file that was read
-    malformed: list[str] = field(default_factory=list)  # reasons of lines that are no rows
+    malformed: list[tuple[str, str]] = field(default_factory=list)  # names and reasons of lines that are no rows
 
 
 def read_json(path: Path, options: JsonOptions) -> AnnotationTable:
@@ -81,7 +81,8 @@ def read_tokens(path: Path, options: TableOptions) -> AnnotationTable:
     split = beside(path, "split", options.split) if options.split else None
     table, other = captions.tokens(path, split)
     layout = _located(path, replace(options, split=split.name if split else ""), table, "")
-    return replace(layout, beside=split, malformed=["line is not IMAGE#NUMBER, a tab and a caption"] * other)
+    reason = "line is not IMAGE#NUMBER, a tab and a caption"
+    return replace(layout, beside=split, malformed=[(f"line {shown(line[:60])}", reason) for line in other])
 
 
 def _answers(data: dict[str, Any]) -> bool:
