@@ -34,15 +34,16 @@ class LeftOut:
     """
 
     noun: str
+    most: int = NAMED
     counts: dict[str, int] = field(default_factory=dict)  # by reason, in order of first appearance
-    first: dict[str, list[str]] = field(default_factory=dict)  # names, at most NAMED a reason
+    first: dict[str, list[str]] = field(default_factory=dict)  # names, at most `most` a reason
     done: str = "skipped"  # what happened to them
 
     def add(self, name: str, reason: str) -> bool:
         """Count one. Returns: whether `lines` names it."""
         self.counts[reason] = self.counts.get(reason, 0) + 1
         named = self.first.setdefault(reason, [])
-        if len(named) < NAMED:
+        if len(named) < self.most:
             named.append(name)
             return True
         return False
@@ -51,11 +52,14 @@ class LeftOut:
         """Count what another one has counted."""
         for reason, number in other.counts.items():
             named = self.first.setdefault(reason, [])
-            named += other.first.get(reason, [])[: NAMED - len(named)]
+            named += other.first.get(reason, [])[: self.most - len(named)]
             self.counts[reason] = self.counts.get(reason, 0) + number
 
     def __len__(self) -> int:
         return sum(self.counts.values())
+
+    def __str__(self) -> str:
+        return "; ".join(self.lines()[:NAMED])
 
     def lines(self) -> list[str]:
         """One line a reason, the most frequent first: "808 samples skipped, no caption: 00, 01, 02 and 805 more"."""

@@ -40,7 +40,7 @@ from kiloword.checkpoint.lock import Lock
 from kiloword.config.recipes import DataConfig
 from kiloword.data.feature_store import FeatureStore
 from kiloword.data.images.decode import decode
-from kiloword.data.reading import advice, name_of, reasons
+from kiloword.data.reading import advice, left_out, name_of
 from kiloword.data.sources.digest import sampled
 from kiloword.data.sources.joins import check_keys
 from kiloword.data.sources.open import open_data
@@ -62,7 +62,6 @@ if TYPE_CHECKING:
 
 KEEP, FINDINGS, SUMMARY, REPORT = "keep.parquet", "findings.parquet", "audit.json", "report.html"
 FORMAT = "kiloword-audit-1"  # of encoded rows
-NAMED = 5  # unreadable rows that are listed
 
 
 @naming_truncated()
@@ -219,10 +218,9 @@ def _pixels(source: Source, row: int, at_least: int = 224) -> Pixels | None:
 
 def _print(audit: Audit, kept: np.ndarray, out: Path, training: str) -> None:
     corpus, counts = audit.corpus, audit.counts
-    for one in corpus.skipped[:NAMED]:
-        warn(f"unreadable {one.key}: {one.reason}")
     if corpus.skipped:
-        warn(f"{count(len(corpus.skipped), 'row')} unreadable: {reasons(corpus.skipped)}{advice(corpus.skipped)}")
+        *lines, last = left_out(corpus.skipped).lines()
+        warn(*lines, f"{last}{advice(corpus.skipped)}")
     say(f"{count(len(corpus.keys), 'image')}, {count(len(corpus.texts), 'caption')}")
     if audit.rule is not None:
         say(f"pairs that do not match   {describe(audit.rule)}")

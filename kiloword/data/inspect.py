@@ -19,7 +19,7 @@ from rich.table import Table
 
 from kiloword.data.images.contact import contact_sheet
 from kiloword.data.images.decode import decode, image_size
-from kiloword.data.reading import name_of
+from kiloword.data.reading import left_out, name_of
 from kiloword.data.sources.digest import whole
 from kiloword.data.sources.open import open_source
 from kiloword.data.tars.index import open_index
@@ -136,10 +136,7 @@ def stats(source: Source, workers: int | None = None) -> Stats:
 
 def print_bad(bad: list[Skipped], rows: int) -> None:
     """Print the bad samples by reason, and their share."""
-    reasons = Counter(skipped.reason for skipped in bad)
-    for reason, count in reasons.most_common():
-        named = [f"{s.key} (row {s.row})" for s in bad if s.reason == reason]
-        say(f"{count:,} x {reason}", "    " + ", ".join(named[:_SHOWN]) + (" ..." if count > _SHOWN else ""))
+    say(*left_out(bad, _SHOWN).lines())
     say(f"{len(bad):,} of {rows:,} samples are bad ({len(bad) / rows:.2%})" if bad else "all samples are good")
 
 

@@ -16,7 +16,7 @@ from kiloword.data.feature_store import FeatureStore, TableFile, shown_views
 from kiloword.data.images.augmentation import EvalTransform, TrainTransform
 from kiloword.data.images.time_limit import decoding
 from kiloword.data.images.views import view_draw
-from kiloword.data.reading import EMBEDDED, advice, name_of, read, reasons
+from kiloword.data.reading import EMBEDDED, advice, left_out, name_of, read
 from kiloword.data.remote.ahead import Ahead, ahead_of
 from kiloword.data.sampler import Order, Rows, choose_captions, share
 from kiloword.data.sources.keep import Omitted, omitted
@@ -316,7 +316,7 @@ class BatchReader:
             self.skipped += failed
             return example, drawn
         tried = f"{len(failed)} rows tried one after another are bad"
-        raise ValueError(f"{self.source.name}: {tried}: {reasons(failed)}{advice(failed)}")
+        raise ValueError(f"{self.source.name}: {tried}: {left_out(failed)}{advice(failed)}")
 
     def _walk(self, row: int, draw: Draw) -> Iterator[int]:
         """The row, then candidates: outside this global batch if at least half of the data set is."""

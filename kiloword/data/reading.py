@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -26,6 +25,7 @@ from kiloword.data.remote.errors import Unreachable
 from kiloword.data.sources.optional import question, texts_of
 from kiloword.data.sources.sample import question_in
 from kiloword.data.steps import in_order
+from kiloword.errors import NAMED, LeftOut
 from kiloword.terminal import shown
 from kiloword.types import BadSample, LabelSet, NoCaption, Record, Skipped, Source
 
@@ -216,12 +216,13 @@ class BadRows:
     def __init__(self, rows: int, share: float) -> None:
         self.rows, self.share = rows, share
         self._seen: dict[int, Skipped] = {}
+        self.left_out = LeftOut("sample")
 
     def __len__(self) -> int:
         return len(self._seen)
 
     def count(self, skipped: Iterable[Skipped]) -> list[Skipped]:
-        """Add the skipped samples of one step; returns those that are new.
+        """Add the skipped samples of one step; returns the new ones that are to be named, the first of each reason.
 
         Rows that `kiloword embed` skipped do not count again.
         Errors: ValueError, with the most frequent reasons, when more than the allowed share of the rows is bad.
@@ -229,13 +230,14 @@ class BadRows:
         counted = (sample for sample in skipped if not sample.reason.startswith(EMBEDDED))
         new = {sample.row: sample for sample in counted if sample.row not in self._seen}
         self._seen |= new
+        named = [sample for sample in new.values() if self.left_out.add(sample.key, sample.reason)]
         if len(self) > self.share * self.rows:
             raise ValueError(
                 f"{len(self)} of the data set's {self.rows} rows are bad, more than the allowed {self.share:.2%}: "
-                f"{reasons(self._seen.values())}. Look with `kiloword data check`; allow more with --bad-share, "
+                f"{self.left_out}. Look with `kiloword data check`; allow more with --bad-share, "
                 "or mend them and give another --out, as mended data are other data."
             )
-        return list(new.values())
+        return named
 
     def rows_of(self, reason: str) -> list[int]:
         """The rows whose reason starts with `reason`."""
@@ -247,6 +249,7 @@ class BadRows:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._seen = {row: Skipped(row, key, reason) for row, key, reason in state["bad"]}
+        self.left_out = left_out(self._seen.values())
 
 
 def advice(skipped: Iterable[Skipped]) -> str:
@@ -259,11 +262,9 @@ def advice(skipped: Iterable[Skipped]) -> str:
     return ""
 
 
-def reasons(skipped: Iterable[Skipped], most: int = 3) -> str:
-    """The most frequent reasons, with counts and one example: "truncated image (31 times, for example 00012)"."""
-    skipped = list(skipped)
-    example = {sample.reason: sample.key for sample in reversed(skipped)}
-    counted = Counter(sample.reason for sample in skipped).most_common(most)
-    return "; ".join(
-        f"{reason} ({n} {'time' if n == 1 else 'times'}, for example {example[reason]})" for reason, n in counted
-    )
+def left_out(skipped: Iterable[Skipped], most: int = NAMED) -> LeftOut:
+    """Skipped samples by reason. Args: most: that are named for one reason."""
+    found = LeftOut("sample", most)
+    for one in skipped:
+        found.add(one.key, one.reason)
+    return found

@@ -125,6 +125,8 @@ def _metrics(
     task: Task, folder: str, data: str, options: Any, execution: Execution, shown: dict[str, Any] | None
 ) -> dict[str, float]:
     """Metrics of one model; skipped rows are named on stderr."""
+    from kiloword.data.reading import left_out
+
     without_model = None if task.without_model is None else task.without_model(folder, options)
     matcher, workers = opened(folder, execution) if without_model is None else (None, 0)
     source = evaluation.task_data(task, data, None if matcher is None else matcher.model.config.image.size)
@@ -132,8 +134,7 @@ def _metrics(
         matcher, source = _on_tokens(task, matcher, source, execution)
     inputs = Inputs(matcher, source, execution.batch, workers, shown=shown)
     metrics = evaluation.run(task, inputs, options if without_model is None else without_model)
-    for one in inputs.skipped:
-        warn(f"skipped {one.key}: {one.reason}")
+    warn(*left_out(inputs.skipped).lines())
     return metrics
 
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from kiloword.data.reading import EvalBatch, eval_batches, reasons
+from kiloword.data.reading import EvalBatch, eval_batches, left_out
 from kiloword.distributed.sharing import gathered, lockstep, own, share
 from kiloword.evaluation.classes import NONE, NOT_AMONG, OTHER, Classes
 from kiloword.evaluation.task import Inputs
@@ -59,9 +59,9 @@ def per_batch(
         empty = empty and not made
     if empty:
         why = f", the first because: {inputs.skipped[0].reason}" if inputs.skipped else ""
-        bare = bool(inputs.skipped) and inputs.skipped[0].reason == "no caption"
-        other = ". Photos without captions: `kiloword index`, `classify` and `caption` take them" if bare else ""
-        raise ValueError(f"{source.name}: none of its {len(source)} rows is a usable image{why}{other}")
+        other = ". Photos without captions: `kiloword index`, `classify` and `caption` take them"
+        why += other if why.endswith(": no caption") else ""
+        raise ValueError(f"{source.name}: none of its {len(source)} rows is a usable image{why}")
 
 
 def _in_turns(
@@ -208,7 +208,7 @@ def labelled(
             empty = False
             yield part
     if empty:
-        why = f" None of {len(inputs.skipped)} rows is left: {reasons(inputs.skipped)}." if inputs.skipped else ""
+        why = f" None of {len(inputs.skipped)} rows is left: {left_out(inputs.skipped)}." if inputs.skipped else ""
         raise ValueError(
             f"{inputs.source.name} has no class labels: expected class folders, a column `label`, or a .cls for every "
             f"image.{why}"

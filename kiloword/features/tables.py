@@ -16,7 +16,7 @@ from kiloword.checkpoint.files import is_taken, write_json
 from kiloword.config.settings import read_config
 from kiloword.data.files import key_bytes
 from kiloword.data.parts import Part, TableSettings, part_path, write_part
-from kiloword.data.reading import EvalBatch
+from kiloword.data.reading import EvalBatch, left_out
 from kiloword.data.sources.joins import check_keys
 from kiloword.distributed.sharing import alone, interruptible, of_first, part_by_part, share
 from kiloword.terminal import say
@@ -102,11 +102,13 @@ class TableWriter(Generic[Settings]):
     def check_usable(self) -> None:
         """Raises: ValueError when no row of the data is usable."""
         if not self._keys:
-            why = f", the first because: {self.skipped[0].reason}" if self.skipped else ""
+            why = f": {left_out(self.skipped)}" if self.skipped else ""
             raise ValueError(f"{self.file.data}: none of its {self.file.rows} rows is a usable image{why}.")
 
     def report(self, report: ProgressReport) -> None:
         """Print how many rows the table lacks."""
+        for line in left_out(self.skipped).lines():
+            report.say(line)
         if self.skipped:
             report.say(f"{len(self.skipped):,} of {self.file.rows:,} rows are bad, and not in the table.")
         if self.repeated:
@@ -174,8 +176,6 @@ def fill(
     with interruptible(todo, len(source)) as written:
         for number, rows_of_part, rows in zip(numbers, todo, part_by_part(todo, batch, make), strict=True):
             if writer is not None:
-                for bad in (bad for one in rows for bad in one.skipped):
-                    report.say(f"skipped {bad.key}: {bad.reason}")
                 writer.write(number, rows)
                 written.append(rows_of_part)
 

@@ -138,8 +138,13 @@ class Cadence:
             raise self._stopped()
 
     def end(self) -> None:
-        """Print a hint if the run mostly waited for data. Raises: Stopped if it stopped while waiting for a batch."""
+        """Print what was skipped, and a hint if the run mostly waited for data.
+
+        Raises: Stopped if it stopped while waiting for a batch.
+        """
         run = self.run
+        for line in run.bad.left_out.lines():
+            run.log.say(line)
         if (share := self.meter.data_wait()) > MOSTLY:
             run.log.say(
                 f"{share:.0%} of the time of this run was spent waiting for data: raise --workers (now "

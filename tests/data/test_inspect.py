@@ -80,7 +80,7 @@ def test_main_prints_and_returns_what_is_wrong(folder: Path, capsys: pytest.Capt
     assert sorted(p.name for p in folder.iterdir()) == ["0.tar", "0.tar.kwindex", "1.tar", "1.tar.kwindex"]
     assert main("check", str(folder)) == 4
     printed = capsys.readouterr().out
-    assert "1 x caption is not UTF-8\n    latin (row 13)" in printed
+    assert "1 sample skipped, caption is not UTF-8: latin\n" in printed
     assert "4 of 15 samples are bad (26.67%)" in printed
     assert main("stats", str(folder), folder / "sheet.png") == 0
     printed = capsys.readouterr().out

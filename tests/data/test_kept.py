@@ -53,7 +53,7 @@ SAMPLED = {
     "own": "",
 }
 WHOLE = ("7887e74ef740f80c89dff7287104dbf6", "830b8f1eb1d4822a33259eb1ef95d321")
-INDEX = "e3693673b6bc0fe6"
+INDEX = "21e8a1bb87b14384"
 FALLBACK = "6bd20ee855f1a614bba57427-a.tar.kwindex"
 REMOTE = [
     "0 é.tar",

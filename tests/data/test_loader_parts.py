@@ -105,7 +105,7 @@ def test_what_replaces_a_bad_row_lies_outside_the_batch_where_it_can() -> None:
 def test_as_many_rows_are_tried_as_the_limit_says() -> None:
     source = Rows(500, bad=tuple(range(500)))
     reader = BatchReader(make(source), source, np.arange(4))
-    said = rf"rows: {ATTEMPTS + 1} rows .* are bad: bad \d \(\d+ times?, for example row \d+\); bad \d"
+    said = rf"rows: {ATTEMPTS + 1} rows .* are bad: \d+ samples? skipped, bad \d: row \d.*skipped, bad \d"
     with pytest.raises(ValueError, match=said):
         reader.example(3, Draw(2, 0, 3))
     assert (len(source.read), source.read[0], reader.skipped) == (ATTEMPTS + 1, 3, [])

@@ -119,7 +119,7 @@ def test_folders_without_images_and_files_that_cannot_be_read(tmp_path: Path, mo
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
     monkeypatch.setattr(folder, "read_whole", refuse)
-    assert reason(lambda: source.record(0)) == "a.png cannot be read (Permission denied)"
+    assert reason(lambda: source.record(0)) == "the image cannot be read (Permission denied)"
 
 
 def test_a_long_first_line_of_an_index(tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ def test_a_part_says_what_was_skipped_and_a_writer_goes_on(tmp_path: Path) -> No
 def test_no_features_are_no_table(tmp_path: Path) -> None:
     writer = FeatureWriter(tmp_path, about(rows=2))
     writer.write(0, [rows([], skipped=[Skipped(0, "k", "first"), Skipped(1, "k", "second")])])
-    with pytest.raises(ValueError, match="d: none of its 2 rows is a usable image, the first because: first"):
+    with pytest.raises(ValueError, match=r"d: none of its 2 rows is a usable image: .*first: k"):
         writer.finish()
     writer.skipped.clear()
     with pytest.raises(ValueError, match=r"is a usable image\.$"):

@@ -239,3 +239,62 @@ def test_other_verbs_name_what_is_left_out(tmp_path: Path, capsys: pytest.Captur
         assert code == 0
         assert output.count("2 members skipped") == 1
         assert output.count("1 tar skipped") == 1
+
+
+def half_bad(folder: Path, kind: str) -> Path:
+    """24 samples, of which 12 have images that cannot be read, for one reason."""
+    names = [f"{n:02d} नाम 猫.png" for n in range(24)]
+    for n, name in enumerate(names):
+        if n % 2 or kind == "tar":
+            (folder / name).write_bytes(photo(n) if n % 2 else b"")
+        (folder / f"{name[:-4]}.txt").write_text(f"caption {n}")
+    if kind == "tar":
+        members = [(path.name, path.read_bytes()) for path in sorted(folder.iterdir())]
+        return of_tars(folder / "data", members[:24], members[24:])
+    return table(folder, kind, names, [f"caption {n}" for n in range(24)])
+
+
+@pytest.mark.parametrize("kind", ["tar", "csv", "json"])
+@pytest.mark.parametrize("verb", ["train", "embed", "eval", "caption", "audit"])
+def test_bad_rows_of_one_reason_take_a_few_lines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, verb: str
+) -> None:
+    data = half_bad(tmp_path, kind)
+    model = model_folder(tmp_path / "model", "coca" if verb == "caption" else "siglip")
+    words: dict[str, list[object]] = {
+        "train": ["clip", "--size", "debug", "--vocab", 300, "--batch", 8, "--epochs", 2, "--bad-share", 0.9],
+        "embed": [model],
+        "eval": ["retrieval", model],
+        "caption": [model],
+        "audit": [data, "--model", model],
+    }
+    source = [] if verb == "audit" else ["--data", data]
+    out = [] if verb == "eval" else ["--out", tmp_path / ("out.parquet" if verb == "caption" else "out")]
+    code, output = run(capsys, verb, *words[verb], *source, *out, "--workers", 0)
+    assert code == 0
+    reason = "the image has zero bytes" if kind == "tar" else "image cannot be read (No such file or directory)"
+    named = [line for line in output.splitlines() if reason in line]
+    assert 1 <= len(named) <= 4
+    assert "12 samples skipped" in named[-1]
+    assert "and 9 more" in named[-1]
+    assert all("नाम 猫" in line for line in named)
+
+
+def test_images_that_are_elsewhere_are_named_by_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = table(tmp_path, "csv", [f"{n}.png" for n in range(99)], [f"caption {n}" for n in range(99)])
+    code, output = run(capsys, "embed", model_folder(tmp_path / "model"), "--data", data, "--out", tmp_path / "out")
+    assert (code, "99 samples skipped" in output) == (2, True)
+    assert 1 <= sum("No such file" in line for line in output.splitlines()) <= 5
+
+
+@pytest.mark.parametrize("classes", [False, True])
+def test_reasons_of_files_are_grouped(tmp_path: Path, capsys: pytest.CaptureFixture[str], classes: bool) -> None:
+    """Captions that link to a folder, in a folder of images and in class folders."""
+    for n in range(8):
+        folder = tmp_path / "data" / ("बिल्ली" if n % 2 else "猫") if classes else tmp_path / "data"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{n}.png").write_bytes(photo(n))
+        (folder / f"{n}.txt").symlink_to(tmp_path)
+    output = run(capsys, "data", "check", tmp_path / "data")[1]
+    assert "8 of 8 samples are bad" in output
+    assert "8 samples skipped, the .txt is no regular file" in output

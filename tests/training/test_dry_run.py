@@ -110,7 +110,7 @@ def folder(at: Path, kind: str) -> Path:
 @pytest.mark.parametrize(
     ("flag", "kind", "message"),
     [
-        ("--data", "bare", "33 rows tried one after another are bad: no caption"),
+        ("--data", "bare", "33 rows tried one after another are bad: 33 samples skipped, no caption"),
         ("--val", "bare", "none of its "),
         ("--val", "classes", "has no captions to retrieve with"),
     ],
@@ -127,7 +127,7 @@ def test_data_that_would_end_the_run_end_the_dry_run(
         assert ended.value.code == 2
         output.append(capsys.readouterr().err)
     assert message in output[0]
-    assert ("Captions are .txt or .json beside the images" in output[0]) == ("no caption (" in output[0])
+    assert ("Captions are .txt or .json beside the images" in output[0]) == ("no caption:" in output[0])
     assert output[0] == output[1]
     assert not (tmp_path / "run" / "metrics.jsonl").exists()  # before the first step
 

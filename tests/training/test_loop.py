@@ -13,6 +13,7 @@ import torch
 
 import kiloword.training.loop as loop
 from kiloword.config.options import RunOptions
+from kiloword.errors import LeftOut
 from kiloword.training.signals import Stop, Stopped
 
 GOES_ON = "The same command goes on from there."
@@ -69,7 +70,7 @@ class World:
             log=SimpleNamespace(
                 say=self.output.append, row=lambda row: note("row"), progress=lambda row: note("progress")
             ),
-            bad=SimpleNamespace(count=lambda new: []),
+            bad=SimpleNamespace(count=lambda new: [], left_out=LeftOut("sample")),
             reducer="reducer",
             finished=False,
             best=SimpleNamespace(resume=lambda step: False, take=lambda metrics, step: False, stalled=False),

@@ -39,19 +39,17 @@ class ClassFolder(Folder):
         self._label, self.classnames = _labels(name, folders, classnames)
         named_by_table = classnames is None and names_of_wnids(folders) is not None
         self.templates = templates(IMAGENET) if prompts is None and named_by_table else prompts
-        left, empty, files = LeftOut("path"), list[str](), list[tuple[str, int]]()
+        left, files = LeftOut("path"), list[tuple[str, int]]()
         for inner in folders:
             of_class = [(path, os.stat(folder / path).st_size) for path in _images(folder, inner, left)]
             files += sorted(of_class)
             if not of_class:
-                empty.append(inner)
+                left.add(inner, "no images in it")
         self._images = [path for path, _ in files]
         lines = [f"{path} {size} {self._label[_class(path)]}" for path, size in files]
         self.fingerprint = hashlib.blake2b(os.fsencode("\n".join(lines)), digest_size=16).hexdigest()
-        listed = shown(", ".join(empty)[:200])
         next(image_folders(folder, left, deep=False, used=(*OF_DATA, *folders)))
-        self.notes = [f"{len(empty)} of {len(folders)} class folders hold no images: {listed}"] if empty else []
-        self.notes += [f"{name}: {line}" for line in left.lines()]
+        self.notes = [f"{name}: {line}" for line in left.lines()]
 
     def _beside(self, row: int, suffix: str) -> bytes | None:
         if suffix == "cls":

@@ -1,15 +1,22 @@
-"""Which columns of a table are read, by their usual names or by the parameters of the source."""
+"""Which columns of a table are read, by their usual names or by the parameters of the source; reading of csv."""
 
 from __future__ import annotations
 
+import csv
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.csv
+
 from kiloword.data.sources.query import FORM, TableOptions
-from kiloword.data.sources.sample import ANSWERS, QUESTION
+from kiloword.data.sources.sample import ANSWERS, IMAGE_SUFFIXES, QUESTION, decode_text
 from kiloword.errors import suggestion
 from kiloword.terminal import shown
+from kiloword.types import BadSample
 
 IMAGE_COLUMNS = ("image", "filepath", "img", "file_name")
 LABEL_COLUMNS = ("label", "class", "cls", "fine_label")
@@ -17,6 +24,7 @@ CAPTION_COLUMNS = ("captions", "caption", "title")
 ANSWER_COLUMNS = (ANSWERS, "answer")
 INFO_COLUMNS = ("question_type", "answer_type", "image_id", "question_id", "domain")
 SPLIT = "split"
+_BLOCK = 1 << 26  # bytes that the csv reader parses at once; no row may be longer
 
 
 @dataclass(frozen=True)
@@ -83,3 +91,79 @@ def _first(columns: Sequence[str], names: Sequence[str]) -> str:
 
 def _listed(names: Sequence[str]) -> str:
     return shown(", ".join(names)[:200]) or "none"
+
+
+def read_csv(path: Path, columns: list[str]) -> tuple[pa.Table, list[tuple[str, str]]]:
+    """Some columns, of which the first one names images; names and reasons of malformed lines.
+
+    Cells stay bytes, so that a caption that is not UTF-8 is one bad sample. Where a malformed line is not UTF-8, Arrow
+    fails to report it: then the file is decoded as Latin-1, and cells are encoded back to their bytes.
+    """
+    delimiter, names = header(path)
+    named = {"column_names": names, "skip_rows": 1} if delimiter == "|" else {}  # without their spaces
+    bad: list[tuple[str, str]] = []  # texts of malformed lines, and reasons
+
+    def note(row: pyarrow.csv.InvalidRow) -> str:
+        bad.append((row.text, f"line has {row.actual_columns} columns, expected {row.expected_columns}"))
+        return "skip"
+
+    def parsed(source: Path | pa.BufferReader) -> pa.Table:
+        bad.clear()
+        binary = {column: pa.binary() for column in columns}
+        return pyarrow.csv.read_csv(
+            source,
+            pyarrow.csv.ReadOptions(use_threads=False, block_size=_BLOCK, **named),
+            pyarrow.csv.ParseOptions(delimiter=delimiter, newlines_in_values=True, invalid_row_handler=note),
+            pyarrow.csv.ConvertOptions(include_columns=columns, column_types=binary, strings_can_be_null=False),
+        )
+
+    hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
+    try:
+        table = parsed(path)
+        if (raw := path.read_bytes()).count(b"\n") > 1 + len(table) + len(bad):  # line breaks in cells, or empty lines
+            table = parsed(pa.BufferReader(_with_closed_quotes(raw, delimiter, len(names), names.index(columns[0]))))
+    except pa.ArrowInvalid:
+        table = parsed(pa.BufferReader(path.read_bytes().decode("latin-1").encode()))
+        back = [pa.array([cell.as_py().decode().encode("latin-1") for cell in table[c]], pa.binary()) for c in columns]
+        table = pa.table(back, columns)
+    finally:
+        sys.unraisablehook = hook
+    return table, [(f"line {shown(line[:60])}", reason) for text, reason in bad for line in text.splitlines()]
+
+
+def _with_closed_quotes(raw: bytes, delimiter: str, columns: int, image: int) -> bytes:
+    """A table in which each quote that swallows rows is closed at the end of its line. Args: image: its column."""
+    lines, mark = raw.split(b"\n"), delimiter.encode()
+
+    def is_row(line: bytes) -> bool:  # csv refuses longer cells
+        cells = next(csv.reader([line.decode("latin-1")], delimiter=delimiter), []) if len(line) < 1 << 17 else []
+        return len(cells) == columns and cells[image].lower().endswith(tuple(f".{s}" for s in IMAGE_SUFFIXES))
+
+    odd, closing = [n for n, line in enumerate(lines) if line.count(b'"') % 2], -1
+    for first, end in pairwise([*odd, len(lines) - 1]):
+        if first == closing:
+            continue
+        if not all(is_row(line) for line in lines[first + 1 : end + 1] if line.strip()):
+            closing = end  # of a quoted cell with line breaks
+        elif mark + b'"' in mark + lines[first]:
+            lines[first] = lines[first].rstrip(b"\r") + b'"'
+    return b"\n".join(lines)
+
+
+def header(path: Path) -> tuple[str, list[str]]:
+    """Delimiter and column names. open_clip writes .csv separated by tabs, and Flickr30k has one separated by "| ", so
+    the first line decides.
+
+    Errors: ValueError when the first line is not UTF-8.
+    """
+    with path.open("rb") as file:
+        raw = file.readline(1 << 20)
+    try:
+        line = decode_text(raw).strip("\r\n")
+    except BadSample:
+        raise ValueError(
+            f"{path}: the first line is not UTF-8. Expected column names such as `image,caption`."
+        ) from None
+    delimiter = "\t" if "\t" in line and ("," not in line or path.suffix.lower() == ".tsv") else ","
+    delimiter = "|" if "|" in line and not {",", "\t"} & set(line) else delimiter
+    return delimiter, [name.strip(' "' if delimiter == "|" else '"') for name in line.split(delimiter)]

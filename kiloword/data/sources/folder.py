@@ -92,12 +92,13 @@ class Folder:
 
     def _read(self, file: str) -> bytes | None:
         """The bytes of a file; None for a missing one."""
+        what, most = ("the image", MAX_IMAGE) if is_image(file) else (f"the {os.path.splitext(file)[1]}", MAX_TEXT)
         try:
-            return read_whole(self.folder / file, file, MAX_IMAGE if is_image(file) else MAX_TEXT)
+            return read_whole(self.folder / file, what, most)
         except FileNotFoundError:
             return None
         except OSError as error:
-            raise BadSample(f"{file} cannot be read ({error.strerror})") from None
+            raise BadSample(f"{what} cannot be read ({error.strerror})") from None
 
 
 def image_folders(

@@ -113,20 +113,19 @@ def _open_pattern(src: str) -> Source:
         raise ValueError(f"{src}: {len(missing)} of {len(files)} {kind} are missing, the first is {missing[0]}.")
     if files[0].suffix.lower() not in _TABLES:
         return _shards(src, files)
-    tables, empty, why = list[Source](), LeftOut("table"), ""
+    tables, empty = list[Source](), LeftOut("table")
     folder = os.path.commonpath([file.parent for file in files])
     for file in files:
         try:
             table = open_source(f"{file}{mark}{query}")
-        except NoRows as error:
+        except NoRows:
+            if file is files[-1] and not tables:
+                raise
             empty.add(file.name, "no rows in it")
-            why = why or str(error)
             continue
         if isinstance(table, TableSource) and len(files) > 1:
             table.number_below(f"{os.path.relpath(file.with_suffix(''), folder)}/")
         tables.append(table)
-    if not tables:
-        raise ValueError(why)
     warn_once(*(f"{src}: {line}" for line in empty.lines()))
     source = mix(tables)
     if isinstance(source, MixtureSource):

@@ -5,9 +5,8 @@ Columns: `image` (path relative to the table; in parquet also the bytes, or a st
 types. Or `label` (`class`, `cls`, `fine_label`), a class index, a class name or a list of them; their names are those
 of a `ClassLabel` (Hugging Face) or of classnames.txt. Other columns are named by parameters (`query.TableOptions`).
 
-A cell of any of these columns is a text, or a list: of parquet, or as JSON or Python write it. `captions` and `answers`
-may also have a text per line, and answers may be VQAv2's objects with `answer`. A quoted cell may hold line breaks; a
-quote that is not closed where other rows follow is closed at the end of its line.
+Any of these cells is a text, or a list: of parquet, or as JSON or Python write it. `captions` and `answers` may have a
+text per line, and answers may be VQAv2's objects. A quote that is not closed where rows follow ends with its line.
 """
 
 from __future__ import annotations
@@ -24,8 +23,7 @@ import pyarrow.compute
 import pyarrow.parquet
 from numpy.typing import NDArray
 
-from kiloword.data.sources.columns import IMAGE_COLUMNS, SPLIT, choose
-from kiloword.data.sources.delimited import header, read_csv
+from kiloword.data.sources.columns import IMAGE_COLUMNS, SPLIT, choose, header, read_csv
 from kiloword.data.sources.embedded import Embedded, arrow_errors, check_expanded, check_rows, is_embedded
 from kiloword.data.sources.labels import LabelColumn, class_data, class_label_names
 from kiloword.data.sources.layouts.read import AnnotationTable
@@ -74,7 +72,7 @@ class TableSource:
     ) -> None:
         self.name, self.path = name, path
         if not path.stat().st_size:
-            raise NoRows(f"{path} is empty. Expected a table with an image and a caption in each row.")
+            raise NoRows(f"{path} is empty.")
         self._folder = layout.folder if layout else images_folder(path, options.images)
         self._contents = fingerprint(path)
         if layout is not None and layout.beside is not None:

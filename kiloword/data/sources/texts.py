@@ -7,8 +7,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet
 
-from kiloword.data.sources.columns import CAPTION_COLUMNS, IMAGE_COLUMNS, check_once
-from kiloword.data.sources.delimited import read_csv
+from kiloword.data.sources.columns import CAPTION_COLUMNS, IMAGE_COLUMNS, check_once, read_csv
 from kiloword.data.sources.embedded import arrow_errors, check_expanded
 from kiloword.data.sources.query import FORM, TableOptions, parse_query, split_query
 from kiloword.data.sources.sample import check_regular, clean, decode_text, texts_in

@@ -51,9 +51,7 @@ class Member(NamedTuple):
 
 
 class Tar:
-    """Iterates over a tar's regular files; afterwards `note` says what is wrong with the tar. `times`: when opened.
-
-    `left_out` counts members that are neither regular files nor folders.
+    """Iterates over a tar's regular files; afterwards `note` says what is wrong with the tar, `left_out` counts links.
 
     Errors: ValueError when the file does not begin as a plain tar; OSError when it cannot be read.
     """

@@ -29,7 +29,6 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from kiloword.data import files
 from kiloword.data.sources.sample import IMAGE_SUFFIXES
 from kiloword.data.tars.headers import ReadableFile, Tar
-from kiloword.errors import LeftOut
 from kiloword.terminal import shown
 
 PARTS = ("image", "txt", "json", "cls")
@@ -56,7 +55,8 @@ class Header(BaseModel):
     samples: int
     digest: str  # of everything after this line: the same on every machine
     note: str = ""  # what is wrong with the tar as a whole
-    left_out: LeftOut = LeftOut("member")
+    left_out: dict[str, int] = {}  # number of members that are not read, by reason
+    named: dict[str, list[str]] = {}  # the first of them
     contents: str = ""  # digest of all members' bytes, if `kiloword data index --digest` made it
     blocks: tuple[str, ...] = ()  # digest of each block
 
@@ -266,42 +266,37 @@ def scan(tar: Path | ReadableFile) -> Index:
     members, seen = Tar(tar), set[tuple[int, str]]()
     named = [(name, *_split(name), offset, size) for name, offset, size in members]
     key_of, left_out = _keys((stem, suffix) for _, stem, suffix, *_ in named), members.left_out
-    vectors = list[tuple[str, str, int, int]]()  # of .npy, which alone are no samples
-    for name, stem, suffix, offset, size in named:
-        if suffix not in _READ_SUFFIXES or (suffix == "npy" and size > MAX_LABEL):
-            large = f" above {MAX_LABEL:,} bytes" if suffix == "npy" else ""
-            left_out.add(
-                shown(name), f".{suffix}{large} is not read" if suffix else "the name is hidden or has no suffix"
-            )
-            continue
-        if suffix == "npy":
-            vectors.append((name, stem, offset, size))
-            continue
-        key = key_of[stem]
-        row = current.get(key)
-        if row is None or (row, name) in seen:  # the same member again: another sample of the same name
-            row = current[key] = len(rows)
-            rows.append([-1] * (COLUMNS - 1))
-            keys.append(key.encode("utf-8", "surrogateescape"))
-        seen.add((row, name))
-        column = 2 * PARTS.index("image" if suffix in IMAGE_SUFFIXES else suffix)
-        if rows[row][column] < 0:
-            rows[row][column : column + 2] = offset, size
+    for name, stem, suffix, offset, size in sorted(named, key=lambda one: one[2] == "npy"):
+        free, places = list[int](), list[int]()  # columns for which the member may stand, the first choice first
+        if suffix not in _READ_SUFFIXES:
+            reason = f".{suffix} is not read" if suffix else "the name is hidden or has no suffix"
+        elif suffix == "npy":  # alone it is no sample
+            places = rows[current[stem]] if stem in current and size <= MAX_LABEL else []
+            free = [column for column in _BY_ARRAY if places and places[column] < 0]
+            reason = "a .npy that is too large, or whose sample lacks neither .cls nor .json"
         else:
-            left_out.add(shown(name), f"the sample has another {PARTS[column // 2]} before")
-    for name, key, *place in vectors:
-        places = rows[current[key]] if key in current else []
-        if not (columns := [column for column in _BY_ARRAY if places and places[column] < 0]):
-            left_out.add(shown(name), "a .npy without a sample, or beside its .cls and .json")
-        for column in columns[:1]:
-            places[column : column + 2] = place
+            key = key_of[stem]
+            row = current.get(key)
+            if row is None or (row, name) in seen:  # the same member again: another sample of the same name
+                row = current[key] = len(rows)
+                rows.append([-1] * (COLUMNS - 1))
+                keys.append(key.encode("utf-8", "surrogateescape"))
+            seen.add((row, name))
+            places, part = rows[row], "image" if suffix in IMAGE_SUFFIXES else suffix
+            free = [column for column in [2 * PARTS.index(part)] if places[column] < 0]
+            reason = f"the sample has another {part} before"
+        if free:
+            places[free[0] : free[0] + 2] = offset, size
+        else:
+            left_out.add(shown(name), reason)
     if not any(row[0] >= 0 for row in rows):
         rows, keys = [], []
     ends = np.cumsum([len(key) for key in keys], dtype=np.int64)
     table = np.column_stack([np.array(rows, np.int64).reshape(-1, COLUMNS - 1), ends])
     size, mtime_ns = members.times
-    header = Header(size=size, mtime_ns=mtime_ns, samples=len(rows), digest="", note=members.note, left_out=left_out)
-    return make_index(header, table, b"".join(keys))
+    header = Header(size=size, mtime_ns=mtime_ns, samples=len(rows), digest="", note=members.note)
+    unread = {"left_out": left_out.counts, "named": left_out.first}
+    return make_index(header.model_copy(update=unread), table, b"".join(keys))
 
 
 def _split(name: str) -> tuple[str, str]:

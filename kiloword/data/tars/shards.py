@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from kiloword.data.remote.file import RemoteBlock, RemoteFile
 from kiloword.data.remote.index import open_remote_index
 from kiloword.data.sources.sample import (
-    IMAGE_SUFFIXES,
     MAX_IMAGE,
     MAX_TEXT,
     check_size,
@@ -72,14 +71,12 @@ class TarSource:
         self.damaged = [f"{tar}: {h.note}" for tar, h in zip(self.tars, headers, strict=True) if h.note]
         empty, members = LeftOut("tar"), LeftOut("member")
         for tar, header in zip(self.tars, headers, strict=True):
-            members.extend(header.left_out)
+            members.extend(LeftOut("member", counts=header.left_out, first=header.named))
             if not header.samples:
                 empty.add(tar.name, "no images in it")
         if not len(self):
-            kinds = ", ".join(f".{s}" for s in IMAGE_SUFFIXES)
             raise ValueError(
-                f"{name} holds no images ({kinds}). Expected webdataset tars, as img2dataset writes them."
-                f"{''.join(f' {line}.' for line in members.lines())}"
+                f"{name} holds no images. Expected webdataset tars, as img2dataset writes. {members}".strip()
             )
         self.notes = [*self.damaged, *(f"{name}: {line}" for line in (*empty.lines(), *members.lines()))]
         self.fingerprint = _fingerprint(self.tars, [f"{h.size} {h.digest}" for h in headers])

@@ -14,6 +14,7 @@ from kiloword.__version__ import __version__
 from kiloword.api import Matcher
 from kiloword.checkpoint.files import SaveError, write_json
 from kiloword.checkpoint.model_folder import model_files
+from kiloword.data.reading import left_out
 from kiloword.data.sources.digest import sampled
 from kiloword.data.sources.open import open_source
 from kiloword.data.sources.query import split_query
@@ -68,8 +69,7 @@ def _metrics(
             return stored, True
     inputs = Inputs(matcher, source, batch, workers)
     metrics = evaluation.run(evaluation.find(entry.task), inputs, options)
-    for one in inputs.skipped:
-        warn(f"{entry.name}: skipped {one.key}: {one.reason}")
+    warn(*(f"{entry.name}: {line}" for line in left_out(inputs.skipped).lines()))
     if path is not None and is_first():
         write_json(path, {"data set": entry.name, "source": src, "task": entry.task, "metrics": metrics})
     return metrics, False
