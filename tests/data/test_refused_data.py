@@ -103,7 +103,7 @@ def test_a_damaged_row_does_not_hide_that_captions_match() -> None:
     )
     assert with_captions(source, [path]).record(1).captions == ["own", "more"]
     pq.write_table(pa.table({"key": ["other"], "caption": ["more"]}), path)
-    with pytest.raises(ValueError, match=r"none of the 3 images of rows: its keys are such as 'other', .* as 'k1'"):
+    with pytest.raises(ValueError, match=r"none of the 3 images of rows. Its keys are such as 'other', .* as 'k1'"):
         with_captions(source, [path])
 
 
