@@ -13,7 +13,7 @@ from kiloword.config import recipes, settings
 from kiloword.data.images import decode, time_limit, work
 from kiloword.data.remote import errors, http_files, transport
 from kiloword.data.remote import file as remote_file
-from kiloword.data.sources import embedded, sample, tables
+from kiloword.data.sources import columns, embedded, sample
 from kiloword.data.tars import headers as tar
 from kiloword.data.text import tokenizer_file
 from kiloword.model.trunks import libraries
@@ -43,7 +43,7 @@ NUMBERS = {  # row -> what it says, with the limits of the code
         f"{time_limit.SECONDS:g} s of processor time",
     ],
     "csv, tsv, parquet": [
-        f"rows of {tables._BLOCK // MIB} MiB, text of {embedded.MAX_TABLE // GIB} GiB",
+        f"rows of {columns._BLOCK // MIB} MiB, text of {embedded.MAX_TABLE // GIB} GiB",
         f"{sample.MAX_CAPTIONS:,} captions an image, {sample.MAX_CAPTION:,} characters a caption",
     ],
     "indexes, feature stores, states of runs": [f"JSON of {states.MAX_JSON // MIB} MiB"],

@@ -190,7 +190,8 @@ def test_bad_samples_are_named_and_replaced(
 def test_too_many_bad_samples_stop_the_run(refused: Refused, tmp_path: Path, name: str) -> None:
     write_tar(tmp_path / "data" / "0.tar", pairs(24) | bad_members([name]))
     output = refused(*train(tmp_path / "data", tmp_path / "out", "--batch", 25))
-    assert f"1 of the data set's 25 rows are bad, more than the allowed 1.00%: {BAD[name][2]}" in output
+    assert "1 of the data set's 25 rows are bad, more than the allowed 1.00%" in output
+    assert BAD[name][2] in output
     assert name.split(".")[0] in output
     assert "--bad-share" in output
 
@@ -222,7 +223,7 @@ def test_table_without_the_columns(refused: Refused, model: Path, tmp_path: Path
         output = refused(*words)
         assert "has the columns image, words. Expected `image` (or `filepath`) and `caption`" in output
     (tmp_path / "empty.csv").write_text("")
-    assert "has the columns none" in refused(*train(tmp_path / "empty.csv", tmp_path / "out"))
+    assert "is empty" in refused(*train(tmp_path / "empty.csv", tmp_path / "out"))
 
 
 def test_fewer_images_than_a_batch(refused: Refused, tmp_path: Path) -> None:

@@ -161,7 +161,9 @@ def test_features_that_are_no_numbers(tmp_path: Path, ends: Callable[..., str]) 
     raw, row = (side / "part-00000.arrow").read_bytes(), part.images[0].tobytes()
     assert raw.count(row) == 1
     (side / "part-00000.arrow").write_bytes(raw.replace(row, np.full_like(part.images[0], np.nan).tobytes()))
-    assert "has NaN or infinite features of" in ends(train(tmp_path / "out", "--features", side, steps=9))
+    assert "has NaN or infinite features of" in ends(
+        train(tmp_path / "out", "--positives", "mined", "--features", side, steps=9)
+    )
 
 
 # Signals
