@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
+REASONS = 20  # that are printed
 NAMED = 3  # of the things that are left out for one reason
 WORKER = (
     "Often memory (fewer --workers), a small /dev/shm, or a file system that hangs; --workers 0 shows where. The last "
@@ -63,8 +64,11 @@ class LeftOut:
 
     def lines(self) -> list[str]:
         """One line a reason, the most frequent first: "808 samples skipped, no caption: 00, 01, 02 and 805 more"."""
-        lines = []
+        lines = list[str]()
         for reason, number in sorted(self.counts.items(), key=lambda item: -item[1]):
+            if len(lines) == REASONS:
+                others = count(len(self) - sum(sorted(self.counts.values())[-REASONS:]), self.noun)
+                return [*lines, f"{others} {self.done} for {len(self.counts) - REASONS} other reasons"]
             names, more = self.first[reason], number - len(self.first[reason])
             rest = f" and {more:,} more" if more else ""
             lines.append(f"{count(number, self.noun)} {self.done}, {reason}: {', '.join(names)}{rest}")

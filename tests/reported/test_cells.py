@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -106,16 +107,33 @@ def lines(folder: Path, name: str, *rows: str, images: Sequence[str] = ("a", "b"
         ("x.csv", ["image,caption\r", "a.png,x\r", 'b.png,"a big dog\r', "c.png,cat\r", 'd.png,dog"\r']),
     ],
 )
-def test_a_quote_swallows_no_row(tmp_path: Path, name: str, rows: list[str]) -> None:
-    source: Any = open_source(lines(tmp_path, name, *rows))
-    assert [source.key(row) for row in range(len(source))] == ["a", "b", "c", "d"]
-    assert all("\n" not in caption and len(caption) < 20 for row in captions(source) for caption in row)
+def test_rows_that_a_quote_swallows_are_bad_rows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, rows: list[str]
+) -> None:
+    data = lines(tmp_path, name, *rows)
+    code, output = run(capsys, "data", "check", data)
+    assert code == 1
+    assert "c.png" in output
+    source: Any = open_source(data)
+    assert source.key(0) == "a"
+    assert len(source) >= 4, "no line is lost"
+
+
+def test_one_quote_swallows_most_of_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = ["image,caption", *(f"{n}.png,caption {n}" for n in range(60))]
+    rows[6] = '5.png,"caption 5'
+    rows[51] = "50.png,a, b"
+    output = run(capsys, "data", "check", lines(tmp_path, "x.csv", *rows, images=[str(n) for n in range(60)]))[1]
+    bad = re.search(r"([0-9]+) of [0-9]+ samples are bad", output)
+    assert bad is not None
+    assert int(bad[1]) >= 44
 
 
 @pytest.mark.parametrize(
     ("name", "text", "written"),
     [
         ("x.csv", "a dog, asleep\na cat, awake", '"a dog, asleep\na cat, awake"'),
+        ("x.csv", "see these:\n1.jpg, a dog\n2.jpg, a cat", '"see these:\n1.jpg, a dog\n2.jpg, a cat"'),
         ("x.csv", 'the "Stop" sign\nof b.png', '"the ""Stop"" sign\nof b.png"'),
         ("x.tsv", "a dog\tasleep\na cat\tawake", '"a dog\tasleep\na cat\tawake"'),
         ("x.tsv", 'size 3" screw\n\n\n2" long', '"size 3"" screw\n\n\n2"" long"'),
@@ -135,6 +153,21 @@ def test_each_line_that_a_malformed_one_swallows_is_a_bad_row(
     data = lines(tmp_path, "x.csv", "image,caption,n", "a.png,x,1", 'b,"a big dog,2', "c,cat,3", "d,dog,4")
     output = run(capsys, "data", "check", data)[1]
     assert "3 of 4 samples are bad" in output
+
+
+@pytest.mark.parametrize("kind", ["csv", "json", "jsonl"])
+def test_numbers_as_pandas_writes_them_are_labels(tmp_path: Path, kind: str) -> None:
+    for n in range(12):
+        (tmp_path / f"{n}.png").write_bytes(photo(n))
+    rows = [{"image": f"{n}.png", "label": float(n)} for n in range(12)]
+    texts = {
+        "csv": "\n".join(["image,label", *(f"{row['image']},{row['label']}" for row in rows)]),
+        "json": json.dumps(rows),
+        "jsonl": "\n".join(map(json.dumps, rows)),
+    }
+    (tmp_path / f"x.{kind}").write_text(texts[kind])
+    source: Any = open_source(str(tmp_path / f"x.{kind}"))
+    assert [source.record(row).label for row in range(12)] == list(range(12))
 
 
 @pytest.mark.parametrize("kind", ["csv", "tsv", "parquet"])

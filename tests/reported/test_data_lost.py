@@ -145,6 +145,46 @@ def test_a_word_before_the_suffix_names_a_field(tmp_path: Path, names: list[str]
 
 
 @pytest.mark.parametrize(
+    ("field", "content"),
+    [("depth.png", photo(9)), ("ocr.txt", b"STOP"), ("cls.txt", b"2"), ("boxes.json", b"[1, 2]"), ("a.b.json", b"{")],
+)
+def test_a_field_never_takes_the_place_of_the_samples_own_member(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], field: str, content: bytes
+) -> None:
+    for n, order in enumerate(((0, 1, 2), (2, 0, 1))):
+        members = [("0.png", photo(1)), ("0.txt", b"a cat"), (f"0.{field}", content)]
+        data = of_tars(tmp_path / f"{n}", [members[place] for place in order])
+        record = open_source(str(data)).record(0)
+        assert (record.key, record.image, record.captions) == ("0", photo(1), ["a cat"])
+        code, output = run(capsys, "data", "check", data)
+        assert code == 0
+        assert f"0.{field}" in output
+
+
+def test_what_lies_beside_tars_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = of_tars(tmp_path / "data", [("a.png", photo()), ("a.txt", b"x")])
+    (data / "9.tar").symlink_to("nothing")
+    for name in ("6.zip", "7.tar.lz4", "x.jpg", "more/2.tar"):
+        (data / name).parent.mkdir(exist_ok=True)
+        (data / name).write_bytes(b"?")
+    for name in ("._0.tar", "00000_stats.json", "00000.parquet", "README.md"):  # of macOS; of img2dataset
+        (data / name).write_bytes(b"?")
+    code, output = run(capsys, "data", "check", data)
+    assert code == 0
+    lines = [line for line in output.splitlines() if "skipped" in line]
+    for name in ("9.tar", "6.zip", "7.tar.lz4", "x.jpg", "more"):
+        assert sum(name in line for line in lines) == 1
+    assert not any(name in "".join(lines) for name in ("._0", "stats", "parquet", "README"))
+
+
+def test_thousands_of_reasons_are_few_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    members = [("a.png", photo()), ("a.txt", b"x"), *((f"a.s{n}", b"?") for n in range(3000))]
+    output = run(capsys, "data", "check", of_tars(tmp_path / "data", members))[1]
+    assert len(output.splitlines()) < 40
+    assert "2,980 members" in output
+
+
+@pytest.mark.parametrize(
     "members",
     [
         [("a.png", photo(1)), ("a.txt", b"x"), ("a.webp", photo(2))],

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import csv
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.compute
 import pyarrow.csv
 
 from kiloword.data.sources.query import FORM, TableOptions
-from kiloword.data.sources.sample import ANSWERS, IMAGE_SUFFIXES, QUESTION, decode_text
+from kiloword.data.sources.sample import ANSWERS, QUESTION, decode_text
 from kiloword.errors import suggestion
 from kiloword.terminal import shown
 from kiloword.types import BadSample
@@ -96,18 +96,19 @@ def _listed(names: Sequence[str]) -> str:
 def read_csv(path: Path, columns: list[str]) -> tuple[pa.Table, list[tuple[str, str]]]:
     """Some columns, of which the first one names images; names and reasons of malformed lines.
 
-    Cells stay bytes, so that a caption that is not UTF-8 is one bad sample. Where a malformed line is not UTF-8, Arrow
-    fails to report it: then the file is decoded as Latin-1, and cells are encoded back to their bytes.
+    Rows inside a quoted cell, whose quote is not closed, are malformed lines. Cells stay bytes, so that a caption that
+    is not UTF-8 is one bad sample. Where a malformed line is not UTF-8, Arrow fails to report it: then the file is
+    decoded as Latin-1, and cells are encoded back to their bytes.
     """
     delimiter, names = header(path)
     named = {"column_names": names, "skip_rows": 1} if delimiter == "|" else {}  # without their spaces
     bad: list[tuple[str, str]] = []  # texts of malformed lines, and reasons
 
     def note(row: pyarrow.csv.InvalidRow) -> str:
-        bad.append((row.text, f"line has {row.actual_columns} columns, expected {row.expected_columns}"))
+        bad.append((row.text, f"line without {row.expected_columns} columns"))
         return "skip"
 
-    def parsed(source: Path | pa.BufferReader) -> pa.Table:
+    def parsed(source: Path | pa.BufferReader, columns: list[str]) -> pa.Table:
         bad.clear()
         binary = {column: pa.binary() for column in columns}
         return pyarrow.csv.read_csv(
@@ -118,36 +119,34 @@ def read_csv(path: Path, columns: list[str]) -> tuple[pa.Table, list[tuple[str, 
         )
 
     hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
+    swallowed: list[bytes] = []
     try:
-        table = parsed(path)
-        if (raw := path.read_bytes()).count(b"\n") > 1 + len(table) + len(bad):  # line breaks in cells, or empty lines
-            table = parsed(pa.BufferReader(_with_closed_quotes(raw, delimiter, len(names), names.index(columns[0]))))
+        table = parsed(path, columns)
+        if path.read_bytes().count(b"\n") > 1 + len(table) + len(bad):  # line breaks in cells, or empty lines
+            swallowed = list(_swallowed(parsed(path, names), delimiter.encode(), names.index(columns[0])))
     except pa.ArrowInvalid:
-        table = parsed(pa.BufferReader(path.read_bytes().decode("latin-1").encode()))
+        table = parsed(pa.BufferReader(path.read_bytes().decode("latin-1").encode()), columns)
         back = [pa.array([cell.as_py().decode().encode("latin-1") for cell in table[c]], pa.binary()) for c in columns]
         table = pa.table(back, columns)
     finally:
         sys.unraisablehook = hook
-    return table, [(f"line {shown(line[:60])}", reason) for text, reason in bad for line in text.splitlines()]
+    malformed = [(line, reason) for text, reason in bad for line in text.splitlines()]
+    malformed += [
+        (os.fsdecode(line), "the line is inside a quoted cell that begins in an earlier one") for line in swallowed
+    ]
+    return table, [(f"line {shown(line[:60])}", reason) for line, reason in malformed]
 
 
-def _with_closed_quotes(raw: bytes, delimiter: str, columns: int, image: int) -> bytes:
-    """A table in which each quote that swallows rows is closed at the end of its line. Args: image: its column."""
-    lines, mark = raw.split(b"\n"), delimiter.encode()
-
-    def is_row(line: bytes) -> bool:  # csv refuses longer cells
-        cells = next(csv.reader([line.decode("latin-1")], delimiter=delimiter), []) if len(line) < 1 << 17 else []
-        return len(cells) == columns and cells[image].lower().endswith(tuple(f".{s}" for s in IMAGE_SUFFIXES))
-
-    odd, closing = [n for n, line in enumerate(lines) if line.count(b'"') % 2], -1
-    for first, end in pairwise([*odd, len(lines) - 1]):
-        if first == closing:
-            continue
-        if not all(is_row(line) for line in lines[first + 1 : end + 1] if line.strip()):
-            closing = end  # of a quoted cell with line breaks
-        elif mark + b'"' in mark + lines[first]:
-            lines[first] = lines[first].rstrip(b"\r") + b'"'
-    return b"\n".join(lines)
+def _swallowed(table: pa.Table, mark: bytes, image: int) -> Iterator[bytes]:
+    """Lines inside cells that look like rows: as many cells, and a name of an image as in the column `image`."""
+    for column in table.columns:
+        inside = pyarrow.compute.match_substring(column, "\n")
+        for cell, name in zip(column.filter(inside), table.column(image).filter(inside), strict=True):
+            suffix = os.path.splitext(name.as_py().partition(b"\n")[0])[1]
+            for line in cell.as_py().split(b"\n")[1:]:
+                cells = line.split(mark)
+                if len(cells) == table.num_columns and os.path.splitext(cells[image])[1] == suffix != b"":
+                    yield line
 
 
 def header(path: Path) -> tuple[str, list[str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -18,6 +19,7 @@ from kiloword.errors import suggestion
 from kiloword.terminal import shown
 from kiloword.types import BadSample, LabelSet
 
+_WHOLE = re.compile(r"-?\d{1,17}(\.0*)?", re.ASCII)  # also as pandas writes numbers beside empty cells: 3.0
 _METADATA = b"huggingface"  # key of the metadata that the library datasets writes
 
 
@@ -110,7 +112,7 @@ def _parsed(name: str, value: Any) -> Any:
     with suppress(BadSample):
         if (listed := texts_in(text, objects=True)) != [text]:
             return listed
-    return int(text) if text.lstrip("-").isdecimal() and len(text) < 18 else text or None
+    return int(text.partition(".")[0]) if _WHOLE.fullmatch(text) else text or None
 
 
 def class_label_names(table: Path, column: str) -> list[str] | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
 from pathlib import Path
 
 from kiloword.addresses import is_url
@@ -12,7 +11,7 @@ from kiloword.config.recipes import DataConfig
 from kiloword.data.remote.sets import open_remote
 from kiloword.data.sources.class_folder import ClassFolder, has_class_folders, parents_of_images
 from kiloword.data.sources.extra_captions import with_captions
-from kiloword.data.sources.folder import Folder, is_image
+from kiloword.data.sources.folder import Folder, image_folders, is_image
 from kiloword.data.sources.held_out import SourcePart, part_of
 from kiloword.data.sources.keep import kept
 from kiloword.data.sources.labels import class_data
@@ -40,6 +39,7 @@ _COMPRESSED_TARS = {  # suffix -> what unpacks it
     ".txz": "unxz",
     ".tar.zst": "zstd -d",
 }
+_BESIDE_TARS = (".txt", ".json", ".csv", ".parquet", ".kwindex", ".md", ".log")  # descriptions, and what tools write
 _KINDS = (
     "a folder of tars, a tar, a brace pattern x-{000..123}.tar, csv, tsv, parquet, json, jsonl, a folder of images, "
     "class folders, or scenes"
@@ -153,7 +153,7 @@ def _open_folder(src: str, folder: Path) -> Source:
     if not tars and (folder / "classnames.txt").is_file():
         tars = _tars(folder / "test")  # CLIP_benchmark's layout
     if tars:
-        return _shards(src, tars, files)
+        return _shards(src, tars, folder)
     inner = [file for file in sorted(files) if _tars(folder / file)]
     if inner:
         raise ValueError(f"{src} has no tars itself, but its folders {', '.join(inner[:8])} do: name one of them.")
@@ -192,17 +192,18 @@ def _tars(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []
     with os.scandir(folder) as entries:
-        names = [entry.name for entry in entries if Path(entry.name).suffix.lower() == ".tar" and entry.is_file()]
+        names = [e.name for e in entries if e.name.lower().endswith(".tar") and e.name[0] != "." and e.is_file()]
     return [folder / name for name in sorted(names, key=natural)]
 
 
-def _shards(src: str, tars: list[Path], files: Sequence[str] = ()) -> TarSource:
-    """Tars as one source. Args: files: of their folder, of which images and packed tars are named in the notes."""
+def _shards(src: str, tars: list[Path], folder: Path | None = None) -> TarSource:
+    """Tars as one source. Args: folder: that of the tars or above it, whose other files are named in the notes."""
     source, left = TarSource(src, tars, *class_data(tars[0].parent)), LeftOut("file")
-    for file in sorted(files):
-        if is_image(file):
-            left.add(file, "an image beside tars, which are the data")
-        elif file.lower().endswith(tuple(_COMPRESSED_TARS)):
-            left.add(file, "a compressed tar beside plain ones, unpack it first")
+    for place in {folder, tars[0].parent} if folder else ():
+        used = {*(tar.name for tar in tars), "train", "test"}
+        used |= {name for name in os.listdir(place) if name.endswith(_BESIDE_TARS) or name.startswith(".")}
+        _, images, _ = next(image_folders(place, left, deep=False, used=used))
+        for image in images:
+            left.add(image, "an image beside tars, which are the data")
     source.notes += [f"{src}: {line}" for line in left.lines()]
     return source

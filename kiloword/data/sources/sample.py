@@ -6,6 +6,7 @@ import ast
 import io
 import json
 import stat
+import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -135,7 +136,7 @@ def texts_in(cell: str, objects: bool = False) -> list[Any]:
     """
     text = cell.strip()
     for parse in (json.loads, ast.literal_eval) if text.startswith("[") else ():
-        with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+        with suppress(ValueError, SyntaxError, RecursionError, MemoryError), warnings.catch_warnings(action="ignore"):
             values = parse(text)
             exact = parse is json.loads or repr(values) == text  # Python joins 'a' 'b', which is NumPy's list, to 'ab'
             if isinstance(values, list) and exact and (objects or all(isinstance(v, str | None) for v in values)):

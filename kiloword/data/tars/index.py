@@ -276,6 +276,9 @@ def scan(tar: Path | ReadableFile) -> Index:
             reason = "a .npy that is too large, or whose sample lacks neither .cls nor .json"
         else:
             key = key_of[stem]
+            if not key:
+                left_out.add(shown(name), "its sample has a member of this kind without a field's name")
+                continue
             row = current.get(key)
             if row is None or (row, name) in seen:  # the same member again: another sample of the same name
                 row = current[key] = len(rows)
@@ -308,12 +311,13 @@ def _split(name: str) -> tuple[str, str]:
 
 
 def _keys(members: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """The key of the sample of each member, by the member's name without its suffix."""
+    """The key of the sample of each member, by the member's name without its suffix; "": the sample has its own."""
     kinds, joined = dict[str, set[bool]](), dict[str, set[bool]]()  # whether there are images, and texts
     for stem, suffix in members:
         if suffix in _READ_SUFFIXES[:-1]:
             kinds.setdefault(stem, set()).add(suffix in IMAGE_SUFFIXES)
     key_of = {stem: stem if len(both) > 1 else _FIELD.sub("", stem) for stem, both in kinds.items()}
+    key_of |= {stem: "" for stem, key in key_of.items() if key != stem and kinds[stem] <= kinds.get(key, set())}
     for stem, both in kinds.items():
         joined.setdefault(key_of[stem], set()).update(both)
-    return {stem: key if len(joined[key]) > 1 else stem for stem, key in key_of.items()}
+    return {stem: key if not key or len(joined[key]) > 1 else stem for stem, key in key_of.items()}

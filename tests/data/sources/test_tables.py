@@ -94,7 +94,7 @@ def test_bad_rows_have_reasons(folder: Path) -> None:
         "caption is not UTF-8",
         "no caption",
         "no image is named",
-        "line has 4 columns, expected 2",
+        "line without 2 columns",
     ]
 
 

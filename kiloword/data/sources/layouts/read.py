@@ -102,8 +102,10 @@ def _cell(value: Any) -> Any:
     if isinstance(value, list):  # of texts, of VizWiz' answers, or of class indices
         if value and all(type(one) is int for one in value):
             return value
-        texts = [one.get("answer") if isinstance(one, dict) else one for one in value]
+        texts = [one.get("answer") if isinstance(one, dict) else one for one in value if one is not None]
         return texts if all(isinstance(text, str) for text in texts) else None
+    if isinstance(value, float) and value.is_integer():  # as pandas writes numbers beside empty cells
+        return int(value)
     return None if isinstance(value, dict | float | bool) else value
 
 
