@@ -293,3 +293,19 @@ def test_parquets_of_one_data_set_have_keys_of_their_own(model: Path, tmp_path: 
     assert code("embed", model, "--data", shards, "--out", tmp_path / "f", *WORKS) == 0
     table = captioned(model, shards, tmp_path / "c.parquet")
     assert all(len(texts) == 2 for _, texts in opened(shards, extra_captions=(str(table),)))
+
+
+@pytest.mark.parametrize("verb", ["embed", "tokens", "caption"])
+def test_two_folders_of_images_behind_one_table_are_two_sources(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], verb: str
+) -> None:
+    a, b = data(tmp_path / "a", "folder"), data(tmp_path / "b", "folder", 100)
+    rows = [(f"{key}.png", text[0]) for key, text in opened(a)]
+    with (tmp_path / "x.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([("image", "caption"), *rows])
+    sources = [f"{tmp_path / 'x.csv'}?images={folder}" for folder in (a, b)]
+    words = ["embed", model, "--tokens"] if verb == "tokens" else [verb, model]
+    assert code(*words, "--data", *sources, "--out", tmp_path / "out", *WORKS) == 2
+    assert "images/s" not in capsys.readouterr().err
+    copy = f"{tmp_path / 'x.csv'}?images={shutil.copytree(a, tmp_path / 'copy')}"
+    assert code(*words, "--data", sources[0], copy, "--out", tmp_path / "same", *WORKS) == 0

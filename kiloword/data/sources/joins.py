@@ -63,7 +63,7 @@ def joined(source: Source, made: Sequence[Made], wrap: Callable[[Source, list[Ma
     Raises: ValueError for a file of other images, and for keys by which a file fits two images.
     """
     parts = parts_of(every_row(source))
-    of: dict[str, list[Made]] = {part.fingerprint: [] for part in parts}
+    of: dict[tuple[str, str], list[Made]] = {(part.name, part.fingerprint): [] for part in parts}
     for one in made:
         fits = [_is_of(one, part) for part in parts]
         chosen = [part for part, fit in zip(parts, fits, strict=True) if fit is not False]
@@ -81,12 +81,12 @@ def joined(source: Source, made: Sequence[Made], wrap: Callable[[Source, list[Ma
         if len(chosen) > 1 or True not in fits:
             check_keys(mix(chosen), str(one), one.__contains__)
         for part in chosen:
-            of[part.fingerprint].append(one)
+            of[part.name, part.fingerprint].append(one)
 
     def wrapped(source: Source) -> Source:
         if isinstance(source, MixtureSource):
             return MixtureSource([wrapped(part) for part in source.sources], source.weights, source.epoch)
-        return wrap(source, of[source.fingerprint])
+        return wrap(source, of[source.name, source.fingerprint])
 
     return wrapped(source)
 

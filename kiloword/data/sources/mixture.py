@@ -116,7 +116,7 @@ def parts_of(source: Source) -> list[Source]:
 
 def every_row(source: Source) -> Source:
     """The source, or a mixture of the same sources, each once, whatever its weight."""
-    return mix(list({part.fingerprint: part for part in parts_of(source)}.values()))
+    return mix(list({(part.name, part.fingerprint): part for part in parts_of(source)}.values()))
 
 
 def _common(sources: Sequence[Source], name: str) -> list[str] | None:
