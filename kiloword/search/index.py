@@ -28,7 +28,7 @@ from kiloword.search.codes import CodeKind, StoredKind
 from kiloword.search.library import FILE, PART, Library, create, settings_of
 from kiloword.search.nearest import open_nearest, update_nearest
 from kiloword.search.part import LibraryFile
-from kiloword.search.photos import LONGEST_CAPTION, Photos, Scan, scan
+from kiloword.search.photos import Photos, Scan, scan
 from kiloword.search.rank import Ranker, measure
 from kiloword.terminal import say, warn
 from kiloword.terminal.progress import Bar
@@ -70,9 +70,10 @@ def main(
     with Lock(out, "indexing"):
         library = _library_at(out, photos, _model_of(model, out), matcher, kept)
         skipped = update(library, photos, scanned, matcher, batch, workers, forget)
+    known = library.stamps() if skipped else {}
     for one in skipped:
-        scanned.left.add(one.key, one.reason)
-    warn(*scanned.left.lines())
+        scanned.left.add(one.key, one.reason + ", the library keeps what it was before" * (one.key in known))
+    warn(*scanned.left.lines(), *scanned.cut.lines())
     if skipped:
         warn("Photos that cannot be read are tried again by the next index.")
     for line in describe(library):
@@ -264,13 +265,15 @@ def update(
     """
     known, stamps, folder = library.stamps(), scanned.stamps, utf8(str(photos.resolve()))
     gone, away = scanned.missing(known)
-    lost = gone if folder == library.file.folder else gone.union(away)
+    lost = gone
+    if folder != library.file.folder:  # another disk may have other photos of the same names
+        lost = gone.union(away, (path for path, stamp in stamps.items() if known.get(path, stamp) != stamp))
     if forget:
         gone, away = gone.union(away), []
     elif 2 * len(lost) > len(known):
         raise ValueError(
-            f"{photos} lacks {len(lost):,} of {count(len(known), 'photo')} of the library {library.folder}, such as "
-            f"{min(lost)}. Name the folder that has them, or remove them from the library by --forget."
+            f"{photos} lacks, or has in another state, {len(lost):,} of {count(len(known), 'photo')} of the library "
+            f"{library.folder}, such as {min(lost)}. Name the folder that has them, or give them up by --forget."
         )
     wanted = [path for path, stamp in stamps.items() if known.get(path) != stamp]
     changed = frozenset(path for path in wanted if path in known)
@@ -283,7 +286,7 @@ def update(
     if gone or folder != library.file.folder:
         library.commit(drop=gone, folder=folder)
     try:
-        skipped = _add(library, photos, stamps, wanted, changed, matcher, batch, workers) if wanted else []
+        skipped = _add(library, photos, scanned, wanted, changed, matcher, batch, workers) if wanted else []
     except KeyboardInterrupt:
         kept = count(len(library), "photo")
         raise KeyboardInterrupt(f"{kept} are in the library; the same command indexes the others.") from None
@@ -296,14 +299,14 @@ def update(
 def _add(
     library: Library,
     photos: Path,
-    stamps: dict[str, str],
+    scanned: Scan,
     wanted: Sequence[str],
     changed: frozenset[str],
     matcher: Matcher,
     batch: int,
     workers: int,
 ) -> list[Skipped]:
-    """Encode photos and commit them, every PART rows or COMMIT_S seconds. Args: changed: those that are in it now."""
+    """Encode photos and commit them, every PART rows or COMMIT_S seconds. Args: changed: in it, kept if unreadable."""
     config, source = matcher.model.config, Photos(photos, wanted)
     waiting: list[pa.Table] = []
     out: set[str] = set()
@@ -313,9 +316,9 @@ def _add(
         source, config.image.size, config.preprocess.resize, batch, workers=workers, captions=False
     ):
         if images.keys:
-            waiting.append(_rows(library.file, images, encode(matcher, images.images), stamps))
+            waiting.append(_rows(library.file, images, encode(matcher, images.images), scanned))
         skipped += images.skipped
-        out |= {*images.keys, *(wanted[one.row] for one in images.skipped)}
+        out |= set(images.keys)
         done += len(images.keys) + len(images.skipped)
         full = sum(map(len, waiting)) >= PART or time.monotonic() - last > COMMIT_S
         if full or done >= len(wanted):
@@ -325,7 +328,7 @@ def _add(
     return skipped
 
 
-def _rows(file: LibraryFile, images: EvalBatch, features: Features, stamps: dict[str, str]) -> pa.Table:
+def _rows(file: LibraryFile, images: EvalBatch, features: Features, scanned: Scan) -> pa.Table:
     """Rows of a batch, without ids. Raises: ValueError for features that are NaN or infinite."""
     if not all(bool(torch.isfinite(value).all()) for value in features.values()):
         raise ValueError(f"the model's features are NaN or infinite, near {images.keys[0]}.")
@@ -336,8 +339,8 @@ def _rows(file: LibraryFile, images: EvalBatch, features: Features, stamps: dict
         "raw": pa.array(
             [None if text.encode() == one else one for text, one in zip(paths, raw, strict=True)], pa.binary()
         ),
-        "stamp": pa.array([stamps[path] for path in images.keys]),
-        "caption": pa.array([" / ".join(captions)[:LONGEST_CAPTION] for captions in images.captions]),
+        "stamp": pa.array([scanned.stamps[path] for path in images.keys]),
+        "caption": pa.array(list(map(scanned.caption, images.keys, images.captions))),
     }
     for name, value in features.items():
         flat = value.numpy().reshape(len(value), -1)

@@ -25,21 +25,31 @@ class Scan:
     root: Path
     stamps: dict[str, str] = field(default_factory=dict)  # path -> size and time of change, of every photo
     left: LeftOut = field(default_factory=lambda: LeftOut("path"))
+    cut: LeftOut = field(default_factory=lambda: LeftOut("text", done="cut"))
 
     def missing(self, known: Iterable[str]) -> tuple[frozenset[str], list[str]]:
         """Photos of a library that are not here: deleted ones, and those that may come back.
 
-        A photo was deleted if its folder has other files, but not this one. A folder that is gone, empty or cannot be
+        A photo was deleted if its folder lists others, but not this one. A folder that is gone, empty or cannot be
         read may be a disk that is not mounted, and a link may point to one.
         """
-        deleted, away, has_files = set[str](), list[str](), cache(_has_files)
+        deleted, away, listed = set[str](), list[str](), cache(_listed)
         for path in (path for path in known if path not in self.stamps):
             place, ignored = self.root / path, any(map(of_device, PurePath(path).parts[:-1]))
-            if ignored or (has_files(place.parent) and not os.path.lexists(place)):
+            if ignored or (listed(place.parent) and place.name not in listed(place.parent)):
                 deleted.add(path)
             else:
                 away.append(path)
         return frozenset(deleted), away
+
+    def caption(self, path: str, captions: Sequence[str]) -> str:
+        """What a library keeps of a photo's captions; a text that is not kept as a whole is named."""
+        text, joined = f"{os.path.splitext(path)[0]}.txt", " / ".join(captions)
+        if not joined and " " in self.stamps[path]:
+            self.left.add(text, "no caption that can be read as UTF-8")
+        if len(joined) > LONGEST_CAPTION:
+            self.cut.add(text, f"a library keeps {LONGEST_CAPTION:,} characters")
+        return joined[:LONGEST_CAPTION]
 
 
 def scan(root: Path) -> Scan:
@@ -52,6 +62,8 @@ def scan(root: Path) -> Scan:
         raise ValueError(f"{root} is not a folder: expected a folder of photos.")
     scanned = Scan(root)
     for below, images, files in image_folders(root, scanned.left, passed=FILE):
+        for name in sorted(files.intersection(f"{os.path.splitext(image)[0]}.json" for image in images)):
+            scanned.left.add(below + name, "captions are read from .txt alone")
         for name in images:
             text = f"{os.path.splitext(name)[0]}.txt"
             try:
@@ -66,10 +78,10 @@ def scan(root: Path) -> Scan:
     return scanned
 
 
-def _has_files(folder: Path) -> bool:
-    with suppress(OSError), os.scandir(folder) as entries:
-        return next(entries, None) is not None
-    return False
+def _listed(folder: Path) -> set[str]:
+    with suppress(OSError):
+        return set(os.listdir(folder))
+    return set()
 
 
 def _stamp(path: str) -> str:

@@ -29,9 +29,14 @@ class Photos:
 
     def found(self) -> list[str]:
         """Paths of all photos that a search finds."""
+        return sorted(self.captions())
+
+    def captions(self) -> dict[str, str]:
+        """Path -> caption of all photos that a search finds."""
         words = ["--top", 1000, "--json", self.folder / "hits.json", "--device", "cpu"]
         assert run(self.capsys, "search", self.library, "a dog", *words)[0] == 0
-        return sorted(hit["path"] for hit in json.loads((self.folder / "hits.json").read_text())["results"])
+        hits = json.loads((self.folder / "hits.json").read_text())["results"]
+        return {hit["path"]: hit["caption"] for hit in hits}
 
 
 @pytest.fixture(scope="module")
@@ -156,3 +161,111 @@ def test_trash_is_not_kept(photos: Photos, name: str) -> None:
     code, said = photos.index()
     assert (code, "1 gone" in said, name in said) == (0, True, True)
     assert photos.found() == [path for path in paths if path != "phone/1.jpg"]
+
+
+@pytest.mark.parametrize("letter", ["d", "\u00e9", "\u7167"])
+def test_photos_that_cannot_be_looked_up_are_kept(photos: Photos, letter: str) -> None:
+    """Their folder lists them, but no status can be had: here, as the whole path is longer than the system allows."""
+    place, longest = photos.album, os.pathconf(photos.folder, "PC_PATH_MAX") - 1
+    while (room := longest - 8 - len(os.fsencode(place))) > 10:
+        step = min(200, room - 1 if room < 210 else room - 11)
+        place /= letter * (step // len(letter.encode()))
+    for n in range(3):
+        draw(photos.album / "phone" / f"{n}.jpg", n)
+    draw(place / "0.jpg", 10)
+    assert photos.index()[0] == 0
+    before = photos.found()
+    longer = photos.album.with_name("longer-album")
+    photos.album.rename(longer)
+    code, said = photos.index(album=longer)
+    assert (code, len(before), "0 gone" in said, "1 photo kept" in said) == (0, 4, True, True)
+    assert photos.found() == before
+
+
+@pytest.mark.parametrize("share", ["all", "some"])
+@pytest.mark.parametrize("bytes_", [b"", b"\xff\xd8\xff", b"\0" * 4096])
+def test_photos_that_become_unreadable_are_kept(photos: Photos, share: str, bytes_: bytes) -> None:
+    """As placeholders of a cloud, or after damage; they are tried again until they can be read."""
+    paths = filled(photos, "disk")
+    lost = [path for path in paths if share == "all" or path.startswith("disk")]
+    stored = {path: (photos.album / path).read_bytes() for path in lost}
+    for path in lost:
+        (photos.album / path).write_bytes(bytes_)
+    for _ in range(2):
+        code, said = photos.index()
+        assert (code, f"{len(lost)} paths skipped" in said, "disk/0.jpg" in said, "keeps" in said) == (0, *[True] * 3)
+        assert photos.found() == paths
+    for path, image in stored.items():
+        (photos.album / path).write_bytes(image)
+    assert photos.index()[0] == 0
+    code, said = photos.index()
+    assert (code, "0 new, 0 changed, 0 gone" in said, "keeps" in said) == (0, True, False)
+    assert photos.found() == paths
+
+
+@pytest.mark.parametrize("inner", ["", "disk", "\u0635\u0648\u0631/2024"])
+@pytest.mark.parametrize("text", ['{"x": 1}', "\u7167\u7247", "folder"])
+def test_a_library_json_of_another_program_hides_no_photos(photos: Photos, inner: str, text: str) -> None:
+    draw(photos.album / inner / "0.jpg", 0)
+    draw(photos.album / inner / "more/1.jpg", 1)
+    other = photos.album / inner / "library.json"
+    other.mkdir() if text == "folder" else other.write_text(text)
+    code, said = photos.index()
+    assert (code, "library.json" in said) == (0, text != "folder")
+    assert photos.found() == sorted(str(Path(inner, name)) for name in ("0.jpg", "more/1.jpg"))
+
+
+@pytest.mark.parametrize("name", ["lib", "\u0635\u0648\u0631", "a b"])
+def test_a_library_among_the_photos_is_named(photos: Photos, name: str) -> None:
+    draw(photos.album / "0.jpg", 0)
+    photos.library = photos.album / "inner" / name
+    assert photos.index()[0] == 0
+    draw(photos.library / "x.jpg", 1)
+    code, said = photos.index()
+    assert (code, f"library of kiloword: inner/{name}" in said, ".parquet" in said) == (0, True, False)
+    assert photos.found() == ["0.jpg"]
+    code, said = photos.index(album=photos.library)
+    assert (code, "library of kiloword" in said) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "kept"),
+    [
+        ("x.txt", "caf\u00e9".encode("latin-1"), ""),
+        ("x.txt", "\u0643\u062a\u0627\u0628".encode("utf-16"), ""),
+        ("x.txt", "\u5199\u771f".encode("shift-jis"), ""),
+        ("x.txt", ("word " * 400).encode(), ("word " * 400)[:1000]),
+        ("x.txt", ("\u0939" * 1001).encode(), "\u0939" * 1000),
+        ("x.json", b'{"caption": "a dog"}', ""),
+    ],
+)
+def test_captions_that_are_not_kept_are_named(photos: Photos, name: str, text: bytes, kept: str) -> None:
+    for photo in ("x", "y", "z"):
+        draw(photos.album / "deep" / f"{photo}.jpg", ord(photo))
+    (photos.album / "deep" / name).write_bytes(text)
+    whole = "\u0939" * 1000
+    (photos.album / "deep/y.txt").write_text(whole, encoding="utf-8")
+    code, said = photos.index()
+    assert (code, said.count(f"deep/{name}"), "y.txt" in said, "z.txt" in said) == (0, 1, False, False)
+    assert photos.captions() == {"deep/x.jpg": kept, "deep/y.jpg": whole, "deep/z.jpg": ""}
+
+
+@pytest.mark.parametrize("others", [4, 3, 2, 0])
+@pytest.mark.parametrize("inner", ["", "\u7167\u7247/2024"])
+def test_equal_names_on_another_disk_replace_few_photos(photos: Photos, inner: str, others: int) -> None:
+    """More than half of them are replaced by the user's word alone; what was moved with its times is not encoded."""
+    for n in range(4):
+        draw(photos.album / inner / f"{n}.jpg", n)
+    assert photos.index()[0] == 0
+    parts = {path.name: path.read_bytes() for path in photos.library.glob("*.*")}
+    moved = photos.folder / "other"
+    shutil.move(photos.album, moved)
+    for n in range(others):
+        draw(moved / inner / f"{n}.jpg", 20 + n)
+    code, said = photos.index(album=moved)
+    if others > 2:
+        assert (code, f"{others} of 4 photos" in said, "--forget" in said) == (2, True, True)
+        assert {path.name: path.read_bytes() for path in photos.library.glob("*.*")} == parts
+        code, said = photos.index("--forget", album=moved)
+    assert (code, f"0 new, {others} changed, 0 gone" in said) == (0, True)
+    assert len(photos.found()) == 4

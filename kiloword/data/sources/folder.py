@@ -6,6 +6,7 @@ import hashlib
 import os
 from collections import Counter
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 
@@ -108,7 +109,7 @@ def image_folders(
 
     Everything else goes to `left`, but for captions and labels beside images. Linked folders are not searched, so that
     the search ends and finds each image once. Args: inside: the folder of `root` to begin with; deep: search
-    subfolders; used: names that are not left out; passed: a file whose folder is omitted without a word.
+    subfolders; used: names that are not left out; passed: the file of a library, whose folder is not searched.
     """
     folders = [inside]
     while folders:
@@ -122,7 +123,8 @@ def image_folders(
                 raise
             left.add(folder, f"it cannot be read ({error.strerror or error})")
             continue
-        if any(entry.name == passed for entry in entries):
+        if passed and _of_library(root / folder / passed):
+            left.add(folder or root.name, "a library of kiloword")
             continue
         inner = [entry for entry in entries if entry.is_dir()]
         reasons = {entry.name: _reason_of_folder(entry, deep) for entry in inner}
@@ -145,6 +147,12 @@ def no_images(folder: Path, left: LeftOut) -> str:
 def of_device(folder: str) -> bool:
     """Whether a folder of this name holds thumbnails, deleted files or metadata of a device or system."""
     return folder.casefold() in _OF_DEVICES or folder.startswith(".Trash")
+
+
+def _of_library(file: Path) -> bool:
+    with suppress(OSError, BadSample):
+        return b'"kiloword-library-' in read_whole(file, "it", MAX_TEXT)
+    return False
 
 
 def _reason_of_folder(entry: os.DirEntry[str], deep: bool) -> str:
