@@ -21,6 +21,7 @@ from kiloword.errors import needs, note_truncated
 from kiloword.interop.hf_folder import is_sentence_encoder, read_sentence_folder
 from kiloword.interop.names import local_folder
 from kiloword.model.encoding import TEXTS, encode_texts, inference
+from kiloword.model.trunks.libraries import check_like
 from kiloword.terminal import warn_once
 
 if TYPE_CHECKING:
@@ -261,8 +262,9 @@ def from_folder(folder: Path, what: str, classes: tuple[str, str], device: str, 
     except Exception as error:  # a damaged file can raise almost anything
         reason = " ".join(str(error).split())[:200]
         raise ValueError(f"{folder} holds no {what} that transformers can open: {reason}") from error
-    if missing := sorted(name for name in info["missing_keys"] if not name.startswith("pooler.")):  # nothing reads it
-        raise ValueError(f"the weights in {folder} lack {', '.join(missing[:3])}: copy the whole model.")
+    ignored = {} if classes[1] == "AutoTokenizer" else {"unexpected_keys": ()}  # in captioners, versions differ
+    expected = [name for name in model.state_dict() if not name.startswith("pooler.")]  # nothing reads it
+    check_like(folder, {**info, **ignored}, expected, model.base_model_prefix)
     check_finite(model.state_dict(), str(folder))
     return model.to(device=device, dtype=DTYPES[precision]).eval(), other
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kiloword.config.recipes import Preprocess, Resize
-from kiloword.config.settings import parse
+from kiloword.config.settings import check, parse
 from kiloword.data.text import tokenizer_file
 from kiloword.model.trunks.libraries import check_numbers
 
@@ -158,7 +158,8 @@ def image_processor(folder: Path) -> dict[str, Any]:
     """How images are preprocessed. Raises: ValueError where no file says it, or it is damaged."""
     path = processor_file(folder)
     settings: dict[str, Any] = json_object(path)
-    return settings[_NESTED] if path.name == "processor_config.json" else settings
+    settings = settings[_NESTED] if path.name == "processor_config.json" else settings
+    return {name: value for name, value in settings.items() if value is not None}
 
 
 def preprocessing(folder: Path, settings: dict[str, Any], clip: bool) -> tuple[int, Preprocess]:
@@ -191,11 +192,14 @@ def preprocessing(folder: Path, settings: dict[str, Any], clip: bool) -> tuple[i
     mean, std = ([settings.get(f"image_{name}") or list(getattr(usual, name))][0] for name in ("mean", "std"))
     if not on["do_normalize"]:
         mean, std = [0.0] * 3, [1.0] * 3
-    unit = 255 * settings.get("rescale_factor", 1 / 255) if on["do_rescale"] else 255  # what a white pixel becomes
-    if unit != 1:
-        mean, std = ([x / unit for x in values] for values in (mean, std))
     resize = "squash" if not shortest else "shortest" if crop == size else size
-    return crop or size, parse({"mean": mean, "std": std, "resize": resize}, Preprocess)
+    try:
+        unit = 255 * float(settings.get("rescale_factor", 1 / 255)) if on["do_rescale"] else 255  # of a white pixel
+        mean, std = ([x / unit for x in values] for values in (mean, std))
+        check(shown := parse({"mean": mean, "std": std, "resize": resize}, Preprocess), "")
+    except (TypeError, ValueError, ZeroDivisionError) as error:
+        raise ValueError(f"{processor_file(folder)} cannot be used: {str(error).rstrip('.')}.") from error
+    return crop or size, shown
 
 
 def side_of(value: Any) -> int | None:

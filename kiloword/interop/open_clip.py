@@ -59,30 +59,35 @@ def read(path: str | Path) -> dict[str, Tensor]:
             raw = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # an unpickler can raise almost anything for damaged files
         raise ValueError(f"{path} cannot be read as plain tensors ({_reason(error)}.") from error
-    if _is_state(raw):
-        return _unwrapped(path, raw)
-    inner = {key: value for key, value in raw.items() if _is_state(value)} if isinstance(raw, dict) else {}
+    if state := _state(raw):
+        return _unwrapped(path, state)
+    inner = {key: state for key, value in raw.items() if (state := _state(value))} if isinstance(raw, dict) else {}
     if len(inner) != 1:
         found = f"several state dicts ({', '.join(map(str, inner))}), of which one" if inner else "no state dict, which"
         raise ValueError(f"{path} holds {found} was expected: save the tensors of the model alone.")
     return _unwrapped(path, *inner.values())
 
 
-def _is_state(value: Any) -> bool:
-    return isinstance(value, dict) and len(value) > 0 and all(_plain(x) for x in value.values())
+def _state(value: Any) -> dict[str, Tensor]:
+    """A state dict without counters, such as an epoch, of which tensors are the most; {} for anything else."""
+    state = {k: x for k, x in value.items() if not isinstance(x, int | float | None)} if isinstance(value, dict) else {}
+    return state if state and 2 * len(state) > len(value) and all(map(_plain, state.values())) else {}
 
 
 def _unwrapped(path: Path, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors under the names that the model gives them, without those of DDP and torch.compile."""
+    """The tensors under the names that the model gives them, without those of DDP, torch.compile and Lightning."""
     plain = {WRAPPERS.sub("", str(name)): value for name, value in state.items()}
     if len(plain) < len(state):
         raise ValueError(f"{path} holds weights with and without the prefixes module. and _orig_mod.: expected one.")
-    return plain
+    shared = "model." if all(name.startswith("model.") for name in plain) else ""  # Lightning's
+    return {name.removeprefix(shared): value for name, value in plain.items()}
 
 
 def _reason(error: Exception) -> str:
     """Why a file of weights cannot be read, with a closing bracket, and what to do."""
     give = "give a .safetensors file or a .pt of a state dict"
+    if "TorchScript" in str(error):
+        return "it is a TorchScript archive, whose code is never run): save its state_dict() as a .safetensors file"
     if isinstance(error, SafetensorError | RuntimeError | OSError):
         first = str(error).splitlines()[0][:200].rstrip(".") if str(error) else type(error).__name__
         return f"{first}): {'' if isinstance(error, OSError) else 'copy it again, or '}{give}"

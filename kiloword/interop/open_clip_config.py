@@ -106,8 +106,8 @@ def raw_config(name: str) -> dict[str, Any]:
     if not at:
         return raw
     if not (published := open_clip.get_pretrained_cfg(name, tag)):
-        tags = ", ".join(open_clip.list_pretrained_tags_by_model(name)) or "none"
-        raise ValueError(f"open_clip has no tag {tag!r} of {name}: its tags are {tags}.")
+        tags = ", ".join(open_clip.list_pretrained_tags_by_model(name)) or "none, so omit it"
+        raise ValueError(f"open_clip has no tag {tag!r} of {name}: it has {tags}.")
     activation = {"quick_gelu": bool(raw.get("quick_gelu") or published.get("quick_gelu"))}
     return {**raw, **activation, "preprocess_cfg": {k: v for k, v in published.items() if k in _PUBLISHED}}
 

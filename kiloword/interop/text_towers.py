@@ -18,7 +18,7 @@ from kiloword.errors import suggestion
 from kiloword.interop.hf_folder import check_strangers, json_object, weight_files
 from kiloword.interop.open_clip import read
 from kiloword.model.trunks.bert import Bert, converted, positions_of, rows_of, width_of
-from kiloword.model.trunks.libraries import folders_of, kept, quiet, transformers, unlike
+from kiloword.model.trunks.libraries import check_like, folders_of, kept, quiet, transformers
 from kiloword.model.trunks.padded import ENCODERS, bare, made
 from kiloword.model.trunks.trunk import Trunk
 
@@ -162,10 +162,5 @@ def _of_transformers(source: TextFolder) -> dict[str, Tensor]:
         reason = " ".join(str(error).split())[:200]
         raise ValueError(f"{source.folder} holds no text encoder that transformers can open: {reason}") from error
     expected = bare(encoder).state_dict()
-    other = unlike(info, expected)
-    if other:
-        raise ValueError(
-            f"weights in {source.folder} are not those of a {source.config['model_type']}: {other[0]} ({len(other)} of "
-            f"{len(expected)} tensors differ). Save both by one save_pretrained."
-        )
+    check_like(source.folder, info, expected, encoder.base_model_prefix)
     return {f"encoder.{name}": value for name, value in expected.items()}

@@ -20,11 +20,12 @@ from kiloword.interop import hf_folder
 from kiloword.interop.open_clip import read
 from kiloword.interop.open_clip_config import Unlike, translate
 from kiloword.model.trunks.kinds import HF, OPEN_CLIP, TIMM, image_trunk, measured, resized_trunk
-from kiloword.model.trunks.libraries import folders_of, kept, quiet, transformers, unlike
+from kiloword.model.trunks.libraries import check_like, folders_of, kept, quiet, transformers
 from kiloword.model.trunks.library import ANY_SIZE, HF_TYPES, HfVision, TimmVision, check_hf, open_clip_config
 from kiloword.model.trunks.lite import DEBUG, VARIANTS, WIDTH
 from kiloword.model.trunks.padded import text_trunk
 from kiloword.model.trunks.trunk import Trunk
+from kiloword.terminal import warn_once
 
 LITES = tuple(name for name in VARIANTS if name != DEBUG)
 LITE = Preprocess(mean=(127 / 255,) * 3, std=(128 / 255,) * 3)  # (pixel - 127) / 128, as in its authors' training
@@ -98,8 +99,10 @@ def _of_folder(folder: Path, kind: str) -> tuple[Preprocess, int | None]:
     """Preprocessing in a folder of transformers, and the image size; the usual one where it has no file for it."""
     if not hf_folder.processor_file(folder).is_file():
         return Preprocess(mean=(0.5,) * 3, std=(0.5,) * 3), None
-    raw = {"size": 224, **hf_folder.image_processor(folder), "resample": 3}  # those of ViTs are bilinear
-    size, preprocess = hf_folder.preprocessing(folder, raw, clip=kind.startswith("clip"))
+    raw = {"size": 224, "resample": 3, **hf_folder.image_processor(folder)}
+    if (number := raw["resample"]) != 3:  # those of ViTs are bilinear
+        warn_once(f"note: {hf_folder.processor_file(folder)} says resample {number}; images are resized bicubic (3).")
+    size, preprocess = hf_folder.preprocessing(folder, raw | {"resample": 3}, clip=kind.startswith("clip"))
     return preprocess, size
 
 
@@ -169,6 +172,7 @@ def _of_transformers(folder: Path, trunk: Trunk) -> dict[str, Tensor]:
                 use_safetensors=True,
                 local_files_only=True,
                 output_loading_info=True,
+                **({"add_pooling_layer": False} if config.model_type == "vit" else {}),
                 ignore_mismatched_sizes=True,  # they are named below
                 trust_remote_code=False,
                 dtype=torch.float32,
@@ -177,13 +181,9 @@ def _of_transformers(folder: Path, trunk: Trunk) -> dict[str, Tensor]:
         reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
         raise ValueError(f"the weights in {folder} cannot be read ({reason}): copy them again.") from error
     expected = trunk.net.state_dict()  # without a pooling, which some folders lack
-    other = unlike(info, expected)
-    if other:
-        raise ValueError(
-            f"the weights in {folder} do not fit its config.json: {other[0]} ({len(other)} of {len(expected)} tensors "
-            "differ). Save both by one save_pretrained."
-        )
-    return {f"net.{name}": x for name, x in net.state_dict().items()}
+    check_like(folder, info, expected, net.base_model_prefix)
+    heads = dict.fromkeys(sorted(info["unexpected_keys"]), torch.empty(0))  # for the message
+    return {f"net.{name}": x for name, x in net.state_dict().items() if name in expected} | heads
 
 
 def check_declared(model: ModelConfig, image_tower: str = "", text_tower: str = "") -> None:

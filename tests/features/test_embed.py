@@ -257,6 +257,8 @@ class HfTower(nn.Module):
 
 
 class HfModel(nn.Module):
+    base_model_prefix = "clip"
+
     def __init__(self) -> None:
         super().__init__()
         self.vision_model, self.text_model = HfTower(3 * 8 * 8), HfTower(50)
@@ -285,7 +287,7 @@ def hf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     def load_it(folder: str, **options: Any) -> tuple[HfModel, dict[str, list[str]]]:
         assert options.pop("output_loading_info")
         assert options == {"local_files_only": True, "use_safetensors": True, "trust_remote_code": False}
-        return made, {"missing_keys": []}
+        return made, {"missing_keys": [], "unexpected_keys": [], "mismatched_keys": []}
 
     fake = types.SimpleNamespace(
         CLIPModel=types.SimpleNamespace(from_pretrained=load_it),

@@ -32,6 +32,8 @@ class Inputs(dict[str, Tensor]):
 class Encoder(torch.nn.Module):
     """A stand-in for what AutoModel opens: an embedding of each letter."""
 
+    base_model_prefix = "bert"
+
     def __init__(self) -> None:
         super().__init__()
         self.table = torch.nn.Embedding(200, 6)
@@ -52,8 +54,9 @@ def letters(texts: Sequence[str], padding: bool, truncation: bool, max_length: i
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     torch.manual_seed(0)
     encoder = Encoder()
+    info: dict[str, list[str]] = {"missing_keys": [], "unexpected_keys": [], "mismatched_keys": []}
     fake = types.SimpleNamespace(
-        AutoModel=types.SimpleNamespace(from_pretrained=lambda *_, **__: (encoder, {"missing_keys": []})),
+        AutoModel=types.SimpleNamespace(from_pretrained=lambda *_, **__: (encoder, info)),
         AutoTokenizer=types.SimpleNamespace(from_pretrained=lambda *_, **__: letters),
     )
     monkeypatch.setitem(sys.modules, "transformers", fake)

@@ -367,6 +367,8 @@ def test_other_weights_are_another_model(model: Path, tmp_path: Path) -> None:
 class HfCaptioner(torch.nn.Module):
     """Stands in for a captioner of transformers: words depend on the image, and two beams say the same."""
 
+    base_model_prefix = "blip"
+
     def __init__(self) -> None:
         super().__init__()
         self.linear = torch.nn.Linear(3 * 8 * 8, 40)
@@ -413,7 +415,7 @@ def hf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         assert options == {"local_files_only": True, "use_safetensors": True, "trust_remote_code": False}
         if json.loads((Path(folder) / "config.json").read_text())["model_type"] != "blip":
             raise ValueError("Unrecognized configuration class")
-        return captioner, {"missing_keys": []}
+        return captioner, {"missing_keys": [], "unexpected_keys": [], "mismatched_keys": []}
 
     fake = types.SimpleNamespace(
         AutoModelForImageTextToText=types.SimpleNamespace(from_pretrained=load_it),

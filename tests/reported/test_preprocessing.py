@@ -87,6 +87,7 @@ def theirs(settings: dict[str, Any], pixels: Tensor, mean: list[float], std: lis
         {"do_rescale": False, "do_normalize": False},
         {"rescale_factor": 1 / 127.5},
         {"rescale_factor": 1 / 256, "do_normalize": False},
+        {"rescale_factor": None, "resample": None},
         {"do_rescale": None, "do_normalize": None, "do_pad": None, "do_pad_to_square": False},
     ],
 )
@@ -117,6 +118,10 @@ def test_a_margin_that_is_cropped(models: dict[str, tuple[Path, Any]], tmp_path:
         ({"do_flip_channel_order": True}, "do_flip_channel_order"),
         ({"do_pad": True}, "do_pad"),
         ({"crop_size": 40}, "crop_size"),
+        ({"image_std": [0, 0, 0]}, "preprocessor_config.json"),
+        ({"image_mean": ["a", 0, 0]}, "preprocessor_config.json"),
+        ({"rescale_factor": 0}, "preprocessor_config.json"),
+        ({"rescale_factor": "many"}, "preprocessor_config.json"),
     ],
 )
 def test_a_setting_that_kiloword_lacks_is_named(
@@ -215,3 +220,42 @@ def test_preprocessing_that_kiloword_lacks(
     assert end.value.code == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_no_tag_is_published(
+    small: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    open_clip: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(open_clip.pretrained._PRETRAINED, "kw-tagged", {})
+    with pytest.raises(SystemExit) as end:
+        main(["import", "open_clip", "kw-tagged", str(small), "--tag", "openai", "--out", str(tmp_path / "out")])
+    assert end.value.code == 2
+    said = capsys.readouterr().err
+    assert "openai" in said
+    assert "are none" not in said
+
+
+@pytest.mark.parametrize(
+    ("said", "resample"),
+    [
+        ({"resample": 2, "size": {"height": SIDE, "width": SIDE}}, "2"),
+        ({"resample": 0, "size": SIDE}, "0"),
+        ({"resample": None, "image_mean": None, "image_std": None, "rescale_factor": None, "size": SIDE}, ""),
+    ],
+)
+def test_another_filter_of_a_tower_is_noted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], said: dict[str, Any], resample: str
+) -> None:
+    torchvision_ready()
+    transformers = pytest.importorskip("transformers")
+    tower = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    transformers.ViTModel(transformers.ViTConfig(**tower, image_size=SIDE, patch_size=8)).save_pretrained(tmp_path)
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(said))
+    words = ["--data", "scenes", "--size", "debug", "--steps", "1", "--batch", "4", "--workers", "0"]
+    main(["train", "clip", *words, "--dry-run", "--image-tower", f"hf:{tmp_path}"])
+    printed = capsys.readouterr().err
+    assert ("bicubic" in printed) == bool(resample)
+    assert not resample or f"resample {resample}" in printed

@@ -227,6 +227,10 @@ CHECKPOINTS: dict[str, Callable[[dict[str, Tensor]], Any]] = {
     "compiled tower": lambda state: {n.replace("visual.", "visual._orig_mod."): x for n, x in state.items()},
     "settings": lambda state: {"ema": state, "args": argparse.Namespace(lr=1e-4, out=Path("/runs"))},
     "lightning": lambda state: {"state_dict": state, "optimizer_states": [numbers()], "callbacks": {}, "loops": {}},
+    "lightning module": lambda state: {"state_dict": {f"model.{n}": x for n, x in state.items()}, "epoch": 2},
+    "compiled lightning": lambda state: {f"model._orig_mod.{n}": x for n, x in state.items()},
+    "epoch among tensors": lambda state: {**state, "epoch": 3, "loss": 0.5, "best": None},
+    "counter": lambda state: {"model": {**state, "visual.bn1.num_batches_tracked": 7}, "step": 9},
 }
 
 
@@ -340,3 +344,81 @@ def test_the_parts_that_kiloword_s_towers_lack_are_named(
     said = refused(capsys, "import", "open_clip", name, tmp_path / "w.safetensors", "--out", tmp_path / "out")
     assert all(word in said for word in words)
     assert "timm_drop" not in said
+
+
+TOWERS = {  # of transformers: a model, its config, and which tower it is
+    "vit": ("ViTForImageClassification", "ViTConfig", "image"),
+    "clip": ("CLIPModel", "CLIPConfig", "image"),
+    "bert": ("BertForMaskedLM", "BertConfig", "text"),
+    "distilbert": ("DistilBertModel", "DistilBertConfig", "text"),
+    "electra": ("ElectraModel", "ElectraConfig", "text"),
+}
+
+
+def library_folder(kind: str, place: Path) -> Path:
+    """A small model of transformers with a tokenizer, saved in a folder."""
+    torchvision_ready()
+    transformers = pytest.importorskip("transformers")
+    size = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes = {
+        "vit": size | {"image_size": SIDE, "patch_size": 8},
+        "clip": {"text_config": size | {"vocab_size": 8}, "vision_config": size | {"image_size": SIDE}},
+        "distilbert": {"dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 2, "vocab_size": 9},
+    }
+    made, config, _ = TOWERS[kind]
+    settings = sizes.get(kind, size | {"vocab_size": 9, "embedding_size": 32})
+    getattr(transformers, made)(getattr(transformers, config)(**settings)).save_pretrained(place / kind)
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "red", "circle", "square"]
+    (place / kind / "vocab.txt").write_text("\n".join(words))
+    transformers.BertTokenizerFast(str(place / kind / "vocab.txt")).save_pretrained(place / kind)
+    return place / kind
+
+
+def trained(kind: str, folder: Path, out: Path) -> list[str]:
+    size = ("--size", "debug", "--steps", "1", "--batch", "4", "--workers", "0", "--freeze", "none")
+    return ["train", "clip", "--data", "scenes", *size, f"--{TOWERS[kind][2]}-tower", f"hf:{folder}", "--out", str(out)]
+
+
+LIBRARY_KINDS = [pytest.param(n, marks=pytest.mark.slow) if TOWERS[n][2] == "image" else n for n in TOWERS]
+
+
+@pytest.mark.parametrize("kind", LIBRARY_KINDS)
+def test_tensors_beyond_the_config_of_a_tower_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    """A layer more, an adapter: dropped, they would give other features. Heads and constants are left out."""
+    folder = library_folder(kind, tmp_path)
+    weights = folder / "model.safetensors"
+    state = load_file(weights)
+    first = next(n for n in state if "layer" in n and ".1." in n and n.endswith("weight") and "text_model" not in n)
+    embed = ("embed", f"hf:{folder}", "--data", "scenes:test?n=4", "--out", tmp_path / "out")
+    for name, part in (
+        (first.replace(".1.", ".2."), ".2."),
+        (first.removesuffix("weight") + "lora_A.weight", "lora_A"),
+    ):
+        save_file(state | {name: torch.ones(2, 32)}, weights, {"format": "pt"})
+        assert part in refused(capsys, *trained(kind, folder, tmp_path / "run"))
+        if kind != "vit":
+            (folder / "preprocessor_config.json").write_text(json.dumps({"size": 224, "crop_size": 224}))
+            assert part in refused(capsys, *embed)
+    constant = next(n for n in state if "embeddings." in n).partition("embeddings.")[0] + "embeddings.position_ids"
+    save_file(state | {constant: torch.arange(4), "other_head.weight": torch.ones(2)}, weights, {"format": "pt"})
+    if kind != "clip":  # which takes longer
+        main(trained(kind, folder, tmp_path / "run"))
+        assert kind != "vit" or "classifier.weight" in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_torchscript_archive(files: Files, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As OpenAI's files are; torch's own message advises to run its code."""
+    torch.jit.save(torch.jit.trace(torch.nn.Linear(2, 2), torch.ones(1, 2)), tmp_path / "w.pt")
+    size = ("--size", "debug", "--steps", "1", "--out", tmp_path / "run")
+    for words in (
+        ("import", "open_clip", "kw-whole", tmp_path / "w.pt", "--out", tmp_path / "out"),
+        ("embed", f"open_clip:kw-whole:{tmp_path / 'w.pt'}", "--data", "scenes:test?n=4", "--out", tmp_path / "out"),
+        ("train", "clip", "--image-tower", f"efficientnet-lite0:{tmp_path / 'w.pt'}", "--data", "scenes", *size),
+    ):
+        said = refused(capsys, *words)
+        assert "TorchScript" in said
+        assert "safetensors" in said
+        assert "weights_only" not in said

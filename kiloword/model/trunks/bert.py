@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from kiloword.config.recipes import Activation
 from kiloword.model.attention import KeyValueCache, Packing
 from kiloword.model.blocks import Block
-from kiloword.model.trunks.libraries import MOST, check_numbers
+from kiloword.model.trunks.libraries import MOST, check_numbers, surplus
 from kiloword.model.trunks.trunk import Trunk
 
 ACTIVATIONS: dict[str, Activation] = {  # transformers' names
@@ -138,24 +138,26 @@ def first_position(config: dict[str, Any]) -> int:
 def converted(state: dict[str, Tensor], config: dict[str, Any]) -> dict[str, Tensor]:
     """The weights of `Bert` from those of transformers; heads that follow the encoder are omitted.
 
-    Raises: KeyError naming a tensor that is missing.
+    Raises: KeyError naming a tensor that is missing, ValueError naming those of layers beyond the config.
     """
     distil = kind_of(config) == "distilbert"
     state = {_old_name(name): value for name, value in state.items()}
     prefix = _prefix(state)
-    table = state[f"{prefix}embeddings.position_embeddings.weight"][first_position(config) :]
+    table = state.pop(f"{prefix}embeddings.position_embeddings.weight")[first_position(config) :]
     segments = f"{prefix}embeddings.token_type_embeddings.weight"
     out = {
-        "token_embeddings": state[f"{prefix}embeddings.word_embeddings.weight"],
-        "position_embeddings": table if distil else table + state[segments][0],
+        "token_embeddings": state.pop(f"{prefix}embeddings.word_embeddings.weight"),
+        "position_embeddings": table if distil else table + state.pop(segments)[0],
     }
-    out |= {f"norm.{kind}": state[f"{prefix}embeddings.LayerNorm.{kind}"] for kind in ("weight", "bias")}
+    out |= {f"norm.{kind}": state.pop(f"{prefix}embeddings.LayerNorm.{kind}") for kind in ("weight", "bias")}
     names = DISTIL_NAMES if distil else BERT_NAMES
     for n in range(_value(config, "num_hidden_layers", 12)):
         at = f"{prefix}{'transformer' if distil else 'encoder'}.layer.{n}."
         for kind in ("weight", "bias"):
-            parts = {ours: [state[f"{at}{name}.{kind}"] for name in theirs] for ours, theirs in names.items()}
+            parts = {ours: [state.pop(f"{at}{name}.{kind}") for name in theirs] for ours, theirs in names.items()}
             out |= {f"layers.{n}.{ours}.{kind}": torch.cat(values) for ours, values in parts.items()}
+    if more := surplus(state, ("embeddings", "encoder", "transformer"), prefix.rstrip(".")):
+        raise ValueError(f"the weights hold {', '.join(more[:3])}, which config.json lacks: copy both again.")
     return out
 
 

@@ -86,12 +86,24 @@ def unfilled() -> AbstractContextManager[None]:
     return none
 
 
-def unlike(info: Mapping[str, Any], expected: Iterable[str]) -> list[str]:
-    """What differs in a folder's weights, by transformers' loading info: each expected tensor with what it is there."""
+def check_like(folder: Path, info: Mapping[str, Any], expected: Iterable[str], base: str) -> None:
+    """Raises: ValueError for other weights, by transformers' loading info, where `base` may stand before names."""
     other = {name: f"{name[:200]} is missing" for name in info["missing_keys"]}
     for name, there, here in info["mismatched_keys"]:
         other[name] = f"{name[:200]} is {list(there)} instead of {list(here)}"
-    return [other[name] for name in expected if name in other]
+    more = [f"{name[:200]} is not in the config" for name in surplus(info["unexpected_keys"], expected, base)]
+    if found := [other[name] for name in expected if name in other] + more:
+        raise ValueError(
+            f"the weights in {folder} do not fit its config.json: {found[0]} ({len(found)} of its tensors). "
+            "Save both by one save_pretrained."
+        )
+
+
+def surplus(names: Iterable[str], expected: Iterable[str], base: str) -> list[str]:
+    """Those names that a tower's parts do not compute, such as a layer's; not of heads, constants and masks."""
+    parts = {name.partition(".")[0] for name in expected}
+    inside = [name for name in names if name.removeprefix(f"{base}.").partition(".")[0] in parts]
+    return sorted(name for name in inside if not name.endswith(("_ids", "_index", "inv_freq", "mask_token")))
 
 
 def kept(config: dict[str, Any]) -> dict[str, Any]:
