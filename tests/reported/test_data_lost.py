@@ -338,3 +338,13 @@ def test_reasons_of_files_are_grouped(tmp_path: Path, capsys: pytest.CaptureFixt
     output = run(capsys, "data", "check", tmp_path / "data")[1]
     assert "8 of 8 samples are bad" in output
     assert "8 samples skipped, the .txt is no regular file" in output
+
+
+def test_a_validation_says_how_many_samples_it_skips(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = table(tmp_path, "bytes", [photo(n) for n in range(20)], [f"image {n}" for n in range(20)])
+    val = of_tars(tmp_path / "val", [*image_and_text(*"abcdefgh"), ("i.png", b"cut"), ("i.txt", b"i")])
+    words = ["--size", "debug", "--vocab", "300", "--batch", "8", "--steps", "1", "--device", "cpu", "--workers", "0"]
+    code, output = run(capsys, "train", "clip", "--data", data, "--val", val, "--out", tmp_path / "run", *words)
+    assert code == 0
+    assert "of 8 images" in output
+    assert "1 sample skipped" in output

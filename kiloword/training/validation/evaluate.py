@@ -12,6 +12,7 @@ from kiloword.data.token_store import ImageTokens, TextTokens, as_evaluated, ope
 from kiloword.distributed import collectives
 from kiloword.distributed.device import precision_of
 from kiloword.distributed.sharing import alone, gathered, lockstep, sharing
+from kiloword.errors import count
 from kiloword.evaluation.task import TOKEN_TASKS
 from kiloword.training.log import read_metrics
 from kiloword.training.validation.sets import LOCKSTEP, ValSet, judged, prefix
@@ -80,12 +81,15 @@ def _of_set(matcher: Any, one: ValSet, run: Run) -> Mapping[str, float]:
 
 
 def _summary(values: Mapping[str, float], one: ValSet, start: str) -> str:
-    """The most telling metrics of a set, with what chance would give among its images."""
+    """The most telling metrics of a set, with what chance would give among its images, and how many were skipped."""
     names = [name.removeprefix(start) for name in values if name.startswith(start)]
     chosen = [name for name in names if name in HEADLINES.get(one.task, names[:2])]
     metrics = ", ".join(f"{name} {values[start + name]:.3f}" for name in chosen)
-    images = len(one.source)
-    return metrics + (f" of {images:,} images (chance {1 / images:.2g})" if one.task == "retrieval" else "")
+    skipped = int(values.get(f"{start}skipped", 0))
+    images = len(one.source) - skipped
+    chance = f" of {images:,} images (chance {1 / images:.2g})" if one.task == "retrieval" else ""
+    bad = f", {count(skipped, 'sample')} skipped (see `kiloword data check`)" if skipped else ""
+    return metrics + chance + bad
 
 
 def validated(run: Run) -> bool:
