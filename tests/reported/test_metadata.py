@@ -45,6 +45,20 @@ def late_chunk(content: bytes) -> bytes:
     return whole[:-12] + chunk + whole[-12:]
 
 
+def early_chunk(kind: bytes, content: bytes, wrong: int = 0) -> bytes:
+    """A PNG with a chunk before its pixels. Args: wrong: added to the checksum."""
+    whole = encode(PIXELS)
+    checksum = struct.pack(">I", zlib.crc32(kind + content) ^ wrong)
+    return whole[:33] + struct.pack(">I", len(content)) + kind + content + checksum + whole[33:]
+
+
+CHUNKS = {  # for which Pillow refuses the whole file
+    "png-short": early_chunk(b"pHYs", b"ab"),
+    "png-gamma": early_chunk(b"gAMA", b""),
+    "png-profile": early_chunk(b"iCCP", b"name\0\7no profile"),
+    "png-checksum": early_chunk(b"tEXt", b"Comment\0a cat", wrong=1),
+    "png-long-text": early_chunk(b"zTXt", b"parameters\0\0" + zlib.compress(b"a cat " * 400_000)),
+}
 DAMAGED = {
     "png": encode(PIXELS, "PNG", exif=b"abc"),
     "png-late": late_chunk(b"abc"),
@@ -109,3 +123,15 @@ def test_a_sample_of_a_data_set_of_pillow_images_that_is_cut_is_a_bad_row() -> N
     assert source.record(0).captions == ["a cat"]
     with pytest.raises(kiloword.types.BadSample, match=r"cut|truncated"):
         source.record(1)
+
+
+@pytest.mark.parametrize("image", CHUNKS.values(), ids=CHUNKS)
+def test_a_png_with_damaged_chunks_beside_its_pixels_is_read(
+    tmp_path: Path, matcher: Any, capsys: pytest.CaptureFixture[str], image: bytes
+) -> None:
+    (tmp_path / "a.png").write_bytes(image)
+    right = matcher.encode_image(encode(PIXELS))["vec"]
+    for given in (image, tmp_path / "a.png"):
+        assert (matcher.encode_image(given)["vec"] - right).abs().max() == 0
+    main(["data", "check", str(write_tar(tmp_path / "0.tar", pairs(1) | {"b.png": image, "b.txt": b"a cat"}))])
+    assert "all samples are good" in capsys.readouterr().out

@@ -35,6 +35,7 @@ _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "JPEG2000", "PPM")
 _AVIF, _HEIF = (b"avif", b"avis"), (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
 _PACKAGES = {"opencv": ("cv2", "opencv-python-headless"), "simplejpeg": ("simplejpeg", "simplejpeg")}
 _ORIENTATION = 0x0112
+_PNG = b"\x89PNG\r\n\x1a\n"
 _PROGRESSIVE, _SCAN, _END = b"\xc2", b"\xda", b"\xd9"  # second bytes of JPEG's markers
 _MARKERS = frozenset(bytes([kind]) for kind in (0xC0, 0xC1, 0xC2, 0xC4, 0xDA, 0xDB, 0xDD, *range(0xE0, 0xF0), 0xFE))
 _EXIF = {"exif", "Raw profile type exif", "XML:com.adobe.xmp", "xmp"}  # keys of `Image.info` with an orientation
@@ -115,7 +116,12 @@ def _open(image: bytes) -> ImageFile.ImageFile:
     if not image:
         raise BadSample("the image has zero bytes")
     check_bytes(image)
-    opened = Image.open(io.BytesIO(image), formats=_formats(image[4:12]))
+    try:
+        opened = Image.open(io.BytesIO(image), formats=_formats(image[4:12]))
+    except Exception:
+        if not image.startswith(_PNG):
+            raise
+        opened = Image.open(io.BytesIO(_without_metadata(image)), formats=("PNG",))
     pixels = max(opened.width * opened.height, _tile(opened))
     if pixels > MAX_PIXELS:
         raise _too_large(pixels)
@@ -123,6 +129,17 @@ def _open(image: bytes) -> ImageFile.ImageFile:
     if opened.format == "PNG" and any(mark in image for mark in _LATE) and not _EXIF & opened.info.keys():
         opened.load()  # metadata of a PNG may stand after its pixels
     return opened
+
+
+def _without_metadata(png: bytes) -> bytes:
+    """A PNG with the chunks alone that its pixels are made of: Pillow refuses one for metadata that it cannot parse."""
+    chunks, at = [_PNG], len(_PNG)
+    while at + 8 <= len(png):
+        end = at + 12 + int.from_bytes(png[at : at + 4], "big")
+        if png[at + 4 : at + 8] in (b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND"):
+            chunks.append(png[at:end])
+        at = end
+    return b"".join(chunks)
 
 
 def _formats(box: bytes) -> tuple[str, ...]:
