@@ -36,7 +36,7 @@ ITEMS = {  # of the papers' texts
     "FFF": "Fig. 1, Fig. 2, Fig. 3, Fig. 4, Fig. 5, Fig. 6, Tab. 1, Tab. 2, Tab. 3, Tab. 4, Tab. 5, Tab. 6, Tab. 7, "
     "Tab. 8, Tab. 9, Tab. 10, Tab. 11, Tab. 12, Tab. 13, Tab. 14",
 }
-COMMAND = r"`((?:kiloword|python -m research\.).*)`"
+COMMAND = r"`((?:kiloword|python -m research\.|python tools/).*)`"
 NOTHING = re.compile(r"none|not available: .{10,}")
 SIZED = (  # of a run: its size and length, its data, its folder
     "--size",

@@ -27,7 +27,6 @@ from kiloword.cli.train import Train
 from kiloword.cli.verify import Verify
 from kiloword.config.recipes import sizes
 from kiloword.config.settings import ABOVE_0, BELOW_1, UNLIMITED, Leaf, leaves
-from kiloword.data import hierarimgs
 from kiloword.evaluation import TASKS
 from kiloword.methods.defaults import default_recipe
 from kiloword.methods.registry import components, find, names, preset
@@ -65,7 +64,7 @@ def verbs() -> str:
     """All verbs: an overview, then the flags of each that has no page of its own."""
     spec = parser_spec(lambda words: app.cli(args=words, prog="kiloword"))["subcommands"]
     places = {"train": "train.md", "eval": "eval.md"}
-    lines, sections = ["| verb | what it does |", "|---|---|"], {"data hierarimgs": of_function(hierarimgs.run)}
+    lines, sections = ["| verb | what it does |", "|---|---|"], {}
     for verb, one in app._subcommands.items():
         about = summary(one.target).partition(": kiloword ")[0].rstrip(".")
         lines.append(f"| [`kiloword {verb}`]({places.get(verb, f'#kiloword-{verb}')}) | {prose(about)} |")

@@ -34,7 +34,7 @@ app = tyro.extras.SubcommandApp()
 GENERATE = GenerationOptions()
 MINE = MineOptions()
 ABOUT = "Train, evaluate and use image-text models. Completion: kiloword --install-completion bash, zsh or fish."
-Action = Literal["index", "check", "stats", "names", "pairs", "hierarimgs"]
+Action = Literal["index", "check", "stats", "names", "pairs"]
 Listing = Literal["list", "show"]
 Kind = Literal["scenes", "photos"]
 CHOICES = {  # of the first argument
@@ -183,8 +183,8 @@ def data(
 
     Args:
         what: index (write byte-offset indexes), check (decode every sample, list bad ones), stats, names (list the data
-            sets whose class names and templates are known), pairs (write the captions of composed pairs, to rewrite
-            them), or hierarimgs (make images of several levels; kiloword data hierarimgs --help).
+            sets whose class names and templates are known), or pairs (write the captions of composed pairs, to rewrite
+            them).
         source: tars, a table, a folder of images or scenes, as for `kiloword train`; with names, a set of that list.
         png: with stats, write an image of samples to this file.
         as_: with stats and png, draw examples as training sees them, by METHOD, a recipe, or the folder of a run.
@@ -194,7 +194,6 @@ def data(
     """
     from kiloword.data import inspect
 
-    assert what != "hierarimgs", "it has flags of its own"
     if (what == "pairs" or out is not None) and (what != "pairs" or None in (source, as_, out)):
         raise ValueError("expected kiloword data pairs SRC --as RUN --out pairs.parquet.")
     if as_ is not None and what != "pairs" and (what != "stats" or png is None):
@@ -362,10 +361,6 @@ def _run(argv: Sequence[str]) -> None:
 def _verb(argv: Sequence[str]) -> None:
     if argv and argv[0] in OWN_FLAGS:
         OWN_FLAGS[argv[0]].main(argv[1:])
-    elif list(argv[:2]) == ["data", "hierarimgs"]:
-        from kiloword.data.hierarimgs import main as build
-
-        build(argv[2:])
     else:
         if len(argv) > 1 and argv[0] in CHOICES:
             check_known(argv[1], *CHOICES[argv[0]])

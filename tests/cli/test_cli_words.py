@@ -60,7 +60,7 @@ def test_a_verb_that_is_misspelled(words: str, meant: str, capsys: pytest.Captur
     [
         (
             "data stat x",
-            "unknown action 'stat': expected one of index, check, stats, names, pairs, hierarimgs. Did you mean stats?",
+            "unknown action 'stat': expected one of index, check, stats, names, pairs. Did you mean stats?",
         ),
         ("import openclip x --out y", "unknown format 'openclip': expected one of open_clip, prolip."),
         ("data check scenes:test?nn=2", "scenes has no option 'nn'; "),

@@ -33,7 +33,7 @@ LINES = [  # what is typed, and a completion that must be among those shown, and
     ("kiloword embed m --precision ", "bf16", "auto"),
     ("kiloword train clip --size ", "tiny", "scenes"),
     ("kiloword score m --device ", "cuda", "--images"),
-    ("kiloword data ", "hierarimgs", "open_clip"),
+    ("kiloword data ", "pairs", "open_clip"),
 ]
 
 

@@ -67,7 +67,7 @@ def run(inputs: Inputs, options: HierarchyTaskOptions) -> Values:
         why = f" (row {next(iter(stored.problems))}: {next(iter(stored.problems.values()))})" if stored.problems else ""
         raise ValueError(
             f"{source.name} has no levels{why}: give each image's json `hierarchies` (chains of captions, general to "
-            "specific), make images of several levels (kiloword data hierarimgs), or use scenes"
+            "specific), make images of several levels (tools/hierarimgs.py), or use scenes"
         )
 
 

@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 
 from counting import calls
 from kiloword.config.recipes import TextConfig
-from kiloword.data.hierarimgs.writer import read_annotations
 from kiloword.data.sources.extra_captions import CaptionTable
 from kiloword.data.sources.map_style import _stored
 from kiloword.data.sources.open import open_source
@@ -30,6 +29,7 @@ from kiloword.data.transforms.files import read_columns
 from kiloword.evaluation.vqa.task import _lines as answers_of
 from kiloword.types import BadSample
 from tars import photo, write_tar
+from tools.hierarimgs import read_annotations
 
 
 @pytest.fixture(scope="module")

@@ -14,11 +14,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from kiloword.api import Matcher
-from kiloword.cli.main import main
 from kiloword.config.recipes import sizes
-from kiloword.data.hierarimgs import BuildOptions, build, decode_mask
-from kiloword.data.hierarimgs.masks import decompress
-from kiloword.data.hierarimgs.writer import paste
 from kiloword.data.images.decode import decode
 from kiloword.data.sources.open import open_source
 from kiloword.data.text.tokenizer import Tokenizer
@@ -27,6 +23,7 @@ from kiloword.methods.registry import preset
 from kiloword.model.model import build as build_model
 from kiloword.types import BadSample
 from tars import encode, noise
+from tools.hierarimgs import BuildOptions, build, decode_mask, decompress, main, paste
 
 
 def runs(mask: np.ndarray) -> list[int]:
@@ -216,7 +213,7 @@ def test_what_is_written_is_what_our_readers_read(made: Path) -> None:
 
 
 def test_the_same_input_gives_the_same_bytes_in_shards(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kiloword.data.hierarimgs.writer.SHARD", 3)
+    monkeypatch.setattr("tools.hierarimgs.SHARD", 3)
     for name in ("a", "b"):
         build(made / "instances.json", made / "images", made / name, BuildOptions(least=50))
     assert sorted(p.name for p in (made / "a").iterdir()) == ["0.tar", "1.tar", "nshards.txt"]
@@ -238,7 +235,7 @@ def test_nothing_is_left_when_it_fails(made: Path, monkeypatch: pytest.MonkeyPat
     files = made / "instances.json", made / "images"
     with pytest.raises(ValueError, match="no image qualifies: 0 of 6 images written"):
         build(*files, made / "out", BuildOptions(least=1e6))
-    monkeypatch.setattr("kiloword.data.hierarimgs.writer._png", lambda pixels: 1 / 0)
+    monkeypatch.setattr("tools.hierarimgs._png", lambda pixels: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         build(*files, made / "out", BuildOptions(least=50))
     assert sorted(p.name for p in made.iterdir()) == before
@@ -264,16 +261,12 @@ def test_words_for_what_a_user_can_mend(made: Path) -> None:
 
 def test_verb(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [str(made / name) for name in ("instances.json", "images", "out")]
-    main(["data", "hierarimgs", *words, "--least", "50"])
+    assert main([*words, "--least", "50"]) == 0
     output = capsys.readouterr().out
     assert output.startswith("2 of 6 images written\n1 have too few segments, 1 a segment that is too small\n1 skipped")
-    with pytest.raises(SystemExit) as end:
-        main(["data", "hierarimgs", *words])
-    assert end.value.code == 2
+    assert main(words) == 2
     assert "exists: choose another OUT" in capsys.readouterr().err
-    with pytest.raises(SystemExit) as end:
-        main(["data", "hierarimgs", str(made / "none.json"), *words[1:2], str(made / "new")])
-    assert end.value.code == 2
+    assert main([str(made / "none.json"), *words[1:2], str(made / "new")]) == 2
     assert "No such file" in capsys.readouterr().err
 
 
