@@ -1,6 +1,6 @@
 """Whether another checkout trains the same: losses and final weights of seeded runs, compared bit by bit.
 
-    python tools/same.py OTHER [--steps 5] [--precision fp64] [METHOD ...]
+    python tools/same.py OTHER [METHOD ...] [--steps 5] [--precision fp64]
 
 Each METHOD (default: all presets and some mixes) is trained by both checkouts on scenes. OTHER is a folder, such as a
 `git worktree` of an earlier commit. Exit code 1 if any run differs. The environment must have the packages of both.

@@ -339,7 +339,7 @@ def assumed(name: str, config: ModelConfig) -> str:
     source = (
         "as its tag says" if "@" in name else "assumed by the name; for published weights, give their tag (NAME@TAG)"
     )
-    how = f"images resized by {shown.resize}, bicubic, mean {mean}, std {std}; activation {config.text.activation}"
+    how = f"resize {shown.resize}, bicubic; mean {mean}, std {std}; activation {config.text.activation}"
     return f"{name}: {how}; {source}."
 
 
