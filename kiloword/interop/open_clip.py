@@ -337,7 +337,9 @@ def assumed(name: str, config: ModelConfig) -> str:
     shown = config.preprocess
     mean, std = (" ".join(f"{x:.3g}" for x in values) for values in (shown.mean, shown.std))
     source = (
-        "as its tag says" if "@" in name else "assumed by the name; for published weights, give their tag (NAME@TAG)"
+        "as its tag says"
+        if "@" in name
+        else "assumed by the name; for published weights, give their tag (NAME@TAG, or --tag)"
     )
     how = f"resize {shown.resize}, bicubic; mean {mean}, std {std}; activation {config.text.activation}"
     return f"{name}: {how}; {source}."

@@ -138,14 +138,15 @@ def read_csv(path: Path, columns: list[str]) -> tuple[pa.Table, list[tuple[str, 
 
 
 def _swallowed(table: pa.Table, mark: bytes, image: int) -> Iterator[bytes]:
-    """Lines inside cells that look like rows: as many cells, and a name of an image as in the column `image`."""
+    """Lines inside cells that look like rows: as many cells, and in the column `image` a name like others."""
+    names = (name.as_py().partition(b"\n")[0] for name in table.column(image))
+    suffixes = {os.path.splitext(name)[1] for name in names}
     for column in table.columns:
-        inside = pyarrow.compute.match_substring(column, "\n")
-        for cell, name in zip(column.filter(inside), table.column(image).filter(inside), strict=True):
-            suffix = os.path.splitext(name.as_py().partition(b"\n")[0])[1]
+        for cell in column.filter(pyarrow.compute.match_substring(column, "\n")):
             for line in cell.as_py().split(b"\n")[1:]:
                 cells = line.split(mark)
-                if len(cells) == table.num_columns and os.path.splitext(cells[image])[1] == suffix != b"":
+                suffix = os.path.splitext(cells[image])[1] if len(cells) == table.num_columns else b""
+                if suffix and suffix in suffixes:
                     yield line
 
 

@@ -175,6 +175,8 @@ def _reason_of_file(entry: os.DirEntry[str]) -> str:
         return "a link to nothing"
     if suffix in _PACKED:
         return "packed, unpack it first"
+    if suffix[1:] in _BESIDE:
+        return "no image of the same name"
     if not is_image(entry.name):
         return f"{suffix} is " * (0 < len(suffix) <= _LONGEST_SUFFIX) + "no suffix of an image"
     return missing_package(suffix[1:]) or ("" if entry.is_file() else "no regular file")
