@@ -101,7 +101,7 @@ def lines(folder: Path, name: str, *rows: str, images: Sequence[str] = ("a", "b"
     ("name", "rows"),
     [
         ("x.tsv", ["image\tcaption", "a.png\tx", 'b.png\t"a big dog', "c.png\tcat", 'd.png\tdog"']),
-        ("x.tsv", ["image\tcaption", "a.png\tx", 'b.jpg\t"a big dog', "c.png\tcat", 'd.gif\tdog"']),
+        ("x.tsv", ["image\tcaption", "a.png\tx", 'b.jpg\t"a big dog', "c.png\tcat", 'd.jpg\tdog"']),
         ("x.csv", ["image,caption", "a.png,x", 'b.png,"a big dog', 'c.png,"cat, asleep"', 'd.png,"dog']),
         ("x.csv", ["image,caption", "a.png,x", 'b.png,"बड़ा कुत्ता', "c.png,قطة", "d.png,猫 🐈"]),
         ("x.csv", ["id,image,caption", "1,a.png,x", '2,b.png,"a big dog', '3,c.png,"cat"', '4,d.png,"dog']),
