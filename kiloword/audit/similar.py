@@ -40,7 +40,7 @@ class SameImage:
 
 
 def near_duplicates(vectors: Tensor, look: Look, chunk: int = 1024) -> list[SameImage]:
-    """Pairs of images that are the same or nearly so: those of equal pixels, then the nearest first.
+    """Pairs of duplicate images: first pairs with equal pixels, then near duplicates, nearest first.
 
     Every image is read once for its pixels. Other candidates are each image's nearest ones by features [I, D] of unit
     norm; colours decide, since to a model that was trained on few images many scenes look alike. A crop that omits much
@@ -130,7 +130,7 @@ def _alike(a: Grid, b: Grid) -> float:
 
 
 def repeated(captions: Sequence[str]) -> list[list[int]]:
-    """Groups of captions [T] that are the same but for case, white space and a full stop at the end, largest first."""
+    """Groups of repeated captions [T], largest first; case, white space and a final full stop are ignored."""
     places = defaultdict[str, list[int]](list)
     for place, caption in enumerate(captions):
         text = " ".join(caseless(caption).split())
