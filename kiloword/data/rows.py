@@ -1,0 +1,219 @@
+"""A data set made of files: a table of rows, and a way to the bytes of their images.
+
+Functions that open a kind of data set make the table, once, with everything parsed. Its columns, of which only `key`
+must exist:
+
+    key       binary          see `key_bytes`
+    captions  list<string>    cleaned captions, or answers where `info` has a question
+    label     int64           class index
+    labels    list<int64>     classes of an image that may have several; `of` (int64): the number of all classes
+    info      string          JSON: `Record.info`
+    error     string          why the texts cannot be used; the row is then a bad sample
+    file      binary          file of the image: below the folder of the rows, absolute, or a URL; may be a dictionary
+    offset    int64           where in the file the image lies, and `size` (int64); null: the image is the whole file
+
+A cell that is null, or whose column is absent, says that the row has none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute
+from numpy.typing import NDArray
+
+from kiloword.checkpoint.files import replacing
+from kiloword.data.files import folder as cache_folder
+from kiloword.data.sources.sample import MAX_IMAGE, QUESTION, check_size, question_in, read_whole
+from kiloword.types import BadSample, LabelSet, NoCaption, Record
+
+_OPEN = 64  # files that a process keeps open
+
+
+def key_bytes(text: str) -> bytes:
+    """A key or caption as UTF-8 bytes; lone surrogates (of file names that are not UTF-8) stay."""
+    return text.encode("utf-8", "surrogatepass")
+
+
+def key_text(raw: bytes) -> str:
+    """The inverse of `key_bytes`."""
+    return raw.decode("utf-8", "surrogatepass")
+
+
+class Rows:
+    """The rows of a table with the columns above, as a `kiloword.types.Source`.
+
+    Args: folder: of the files that `file` names, or a URL; fingerprint: see `kiloword.types.Source`; classnames,
+    templates: of class data, else None; notes: what is left out; path: the Arrow file that the table maps, which a
+    worker is sent in place of the table.
+    """
+
+    natural = True
+    from_files = True
+
+    def __init__(
+        self,
+        name: str,
+        table: pa.Table,
+        folder: Path | str,
+        fingerprint: str,
+        *,
+        classnames: list[str] | None = None,
+        templates: list[str] | None = None,
+        notes: Sequence[str] = (),
+        path: Path | None = None,
+    ) -> None:
+        self.name, self.table, self.folder, self.fingerprint = name, table, str(folder), fingerprint
+        self.classnames, self.templates, self.notes, self.path = classnames, templates, list(notes), path
+        self._columns = {column: table.column(column) for column in table.column_names}
+
+    def __getstate__(self) -> dict[str, Any]:
+        sent = {name: value for name, value in self.__dict__.items() if name != "_columns"}
+        return {**sent, "table": None} if self.path else sent
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if self.path:
+            self.table = mapped(self.path)
+        self._columns = {column: self.table.column(column) for column in self.table.column_names}
+
+    def __len__(self) -> int:
+        return int(self.table.num_rows)
+
+    def _cell(self, column: str, row: int) -> Any:
+        if not 0 <= row < len(self):
+            raise IndexError(f"row {row} of {len(self)}")
+        cells = self._columns.get(column)
+        return None if cells is None else cells[row].as_py()
+
+    def _check(self, row: int) -> None:
+        if error := self._cell("error", row):
+            raise BadSample(error)
+
+    def key(self, row: int) -> str:
+        """The key of a row, by which other files name it."""
+        return key_text(self._cell("key", row))
+
+    def captions(self, row: int) -> list[str]:
+        """Captions, or answers to the question of the row, without reading the image. Raises BadSample."""
+        self._check(row)
+        return self._cell("captions", row) or []
+
+    def info(self, row: int) -> dict[str, Any]:
+        """`Record.info`, without reading the image. Raises BadSample."""
+        self._check(row)
+        info: dict[str, Any] = json.loads(self._cell("info", row) or "{}")
+        return info
+
+    def question(self, row: int) -> str | None:
+        """The question of a row, without reading the image. Raises BadSample."""
+        return question_in(self.info(row)) if QUESTION in (self._cell("info", row) or "") else None
+
+    def label(self, row: int) -> int | LabelSet | None:
+        """The class of a row, or its classes."""
+        if (several := self._cell("labels", row)) is not None:
+            return LabelSet(tuple(several), self._cell("of", row))
+        label: int | None = self._cell("label", row)
+        return label
+
+    @property
+    def labels(self) -> NDArray[np.int64]:
+        """[N] class of each row; -1 for none, or several."""
+        if "label" not in self._columns:
+            return np.full(len(self), -1)
+        return np.asarray(pyarrow.compute.fill_null(self._columns["label"], -1), np.int64)
+
+    def record(self, row: int) -> Record:
+        """The stored sample. Raises BadSample with the reason."""
+        self._check(row)
+        label = self.label(row)
+        record = Record(self.key(row), self.image(row), self.captions(row), label, self.info(row))
+        if not record.captions and label is None:
+            raise NoCaption(record)
+        return record
+
+    def image(self, row: int) -> bytes:
+        """The encoded image. Raises BadSample."""
+        name, size = self._cell("file", row), self._cell("size", row)
+        if not name:
+            raise BadSample("no image")
+        path = _path(self.folder, os.fsdecode(name))
+        try:
+            if size is None:
+                image = read_whole(Path(path), "the image", MAX_IMAGE)
+            else:
+                check_size("the image", size, MAX_IMAGE)
+                image = _opened(path).read(self._cell("offset", row), size)
+                if len(image) < size:
+                    raise BadSample("its file ends in the middle of the image")
+        except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
+            reason = error.strerror if isinstance(error, OSError) else "not a file name"
+            raise BadSample(f"image cannot be read ({reason})") from None
+        if not image:
+            raise BadSample("the image has zero bytes")
+        return image
+
+    def take(self, rows: NDArray[np.integer[Any]], name: str, fingerprint: str) -> Rows:
+        """Some rows [n], as a data set of its own."""
+        return Rows(
+            name, self.table.take(pa.array(rows)), self.folder, fingerprint, classnames=self.classnames,
+            templates=self.templates, notes=self.notes,
+        )  # fmt: skip
+
+
+def _path(folder: str, name: str) -> str:
+    """The path of a file of a data set; of a remote one, of its local copy. Raises: `remote.Unreachable`."""
+    return os.path.join(folder, name)
+
+
+class OpenFile:
+    """An open file without a position, which processes and threads can share."""
+
+    def __init__(self, path: str) -> None:
+        self._fd = -1
+        self._fd = os.open(path, os.O_RDONLY)
+
+    def read(self, offset: int, size: int) -> bytes:
+        """`size` bytes from `offset`, fewer at the end of the file."""
+        raw = os.pread(self._fd, size, offset)
+        while len(raw) < size and (chunk := os.pread(self._fd, size - len(raw), offset + len(raw))):
+            raw += chunk  # one call may return less on some network file systems
+        return raw
+
+    def __del__(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+
+
+_opened = lru_cache(_OPEN)(OpenFile)
+
+
+def mapped(path: Path) -> pa.Table:
+    """The table of an Arrow file, memory-mapped."""
+    return pa.ipc.open_file(pa.memory_map(str(path))).read_all()
+
+
+def cached(identity: str, make: Callable[[], pa.Table]) -> Path:
+    """The Arrow file of a table in the cache folder, made if it is not there; `mapped` opens it.
+
+    Args: identity: whatever the table depends on, such as the path, size and time of change of its file.
+    """
+    path = cache_folder() / "rows" / f"{hashlib.blake2b(os.fsencode(identity), digest_size=16).hexdigest()}.arrow"
+    if not path.exists():
+        write(path, make())
+    os.utime(path)
+    return path
+
+
+def write(path: Path, table: pa.Table) -> None:
+    """Write a table as an Arrow file, atomically."""
+    with replacing(path) as file, pa.ipc.new_file(file, table.schema) as out:
+        out.write_table(table)
