@@ -21,7 +21,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from kiloword.config.recipes import sizes
 from kiloword.methods.registry import preset
-from kiloword.model.model import Model, build
+from kiloword.model.model import Model
+from kiloword.models.build import build
 from kiloword.training.learner import Learner
 from kiloword.types import Texts
 from step import Given, Side, given, side

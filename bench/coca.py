@@ -27,7 +27,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from kiloword.interop.open_clip import import_state, placed
 from kiloword.interop.open_clip_config import torchvision_ready
 from kiloword.methods.registry import preset
-from kiloword.model.model import Model, build
+from kiloword.model.model import Model
+from kiloword.models.build import build
 from kiloword.randomness import key
 from kiloword.training.learner import Learner
 from kiloword.types import Texts

@@ -25,7 +25,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from kiloword.config.recipes import sizes
 from kiloword.methods.registry import preset
-from kiloword.model.model import Model, build, resize_text
+from kiloword.model.model import Model, resize_text
+from kiloword.models.build import build
 from kiloword.types import Texts
 from prolip import in_turns, ratio
 from step import END, LENGTHS, Given, Side, given, memory, our_side, step

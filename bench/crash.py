@@ -35,7 +35,6 @@ from PIL import Image
 import kiloword.features.extract
 import kiloword.generation.command
 from kill import TIMED
-from kiloword.checkpoint.model_folder import save_model
 from kiloword.cli import main as cli
 from kiloword.config.recipes import ModelFile
 from kiloword.data.text.tokenizer import Tokenizer, clip_tokenizer
@@ -43,7 +42,8 @@ from kiloword.interop import folder as imports
 from kiloword.interop.folder import Imported, ImportReport
 from kiloword.methods.defaults import default_recipe
 from kiloword.methods.registry import preset
-from kiloword.model.model import build
+from kiloword.models.build import build
+from kiloword.models.model_folder import save_model
 from kiloword.training.log import read_metrics
 
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC

@@ -23,7 +23,8 @@ from torch import Tensor
 from kiloword.config.recipes import sizes
 from kiloword.distributed.device import precision_of
 from kiloword.methods.registry import names, preset
-from kiloword.model.model import build, initialise
+from kiloword.model.model import initialise
+from kiloword.models.build import build
 from kiloword.training import compilation
 from kiloword.training.accumulate import backward
 from kiloword.training.learner import Learner

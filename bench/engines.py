@@ -27,7 +27,7 @@ import plan_allocated
 from kiloword.config.recipes import OptimConfig, sizes
 from kiloword.distributed import collectives, launch
 from kiloword.methods.registry import preset
-from kiloword.model.model import build
+from kiloword.models.build import build
 from kiloword.training import compilation, engine
 from kiloword.training.accumulate import backward
 from kiloword.training.learner import Learner

@@ -25,7 +25,8 @@ from kiloword.generation.rules import FinishedTexts, Rules
 from kiloword.generation.search import search
 from kiloword.methods.registry import preset
 from kiloword.model.decoder import DecoderMemory
-from kiloword.model.model import Model, build
+from kiloword.model.model import Model
+from kiloword.models.build import build
 from whole_decoding import WholeDecoding
 
 Write = Callable[[], FinishedTexts]

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from growth_points import SERIES, Series
-from kiloword.checkpoint.files import write_atomic
+from kiloword.files import write_atomic
 from kiloword.report.axes import Axis, log_axis, number
 
 Row = dict[str, Any]

@@ -30,7 +30,7 @@ assert nearest.open_nearest(Library(Path("library"))) is not None
 RAY = """
 from pathlib import Path
 import ray
-from kiloword.interop.ray import Embedder
+from kiloword.api.ray import Embedder
 ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
 rows = ray.data.from_items([{"image": p.read_bytes()} for p in sorted(Path("photos").glob("*.jpg"))])
 out = rows.map_batches(Embedder, fn_constructor_args=["MODEL"], batch_format="pyarrow", batch_size=4, concurrency=1)

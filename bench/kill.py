@@ -34,9 +34,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 from safetensors.torch import load_file
 
-from kiloword.checkpoint.states import newest, states
 from kiloword.cli import main as cli
 from kiloword.distributed import launch
+from kiloword.models.states import newest, states
 from kiloword.training import loop  # noqa: F401 (train is loaded once, for all forks)
 from kiloword.training.log import read_metrics
 

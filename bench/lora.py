@@ -22,7 +22,7 @@ from kiloword.config.recipes import LoraConfig, sizes
 from kiloword.methods.defaults import FIELD
 from kiloword.methods.registry import preset
 from kiloword.model.adapters import attach
-from kiloword.model.model import build
+from kiloword.models.build import build
 from kiloword.training.accumulate import backward
 from kiloword.training.learner import Learner
 from kiloword.training.optimizer import Optimizer

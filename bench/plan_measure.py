@@ -20,7 +20,7 @@ from kiloword.config.recipes import ModelConfig, OptimConfig
 from kiloword.distributed.device import precision_of
 from kiloword.methods.defaults import default_recipe
 from kiloword.methods.method import Method
-from kiloword.model.model import build
+from kiloword.models.build import build
 from kiloword.planning import gpu
 from kiloword.planning.advice import step_of
 from kiloword.planning.simulation import Simulation

@@ -30,7 +30,8 @@ from kiloword.config.recipes import sizes
 from kiloword.methods.prolip.inclusion import mask_words
 from kiloword.methods.registry import preset
 from kiloword.model.image import grid
-from kiloword.model.model import Model, build
+from kiloword.model.model import Model
+from kiloword.models.build import build
 from kiloword.training.accumulate import backward
 from kiloword.training.learner import Learner
 from kiloword.types import Batch, Texts

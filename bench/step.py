@@ -30,7 +30,8 @@ from kiloword.config.recipes import sizes
 from kiloword.interop.open_clip import import_state, place
 from kiloword.interop.open_clip_config import torchvision_ready
 from kiloword.methods.registry import preset
-from kiloword.model.model import Model, build
+from kiloword.model.model import Model
+from kiloword.models.build import build
 from kiloword.training import compilation
 from kiloword.training.learner import Learner
 from kiloword.types import Batch, Texts

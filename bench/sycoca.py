@@ -26,7 +26,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parent))
 from kiloword.config.recipes import ModelConfig, sizes
 from kiloword.methods.registry import preset
-from kiloword.model.model import build
+from kiloword.models.build import build
 from kiloword.training.learner import Learner
 from kiloword.types import Batch, Texts
 from prolip import Arm as Steps

@@ -19,7 +19,7 @@ import torch
 from kiloword.config.recipes import OptimConfig, sizes
 from kiloword.distributed.device import precision_of
 from kiloword.methods.registry import names, preset
-from kiloword.model.model import build
+from kiloword.models.build import build
 from kiloword.training.accumulate import backward
 from kiloword.training.learner import Learner
 from kiloword.training.optimizer import Optimizer

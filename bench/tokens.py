@@ -19,7 +19,7 @@ import torch
 
 from kiloword.config.recipes import ModelConfig, sizes
 from kiloword.methods.registry import preset
-from kiloword.model.model import build
+from kiloword.models.build import build
 from kiloword.training.learner import Learner
 from kiloword.types import Batch, Texts
 

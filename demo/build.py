@@ -26,16 +26,16 @@ from PIL import Image
 from torch import Tensor
 
 from kiloword.api import Matcher, load
-from kiloword.checkpoint.files import write_atomic, write_json
-from kiloword.checkpoint.model_folder import model_files, read_model_file
 from kiloword.config.recipes import ModelFile
 from kiloword.data.scenes import world
 from kiloword.errors import sentence_of
+from kiloword.files import write_atomic, write_json
 from kiloword.interop.export.run import run as export
 from kiloword.interop.push import MODEL
 from kiloword.model.prefix import cosine_alone
+from kiloword.models.model_card import CARD, model_card
+from kiloword.models.model_folder import model_files, read_model_file
 from kiloword.quickstart.judge import draw_all
-from kiloword.report.model_card import CARD, model_card
 from kiloword.report.page import style_sheet
 from kiloword.terminal import say
 

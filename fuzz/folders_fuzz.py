@@ -30,11 +30,11 @@ import torch
 from PIL import Image
 
 from kiloword.api import load
-from kiloword.checkpoint.model_folder import save_model
 from kiloword.config.recipes import ModelFile, sizes
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.methods.registry import preset
-from kiloword.model.model import build
+from kiloword.models.build import build
+from kiloword.models.model_folder import save_model
 
 SECONDS, MEMORY = 10, 2 << 30  # of one folder; MEMORY: beyond what the program has before the first
 METHODS = ("siglip", "clip", "llip", "coca", "sycoca", "prolip", "siglip+compose", "pcme++", "vqa")

@@ -28,7 +28,6 @@ from seeds import (
     tokenizer,
 )
 
-from kiloword.checkpoint.states import newest, write_numbers
 from kiloword.config.recipes import AugmentConfig, ModelFile, TextConfig
 from kiloword.config.settings import read_config
 from kiloword.data.feature_store import TableFile
@@ -44,6 +43,7 @@ from kiloword.data.tars.index import SUFFIX, Header, make_index, open_index, par
 from kiloword.data.tars.shards import TarSource
 from kiloword.data.text.eda import drop_words
 from kiloword.data.text.tokenizer import Tokenizer
+from kiloword.models.states import newest, write_numbers
 from kiloword.randomness import Draw
 from kiloword.training.run_folder import RunFile
 from kiloword.types import BadSample, Source

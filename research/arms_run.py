@@ -21,9 +21,9 @@ import numpy as np
 import torch
 
 from kiloword.api import load
-from kiloword.checkpoint.files import write_json
-from kiloword.checkpoint.states import steps_done
 from kiloword.config.recipes import Recipe
+from kiloword.files import write_json
+from kiloword.models.states import steps_done
 from kiloword.terminal import say
 from kiloword.training import loop
 from kiloword.training.log import read_metrics

@@ -14,7 +14,6 @@ from pathlib import Path
 import tyro
 
 from kiloword.api import Matcher, load
-from kiloword.checkpoint.files import write_json
 from kiloword.data.scenes.world import BACKGROUNDS, COLOURS, FILLS, TASKS
 from kiloword.data.sources.open import open_source
 from kiloword.evaluation.classes import Classes
@@ -23,6 +22,7 @@ from kiloword.evaluation.task import Inputs
 from kiloword.evaluation.zeroshot import PromptOptions, Way
 from kiloword.evaluation.zeroshot.prompts import Chosen, Images, Prompts, check_gaussians
 from kiloword.evaluation.zeroshot.task import chosen_by, encoded, encoded_images, judged
+from kiloword.files import write_json
 from kiloword.terminal import say
 from research.arms import in_one_message
 

@@ -6,11 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from kiloword.checkpoint.model_folder import save_model
 from kiloword.config.recipes import ModelFile, sizes
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.methods.registry import preset
-from kiloword.model.model import build
+from kiloword.models.build import build
+from kiloword.models.model_folder import save_model
 
 TextPool = Literal["last", "mean", "max"]
 CAPTIONS = ["a dog on the grass", "two cats and a dog", "the red circle is left of a blue star"] * 5

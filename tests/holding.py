@@ -11,7 +11,7 @@ from pathlib import Path
 HOLD = """
 import sys
 from pathlib import Path
-from kiloword.checkpoint.lock import Lock
+from kiloword.files import Lock
 lock = Lock(Path(sys.argv[1]), "writing", Path(sys.argv[2]))
 print("held", flush=True)
 sys.stdin.readline()

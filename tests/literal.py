@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from kiloword.config.recipes import ModelConfig
 from kiloword.methods.registry import preset
-from kiloword.model.model import Model, build
+from kiloword.model.model import Model
+from kiloword.models.build import build
 from kiloword.randomness import key
 from kiloword.training.learner import Learner
 from kiloword.types import Batch, Encoded, Texts

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from kiloword.checkpoint.states import newest
 from kiloword.config.recipes import Recipe
+from kiloword.models.states import newest
 from kiloword.training.loop import RunOptions, train
 from kiloword.training.optimizer import Optimizer
 

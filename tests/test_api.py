@@ -12,11 +12,12 @@ from PIL import Image
 
 import kiloword
 from kiloword.api import Matcher
-from kiloword.checkpoint.model_folder import save_model
 from kiloword.config.recipes import ModelFile, sizes
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.methods.registry import preset
-from kiloword.model.model import Model, build
+from kiloword.model.model import Model
+from kiloword.models.build import build
+from kiloword.models.model_folder import save_model
 
 CAPTIONS = ["a red circle", "two blue squares", "a green star left of a circle"]
 

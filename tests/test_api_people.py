@@ -17,12 +17,12 @@ from PIL import Image
 
 import kiloword
 from kiloword.api import Matcher, batches
-from kiloword.checkpoint.model_folder import save_model
 from kiloword.config.recipes import ModelFile, sizes
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.distributed.device import choose
 from kiloword.methods.registry import preset
-from kiloword.model.model import build
+from kiloword.models.build import build
+from kiloword.models.model_folder import save_model
 from kiloword.terminal import progress
 
 CAPTIONS = ["a red circle", "two blue squares", "<b>bold</b> & \x1b[31m"]
@@ -107,7 +107,7 @@ def test_a_killed_save_can_be_repeated(tmp_path: Path, monkeypatch: pytest.Monke
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("kiloword.checkpoint.model_folder.write_tensors", killed)
+        patch.setattr("kiloword.models.model_folder.write_tensors", killed)
         with pytest.raises(KeyboardInterrupt):
             model.save(tmp_path / "out")
     assert (tmp_path / "out" / "README.md").is_file()

@@ -16,7 +16,7 @@ from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.evaluation import evaluate
 from kiloword.methods.prolip import gaussian
 from kiloword.methods.registry import preset
-from kiloword.model.model import build
+from kiloword.models.build import build
 from kiloword.types import Features
 
 CAPTIONS = ["a red circle", "two blue squares", "a green star left of a circle"]

@@ -22,7 +22,7 @@ from kiloword.cli.main import main
 from kiloword.config.recipes import Recipe
 from kiloword.distributed import collectives
 from kiloword.methods.registry import names, preset
-from kiloword.model.model import build
+from kiloword.models.build import build
 from kiloword.training.accumulate import backward
 from kiloword.training.learner import Learner
 from kiloword.training.resolve import micro_batches

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from kiloword.checkpoint import states, tensors
 from kiloword.config import recipes, settings
 from kiloword.data.images import decode, time_limit, work
 from kiloword.data.remote import errors, http_files, transport
@@ -17,6 +16,7 @@ from kiloword.data.sources import columns, embedded, sample
 from kiloword.data.tars import headers as tar
 from kiloword.data.text import tokenizer_file
 from kiloword.model.trunks import libraries
+from kiloword.models import states, tensors
 from kiloword.watch import rows
 
 ROOT = Path(__file__).resolve().parents[1]

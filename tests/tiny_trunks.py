@@ -18,8 +18,9 @@ from kiloword.data.token_store import Kind
 from kiloword.features.tokens import TokenOptions, embed_tokens
 from kiloword.methods.defaults import default_recipe
 from kiloword.methods.registry import preset
-from kiloword.model.model import Model, build
+from kiloword.model.model import Model
 from kiloword.model.trunks.trunk import Trunk
+from kiloword.models.build import build
 from kiloword.types import Source
 
 KINDS: tuple[Kind, ...] = ("images", "texts")

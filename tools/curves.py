@@ -12,7 +12,7 @@ from dataclasses import replace
 from html import escape
 from pathlib import Path
 
-from kiloword.checkpoint.files import write_atomic
+from kiloword.files import write_atomic
 from kiloword.report.axes import linear_axis, number
 from kiloword.watch.expected import FOLDER, Band, Expected, as_json, read
 

@@ -22,10 +22,10 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from kiloword.api import Matcher, load
-from kiloword.checkpoint.files import write_atomic
 from kiloword.cli.main import main as kiloword
 from kiloword.data.scenes import Scene, ScenesSource, parse_scenes
 from kiloword.data.scenes.world import COLOURS, SHAPES
+from kiloword.files import write_atomic
 from kiloword.report.overlay import BAR, INK, MUTED, PAPER, RULE, overlay, write_lines
 from kiloword.search.library import Library
 from kiloword.search.serve import bound

@@ -25,11 +25,11 @@ import tyro
 from PIL import Image
 from tyro.conf import Positional, arg
 
-from kiloword.checkpoint.lock import NAME, Lock
 from kiloword.config.settings import BaseSettings
 from kiloword.data.images.decode import Pixels, decode
 from kiloword.data.sources.sample import IMAGE_SUFFIXES, MAX_IMAGE, check_regular, read_whole
 from kiloword.errors import sentence_of
+from kiloword.files import LOCK, Lock
 from kiloword.terminal import say, warn
 from kiloword.types import BadSample
 
@@ -201,7 +201,7 @@ def build(annotations: Path, photos: Path, out: Path, options: BuildOptions | No
     lock = Lock(out, "writing", new)
     try:
         for path in new.iterdir():  # of a process that was killed
-            if path.name != NAME:
+            if path.name != LOCK:
                 path.unlink()
         _write(new, samples())
         if not report.written:

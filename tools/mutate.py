@@ -41,7 +41,7 @@ STRATA = {
         "distributed/gather",
         "distributed/device",
     ),
-    "training": ("training/", "distributed/", "checkpoint/", "features/", "config/", "verify/"),
+    "training": ("training/", "distributed/", "models/", "features/", "config/", "verify/"),
     "evaluation and command line": ("",),
 }
 Row = dict[str, Any]

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kiloword.api.matcher import Matcher
-from kiloword.checkpoint import card
-from kiloword.checkpoint.adapters import FILE
-from kiloword.checkpoint.model_folder import WEIGHTS, model_files, open_model, read_model_file
-from kiloword.checkpoint.trust import Trust
 from kiloword.distributed.device import choose
 from kiloword.interop.names import local_folder
 from kiloword.methods.registry import omitted
 from kiloword.model.prefix import keep_prefix_
+from kiloword.models import card
+from kiloword.models.adapters import FILE
+from kiloword.models.model_folder import WEIGHTS, model_files, open_model, read_model_file
+from kiloword.models.trust import Trust
 from kiloword.terminal import warn
 
 if TYPE_CHECKING:

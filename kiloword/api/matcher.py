@@ -13,21 +13,20 @@ from torch import Tensor
 from kiloword.api.batches import image_batch, in_batches, text_batch
 from kiloword.api.features import alone, check_widths, finite, gaussians, naming_missing_features, rows_of
 from kiloword.api.show import ScoreTable, ShownFeatures, model_html, names_of
-from kiloword.checkpoint import card as cards
-from kiloword.checkpoint.files import is_taken, write_atomic
-from kiloword.checkpoint.lock import Lock
-from kiloword.checkpoint.model_folder import save_model, words_of
+from kiloword.config.recipes import Nearest
 from kiloword.data.classes import Templates
+from kiloword.data.classes.names import prompts
 from kiloword.data.images.augmentation import EvalTransform
 from kiloword.data.images.inputs import Images, OneImage, as_list, is_one, kind, prepare
 from kiloword.distributed.device import choose
-from kiloword.evaluation.task import Nearest
-from kiloword.evaluation.zeroshot.task import classifier
 from kiloword.explain.maps import Explanation, Maps, explain, together
+from kiloword.files import Lock, is_taken, write_atomic
 from kiloword.methods.prolip.gaussian import Form, csd, csd_matrix, inclusion_matrix, variance_sum
 from kiloword.methods.registry import preset
 from kiloword.model.encoding import chunks, encode_texts, inference, join
 from kiloword.model.pooling import at_least_float
+from kiloword.models import card as cards
+from kiloword.models.model_folder import save_model, words_of
 from kiloword.terminal.progress import showing
 from kiloword.types import Features
 
@@ -109,7 +108,7 @@ class Matcher:
         if self.file is None:
             raise ValueError(
                 "this Matcher was not loaded from a model folder, so that no config.json is known for it: use "
-                "kiloword.checkpoint.model_folder.save_model, which takes one."
+                "kiloword.models.model_folder.save_model, which takes one."
             )
         folder, file = Path(folder).expanduser(), replace(self.file, model=self.model.config)
         card = {cards.NAME: self._card_of(file).encode()} if self.card else {}
@@ -316,8 +315,12 @@ class Matcher:
         """
         if isinstance(names, str | None) or not len(names):
             raise ValueError(f"class names are {names!r}: expected a list of at least one name.")
+        captions, group = prompts(names, templates)
         with showing(progress):
-            return ShownFeatures(classifier(self.model, self.tokenizer, names, templates))
+            texts = encode_texts(self.model, self.tokenizer, captions)
+        group_of = torch.tensor(group, device=texts["vec"].device)
+        with inference(self.model):
+            return ShownFeatures(self.model.head.ensemble(texts, group_of, len(names)))
 
     def classify(
         self,

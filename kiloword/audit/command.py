@@ -35,8 +35,6 @@ from kiloword.audit.page import page
 from kiloword.audit.pairs import Fits, fits
 from kiloword.audit.resume import FOLDER, SavedRows, encoded
 from kiloword.audit.similar import Pixels, groups, near_duplicates, repeated
-from kiloword.checkpoint.files import write_json
-from kiloword.checkpoint.lock import Lock
 from kiloword.config.recipes import DataConfig
 from kiloword.data.feature_store import FeatureStore
 from kiloword.data.images.decode import decode
@@ -50,6 +48,7 @@ from kiloword.errors import count, naming_truncated
 from kiloword.evaluation.command import Execution, opened
 from kiloword.evaluation.task import Inputs
 from kiloword.features.teachers import open_teacher, prefix_fingerprint
+from kiloword.files import Lock, write_json
 from kiloword.model.prefix import keep_prefix_
 from kiloword.report import made_by, signed, write
 from kiloword.search.index import fingerprint

@@ -21,11 +21,11 @@ from kiloword.audit.labels import WrongLabel
 from kiloword.audit.outliers import OutlierRule
 from kiloword.audit.pairs import Fits
 from kiloword.audit.similar import SameImage
-from kiloword.checkpoint.files import write_atomic
 from kiloword.data.files import key_bytes, key_text
 from kiloword.data.reading import captions_at
 from kiloword.data.sources.joins import sampled_images
 from kiloword.data.sources.optional import key_of
+from kiloword.files import write_atomic
 from kiloword.types import BadSample, Features, Skipped, Source
 
 WIDE, FEWEST = 0.02, 10  # share and number of other images that a generic caption fits at least as well as its own

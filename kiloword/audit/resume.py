@@ -19,12 +19,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 
 from kiloword.audit.findings import AuditedData
-from kiloword.checkpoint.files import write_json
-from kiloword.checkpoint.tensors import in_order, spec_of, write_tensors
 from kiloword.errors import count
 from kiloword.evaluation.features import Seen, seen
 from kiloword.evaluation.task import Inputs
+from kiloword.files import write_json
 from kiloword.model.encoding import join, moved
+from kiloword.models.tensors import in_order, spec_of, write_tensors
 from kiloword.terminal import say
 from kiloword.types import Features, Skipped
 from kiloword.watch.runs import read_object

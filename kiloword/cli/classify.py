@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import Positional, arg
 
-from kiloword.checkpoint.trust import NONE, Trust
 from kiloword.cli.score import entry_lines, image_files, shown_names
 from kiloword.errors import LeftOut
+from kiloword.models.trust import NONE, Trust
 from kiloword.terminal import say, shown, warn
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def classify(
         raise ValueError(f"--top is {top}: expected at least 1.")
     files, names = image_files(images), _names(classes)
     from kiloword.api import load
-    from kiloword.checkpoint.files import write_json
+    from kiloword.files import write_json
     from kiloword.terminal.progress import showing_progress
 
     matcher = load(model, device=device, method=trust.method, trust_code=trust.trust_code, precision=precision)

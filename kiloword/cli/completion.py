@@ -21,10 +21,10 @@ from typing import Any, get_args, get_type_hints
 import tyro
 
 from kiloword.__version__ import __version__
-from kiloword.checkpoint.files import write_atomic
 from kiloword.cli.shells import HOW, SCRIPTS
 from kiloword.config.settings import leaves
 from kiloword.errors import suggestion
+from kiloword.files import write_atomic
 from kiloword.terminal import say
 
 Table = dict[str, list[str]]

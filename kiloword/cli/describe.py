@@ -17,11 +17,11 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from kiloword.__version__ import __version__
-from kiloword.checkpoint.files import write_json
 from kiloword.config.options import Mixing
 from kiloword.config.recipes import ImageConfig, ModelConfig, TextConfig, sizes
 from kiloword.distributed.device import cores
 from kiloword.errors import needs
+from kiloword.files import write_json
 from kiloword.methods.method import Method
 from kiloword.methods.registry import components, names, preset
 from kiloword.model.heads import Head

@@ -8,10 +8,10 @@ from typing import Annotated, Any, Literal
 from tyro.conf import Positional, arg
 
 from kiloword.audit import AuditOptions
-from kiloword.checkpoint.trust import NONE, Trust
 from kiloword.cli.words import REQUIRED
 from kiloword.config.recipes import AugmentConfig
 from kiloword.evaluation.command import Execution
+from kiloword.models.trust import NONE, Trust
 
 AUGMENT, AUDIT, EXECUTION = AugmentConfig(), AuditOptions(), Execution()
 

@@ -7,8 +7,8 @@ from typing import Annotated, Literal, get_args
 
 from tyro.conf import Positional, arg
 
-from kiloword.checkpoint.trust import NONE, Trust
 from kiloword.cli.words import REQUIRED
+from kiloword.models.trust import NONE, Trust
 from kiloword.terminal import say
 
 Format = Literal["open_clip", "prolip"]

@@ -14,7 +14,6 @@ from tyro.conf import Positional, arg
 
 from kiloword.__version__ import __version__
 from kiloword.addresses import scrubbed
-from kiloword.checkpoint.trust import Trust
 from kiloword.cli import evaluate, plan, sweep, train, verify
 from kiloword.cli.classify import classify
 from kiloword.cli.embed import audit, embed
@@ -28,6 +27,7 @@ from kiloword.distributed.allocator import keep_freed_memory
 from kiloword.errors import sentence_of
 from kiloword.generation.options import GenerationOptions
 from kiloword.mining.options import MineOptions
+from kiloword.models.trust import Trust
 from kiloword.terminal import guarded, invoked, say, show_traceback, warn
 
 app = tyro.extras.SubcommandApp()

@@ -7,11 +7,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from kiloword.checkpoint.files import write_json
 from kiloword.config import papers
 from kiloword.config.papers import LENGTHS, TOWERS, NamedRecipe, RecipeValue
 from kiloword.config.settings import leaves, parse
 from kiloword.errors import suggestion
+from kiloword.files import write_json
 from kiloword.terminal import say
 
 _WIDE = 240  # columns where the output is no terminal

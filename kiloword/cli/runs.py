@@ -68,7 +68,7 @@ def average(models: Annotated[Positional[tuple[str, ...]], REQUIRED], out: Path,
         out: model folder to write.
         alpha: share of the second of two models, from 0 to 1; default: equal shares.
     """
-    from kiloword.checkpoint.average import main as run
     from kiloword.interop.names import local_folder
+    from kiloword.models.average import main as run
 
     run([str(local_folder(model)) for model in models], out, alpha)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import Positional, arg
 
-from kiloword.checkpoint.trust import NONE, Trust
 from kiloword.errors import naming_truncated
+from kiloword.models.trust import NONE, Trust
 from kiloword.terminal import say, shown, warn
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def score(
     """
     _check_flags(explain, explain_what, maps, plane, bool(beside), nearest)
     from kiloword.api import load
-    from kiloword.config.by_device import announce, reason_of
+    from kiloword.distributed.by_device import announce, reason_of
     from kiloword.evaluation.command import labels
 
     images, names = image_files(images), labels([model, *beside])

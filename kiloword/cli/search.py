@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from tyro.conf import Positional, arg
 
-from kiloword.checkpoint.trust import NONE, Trust
+from kiloword.models.trust import NONE, Trust
 
 Precision = Literal["auto", "fp32", "bf16"]
 

@@ -148,7 +148,7 @@ def _training_data(flags: Sequence[str]) -> Any:
 
 def _write(options: SweepOptions, results: Results) -> None:
     """Write what there is of table, CSV and page, and print the table."""
-    from kiloword.checkpoint.files import write_atomic, write_json
+    from kiloword.files import write_atomic, write_json
     from kiloword.report import write
     from kiloword.sweep import summary
 

@@ -18,12 +18,12 @@ from tyro.conf import arg
 from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructFieldSpec, StructTypeInfo
 
 from kiloword.addresses import public
-from kiloword.checkpoint.files import utf8
 from kiloword.cli.papers import chosen, method_settings
 from kiloword.config.options import Mixing
 from kiloword.config.papers import NamedRecipe
 from kiloword.config.settings import check, leaves
 from kiloword.errors import suggestion
+from kiloword.files import utf8
 from kiloword.terminal import say
 
 # Ends of flags whose values are texts, not paths.

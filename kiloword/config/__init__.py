@@ -1,1 +1,1 @@
-"""What decides a run: the recipe, how it is carried out, defaults by device, and their validation. No torch here."""
+"""What decides a run: the recipe, how it is carried out and their validation. No torch here."""

@@ -13,6 +13,8 @@ from kiloword.errors import suggestion
 Activation = Literal["gelu", "quick_gelu", "gelu_tanh"]
 Precision = Literal["auto", "fp64", "fp32", "bf16"]
 EncoderPrecision = Literal["fp32", "bf16"]  # of a trained model
+Nearest = Literal["cosine", "csd"]
+"""Which images and texts are near: by the cosine of their means, or by closed-form sampled distance (Gaussians)."""
 Resize = Literal["shortest", "squash"] | int
 Matmul = Literal["auto", "highest", "high", "medium"]
 DEPTH = 1024  # largest number of layers of a tower or a decoder

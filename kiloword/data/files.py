@@ -14,7 +14,7 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from kiloword.checkpoint.files import replacing
+from kiloword.files import replacing
 
 
 def folder() -> Path:

@@ -18,8 +18,8 @@ from typing import Any, ClassVar
 
 import pyarrow as pa
 
-from kiloword.checkpoint.files import write_atomic
 from kiloword.config.settings import BaseSettings, about
+from kiloword.files import write_atomic
 from kiloword.types import Skipped
 
 

@@ -21,10 +21,10 @@ import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from kiloword.data.images.time_limit import POLL_S, Apart, Late, TimeLimit
+from kiloword.distributed.device import SHARED_MEMORY, free_shared_memory
 from kiloword.errors import WORKER, sentence_of
 
 Item = TypeVar("Item")
-SHARED_MEMORY = "/dev/shm"
 _FILES, _FILES_WORKER = 12, 8  # open files besides a batch's tensors: pipes, sockets, tars
 KILLED_S = 5.0  # seconds for a killed worker to end
 
@@ -173,14 +173,6 @@ def _check_open_files(count: int) -> None:
                 f"a process may open {most} files here, {opened} are open, and loader workers need {count} more: "
                 "raise the limit (ulimit -n 1024), or use --workers 0."
             )
-
-
-def free_shared_memory() -> int | None:
-    """Free bytes of shared memory; None on systems without /dev/shm."""
-    with suppress(OSError):
-        about = os.statvfs(SHARED_MEMORY)
-        return about.f_bavail * about.f_frsize
-    return None
 
 
 def _check_shared_memory(size: int) -> None:

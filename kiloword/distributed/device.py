@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 
 import torch
@@ -14,6 +14,7 @@ from kiloword.distributed import launch
 from kiloword.types import Batch
 
 PrecisionContext = Callable[[], AbstractContextManager[object]]
+SHARED_MEMORY = "/dev/shm"
 _simulated: str | None = None
 
 
@@ -125,3 +126,11 @@ def free_bytes(device: torch.device) -> int:
         names = ("SC_PHYS_PAGES", "SC_PAGE_SIZE")
         known = device.type in ("cpu", "mps") and all(name in getattr(os, "sysconf_names", {}) for name in names)
         return os.sysconf(names[0]) * os.sysconf(names[1]) // 2 if known else 1 << 30
+
+
+def free_shared_memory() -> int | None:
+    """Free bytes of shared memory; None on systems without /dev/shm."""
+    with suppress(OSError):
+        about = os.statvfs(SHARED_MEMORY)
+        return about.f_bavail * about.f_frsize
+    return None

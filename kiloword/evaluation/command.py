@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from tyro.conf import arg
 
 from kiloword import evaluation
-from kiloword.checkpoint.trust import NONE, Trust
 from kiloword.evaluation.task import TOKEN_TASKS, Inputs, Results, Task
+from kiloword.models.trust import NONE, Trust
 from kiloword.terminal import say, warn
 
 if TYPE_CHECKING:
@@ -95,8 +95,8 @@ def _naming(name: str, models: Sequence[str]) -> Iterator[None]:
 
 def check_model(folder: str) -> None:
     """Raises: ValueError for a name that is no model folder, unless it is of a model of another library."""
-    from kiloword.checkpoint.model_folder import model_files, read_model_file
     from kiloword.interop.names import is_foreign
+    from kiloword.models.model_folder import model_files, read_model_file
 
     if not is_foreign(folder):
         read_model_file(model_files(folder)[0].parent)
@@ -112,7 +112,7 @@ def _write(
     html: Path | None,
 ) -> None:
     """Write the files that are asked for."""
-    from kiloword.checkpoint.files import write_json
+    from kiloword.files import write_json
     from kiloword.report import made_by, signed, write
 
     if json is not None:
@@ -156,10 +156,10 @@ def _on_tokens(task: Task, matcher: Matcher | None, source: Source, execution: E
 def opened(folder: str, execution: Execution) -> tuple[Matcher, int]:
     """A model, and the number of workers that read for it."""
     from kiloword.api import Matcher
-    from kiloword.checkpoint.model_folder import open_model
-    from kiloword.config.by_device import announce, image_bytes, reason_of, workers_of
+    from kiloword.distributed.by_device import announce, image_bytes, reason_of, workers_of
     from kiloword.interop.names import local_folder
     from kiloword.model.prefix import keep_prefix_
+    from kiloword.models.model_folder import open_model
 
     device, precision = execution.device, execution.precision
     matcher = Matcher(*open_model(local_folder(folder), device, trust=execution.trust, precision=precision))

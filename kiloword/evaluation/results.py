@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from kiloword.checkpoint.files import write_json
 from kiloword.data.sources.layouts.objects import load_json, values
 from kiloword.data.sources.optional import info_of
+from kiloword.files import write_json
 from kiloword.terminal import shown, warn
 from kiloword.types import BadSample, Source
 

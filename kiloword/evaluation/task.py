@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from importlib import import_module
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import tyro
 
@@ -32,8 +32,6 @@ IMAGES = 64  # encoded at a time
 TOKEN_TASKS = ("retrieval", "zeroshot")  # tasks that can read tokens of images from a store in place of pixels
 
 T = TypeVar("T")
-Nearest = Literal["cosine", "csd"]
-"""Which images and texts are near: by the cosine of their means, or by closed-form sampled distance (Gaussians)."""
 
 PythonOnly = Annotated[T, tyro.conf.Fixed, tyro.conf.Suppress]
 """Type of an option that has no flag: `ks: PythonOnly[tuple[int, ...]] = (1, 5, 10)`."""

@@ -10,13 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from kiloword.checkpoint.files import write_atomic, write_json
 from kiloword.data.images.augmentation import EvalTransform
 from kiloword.data.sources.sample import MAX_IMAGE, read_whole
 from kiloword.errors import count
 from kiloword.explain.maps import Explanation, Maps
 from kiloword.explain.reconstruct import mim_settings
 from kiloword.explain.strips import Draw, SheetInput, What, possible, strips
+from kiloword.files import write_atomic, write_json
 from kiloword.generation.decoding import writer
 from kiloword.methods.coca import masking
 from kiloword.model.image import extra

@@ -12,10 +12,6 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from kiloword.checkpoint.files import write_atomic
-from kiloword.checkpoint.lock import Lock
-from kiloword.checkpoint.trust import NONE, Trust
-from kiloword.config.by_device import announce, image_bytes, workers_of
 from kiloword.config.recipes import DataConfig, Resize
 from kiloword.data.feature_store import INDEX, TABLE, FeatureStore, StorePart, TableFile, check_name, contents
 from kiloword.data.files import key_bytes, lookup_table
@@ -25,12 +21,15 @@ from kiloword.data.parts import empty_batch, part_path
 from kiloword.data.reading import EvalBatch, eval_batches
 from kiloword.data.sources.mixture import every_row
 from kiloword.data.sources.open import open_data
+from kiloword.distributed.by_device import announce, image_bytes, workers_of
 from kiloword.distributed.device import choose
 from kiloword.distributed.sharing import alone, is_first, together
 from kiloword.errors import naming_truncated
 from kiloword.features.tables import ProgressReport, Rows, TableWriter, content_of, fill, resumed
 from kiloword.features.teachers import KilowordTeacher, PrefixTeacher, SentenceTeacher, Teacher, open_teacher
+from kiloword.files import Lock, write_atomic
 from kiloword.model.prefix import check_dim, cosine_alone, note_of
+from kiloword.models.trust import NONE, Trust
 from kiloword.terminal import say, warn
 from kiloword.types import Source
 

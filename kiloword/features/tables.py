@@ -12,13 +12,13 @@ from typing import ClassVar, Generic, TextIO, TypeVar
 import pyarrow as pa
 from torch import Tensor
 
-from kiloword.checkpoint.files import is_taken, write_json
 from kiloword.config.settings import read_config
 from kiloword.data.files import key_bytes
 from kiloword.data.parts import Part, TableSettings, part_path, write_part
 from kiloword.data.reading import EvalBatch, left_out
 from kiloword.data.sources.joins import check_keys
 from kiloword.distributed.sharing import alone, interruptible, of_first, part_by_part, share
+from kiloword.files import is_taken, write_json
 from kiloword.terminal import say
 from kiloword.terminal.progress import ProgressLine, duration, per_second
 from kiloword.types import Skipped, Source

@@ -13,8 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kiloword.checkpoint.model_folder import check_finite, load_model, model_files
-from kiloword.checkpoint.trust import NONE, Trust
 from kiloword.config.recipes import Resize
 from kiloword.distributed.device import choose
 from kiloword.errors import needs, note_truncated
@@ -22,6 +20,8 @@ from kiloword.interop.hf_folder import is_sentence_encoder, read_sentence_folder
 from kiloword.interop.names import local_folder
 from kiloword.model.encoding import TEXTS, encode_texts, inference
 from kiloword.model.trunks.libraries import check_like
+from kiloword.models.model_folder import check_finite, load_model, model_files
+from kiloword.models.trust import NONE, Trust
 from kiloword.terminal import warn_once
 
 if TYPE_CHECKING:

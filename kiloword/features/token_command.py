@@ -8,15 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from kiloword.checkpoint.model_folder import load_model
-from kiloword.checkpoint.trust import NONE, Trust
-from kiloword.config.by_device import announce, image_bytes, workers_of
 from kiloword.config.recipes import AugmentConfig, DataConfig, ModelConfig, sizes
 from kiloword.config.settings import check
 from kiloword.data.images.views import in_words
 from kiloword.data.sources.open import open_data
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.data.token_store import Dtype, ImageTokens, Kind, TextTokens
+from kiloword.distributed.by_device import announce, image_bytes, workers_of
 from kiloword.distributed.device import choose
 from kiloword.distributed.sharing import together
 from kiloword.errors import suggestion
@@ -25,7 +23,10 @@ from kiloword.features.token_runs import is_model_folder, trunk_of
 from kiloword.features.tokens import TokenOptions, embed_tokens
 from kiloword.interop import text_towers, towers
 from kiloword.methods.registry import preset
-from kiloword.model.model import Model, build
+from kiloword.model.model import Model
+from kiloword.models.build import build
+from kiloword.models.model_folder import load_model
+from kiloword.models.trust import NONE, Trust
 from kiloword.terminal import say
 
 

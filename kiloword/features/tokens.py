@@ -18,7 +18,6 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from kiloword.checkpoint.lock import Lock
 from kiloword.config.recipes import AugmentConfig
 from kiloword.data.feature_store import INDEX, TABLE
 from kiloword.data.files import key_bytes
@@ -45,6 +44,7 @@ from kiloword.errors import naming_truncated
 from kiloword.features.extract import write_index
 from kiloword.features.tables import ProgressReport, Rows, TableWriter, fill, resumed
 from kiloword.features.token_runs import trunk_digest, trunk_of
+from kiloword.files import Lock
 from kiloword.model.encoding import inference
 from kiloword.model.model import Model
 from kiloword.types import BadSample, Skipped, Source, Texts

@@ -11,8 +11,6 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from kiloword.checkpoint.model_folder import model_files, open_model
-from kiloword.checkpoint.trust import NONE, Trust
 from kiloword.data.images.augmentation import EvalTransform
 from kiloword.data.images.decode import Pixels, decode
 from kiloword.data.reading import ImageTransform
@@ -25,6 +23,8 @@ from kiloword.interop.hf_clip import KINDS
 from kiloword.interop.hf_folder import check_strangers, json_object, weight_files
 from kiloword.interop.names import local_folder
 from kiloword.interop.open_clip_config import torchvision_ready
+from kiloword.models.model_folder import model_files, open_model
+from kiloword.models.trust import NONE, Trust
 
 WRITERS = (
     "expected a model folder with a text decoder (coca, sycoca or any with +caption), open_clip:coca_NAME:FILE, or a "

@@ -10,21 +10,21 @@ from typing import Literal
 
 import pyarrow as pa
 
-from kiloword.checkpoint.lock import Lock
-from kiloword.checkpoint.trust import NONE, Trust
-from kiloword.config.by_device import announce, image_bytes, workers_of
 from kiloword.config.recipes import DataConfig
 from kiloword.data.parts import empty_batch
 from kiloword.data.reading import EvalBatch, eval_batches
 from kiloword.data.sources.joins import sampled_images
 from kiloword.data.sources.mixture import every_row
 from kiloword.data.sources.open import open_data
+from kiloword.distributed.by_device import announce, image_bytes, workers_of
 from kiloword.distributed.device import choose
 from kiloword.distributed.sharing import alone, is_first, together
 from kiloword.features.tables import ProgressReport, Rows, content_of, fill
+from kiloword.files import Lock
 from kiloword.generation.captioners import Describer, open_captioner
 from kiloword.generation.options import GenerationOptions
 from kiloword.generation.table import CaptionFile, CaptionWriter, begun, columns, existing_table, parts_of
+from kiloword.models.trust import NONE, Trust
 from kiloword.terminal import say
 from kiloword.types import Skipped, Source
 

@@ -17,10 +17,10 @@ from typing import Any, Literal
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from kiloword.checkpoint.files import atomic
 from kiloword.config.settings import parse, read_config
 from kiloword.data.parts import TableSettings, part_path
 from kiloword.features.tables import TableWriter, check_same, resumed
+from kiloword.files import atomic
 from kiloword.generation.captioner import Caption
 from kiloword.generation.options import GenerationOptions
 

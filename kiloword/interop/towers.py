@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kiloword.checkpoint.model_folder import load_weights
 from kiloword.config.recipes import ImageConfig, ModelConfig, Preprocess, TrunkConfig
 from kiloword.errors import suggestion
 from kiloword.interop import hf_folder
@@ -25,6 +24,7 @@ from kiloword.model.trunks.library import ANY_SIZE, HF_TYPES, HfVision, TimmVisi
 from kiloword.model.trunks.lite import DEBUG, VARIANTS, WIDTH
 from kiloword.model.trunks.padded import text_trunk
 from kiloword.model.trunks.trunk import Trunk
+from kiloword.models.model_folder import load_weights
 from kiloword.terminal import warn_once
 
 LITES = tuple(name for name in VARIANTS if name != DEBUG)

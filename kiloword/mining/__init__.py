@@ -19,12 +19,12 @@ def main(sources: Sequence[str], features: Path, out: Path, options: MineOptions
 
     Errors: ValueError for data that cannot be opened, features of other data, or settings out of range.
     """
-    from kiloword.checkpoint.lock import Lock
     from kiloword.config.recipes import DataConfig
     from kiloword.data.feature_store import FeatureStore
     from kiloword.data.sources.open import open_data
     from kiloword.distributed.device import choose
     from kiloword.distributed.sharing import is_first, together
+    from kiloword.files import Lock
     from kiloword.methods.fff.preset import Mined, check
     from kiloword.mining import output
     from kiloword.mining.corpus import Corpus

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import torch
 
 from kiloword import report
-from kiloword.checkpoint.files import atomic, write_json
+from kiloword.files import atomic, write_json
 from kiloword.mining.corpus import Corpus
 from kiloword.mining.gallery import ranked_above, raw_and_pseudo
 from kiloword.mining.images import Pair, ReportImages

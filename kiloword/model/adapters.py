@@ -1,7 +1,7 @@
 """Low-rank adapters of a pretrained tower's linear layers and 1x1 convolutions (LoRA, arXiv:2106.09685).
 
 An adapter is a module `lora` of the layer it adapts, and a forward hook that adds its output: no other module, and no
-name of another parameter, changes. `kiloword.checkpoint.adapters` merges it into the layer's weight.
+name of another parameter, changes. `merge` adds it to the layer's weight.
 """
 
 from __future__ import annotations
@@ -14,15 +14,33 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kiloword.checkpoint.adapters import MARK
 from kiloword.config.recipes import LoraConfig
 from kiloword.errors import article, count, suggestion
 from kiloword.model.blocks import STACKED, Init
 from kiloword.model.layers import depths, layers_of, trunk_layers
 from kiloword.model.model import Model, first_values
 
+MARK = ".lora."  # in the names of adapters: LAYER.lora.a beside LAYER.weight
+PARTS = ("a", "b", "scale")
 _TARGET = re.compile(r"(?:(image|text):)?(?:(\d{1,4})(?:-(\d{1,4}))?:)?(\w+(?:\.\w+)*(?:,\w+(?:\.\w+)*)*)")
 Layer = nn.Linear | nn.Conv2d
+
+
+def merge(weight: Tensor, a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
+    """weight + scale B A (arXiv:2106.09685, eq. 3), in the dtype of the weight.
+
+    Args: weight [O, I] or [O, I, 1, 1] of n stacked matrices; a [n r, I], b [O, r], n matrices of rank r each; scale:
+    alpha / r.
+    """
+    stacked = len(a) // b.shape[1]
+    changes = [up @ down for down, up in zip(a.chunk(stacked), b.chunk(stacked), strict=True)]
+    return (weight + scale * torch.cat(changes).view_as(weight)).to(weight.dtype)
+
+
+def adapters_of(name: str, known: Mapping[str, object]) -> list[str]:
+    """Names of the adapter's tensors of the parameter `name`, in the order of `merge`; none where it has none."""
+    names = [f"{name.removesuffix('.weight')}{MARK}{part}" for part in PARTS]
+    return names if name.endswith(".weight") and names[0] in known else []
 
 
 class LowRank(nn.Module):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -22,9 +21,6 @@ from kiloword.model.text import TextTower
 from kiloword.model.trunks.kinds import resized_trunk
 from kiloword.randomness import key
 from kiloword.types import Features, Texts
-
-if TYPE_CHECKING:
-    from kiloword.methods.method import Method
 
 
 class Model(nn.Module):
@@ -45,7 +41,7 @@ class Model(nn.Module):
         super().__init__()
         self.config = config
         self.precision: EncoderPrecision = "fp32"
-        with _storage(bare):
+        with storage(bare):
             self.image_tower = ImageTower(config.image) if config.image.tower == "vit" else ResNet(config.image)
             self.text_tower = TextTower(config.text)
         self.head = head
@@ -137,22 +133,6 @@ class Model(nn.Module):
         return torch.cat(rows)
 
 
-def build(config: ModelConfig, method: Method, seed: int = 0, bare: bool = False) -> Model:
-    """Build and initialise the model of a method.
-
-    Args: bare: build towers and decoders without storage (torch's meta device), which `engine.materialise` allocates.
-    """
-    model = _empty(config, method, bare)
-    initialise(model, seed)
-    return model
-
-
-def shapes(config: ModelConfig, method: Method) -> dict[str, tuple[int, ...]]:
-    """Shapes of the model's tensors by name, without allocating them."""
-    with torch.device("meta"):
-        return {name: tuple(value.shape) for name, value in _empty(config, method).state_dict().items()}
-
-
 def vit(model: Model, what: str) -> ImageTower:
     """The image tower of a model that `what` needs to be one transformer.
 
@@ -165,14 +145,7 @@ def vit(model: Model, what: str) -> ImageTower:
     return model.image_tower
 
 
-def _empty(config: ModelConfig, method: Method, bare: bool = False) -> Model:
-    config = method.shape(config)
-    with _storage(bare):
-        more = {name: make(config) for name, make in method.towers.items()}
-    return Model(config, method.head(config), more, bare)
-
-
-def _storage(bare: bool) -> AbstractContextManager[object]:
+def storage(bare: bool) -> AbstractContextManager[object]:
     """Context that creates parameters without storage if `bare`."""
     return torch.device("meta") if bare else nullcontext()
 

@@ -19,14 +19,14 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from kiloword.config.by_device import settle
 from kiloword.config.options import RunOptions
 from kiloword.config.recipes import Recipe
 from kiloword.data.text.tokenizer import Tokenizer
+from kiloword.distributed.by_device import settle
 from kiloword.distributed.device import choose, cores, free_bytes, precision_of
 from kiloword.methods.defaults import default_recipe
 from kiloword.methods.registry import preset
-from kiloword.model.model import build
+from kiloword.models.build import build
 from kiloword.planning.advice import Option, Planner
 from kiloword.planning.request import GIB, Plan, card, check
 from kiloword.training.accumulate import backward

@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
-from kiloword.checkpoint.files import write_atomic
+from kiloword.files import write_atomic
 from kiloword.planning import gpu
 from kiloword.planning.advice import CLASSES, Option, Planner
 from kiloword.planning.request import GIB, NODE

@@ -14,15 +14,15 @@ from PIL import Image
 from kiloword import report
 from kiloword.__version__ import __version__
 from kiloword.api import Matcher, load
-from kiloword.checkpoint.files import atomic, write_json
 from kiloword.config.recipes import Recipe
 from kiloword.config.settings import read_config
+from kiloword.files import atomic, write_json
 from kiloword.methods.defaults import default_recipe
+from kiloword.models.model_card import record_evaluation
 from kiloword.quickstart.judge import draw_all, judge
 from kiloword.quickstart.page import page
 from kiloword.quickstart.results import Facts, QuickstartResults, SampleSizes
 from kiloword.quickstart.words import summary
-from kiloword.report.model_card import record_evaluation
 from kiloword.terminal import say, warn
 from kiloword.training.log import read_metrics
 from kiloword.training.loop import RunOptions, train

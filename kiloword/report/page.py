@@ -16,7 +16,7 @@ import numpy.typing as npt
 from PIL import ImageColor
 
 from kiloword.__version__ import __version__
-from kiloword.checkpoint.files import replacing
+from kiloword.files import replacing
 from kiloword.terminal import command
 
 COLOURS = {  # on light and on dark backgrounds

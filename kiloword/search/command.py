@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from kiloword.addresses import is_url
-from kiloword.checkpoint.files import write_json
-from kiloword.checkpoint.trust import NONE, Trust
 from kiloword.data.sources.sample import MAX_IMAGE, read_whole
+from kiloword.files import write_json
+from kiloword.models.trust import NONE, Trust
 from kiloword.report import write
 from kiloword.search.index import check_same_model, describe, opened_for
 from kiloword.search.library import Library

@@ -14,16 +14,15 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from kiloword.checkpoint.files import utf8
-from kiloword.checkpoint.lock import Lock
-from kiloword.checkpoint.trust import NONE, Trust
-from kiloword.config.by_device import announce, image_bytes, reason_of, workers_of
 from kiloword.data.reading import EvalBatch, eval_batches
+from kiloword.distributed.by_device import announce, image_bytes, reason_of, workers_of
 from kiloword.distributed.device import choose
 from kiloword.errors import count
+from kiloword.files import Lock, utf8
 from kiloword.interop.names import absolute, split
 from kiloword.model.encoding import inference
 from kiloword.model.prefix import check_dim, check_prefix, cosine_alone, keep_prefix_
+from kiloword.models.trust import NONE, Trust
 from kiloword.search.codes import CodeKind, StoredKind
 from kiloword.search.library import FILE, PART, Library, create, settings_of
 from kiloword.search.nearest import open_nearest, update_nearest

@@ -30,8 +30,8 @@ import pyarrow.parquet as pq
 import torch
 from numpy.typing import NDArray
 
-from kiloword.checkpoint.files import atomic, write_json
 from kiloword.config.settings import read_config
+from kiloword.files import atomic, write_json
 from kiloword.search.part import LibraryFile, LibraryPart, coded
 from kiloword.types import Features
 

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kiloword.checkpoint.files import write_atomic
 from kiloword.data.files import fallback, folder
+from kiloword.files import write_atomic
 from kiloword.search.codes import first, signs
 from kiloword.terminal import warn
 from kiloword.terminal.progress import Bar

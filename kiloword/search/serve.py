@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from kiloword.checkpoint.trust import NONE, Trust
 from kiloword.errors import count
+from kiloword.models.trust import NONE, Trust
 from kiloword.search.index import opened
 from kiloword.search.library import Library
 from kiloword.search.site import SITE_POLICY, Site, WebAnswer

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from kiloword.api import load
-from kiloword.checkpoint.files import write_json
 from kiloword.errors import count, sentence_of
+from kiloword.files import write_json
 from kiloword.sweep import stored
 from kiloword.sweep.arms import Arm
 from kiloword.sweep.stored import Stored

@@ -12,7 +12,6 @@ from typing import Any
 import pyarrow.parquet
 from PIL import Image
 
-from kiloword.checkpoint.files import replacing
 from kiloword.config import papers
 from kiloword.config.options import RunOptions
 from kiloword.config.recipes import HeadConfig, ImageConfig, LoraConfig, OptimConfig, Recipe, TextConfig, TrunkConfig
@@ -25,9 +24,10 @@ from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.data.transforms.mix import WithPartner, pairs_table
 from kiloword.distributed import collectives
 from kiloword.distributed.device import choose
+from kiloword.files import replacing
 from kiloword.methods.defaults import default_recipe
 from kiloword.methods.registry import preset
-from kiloword.model.model import shapes
+from kiloword.models.build import shapes
 from kiloword.terminal import say
 from kiloword.training import effects, tuning
 from kiloword.training.learner import learner_of

@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kiloword.checkpoint.tensors import read_shapes
-from kiloword.checkpoint.trust import Trust
 from kiloword.config.options import RunOptions, unread
 from kiloword.config.recipes import ModelConfig, Recipe
 from kiloword.distributed import collectives
@@ -20,6 +18,8 @@ from kiloword.distributed.device import choose
 from kiloword.methods.registry import find, preset
 from kiloword.model.attention import HEAD, OLDEST, WIDEST_HEAD, bad_heads, old_card
 from kiloword.model.model import rules_of
+from kiloword.models.tensors import read_shapes
+from kiloword.models.trust import Trust
 from kiloword.training import start
 from kiloword.training.learner import Learner, learner_of
 from kiloword.training.optimizer import schedule, warmup_steps

@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
-from kiloword.checkpoint.adapters import MARK
 from kiloword.distributed import collectives
+from kiloword.model.adapters import MARK
 from kiloword.model.blocks import Block, CrossBlock
 from kiloword.model.decoder import Layer
 from kiloword.model.model import Model, first_values

@@ -14,10 +14,10 @@ from typing import Any, TextIO
 import torch
 from torch import Tensor
 
-from kiloword.checkpoint.files import write_atomic
 from kiloword.config.options import RunOptions
 from kiloword.config.recipes import Recipe
 from kiloword.distributed import collectives
+from kiloword.files import write_atomic
 from kiloword.terminal import say
 from kiloword.terminal.progress import Pace, ProgressLine, duration, per_second
 from kiloword.watch.alerts import Alerts

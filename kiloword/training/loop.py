@@ -8,12 +8,12 @@ from pathlib import Path
 
 from torch import Tensor
 
-from kiloword.config.by_device import products, share_of_cores
 from kiloword.config.options import RunOptions as RunOptions
 from kiloword.config.recipes import Recipe
 from kiloword.data import growing
 from kiloword.distributed import collectives, heartbeat
 from kiloword.distributed.allocator import keep_freed_memory
+from kiloword.distributed.by_device import products, share_of_cores
 from kiloword.distributed.device import choose, cores, on_device, precision_of
 from kiloword.model.resnet import commit
 from kiloword.model.trunks.padded import padding_of

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from kiloword.checkpoint.adapters import MARK
 from kiloword.config.recipes import OptimConfig
 from kiloword.distributed import collectives
 from kiloword.distributed.collectives import local
+from kiloword.model.adapters import MARK
 from kiloword.model.blocks import STACKED
 from kiloword.model.heads import Head
 from kiloword.model.layers import layer_factors

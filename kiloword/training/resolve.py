@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from kiloword.config.by_device import settle, summary, workers_of
 from kiloword.config.options import RunOptions
 from kiloword.config.recipes import NO_MICRO, Recipe
 from kiloword.config.settings import check
@@ -20,6 +19,7 @@ from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.data.text.vocabularies import vocabulary
 from kiloword.data.token_store import ImageTokens, TextTokens, opened
 from kiloword.distributed import collectives
+from kiloword.distributed.by_device import settle, summary, workers_of
 from kiloword.interop.text_towers import tokenizer_of
 from kiloword.methods.method import Method
 from kiloword.methods.registry import preset

@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from kiloword.addresses import scrubbed
-from kiloword.checkpoint.files import SaveError, utf8, write_json
-from kiloword.checkpoint.states import steps_done
 from kiloword.config.recipes import ModelConfig, Recipe
 from kiloword.config.settings import BaseSettings, differing, read_config
 from kiloword.data.feature_store import FeatureStore, TableFile
@@ -21,7 +19,9 @@ from kiloword.data.sources.digest import sampled, whole
 from kiloword.data.token_store import ImageTokens, TextTokens, opened, origin_of
 from kiloword.distributed import collectives
 from kiloword.errors import sentence_of
+from kiloword.files import SaveError, utf8, write_json
 from kiloword.methods.registry import find, preset
+from kiloword.models.states import steps_done
 from kiloword.training.signals import Stopped
 from kiloword.types import Source
 from kiloword.watch.runs import ERROR

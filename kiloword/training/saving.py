@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from kiloword.checkpoint.adapters import write_adapter
-from kiloword.checkpoint.files import SaveError, sync, write_json
-from kiloword.checkpoint.model_folder import check_fit, not_finite
-from kiloword.checkpoint.state_shards import Host, SavedState, StateShard, write_part
-from kiloword.checkpoint.states import drop_old, newest, shards_folder, states, write_numbers
-from kiloword.checkpoint.tensors import in_order, spec_of, write_tensors
 from kiloword.config.recipes import ModelFile
 from kiloword.data.images.time_limit import REASON
 from kiloword.distributed import collectives
+from kiloword.files import SaveError, sync, write_json
+from kiloword.models.adapters import write_adapter
+from kiloword.models.model_folder import check_fit, not_finite
+from kiloword.models.state_shards import Host, SavedState, StateShard, write_part
+from kiloword.models.states import drop_old, newest, shards_folder, states, write_numbers
+from kiloword.models.tensors import in_order, spec_of, write_tensors
 
 if TYPE_CHECKING:
     from kiloword.training.setup import Run

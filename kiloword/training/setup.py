@@ -7,10 +7,6 @@ from pathlib import Path
 
 import torch
 
-from kiloword.checkpoint.files import write_json
-from kiloword.checkpoint.lock import Lock
-from kiloword.checkpoint.states import drop_old, steps_done
-from kiloword.config.by_device import products
 from kiloword.config.options import RunOptions
 from kiloword.config.recipes import Recipe
 from kiloword.data.loader import Loader
@@ -18,11 +14,15 @@ from kiloword.data.reading import BadRows
 from kiloword.data.sources.mixture import stored_rows
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.distributed import collectives
+from kiloword.distributed.by_device import products
 from kiloword.features.token_runs import check_frozen, check_trunk
+from kiloword.files import Lock, write_json
 from kiloword.interop.towers import check_declared
 from kiloword.methods.method import Method
-from kiloword.model.model import build, initialise
+from kiloword.model.model import initialise
 from kiloword.model.resnet import batch_statistics
+from kiloword.models.build import build
+from kiloword.models.states import drop_old, steps_done
 from kiloword.training import compilation, effects, engine, start, tuning
 from kiloword.training.engine import Reducer
 from kiloword.training.learner import Learner

@@ -11,9 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kiloword.checkpoint.model_folder import check_weights, load_weights, read_model_file
-from kiloword.checkpoint.tensors import read_shapes, read_tensors
-from kiloword.checkpoint.trust import Trust, method_of
 from kiloword.config import recipes
 from kiloword.config.recipes import ModelConfig, Recipe
 from kiloword.data.text.tokenizer import Tokenizer
@@ -25,6 +22,9 @@ from kiloword.methods.registry import find, preset
 from kiloword.model.model import Model, resize, resize_text
 from kiloword.model.trunks.kinds import resized_trunk
 from kiloword.model.trunks.trunk import Trunk
+from kiloword.models.model_folder import check_weights, load_weights, read_model_file
+from kiloword.models.tensors import read_shapes, read_tensors
+from kiloword.models.trust import Trust, method_of
 from kiloword.training import tuning
 
 FREE = (("image", "size"), ("text", "context"))  # settings of the towers that may differ

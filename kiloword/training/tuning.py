@@ -8,14 +8,14 @@ from pathlib import Path
 
 from torch.distributed.tensor import DTensor
 
-from kiloword.checkpoint.adapters import MARK
-from kiloword.checkpoint.tensors import read_shapes
 from kiloword.config.options import RunOptions
 from kiloword.config.recipes import Recipe
 from kiloword.errors import suggestion
 from kiloword.model import adapters
+from kiloword.model.adapters import MARK
 from kiloword.model.layers import depths, layers_of, trunk_layers
 from kiloword.model.model import Model
+from kiloword.models.tensors import read_shapes
 from kiloword.training.learner import Learner
 from kiloword.training.optimizer import Optimizer
 

@@ -19,8 +19,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.multiprocessing.spawn import start_processes
 
-from kiloword.checkpoint.model_folder import load_model, save_model
-from kiloword.checkpoint.trust import Trust
 from kiloword.config.options import Checkpointing, Parallel
 from kiloword.config.recipes import ModelFile
 from kiloword.data.text.tokenizer import Tokenizer
@@ -28,9 +26,12 @@ from kiloword.distributed import collectives as parallel
 from kiloword.distributed import launch
 from kiloword.losses.pairs import Blocks
 from kiloword.methods.defaults import MUON
-from kiloword.model.model import build, initialise
+from kiloword.model.model import initialise
 from kiloword.model.resnet import batch_norms
 from kiloword.model.trunks.trunk import trunks as trunks_of
+from kiloword.models.build import build
+from kiloword.models.model_folder import load_model, save_model
+from kiloword.models.trust import Trust
 from kiloword.training import compilation, engine
 from kiloword.training.accumulate import backward
 from kiloword.training.learner import Learner

@@ -9,8 +9,8 @@ from rich.cells import cell_len
 from rich.text import Text
 
 from kiloword import report
-from kiloword.checkpoint.files import json_bytes, write_json
 from kiloword.errors import count
+from kiloword.files import json_bytes, write_json
 from kiloword.report import Html, grid, section, stack, table
 from kiloword.terminal import LONGEST, say, shown, warn
 from kiloword.terminal.screen import Screen, plain_table

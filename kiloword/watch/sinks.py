@@ -16,9 +16,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from kiloword.checkpoint.files import write_json
 from kiloword.config.options import Trackers
 from kiloword.errors import needs
+from kiloword.files import write_json
 from kiloword.watch.groups import leaves_of
 from kiloword.watch.mirror import NO_CURVE
 from kiloword.watch.rows import number

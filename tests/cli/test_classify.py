@@ -9,12 +9,12 @@ import pytest
 from PIL import Image
 
 import kiloword
-from kiloword.checkpoint.model_folder import save_model
 from kiloword.cli.main import main
 from kiloword.config.recipes import ModelFile, sizes
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.methods.registry import preset
-from kiloword.model.model import build
+from kiloword.models.build import build
+from kiloword.models.model_folder import save_model
 
 NAMES = ["circle", "square", "star"]
 

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from kiloword.checkpoint.model_folder import save_model
 from kiloword.cli.clip_benchmark import load_kiloword
 from kiloword.cli.main import main
 from kiloword.config.recipes import ModelFile, sizes
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.methods.registry import preset
-from kiloword.model.model import build
+from kiloword.models.build import build
+from kiloword.models.model_folder import save_model
 
 
 def saved(folder: Path) -> Path:

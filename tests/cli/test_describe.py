@@ -26,7 +26,7 @@ from kiloword.cli.describe import (
 from kiloword.config.recipes import sizes
 from kiloword.distributed.device import cores
 from kiloword.methods.registry import components, names, preset
-from kiloword.model.model import build
+from kiloword.models.build import build
 from kiloword.types import Texts
 
 

@@ -18,13 +18,13 @@ import pyarrow.parquet
 import pytest
 from safetensors.numpy import save_file
 
-from kiloword.checkpoint.model_folder import save_model
 from kiloword.cli.main import main
 from kiloword.config.recipes import ModelFile
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.methods.defaults import default_recipe
 from kiloword.methods.registry import preset
-from kiloword.model.model import build
+from kiloword.models.build import build
+from kiloword.models.model_folder import save_model
 from runs import row
 from runs import write as write_run
 from servers import Server

@@ -10,13 +10,13 @@ from PIL import Image
 from torch import Tensor
 
 from kiloword.api import Matcher
-from kiloword.checkpoint.model_folder import save_model
 from kiloword.cli.main import main
 from kiloword.config.recipes import ModelFile, sizes
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.methods.registry import preset
 from kiloword.model.heads import Single, unit
-from kiloword.model.model import build
+from kiloword.models.build import build
+from kiloword.models.model_folder import save_model
 from kiloword.types import Features
 
 CAPTIONS = ["a red circle", "two blue squares"]

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from kiloword.checkpoint.model_folder import save_model
 from kiloword.cli.main import app, main
 from kiloword.cli.words import settled
 from kiloword.config.recipes import ModelFile, sizes
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.explain import sheets
 from kiloword.methods.registry import preset
-from kiloword.model.model import build
+from kiloword.models.build import build
+from kiloword.models.model_folder import save_model
 
 ASCII_LOCALE = "caf\udcc3\udca9"  # as Python decodes "café" in a locale of ASCII
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from kiloword.checkpoint.trust import NONE, Trust
 from kiloword.cli import main as cli
 from kiloword.cli.main import main
 from kiloword.distributed import heartbeat, launch
@@ -26,6 +25,7 @@ from kiloword.evaluation.zeroshot import PromptOptions, ZeroshotTaskOptions
 from kiloword.generation.options import GenerationOptions
 from kiloword.methods import clip, siglip
 from kiloword.mining.options import MineOptions
+from kiloword.models.trust import NONE, Trust
 from kiloword.verify.batch import MethodChoice
 
 OUT = Path("o")

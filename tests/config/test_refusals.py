@@ -46,7 +46,7 @@ from kiloword.interop.open_clip_config import torchvision_ready
 from kiloword.interop.prolip import _check_folded
 from kiloword.methods.registry import preset
 from kiloword.mining.calibrate import some
-from kiloword.model.model import build
+from kiloword.models.build import build
 from kiloword.planning.request import card
 from kiloword.report import bins
 from kiloword.types import BadSample, Record, Skipped

@@ -99,7 +99,7 @@ def test_shared_memory_is_looked_at_before_a_batch_is_sent(monkeypatch: pytest.M
     steps._check_shared_memory(1_500_000)
     with pytest.raises(ValueError, match=r"/dev/shm has 1\.5 MB left, and a batch takes 2\.5 MB: give it more"):
         steps._check_shared_memory(2_500_000)
-    monkeypatch.setattr(steps, "SHARED_MEMORY", "/no such folder")
+    monkeypatch.setattr("kiloword.distributed.device.SHARED_MEMORY", "/no such folder")
     monkeypatch.setattr(os, "statvfs", lambda path: os.listdir(path))
     steps._check_shared_memory(10**18)
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from folders import model_folder
-from kiloword.checkpoint.trust import NONE
 from kiloword.data.scenes import open_scenes
 from kiloword.interop.export.source import Exported
 from kiloword.interop.export.words import write_tokenizer
+from kiloword.models.trust import NONE
 
 PAGE = Path(__file__).resolve().parents[2] / "demo" / "page"
 ENCODE = f"""

@@ -245,7 +245,7 @@ def test_ctrl_c_twice_ends_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_two_runs_in_one_folder(tmp_path: Path, ends: Callable[..., str]) -> None:
-    hold = "import sys, time; from pathlib import Path; from kiloword.checkpoint.lock import Lock; "
+    hold = "import sys, time; from pathlib import Path; from kiloword.files import Lock; "
     hold += "lock = Lock(Path(sys.argv[1]))"
     words = [sys.executable, "-c", f"{hold}; print('held', flush=True); time.sleep(600)", str(tmp_path)]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as other:

@@ -16,7 +16,6 @@ import torch
 
 from corpora import LOW, random_corpus
 from kiloword.api import Matcher
-from kiloword.checkpoint.model_folder import save_model
 from kiloword.config.recipes import ModelFile
 from kiloword.data.feature_store import FeatureStore
 from kiloword.data.sources.open import open_source
@@ -38,7 +37,8 @@ from kiloword.methods.defaults import default_recipe
 from kiloword.methods.registry import preset
 from kiloword.mining.pairs import search
 from kiloword.model.encoding import encode_texts
-from kiloword.model.model import build
+from kiloword.models.build import build
+from kiloword.models.model_folder import save_model
 from kiloword.types import BadSample, Record, Skipped
 from kiloword.verify.suite import over_ranks
 from threads import over_threads

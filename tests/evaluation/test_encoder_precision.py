@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from folders import model_folder
 from kiloword.api import load
 from kiloword.cli.main import main
-from kiloword.config import by_device
 from kiloword.config.recipes import sizes
+from kiloword.distributed import by_device
 from kiloword.evaluation.probe import data as probe_data
 from kiloword.generation import decoding
 from kiloword.generation.captioner import Captioner
@@ -100,7 +100,7 @@ def test_captions_are_written_by_bf16_decoders_from_fp32_logits(
 
 def test_precision_on_a_pretended_device() -> None:
     from kiloword.methods.registry import preset
-    from kiloword.model.model import build
+    from kiloword.models.build import build
     from tests.pretended import placed
 
     model = build(sizes()["debug"], preset("llip"), bare=True)
@@ -227,7 +227,7 @@ def test_loader_processes_are_chosen_for_the_device(
         "in_order",
         lambda make, steps, workers, **more: used.append(workers) or in_order(make, steps, 0),  # type: ignore[func-returns-value]
     )
-    for place in ("config.by_device", "features.extract", "generation.command"):
+    for place in ("distributed.by_device", "features.extract", "generation.command"):
         monkeypatch.setattr(f"kiloword.{place}.workers_of", workers_of)
     task, out = (("retrieval",), ()) if verb == "eval" else ((), ("--out", tmp_path / "out"))
     words = ("--data", SCENES, "--batch", 4, "--device", "cpu", "--workers", asked)

@@ -15,8 +15,6 @@ import pytest
 from PIL import Image
 
 from kiloword.api import Matcher
-from kiloword.checkpoint import model_folder
-from kiloword.checkpoint.model_folder import save_model
 from kiloword.cli.main import main
 from kiloword.config.recipes import ModelFile, sizes
 from kiloword.data.text.tokenizer import Tokenizer
@@ -24,7 +22,9 @@ from kiloword.distributed import device
 from kiloword.evaluation import command, evaluate
 from kiloword.evaluation.probe import ProbeOptions
 from kiloword.methods.registry import preset
-from kiloword.model.model import build
+from kiloword.models import model_folder
+from kiloword.models.build import build
+from kiloword.models.model_folder import save_model
 from kiloword.terminal import progress, warn
 from kiloword.terminal.progress import showing_progress, track
 from terminals import Terminal

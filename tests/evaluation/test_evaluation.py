@@ -24,7 +24,8 @@ from kiloword.evaluation.retrieval.relevance import true_relevance
 from kiloword.evaluation.retrieval.task import retrieval
 from kiloword.evaluation.zeroshot.task import prompts, zeroshot
 from kiloword.methods.registry import preset
-from kiloword.model.model import Model, build
+from kiloword.model.model import Model
+from kiloword.models.build import build
 from kiloword.types import BadSample, Features, Record, Skipped, Texts
 
 

@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kiloword.api import Matcher
-from kiloword.checkpoint.model_folder import save_model
 from kiloword.cli.main import main
-from kiloword.config.recipes import ModelFile, sizes
+from kiloword.config.recipes import ModelFile, Nearest, sizes
 from kiloword.data.scenes import ScenesSource, relevance
 from kiloword.data.scenes.captions import describe, describe_things
 from kiloword.data.scenes.grammar import parse
@@ -42,10 +41,10 @@ from kiloword.evaluation.hierarchy.paths import (
     radius_paths,
     traversals,
 )
-from kiloword.evaluation.task import Nearest
 from kiloword.methods.prolip.gaussian import inclusion, log_inclusion
 from kiloword.methods.registry import preset
-from kiloword.model.model import build
+from kiloword.models.build import build
+from kiloword.models.model_folder import save_model
 from kiloword.types import Features, Skipped
 from tars import photo, write_tar
 

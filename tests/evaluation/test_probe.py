@@ -28,7 +28,7 @@ from kiloword.evaluation.probe.data import Split, encoded, held_out, order, shot
 from kiloword.evaluation.probe.fit import LabelledFeatures, Linear, logistic, shuffled, start, steps, sweep
 from kiloword.evaluation.task import Inputs
 from kiloword.methods.registry import preset
-from kiloword.model.model import build
+from kiloword.models.build import build
 from kiloword.types import BadSample, Record, Skipped
 from tars import photo, write_tar
 
@@ -535,8 +535,8 @@ def test_recipes_are_the_papers() -> None:
 
 
 def test_from_the_command_line(tmp_path: Path, debug: Matcher, capsys: pytest.CaptureFixture[str]) -> None:
-    from kiloword.checkpoint.model_folder import save_model
     from kiloword.config.recipes import ModelFile
+    from kiloword.models.model_folder import save_model
 
     file = ModelFile(method="siglip", settings={}, model=debug.model.config)
     save_model(tmp_path / "model", debug.model, debug.tokenizer, file)

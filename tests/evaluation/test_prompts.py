@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kiloword.api import Matcher
-from kiloword.checkpoint.model_folder import save_model
 from kiloword.cli.main import main
 from kiloword.config.recipes import ModelFile, sizes
 from kiloword.data.reading import eval_batches
@@ -36,7 +35,8 @@ from kiloword.evaluation.zeroshot.task import classifier
 from kiloword.methods.prolip.gaussian import variance_sum
 from kiloword.methods.registry import preset
 from kiloword.model.heads import Head
-from kiloword.model.model import build
+from kiloword.models.build import build
+from kiloword.models.model_folder import save_model
 from kiloword.types import Features
 from research import bprw as experiment
 

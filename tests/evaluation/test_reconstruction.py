@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from kiloword.api import Matcher
-from kiloword.checkpoint.model_folder import save_model
 from kiloword.cli.main import main
 from kiloword.config.recipes import ImageConfig, ModelFile, sizes
 from kiloword.data.scenes import parse_scenes
@@ -29,7 +28,8 @@ from kiloword.methods.coca import masked_images, masking
 from kiloword.methods.coca.masking import MaskSettings
 from kiloword.methods.registry import preset
 from kiloword.model.image import unfold
-from kiloword.model.model import build
+from kiloword.models.build import build
+from kiloword.models.model_folder import save_model
 from kiloword.report.overlay import covered
 from kiloword.types import Record, Skipped, Texts
 from kiloword.verify.batch import config

@@ -13,7 +13,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from kiloword.api import Matcher
-from kiloword.checkpoint.model_folder import save_model
 from kiloword.cli.main import main
 from kiloword.config.recipes import ModelFile, sizes
 from kiloword.data.text.tokenizer import Tokenizer
@@ -25,7 +24,8 @@ from kiloword.evaluation.suite.outcomes import located
 from kiloword.evaluation.vqa import VqaOptions
 from kiloword.generation.options import GenerationOptions
 from kiloword.methods.registry import preset
-from kiloword.model.model import build
+from kiloword.models.build import build
+from kiloword.models.model_folder import save_model
 from kiloword.types import Skipped
 from tars import photo
 

@@ -18,7 +18,7 @@ from kiloword.evaluation.retrieval.shortlist import shortlisted
 from kiloword.evaluation.retrieval.task import retrieval
 from kiloword.methods.registry import preset
 from kiloword.model.heads import Single
-from kiloword.model.model import build
+from kiloword.models.build import build
 from kiloword.types import Features
 
 

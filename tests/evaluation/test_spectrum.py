@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from kiloword.api import Matcher
-from kiloword.checkpoint.model_folder import save_model
 from kiloword.cli.main import main
 from kiloword.config.recipes import ModelConfig, ModelFile, sizes
 from kiloword.data.sources.open import open_source
@@ -19,7 +18,8 @@ from kiloword.evaluation import evaluate
 from kiloword.evaluation.command import labels
 from kiloword.evaluation.spectrum.task import _chosen, covariance, effective_rank, report, singular_values, tower_output
 from kiloword.methods.registry import preset
-from kiloword.model.model import build
+from kiloword.models.build import build
+from kiloword.models.model_folder import save_model
 from kiloword.types import Skipped
 from tars import pairs, write_tar
 

@@ -15,7 +15,6 @@ from PIL import Image, ImageFont
 from torch import Tensor, nn
 
 from kiloword.api import Matcher
-from kiloword.checkpoint.model_folder import save_model
 from kiloword.cli.main import main
 from kiloword.config.recipes import HeadConfig, ImageConfig, ModelConfig, ModelFile, sizes
 from kiloword.data.text.tokenizer import Tokenizer
@@ -23,7 +22,8 @@ from kiloword.explain.maps import Explanation, attentions, probabilities, rollou
 from kiloword.explain.sheets import TOP, _large, file_names, write
 from kiloword.methods.registry import preset
 from kiloword.model.heads import Single
-from kiloword.model.model import build
+from kiloword.models.build import build
+from kiloword.models.model_folder import save_model
 from kiloword.report.overlay import SIDE, SMALL, Row, TokenMap, figure, overlay, square, wrap
 from kiloword.types import Features
 from noise import noise, noise_file

@@ -9,7 +9,7 @@ import torch
 
 from kiloword.explain.maps import Maps, explain
 from kiloword.methods.registry import preset
-from kiloword.model.model import build
+from kiloword.models.build import build
 from kiloword.verify.batch import batch, config
 
 

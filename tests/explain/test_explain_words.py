@@ -20,7 +20,7 @@ from kiloword.methods.coca.captioning import caption_loss
 from kiloword.methods.registry import preset
 from kiloword.model.attention import Packing
 from kiloword.model.decoder import TextDecoder
-from kiloword.model.model import build
+from kiloword.models.build import build
 from kiloword.types import Texts
 from noise import noise
 

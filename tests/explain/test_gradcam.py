@@ -18,7 +18,7 @@ from kiloword.explain.gradcam import TOGETHER, gradcam
 from kiloword.methods.coca.captioning import caption_loss
 from kiloword.methods.registry import preset
 from kiloword.model.decoder import TextDecoder
-from kiloword.model.model import build
+from kiloword.models.build import build
 from noise import noise
 
 CAPTIONS = ["a red circle", "two blue squares", ""]

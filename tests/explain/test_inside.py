@@ -14,7 +14,6 @@ import torch
 from PIL import Image
 
 from kiloword.api import Matcher
-from kiloword.checkpoint.model_folder import save_model
 from kiloword.cli.main import main
 from kiloword.config.recipes import HeadConfig, ImageConfig, ModelFile, sizes
 from kiloword.data.text.tokenizer import Tokenizer
@@ -24,7 +23,8 @@ from kiloword.explain.sheets import _cut, _large, write
 from kiloword.explain.strips import LARGE, WORD, possible
 from kiloword.methods.coca import masked_images
 from kiloword.methods.registry import preset
-from kiloword.model.model import build
+from kiloword.models.build import build
+from kiloword.models.model_folder import save_model
 from kiloword.report.overlay import PLAIN, font_for, overlay, square, wrap
 from kiloword.report.sheet import WIDTH, CaptionStrips, Panel, Strip, sheet
 from noise import noise_file

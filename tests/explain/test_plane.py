@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from kiloword.api import Matcher
-from kiloword.checkpoint.model_folder import save_model
 from kiloword.cli.main import main
 from kiloword.config.recipes import ModelFile, sizes
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.explain.plane import STDS, _letters, outline, project
 from kiloword.methods.registry import preset
-from kiloword.model.model import build
+from kiloword.models.build import build
+from kiloword.models.model_folder import save_model
 from tars import photo
 
 TEXTS = ["a red circle", "<b>two</b> stars"]

@@ -27,7 +27,6 @@ from torch import Tensor
 
 from holding import held_by_another
 from kiloword.api import load
-from kiloword.checkpoint.model_folder import save_model
 from kiloword.cli.main import main
 from kiloword.config.recipes import ModelFile
 from kiloword.data.images.decode import Pixels, decode
@@ -42,7 +41,8 @@ from kiloword.generation.options import GenerationOptions
 from kiloword.generation.table import CaptionWriter, columns
 from kiloword.methods.defaults import default_recipe
 from kiloword.methods.registry import preset
-from kiloword.model.model import build
+from kiloword.models.build import build
+from kiloword.models.model_folder import save_model
 from kiloword.training.loop import RunOptions, train
 from kiloword.types import BadSample
 from tars import pairs, photo, write_tar

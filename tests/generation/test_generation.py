@@ -23,7 +23,8 @@ from kiloword.generation.rules import FinishedTexts, Rules, Trie
 from kiloword.generation.search import nucleus, search
 from kiloword.methods.defaults import default_recipe
 from kiloword.methods.registry import preset
-from kiloword.model.model import Model, build
+from kiloword.model.model import Model
+from kiloword.models.build import build
 from kiloword.randomness import key
 from whole_decoding import WholeDecoding
 

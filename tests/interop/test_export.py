@@ -17,8 +17,6 @@ import torch
 
 import kiloword
 from folders import TextPool, model_folder
-from kiloword.checkpoint.model_folder import load_model, save_model
-from kiloword.checkpoint.trust import NONE
 from kiloword.cli.main import main
 from kiloword.config.recipes import ModelFile, TrunkConfig, sizes
 from kiloword.data.text.tokenizer import Tokenizer, clip_tokenizer_from
@@ -26,8 +24,10 @@ from kiloword.interop.export import graphs, run, to_transformers, words
 from kiloword.interop.export.source import LIMIT, Exported, check_close
 from kiloword.interop.export.weights import inverted
 from kiloword.methods.registry import preset
-from kiloword.model.model import build
-from kiloword.report.model_card import record_evaluation, write_card
+from kiloword.models.build import build
+from kiloword.models.model_card import record_evaluation, write_card
+from kiloword.models.model_folder import load_model, save_model
+from kiloword.models.trust import NONE
 
 TEXTS = ["a dog", "wow !", "two cats and a dog"]
 VISION = 'torch.library.Library("torchvision", "FRAGMENT")'

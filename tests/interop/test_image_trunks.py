@@ -18,8 +18,9 @@ from kiloword.interop import towers
 from kiloword.interop.open_clip_config import torchvision_ready
 from kiloword.methods.registry import preset
 from kiloword.model.image import grid
-from kiloword.model.model import Model, build
+from kiloword.model.model import Model
 from kiloword.model.trunks.lite import EfficientNetLite, normed
+from kiloword.models.build import build
 
 
 def config(**image: object) -> ModelConfig:

@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import save_file
 
 from cases import mostly_slow
-from kiloword.checkpoint.model_folder import load_model, save_model
 from kiloword.config.recipes import HeadConfig, ImageConfig, LoraConfig, ModelConfig, ModelFile, TextConfig, TrunkConfig
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.interop import towers
@@ -20,8 +19,10 @@ from kiloword.methods.defaults import default_recipe
 from kiloword.methods.registry import preset
 from kiloword.model import adapters
 from kiloword.model.layers import layer_factors, layers_of
-from kiloword.model.model import Model, build, shapes
+from kiloword.model.model import Model
 from kiloword.model.trunks.libraries import torchvision_ready
+from kiloword.models.build import build, shapes
+from kiloword.models.model_folder import load_model, save_model
 from kiloword.training import start
 
 torchvision_ready()

@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cases import mostly_slow
-from kiloword.checkpoint.model_folder import load_model, read_model_file
 from kiloword.config.recipes import ModelConfig, sizes
 from kiloword.interop.open_clip import import_as, import_state, main, place, read
 from kiloword.interop.open_clip_config import model_config
 from kiloword.model.heads import Head, Single
 from kiloword.model.model import Model
+from kiloword.models.model_folder import load_model, read_model_file
 from kiloword.types import Texts
 
 VOCAB = 512  # of the small models: the arithmetic is that of 49408

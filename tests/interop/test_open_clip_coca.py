@@ -13,13 +13,14 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
-from kiloword.checkpoint.model_folder import load_model, read_model_file
 from kiloword.config.recipes import sizes
 from kiloword.interop.open_clip import import_as, main, placed
 from kiloword.interop.open_clip_config import Unlike, model_config, translate
 from kiloword.methods.coca.captioning import decoded
 from kiloword.methods.registry import preset
-from kiloword.model.model import Model, build
+from kiloword.model.model import Model
+from kiloword.models.build import build
+from kiloword.models.model_folder import load_model, read_model_file
 from kiloword.randomness import key
 from kiloword.types import Texts
 

@@ -16,11 +16,12 @@ from tokenizers import decoders, models, pre_tokenizers
 from torch import Tensor
 
 from kiloword.api import load
-from kiloword.checkpoint.model_folder import load_model, read_model_file
 from kiloword.cli.main import main
 from kiloword.config.recipes import sizes
 from kiloword.methods.registry import preset
-from kiloword.model.model import Model, build
+from kiloword.model.model import Model
+from kiloword.models.build import build
+from kiloword.models.model_folder import load_model, read_model_file
 from kiloword.types import Features, Texts
 
 State = dict[str, Tensor]

@@ -17,7 +17,7 @@ from PIL import Image
 
 import kiloword
 from folders import CAPTIONS, model_folder
-from kiloword.interop.ray import Embedder
+from kiloword.api.ray import Embedder
 
 
 def png(seed: int) -> bytes:
@@ -112,7 +112,7 @@ def test_what_cannot_be_is_refused(model: Path) -> None:
 @pytest.mark.slow
 def test_ray_is_not_imported_and_the_class_pickles_small() -> None:
     assert len(pickle.dumps(Embedder)) < 200
-    code = "import sys, kiloword.interop.ray; sys.exit('ray' in sys.modules)"
+    code = "import sys, kiloword.api.ray; sys.exit('ray' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 

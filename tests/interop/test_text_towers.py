@@ -17,7 +17,6 @@ from tokenizers import models, processors
 
 from encoders import BERT, DISTIL, state_of, word_pieces, write_encoder
 from kiloword.api import load as load_matcher
-from kiloword.checkpoint.model_folder import load_model
 from kiloword.cli.main import main
 from kiloword.config.recipes import TextConfig, sizes
 from kiloword.data.text.tokenizer import Tokenizer
@@ -25,8 +24,10 @@ from kiloword.data.text.vocabularies import encoder_tokenizer
 from kiloword.interop import text_towers
 from kiloword.interop.text_towers import read_text_folder, tokenizer_of, with_text_tower
 from kiloword.methods.registry import preset
-from kiloword.model.model import Model, build
+from kiloword.model.model import Model
 from kiloword.model.trunks.trunk import Trunk
+from kiloword.models.build import build
+from kiloword.models.model_folder import load_model
 from kiloword.training.accumulate import backward
 from kiloword.training.learner import Learner
 from kiloword.training.log import read_metrics

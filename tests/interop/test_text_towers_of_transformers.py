@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 from encoders import BERT, DISTIL, ROBERTA, word_pieces
-from kiloword.checkpoint.model_folder import load_model
 from kiloword.cli.main import main
 from kiloword.config.recipes import TextConfig, sizes
 from kiloword.interop import text_towers
 from kiloword.methods.registry import preset
 from kiloword.model.attention import Packing
-from kiloword.model.model import build
 from kiloword.model.trunks.bert import Bert, is_bert
 from kiloword.model.trunks.libraries import transformers
 from kiloword.model.trunks.padded import PaddedText
+from kiloword.models.build import build
+from kiloword.models.model_folder import load_model
 from kiloword.types import Texts
 
 pytestmark = pytest.mark.slow

@@ -11,7 +11,7 @@ from torch import Tensor
 from kiloword.config.recipes import OptimConfig
 from kiloword.methods.defaults import default_recipe
 from kiloword.methods.registry import preset
-from kiloword.model.model import build
+from kiloword.models.build import build
 from kiloword.training.accumulate import backward
 from kiloword.training.learner import Learner
 from kiloword.training.optimizer import Optimizer

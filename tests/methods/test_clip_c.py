@@ -23,7 +23,7 @@ from kiloword.data.sampler import Order
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.methods.defaults import default_recipe
 from kiloword.methods.registry import preset
-from kiloword.model.model import build
+from kiloword.models.build import build
 from kiloword.training.accumulate import backward
 from kiloword.training.learner import Learner
 from kiloword.training.loop import RunOptions, train

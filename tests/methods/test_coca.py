@@ -16,7 +16,7 @@ from kiloword.config.recipes import ModelConfig, TextConfig
 from kiloword.methods.coca import masking
 from kiloword.methods.registry import preset
 from kiloword.model.decoder import predicted
-from kiloword.model.model import build
+from kiloword.models.build import build
 from kiloword.training.accumulate import backward
 from kiloword.training.learner import Learner
 from kiloword.types import Batch

@@ -16,7 +16,8 @@ from torch import Tensor
 from kiloword.methods.concepts import PHRASES, AttendedContrast, phrases_of
 from kiloword.methods.registry import preset
 from kiloword.model.image import extra
-from kiloword.model.model import build, initialise
+from kiloword.model.model import initialise
+from kiloword.models.build import build
 from kiloword.randomness import Draw
 from kiloword.training.accumulate import backward
 from kiloword.training.learner import Learner

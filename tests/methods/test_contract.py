@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kiloword.checkpoint.trust import Trust, method_of
 from kiloword.config.recipes import DataConfig, ModelFile, sizes
 from kiloword.data.loader import Loader
 from kiloword.data.sampler import Order
@@ -27,7 +26,9 @@ from kiloword.methods.method import Method, Ramp, annotated
 from kiloword.methods.registry import preset
 from kiloword.methods.slip import VIEWS
 from kiloword.model.heads import cosine_head
-from kiloword.model.model import Model, build, initialise
+from kiloword.model.model import Model, initialise
+from kiloword.models.build import build
+from kiloword.models.trust import Trust, method_of
 from kiloword.training.accumulate import backward
 from kiloword.training.learner import Learner
 from kiloword.training.optimizer import Optimizer

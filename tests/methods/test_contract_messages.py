@@ -14,7 +14,7 @@ from kiloword.losses.pairs import sigmoid_loss
 from kiloword.methods.method import Method, annotated
 from kiloword.methods.registry import preset
 from kiloword.model.heads import cosine_head
-from kiloword.model.model import build
+from kiloword.models.build import build
 from kiloword.training.accumulate import backward
 from kiloword.training.learner import Learner
 from kiloword.verify.batch import batch, config

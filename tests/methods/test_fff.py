@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kiloword.checkpoint.tensors import read_tensors
 from kiloword.config.recipes import sizes
 from kiloword.distributed import collectives
 from kiloword.losses.many import Balanced
@@ -27,6 +26,7 @@ from kiloword.methods.fff.preset import preset as fff
 from kiloword.methods.registry import preset
 from kiloword.model.heads import Head, Single
 from kiloword.model.model import initialise
+from kiloword.models.tensors import read_tensors
 from kiloword.training.accumulate import backward
 from kiloword.training.learner import Learner
 from kiloword.training.loop import RunOptions, train

@@ -19,7 +19,7 @@ from kiloword.methods.prolip import gaussian
 from kiloword.methods.prolip.gaussian import Form, Gaussian, GaussianSettings
 from kiloword.methods.registry import preset
 from kiloword.model.heads import Head
-from kiloword.model.model import build
+from kiloword.models.build import build
 from kiloword.types import Features, Texts
 from kiloword.verify.batch import config
 

@@ -12,7 +12,8 @@ from torch import Tensor
 from kiloword.config.recipes import TextConfig
 from kiloword.methods.prolip.inclusion import InclusionSettings, MaskedText, Spread, drop_words, mask_words, terms
 from kiloword.methods.registry import preset
-from kiloword.model.model import Model, build
+from kiloword.model.model import Model
+from kiloword.models.build import build
 from kiloword.randomness import key
 from kiloword.types import Encoded, Features, Texts
 from kiloword.verify.batch import batch, config

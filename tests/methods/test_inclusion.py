@@ -15,7 +15,8 @@ from kiloword.config.recipes import ImageConfig, TextConfig
 from kiloword.methods.prolip.gaussian import inclusion_loss, vib
 from kiloword.methods.prolip.inclusion import ImageInText, InclusionSettings, MaskedImage, MaskedText, Vib, mask_words
 from kiloword.methods.registry import preset
-from kiloword.model.model import Model, build
+from kiloword.model.model import Model
+from kiloword.models.build import build
 from kiloword.randomness import key
 from kiloword.training.accumulate import backward
 from kiloword.training.learner import Learner

@@ -21,7 +21,8 @@ from kiloword.methods.llip.pooling import Attention, Contextual, ContextualSetti
 from kiloword.methods.method import annotated
 from kiloword.methods.registry import preset
 from kiloword.model.heads import Head
-from kiloword.model.model import Model, build, initialise
+from kiloword.model.model import Model, initialise
+from kiloword.models.build import build
 from kiloword.training.accumulate import backward
 from kiloword.training.learner import Learner
 from kiloword.types import Features, Texts

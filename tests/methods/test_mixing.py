@@ -14,7 +14,7 @@ from kiloword.cli.words import mixed
 from kiloword.config.recipes import sizes
 from kiloword.losses.pairs import sigmoid_loss, softmax_loss
 from kiloword.methods.registry import components, names, preset
-from kiloword.model.model import build
+from kiloword.models.build import build
 
 DEBUG = sizes()["debug"]
 

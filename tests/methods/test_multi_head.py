@@ -13,7 +13,8 @@ from kiloword.methods.method import Method
 from kiloword.methods.pcmepp.preset import Settings
 from kiloword.methods.pcmepp.preset import preset as pcmepp
 from kiloword.methods.registry import preset
-from kiloword.model.model import Model, build
+from kiloword.model.model import Model
+from kiloword.models.build import build
 from kiloword.verify import suite
 from kiloword.verify.checks import compare
 from literal import CAPTIONS, captions_of, linear, made, norm, pairs, self_block, small

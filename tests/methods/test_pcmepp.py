@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kiloword.checkpoint.model_folder import save_model
 from kiloword.config.recipes import ModelConfig, ModelFile, sizes
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.losses.pairs import Blocks, sigmoid_loss
@@ -19,7 +18,8 @@ from kiloword.methods.method import annotated
 from kiloword.methods.pcmepp.matching import matching_loss
 from kiloword.methods.registry import preset
 from kiloword.model.heads import Head, cosine_head
-from kiloword.model.model import build
+from kiloword.models.build import build
+from kiloword.models.model_folder import save_model
 from kiloword.training import start
 from kiloword.training.learner import Learner
 from kiloword.training.optimizer import groups

@@ -17,7 +17,8 @@ from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.methods.defaults import default_recipe
 from kiloword.methods.prolip.gaussian import Gaussian
 from kiloword.methods.registry import find, preset
-from kiloword.model.model import Model, build
+from kiloword.model.model import Model
+from kiloword.models.build import build
 from kiloword.training.learner import Learner
 from kiloword.training.resolve import make_loader, open_sources
 from kiloword.types import Features

@@ -17,7 +17,7 @@ from kiloword.config.recipes import sizes
 from kiloword.losses.inputs import PairInputs
 from kiloword.methods.prolip.gaussian import csd_matrix, inclusion_matrix
 from kiloword.methods.registry import preset
-from kiloword.model.model import build
+from kiloword.models.build import build
 from kiloword.training.learner import Learner
 from kiloword.types import Batch, Features, Texts
 

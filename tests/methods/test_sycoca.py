@@ -18,7 +18,7 @@ from kiloword.methods.coca.masking import MaskSettings, countable, similarity
 from kiloword.methods.defaults import MUON
 from kiloword.methods.registry import find, preset
 from kiloword.model.attention import Packing
-from kiloword.model.model import build
+from kiloword.models.build import build
 from kiloword.randomness import uniform
 from kiloword.training.accumulate import backward
 from kiloword.training.learner import Learner

@@ -12,7 +12,8 @@ from kiloword.config.recipes import Recipe
 from kiloword.methods.coca import masking
 from kiloword.methods.defaults import default_recipe
 from kiloword.methods.registry import preset
-from kiloword.model.model import Model, build
+from kiloword.model.model import Model
+from kiloword.models.build import build
 from kiloword.training import start
 from kiloword.training.accumulate import backward
 from kiloword.training.loop import RunOptions, train

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kiloword.api import Matcher, load
-from kiloword.checkpoint.tensors import read_tensors
 from kiloword.cli import main as cli
 from kiloword.config.recipes import ModelConfig, Recipe, sizes
 from kiloword.data.reading import captions_of
@@ -30,7 +29,9 @@ from kiloword.generation.options import GenerationOptions
 from kiloword.methods.coca.answering import fused
 from kiloword.methods.defaults import default_recipe
 from kiloword.methods.registry import preset
-from kiloword.model.model import Model, build
+from kiloword.model.model import Model
+from kiloword.models.build import build
+from kiloword.models.tensors import read_tensors
 from kiloword.randomness import key
 from kiloword.training.learner import Learner
 from kiloword.training.log import read_metrics

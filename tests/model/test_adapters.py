@@ -9,12 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kiloword.checkpoint.adapters import merge, merged
 from kiloword.config.recipes import LoraConfig
 from kiloword.methods.registry import preset
-from kiloword.model.adapters import LowRank, attach
-from kiloword.model.model import Model, build, initialise
+from kiloword.model.adapters import LowRank, attach, merge
+from kiloword.model.model import Model, initialise
 from kiloword.model.trunks.lite import EfficientNetLite
+from kiloword.models.adapters import merged
+from kiloword.models.build import build
 from kiloword.verify.batch import batch, config
 
 BOTH = ("image", "text")

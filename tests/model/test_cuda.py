@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention import varlen
 
-from kiloword.config import by_device
 from kiloword.config.options import Compile, RunOptions
 from kiloword.config.recipes import Recipe, sizes
-from kiloword.distributed import launch
+from kiloword.distributed import by_device, launch
 from kiloword.distributed.device import choose
 from kiloword.methods.defaults import default_recipe
 from kiloword.model import attention, blocks

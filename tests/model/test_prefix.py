@@ -15,12 +15,12 @@ from torch import Tensor
 from folders import model_folder
 from kiloword.api import Matcher, load
 from kiloword.api.load import read_card
-from kiloword.checkpoint.model_folder import read_model_file
 from kiloword.config.recipes import sizes
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.methods.registry import omitted, preset
-from kiloword.model.model import build
 from kiloword.model.prefix import keep_prefix_
+from kiloword.models.build import build
+from kiloword.models.model_folder import read_model_file
 
 TEXTS = ["a dog on the grass", "two cats", "a blue star"]
 IMAGES = np.random.default_rng(0).integers(0, 256, (3, 32, 32, 3), dtype=np.uint8)

@@ -24,8 +24,9 @@ from kiloword.methods.defaults import default_recipe
 from kiloword.methods.method import Method
 from kiloword.methods.registry import preset
 from kiloword.model.heads import Head, Single
-from kiloword.model.model import Model, build, initialise, resize
+from kiloword.model.model import Model, initialise, resize
 from kiloword.model.resnet import BatchNorm, ResNet, batch_statistics, commit, running
+from kiloword.models.build import build
 from kiloword.planning.advice import Planner
 from kiloword.planning.request import Plan, card, check
 from kiloword.training.learner import learner_of

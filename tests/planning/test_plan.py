@@ -29,7 +29,8 @@ from kiloword.config.recipes import OptimConfig, sizes
 from kiloword.distributed import collectives
 from kiloword.methods.method import Method
 from kiloword.methods.registry import names, preset
-from kiloword.model.model import Model, build
+from kiloword.model.model import Model
+from kiloword.models.build import build
 from kiloword.planning import gpu
 from kiloword.planning.advice import Planner, newton_schulz
 from kiloword.planning.gpu import Layout, traffic

@@ -13,8 +13,8 @@ from kiloword.cli.describe import image_flops
 from kiloword.cli.main import main
 from kiloword.cli.plan import planner_of
 from kiloword.config.recipes import sizes
-from kiloword.model.model import build
 from kiloword.model.trunks.lite import EfficientNetLite
+from kiloword.models.build import build
 from kiloword.planning.advice import CLASSES
 from kiloword.types import Texts
 

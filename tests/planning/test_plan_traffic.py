@@ -12,7 +12,7 @@ from kiloword.losses import many as losses_many
 from kiloword.losses import pairs
 from kiloword.methods.pcmepp import matching as losses_matching
 from kiloword.methods.registry import preset
-from kiloword.model.model import build
+from kiloword.models.build import build
 from kiloword.planning.simulation import Simulation
 from kiloword.training.learner import Learner
 from kiloword.verify import batch as verify_batch

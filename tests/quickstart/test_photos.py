@@ -23,8 +23,8 @@ from kiloword.data.images.decode import decode
 from kiloword.data.sources.open import open_source
 from kiloword.data.sources.optional import keys
 from kiloword.methods.registry import preset
-from kiloword.model.model import build
 from kiloword.model.trunks.lite import VARIANTS, EfficientNetLite
+from kiloword.models.build import build
 from kiloword.quickstart.photos import run as module
 from kiloword.quickstart.photos.results import PhotoResults
 from kiloword.quickstart.photos.run import METHODS, PhotoPlan, in_parts, photos, seconds_of, timed

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from kiloword.checkpoint.files import write_json
 from kiloword.config.settings import read_config
+from kiloword.files import write_json
 from kiloword.quickstart.photos.page import page, summary
 from kiloword.quickstart.photos.results import (
     Certainty,

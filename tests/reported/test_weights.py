@@ -19,13 +19,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import kiloword
-from kiloword.checkpoint.model_folder import save_model
 from kiloword.cli.main import main
 from kiloword.config.recipes import ModelFile, sizes
 from kiloword.data.text.tokenizer import siglip_tokenizer
 from kiloword.interop.open_clip_config import torchvision_ready
 from kiloword.methods.registry import preset
-from kiloword.model.model import build
+from kiloword.models.build import build
+from kiloword.models.model_folder import save_model
 
 SIDE = 32
 TEXT = {"context_length": 77, "vocab_size": 8, "width": 32, "heads": 2, "layers": 2}

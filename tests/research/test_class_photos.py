@@ -12,7 +12,7 @@ from kiloword.api import Matcher
 from kiloword.config.recipes import DataConfig, Recipe, sizes
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.methods.registry import preset
-from kiloword.model.model import build
+from kiloword.models.build import build
 from research import classes
 from trees import CAR, CAT, DOG, write_photos
 

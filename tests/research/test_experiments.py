@@ -20,13 +20,13 @@ import tyro
 
 from kiloword import evaluation
 from kiloword.api import Matcher
-from kiloword.checkpoint.states import steps_done
 from kiloword.config.recipes import Recipe
 from kiloword.data.scenes import parse_scenes
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.methods.defaults import default_recipe
 from kiloword.methods.registry import preset
-from kiloword.model.model import build
+from kiloword.models.build import build
+from kiloword.models.states import steps_done
 from kiloword.training.log import read_metrics
 from kiloword.types import Source
 from research import arms_rows as rows

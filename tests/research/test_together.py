@@ -14,7 +14,7 @@ from kiloword.data.reading import eval_batches
 from kiloword.data.sources.open import open_source
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.methods.registry import preset
-from kiloword.model.model import build
+from kiloword.models.build import build
 from research.together import Encoded, encoded, main, recalls, together
 
 ROWS = 70  # more than a batch

@@ -15,8 +15,8 @@ import torch
 
 from folders import model_folder
 from kiloword.api import Matcher, load
-from kiloword.checkpoint.trust import NONE
 from kiloword.cli.main import main
+from kiloword.models.trust import NONE
 from kiloword.search import command, index, nearest, rank
 from kiloword.search.library import FILE, Library
 from kiloword.search.photos import scan

@@ -20,7 +20,7 @@ from kiloword.data.sources.open import open_source
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.evaluation import evaluate
 from kiloword.methods.registry import preset
-from kiloword.model.model import build as build_model
+from kiloword.models.build import build as build_model
 from kiloword.types import BadSample
 from tars import encode, noise
 from tools.hierarimgs import BuildOptions, build, decode_mask, decompress, main, paste

@@ -10,7 +10,7 @@ import torch
 from kiloword.config.recipes import ModelConfig, sizes
 from kiloword.methods.defaults import default_recipe
 from kiloword.methods.registry import preset
-from kiloword.model.model import build
+from kiloword.models.build import build
 from kiloword.training.accumulate import backward
 from kiloword.training.learner import Learner, kept
 from kiloword.training.setup import make_learner

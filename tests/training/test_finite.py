@@ -19,13 +19,13 @@ from torch.multiprocessing.spawn import spawn
 
 import kiloword
 from cases import mostly_slow
-from kiloword.checkpoint.model_folder import not_finite
-from kiloword.checkpoint.state_shards import StateShard, write_part
-from kiloword.checkpoint.states import newest, shards_folder, steps_done, write_numbers
 from kiloword.cli.main import main
 from kiloword.config.recipes import Recipe
 from kiloword.distributed import collectives, launch
 from kiloword.methods.defaults import default_recipe
+from kiloword.models.model_folder import not_finite
+from kiloword.models.state_shards import StateShard, write_part
+from kiloword.models.states import newest, shards_folder, steps_done, write_numbers
 from kiloword.training.loop import RunOptions, train
 from kiloword.training.optimizer import Optimizer
 from states import load_state

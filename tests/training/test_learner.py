@@ -23,7 +23,8 @@ from kiloword.methods.method import Method, annotated
 from kiloword.methods.registry import preset
 from kiloword.model.blocks import Init
 from kiloword.model.heads import Head, Single
-from kiloword.model.model import build, initialise
+from kiloword.model.model import initialise
+from kiloword.models.build import build
 from kiloword.training import muon, optimizer
 from kiloword.training.accumulate import backward
 from kiloword.training.learner import Learner

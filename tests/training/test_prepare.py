@@ -15,13 +15,13 @@ import torch
 from safetensors.torch import save_file
 
 from counting import opened_in
-from kiloword.checkpoint.lock import Lock
-from kiloword.checkpoint.tensors import read_tensors
 from kiloword.config.options import RunOptions
 from kiloword.config.recipes import Recipe
 from kiloword.distributed import collectives, launch
+from kiloword.files import Lock
 from kiloword.methods.defaults import default_recipe
 from kiloword.methods.registry import preset
+from kiloword.models.tensors import read_tensors
 from kiloword.training import compilation, engine, meter, resolve, setup
 from kiloword.training.resolve import make_loader, with_length
 from kiloword.training.setup import make_learner

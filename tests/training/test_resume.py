@@ -19,9 +19,9 @@ from safetensors.torch import load_file
 
 import kiloword.training.loop as loop
 from cases import mostly_slow
-from kiloword.checkpoint.states import states
 from kiloword.config.recipes import AugmentConfig, Recipe
 from kiloword.methods.defaults import default_recipe
+from kiloword.models.states import states
 from kiloword.training.log import read_metrics
 from kiloword.training.loop import RunOptions, train
 from kiloword.training.signals import stop_signals

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from kiloword.checkpoint.files import write_json
-from kiloword.checkpoint.model_folder import check_finite, check_fit, not_finite
 from kiloword.config.settings import differing
 from kiloword.data.sampler import Order
 from kiloword.distributed import collectives
 from kiloword.distributed.device import precision_of
+from kiloword.files import write_json
 from kiloword.methods import siglip
 from kiloword.methods.defaults import default_recipe
 from kiloword.methods.registry import preset
+from kiloword.models.model_folder import check_finite, check_fit, not_finite
 from kiloword.training.resolve import _order, _stores, micro_batches
 from kiloword.training.run_folder import RunFile, check_same_run, error_kept, forget_error, holds_run
 from kiloword.training.signals import Stopped

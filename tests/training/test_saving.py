@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from kiloword.checkpoint.files import SaveError
-from kiloword.checkpoint.state_shards import SavedState, StateShard
 from kiloword.distributed import collectives
+from kiloword.files import SaveError
+from kiloword.models.state_shards import SavedState, StateShard
 from kiloword.training import saving
 from kiloword.training.saving import LONG_S, Saver, _outcome, _write
 

@@ -15,13 +15,14 @@ from torch import Tensor
 
 from folders import model_folder
 from kiloword.api import load
-from kiloword.checkpoint.model_folder import load_model, read_model_file, save_model
 from kiloword.cli.main import main
 from kiloword.config.recipes import AugmentConfig, ModelConfig, ModelFile, Recipe, sizes
 from kiloword.data.text.tokenizer import Tokenizer, siglip_tokenizer_from
 from kiloword.methods.defaults import default_recipe, tuned
 from kiloword.methods.registry import preset
-from kiloword.model.model import Model, build, resize_text
+from kiloword.model.model import Model, resize_text
+from kiloword.models.build import build
+from kiloword.models.model_folder import load_model, read_model_file, save_model
 from kiloword.training import start
 from kiloword.training.loop import RunOptions, train
 from kiloword.types import Features

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import unicodedata
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -288,3 +288,24 @@ def _of_sets(value: dict[str, Any]) -> bool:
 
 def _are_texts(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(text, str) and text.strip() for text in value)
+
+
+def prompts(classnames: Sequence[str], templates: Templates) -> tuple[list[str], list[int]]:
+    """All prompts, class by class, and the class index of each."""
+    if isinstance(classnames, str) or not all(isinstance(name, str) for name in classnames):
+        raise ValueError(f"class names must be a list of strings, got {classnames!r}")
+    if not classnames:
+        raise ValueError("there are no class names: at least one is needed")
+    if isinstance(templates, Mapping):
+        missing = [name for name in classnames if not templates.get(name)]
+        if missing:
+            raise ValueError(f"templates give no prompts for the class {missing[0]!r} ({len(missing)} such classes)")
+        lists = [list(templates[name]) for name in classnames]
+    else:
+        if not templates or isinstance(templates, str):
+            raise ValueError(f"templates must be a list of prompts with {{c}} for the class name, got {templates!r}")
+        # open_clip's templates are functions of the name
+        written: list[str] = [template(SLOT) if callable(template) else template for template in templates]
+        with_slot = slotted(written, "templates")
+        lists = [[template.replace(SLOT, name) for template in with_slot] for name in classnames]
+    return [prompt for group in lists for prompt in group], [i for i, group in enumerate(lists) for _ in group]

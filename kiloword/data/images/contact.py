@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from kiloword.checkpoint.files import write_atomic
 from kiloword.data.images.decode import decode
+from kiloword.files import write_atomic
 from kiloword.randomness import key
 from kiloword.types import BadSample, Record, Source, indices_of
 

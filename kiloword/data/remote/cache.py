@@ -16,8 +16,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from kiloword.checkpoint.lock import is_at
 from kiloword.data.remote.errors import Unreachable
+from kiloword.files import is_at
 
 _PART = ".part"
 _TOTAL = "total"

@@ -11,11 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kiloword.checkpoint.files import replacing
 from kiloword.data.remote.errors import Patience, TooLarge, Unreachable
 from kiloword.data.remote.file import RemoteFile, small_file, wrong_bytes
 from kiloword.data.remote.http_files import date
 from kiloword.data.tars.index import SUFFIX, Index, IndexFile, header_file, parse_index, scan, write_index
+from kiloword.files import replacing
 from kiloword.terminal import shown
 
 _CHUNK = 8 << 20  # bytes in memory

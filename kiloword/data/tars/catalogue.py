@@ -15,11 +15,11 @@ from typing import Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from kiloword.checkpoint.files import replacing
 from kiloword.data import files
 from kiloword.data.remote.file import RemoteFile
 from kiloword.data.remote.index import open_remote_index
 from kiloword.data.tars.index import SUFFIX, Header, open_header
+from kiloword.files import replacing
 
 LEAST = 100  # number of tars from which on a catalogue is written
 _NAME = 24  # characters of a digest

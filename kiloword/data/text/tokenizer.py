@@ -21,10 +21,10 @@ import tokenizers
 import torch
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 
-from kiloword.checkpoint.files import write_atomic
 from kiloword.config.recipes import TextConfig
 from kiloword.data.text.tokenizer_file import CLIP_END, CLIP_START, CLIP_WORDS, Roles, read
 from kiloword.errors import needs, note_truncated
+from kiloword.files import write_atomic
 from kiloword.types import Texts
 
 LEARNED = 1 << 16  # characters of a caption that train a vocabulary; of a word, those before the end of _LONG_WORD

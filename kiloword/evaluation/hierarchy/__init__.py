@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from kiloword.evaluation.task import Deferred, Nearest, Task
+from kiloword.config.recipes import Nearest
+from kiloword.evaluation.task import Deferred, Task
 
 Includes = Literal["inc", "h"]
 

@@ -11,12 +11,12 @@ from itertools import chain, pairwise
 import torch
 from torch import Tensor
 
+from kiloword.config.recipes import Nearest
 from kiloword.distributed.sharing import in_turns
 from kiloword.evaluation.hierarchy import Includes
 from kiloword.evaluation.hierarchy.chains import Chains
 from kiloword.evaluation.metrics import check_scores
 from kiloword.evaluation.retrieval.relevance import Score
-from kiloword.evaluation.task import Nearest
 from kiloword.methods.prolip.gaussian import inclusion, log_inclusion, variance_sum
 from kiloword.model.encoding import chunks, rows
 from kiloword.model.heads import unit

@@ -16,10 +16,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
-from kiloword.checkpoint.files import write_atomic
 from kiloword.distributed.sharing import gathered, is_first
 from kiloword.evaluation.features import labelled
 from kiloword.evaluation.task import Inputs
+from kiloword.files import write_atomic
 from kiloword.model.encoding import join
 from kiloword.randomness import key
 from kiloword.types import Features, Skipped, Source

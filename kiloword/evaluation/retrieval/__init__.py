@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kiloword.evaluation.task import Deferred, Nearest, PythonOnly, Task
+from kiloword.config.recipes import Nearest
+from kiloword.evaluation.task import Deferred, PythonOnly, Task
 
 
 @dataclass(frozen=True, kw_only=True)

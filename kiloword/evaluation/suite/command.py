@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from kiloword.checkpoint.files import write_atomic, write_json
-from kiloword.checkpoint.trust import Trust
 from kiloword.distributed.device import choose
 from kiloword.distributed.sharing import is_first, together
 from kiloword.evaluation.command import Execution, check_model, labels, opened
@@ -15,6 +13,8 @@ from kiloword.evaluation.suite import Output, Suite, read_suite
 from kiloword.evaluation.suite.outcomes import Outcome, averages, outcomes
 from kiloword.evaluation.suite.output import as_csv, as_json, lines, problems, report
 from kiloword.evaluation.suite.run import evaluate_all
+from kiloword.files import write_atomic, write_json
+from kiloword.models.trust import Trust
 from kiloword.report import made_by, signed, write
 from kiloword.terminal import say
 from kiloword.terminal.progress import showing_progress

@@ -12,8 +12,6 @@ from typing import Any
 from kiloword import evaluation
 from kiloword.__version__ import __version__
 from kiloword.api import Matcher
-from kiloword.checkpoint.files import SaveError, write_json
-from kiloword.checkpoint.model_folder import model_files
 from kiloword.data.reading import left_out
 from kiloword.data.sources.digest import sampled
 from kiloword.data.sources.open import open_source
@@ -24,6 +22,8 @@ from kiloword.evaluation.suite import Entry
 from kiloword.evaluation.suite.outcomes import Outcome
 from kiloword.evaluation.task import Inputs
 from kiloword.features.teachers import digest
+from kiloword.files import SaveError, write_json
+from kiloword.models.model_folder import model_files
 from kiloword.terminal import warn
 from kiloword.types import Source
 

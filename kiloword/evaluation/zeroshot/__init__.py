@@ -11,8 +11,9 @@ from typing import Annotated, Literal
 
 from tyro.conf import arg
 
+from kiloword.config.recipes import Nearest
 from kiloword.config.settings import BaseSettings
-from kiloword.evaluation.task import ClassNames, Deferred, Nearest, Prompts, Task
+from kiloword.evaluation.task import ClassNames, Deferred, Prompts, Task
 
 PRECISION = "average_precision@"  # of one class: how its metric begins
 

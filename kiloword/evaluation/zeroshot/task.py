@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kiloword.data.classes import Templates
-from kiloword.data.classes.names import SLOT, read_templates, slotted, template_sets, templates
+from kiloword.data.classes.names import SLOT, prompts, read_templates, template_sets, templates
 from kiloword.evaluation.classes import Classes, classes_of
 from kiloword.evaluation.features import Seen, labelled
 from kiloword.evaluation.metrics import (
@@ -45,27 +45,6 @@ if TYPE_CHECKING:
     from kiloword.api import Matcher
     from kiloword.data.text.tokenizer import Tokenizer
     from kiloword.model.model import Model
-
-
-def prompts(classnames: Sequence[str], templates: Templates) -> tuple[list[str], list[int]]:
-    """All prompts, class by class, and the class index of each."""
-    if isinstance(classnames, str) or not all(isinstance(name, str) for name in classnames):
-        raise ValueError(f"class names must be a list of strings, got {classnames!r}")
-    if not classnames:
-        raise ValueError("there are no class names: at least one is needed")
-    if isinstance(templates, Mapping):
-        missing = [name for name in classnames if not templates.get(name)]
-        if missing:
-            raise ValueError(f"templates give no prompts for the class {missing[0]!r} ({len(missing)} such classes)")
-        lists = [list(templates[name]) for name in classnames]
-    else:
-        if not templates or isinstance(templates, str):
-            raise ValueError(f"templates must be a list of prompts with {{c}} for the class name, got {templates!r}")
-        # open_clip's templates are functions of the name
-        written: list[str] = [template(SLOT) if callable(template) else template for template in templates]
-        with_slot = slotted(written, "templates")
-        lists = [[template.replace(SLOT, name) for template in with_slot] for name in classnames]
-    return [prompt for group in lists for prompt in group], [i for i, group in enumerate(lists) for _ in group]
 
 
 def classifier(

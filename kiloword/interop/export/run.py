@@ -6,13 +6,12 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from kiloword.checkpoint.files import is_taken, write_atomic
-from kiloword.checkpoint.lock import NAME, Lock
-from kiloword.checkpoint.trust import NONE, Trust
+from kiloword.files import LOCK, Lock, is_taken, write_atomic
 from kiloword.interop.export import graphs, to_open_clip, to_transformers
 from kiloword.interop.export.source import Exported, Precision
 from kiloword.interop.export.weights import write_weights
-from kiloword.report.model_card import CARD, card
+from kiloword.models.model_card import CARD, card
+from kiloword.models.trust import NONE, Trust
 from kiloword.terminal import say
 
 WRITERS: dict[str, Callable[[Exported, Path], list[str]]] = {
@@ -103,7 +102,7 @@ def _check_free(out: Path) -> None:
 def _move_up(work: Path) -> None:
     """Move all but the lock to the folder above; weights last, so that a part of an export is no model."""
     for path in sorted(work.iterdir(), key=lambda path: (path.suffix in WEIGHTS, path.name)):
-        if path.name != NAME:
+        if path.name != LOCK:
             path.replace(work.parent / path.name)
 
 
@@ -111,5 +110,5 @@ def _clear(folder: Path) -> None:
     for path in folder.iterdir():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
-        elif path.name != NAME:
+        elif path.name != LOCK:
             path.unlink()

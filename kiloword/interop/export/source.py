@@ -10,14 +10,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kiloword.checkpoint.model_folder import WEIGHTS, model_files, open_model, read_model_file
-from kiloword.checkpoint.trust import Trust
 from kiloword.config.recipes import ModelConfig, ModelFile
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.interop.names import local_folder
 from kiloword.model.encoding import encode_texts, inference
 from kiloword.model.heads import Single
 from kiloword.model.model import Model
+from kiloword.models.model_folder import WEIGHTS, model_files, open_model, read_model_file
+from kiloword.models.trust import Trust
 from kiloword.types import Features
 
 Precision = Literal["fp32", "fp16", "int8"]

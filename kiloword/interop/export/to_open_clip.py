@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
-from kiloword.checkpoint.files import write_json
 from kiloword.config.recipes import ImageConfig, ModelConfig, TextConfig
 from kiloword.errors import needs
+from kiloword.files import write_json
 from kiloword.interop.export.source import TEXTS, Exported, check_close, check_dual, is_siglip, largest_difference
 from kiloword.interop.export.weights import inverted
 from kiloword.interop.export.words import write_tokenizer

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
-from kiloword.checkpoint.files import write_json
 from kiloword.config.recipes import ImageConfig, TextConfig
 from kiloword.errors import needs
+from kiloword.files import write_json
 from kiloword.interop.export.source import TEXTS, Exported, check_close, check_dual, is_siglip, largest_difference
 from kiloword.interop.export.weights import inverted
 from kiloword.interop.export.words import padding_of, write_preprocessor, write_tokenizer

@@ -8,7 +8,7 @@ from typing import Any
 
 import tokenizers
 
-from kiloword.checkpoint.files import write_atomic, write_json
+from kiloword.files import write_atomic, write_json
 from kiloword.interop.export.source import TEXTS, Exported
 
 BICUBIC = 3  # Pillow's number

@@ -16,7 +16,6 @@ from PIL import Image
 
 from kiloword import report
 from kiloword.__version__ import __version__
-from kiloword.checkpoint.files import atomic, write_json
 from kiloword.config.recipes import AugmentConfig, DataConfig, Recipe
 from kiloword.config.settings import leaves, read_config
 from kiloword.data.reading import captions_at
@@ -24,13 +23,14 @@ from kiloword.data.sources.held_out import PARTS
 from kiloword.data.sources.open import open_data
 from kiloword.data.token_store import Dtype, ImageTokens, TextTokens
 from kiloword.features.token_command import main as embed
+from kiloword.files import atomic, write_json
 from kiloword.interop import text_towers, towers
 from kiloword.methods.defaults import default_recipe
+from kiloword.models.model_card import record_evaluation
 from kiloword.quickstart.photos.judge import FREE, Trained, Validation, judge, thumbnails
 from kiloword.quickstart.photos.page import page, summary
 from kiloword.quickstart.photos.results import PhotoFacts, PhotoResults
 from kiloword.quickstart.run import seconds_in_loop
-from kiloword.report.model_card import record_evaluation
 from kiloword.terminal import say, warn
 from kiloword.training import start
 from kiloword.training.log import read_metrics

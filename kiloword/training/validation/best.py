@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kiloword.checkpoint.files import SaveError, atomic, write_json
 from kiloword.config.options import RunOptions
 from kiloword.config.recipes import Recipe
 from kiloword.distributed import collectives
 from kiloword.errors import suggestion
+from kiloword.files import SaveError, atomic, write_json
 from kiloword.training.log import read_metrics
 
 NAME, FILE = "best", "best.json"

@@ -18,7 +18,7 @@ from kiloword.data.sources.open import open_source
 from kiloword.data.sources.sample import question_in
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.methods.registry import preset
-from kiloword.model.model import build
+from kiloword.models.build import build
 from kiloword.types import BadSample, Record, Source
 
 if TYPE_CHECKING:

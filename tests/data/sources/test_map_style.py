@@ -12,9 +12,9 @@ import pytest
 from PIL import Image
 
 import kiloword
-from kiloword.checkpoint.model_folder import read_model_file
 from kiloword.data.sources.map_style import MapStyleSource
 from kiloword.methods.defaults import default_recipe
+from kiloword.models.model_folder import read_model_file
 from kiloword.training.log import read_metrics
 from kiloword.training.loop import train
 from kiloword.types import BadSample

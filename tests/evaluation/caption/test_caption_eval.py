@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from kiloword.api import Matcher
-from kiloword.checkpoint.model_folder import save_model
 from kiloword.cli.main import main
 from kiloword.config.recipes import ModelFile, sizes
 from kiloword.data.scenes.source import parse_scenes
@@ -24,7 +23,8 @@ from kiloword.evaluation.caption.truth import elsewhere, judge
 from kiloword.generation.captioner import Captioner
 from kiloword.generation.options import GenerationOptions
 from kiloword.methods.registry import preset
-from kiloword.model.model import build
+from kiloword.models.build import build
+from kiloword.models.model_folder import save_model
 from kiloword.types import Skipped
 from tars import photo, write_tar
 

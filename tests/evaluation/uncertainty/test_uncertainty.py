@@ -24,7 +24,7 @@ from kiloword.evaluation.uncertainty import TASK
 from kiloword.evaluation.uncertainty.data import buckets, different, level
 from kiloword.methods.prolip.gaussian import inclusion
 from kiloword.methods.registry import preset
-from kiloword.model.model import build
+from kiloword.models.build import build
 from kiloword.types import Features, Record
 from tars import photo, write_tar
 

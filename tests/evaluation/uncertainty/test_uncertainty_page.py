@@ -10,7 +10,6 @@ import pytest
 import torch
 from test_uncertainty import matcher
 
-from kiloword.checkpoint.model_folder import save_model
 from kiloword.cli.main import main
 from kiloword.config.recipes import ModelFile
 from kiloword.data.scenes.source import parse_scenes
@@ -20,6 +19,7 @@ from kiloword.evaluation.uncertainty.inclusion import matched
 from kiloword.evaluation.uncertainty.page import report
 from kiloword.evaluation.uncertainty.shown import KINDS, Findings, drawn, pairs, plane
 from kiloword.explain.plane import principal
+from kiloword.models.model_folder import save_model
 from kiloword.report import box_plot, scatter, tiles
 from kiloword.report.plots import Dots
 from tars import noise

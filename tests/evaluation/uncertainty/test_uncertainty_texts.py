@@ -10,11 +10,11 @@ import pyarrow.parquet as pq
 import pytest
 from test_uncertainty import matcher
 
-from kiloword.checkpoint.model_folder import save_model
 from kiloword.cli.main import main
 from kiloword.config.recipes import ModelFile
 from kiloword.data.sources.texts import open_texts
 from kiloword.evaluation import evaluate
+from kiloword.models.model_folder import save_model
 from kiloword.types import BadSample
 
 TEXTS = ["film series", "a red dog, on a big blue background", "a cat", "film series"]

@@ -14,9 +14,9 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import NonNegativeInt, TypeAdapter, ValidationError
 
-from kiloword.checkpoint.files import SaveError, write_json
-from kiloword.checkpoint.state_shards import SavedState
 from kiloword.distributed import collectives
+from kiloword.files import SaveError, write_json
+from kiloword.models.state_shards import SavedState
 from kiloword.terminal import warn as say_warning
 
 MAX_JSON = 1 << 28  # bytes; a bad sample takes about 100

@@ -28,14 +28,14 @@ from torch.multiprocessing.spawn import spawn
 
 import kiloword.training.saving as saving
 from cases import mostly_slow
-from kiloword.checkpoint import state_shards as shards
-from kiloword.checkpoint.files import SaveError
-from kiloword.checkpoint.state_shards import Host, SavedState, StateShard, write_part
-from kiloword.checkpoint.states import newest, shards_folder, steps_done, write_numbers
-from kiloword.checkpoint.tensors import CODES, in_order, spec_of, write_tensors
 from kiloword.config.recipes import Recipe
 from kiloword.distributed import collectives, launch
+from kiloword.files import SaveError
 from kiloword.methods.defaults import default_recipe
+from kiloword.models import state_shards as shards
+from kiloword.models.state_shards import Host, SavedState, StateShard, write_part
+from kiloword.models.states import newest, shards_folder, steps_done, write_numbers
+from kiloword.models.tensors import CODES, in_order, spec_of, write_tensors
 from kiloword.training.loop import RunOptions, train
 from kiloword.verify.suite import over_ranks
 from states import load_state

@@ -14,11 +14,11 @@ import pytest
 import kiloword
 from folders import model_folder
 from kiloword.api import load
-from kiloword.checkpoint.model_folder import load_model
-from kiloword.checkpoint.trust import Trust, _without_code
 from kiloword.cli.main import main
 from kiloword.features.teachers import open_teacher
 from kiloword.generation.captioners import open_captioner
+from kiloword.models.model_folder import load_model
+from kiloword.models.trust import Trust, _without_code
 from tars import photo
 
 OWN = """
@@ -246,8 +246,8 @@ def test_modules_are_imported_by_names_of_ours_alone() -> None:
     assert libraries == {"'timm'", "'open_clip'"}
     texts = {p.relative_to(PACKAGE).as_posix(): p.read_text(encoding="utf-8") for p in PACKAGE.rglob("*.py")}
     by_file = {name for name, text in texts.items() if "preset(file.method" in text or "find(file.method" in text}
-    assert by_file == {"checkpoint/average.py"}, "the method of a model folder goes through trust.method_of"
-    assert 'None if ":" in file.method else find(file.method)' in texts["checkpoint/average.py"]
+    assert by_file == {"models/average.py"}, "the method of a model folder goes through trust.method_of"
+    assert 'None if ":" in file.method else find(file.method)' in texts["models/average.py"]
 
 
 def test_transformers_runs_no_code_of_a_folder() -> None:

@@ -1,4 +1,4 @@
-"""The text of a model card, README.md of a model folder. `report.model_card` adds the figures of a run."""
+"""The text of a model card, README.md of a model folder. `model_card` adds the figures of a run."""
 
 from __future__ import annotations
 

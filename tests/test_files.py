@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import os
 import threading
 from pathlib import Path
@@ -12,15 +10,14 @@ import pytest
 
 from counting import opened_in
 from holding import held_by_another, process
-from kiloword.checkpoint.files import SaveError, atomic, is_taken, sync, write_atomic
-from kiloword.checkpoint.lock import Lock
 from kiloword.cli.main import main
+from kiloword.files import Lock, SaveError, atomic, is_taken, sync, write_atomic
 from tars import pairs, write_tar
 
 WRITE = """
 import sys
 from pathlib import Path
-from kiloword.checkpoint.files import atomic
+from kiloword.files import atomic
 with atomic(Path(sys.argv[1])) as file:
     file.write(b"other")
     file.flush()
@@ -88,17 +85,6 @@ def test_threads_wait_for_each_other_too(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["a"]
 
 
-def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def none(*args: object) -> None:
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr(fcntl, "lockf", none)
-    with atomic(tmp_path / "a") as file:
-        file.write(b"own")
-        assert len({p.name for p in tmp_path.iterdir()} - {".a.tmp"}) == 1  # of this thread alone
-    assert (tmp_path / "a").read_bytes() == b"own"
-
-
 def _fail(path: Path, error: BaseException) -> None:
     with atomic(path) as file:
         file.write(b"half")
@@ -157,21 +143,3 @@ def test_an_index_takes_over_what_a_killed_process_left(
     assert [path.name for path in index.parent.iterdir() if "kwindex" in path.name] == [index.name]
     assert index.read_bytes() == whole
     tar.parent.chmod(0o755)
-
-
-@pytest.mark.parametrize("kind", ["link", "dangling", "pipe"])
-def test_what_lies_at_the_name_of_a_temporary_file_is_not_followed(tmp_path: Path, kind: str) -> None:
-    """In a folder that others can write to, a link would make us overwrite a file of ours."""
-    other, out = tmp_path / "mine.txt", tmp_path / "shared"
-    out.mkdir()
-    if kind != "dangling":
-        other.write_text("precious")
-    for name in (".page.html.tmp", ".lock"):
-        os.mkfifo(out / name) if kind == "pipe" else (out / name).symlink_to(other)
-    with pytest.raises(SaveError, match=r"cannot write .*\.page\.html\.tmp is .*: remove it"):
-        write_atomic(out / "page.html", b"new")
-    with pytest.raises(ValueError, match=r"\.lock is .*: remove it"):
-        Lock(out)
-    assert kind == "dangling" or other.read_text() == "precious"
-    assert other.exists() == (kind != "dangling")
-    assert not (out / "page.html").exists()

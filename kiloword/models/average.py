@@ -14,15 +14,14 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from kiloword.checkpoint import card
-from kiloword.checkpoint.files import is_taken, write_atomic
-from kiloword.checkpoint.lock import NAME, Lock
-from kiloword.checkpoint.model_folder import check_finite, check_fit, model_files, read_model_file, words_of
-from kiloword.checkpoint.tensors import Spec, in_order, read_shapes, write_tensors
 from kiloword.config.recipes import ModelFile
 from kiloword.config.settings import differing
 from kiloword.data.text.tokenizer import Tokenizer
+from kiloword.files import LOCK, Lock, is_taken, write_atomic
 from kiloword.methods.registry import find
+from kiloword.models import card
+from kiloword.models.model_folder import check_finite, check_fit, model_files, read_model_file, words_of
+from kiloword.models.tensors import Spec, in_order, read_shapes, write_tensors
 from kiloword.terminal import say
 
 
@@ -57,7 +56,7 @@ def average(models: Sequence[Path], shares: Sequence[float], out: Path) -> int:
         _check_same(folders[0], files[0], folder, file)
     made = replace(files[-1], steps=0, data=card.averaged([str(model) for model in models], files, shares))
     contents = {card.NAME: card.text(made).encode()} | words_of(Tokenizer.load(folders[-1]), made)
-    if (out / NAME).is_file():  # of an average that was killed or is still being written
+    if (out / LOCK).is_file():  # of an average that was killed or is still being written
         Lock(out, "writing").release()
     _check_free(out, contents)
     specs = _specs(folders)

@@ -27,14 +27,14 @@ from tokenizers import Regex, pre_tokenizers
 
 from folders import model_folder
 from kiloword.api import load
-from kiloword.checkpoint.model_folder import read_model_file
-from kiloword.checkpoint.tensors import read_shapes
 from kiloword.config.recipes import HeadConfig, ImageConfig, TextConfig
 from kiloword.config.settings import check as check_recipe
 from kiloword.data.text.tokenizer import Tokenizer, clip_tokenizer, plain
 from kiloword.data.text.tokenizer_file import PATTERNS, check
 from kiloword.interop.open_clip import import_state, read
 from kiloword.methods.defaults import default_recipe
+from kiloword.models.model_folder import read_model_file
+from kiloword.models.tensors import read_shapes
 from kiloword.training import start
 
 FUZZ = Path(__file__).parents[2] / "fuzz"

@@ -21,9 +21,9 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
-from kiloword.checkpoint.adapters import MARK, adapters_of, merge
-from kiloword.checkpoint.tensors import Spec, in_order, spec_of, write_tensors
 from kiloword.distributed import collectives
+from kiloword.model.adapters import MARK, adapters_of, merge
+from kiloword.models.tensors import Spec, in_order, spec_of, write_tensors
 
 AT_ONCE = 1 << 28  # bytes of whole tensors assembled from shards at a time
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from kiloword.checkpoint.model_folder import load_model, save_model
 from kiloword.config.recipes import ModelFile
 from kiloword.data.text.tokenizer import Tokenizer
+from kiloword.models.model_folder import load_model, save_model
 from kiloword.verify.batch import config
 from kiloword.verify.suite import learner
 

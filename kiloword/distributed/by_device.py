@@ -11,8 +11,7 @@ from typing import Any, Literal, cast, get_args
 import torch
 
 from kiloword.config.recipes import EncoderPrecision, Matmul, ModelConfig, Recipe, sizes
-from kiloword.data.steps import free_shared_memory
-from kiloword.distributed.device import cores, cpu_has_bf16
+from kiloword.distributed.device import cores, cpu_has_bf16, free_shared_memory
 from kiloword.distributed.sharing import is_first
 from kiloword.terminal import warn
 

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from kiloword.addresses import scrubbed
-from kiloword.checkpoint import card as cards
-from kiloword.checkpoint.card import line
-from kiloword.checkpoint.files import write_atomic, write_json
-from kiloword.checkpoint.model_folder import read_model_file
 from kiloword.config.recipes import ModelFile
+from kiloword.files import write_atomic, write_json
+from kiloword.models import card as cards
+from kiloword.models.card import line
+from kiloword.models.model_folder import read_model_file
 
 CARD = cards.NAME
 FIGURES = 40  # rows of the table, at most
@@ -22,7 +22,7 @@ LARGEST = 1 << 24  # bytes of a record
 def card(
     file: ModelFile, folder: Path, load: Sequence[str] | None = None, notes: Sequence[str] = (), target: str = ""
 ) -> str:
-    """As `checkpoint.card.text`, with the figures of the run. Args: folder: of the model."""
+    """As `card.text`, with the figures of the run. Args: folder: of the model."""
     return cards.text(file, load, notes, target, _figures(folder))
 
 

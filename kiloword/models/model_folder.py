@@ -13,19 +13,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kiloword.checkpoint import adapters
-from kiloword.checkpoint.files import json_bytes, write_atomic
-from kiloword.checkpoint.tensors import in_order, read_shapes, read_tensors, spec_of, write_tensors
-from kiloword.checkpoint.trust import NONE, Trust, method_of
 from kiloword.config.recipes import ModelFile
 from kiloword.config.settings import read_config
 from kiloword.distributed.device import choose
+from kiloword.files import json_bytes, write_atomic
+from kiloword.models import adapters
+from kiloword.models.tensors import in_order, read_shapes, read_tensors, spec_of, write_tensors
+from kiloword.models.trust import NONE, Trust, method_of
 
 if TYPE_CHECKING:
-    from kiloword.checkpoint.state_shards import SavedState
     from kiloword.data.text.tokenizer import Tokenizer
     from kiloword.methods.method import Method
     from kiloword.model.model import Model
+    from kiloword.models.state_shards import SavedState
 
 EXTRA_TOKENS = 16  # largest number in a text tower
 WEIGHTS = "model.safetensors"
@@ -71,9 +71,9 @@ def open_model(
     of a folder of adapters alone, the model folder from which their run started.
     Raises: ValueError when a file is missing or damaged, does not fit its config, or needs untrusted code (`Trust`).
     """
-    from kiloword.config.by_device import encoder_precision
     from kiloword.data.text.tokenizer import Tokenizer
-    from kiloword.model.model import build
+    from kiloword.distributed.by_device import encoder_precision
+    from kiloword.models.build import build
 
     device, (folder, state) = choose(device, mps=True), _located(Path(folder))
     file = read_model_file(folder, WEIGHTS if base is None else adapters.FILE)
@@ -96,7 +96,7 @@ def open_model(
 def _located(path: Path) -> tuple[Path, SavedState | None]:
     """The model folder of a path, and the state whose weights are meant in place of its own, if any."""
     if path.name == "state" or path.parent.name == "state":
-        from kiloword.checkpoint.states import open_state
+        from kiloword.models.states import open_state
 
         run = path.parent if path.name == "state" else path.parent.parent
         return run / "model", open_state(path)
@@ -141,7 +141,7 @@ def check_weights(
     Args: stored: shapes of other weights than those of its file, such as a state's; none: its file's.
     Raises: ValueError when the file is damaged or does not fit.
     """
-    from kiloword.model.model import shapes
+    from kiloword.models.build import shapes
 
     stored = stored or read_shapes(Path(folder) / WEIGHTS)
     if ":" not in file.method:  # a user-defined method may read values, which meta tensors do not have

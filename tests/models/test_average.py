@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from folders import model_folder
-from kiloword.checkpoint import average as averaging
-from kiloword.checkpoint.model_folder import load_model
 from kiloword.cli.main import main
-from kiloword.report.model_card import model_card
+from kiloword.models import average as averaging
+from kiloword.models.model_card import model_card
+from kiloword.models.model_folder import load_model
 
 MODEL = ("config.json", "model.safetensors", "tokenizer.json")
 

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load as load_tensors
 from torch import Tensor
 
-from kiloword.checkpoint.files import SaveError, atomic
+from kiloword.files import SaveError, atomic
 
 Spec = tuple[torch.dtype, tuple[int, ...]]  # dtype and shape of a tensor in a file
 

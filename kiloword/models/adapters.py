@@ -10,29 +10,11 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from kiloword.checkpoint.tensors import in_order, read_tensors, spec_of, write_tensors
+from kiloword.model.adapters import MARK, adapters_of, merge
+from kiloword.models.tensors import in_order, read_tensors, spec_of, write_tensors
 
 FILE = "adapter.safetensors"
 BASE = "base_sha256"  # key of its metadata: digest of model.safetensors of the adapted model
-MARK = ".lora."  # in the names of adapters: LAYER.lora.a beside LAYER.weight
-PARTS = ("a", "b", "scale")
-
-
-def merge(weight: Tensor, a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
-    """weight + scale B A (arXiv:2106.09685, eq. 3), in the dtype of the weight.
-
-    Args: weight [O, I] or [O, I, 1, 1] of n stacked matrices; a [n r, I], b [O, r], n matrices of rank r each; scale:
-    alpha / r.
-    """
-    stacked = len(a) // b.shape[1]
-    changes = [up @ down for down, up in zip(a.chunk(stacked), b.chunk(stacked), strict=True)]
-    return (weight + scale * torch.cat(changes).view_as(weight)).to(weight.dtype)
-
-
-def adapters_of(name: str, known: Mapping[str, object]) -> list[str]:
-    """Names of the adapter's tensors of the parameter `name`, in the order of `merge`; none where it has none."""
-    names = [f"{name.removesuffix('.weight')}{MARK}{part}" for part in PARTS]
-    return names if name.endswith(".weight") and names[0] in known else []
 
 
 def merged(weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
