@@ -31,7 +31,6 @@ from seeds import (
 from kiloword.config.recipes import AugmentConfig, ModelFile, TextConfig
 from kiloword.config.settings import read_config
 from kiloword.data.feature_store import TableFile
-from kiloword.data.images import work
 from kiloword.data.images.augmentation import EvalTransform, TrainTransform
 from kiloword.data.images.decode import decode, image_size
 from kiloword.data.reading import read
@@ -48,7 +47,6 @@ from kiloword.randomness import Draw
 from kiloword.training.run_folder import RunFile
 from kiloword.types import BadSample, Source
 
-work.SMALL = 256  # so that small inputs meet the checks of large ones
 DRAW = Draw(0, 0, 0)
 ROWS = 20  # read of a source
 DECODERS = ("pillow", "opencv", "simplejpeg")

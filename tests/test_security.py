@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kiloword.config import recipes, settings
-from kiloword.data.images import decode, time_limit, work
+from kiloword.data.images import decode, time_limit
 from kiloword.data.remote import errors, http_files, transport
 from kiloword.data.remote import file as remote_file
 from kiloword.data.sources import columns, embedded, sample
@@ -39,7 +39,7 @@ NUMBERS = {  # row -> what it says, with the limits of the code
         f"texts of {sample.MAX_TEXT // MIB} MiB"
     ],
     "image": [
-        f"{decode.MAX_PIXELS:,} pixels, {work.MAX_SCANS} scans, {work.MAX_CHUNKS:,} chunks",
+        f"{decode.MAX_PIXELS:,} pixels, {decode.MAX_SCANS} scans of a JPEG",
         f"{time_limit.SECONDS:g} s of processor time",
     ],
     "csv, tsv, parquet": [

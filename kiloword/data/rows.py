@@ -30,9 +30,9 @@ import pyarrow as pa
 import pyarrow.compute
 from numpy.typing import NDArray
 
-from kiloword.checkpoint.files import replacing
 from kiloword.data.files import folder as cache_folder
 from kiloword.data.sources.sample import MAX_IMAGE, QUESTION, check_size, question_in, read_whole
+from kiloword.files import replacing
 from kiloword.types import BadSample, LabelSet, NoCaption, Record
 
 _OPEN = 64  # files that a process keeps open

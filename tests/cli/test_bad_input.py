@@ -153,7 +153,7 @@ def huge_png(side: int) -> bytes:
 
 BAD = {
     "empty.png": (b"", b"x", "the image has zero bytes"),
-    "huge.png": (huge_png(20_000), b"x", "image has 400,000,000 pixels, more than 80,000,000"),
+    "huge.png": (huge_png(20_000), b"x", "image has more than 80,000,000 pixels"),
     "notes.jpg": (b"this is no image", b"x", "not an image in a known format"),
     "torn.png": (photo()[:60], b"x", "cannot be decoded"),
     "silent.png": (photo(), b"", "no caption"),

@@ -16,8 +16,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kiloword.data.images import work
-
 FUZZ = Path(__file__).parents[2] / "fuzz"
 NAMES = ("tar index", "images", "captions", "configs")
 
@@ -26,7 +24,6 @@ NAMES = ("tar index", "images", "captions", "configs")
 def readers() -> Iterator[ModuleType]:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(FUZZ))
-        patch.setattr(work, "SMALL", 256)  # as importing the readers does, but not for the tests of other files
         yield importlib.import_module("readers")
 
 

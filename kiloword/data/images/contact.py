@@ -7,9 +7,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
+from textwrap import wrap
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw, ImageFont, ImageOps
 
 from kiloword.data.images.decode import decode
 from kiloword.files import write_atomic
@@ -18,7 +19,7 @@ from kiloword.types import BadSample, Record, Source, indices_of
 
 _COLUMNS, TILES = 6, 24
 _TILE, _IMAGE, _GAP = (240, 280), (240, 180), 16  # pixels: width and height, gap between tiles
-_LINES, _LINE, _FONT = 5, 17, 13  # caption lines, pixels a line, font size
+_LINES, _LETTERS, _FONT = 5, 36, 13  # caption lines, letters a line, font size
 _INK, _FAINT, _EDGE = (20, 20, 20), (130, 130, 130), (215, 215, 215)
 
 
@@ -39,13 +40,11 @@ def draw_tiles(shown: Sequence[tuple[Image.Image, str, int]], path: Path) -> Non
 
     Errors: ValueError when the file cannot be written.
     """
-    rows = -(-len(shown) // _COLUMNS)
-    size = (_GAP + _COLUMNS * (_TILE[0] + _GAP), _GAP + rows * (_TILE[1] + _GAP))
-    sheet = Image.new("RGB", size, "white")
-    for place, (image, text, captions) in enumerate(shown):
+    across, down = _TILE[0] + _GAP, _TILE[1] + _GAP
+    sheet = Image.new("RGB", (_GAP + _COLUMNS * across, _GAP - -len(shown) // _COLUMNS * down), "white")
+    for place, one in enumerate(shown):
         row, column = divmod(place, _COLUMNS)
-        corner = (_GAP + column * (_TILE[0] + _GAP), _GAP + row * (_TILE[1] + _GAP))
-        _tile(sheet, corner, image, text, captions)
+        sheet.paste(_tile(*one), (_GAP - 1 + column * across, _GAP - 1 + row * down))
     file = io.BytesIO()
     sheet.save(file, "PNG")
     write_atomic(path, file.getvalue())
@@ -68,31 +67,12 @@ def _caption(source: Source, record: Record) -> str:
     return ", ".join(names[label] if label < len(names) else f"class {label}" for label in classes) or "no class"
 
 
-def _tile(sheet: Image.Image, corner: tuple[int, int], image: Image.Image, caption: str, captions: int) -> None:
-    scale = min(_IMAGE[0] / image.width, _IMAGE[1] / image.height)
-    size = max(1, round(image.width * scale)), max(1, round(image.height * scale))
-    sheet.paste(image.resize(size, Image.Resampling.BICUBIC), corner)
-    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(_FONT)
-    draw.rectangle((corner[0] - 1, corner[1] - 1, corner[0] + size[0], corner[1] + size[1]), outline=_EDGE)
-    more = f"+ {captions - 1} more" if captions > 1 else ""
-    lines = _wrap(caption, font, _LINES - bool(more))
-    x, y = corner[0], corner[1] + _IMAGE[1] + 6
-    for line in lines:
-        draw.text((x, y), line, _INK, font)
-        y += _LINE
-    draw.text((x, y), more, _FAINT, font)
-
-
-def _wrap(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, lines: int) -> list[str]:
-    """At most `lines` lines that fit the tile; "..." where text is cut."""
-    wrapped, line, width = [], "", _TILE[0]
-    for word in text[:400].split():
-        longer = f"{line} {word}".strip()
-        if line and font.getlength(longer) > width:
-            wrapped.append(line)
-            longer = word
-        while font.getlength(longer) > width:
-            longer = longer[:-1]
-        line = longer
-    wrapped.append(line)
-    return wrapped if len(wrapped) <= lines else [*wrapped[: lines - 1], wrapped[lines - 1][:-3] + "..."]
+def _tile(image: Image.Image, caption: str, captions: int) -> Image.Image:
+    """The image in a frame, its caption, and how many more there are."""
+    tile = Image.new("RGB", (_TILE[0] + 2, _TILE[1] + 2), "white")
+    tile.paste(ImageOps.expand(ImageOps.contain(image, _IMAGE), 1, _EDGE))
+    draw, font = ImageDraw.Draw(tile), ImageFont.load_default(_FONT)
+    lines = wrap(caption[:400], _LETTERS, max_lines=_LINES - (captions > 1), placeholder="...")
+    for n, line in enumerate([*lines, f"+ {captions - 1} more"] if captions > 1 else lines):
+        draw.text((1, _IMAGE[1] + 7 + 17 * n), line, _INK if n < len(lines) else _FAINT, font)
+    return tile

@@ -11,17 +11,16 @@ from __future__ import annotations
 import io
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageFile, UnidentifiedImageError, features
 
-from kiloword.data.images.work import check_bytes, check_opened, finder, is_whole_png
 from kiloword.errors import needs
 from kiloword.terminal import shown
 from kiloword.types import BadSample
@@ -30,14 +29,15 @@ Decoder = Literal["pillow", "opencv", "simplejpeg"]
 Pixels = NDArray[np.uint8]
 
 MAX_PIXELS = 80_000_000  # 240 MB decoded; just below Pillow's own limit
+MAX_SCANS = 100  # of a JPEG, each of which goes over the whole image; progressive ones have about 10
 # Not EPS and the like, which start other programs.
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "JPEG2000", "PPM")
 _AVIF, _HEIF = (b"avif", b"avis"), (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
 _PACKAGES = {"opencv": ("cv2", "opencv-python-headless"), "simplejpeg": ("simplejpeg", "simplejpeg")}
+_SCAN, _END = b"\xff\xda", b"\xff\xd9"  # markers of JPEG (ITU-T T.81, B.1)
+_MARKER = re.compile(rb"\xff[^\0\xd0-\xd7\xff]")  # no stuffed byte, restart or fill byte
+_PNG, _PNG_END = b"\x89PNG\r\n\x1a\n", b"IEND\xaeB`\x82"
 _ORIENTATION = 0x0112
-_PNG = b"\x89PNG\r\n\x1a\n"
-_PROGRESSIVE, _SCAN, _END = b"\xc2", b"\xda", b"\xd9"  # second bytes of JPEG's markers
-_MARKERS = frozenset(bytes([kind]) for kind in (0xC0, 0xC1, 0xC2, 0xC4, 0xDA, 0xDB, 0xDD, *range(0xE0, 0xF0), 0xFE))
 _EXIF = {"exif", "Raw profile type exif", "XML:com.adobe.xmp", "xmp"}  # keys of `Image.info` with an orientation
 _LATE = (b"eXIf", b"Raw profile type exif", b"XML:com.adobe.xmp")
 # operations of `Image.Transpose` for the EXIF orientations 2 to 8
@@ -82,8 +82,9 @@ def decode(image: bytes | Pixels, decoder: Decoder = "pillow", at_least: int | N
             raise BadSample(f"array is {image.dtype} {list(image.shape)}, expected uint8 [H, W, 3]")
         return image
     with _reading():
-        opened = _open(image)
-        factor = _reduction(opened, at_least)
+        opened, factor = _open(image), 1
+        if at_least is not None and opened.format in ("JPEG", "MPO"):
+            factor = next((f for f in (8, 4, 2) if min(opened.size) // f >= max(1, at_least)), 1)
         pixels = _fast(image, opened, decoder, factor)
         if pixels is not None:
             return pixels
@@ -101,31 +102,31 @@ def _reading() -> Iterator[None]:
             yield
         except (BadSample, MemoryError):
             raise
-        except Image.DecompressionBombError as error:  # where Pillow only warns, `_open` refuses
-            match = re.search(r"\((\d+) pixels\)", str(error))
-            raise _too_large(int(match[1]) if match else None) from None
+        except Image.DecompressionBombError:  # where Pillow only warns, `_open` refuses
+            raise BadSample(f"image has more than {MAX_PIXELS:,} pixels") from None
         except UnidentifiedImageError:
             raise BadSample("not an image in a known format") from None
-        except Exception as error:  # plugins raise nearly every type on hostile bytes; only they run in here
+        except Exception as error:  # plugins raise nearly every type on damaged bytes; only they run in here
             what = str(error).strip() or type(error).__name__
             raise BadSample(shown(f"cannot be decoded, damaged or cut: {what}"[:200])) from None
 
 
 def _open(image: bytes) -> ImageFile.ImageFile:
-    """Read the header; check the number of pixels and the other limits on the work of decoding (see `work.py`)."""
+    """Read the header; check the number of pixels and scans."""
     if not image:
         raise BadSample("the image has zero bytes")
-    check_bytes(image)
     try:
         opened = Image.open(io.BytesIO(image), formats=_formats(image[4:12]))
     except Exception:
         if not image.startswith(_PNG):
             raise
         opened = Image.open(io.BytesIO(_without_metadata(image)), formats=("PNG",))
-    pixels = max(opened.width * opened.height, _tile(opened))
-    if pixels > MAX_PIXELS:
-        raise _too_large(pixels)
-    check_opened(image, opened, pixels)
+    if opened.width * opened.height > MAX_PIXELS:
+        raise Image.DecompressionBombError
+    if opened.format in ("JPEG", "MPO") and opened.fp is not None:
+        start = opened.fp.tell()  # Pillow has read the first scan's header: any thumbnail lies before
+        if image.count(_SCAN, start, image.find(_END, start)) >= MAX_SCANS:
+            raise BadSample(f"image has more than {MAX_SCANS} scans")
     if opened.format == "PNG" and any(mark in image for mark in _LATE) and not _EXIF & opened.info.keys():
         opened.load()  # metadata of a PNG may stand after its pixels
     return opened
@@ -165,89 +166,46 @@ def missing_package(suffix: str) -> str:
     return needs("HEIC", "pillow-heif", "heif") if heic else ""
 
 
-def _tile(image: Image.Image) -> int:
-    """Pixels of a tile of a TIFF, which are allocated whatever the image's size; 0 without tiles."""
-    tags: Mapping[int, Any] = getattr(image, "tag_v2", {})
-    width, height = tags.get(322, 0), tags.get(323, 0)
-    return width * height if isinstance(width, int) and isinstance(height, int) else 0
-
-
-def _too_large(pixels: int | None) -> BadSample:
-    count = "too many" if pixels is None else f"{pixels:,}"
-    return BadSample(f"image has {count} pixels, more than {MAX_PIXELS:,}")
-
-
 def _orientation(image: Image.Image) -> int:
     """1 to 8; 1 is upright, also where EXIF cannot be parsed. Reads EXIF only if there is any."""
-    if not _EXIF & image.info.keys():
-        return 1
-    try:
-        value = image.getexif().get(_ORIENTATION, 1)
-    except Exception:  # Pillow raises nearly every type on damaged metadata; the pixels may be whole
-        return 1
+    value = None
+    if _EXIF & image.info.keys():
+        with suppress(Exception):  # Pillow raises nearly every type on damaged metadata; the pixels may be whole
+            value = image.getexif().get(_ORIENTATION)
     return value if isinstance(value, int) and 1 <= value <= 8 else 1
 
 
-def _reduction(image: Image.Image, at_least: int | None) -> int:
-    """The largest of 1, 2, 4, 8 that keeps `at_least` pixels on the shorter side of a JPEG."""
-    if at_least is None or image.format not in ("JPEG", "MPO"):
-        return 1
-    shorter = min(image.size)
-    return next((f for f in (8, 4, 2) if shorter // f >= max(1, at_least)), 1)
-
-
-def _fast(image: bytes, opened: Image.Image, decoder: Decoder, factor: int) -> Pixels | None:
-    """The result of another decoder, if it does the same as Pillow; None leaves the image to Pillow."""
+def _fast(image: bytes, opened: ImageFile.ImageFile, decoder: Decoder, factor: int) -> Pixels | None:
+    """The result of another decoder, if it does the same as Pillow; None leaves the image, or the reason, to Pillow."""
     plain = opened.mode in ("RGB", "L") and _orientation(opened) == 1 and "transparency" not in opened.info
-    if decoder == "pillow" or not plain:
+    if decoder == "pillow" or not plain or opened.format not in ("JPEG", "PNG"):
         return None
-    if opened.format == "JPEG" and decoder == "simplejpeg":
-        return _simplejpeg(image, opened, factor)
-    still = opened.format == "PNG" and getattr(opened, "n_frames", 1) == 1 and is_whole_png(image)
-    if decoder == "opencv" and (still or (opened.format == "JPEG" and _is_whole(image))):
-        return _opencv(image, factor)
-    return None
+    if decoder == "simplejpeg":
+        import simplejpeg
 
-
-def _is_whole(jpeg: bytes) -> bool:
-    """Whether its markers lead from one to the next up to the end of the image (ITU-T T.81, B.1.1).
-
-    Pillow and simplejpeg report a missing part; OpenCV fills it with grey.
-    """
-    at, progressive, next_marker = 2, False, finder(jpeg)
-    while jpeg[at : at + 1] == b"\xff" and (kind := jpeg[at + 1 : at + 2]) != _END:
-        if kind != b"\xff":  # any number of these fill bytes may precede a marker
-            length = int.from_bytes(jpeg[at + 2 : at + 4], "big")
-            if kind not in _MARKERS or length < 2:
-                return False
-            progressive |= kind == _PROGRESSIVE
-            at += 1 + length
-        at += 1
-        if kind == _SCAN:
-            at = next_marker(at)
-            if at < 0 or (jpeg[at + 1 : at + 2] != _END and not progressive):
-                return False  # sequential with several scans: rare, and OpenCV reports no errors in them
-    return jpeg[at : at + 1] == b"\xff"
-
-
-def _simplejpeg(image: bytes, opened: Image.Image, factor: int) -> Pixels | None:
-    """None when simplejpeg refuses, for which warnings of libjpeg are errors: Pillow then decides."""
-    import simplejpeg
-
-    least = {"min_height": opened.height // factor, "min_width": opened.width // factor} if factor > 1 else {}
-    with suppress(ValueError):
-        pixels: Pixels = simplejpeg.decode_jpeg(image, "RGB", **least)
-        return pixels
-    return None
-
-
-def _opencv(image: bytes, factor: int) -> Pixels | None:
-    """None when OpenCV fails: Pillow then reports the reason."""
+        least = {"min_height": opened.height // factor, "min_width": opened.width // factor} if factor > 1 else {}
+        with suppress(ValueError):  # warnings of libjpeg are errors of simplejpeg; a PNG is one too
+            pixels: Pixels = simplejpeg.decode_jpeg(image, "RGB", **least)
+            return pixels
+        return None
+    if not _is_whole(image, opened):
+        return None
     import cv2
 
     flag = cv2.IMREAD_COLOR if factor == 1 else getattr(cv2, f"IMREAD_REDUCED_COLOR_{factor}")
-    pixels = cv2.imdecode(np.frombuffer(image, np.uint8), flag | cv2.IMREAD_IGNORE_ORIENTATION)
-    return None if pixels is None else cv2.cvtColor(pixels, cv2.COLOR_BGR2RGB, dst=pixels)
+    read = cv2.imdecode(np.frombuffer(image, np.uint8), flag | cv2.IMREAD_IGNORE_ORIENTATION)
+    return None if read is None else cv2.cvtColor(read, cv2.COLOR_BGR2RGB, dst=read)
+
+
+def _is_whole(image: bytes, opened: ImageFile.ImageFile) -> bool:
+    """Whether the image looks whole: OpenCV fills what a JPEG lacks, unless it is progressive."""
+    if opened.format == "PNG":
+        return image.endswith(_PNG_END) and getattr(opened, "n_frames", 1) == 1
+    start = opened.fp.tell() if opened.fp else 0
+    if "progressive" in opened.info:
+        return image.find(_END, start) > 0
+    marker = _MARKER.search(image, start)
+    return marker is not None and marker[0] == _END
 
 
 @_reading()
@@ -257,8 +215,9 @@ def to_rgb(image: Image.Image) -> Image.Image:
     Errors: BadSample for floating-point images, and for a lazily opened image that cannot be decoded.
     """
     orientation = _orientation(image)
-    if image.mode.startswith("I"):
-        image = _from_16_bit(image)
+    if image.mode.startswith("I"):  # 16-bit grey, [0, 65535] to [0, 255], rounded
+        grey = np.asarray(image).clip(0, 65535).astype(np.uint32)
+        image = Image.fromarray(((grey + 128) // 257).astype(np.uint8))
     elif image.mode == "F":
         raise BadSample("floating-point images are not supported")
     if image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
@@ -270,11 +229,3 @@ def to_rgb(image: Image.Image) -> Image.Image:
     else:
         image.load()
     return image if orientation == 1 else image.transpose(Image.Transpose[_TURNS[orientation - 2]])
-
-
-def _from_16_bit(image: Image.Image) -> Image.Image:
-    """16-bit grey to 8 bits: [0, 65535] to [0, 255], rounded."""
-    grey = np.asarray(image).clip(0, 65535).astype(np.uint32)
-    grey += 128
-    grey //= 257
-    return Image.fromarray(grey.astype(np.uint8))

@@ -62,8 +62,6 @@ def prepare(images: Any, transform: EvalTransform, first: int = 0) -> Tensor:
 
 
 def _prepare(image: Any, transform: EvalTransform, place: int) -> Tensor:
-    if isinstance(image, bytes | bytearray | memoryview):
-        image = bytes(image)
     if isinstance(image, str) and is_url(image):
         raise ValueError(
             f"image {scrubbed(image)[:200]} is an address, which is not fetched: download it, give its path."
@@ -74,7 +72,11 @@ def _prepare(image: Any, transform: EvalTransform, place: int) -> Tensor:
     try:
         if path is not None:
             return transform(read_whole(path, "it", MAX_IMAGE))
-        return transform(image if isinstance(image, bytes) else _pixels(image, place))
+        if isinstance(image, Image.Image):
+            return transform(np.asarray(to_rgb(image)))
+        if isinstance(image, bytes | bytearray | memoryview):
+            return transform(bytes(image))
+        return transform(_pixels(image, place))
     except OSError as error:
         raise ValueError(f"image {path} cannot be read: {error.strerror}") from error
     except BadSample as error:
@@ -82,38 +84,27 @@ def _prepare(image: Any, transform: EvalTransform, place: int) -> Tensor:
 
 
 def _pixels(image: Any, place: int) -> Pixels:
-    """An image in memory as uint8 [H, W, 3]. Raises: ValueError, BadSample."""
-    if isinstance(image, Image.Image):
-        return np.asarray(to_rgb(image))
-    if isinstance(image, Tensor):
-        return _of_tensor(image, place)
-    if not isinstance(image, np.ndarray):
+    """An array [H, W, 3] or tensor [3, H, W] as uint8 [H, W, 3]; floats from 0 to 1 are scaled. Raises: ValueError."""
+    if not isinstance(image, np.ndarray | Tensor):
         raise ValueError(f"got {kind(image)} as image {place}: {EXPECTED}.")
-    of_type = image.dtype == np.uint8 or np.issubdtype(image.dtype, np.floating)
-    if not of_type or image.ndim != 3 or image.shape[2] != 3 or not image.size:
-        raise ValueError(f"image {place} is a {image.dtype} array {list(image.shape)}: {EXPECTED}.")
-    return _of_floats(image, f"a {image.dtype} array", place) if image.dtype != np.uint8 else image
-
-
-def _of_tensor(image: Tensor, place: int) -> Pixels:
-    supported = image.dtype == torch.uint8 or image.is_floating_point()
-    if not supported or image.ndim != 3 or image.shape[0] != 3 or not image.numel():
-        raise ValueError(f"image {place} is a {image.dtype} tensor {list(image.shape)}: {EXPECTED}.")
-    pixels = image.detach().cpu().permute(1, 2, 0)
-    if image.is_floating_point():
-        return _of_floats(pixels.float().numpy(), f"a {image.dtype} tensor", place)
-    return pixels.contiguous().numpy()
-
-
-def _of_floats(pixels: np.ndarray[Any, Any], what: str, place: int) -> Pixels:
-    """Values from 0 to 1 as uint8. Raises: ValueError for others."""
-    least, most = float(pixels.min()), float(pixels.max())
-    if not 0 <= least <= most <= 1:
-        raise ValueError(
-            f"image {place} is {what} with values from {least:.3g} to {most:.3g}: expected 0 to 1; the model "
-            "normalises images itself."
-        )
-    return np.ascontiguousarray((pixels.astype(np.float32) * 255).round().astype(np.uint8))
+    what = f"a {image.dtype} {'tensor' if isinstance(image, Tensor) else 'array'}"
+    wanted = image.ndim == 3 and image.shape[0 if isinstance(image, Tensor) else 2] == 3 and 0 not in image.shape
+    shape = list(image.shape)
+    if isinstance(image, Tensor):
+        image = (image.float() if image.is_floating_point() else image).detach().cpu().numpy()
+        image = np.moveaxis(image, 0, -1) if wanted else image
+    floats = np.issubdtype(image.dtype, np.floating)
+    if not wanted or not (floats or image.dtype == np.uint8):
+        raise ValueError(f"image {place} is {what} {shape}: {EXPECTED}.")
+    if floats:
+        least, most = float(image.min()), float(image.max())
+        if not 0 <= least <= most <= 1:
+            raise ValueError(
+                f"image {place} is {what} with values from {least:.3g} to {most:.3g}: expected 0 to 1; the model "
+                "normalises images itself."
+            )
+        image = (image.astype(np.float32) * 255).round().astype(np.uint8)
+    return np.ascontiguousarray(image)
 
 
 def kind(value: Any) -> str:

@@ -1,74 +1,23 @@
-"""Images resized to more than the crop (FFF's teacher: 256, then 224), and the first captions of an image."""
+"""Runs on the first captions of an image, and features of images resized to more than the crop (FFF's teacher)."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
-import torch
-from PIL import Image
 
 from kiloword.cli.main import main
-from kiloword.config.recipes import AugmentConfig, ModelFile, Preprocess, sizes
-from kiloword.config.settings import check, parse
-from kiloword.data.images.augmentation import EvalTransform, TrainTransform
+from kiloword.config.recipes import ModelFile, sizes
+from kiloword.config.settings import parse
 from kiloword.data.sampler import choose_captions
 from kiloword.features import extract
 from kiloword.features.extract import resized
 from kiloword.features.teachers import open_teacher
-from kiloword.interop.open_clip_config import torchvision_ready
 from kiloword.methods.defaults import default_recipe
 from kiloword.randomness import Draw
 from kiloword.training.loop import RunOptions, train
-
-
-def photo(width: int, height: int) -> Image.Image:
-    noise = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
-    return Image.fromarray(noise).resize((width, height), Image.Resampling.BILINEAR)
-
-
-@pytest.mark.parametrize(("width", "height"), [(90, 61), (61, 90), (64, 64), (500, 40)])
-def test_torchvisions_resize_and_centre_crop(width: int, height: int) -> None:
-    torchvision_ready()
-    transforms = pytest.importorskip("torchvision.transforms", reason="torchvision is not installed")
-    image = photo(width, height)
-    both = transforms.Compose(
-        [
-            transforms.Resize(64, transforms.InterpolationMode.BICUBIC),
-            transforms.CenterCrop(56),
-            transforms.PILToTensor(),
-        ]
-    )
-    assert torch.equal(EvalTransform(56, 64)(np.asarray(image)), both(image))
-    assert not torch.equal(EvalTransform(56)(np.asarray(image)), both(image))
-
-
-def test_training_without_a_random_crop_sees_the_same_part() -> None:
-    pixels = np.zeros((64, 128, 3), dtype=np.uint8)
-    pixels[4:60, 36:92] = 255  # what a crop of 56 from 64 sees
-    some = Draw(0, 0, 0)
-    assert bool((EvalTransform(56, 64)(pixels) == 255).all())
-    assert bool((TrainTransform(56, AugmentConfig(), 64)(pixels, some) == 255).all())
-    assert not bool((TrainTransform(56, AugmentConfig())(pixels, some) == 255).all())
-
-
-def test_a_side_below_the_crop() -> None:
-    for transform in (EvalTransform, lambda size, resize: TrainTransform(size, AugmentConfig(), resize)):
-        with pytest.raises(
-            ValueError, match=r"resize 200 is smaller than the image size 224, .* such as 256, or shortest"
-        ):
-            transform(224, 200)
-
-
-@pytest.mark.parametrize("bad", [0, "longest", 1.5])
-def test_values_of_the_setting(bad: Any) -> None:
-    assert parse({"resize": 256}, Preprocess).resize == 256
-    with pytest.raises(ValueError, match="resize"):
-        check(parse({"resize": bad}, Preprocess), prefix="")
 
 
 def test_the_first_captions_of_every_epoch() -> None:

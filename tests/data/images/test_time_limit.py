@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from test_hostile_work import scans
+from test_decode import scans
 
 from cases import mostly_slow
 from kiloword.config.recipes import DataConfig, TextConfig

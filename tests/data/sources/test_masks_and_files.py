@@ -12,11 +12,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from PIL import Image, ImageOps
+from PIL import Image
 
-from kiloword.data.images.augmentation import _centre, _crop_resize, _scaled, fit
-from kiloword.data.images.decode import MAX_PIXELS, _from_16_bit, decode, image_size, to_rgb
-from kiloword.data.images.work import is_whole_png
 from kiloword.data.transforms.partner import named
 from kiloword.types import BadSample, Record
 from tars import encode, noise
@@ -104,52 +101,6 @@ def test_runs_go_down_the_columns() -> None:
     ):
         with pytest.raises(BadSample):
             decode_mask(wrong, 2, 3)
-
-
-def test_sides_and_turns() -> None:
-    image = Image.fromarray(noise(4, 6))
-    exif = Image.Exif()
-    for orientation in range(1, 10):
-        exif[0x0112] = orientation
-        raw = io.BytesIO()
-        image.save(raw, "PNG", exif=exif)
-        turned = decode(raw.getvalue())
-        assert image_size(raw.getvalue()) == turned.shape[1::-1] == ((4, 6) if 5 <= orientation <= 8 else (6, 4))
-        assert np.array_equal(turned, np.asarray(ImageOps.exif_transpose(Image.open(raw))))
-    grey = Image.fromarray(np.array([[0, 128, 129, 257, 65535]], np.uint16))
-    assert np.asarray(_from_16_bit(grey)).tolist() == [[0, 0, 1, 1, 255]]
-    layer = np.array([[[10, 20, 30, 0], [10, 20, 30, 255], [0, 0, 0, 128]]], np.uint8)
-    assert np.asarray(to_rgb(Image.fromarray(layer)))[0].tolist() == [[255] * 3, [10, 20, 30], [127] * 3]
-    png = encode(noise(4, 6))
-    assert is_whole_png(png)
-    assert is_whole_png(png + b"more")
-    assert not is_whole_png(png[:-9])
-    for wrong in (
-        np.zeros((2, 2), np.uint8),
-        np.zeros((2, 2, 4), np.uint8),
-        np.zeros((0, 2, 3), np.uint8),
-        np.zeros((2, 2, 3)),
-    ):
-        with pytest.raises(BadSample, match=r"expected uint8 \[H, W, 3\]"):
-            decode(wrong)
-
-
-def test_boxes_of_crops() -> None:
-    assert _centre(100, 50, 0.5, 1.0) == (0.25, 0.0, 0.5, 1.0)
-    assert _centre(50, 100, 0.5, 2.0) == (0.0, 0.0, 1.0, 1.0)
-    assert _centre(25, 100, 0.5, 2.0) == (0.0, 0.25, 1.0, 0.5)
-    assert (_scaled(30, 20, 10, "shortest"), _scaled(20, 30, 10, "shortest")) == ((15, 10), (10, 15))
-    assert (_scaled(20, 20, 10, "shortest"), _scaled(20, 30, 10, "squash")) == ((10, 10), (10, 10))
-    pixels = noise(10, 20)
-    assert np.array_equal(_crop_resize(pixels, (0.25, 0.2, 0.4, 0.8), 8).permute(1, 2, 0), pixels[2:10, 5:13])
-    assert np.array_equal(_crop_resize(pixels, (0.99, 0.99, 0.001, 0.001), 1).permute(1, 2, 0), pixels[-1:, -1:])
-    line = Image.new("RGB", (2 * MAX_PIXELS // 64, 1), (7, 8, 9))
-    line.paste((9, 9, 9), (line.width // 2, 0, line.width, 1))
-    shown = fit(line, 64)
-    assert shown.shape == (3, 64, 64)
-    assert shown.is_contiguous()
-    assert shown[:, 0, 0].tolist() == [7, 8, 9]
-    assert (shown[0, 0] + shown[0, 0].flip(0) == 16).all(), "its middle"
 
 
 class Keyed:

@@ -1,0 +1,313 @@
+"""Every kind of image, by every decoder: pixels as documented, or a reason."""
+
+from __future__ import annotations
+
+import io
+import resource
+import struct
+import sys
+import warnings
+import zlib
+from functools import cache
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from counting import calls
+from kiloword.data.images.augmentation import EvalTransform, TrainTransform
+from kiloword.data.images.decode import MAX_PIXELS, Decoder, decode, image_size, to_rgb
+from kiloword.randomness import Draw
+from kiloword.types import BadSample
+from tars import encode, noise
+
+DECODERS: tuple[Decoder, ...] = ("pillow", "opencv", "simplejpeg")
+HIGH, WIDE = 40, 60
+Expected = np.ndarray | str
+
+
+def outcome(image: bytes, decoder: Decoder = "pillow", at_least: int | None = None) -> Expected:
+    """Pixels, or the reason why there are none."""
+    pytest.importorskip({"opencv": "cv2", "pillow": "PIL"}.get(decoder, decoder))
+    try:
+        return decode(image, decoder, at_least)
+    except BadSample as error:
+        return str(error)
+
+
+def far(a: np.ndarray, b: np.ndarray) -> int:
+    """The greatest difference, in levels."""
+    assert a.shape == b.shape
+    return int(np.abs(a.astype(int) - b.astype(int)).max())
+
+
+def chunk(kind: bytes, body: bytes) -> bytes:
+    return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+
+def png(rows: np.ndarray, depth: int, colour: int, first: bytes = b"", last: bytes = b"") -> bytes:
+    """A PNG from rows of bytes [H, n]; `first` and `last` are chunks around the pixels."""
+    bits = depth * {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}[colour]
+    header = struct.pack(">IIBBBBB", rows.shape[1] * 8 // bits, rows.shape[0], depth, colour, 0, 0, 0)
+    pixels = zlib.compress(b"".join(b"\0" + row.tobytes() for row in rows))
+    parts = chunk(b"IHDR", header) + first + chunk(b"IDAT", pixels) + last + chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + parts
+
+
+def claimed(width: int, height: int) -> bytes:
+    """A PNG of a few bytes that says it is large."""
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(bytes(1000))) + chunk(b"IEND", b"")
+
+
+def saved(image: Image.Image, kind: str, **options: object) -> bytes:
+    out = io.BytesIO()
+    image.save(out, kind, **options)
+    return out.getvalue()
+
+
+def bytes_of(pixels: np.ndarray) -> np.ndarray:
+    """Rows of big-endian bytes."""
+    return np.ascontiguousarray(pixels.astype(pixels.dtype.newbyteorder(">"))).view(np.uint8).reshape(len(pixels), -1)
+
+
+def over_white(rgba: np.ndarray) -> np.ndarray:
+    """By the definition of "over", [H, W, 4] to [H, W, 3]."""
+    alpha = rgba[..., 3:].astype(float) / 255
+    return np.round(rgba[..., :3] * alpha + 255 * (1 - alpha)).astype(np.uint8)
+
+
+def orientation(value: int) -> bytes:
+    exif = Image.Exif()
+    exif[0x0112] = value
+    return exif.tobytes()
+
+
+def segment(kind: int, body: bytes) -> bytes:
+    return bytes([0xFF, kind]) + struct.pack(">H", len(body) + 2) + body
+
+
+def scans(count: int, image: Image.Image) -> bytes:
+    """A progressive JPEG of so many scans: its last one over and over."""
+    jpeg = saved(image, "JPEG", progressive=True)
+    last = jpeg[jpeg.rindex(b"\xff\xda") : -2]
+    return jpeg[:-2] + last * (count - jpeg.count(b"\xff\xda")) + b"\xff\xd9"
+
+
+@cache
+def kinds() -> dict[str, tuple[bytes, Expected, int]]:
+    """Name: bytes, expected pixels (or part of the reason), levels they may be off."""
+    pixels = noise(HIGH, WIDE)
+    rgb, rng = Image.fromarray(pixels), np.random.default_rng(0)
+    grey, frames = np.asarray(rgb.convert("L")), [Image.fromarray(noise(HIGH, WIDE, seed)) for seed in (1, 2)]
+    flat = np.repeat(grey[..., None], 3, 2)
+    alpha = np.dstack([pixels, rng.integers(0, 256, (HIGH, WIDE), np.uint8)])
+    wide16 = rng.integers(0, 65536, (HIGH, WIDE, 3), np.uint16)
+    grey16 = (np.arange(HIGH * WIDE).reshape(HIGH, WIDE) * 27).astype(np.uint16)
+    scaled = np.repeat(np.round(grey16 / 257).astype(np.uint8)[..., None], 3, 2)
+    palette = rgb.quantize(64)
+    coloured, black = np.asarray(palette.convert("RGB")), np.asarray(rgb.convert("1").convert("RGB"))
+    holed = np.where((np.asarray(palette) == 3)[..., None], 255, coloured).astype(np.uint8)
+    jpeg = saved(rgb, "JPEG", quality=100, subsampling=0)
+    anim: dict[str, object] = {"save_all": True, "append_images": frames}
+    unknown, film = "not an image in a known format", b"\xff\xda\0\x08" * 5000
+    profile = b"".join(segment(0xE2, b"ICC_PROFILE\0" + bytes([n, 255]) + bytes(1000)) for n in range(1, 256))
+    return {
+        "JPEG": (jpeg, pixels, 4),
+        "JPEG, progressive": (saved(rgb, "JPEG", quality=100, subsampling=0, progressive=True), pixels, 4),
+        "JPEG, arithmetic coding": (jpeg.replace(b"\xff\xc0", b"\xff\xc9", 1), "any", 0),
+        "JPEG, lossless (SOF3)": (jpeg.replace(b"\xff\xc0", b"\xff\xc3", 1), "cannot be decoded", 0),
+        "JPEG, RGB inside": (saved(rgb, "JPEG", quality=100, keep_rgb=True, subsampling=0), pixels, 4),
+        "JPEG, grey": (saved(rgb.convert("L"), "JPEG", quality=100), flat, 4),
+        "JPEG, CMYK (Adobe, inverted)": (saved(rgb.convert("CMYK"), "JPEG", quality=100), pixels, 6),
+        "JPEG, garbage behind": (jpeg + b"x" * 5000, pixels, 4),
+        "JPEG, garbage that ends as one": (jpeg + b"x" * 500 + b"\xff\xd9", pixels, 4),
+        "JPEG, a film behind": (jpeg + film * 20, pixels, 4),
+        "JPEG, thumbnails": (jpeg[:20] + segment(0xE1, film) * 4 + jpeg[20:], pixels, 4),
+        "JPEG, colour profile": (jpeg[:20] + profile + jpeg[20:], pixels, 4),
+        "JPEG, cut": (jpeg[: len(jpeg) // 2], "truncated", 0),
+        "JPEG, cut, an end added": (jpeg[: len(jpeg) // 2] + b"\xff\xd9", "any", 0),
+        "JPEG, 100 scans": (scans(100, rgb), "any", 0),
+        "JPEG, 101 scans": (scans(101, rgb), "more than 100 scans", 0),
+        "JPEG, 9,000 scans": (scans(9000, Image.new("L", (2000, 2000))), "more than 100 scans", 0),
+        "MPO (two JPEGs)": (saved(rgb, "MPO", quality=100, subsampling=0, **anim), pixels, 4),
+        "PNG": (saved(rgb, "PNG"), pixels, 0),
+        "PNG, gamma": (png(bytes_of(pixels), 8, 2, chunk(b"gAMA", struct.pack(">I", 100000))), pixels, 0),
+        "PNG, grey": (saved(rgb.convert("L"), "PNG"), flat, 0),
+        "PNG, grey and alpha": (
+            png(bytes_of(np.dstack([grey, alpha[..., 3]])), 8, 4), over_white(np.dstack([flat, alpha[..., 3]])), 1),
+        "PNG, 1 bit": (saved(rgb.convert("1"), "PNG"), black, 0),
+        "PNG, 16-bit grey": (encode(grey16), scaled, 0),
+        "PNG, 16-bit colour": (png(bytes_of(wide16), 16, 2), (wide16 >> 8).astype(np.uint8), 0),
+        "PNG, alpha": (saved(Image.fromarray(alpha), "PNG"), over_white(alpha), 1),
+        "PNG, palette": (saved(palette, "PNG"), coloured, 0),
+        "PNG, palette with a hole": (saved(palette, "PNG", transparency=3), holed, 0),
+        "PNG, one colour transparent": (png(bytes_of(pixels), 8, 2, chunk(b"tRNS", struct.pack(">3H", *pixels[0, 0]))),
+            np.where((pixels == pixels[0, 0]).all(-1, keepdims=True), 255, pixels), 0),
+        "PNG, orientation behind the pixels": (
+            png(bytes_of(pixels), 8, 2, last=chunk(b"eXIf", orientation(6)[6:])), np.rot90(pixels, -1), 0),
+        "PNG, animated": (saved(rgb, "PNG", **anim), pixels, 0),
+        "PNG, cut": (saved(rgb, "PNG")[:2000], "truncated", 0),
+        "WebP, lossless": (saved(rgb, "WEBP", lossless=True), pixels, 0),
+        "WebP, alpha": (saved(Image.fromarray(alpha), "WEBP", lossless=True, exact=True), over_white(alpha), 1),
+        "WebP, animated": (saved(rgb, "WEBP", lossless=True, **anim), pixels, 0),
+        "GIF, animated": (saved(palette, "GIF", **anim), coloured, 0),
+        "GIF, hole": (saved(palette, "GIF", transparency=3), holed, 0),
+        "BMP": (saved(rgb, "BMP"), pixels, 0),
+        "TIFF": (saved(rgb, "TIFF"), pixels, 0),
+        "TIFF, CMYK": (saved(rgb.convert("CMYK"), "TIFF"), pixels, 1),
+        "TIFF, 16-bit grey": (saved(Image.fromarray(grey16), "TIFF"), scaled, 0),
+        "TIFF, floating point": (saved(rgb.convert("F"), "TIFF"), "floating-point images are not supported", 0),
+        "JPEG 2000": (saved(rgb, "JPEG2000"), pixels, 0),
+        "PPM": (saved(rgb, "PPM"), pixels, 0),
+        "ICO": (saved(rgb, "ICO"), unknown, 0),
+        "EPS (starts other programs)": (b"%!PS-Adobe-3.0 EPSF-3.0\n", unknown, 0),
+        "SVG": (b"<svg xmlns='http://www.w3.org/2000/svg' width='9' height='9'></svg>", unknown, 0),
+        "text": (b"hello", unknown, 0),
+        "50,000 x 50,000": (claimed(50_000, 50_000), f"more than {MAX_PIXELS:,} pixels", 0),
+        "9,200 x 9,200": (claimed(9_200, 9_200), f"more than {MAX_PIXELS:,} pixels", 0),
+        "a size without pixels": (claimed(300, 300), "any", 0),
+        "no bytes": (b"", "zero bytes", 0),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("decoder", DECODERS)
+@pytest.mark.parametrize("kind", kinds())
+def test_what_becomes_of_every_kind(kind: str, decoder: Decoder) -> None:
+    raw, expected, levels = kinds()[kind]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = outcome(raw, decoder)
+    if isinstance(expected, np.ndarray):
+        assert isinstance(found, np.ndarray), found
+        assert far(found, expected) <= levels
+        assert image_size(raw) == (expected.shape[1], expected.shape[0])
+    elif expected != "any":
+        assert isinstance(found, str)
+        assert expected in found
+    agree(outcome(raw), found)
+
+
+def agree(one: Expected, other: Expected) -> None:
+    """Both are pixels, nearly equal, or both reasons."""
+    assert isinstance(one, str) == isinstance(other, str)
+    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
+        assert far(one, other) <= 4
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    kind=st.sampled_from(
+        ["JPEG", "JPEG, progressive", "JPEG, grey", "PNG", "WebP, lossless", "BMP", "GIF, hole", "TIFF"]
+    ),
+    changes=st.lists(st.tuples(st.integers(0, 1 << 16), st.integers(0, 255)), max_size=5),
+    cut=st.integers(0, 1 << 16) | st.none(),
+    end=st.sampled_from([b"", b"\xff\xd9", b"garbage"]),
+    at_least=st.sampled_from([None, 8]),
+)
+def test_damage_is_seen_by_all_decoders_or_none(
+    kind: str, changes: list[tuple[int, int]], cut: int | None, end: bytes, at_least: int | None
+) -> None:
+    raw = bytearray(kinds()[kind][0])
+    for place, value in changes:
+        raw[place % len(raw)] = value
+    damaged = bytes(raw[: len(raw) if cut is None else cut % len(raw)]) + end
+    for decoder in DECODERS if kind != "TIFF" else DECODERS[:1]:
+        found = outcome(damaged, decoder, at_least)
+        assert found if isinstance(found, str) else found.ndim == 3
+        if at_least is None:
+            agree(outcome(damaged), found)
+
+
+@pytest.mark.parametrize("decoder", DECODERS)
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
+@pytest.mark.parametrize("value", [0, *range(1, 10), 65535])
+def test_exif_orientation(kind: str, value: int, decoder: Decoder) -> None:
+    """Against the definition: where the stored image's first row and column lie in the upright one."""
+    upright = noise(24, 40)
+    stored = {
+        2: upright[:, ::-1],
+        3: upright[::-1, ::-1],
+        4: upright[::-1],
+        5: upright.transpose(1, 0, 2),
+        6: np.rot90(upright, 1),
+        7: upright[::-1, ::-1].transpose(1, 0, 2),
+        8: np.rot90(upright, -1),
+    }.get(value, upright)
+    options: dict[str, object] = {"WEBP": {"lossless": True}, "JPEG": {"quality": 100, "subsampling": 0}}.get(kind, {})
+    raw = encode(np.ascontiguousarray(stored), kind, exif=orientation(value), **options)
+    assert image_size(raw) == (40, 24)
+    found = outcome(raw, decoder)
+    assert isinstance(found, np.ndarray)
+    assert far(found, upright) <= (4 if kind == "JPEG" else 0)
+
+
+def exifs() -> list[bytes]:
+    """A directory that is its own next; one of 65,535 entries; a value of 4 GB; a directory inside itself; no EXIF."""
+
+    def directory(count: int, entry: bytes, after: int) -> bytes:
+        return b"Exif\0\0II*\0\x08\0\0\0" + struct.pack("<H", count) + entry + struct.pack("<I", after)
+
+    turned = struct.pack("<HHII", 0x0112, 3, 1, 6)
+    return [
+        directory(1, turned, 8),
+        directory(65535, turned, 0),
+        directory(2, turned + struct.pack("<HHII", 0x010E, 2, 0xFFFFFFFF, 8), 0),
+        directory(2, turned + struct.pack("<HHII", 0x8769, 4, 1, 8), 0),
+        orientation(6)[:12],
+        b"Exif\0\0" + b"\xff" * 100,
+    ]
+
+
+def test_damaged_exif_costs_nothing() -> None:
+    """The turn is applied where it can be read."""
+    for exif in exifs():
+        raw = encode(noise(HIGH, WIDE), "JPEG", exif=exif)
+        found: list[Expected] = []
+        assert calls(lambda raw=raw, found=found: found.extend(outcome(raw, d) for d in DECODERS)) < 20_000  # type: ignore[misc]
+        shapes = {pixels if isinstance(pixels, str) else pixels.shape for pixels in found}
+        assert shapes in ({(HIGH, WIDE, 3)}, {(WIDE, HIGH, 3)})
+    assert image_size(encode(noise(HIGH, WIDE), "JPEG", exif=exifs()[0])) == (HIGH, WIDE)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 10_000), (10_000, 1), (1, 65_000), (3, 20_000)])
+@pytest.mark.parametrize("size", [32, 512])
+def test_an_image_of_one_line_costs_no_memory(shape: tuple[int, int], size: int) -> None:
+    """Resized whole, 1 x 10,000 pixels would take 10 GB at 512 a side."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    raw, draw = encode(noise(*shape)), Draw(0, 0, 0)
+    for found in (EvalTransform(size)(raw), EvalTransform(size, "squash")(raw), TrainTransform(size)(raw, draw)):
+        assert found.shape == (3, size, size)
+    kilobytes = 1 if sys.platform.startswith("linux") else 1024
+    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / kilobytes < 700_000
+
+
+@pytest.mark.parametrize("decoder", DECODERS)
+def test_a_jpeg_is_decoded_no_finer_than_asked(decoder: Decoder) -> None:
+    raw = encode(noise(300, 401), "JPEG", quality=95)
+    for at_least, factor in {None: 1, 301: 1, 151: 1, 150: 2, 75: 4, 38: 4, 37: 8, 1: 8, 0: 8}.items():
+        found = outcome(raw, decoder, at_least)
+        assert isinstance(found, np.ndarray)
+        assert found.shape == (-(-300 // factor), -(-401 // factor), 3)
+        expected = np.asarray(Image.fromarray(noise(300, 401)).resize(found.shape[1::-1], Image.Resampling.BOX))
+        assert far(found, expected) <= 24
+    assert decode(encode(noise(30, 40)), at_least=1).shape == (30, 40, 3), "a PNG is decoded whole"
+
+
+def test_arrays_and_opened_images() -> None:
+    pixels = noise(8, 9)
+    assert decode(pixels) is pixels
+    assert image_size(pixels) == (9, 8)
+    for wrong in (pixels[..., 0], pixels.astype(np.float32), np.zeros((0, 4, 3), np.uint8)):
+        with pytest.raises(BadSample, match=r"expected uint8 \[H, W, 3\]"):
+            decode(wrong)
+    grey = Image.fromarray(np.array([[0, 128, 129, 257, 65535]], np.uint16))
+    assert np.asarray(to_rgb(grey))[0, :, 0].tolist() == [0, 0, 1, 1, 255]
+
+
+def test_decoders_that_are_not_there() -> None:
+    for transform in (EvalTransform, TrainTransform):
+        with pytest.raises(ValueError, match=r"gdal.*pillow, opencv or simplejpeg"):
+            transform(8, decoder="gdal")  # type: ignore[arg-type]
