@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from kiloword import evaluation
 from kiloword.api import Matcher
-from kiloword.data.scenes.sample import GROUP
-from kiloword.data.scenes.world import TASKS
+from kiloword.data.scenes.world import GROUP, TASKS
 from kiloword.quickstart.judge import draw_all, within_groups
 
 RECALL = {  # columns of a table: heading -> metric

@@ -21,7 +21,6 @@ from kiloword.data.inspect import check, digest_all, local_tars
 from kiloword.data.reading import BadRows, captions_of, eval_batches, left_out
 from kiloword.data.remote.errors import Fault
 from kiloword.data.scenes import parse, render
-from kiloword.data.scenes.settings import parse_settings
 from kiloword.data.sources.extra_captions import CaptionTable, WithCaptions
 from kiloword.data.sources.folder import Folder, is_image
 from kiloword.data.sources.open import open_source
@@ -335,7 +334,6 @@ def test_what_is_taken_by_default() -> None:
     query = parse("a small red star")
     assert query is not None
     assert render(query) == render(query, 0) != render(query, 1)
-    assert parse_settings("scenes").size == 64
     with pytest.raises(ValueError, match="got a dict as image 0"):
         prepare([{}], EvalTransform(4))
     assert Fault("busy").wait == 0

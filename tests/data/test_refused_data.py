@@ -20,10 +20,6 @@ from kiloword.data.images.augmentation import TrainTransform
 from kiloword.data.loader import Loader
 from kiloword.data.reading import eval_batches, name_of, read, read_image
 from kiloword.data.sampler import Order
-from kiloword.data.scenes import ScenesSource, open_scenes
-from kiloword.data.scenes import sample as scene_sample
-from kiloword.data.scenes import source as scene_source
-from kiloword.data.scenes.settings import parse_settings
 from kiloword.data.sources import embedded, folder, tables
 from kiloword.data.sources.embedded import Embedded, arrow_errors
 from kiloword.data.sources.extra_captions import with_captions
@@ -247,34 +243,6 @@ def test_squashing_keeps_the_whole_image() -> None:
     assert squashed[:, :, 0].min() > 200 > 50 > squashed[:, :, -1].max()
     half = halves(squashed[:, :, :1], squashed[:, :, -1:], side_by_side=True, squash=True)
     assert half.equal(squashed[:, :, -1:]), "of one pixel the second image has all"
-
-
-def test_scenes_that_there_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="has questions in place of captions"):
-        ScenesSource(parse_settings("scenes?task=vqa"))
-    assert len(open_scenes("scenes?task=vqa&n=5")) == 5
-    source = ScenesSource(parse_settings("scenes:val?n=3&wrong=1"))
-    with monkeypatch.context() as patch:
-        patch.setattr(scene_source, "matches", lambda query, scene: True)
-        with pytest.raises(
-            ValueError, match="scenes: nothing false can be said of row 1; ask for a larger n or wrong=0"
-        ):
-            source.captions(1)
-    changed: list[int] = []
-    real = scene_sample._changed
-
-    def note(row: Any, attribute: int, rng: np.random.Generator) -> Any:
-        changed.append(attribute)
-        return real(row, attribute, rng)
-
-    monkeypatch.setattr(scene_sample, "_changed", note)
-    monkeypatch.setattr(scene_sample, "_admitted", lambda s, rows: np.zeros(len(rows), bool))
-    rows, selection = source.rows, source.settings.selection
-    with pytest.raises(ValueError, match="scenes: no free near-duplicate left for near=0"):
-        scene_sample._neighbour(selection, rows, np.random.default_rng(1), set())
-    runs = [changed[start : start + 100] for start in range(0, 1000, 100)]
-    assert all(len(set(run)) == 1 for run in runs)
-    assert [(run[0] - changed[0]) % 6 for run in runs] == [n % 6 for n in range(10)]
 
 
 def test_tokenizers_that_are_none() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -20,10 +21,9 @@ from kiloword.api import Matcher
 from kiloword.cli.main import main
 from kiloword.config.recipes import ModelFile, Nearest, sizes
 from kiloword.data.scenes import ScenesSource, relevance
-from kiloword.data.scenes.captions import describe, describe_things
-from kiloword.data.scenes.grammar import parse
-from kiloword.data.scenes.hierarchy import SceneParts, area, chain, entails
-from kiloword.data.scenes.query import ANY, Pattern, Query
+from kiloword.data.scenes.captions import chain, describe, parse
+from kiloword.data.scenes.query import ANY, Pattern, Query, entails
+from kiloword.data.scenes.source import SceneParts, area
 from kiloword.data.sources.open import open_source
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.evaluation import evaluate
@@ -297,7 +297,7 @@ def test_wrong_texts_are_of_other_images_and_false() -> None:
     assert found == [[-1, -1, -1], [-1, -1, 2], [-1, -1, 2]]
 
 
-@pytest.mark.parametrize("tell", [describe, describe_things])
+@pytest.mark.parametrize("tell", [describe, partial(describe, inner=True)])
 def test_scenes_chains_entail_level_by_level(tell: Callable[..., Query]) -> None:
     source = ScenesSource()
     others = source.rows[:4000]

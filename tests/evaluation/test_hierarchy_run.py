@@ -8,7 +8,7 @@ from PIL import Image
 from test_hierarchy import matcher
 
 from kiloword.data.scenes import ScenesSource
-from kiloword.data.scenes.hierarchy import SceneParts
+from kiloword.data.scenes.source import SceneParts
 from kiloword.data.sources.open import open_source
 from kiloword.evaluation import evaluate
 from kiloword.evaluation.hierarchy.chains import gather

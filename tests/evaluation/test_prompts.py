@@ -20,7 +20,7 @@ from kiloword.api import Matcher
 from kiloword.cli.main import main
 from kiloword.config.recipes import ModelFile, sizes
 from kiloword.data.reading import eval_batches
-from kiloword.data.scenes.grammar import parse
+from kiloword.data.scenes.captions import parse
 from kiloword.data.scenes.world import TASKS
 from kiloword.data.sources.open import open_source
 from kiloword.data.text.tokenizer import Tokenizer

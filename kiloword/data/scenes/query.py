@@ -1,19 +1,21 @@
-"""Captions as logic: a query is true or false of a scene, exactly."""
+"""Captions as logic: a query is true or false of a scene, exactly, and one query can follow from another."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import permutations
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import permutations, product
 from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from kiloword.data.scenes.world import MOST, Scene, SceneRows, Thing
+from kiloword.data.scenes.world import COLOURS, FILLS, MOST, SHAPES, SIZES, Scene, SceneRows, Thing, to_rows
 
 Bools = npt.NDArray[np.bool_]
 Bits = npt.NDArray[np.int32]
+BLOCK = 1 << 14  # scenes that `follows` evaluates at once
 
 
 class Pattern(NamedTuple):
@@ -51,32 +53,23 @@ class Query:
             raise ValueError(f"a query has {related} to {MOST} things, this one has {len(self.things)}")
         if self.count not in (None, 1, 2, 3):
             raise ValueError(f"a query counts 1 to {MOST} things, this one {self.count}")
-        ordered = self.things[:related] + tuple(sorted(self.things[related:], key=_order))
-        object.__setattr__(self, "things", ordered)
+        rest = sorted(self.things[related:], key=lambda pattern: [-1 if v is None else v for v in pattern])
+        object.__setattr__(self, "things", (*self.things[:related], *rest))
 
 
-def _order(pattern: Pattern) -> tuple[int, ...]:
-    return tuple(-1 if v is None else v for v in pattern)
-
-
-def matches(query: Query, scene: Scene) -> bool:
-    """Whether the query is true of the scene: some assignment of different things to its patterns holds."""
-    if query.background not in (None, scene.background) or query.count not in (None, len(scene.things)):
-        return False
-    return any(_holds(query, things) for things in permutations(scene.things, len(query.things)))
+def stated(thing: Thing, facts: Sequence[str]) -> Pattern:
+    """The pattern of a thing that states some of its facts, by name."""
+    return Pattern(**{fact: getattr(thing, fact) for fact in facts})
 
 
 def fits(pattern: Pattern, attributes: Thing | Pattern) -> bool:
     """Whether the attributes have all values that the pattern states."""
-    return all(stated in (None, value) for stated, value in zip(pattern, attributes, strict=True))
+    return all(value in (None, actual) for value, actual in zip(pattern, attributes, strict=True))
 
 
-def _holds(query: Query, things: tuple[Thing, ...]) -> bool:
-    if not all(map(fits, query.things, things)):
-        return False
-    if query.relation == "left":
-        return things[0].column < things[1].column
-    return query.relation is None or things[0].row < things[1].row
+def matches(query: Query, scene: Scene) -> bool:
+    """Whether the query is true of the scene: some assignment of different things to its patterns holds."""
+    return bool(truth_table([query], to_rows([scene]))[0, 0])
 
 
 _OFFSETS = (0, 8, 16, 18, 21, 24)  # first bit of shape, colour, size, fill, row, column
@@ -140,3 +133,64 @@ def _restrict(out: Bools, stated: list[int | None], actual: npt.NDArray[np.integ
     for value in {v for v in stated if v is not None}:
         index = [t for t, v in enumerate(stated) if v == value]
         out[index] &= actual == value
+
+
+def entails(a: Query, b: Query) -> bool:
+    """Whether b follows from the statements of a: True is certain, False can be wrong (see `follows`)."""
+    if b.background not in (None, a.background):
+        return False
+    if b.count not in (None, a.count) and not b.count == len(a.things) == MOST:
+        return False
+    return any(_covers(a, b, places) for places in permutations(range(len(a.things)), len(b.things)))
+
+
+def _covers(a: Query, b: Query, places: Sequence[int]) -> bool:
+    """Whether a states of its things at these places all that b states of its things."""
+    described = [a.things[place] for place in places]
+    if not all(map(fits, b.things, described)):
+        return False
+    if b.relation is None or (a.relation == b.relation and tuple(places[:2]) == (0, 1)):
+        return True
+    first, second = (thing.column if b.relation == "left" else thing.row for thing in described[:2])
+    return first is not None and second is not None and first < second
+
+
+def follows(a: Query, b: Query) -> bool:
+    """Whether b is true of every scene of which a is; a must be true of some scene.
+
+    Unless `entails` proves it, scenes of a are enumerated until b is false of one. It suffices to take as few things as
+    a allows, and of the values that b does not name only one.
+    """
+    if entails(a, b):
+        return True
+    least = max(len(a.things), a.count or 1)
+    if b.background not in (None, a.background) or len(b.things) > least:
+        return False
+    if b.count not in (None, a.count) and not b.count == least == MOST:
+        return False
+    rest = replace(b, count=None)
+    return not any((truth_table([rest], rows) < truth_table([a], rows)).any() for rows in _scenes(a, rest, least))
+
+
+def _scenes(a: Query, b: Query, count: int) -> Iterator[SceneRows]:
+    """Blocks of scenes [n, 16] with `count` things that include every kind of scene of a that could make b false."""
+    options = [_things(pattern, b) for pattern in [*a.things, *[ANY] * (count - len(a.things))]]
+    shape = [len(things) for things in options]
+    for start in range(0, math.prod(shape), BLOCK):
+        index = np.unravel_index(np.arange(start, min(start + BLOCK, math.prod(shape))), shape)
+        things = np.concatenate([option[i] for option, i in zip(options, index, strict=True)], 1)
+        rows = np.full((len(things), 1 + 5 * MOST), -1, np.int8)
+        rows[:, 0], rows[:, 1 : 1 + 5 * count] = a.background or 0, things
+        places = np.sort(things[:, ::5], 1)
+        yield rows[(places[:, 1:] != places[:, :-1]).all(1)]
+
+
+def _things(pattern: Pattern, b: Query) -> SceneRows:
+    """Things that a pattern allows, [n, 5] as in `SceneRows`: of each attribute the values b names, and one other."""
+    places = [p for p in range(9) if pattern.row in (None, p // 3) and pattern.column in (None, p % 3)]
+    values = []
+    for k, words in enumerate((SHAPES, COLOURS, SIZES, FILLS)):
+        named = {p[k] for p in b.things} - {None}
+        other = [v for v in range(len(words)) if v not in named][:1]
+        values.append([*named, *other] if pattern[k] is None else [pattern[k]])
+    return np.array(list(product(places, *values)), np.int8)

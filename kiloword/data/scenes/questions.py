@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-from kiloword.data.scenes.grammar import NOUNS, NUMBERS, StyleChoices, with_article
-from kiloword.data.scenes.query import Pattern, fits
+from kiloword.data.scenes.captions import NOUNS, NUMBERS, StyleChoices
+from kiloword.data.scenes.query import ANY, Pattern, fits, stated
 from kiloword.data.scenes.world import BACKGROUNDS, COLOURS, COLUMNS, FILLS, MOST, ROWS, SHAPES, SIZES, Scene, Thing
+from kiloword.errors import article
 
 VERSION = "questions-v1"
 WORDS = {"shape": SHAPES, "colour": COLOURS, "size": SIZES, "fill": FILLS}
@@ -75,9 +76,9 @@ def _background(scene: Scene, pick: StyleChoices) -> Question:
 
 def _count(scene: Scene, pick: StyleChoices) -> Question:
     """All things, or those with one or two facts of a thing in the scene, so that "0" is not the usual answer."""
-    pattern = Pattern()
+    pattern = ANY
     if pick((True, True, True, False)):
-        pattern = _of(pick(scene.things), pick(_COUNTED))
+        pattern = stated(pick(scene.things), pick(_COUNTED))
         if pick((False, False, True)):
             pattern = _changed(scene, pattern, pick)
     words = pick(("how many {} are there?", "how many {} does the picture show?"))
@@ -92,7 +93,7 @@ def _yes_no(scene: Scene, pick: StyleChoices) -> Question:
 
 
 def _exists(scene: Scene, yes: bool, pick: StyleChoices) -> str:
-    pattern = _of(pick(scene.things), pick(_EXISTS))
+    pattern = stated(pick(scene.things), pick(_EXISTS))
     pattern = pattern if yes else _changed(scene, pattern, pick)
     assert bool(_fitting(scene, pattern)) == yes
     return f"{pick(('is there', 'does the picture show'))} {_some(pattern, pick)}?"
@@ -133,7 +134,7 @@ def _number(scene: Scene, yes: bool, pick: StyleChoices) -> str:
     if not yes:
         count = pick([n for n in range(1, MOST + 1) if n != count])
     verb, plural = ("is", "") if count == 1 else ("are", "s")
-    return f"{verb} there exactly {NUMBERS[count]} {_some(Pattern(), pick, plural)}?"
+    return f"{verb} there exactly {NUMBERS[count]} {_some(ANY, pick, plural)}?"
 
 
 def _changed(scene: Scene, pattern: Pattern, pick: StyleChoices) -> Pattern:
@@ -154,13 +155,9 @@ def _changed(scene: Scene, pattern: Pattern, pick: StyleChoices) -> Pattern:
 
 def _definite(scene: Scene, thing: Thing, pick: StyleChoices, without: Sequence[str]) -> Pattern | None:
     """A description without some facts that fits this thing only; None where there is none."""
-    allowed = [_of(thing, facts) for facts in _DESCRIPTIONS if not set(facts) & set(without)]
+    allowed = [stated(thing, facts) for facts in _DESCRIPTIONS if not set(facts) & set(without)]
     alone = [p for p in allowed if len(_fitting(scene, p)) == 1]
     return pick(alone) if alone else None
-
-
-def _of(thing: Thing, facts: Sequence[str]) -> Pattern:
-    return Pattern(**{fact: getattr(thing, fact) for fact in facts})
 
 
 def _fitting(scene: Scene, pattern: Pattern) -> list[Thing]:
@@ -177,7 +174,7 @@ def _some(pattern: Pattern, pick: StyleChoices, plural: str = "") -> str:
     words = _noun(pattern, pick)
     if plural:
         return f"{words}es" if words.endswith("s") else f"{words}s"
-    return with_article(words) if pattern != Pattern() else words
+    return article(words) if pattern != ANY else words
 
 
 def _noun(pattern: Pattern, pick: StyleChoices, nouns: Sequence[str] = NOUNS) -> str:

@@ -15,39 +15,31 @@ Floats = npt.NDArray[np.floating]
 Pixels = npt.NDArray[np.uint8]
 
 
-def _rgb(colours: str) -> list[tuple[int, ...]]:
-    return [ImageColor.getrgb(colour) for colour in colours.split()]
-
-
-COLOUR_RGB = _rgb("#e11923 #ff8700 #fae100 #149632 #00cde1 #1955f5 #8c23d2 #ff5fb9")  # red, orange, ... as `COLOURS`
-BACKGROUND_RGB = _rgb("#ffffff #000000 #969696 #5f3c23 #e1d0af #0f194b")  # as `BACKGROUNDS`
+COLOUR_RGB, BACKGROUND_RGB = (  # as `COLOURS`: red, orange, ...; as `BACKGROUNDS`
+    [ImageColor.getrgb(colour) for colour in colours.split()]
+    for colours in (
+        "#e11923 #ff8700 #fae100 #149632 #00cde1 #1955f5 #8c23d2 #ff5fb9",
+        "#ffffff #000000 #969696 #5f3c23 #e1d0af #0f194b",
+    )
+)
 RADIUS = (0.34, 0.49)  # of small and large things, in cells
 STROKE = 0.026  # width of a hollow thing's line, in images
 STRIPES = 16  # an image
 PALE = 0.35  # cover between stripes: keeps the silhouette of small things readable
 
 
-def draw(scene: Scene, size: int) -> Pixels:
-    """The image of a scene.
+def draw(scene: Scene, size: int, inner: bool = False) -> Pixels:
+    """The image of a scene, uint8 [size, size, 3], RGB.
 
-    Args: size in pixels a side, at least 24: below, small things blur.
-    Returns: uint8 [size, size, 3], RGB.
+    Args: size: pixels a side, at least 24: below, small things blur; inner: nothing but background outside 1/4 to 3/4
+    of both sides, from 48 pixels.
     """
+    margin = math.ceil(size / 4) if inner else 0
     image = np.full((size, size, 3), BACKGROUND_RGB[scene.background], np.uint8)
     for thing in scene.things:
-        y, x, cover = _mask(thing.shape, thing.size, thing.fill, thing.row, thing.column, size)
-        image[y : y + cover.shape[0], x : x + cover.shape[1]] = _shades(thing.colour, scene.background)[cover]
-    return image
-
-
-def draw_inner(scene: Scene, size: int) -> Pixels:
-    """The scene in the middle of an image: nothing but background outside 1/4 to 3/4 of both sides.
-
-    Args: size in pixels a side, at least 48. Returns: uint8 [size, size, 3], RGB.
-    """
-    margin = math.ceil(size / 4)
-    image = np.full((size, size, 3), BACKGROUND_RGB[scene.background], np.uint8)
-    image[margin : size - margin, margin : size - margin] = draw(scene, size - 2 * margin)
+        y, x, cover = _mask(thing.shape, thing.size, thing.fill, thing.row, thing.column, size - 2 * margin)
+        part = image[y + margin : y + margin + cover.shape[0], x + margin : x + margin + cover.shape[1]]
+        part[:] = _shades(thing.colour, scene.background)[cover]
     return image
 
 

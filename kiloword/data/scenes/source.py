@@ -1,26 +1,36 @@
-"""Scenes as sources: with captions, or with a question and its one right answer per image."""
+"""Scenes as sources: with captions, with a question and its one right answer per image, or as chains of images."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Self
 
 import numpy as np
-import numpy.typing as npt
 
 from kiloword.data.scenes import questions
-from kiloword.data.scenes.captions import describe, describe_things
-from kiloword.data.scenes.grammar import parse, render
-from kiloword.data.scenes.hierarchy import SceneParts, chain
-from kiloword.data.scenes.query import Bools, Query, matches, truth_table
-from kiloword.data.scenes.sample import GROUP, Drawn, draw_scenes
+from kiloword.data.scenes.captions import chain, describe, parse, render
+from kiloword.data.scenes.query import Bools, Query, truth_table
+from kiloword.data.scenes.raster import BACKGROUND_RGB, Pixels, draw
 from kiloword.data.scenes.settings import VQA, SceneSettings, default_rows, parse_settings
-from kiloword.data.scenes.world import TASKS, VERSION, Scene, SceneRows, label, to_rows, to_scene
+from kiloword.data.scenes.world import (
+    GROUP,
+    TASKS,
+    VERSION,
+    Scene,
+    SceneRows,
+    Thing,
+    draw_scenes,
+    label,
+    to_rows,
+    to_scene,
+)
 from kiloword.data.sources.optional import majority
 from kiloword.randomness import generator, key
 from kiloword.types import Record
+
+MEASURED = 96  # height and width of the images in which areas are measured
 
 
 def open_scenes(src: str, size: int | None = None) -> ScenesSource | SceneQuestions:
@@ -44,15 +54,13 @@ def relevance(captions: Sequence[Query | str], scenes: Sequence[Scene] | SceneRo
     Args: T queries or captions; I scenes, or rows of numbers [I, 16].
     Returns: bool [T, I].  Raises ValueError for a caption outside the language.
     """
-    queries = [_query(c) if isinstance(c, str) else c for c in captions]
+    queries = list[Query]()
+    for caption in captions:
+        query = parse(caption) if isinstance(caption, str) else caption
+        if query is None:
+            raise ValueError(f"not a caption of the scenes language: '{str(caption)[:100]}'")
+        queries.append(query)
     return truth_table(queries, scenes if isinstance(scenes, np.ndarray) else to_rows(scenes))
-
-
-def _query(caption: str) -> Query:
-    query = parse(caption)
-    if query is None:
-        raise ValueError(f"not a caption of the scenes language: '{caption[:100]}'")
-    return query
 
 
 class _Scenes:
@@ -72,7 +80,7 @@ class _Scenes:
         return type(self), (self.settings, self.name)
 
     def __len__(self) -> int:
-        return self.settings.selection.n
+        return self.settings.n
 
     def resolution(self, size: int) -> Self:
         """The same data drawn `size` pixels high and wide."""
@@ -80,21 +88,27 @@ class _Scenes:
 
     def key(self, row: int) -> str:
         """The name of a row, without drawing its image."""
-        s = self.settings.selection
-        return f"{s.split}-g{row // GROUP:05d}-{row % GROUP}" if s.hard else f"{s.split}-{row:06d}"
+        split = self.settings.split
+        return f"{split}-g{row // GROUP:05d}-{row % GROUP}" if self.settings.hard else f"{split}-{row:06d}"
 
     @cached_property
-    def _drawn(self) -> Drawn:
-        return draw_scenes(self.settings.selection)
+    def rows(self) -> SceneRows:
+        """All scenes as numbers [N, 16]."""
+        s = self.settings
+        return draw_scenes(s.split, s.n, s.seed, s.objects, s.hard)
 
-    def _scene(self, row: int) -> Scene:
+    def scene(self, row: int) -> Scene:
+        """The scene of a row."""
         if not 0 <= row < len(self):
             raise IndexError(f"row {row} of {len(self)} scenes")
-        return to_scene(self._drawn.rows[row])
+        return to_scene(self.rows[row])
+
+    def draw(self, scene: Scene) -> Pixels:
+        """The image of a scene, uint8 [size, size, 3]."""
+        return draw(scene, self.settings.size, self.settings.inner)
 
     def _rng(self, row: int, purpose: str) -> np.random.Generator:
-        s = self.settings.selection
-        return generator(self.version, s.seed, s.split, row, purpose)
+        return generator(self.version, self.settings.seed, self.settings.split, row, purpose)
 
 
 class ScenesSource(_Scenes):
@@ -106,11 +120,6 @@ class ScenesSource(_Scenes):
             raise ValueError(f"{name} has questions in place of captions: open it with kiloword.data.sources.open")
 
     @property
-    def rows(self) -> SceneRows:
-        """All scenes as numbers [N, 16]."""
-        return self._drawn.rows
-
-    @property
     def classnames(self) -> list[str] | None:
         """Names of the classes of the task; None without a task."""
         return list(TASKS[self.settings.task].classnames) if self.settings.task else None
@@ -119,10 +128,6 @@ class ScenesSource(_Scenes):
     def templates(self) -> list[str]:
         """Prompts of the task; `{c}` stands for the class name."""
         return list(TASKS[self.settings.task].templates) if self.settings.task else []
-
-    def scene(self, row: int) -> Scene:
-        """The scene of a row."""
-        return self._scene(row)
 
     def relevance(self, captions: Sequence[str], rows: Sequence[int]) -> Bools:
         """Which captions are true of which rows' images, bool [T, I]; ValueError outside the language."""
@@ -144,47 +149,29 @@ class ScenesSource(_Scenes):
     def record(self, row: int) -> Record:
         """Image, captions, label and scene of a row."""
         scene, task = self.scene(row), self.settings.task
-        captions, levels, wrong = self._captions(row, scene)
-        info = {"levels": levels, "wrong": wrong, "scene": scene.describe()}
-        twin = int(self._drawn.twin[row])
-        if twin >= 0:
-            info["near"] = self.key(twin)
-        if self.settings.selection.hard:
-            info["group"] = row // GROUP
-        return Record(self.key(row), self.settings.draw(scene), captions, label(task, scene) if task else None, info)
+        captions, levels = self._captions(row, scene)
+        info = {"levels": levels, "scene": scene.describe()} | ({"group": row // GROUP} if self.settings.hard else {})
+        return Record(self.key(row), self.draw(scene), captions, label(task, scene) if task else None, info)
 
-    def _captions(self, row: int, scene: Scene) -> tuple[list[str], list[int], list[bool]]:
-        """Captions, their levels, and which are false; the first ones do not depend on how many there are."""
+    @property
+    def _describe(self) -> partial[Query]:
+        return partial(describe, inner=self.settings.inner)
+
+    def _captions(self, row: int, scene: Scene) -> tuple[list[str], list[int]]:
+        """Captions and their levels; the first ones do not depend on how many there are."""
         s = self.settings
         numbers = self._rng(row, "captions").integers(2**63, size=(s.captions, 3)).tolist()
-        levels = _levels([n[0] for n in numbers], s.levels)
-        wrong = [False] * s.captions
-        if s.wrong > 0:
-            wrong = (self._rng(row, "wrong").random(s.captions) < s.wrong).tolist()
-            levels = [max(v, int(w)) for v, w in zip(levels, wrong, strict=True)]  # level 0 is never false
-        captions: list[str] = []
-        for (_, choices, style), level, false in zip(numbers, levels, wrong, strict=True):
+        edges = np.cumsum(s.levels) / sum(s.levels)
+        captions, levels = list[str](), list[int]()
+        for first, choices, style in numbers:
+            levels.append(min(int(np.searchsorted(edges, first / 2.0**63, side="right")), 3))
             for again in range(8):  # a simple scene at a general level has few captions: then some repeat
-                query = self._false(row, scene, level, choices) if false else self._describe(scene, level, choices)
-                caption = render(query, style)
+                caption = render(self._describe(scene, levels[-1], choices), style)
                 if caption not in captions:
                     break
                 choices, style = key(choices, again), key(style, again)
             captions.append(caption)
-        return captions, levels, wrong
-
-    def _describe(self, scene: Scene, level: int, choices: int) -> Query:
-        return (describe_things if self.settings.inner else describe)(scene, level, choices)
-
-    def _false(self, row: int, scene: Scene, level: int, choices: int) -> Query:
-        """A query that is true of another row and false of this one."""
-        for attempt in range(1000):
-            number = key(choices, "wrong", attempt)
-            other = self.scene((row + 1 + number % (len(self) - 1)) % len(self))
-            query = self._describe(other, level, number)
-            if not matches(query, scene):
-                return query
-        raise ValueError(f"scenes: nothing false can be said of row {row}; ask for a larger n or wrong=0")
+        return captions, levels
 
 
 class SceneQuestions(_Scenes):
@@ -195,7 +182,7 @@ class SceneQuestions(_Scenes):
 
     def asked(self, row: int) -> questions.Question:
         """Question and answer of a row."""
-        return questions.ask(self._scene(row), int(self._rng(row, "question").integers(2**63)))
+        return questions.ask(self.scene(row), int(self._rng(row, "question").integers(2**63)))
 
     def captions(self, row: int) -> list[str]:
         """The answer, without drawing the image."""
@@ -207,7 +194,7 @@ class SceneQuestions(_Scenes):
 
     def record(self, row: int) -> Record:
         """Image, question, answer and scene of a row."""
-        asked, scene = self.asked(row), self._scene(row)
+        asked, scene = self.asked(row), self.scene(row)
         info = {
             "question": asked.words,
             "answers": [asked.answer],
@@ -215,12 +202,11 @@ class SceneQuestions(_Scenes):
             "answer_type": asked.answer_type,
             "scene": scene.describe(),
         }
-        return Record(self.key(row), self.settings.draw(scene), [asked.answer], info=info)
+        return Record(self.key(row), self.draw(scene), [asked.answer], info=info)
 
     def majority(self) -> Mapping[str | None, str]:
         """The most frequent answer to each kind of question of the train split, over all kinds under None."""
-        selection = replace(self.settings.selection, split="train", n=default_rows(self.settings.selection.objects))
-        return _majority(replace(self.settings, selection=selection))
+        return _majority(replace(self.settings, split="train", n=default_rows(self.settings.objects)))
 
 
 @lru_cache(maxsize=8)
@@ -230,7 +216,40 @@ def _majority(settings: SceneSettings) -> Mapping[str | None, str]:
     return majority((question.kind, question.answer) for question in asked)
 
 
-def _levels(numbers: Sequence[int], weights: Sequence[float]) -> list[int]:
-    """A level for every 63-bit number, with frequencies given by the weights."""
-    edges: npt.NDArray[np.float64] = np.cumsum(weights) / sum(weights)
-    return [int(v) for v in np.searchsorted(edges, np.array(numbers) / 2.0**63, side="right").clip(max=3)]
+class SceneParts:
+    """A `Source` of the scenes with the most things, as chains of images: the largest thing, the two largest, all.
+
+    `Record.info` has `level`, `levels`, `group` and `parent` (the key of the more general image) as in HierarImgs.
+    Largest by drawn pixels; the background is that of the scene at every level.
+    """
+
+    natural = False
+
+    def __init__(self, source: ScenesSource) -> None:
+        self.source = source
+        self.name = source.name
+        self.fingerprint = f"{source.fingerprint}-parts"
+        things = (source.rows[:, 1::5] >= 0).sum(1)
+        self.levels = int(things.max())
+        self.scenes = np.flatnonzero(things == self.levels)
+
+    def __len__(self) -> int:
+        return self.levels * len(self.scenes)
+
+    def record(self, row: int) -> Record:
+        """The image and its place in the chain, without captions."""
+        which, level = divmod(row, self.levels)
+        group = self.source.key(int(self.scenes[which]))
+        scene = self.source.scene(int(self.scenes[which]))
+        largest = sorted(scene.things, key=lambda thing: -area(thing))[: level + 1]
+        part = replace(scene, things=tuple(t for t in scene.things if t in largest))
+        parent = f"{group}-{level - 1}" if level else None
+        info = {"level": level, "levels": self.levels, "group": group, "parent": parent}
+        return Record(f"{group}-{level}", self.source.draw(part), [], None, info)
+
+
+@lru_cache(maxsize=3456)  # all things
+def area(thing: Thing) -> int:
+    """Pixels that a thing covers when it is drawn, of MEASURED^2."""
+    alone = draw(Scene(0, (thing,)), MEASURED)
+    return int((alone != np.array(BACKGROUND_RGB[0], np.uint8)).any(-1).sum())

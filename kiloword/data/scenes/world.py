@@ -1,13 +1,20 @@
-"""Scenes: one to three things on a 3 x 3 grid before a background; and classification tasks. Frozen as scenes-v1."""
+"""Scenes: one to three things on a 3 x 3 grid before a background; which ones a data set has; and tasks of classes.
+
+Frozen as scenes-v1. Of the generator only `random` and `integers` are used: NumPy may change its other functions.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import count
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+from kiloword.randomness import generator
 
 VERSION = "scenes-v1"
 
@@ -19,6 +26,9 @@ ROWS = ("top", "middle", "bottom")
 COLUMNS = ("left", "centre", "right")
 BACKGROUNDS = ("white", "black", "grey", "brown", "beige", "navy")
 MOST = 3  # things in a scene
+SPLITS = ("train", "val", "test")
+GROUP = 8  # scenes of a hard group: they share all but shapes
+BLOCK = 4096  # scenes drawn at once
 
 SceneRows = npt.NDArray[np.int8]
 """Scenes as numbers, [N, 16]: background, then three times (place, shape, colour, size, fill), sorted by place; -1 for
@@ -62,8 +72,8 @@ def to_rows(scenes: Sequence[Scene]) -> SceneRows:
     rows = np.full((len(scenes), 1 + 5 * MOST), -1, np.int8)
     for row, scene in zip(rows, scenes, strict=True):
         row[0] = scene.background
-        for k, t in enumerate(sorted(scene.things, key=lambda t: 3 * t.row + t.column)):
-            row[1 + 5 * k : 6 + 5 * k] = (3 * t.row + t.column, t.shape, t.colour, t.size, t.fill)
+        for k, t in enumerate(sorted(scene.things, key=lambda t: t[4:])):
+            row[1 + 5 * k : 6 + 5 * k] = (3 * t.row + t.column, *t[:4])
     return rows
 
 
@@ -75,9 +85,6 @@ def codes(rows: SceneRows, shapes: bool = True) -> npt.NDArray[np.uint64]:
         thing = (((place * 8 + (shape if shapes else 0)) * 8 + colour) * 2 + size) * 3 + fill
         code = code * np.uint64(4096) + np.where(place < 0, 4095, thing).astype(np.uint64)
     return code
-
-
-SPLITS = ("train", "val", "test")
 
 
 def splits(rows: SceneRows) -> npt.NDArray[np.int64]:
@@ -93,13 +100,57 @@ def splits(rows: SceneRows) -> npt.NDArray[np.int64]:
     return np.where(part == 0, 2, np.where(part == 1, 1, 0))
 
 
-def held_out(rows: SceneRows) -> npt.NDArray[np.bool_]:
-    """Whether a scene has a thing of a held-out colour and shape, [N]: 8 of 64 pairs, each colour and shape once."""
-    shape, colour = rows[:, 2::5].astype(int), rows[:, 3::5].astype(int)
-    return np.asarray(((shape >= 0) & (shape == (3 * colour + 1) % 8)).any(1))
+@lru_cache(maxsize=8)
+def draw_scenes(split: str, n: int, seed: int, objects: tuple[int, ...], hard: bool) -> SceneRows:
+    """The first n different scenes of a split, [n, 16], read-only. Raises: ValueError where there are too few.
+
+    Args: objects: numbers of things, equally often; hard: in groups of GROUP scenes that share all but shapes.
+    """
+    wanted = n // GROUP if hard else n
+    blocks, first = list[SceneRows](), dict[int, int]()  # the first place of each different scene
+    for block in _blocks(split, seed, objects):
+        start = sum(map(len, blocks))
+        blocks.append(block[splits(block) == SPLITS.index(split)])
+        for place, code in enumerate(codes(blocks[-1], shapes=not hard).tolist(), start):
+            first.setdefault(code, place)
+        if len(first) >= wanted:
+            break
+    else:
+        raise ValueError(
+            f"scenes: only {len(first)} different scenes fit these settings, {wanted} were asked; ask for a smaller n"
+        )
+    rows = np.concatenate(blocks)[list(first.values())[:wanted]]
+    if hard:  # every thing takes every shape once
+        rng, rows = generator(VERSION, seed, split, "shapes"), rows.repeat(GROUP, axis=0)
+        for k in range(2, 1 + 5 * MOST, 5):
+            shapes = rng.random((wanted, GROUP)).argsort(1).reshape(-1)
+            rows[:, k] = np.where(rows[:, k - 1] < 0, -1, shapes)
+    rows.setflags(write=False)
+    return rows
 
 
-_OF_ONE = ("something {c}", "a picture of something {c}", "an image with something {c}", "there is something {c}")
+def _blocks(split: str, seed: int, objects: tuple[int, ...]) -> Iterator[SceneRows]:
+    """Endless blocks of scenes [BLOCK, 16]; of single things one block of all 20,736 scenes."""
+    if objects == (1,):
+        things = np.indices((6, 9, 8, 8, 2, 3)).reshape(6, -1).T
+        rows = np.full((len(things), 1 + 5 * MOST), -1, np.int8)
+        rows[:, :6] = things[generator(VERSION, seed, split, "single").random(len(things)).argsort()]
+        yield rows
+        return
+    for number in count():
+        rng = generator(VERSION, seed, split, "block", number)
+        things_of = np.array(objects)[rng.integers(len(objects), size=BLOCK)]
+        place = rng.random((BLOCK, 9)).argsort(1)[:, :MOST]
+        place[np.arange(MOST) >= things_of[:, None]] = 9  # sorts last
+        place.sort(1)
+        rows = np.empty((BLOCK, 1 + 5 * MOST), np.int8)
+        rows[:, 0] = rng.integers(6, size=BLOCK)
+        rows[:, 1::5] = place
+        for column, values in ((2, 8), (3, 8), (4, 2), (5, 3)):
+            rows[:, column::5] = rng.integers(values, size=(BLOCK, MOST))
+        each = rows[:, 1:].reshape(BLOCK, MOST, 5)
+        each[each[:, :, 0] == 9] = -1
+        yield rows
 
 
 @dataclass(frozen=True)
@@ -111,6 +162,7 @@ class ClassTask:
     objects: tuple[int, ...] = (1,)  # numbers of things in its scenes
 
 
+_OF_ONE = ("something {c}", "a picture of something {c}", "an image with something {c}", "there is something {c}")
 TASKS = {
     "colour": ClassTask(COLOURS, _OF_ONE),
     "fill": ClassTask(FILLS, _OF_ONE),
@@ -125,6 +177,4 @@ TASKS = {
 
 def label(task: str, scene: Scene) -> int:
     """The class of a scene, an index into the task's names."""
-    if task == "count":
-        return len(scene.things) - 1
-    return int(getattr(scene.things[0], task))
+    return len(scene.things) - 1 if task == "count" else int(getattr(scene.things[0], task))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import permutations
 from typing import NamedTuple
 
-from kiloword.data.scenes.grammar import NOUNS, NUMBERS, parse
+from kiloword.data.scenes.captions import NOUNS, NUMBERS, parse
 from kiloword.data.scenes.query import ANY, Pattern, Query
 from kiloword.data.scenes.world import BACKGROUNDS, COLOURS, COLUMNS, FILLS, ROWS, SHAPES, SIZES, Scene, Thing
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kiloword.data.scenes.grammar import parse
+from kiloword.data.scenes.captions import parse
 from kiloword.data.scenes.query import ANY, Query
 from kiloword.data.sources.texts import TextsSource
 from kiloword.distributed.sharing import in_turns

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kiloword.data.scenes.entailment import follows
-from kiloword.data.scenes.grammar import parse
+from kiloword.data.scenes.captions import parse
+from kiloword.data.scenes.query import follows
 from kiloword.evaluation.calibration import groups
 from kiloword.evaluation.uncertainty.data import Chain, EncodedData, selected
 from kiloword.methods.prolip.gaussian import csd, inclusion

@@ -1,10 +1,13 @@
-"""The embedded data set: its language, its truth, its splits and its images."""
+"""The embedded data set: its language, its truth, its splits and its images; scenes-v1 is as it always was."""
 
 from __future__ import annotations
 
 import hashlib
 import pickle
-from itertools import combinations, pairwise
+from collections.abc import Iterable
+from functools import partial
+from itertools import combinations, pairwise, permutations
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,14 +23,18 @@ from kiloword.data.scenes import (
     Thing,
     draw,
     matches,
+    open_scenes,
     parse,
     parse_scenes,
     relevance,
     render,
 )
-from kiloword.data.scenes.captions import describe
+from kiloword.data.scenes.captions import chain, describe
+from kiloword.data.scenes.query import follows, truth_table
+from kiloword.data.scenes.questions import ask
 from kiloword.data.scenes.raster import BACKGROUND_RGB, COLOUR_RGB
-from kiloword.data.scenes.world import codes, held_out, splits, to_rows, to_scene
+from kiloword.data.scenes.source import area
+from kiloword.data.scenes.world import codes, splits, to_rows, to_scene
 from kiloword.types import Source
 
 
@@ -60,36 +67,43 @@ def test_parse_inverts_render(query: Query, style: int) -> None:
 
 
 @settings(max_examples=200, deadline=None)
-@given(scenes(), st.integers(0, 3), styles, styles)
-def test_descriptions_are_true_and_readable(scene: Scene, level: int, choices: int, style: int) -> None:
-    query = describe(scene, level, choices)
-    assert matches(query, scene)
+@given(scenes(), st.integers(0, 3), st.booleans(), styles, styles)
+def test_descriptions_are_true_and_readable(scene: Scene, level: int, inner: bool, choices: int, style: int) -> None:
+    query = describe(scene, level, choices, inner)
+    assert literal(query, scene)
     caption = render(query, style)
     assert parse(caption) == query
     assert parse(f" {caption.capitalize()}. ") == query
+    if inner:
+        assert query.relation is query.count is query.background is None
+        assert all(p.row is p.column is None for p in query.things)
 
 
-@pytest.mark.slow
+def literal(query: Query, scene: Scene) -> bool:
+    """Whether some assignment of different things to the patterns holds."""
+    if query.background not in (None, scene.background) or query.count not in (None, len(scene.things)):
+        return False
+    for things in permutations(scene.things, len(query.things)):
+        if all(v in (None, t) for p, thing in zip(query.things, things, strict=True) for v, t in zip(p, thing)):  # noqa: B905
+            left = query.relation != "left" or things[0].column < things[1].column
+            if left and (query.relation != "above" or things[0].row < things[1].row):
+                return True
+    return False
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.lists(queries(), min_size=1, max_size=12), st.lists(scenes(), min_size=1, max_size=12), st.data())
-def test_relevance_is_matches_pair_by_pair(asked: list[Query], shown: list[Scene], data: st.DataObject) -> None:
+def test_relevance_is_literal_pair_by_pair(asked: list[Query], shown: list[Scene], data: st.DataObject) -> None:
     levels = st.tuples(st.integers(0, len(shown) - 1), st.integers(0, 3), styles)
     asked = asked + [describe(shown[i], level, c) for i, level, c in data.draw(st.lists(levels, max_size=12))]
-    expected = np.array([[matches(q, s) for s in shown] for q in asked])
+    expected = np.array([[literal(q, s) for s in shown] for q in asked])
     np.testing.assert_array_equal(relevance(asked, shown), expected)
     np.testing.assert_array_equal(relevance([render(q, 7) for q in asked], to_rows(shown)), expected)
+    assert [to_scene(row) for row in to_rows(shown)] == shown
 
 
-@settings(max_examples=100, deadline=None)
-@given(scenes())
-def test_rows_hold_the_whole_scene(scene: Scene) -> None:
-    assert to_scene(to_rows([scene])[0]) == scene
-
-
-STAR, HEART = (
-    Thing(4, 0, 0, 0, 0, 2),
-    Thing(5, 5, 1, 1, 2, 0),
-)  # small solid red top right; large striped blue bottom left
+# Small solid red at the top right; large striped blue at the bottom left.
+STAR, HEART = Thing(4, 0, 0, 0, 0, 2), Thing(5, 5, 1, 1, 2, 0)
 
 
 @pytest.mark.parametrize(
@@ -102,48 +116,74 @@ STAR, HEART = (
         ("a star above a heart", True),
         ("a star is below a heart", False),
         ("a heart left of something red", True),
-        ("a star to the left of a heart", False),
         ("two objects", True),
         ("exactly one shape", False),
         ("two things: a star and a heart", True),
         ("an object in the top row", True),
-        ("an object in the middle column", None),
         ("an object in the centre column", False),
         ("something in the upper right corner on a white background", True),
         ("something in the upper right corner on a black background", False),
         ("the background is white", True),
         ("a picture", True),
-        ("", None),
-        ("a picture of", None),
-        ("a red blue star", None),
-        ("red star", None),
-        ("a star above a heart above a star", None),
-        ("a star, a star, a star and a star", None),
-        ("on a white background, a star on a white background", None),
-        ("a dog", None),
+        *((outside, None) for outside in (
+            "", "a", "red", "a dog", "red star", "a picture of", "a red blue star", "a star and", "two objects:",
+            "four objects", "one objects", "an object in the middle column", "a star in the nowhere",
+            "a star above a heart above a star", "a star, a star, a star and a star", "a star together with a star",
+            "on a white background, a star on a white background", "a star on a pink background",
+        )),
     ],
-)
+)  # fmt: skip
 def test_meaning(caption: str, true: bool | None) -> None:
     query = parse(caption)
     assert (None if query is None else matches(query, Scene(0, (STAR, HEART)))) is true
+    if true is None:
+        with pytest.raises(ValueError, match="not a caption"):
+            relevance([caption], [Scene(0, (STAR,))])
 
 
-def test_a_caption_outside_the_language_is_named() -> None:
-    with pytest.raises(ValueError, match="a dog"):
-        relevance(["a dog"], [Scene(0, (STAR,))])
+ANY, LEFT, RIGHT = Pattern(), Pattern(column=0), Pattern(column=2)
 
 
-def test_impossible_queries_are_refused() -> None:
-    with pytest.raises(ValueError, match="things"):
-        Query((Pattern(),), "left")
-    with pytest.raises(ValueError, match="counts"):
-        Query(count=4)
+@pytest.mark.parametrize(
+    ("a", "b", "expected"),
+    [
+        (Query(), Query((ANY,)), True),  # every scene has something
+        (Query(), Query((ANY, ANY)), False),
+        (Query(count=2), Query((ANY, ANY)), True),
+        (Query((LEFT, RIGHT)), Query((LEFT, RIGHT), "left"), True),
+        (Query((Pattern(colour=1), Pattern(column=1)), "left"), Query((Pattern(colour=1, column=0),)), True),
+        (Query((Pattern(colour=1), Pattern(column=2)), "left"), Query((Pattern(colour=1, column=0),)), False),
+        (Query((LEFT, LEFT, LEFT)), Query((Pattern(row=0),)), True),  # three different places
+        (Query((LEFT, LEFT)), Query((Pattern(row=0),)), False),
+        (Query((LEFT, LEFT, LEFT)), Query(count=3), True),  # there are no more
+        (Query((LEFT, LEFT)), Query(count=2), False),
+        (Query((Pattern(size=0), Pattern(size=1))), Query((Pattern(size=1), Pattern(size=0))), True),
+        (Query((ANY, ANY)), Query((Pattern(size=1),)), False),
+        (Query((Pattern(colour=2),)), Query((Pattern(colour=2),), background=1), False),
+        (Query((Pattern(colour=2),), background=1), Query(background=1), True),
+    ],
+)
+def test_what_follows_from_known_queries(a: Query, b: Query, expected: bool) -> None:
+    assert follows(a, b) is expected
+
+
+def test_what_does_not_follow_has_a_scene_against_it() -> None:
+    """Descriptions of one scene: over 20,000 others, one of them contradicts whatever does not follow."""
+    rows = parse_scenes("scenes?n=20000").rows
+    source = parse_scenes("scenes:test?n=40")
+    for row in range(40):
+        scene = source.scene(row)
+        a, b = (describe(scene, k, 7919 * row + k) for k in (1, 2))
+        for x, y in ((a, b), (b, a), (a, describe(scene, 1, row))):
+            truth = truth_table([x, y], rows)
+            assert truth[0].sum() >= 20
+            assert follows(x, y) == bool((truth[0] <= truth[1]).all())
 
 
 @pytest.mark.parametrize(("level", "low", "high"), [(0, 1, 1), (1, 0.32, 0.40), (2, 0.007, 0.014), (3, 0.001, 0.0012)])
 def test_levels_match_the_stated_share_of_scenes(level: int, low: float, high: float) -> None:
     source = parse_scenes(f"scenes:test?levels={level}")
-    said = [source.record(row).captions[0] for row in range(len(source))]
+    said = [source.captions(row)[0] for row in range(len(source))]
     true = source.relevance(said, range(len(source)))
     assert true.diagonal().all()
     assert low <= true.mean() <= high
@@ -151,24 +191,21 @@ def test_levels_match_the_stated_share_of_scenes(level: int, low: float, high: f
 
 def test_language_is_small_and_captions_fit() -> None:
     source = parse_scenes("scenes?levels=0,1,2,3&n=1500")
-    said = [c for row in range(1500) for c in source.record(row).captions]
+    said = [c for row in range(1500) for c in source.captions(row)]
     tokens = [c.replace(",", " ,").replace(":", " :").split() for c in said]
     assert len({t for caption in tokens for t in caption}) < 100
     assert max(map(len, tokens)) <= 46
     assert len(set(said)) > 0.5 * len(said)
 
 
-@pytest.mark.slow
 def test_no_split_shares_a_scene() -> None:
-    rows = {
-        src: parse_scenes(src).rows
-        for src in ("scenes", "scenes?seed=3", "scenes?near=0.3", "scenes:val", "scenes:val?objects=1", "scenes:test")
-    } | {"hard": parse_scenes("scenes:test?hard=shape").rows, "near": parse_scenes("scenes:test?near=0.3").rows}
+    sources = ("scenes", "scenes?seed=3", "scenes:val", "scenes:val?objects=1", "scenes:test", "scenes:test?hard=shape")
+    rows = {src: parse_scenes(src).rows for src in sources}
     of = {src: set(codes(r).tolist()) for src, r in rows.items()}
     for src, r in rows.items():
         assert len(of[src]) == len(r), f"{src} repeats a scene"
         assert len(set(splits(r).tolist())) == 1
-    for a, b in combinations([("scenes", "scenes?seed=3", "scenes?near=0.3"), ("scenes:val",), ("scenes:test",)], 2):
+    for a, b in combinations([("scenes", "scenes?seed=3"), ("scenes:val",), ("scenes:test",)], 2):
         assert not any(of[x] & of[y] for x in a for y in b)
     assert of["scenes"] != of["scenes?seed=3"]
 
@@ -176,18 +213,9 @@ def test_no_split_shares_a_scene() -> None:
 def test_a_smaller_set_is_a_beginning_of_the_larger() -> None:
     few, many = parse_scenes("scenes:test?n=100"), parse_scenes("scenes:test")
     np.testing.assert_array_equal(few.rows, many.rows[:100])
-    assert few.record(42).captions == many.record(42).captions
-    three = parse_scenes("scenes?captions=3&levels=1,3").record(5).captions
-    assert parse_scenes("scenes?captions=5&levels=1,3").record(5).captions[:3] == three
-
-
-def test_held_out_pairs_occur_in_test_alone() -> None:
-    assert not held_out(parse_scenes("scenes?heldout=1&near=0.1").rows).any()
-    test = parse_scenes("scenes:test?heldout=1").rows
-    assert held_out(test).all()
-    pairs = {(t.colour, t.shape) for s in map(to_scene, test) for t in s.things if (3 * t.colour + 1) % 8 == t.shape}
-    assert len(pairs) == 8
-    assert 0.1 < held_out(parse_scenes("scenes").rows).mean() < 0.4
+    assert few.captions(42) == many.captions(42)
+    three = parse_scenes("scenes?captions=3&levels=1,3").captions(5)
+    assert parse_scenes("scenes?captions=5&levels=1,3").captions(5)[:3] == three
 
 
 def test_hard_groups_share_all_but_shapes() -> None:
@@ -201,48 +229,7 @@ def test_hard_groups_share_all_but_shapes() -> None:
     for group in range(25):
         rows = range(8 * group, 8 * group + 8)
         assert sorted(source.scene(r).things[0].shape for r in rows) == list(range(8))
-        np.testing.assert_array_equal(
-            source.relevance([records[r].captions[0] for r in rows], rows), np.eye(8, dtype=bool)
-        )
-
-
-def test_near_duplicates_differ_in_one_attribute() -> None:
-    source = parse_scenes("scenes:val?near=0.2")
-    by_key = {r.key: r for r in map(source.record, range(1000))}
-    near = [r for r in by_key.values() if "near" in r.info]
-    assert 150 < len(near) < 250
-    kinds = [_difference(r.info["scene"], by_key[r.info["near"]].info["scene"]) for r in near]
-    counts = {k: kinds.count(k) for k in ("background", "place", "shape", "colour", "size", "fill")}
-    assert min(counts.values()) > 15
-    assert sum(counts.values()) == len(near)
-
-
-def _difference(a: dict, b: dict) -> str:
-    """The one attribute in which two described scenes differ."""
-    assert len(a["objects"]) == len(b["objects"])
-    if a["background"] != b["background"]:
-        assert a["objects"] == b["objects"]
-        return "background"
-    x = [t for t in a["objects"] if t not in b["objects"]]
-    y = [t for t in b["objects"] if t not in a["objects"]]
-    assert len(x) == len(y) == 1
-    different = {k for k in x[0] if x[0][k] != y[0][k]}
-    if different <= {"row", "column"}:
-        return "place"
-    assert len(different) == 1
-    return different.pop()
-
-
-def test_wrong_captions_are_false_and_marked() -> None:
-    source = parse_scenes("scenes?wrong=0.25&n=400&levels=0,1,2,3")
-    marks: list[bool] = []
-    for row in range(400):
-        record = source.record(row)
-        true = source.relevance(record.captions, [row])[:, 0]
-        np.testing.assert_array_equal(true, ~np.array(record.info["wrong"]))
-        marks += record.info["wrong"]
-        assert all(level > 0 for level, w in zip(record.info["levels"], record.info["wrong"], strict=True) if w)
-    assert 0.2 < np.mean(marks) < 0.3
+        assert (source.relevance([records[r].captions[0] for r in rows], rows) == np.eye(8, dtype=bool)).all()
 
 
 def test_levels_come_as_often_as_their_weights() -> None:
@@ -250,36 +237,28 @@ def test_levels_come_as_often_as_their_weights() -> None:
     levels = [level for row in range(600) for level in source.record(row).info["levels"]]
     assert set(levels) == {1, 3}
     assert 0.71 < levels.count(3) / len(levels) < 0.79
-    assert {parse_scenes("scenes:test").record(r).info["levels"][0] for r in range(20)} == {3}
 
 
-@pytest.mark.parametrize("task", ["colour", "shape", "fill", "count"])
+@pytest.mark.parametrize("task", mostly_slow(["colour", "shape", "fill", "count"], 1))
 def test_prompts_of_a_task_are_true_of_their_class_alone(task: str) -> None:
+    """Training captions use their words, too."""
     source = parse_scenes(f"scenes:test?task={task}&n=200")
     names = source.classnames
     assert names is not None
     labels = np.array([source.record(row).label for row in range(200)])
     assert set(labels) == set(range(len(names)))
+    train = parse_scenes("scenes?levels=1&n=3000")
+    said = {c for row in range(3000) for c in train.captions(row)}
     for template in source.templates:
         prompts = [template.format(c=name) for name in names]
-        np.testing.assert_array_equal(source.relevance(prompts, range(200)), np.arange(len(names))[:, None] == labels)
-
-
-@pytest.mark.parametrize("task", mostly_slow(["colour", "shape", "fill", "count"], 1))
-def test_training_captions_use_the_prompts_words(task: str) -> None:
-    source = parse_scenes("scenes?levels=1&n=3000")
-    said = {c for row in range(3000) for c in source.record(row).captions}
-    prompts = parse_scenes(f"scenes:test?task={task}")
-    assert prompts.classnames is not None
-    for template in prompts.templates:
-        assert any(template.format(c=name) in said for name in prompts.classnames), template
+        assert (source.relevance(prompts, range(200)) == (np.arange(len(names))[:, None] == labels)).all()
+        assert said & set(prompts), template
 
 
 def test_the_source() -> None:
     source = parse_scenes("scenes:test?captions=2&n=50")
     assert isinstance(source, Source)
-    assert source.natural is False
-    assert source.classnames is None
+    assert (source.natural, source.classnames, source.templates) == (False, None, [])
     copy = pickle.loads(pickle.dumps(source))  # a worker's
     big = source.resolution(96)
     assert len(pickle.dumps(source)) < 1000
@@ -292,12 +271,11 @@ def test_the_source() -> None:
     for row in (-1, 50):
         with pytest.raises(IndexError):
             source.record(row)
-
-
-def test_size_of_the_src_goes_before_the_models() -> None:
-    assert parse_scenes("scenes", 32).settings.size == 32
     assert parse_scenes("scenes?size=48", 32).settings.size == 48
     assert ScenesSource().settings == parse_scenes("scenes?").settings == parse_scenes("scenes").settings
+    asked: Any = open_scenes("scenes:test?n=50&task=vqa", 32)
+    assert (asked.record(3).image.shape, asked.resolution(64).asked(3)) == ((32, 32, 3), asked.asked(3))
+    assert (asked.key(3), asked.record(3).info["scene"]) == (source.key(3), source.record(3).info["scene"])
 
 
 @pytest.mark.parametrize(
@@ -306,37 +284,29 @@ def test_size_of_the_src_goes_before_the_models() -> None:
         ("scenes:foo", "train, val, test"),
         ("scenes:", "train, val, test"),
         ("scenery", "expected scenes"),
-        ("scenes?colour=1", "options: captions, hard, heldout, inner, levels"),
-        ("scenes?n=0", "n=0: expected a number of images, 1 to"),
+        ("scenes?colour=1", "options: captions, hard, inner, levels"),
+        ("scenes?n=0", "1 to"),
         ("scenes?n=1&n=2", "twice"),
         ("scenes?size=8", "24 to 2048"),
         ("scenes?levels=4", "levels 0 to 3"),
         ("scenes?levels=1:-1", "levels 0 to 3"),
         ("scenes?levels=", "levels 0 to 3"),
-        ("scenes?wrong=nan", "a share from 0 to 1"),
-        ("scenes?near=1.5", "a share from 0 to 1"),
-        ("scenes?heldout=yes", "0 or 1"),
+        ("scenes?inner=yes", "0 or 1"),
         ("scenes?objects=4", "1 to 3"),
         ("scenes?task=size", "colour, fill, shape, count"),
         ("scenes?task=shape&objects=2", "omit objects="),
-        ("scenes?hard=colour", "expected shape"),
+        ("scenes?task=vqa", "questions"),
+        ("scenes?task=vqa&levels=1", "levels="),
+        ("scenes?hard=colour", "shape"),
         ("scenes?hard=shape&n=12", "not a multiple"),
         ("scenes?hard=shape&inner=1", "choose one"),
-        ("scenes?hard=shape&near=0.1", "neither"),
-        ("scenes?wrong=0.1&n=1", "has none"),
-        ("scenes?&", "no option ''"),
+        ("scenes:test?objects=1&n=9000", "different scenes"),
     ],
 )
 def test_bad_settings_are_refused(src: str, said: str) -> None:
     with pytest.raises(ValueError) as e:
-        parse_scenes(src)
+        len(parse_scenes(src).rows)
     assert said in str(e.value)
-
-
-def test_too_few_different_scenes_are_reported() -> None:
-    with pytest.raises(ValueError, match=r"only \d+ different scenes fit"):
-        len(parse_scenes("scenes:test?objects=1&n=9000").rows)
-    assert len(parse_scenes("scenes?objects=1").rows) == 10_000
 
 
 KINDS = [(shape, size, fill) for shape in range(8) for size in range(2) for fill in range(3)]
@@ -353,8 +323,6 @@ def test_every_kind_of_thing_looks_different(side: int) -> None:
 def test_colours_and_backgrounds_are_far_apart() -> None:
     for a, b in combinations(COLOUR_RGB + BACKGROUND_RGB, 2):
         assert np.linalg.norm(np.subtract(a, b)) > 75, (a, b)
-    for a in COLOUR_RGB:
-        assert min(np.linalg.norm(np.subtract(a, b)) for b in BACKGROUND_RGB) > 100, a
 
 
 @settings(max_examples=200, deadline=None)
@@ -366,69 +334,96 @@ def test_images_show_things_at_their_places_and_nothing_else(scene: Scene, side:
     for r, (top, bottom) in enumerate(pairwise(edges)):
         for c, (left, right) in enumerate(pairwise(edges)):
             far = np.abs(image[top:bottom, left:right].astype(int) - BACKGROUND_RGB[scene.background]).max(-1) > 40
-            if (r, c) in places:
-                assert far.mean() > 0.02
-            else:
-                assert not far.any()
-
-
-def test_solid_things_have_their_colour() -> None:
-    for shape in set(range(8)) - {7}:  # the centre of a moon may be empty
-        image = draw(Scene(0, (Thing(shape, 3, 1, 0, 0, 0),)), 63)
-        assert tuple(image[10, 10]) == COLOUR_RGB[3]
+            assert far.mean() > 0.02 if (r, c) in places else not far.any()
+    solid = draw(Scene(0, (Thing(scene.things[0].shape % 7, 3, 1, 0, 0, 0),)), 63)  # the centre of a moon may be empty
+    assert tuple(solid[10, 10]) == COLOUR_RGB[3]
 
 
 @pytest.mark.parametrize(("side", "n"), [(64, 200), (50, 40), (97, 40)])
 def test_inner_things_lie_within_every_centre_half(side: int, n: int) -> None:
-    source = parse_scenes(f"scenes:test?inner=1&n={n}", side)
+    source, plain = parse_scenes(f"scenes:test?inner=1&n={n}", side), parse_scenes(f"scenes:test?n={n}")
+    np.testing.assert_array_equal(source.rows, plain.rows)
+    assert source.fingerprint != plain.fingerprint
+    margin = -(-side // 4)
     for row in range(n):
         image, ground = source.record(row).image.astype(int), BACKGROUND_RGB[source.scene(row).background]
-        rows, columns = np.nonzero((image != ground).any(-1))
-        assert len(rows)
-        for place in (rows, columns):
-            assert side / 4 <= place.min() < place.max() + 1 <= 3 * side / 4
+        within = draw(source.scene(row), side - 2 * margin)
+        assert (image[margin : side - margin, margin : side - margin] == within).all()
+        image[margin : side - margin, margin : side - margin] = ground
+        assert (image == ground).all()
 
 
-def test_inner_scenes_are_the_same_ones() -> None:
-    inner, plain = parse_scenes("scenes:test?inner=1&n=50"), parse_scenes("scenes:test?n=50")
-    np.testing.assert_array_equal(inner.rows, plain.rows)
-    np.testing.assert_array_equal(inner.record(3).image[16:48, 16:48], plain.resolution(32).record(3).image)
-    assert inner.fingerprint != plain.fingerprint
+def short(lines: Iterable[object]) -> str:
+    return hashlib.blake2b("\n".join(map(str, lines)).encode(), digest_size=4).hexdigest()
 
 
-def test_inner_captions_are_true_and_of_things_alone() -> None:
-    source = parse_scenes("scenes?inner=1&levels=0,1,2,3&wrong=0.2&n=300")
-    levels = set()
-    for row in range(len(source)):
-        record = source.record(row)
-        true = source.relevance(record.captions, [row])[:, 0]
-        np.testing.assert_array_equal(true, ~np.array(record.info["wrong"]))
-        for caption, level, wrong in zip(record.captions, record.info["levels"], record.info["wrong"], strict=True):
-            query = parse(caption)
-            assert query is not None
-            assert query.relation is query.count is query.background is None
-            assert all(p.row is p.column is None for p in query.things)
-            if level == 3 and not wrong:
-                assert len(query.things) == len(source.scene(row).things)
-            levels.add(level)
-    assert levels == {0, 1, 2, 3}
+# Quoted figures stand on this world. If it must change, it gets another version.
+SCENES = {  # number, scenes, what records say of five rows, and the sum of the mean pixels of these
+    "?n=200": (200, "d456511f", "83520fba", 514.6),
+    "?n=200&seed=2": (200, "1371fd05", "6343fe08", 914.9),
+    ":val?hard=shape&n=16&captions=3": (16, "6d2499e1", "e946e095", 605.8),
+    ":test?objects=1&captions=4&levels=1,3:2": (1000, "d67d7464", "e1d9ebd4", 445.1),
+    "?objects=2,3&inner=1&n=99&size=48": (99, "2c5d2059", "a6a45d98", 699.6),
+    "?task=count&n=50": (50, "16c132fb", "69c21714", 473.4),
+    ":val?task=colour&n=20": (20, "b9be3ef7", "5f4cc581", 778.8),
+    "?n=5000&levels=0,1&captions=9": (5000, "71f53be5", "8b772315", 606.2),
+}
+DESCRIBED = ["46ec9425", "b1a94128", "ecd7a749", "757ac2dd"]
+DESCRIBED_INNER = ["46ec9425", "0139e123", "d839358a", "907dc780"]
+ASKED = {
+    "background": "24beedd0",
+    "colour": "d0538c8e",
+    "count": "82add27e",
+    "fill": "b703afb5",
+    "place": "ea2e9522",
+    "shape": "10286204",
+    "size": "4cad2a82",
+    "yes/no": "62e22113",
+}
+AREAS = [  # by shape: small, then large, each solid, striped and hollow
+    [376, 376, 204, 756, 756, 296],
+    [396, 396, 252, 784, 784, 384],
+    [228, 228, 172, 464, 464, 268],
+    [192, 192, 144, 384, 384, 232],
+    [198, 198, 184, 396, 396, 316],
+    [294, 294, 206, 590, 590, 312],
+    [288, 288, 232, 576, 576, 388],
+    [270, 270, 212, 530, 530, 320],
+]
 
 
-def test_scenes_v1_is_frozen() -> None:
-    """Quoted figures stand on this world. If it must change, it gets another version."""
-    digest = hashlib.blake2b(digest_size=8)
-    total = 0.0
-    for src in (
-        "scenes",
-        "scenes:val?near=0.2",
-        "scenes:test?wrong=0.5&captions=3&levels=0,1,2,3",
-        "scenes:test?hard=shape",
-    ):
-        source = parse_scenes(src)
-        for row in range(60):
-            record = source.record(row)
-            digest.update("\n".join([record.key, *record.captions, repr(record.info)]).encode())
-            total += float(record.image.mean())
-    assert digest.hexdigest() == "7b863d56b4efb00f"
-    assert parse_scenes("scenes").fingerprint == "scenes-v1-5d536c354736738c"  # runs are resumed by it
-    assert total / 240 == pytest.approx(99.95, abs=0.05)  # last bits of sines may differ between machines
+@pytest.mark.parametrize(("options", "expected"), SCENES.items())
+def test_scenes_v1_is_frozen(options: str, expected: tuple[int, str, str, float]) -> None:
+    source, said, pixels = parse_scenes(f"scenes{options}"), [], 0.0
+    for row in (0, 1, 7, len(source) // 2, len(source) - 1):
+        r = source.record(row)
+        info = [r.info["levels"], r.info["scene"], r.info.get("group")]
+        said.append([r.captions, source.hierarchies(row), r.key, r.label, *info])
+        pixels += float(r.image.mean())
+    assert (len(source), short(source.rows.tolist()), short(said)) == expected[:3]
+    assert pixels == pytest.approx(expected[3], abs=0.3)  # last bits of sines may differ between machines
+
+
+def test_what_is_said_of_scenes_is_frozen() -> None:
+    """Corrupted captions mean what they did, too."""
+    source = parse_scenes("scenes?n=300&seed=5")
+    drawn = [source.scene(row) for row in range(300)]
+    numbers = [(n + 1) * 0x9E3779B97F4A7C15 % 2**63 for n in range(1500)]  # spread over 63 bits
+    for inner, expected in ((False, DESCRIBED), (True, DESCRIBED_INNER)):
+        tell = partial(describe, inner=inner)
+        levels = [[tell(s, level, n) for s, n in zip(drawn, numbers, strict=False)] for level in range(4)]
+        assert [short(map(render, asked, numbers[299::-1])) for asked in levels] == expected
+    assert (
+        short(query for scene, n in zip(drawn[:25], numbers, strict=False) for query in chain(scene, n)) == "7ac9aea5"
+    )
+    asked = [ask(drawn[n % 300], number) for n, number in enumerate(numbers)]
+    assert {kind: short(q for q in asked if q.kind == kind) for kind in {q.kind for q in asked}} == ASKED
+    meant = []
+    for n, number in enumerate(numbers[:200]):
+        words = render(describe(drawn[n], 1 + n % 3, number), number).split()
+        at = number % len(words)
+        for changed in (words[:at] + words[at + 1 :], words[: at + 1] + words[at:], words[:at] + words[at:][::-1]):
+            meant.append(parse(" ".join(changed)))
+    assert (sum(query is not None for query in meant), short(meant)) == (82, "9686a61b")
+    areas = [[area(Thing(shape, 0, size, fill, 1, 2)) for size in (0, 1) for fill in range(3)] for shape in range(8)]
+    assert np.allclose(areas, AREAS, rtol=0.02)

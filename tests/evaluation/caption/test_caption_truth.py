@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kiloword.data.scenes.grammar import parse, render
+from kiloword.data.scenes.captions import parse, render
 from kiloword.data.scenes.query import Pattern, Query, matches
 from kiloword.data.scenes.world import Scene, Thing
 from kiloword.evaluation.caption.truth import JudgedCaption, Statement, elsewhere, judge, judge_caption

@@ -13,7 +13,7 @@ import torch
 
 from kiloword.api import Matcher
 from kiloword.config.recipes import sizes
-from kiloword.data.scenes.grammar import parse
+from kiloword.data.scenes.captions import parse
 from kiloword.data.scenes.query import Query, matches
 from kiloword.data.scenes.source import ScenesSource, parse_scenes
 from kiloword.data.sources.open import open_source
