@@ -134,6 +134,6 @@ def sentence_of(error: BaseException) -> str | None:
         return f"out of memory{f' ({message})' if message else ''}: take a smaller --batch, or --micro."
     if type(error).__name__ == "OutOfMemoryError":
         return f"{message.splitlines()[0]} Take a smaller --micro, or --checkpointing selective; see `kiloword plan`."
-    if isinstance(error, RuntimeError) and "DataLoader" in message:
+    if isinstance(error, RuntimeError) and message.startswith("DataLoader"):
         return f"a loader worker stopped: {message.splitlines()[0].rstrip('. ')}. {WORKER}"
     return None

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kiloword.config import recipes, settings
-from kiloword.data.images import decode, time_limit
+from kiloword.data.images import decode
 from kiloword.data.remote import errors, http_files, transport
 from kiloword.data.remote import file as remote_file
 from kiloword.data.sources import columns, embedded, sample
@@ -40,7 +40,6 @@ NUMBERS = {  # row -> what it says, with the limits of the code
     ],
     "image": [
         f"{decode.MAX_PIXELS:,} pixels, {decode.MAX_SCANS} scans of a JPEG",
-        f"{time_limit.SECONDS:g} s of processor time",
     ],
     "csv, tsv, parquet": [
         f"rows of {columns._BLOCK // MIB} MiB, text of {embedded.MAX_TABLE // GIB} GiB",

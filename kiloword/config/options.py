@@ -45,7 +45,7 @@ class RunOptions:
     """Settings that may change when a run is resumed, as they do not change its result."""
 
     workers: int | Literal["auto"] = setting(
-        "auto", "loader processes per rank; auto: by cores on CUDA, on a CPU from when the run waits for data", 0
+        "auto", "loader processes per rank; auto: by cores on CUDA, half of them on a CPU, none for scenes", 0
     )
     device: str = setting("auto", "auto, cpu, cuda, cuda:N")
     log_every: int = setting(10, "steps between rows of metrics.jsonl", 1)

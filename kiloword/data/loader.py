@@ -14,7 +14,6 @@ from torch import Tensor
 from kiloword.config.recipes import AugmentConfig, DataConfig, Resize, TextConfig
 from kiloword.data.feature_store import FeatureStore, TableFile, shown_views
 from kiloword.data.images.augmentation import EvalTransform, TrainTransform
-from kiloword.data.images.time_limit import decoding
 from kiloword.data.images.views import view_draw
 from kiloword.data.reading import EMBEDDED, advice, left_out, name_of, read
 from kiloword.data.remote.ahead import Ahead, ahead_of
@@ -43,8 +42,7 @@ class Loader:
     are added to examples; where they are of augmented views, the images are those views, one in each epoch;
     image_tokens, text_tokens: stores of tokens in place of images (of the view epoch mod K) and of words; truth: texts
     also carry which images of the global batch they describe; questions: every image has the question that its texts
-    answer; train: False: images as for evaluation, no transforms; timeout: in seconds per step; given_up: rows that
-    took too long to decode, to be skipped from the start.
+    answer; train: False: images as for evaluation, no transforms; timeout: in seconds per step.
     Errors: ValueError when the batch does not divide over the ranks, the order or a feature store is of other data,
     or the source has no ground truth or no questions.
     """
@@ -69,7 +67,6 @@ class Loader:
     train: bool = True
     resize: Resize = "shortest"
     timeout: float = 300
-    given_up: set[int] = field(default_factory=set)
     _train: TrainTransform = field(init=False, repr=False)
     _eval: EvalTransform = field(init=False, repr=False)
     _untouched: bool = field(init=False, repr=False)
@@ -138,11 +135,6 @@ class Loader:
             self.tokenizer = TokenizerWithTokens(self.tokenizer, self.text_tokens)
 
     @property
-    def reads_ahead(self) -> bool:
-        """Whether threads of this process fetch remote data."""
-        return bool(self._ahead)
-
-    @property
     def notes(self) -> list[str]:
         """Notes of keep-lists, transforms and inputs for the user, printed before the first step."""
         lists = [] if self._omitted is None else [f"--keep {self._omitted}"]
@@ -158,13 +150,12 @@ class Loader:
         """This rank's batches of the steps [start, stop); without end when stop is None.
 
         Args: pin: use page-locked memory, for a GPU.
-        Errors: as `batch`; LoaderStopped when a worker died or hangs.
+        Errors: as `batch`; ValueError when a worker died or hangs.
         """
         steps = count(start) if stop is None else range(start, stop)
         if self._ahead:
             self._ahead.stop = stop
-        apart = getattr(self.source, "from_files", False)
-        return in_order(self.batch, steps, self.workers, self.timeout, self.given_up, apart, pin)
+        return in_order(self.batch, steps, self.workers, self.timeout, pin)
 
     def batch(self, step: int) -> Batch:
         """This rank's share of the global batch of one step.
@@ -296,8 +287,7 @@ class BatchReader:
         if key not in loader._views:
             natural = loader._train.natural
             loader._views[key] = TrainTransform(key[1], augment, loader.resize, loader.data.decoder, natural)
-        with decoding(stored_row(self.source, row)):
-            return loader._views[key](record.image, draw)
+        return loader._views[key](record.image, draw)
 
     def readable(self, row: int, draw: Draw) -> tuple[Example, Draw]:
         """The example of a row, or of the first readable replacement in a walk keyed by (seed, epoch, row, attempt).
@@ -345,8 +335,7 @@ class BatchReader:
                 loader.tokenizer.check(caption, loader.text)
         view = 0 if loader._shown is None else loader._shown.view(draw, loader.seed)
         shown = draw if loader._shown is None else view_draw(loader._shown.seed, view, record.key)
-        with decoding(stored_row(self.source, row)):
-            image = record.tokens.tokens(draw.epoch) if record.tokens else loader.image(record.image, shown)
+        image = record.tokens.tokens(draw.epoch) if record.tokens else loader.image(record.image, shown)
         example = Example(record.key, row, image, captions, question=question)
         for store in loader.stores:
             store.join(example, view)  # before words are dropped: features are of whole captions

@@ -18,7 +18,6 @@ from torch import Tensor
 from kiloword.config.recipes import Resize
 from kiloword.data.images.augmentation import EvalTransform
 from kiloword.data.images.decode import Pixels
-from kiloword.data.images.time_limit import decoding
 from kiloword.data.images.views import Views
 from kiloword.data.remote.ahead import Ahead, ahead_of
 from kiloword.data.remote.errors import Unreachable
@@ -138,7 +137,7 @@ def eval_batches(
 
     Args: parts: ranges of rows instead of all rows; a batch never crosses two parts; transform: instead of that by
     image_size and resize, by `Views` images [n, K, 3, size, size]; captions: False accepts images without captions.
-    Errors: LoaderStopped when a worker died or hangs.
+    Errors: ValueError when a worker died or hangs.
     """
     if batch < 1:
         raise ValueError(f"--batch is {batch}: expected at least 1.")
@@ -149,8 +148,7 @@ def eval_batches(
     ]
     make = _EvalBatches(source, transform or EvalTransform(image_size, resize), ranges, captions)
     make.ahead = ahead_of(source, make.rows_of, batch, len(ranges))
-    workers = min(workers, len(ranges))
-    return in_order(make, range(len(ranges)), workers, apart=getattr(source, "from_files", False))
+    return in_order(make, range(len(ranges)), min(workers, len(ranges)))
 
 
 @dataclass
@@ -173,8 +171,7 @@ class _EvalBatches:
         for row in self.ranges[step]:
             try:
                 record = (read if self.captions else read_image)(self.source, row)
-                with decoding(row):
-                    images.append(self._image(record, row))
+                images.append(self._image(record, row))
             except BadSample as error:
                 skipped.append(Skipped(row, name_of(self.source, row), str(error)))
                 continue
@@ -238,10 +235,6 @@ class BadRows:
                 "or mend them and give another --out, as mended data are other data."
             )
         return named
-
-    def rows_of(self, reason: str) -> list[int]:
-        """The rows whose reason starts with `reason`."""
-        return [row for row, sample in self._seen.items() if sample.reason.startswith(reason)]
 
     def state_dict(self) -> dict[str, Any]:
         """The state for a resumed run, as plain lists."""

@@ -65,19 +65,17 @@ def share_of_cores() -> int:
     return cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-def workers_of(requested: int | Literal["auto"], device: str, batch: int) -> int:
-    """Number of loader processes of a rank. "auto": none on a CPU, where a run starts them when it waits for data
-    (`kiloword.data.growing`); on CUDA the rank's share of the cores minus two, limited by shared memory.
+def workers_of(requested: int | Literal["auto"], device: str, batch: int, train: bool = False) -> int:
+    """Number of loader processes of a rank. "auto": on CUDA the rank's share of the cores minus two; on a CPU, which
+    computes too, half of its share to train on images that are decoded, else none; as many as shared memory holds.
 
-    Args: requested: --workers; batch: bytes of a rank's batch.
+    Args: requested: --workers; batch: bytes of a rank's batch; train: on images that are decoded.
     """
     if requested != "auto":
         return requested
-    if not device.startswith("cuda"):
-        return 0
+    chosen = max(1, share_of_cores() - 2) if device.startswith("cuda") else share_of_cores() // 2 if train else 0
     free = free_shared_memory()
-    fit = MOST_WORKERS if free is None else free // (AHEAD * batch)
-    return min(max(1, share_of_cores() - 2), MOST_WORKERS, fit)
+    return min(chosen, MOST_WORKERS, MOST_WORKERS if free is None else free // (AHEAD * batch))
 
 
 def summary(requested: Recipe, settled: Recipe, device: str, workers: int, resumed: bool) -> str:

@@ -97,7 +97,6 @@ class Photos:
     """Some photos of a folder as a `Source` without captions. Args: paths: below `folder`."""
 
     natural = True
-    from_files = True
 
     def __init__(self, folder: Path, paths: Sequence[str]) -> None:
         self.folder, self.paths = folder, paths

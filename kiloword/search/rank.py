@@ -185,13 +185,11 @@ def _best(scores: Tensor, top: int) -> tuple[Tensor, Tensor]:
 def query_image(matcher: Matcher, image: bytes, name: str = "of the query") -> Tensor:
     """The vector [D] of an encoded image. Args: name: of the file. Raises: ValueError for bytes that are no image."""
     from kiloword.data.images.augmentation import EvalTransform
-    from kiloword.data.images.time_limit import decoding
     from kiloword.types import BadSample
 
     config = matcher.model.config
     try:
-        with decoding(0):
-            pixels = EvalTransform(config.image.size, config.preprocess.resize)(image)
+        pixels = EvalTransform(config.image.size, config.preprocess.resize)(image)
     except BadSample as error:
         raise ValueError(f"the image {name} cannot be used: {error}.") from None
     features = join([matcher.encode_image(pixels[None])])

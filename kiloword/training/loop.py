@@ -10,10 +10,9 @@ from torch import Tensor
 
 from kiloword.config.options import RunOptions as RunOptions
 from kiloword.config.recipes import Recipe
-from kiloword.data import growing
 from kiloword.distributed import collectives, heartbeat
 from kiloword.distributed.allocator import keep_freed_memory
-from kiloword.distributed.by_device import products, share_of_cores
+from kiloword.distributed.by_device import products
 from kiloword.distributed.device import choose, cores, on_device, precision_of
 from kiloword.model.resnet import commit
 from kiloword.model.trunks.padded import padding_of
@@ -108,10 +107,7 @@ class Cadence:
         run = self.run
         if run.best.stalled:
             return iter(())
-        if self.options.workers == "auto" and run.device.type == "cpu":
-            batches = growing.batches(run.loader, run.step, run.recipe.steps, share_of_cores() - 1, run.log.say)
-        else:
-            batches = run.loader.batches(run.step, run.recipe.steps, pin=run.device.type == "cuda")
+        batches = run.loader.batches(run.step, run.recipe.steps, pin=run.device.type == "cuda")
         return map(self._count, self.meter.timed(self.stop.batches(batches, run.step)))
 
     def after_step(self, values: dict[str, Tensor], pairs: int) -> None:

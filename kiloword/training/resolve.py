@@ -189,7 +189,7 @@ def make_loader(
         seed=recipe.seed,
         rank=collectives.rank(),
         ranks=collectives.ranks(),
-        workers=workers_of(options.workers, device, image_bytes),
+        workers=workers_of(options.workers, device, image_bytes, train=getattr(source, "natural", True)),
         timeout=options.timeout,
         resize=recipe.model.preprocess.resize,
     )

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from kiloword.config.recipes import ModelFile
-from kiloword.data.images.time_limit import REASON
 from kiloword.distributed import collectives
 from kiloword.files import SaveError, sync, write_json
 from kiloword.models.adapters import write_adapter
@@ -50,7 +49,6 @@ def resume(run: Run) -> None:
     _check_finite(run.out / "state", stored.numbers["step"], whole)
     run.optimizer.load_state_dict(moments)
     run.bad.load_state_dict(stored.numbers["bad"])
-    run.loader.given_up |= set(run.bad.rows_of(REASON))  # another machine might decode them in time
     run.step, run.truncated = stored.numbers["step"], stored.numbers["truncated"]
     run.skipped_steps, run.skipped_in_a_row = stored.numbers["skipped_steps"]
     run.since_row.load_state_dict(stored.numbers["since_row"], run.device)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import io
 import os
 import signal
-import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice, pairwise
 
@@ -17,13 +14,11 @@ import pytest
 import torch
 from PIL import Image
 
-from cases import worker_dies
 from kiloword.config.recipes import AugmentConfig, DataConfig, TextConfig
 from kiloword.data.loader import ATTEMPTS, Loader
 from kiloword.data.reading import BadRows, eval_batches
 from kiloword.data.sampler import Order
 from kiloword.data.sources.mixture import MixtureSource, stored_rows
-from kiloword.data.steps import LoaderStopped, in_order
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.data.transforms import Stylistic, StylisticSettings
 from kiloword.randomness import Draw
@@ -231,53 +226,6 @@ def test_all_rows_bad_ends_with_a_sentence_also_from_a_worker() -> None:
         with pytest.raises(ValueError, match=message) as caught:
             list(make(bad, workers=workers).batches(0, 1))
         assert "Traceback" not in str(caught.value)
-
-
-@worker_dies
-def test_a_killed_worker_is_an_error_not_a_wait() -> None:
-    with pytest.raises(LoaderStopped, match=r"a loader worker stopped: .*(Killed|exited unexpectedly)"):
-        list(make(Images(dict.fromkeys(range(ROWS), "kill")), workers=1, timeout=60).batches(0, 5))
-    gc.collect()  # here, not in a later test
-
-
-class Cut:
-    """A batch whose sender is gone when it arrives."""
-
-    def __init__(self, error: type[Exception]) -> None:
-        self.error = error
-
-    def __reduce__(self) -> tuple[Callable[[type[Exception]], Cut], tuple[type[Exception]]]:
-        return _arrive, (self.error,)
-
-
-def _arrive(error: type[Exception]) -> Cut:
-    raise error("the worker is gone")
-
-
-@pytest.mark.parametrize("error", [ConnectionResetError, EOFError])
-def test_a_worker_that_goes_while_it_sends_is_named(error: type[Exception]) -> None:
-    batches = in_order(lambda step: Cut(error) if step == 1 else step, range(3), workers=1)
-    assert next(batches) == 0
-    with pytest.raises(LoaderStopped, match="a loader worker stopped while it sent a batch"):
-        next(batches)
-
-
-@pytest.mark.slow
-def test_a_stalled_worker_is_an_error_not_a_wait() -> None:
-    with pytest.raises(LoaderStopped, match="a loader worker stopped: DataLoader timed out after 1 seconds"):
-        list(make(Images(dict.fromkeys(range(ROWS), "sleep")), workers=1, timeout=1).batches(0, 5))
-
-
-def test_a_worker_whose_reader_is_gone_says_nothing(capfd: pytest.CaptureFixture[str]) -> None:
-    def hand_out(step: int) -> int:
-        error = (ConnectionResetError("reader"), KeyError("bug"))[step]
-        sys.excepthook(type(error), error, None)  # as multiprocessing.resource_sharer does
-        return step
-
-    assert list(in_order(hand_out, range(2), workers=1)) == [0, 1]
-    output = capfd.readouterr().err
-    assert "bug" in output
-    assert "reader" not in output
 
 
 def test_untouched_images_are_exact() -> None:

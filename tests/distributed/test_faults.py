@@ -1,10 +1,8 @@
-"""What happens around a run: nothing is lost, nothing hangs, and one sentence says what it was (docs/faults.md)."""
+"""What happens around a run: nothing is lost, nothing hangs, and one sentence says what it was."""
 
 from __future__ import annotations
 
-import dataclasses
 import errno
-import gc
 import os
 import re
 import shutil
@@ -14,7 +12,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,19 +19,16 @@ import pytest
 import torch
 
 import kiloword.training.loop as loop
-from cases import mostly_slow, worker_dies
+from cases import mostly_slow
 from kiloword.cli.main import main
-from kiloword.data import files, reading, steps
+from kiloword.data import files, reading
 from kiloword.data.feature_store import FeatureStore
 from kiloword.data.loader import Loader
 from kiloword.data.reading import read
-from kiloword.data.sources.open import open_source
 from kiloword.data.tars.shards import TarSource
 from kiloword.distributed import launch
-from kiloword.errors import sentence_of
-from kiloword.methods.defaults import default_recipe
 from kiloword.training.log import read_metrics
-from kiloword.types import BadSample, Record
+from kiloword.types import BadSample
 from states import load_state
 from tars import pairs, photo, write_tar
 
@@ -256,86 +250,6 @@ def test_two_runs_in_one_folder(tmp_path: Path, ends: Callable[..., str]) -> Non
         assert not (tmp_path / "metrics.jsonl").exists()
         other.kill()
     goes_on(train(tmp_path), tmp_path)
-
-
-# Loader workers
-
-
-class Trouble:
-    """Scenes whose every row after the tenth reading does something bad to its process."""
-
-    name, fingerprint, natural = "trouble", "trouble", True
-
-    def __init__(self, does: Callable[[], None]) -> None:
-        self.does, self.scenes, self.read = does, open_source(SCENES), 0
-
-    def __len__(self) -> int:
-        return len(self.scenes)
-
-    def record(self, row: int) -> Record:
-        self.read += 1
-        if self.read > 10:
-            self.does()
-        return self.scenes.record(row)
-
-
-def killed() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def out_of_memory() -> None:
-    raise MemoryError("cannot allocate 240 MB")
-
-
-@pytest.mark.parametrize(
-    ("does", "timeout", "says"),
-    [
-        pytest.param(killed, 60, "a loader worker stopped", marks=worker_dies),
-        pytest.param(
-            lambda: time.sleep(600),
-            1,
-            "a loader worker stopped: DataLoader timed out after 1 seconds",
-            marks=pytest.mark.slow,
-        ),
-        (out_of_memory, 60, r"batch of step \d: out of memory \(cannot allocate 240 MB\): take a smaller --batch"),
-    ],
-    ids=["killed", "hangs", "memory"],
-)
-def test_workers(tmp_path: Path, does: Callable[[], None], timeout: int, says: str) -> None:
-    recipe = default_recipe("siglip", "debug", ("scenes",))
-    recipe = dataclasses.replace(recipe, batch=8, steps=9, data=dataclasses.replace(recipe.data, tokenizer_vocab=300))
-    source: Any = Trouble(does)
-    source.captions = lambda row: ["a red circle"]
-    with pytest.raises((ValueError, RuntimeError)) as error:
-        loop.train(recipe, tmp_path, source, loop.RunOptions(workers=1, timeout=timeout, quiet=True, save_every=1))
-    said = sentence_of(error.value) or ""
-    print(said)
-    assert re.match(says, said)
-    del error
-    gc.collect()  # here, not in a later test
-
-
-def test_no_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: Callable[..., str]) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(steps.os, "statvfs", lambda path: SimpleNamespace(f_bavail=1, f_frsize=4096))
-        said = ends(train(tmp_path, "--workers", 1))
-    assert re.search(r"/dev/shm has 0.0 MB left, and a batch takes \d\.\d MB: give it more", said)
-    goes_on(train(tmp_path, "--workers", 1), tmp_path)
-
-
-@pytest.mark.parametrize(("free", "wanted"), mostly_slow([(3, 20), (30, 1012)], 0))
-def test_few_open_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: Callable[..., str], free: int, wanted: int
-) -> None:
-    """Too few to start a worker, and too few for a batch of tensors, which a worker finds out."""
-    gc.collect()  # sources of other tests close their files
-    with monkeypatch.context() as patch:
-        most = len(os.listdir("/proc/self/fd")) + free
-        patch.setattr(steps.resource, "getrlimit", lambda what: (most, most))
-        patch.setattr(steps, "_tensors_in", lambda item: [torch.zeros(0)] * 1000)
-        said = ends(train(tmp_path, "--workers", 1))
-    assert re.search(rf"may open {most} files here, \d+ are open, and loader workers need {wanted} more: raise", said)
-    goes_on(train(tmp_path, "--workers", 1), tmp_path)
 
 
 # Shards
@@ -636,15 +550,3 @@ def test_ranks_that_do_not_divide_the_batch(
 ) -> None:
     monkeypatch.setattr("kiloword.distributed.collectives.ranks", lambda: 3)
     assert "batch 8 does not divide over 3 ranks: choose a multiple of 3" in ends(train(tmp_path))
-
-
-# The page
-
-
-def test_every_fault_of_the_page_has_its_test() -> None:
-    named = re.findall(r"`(test_\w+)(?:\[[^`]*\])?`", (ROOT / "docs" / "faults.md").read_text())
-    known = {
-        name for path in (ROOT / "tests").rglob("test_*.py") for name in re.findall(r"def (test_\w+)", path.read_text())
-    }
-    assert len(set(named)) >= 28
-    assert set(named) <= known

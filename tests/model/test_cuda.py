@@ -155,6 +155,7 @@ def test_workers_follow_cores_and_shared_memory(
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     assert by_device.workers_of("auto", "cuda", 100) == workers
     assert by_device.workers_of("auto", "cpu", 100) == 0
+    assert by_device.workers_of("auto", "cpu", 100, train=True) == min(max(1, cores // ranks // 2), workers, 16)
     assert by_device.workers_of(3, "cuda", 100) == 3
 
 

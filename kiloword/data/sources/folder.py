@@ -41,7 +41,6 @@ class Folder:
     """
 
     natural = True
-    from_files = True
 
     def __init__(
         self, name: str, folder: Path, classnames: list[str] | None = None, templates: list[str] | None = None

@@ -31,7 +31,6 @@ class MixtureSource:
         lines = "\n".join(f"{s.fingerprint} {w!r}" for s, w in zip(sources, weights, strict=True))
         self.fingerprint = hashlib.blake2b(lines.encode(), digest_size=16).hexdigest()
         self.natural = all(getattr(s, "natural", True) for s in sources)
-        self.from_files = all(getattr(s, "from_files", False) for s in sources)
         self.classnames, self.templates = (_common(sources, name) for name in ("classnames", "templates"))
         self.notes = [note for s in sources for note in getattr(s, "notes", [])]
         self._parts = [_part(s, math.modf(w)[0], epoch) for s, w in zip(sources, weights, strict=True)]

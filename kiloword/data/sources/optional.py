@@ -17,7 +17,6 @@ class OptionalMembers(Protocol):
     """Members that a source may have; nothing else of a source is read. No source has all of them."""
 
     natural: bool  # images may be cropped and mirrored at random; default True
-    from_files: bool  # images are encoded files, of which any can be slow to decode; default False
     notes: list[str]  # what a user should know of damaged parts of the data
     classnames: list[str] | None  # of the classes that `Record.label` counts
     labels: NDArray[np.int64]  # [N] class of each row, read without images; -1: none, or several

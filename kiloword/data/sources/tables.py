@@ -65,7 +65,6 @@ class TableSource:
     """
 
     natural = True
-    from_files = True
 
     def __init__(
         self, name: str, path: Path, options: TableOptions = DEFAULTS, layout: AnnotationTable | None = None

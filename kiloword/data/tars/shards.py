@@ -52,7 +52,6 @@ class TarSource:
     """
 
     natural = True
-    from_files = True
 
     def __init__(
         self,

@@ -27,7 +27,7 @@ class Cuts:
     def __init__(self, source: Source, places: Sequence[tuple[int, Cut]]) -> None:
         self.source, self.places = source, places
         self.name, self.fingerprint = source.name, source.fingerprint
-        self.from_files, self.remote = getattr(source, "from_files", False), getattr(source, "remote", False)
+        self.remote = getattr(source, "remote", False)
 
     def __len__(self) -> int:
         return len(self.places)

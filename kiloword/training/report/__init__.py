@@ -150,7 +150,6 @@ def _samples(run: Run) -> Html:
         questions=loader.questions,
         seed=loader.seed,
         resize=loader.resize,
-        given_up=loader.given_up,
     )
     few._ahead = None
     try:

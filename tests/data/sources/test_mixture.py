@@ -26,7 +26,7 @@ class Bare:
 class Rich(Bare):
     """Tells keys, captions and questions without reading."""
 
-    natural, from_files, notes = False, True, ["cut"]
+    natural, notes = False, ["cut"]
 
     def key(self, row: int) -> str:
         return f"key {row}"
@@ -54,7 +54,6 @@ def test_one_source_of_another_kind_makes_the_mixture_so() -> None:
     """Crops and mirror images are right only where they are right for all rows."""
     plain, both, rich = (MixtureSource(sources, [1.0] * len(sources)) for sources in _kinds())
     assert [m.natural for m in (plain, both, rich)] == [True, False, False]
-    assert [m.from_files for m in (plain, both, rich)] == [False, False, True]
     assert [m.notes for m in (plain, both, rich)] == [[], ["cut"], ["cut", "cut"]]
 
 
