@@ -15,8 +15,9 @@ from typing import Any
 from urllib.parse import parse_qsl, unquote
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://([^/?#]*)([^?#]*)(.*)", re.DOTALL)
-_HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^:@\[\]\s]*)(:[0-9]{0,5})?")
-_MOST_PORT = 65535
+_WORD = re.compile(r"([^\s/?#@]*?)([A-Za-z][A-Za-z0-9+.-]{0,30}://.*)", re.DOTALL)  # what comes before a URL, and it
+_IN_TEXT = re.compile(r"[A-Za-z][A-Za-z0-9+.-]{0,30}://[^\s?#'\"<>]*(?:[?#][^\s'\"<>)]*)?")
+_HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^:@\[\]\s]+)(:[0-9]{0,5})?")
 _CHECKED = ("http", "https", "ftp", "ftps", "sftp")  # schemes whose authority is a host and a port
 _CONTAINERS = ("abfs", "abfss", "wasb", "wasbs", "github")  # schemes where NAME@ names a container, no user
 _SIGNATURE = re.compile(
@@ -25,7 +26,6 @@ _SIGNATURE = re.compile(
     r"|((access|auth|refresh|id|session)[-_]?)?token|auth|authorization|((api|access)[-_]?)?key|api[-_]?key"
     r"|pass|passwd|password|pwd|secret|jwt|md5|download"
 )
-_IN_TEXT = re.compile(r"[A-Za-z][A-Za-z0-9+.-]{0,30}://[^\s?#'\"<>]*(?:[?#][^\s'\"<>)]*)?")
 _SECRET_NAME = re.compile(r"SECRET|TOKEN|PASSW|CREDENTIAL|SIGNATURE|APIKEY|(_|^)KEY(_ID)?$")
 _HIDDEN = "***"
 _LEAST = 4  # characters of a password, and
@@ -90,36 +90,23 @@ def is_url(text: str) -> bool:
 
 
 def split(url: str) -> Address:
-    """A URL as its identity and its credentials. Raises: ValueError, which does not repeat the URL, without a host
-    and for one that cannot be one, as where a password holds a / that is not written as %2F, and for a login inside the
-    path."""
+    """A URL as its identity and its credentials. Raises: ValueError, which does not repeat the URL, where a part of a
+    login could pass for the identity, as when a password holds a / that is not written as %2F."""
     match = _URL.fullmatch(url)
     if match is None:
         raise ValueError("an address has no scheme. Expected scheme://host/path, such as https://host/0.tar.")
     scheme, authority, path, query = match[1].lower(), match[2], match[3], match[4]
     login, at, host = authority.rpartition("@")
-    if scheme in _CHECKED and not _names_host(host):
+    inside = "@" in path and ("://" in path or (":" in host and scheme not in _CHECKED))
+    if inside or (scheme in _CHECKED and not _HOST.fullmatch(host)):
         raise ValueError(
-            f"an address of {scheme} has no valid host and port (1 to {_MOST_PORT}). Expected "
-            f"{scheme}://host:8080/path; in a login write %2F for a slash, %3F for ?, %23 for # and %40 for an at sign."
-        )
-    if "@" in path and ("://" in path or (":" in host and scheme not in _CHECKED)):
-        raise ValueError(
-            f"an address of {scheme} may have a login in its path. Expected one address, with its login before the "
-            "host: write / as %2F in it, and no address inside another."
+            f"an address of {scheme} has no valid host and port, or a login in its path. Expected one address, such as "
+            f"{scheme}://user:password@host:8080/path; in a login write %2F for a slash, %3F for ?, %23 for #, %40 for "
+            "an at sign."
         )
     if at and scheme in _CONTAINERS and (":" not in login or scheme == "github"):
         login, host = "", authority
     return Address(f"{scheme}://{host}{path}", login, query)
-
-
-def _names_host(authority: str) -> bool:
-    """Whether an authority without login is a host, or a host and a port: no request needs to find that out."""
-    match = _HOST.fullmatch(authority)
-    if match is None or not match[1]:
-        return False
-    port = (match[2] or "").removeprefix(":")
-    return not port or 1 <= int(port) <= _MOST_PORT
 
 
 def public(word: str) -> str:
@@ -128,14 +115,13 @@ def public(word: str) -> str:
     The URL begins the word, or follows a flag and "=" (or ":" or ","), and goes on to the word's end.
     Raises: ValueError for two URLs that only their queries tell apart, and as `split`.
     """
-    prefix, url = _before(word)
-    if not url:
+    if (match := _WORD.match(word)) is None:
         return word
-    address = split(url)
+    address = split(match[2])
     if not (address.login or address.query):
         return word
-    _remember(address)
-    return prefix + address.url
+    remember(address)
+    return match[1] + address.url
 
 
 def without_credentials(value: Any) -> Any:
@@ -144,12 +130,22 @@ def without_credentials(value: Any) -> Any:
         return {name: without_credentials(one) for name, one in value.items()}
     if isinstance(value, list | tuple):
         return type(value)(map(without_credentials, value))
-    prefix, url = _before(value) if isinstance(value, str) else ("", "")
-    return prefix + split(url).url if url else value
+    match = _WORD.match(value) if isinstance(value, str) else None
+    return value if match is None else match[1] + split(match[2]).url
+
+
+def remember(address: Address) -> None:
+    """Give the credentials of an address to `address_of`. Raises: ValueError where another query names another file."""
+    if _known.get(address.url, address).selector != address.selector:
+        raise ValueError(
+            f"{address.url} comes with two different queries. Data is told apart by its address without the query, "
+            "which may be a signature: give the two files different paths, or fetch one of them first."
+        )
+    _known[address.url] = _of_user(address.url, address.login, address.query)
 
 
 def address_of(url: str) -> Address:
-    """A URL with its own credentials, else with those that `public` remembered for it. Raises: as `split`."""
+    """A URL with its own credentials, else with those that were remembered for it. Raises: as `split`."""
     address = split(url)
     has_credentials = bool(address.login or address.query)
     return _of_user(address.url, address.login, address.query) if has_credentials else _known.get(address.url, address)
@@ -157,7 +153,13 @@ def address_of(url: str) -> Address:
 
 def scrubbed(text: str) -> str:
     """A text of a server or a library without credentials: those in use, of the environment, of any URL in it."""
-    for secret in sorted(_secrets | set(_of_environment()), key=len, reverse=True):
+    secrets = set(_secrets)
+    for name, value in os.environ.items():
+        if name.upper().endswith("_PROXY") and "@" in value:
+            secrets.update(_secrets_of(value.rpartition("@")[0].rpartition("//")[2], ""))
+        elif _SECRET_NAME.search(name.upper()) and len(value) >= _LEAST_VALUE and not os.path.exists(value):
+            secrets.add(value)
+    for secret in sorted(secrets, key=len, reverse=True):
         text = text.replace(secret, _HIDDEN)
     return _IN_TEXT.sub(_identity, text)
 
@@ -168,22 +170,6 @@ def _identity(match: re.Match[str]) -> str:
         return split(match[0]).url
     except ValueError:  # it may be a login that is not quoted
         return match[0].partition("://")[0] + "://" + _HIDDEN
-
-
-def _before(word: str) -> tuple[str, str]:
-    """What comes before the URL in a word, and the URL; ("", "") without one, as in a caption that mentions one."""
-    match = re.match(r"([^\s/?#@]*?)([A-Za-z][A-Za-z0-9+.-]{0,30}://.*)", word, re.DOTALL)
-    return (match[1], match[2]) if match else ("", "")
-
-
-def _remember(address: Address) -> None:
-    before = _known.get(address.url, address)
-    if before.selector != address.selector:
-        raise ValueError(
-            f"{address.url} comes with two different queries. Data is told apart by its address without the query, "
-            "which may be a signature: give the two files different paths, or fetch one of them first."
-        )
-    _known[address.url] = _of_user(address.url, address.login, address.query)
 
 
 def _of_user(url: str, login: str, query: str) -> Address:
@@ -201,13 +187,3 @@ def _secrets_of(login: str, query: str) -> Iterator[str]:
     raw, _, fragment = query.removeprefix("?").partition("#")
     values = [pair.partition("=")[2] or pair for pair in raw.split("&")] + [raw, fragment]
     yield from (one for value in values for one in (value, unquote(value)) if len(one) >= _LEAST_VALUE)
-
-
-def _of_environment() -> Iterator[str]:
-    """Keys, tokens and passwords of environment variables, and the logins of proxies."""
-    for name, value in os.environ.items():
-        if name.upper().endswith("_PROXY") and "@" in value:
-            login = value.rpartition("@")[0].rpartition("//")[2]
-            yield from _secrets_of(login, "")
-        elif _SECRET_NAME.search(name.upper()) and len(value) >= _LEAST_VALUE and not os.path.exists(value):
-            yield value

@@ -52,9 +52,9 @@ class LeftOut:
     def extend(self, other: LeftOut) -> None:
         """Count what another one has counted."""
         for reason, number in other.counts.items():
-            named = self.first.setdefault(reason, [])
-            named += other.first.get(reason, [])[: self.most - len(named)]
-            self.counts[reason] = self.counts.get(reason, 0) + number
+            for name in other.first.get(reason, []):
+                self.add(name, reason)
+            self.counts[reason] = self.counts.get(reason, 0) + number - len(other.first.get(reason, []))
 
     def __len__(self) -> int:
         return sum(self.counts.values())
@@ -64,18 +64,18 @@ class LeftOut:
 
     def lines(self) -> list[str]:
         """One line a reason, the most frequent first: "808 samples skipped, no caption: 00, 01, 02 and 805 more"."""
-        lines = list[str]()
-        for reason, number in sorted(self.counts.items(), key=lambda item: -item[1]):
-            if len(lines) == REASONS:
-                others = count(len(self) - sum(sorted(self.counts.values())[-REASONS:]), self.noun)
-                return [*lines, f"{others} {self.done} for {len(self.counts) - REASONS} other reasons"]
-            names, more = self.first[reason], number - len(self.first[reason])
-            rest = f" and {more:,} more" if more else ""
-            lines.append(f"{count(number, self.noun)} {self.done}, {reason}: {', '.join(names)}{rest}")
+        lines, reasons = list[str](), sorted(self.counts.items(), key=lambda item: -item[1])
+        for reason, number in reasons[:REASONS]:
+            names = self.first[reason]
+            more = f" and {number - len(names):,} more" if number > len(names) else ""
+            lines.append(f"{count(number, self.noun)} {self.done}, {reason}: {', '.join(names)}{more}")
+        if rest := reasons[REASONS:]:
+            others = count(sum(number for _, number in rest), self.noun)
+            lines.append(f"{others} {self.done} for {len(rest)} other reasons")
         return lines
 
 
-_truncated: ContextVar[tuple[LeftOut, set[int]] | None] = ContextVar("truncated", default=None)  # hashes of texts
+_truncated: ContextVar[tuple[LeftOut, set[int]] | None] = ContextVar("truncated", default=None)  # and hashes of texts
 log = logging.getLogger(__name__)
 
 
@@ -123,6 +123,7 @@ def suggestion(name: str, known: Iterable[str]) -> str:
 def sentence_of(error: BaseException) -> str | None:
     """The message of an error that the user can fix; None for errors that need a traceback."""
     message = str(error).strip()
+    first = message.partition("\n")[0]
     if isinstance(error, UnicodeEncodeError):
         text = error.object[max(0, error.start - 200) : error.end + 20]
         return f"{text!r} cannot be written as {error.encoding}: rename the file or folder, or set PYTHONUTF8=1."
@@ -133,7 +134,7 @@ def sentence_of(error: BaseException) -> str | None:
     if isinstance(error, MemoryError):
         return f"out of memory{f' ({message})' if message else ''}: take a smaller --batch, or --micro."
     if type(error).__name__ == "OutOfMemoryError":
-        return f"{message.splitlines()[0]} Take a smaller --micro, or --checkpointing selective; see `kiloword plan`."
+        return f"{first} Take a smaller --micro, or --checkpointing selective; see `kiloword plan`."
     if isinstance(error, RuntimeError) and message.startswith("DataLoader"):
-        return f"a loader worker stopped: {message.splitlines()[0].rstrip('. ')}. {WORKER}"
+        return f"a loader worker stopped: {first.rstrip('. ')}. {WORKER}"
     return None

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _MASK = (1 << 63) - 1
-_ROUNDS = 6  # of `Scattered`
 
 
 def key(*parts: int | str) -> int:
@@ -35,49 +34,6 @@ def permutation(n: int, *parts: int | str) -> NDArray[np.integer[Any]]:
     numbers: NDArray[np.integer[Any]] = np.arange(n, dtype=np.int32 if n < 1 << 31 else np.int64)
     generator(*parts).shuffle(numbers)  # equal for both dtypes
     return numbers
-
-
-class Scattered:
-    """A permutation of n numbers keyed by any parts that is computed, not stored: another than `permutation` has.
-
-    A Feistel network over the least even number of bits that holds n numbers; a result outside is put in again.
-    """
-
-    def __init__(self, n: int, *parts: int | str) -> None:
-        self._n, self._half = n, np.uint64(max(1, -(-(n - 1).bit_length() // 2)))
-        self._mask = np.uint64((1 << int(self._half)) - 1)
-        self._keys = generator(*parts).integers(1 << 63, size=_ROUNDS, dtype=np.uint64)
-
-    def at(self, places: NDArray[np.integer[Any]]) -> NDArray[np.int64]:
-        """The numbers at places below n, [k] each."""
-        return self._walk(places, back=False)
-
-    def places(self, numbers: NDArray[np.integer[Any]]) -> NDArray[np.int64]:
-        """The places of numbers below n, [k] each."""
-        return self._walk(numbers, back=True)
-
-    def _walk(self, start: NDArray[np.integer[Any]], back: bool) -> NDArray[np.int64]:
-        x = self._once(start.astype(np.uint64), back)
-        while (outside := x >= self._n).any():
-            x[outside] = self._once(x[outside], back)
-        return x.astype(np.int64)
-
-    def _once(self, x: NDArray[np.uint64], back: bool) -> NDArray[np.uint64]:
-        left, right = x >> self._half, x & self._mask
-        if back:
-            left, right = right, left
-        for key in self._keys[::-1] if back else self._keys:
-            left, right = right, left ^ (_mixed(right ^ key) & self._mask)
-        if back:
-            left, right = right, left
-        return left << self._half | right
-
-
-def _mixed(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """As `_mix`."""
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)
-    return x ^ (x >> np.uint64(31))
 
 
 @dataclass(frozen=True)

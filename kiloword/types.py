@@ -11,8 +11,8 @@ K  mixture tokens            M  heads of a pooling
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, runtime_checkable
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Protocol, Self, runtime_checkable
 
 import numpy as np
 import torch
@@ -135,8 +135,26 @@ for it, and keeps one row of every `text_features` value for each of its caption
 """
 
 
+class Tensors:
+    """Base of dataclasses that hold tensors: directly, in a dict, or in another such dataclass."""
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> Self:
+        """Apply a function to every tensor."""
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.init}  # type: ignore[arg-type]
+        return replace(self, **{name: _changed(value, change) for name, value in values.items()})  # type: ignore[type-var]
+
+    def to(self, device: torch.device | str) -> Self:
+        return self.each(lambda x: x.to(device, non_blocking=True))
+
+
+def _changed(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(value, dict):
+        return type(value)({name: _changed(inner, change) for name, inner in value.items()})
+    return value.each(change) if isinstance(value, Tensors) else change(value) if isinstance(value, Tensor) else value
+
+
 @dataclass
-class Texts:
+class Texts(Tensors):
     """T captions packed end to end."""
 
     ids: Tensor  # [S] int64 token ids; start, end, pad, mask, class and uncertainty tokens are ids too
@@ -179,34 +197,13 @@ class Texts:
         tokens = None if self.tokens is None else self.tokens[place]
         return Texts(self.ids[place], starts, self.longest, tokens=tokens)
 
-    def each(self, change: Callable[[Tensor], Tensor]) -> Texts:
-        """Apply a function to every tensor."""
-        tokens = None if self.tokens is None else change(self.tokens)
-        return replace(self, ids=change(self.ids), starts=change(self.starts), tokens=tokens)
-
-    def to(self, device: torch.device | str) -> Texts:
-        return self.each(lambda x: x.to(device, non_blocking=True))
-
-
-def _changed(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Apply a function to a tensor, to texts, or to the values of a dict."""
-    if isinstance(value, dict):
-        return type(value)({name: _changed(inner, change) for name, inner in value.items()})
-    if isinstance(value, Texts | TextGroup):
-        return value.each(change)
-    return None if value is None else change(value)
-
 
 @dataclass
-class TextGroup:
+class TextGroup(Tensors):
     """Further texts of the images of a batch: any number for each, none too."""
 
     texts: Texts
     image_of_text: Tensor  # [T'] int64, row of `Batch.images`, ascending
-
-    def each(self, change: Callable[[Tensor], Tensor]) -> TextGroup:
-        """Apply a function to every tensor."""
-        return TextGroup(self.texts.each(change), change(self.image_of_text))
 
     def part(self, i: int, j: int) -> TextGroup:
         """Those of images i to j."""
@@ -226,7 +223,7 @@ class BatchInputs(dict[str, Tensor | TextGroup]):
 
 
 @dataclass
-class Batch:
+class Batch(Tensors):
     """One rank's (or one micro-batch's) share of a global batch."""
 
     images: Tensor  # uint8 [I, 3, H, W], which the model normalises on the device; or tokens of its trunk [I, N, W]
@@ -278,14 +275,8 @@ class Batch:
             ),
         )
 
-    def each(self, change: Callable[[Tensor], Tensor]) -> Batch:
-        """Apply a function to every tensor."""
-        whole = ("images", "texts", "image_of_text", "seeds", "position", "composed", "questions")
-        names = (*whole, "image_features", "text_features", "inputs")
-        return replace(self, **{name: _changed(getattr(self, name), change) for name in names})
-
     def to(self, device: torch.device | str) -> Batch:
-        moved = self.each(lambda x: x.to(device, non_blocking=True))
+        moved = super().to(device)
         moved.before_move = self.host
         return moved
 

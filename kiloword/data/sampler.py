@@ -12,14 +12,13 @@ from typing import Literal
 
 import numpy as np
 
-from kiloword.randomness import Draw, Scattered, key, permutation
+from kiloword.randomness import Draw, key, permutation
 
 Rows = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 FULL_SHUFFLE = 100_000  # largest number of rows with one permutation of all rows
 BLOCK = 512  # consecutive rows that are read close together
 GROUP = 64  # blocks whose rows are shuffled together
-WRITTEN = 1 << 26  # largest number of rows of which a subset or partners are drawn by a permutation in memory
 _LEHMER = 20  # 20! < 2^63: one key holds a whole permutation
 
 
@@ -107,8 +106,6 @@ def share(rows: Rows, rank: int = 0, ranks: int = 1, micro: int = 0, micros: int
 @lru_cache(maxsize=2)
 def subset(rows: int, of: int) -> Rows:
     """A fixed subset of a data set, ascending: the same for every seed, so that runs of several seeds compare."""
-    if of > WRITTEN:
-        return _frozen(np.sort(Scattered(of, "subset").at(np.arange(rows))))
     return _frozen(np.sort(permutation(of, of, "subset")[:rows]).astype(np.int64))
 
 

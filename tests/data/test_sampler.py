@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kiloword.data.sampler import Order, choose_captions, share
-from kiloword.randomness import Draw, Scattered, generator, permutation
+from kiloword.randomness import Draw, generator, permutation
 
 
 @st.composite
@@ -78,40 +78,10 @@ def test_hundreds_of_millions_of_rows_cost_no_permutation() -> None:
     assert len(np.unique(rows)) == 1024
 
 
-@given(st.integers(1, 3000), st.integers(0, 9))
-@settings(deadline=None, max_examples=30)
-def test_scattered_numbers_are_a_permutation(n: int, seed: int) -> None:
-    order, places = Scattered(n, seed), np.arange(n)
-    numbers = order.at(places)
-    assert sorted(numbers.tolist()) == places.tolist()
-    assert order.places(numbers).tolist() == places.tolist()
-    assert n < 100 or (numbers == places).mean() < 0.05
-    assert n < 100 or numbers.tolist() != Scattered(n, seed + 1).at(places).tolist()
-
-
-def test_scattered_numbers_are_spread_evenly() -> None:
-    """Places next to each other, in which what a simple mixing leaves would show."""
-    n = 5_000_000_000
-    numbers = Scattered(n, 1).at(np.arange(100_000))
-    assert len(np.unique(numbers)) == 100_000
-    for values in (numbers, np.diff(numbers) % n):  # the differences of independent numbers are uniform, too
-        counts = np.histogram(values, 50, (0, n))[0]
-        expected = len(values) / 50
-        assert ((counts - expected) ** 2 / expected).sum() < 85.4  # 0.1% point of 49 degrees of freedom
-    assert abs(np.corrcoef(numbers[:-1], numbers[1:])[0, 1]) < 0.01
-
-
 def test_permutations_are_those_of_numpy_in_half_the_bytes() -> None:
     made = permutation(1000, 1, "x")
     assert made.dtype == np.int32
     assert made.tolist() == generator(1, "x").permutation(1000).tolist()
-
-
-def test_a_subset_of_billions_of_rows_costs_no_permutation() -> None:
-    _, rows = Order(1000, 1000, of=5_000_000_000).batch_rows(0)
-    assert len(np.unique(rows)) == 1000
-    assert 0 <= rows.min() < 100_000_000
-    assert 4_900_000_000 < rows.max() < 5_000_000_000
 
 
 def test_rows_cannot_be_written() -> None:

@@ -13,12 +13,11 @@ from numpy.typing import NDArray
 from kiloword.data.feature_store import FeatureStore
 from kiloword.data.images.decode import decode
 from kiloword.data.reading import read
-from kiloword.data.sampler import WRITTEN
 from kiloword.data.sources.mixture import MixtureSource
 from kiloword.data.sources.optional import keys
 from kiloword.data.transforms.files import read_columns
 from kiloword.data.transforms.settings import PartnerSettings
-from kiloword.randomness import Draw, Scattered, permutation
+from kiloword.randomness import Draw, permutation
 from kiloword.types import BadSample, Source
 
 Partners = NDArray[np.integer[Any]]  # [N] the partner of every row; -1 for a row that cannot be read
@@ -60,7 +59,7 @@ class Partner:
         """The row of the partner among n rows; never `row` itself if there is another."""
         random_row = another(row, n, rng)
         if self.settings.partner == "fixed":
-            return follower(row, n, draw.seed)
+            return int(cycle(draw.seed, n)[row])
         if self.rows is None or self.rows[row] < 0:
             assert self.rows is not None or self.settings.partner == "random", "a transform was used before its bind"
             return random_row
@@ -73,14 +72,6 @@ def another(row: int, n: int, rng: np.random.Generator) -> int:
         return row
     other = int(rng.integers(n - 1))
     return other + (other >= row)
-
-
-def follower(row: int, n: int, seed: int) -> int:
-    """The row after a row in a keyed cycle of all n rows, which is stored for up to WRITTEN rows."""
-    if n <= WRITTEN:
-        return int(cycle(seed, n)[row])
-    order = Scattered(n, seed, "partners")
-    return int(order.at((order.places(np.array([row])) + 1) % n)[0])
 
 
 @lru_cache(maxsize=2)

@@ -183,19 +183,6 @@ def test_fixed_partners_are_one_circle(n: int, seed: int) -> None:
     assert sorted(seen) == list(range(n))
 
 
-def test_fixed_partners_of_rows_that_fill_no_memory_are_one_circle(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(partners, "WRITTEN", 0)
-    monkeypatch.setattr(partners, "cycle", None)
-    for n in (2, 3, 17, 257, 1000):
-        row, seen = 0, set()
-        while row not in seen:
-            seen.add(row)
-            row = partners.follower(row, n, seed=3)
-        assert (row, len(seen)) == (0, n)
-    monkeypatch.undo()
-    assert 0 <= partners.follower(5, 5_000_000_000, seed=3) < 5_000_000_000
-
-
 def test_fixed_partners_stay_over_epochs_and_change_with_the_seed() -> None:
     partner = Partner(PartnerSettings(partner="fixed")).bind(Rows(50))
     rng = np.random.default_rng(0)
