@@ -14,7 +14,7 @@ from kiloword.data.remote import errors, http_files, transport
 from kiloword.data.remote import file as remote_file
 from kiloword.data.sources import columns, embedded, sample
 from kiloword.data.tars import headers as tar
-from kiloword.data.text import tokenizer_file
+from kiloword.data.text import tokenizer
 from kiloword.model.trunks import libraries
 from kiloword.models import states, tensors
 from kiloword.watch import rows
@@ -32,7 +32,7 @@ NUMBERS = {  # row -> what it says, with the limits of the code
         f"vocabulary {WORDS['vocab'][1]:,}, image {IMAGE['size'][1]:,} pixels"
     ],
     "`model.safetensors`": [f"header of {tensors.LONGEST_HEADER // MIB} MiB"],
-    "`tokenizer.json`": [f"{tokenizer_file.LARGEST // MIB} MiB"],
+    "`tokenizer.json`": [f"{tokenizer.LARGEST // MIB} MiB"],
     "`hf:FOLDER`": [f"up to {libraries.MOST:,}"],
     "tar": [
         f"headers of {tar._LONGEST // MIB} MiB, images of {sample.MAX_IMAGE // MIB} MiB, "

@@ -11,8 +11,13 @@ from typing import Any, Literal
 from torch import Tensor
 
 from kiloword.config.recipes import ModelConfig, ModelFile
-from kiloword.data.text.tokenizer import Tokenizer, clip_tokenizer, exported_tokenizer_from, siglip_tokenizer_from
-from kiloword.data.text.tokenizer_file import read
+from kiloword.data.text.tokenizer import (
+    Tokenizer,
+    clip_tokenizer,
+    exported_tokenizer_from,
+    read_document,
+    siglip_tokenizer_from,
+)
 from kiloword.files import LOCK, Lock, is_taken
 from kiloword.methods.registry import preset
 from kiloword.model.model import Model
@@ -95,7 +100,7 @@ def tokenizer(config: ModelConfig, weights: Path) -> Tokenizer:
             f"a SigLIP needs its vocabulary: put the tokenizer.json that is published with the weights beside {weights}"
         )
     try:
-        document = read(path)
+        document = read_document(path)
         return exported_tokenizer_from(document) or siglip_tokenizer_from(document)
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is damaged ({error}); copy it again") from error

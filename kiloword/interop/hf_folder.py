@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from kiloword.config.recipes import Preprocess, Resize
 from kiloword.config.settings import check, parse
-from kiloword.data.text import tokenizer_file
+from kiloword.data.text.tokenizer import read_document
 from kiloword.model.trunks.libraries import check_numbers
 
 TEXT_TYPES = ("bert", "roberta", "xlm-roberta", "mpnet", "distilbert", "albert", "electra", "deberta-v2")
@@ -120,10 +120,10 @@ def read_folder(folder: Path) -> HfFolder:
 def check_strangers(folder: Path) -> None:
     """Check the files of a folder before transformers opens it.
 
-    Raises: ValueError for a tokenizer.json that is not allowed (`tokenizer_file`), or for towers beyond all limits.
+    Raises: ValueError for a tokenizer.json that is too large or damaged, or for towers beyond all limits.
     """
     if (folder / "tokenizer.json").is_file():
-        tokenizer_file.read(folder / "tokenizer.json")
+        read_document(folder / "tokenizer.json")
     check_numbers(json_object(folder / "config.json"), str(folder / "config.json"))
 
 

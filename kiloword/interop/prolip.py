@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kiloword.config.recipes import Activation, HeadConfig, ModelConfig
 from kiloword.config.settings import BaseSettings, read_config
-from kiloword.data.text.tokenizer_file import Roles
+from kiloword.data.text.tokenizer import Roles
 from kiloword.interop import folder
 from kiloword.interop.folder import Imported, ImportReport
 from kiloword.interop.open_clip import check_translated, place, read

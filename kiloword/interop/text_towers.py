@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from kiloword.config.recipes import ModelConfig, TrunkConfig
-from kiloword.data.text import tokenizer_file
-from kiloword.data.text.tokenizer import Tokenizer, siglip_tokenizer_from
+from kiloword.data.text.tokenizer import Tokenizer, read_document, siglip_tokenizer_from
 from kiloword.data.text.vocabularies import encoder_tokenizer
 from kiloword.errors import suggestion
 from kiloword.interop.hf_folder import check_strangers, json_object, weight_files
@@ -106,7 +105,7 @@ def tokenizer_of(text: str) -> Tokenizer:
         raise ValueError(
             f"{source.folder} has no tokenizer.json: save its tokenizer there with AutoTokenizer's save_pretrained."
         )
-    document = tokenizer_file.read(path)
+    document = read_document(path)
     try:
         if source.siglip:
             return siglip_tokenizer_from(document)

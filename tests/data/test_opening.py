@@ -13,7 +13,6 @@ import pytest
 import torch
 from PIL import Image
 
-from kiloword.config.recipes import TextConfig
 from kiloword.data import inspect
 from kiloword.data.images.augmentation import EvalTransform
 from kiloword.data.images.inputs import as_list, is_one, kind, prepare
@@ -29,7 +28,6 @@ from kiloword.data.sources.sample import check_regular, parse_label, read_whole
 from kiloword.data.sources.tables import column_names
 from kiloword.data.tars import shards
 from kiloword.data.tars.shards import expand, natural
-from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.data.transforms.files import Rewrites, read_columns
 from kiloword.data.transforms.mix import halves
 from kiloword.types import BadSample, Record, Skipped
@@ -340,20 +338,3 @@ def test_what_is_taken_by_default() -> None:
     first, second = (torch.full((3, 4, 4), level, dtype=torch.uint8) for level in (0, 9))
     first[:, :, :1] = 5
     assert halves(first, second, side_by_side=True)[0, 0].tolist() == [0, 0, 9, 9], "centres, not squeezed"
-
-
-def test_tokens_of_repeated_captions_are_remembered_up_to_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = Tokenizer.train(["a dog runs", "a cat"] * 9, 280)
-    monkeypatch.setattr("kiloword.data.text.tokenizer.REMEMBERED", 3)
-    monkeypatch.setattr("kiloword.data.text.tokenizer.REMEMBERED_TOKENS", 6)
-    config = TextConfig(context=30, vocab=280)
-    long = "zebra crossing in the rain"
-    for captions in (["a dog"] * 2, ["a", long], ["b", "c"], ["d"], ["e", "a dog"]):
-        texts = tokenizer.encode(captions, config)
-        for n, caption in enumerate(captions):
-            ids = texts.ids[texts.starts[n] : texts.starts[n + 1]].tolist()
-            assert tokenizer.decode(ids) == caption
-        assert long not in tokenizer._cached
-        assert len(tokenizer._cached) <= 3 + 2
-    assert texts.longest == int(texts.starts.diff().max())
-    assert len(tokenizer.encode([], config)) == 0

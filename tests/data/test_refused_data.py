@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from kiloword.config.recipes import AugmentConfig, DataConfig, TextConfig
+from kiloword.config.recipes import DataConfig, TextConfig
 from kiloword.data import reading
-from kiloword.data.images.augmentation import TrainTransform
 from kiloword.data.loader import Loader
 from kiloword.data.reading import eval_batches, name_of, read, read_image
 from kiloword.data.sampler import Order
@@ -28,10 +26,7 @@ from kiloword.data.sources.map_style import MapStyleSource
 from kiloword.data.sources.tables import TableSource
 from kiloword.data.tars.index import COLUMNS, Header, make_index, open_file, write_index
 from kiloword.data.tars.shards import TarSource, text_lines
-from kiloword.data.text.tokenizer import Tokenizer, siglip, siglip_tokenizer_from
-from kiloword.data.text.tokenizer_file import Roles
-from kiloword.data.transforms.mix import halves
-from kiloword.randomness import Draw
+from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.types import BadSample, NoCaption, Record
 from tars import noise, pairs, photo, write_tar
 
@@ -58,13 +53,6 @@ class Rows:
         if isinstance(self.rows[row], BaseException):
             raise self.rows[row]
         return Record(f"k{row}", noise(8, 8, row), list(self.rows[row]))
-
-
-def test_captions_of_the_web_need_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "ftfy", None)
-    assert siglip("A dog, plain!") == "a dog plain"
-    with pytest.raises(ValueError, match=r"caption 'a &amp; b', read as CLIP reads it, needs ftfy: pip"):
-        siglip("a &amp; b")
 
 
 def test_errors_of_the_disk_stay_errors_of_the_disk() -> None:
@@ -231,42 +219,3 @@ def test_tables_of_questions(tmp_path: Path) -> None:
         pa.table({"image": ["a.png"], "caption": pa.array([b"\xff"]).cast(pa.binary())}), tmp_path / "x.parquet"
     )
     assert reason(lambda: TableSource("x", tmp_path / "x.parquet").captions(0)) == "caption is not UTF-8"
-
-
-def test_squashing_keeps_the_whole_image() -> None:
-    wide = np.zeros((10, 30, 3), np.uint8)
-    wide[:, :15] = 255
-    squashed = TrainTransform(8, AugmentConfig(), "squash")(wide, Draw(1, 0, 0))
-    assert squashed.shape == (3, 8, 8)
-    crops = [TrainTransform(8, AugmentConfig(crop=crop)).crops for crop in (0.99, 1.0)]
-    assert crops == [True, False], "1: no random crop"
-    assert squashed[:, :, 0].min() > 200 > 50 > squashed[:, :, -1].max()
-    half = halves(squashed[:, :, :1], squashed[:, :, -1:], side_by_side=True, squash=True)
-    assert half.equal(squashed[:, :, -1:]), "of one pixel the second image has all"
-
-
-def test_tokenizers_that_are_none() -> None:
-    own = Tokenizer.train(["a dog"] * 9, 270)
-    with pytest.raises(ValueError, match="a context of 2 tokens leaves no room for words"):
-        own.cut(["a"], TextConfig(context=2, vocab=270))
-    assert own.cut(["a", "dogs dogs"], TextConfig(context=4, vocab=270)) == {1: (4, 2)}
-    with pytest.raises(ValueError, match=r"this tokenizer\.json holds neither SigLIP's kind of vocabulary"):
-        siglip_tokenizer_from(own.to_bytes().decode())
-    for template in ({"single": []}, {"single": 3}, {"special_tokens": {"start": {"ids": []}}, "single": []}, []):
-        with pytest.raises(ValueError, match=r"this tokenizer\.json was not written by kiloword"):
-            Roles.read({"post_processor": template}, 300)
-    with pytest.raises(ValueError, match="special ids far from its 300 words"):
-        Roles.read({"post_processor": {"special_tokens": {"start": {"ids": [316]}}, "single": [{}]}}, 300)
-
-    class Panics:
-        def encode_batch_fast(self, texts: list[str], add_special_tokens: bool) -> None:
-            raise KeyboardInterrupt if texts == ["stop"] else ValueError("no token for x")
-
-    tokenizer: Any = own
-    tokenizer._backend = Panics()
-    with pytest.raises(
-        ValueError, match=r"the tokenizer cannot read captions \(no token for x\): its tokenizer.json is"
-    ):
-        own.encode(["x"], TextConfig(context=9, vocab=270))
-    with pytest.raises(KeyboardInterrupt):
-        own.encode(["stop"], TextConfig(context=9, vocab=270))

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from numpy.random import Generator
 
-from kiloword.data.sources.sample import check_regular
 from kiloword.randomness import Draw
 
 Synonyms = Mapping[str, Sequence[str]]
@@ -83,30 +82,21 @@ def delete_words(words: Sequence[str], probability: float, rng: Generator) -> li
 def read_synonyms(path: str | None = None) -> Synonyms:
     """Synonyms from a text file, each line a group of words separated by commas; None: the built-in list.
 
+    A word in several groups has the synonyms of all of them.
     Raises: ValueError when the file cannot be read, or holds no group of two words.
     """
-    file = BUILT_IN if path is None else Path(path)
-    check_regular(file)
+    file, synonyms = BUILT_IN if path is None else Path(path), dict[str, list[str]]()
     try:
-        synonyms = _grouped(file.read_text(encoding="utf-8-sig"))
-    except OSError as error:
-        raise ValueError(f"synonyms {file} cannot be read: {error.strerror}.") from None
-    except UnicodeDecodeError:
-        raise ValueError(f"synonyms {file} is not UTF-8.") from None
-    if not synonyms:
-        raise ValueError(f"synonyms {file}: no line has two words. Expected groups such as `dog, hound`.")
-    return synonyms
-
-
-def _grouped(text: str) -> dict[str, list[str]]:
-    """Parse groups; a word in several groups has the synonyms of all of them."""
-    synonyms: dict[str, list[str]] = {}
-    for line in text.lower().splitlines():
+        lines = file.read_text(encoding="utf-8-sig").lower().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"synonyms {file} cannot be read as UTF-8 text: {error}.") from None
+    for line in lines:
         group = [word.strip() for word in line.split(",") if word.strip()]
         for word in group:
-            others = [other for other in group if other != word]
-            if others:
+            if others := [other for other in group if other != word]:
                 synonyms.setdefault(word, []).extend(others)
+    if not synonyms:
+        raise ValueError(f"synonyms {file}: no line has two words. Expected groups such as `dog, hound`.")
     return synonyms
 
 

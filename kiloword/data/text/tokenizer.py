@@ -12,26 +12,105 @@ import json
 import os
 import re
 import string
-from collections.abc import Callable, Iterable, Sequence
+import zlib
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import tokenizers
 import torch
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from kiloword.config.recipes import TextConfig
-from kiloword.data.text.tokenizer_file import CLIP_END, CLIP_START, CLIP_WORDS, Roles, read
 from kiloword.errors import needs, note_truncated
 from kiloword.files import write_atomic
 from kiloword.types import Texts
 
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # threads of the library would make forked workers hang
+LARGEST = 1 << 26  # largest tokenizer.json in bytes; published ones have at most half of it
 LEARNED = 1 << 16  # characters of a caption that train a vocabulary; of a word, those before the end of _LONG_WORD
 _LONG_WORD = re.compile(r"(\S{1024})\S+")
-REMEMBERED = 1 << 15  # captions whose ids are cached, about 1 kB each
-REMEMBERED_TOKENS = 128  # longest caption in the cache
-CLIP_MERGES = 49152 - 256 - 2
+REMEMBERED = 1 << 15  # captions whose ids are kept
+_MERGES = 49152 - 256 - 2  # of CLIP
+_CLIP_START, _CLIP_END = "<start_of_text>", "<end_of_text>"
+# CLIP's pattern ignores case: in lower-cased text that matters for the long s, which folds to s, and for one mark,
+# U+0345: it folds to a letter without being one, so that no part of the pattern takes it.
+_CLIP_WORDS = (
+    rf"{_CLIP_START}|{_CLIP_END}|'[sſ]|'t|'re|'ve|'m|'ll|'d|[\p{{L}}]+|[\p{{N}}]|[^\s\p{{L}}\p{{N}}\x{{345}}]+"
+)
+_VERBATIM = "verbatim"  # name of a mark among the special tokens of a file; its id has no meaning
+
+
+@dataclass(frozen=True, kw_only=True)
+class Roles:
+    """The special ids."""
+
+    start: int
+    end: int
+    pad: int
+    mask: int
+    cls: int
+    unc: int
+    prefix: bool = True  # captions begin with `start`; not SigLIP's
+    verbatim: bool = False  # captions are cleaned by the file's own normalizer alone
+
+    def ids(self) -> dict[str, int]:
+        """The special ids by name."""
+        return {name: value for name, value in asdict(self).items() if name not in ("prefix", "verbatim")}
+
+    def template(self) -> processors.TemplateProcessing:
+        """How a tokenizer.json stores the roles: as the special tokens of its template, by name."""
+        ids = {**self.ids(), **({_VERBATIM: self.end} if self.verbatim else {})}
+        tokens = [{"id": name, "ids": [value], "tokens": [f"<{name}>"]} for name, value in ids.items()]
+        return processors.TemplateProcessing(
+            single="start $A end" if self.prefix else "$A end",
+            special_tokens=tokens,  # the stub lacks this documented form
+        )
+
+    @staticmethod
+    def read(document: dict[str, Any], words: int) -> Roles:
+        """The roles in a tokenizer.json. Args: words: size of its vocabulary. Errors: ValueError if it is not ours."""
+        try:
+            template = document["post_processor"]
+            ids = {name: int(entry["ids"][0]) for name, entry in template["special_tokens"].items()}
+            verbatim = ids.pop(_VERBATIM, None) is not None
+            if all(0 <= value < words + 16 for value in ids.values()):  # at most 16 follow the vocabulary
+                return Roles(**ids, prefix="SpecialToken" in template["single"][0], verbatim=verbatim)
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError):
+            pass
+        raise ValueError(
+            "this tokenizer.json was not written by kiloword: it names no start, end, pad, mask, cls and unc ids near "
+            "its vocabulary. Train one (Tokenizer.train), or convert it (clip_tokenizer, siglip_tokenizer)."
+        )
+
+
+@contextmanager
+def _library(what: str) -> Iterator[None]:
+    """Errors of the tokenizers library, which raises bare exceptions and panics, as a ValueError that begins so."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(f"{what}: {error}"[:500]) from error
+
+
+def read_document(path: Path) -> str:
+    """The text of a tokenizer.json that the tokenizers library can open. Errors: ValueError for others."""
+    if not path.is_file():
+        raise ValueError(f"no tokenizer.json at {path}; expected a model folder written by kiloword")
+    if path.stat().st_size > LARGEST:
+        raise ValueError(f"{path} has {path.stat().st_size:,} bytes: expected a tokenizer.json of at most {LARGEST:,}.")
+    with _library(f"damaged tokenizer file {path}"):
+        document = path.read_text(encoding="utf-8")
+        tokenizers.Tokenizer.from_str(document)
+    return document
 
 
 class Tokenizer:
@@ -41,18 +120,24 @@ class Tokenizer:
     """
 
     def __init__(self, document: str) -> None:
-        # Set before the library starts threads: after them, forking loader workers would warn and could hang.
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         self._backend = tokenizers.Tokenizer.from_str(document)
         parsed = json.loads(document)
         self._backend.no_padding()
         self._backend.no_truncation()
         self.roles = Roles.read(parsed, self._backend.get_vocab_size())
-        self.clean: Clean = "encodable" if self.roles.verbatim else _clean_of(parsed["model"])
+        model = parsed["model"]
+        if model.get("dropout"):
+            self._backend.model.dropout = None  # the same caption would get other tokens each time
+        bpe: Clean = "clip" if model.get("end_of_word_suffix") == "</w>" else "plain"
+        clean: Clean | None = {"BPE": bpe, "Unigram": "siglip"}.get(model.get("type"))
+        if clean is None and not self.roles.verbatim:
+            raise ValueError(
+                f"this tokenizer.json holds a model of type {model.get('type')!r}: expected BPE or Unigram."
+            )
+        self.clean: Clean = clean if clean and not self.roles.verbatim else "encodable"
         # "<mask>" in a caption is text; only CLIP's pattern finds its two markers in captions.
         self._backend.encode_special_tokens = self.clean != "clip"
-        self._cached: dict[str, list[int]] = {}
-        self._cleaner: Callable[[str], str] = CLEANERS[self.clean]
+        self._words = lru_cache(REMEMBERED)(self._encode)  # captions of small data sets recur
 
     @staticmethod
     def train(captions: Iterable[str], vocab: int) -> Tokenizer:
@@ -64,7 +149,6 @@ class Tokenizer:
         names = ["<start>", "<end>", "<pad>", "<mask>", "<cls>", "<unc>"]
         if vocab < 256 + len(names):
             raise ValueError(f"tokenizer vocabulary is {vocab}: expected at least 262 (bytes and special tokens)")
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         backend = tokenizers.Tokenizer(models.BPE())
         backend.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
@@ -76,7 +160,7 @@ class Tokenizer:
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
         )
-        backend.train_from_iterator(map(_learned, captions), trainer)
+        backend.train_from_iterator((_LONG_WORD.sub(r"\1", plain(c[:LEARNED])) for c in captions), trainer)
         start, end, pad, mask, cls, unc = range(len(names))
         return _with_roles(backend, Roles(start=start, end=end, pad=pad, mask=mask, cls=cls, unc=unc))
 
@@ -98,20 +182,23 @@ class Tokenizer:
         """
         head, tail = ([self.roles.start] if self.roles.prefix else []), [self.roles.end]
         extra = [self.special(name) for name in config.extra_tokens]
-        room = self._room(config)
-        flat: list[int] = []
-        lengths = []
-        truncated = 0
-        for text, words in zip(captions, self._words(captions), strict=True):
+        room, rows, truncated = self._room(config), list[list[int]](), 0
+        for caption in captions:
+            words = self._words(caption)
             if len(words) > room:
-                note_truncated(text, len(words), room)
-                words = words[:room]
+                note_truncated(caption, len(words), room)
                 truncated += 1
             pads = [self.roles.pad] * (room - len(words)) if config.pad_to_context else []
-            caption = head + words + tail + pads + extra
-            lengths.append(len(caption))
-            flat += caption
-        return _pack(flat, lengths, truncated, config.vocab)
+            rows.append([*head, *words[:room], *tail, *pads, *extra])
+        ids = np.array([one for row in rows for one in row], np.int64)
+        if len(ids) and ids.max() >= config.vocab:
+            raise ValueError(
+                f"token id {ids.max()} does not fit a text tower with {config.vocab} embeddings; "
+                "use the tokenizer the model was trained with, or set model.text.vocab to the tokenizer's"
+            )
+        lengths = [len(row) for row in rows]
+        starts = torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int64))
+        return Texts(torch.from_numpy(ids), starts, max(lengths, default=0), truncated)
 
     def cut(self, captions: Sequence[str], config: TextConfig) -> dict[int, tuple[int, int]]:
         """Captions that `encode` cuts: position -> (tokens in total, tokens that remain), without special tokens.
@@ -119,7 +206,8 @@ class Tokenizer:
         Errors: ValueError as of `encode`.
         """
         room = self._room(config)
-        return {n: (len(words), room) for n, words in enumerate(self._words(captions)) if len(words) > room}
+        lengths = [len(self._words(caption)) for caption in captions]
+        return {n: (length, room) for n, length in enumerate(lengths) if length > room}
 
     def _room(self, config: TextConfig) -> int:
         """Number of tokens that a caption may have besides the special ones. Errors: ValueError for none."""
@@ -128,21 +216,11 @@ class Tokenizer:
             raise ValueError(f"a context of {config.context} tokens leaves no room for words; ask for a longer one")
         return room
 
-    def _words(self, captions: Sequence[str]) -> list[list[int]]:
-        """Ids of every caption, without special tokens; cached, as captions of small data sets recur."""
-        fresh = [c for c in dict.fromkeys(captions) if c not in self._cached]
-        try:
-            encoded = self._backend.encode_batch_fast([self._cleaner(c) for c in fresh], add_special_tokens=False)
-        except BaseException as error:  # a plain Exception if a model has no token for an unknown letter; or a panic
-            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-                raise
-            raise ValueError(f"the tokenizer cannot read captions ({error}): its tokenizer.json is damaged.") from error
-        new = {c: e.ids for c, e in zip(fresh, encoded, strict=True)}
-        words = [new[c] if c in new else self._cached[c] for c in captions]
-        if len(self._cached) > REMEMBERED:
-            self._cached.clear()
-        self._cached.update((c, ids) for c, ids in new.items() if len(ids) <= REMEMBERED_TOKENS)
-        return words
+    def _encode(self, caption: str) -> array[int]:
+        """Ids of a caption without special tokens."""
+        with _library("the tokenizer cannot read captions: its tokenizer.json is damaged"):
+            (found,) = self._backend.encode_batch_fast([CLEANERS[self.clean](caption)], add_special_tokens=False)
+            return array("i", found.ids)
 
     def special(self, name: str) -> int:
         """The id of "start", "end", "pad", "mask", "cls" or "unc"; ValueError for another name."""
@@ -156,12 +234,7 @@ class Tokenizer:
         special = set(self.roles.ids().values())
         if self.clean == "clip":
             special.remove(self.roles.pad)  # CLIP pads with the id of "!", a word
-        words: list[int] = []
-        for i in map(int, ids):
-            if i == self.roles.end:
-                break
-            if i not in special:
-                words.append(i)
+        words = [i for i in takewhile(lambda i: i != self.roles.end, map(int, ids)) if i not in special]
         text = self._backend.decode(words, skip_special_tokens=True)
         return (text.replace("</w>", " ") if self.clean == "clip" else text).strip()
 
@@ -176,7 +249,7 @@ class Tokenizer:
     @staticmethod
     def load(folder: str | Path) -> Tokenizer:
         """Read `folder/tokenizer.json`. Errors: ValueError when it is missing, damaged or not from kiloword."""
-        return Tokenizer(read(Path(folder) / "tokenizer.json"))
+        return Tokenizer(read_document(Path(folder) / "tokenizer.json"))
 
     def __reduce__(self) -> tuple[type[Tokenizer], tuple[str]]:
         return Tokenizer, (self._backend.to_str(),)  # the library's pickle loses encode_special_tokens
@@ -188,26 +261,32 @@ def clip_tokenizer() -> Tokenizer:
     Needs the `openclip` extra once; a saved model folder does not. Captions with entities or beyond ascii need `ftfy`.
     Differs only where `regex` and the `tokenizers` library have different Unicode versions (new letters).
     """
-    return clip_tokenizer_from(_clip_merges())
+    package = importlib.util.find_spec("open_clip")  # found, not imported: its import needs torchvision
+    if package is None or not package.submodule_search_locations:
+        raise ValueError(
+            needs("CLIP's vocabulary", "open_clip_torch", "openclip")
+            + ", or to train, give its file by --tokenizer bpe_simple_vocab_16e6.txt.gz, or --tokenizer own"
+        )
+    return clip_tokenizer_from(
+        read_merges(Path(package.submodule_search_locations[0]) / "bpe_simple_vocab_16e6.txt.gz")
+    )
 
 
 def clip_tokenizer_from(merges: Sequence[tuple[str, str]]) -> Tokenizer:
     """CLIP's BPE with these merges, in order. Raises: ValueError for merges of unknown symbols."""
-    symbols = _byte_symbols()
-    names = symbols + [s + "</w>" for s in symbols] + [a + b for a, b in merges] + [CLIP_START, CLIP_END]
+    symbols = sorted(pre_tokenizers.ByteLevel.alphabet())  # printable bytes first, the others beyond 255
+    names = symbols + [s + "</w>" for s in symbols] + [a + b for a, b in merges] + [_CLIP_START, _CLIP_END]
     ids = {name: i for i, name in enumerate(names)}
-    try:
+    with _library("the merges are not those of CLIP"):
         backend = tokenizers.Tokenizer(models.BPE(vocab=ids, merges=list(merges), end_of_word_suffix="</w>"))
-    except Exception as error:  # the library raises no other
-        raise ValueError(f"the merges are not those of CLIP: {error}.") from error
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(CLIP_WORDS), behavior="removed", invert=True),
+            pre_tokenizers.Split(Regex(_CLIP_WORDS), behavior="removed", invert=True),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(name, normalized=False) for name in (CLIP_START, CLIP_END)])
+    backend.add_special_tokens([AddedToken(name, normalized=False) for name in (_CLIP_START, _CLIP_END)])
     n = len(names)
     return _with_roles(backend, Roles(start=n - 2, end=n - 1, pad=0, mask=n, cls=n + 1, unc=n + 2))
 
@@ -221,7 +300,7 @@ def siglip_tokenizer(path: str | Path) -> Tokenizer:
     path = Path(path)
     if path.suffix != ".json":
         return siglip_tokenizer_from(_convert_sentencepiece(path))
-    return siglip_tokenizer_from(read(path))
+    return siglip_tokenizer_from(read_document(path))
 
 
 def exported_tokenizer_from(document: str) -> Tokenizer | None:
@@ -247,57 +326,22 @@ def siglip_tokenizer_from(document: str) -> Tokenizer:
     return _with_roles(backend, Roles(start=n + 3, end=1, pad=1, mask=n, cls=n + 1, unc=n + 2, prefix=False))
 
 
-def _learned(caption: str) -> str:
-    """The part of a caption that trains a vocabulary: all of it unless it is very long."""
-    return _LONG_WORD.sub(r"\1", plain(caption[:LEARNED]))
-
-
 def _with_roles(backend: tokenizers.Tokenizer, roles: Roles) -> Tokenizer:
     backend.post_processor = roles.template()
     return Tokenizer(backend.to_str())
 
 
-def _clean_of(model: dict[str, Any]) -> Clean:
-    """The cleaning that belongs to the kind of model. Errors: ValueError for a kind that kiloword does not write."""
-    kind = model.get("type")
-    if kind not in ("BPE", "Unigram"):
-        raise ValueError(f"this tokenizer.json holds a model of type {kind!r}; expected BPE or Unigram.")
-    if kind == "Unigram":
-        return "siglip"
-    return "clip" if model.get("end_of_word_suffix") == "</w>" else "plain"
-
-
-def _pack(flat: list[int], lengths: list[int], truncated: int, vocab: int) -> Texts:
-    ids = np.array(flat, dtype=np.int64)
-    if len(ids) and ids.max() >= vocab:
-        raise ValueError(
-            f"token id {ids.max()} does not fit a text tower with {vocab} embeddings; "
-            "use the tokenizer the model was trained with, or set model.text.vocab to the tokenizer's"
-        )
-    starts = np.zeros(len(lengths) + 1, dtype=np.int64)
-    np.cumsum(lengths, out=starts[1:])
-    return Texts(torch.from_numpy(ids), torch.from_numpy(starts), max(lengths, default=0), truncated)
-
-
-def _byte_symbols() -> list[str]:
-    """The 256 characters that stand for bytes, in CLIP's order: printable ones first, then shifted beyond 255."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    shifted = len(set(range(256)) - set(printable))
-    return [chr(b) for b in printable] + [chr(256 + i) for i in range(shifted)]
-
-
-def _clip_merges() -> list[tuple[str, str]]:
-    package = importlib.util.find_spec("open_clip")  # found, not imported: its import needs torchvision
-    if package is None or not package.submodule_search_locations:
-        raise ValueError(
-            needs("CLIP's vocabulary", "open_clip_torch", "openclip")
-            + ", or to train, give its file by --tokenizer bpe_simple_vocab_16e6.txt.gz, or --tokenizer own"
-        )
-    path = Path(package.submodule_search_locations[0]) / "bpe_simple_vocab_16e6.txt.gz"
-    with gzip.open(path, "rt", encoding="utf-8") as file:
-        lines = file.read().split("\n")[1 : CLIP_MERGES + 1]
-    pairs = [line.split() for line in lines]
-    return [(a, b) for a, b in pairs]
+def read_merges(path: Path) -> list[tuple[str, str]]:
+    """The merges of CLIP in its own file, plain or gzipped. Raises: ValueError for another file."""
+    try:
+        with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
+            lines = file.read(LARGEST).decode().split("\n")[1 : _MERGES + 1]
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
+        raise ValueError(f"{path} cannot be read as merges of CLIP ({error}).") from error
+    pairs = [tuple(line.split()) for line in lines]
+    if len(pairs) != _MERGES or any(len(pair) != 2 for pair in pairs):
+        raise ValueError(f"{path} does not hold the {_MERGES:,} merges of CLIP (bpe_simple_vocab_16e6.txt.gz).")
+    return [(first, second) for first, second in pairs]
 
 
 def _convert_sentencepiece(path: Path) -> str:

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
-import zlib
-from collections.abc import Iterator
 from pathlib import Path
 
 import tokenizers
 from tokenizers import normalizers
 
 from kiloword.data.text.tokenizer import (
-    CLIP_MERGES,
+    Roles,
     Tokenizer,
     clip_tokenizer,
     clip_tokenizer_from,
+    read_document,
+    read_merges,
     siglip_tokenizer,
     siglip_tokenizer_from,
 )
-from kiloword.data.text.tokenizer_file import LARGEST, Roles, read
 
 EXPECTED = (
     "a tokenizer.json (kiloword's, CLIP's or SigLIP's), a model folder, CLIP's merges (bpe_simple_vocab_16e6.txt.gz), "
@@ -43,23 +41,20 @@ def vocabulary(name: str) -> Tokenizer:
     if not path.is_file():
         raise ValueError(f"--tokenizer {name} is no file: expected own, clip, siglip, or {EXPECTED}.")
     if path.suffix in (".gz", ".txt"):
-        return clip_tokenizer_from(_merges(path))
-    return siglip_tokenizer(path) if path.suffix == ".model" else _of_json(path)
-
-
-def _of_json(path: Path) -> Tokenizer:
-    """A tokenizer.json of kiloword, or of the hub for CLIP or SigLIP."""
-    document = read(path)
+        return clip_tokenizer_from(read_merges(path))
+    if path.suffix == ".model":
+        return siglip_tokenizer(path)
+    document = read_document(path)
     parsed = json.loads(document)
+    model = parsed["model"]
     if "start" in ((parsed.get("post_processor") or {}).get("special_tokens") or {}):
         return Tokenizer(document)
-    model = parsed.get("model") or {}
-    if model.get("type") == "Unigram":
+    if model["type"] == "Unigram":
         return siglip_tokenizer_from(document)
     if model.get("end_of_word_suffix") == "</w>":
-        merges = [pair.split() if isinstance(pair, str) else pair for pair in model.get("merges") or ()]
+        merges = [pair.split() if isinstance(pair, str) else pair for pair in model["merges"]]
         return clip_tokenizer_from([(first, second) for first, second in merges])
-    raise ValueError(f"--tokenizer {path} holds a {model.get('type')} model of another kind: expected {EXPECTED}.")
+    raise ValueError(f"--tokenizer {path} holds a {model['type']} model of another kind: expected {EXPECTED}.")
 
 
 def encoder_tokenizer(document: str, rows: int, pad: int | None = None, lower: bool = False) -> Tokenizer:
@@ -68,11 +63,10 @@ def encoder_tokenizer(document: str, rows: int, pad: int | None = None, lower: b
     Its first and last special token are start and end; class and uncertainty token follow its vocabulary, as does the
     mask token where it has none. Padding and truncation are removed.
 
-    Args: document: the text of a tokenizer.json that passed `tokenizer_file.check`; rows: of the encoder's table; pad:
+    Args: document: the text of a tokenizer.json; rows: of the encoder's table; pad:
     id of its pads; lower: captions are lower-cased first.
     Raises: ValueError for a tokenizer without an end token, or with ids that the table has no rows for.
     """
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     backend = tokenizers.Tokenizer.from_str(document)
     backend.no_padding()
     backend.no_truncation()
@@ -106,34 +100,15 @@ def _around(backend: tokenizers.Tokenizer) -> tuple[list[int], int]:
     return whole[:first], whole[-1]
 
 
-def _merges(path: Path) -> list[tuple[str, str]]:
-    """The merges of CLIP in its own file. Raises: ValueError for another file."""
-    opened = gzip.open if path.suffix == ".gz" else open
-    try:
-        with opened(path, "rb") as file:
-            lines = file.read(LARGEST).decode("utf-8").split("\n")[1 : CLIP_MERGES + 1]
-    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
-        raise ValueError(f"--tokenizer {path} cannot be read ({error}): expected {EXPECTED}.") from error
-    pairs = [tuple(line.split()) for line in lines]
-    if len(pairs) != CLIP_MERGES or any(len(pair) != 2 for pair in pairs):
-        raise ValueError(f"--tokenizer {path} does not hold the {CLIP_MERGES:,} merges of CLIP: expected {EXPECTED}.")
-    return [(first, second) for first, second in pairs]
-
-
 def _downloaded_siglip() -> Path:
     """SigLIP's vocabulary of English among the downloads of huggingface_hub. Raises: ValueError where it is not."""
     home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface"))
     folder = Path(os.environ.get("HF_HUB_CACHE", home / "hub")).expanduser()
-    for path in _candidates(folder):
-        return path
+    for kind in ("models--timm--ViT-*-SigLIP*", "models--google--siglip-*"):
+        for path in sorted(folder.glob(f"{kind}/snapshots/*/tokenizer.json")):
+            if not any(word in path.parts[-4] for word in ("SigLIP2", "siglip2", "i18n")):
+                return path
     raise ValueError(
         f"--tokenizer siglip: no package brings SigLIP's vocabulary, and {folder} has none: give the path of its "
         "tokenizer.json, as published with the weights (timm/ViT-B-16-SigLIP)."
     )
-
-
-def _candidates(folder: Path) -> Iterator[Path]:
-    for pattern in ("models--timm--ViT-*-SigLIP*", "models--google--siglip-*"):
-        for model in sorted(folder.glob(pattern)):
-            if not any(word in model.name for word in ("SigLIP2", "siglip2", "i18n")):
-                yield from sorted(model.glob("snapshots/*/tokenizer.json"))

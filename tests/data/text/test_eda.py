@@ -77,7 +77,7 @@ def test_synonyms_from_a_file(tmp_path: Path) -> None:
     assert eda.read_synonyms(str(path)) == {"dog": ["hound", "pet animal"], "hound": ["dog"], "pet animal": ["dog"]}
     path.with_name("empty.txt").write_text("alone\n")
     path.with_name("bytes.txt").write_bytes(b"\xff\xfe\x00")
-    for name, message in (("empty", "no line has two words"), ("bytes", "is not UTF-8"), ("none", "cannot be read")):
+    for name, message in (("empty", "no line has two words"), ("bytes", "UTF-8"), ("none", "cannot be read")):
         with pytest.raises(ValueError, match=message):
             eda.read_synonyms(str(tmp_path / f"{name}.txt"))
 

@@ -12,12 +12,11 @@ import tokenizers
 
 from kiloword.cli.main import main
 from kiloword.config.recipes import TextConfig
-from kiloword.data.text import tokenizer as own
 from kiloword.data.text.tokenizer import Tokenizer, clip_tokenizer
-from kiloword.data.text.tokenizer_file import PATTERNS
 from kiloword.data.text.vocabularies import vocabulary
 from kiloword.training.run_folder import RunFile, read_config
 
+HUB = r"<\|startoftext\|>|<\|endoftext\|>|'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"
 CAPTIONS = ["a dog's ball, 12 times", "two Cats &amp; a dog!", "the red circle"]
 needs_clip = pytest.mark.skipif(not importlib.util.find_spec("open_clip"), reason="open_clip is not installed")
 
@@ -29,10 +28,12 @@ def ids(tokenizer: Tokenizer) -> list[int]:
 
 @needs_clip
 def test_clip_by_name_and_by_its_merges(tmp_path: Path) -> None:
-    """The same ids from open_clip's package and from its file of merges."""
-    lines = "\n".join(["version", *(f"{a} {b}" for a, b in own._clip_merges())])
-    (tmp_path / "merges.txt.gz").write_bytes(gzip.compress(lines.encode(), 1))
-    assert ids(vocabulary(str(tmp_path / "merges.txt.gz"))) == ids(vocabulary("clip"))
+    """The same ids from open_clip's package and from its file of merges, packed or not."""
+    (package,) = importlib.util.find_spec("open_clip").submodule_search_locations  # type: ignore[union-attr, misc]
+    packed = Path(package) / "bpe_simple_vocab_16e6.txt.gz"
+    (tmp_path / "merges.txt").write_bytes(gzip.decompress(packed.read_bytes()))
+    for path in (packed, tmp_path / "merges.txt"):
+        assert ids(vocabulary(str(path))) == ids(vocabulary("clip"))
 
 
 @needs_clip
@@ -41,8 +42,7 @@ def test_clip_as_the_hub_has_it(tmp_path: Path) -> None:
     """The same ids from a tokenizer.json with another pattern and without kiloword's special ids."""
     document = json.loads(clip_tokenizer().to_bytes())
     document["post_processor"] = None
-    pattern = next(one for one in PATTERNS if "startoftext" in one)
-    document["pre_tokenizer"]["pretokenizers"][0]["pattern"] = {"Regex": pattern}
+    document["pre_tokenizer"]["pretokenizers"][0]["pattern"] = {"Regex": HUB}
     (tmp_path / "hub.json").write_text(json.dumps(document))
     assert ids(vocabulary(str(tmp_path / "hub.json"))) == ids(clip_tokenizer())
 
