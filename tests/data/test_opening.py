@@ -28,7 +28,6 @@ from kiloword.data.sources.sample import check_regular, parse_label, read_whole
 from kiloword.data.sources.tables import column_names
 from kiloword.data.tars import shards
 from kiloword.data.tars.shards import expand, natural
-from kiloword.data.transforms.files import Rewrites, read_columns
 from kiloword.data.transforms.mix import halves
 from kiloword.types import BadSample, Record, Skipped
 from tars import noise, pairs, photo, write_tar
@@ -146,12 +145,6 @@ def test_tables_of_captions_by_key(tmp_path: Path) -> None:
     for read in (alone.captions, alone.record):
         with pytest.raises(BadSample, match="no caption"):
             read(0)
-    pq.write_table(pa.table({"key": ["a", "b"], "partner": ["b", None]}), tmp_path / "y.parquet")
-    with pytest.raises(ValueError, match=r"y\.parquet: row 1 has no partner"):
-        read_columns(str(tmp_path / "y.parquet"), ("key", "partner"))
-    with pytest.raises(ValueError, match=r"y\.parquet has the columns key, partner: expected key, caption"):
-        read_columns(str(tmp_path / "y.parquet"), ("key", "caption"))
-    assert read_columns(str(tmp_path / "y.parquet"), ("key",)) == [["a", "b"]]
 
 
 def test_keys_of_one_digest_are_distinguished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,29 +152,6 @@ def test_keys_of_one_digest_are_distinguished(tmp_path: Path, monkeypatch: pytes
     pq.write_table(pa.table({"key": ["a", "b", "a"], "caption": ["x", "y", "z"]}), tmp_path / "x.parquet")
     table = CaptionTable(tmp_path / "x.parquet")
     assert [table.captions(key) for key in "abc"] == [["x", "z"], ["y"], []]
-
-
-def test_rewrites_count_pairs_once() -> None:
-    class Keyed:
-        name, fingerprint = "keyed", "f"
-
-        def __len__(self) -> int:
-            return 4
-
-        def key(self, row: int) -> str:
-            return "abcd"[row]
-
-        def record(self, row: int) -> Record:
-            raise BadSample("never read")
-
-    captions = {("a", "b"): ["x", "y"], ("b", "a"): ["z"], ("c", "d"): ["w"], ("a", "a"): ["own"]}
-    rewrites, source = Rewrites(captions, 2), Keyed()
-    assert rewrites.share(source, None) == 2 * 2 / (4 * 3)
-    assert rewrites.share(source, [1, 0, -1, 2]) == 1.0
-    assert rewrites.share(source, [1, 2, -1, 0]) == 1 / 3
-    assert rewrites.share(source, [-1] * 4) == 0.0
-    assert [rewrites.of(*pair) for pair in ("ab", "ba", "dc", "ad")] == [["x", "y"], ["z"], ["w"], []]
-    assert Rewrites(captions, 99).share(source, None) == 1.0
 
 
 def test_images_in_memory() -> None:

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pyarrow as pa
@@ -28,8 +27,7 @@ from kiloword.config.settings import check
 from kiloword.data.images.augmentation import TrainTransform
 from kiloword.data.sources.optional import keys, texts_of
 from kiloword.data.text.eda import eda, read_synonyms
-from kiloword.data.transforms.files import Rewrites
-from kiloword.data.transforms.partner import Partner
+from kiloword.data.transforms.partner import Partner, Rewrites, either, read_rewrites, rewritten
 from kiloword.data.transforms.settings import (
     ComposeSettings,
     CutmixSettings,
@@ -43,7 +41,7 @@ from kiloword.randomness import Draw, key
 from kiloword.types import BadSample, Example, Fetch, Source
 
 LARGE = 3_500_000  # rows: CC3M is below, CC12M and RedCaps above
-FEW = 0.5  # share of composed examples with rewritten captions, below which a note is printed
+FEW = 0.5  # share of pairs with rewritten captions, below which a note is printed
 RHO = {"small": 0.3, "large": 0.15}
 
 
@@ -65,20 +63,17 @@ class _Mix:
         if rng.random() >= share(self.settings.rho, len(fetch)):
             return example
         own_first = bool(rng.random() < 0.5)
-        other = self._other(example, fetch, draw, rng)
+        own, other = self._pair(example, fetch, draw, rng)
         image, captions = example.image, example.captions
         if self.settings.parts != "captions":
-            mix = self._tokens if image.dim() == 2 else self._image
-            image = mix(*self._crops(image, other.image, fetch, draw), own_first, rng)
+            image = (self._tokens if image.dim() == 2 else self._image)(own, other.image, own_first, rng)
         if self.settings.parts != "images":
             captions = self._captions(example, other, own_first)
         return replace(example, image=image, captions=captions, composed=True)
 
-    def _other(self, example: Example, fetch: Fetch, draw: Draw, rng: np.random.Generator) -> Example:
+    def _pair(self, example: Example, fetch: Fetch, draw: Draw, rng: np.random.Generator) -> tuple[Tensor, Example]:
+        """The example's own image, and the example to mix it with."""
         raise NotImplementedError
-
-    def _crops(self, image: Tensor, other: Tensor, fetch: Fetch, draw: Draw) -> tuple[Tensor, Tensor]:
-        return image, other
 
     def _image(self, image: Tensor, other: Tensor, own_first: bool, rng: np.random.Generator) -> Tensor:
         raise NotImplementedError
@@ -102,7 +97,7 @@ class WithPartner(_Mix):
 
     settings: PartnerSettings
     partner: Partner | None = None
-    rewrites: Rewrites | None = None
+    rewrites: Rewrites = field(default_factory=dict)
     note: str | None = None  # note for the user before the run, set by `bind`
 
     def __post_init__(self) -> None:
@@ -111,37 +106,29 @@ class WithPartner(_Mix):
 
     def bind(self, source: Source) -> WithPartner:
         """The transform that knows the data set. Raises: ValueError for files that are unusable or of other data."""
-        path, partner = self.settings.rewrites, Partner(self.settings).bind(source)
+        path, partner, note = self.settings.rewrites, Partner(self.settings).bind(source), None
         if path is None:
             return replace(self, partner=partner)
-        rewrites = Rewrites.read(path, source)
-        rows = None if partner.rows is None else partner.rows.tolist()
-        used = 0.0 if self.settings.parts == "images" else rewrites.share(source, rows)
-        return replace(self, partner=partner, rewrites=rewrites, note=_few(self.settings, used))
+        rewrites = read_rewrites(path, source)
+        if self.settings.parts == "images":
+            note = f"{path} is never used: with parts images, captions do not change. Omit rewrites."
+        elif (used := rewritten(rewrites, partner, source)) < FEW:
+            note = (
+                f"{path} has captions for about {used:.1%} of the pairs that partner {self.settings.partner} makes; "
+                f"the others are joined by {self.settings.merge!r}. To use them, name each sample's partner "
+                "(partner file, partner_file)."
+            )
+        return replace(self, partner=partner, rewrites=rewrites, note=note)
 
-    def _other(self, example: Example, fetch: Fetch, draw: Draw, rng: np.random.Generator) -> Example:
-        """The partner, augmented by independent draws, not with the crop and flip of the example."""
+    def _pair(self, example: Example, fetch: Fetch, draw: Draw, rng: np.random.Generator) -> tuple[Tensor, Example]:
+        """The partner is augmented by independent draws, not with the crop and flip of the example."""
         row = (self.partner or Partner(self.settings)).row(example.row, len(fetch), draw, rng)
-        return fetch.example(row, _apart(draw, "partner"))
+        return example.image, fetch.example(row, _apart(draw, "partner"))
 
     def _captions(self, example: Example, other: Example, own_first: bool) -> list[str]:
-        rewrites = self.rewrites.of(example.key, other.key) if self.rewrites else []
-        if rewrites:
-            return [rewrites[n % len(rewrites)] for n in range(len(example.captions))]
+        if texts := either(self.rewrites, example.key, other.key):
+            return [texts[n % len(texts)] for n in range(len(example.captions))]
         return super()._captions(example, other, own_first)
-
-
-def _few(settings: PartnerSettings, used: float) -> str | None:
-    """A note if less than FEW of the composed examples use rewrites."""
-    if used >= FEW:
-        return None
-    if settings.parts == "images":
-        return f"{settings.rewrites} is never used: with parts images, captions do not change. Omit rewrites."
-    return (
-        f"{settings.rewrites} has captions for {used:.2%} of the pairs that partner {settings.partner} makes; the "
-        f"others are joined by {settings.merge!r}. To use them, name each sample's partner: partner file with "
-        "partner_file."
-    )
 
 
 @dataclass(frozen=True)
@@ -181,34 +168,33 @@ class Stylistic(_Mix):
     """The control of CLIP-C: two crops of one image as halves, and its caption joined with an edited copy."""
 
     settings: StylisticSettings
-    pixels: ClassVar[str] = (
-        "the transform stylistic composes two crops of one image, and cached tokens hold one view of it: train on "
-        "images, or choose another transform, such as compose."
-    )
 
     def bind(self, source: Source) -> Stylistic:
         """The same transform. Raises: ValueError when the file of synonyms cannot be used."""
         read_synonyms(self.settings.synonyms)
         return self
 
-    def _other(self, example: Example, fetch: Fetch, draw: Draw, rng: np.random.Generator) -> Example:
-        """The same example with another augmentation and edited captions."""
+    def _pair(self, example: Example, fetch: Fetch, draw: Draw, rng: np.random.Generator) -> tuple[Tensor, Example]:
+        """The same example with another augmentation, and cropped where the loader does not crop; captions edited."""
         if example.image.dim() == 2:
-            raise ValueError(self.pixels)
-        again = fetch.example(example.row, _apart(draw, "again"))
+            raise ValueError(
+                "the transform stylistic composes two crops of one image, and cached tokens hold one view of it: train "
+                "on images, or choose another transform, such as compose."
+            )
+        image, again = example.image, fetch.example(example.row, _apart(draw, "again"))
         words, synonyms = draw.rng("eda"), read_synonyms(self.settings.synonyms)
-        return replace(again, captions=[eda(c, synonyms, self.settings.edits, words) for c in example.captions])
+        other = replace(again, captions=[eda(c, synonyms, self.settings.edits, words) for c in example.captions])
+        if fetch.crops:
+            return image, other
+        crop, pixels = (
+            TrainTransform(image.shape[-1], AugmentConfig(crop=self.settings.least_area)),
+            image.permute(1, 2, 0),
+        )
+        first, second = (crop(pixels.numpy(), _apart(draw, f"{name} crop")) for name in ("first", "second"))
+        return first, replace(other, image=second)
 
     def _image(self, image: Tensor, other: Tensor, own_first: bool, rng: np.random.Generator) -> Tensor:
         return _halves(image, other, own_first, self.settings, rng)
-
-    def _crops(self, image: Tensor, other: Tensor, fetch: Fetch, draw: Draw) -> tuple[Tensor, Tensor]:
-        """Two crops of the image where the loader does not crop at random."""
-        if fetch.crops:
-            return image, other
-        crop = TrainTransform(image.shape[-1], AugmentConfig(crop=self.settings.least_area))
-        pixels = image.permute(1, 2, 0).numpy()
-        return crop(pixels, _apart(draw, "first crop")), crop(pixels, _apart(draw, "second crop"))
 
 
 def pairs_table(source: Source, transform: WithPartner, seed: int) -> pa.Table:

@@ -1,13 +1,16 @@
-"""Choice of the partner of an example among all rows of the data set, not only of the batch."""
+"""Choice of the partner of an example among all rows of the data set, and captions that a file has for pairs."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
 from numpy.typing import NDArray
 
 from kiloword.data.feature_store import FeatureStore
@@ -15,14 +18,15 @@ from kiloword.data.images.decode import decode
 from kiloword.data.reading import read
 from kiloword.data.sources.mixture import MixtureSource
 from kiloword.data.sources.optional import keys
-from kiloword.data.transforms.files import read_columns
 from kiloword.data.transforms.settings import PartnerSettings
 from kiloword.randomness import Draw, permutation
 from kiloword.types import BadSample, Source
 
 Partners = NDArray[np.integer[Any]]  # [N] the partner of every row; -1 for a row that cannot be read
+Rewrites = dict[tuple[str, str], list[str]]  # captions of pairs of samples, by their keys
 
 _BLOCK = 1 << 24  # similarities computed at once: 64 MB
+_TRIED = 5000  # pairs of which the share with rewritten captions is told
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,51 @@ def cycle(seed: int, n: int) -> Partners:
     partners = np.empty_like(order)
     partners[order] = np.roll(order, -1)
     return partners
+
+
+def read_columns(path: str, names: Sequence[str]) -> list[list[str]]:
+    """Text columns of a parquet file. Raises: ValueError when it cannot be read, or lacks a column or a value."""
+    try:
+        table = pa.parquet.read_table(path, columns=list(names))
+        columns = [table.column(name).cast(pa.large_string()).to_pylist() for name in names]
+    except (OSError, KeyError, pa.ArrowException) as error:
+        wanted = ", ".join(names)
+        raise ValueError(f"{path} cannot be read as parquet with the text columns {wanted}: {error}"[:500]) from None
+    for name, column in zip(names, columns, strict=True):
+        if None in column:
+            raise ValueError(f"{path}: row {column.index(None)} has no {name}. Expected text in every row.")
+    return columns
+
+
+def read_rewrites(path: str, source: Source) -> Rewrites:
+    """Captions of pairs from a parquet file (key, partner, caption); several rows of a pair are several captions.
+
+    Raises: ValueError when it cannot be read, or names no pair of the source.
+    """
+    rewrites: Rewrites = {}
+    for key, partner, caption in zip(*read_columns(path, ("key", "partner", "caption")), strict=True):
+        rewrites.setdefault((key, partner), []).append(caption)
+    known = set(keys(source))
+    if not any(known.issuperset(pair) for pair in rewrites):
+        first = next(iter(rewrites), ("", ""))
+        raise ValueError(
+            f"{path}: no row names two samples of {source.name}, the first is {first}. Was it made of other data?"
+        )
+    return rewrites
+
+
+def either(rewrites: Rewrites, key: str | None, partner: str | None) -> list[str]:
+    """Captions of a pair, in either order; [] if there are none."""
+    return rewrites.get((key, partner)) or rewrites.get((partner, key)) or []  # type: ignore[arg-type]
+
+
+def rewritten(rewrites: Rewrites, partner: Partner, source: Source) -> float:
+    """The share of the pairs of rows and their partners that have captions, of some rows in some epochs."""
+    names, n = keys(source), len(source)
+    draws = [Draw(0, epoch, row) for epoch in range(-(-_TRIED // n)) for row in range(0, n, -(-n // _TRIED))]
+    others = [partner.row(draw.row, n, draw, draw.rng("compose")) for draw in draws]
+    found = [bool(either(rewrites, names[draw.row], names[row])) for draw, row in zip(draws, others, strict=True)]
+    return sum(found) / len(found)
 
 
 def named(source: Source, path: str) -> Partners:

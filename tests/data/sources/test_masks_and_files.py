@@ -9,13 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from kiloword.data.transforms.partner import named
-from kiloword.types import BadSample, Record
+from kiloword.types import BadSample
 from tars import encode, noise
 from tools.hierarimgs import BuildOptions, BuildReport, Segment, build, decode_mask, main, select
 
@@ -101,32 +98,3 @@ def test_runs_go_down_the_columns() -> None:
     ):
         with pytest.raises(BadSample):
             decode_mask(wrong, 2, 3)
-
-
-class Keyed:
-    name, fingerprint = "keyed", "f"
-
-    def __len__(self) -> int:
-        return 4
-
-    def record(self, row: int) -> Record:
-        if row == 3:
-            raise BadSample("damaged")
-        return Record("abad"[row], noise(4, 4), ["x"])
-
-
-def test_named_partners(tmp_path: Path) -> None:
-    """A key that comes twice stands for its first row; bad rows need none."""
-
-    def partners(**pairs: str) -> list[int]:
-        pq.write_table(pa.table({"key": list(pairs), "partner": list(pairs.values())}), tmp_path / "x.parquet")
-        return named(Keyed(), str(tmp_path / "x.parquet")).tolist()
-
-    assert partners(a="b", b="a") == [1, 0, 1, -1]
-    with pytest.raises(ValueError, match=r"names the partner 'z', which keyed does not have"):
-        partners(a="b", b="z")
-    with pytest.raises(ValueError, match=r"has no entry for 'b' of keyed"):
-        partners(a="b")
-    pq.write_table(pa.table({"key": ["a", "b", "a"], "partner": ["b", "a", "b"]}), tmp_path / "y.parquet")
-    with pytest.raises(ValueError, match=r"names a partner of 'a' twice"):
-        named(Keyed(), str(tmp_path / "y.parquet"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -131,28 +130,6 @@ def test_squashed_halves_hold_the_whole_map() -> None:
     assert not torch.equal(done.image, mixed(Compose(ComposeSettings(rho=1)), flat, 0)[2].image)
     mean = (as_map(own).float().mean((1, 2)) * 3 + as_map(other).float().mean((1, 2)) * 4) / 7
     assert (as_map(done.image).float().mean((1, 2)) - mean).abs().max() < 0.1
-
-
-def test_the_same_draws_as_on_pixels() -> None:
-    class PixelRows(TokenRows):
-        def example(self, row: int, draw: Draw) -> Example:
-            pixels = torch.full((3, 8, 8), row, dtype=torch.uint8)
-            return Example(f"k{row}", row, pixels, [f"caption {row}"])
-
-    transform = Compose(ComposeSettings(rho=0.5))
-    for epoch in range(20):
-        draw = Draw(0, epoch, 1)
-        made = [transform(data.example(1, draw), data, draw) for data in (TokenRows(7), PixelRows(7))]  # type: ignore[arg-type]
-        assert made[0].captions == made[1].captions
-
-
-def test_a_map_is_the_last_tokens() -> None:
-    for before, side in ((0, 1), (1, 1), (0, 7), (5, 4), (14, 7)):
-        x = torch.arange(before + side * side)[:, None].expand(-1, 3)
-        assert as_map(x).shape == (3, side, side)
-        assert int(as_map(x)[0, 0, 0]) == before
-        assert as_map(x)[1].flatten().tolist() == list(range(before, before + side * side))
-        assert math.isqrt(len(x)) == side
 
 
 def test_two_crops_of_one_view_are_refused() -> None:
