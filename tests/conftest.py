@@ -50,7 +50,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
     """A terminal whose cursor is at the beginning of a line."""
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", str(Terminal.columns))
-    monkeypatch.setattr(CURSOR, "inside_line", False)
+    monkeypatch.setattr(CURSOR, "behind", None)
     return Terminal()
 
 

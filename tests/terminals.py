@@ -16,6 +16,6 @@ class Terminal(io.StringIO):
 
     @property
     def frames(self) -> list[str]:
-        """Each state of its lines in order, without bars and styles; "" last, if the last line is ended."""
-        plain = re.sub("\x1b\\[[0-9;]*[mK]|[━╸╺]", "", self.getvalue())
-        return [frame.rstrip() for frame in re.split("[\r\n]", plain)]
+        """Each state of its lines in order, without bars; "" last, if the last line is ended."""
+        plain = re.sub(r" \[=* *\]", "", self.getvalue())
+        return [frame.rstrip() for frame in re.split("[\r\n]", plain.removeprefix("\r").replace("\n\r", "\n"))]

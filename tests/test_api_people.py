@@ -222,32 +222,22 @@ def test_a_gpu_that_is_full_gets_half_the_batch(monkeypatch: pytest.MonkeyPatch)
 def test_progress_is_one_line_of_a_notebook(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    drawn: list[dict[str, str]] = []
-    cell = SimpleNamespace(update=lambda content, raw: drawn.append(content))
-
-    def display(content: dict[str, str], raw: bool, display_id: bool) -> object:
-        drawn.append(content)
-        return cell
+    def drawn(**progress: bool) -> list[str]:
+        """The states of the line."""
+        model.encode_image(images, batch=1, **progress)
+        return [state.rstrip() for state in capsys.readouterr().err.split("\r")[1:]]
 
     monkeypatch.setattr(progress, "LIVE_EVERY_S", 0.0)
     model, images = matcher(), photos(3)
-    model.encode_image(images, batch=1)
-    assert drawn == []
+    assert drawn() == []
     shell = SimpleNamespace(kernel=object())
     monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
-    monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace(display=display))
-    model.encode_image(images, batch=1)
-    assert len(drawn) == 3
-    assert '<progress value="3" max="3">' in drawn[-1]["text/html"]
-    assert "images 100%" in drawn[-1]["text/plain"]
-    model.encode_image(images, batch=1, progress=False)
-    assert len(drawn) == 3
-    model.encode_text(CAPTIONS, batch=1)
-    assert len(drawn) == 6
+    states = drawn()
+    assert [state[:11] for state in states] == ["images  33%", "images  67%", "images 100%"]
+    assert states[-1].endswith("=]")
+    assert drawn(progress=False) == []
     del shell.kernel  # IPython in a terminal
-    model.encode_image(images, batch=1)
-    assert len(drawn) == 6
-    assert capsys.readouterr().err == ""
+    assert drawn() == []
     monkeypatch.setattr(progress, "PLAIN_EVERY_S", 0.0)
     model.encode_image(images, batch=1, progress=True)
     assert "images 100%" in capsys.readouterr().err

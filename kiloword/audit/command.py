@@ -53,7 +53,7 @@ from kiloword.model.prefix import keep_prefix_
 from kiloword.report import made_by, signed, write
 from kiloword.search.index import fingerprint
 from kiloword.terminal import say, warn
-from kiloword.terminal.progress import showing_progress
+from kiloword.terminal.progress import showing
 from kiloword.types import BadSample, Example, Features, NoCaption, Skipped, Source
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def main(
     check_keys(plain, "a keep-list")
     if execution.image_features or execution.text_features:
         matcher, source = _on_tokens(matcher, source, execution)
-    with Lock(out, "auditing"), showing_progress():
+    with Lock(out, "auditing"), showing():
         inputs = Inputs(matcher, source, execution.batch, workers)
         stored = features or execution.image_features or execution.text_features
         saved = None if stored else SavedRows(out / FOLDER, identity_of(inputs))

@@ -63,11 +63,11 @@ def classify(
     files, names = image_files(images), _names(classes)
     from kiloword.api import load
     from kiloword.files import write_json
-    from kiloword.terminal.progress import showing_progress
+    from kiloword.terminal.progress import showing
 
     matcher = load(model, device=device, method=trust.method, trust_code=trust.trust_code, precision=precision)
     skipped: dict[Path, str] = {}
-    with showing_progress():
+    with showing():
         answers = list(_answers(matcher, files, names, _templates(templates), top, batch, skipped))
     left = LeftOut("image")
     for path, reason in skipped.items():

@@ -28,7 +28,7 @@ from kiloword.errors import sentence_of
 from kiloword.generation.options import GenerationOptions
 from kiloword.mining.options import MineOptions
 from kiloword.models.trust import Trust
-from kiloword.terminal import guarded, invoked, say, show_traceback, warn
+from kiloword.terminal import invoked, say, show_traceback, warn
 
 app = tyro.extras.SubcommandApp()
 GENERATE = GenerationOptions()
@@ -324,7 +324,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
             install(argv[1:], OWN_FLAGS, app, CHOICES)
             return
-        with guarded(), _monitored():
+        with _monitored():
             _run(settled(argv, app._subcommands))
     except BrokenPipeError:  # `kiloword ... | head` has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -52,7 +52,7 @@ def main(
     """
     from kiloword.distributed.device import choose
     from kiloword.distributed.sharing import is_first, together
-    from kiloword.terminal.progress import showing_progress
+    from kiloword.terminal.progress import showing
 
     if len(models) > 1 and getattr(options, "results", None) is not None:
         raise ValueError("--results is one file: give one model at a time.")
@@ -69,7 +69,7 @@ def main(
             _print(task, results)
             _write(task, results, models, data, shown, json, html)
 
-    with together(execution.device), showing_progress():
+    with together(execution.device), showing():
         try:
             for name, folder in zip(names, models, strict=True):
                 drawn: dict[str, Any] | None = None if html is None else {}

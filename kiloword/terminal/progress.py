@@ -4,82 +4,51 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
-from html import escape
-from typing import TYPE_CHECKING, Any, TextIO, TypeVar
+from typing import Any, TextIO, TypeVar
 
 from kiloword.terminal import CURSOR, end_line, say, shown
 
-if TYPE_CHECKING:
-    from rich.live import Live
-
 LIVE_EVERY_S, PLAIN_EVERY_S = 0.2, 10.0  # between two lines on a terminal and elsewhere, at least
 RECENT = 20  # rows
+LEAST_BAR = 10  # columns
 Item = TypeVar("Item")
 
 
 class ProgressLine:
-    """Progress on one stream: a line with a bar, rewritten by rich, on a terminal; elsewhere a plain line now and then.
+    """Progress on one stream: a line that is rewritten on a terminal and in a notebook; elsewhere one now and then.
 
     Args: out: None shows nothing; at_once: show the first line without waiting.
     """
 
     def __init__(self, out: TextIO | None, at_once: bool = False) -> None:
         self.out, self.shown = out, False
-        self._on_terminal = out is not None and out.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
+        terminal = out is not None and out.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
+        self._live = terminal or in_notebook()
         self._last = -math.inf if at_once else time.perf_counter()
-        self._live: Live | None = None
-        self._cell: Any = None  # the line below a notebook's cell
 
     def show(self, line: str, done: int, of: int) -> None:
         """Show `line` if the last one is old enough or the work is done, `done` of `of` units."""
-        now = time.perf_counter()
-        wait = LIVE_EVERY_S if self._on_terminal or in_notebook() else PLAIN_EVERY_S
+        now, wait = time.perf_counter(), LIVE_EVERY_S if self._live else PLAIN_EVERY_S
         if self.out is None or (now - self._last < wait and done < of):
             return
         self._last, self.shown = now, True
-        if self._on_terminal:
-            self._draw(self.out, line, done, of)
-        elif in_notebook():
-            self._draw_in_notebook(line, done, of)
-        else:
+        if not self._live:
             say(line, to=self.out)
-
-    def _draw_in_notebook(self, line: str, done: int, of: int) -> None:
-        """One line of HTML below the cell, rewritten in place; needs no widgets."""
-        from IPython.display import display
-
-        words = f'<progress value="{done}" max="{of}"></progress> {escape(shown(line))}'
-        content = {"text/html": words, "text/plain": shown(line)}
-        if self._cell is None:
-            self._cell = display(content, raw=True, display_id=True)
-        else:
-            self._cell.update(content, raw=True)
-
-    def _draw(self, out: TextIO, line: str, done: int, of: int) -> None:
-        from rich.live import Live
-        from rich.progress_bar import ProgressBar
-        from rich.table import Column, Table
-
-        from kiloword.terminal.screen import Screen
-
-        if self._live is None:
-            end_line(out)
-            screen = Screen(file=out, hides_cursor=False, force_terminal=True)
-            self._live = Live(console=screen, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
-            self._live.start()
-        row = Table.grid(Column(no_wrap=True, overflow="ellipsis"), Column(ratio=1), padding=(0, 1), expand=True)
-        row.add_row(line, ProgressBar(of, done))
-        self._live.update(row, refresh=True)
-        CURSOR.inside_line = True
-        if done >= of:
-            self._live.stop()
-            self._live, CURSOR.inside_line = None, False
+            return
+        columns = shutil.get_terminal_size().columns - 1
+        text = shown(line, self.out.encoding)[:columns]
+        room = columns - len(text) - len(" []")
+        bar = f" [{'=' * min(room, room * done // of):{room}}]" if room >= LEAST_BAR else ""
+        self.out.write(f"\r{text}{bar}".ljust(columns + 1) + "\n" * (done >= of))
+        self.out.flush()
+        CURSOR.behind = self.out if done < of else None
 
 
 class Bar:
@@ -107,43 +76,33 @@ class _State:
 _state = _State()
 
 
-@contextmanager
-def showing_progress() -> Iterator[None]:
-    """Inside, `track` shows progress. A line that is not finished, as after an error, is ended."""
-    before, _state.on = _state.on, True
-    try:
-        yield
-    finally:
-        _state.on, _state.busy = before, False
-        end_line(sys.stderr)
-
-
 def in_notebook() -> bool:
     """Whether this is the kernel of a notebook (Jupyter, Colab, VS Code); a terminal of IPython is not."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     return getattr(shell, "kernel", None) is not None
 
 
-def showing(progress: bool | None) -> AbstractContextManager[None]:
-    """As `showing_progress`, for True, and in notebooks for None; inside another one that one counts, but for False."""
-    if progress is False:
-        return _silent()
-    return showing_progress() if not _state.on and (progress or in_notebook()) else nullcontext()
-
-
 @contextmanager
-def _silent() -> Iterator[None]:
-    before, _state.on = _state.on, False
+def showing(progress: bool | None = True) -> Iterator[None]:
+    """Inside, `track` shows progress: for True, for None in notebooks, and inside another one unless it is False.
+
+    A line that is not finished, as after an error, is ended.
+    """
+    before = _state.on
+    _state.on = progress is not False and bool(before or progress or in_notebook())
     try:
         yield
     finally:
         _state.on = before
+        if not before:
+            _state.busy = False
+            end_line(sys.stderr)
 
 
 def track(
     items: Iterable[Item], what: str, unit: str, of: int, count: Callable[[Item], int] = lambda _: 1
 ) -> Iterator[Item]:
-    """The items, with share, rate and time left on stderr under `showing_progress`; short work shows nothing.
+    """The items, with share, rate and time left on stderr inside `showing`; short work shows nothing.
 
     Args: of: number of units of all items; count: number of units of one item. Inside another `track` nothing is shown.
     """

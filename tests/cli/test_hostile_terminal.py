@@ -151,8 +151,6 @@ ATTACKS: dict[str, tuple[int, Attack]] = {
     "model's method": (2, lambda w: ["score", _damaged(w, "method"), "--images", w / "photo.png", "--texts", "a"]),
     "method": (2, lambda w: ["train", EVIL, "--out", w / "r"]),
     "component": (2, lambda w: ["train", "clip", "--positives", EVIL, "--out", w / "r"]),
-    "flag": (2, lambda w: ["train", "clip", f"--{EVIL}", "--out", w / "r"]),
-    "flag of eval": (2, lambda w: ["eval", "retrieval", w / MODEL, "--data", w / "data", f"--{EVIL}"]),
     "verb": (2, lambda w: [EVIL]),
     "verify": (2, lambda w: ["verify", EVIL]),
     "plan": (2, lambda w: ["plan", EVIL, "--samples", "1e9"]),

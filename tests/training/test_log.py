@@ -89,7 +89,7 @@ def test_the_line_fits_the_terminal(terminal: Terminal, monkeypatch: pytest.Monk
     log = Log(None, 1000, out=terminal, about=ABOUT)
     log.progress(row(10, lr=1e-3, skipped=3, skipped_steps=1))
     assert terminal.frames[-1].startswith("step 10/1000  loss 1.000  100 pairs/s  ETA 1:39  dat")
-    assert {len(frame) for frame in terminal.frames} <= {59, 60}
+    assert max(map(len, terminal.frames)) < 60
 
 
 def test_the_plain_line_tells_what_is_wrong_and_bears_a_lost_loss() -> None:

@@ -17,7 +17,7 @@ from kiloword.files import write_atomic, write_json
 from kiloword.models.trust import Trust
 from kiloword.report import made_by, signed, write
 from kiloword.terminal import say
-from kiloword.terminal.progress import showing_progress
+from kiloword.terminal.progress import showing
 
 
 def main(
@@ -42,7 +42,7 @@ def main(
     named = labels(models)
     for folder in models:
         check_model(folder)  # a wrong name is refused before the first model is evaluated
-    with together(execution.device), showing_progress():
+    with together(execution.device), showing():
         for label, folder in zip(named, models, strict=True):
             matcher, workers = opened(folder, execution)
             evaluate_all(label, folder, matcher, workers, execution.batch, every, output.out)
