@@ -255,8 +255,7 @@ def _rows(out: Path) -> list[dict[str, Any]]:
 def _state(out: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     stored = newest(out / "state", print)
     assert stored is not None
-    names = list(stored.specs)
-    return dict(zip(names, stored.whole(names), strict=True)), stored.numbers
+    return {name: stored.whole(name) for name in stored.specs}, stored.numbers
 
 
 def _models(out: Path, reference: Path) -> list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]]:

@@ -20,8 +20,7 @@ def load_state(folder: Path, warn: Callable[[str], None]) -> tuple[dict[str, Ten
     stored = newest(folder, warn)
     if stored is None:
         return None
-    names = list(stored.specs)
-    return dict(zip(names, stored.whole(names), strict=True)), stored.numbers
+    return {name: stored.whole(name) for name in stored.specs}, stored.numbers
 
 
 def failing_at(step: int) -> Callable[..., dict[str, Tensor]]:

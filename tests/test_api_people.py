@@ -97,23 +97,6 @@ def test_a_model_that_was_changed_gets_a_card_of_its_own(tmp_path: Path, method:
     assert kiloword.load(kiloword.load(folder, size=64).save(tmp_path / "plain")).card == ""
 
 
-@pytest.mark.parametrize("size", [None, 64])
-def test_a_killed_save_can_be_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int | None) -> None:
-    folder = saved(tmp_path / "model")
-    (folder / "README.md").write_text("# A card\n")
-    model = kiloword.load(folder, size=size)
-
-    def killed(*args: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr("kiloword.models.model_folder.write_tensors", killed)
-        with pytest.raises(KeyboardInterrupt):
-            model.save(tmp_path / "out")
-    assert (tmp_path / "out" / "README.md").is_file()
-    kiloword.load(model.save(tmp_path / "out"))
-
-
 @pytest.mark.parametrize("method", ["clip", "siglip", "llip", "prolip", "sycoca"])
 def test_half_precision_stays_near(method: str, tmp_path: Path) -> None:
     model, images = kiloword.load(saved(tmp_path / "model", method)), photos(3)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import io
 import json
 import math
-import shutil
 import sys
 import tarfile
 from collections import Counter
@@ -29,7 +28,7 @@ from kiloword.config.settings import BaseSettings
 from kiloword.data.images.decode import Pixels, decode
 from kiloword.data.sources.sample import IMAGE_SUFFIXES, MAX_IMAGE, check_regular, read_whole
 from kiloword.errors import sentence_of
-from kiloword.files import LOCK, Lock
+from kiloword.files import new_folder
 from kiloword.terminal import say, warn
 from kiloword.types import BadSample
 
@@ -180,8 +179,6 @@ def build(annotations: Path, photos: Path, out: Path, options: BuildOptions | No
         raise ValueError(f"{options.segments} segments; expected at least 1")
     if not 0 <= options.least < math.inf:
         raise ValueError(f"least is {options.least}: expected a number of pixels, 0 or more.")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"{out} exists: choose another OUT, or remove it.")
     images, segments = read_annotations(annotations, options.crowd)
     report = BuildReport(images=len(images))
 
@@ -197,21 +194,10 @@ def build(annotations: Path, photos: Path, out: Path, options: BuildOptions | No
                 report.written += 1
                 yield levels
 
-    new = out.with_name(f".{out.name}.tmp")
-    lock = Lock(out, "writing", new)
-    try:
-        for path in new.iterdir():  # of a process that was killed
-            if path.name != LOCK:
-                path.unlink()
-        _write(new, samples())
+    with new_folder(out) as work:
+        _write(work, samples())
         if not report.written:
             raise ValueError(f"{annotations}: no image qualifies: {'; '.join(report.lines())}.")
-        if out.is_dir():
-            out.rmdir()
-        lock.release()
-        new.replace(out)
-    finally:
-        shutil.rmtree(new, ignore_errors=True)
     return report
 
 

@@ -20,13 +20,13 @@ from kiloword.data.images.augmentation import EvalTransform
 from kiloword.data.images.inputs import Images, OneImage, as_list, is_one, kind, prepare
 from kiloword.distributed.device import choose
 from kiloword.explain.maps import Explanation, Maps, explain, together
-from kiloword.files import Lock, is_taken, write_atomic
+from kiloword.files import new_folder, write_atomic
 from kiloword.methods.prolip.gaussian import Form, csd, csd_matrix, inclusion_matrix, variance_sum
 from kiloword.methods.registry import preset
 from kiloword.model.encoding import chunks, encode_texts, inference, join
 from kiloword.model.pooling import at_least_float
 from kiloword.models import card as cards
-from kiloword.models.model_folder import save_model, words_of
+from kiloword.models.model_folder import save_model
 from kiloword.terminal.progress import showing
 from kiloword.types import Features
 
@@ -100,7 +100,7 @@ class Matcher:
         return self
 
     def save(self, folder: str | Path) -> Path:
-        """Write a model folder that `load` reads; returns it. A save that was killed can be repeated.
+        """Write a model folder that `load` reads; returns it.
 
         Its card is that of the folder, or a new one where the model was changed since, such as its image size.
         Raises: ValueError when the folder holds something else, or for a model that no folder's config.json describes.
@@ -111,13 +111,10 @@ class Matcher:
                 "kiloword.models.model_folder.save_model, which takes one."
             )
         folder, file = Path(folder).expanduser(), replace(self.file, model=self.model.config)
-        card = {cards.NAME: self._card_of(file).encode()} if self.card else {}
-        if is_taken(folder, card | words_of(self.tokenizer, file)):
-            raise ValueError(f"{folder} exists and is not an empty folder: choose another one, or remove it.")
-        with Lock(folder, "writing"):
-            for name, data in card.items():
-                write_atomic(folder / name, data)
-            save_model(folder, self.model, self.tokenizer, file)
+        with new_folder(folder) as work:
+            if self.card:
+                write_atomic(work / cards.NAME, self._card_of(file).encode())
+            save_model(work, self.model, self.tokenizer, file)
         return folder
 
     def _card_of(self, file: ModelFile) -> str:

@@ -24,7 +24,7 @@ from kiloword.evaluation.features import Seen, seen
 from kiloword.evaluation.task import Inputs
 from kiloword.files import write_json
 from kiloword.model.encoding import join, moved
-from kiloword.models.tensors import in_order, spec_of, write_tensors
+from kiloword.models.tensors import write_tensors
 from kiloword.terminal import say
 from kiloword.types import Features, Skipped
 from kiloword.watch.runs import read_object
@@ -85,8 +85,7 @@ class SavedRows:
         values = {"labels": data.labels, "words": torch.frombuffer(bytearray(raw), dtype=torch.uint8)}
         values |= {IMAGE + name: value for name, value in data.images.items()}
         values |= {TEXTS + name: value for name, value in part.texts.items()}
-        specs = {name: spec_of(value) for name, value in values.items()}
-        write_tensors(self._path(len(self.parts)), specs, (values[name] for name in in_order(specs)))
+        write_tensors(self._path(len(self.parts)), values)
         self.parts.append(part)
 
     @property

@@ -18,11 +18,11 @@ from kiloword.data.text.tokenizer import (
     read_document,
     siglip_tokenizer_from,
 )
-from kiloword.files import LOCK, Lock, is_taken
+from kiloword.files import new_folder
 from kiloword.methods.registry import preset
 from kiloword.model.model import Model
 from kiloword.models.build import build
-from kiloword.models.model_folder import check_finite, save_model, words_of
+from kiloword.models.model_folder import check_finite, save_model
 from kiloword.terminal import say
 from kiloword.terminal.screen import Screen, plain_table
 
@@ -50,26 +50,16 @@ class Imported:
 
 
 def write(imported: Imported, weights: Path, out: Path, origin: str) -> None:
-    """Save imported weights with their tokenizer; completes an import that was killed.
+    """Save imported weights with their tokenizer.
 
     Args: weights: their file; for SigLIP, tokenizer.json must be in its folder; origin: text for config.json, such as
     "open_clip ViT-B-32".
     Raises: ValueError when `out` is in use or the tokenizer is missing.
     """
     file = ModelFile(method=imported.method, settings=imported.settings, model=imported.config, data=origin)
-    files = words_of(tokenizer(imported.config, weights), file)
-    if (out / LOCK).is_file():  # of an import that was killed or still runs
-        Lock(out, "writing").release()
-    _check_free(out, files)  # before the work, and before the folder is locked
-    model, words = assemble(imported, weights)
-    with Lock(out, "writing"):
-        _check_free(out, files)
-        save_model(out, model, words, file)
-
-
-def _check_free(out: Path, files: dict[str, bytes]) -> None:
-    if is_taken(out, files):
-        raise ValueError(f"{out} exists and is not an empty folder; choose another --out, or remove it")
+    with new_folder(out) as work:
+        model, words = assemble(imported, weights)
+        save_model(work, model, words, file)
 
 
 def assemble(imported: Imported, weights: Path) -> tuple[Model, Tokenizer]:

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from kiloword.model.adapters import MARK, adapters_of, merge
-from kiloword.models.tensors import in_order, read_tensors, spec_of, write_tensors
+from kiloword.models.tensors import read_tensors, write_tensors
 
 FILE = "adapter.safetensors"
 BASE = "base_sha256"  # key of its metadata: digest of model.safetensors of the adapted model
@@ -32,9 +32,7 @@ def write_adapter(folder: Path, base: Path, weights: Iterable[tuple[str, Tensor]
     """
     before = read_tensors(base / "model.safetensors")
     kept = {n: x for n, x in weights if n not in before or not torch.equal(x, before[n].to(x.dtype))}
-    specs = {name: spec_of(value) for name, value in kept.items()}
-    about = {BASE: digest(base)}
-    write_tensors(folder / FILE, specs, (kept[name] for name in in_order(specs)), about)
+    write_tensors(folder / FILE, kept, {BASE: digest(base)})
 
 
 def digest(folder: Path) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import reduce
 from pathlib import Path
@@ -17,11 +18,11 @@ from torch import Tensor
 from kiloword.config.recipes import ModelFile
 from kiloword.config.settings import differing
 from kiloword.data.text.tokenizer import Tokenizer
-from kiloword.files import LOCK, Lock, is_taken, write_atomic
+from kiloword.files import new_folder, write_atomic, write_json
 from kiloword.methods.registry import find
 from kiloword.models import card
-from kiloword.models.model_folder import check_finite, check_fit, model_files, read_model_file, words_of
-from kiloword.models.tensors import Spec, in_order, read_shapes, write_tensors
+from kiloword.models.model_folder import WEIGHTS, check_finite, check_fit, model_files, read_model_file
+from kiloword.models.tensors import read_shapes, spec_of, write_streamed
 from kiloword.terminal import say
 
 
@@ -54,21 +55,28 @@ def average(models: Sequence[Path], shares: Sequence[float], out: Path) -> int:
     files = [read_model_file(folder) for folder in folders]
     for folder, file in zip(folders[1:], files[1:], strict=True):
         _check_same(folders[0], files[0], folder, file)
+    *shapes, last = (read_shapes(folder / WEIGHTS) for folder in folders)
+    for folder, other in zip(folders[:-1], shapes, strict=True):
+        check_fit(last, other, f"weights in {folder}", f"those of {folders[-1]}")
     made = replace(files[-1], steps=0, data=card.averaged([str(model) for model in models], files, shares))
-    contents = {card.NAME: card.text(made).encode()} | words_of(Tokenizer.load(folders[-1]), made)
-    if (out / LOCK).is_file():  # of an average that was killed or is still being written
-        Lock(out, "writing").release()
-    _check_free(out, contents)
-    specs = _specs(folders)
-    for folder in folders:
-        for name, value in _stored(folder, specs):
-            check_finite({name: value}, str(folder))
-    with Lock(out, "writing"):
-        _check_free(out, contents)
-        for name, data in contents.items():
-            write_atomic(out / name, data)
-        write_tensors(out / "model.safetensors", specs, _means(folders, shares, specs))
-    return sum(math.prod(shape) for _, shape in specs.values())
+    with new_folder(out) as work, ExitStack() as stack:
+        stored = [stack.enter_context(safe_open(folder / WEIGHTS, framework="pt")) for folder in folders]
+
+        def mean(name: str) -> Tensor:
+            """In double precision; a sum from 0 would make -0 of a shared trunk 0."""
+            values = [file.get_tensor(name) for file in stored]
+            for folder, value in zip(folders, values, strict=True):
+                check_finite({name: value}, str(folder))
+            parts = [share * value.double() for share, value in zip(shares, values, strict=True) if share]
+            total: Tensor = reduce(torch.add, parts)
+            return total.to(values[-1].dtype)
+
+        write_atomic(work / card.NAME, card.text(made).encode())
+        write_json(work / "config.json", asdict(made))
+        Tokenizer.load(folders[-1]).save(work)
+        specs = {name: spec_of(stored[-1].get_tensor(name)) for name in last}
+        write_streamed(work / WEIGHTS, specs, mean)
+    return sum(math.prod(shape) for shape in last.values())
 
 
 def _folder(model: Path) -> Path:
@@ -77,11 +85,6 @@ def _folder(model: Path) -> Path:
     if weights != [config.with_name("model.safetensors")]:
         raise ValueError(f"{model} is a state of a run: expected a model folder.")
     return config.parent
-
-
-def _check_free(out: Path, contents: dict[str, bytes]) -> None:
-    if is_taken(out, contents):
-        raise ValueError(f"{out} exists and is not an empty folder: choose another --out, or remove it.")
 
 
 def _check_same(first: Path, a: ModelFile, other: Path, b: ModelFile) -> None:
@@ -99,28 +102,3 @@ def _compared(file: ModelFile) -> Any:
     settings = file.settings if kind is None else asdict(kind()) | file.settings
     model = replace(file.model, init_std=0.0)  # of initial weights
     return json.loads(json.dumps({"method": file.method, "settings": settings, "model": asdict(model)}))
-
-
-def _specs(folders: Sequence[Path]) -> dict[str, Spec]:
-    """Types and shapes of the weights: those of the last model. Raises: ValueError where those of others differ."""
-    *others, last = (folder / "model.safetensors" for folder in folders)
-    shapes = read_shapes(last)
-    for path in others:
-        check_fit(shapes, read_shapes(path), f"weights in {path.parent}", f"those of {last.parent}")
-    with safe_open(last, framework="pt") as file:
-        return {name: (file.get_tensor(name).dtype, shape) for name, shape in shapes.items()}
-
-
-def _stored(folder: Path, specs: dict[str, Spec]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a folder in the order of a file."""
-    with safe_open(folder / "model.safetensors", framework="pt") as file:
-        for name in in_order(specs):
-            yield name, file.get_tensor(name)
-
-
-def _means(folders: Sequence[Path], shares: Sequence[float], specs: dict[str, Spec]) -> Iterator[Tensor]:
-    """The means in the order of a file, computed in double precision."""
-    used = [(share, _stored(folder, specs)) for share, folder in zip(shares, folders, strict=True) if share]
-    for name in in_order(specs):
-        values = [share * next(tensors)[1].to(torch.float64) for share, tensors in used]
-        yield reduce(torch.add, values).to(specs[name][0])  # a sum from 0 would make -0 of a shared trunk 0

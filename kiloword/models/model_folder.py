@@ -8,24 +8,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kiloword.config.recipes import ModelFile
 from kiloword.config.settings import read_config
+from kiloword.data.text.tokenizer import Tokenizer
+from kiloword.distributed.by_device import encoder_precision
 from kiloword.distributed.device import choose
-from kiloword.files import json_bytes, write_atomic
+from kiloword.files import write_json
+from kiloword.methods.method import Method
+from kiloword.model.model import Model
 from kiloword.models import adapters
-from kiloword.models.tensors import in_order, read_shapes, read_tensors, spec_of, write_tensors
+from kiloword.models.build import build, shapes
+from kiloword.models.states import SavedState, open_state
+from kiloword.models.tensors import read_shapes, read_tensors, write_tensors
 from kiloword.models.trust import NONE, Trust, method_of
-
-if TYPE_CHECKING:
-    from kiloword.data.text.tokenizer import Tokenizer
-    from kiloword.methods.method import Method
-    from kiloword.model.model import Model
-    from kiloword.models.state_shards import SavedState
 
 EXTRA_TOKENS = 16  # largest number in a text tower
 WEIGHTS = "model.safetensors"
@@ -37,16 +37,9 @@ ALONE = (
 
 def save_model(folder: Path, model: Model, tokenizer: Tokenizer, file: ModelFile) -> None:
     """Write a model folder; weights come last, so that they never stand beside an older config."""
-    for name, data in words_of(tokenizer, file).items():
-        write_atomic(folder / name, data)
-    weights = model.state_dict()
-    specs = {name: spec_of(value) for name, value in weights.items()}
-    write_tensors(folder / "model.safetensors", specs, (weights[name] for name in in_order(specs)))
-
-
-def words_of(tokenizer: Tokenizer, file: ModelFile) -> dict[str, bytes]:
-    """The files of a model folder except its weights: name -> contents."""
-    return {"tokenizer.json": tokenizer.to_bytes(), "config.json": json_bytes(asdict(file))}
+    tokenizer.save(folder)
+    write_json(folder / "config.json", asdict(file))
+    write_tensors(folder / WEIGHTS, model.state_dict())
 
 
 def load_model(
@@ -71,20 +64,21 @@ def open_model(
     of a folder of adapters alone, the model folder from which their run started.
     Raises: ValueError when a file is missing or damaged, does not fit its config, or needs untrusted code (`Trust`).
     """
-    from kiloword.data.text.tokenizer import Tokenizer
-    from kiloword.distributed.by_device import encoder_precision
-    from kiloword.models.build import build
-
     device, (folder, state) = choose(device, mps=True), _located(Path(folder))
     file = read_model_file(folder, WEIGHTS if base is None else adapters.FILE)
     computing = encoder_precision(precision, file.model, device)
     method = method_of(file, folder, trust)
-    joined = {} if base is None else adapters.joined(_located(Path(base))[0], folder)
-    check_weights(
-        folder, file, method, state.model_shapes() if state else {k: tuple(v.shape) for k, v in joined.items()}
-    )
+    if base is not None:
+        weights = adapters.joined(_located(Path(base))[0], folder)
+        check_weights(folder, file, method, {name: tuple(value.shape) for name, value in weights.items()})
+    elif state is not None:
+        specs = state.model_specs()
+        check_weights(folder, file, method, {name: shape for name, (_, shape) in specs.items()})
+        weights = {name: state.model_tensor(name) for name in specs}
+    else:
+        check_weights(folder, file, method)
+        weights = read_tensors(folder / WEIGHTS)
     model = build(file.model, method, seed=0)
-    weights = joined or (read_tensors(folder / WEIGHTS) if state is None else state.model_weights())
     load_weights(model, weights, str(folder))
     kinds = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
     if dtype not in kinds:
@@ -96,18 +90,16 @@ def open_model(
 def _located(path: Path) -> tuple[Path, SavedState | None]:
     """The model folder of a path, and the state whose weights are meant in place of its own, if any."""
     if path.name == "state" or path.parent.name == "state":
-        from kiloword.models.states import open_state
-
         run = path.parent if path.name == "state" else path.parent.parent
         return run / "model", open_state(path)
     inner = path / "model"
-    return (inner if (inner / "model.safetensors").is_file() and not (path / "tokenizer.json").exists() else path), None
+    return (inner if (inner / WEIGHTS).is_file() and not (path / "tokenizer.json").exists() else path), None
 
 
 def model_files(path: Path | str) -> list[Path]:
     """The files that a model depends on, named as for `open_model`."""
     folder, state = _located(Path(path))
-    weights = [folder / "model.safetensors"] if state is None else state.files
+    weights = [folder / WEIGHTS] if state is None else state.files
     return [folder / "config.json", folder / "tokenizer.json", *weights]
 
 
@@ -141,8 +133,6 @@ def check_weights(
     Args: stored: shapes of other weights than those of its file, such as a state's; none: its file's.
     Raises: ValueError when the file is damaged or does not fit.
     """
-    from kiloword.models.build import shapes
-
     stored = stored or read_shapes(Path(folder) / WEIGHTS)
     if ":" not in file.method:  # a user-defined method may read values, which meta tensors do not have
         try:

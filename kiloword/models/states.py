@@ -1,65 +1,168 @@
-"""The states of a run: find the newest undamaged one, write one, drop old ones."""
+"""The states of a run: what a rank writes, which state is the newest, and what is read of it on any number of ranks.
+
+A state is `state/step-N/` with one safetensors file per rank, and `state/step-N.json` with numbers and checksums. The
+JSON is written last: without it the state does not exist. The files have the format of `HuggingFaceStorageWriter` of
+`torch.distributed.checkpoint` with `save_distributed=True`; its writer is not used, as it writes under the final name,
+keeps two more copies of the part in memory and computes no checksum.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 import shutil
-import stat
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any
 
-from pydantic import NonNegativeInt, TypeAdapter, ValidationError
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from kiloword.distributed import collectives
 from kiloword.files import SaveError, write_json
-from kiloword.models.state_shards import SavedState
+from kiloword.model.adapters import MARK, adapters_of, merge
+from kiloword.models.tensors import CODES, Spec, spec_of, write_tensors
 from kiloword.terminal import warn as say_warning
 
+PLACES = "DCP_SHARDING_INFO"  # key of the metadata of a part: where its chunks begin in their tensors
 MAX_JSON = 1 << 28  # bytes; a bad sample takes about 100
-_NAME, _FILE = re.compile(r"step-\d{1,18}\.json", re.ASCII), re.compile(r"\w[\w.-]*", re.ASCII)
+_NAME = re.compile(r"step-\d{1,18}\.json", re.ASCII)
+Offsets = tuple[int, ...]
 
 
 @dataclass
-class _Bad:
-    """State of `data.reading.BadRows`."""
+class StateShard:
+    """The data that one rank writes: a chunk of each tensor, and where it begins in the tensor."""
 
-    bad: list[tuple[NonNegativeInt, str, str]]
-
-
-@dataclass
-class _SinceRow:
-    """State of `log.SinceRow`."""
-
-    reports: list[dict[str, tuple[Literal["float64", "float32", "bfloat16", "float16"], float]]]
-    captions: NonNegativeInt
-
-    def __post_init__(self) -> None:
-        if not all("loss" in report for report in self.reports):
-            raise ValueError("a step has no loss")
+    values: dict[str, Tensor]
+    offsets: dict[str, Offsets]
 
 
-@dataclass
-class _Numbers:
-    """The fields in the JSON of a state that a resumed run needs."""
-
-    step: NonNegativeInt
-    truncated: NonNegativeInt
-    skipped_steps: tuple[NonNegativeInt, NonNegativeInt]
-    bad: _Bad
-    since_row: _SinceRow
-    files: dict[str, str]  # name -> SHA-256
-
-    def __post_init__(self) -> None:
-        if not self.files or not all(map(_FILE.fullmatch, self.files)):
-            raise ValueError("it names no files, or files that are not its own")
+def chunk_of(value: Tensor) -> tuple[Tensor, Offsets]:
+    """This rank's chunk of a plain or sharded tensor, and where it begins."""
+    if not collectives.sharded(value):
+        return value.detach(), (0,) * value.dim()
+    (chunk,) = value.__create_chunk_list__()  # type: ignore[attr-defined]
+    return collectives.local(value.detach()), tuple(chunk.offsets)
 
 
-_NUMBERS = TypeAdapter(_Numbers)
-Result = TypeVar("Result")
+class Host:
+    """Copies of this rank's part in host memory.
+
+    They are reused by later saves: new pages cost 10 times the copying, and copies from a GPU need pinned memory.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def copy(self, tensors: Mapping[str, Tensor]) -> StateShard:
+        """Copy this rank's part of `tensors`, which may change afterwards: its chunks of those that are sharded over
+        all ranks, and its share, by size, of plain ones, which are equal on all ranks."""
+        part, loads = StateShard({}, {}), [0] * collectives.ranks()
+        for name in sorted(tensors, key=lambda name: (-tensors[name].nbytes, name)):
+            value, offsets = chunk_of(tensors[name])
+            mine = value.numel() > 0
+            if not collectives.sharded(tensors[name]):
+                owner = loads.index(min(loads))
+                loads[owner] += max(1, value.nbytes)
+                mine = owner == collectives.rank()
+            if mine:
+                buffer = self._buffers.get(name)
+                if buffer is None or spec_of(buffer) != spec_of(value):
+                    buffer = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
+                    self._buffers[name] = buffer
+                part.values[name], part.offsets[name] = buffer.copy_(value, non_blocking=True), offsets
+        if any(value.is_pinned() for value in part.values.values()):
+            torch.cuda.synchronize()
+        return part
+
+
+def write_part(folder: Path, part: StateShard, rank: int, ranks: int) -> dict[str, str]:
+    """Write a rank's file. Returns: name -> SHA-256. Raises: SaveError."""
+    path = folder / f"shard-{rank + 1:05d}-of-{ranks:05d}.safetensors"
+    places = {name: {"saved_offsets": offsets} for name, offsets in part.offsets.items()}
+    return {path.name: write_tensors(path, part.values, {PLACES: json.dumps(places)})}
+
+
+class SavedState:
+    """A whole state on disk.
+
+    Args: files: of its tensors; numbers: its JSON.
+    Attributes: specs: dtypes and shapes of its tensors; model_names: the tensors of the model, adapters included, by
+    name -> name in the state, averaged ones where there are any.
+    Raises: ValueError for files that are not safetensors, or not the whole of their tensors; nothing is allocated.
+    """
+
+    def __init__(self, files: Sequence[Path], numbers: dict[str, Any]) -> None:
+        self.files, self.numbers = list(files), numbers
+        self.specs: dict[str, Spec] = {}
+        self._chunks: defaultdict[str, list[tuple[Any, Offsets, Offsets]]] = defaultdict(list)
+        for path in files:
+            try:
+                self._open(path)
+            except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+                raise ValueError(f"{path.name}: {type(e).__name__}: {str(e)[:200]}") from e
+        for name, (_, shape) in self.specs.items():
+            if sum(math.prod(size) for _, _, size in self._chunks[name]) != math.prod(shape):
+                raise ValueError(f"{files[0].parent.name}: its parts do not make up {name[:200]}")
+        model = (name.removeprefix("learner/model.") for name in self.specs if name.startswith("learner/model."))
+        self.model_names = {
+            name: f"average/model.{name}" if f"average/model.{name}" in self.specs else f"learner/model.{name}"
+            for name in model
+        }
+
+    def _open(self, path: Path) -> None:
+        """Note the chunks of a part. The file stays mapped into memory."""
+        file: Any = safe_open(path, framework="pt")
+        dtypes = {code: dtype for dtype, code in CODES.items()}
+        places = json.loads(file.metadata()[PLACES])
+        for name, place in places.items():
+            chunk, start = file.get_slice(name), tuple(place["saved_offsets"])
+            size = tuple(chunk.get_shape())
+            end = tuple(a + n for a, n in zip(start, size, strict=True))
+            whole = self.specs.get(name, (None, end))[1]
+            if min(start, default=0) < 0:
+                raise ValueError(f"{name[:200]} begins at {start}")
+            self.specs[name] = dtypes[chunk.get_dtype()], tuple(map(max, end, whole))
+            self._chunks[name].append((file, start, size))
+
+    @torch.no_grad()
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Fill plain or sharded tensors in place; each rank reads its parts."""
+        for name, value in tensors.items():
+            chunk, start = chunk_of(value)
+            for file, first, size in self._chunks[name]:
+                low = tuple(map(max, start, first))
+                high = [min(a + n, b + m) for a, n, b, m in zip(start, chunk.shape, first, size, strict=True)]
+                if all(a < b for a, b in zip(low, high, strict=True)):
+                    here, there = (
+                        tuple(slice(a - o, b - o) for a, b, o in zip(low, high, origin, strict=True))
+                        for origin in (start, first)
+                    )
+                    chunk[here].copy_(file.get_tensor(name)[there])
+
+    def whole(self, name: str) -> Tensor:
+        """A whole tensor."""
+        dtype, shape = self.specs[name]
+        tensor = torch.empty(shape, dtype=dtype)
+        self.load({name: tensor})
+        return tensor
+
+    def model_specs(self) -> dict[str, Spec]:
+        """The tensors of a model folder of this state, adapters merged."""
+        return {name: self.specs[stored] for name, stored in self.model_names.items() if MARK not in name}
+
+    def model_tensor(self, name: str) -> Tensor:
+        """A tensor of `model_specs`."""
+        adapters = [self.whole(self.model_names[part]) for part in adapters_of(name, self.model_names)]
+        value = self.whole(self.model_names[name])
+        return merge(value, *adapters) if adapters else value
 
 
 def shards_folder(folder: Path, step: int) -> Path:
@@ -83,12 +186,7 @@ def steps_done(folder: Path) -> int:
 
 def write_numbers(folder: Path, step: int, files: Mapping[str, str], numbers: Mapping[str, Any]) -> None:
     """Write the JSON that makes a state exist. Args: files: names in its folder -> SHA-256. Raises: SaveError."""
-    value = {"step": step, **numbers, "files": dict(files)}
-    write_json(folder / f"step-{step:09d}.json", {**value, "sha256": _digest(value)})
-
-
-def _digest(numbers: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(numbers, sort_keys=True).encode()).hexdigest()
+    write_json(folder / f"step-{step:09d}.json", {"step": step, **numbers, "files": dict(files)})
 
 
 def drop_old(folder: Path, keep: int, step: int) -> None:
@@ -97,31 +195,15 @@ def drop_old(folder: Path, keep: int, step: int) -> None:
     A state of a later step is one that could not be read when the run was resumed: it takes the place of no good one.
     """
     try:
-        kept_states = [path for path in states(folder) if _step(path) <= step][:keep]
+        kept = [path for path in states(folder) if _step(path) <= step][:keep]
         for path in states(folder):
-            if path not in kept_states:
+            if path not in kept:
                 path.unlink()
-        kept = {path.stem: path for path in states(folder)}
-        for path in [*folder.glob("step-*"), *folder.glob(".*.tmp")]:
-            if path.is_dir() and path.name in kept:
-                _drop_strangers(path, kept[path.name])
-            elif path.is_dir():
+        for path in folder.glob("step-*"):
+            if path.is_dir() and path.with_suffix(".json") not in kept:
                 shutil.rmtree(path)
-            elif path.stem not in kept:
-                path.unlink()
     except OSError as e:
         raise SaveError(f"cannot drop old states in {folder}: {e.strerror or e}.") from e
-
-
-def _drop_strangers(shards: Path, state: Path) -> None:
-    """Remove files of an interrupted save with another number of ranks."""
-    try:
-        files = _json(state)["files"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):  # damaged: removed when newer states exist
-        return
-    for path in shards.iterdir():
-        if path.name not in files:
-            path.unlink()
 
 
 def newest(folder: Path, warn: Callable[[str], None]) -> SavedState | None:
@@ -130,17 +212,17 @@ def newest(folder: Path, warn: Callable[[str], None]) -> SavedState | None:
     Rank 0 lists the states, and every rank checks a share of the files. `warn` gets a message for each damaged state.
     Raises: ValueError when all are damaged.
     """
-    first = collectives.rank() == 0
-    names = collectives.all_lists([path.name for path in states(folder)] if first else [])
+    names = collectives.all_lists([path.name for path in states(folder)] if collectives.rank() == 0 else [])
     for name in names:
-        path = folder / name
-        read, problems = _on_all_ranks(lambda: [_read(path)] if first else [])  # noqa: B023
+        stored, problems = None, list[str]()
+        try:
+            stored = _read(folder / name)
+        except ValueError as e:
+            problems = [str(e)]
+        problems = collectives.all_lists(problems)
         if not problems:
-            (numbers,) = collectives.all_lists(read or [])
-            stored, problems = _on_all_ranks(lambda: _open(path.with_suffix(""), numbers))  # noqa: B023
-            if stored is not None and not problems:
-                return stored
-        warn(f"state {path.stem} is damaged ({problems[0]}): falling back to the one before.")
+            return stored
+        warn(f"state {Path(name).stem} is damaged ({problems[0]}): falling back to the one before.")
     if names:
         raise ValueError(f"no state in {folder} can be read: all are damaged. Start again with another --out.")
     return None
@@ -161,64 +243,28 @@ def open_state(path: Path) -> SavedState:
         known = ", ".join(one.stem for one in states(path.parent)) or "none"
         raise ValueError(f"{path} is no state: {path.parent} has {known}.")
     try:
-        return _open(file.with_suffix(""), _read(file))
+        return _read(file)
     except ValueError as e:
         raise ValueError(f"{path} cannot be read ({e}): the run may have dropped it, or it is damaged.") from e
 
 
-def _on_all_ranks(do: Callable[[], Result]) -> tuple[Result | None, list[str]]:
-    """This rank's result, and the problems of all ranks. A collective."""
-    result, problems = None, list[str]()
+def _read(path: Path) -> SavedState:
+    """The state of a JSON; each rank compares the checksums of its share of the files.
+
+    Raises: ValueError when a file is missing or damaged, or is none (a pipe, a device).
+    """
     try:
-        result = do()
-    except ValueError as e:
-        problems = [str(e)]
-    return result, collectives.all_lists(problems)
-
-
-def _json(path: Path) -> dict[str, Any]:
-    """Errors: OSError, ValueError, RecursionError."""
-    _check_regular(path)
-    if path.stat().st_size > MAX_JSON:
-        raise ValueError(f"{path.stat().st_size:,} bytes, more than {MAX_JSON:,}")
-    contents: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return contents
-
-
-def _check_regular(path: Path) -> None:
-    """Raises: ValueError for a pipe or a device, which may be endless; OSError."""
-    mode = path.stat().st_mode
-    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-        raise ValueError("not a regular file")
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """The JSON of a state. Raises: ValueError when it is damaged."""
-    try:
-        numbers = _json(path)
-        if numbers.pop("sha256") != _digest(numbers):
-            raise ValueError("its checksum differs")
-        plain = asdict(_NUMBERS.validate_python(numbers))
-    except ValidationError as e:
-        raise ValueError(f"{path.name}: {e.errors()[0]['loc']} {e.errors()[0]['msg'].lower()}") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
-        raise ValueError(f"{path.name}: {e}") from None
-    if plain["step"] != _step(path):
-        raise ValueError(f"{path.name}: it is of step {plain['step']}")
-    return {**numbers, **plain}
-
-
-def _open(folder: Path, numbers: dict[str, Any]) -> SavedState:
-    """The state; each rank compares the checksums of its share of the files. Raises: ValueError for a damaged file."""
-    files = list(numbers["files"].items())
-    for name, checksum in files[collectives.rank() :: collectives.ranks()]:
-        path, shown = folder / name, f"{folder.name}/{name}"
-        try:
-            _check_regular(path)
-            with path.open("rb") as data:
-                actual = hashlib.file_digest(data, "sha256").hexdigest()
-        except (OSError, ValueError) as e:
-            raise ValueError(f"{shown}: {e.strerror if isinstance(e, OSError) else e}") from None
-        if actual != checksum:
-            raise ValueError(f"the checksum of {shown} differs")
-    return SavedState([folder / name for name, _ in files], numbers)
+        if not path.is_file() or path.stat().st_size > MAX_JSON:
+            raise ValueError(f"{path.name} is no file of at most {MAX_JSON:,} bytes")
+        numbers = json.loads(path.read_text(encoding="utf-8"))
+        expected = numbers["files"]
+        files = [file for file in sorted(path.with_suffix("").iterdir()) if file.name in expected and file.is_file()]
+        if not files or len(files) < len(expected):
+            raise ValueError(f"files of {path.stem} are missing")
+        for file in files[collectives.rank() :: collectives.ranks()]:
+            with file.open("rb") as data:
+                if hashlib.file_digest(data, "sha256").hexdigest() != expected[file.name]:
+                    raise ValueError(f"the checksum of {path.stem}/{file.name} differs")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
+        raise ValueError(str(e)) from e
+    return SavedState(files, numbers)

@@ -20,9 +20,18 @@ from kiloword.distributed import collectives
 from kiloword.files import SaveError, sync, write_json
 from kiloword.models.adapters import write_adapter
 from kiloword.models.model_folder import check_fit, not_finite
-from kiloword.models.state_shards import Host, SavedState, StateShard, write_part
-from kiloword.models.states import drop_old, newest, shards_folder, states, write_numbers
-from kiloword.models.tensors import in_order, spec_of, write_tensors
+from kiloword.models.states import (
+    Host,
+    SavedState,
+    StateShard,
+    drop_old,
+    newest,
+    shards_folder,
+    states,
+    write_numbers,
+    write_part,
+)
+from kiloword.models.tensors import spec_of, write_streamed
 
 if TYPE_CHECKING:
     from kiloword.training.setup import Run
@@ -194,11 +203,8 @@ def _commit(run: Run, folder: Path, file: ModelFile, numbers: dict[str, Any], ke
 def write_model(run: Run, file: ModelFile, stored: SavedState) -> None:
     """Write the model folder of a state, with averaged weights if any. Weights come last, as in `save_model`."""
     folder = run.out / "model"
-    for cut in folder.glob(".model.safetensors.*.tmp"):  # left by a crash
-        cut.unlink()
-    specs = stored.model_specs()
     write_json(folder / "config.json", asdict(file))
-    write_tensors(folder / "model.safetensors", specs, stored.model_tensors(in_order(specs)))
+    write_streamed(folder / "model.safetensors", stored.model_specs(), stored.model_tensor)
     if run.recipe.lora.rank and run.recipe.lora.save == "apart":
         _write_apart(run, file, stored)
 
@@ -206,10 +212,10 @@ def write_model(run: Run, file: ModelFile, stored: SavedState) -> None:
 def _write_apart(run: Run, file: ModelFile, stored: SavedState) -> None:
     """Write OUT/adapter: what a state changes of the model that the run started from, adapters unmerged."""
     assert run.recipe.init is not None
-    names, folder = stored.unmerged_names(), run.out / "adapter"
+    folder = run.out / "adapter"
     run.tokenizer.save(folder)
     write_json(folder / "config.json", asdict(file))
-    values = zip(names, stored.whole(list(names.values())), strict=True)
+    values = ((name, stored.whole(place)) for name, place in stored.model_names.items())
     write_adapter(folder, Path(run.recipe.init), values)
 
 

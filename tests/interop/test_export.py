@@ -225,8 +225,6 @@ def test_a_difference_is_refused_and_leaves_nothing(tmp_path: Path, monkeypatch:
 
 def test_weights_export_and_card(tmp_path: Path) -> None:
     source, out = model_folder(tmp_path / "m"), tmp_path / "out"
-    (out.with_name(".out.tmp")).mkdir()
-    (out.with_name(".out.tmp") / "rest").write_text("of a killed export")
     main(["export", "safetensors", str(source), "--out", str(out)])
     from safetensors.torch import load_file
 
@@ -269,8 +267,6 @@ def test_an_empty_folder_is_filled_in_place(
     monkeypatch.undo()
     for path in out.iterdir():
         path.unlink()
-    (out / ".export.tmp").mkdir()
-    (out / ".export.tmp" / "rest").write_text("of a killed export")
     monkeypatch.chdir(out)
     main(["export", "safetensors", str(source), "--out", "."])
     assert {path.name for path in Path().iterdir()} == names

@@ -11,7 +11,6 @@ from safetensors.torch import load_file, save_file
 
 from folders import model_folder
 from kiloword.cli.main import main
-from kiloword.models import average as averaging
 from kiloword.models.model_card import model_card
 from kiloword.models.model_folder import load_model
 
@@ -172,18 +171,3 @@ def test_what_is_refused(
     assert message in refused(capsys, *names, *(words if "--out" in words else [*words, "--out", "m"]))
     assert (models[0] / "model.safetensors").read_bytes() == before
     assert not Path("m").exists()
-
-
-def test_an_average_that_was_killed_is_completed(
-    models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def killed(*args: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(averaging, "write_tensors", killed)
-        with pytest.raises(KeyboardInterrupt):
-            averaging.main([str(models[0]), str(models[1])], tmp_path / "m")
-    assert not (tmp_path / "m" / "model.safetensors").exists()
-    average(*models[:2], "--out", tmp_path / "m")
-    load_model(tmp_path / "m")

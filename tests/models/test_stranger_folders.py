@@ -203,7 +203,7 @@ def integers(path: Path) -> None:
         (lambda path: path.write_bytes(path.read_bytes()[:-100]), "is damaged"),
         (lambda path: path.write_bytes(path.read_bytes()[:5]), "is damaged"),
         (lambda path: path.write_bytes(b""), "is damaged"),
-        (lambda path: path.write_bytes(struct.pack("<Q", 2**62) + b"{}"), "its header says that it has 4,611"),
+        (lambda path: path.write_bytes(struct.pack("<Q", 2**62) + b"{}"), "header of 4,611"),
         (lambda path: write(path, " " * (1 << 24) + "{}", b""), "expected at most 16,777,216"),
         (lambda path: write(path, "{}", b"", 64 << 30), "is damaged"),
         (lambda path: hole(path, "F32"), "unknown junk"),

@@ -237,15 +237,13 @@ def test_a_state_before_a_damaged_one_is_not_dropped(tmp_path: Path, monkeypatch
 
 
 def test_files_that_a_crash_left_are_cleared(whole: Path, tmp_path: Path) -> None:
-    for name in ("3/.shard-00001-of-00002.safetensors.77.tmp", "3/shard-00002-of-00002.safetensors"):
+    for name in ("3/.shard-00001-of-00002.safetensors.77.kw.tmp", "3/shard-00002-of-00002.safetensors"):
         path = tmp_path / "state" / f"step-00000000{name}"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"x" * 1000)
-    (tmp_path / "state" / "step-000000008").mkdir()
-    (tmp_path / "state" / "step-000000008" / "shard-00002-of-00002.safetensors").write_bytes(b"x" * 1000)
-    (tmp_path / "state" / ".step-000000003.json.77.tmp").write_bytes(b"x" * 1000)
+    (tmp_path / "state" / ".step-000000003.json.77.kw.tmp").write_bytes(b"x" * 1000)
     (tmp_path / "model").mkdir()
-    (tmp_path / "model" / ".model.safetensors.77.tmp").write_bytes(b"x" * 1000)
+    (tmp_path / "model" / ".model.safetensors.77.kw.tmp").write_bytes(b"x" * 1000)
     train(recipe(), tmp_path, options=EVERY)
     kept = {str(path.relative_to(tmp_path / "state")) for path in (tmp_path / "state").rglob("*") if path.is_file()}
     assert kept == {f"step-{n:09d}{end}" for n in (8, 12) for end in (".json", "/shard-00001-of-00001.safetensors")}

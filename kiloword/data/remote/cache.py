@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kiloword.data.remote.errors import Unreachable
-from kiloword.files import is_at
 
 _PART = ".part"
 _TOTAL = "total"
@@ -229,6 +228,13 @@ def _delete(path: Path) -> bool:
         return False
     finally:
         _release(fd)
+
+
+def is_at(fd: int, path: Path) -> bool:
+    """Whether a path still names an open file."""
+    with suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(fd), path.stat())
+    return False
 
 
 def _release(fd: int) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from kiloword.files import LOCK, Lock, is_taken, write_atomic
+from kiloword.files import new_folder, write_atomic
 from kiloword.interop.export import graphs, to_open_clip, to_transformers
 from kiloword.interop.export.source import Exported, Precision
 from kiloword.interop.export.weights import write_weights
@@ -22,7 +21,6 @@ WRITERS: dict[str, Callable[[Exported, Path], list[str]]] = {
     "torch": graphs.write_torch,
     "safetensors": write_weights,
 }
-WEIGHTS = (".safetensors", ".data", ".onnx", ".pt2")  # ends of the files of weights
 PHOTOS = (
     "Photos: kiloword turns them by their EXIF orientation, blends transparency with white, divides 16 bits by 257 and "
     "makes palettes and 1 bit RGB, all before it resizes. Other libraries may not: give them photos made upright by "
@@ -69,46 +67,11 @@ def run(target: str, name: str, out: Path, trust: Trust = NONE, precision: Preci
     """
     if precision != "fp32" and target != "onnx":
         raise ValueError(f"--precision {precision} is for onnx; {target} gets the weights as they are: omit it.")
-    out = out.resolve()  # "." has no name, and a link stays one
-    _check_free(out)
-    source = Exported.of(name, trust, precision)
-    source.notes.append(PHOTOS)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    inside = out.is_dir()  # it may be a mount point, or the folder of the shell: it stays the same folder
-    work = out / ".export.tmp" if inside else out.with_name(f".{out.name}.tmp")
-    with Lock(out, "exporting to", folder=work) as held:
-        try:
-            _clear(work)  # of an export that was killed
-            lines = WRITERS[target](source, work)
-            write_atomic(work / CARD, card(source.file, source.folder, LOAD[target], source.notes, target).encode())
-            for path in filter(Path.is_file, work.rglob("*")):
-                path.chmod((work / CARD).stat().st_mode)  # safetensors lets the owner alone read its files
-            _check_free(out)
-            if inside:
-                _move_up(work)
-            else:
-                held.release()
-                work.replace(out)
-        finally:
-            shutil.rmtree(work, ignore_errors=True)
+    with new_folder(out, "exporting to") as work:
+        source = Exported.of(name, trust, precision)
+        source.notes.append(PHOTOS)
+        lines = WRITERS[target](source, work)
+        write_atomic(work / CARD, card(source.file, source.folder, LOAD[target], source.notes, target).encode())
+        for path in filter(Path.is_file, work.rglob("*")):
+            path.chmod((work / CARD).stat().st_mode)  # safetensors lets the owner alone read its files
     say(*lines, *source.notes, f"written: {out}")
-
-
-def _check_free(out: Path) -> None:
-    if is_taken(out):
-        raise ValueError(f"{out} exists and is not an empty folder: choose another --out, or remove it.")
-
-
-def _move_up(work: Path) -> None:
-    """Move all but the lock to the folder above; weights last, so that a part of an export is no model."""
-    for path in sorted(work.iterdir(), key=lambda path: (path.suffix in WEIGHTS, path.name)):
-        if path.name != LOCK:
-            path.replace(work.parent / path.name)
-
-
-def _clear(folder: Path) -> None:
-    for path in folder.iterdir():
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        elif path.name != LOCK:
-            path.unlink()
