@@ -242,8 +242,6 @@ def test_modules_are_imported_by_names_of_ours_alone() -> None:
         ("methods/registry.py", "module_name"),
         ("model/trunks/library.py", "name"),
     }
-    libraries = {ast.unparse(call.args[0]) for _, call in named("_library")}
-    assert libraries == {"'timm'", "'open_clip'"}
     texts = {p.relative_to(PACKAGE).as_posix(): p.read_text(encoding="utf-8") for p in PACKAGE.rglob("*.py")}
     by_file = {name for name, text in texts.items() if "preset(file.method" in text or "find(file.method" in text}
     assert by_file == {"models/average.py"}, "the method of a model folder goes through trust.method_of"
@@ -309,7 +307,6 @@ def test_every_text_file_has_an_encoding() -> None:
         ),
         ("config.json", {"a": [1, {"depths": [2000]}]}, "depths is 2000: expected at most 1024"),
         ("config.json", {"eps": float("nan")}, "eps is nan"),
-        ("tokenizer.json", {"normalizer": {"type": "Prepend", "prepend": "a" * 10**6}}, "1,000,000 characters"),
     ],
 )
 def test_folders_of_transformers_that_declare_too_much(
