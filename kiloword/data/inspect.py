@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -19,47 +16,31 @@ from rich.table import Table
 
 from kiloword.data.images.contact import contact_sheet
 from kiloword.data.images.decode import decode, image_size
-from kiloword.data.reading import left_out, name_of
+from kiloword.data.reading import left_out, name_of, read
 from kiloword.data.sources.digest import whole
 from kiloword.data.sources.open import open_source
+from kiloword.data.steps import in_order
 from kiloword.data.tars.index import open_index
 from kiloword.terminal import say
 from kiloword.terminal.screen import Screen
 from kiloword.types import BadSample, Record, Skipped, Source, indices_of
 
-_CHUNK = 1000  # rows per task of a process
+_CHUNK = 1000  # rows per task of a worker
 _SHOWN = 20  # bad samples printed for each reason
 _QUANTILES = (0.0, 0.05, 0.5, 0.95, 1.0)
+MEASURES = ("captions per image", "words per caption", "characters per caption", "image width", "image height")
 T = TypeVar("T")
 
 
 @dataclass
 class Stats:
-    """Statistics of a data set; lengths and sizes are of readable samples only."""
+    """Statistics of a data set; measures, labels and texts are of readable samples only."""
 
     rows: int
     bad: list[Skipped] = field(default_factory=list)
-    captions: list[int] = field(default_factory=list)  # of each image
-    words: list[int] = field(default_factory=list)  # of each caption, separated by white space
-    characters: list[int] = field(default_factory=list)  # of each caption
-    widths: list[int] = field(default_factory=list)  # pixels, of each image
-    heights: list[int] = field(default_factory=list)
+    measures: dict[str, list[int]] = field(default_factory=lambda: {name: [] for name in MEASURES})
     labels: Counter[int] = field(default_factory=Counter)
     texts: Counter[str] = field(default_factory=Counter)  # how often each caption occurs
-
-    def add(self, record: Record, size: tuple[int, int]) -> None:
-        """Count one readable sample."""
-        self.captions.append(len(record.captions))
-        self.words += [len(caption.split()) for caption in record.captions]
-        self.characters += [len(caption) for caption in record.captions]
-        self.widths.append(size[0])
-        self.heights.append(size[1])
-        self.texts.update(record.captions)
-        self.labels.update(indices_of(record.label))
-
-    def duplicates(self, most: int = 10) -> list[tuple[str, int]]:
-        """The captions that occur more than once, most frequent first."""
-        return [(text, n) for text, n in self.texts.most_common(most) if n > 1]
 
 
 def main(what: Literal["index", "check", "stats"], src: str, png: Path | None = None, digest: bool = False) -> int:
@@ -129,8 +110,13 @@ def stats(source: Source, workers: int | None = None) -> Stats:
     for result in _each(_measured, source, workers):
         if isinstance(result, Skipped):
             total.bad.append(result)
-        else:
-            total.add(*result)
+            continue
+        texts, labels, size = result
+        found = [len(texts)], [len(text.split()) for text in texts], [len(text) for text in texts], [size[0]], [size[1]]
+        for name, values in zip(MEASURES, found, strict=True):
+            total.measures[name] += values
+        total.texts.update(texts)
+        total.labels.update(labels)
     return total
 
 
@@ -142,16 +128,10 @@ def print_bad(bad: list[Skipped], rows: int) -> None:
 
 def print_stats(statistics: Stats, classnames: list[str] | None) -> None:
     """Print counts, quantiles, classes and the most frequent captions."""
-    say(f"images {len(statistics.captions):,}   captions {sum(statistics.captions):,}   bad {len(statistics.bad):,}")
+    captions = statistics.texts.total()
+    say(f"images {len(statistics.measures[MEASURES[0]]):,}   captions {captions:,}   bad {len(statistics.bad):,}")
     table = Table(*["", "least", "5%", "median", "95%", "most", "mean"], box=None, header_style="bold")
-    measures = {
-        "captions per image": statistics.captions,
-        "words per caption": statistics.words,
-        "characters per caption": statistics.characters,
-        "image width": statistics.widths,
-        "image height": statistics.heights,
-    }
-    for name, values in measures.items():
+    for name, values in statistics.measures.items():
         if values:
             cells = [f"{q:,.0f}" for q in np.quantile(values, _QUANTILES)]
             table.add_row(name, *cells, f"{np.mean(values):,.1f}")
@@ -159,11 +139,12 @@ def print_stats(statistics: Stats, classnames: list[str] | None) -> None:
     for label, count in sorted(statistics.labels.items()):
         name = classnames[label] if classnames and label < len(classnames) else ""
         say(f"class {label} {name}: {count:,}")
-    if statistics.texts:
-        extra = sum(statistics.captions) - len(statistics.texts)
-        say(f"captions that repeat an earlier one: {extra:,} ({extra / sum(statistics.captions):.2%})")
-    for text, count in statistics.duplicates():
-        say(f"    {count:,} x {text[:100]}")
+    if captions:
+        extra = captions - len(statistics.texts)
+        say(f"captions that repeat an earlier one: {extra:,} ({extra / captions:.2%})")
+    for text, count in statistics.texts.most_common(10):
+        if count > 1:
+            say(f"    {count:,} x {text[:100]}")
     if statistics.bad:
         print_bad(statistics.bad, statistics.rows)
     say("Only headers of images were read: `kiloword data check` decodes them, and names those that are cut.")
@@ -171,29 +152,23 @@ def print_stats(statistics: Stats, classnames: list[str] | None) -> None:
 
 def _each(use: Callable[[Record], T], source: Source, workers: int | None) -> Iterator[T | Skipped]:
     """The result of `use` for every sample, or why it is bad, in order of rows."""
-    chunks = [range(start, min(start + _CHUNK, len(source))) for start in range(0, len(source), _CHUNK)]
-    of_rows = partial(_of_rows, use, source)
+    chunks = -(-len(source) // _CHUNK)
     if workers is None:
-        workers = min(os.cpu_count() or 1, len(chunks) // 10)
-    if workers < 2:
-        yield from chain.from_iterable(map(of_rows, chunks))
-        return
-    # spawn: a fork of a process with running threads may hang
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-        yield from chain.from_iterable(pool.map(of_rows, chunks))
+        workers = min(os.cpu_count() or 1, chunks // 10)
+    for results in in_order(partial(_of_chunk, use, source), range(chunks), workers, timeout=0):
+        yield from results
 
 
-def _of_rows(use: Callable[[Record], T], source: Source, rows: range) -> list[T | Skipped]:
+def _of_chunk(use: Callable[[Record], T], source: Source, chunk: int) -> list[T | Skipped]:
     names, results = getattr(source, "classnames", None), list[T | Skipped]()
-    for row in rows:
+    for row in range(len(source))[chunk * _CHUNK : (chunk + 1) * _CHUNK]:
         try:
-            record = source.record(row)
+            record = read(source, row)
             if names and (highest := max(indices_of(record.label), default=0)) >= len(names):
                 raise BadSample(f"class index {highest}, but there are {len(names)} class names")
             results.append(use(record))
         except BadSample as error:
-            key = name_of(source, row) if hasattr(source, "key") else str(row)
-            results.append(Skipped(row, key, str(error)))
+            results.append(Skipped(row, name_of(source, row), str(error)))
     return results
 
 
@@ -201,6 +176,6 @@ def _decoded(record: Record) -> None:
     decode(record.image)
 
 
-def _measured(record: Record) -> tuple[Record, tuple[int, int]]:
-    """The record without its image, which is not sent to the main process; width and height."""
-    return Record(record.key, b"", record.captions, record.label), image_size(record.image)
+def _measured(record: Record) -> tuple[list[str], list[int], tuple[int, int]]:
+    """Captions, classes, width and height."""
+    return record.captions, list(indices_of(record.label)), image_size(record.image)

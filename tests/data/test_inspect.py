@@ -13,10 +13,10 @@ from PIL import Image
 
 from cases import mostly_slow
 from kiloword.cli.main import main as cli
-from kiloword.data.inspect import Stats, check, main, print_bad, print_stats, stats
+from kiloword.data.inspect import check, main, print_bad, print_stats, stats
 from kiloword.data.sources.open import open_source
 from kiloword.training.dry_run import draw_examples
-from kiloword.types import Record, Skipped
+from kiloword.types import BadSample, Record, Skipped
 from tars import encode, noise, pairs, photo, write_tar
 
 
@@ -56,12 +56,13 @@ def test_check_names_every_bad_sample(folder: Path, workers: int) -> None:
 
 def test_stats_count_what_is_there(folder: Path) -> None:
     found = stats(open_source(str(folder)))
-    assert (found.rows, len(found.captions), sum(found.captions)) == (15, 12, 13)
+    captions, words, characters, widths, heights = found.measures.values()
+    assert (found.rows, len(captions), sum(captions)) == (15, 12, 13)
     assert [s.key for s in found.bad] == ["silent", "zero", "latin"]  # "broken" has a sound header: `check` finds it
-    assert found.words == [2] * 10 + [1] + [2, 3]
-    assert found.characters[-1] == len("three words here")
-    assert (found.widths[-1], found.heights[-1]) == (30, 10)
-    assert found.duplicates() == [("image 1", 2)]
+    assert words == [2] * 10 + [1] + [2, 3]
+    assert characters[-1] == len("three words here")
+    assert (widths[-1], heights[-1]) == (30, 10)
+    assert found.texts.most_common(1) == [("image 1", 2)]
 
 
 def test_class_index_without_a_name_is_bad(tmp_path: Path) -> None:
@@ -97,37 +98,46 @@ def test_a_cut_tar_makes_index_return_it(folder: Path, capsys: pytest.CaptureFix
     assert capsys.readouterr().err.count("cut at byte 3,000") == 1
 
 
+class Texts:
+    """Rows with these captions, of 20 + 10 x row by 30 pixels and class row % 3; an empty list is a bad row."""
+
+    name, fingerprint, classnames = "texts", "f", ("cat", "dog", "cow")
+
+    def __init__(self, captions: list[list[str]]) -> None:
+        self.rows = captions
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def record(self, row: int) -> Record:
+        if not self.rows[row]:
+            raise BadSample("damaged")
+        return Record(str(row), np.zeros((30, 10 * row + 20, 3), np.uint8), self.rows[row], row % 3)
+
+
 def test_statistics_line_by_line(capsys: pytest.CaptureFixture[str]) -> None:
-    found = Stats(9, [Skipped(3, "c", "damaged")])
-    for row, captions in enumerate((["a dog", "a dog runs"], ["a dog"], ["x" * 120], ["x" * 120, "x" * 120])):
-        found.add(Record(str(row), b"", captions, row % 3), (10 * row + 20, 30))
-    print_stats(found, ["cat", "dog"])
+    long = "x" * 120
+    print_stats(stats(Texts([["a dog", "a dog runs"], ["a dog"], [long], [long, long], []])), ["cat", "dog"])
     lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
     assert lines[0] == "images 4   captions 6   bad 1"
-    assert [line.split() for line in lines[1:7]] == [
-        ["least", "5%", "median", "95%", "most", "mean"],
-        *(line.split() for line in STATISTICS),
+    assert [" ".join(line.split()) for line in lines[1:7]] == [
+        "least 5% median 95% most mean",
+        "captions per image 1 1 2 2 2 1.5",
+        "words per caption 1 1 2 3 3 1.7",
+        "characters per caption 5 5 65 120 120 63.3",
+        "image width 20 22 35 48 50 35.0",
+        "image height 30 30 30 30 30 30.0",
     ]
-    assert lines[7:] == [
+    assert lines[7:14] == [
         "class 0 cat: 2",
         "class 1 dog: 1",
         "class 2 : 1",
         "captions that repeat an earlier one: 3 (50.00%)",
         f"    3 x {'x' * 100}",
         "    2 x a dog",
-        "1 sample skipped, damaged: c",
-        "1 of 9 samples are bad (11.11%)",
-        "Only headers of images were read: `kiloword data check` decodes them, and names those that are cut.",
+        "1 sample skipped, damaged: row 4",
     ]
-
-
-STATISTICS = (
-    "captions per image 1 1 2 2 2 1.5",
-    "words per caption 1 1 2 3 3 1.7",
-    "characters per caption 5 5 65 120 120 63.3",
-    "image width 20 22 35 48 50 35.0",
-    "image height 30 30 30 30 30 30.0",
-)
+    assert lines[14] == "1 of 5 samples are bad (20.00%)"
 
 
 def test_bad_samples_by_reason_the_most_frequent_first(capsys: pytest.CaptureFixture[str]) -> None:
@@ -141,7 +151,14 @@ def test_bad_samples_by_reason_the_most_frequent_first(capsys: pytest.CaptureFix
         "22 of 88 samples are bad (25.00%)",
         "all samples are good",
     ]
-    assert Stats(0).duplicates() == []
+
+
+@pytest.mark.parametrize("workers", mostly_slow([0, 2], 0))
+def test_more_rows_than_a_worker_takes_at_once(workers: int) -> None:
+    bad = (0, 999, 1000, 2500)
+    found = stats(Texts([[] if row in bad else ["x"] for row in range(2501)]), workers)
+    assert [one.row for one in found.bad] == list(bad)
+    assert found.texts == {"x": 2497}
 
 
 @pytest.fixture
