@@ -29,10 +29,10 @@ import startup
 import tokens
 from kiloword.config.recipes import DataConfig, TextConfig, sizes
 from kiloword.data import loader, sampler
+from kiloword.data.edits import MixtureSource
 from kiloword.data.reading import captions_of
 from kiloword.data.sources import digest
 from kiloword.data.sources import open as sources
-from kiloword.data.sources.mixture import MixtureSource
 from kiloword.data.tars.shards import TarSource
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.data.transforms.partner import Partner

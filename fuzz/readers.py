@@ -33,9 +33,9 @@ from kiloword.config.settings import read_config
 from kiloword.data.feature_store import TableFile
 from kiloword.data.images.augmentation import EvalTransform, TrainTransform
 from kiloword.data.images.decode import decode, image_size
+from kiloword.data.joins import CaptionTable
 from kiloword.data.reading import read
 from kiloword.data.sampler import choose_captions
-from kiloword.data.sources.extra_captions import CaptionTable
 from kiloword.data.sources.open import open_source
 from kiloword.data.sources.sample import make_record
 from kiloword.data.tars.index import SUFFIX, Header, make_index, open_index, parse_index, write_index

@@ -33,7 +33,7 @@ class BadSample(Exception):
 class Skipped:
     """A bad sample that was counted, reported and replaced."""
 
-    row: int  # in training its number by `kiloword.data.sources.mixture.stored_row`
+    row: int  # in training its number by `kiloword.data.edits.stored_row`
     key: str
     reason: str
 

@@ -11,9 +11,9 @@ import tyro
 
 from kiloword.api import Matcher
 from kiloword.config.recipes import Recipe
+from kiloword.data.edits import Selection, digest
 from kiloword.data.feature_store import contents
 from kiloword.data.reading import eval_batches
-from kiloword.data.sources.held_out import SomeRows
 from kiloword.data.sources.open import open_source
 from kiloword.data.sources.tree import ClassTree, TreeSource
 from kiloword.types import Source
@@ -57,12 +57,12 @@ def part(rows: slice, wrap: Callable[[TreeSource], Source] = lambda source: sour
             raise ValueError(f"{source.name} has {len(source):,} rows: expected {least:,} or more.")
         chosen = np.arange(len(source))[rows]
         what = f"rows {chosen[0]} to {chosen[-1]}"
-        return _Part(source, chosen, f"{source.name}, {what}", f"{what} {source.fingerprint}")
+        return _Part(source, f"{source.name}, {what}", digest(f"{what} {source.fingerprint}"), chosen)
 
     return opened
 
 
-class _Part(SomeRows):
+class _Part(Selection):
     """Some rows of a source, which features of the whole source fit."""
 
     @property

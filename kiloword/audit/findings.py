@@ -22,8 +22,8 @@ from kiloword.audit.outliers import OutlierRule
 from kiloword.audit.pairs import Fits
 from kiloword.audit.similar import SameImage
 from kiloword.data.files import key_bytes, key_text
+from kiloword.data.joins import sampled_images
 from kiloword.data.reading import captions_at
-from kiloword.data.sources.joins import sampled_images
 from kiloword.data.sources.optional import key_of
 from kiloword.files import write_atomic
 from kiloword.types import BadSample, Features, Skipped, Source
@@ -174,7 +174,7 @@ def _places(corpus: AuditedData) -> np.ndarray:
 
 
 def keep_list(audit: Audit, source: Source, options: AuditOptions) -> pa.Table:
-    """The keep-list (`kiloword.data.sources.keep`): a row for each caption of the source, in its order."""
+    """The keep-list (`kiloword.data.joins`): a row for each caption of the source, in its order."""
     reasons: dict[tuple[int, int], Kind] = {}
     for finding in audit.findings:
         if finding.kind in options.drop:

@@ -174,7 +174,6 @@ def data(
     what: Positional[Action],
     source: Positional[str | None] = None,
     png: Path | None = None,
-    digest: bool = False,
     as_: Annotated[str | None, arg(name="as")] = None,
     size: str | None = None,
     out: Path | None = None,
@@ -190,7 +189,6 @@ def data(
         as_: with stats and png, draw examples as training sees them, by METHOD, a recipe, or the folder of a run.
         out: with pairs and as, table (key, partner, caption) to write, which --settings.rewrites takes.
         size: with as, size whose defaults apply, as in train; default: tiny.
-        digest: with index, hash all images and texts of tars (reads them once); resumed runs compare it.
     """
     from kiloword.data import inspect
 
@@ -200,7 +198,6 @@ def data(
         raise ValueError("--as draws training examples: expected data stats SRC --as METHOD --png FILE.")
     for flag, is_idle, use in (
         ("png", png is not None and what != "stats", "data stats SRC --png FILE"),
-        ("digest", digest and what != "index", "data index SRC --digest"),
         ("size", size is not None and as_ is None, "data stats SRC --as METHOD --size SIZE --png FILE"),
     ):
         if is_idle:
@@ -222,7 +219,7 @@ def data(
         from kiloword.training.dry_run import draw_examples
 
         drawn.append(draw_examples(source, as_, size or "tiny", png))
-    if inspect.main(what, source, None if drawn else png, digest):
+    if inspect.main(what, source, None if drawn else png):
         raise SystemExit(1)
     say(*drawn)
 

@@ -11,7 +11,7 @@ finished. Stores of tokens (`token_store`) have other columns.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -24,10 +24,10 @@ from numpy.typing import NDArray
 
 from kiloword.config.recipes import AugmentConfig, Recipe
 from kiloword.config.settings import about, read_config
+from kiloword.data.edits import MixtureSource, Selection
 from kiloword.data.files import find_key, key_bytes, key_text
 from kiloword.data.images.views import LATER, MOST, in_words, of_images
 from kiloword.data.parts import Part, TableSettings, part_path
-from kiloword.data.sources.mixture import MixtureSource
 from kiloword.randomness import Draw, key
 from kiloword.types import Example, Source
 
@@ -348,9 +348,12 @@ def shown_views(stores: Sequence[FeatureStore], augment: AugmentConfig) -> Table
 def contents(source: Source) -> frozenset[str]:
     """The origin of a source's images and captions, so that a store of more data can serve a run on less.
 
-    For a plain source its fingerprint's images and captions; `WithCaptions` defines its own; for a mixture those of all
+    For a plain source its fingerprint's images and captions, which edits of captions change; for a mixture those of all
     its sources, whatever their weights.
     """
+    if isinstance(source, Selection) and hasattr(source.edit, "contents"):
+        change: Callable[[frozenset[str]], frozenset[str]] = source.edit.contents  # type: ignore[union-attr]
+        return change(contents(source.source))
     if isinstance(source, MixtureSource):
         return frozenset().union(*(contents(part) for part in source.sources))
     origin: frozenset[str] | None = getattr(source, "contents", None)

@@ -17,10 +17,8 @@ from rich.table import Table
 from kiloword.data.images.contact import contact_sheet
 from kiloword.data.images.decode import decode, image_size
 from kiloword.data.reading import left_out, name_of, read
-from kiloword.data.sources.digest import whole
 from kiloword.data.sources.open import open_source
 from kiloword.data.steps import in_order
-from kiloword.data.tars.index import open_index
 from kiloword.terminal import say
 from kiloword.terminal.screen import Screen
 from kiloword.types import BadSample, Record, Skipped, Source, indices_of
@@ -43,23 +41,17 @@ class Stats:
     texts: Counter[str] = field(default_factory=Counter)  # how often each caption occurs
 
 
-def main(what: Literal["index", "check", "stats"], src: str, png: Path | None = None, digest: bool = False) -> int:
+def main(what: Literal["index", "check", "stats"], src: str, png: Path | None = None) -> int:
     """Run and print `kiloword data WHAT SRC`.
-
-    Args: digest: with index, hash all images and texts; resumed runs compare it.
 
     Returns: the number of bad samples (check), of damaged tars (index), or 0 (stats).
     Errors: ValueError when `src` is not a data set or `png` cannot be written.
     """
     start = time.perf_counter()
     source = open_source(src)
-    if digest:
-        local_tars(source)  # refused before anything is printed
     say(f"{source.name}: {len(source):,} samples, opened in {time.perf_counter() - start:.1f} s")
     say(f"fingerprint {source.fingerprint}")
     if what == "index":
-        if digest:
-            say(f"digest {digest_all(src, source)}")
         if not getattr(source, "tars", []):
             say("nothing to index: only tars have one.")
         return len(getattr(source, "damaged", []))
@@ -73,27 +65,6 @@ def main(what: Literal["index", "check", "stats"], src: str, png: Path | None = 
         contact_sheet(source, png)
         say(f"samples: {png}")
     return 0
-
-
-def digest_all(src: str, source: Source) -> str:
-    """Add a digest to the index of every tar of `src` that has none. Returns: the digest of all.
-
-    Raises: ValueError unless the data is local tars.
-    """
-    for tar in local_tars(source):
-        open_index(tar, digest=True)
-    return whole(open_source(src))
-
-
-def local_tars(source: Source) -> list[Path]:
-    """The tars of a source. Raises: ValueError unless the data is local tars."""
-    tars = [tar for tar in getattr(source, "tars", []) if isinstance(tar, Path)]
-    if not tars:
-        raise ValueError(
-            f"{source.name}: --digest needs local tars. docs/data.md describes what resumed runs compare for other "
-            "data."
-        )
-    return tars
 
 
 def check(source: Source, workers: int | None = None) -> list[Skipped]:

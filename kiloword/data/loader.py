@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from kiloword.config.recipes import AugmentConfig, DataConfig, Resize, TextConfig
+from kiloword.data.edits import stored_row
 from kiloword.data.feature_store import FeatureStore, TableFile, shown_views
 from kiloword.data.images.augmentation import EvalTransform, TrainTransform
 from kiloword.data.images.views import view_draw
+from kiloword.data.joins import Omitted, omitted
 from kiloword.data.reading import EMBEDDED, advice, left_out, name_of, read
 from kiloword.data.remote.ahead import Ahead, ahead_of
 from kiloword.data.sampler import Order, Rows, choose_captions, share
-from kiloword.data.sources.keep import Omitted, omitted
-from kiloword.data.sources.mixture import stored_row
 from kiloword.data.sources.optional import check_asks
 from kiloword.data.sources.sample import question_in
 from kiloword.data.steps import in_order

@@ -57,7 +57,6 @@ class Rows:
     """
 
     natural = True
-    from_files = True
 
     def __init__(
         self,

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 
 from kiloword.config.recipes import TextConfig
+from kiloword.data.edits import MixtureSource
 from kiloword.data.feature_store import contents
 from kiloword.data.reading import EMBEDDED
-from kiloword.data.sources.mixture import MixtureSource
 from kiloword.data.sources.optional import key_of, question, texts_of
 from kiloword.data.text.tokenizer import REMEMBERED, Tokenizer
 from kiloword.data.token_store import ImageTokens, StoredImage, StoredText, TextTokens, serving

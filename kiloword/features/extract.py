@@ -13,13 +13,13 @@ import pyarrow as pa
 import torch
 
 from kiloword.config.recipes import DataConfig, Resize
+from kiloword.data.edits import every_row
 from kiloword.data.feature_store import INDEX, TABLE, FeatureStore, StorePart, TableFile, check_name, contents
 from kiloword.data.files import key_bytes, lookup_table
 from kiloword.data.images.augmentation import check_resize
 from kiloword.data.images.views import PLAIN, Augmented
 from kiloword.data.parts import empty_batch, part_path
 from kiloword.data.reading import EvalBatch, eval_batches
-from kiloword.data.sources.mixture import every_row
 from kiloword.data.sources.open import open_data
 from kiloword.distributed.by_device import announce, image_bytes, workers_of
 from kiloword.distributed.device import choose

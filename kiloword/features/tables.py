@@ -14,9 +14,9 @@ from torch import Tensor
 
 from kiloword.config.settings import read_config
 from kiloword.data.files import key_bytes
+from kiloword.data.joins import check_keys
 from kiloword.data.parts import Part, TableSettings, part_path, write_part
 from kiloword.data.reading import EvalBatch, left_out
-from kiloword.data.sources.joins import check_keys
 from kiloword.distributed.sharing import alone, interruptible, of_first, part_by_part, share
 from kiloword.files import is_taken, write_json
 from kiloword.terminal import say

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from kiloword.config.recipes import AugmentConfig
+from kiloword.data.edits import every_row
 from kiloword.data.feature_store import INDEX, TABLE
 from kiloword.data.files import key_bytes
 from kiloword.data.images.views import Augmented
 from kiloword.data.parts import Part, empty_batch, part_path
 from kiloword.data.reading import EvalBatch, captions_at, eval_batches, name_of
-from kiloword.data.sources.mixture import every_row
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.data.token_join import tokenizer_digest
 from kiloword.data.token_store import (

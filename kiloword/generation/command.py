@@ -11,10 +11,10 @@ from typing import Literal
 import pyarrow as pa
 
 from kiloword.config.recipes import DataConfig
+from kiloword.data.edits import every_row
+from kiloword.data.joins import sampled_images
 from kiloword.data.parts import empty_batch
 from kiloword.data.reading import EvalBatch, eval_batches
-from kiloword.data.sources.joins import sampled_images
-from kiloword.data.sources.mixture import every_row
 from kiloword.data.sources.open import open_data
 from kiloword.distributed.by_device import announce, image_bytes, workers_of
 from kiloword.distributed.device import choose
@@ -90,7 +90,7 @@ def write_captions(
     Args: source: images, which need no captions of their own; of a mixture every row of each part is described,
     whatever its weight; model: as messages name the describer; batch: images at a time; part: rows between
     interruptions.
-    Returns: numbers of images and captions in the table. `kiloword.data.sources.extra_captions` reads it.
+    Returns: numbers of images and captions in the table. `kiloword.data.joins` reads it.
     Errors: ValueError when `out` holds something else, keys repeat with other images, or no row is usable.
     """
     with alone():

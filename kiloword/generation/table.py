@@ -37,7 +37,7 @@ class CaptionFile(TableSettings):
     model_fingerprint: str
     precision: str  # compute precision
     options: GenerationOptions
-    images: dict[str, str] = field(default_factory=dict)  # see `kiloword.data.sources.joins.sampled_images`
+    images: dict[str, str] = field(default_factory=dict)  # see `kiloword.data.joins.sampled_images`
     format: Literal["kiloword-captions-1"] = "kiloword-captions-1"
 
     def schema(self) -> pa.Schema:

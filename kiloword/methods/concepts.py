@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from kiloword.config.recipes import ModelConfig
 from kiloword.config.settings import BaseSettings, setting
-from kiloword.data.sources.extra_captions import CaptionTable
+from kiloword.data.joins import CaptionTable
 from kiloword.distributed.collectives import ranks
 from kiloword.distributed.device import device_type
 from kiloword.losses.pairs import sigmoid_loss

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from kiloword.data.feature_store import FeatureStore, contents
 from kiloword.data.images.decode import decode
+from kiloword.data.joins import CaptionTable
 from kiloword.data.reading import captions_at
-from kiloword.data.sources.extra_captions import CaptionTable
 from kiloword.data.sources.optional import keys
 from kiloword.mining.corpus import Corpus, Ints
 from kiloword.types import BadSample, Source

@@ -15,11 +15,11 @@ from PIL import Image
 from kiloword.config import papers
 from kiloword.config.options import RunOptions
 from kiloword.config.recipes import HeadConfig, ImageConfig, LoraConfig, OptimConfig, Recipe, TextConfig, TrunkConfig
+from kiloword.data.edits import stored_rows
 from kiloword.data.images.contact import TILES, draw_tiles
 from kiloword.data.loader import Loader
 from kiloword.data.reading import BadRows
 from kiloword.data.sampler import Order, steps_per_epoch
-from kiloword.data.sources.mixture import stored_rows
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.data.transforms.mix import WithPartner, pairs_table
 from kiloword.distributed import collectives

@@ -15,7 +15,7 @@ from kiloword.addresses import scrubbed
 from kiloword.config.recipes import ModelConfig, Recipe
 from kiloword.config.settings import BaseSettings, differing, read_config
 from kiloword.data.feature_store import FeatureStore, TableFile
-from kiloword.data.sources.digest import sampled, whole
+from kiloword.data.joins import sampled
 from kiloword.data.token_store import ImageTokens, TextTokens, opened, origin_of
 from kiloword.distributed import collectives
 from kiloword.errors import sentence_of
@@ -34,8 +34,7 @@ FREE = (
     "lora.save",
 )  # settings that change no weight: a resumed run may change them
 
-CONTENTS = ("data_sampled", "data_digest")  # digests of the data
-COMPARED = (*CONTENTS, "features")  # compared where both runs have them
+COMPARED = ("data_sampled", "features")  # compared where both runs have them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +43,7 @@ class RunFile(BaseSettings):
 
     recipe: Recipe
     data_fingerprint: str
-    data_sampled: str = ""  # digest of the images and texts of some samples (`kiloword.data.sources.digest`)
-    data_digest: str = ""  # digest of all samples; "" where there is none
+    data_sampled: str = ""  # digest of some images (`kiloword.data.joins.sampled`)
     features: tuple[str, ...] = ()  # name, model, precision, type and dimension of each feature store
     model: ModelConfig | None = None  # the model that is trained: recipe.model as the method shapes it
     format: str = "kiloword-run-1"
@@ -53,12 +51,11 @@ class RunFile(BaseSettings):
 
 def run_file(recipe: Recipe, source: Source) -> RunFile:
     """The contents of a run's `config.json`. A collective: rank 0 reads samples of the data for it."""
-    digests = collectives.all_lists([sampled(source), whole(source)] if collectives.rank() == 0 else [])
+    digests = collectives.all_lists([sampled(source)] if collectives.rank() == 0 else [])
     return RunFile(
         recipe=recipe,
         data_fingerprint=source.fingerprint,
         data_sampled=digests[0],
-        data_digest=digests[1],
         features=(
             *(_origin(FeatureStore(path).file) for path in recipe.data.features),
             *(origin_of(store.file) for store in opened(recipe.data.image_features, ImageTokens)),
@@ -137,7 +134,7 @@ def check_same_run(out: Path, file: RunFile, extend: bool) -> None:
     free = {f"recipe.{name}" for name in FREE} | ({"recipe.steps"} if extend else set())
     differences = {k: v for k, v in differences.items() if k not in free and not k.startswith("model")}
     if "data_fingerprint" in differences:
-        differences = {k: v for k, v in differences.items() if k not in CONTENTS}
+        differences = {k: v for k, v in differences.items() if k != "data_sampled"}
     differences = {k: v for k, v in differences.items() if k not in COMPARED or all(v)}
     done, steps = steps_done(out / "state"), file.recipe.steps
     if not differences and steps < done:
@@ -166,7 +163,7 @@ def _cause(differences: Mapping[str, Any]) -> str:
         return ""
     if "data_fingerprint" in differences:
         return "the data is not what the run began with (a file is missing, new, cut or replaced); "
-    if differences.keys() & set(CONTENTS):
+    if "data_sampled" in differences:
         return "the data is not what the run began with (images or texts were changed or replaced); "
     if "features" in differences:
         return "a feature store was replaced at its path by features of another model; "

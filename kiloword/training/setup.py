@@ -9,9 +9,9 @@ import torch
 
 from kiloword.config.options import RunOptions
 from kiloword.config.recipes import Recipe
+from kiloword.data.edits import stored_rows
 from kiloword.data.loader import Loader
 from kiloword.data.reading import BadRows
-from kiloword.data.sources.mixture import stored_rows
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.distributed import collectives
 from kiloword.distributed.by_device import products

@@ -178,7 +178,6 @@ def test_a_file_of_classes_stays_a_path(tmp_path: Path) -> None:
         ("data check scenes --png x.png", "--png changes nothing in data check: expected kiloword data stats SRC"),
         ("data names --png x.png", "--png changes nothing in data names"),
         ("data stats scenes --size b32", "--size changes nothing in data stats: expected kiloword data stats SRC --as"),
-        ("data stats scenes --digest", "--digest changes nothing in data stats: expected kiloword data index SRC"),
         ("data stats scenes?n=2 --as sigli --png x.png", "Did you mean siglip?"),
         ("quickstart --image-tower x", "--image-tower is of kiloword quickstart photos"),
         ("quickstart --text-tower minilm", "--text-tower is of kiloword quickstart photos"),

@@ -63,7 +63,7 @@ SHORTEST: list[Words] = [
         | {"device": "auto", "precision": "auto", "trust": Trust()},
     ),
     ("mine d --features s --out o", "kiloword.mining:main", {"sources": ("d",), "options": MineOptions()}),
-    ("data stats d", "kiloword.data.inspect:main", {"what": "stats", "src": "d", "png": None, "digest": False}),
+    ("data stats d", "kiloword.data.inspect:main", {"what": "stats", "src": "d", "png": None}),
     (
         "verify clip",
         "kiloword.verify.suite:main",
@@ -129,7 +129,6 @@ EVERY_FLAG: list[Words] = [
         "kiloword.mining:main",
         {"sources": ("d", "e"), "features": Path("s"), "out": OUT, "options": MineOptions(p1=0.5, gallery=2)},
     ),
-    ("data index d --digest", "kiloword.data.inspect:main", {"what": "index", "src": "d", "digest": True}),
     ("data stats d --png p", "kiloword.data.inspect:main", {"png": Path("p")}),
     (
         "verify siglip --ranks 1 3 --settings.bias -9",

@@ -15,10 +15,10 @@ import torch
 from PIL import Image
 
 from kiloword.config.recipes import AugmentConfig, DataConfig, TextConfig
+from kiloword.data.edits import MixtureSource, stored_rows
 from kiloword.data.loader import ATTEMPTS, Loader
 from kiloword.data.reading import BadRows, eval_batches
 from kiloword.data.sampler import Order
-from kiloword.data.sources.mixture import MixtureSource, stored_rows
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.data.transforms import Stylistic, StylisticSettings
 from kiloword.randomness import Draw

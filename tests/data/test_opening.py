@@ -16,11 +16,10 @@ from PIL import Image
 from kiloword.data import inspect
 from kiloword.data.images.augmentation import EvalTransform
 from kiloword.data.images.inputs import as_list, is_one, kind, prepare
-from kiloword.data.inspect import check, digest_all, local_tars
+from kiloword.data.inspect import check
 from kiloword.data.reading import BadRows, captions_of, eval_batches, left_out
 from kiloword.data.remote.errors import Fault
 from kiloword.data.scenes import parse, render
-from kiloword.data.sources.extra_captions import CaptionTable, WithCaptions
 from kiloword.data.sources.folder import Folder, is_image
 from kiloword.data.sources.open import open_source
 from kiloword.data.sources.optional import majority
@@ -128,32 +127,6 @@ def test_which_column_of_a_table_counts(tmp_path: Path) -> None:
     assert column_names(tmp_path / "x.parquet") == ["b", "a"]
 
 
-def test_tables_of_captions_by_key(tmp_path: Path) -> None:
-    keys, cells = ["k", "other", "k", "void"], [["b", None], None, [" c ", "b"], [None]]
-    pq.write_table(pa.table({"key": keys, "captions": cells}), tmp_path / "x.parquet")
-    table = CaptionTable(tmp_path / "x.parquet")
-    assert [table.captions(key) for key in ("k", "other", "void", "none")] == [["b", "c", "b"], [], [], []]
-    assert [table.first(key) for key in ("k", "other", "void", "none")] == ["b", "", "", None]
-    assert [key in table for key in ("k", "other", "void", "none")] == [True, False, False, False]
-    assert table.first_key == "k"
-    source: Any = WithCaptions(open_source(str(write_tar(tmp_path / "0.tar", pairs(1)))), [table])
-    assert (source.notes, source.natural, len(source)) == ([], True, 1)
-    assert source.name == f"{tmp_path / '0.tar'} + {tmp_path / 'x.parquet'}"
-    with pytest.raises(AttributeError):
-        source.unknown  # noqa: B018
-    alone = WithCaptions(source.source, [table], raw_captions=False)
-    for read in (alone.captions, alone.record):
-        with pytest.raises(BadSample, match="no caption"):
-            read(0)
-
-
-def test_keys_of_one_digest_are_distinguished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kiloword.data.files.key_digest", lambda raw: 7)
-    pq.write_table(pa.table({"key": ["a", "b", "a"], "caption": ["x", "y", "z"]}), tmp_path / "x.parquet")
-    table = CaptionTable(tmp_path / "x.parquet")
-    assert [table.captions(key) for key in "abc"] == [["x", "z"], ["y"], []]
-
-
 def test_images_in_memory() -> None:
     pixels = noise(9, 12)
     tensor = torch.from_numpy(pixels).permute(2, 0, 1)
@@ -258,15 +231,6 @@ def test_looking_at_a_data_set_in_chunks(monkeypatch: pytest.MonkeyPatch, tmp_pa
         {2: 1},
         1,
     )
-    with pytest.raises(ValueError, match="small: --digest needs local tars"):
-        local_tars(Small())
-    tar = write_tar(tmp_path / "0.tar", pairs(2))
-    plain: Any = open_source(str(tar))
-    assert (local_tars(plain), plain.digest) == ([tar], "")
-    digest = digest_all(str(tar), plain)
-    again: Any = open_source(str(tar))
-    assert len(digest) == 32
-    assert again.digest
 
 
 def test_bad_rows_are_counted_up_to_their_share() -> None:

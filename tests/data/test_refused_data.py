@@ -15,12 +15,12 @@ import pytest
 
 from kiloword.config.recipes import DataConfig, TextConfig
 from kiloword.data import reading
+from kiloword.data.joins import with_captions
 from kiloword.data.loader import Loader
 from kiloword.data.reading import eval_batches, name_of, read, read_image
 from kiloword.data.sampler import Order
 from kiloword.data.sources import embedded, folder, tables
 from kiloword.data.sources.embedded import Embedded, arrow_errors
-from kiloword.data.sources.extra_captions import with_captions
 from kiloword.data.sources.folder import Folder
 from kiloword.data.sources.map_style import MapStyleSource
 from kiloword.data.sources.tables import TableSource

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from kiloword.config.recipes import AugmentConfig, DataConfig, TextConfig, sizes
+from kiloword.data.edits import MixtureSource
 from kiloword.data.images import augmentation
 from kiloword.data.loader import BatchReader, Loader
 from kiloword.data.sampler import Order, choose_captions
-from kiloword.data.sources.mixture import MixtureSource
 from kiloword.data.text.eda import drop_words, eda
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.data.transforms.mix import Compose, Cutmix, Mixup, Stylistic

@@ -24,13 +24,13 @@ from torch import Tensor
 from holding import held_by_another
 from kiloword.config.options import RunOptions
 from kiloword.config.recipes import AugmentConfig, DataConfig, TextConfig
+from kiloword.data.edits import MixtureSource, mix
 from kiloword.data.feature_store import FeatureStore, StorePart
 from kiloword.data.files import find_key, lookup_table
 from kiloword.data.loader import Loader
 from kiloword.data.parts import Part, checksum
 from kiloword.data.sampler import Order
 from kiloword.data.scenes import parse_scenes
-from kiloword.data.sources.mixture import MixtureSource, mix
 from kiloword.data.sources.open import open_source
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.features.extract import embed

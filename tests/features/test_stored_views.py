@@ -18,11 +18,11 @@ from torch import Tensor
 from kiloword.cli.main import main
 from kiloword.config.recipes import AugmentConfig, DataConfig, Recipe, TextConfig
 from kiloword.config.settings import read_config
+from kiloword.data.edits import MixtureSource
 from kiloword.data.feature_store import FeatureStore
 from kiloword.data.images.views import Augmented
 from kiloword.data.loader import BatchReader, Loader
 from kiloword.data.sampler import Order
-from kiloword.data.sources.mixture import MixtureSource
 from kiloword.data.sources.open import open_source
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.data.token_store import ImageTokens

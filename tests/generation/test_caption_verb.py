@@ -30,7 +30,7 @@ from kiloword.api import load
 from kiloword.cli.main import main
 from kiloword.config.recipes import ModelFile
 from kiloword.data.images.decode import Pixels, decode
-from kiloword.data.sources.extra_captions import CaptionTable
+from kiloword.data.joins import CaptionTable
 from kiloword.data.sources.open import open_source
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.features.tables import ProgressReport

@@ -24,7 +24,7 @@ from kiloword.training.run_folder import RunFile, check_same_run, error_kept, fo
 from kiloword.training.signals import Stopped
 
 RECIPE = replace(default_recipe("siglip", "debug", ("scenes?n=70",)), batch=16, steps=20)
-FILE = RunFile(recipe=RECIPE, data_fingerprint="f", data_sampled="s", data_digest="d", features=("a",))
+FILE = RunFile(recipe=RECIPE, data_fingerprint="f", data_sampled="s", features=("a",))
 
 
 def changed(**recipe: Any) -> RunFile:
@@ -48,7 +48,7 @@ DATA = "the data is not what the run began with"
     [
         (FILE, False, None),
         (changed(micro=4, chunk=7), False, None),  # what changes no weight
-        (replace(FILE, data_digest="", features=()), False, None),  # known of one of them alone
+        (replace(FILE, data_sampled="", features=()), False, None),  # known of one of them alone
         (changed(steps=30), True, None),
         (changed(steps=10), True, None),
         (changed(steps=9), True, "has done 10 steps already: it cannot end after 9"),

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from kiloword.data.edits import MixtureSource
 from kiloword.data.remote.config import remote_config
 from kiloword.data.remote.errors import Unreachable
 from kiloword.data.remote.file import RemoteBlock
-from kiloword.data.sources.mixture import MixtureSource
 from kiloword.types import Source
 
 _SHARE = 0.5  # of the cache that may be filled ahead: the rest is in use now

@@ -8,15 +8,13 @@ from pathlib import Path
 
 from kiloword.addresses import is_url
 from kiloword.config.recipes import DataConfig
+from kiloword.data.edits import MixtureSource, held_out, mix, part_of
+from kiloword.data.joins import kept, with_captions
 from kiloword.data.remote.sets import open_remote
 from kiloword.data.sources.class_folder import ClassFolder, has_class_folders, parents_of_images
-from kiloword.data.sources.extra_captions import with_captions
 from kiloword.data.sources.folder import Folder, image_folders, is_image
-from kiloword.data.sources.held_out import SourcePart, part_of
-from kiloword.data.sources.keep import kept
 from kiloword.data.sources.labels import class_data
 from kiloword.data.sources.layouts.read import JsonOptions, is_tokens, read_json, read_tokens
-from kiloword.data.sources.mixture import MixtureSource, mix
 from kiloword.data.sources.query import FORM, TableOptions, parse_query, split_query
 from kiloword.data.sources.sample import check_regular
 from kiloword.data.sources.tables import NoRows, TableSource
@@ -64,7 +62,7 @@ def open_source(src: str, size: int | None = None) -> Source:
 def _open(src: str, size: int | None) -> Source:
     part, whole = part_of(src)
     if part and not Path(src).exists():
-        return SourcePart(open_source(whole, size), part)
+        return held_out(open_source(whole, size), part)
     if re.match(r"scenes([:?]|$)", src) and not Path(src).exists():
         from kiloword.data.scenes import open_scenes
 

@@ -22,12 +22,6 @@ class OptionalMembers(Protocol):
     labels: NDArray[np.int64]  # [N] class of each row, read without images; -1: none, or several
     templates: list[str] | None  # prompts of the classes, with {c} for a class name
     answers: Sequence[str]  # every answer that a question of the source can have
-    contents: frozenset[str]  # origins of images and captions, see `kiloword.data.feature_store.contents`
-    remote: bool  # reading a row can need the network; default False
-    digest: str  # of all images and texts; "" if it was not computed
-    tars: Sequence[Any]  # the tars with the samples: paths, or files of a server
-    damaged: Sequence[str]  # what is wrong with whole tars
-    stored_rows: int  # number of rows of all sources of a mixture, whatever their weights; default len
 
     def key(self, row: int) -> str:
         """`Record.key` without reading the image. Raises BadSample."""
@@ -41,17 +35,8 @@ class OptionalMembers(Protocol):
     def info(self, row: int) -> Mapping[str, Any]:
         """`Record.info` without reading the image. Raises BadSample."""
 
-    def stored(self, row: int) -> list[bytes | None]:
-        """Stored bytes of a row that the fingerprint does not cover, None for a missing file. Raises BadSample."""
-
-    def remote_blocks(self, row: int) -> list[tuple[Any, int]]:
-        """The blocks of remote files that hold a row: (file, number of the block)."""
-
     def at(self, epoch: int) -> Source:
         """The source of another epoch: as many rows, some of them others."""
-
-    def stored_row(self, row: int) -> int:
-        """A number below `stored_rows` that each pass and epoch of a mixture has alike; default: the row."""
 
     def relevance(self, captions: Sequence[str], rows: Sequence[int]) -> NDArray[np.bool_]:
         """Ground truth [T, I]: which captions are true of the images of which rows. Raises ValueError."""

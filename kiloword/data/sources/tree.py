@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kiloword.data.sources.optional import key_of
+from kiloword.data.edits import Selection, digest
 from kiloword.data.sources.query import Readers, read_options
 from kiloword.errors import article, suggestion
 from kiloword.randomness import generator
@@ -140,15 +140,15 @@ def _path(nodes: dict[str, Any], name: str) -> list[str]:
     return path[::-1]
 
 
-class TreeSource:
+class TreeSource(Selection):
     """Class data with captions that name the class of an image or a node above it, drawn by the key of the image.
 
     `relevance` is exact; `hierarchies` are the captions from the root to the class. An image without one class of the
-    tree is a bad row. Implements `kiloword.types.Source`; images, class names and templates are those of the data.
+    tree is a bad row. Images, class names and templates are those of the data.
     """
 
     def __init__(self, source: Source, tree: ClassTree, options: TreeOptions, name: str) -> None:
-        self.source, self.tree, self.options, self.name = source, tree, options, name
+        self.tree, self.options = tree, options
         names = getattr(source, "classnames", None) or tree.paths
         if len(names) != len(tree.paths):
             raise ValueError(f"{name}: the tree has {len(tree.paths)} classes, but the data names {len(names)}.")
@@ -158,25 +158,12 @@ class TreeSource:
         self._levels = [level for level, _ in levels]
         self._shares = np.cumsum([weight for _, weight in levels]) / sum(weight for _, weight in levels)
         choice = f"{levels} {options.captions} {options.seed}"
-        text = f"tree {source.fingerprint} {tree.digest} {choice}"
-        self.fingerprint = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name in ("source", "digest", "question"):
-            raise AttributeError(name)  # during unpickling there is no source yet
-        return getattr(self.source, name)
+        super().__init__(source, name, digest(f"tree {source.fingerprint} {tree.digest} {choice}"))
 
     @property
     def contents(self) -> frozenset[str]:
         """The origin of images and captions; see `kiloword.data.feature_store.contents`."""
         return frozenset({f"{self.source.fingerprint} images", f"{self.fingerprint} captions"})
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def key(self, row: int) -> str:
-        """The key of the row in the source."""
-        return key_of(self.source, row)
 
     def captions(self, row: int) -> list[str]:
         """Captions of a row, without reading its image after the first call. Raises BadSample."""
@@ -230,9 +217,6 @@ class TreeSource:
         level_of = {self.tree.captions[self.tree.node(label, level)]: level for level in reversed(levels)}
         captions = list(reversed(level_of))
         return captions, [level_of[caption] for caption in captions]
-
-    def __reduce__(self) -> tuple[type[TreeSource], tuple[Source, ClassTree, TreeOptions, str]]:
-        return type(self), (self.source, self.tree, self.options, self.name)
 
 
 def tree_source(source: Source, folder: Path, options: TreeOptions, name: str) -> TreeSource:

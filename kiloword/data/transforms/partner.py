@@ -13,10 +13,10 @@ import pyarrow as pa
 import pyarrow.parquet
 from numpy.typing import NDArray
 
+from kiloword.data.edits import MixtureSource
 from kiloword.data.feature_store import FeatureStore
 from kiloword.data.images.decode import decode
 from kiloword.data.reading import read
-from kiloword.data.sources.mixture import MixtureSource
 from kiloword.data.sources.optional import keys
 from kiloword.data.transforms.settings import PartnerSettings
 from kiloword.randomness import Draw, permutation

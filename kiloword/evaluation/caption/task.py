@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from kiloword.data.joins import CaptionTable
 from kiloword.data.reading import EvalBatch, captions_at
-from kiloword.data.sources.extra_captions import CaptionTable
 from kiloword.data.sources.optional import info_of, key_of
 from kiloword.distributed.sharing import is_first
 from kiloword.evaluation.caption import CaptionTaskOptions

@@ -12,8 +12,8 @@ from typing import Any
 from kiloword import evaluation
 from kiloword.__version__ import __version__
 from kiloword.api import Matcher
+from kiloword.data.joins import sampled
 from kiloword.data.reading import left_out
-from kiloword.data.sources.digest import sampled
 from kiloword.data.sources.open import open_source
 from kiloword.data.sources.query import split_query
 from kiloword.distributed.sharing import is_first, share

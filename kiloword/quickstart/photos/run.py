@@ -18,8 +18,8 @@ from kiloword import report
 from kiloword.__version__ import __version__
 from kiloword.config.recipes import AugmentConfig, DataConfig, Recipe
 from kiloword.config.settings import leaves, read_config
+from kiloword.data.edits import PARTS
 from kiloword.data.reading import captions_at
-from kiloword.data.sources.held_out import PARTS
 from kiloword.data.sources.open import open_data
 from kiloword.data.token_store import Dtype, ImageTokens, TextTokens
 from kiloword.features.token_command import main as embed
@@ -121,7 +121,7 @@ def small_top(recipe: Recipe) -> Recipe:
 def run(out: Path, plan: PhotoPlan) -> None:
     """Train, judge and report into `out`; the same call again goes on. Prints a summary.
 
-    Args: plan: without `val` a tenth of the data is held out by key (`kiloword.data.sources.held_out`).
+    Args: plan: without `val` a tenth of the data is held out by key (`kiloword.data.edits`).
     Raises: ValueError when a tower's package is not installed, data or settings cannot be used, or `out` holds others.
     """
     held_out = not plan.val

@@ -19,6 +19,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from kiloword.addresses import Address
+from kiloword.data.edits import MixtureSource
 from kiloword.data.remote import errors, http_files, index
 from kiloword.data.remote import sets as remote
 from kiloword.data.remote.ahead import Ahead, ahead_of
@@ -29,7 +30,6 @@ from kiloword.data.remote.fsspec_files import Fsspec, _checksum
 from kiloword.data.remote.http_files import Http
 from kiloword.data.remote.index import Whole, open_remote_index
 from kiloword.data.remote.transport import Checksum, Stat, bounded
-from kiloword.data.sources.mixture import MixtureSource
 from kiloword.data.sources.open import open_source
 from kiloword.data.tars.shards import TarSource
 from tars import pairs, write_tar

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kiloword.data.sources.mixture import MixtureSource, mix
+from kiloword.data.edits import MixtureSource, mix
 from kiloword.types import Record
 
 

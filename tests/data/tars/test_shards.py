@@ -18,9 +18,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kiloword.data import edits as mixture
+from kiloword.data.edits import mix, stored_row, stored_rows
 from kiloword.data.inspect import check
-from kiloword.data.sources import mixture
-from kiloword.data.sources.mixture import mix, stored_row, stored_rows
 from kiloword.data.sources.open import expand, open_source
 from kiloword.data.tars import index as index_module
 from kiloword.data.tars.index import open_index

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from cases import mostly_slow
 from kiloword.cli.main import main
-from kiloword.data.sources.mixture import MixtureSource
+from kiloword.data.edits import MixtureSource
 from kiloword.data.transforms import (
     Compose,
     ComposeSettings,

@@ -1,0 +1,258 @@
+"""What makes a data set of others: some of their rows, other captions, several sources with weights."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kiloword.data.rows import key_bytes
+from kiloword.data.sources.optional import key_of, keys, question, texts_of
+from kiloword.randomness import permutation
+from kiloword.types import NoCaption, Record, Source
+
+HELD_OUT = 0.1  # share of the keys
+PARTS = ("train-part", "val-part")  # PART:SRC is that part of SRC: data without a split, in two parts by key
+_OF_A_ROW = ("question", "info", "scene", "hierarchies")
+_OF_ALL_ROWS = ("natural", "classnames", "templates", "notes", "answers", "majority")
+
+Edit = Callable[[int, list[str]], list[str]]
+"""From a row of a source and its captions to other captions of the row. Raises: BadSample."""
+
+
+def digest(*texts: str) -> str:
+    """A fingerprint, from fingerprints and choices: 32 hexadecimal digits."""
+    return hashlib.blake2b("\n".join(texts).encode(), digest_size=16).hexdigest()
+
+
+class Selection:
+    """Some rows of a source, or other captions; all else is that of the source.
+
+    Args: fingerprint: see `kiloword.types.Source`; rows [n]: of the source, None: all; edit: makes captions of those
+    of the source. A row without a caption gets what `edit` gives it; other bad rows stay bad.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        name: str,
+        fingerprint: str,
+        rows: NDArray[np.integer[Any]] | None = None,
+        edit: Edit | None = None,
+    ) -> None:
+        self.source, self.name, self.fingerprint, self.rows, self.edit = source, name, fingerprint, rows, edit
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _OF_ALL_ROWS:
+            return getattr(self.source, name)
+        if name in _OF_A_ROW:
+            of_row = getattr(self.source, name)
+            return lambda row: of_row(self.locate(row)[1])
+        if name == "labels":
+            labels = self.source.labels  # type: ignore[attr-defined]
+            return labels if self.rows is None else labels[self.rows]
+        if name == "relevance":
+            relevance = self.source.relevance  # type: ignore[attr-defined]
+            return lambda captions, rows: relevance(captions, [self.locate(row)[1] for row in rows])
+        raise AttributeError(name)
+
+    def __len__(self) -> int:
+        return len(self.source) if self.rows is None else len(self.rows)
+
+    def locate(self, row: int) -> tuple[Source, int]:
+        """The source, and its row."""
+        return self.source, row if self.rows is None else int(self.rows[row])
+
+    def key(self, row: int) -> str:
+        """The key of the row in the source."""
+        return key_of(*self.locate(row))
+
+    def captions(self, row: int) -> list[str]:
+        """Captions, without reading the image where the source supports that. Raises BadSample."""
+        source, place = self.locate(row)
+        return texts_of(source, place) if self.edit is None else self.edit(place, texts_of(source, place))
+
+    def record(self, row: int) -> Record:
+        """The stored sample with its captions. Raises BadSample with the reason."""
+        source, place = self.locate(row)
+        if self.edit is None:
+            return source.record(place)
+        try:
+            record = source.record(place)
+        except NoCaption as error:
+            record = error.record
+        record = replace(record, captions=self.edit(place, record.captions))
+        if not record.captions and record.label is None:
+            raise NoCaption(record)
+        return record
+
+
+def part_of(src: str) -> tuple[str, str]:
+    """The part that a SRC names, and the rest of it: "val-part:photos" -> ("val-part", "photos"); else ("", SRC)."""
+    part, colon, rest = src.partition(":")
+    return (part, rest) if colon and part in PARTS else ("", src)
+
+
+def is_held_out(key: str) -> bool:
+    """Whether a key is in the part to validate on: by a digest of the key alone, so that new images move no others."""
+    drawn = hashlib.blake2b(key_bytes(key), digest_size=8, person=b"held out").digest()
+    return int.from_bytes(drawn, "big") < HELD_OUT * 2**64
+
+
+def held_out(source: Source, part: str) -> Selection:
+    """The rows of a source that are in one of its two parts; images with one key are in the same part.
+
+    Args: part: "train-part", or "val-part" (see `is_held_out`); a row whose key cannot be read is in the first.
+    Errors: ValueError where the part has no row.
+    """
+    inside = np.array([key is not None and is_held_out(key) for key in keys(source)], dtype=bool)
+    rows, name = np.flatnonzero(inside == (part == "val-part")), f"{part}:{source.name}"
+    if not len(rows):
+        raise ValueError(
+            f"{name} is empty: of the {len(source):,} images of {source.name} a share of {HELD_OUT:.0%} is held out by "
+            f"key, which here is {inside.sum():,}. Use more images, or name a validation set."
+        )
+    return Selection(source, name, digest(f"{part} {HELD_OUT} {source.fingerprint}"), rows)
+
+
+class MixtureSource:
+    """Concatenated sources; a weight is the number of passes over a source in an epoch.
+
+    A weight of 2.3 is two whole passes and a part of round(0.3 N) rows from a keyed permutation. Every pass has its own
+    row numbers, and so its own random draws. `at(epoch)` moves the part along the permutation: after 1/0.3 epochs all
+    rows were used equally often. The length never changes, only the rows of the part.
+    """
+
+    def __init__(self, sources: Sequence[Source], weights: Sequence[float], epoch: int = 0) -> None:
+        self.sources, self.weights, self.epoch = list(sources), list(weights), epoch
+        pairs = list(zip(sources, weights, strict=True))
+        self.name = " + ".join(f"{w:g} x {s.name}" for s, w in pairs)
+        self.fingerprint = digest(*(f"{s.fingerprint} {w!r}" for s, w in pairs))
+        self.natural = all(getattr(s, "natural", True) for s in sources)
+        self.classnames, self.templates = (_common(sources, name) for name in ("classnames", "templates"))
+        self.notes = [note for s in sources for note in getattr(s, "notes", [])]
+        self._parts = [_part(s, math.modf(w)[0], epoch) for s, w in pairs]
+        self._ends = list(accumulate(int(w) * len(s) + len(p) for (s, w), p in zip(pairs, self._parts, strict=True)))
+
+    def at(self, epoch: int) -> MixtureSource:
+        """The same mixture with the parts of another epoch."""
+        return MixtureSource(self.sources, self.weights, epoch)
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def _place(self, row: int) -> tuple[int, int]:
+        """The number of the source, and its row."""
+        if not 0 <= row < len(self):
+            raise IndexError(f"row {row} of {len(self)}")
+        which = bisect_right(self._ends, row)
+        rows, local = len(self.sources[which]), row - (self._ends[which - 1] if which else 0)
+        whole = local < int(self.weights[which]) * rows
+        return which, local % rows if whole else int(self._parts[which][local - int(self.weights[which]) * rows])
+
+    def locate(self, row: int) -> tuple[Source, int]:
+        """The source, and its row."""
+        which, local = self._place(row)
+        return self.sources[which], local
+
+    @property
+    def stored_rows(self) -> int:
+        """Number of rows of all sources, whatever their weights."""
+        return sum(map(stored_rows, self.sources))
+
+    def stored_row(self, row: int) -> int:
+        """The number of a row among those of all sources: the same in each pass and epoch."""
+        which, local = self._place(row)
+        return sum(map(stored_rows, self.sources[:which])) + stored_row(self.sources[which], local)
+
+    def key(self, row: int) -> str:
+        """The key of the row in its source. Raises BadSample."""
+        return key_of(*self.locate(row))
+
+    def captions(self, row: int) -> list[str]:
+        """Captions, without reading the image if the source supports that. Raises BadSample."""
+        return texts_of(*self.locate(row))
+
+    def question(self, row: int) -> str | None:
+        """The question, without reading the image if the source supports that. Raises BadSample."""
+        return question(*self.locate(row))
+
+    def record(self, row: int) -> Record:
+        """The stored sample. Raises BadSample with the reason."""
+        source, local = self.locate(row)
+        return source.record(local)
+
+
+def stored_rows(source: Source) -> int:
+    """Number of rows of a source, in a mixture without repetitions by weights."""
+    return int(getattr(source, "stored_rows", len(source)))
+
+
+def stored_row(source: Source, row: int) -> int:
+    """A number of a row that each pass and epoch of a mixture has alike, below `stored_rows`."""
+    return int(source.stored_row(row)) if hasattr(source, "stored_row") else row
+
+
+def origin(source: Source, row: int) -> tuple[Source, int]:
+    """The source and the row that a row of selections and mixtures comes from."""
+    while isinstance(source, Selection | MixtureSource):
+        source, row = source.locate(row)
+    return source, row
+
+
+def mix(sources: Sequence[Source], weights: Sequence[float] = ()) -> Source:
+    """One source from several; without weights every row is used once per epoch.
+
+    Errors: ValueError when there are no sources, or the weights do not fit.
+    """
+    if not sources:
+        raise ValueError("no data: name at least one source.")
+    weights = list(weights) or [1.0] * len(sources)
+    if len(weights) != len(sources):
+        raise ValueError(f"{len(weights)} weights for {len(sources)} sources: give one weight per source, or none.")
+    for source, weight in zip(sources, weights, strict=True):
+        if not (math.isfinite(weight) and round(weight * len(source)) >= 1):
+            raise ValueError(f"weight {weight:g} of {source.name} takes none of its {len(source):,} rows.")
+    return sources[0] if weights == [1.0] else MixtureSource(sources, weights)
+
+
+def parts_of(source: Source) -> list[Source]:
+    """The sources of a mixture and of mixtures within it; a source that is none by itself."""
+    return [p for part in source.sources for p in parts_of(part)] if isinstance(source, MixtureSource) else [source]
+
+
+def every_row(source: Source) -> Source:
+    """The source, or a mixture of the same sources, each once, whatever its weight."""
+    return mix(list({(part.name, part.fingerprint): part for part in parts_of(source)}.values()))
+
+
+def each_part(source: Source, change: Callable[[Source], Source]) -> Source:
+    """A source, or each source of a mixture, changed."""
+    if isinstance(source, MixtureSource):
+        return MixtureSource([each_part(part, change) for part in source.sources], source.weights, source.epoch)
+    return change(source)
+
+
+def _common(sources: Sequence[Source], name: str) -> list[str] | None:
+    """A list that all sources have alike; None where they differ."""
+    first, *others = (getattr(source, name, None) for source in sources)
+    return first if all(other == first for other in others) else None
+
+
+def _part(source: Source, share: float, epoch: int) -> NDArray[np.integer[Any]]:
+    """[round(share N)] rows, ascending so that reading stays sequential."""
+    count = round(share * len(source))
+    if not count:
+        return np.empty(0, np.int64)
+    rows = permutation(len(source), source.fingerprint, "part of a mixture")
+    start = epoch * count % len(source)
+    part = np.concatenate([rows[start : start + count], rows[: max(0, start + count - len(source))]])
+    part.sort()
+    return part

@@ -1,0 +1,266 @@
+"""Tables joined to images by key: extra captions, and keep-lists of captions."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+
+from kiloword.config.recipes import DataConfig, TextConfig
+from kiloword.data.edits import MixtureSource, mix
+from kiloword.data.joins import CaptionTable, KeepList, kept, omitted, with_captions
+from kiloword.data.loader import Loader
+from kiloword.data.reading import captions_at
+from kiloword.data.sampler import Order
+from kiloword.data.scenes import parse_scenes
+from kiloword.data.sources.open import open_data, open_source
+from kiloword.data.sources.optional import keys
+from kiloword.data.text.tokenizer import Tokenizer
+from kiloword.types import BadSample, NoCaption, Source
+from tars import pairs, photo, write_tar
+
+
+def table(path: Path, **columns: Any) -> Path:
+    pa.parquet.write_table(pa.table(columns), path)
+    return path
+
+
+def captions(source: Source) -> dict[str, list[str]]:
+    return {(record := source.record(row)).key: record.captions for row in range(len(source))}
+
+
+@pytest.fixture
+def tar(tmp_path: Path) -> Path:
+    """Keys 0000 to 0005, each with the caption "image N"."""
+    return write_tar(tmp_path / "0.tar", pairs(6))
+
+
+@pytest.fixture
+def extra(tmp_path: Path) -> Path:
+    """Rows of one key are merged; white space, nulls and what the image has already are left out."""
+    return table(
+        tmp_path / "extra.parquet",
+        key=["0003", "0000", "0003", "unheard", "0001"],
+        captions=[["c", " d "], ["a", "a", None, "", "image 0"], ["e"], ["x"], []],
+    )
+
+
+def test_captions_join_by_key(tar: Path, extra: Path) -> None:
+    source: Any = with_captions(open_source(str(tar)), [extra])
+    expected = {f"{n:04d}": [f"image {n}"] for n in range(6)}
+    expected["0000"] += ["a"]
+    expected["0003"] += ["c", "d", "e"]
+    assert captions(source) == expected
+    assert [source.captions(row) for row in range(6)] == list(expected.values())
+    again = open_data(DataConfig(sources=(str(tar),), extra_captions=(str(extra),)))
+    assert captions(again) == captions(pickle.loads(pickle.dumps(source))) == expected
+
+
+def test_several_tables_of_both_forms(tar: Path, extra: Path, tmp_path: Path) -> None:
+    second = table(
+        tmp_path / "b.parquet", caption=["c", "f", None], key=["0003", "0003", "0002"], score=[1.0, 2.0, 3.0]
+    )
+    source = with_captions(open_source(str(tar)), [extra, str(second)])
+    assert source.record(3).captions == ["image 3", "c", "d", "e", "f"]
+    assert source.record(2).captions == ["image 2"]
+    assert with_captions(open_source(str(tar)), [second, extra]).record(3).captions == ["image 3", "c", "f", "d", "e"]
+    assert [CaptionTable(second).first(key) for key in ("0003", "0002", "none")] == ["c", "", None]
+
+
+def test_without_raw_captions(tar: Path, extra: Path) -> None:
+    source = with_captions(open_source(str(tar)), [extra], raw_captions=False)
+    assert source.record(0).captions == ["a", "image 0"]
+    assert source.record(3).captions == ["c", "d", "e"]
+    for row in (1, 2, 4, 5):
+        with pytest.raises(BadSample, match="no caption"):
+            source.record(row)
+    with pytest.raises(ValueError, match="extra"):
+        with_captions(open_source(str(tar)), [], raw_captions=False)
+
+
+def test_the_fingerprint_is_of_all_that_is_read(tar: Path, extra: Path, tmp_path: Path) -> None:
+    plain = open_source(str(tar))
+    copy = tmp_path / "renamed.parquet"
+    copy.write_bytes(extra.read_bytes())
+    other = table(tmp_path / "other.parquet", key=["0003"], caption=["x"])
+    ways: list[tuple[list[Path], bool]] = [([], True), ([extra], True), ([extra], False), ([other], True)]
+    prints = {with_captions(plain, paths, own).fingerprint for paths, own in ways}
+    assert len(prints) == len(ways)
+    assert with_captions(plain, [copy]).fingerprint in prints
+
+
+def test_what_else_a_source_knows_stays(tmp_path: Path) -> None:
+    scenes = parse_scenes("scenes?n=20&captions=2&task=colour")
+    source: Any = with_captions(scenes, [table(tmp_path / "t.parquet", key=[scenes.key(4)], captions=[["a circle"]])])
+    record, plain = source.record(4), scenes.record(4)
+    assert record.captions == [*plain.captions, "a circle"]
+    assert np.array_equal(record.image, plain.image)
+    assert (record.label, record.key, record.info) == (plain.label, plain.key, plain.info)
+    assert (source.natural, source.classnames) == (False, scenes.classnames)
+    assert source.relevance(record.captions, [4])[:-1].all()
+
+
+def test_mixtures_are_joined_part_by_part(tmp_path: Path) -> None:
+    first, second = (open_source(str(write_tar(tmp_path / f"{n}.tar", pairs(8, 8 * n)))) for n in range(2))
+    path = table(tmp_path / "t.parquet", key=["0001", "0009"], captions=[["a"], ["b"]])
+    source: Any = with_captions(MixtureSource([first, second], [1.0, 0.5]), [path])
+    assert source.record(1).captions == ["image 1", "a"]
+    found = {tuple(source.at(epoch).record(row).captions) for epoch in range(4) for row in range(8, 12)}
+    assert ("image 9", "b") in found
+    scenes = parse_scenes("scenes:train?n=4")
+    both: Any = mix([first, scenes], [2, 1])
+    lists = [listed(tmp_path / f"{n}.parquet", part, {("0001", 0)}) for n, part in enumerate(both.sources)]
+    chosen = kept(both, lists)
+    assert (len(chosen), captions_at(chosen, 1)) == (18, ["image 2"])
+    assert str(omitted(chosen)) == "omits 1 of 28 captions (pairs), and with them 1 of 12 images that keep none"
+
+
+def test_workers_read_the_same(tar: Path, extra: Path) -> None:
+    source = with_captions(open_source(str(tar)), [extra])
+    tokenizer = Tokenizer.train(["image a b c d e 0 1 2 3 4 5"], 300)
+    loader = Loader(source, Order(6, 3), DataConfig(captions="all"), TextConfig(vocab=400), 16, tokenizer)
+    alone, two = (list(replace(loader, workers=w).batches(0, 4)) for w in (0, 2))
+    assert [b.texts.ids.tolist() for b in alone] == [b.texts.ids.tolist() for b in two]
+    assert sum(len(b.texts) for b in alone) == 2 * (6 + 1 + 3)
+
+
+def test_images_without_a_caption_get_those_of_the_table(tmp_path: Path) -> None:
+    """What has neither stays bad, and an image that cannot be read too."""
+    for name in ("a", "b", "c"):
+        (tmp_path / f"{name}.png").write_bytes(photo() if name != "c" else b"")
+    extra = table(tmp_path / "extra.parquet", key=["a", "c"], captions=[["a dog"], ["a cat"]])
+    source = with_captions(open_source(str(tmp_path)), [extra])
+    assert source.record(0).captions == ["a dog"]
+    with pytest.raises(NoCaption) as none:
+        source.record(1)
+    assert (none.value.record.key, none.value.record.image) == ("b", photo())
+    with pytest.raises(BadSample, match="zero bytes"):
+        source.record(2)
+
+
+@pytest.mark.parametrize("kind", ["large", "dictionary"])
+def test_other_types_of_text(tar: Path, tmp_path: Path, kind: str) -> None:
+    of_key: Any = pa.array(["0000", "0001"], pa.large_string())
+    of_key = of_key.dictionary_encode() if kind == "dictionary" else of_key
+    lists = pa.array([["a"], ["b"]], pa.large_list(pa.large_string()))
+    source = with_captions(open_source(str(tar)), [table(tmp_path / "t.parquet", key=of_key, captions=lists)])
+    assert source.record(1).captions == ["image 1", "b"]
+
+
+LATIN = pa.Array.from_buffers(pa.string(), 1, pa.array([b"caf\xe9"]).buffers())
+
+
+@pytest.mark.parametrize(
+    ("columns", "word"),
+    [
+        ({"captions": [["a"]]}, "key"),
+        ({"key": ["a"], "text": ["a"]}, "captions"),
+        ({"key": [1, 2], "caption": ["a", "b"]}, "int64"),
+        ({"key": ["a"], "captions": [[1]]}, "int64"),
+        ({"key": ["a"], "caption": [1.5]}, "double"),
+        ({"key": ["a"], "captions": [[]]}, "null"),
+        ({"key": pa.array([], pa.string()), "caption": pa.array([], pa.string())}, "no rows"),
+        ({"key": ["0", "1"], "caption": ["a", "b"]}, "none of the 6 images"),
+        ({"key": ["0000"], "caption": LATIN}, "UTF"),
+        (b"", "table"),
+        (b"key,caption\na,b\n", "table"),
+        (None, "no such file"),
+    ],
+)
+def test_tables_that_cannot_be_used(tar: Path, tmp_path: Path, columns: Any, word: str) -> None:
+    path = tmp_path / "t.parquet"
+    if isinstance(columns, dict):
+        table(path, **columns)
+    elif columns is not None:
+        path.write_bytes(columns)
+    with pytest.raises(ValueError, match=word):
+        with_captions(open_source(str(tar)), [path])
+
+
+def listed(path: Path, source: Source, drop: set[tuple[str, int]], order: int = 1) -> Path:
+    """A keep-list of all captions of a source, without some (key, index)."""
+    rows = [
+        (key, caption, (key, index) not in drop)
+        for row, key in enumerate(keys(source))
+        for index, caption in enumerate(captions_at(source, row))
+        if key is not None
+    ][::order]
+    key, caption, keep = zip(*rows, strict=True)
+    return table(path, key=key, caption=caption, keep=keep)
+
+
+@pytest.fixture
+def source(tmp_path: Path, tar: Path) -> Source:
+    """Keys 0000 to 0005 with the captions "image N", "more of N" and "twice", which is there two times."""
+    texts = [[f"more of {n}", "twice"] for n in range(6)]
+    path = table(tmp_path / "more.parquet", key=[f"{n:04d}" for n in range(6)], captions=texts)
+    return with_captions(open_source(str(tar)), [path])
+
+
+def test_captions_and_images_are_omitted(tmp_path: Path, source: Source) -> None:
+    drop = {("0001", 0), *((f"{3:04d}", n) for n in range(3))}
+    chosen = kept(source, [listed(tmp_path / "keep.parquet", source, drop)])
+    expected = captions(source)
+    expected["0001"] = ["more of 1", "twice"]
+    del expected["0003"]
+    assert captions(chosen) == captions(pickle.loads(pickle.dumps(chosen))) == expected
+    assert [captions_at(chosen, row) for row in range(len(chosen))] == list(expected.values())
+    assert keys(chosen) == list(expected)
+    assert str(omitted(chosen)) == "omits 4 of 18 captions (pairs), and with them 1 of 6 images that keep none"
+
+
+def test_several_lists_are_one(tmp_path: Path, source: Source) -> None:
+    whole = pa.parquet.read_table(listed(tmp_path / "whole.parquet", source, {("0001", 0), ("0004", 2)}))
+    for n, rows in enumerate((whole.slice(0, 9), whole.slice(9))):
+        pa.parquet.write_table(rows, tmp_path / f"{n}.parquet")
+    parts = kept(source, [tmp_path / "1.parquet", tmp_path / "0.parquet"])
+    one = kept(source, [tmp_path / "whole.parquet"])
+    assert captions(parts) == captions(one)
+    assert parts.fingerprint == one.fingerprint
+
+
+def test_the_fingerprint_follows_what_is_kept(tmp_path: Path, source: Source) -> None:
+    one, same, other = (
+        kept(source, [listed(tmp_path / f"{n}.parquet", source, {("0001", index)}, order)])
+        for n, (index, order) in enumerate([(0, 1), (0, -1), (1, 1)])
+    )
+    assert one.fingerprint == same.fingerprint
+    assert len({source.fingerprint, one.fingerprint, other.fingerprint}) == 3
+
+
+def test_a_text_that_an_image_has_twice_is_told_apart_by_order(tmp_path: Path) -> None:
+    data = table(tmp_path / "data.parquet", image=["a.png"] * 3, caption=["x", "y", "x"])
+    source = open_source(str(data))
+    keep = table(tmp_path / "k.parquet", key=["a"] * 3, caption=captions_at(source, 0), keep=[True, True, False])
+    assert captions_at(kept(source, [keep]), 0) == ["x", "y"]
+
+
+def test_lists_of_other_data_are_refused(tmp_path: Path, source: Source) -> None:
+    whole = pa.parquet.read_table(listed(tmp_path / "whole.parquet", source, set()))
+
+    def with_column(name: str, values: Any) -> pa.Table:
+        return whole.set_column(whole.column_names.index(name), name, pa.array(values))
+
+    n = len(whole)
+    for change, word in (
+        (with_column("key", [f"x{i}" for i in range(n)]), "none of the 6 images"),
+        (whole.slice(0, n - 3), "lacks 1 of the 6 images of .*0005"),
+        (with_column("caption", [f"x{i}" for i in range(n)]), "lacks captions .*0000"),
+        (with_column("keep", [False] * n), "keeps no caption"),
+        (with_column("keep", [None, *[True] * (n - 1)]), "keep has 1 empty"),
+        (with_column("keep", ["yes"] * n), "keep holds string"),
+        (with_column("key", list(range(n))), "key holds int64"),
+        (whole.drop_columns(["keep"]), "column keep"),
+        (whole.slice(0, 0), "no rows"),
+    ):
+        pa.parquet.write_table(change, tmp_path / "bad.parquet")
+        with pytest.raises(ValueError, match=word):
+            kept(source, [tmp_path / "bad.parquet"])
+    with pytest.raises(ValueError, match="no such file"):
+        KeepList(tmp_path / "none.parquet")
