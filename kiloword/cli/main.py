@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -321,8 +321,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
             install(argv[1:], OWN_FLAGS, app, CHOICES)
             return
-        with _monitored():
-            _run(settled(argv, app._subcommands))
+        launch.adopt()
+        _run(settled(argv, app._subcommands))
     except BrokenPipeError:  # `kiloword ... | head` has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
@@ -331,21 +331,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise SystemExit(130) from None
     except Exception as e:
         message = sentence_of(e)
+        printed = launch.explain(scrubbed(message or "".join(traceback.format_exception(e))))
         if message is None:
             raise
-        if not getattr(e, "quiet", False):  # rank 0 prints it for all
+        if printed:
             warn(f"kiloword: {scrubbed(message)}")
-        launch.explain(scrubbed(message))
         raise SystemExit(getattr(e, "code", 2)) from None
-
-
-def _monitored() -> AbstractContextManager[object]:
-    """With several ranks: heartbeats, so that an error of one ends all."""
-    if launch.adopt() == 1:
-        return nullcontext()
-    from kiloword.distributed.heartbeat import monitored
-
-    return monitored()
 
 
 def _run(argv: Sequence[str]) -> None:

@@ -1,1 +1,1 @@
-"""Ranks and devices: collectives, gathering, sharding, launch, defaults by device, heartbeat and failure diagnosis."""
+"""Ranks and devices: collectives, gathering, sharding, launch, defaults by device."""

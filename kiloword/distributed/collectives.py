@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kiloword.distributed import heartbeat, launch
+from kiloword.distributed import launch
 
 
 def rank() -> int:
@@ -23,36 +24,44 @@ def ranks() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
+FIRST_S = 2.0  # seconds in which torchrun finds the rank that failed first, and reports that one
+_patient: dist.ProcessGroup | None = None  # of all ranks, for what takes one of them longer than the timeout
+
+
 @contextmanager
 def process_group(device: str = "cpu", timeout_s: int = 600) -> Iterator[None]:
     """Join the process group that torchrun announces in the environment; with a single process, do nothing.
 
     It ends with a barrier: gloo processes that exit while a peer still communicates abort in half of the runs.
-    Raises: RanksEnded when another rank ended, or did not answer for `timeout_s`.
+    Raises: ValueError when another rank ended, or did not answer for `timeout_s`.
     """
+    global _patient
     if dist.is_initialized() or launch.adopt() == 1:
         yield
         return
     cuda = device.startswith("cuda")
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    with heartbeat.monitored(timeout_s) as peers:
-        assert peers is not None
-        peers.gather(timeout_s)
-        peers.abrupt = cuda
-        patience = timedelta(seconds=timeout_s + (60 if cuda else 0))  # NCCL aborts the process: `peers` is first
+    try:
         # collectives on CPU tensors use gloo, and do not wait for the device
-        backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-        dist.init_process_group(
-            backend, store=peers.group_store, rank=peers.rank, world_size=peers.ranks, timeout=patience
-        )
-        try:
-            yield
-            dist.barrier()
-        except Exception as e:  # reported before the connections close
-            raise peers.ended(e) from e
-        finally:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(seconds=timeout_s))
+        _patient = dist.new_group(backend="gloo", timeout=timedelta(days=365))
+        yield
+        dist.barrier()
+        cuda = False
+    except RuntimeError as e:
+        if not isinstance(e, dist.DistError) and "gloo" not in str(e):
+            raise
+        if "TORCHELASTIC_ERROR_FILE" in os.environ:
+            time.sleep(FIRST_S)
+        why = str(e).splitlines()[0].split(".cc:")[-1].split("] ", 1)[-1].split(". This is")[0].rstrip(".")
+        raise ValueError(
+            f"another rank has ended, or gave no answer for {timeout_s} s ({why}). The rank that failed says more."
+        ) from e
+    finally:
+        if dist.is_initialized() and not cuda:  # NCCL may wait for ranks that are gone
             dist.destroy_process_group()
+        _patient = None
 
 
 reduced: list[int] | None = None  # where a list: receives the number of elements of every tensor that is reduced
@@ -114,10 +123,10 @@ def add_up(mine: int) -> int:
     return mine if ranks() == 1 else int(sum_over_ranks(torch.tensor(mine)))
 
 
-def wait() -> None:
-    """Wait until every rank is here."""
+def wait(patient: bool = False) -> None:
+    """Wait until every rank is here. Args: patient: without timeout."""
     if ranks() > 1:
-        dist.barrier()
+        dist.barrier(_patient if patient else None)
 
 
 Item = TypeVar("Item")

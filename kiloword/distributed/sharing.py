@@ -10,19 +10,21 @@ import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kiloword.distributed import collectives, heartbeat, launch
+from kiloword.distributed import collectives, launch
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-_sharing = _lockstep = False  # whether ranks share work, and whether all must call the model equally often
+# whether ranks share work, and whether all must call the model equally often
+_mode: ContextVar[tuple[bool, bool]] = ContextVar("mode", default=(False, False))
 
 
 @contextmanager
@@ -31,13 +33,11 @@ def sharing(lockstep: bool = False, on: bool = True) -> Iterator[None]:
 
     Args: lockstep: all ranks must call the model equally often, as a sharded model needs.
     """
-    global _sharing, _lockstep
-    before = _sharing, _lockstep
-    _sharing, _lockstep = on and collectives.ranks() > 1, lockstep
+    token = _mode.set((on and collectives.ranks() > 1, lockstep))
     try:
         yield
     finally:
-        _sharing, _lockstep = before
+        _mode.reset(token)
 
 
 def alone() -> AbstractContextManager[None]:
@@ -47,7 +47,7 @@ def alone() -> AbstractContextManager[None]:
 
 def share() -> tuple[int, int]:
     """This rank and the number of ranks that share work; (0, 1) where work is not shared."""
-    return (collectives.rank(), collectives.ranks()) if _sharing else (0, 1)
+    return (collectives.rank(), collectives.ranks()) if _mode.get()[0] else (0, 1)
 
 
 def is_first() -> bool:
@@ -57,19 +57,13 @@ def is_first() -> bool:
 
 def lockstep() -> bool:
     """Whether a rank without work must call the model too."""
-    return _sharing and _lockstep
+    return all(_mode.get())
 
 
 def own(items: Sequence[Item]) -> list[Item]:
     """This rank's items: ranks take them in turns."""
     rank, ranks = share()
     return list(items[rank::ranks])
-
-
-def wait(where: str) -> None:
-    """Wait without timeout until all ranks have reached a place, which a command must reach only once."""
-    if share()[1] > 1:
-        heartbeat.wait(where)
 
 
 def gathered(mine: Item) -> list[Item]:
@@ -113,9 +107,11 @@ def sums(*mine: Tensor) -> list[Tensor]:
     return [part.view_as(x) for part, x in zip(parts, mine, strict=True)]
 
 
-def of_first(mine: Item, where: str) -> Item:
-    """The first rank's object, on all ranks, which wait for it without timeout. Args: where: as in `wait`."""
-    wait(where)
+def of_first(mine: Item) -> Item:
+    """The first rank's object, on all ranks, which wait for it without timeout."""
+    if share()[1] == 1:
+        return mine
+    collectives.wait(patient=True)
     return gathered(mine)[0]
 
 
@@ -173,4 +169,4 @@ def together(device: str) -> Iterator[None]:
             stack.enter_context(redirect_stdout(nowhere))
             stack.enter_context(redirect_stderr(nowhere))
         yield
-        wait("at the end of the command")
+        collectives.wait(patient=True)

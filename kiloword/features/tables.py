@@ -160,7 +160,7 @@ def fill(
     missing = {} if writer is None else {number: writer.rows_of(number) for number in writer.missing}
     if writer is not None and missing and writer.by_key:
         check_keys(source, f"the table of {what}", texts=writer.of_texts)
-    missing = of_first(missing, f"at the start of its {what}")
+    missing = of_first(missing)
     numbers, todo = list(missing), list(missing.values())
     report.start(sum(map(len, todo)), len(source))
 

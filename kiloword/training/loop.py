@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 from torch import Tensor
 
 from kiloword.config.options import RunOptions as RunOptions
 from kiloword.config.recipes import Recipe
-from kiloword.distributed import collectives, heartbeat
+from kiloword.distributed import collectives
 from kiloword.distributed.allocator import keep_freed_memory
 from kiloword.distributed.by_device import products
 from kiloword.distributed.device import choose, cores, on_device, precision_of
@@ -46,6 +47,7 @@ def train(recipe: Recipe, out: Path | str, source: Source | None = None, options
         with stop.at_once("stopped before its first step: there was nothing to save. The same command starts it."):
             run = prepare(recipe, Path(out), source or open_sources(recipe), device=device, options=options)
         with (
+            run.lock or nullcontext(),  # an error may live on, with all that it refers to
             run.log.tracked(),
             report.reported(run, options),
             error_kept(run.out),
@@ -108,7 +110,7 @@ class Cadence:
         if run.best.stalled:
             return iter(())
         batches = run.loader.batches(run.step, run.recipe.steps, pin=run.device.type == "cuda")
-        return map(self._count, self.meter.timed(self.stop.batches(batches, run.step)))
+        return map(self._count, self.meter.timed(self.stop.batches(batches)))
 
     def after_step(self, values: dict[str, Tensor], pairs: int) -> None:
         """Count a step, then log, save, validate and stop where it is due.
@@ -200,7 +202,6 @@ class Cadence:
         Args: stopping: a rank had a signal, by which this is left undone on all. Raises: Stopped.
         """
         run = self.run
-        heartbeat.at(f"validating after step {run.step}")
         undone = f"stopped in the validation after step {run.step}; the state is saved. {GOES_ON}"
         if stopping:
             collectives.wait()  # as in `after_step`

@@ -10,11 +10,10 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import count
 from types import FrameType
 from typing import TypeVar
 
-from kiloword.distributed import collectives, heartbeat
+from kiloword.distributed import collectives
 
 Item = TypeVar("Item")
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -60,13 +59,12 @@ class Stop:
         except _Now:
             raise self.stopped(message) from None
 
-    def batches(self, batches: Iterator[Item], step: int) -> Iterator[Item]:
-        """Pass the batches on from `step` (from 0) on. With one rank they end at a signal while one is waited for.
+    def batches(self, batches: Iterator[Item]) -> Iterator[Item]:
+        """Pass the batches on. With one rank they end at a signal while one is waited for.
 
         Several ranks stop only after a step that all of them have done, as they save their state together.
         """
-        for number in count(step + 1):
-            heartbeat.at(f"waiting for its data of step {number}")
+        while True:
             try:
                 if collectives.ranks() > 1:
                     batch = next(batches, None)
@@ -77,7 +75,6 @@ class Stop:
                 return
             if batch is None:
                 return
-            heartbeat.at(f"in step {number}")
             yield batch
 
     @contextmanager

@@ -10,9 +10,7 @@ from typing import Any
 
 import pytest
 
-from kiloword.cli import main as cli
 from kiloword.cli.main import main
-from kiloword.distributed import heartbeat, launch
 from kiloword.evaluation import TASKS
 from kiloword.evaluation.caption import CaptionOptions, CaptionTaskOptions
 from kiloword.evaluation.command import Execution
@@ -189,18 +187,11 @@ def test_data_that_is_damaged_fails(bad: int, code: int | None, monkeypatch: pyt
     assert end.value.code == code
 
 
-class _Quiet(ValueError):
-    """As an error that another rank prints."""
-
-    quiet, code = True, 3
-
-
 @pytest.mark.parametrize(
     ("error", "code", "shown"),
     [
         (KeyboardInterrupt(), 130, "kiloword: interrupted.\n"),
         (ValueError("No such thing."), 2, "kiloword: No such thing.\n"),
-        (_Quiet("Elsewhere."), 3, ""),
     ],
 )
 def test_how_a_command_ends(
@@ -227,26 +218,6 @@ def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pyte
         main(["sizes"])
     assert any(place.name == "buggy" for place in error.traceback)
     assert capsys.readouterr().err == ""
-
-
-def test_only_several_ranks_meet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One process asks for no other; of two, each runs inside `heartbeat.monitored`."""
-    met: list[str] = []
-
-    class Met:
-        def __enter__(self) -> None:
-            met.append("in")
-
-        def __exit__(self, *args: object) -> None:
-            met.append("out")
-
-    monkeypatch.setattr(heartbeat, "monitored", Met)
-    monkeypatch.setattr("kiloword.cli.describe.sizes_table", lambda: met.append("runs"))
-    for ranks, order in ((1, ["runs"]), (2, ["in", "runs", "out"])):
-        met.clear()
-        monkeypatch.setattr(launch, "adopt", lambda ranks=ranks: ranks)
-        cli.main(["sizes"])
-        assert met == order
 
 
 def test_an_argument_of_several_words_is_checked_for_empty_ones(capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,7 +26,6 @@ from kiloword.data.feature_store import FeatureStore
 from kiloword.data.loader import Loader
 from kiloword.data.reading import read
 from kiloword.data.tars.shards import TarSource
-from kiloword.distributed import launch
 from kiloword.training.log import read_metrics
 from kiloword.types import BadSample
 from states import load_state
@@ -499,50 +498,6 @@ def test_tokenizer_of_a_run_is_damaged(
     assert "tokenizer.json" in ends(words)
     file.write_bytes(whole)
     goes_on(words, tmp_path)
-
-
-# SLURM
-
-STEP = {
-    "SLURM_STEP_NUM_TASKS": "4",
-    "SLURM_PROCID": "2",
-    "SLURM_LOCALID": "0",
-    "SLURM_JOB_ID": "4711",
-    "SLURM_STEP_ID": "1",
-    "SLURM_STEP_NODELIST": "gpu[07-09,12],login",
-}
-
-
-def test_srun_is_understood() -> None:
-    environment = dict(STEP)
-    assert launch.adopt(environment) == 4
-    port = environment["MASTER_PORT"]
-    named = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")
-    assert [environment[name] for name in named] == ["2", "4", "0", "gpu07"]
-    assert int(port) in launch.PORTS
-    other = {**STEP, "SLURM_STEP_ID": "2"}
-    launch.adopt(other)
-    assert other["MASTER_PORT"] != port
-    assert launch.adopt(environment) == 4  # a second time changes nothing
-    torchrun = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
-    assert launch.adopt(both := {**STEP, **torchrun}) == 2
-    assert both["RANK"] == "1"
-    assert launch.adopt({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}) == 1  # a batch script is no step
-    assert [launch.first_node(n) for n in ("a-b3", "n[1,3]", "n[01-02]x", "")] == ["a-b3", "n1", "n01", ""]
-
-
-@pytest.mark.parametrize(
-    ("more", "says"),
-    [
-        ({"WORLD_SIZE": "3"}, "WORLD_SIZE is 3, but srun started 4 tasks"),
-        ({"SLURM_PROCID": "4"}, "RANK is 4, but WORLD_SIZE is 4: expected a rank from 0 to 3"),
-        ({"SLURM_PROCID": "two"}, "SLURM_PROCID is 'two': expected a whole number"),
-        ({"RANK": "1", "WORLD_SIZE": "2"}, "WORLD_SIZE is 2, but not set: MASTER_ADDR, MASTER_PORT"),
-    ],
-)
-def test_variables_that_contradict_each_other(more: dict[str, str], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        launch.adopt({**STEP, **more})
 
 
 def test_ranks_that_do_not_divide_the_batch(

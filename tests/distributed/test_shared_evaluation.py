@@ -21,8 +21,7 @@ from kiloword.data.feature_store import FeatureStore
 from kiloword.data.sources.open import open_source
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.distributed import collectives
-from kiloword.distributed import sharing as sharing_of
-from kiloword.distributed.sharing import gathered, in_turns, is_first, part_by_part, share, sharing, sums
+from kiloword.distributed.sharing import sharing
 from kiloword.evaluation import evaluate
 from kiloword.evaluation.caption import CaptionOptions
 from kiloword.evaluation.probe import ProbeOptions
@@ -36,7 +35,6 @@ from kiloword.generation.options import GenerationOptions
 from kiloword.methods.defaults import default_recipe
 from kiloword.methods.registry import preset
 from kiloword.mining.pairs import search
-from kiloword.model.encoding import encode_texts
 from kiloword.models.build import build
 from kiloword.models.model_folder import save_model
 from kiloword.types import BadSample, Record, Skipped
@@ -118,43 +116,14 @@ def counted(rows: int) -> tuple[dict[str, float], list[str], list[int]]:
     return found, [f"{one.row} {one.key} {one.reason}" for one in skipped], calls
 
 
-def helpers() -> None:
-    rank, ranks = share()
-    assert list(in_turns(range(7), lambda n: n * n)) == [n * n for n in range(7)]
-    assert gathered(rank) == list(range(ranks))
-    assert [x.tolist() for x in sums(torch.tensor([[1, 2]]), torch.tensor([3]))] == [[[ranks, 2 * ranks]], [3 * ranks]]
-    parts = [range(7), range(9, 10), range(20, 24)]
-    made = list(part_by_part(parts, 3, lambda batches: (list(rows) for rows in batches)))
-    assert made == ([[], [], []] if rank else [[[0, 1, 2], [3, 4, 5], [6]], [[9]], [[20, 21, 22], [23]]])
-
-
-def _all(names: tuple[str, ...], folder: str) -> None:
+def _all(folder: str) -> None:
     with sharing():
-        helpers()
-        found: dict[str, Any] = {name: judged(name) for name in names}
-        found["texts"] = encode_texts(matcher("clip").model, matcher("clip").tokenizer, ["a", "a red b", "c"], 2)
+        found: dict[str, Any] = {name: judged(name) for name in TASKS}
     with sharing(lockstep=True):
         found |= {f"holes {rows}": counted(rows) for rows in (13, 6)}
-    assert share() == (0, 1)
     Path(folder, f"{collectives.rank()}.pickle").write_bytes(pickle.dumps(found))
-    _write_together(Path(folder, "files"))
-
-
-def check(ranks: int, names: tuple[str, ...], folder: Path) -> None:
-    over_ranks(ranks, _all, names, str(folder))
-    every = [pickle.loads((folder / f"{r}.pickle").read_bytes()) for r in range(ranks)]
-    for rank, found in enumerate(every):
-        for name in names:
-            if rank == 0 or name not in FIRST_ALONE:
-                assert found[name] == judged(name), name
-        texts = encode_texts(matcher("clip").model, matcher("clip").tokenizer, ["a", "a red b", "c"], 2)
-        assert all(torch.equal(found["texts"][k], texts[k]) for k in texts)
-        for rows in (13, 6):
-            metrics, skipped, calls = found[f"holes {rows}"]
-            alone = counted(rows)
-            assert (metrics, skipped) == alone[:2]
-            assert len(calls) == len(every[0][f"holes {rows}"][2])
-            assert min(calls) > 0
+    with sharing():
+        write_files(Path(folder, "files"))
 
 
 class Repeats(Holes):
@@ -178,34 +147,16 @@ def write_files(folder: Path) -> None:
     command._write(describer, source, folder / "captions.parquet", told, 2, 0, ProgressReport(None))
 
 
-def _write_together(folder: Path) -> None:
-    with sharing():
-        write_files(folder)
-        found = search(random_corpus(0, n=23), LOW, most=4, chunk=3, truth=some_truth)
-        if is_first():
-            (folder / "mined.pickle").write_bytes(pickle.dumps(found))
-
-
 def some_truth(captions: Any, images: Any) -> torch.Tensor:
     return torch.from_numpy((captions[:, None] * 7 + images) % 5 == 0)
 
 
 def same_files(a: Path, b: Path) -> None:
     names = [p.relative_to(a) for p in sorted(a.rglob("*")) if p.is_file()]
-    assert names == [p.relative_to(b) for p in sorted(b.rglob("*")) if p.is_file() and p.suffix != ".pickle"]
+    assert names == [p.relative_to(b) for p in sorted(b.rglob("*")) if p.is_file()]
     assert len(names) == 6  # three parts, what they are of, the index, the captions
     for name in names:
         assert (a / name).read_bytes() == (b / name).read_bytes(), name
-
-
-def check_files(folder: Path) -> None:
-    write_files(folder / "one")
-    assert len(FeatureStore(folder / "one" / "side")) == 4
-    same_files(folder / "one", folder / "files")
-    found = pickle.loads((folder / "files" / "mined.pickle").read_bytes())
-    alone = search(random_corpus(0, n=23), LOW, most=4, chunk=3, truth=some_truth)
-    assert alone.mined.whole > 0
-    same_found(alone, found)
 
 
 def same_found(alone: Any, found: Any) -> None:
@@ -218,56 +169,56 @@ def same_found(alone: Any, found: Any) -> None:
             assert torch.equal(value, theirs) if isinstance(value, torch.Tensor) else value == theirs, name
 
 
-@pytest.mark.slow
-def test_two_ranks_find_and_write_what_one_process_does(tmp_path: Path) -> None:
-    """Keys that repeat and rows that cannot be read fall to different ranks."""
-    check(2, ("retrieval",), tmp_path)
-    check_files(tmp_path)
-
-
 @pytest.mark.parametrize("lockstep", [False, True])
-def test_three_threads_find_what_one_process_does(lockstep: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_three_threads_find_what_one_process_does(lockstep: bool) -> None:
     """Batches in turns, of which a whole one cannot be read, and blocks of queries."""
-    names = ("shortlist", "spectrum")
-    alone = [judged(name) for name in names]
-    skipped: list[Skipped] = []
-    holes = evaluate(matcher("siglip"), "retrieval", Holes(), skipped=skipped, batch=5)
 
     def work() -> tuple[list[Any], dict[str, float], list[Skipped]]:
         bad: list[Skipped] = []
-        found = evaluate(matcher("siglip"), "retrieval", Holes(), skipped=bad, batch=5)
-        return [judged(name) for name in names], found, bad
+        with sharing(lockstep):
+            found = evaluate(matcher("siglip"), "retrieval", Holes(), skipped=bad, batch=5)
+            return [judged(name) for name in ("shortlist", "spectrum")], found, bad
 
-    monkeypatch.setattr(sharing_of, "_sharing", True)
-    monkeypatch.setattr(sharing_of, "_lockstep", lockstep)
+    alone = work()
     for found in over_threads(3, work):
-        assert found == (alone, holes, skipped)
+        assert found == alone
 
 
 @pytest.mark.parametrize("known", [False, True])
-def test_three_threads_mine_what_one_process_does(known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_three_threads_mine_what_one_process_does(known: bool) -> None:
     def work() -> Any:
-        return search(random_corpus(0, n=23), LOW, most=4, chunk=3, truth=some_truth if known else None)
+        with sharing():
+            return search(random_corpus(0, n=23), LOW, most=4, chunk=3, truth=some_truth if known else None)
 
     alone = work()
     assert alone.mined.whole > 0
-    monkeypatch.setattr(sharing_of, "_sharing", True)
     same_found(alone, over_threads(3, work)[0])
 
 
 @pytest.mark.slow
-def test_every_task_over_three_ranks(tmp_path: Path) -> None:
-    check(3, tuple(TASKS), tmp_path)
+def test_every_task_and_file_over_three_ranks(tmp_path: Path) -> None:
+    """Keys that repeat and rows that cannot be read fall to different ranks; a table is begun by one process."""
+    write_files(tmp_path / "files")
+    (tmp_path / "files" / "side" / "part-00001.arrow").unlink()
+    over_ranks(3, _all, str(tmp_path))
+    every = [pickle.loads((tmp_path / f"{rank}.pickle").read_bytes()) for rank in range(3)]
+    alone = {f"holes {rows}": counted(rows) for rows in (13, 6)}
+    for rank, found in enumerate(every):
+        for name in TASKS:
+            if rank == 0 or name not in FIRST_ALONE:
+                assert found[name] == judged(name), name
+        for name, (metrics, skipped, _) in alone.items():
+            assert found[name][:2] == (metrics, skipped)
+            assert len(found[name][2]) == len(every[0][name][2])
+            assert min(found[name][2]) > 0
+    write_files(tmp_path / "one")
+    assert len(FeatureStore(tmp_path / "one" / "side")) == 4
+    same_files(tmp_path / "one", tmp_path / "files")
 
 
 @pytest.mark.slow
 def test_commands_over_ranks(tmp_path: Path) -> None:
-    """The first rank alone speaks; a table that one process began is finished by three; one sentence ends all."""
-    write_files(tmp_path / "one")
-    (tmp_path / "one" / "side" / "part-00001.arrow").unlink()
-    over_ranks(3, _write_together, tmp_path / "one")
-    write_files(tmp_path / "whole")
-    same_files(tmp_path / "whole", tmp_path / "one")
+    """The first rank alone speaks, and one sentence ends all."""
     model, data = tmp_path / "model", "scenes:test?n=22"
     save_model(model, matcher("coca").model, matcher("coca").tokenizer, ModelFile(
         method="coca", settings={}, model=matcher("coca").model.config
@@ -279,7 +230,6 @@ def test_commands_over_ranks(tmp_path: Path) -> None:
     failed = torchrun(2, "eval", "retrieval", str(tmp_path / "none"), "--data", data)
     assert failed.returncode != 0
     assert failed.stderr.count("kiloword: ") == 1
-    assert "expected a model folder" in failed.stderr
 
 
 def torchrun(ranks: int, *words: str) -> subprocess.CompletedProcess[str]:
