@@ -10,20 +10,19 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from kiloword.config.recipes import Recipe, sizes
-from kiloword.config.settings import check, leaves, parse
+from kiloword.config.settings import BaseSettings, check, leaves, parse
 from kiloword.errors import suggestion
 
 FOLDER = Path(__file__).parent / "paper_recipes"
-LARGEST = 1 << 20  # largest file of a recipe in bytes
 LENGTHS = ("steps", "epochs", "samples")
-FACTS = ("data", "images", "gpus", "gpu", "captions")  # "plan.NAME": of the paper's run, not settings of training
-WORDS = ("about", "base", "method", "notes", "paper", "main")  # keys of a table that are no settings
+FACTS = ("data", "images", "gpus", "gpu", "captions")  # PLAN + NAME: of the paper's run, not settings of training
+PLAN = "plan."
 TOWERS = ("model.image.", "model.text.", "model.head.")
 SHAPE = {  # what a size sets, where a recipe does not set it itself
     "image": "size patch width depth heads mlp",
@@ -41,18 +40,28 @@ class RecipeValue:
     open: str = ""  # reason for the choice
 
 
-@dataclass(frozen=True)
-class NamedRecipe:
+@dataclass(frozen=True, kw_only=True)
+class _Words(BaseSettings):
+    """The keys of a table that are no settings."""
+
+    about: str = ""
+    base: str = ""
+    method: str = ""
+    notes: tuple[str, ...] = ()
+    paper: str = ""
+    main: bool = False  # of the recipes of its method, the one named "paper"
+
+
+_WORDS = [word.name for word in fields(_Words)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamedRecipe(_Words):
     """A recipe of a paper or of a file: only the values that it sets."""
 
     name: str  # of a paper's recipe; of a file its path
-    method: str = ""
     entries: dict[str, RecipeValue] = field(default_factory=dict)  # by dotted name, as in config.json; one of LENGTHS
     facts: dict[str, RecipeValue] = field(default_factory=dict)  # by the names in FACTS
-    about: str = ""
-    paper: str = ""
-    notes: tuple[str, ...] = ()
-    main: bool = False  # of the recipes of its method, the one named "paper"
 
     def value(self, name: str, default: Any = None) -> Any:
         """The value that it sets, or the default."""
@@ -78,19 +87,9 @@ class NamedRecipe:
 @cache
 def _tables() -> dict[str, dict[str, Any]]:
     """The tables of all papers, by name; those whose name begins with an underscore are only inherited from."""
-    tables: dict[str, dict[str, Any]] = {}
-    for path in sorted(FOLDER.glob("*.toml")):
-        whole = tomllib.loads(path.read_text(encoding="utf-8"))
-        paper = whole.pop("paper")
-        for name, table in whole.items():
-            base = {"base": _within(path, table["base"])} if "base" in table else {}
-            tables[_within(path, name)] = {"paper": paper, **table, **base}
-    return tables
-
-
-def _within(path: Path, name: str) -> str:
-    """The name of a table; one that begins with an underscore belongs to its file."""
-    return f"_{path.stem}{name}" if name.startswith("_") else name
+    files = [tomllib.loads(path.read_text(encoding="utf-8")) for path in sorted(FOLDER.glob("*.toml"))]
+    papers = [(file.pop("paper"), file) for file in files]
+    return {name: {"paper": paper, **table} for paper, file in papers for name, table in file.items()}
 
 
 def names() -> list[str]:
@@ -103,15 +102,11 @@ def load(name: str, method: str = "") -> NamedRecipe:
 
     Raises: ValueError for an unknown name.
     """
-    if name == "paper":
-        return _main(method)
-    if name not in names():
+    if name in names():
+        return _read(name, _tables()[name])
+    if name != "paper":
         near = [known for known in names() if name and name in known] or names()
         raise ValueError(f"unknown recipe {name!r}: expected one of {', '.join(near)}.{suggestion(name, near)}")
-    return _read(name, _tables()[name])
-
-
-def _main(method: str) -> NamedRecipe:
     if not method:
         raise ValueError("--recipe paper is the main recipe of a method: give METHOD first, e.g. train llip.")
     all_of = [recipe for recipe in map(load, names()) if recipe.is_of(method)]
@@ -149,77 +144,58 @@ def read(path: Path) -> NamedRecipe:
 
     Raises: ValueError naming the file, what is wrong in it and what was expected.
     """
-    if path.is_dir():
-        raise ValueError(f"--config {path} is a folder: expected a TOML file, or a run's {path / 'config.json'}.")
     if not path.is_file():
-        raise ValueError(f"no file at {path}: --config takes a TOML file, or the config.json of a run.")
-    if path.stat().st_size > LARGEST:
-        raise ValueError(f"{path} has {path.stat().st_size:,} bytes: expected a recipe of at most {LARGEST:,}.")
+        found = "is a folder" if path.is_dir() else "is no file"
+        raise ValueError(f"{path} {found}: --config takes a TOML file, or the config.json of a run.")
     try:
         text = path.read_text(encoding="utf-8")
         table = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
-        table = _of_run(table)
-        return _own_towers(_read(str(path), table), table)
+        if not isinstance(table, dict):
+            raise ValueError("expected a table of settings.")
+        if str(table.get("format", "")).startswith("kiloword-model"):
+            raise ValueError("it describes a model; expected the config.json of a run, one folder above.")
+        if str(table.get("format", "")).startswith("kiloword-run"):
+            table = table.get("recipe", {})
+        chosen = _read(str(path), table)
+        if "base" not in table or "size" not in table or chosen.value("size") == load(table["base"]).value("size"):
+            return chosen
+        own = dict(_entries(table))  # another size replaces the towers of the base, as --size does
+        kept = {name: entry for name, entry in chosen.entries.items() if name in own or not name.startswith(TOWERS)}
+        return replace(chosen, entries=kept)
     except (ValueError, RecursionError) as e:
         raise ValueError(f"{path} is no recipe: {e}") from e
 
 
-def _own_towers(chosen: NamedRecipe, table: Mapping[str, Any]) -> NamedRecipe:
-    """The recipe of a file, without the towers of its base where the file sets another size, as --size does."""
-    entries = dict(_entries({key: value for key, value in table.items() if key not in WORDS}))
-    if "base" not in table or "size" not in entries:
-        return chosen
-    if entries["size"].value == _read(table["base"], _tables()[table["base"]]).value("size"):
-        return chosen
-    kept = {name: entry for name, entry in chosen.entries.items() if name in entries or not name.startswith(TOWERS)}
-    return replace(chosen, entries=kept)
-
-
-def _of_run(table: Any) -> dict[str, Any]:
-    """The recipe in the config.json of a run; another table as it is."""
-    if not isinstance(table, dict):
-        raise ValueError("expected a table of settings.")
-    if str(table.get("format", "")).startswith("kiloword-model"):
-        raise ValueError("it describes a model; expected the config.json of a run, one folder above.")
-    if str(table.get("format", "")).startswith("kiloword-run"):
-        table = table.get("recipe", {})
-    return table if isinstance(table, dict) else {}
-
-
 def _read(name: str, table: Mapping[str, Any]) -> NamedRecipe:
     """A table with what it inherits. Raises: ValueError for an unknown key."""
-    words = {key: table[key] for key in WORDS if key in table}
-    _check_words(words)
-    above = NamedRecipe(name)
-    if "base" in words:
-        base = words["base"]
-        if base not in _tables():
-            raise ValueError(f"its base is {base!r}: expected one of {', '.join(names())}.{suggestion(base, names())}")
-        above = replace(_read(base, _tables()[base]), name=name, main=False)
-    entries = dict(_entries({key: value for key, value in table.items() if key not in WORDS}))
-    _check_names(entries)
+    words = parse({key: table[key] for key in _WORDS if key in table}, _Words, strict=True)
+    above = NamedRecipe(name=name)
+    if words.base:
+        if words.base not in _tables():
+            expected = f"expected one of {', '.join(names())}.{suggestion(words.base, names())}"
+            raise ValueError(f"its base is {words.base!r}: {expected}")
+        above = _read(words.base, _tables()[words.base])
+    entries = dict(_entries({key: value for key, value in table.items() if key not in _WORDS}))
+    for path, entry in entries.items():
+        if path not in _known() and not path.startswith("settings."):
+            raise ValueError(f"unknown setting {path!r}: expected one as in config.json.{suggestion(path, _known())}")
+        kinds = {"epochs": (int, float), "samples": (int,)}.get(path, (object,))
+        if not isinstance(entry.value, kinds) or (path in LENGTHS and isinstance(entry.value, bool)):
+            raise ValueError(f"{path} is {entry.value!r}: expected a {'' if float in kinds else 'whole '}number.")
     lengths = [key for key in LENGTHS if key in entries]
     if len(lengths) > 1:
         raise ValueError(f"{' and '.join(lengths)} both say how long to train: expected one of them.")
-    inherited = {key: entry for key, entry in above.entries.items() if not (lengths and key in LENGTHS)}
-    notes: Any = words.get("notes", ())
-    facts = {key.removeprefix("plan."): entry for key, entry in entries.items() if key.startswith("plan.")}
-    return replace(
-        above,
-        entries=inherited | {key: entry for key, entry in entries.items() if not key.startswith("plan.")},
-        facts=above.facts | facts,
-        notes=(*above.notes, *map(str, notes)),
-        **{key: value for key, value in words.items() if key not in ("base", "notes")},
+    every = {key: entry for key, entry in above.entries.items() if not (lengths and key in LENGTHS)} | entries
+    return NamedRecipe(
+        name=name,
+        method=words.method or above.method,
+        entries={key: entry for key, entry in every.items() if not key.startswith(PLAN)},
+        facts=above.facts | {key.removeprefix(PLAN): entry for key, entry in entries.items() if key.startswith(PLAN)},
+        about=words.about or above.about,
+        paper=words.paper or above.paper,
+        notes=(*above.notes, *words.notes),
+        main=words.main,
     )
-
-
-def _check_words(words: Mapping[str, Any]) -> None:
-    """Raises: ValueError for a word of another type than text; notes are a list of texts, main is true or false."""
-    for key, value in words.items():
-        kind, expected = {"notes": (list, "a list of texts"), "main": (bool, "true or false")}.get(key, (str, "a text"))
-        inner = value if key == "notes" and isinstance(value, list) else ()
-        if not isinstance(value, kind) or not all(isinstance(text, str) for text in inner):
-            raise ValueError(f"{key} is {value!r}: expected {expected}.")
 
 
 def _entries(table: Mapping[str, Any], at: str = "") -> Iterator[tuple[str, RecipeValue]]:
@@ -238,26 +214,7 @@ def _entries(table: Mapping[str, Any], at: str = "") -> Iterator[tuple[str, Reci
 def _known() -> frozenset[str]:
     """The dotted names of the settings of a recipe, its lengths and facts."""
     names = {leaf.path for leaf in leaves(Recipe(method=""))} - {"method"}
-    return frozenset(names | set(LENGTHS) | {f"plan.{name}" for name in FACTS})
-
-
-def _check_names(entries: Mapping[str, RecipeValue]) -> None:
-    """Raises: ValueError for a setting that does not exist, one within another's value, and an invalid length."""
-    for name, entry in entries.items():
-        if name not in _known() and not name.startswith("settings."):
-            raise ValueError(f"unknown setting {name!r}: expected one as in config.json.{suggestion(name, _known())}")
-        above = next((path for path in _above(name) if path in entries), None)
-        if above is not None:
-            raise ValueError(f"{above} has a value, and {name} another within it: expected one of them.")
-        kinds = {"epochs": (int, float), "samples": (int,)}.get(name, (object,))
-        if not isinstance(entry.value, kinds) or (name in LENGTHS and isinstance(entry.value, bool)):
-            raise ValueError(f"{name} is {entry.value!r}: expected a {'' if float in kinds else 'whole '}number.")
-
-
-def _above(name: str) -> list[str]:
-    """The names of the tables that a dotted name is in."""
-    parts = name.split(".")
-    return [".".join(parts[:n]) for n in range(1, len(parts))]
+    return frozenset(names | set(LENGTHS) | {PLAN + name for name in FACTS})
 
 
 def fill(recipe: Recipe, chosen: NamedRecipe, towers: bool = True) -> Recipe:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import Field, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, TypeVar, get_args, get_type_hints
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from kiloword.addresses import without_credentials
 
@@ -88,30 +88,18 @@ def check(settings: Any, prefix: str = "--") -> None:
     """Check all numbers of a dataclass of settings, such as a recipe, but for a method's, which `preset` checks.
 
     Args: prefix: of the flags that messages name; "": they name keys of a file.
-    Raises: ValueError naming numbers that are NaN, infinite or out of their limits, and other values than numbers where
-    limits are declared, unless its type names them ("auto").
+    Raises: ValueError naming numbers that are NaN, infinite or out of their limits.
     """
     wrong = []
     for leaf in leaves(settings):
-        limits, hint = leaf.field.metadata.get("limits"), leaf.field.metadata.get("hint", "")
-        low, high = limits or DEFAULT_LIMITS
+        low, high = leaf.field.metadata.get("limits") or DEFAULT_LIMITS
         for value in leaf.value if isinstance(leaf.value, list | tuple) else (leaf.value,):
-            numeric = isinstance(value, int | float)
-            fits = numeric and low <= value <= high and abs(value) < UNLIMITED  # False for NaN
-            if not fits and (isinstance(value, float) or (limits and (numeric or not _is_word(leaf, value)))):
-                name = prefix + leaf.flag if prefix else leaf.path
+            checked = isinstance(value, float) or (isinstance(value, int) and "limits" in leaf.field.metadata)
+            if checked and not (low <= value <= high and abs(value) < UNLIMITED):  # not true of NaN
+                name, hint = prefix + leaf.flag if prefix else leaf.path, leaf.field.metadata.get("hint", "")
                 wrong.append(f"{name} is {value}: expected {_range(low, high)}{hint}")
     if wrong:
         raise ValueError("; ".join(wrong[:3]) + ".")
-
-
-def _is_word(leaf: Leaf, value: Any) -> bool:
-    """Whether a value is the default of a setting, or one of the strings in a Literal of its type."""
-    return value == leaf.field.default or value in _strings(get_type_hints(leaf.owner)[leaf.field.name])
-
-
-def _strings(kind: Any) -> list[str]:
-    return [text for part in get_args(kind) for text in ([part] if isinstance(part, str) else _strings(part))]
 
 
 def _range(low: float, high: float) -> str:
@@ -143,15 +131,13 @@ def parse(value: Any, kind: type[T], strict: bool = False) -> T:
 
     Raises: ValueError for unknown keys and wrong types.
     """
-    from pydantic import PydanticUserError, TypeAdapter, ValidationError
+    from pydantic import TypeAdapter, ValidationError
 
     value = without_credentials(value)
     try:
         if strict:
             return TypeAdapter(kind).validate_json(json.dumps(value), strict=True)
         return TypeAdapter(kind).validate_python(value)
-    except PydanticUserError as e:  # of a user-defined method
-        raise ValueError(f"{kind.__name__} is not a class of settings: expected fields of plain data.") from e
     except ValidationError as e:
         problems = [f"{'.'.join(map(str, x['loc'])) or 'it'}: {x['msg'].lower()}" for x in e.errors()]
         raise ValueError("; ".join(problems[:3]) + ".") from e
