@@ -6,16 +6,17 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Literal, cast, get_args
+from typing import Literal, cast, get_args
 
 import torch
 
 from kiloword.config.recipes import EncoderPrecision, Matmul, ModelConfig, Recipe, sizes
-from kiloword.distributed.device import cores, cpu_has_bf16, free_shared_memory
+from kiloword.distributed.device import cores, cpu_has_bf16
 from kiloword.distributed.sharing import is_first
 from kiloword.terminal import warn
 
 MOST_WORKERS = 16  # chosen for a rank at most: each holds batches in memory
+SHARED_MEMORY = "/dev/shm"  # through which workers send batches
 AHEAD = 3  # batches of a worker in shared memory: two prefetched, one in the making
 
 
@@ -28,18 +29,18 @@ def settle(recipe: Recipe, device: str, earlier: Recipe | None = None) -> Recipe
 
     Args: device: "cpu", "cuda" or "cuda:N"; earlier: the recipe of the run that is resumed.
     """
-    cuda = device.startswith("cuda")
-    chosen: dict[str, Any] = {
-        "precision": "bf16" if _in_bf16(recipe.size, cuda) else "fp32",
-        "matmul": "high" if cuda else torch.get_float32_matmul_precision(),
-    }
     if earlier is not None:
-        chosen = {name: getattr(earlier, name) for name in chosen}
-    return replace(recipe, **{name: value for name, value in chosen.items() if getattr(recipe, name) == "auto"})
-
-
-def _in_bf16(size: str, cuda: bool) -> bool:
-    return size != "debug" if cuda else size in ("tiny", "top") and cpu_has_bf16()
+        precision, matmul = earlier.precision, earlier.matmul
+    elif device.startswith("cuda"):
+        precision, matmul = "fp32" if recipe.size == "debug" else "bf16", "high"
+    else:
+        precision = "bf16" if recipe.size in ("tiny", "top") and cpu_has_bf16() else "fp32"
+        matmul = cast(Matmul, torch.get_float32_matmul_precision())
+    return replace(
+        recipe,
+        precision=precision if recipe.precision == "auto" else recipe.precision,
+        matmul=matmul if recipe.matmul == "auto" else recipe.matmul,
+    )
 
 
 def encoder_precision(requested: str, config: ModelConfig, device: str) -> EncoderPrecision:
@@ -60,50 +61,42 @@ def _is_large(config: ModelConfig) -> bool:
     return config.image.width > tiny.image.width or config.text.width > tiny.text.width
 
 
-def share_of_cores() -> int:
-    """Cores of this rank, where the ranks of the machine share its cores."""
-    return cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
-def workers_of(requested: int | Literal["auto"], device: str, batch: int, train: bool = False) -> int:
+def workers_of(requested: int | Literal["auto"], device: str, images: int, size: int, train: bool = False) -> int:
     """Number of loader processes of a rank. "auto": on CUDA the rank's share of the cores minus two; on a CPU, which
     computes too, half of its share to train on images that are decoded, else none; as many as shared memory holds.
 
-    Args: requested: --workers; batch: bytes of a rank's batch; train: on images that are decoded.
+    Args: requested: --workers; images: of a rank's batch; size: their height in pixels; train: on decoded images.
     """
     if requested != "auto":
         return requested
-    chosen = max(1, share_of_cores() - 2) if device.startswith("cuda") else share_of_cores() // 2 if train else 0
-    free = free_shared_memory()
-    return min(chosen, MOST_WORKERS, MOST_WORKERS if free is None else free // (AHEAD * batch))
+    share = cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    chosen = min(MOST_WORKERS, max(1, share - 2) if device.startswith("cuda") else share // 2 if train else 0)
+    try:
+        memory = os.statvfs(SHARED_MEMORY)
+    except OSError:  # not Linux
+        return chosen
+    return min(chosen, memory.f_bavail * memory.f_frsize // (AHEAD * max(images, 1) * 3 * size * size))
 
 
 def summary(requested: Recipe, settled: Recipe, device: str, workers: int, resumed: bool) -> str:
     """One line: the values chosen for a device, and why. Args: requested: the recipe before `settle`."""
+    cuda = device.startswith("cuda")
+    slow = not cuda and not cpu_has_bf16()
     reasons = {
-        "precision": f"size {settled.size}"
-        + ("" if device.startswith("cuda") or cpu_has_bf16() else " on a CPU without bf16"),
-        "matmul": "TF32" if device.startswith("cuda") else "as torch is set",
+        "precision": f"size {settled.size}" + " on a CPU without bf16" * slow,
+        "matmul": "TF32" if cuda else "as torch is set",
     }
-    precision, matmul = (
-        f"{getattr(settled, name)} "
-        f"({'as given' if getattr(requested, name) != 'auto' else 'as the run began' if resumed else reason})"
-        for name, reason in reasons.items()
-    )
+    for name in reasons:
+        if getattr(requested, name) != "auto":
+            reasons[name] = "as given"
+        elif resumed:
+            reasons[name] = "as the run began"
+    emulated = ", which this CPU only emulates: fp32 is many times faster" if slow else ""
     return (
-        f"{device}: precision {precision}{_emulated(settled, device)}, fp32 matmul {matmul}, {workers} workers of "
-        f"{cores()} cores; set --precision, --matmul, --workers"
+        f"{device}: precision {settled.precision} ({reasons['precision']}){emulated * (settled.precision == 'bf16')}, "
+        f"fp32 matmul {settled.matmul} ({reasons['matmul']}), {workers} workers of {cores()} cores; set --precision, "
+        "--matmul, --workers"
     )
-
-
-def _emulated(settled: Recipe, device: str) -> str:
-    slow = settled.precision == "bf16" and device == "cpu" and not cpu_has_bf16()
-    return ", which this CPU only emulates: fp32 is many times faster" if slow else ""
-
-
-def image_bytes(images: int, size: int) -> int:
-    """Bytes of a batch of uint8 images [images, 3, size, size]."""
-    return max(images, 1) * 3 * size * size
 
 
 def reason_of(requested: str, config: ModelConfig) -> str:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -14,7 +15,6 @@ from kiloword.distributed import launch
 from kiloword.types import Batch
 
 PrecisionContext = Callable[[], AbstractContextManager[object]]
-SHARED_MEMORY = "/dev/shm"
 _simulated: str | None = None
 
 
@@ -46,30 +46,22 @@ def choose(device: str, mps: bool = False) -> str:
     Raises: ValueError for another name, a missing device, or one GPU for several ranks.
     """
     if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "mps" if mps and _has_mps() else "cpu"
-    if mps and device == "mps":
-        if not _has_mps():
-            raise ValueError("device is 'mps', but this torch or this machine has none: use cpu.")
-        return device
+        return "cuda" if torch.cuda.is_available() else "mps" if mps and torch.backends.mps.is_available() else "cpu"
     kind, _, number = device.partition(":")
-    if kind == "cuda" and number and (ranks := launch.adopt()) > 1:
+    if device != "mps" * mps and (kind not in ("cpu", "cuda") or (number and not number.isdecimal())):
+        raise ValueError(f"device is {device!r}: expected auto, cpu, {'mps, ' * mps}cuda or cuda:N.")
+    found = {"cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}.get(kind, 1)
+    if kind != "cpu" and int(number or 0) >= found:
+        raise ValueError(
+            f"device is {device}, but this torch ({torch.__version__}) sees {found} {kind.upper()} devices: use cpu, "
+            "or look at `kiloword doctor`."
+        )
+    if number and kind == "cuda" and (ranks := launch.adopt()) > 1:
         raise ValueError(
             f"device is {device}, one GPU, but {ranks} ranks are started: use cuda, with which each rank takes the GPU "
             "of its LOCAL_RANK, and choose among GPUs by CUDA_VISIBLE_DEVICES."
         )
-    if kind not in ("cpu", "cuda") or (number and not (number.isascii() and number.isdecimal())):
-        names = "auto, cpu, mps, cuda or cuda:N" if mps else "auto, cpu, cuda or cuda:N"
-        raise ValueError(f"device is {device!r}: expected {names}.")
-    if kind == "cuda" and int(number or 0) >= torch.cuda.device_count():
-        raise ValueError(
-            f"device is {device}, but this torch ({torch.__version__}) sees {torch.cuda.device_count()} CUDA devices: "
-            "use cpu, or look at `kiloword doctor`."
-        )
     return device
-
-
-def _has_mps() -> bool:
-    return torch.backends.mps.is_available()
 
 
 def cores() -> int:
@@ -82,8 +74,7 @@ def cpu_has_bf16() -> bool:
 
     Only instructions whose speed was measured count: others have fp32 by default.
     """
-    capabilities = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
-    return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16"))
+    return any(torch.cpu.get_capabilities().get(name, False) for name in ("avx512_bf16", "amx_bf16"))
 
 
 def precision_of(name: str, device: str) -> PrecisionContext:
@@ -115,22 +106,11 @@ def _used_here(x: Tensor) -> Tensor:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that is free on a device, in bytes; where it is not known, 1 GiB."""
+    """Memory that is free on a device, in bytes; where it is not known, half of the machine's."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     try:
-        with open("/proc/meminfo", encoding="utf-8") as file:
-            kib = next(line.split()[1] for line in file if line.startswith("MemAvailable"))
-        return int(kib) * 1024
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
     except (OSError, StopIteration):
-        names = ("SC_PHYS_PAGES", "SC_PAGE_SIZE")
-        known = device.type in ("cpu", "mps") and all(name in getattr(os, "sysconf_names", {}) for name in names)
-        return os.sysconf(names[0]) * os.sysconf(names[1]) // 2 if known else 1 << 30
-
-
-def free_shared_memory() -> int | None:
-    """Free bytes of shared memory; None on systems without /dev/shm."""
-    with suppress(OSError):
-        about = os.statvfs(SHARED_MEMORY)
-        return about.f_bavail * about.f_frsize
-    return None
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2

@@ -155,13 +155,10 @@ def together(device: str) -> Iterator[None]:
     """For a command that torchrun or srun started several times: the ranks share its work, only the first one prints.
 
     The others wait at the end for as long as the first one takes.
-    Raises: ValueError for a device that is one of several.
     """
     if dist.is_initialized() or launch.adopt() == 1:
         yield
         return
-    if ":" in device:
-        raise ValueError(f"--device {device} is one GPU, but {os.environ['WORLD_SIZE']} ranks run: use --device cuda.")
     with collectives.process_group(device), ExitStack() as stack:
         stack.enter_context(sharing())
         if collectives.rank():

@@ -156,7 +156,7 @@ def _on_tokens(task: Task, matcher: Matcher | None, source: Source, execution: E
 def opened(folder: str, execution: Execution) -> tuple[Matcher, int]:
     """A model, and the number of workers that read for it."""
     from kiloword.api import Matcher
-    from kiloword.distributed.by_device import announce, image_bytes, reason_of, workers_of
+    from kiloword.distributed.by_device import announce, reason_of, workers_of
     from kiloword.interop.names import local_folder
     from kiloword.model.prefix import keep_prefix_
     from kiloword.models.model_folder import open_model
@@ -166,7 +166,7 @@ def opened(folder: str, execution: Execution) -> tuple[Matcher, int]:
     if execution.dim is not None and (note := keep_prefix_(matcher.model, execution.dim)):
         warn(f"note: {note}")
     config = matcher.model.config
-    workers = workers_of(execution.workers, device, image_bytes(execution.batch, config.image.size))
+    workers = workers_of(execution.workers, device, execution.batch, config.image.size)
     announce(device, matcher.model.precision, reason_of(precision, config), workers)
     return matcher, workers
 

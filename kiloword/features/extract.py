@@ -21,7 +21,7 @@ from kiloword.data.images.views import PLAIN, Augmented
 from kiloword.data.parts import empty_batch, part_path
 from kiloword.data.reading import EvalBatch, eval_batches
 from kiloword.data.sources.open import open_data
-from kiloword.distributed.by_device import announce, image_bytes, workers_of
+from kiloword.distributed.by_device import announce, workers_of
 from kiloword.distributed.device import choose
 from kiloword.distributed.sharing import alone, is_first, together
 from kiloword.errors import naming_truncated
@@ -65,7 +65,7 @@ def main(
         if isinstance(opened_teacher, SentenceTeacher) and (resize is not None or augmented != PLAIN):
             raise ValueError(f"{model} reads texts, which --resize, --views and --augment do not change: omit them.")
         teacher = shortened(resized(opened_teacher, resize), dim)
-        workers = workers_of(workers, device, image_bytes(batch * augmented.views, teacher.size))
+        workers = workers_of(workers, device, batch * augmented.views, teacher.size)
         announce(device, precision, "on every device, unless given", workers)
         source = open_data(DataConfig(sources=tuple(data), extra_captions=tuple(extra_captions)), teacher.size)
         file = _file(teacher, source, model, name, precision, dtype, max(1, PART // augmented.views), augmented)

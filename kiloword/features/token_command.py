@@ -14,7 +14,7 @@ from kiloword.data.images.views import in_words
 from kiloword.data.sources.open import open_data
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.data.token_store import Dtype, ImageTokens, Kind, TextTokens
-from kiloword.distributed.by_device import announce, image_bytes, workers_of
+from kiloword.distributed.by_device import announce, workers_of
 from kiloword.distributed.device import choose
 from kiloword.distributed.sharing import together
 from kiloword.errors import suggestion
@@ -58,7 +58,7 @@ def main(
         opened, tokenizer, message = open_tower(model, trust)
         opened = opened.to(device)
         size = opened.config.image.size
-        workers = workers_of(workers, device, image_bytes(batch * views, size))
+        workers = workers_of(workers, device, batch * views, size)
         announce(device, precision, "on every device, unless given", workers)
         report = ProgressReport(sys.stderr)
         if message:

@@ -16,7 +16,7 @@ from kiloword.data.joins import sampled_images
 from kiloword.data.parts import empty_batch
 from kiloword.data.reading import EvalBatch, eval_batches
 from kiloword.data.sources.open import open_data
-from kiloword.distributed.by_device import announce, image_bytes, workers_of
+from kiloword.distributed.by_device import announce, workers_of
 from kiloword.distributed.device import choose
 from kiloword.distributed.sharing import alone, is_first, together
 from kiloword.features.tables import ProgressReport, Rows, content_of, fill
@@ -61,8 +61,7 @@ def main(
     with together(device):
         describer = open_captioner(model, device, precision, trust)
         describer.check(options)
-        room = image_bytes(4 * batch, describer.transform.size)  # transformers' own are of floats
-        workers = workers_of(workers, device, room)
+        workers = workers_of(workers, device, 4 * batch, describer.transform.size)  # transformers' own are of floats
         announce(device, describer.precision, reason, workers)
         source = open_data(DataConfig(sources=tuple(data)), describer.transform.size)
         file = _file(describer, source, options, model, describer.precision, PART)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kiloword.data.reading import EvalBatch, eval_batches
-from kiloword.distributed.by_device import announce, image_bytes, reason_of, workers_of
+from kiloword.distributed.by_device import announce, reason_of, workers_of
 from kiloword.distributed.device import choose
 from kiloword.errors import count
 from kiloword.files import Lock, utf8
@@ -62,7 +62,7 @@ def main(
     if kept.of_codes is not None:
         _note(check_prefix(matcher.model, kept.of_codes))
     network = matcher.model
-    workers = workers_of(workers, choose(device), image_bytes(batch, network.config.image.size))
+    workers = workers_of(workers, choose(device), batch, network.config.image.size)
     announce(str(network.mean.device), network.precision, reason_of(precision, network.config), workers)
     if (out / FILE).exists():
         settings_of(out)  # a folder of something else gets no lock

@@ -171,13 +171,13 @@ def make_loader(
     recipe: Recipe, source: Source, method: Method, tokenizer: Tokenizer, options: RunOptions, device: str = "cpu"
 ) -> Loader:
     """The loader of this rank's batches. Args: device: the device that trains on them."""
-    image_bytes = recipe.batch // collectives.ranks() * 3 * recipe.model.image.size**2
+    images, size = recipe.batch // collectives.ranks(), recipe.model.image.size
     return Loader(
         source,
         _order(recipe, source),
         recipe.data,
         method.shape(recipe.model).text,
-        recipe.model.image.size,
+        size,
         tokenizer,
         transforms=method.transforms,
         inputs=method.inputs,
@@ -189,7 +189,7 @@ def make_loader(
         seed=recipe.seed,
         rank=collectives.rank(),
         ranks=collectives.ranks(),
-        workers=workers_of(options.workers, device, image_bytes, train=getattr(source, "natural", True)),
+        workers=workers_of(options.workers, device, images, size, train=getattr(source, "natural", True)),
         timeout=options.timeout,
         resize=recipe.model.preprocess.resize,
     )

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from kiloword.distributed import collectives, launch, sharing
+from kiloword.distributed import collectives, sharing
 from threads import over_threads
 
 RANKS = 3
@@ -98,10 +98,3 @@ def test_an_interruption_says_how_much_is_kept() -> None:
 
     kept = "2,990 of 3,000 rows are kept, the same command goes on with the others."
     assert over_threads(2, work) == [kept, "typed"]
-
-
-def test_one_card_is_not_for_several_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in launch.announced(0, 2, 1).items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match="--device cuda:1"), sharing.together("cuda:1"):
-        pass

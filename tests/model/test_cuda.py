@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -144,19 +145,20 @@ def summary_of(asked: Recipe, settled: Recipe, device: str = "cpu") -> str:
 
 @pytest.mark.parametrize(
     ("cores", "ranks", "free", "workers"),
-    [(16, 1, None, 14), (128, 8, None, 14), (64, 1, None, 16), (2, 1, None, 1), (16, 1, 600, 2), (16, 1, 64, 0)],
+    [(16, 1, None, 14), (128, 8, None, 14), (64, 1, None, 16), (2, 1, None, 1), (16, 1, 1800, 2), (16, 1, 64, 0)],
 )
 def test_workers_follow_cores_and_shared_memory(
     monkeypatch: pytest.MonkeyPatch, cores: int, ranks: int, free: int | None, workers: int
 ) -> None:
     """A container with 64 MB of shared memory, which a batch would not fit into, trains without workers."""
     monkeypatch.setattr(by_device, "cores", lambda: cores)
-    monkeypatch.setattr(by_device, "free_shared_memory", lambda: free)
+    memory = SimpleNamespace(f_bavail=10**9 if free is None else free, f_frsize=1)
+    monkeypatch.setattr(os, "statvfs", lambda path: memory)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-    assert by_device.workers_of("auto", "cuda", 100) == workers
-    assert by_device.workers_of("auto", "cpu", 100) == 0
-    assert by_device.workers_of("auto", "cpu", 100, train=True) == min(max(1, cores // ranks // 2), workers, 16)
-    assert by_device.workers_of(3, "cuda", 100) == 3
+    assert by_device.workers_of("auto", "cuda", 25, 2) == workers
+    assert by_device.workers_of("auto", "cpu", 25, 2) == 0
+    assert by_device.workers_of("auto", "cpu", 25, 2, train=True) == min(max(1, cores // ranks // 2), workers, 16)
+    assert by_device.workers_of(3, "cuda", 25, 2) == 3
 
 
 def test_one_line_says_what_a_device_made_of_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
