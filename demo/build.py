@@ -33,7 +33,7 @@ from kiloword.files import write_atomic, write_json
 from kiloword.interop.export.run import run as export
 from kiloword.interop.push import MODEL
 from kiloword.model.prefix import cosine_alone
-from kiloword.models.model_card import CARD, model_card
+from kiloword.models.card import CARD, model_card
 from kiloword.models.model_folder import model_files, read_model_file
 from kiloword.quickstart.judge import draw_all
 from kiloword.report.page import style_sheet

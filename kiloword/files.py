@@ -95,13 +95,13 @@ class Lock:
 
     Args: out: the folder of --out; doing: activity of the holder, for messages; folder: folder of the lock file if not
     `out`.
-    Raises: ValueError when it is held already.
+    Raises: ValueError when another process holds it.
     """
 
     def __init__(self, out: Path, doing: str = TRAINING, folder: Path | None = None) -> None:
         folder = folder or out
         self.path = folder / LOCK
-        self._lock = cast(BaseFileLock, FileLock(self.path, timeout=0, thread_local=False))
+        self._lock = cast(BaseFileLock, FileLock(self.path, timeout=0, thread_local=False, is_singleton=True))
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._lock.acquire()
@@ -124,9 +124,9 @@ class Lock:
 
     def release(self) -> None:
         """Release the lock and remove its file."""
-        if self._lock.is_locked:
+        if self._lock.lock_counter == 1:
             self.path.unlink(missing_ok=True)
-            self._lock.release()
+        self._lock.release()
 
 
 def is_taken(path: Path) -> bool:

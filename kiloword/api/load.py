@@ -11,8 +11,8 @@ from kiloword.distributed.device import choose
 from kiloword.interop.names import local_folder
 from kiloword.methods.registry import omitted
 from kiloword.model.prefix import keep_prefix_
-from kiloword.models import card
 from kiloword.models.adapters import FILE
+from kiloword.models.card import CARD
 from kiloword.models.model_folder import WEIGHTS, model_files, open_model, read_model_file
 from kiloword.models.trust import Trust
 from kiloword.terminal import warn
@@ -74,7 +74,7 @@ def _without(file: ModelFile, component: str) -> ModelFile:
 def read_card(folder: Path) -> str:
     """The text of a folder's README.md, of at most LONGEST_CARD bytes; "" where there is none."""
     try:
-        with (folder / card.NAME).open("rb") as file:
+        with (folder / CARD).open("rb") as file:
             return file.read(LONGEST_CARD).decode(errors="replace")
     except OSError:
         return ""

@@ -113,7 +113,7 @@ class Matcher:
         folder, file = Path(folder).expanduser(), replace(self.file, model=self.model.config)
         with new_folder(folder) as work:
             if self.card:
-                write_atomic(work / cards.NAME, self._card_of(file).encode())
+                write_atomic(work / cards.CARD, self._card_of(file).encode())
             save_model(work, self.model, self.tokenizer, file)
         return folder
 

@@ -17,7 +17,7 @@ from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.errors import needs
 from kiloword.interop.hf_folder import json_object
 from kiloword.interop.names import is_foreign
-from kiloword.models.model_card import CARD, model_card
+from kiloword.models.card import CARD, model_card
 from kiloword.models.model_folder import WEIGHTS, check_weights, model_files, read_model_file
 from kiloword.models.tensors import read_shapes
 from kiloword.models.trust import method_of

@@ -20,7 +20,7 @@ from kiloword.config.settings import differing
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.files import new_folder, write_atomic, write_json
 from kiloword.methods.registry import find
-from kiloword.models import card
+from kiloword.models.card import CARD, averaged, card
 from kiloword.models.model_folder import WEIGHTS, check_finite, check_fit, model_files, read_model_file
 from kiloword.models.tensors import read_shapes, spec_of, write_streamed
 from kiloword.terminal import say
@@ -58,7 +58,7 @@ def average(models: Sequence[Path], shares: Sequence[float], out: Path) -> int:
     *shapes, last = (read_shapes(folder / WEIGHTS) for folder in folders)
     for folder, other in zip(folders[:-1], shapes, strict=True):
         check_fit(last, other, f"weights in {folder}", f"those of {folders[-1]}")
-    made = replace(files[-1], steps=0, data=card.averaged([str(model) for model in models], files, shares))
+    made = replace(files[-1], steps=0, data=averaged([str(model) for model in models], files, shares))
     with new_folder(out) as work, ExitStack() as stack:
         stored = [stack.enter_context(safe_open(folder / WEIGHTS, framework="pt")) for folder in folders]
 
@@ -71,7 +71,7 @@ def average(models: Sequence[Path], shares: Sequence[float], out: Path) -> int:
             total: Tensor = reduce(torch.add, parts)
             return total.to(values[-1].dtype)
 
-        write_atomic(work / card.NAME, card.text(made).encode())
+        write_atomic(work / CARD, card(made).encode())
         write_json(work / "config.json", asdict(made))
         Tokenizer.load(folders[-1]).save(work)
         specs = {name: spec_of(stored[-1].get_tensor(name)) for name in last}

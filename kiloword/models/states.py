@@ -15,7 +15,6 @@ import re
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +32,7 @@ PLACES = "DCP_SHARDING_INFO"  # key of the metadata of a part: where its chunks 
 MAX_JSON = 1 << 28  # bytes; a bad sample takes about 100
 _NAME = re.compile(r"step-\d{1,18}\.json", re.ASCII)
 Offsets = tuple[int, ...]
-
-
-@dataclass
-class StateShard:
-    """The data that one rank writes: a chunk of each tensor, and where it begins in the tensor."""
-
-    values: dict[str, Tensor]
-    offsets: dict[str, Offsets]
+Part = dict[str, tuple[Tensor, Offsets]]  # what one rank writes: a chunk of each tensor, and where it begins in it
 
 
 def chunk_of(value: Tensor) -> tuple[Tensor, Offsets]:
@@ -51,43 +43,37 @@ def chunk_of(value: Tensor) -> tuple[Tensor, Offsets]:
     return collectives.local(value.detach()), tuple(chunk.offsets)
 
 
-class Host:
-    """Copies of this rank's part in host memory.
+@torch.no_grad()
+def copy_part(tensors: Mapping[str, Tensor], buffers: dict[str, Tensor]) -> Part:
+    """Copy what this rank writes of `tensors`, which may change afterwards.
 
-    They are reused by later saves: new pages cost 10 times the copying, and copies from a GPU need pinned memory.
+    These are its chunks of tensors that are sharded over all ranks, and its share, by size, of plain ones, which are
+    equal on all ranks.
+
+    Args: buffers: copies in host memory, used again: new pages cost 10 times the copying, and copies from a GPU need
+    pinned memory.
     """
-
-    def __init__(self) -> None:
-        self._buffers: dict[str, Tensor] = {}
-
-    @torch.no_grad()
-    def copy(self, tensors: Mapping[str, Tensor]) -> StateShard:
-        """Copy this rank's part of `tensors`, which may change afterwards: its chunks of those that are sharded over
-        all ranks, and its share, by size, of plain ones, which are equal on all ranks."""
-        part, loads = StateShard({}, {}), [0] * collectives.ranks()
-        for name in sorted(tensors, key=lambda name: (-tensors[name].nbytes, name)):
-            value, offsets = chunk_of(tensors[name])
-            mine = value.numel() > 0
-            if not collectives.sharded(tensors[name]):
-                owner = loads.index(min(loads))
-                loads[owner] += max(1, value.nbytes)
-                mine = owner == collectives.rank()
-            if mine:
-                buffer = self._buffers.get(name)
-                if buffer is None or spec_of(buffer) != spec_of(value):
-                    buffer = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
-                    self._buffers[name] = buffer
-                part.values[name], part.offsets[name] = buffer.copy_(value, non_blocking=True), offsets
-        if any(value.is_pinned() for value in part.values.values()):
-            torch.cuda.synchronize()
-        return part
+    part, loads = Part(), [0] * collectives.ranks()
+    for name in sorted(tensors, key=lambda name: (-tensors[name].nbytes, name)):
+        value, offsets = chunk_of(tensors[name])
+        owner = collectives.rank() if value.numel() else -1
+        if not collectives.sharded(tensors[name]):
+            owner = loads.index(min(loads))
+            loads[owner] += max(1, value.nbytes)
+        if owner == collectives.rank():
+            if name not in buffers or spec_of(buffers[name]) != spec_of(value):
+                buffers[name] = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
+            part[name] = buffers[name].copy_(value, non_blocking=True), offsets
+    if any(value.is_pinned() for value, _ in part.values()):
+        torch.cuda.synchronize()
+    return part
 
 
-def write_part(folder: Path, part: StateShard, rank: int, ranks: int) -> dict[str, str]:
+def write_part(folder: Path, part: Part, rank: int, ranks: int) -> dict[str, str]:
     """Write a rank's file. Returns: name -> SHA-256. Raises: SaveError."""
     path = folder / f"shard-{rank + 1:05d}-of-{ranks:05d}.safetensors"
-    places = {name: {"saved_offsets": offsets} for name, offsets in part.offsets.items()}
-    return {path.name: write_tensors(path, part.values, {PLACES: json.dumps(places)})}
+    places = {name: {"saved_offsets": offsets} for name, (_, offsets) in part.items()}
+    return {path.name: write_tensors(path, {k: value for k, (value, _) in part.items()}, {PLACES: json.dumps(places)})}
 
 
 class SavedState:

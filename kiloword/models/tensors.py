@@ -85,7 +85,7 @@ def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     with path.open("rb") as raw:
         size = int.from_bytes(raw.read(8), "little")
     if size > LONGEST_HEADER:
-        raise ValueError(f"{path} has a header of {size:,} bytes: expected at most {LONGEST_HEADER:,}.")
+        raise ValueError(f"{path} is damaged (a header of {size:,} bytes, above {LONGEST_HEADER:,}): copy it again.")
     shapes = {}
     try:
         with safe_open(path, framework="np") as file:

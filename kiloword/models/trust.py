@@ -59,22 +59,10 @@ def method_of(file: ModelFile, folder: Path | str, trust: Trust = NONE) -> Metho
     try:
         return preset(stored, file.settings)
     except ValueError as e:
-        without = _without_code(stored) if isinstance(e.__cause__, ImportError) else ""
-        hint = f" Without its file, name the method whose head it has: --method {without}." if without else ""
+        hint = (
+            " Without its file, name a method with this head: --method." if isinstance(e.__cause__, ImportError) else ""
+        )
         raise ValueError(f"{Path(folder) / 'config.json'} cannot be used: {e}{hint}") from e
-
-
-def _without_code(method: str) -> str:
-    """A method without the parts that are code of users: "llip+compose" of "llip+compose+mine:loss"; "" for none."""
-    from kiloword.methods.registry import find, parts_of
-
-    base, *added = parts_of(method)
-    name = "+".join(["siglip" if ":" in base else base, *(part for part in added if ":" not in part)])
-    try:
-        find(name)
-    except ValueError:
-        return ""
-    return name
 
 
 def _shared(file: ModelFile, method: str) -> dict[str, Any]:

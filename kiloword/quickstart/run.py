@@ -18,7 +18,7 @@ from kiloword.config.recipes import Recipe
 from kiloword.config.settings import read_config
 from kiloword.files import atomic, write_json
 from kiloword.methods.defaults import default_recipe
-from kiloword.models.model_card import record_evaluation
+from kiloword.models.card import record_evaluation
 from kiloword.quickstart.judge import draw_all, judge
 from kiloword.quickstart.page import page
 from kiloword.quickstart.results import Facts, QuickstartResults, SampleSizes

@@ -21,9 +21,9 @@ from kiloword.files import SaveError, sync, write_json
 from kiloword.models.adapters import write_adapter
 from kiloword.models.model_folder import check_fit, not_finite
 from kiloword.models.states import (
-    Host,
+    Part,
     SavedState,
-    StateShard,
+    copy_part,
     drop_old,
     newest,
     shards_folder,
@@ -96,7 +96,8 @@ class Saver:
     def __init__(self, run: Run, keep: int) -> None:
         self.run, self.keep = run, keep
         self.last = 0  # step of the newest save
-        self._host, self._pool = Host(), ThreadPoolExecutor(1, "save")
+        self._buffers: dict[str, Tensor] = {}
+        self._pool = ThreadPoolExecutor(1, "save")
         self._job: Future[Files] | None = None  # what this rank does for the save in progress
         self._then: Callable[[Files], Files] | None = None  # what rank 0 does after all ranks have written
 
@@ -124,7 +125,7 @@ class Saver:
         self.finish()
         run = self.run
         tensors, numbers = state_of(run)
-        part, folder = self._host.copy(tensors), shards_folder(run.out / "state", run.step)
+        part, folder = copy_part(tensors, self._buffers), shards_folder(run.out / "state", run.step)
         same = {name: getattr(run.recipe, name) for name in ("method", "settings", "model", "size")}
         file = ModelFile(**same, steps=run.step, data=run.loader.source.name)
         self._then = partial(_commit, run, folder, file, deepcopy(numbers), self.keep)
@@ -160,9 +161,9 @@ class Saver:
             self.advance()
 
 
-def _write(out: Path, folder: Path, part: StateShard, rank: int, ranks: int) -> Files:
+def _write(out: Path, folder: Path, part: Part, rank: int, ranks: int) -> Files:
     """Write a rank's part of a state whose weights, moments and averages are all finite. Raises: SaveError."""
-    if bad := not_finite(part.values):
+    if bad := not_finite({name: value for name, (value, _) in part.items()}):
         first = min(bad, key=lambda name: not name.startswith("learner/"))
         raise SaveError(
             f"{first} is NaN or infinite ({len(bad)} tensors of {folder.name}), which is not saved. The run stops"

@@ -25,7 +25,7 @@ from kiloword.interop.export.source import LIMIT, Exported, check_close
 from kiloword.interop.export.weights import inverted
 from kiloword.methods.registry import preset
 from kiloword.models.build import build
-from kiloword.models.model_card import record_evaluation, write_card
+from kiloword.models.card import record_evaluation, write_card
 from kiloword.models.model_folder import load_model, save_model
 from kiloword.models.trust import NONE
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from folders import model_folder
 from kiloword.cli.main import main
-from kiloword.models.model_card import model_card
+from kiloword.models.card import model_card
 from kiloword.models.model_folder import load_model
 
 MODEL = ("config.json", "model.safetensors", "tokenizer.json")

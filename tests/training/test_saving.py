@@ -12,7 +12,7 @@ import torch
 
 from kiloword.distributed import collectives
 from kiloword.files import SaveError
-from kiloword.models.states import SavedState, StateShard
+from kiloword.models.states import SavedState
 from kiloword.training import saving
 from kiloword.training.saving import LONG_S, Saver, _outcome, _write
 
@@ -143,11 +143,11 @@ def test_what_is_not_finite_is_not_written(tmp_path: Path) -> None:
     folder = tmp_path / "state" / "step-000000007"
     bad, good = torch.tensor([1.0, float("nan")]), torch.ones(2)
     values = {"average/a": bad, "learner/b": good, "learner/c": bad, "optimizer/d": bad, "optimizer/e": good}
-    part = StateShard(values, dict.fromkeys(values, (0,)))
+    part = {name: (value, (0,)) for name, value in values.items()}
     with pytest.raises(SaveError, match=r"^learner/c is NaN or infinite \(3 tensors of step-000000007\), which is not"):
         _write(tmp_path, folder, part, 0, 1)
     assert not folder.exists()
-    part = StateShard(dict.fromkeys(values, good), part.offsets)
+    part = dict.fromkeys(values, (good, (0,)))
     (file,) = _write(tmp_path, folder, part, 2, 12)
     assert file == "shard-00003-of-00012.safetensors"
     stored = SavedState([folder / file], {})

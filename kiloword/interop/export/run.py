@@ -9,7 +9,7 @@ from kiloword.files import new_folder, write_atomic
 from kiloword.interop.export import graphs, to_open_clip, to_transformers
 from kiloword.interop.export.source import Exported, Precision
 from kiloword.interop.export.weights import write_weights
-from kiloword.models.model_card import CARD, card
+from kiloword.models.card import CARD, card
 from kiloword.models.trust import NONE, Trust
 from kiloword.terminal import say
 

@@ -26,7 +26,7 @@ from kiloword.features.token_command import main as embed
 from kiloword.files import atomic, write_json
 from kiloword.interop import text_towers, towers
 from kiloword.methods.defaults import default_recipe
-from kiloword.models.model_card import record_evaluation
+from kiloword.models.card import record_evaluation
 from kiloword.quickstart.photos.judge import FREE, Trained, Validation, judge, thumbnails
 from kiloword.quickstart.photos.page import page, summary
 from kiloword.quickstart.photos.results import PhotoFacts, PhotoResults

@@ -23,7 +23,7 @@ from kiloword.data.sampler import Order
 from kiloword.distributed import collectives
 from kiloword.errors import count
 from kiloword.methods.defaults import default_recipe
-from kiloword.models.model_card import CARD, write_card
+from kiloword.models.card import CARD, write_card
 from kiloword.report import Html
 from kiloword.training import start
 from kiloword.training.report.page import Differs, page

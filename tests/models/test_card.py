@@ -10,7 +10,7 @@ import pytest
 
 from folders import model_folder
 from kiloword.cli.main import main
-from kiloword.models.model_card import model_card, record_evaluation
+from kiloword.models.card import model_card, record_evaluation
 
 NONE = "No evaluation is recorded beside this model."
 RUN = {"format": "kiloword-run-1"}

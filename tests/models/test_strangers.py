@@ -1,0 +1,331 @@
+"""Model folders of strangers: data, never code; what declares too much is refused before room is made for it."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+import pickle
+import random
+import shutil
+import struct
+import sys
+from collections.abc import Callable
+from functools import reduce
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from folders import model_folder
+from kiloword.api import load
+from kiloword.config.recipes import ModelFile, TextConfig
+from kiloword.data.text.tokenizer import LARGEST, Tokenizer
+from kiloword.interop.open_clip import import_state, read
+from kiloword.models.model_folder import load_model, save_model
+from kiloword.training import start
+from kiloword.verify.batch import config
+from kiloword.verify.suite import learner
+
+FUZZ = Path(__file__).parents[2] / "fuzz"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_folder(tmp_path_factory.mktemp("models") / "base")
+
+
+@pytest.fixture
+def folder(base: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(base, tmp_path / "model"))
+
+
+@pytest.fixture
+def no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No model is built, and no file of weights is read, before the message."""
+
+    def never(*args: object, **options: object) -> None:
+        raise AssertionError("room was made for what does not fit")
+
+    monkeypatch.setattr("kiloword.model.model.initialise", never)
+    monkeypatch.setattr(Path, "read_bytes", never)
+
+
+def change(folder: Path, what: str, at: str, value: Any) -> Path:
+    """Set one value of a json file by its dotted name."""
+    path = folder / what
+    document = json.loads(path.read_text(encoding="utf-8"))
+    *parts, last = at.split(".")
+    reduce(lambda inner, part: inner[part], parts, document)[last] = value
+    path.write_text(json.dumps(document), encoding="utf-8")
+    return folder
+
+
+@pytest.mark.usefixtures("no_room")
+@pytest.mark.parametrize(
+    ("at", "value", "says"),
+    [
+        ("model.image.depth", 100_000, "0 to 1024"),
+        ("model.text.depth", 10**30, "0 to 1024"),
+        ("model.image.heads", 0, "1 to 1024"),
+        ("model.image.heads", 3, "config.json"),
+        ("method", "nosuch", "nosuch"),
+        ("settings", {"foo": 1}, "foo"),
+        ("model.image.size", -32, "1 to 8192"),
+        ("model.image.norm_eps", float("nan"), "norm_eps"),
+        ("model.text.vocab", 10**9, "1 to 4194304"),
+        ("model.text.vocab", 4_000_000, r"\[4000000, 32\]"),
+        ("model.text.extra_tokens", ["unc"] * 10**6, "extra tokens"),
+        ("model.head.dim", 65_536, "instead of"),
+        ("model.preprocess.std", [0, 0, 0], "preprocess.std"),
+        ("method", "llip", "image_tower.extra_tokens"),
+        ("method+coca", {"decoder_depth": 100_000}, "decoder_depth"),
+        ("method+sycoca", {"image_decoder_depth": 100_000}, "image_decoder_depth"),
+        ("method+llip", {"k": 10**9}, "image_tower.extra_tokens"),
+    ],
+)
+def test_declared_sizes(folder: Path, at: str, value: Any, says: str) -> None:
+    at, _, method = at.partition("+")
+    if method:
+        change(folder, "config.json", "settings", value)
+        value = method
+    with pytest.raises(ValueError, match=says) as caught:
+        load(change(folder, "config.json", at, value))
+    assert len(str(caught.value)) < 600
+
+
+@pytest.mark.usefixtures("no_room")
+def test_a_run_does_not_start_from_a_model_that_declares_too_much(folder: Path) -> None:
+    change(folder, "config.json", "model.text.vocab", 4_000_000)
+    with pytest.raises(ValueError, match=r"text_tower.tokens is .* instead of \[4000000, 32\]"):
+        start.settle(start.defaults("clip", str(folder), "debug"), Tokenizer.load(folder))
+
+
+# Weights
+
+
+def header_of(path: Path) -> tuple[dict[str, Any], bytes]:
+    raw = path.read_bytes()
+    length = struct.unpack("<Q", raw[:8])[0]
+    return json.loads(raw[8 : 8 + length]), raw[8 + length :]
+
+
+def write(path: Path, header: str, body: bytes, more: int = 0) -> None:
+    """Args: more: bytes of a hole behind the body."""
+    raw = header.encode()
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(raw)) + raw + body)
+        file.truncate(file.tell() + more)
+
+
+def hole(path: Path, dtype: str) -> None:
+    """A tensor of 64 GB that the model does not have: no disk holds it, and no memory should."""
+    header, body = header_of(path)
+    size = 64 << 30
+    header["junk"] = {"dtype": dtype, "shape": [size // 4], "data_offsets": [len(body), len(body) + size]}
+    write(path, json.dumps(header), body, size)
+
+
+def widened(path: Path) -> None:
+    header, body = header_of(path)
+    header["head.log_scale"]["shape"] = [2**40]
+    write(path, json.dumps(header), body)
+
+
+def overlapping(path: Path) -> None:
+    header, body = header_of(path)
+    header["head.bias"]["data_offsets"] = header["head.log_scale"]["data_offsets"]
+    write(path, json.dumps(header), body)
+
+
+def integers(path: Path) -> None:
+    header, body = header_of(path)
+    header["head.bias"]["dtype"] = "I32"
+    write(path, json.dumps(header), body)
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda path: path.write_bytes(path.read_bytes()[:-100]), "is damaged"),
+        (lambda path: path.write_bytes(b""), "is damaged"),
+        (lambda path: path.write_bytes(struct.pack("<Q", 2**62) + b"{}"), "is damaged"),
+        (lambda path: write(path, " " * (1 << 24) + "{}", b""), "above 16,777,216"),
+        (lambda path: write(path, "{}", b"", 64 << 30), "is damaged"),
+        (lambda path: hole(path, "F32"), "unknown junk"),
+        (widened, "is damaged"),
+        (overlapping, "is damaged"),
+        (integers, "head.bias in .* is I32: expected one of F64, F32, BF16, F16"),
+    ],
+    ids=range(9),
+)
+def test_weights(folder: Path, monkeypatch: pytest.MonkeyPatch, damage: Callable[[Path], None], says: str) -> None:
+    damage(folder / "model.safetensors")
+    monkeypatch.setattr(Path, "read_bytes", None)
+    with pytest.raises(ValueError, match=says):
+        load(folder)
+
+
+# Tokenizers
+
+
+def test_damaged_tokenizers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for part, value in (
+        ("normalizer", {"type": "Odd"}),
+        ("normalizer", {"type": "Precompiled", "precompiled_charsmap": "////"}),
+        ("model", 3),
+        ("model", {"type": "WordPiece", "vocab": {"a": 0}, "unk_token": "a"}),
+        ("post_processor", None),
+    ):
+        with pytest.raises(ValueError, match=r"tokenizer file|tokenizer\.json") as caught:
+            Tokenizer.load(change(folder, "tokenizer.json", part, value))
+        assert len(str(caught.value)) <= 600
+    with (folder / "tokenizer.json").open("ab") as file:
+        file.truncate(LARGEST + 1)
+    monkeypatch.setattr(Path, "read_text", None)
+    with pytest.raises(ValueError, match="at most"):
+        Tokenizer.load(folder)
+
+
+def test_a_vocabulary_that_drops_merges_at_random_does_not(folder: Path) -> None:
+    before = Tokenizer.load(folder).encode(["a dog on the grass"] * 9, TextConfig(vocab=512)).ids
+    again = Tokenizer.load(change(folder, "tokenizer.json", "model.dropout", 0.9))
+    assert again.encode(["a dog on the grass"] * 9, TextConfig(vocab=512)).ids.equal(before)
+
+
+@pytest.mark.parametrize("value", [2**31, -1, "x", None, 10**30])
+def test_special_ids_belong_to_the_vocabulary(folder: Path, value: Any) -> None:
+    """They decide how large the token table of a model that starts from this one is."""
+    at = "post_processor.special_tokens.mask.ids"
+    with pytest.raises(ValueError, match=r"special ids far from|not written by kiloword|damaged tokenizer"):
+        Tokenizer.load(change(folder, "tokenizer.json", at, [value]))
+
+
+# Weights of others
+
+
+def test_junk_in_place_of_weights(tmp_path: Path) -> None:
+    if importlib.util.find_spec("open_clip") is None:
+        pytest.skip("open_clip is not installed")
+    saved, path, rng = io.BytesIO(), tmp_path / "x.pt", random.Random(0)
+    torch.save({"visual.proj": torch.zeros(4, 4), "logit_scale": torch.zeros(())}, saved)
+    raw = saved.getvalue()
+    changed = [bytes(rng.choice((b, rng.randrange(256))) if rng.random() < 0.02 else b for b in raw) for _ in range(20)]
+    for data in (*changed, b"", raw[:300], raw[:-1], b"\x80\2", b"PK\5\6" + b"\0" * 18, b"{}", pickle.dumps([1])):
+        path.write_bytes(data)
+        with pytest.raises(ValueError, match=r"\w"):
+            import_state("ViT-B-32", read(path))
+    for value in (3, [1], {"state_dict": {}}, {1: torch.zeros(1)}, {"visual.proj": torch.zeros(())}):
+        torch.save(value, path)
+        with pytest.raises(ValueError, match=r"\w"):
+            import_state("ViT-B-32", read(path))
+    for name in (
+        "visual.trunk.pos_embed",
+        "logit_bias",
+        "text_decoder.x",
+        "transformer.resblocks.x.attn.in_proj_weight",
+    ):
+        for tensor in (torch.zeros(0), torch.zeros(2, 2, 2), torch.zeros(2, 2).to_sparse()):
+            torch.save({name: tensor}, path)
+            with pytest.raises(ValueError, match=r"\w"):
+                import_state("ViT-B-32", read(path))
+
+
+# Trunks
+
+CODE = "stranger_trunk_code"  # a module on the path, which writes a file when imported
+VIT = {"model_type": "vit", "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+IMAGE: list[dict[str, Any]] = [
+    {"name": "os:system"},
+    {"name": f"{CODE}:make"},
+    {"name": f"timm:{CODE}"},
+    {"name": "timm:hf-hub:someone/model"},
+    {"name": "timm:local-dir:/tmp"},
+    {"name": "open_clip:hf-hub:someone/model"},
+    {"name": "hf", "config": {"model_type": CODE}},
+    {"name": "hf", "config": {}},
+    {"name": "hf", "config": {**VIT, "num_hidden_layers": 100_000}},
+    {"name": "hf", "config": {**VIT, "hidden_size": 10**12}},
+    {"name": "hf", "config": {"model_type": "other", "auto_map": {"AutoModel": f"{CODE}.Model"}}},
+    {"name": "efficientnet-lite0"},  # other shapes than the weights have
+    {"grid": 8192},
+    {"width": 65_536},
+    {"prefix": 4096},
+    {"grid": -1},
+    {"config": "x"},
+]
+TEXT: list[dict[str, Any]] = [
+    {"name": CODE},
+    {"config": {"model_type": CODE, "auto_map": {"AutoModel": f"{CODE}.Model"}}},
+    {"config": {"model_type": "bert", "hidden_size": 24, "num_hidden_layers": 100_000}},
+    {"config": {"model_type": "bert", "hidden_size": 24, "vocab_size": 10**12}},
+    {"config": {"model_type": "bert", "hidden_size": 25}},
+    {"width": 65_536},
+]
+
+
+@pytest.fixture(scope="module")
+def with_trunks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with trunks below both towers."""
+    folder = tmp_path_factory.mktemp("stranger")
+    small = learner("siglip", trunks="frozen").float().model
+    file = ModelFile(method="siglip", settings={}, model=config("frozen"), size="debug")
+    save_model(folder, small, Tokenizer.train(["a small red star"], 300), file)
+    return folder
+
+
+@pytest.mark.parametrize(("tower", "change"), [*(("image", c) for c in IMAGE), *(("text", c) for c in TEXT)])
+def test_trunks_of_strangers(
+    with_trunks: Path, tower: str, change: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / f"{CODE}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\ndef make(*_): ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for path in with_trunks.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    document = json.loads((folder / "config.json").read_text())
+    document["model"][tower]["trunk"] |= change
+    (folder / "config.json").write_text(json.dumps(document))
+    with pytest.raises(ValueError, match=r"\w"):
+        load_model(folder)
+    assert not (tmp_path / "ran").exists()
+    assert CODE not in sys.modules
+
+
+def test_the_folder_itself_is_fine(with_trunks: Path) -> None:
+    """So that the refusals above are of the changes."""
+    loaded, _ = load_model(with_trunks)
+    assert loaded.config.image.trunk.name == config("frozen").image.trunk.name
+    assert loaded.config.text.trunk.name == "hf"
+
+
+# Many
+
+
+@pytest.fixture
+def mutants(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(FUZZ))
+    return importlib.import_module("folders_fuzz")
+
+
+@pytest.mark.slow
+def test_changed_folders_load_or_are_refused(mutants: ModuleType, tmp_path: Path) -> None:
+    figures = mutants.attempt(100, tmp_path, seed=1)
+    assert not figures.broken
+    assert figures.outcomes["loaded"] > 5
+    assert figures.outcomes["refused"] > 30
+
+
+# Vocabularies
+
+
+def test_a_vocabulary_learns_from_the_beginning_of_long_words() -> None:
+    """Its work grew as the square of a word: 45 s of a caption of 200,000 Chinese characters."""
+    rng = random.Random(0)
+    usual = ["".join(chr(0x4E00 + rng.randrange(300)) for _ in range(1024)), "a dog " * 10_000]
+    long = "".join(chr(0x4E00 + rng.randrange(300)) for _ in range(200_000))
+    found = Tokenizer.train([*usual, long], 1000).to_bytes()
+    assert found == Tokenizer.train([*usual, long[:1024]], 1000).to_bytes()
