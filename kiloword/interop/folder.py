@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,9 +13,7 @@ from kiloword.config.recipes import ModelConfig, ModelFile
 from kiloword.data.text.tokenizer import (
     Tokenizer,
     clip_tokenizer,
-    exported_tokenizer_from,
-    read_document,
-    siglip_tokenizer_from,
+    siglip_tokenizer,
 )
 from kiloword.files import new_folder
 from kiloword.methods.registry import preset
@@ -89,11 +86,7 @@ def tokenizer(config: ModelConfig, weights: Path) -> Tokenizer:
         raise ValueError(
             f"a SigLIP needs its vocabulary: put the tokenizer.json that is published with the weights beside {weights}"
         )
-    try:
-        document = read_document(path)
-        return exported_tokenizer_from(document) or siglip_tokenizer_from(document)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is damaged ({error}); copy it again") from error
+    return siglip_tokenizer(path)
 
 
 def show(report: ImportReport, out: Path) -> None:

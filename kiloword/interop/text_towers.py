@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kiloword.config.recipes import ModelConfig, TrunkConfig
-from kiloword.data.text.tokenizer import Tokenizer, read_document, siglip_tokenizer_from
+from kiloword.data.text.tokenizer import Tokenizer, read_document, tokenizer_from
 from kiloword.data.text.vocabularies import encoder_tokenizer
 from kiloword.errors import suggestion
 from kiloword.interop.hf_folder import check_strangers, json_object, weight_files
@@ -108,7 +108,7 @@ def tokenizer_of(text: str) -> Tokenizer:
     document = read_document(path)
     try:
         if source.siglip:
-            return siglip_tokenizer_from(document)
+            return tokenizer_from(document)
         pad = source.config.get("pad_token_id")
         return encoder_tokenizer(document, rows_of(source.config), pad if isinstance(pad, int) else None, source.lower)
     except ValueError as error:

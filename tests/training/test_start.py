@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -17,7 +16,7 @@ from folders import model_folder
 from kiloword.api import load
 from kiloword.cli.main import main
 from kiloword.config.recipes import AugmentConfig, ModelConfig, ModelFile, Recipe, sizes
-from kiloword.data.text.tokenizer import Tokenizer, siglip_tokenizer_from
+from kiloword.data.text.tokenizer import Tokenizer, tokenizer_from
 from kiloword.methods.defaults import default_recipe, tuned
 from kiloword.methods.registry import preset
 from kiloword.model.model import Model, resize_text
@@ -38,7 +37,7 @@ def words() -> Tokenizer:
     backend = tokenizers.Tokenizer(models.Unigram(pieces, unk_id=2))
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
     backend.decoder = decoders.Metaspace()
-    return siglip_tokenizer_from(json.dumps(json.loads(backend.to_str())))
+    return tokenizer_from(backend.to_str())
 
 
 def config(words: Tokenizer, kind: str) -> ModelConfig:

@@ -50,7 +50,11 @@ def fit(image: Image.Image, size: int, resize: Resize = "shortest") -> Tensor:
     Errors: BadSample for a floating-point image.
     """
     image = to_rgb(image)
-    wide, high = _scaled(image.width, image.height, size, resize)
+    wide = high = size
+    if resize != "squash":
+        side = size if resize == "shortest" else resize
+        shorter = min(image.size)
+        wide, high = (int(side * length / shorter) for length in image.size)  # rounded down, as torchvision does
     left, top = round((wide - size) / 2), round((high - size) / 2)
     if wide * high > MAX_PIXELS:  # of an extremely narrow image: only the crop is computed
         x, y = image.width / wide, image.height / high
@@ -59,16 +63,6 @@ def fit(image: Image.Image, size: int, resize: Resize = "shortest") -> Tensor:
     if (wide, high) != image.size:
         image = image.resize((wide, high), Image.Resampling.BICUBIC)
     return _tensor(np.asarray(image.crop((left, top, left + size, top + size)))).contiguous()
-
-
-def _scaled(width: int, height: int, size: int, resize: Resize) -> tuple[int, int]:
-    """Width and height before the centre crop; the longer side is rounded down, as torchvision does."""
-    if resize == "squash":
-        return size, size
-    side = size if resize == "shortest" else resize
-    if width <= height:
-        return side, int(side * height / width)
-    return int(side * width / height), side
 
 
 def check_resize(size: int, resize: Resize) -> None:
@@ -101,22 +95,18 @@ class TrainTransform:
     def __call__(self, image: bytes | Pixels, draw: Draw) -> Tensor:
         """Errors: BadSample for an image that cannot be decoded."""
         width, height = image_size(image)
+        box: Box = (0.0, 0.0, 1.0, 1.0)
         if self.crops:
             box = random_box(width, height, self.augment, draw)
-        else:
-            box = (0.0, 0.0, 1.0, 1.0) if self.resize == "squash" else self._centre_crop(width, height)
+        elif self.resize != "squash":  # the part of the image that evaluation sees
+            share = self.size / self.resize if isinstance(self.resize, int) else 1.0
+            box = _centre(width, height, 1.0, 1.0, share)
         least = self.size / min(box[2] * width, box[3] * height)  # scale below which the crop would lose detail
         pixels = decode(image, self.decoder, math.ceil(least * min(width, height)))
         cropped = _crop_resize(pixels, box, self.size)
         if self.natural and _happens(self.augment.flip, draw, "flip"):
             cropped = cropped.flip(-1)
         return _colour(cropped, self.augment, draw)
-
-    def _centre_crop(self, width: int, height: int) -> Box:
-        """The part of the image that evaluation sees."""
-        left, top, wide, high = _centre(width, height, 1.0, 1.0)
-        share = self.size / self.resize if isinstance(self.resize, int) else 1.0
-        return left + wide * (1 - share) / 2, top + high * (1 - share) / 2, wide * share, high * share
 
     @property
     def crops(self) -> bool:
@@ -140,10 +130,11 @@ def random_box(width: int, height: int, augment: AugmentConfig, draw: Draw) -> B
     return _centre(width, height, 1 / augment.ratio, augment.ratio)
 
 
-def _centre(width: int, height: int, narrowest: float, widest: float) -> Box:
-    """The largest centre crop with an aspect ratio (width over height) in [narrowest, widest]."""
+def _centre(width: int, height: int, narrowest: float, widest: float, share: float = 1.0) -> Box:
+    """A share of the largest centre crop with an aspect ratio (width over height) in [narrowest, widest]."""
     wide, high = min(1.0, height * widest / width), min(1.0, width / narrowest / height)
-    return (1 - wide) / 2, (1 - high) / 2, wide, high
+    left, top = (1 - wide) / 2, (1 - high) / 2
+    return left + wide * (1 - share) / 2, top + high * (1 - share) / 2, wide * share, high * share
 
 
 def _crop_resize(pixels: Pixels, box: Box, size: int) -> Tensor:

@@ -16,7 +16,7 @@ import zlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import takewhile
 from pathlib import Path
@@ -44,6 +44,7 @@ _CLIP_START, _CLIP_END = "<start_of_text>", "<end_of_text>"
 _CLIP_WORDS = (
     rf"{_CLIP_START}|{_CLIP_END}|'[sſ]|'t|'re|'ve|'m|'ll|'d|[\p{{L}}]+|[\p{{N}}]|[^\s\p{{L}}\p{{N}}\x{{345}}]+"
 )
+_ROLES = ("start", "end", "pad", "mask", "cls", "unc")
 _VERBATIM = "verbatim"  # name of a mark among the special tokens of a file; its id has no meaning
 
 
@@ -62,7 +63,7 @@ class Roles:
 
     def ids(self) -> dict[str, int]:
         """The special ids by name."""
-        return {name: value for name, value in asdict(self).items() if name not in ("prefix", "verbatim")}
+        return {name: getattr(self, name) for name in _ROLES}
 
     def template(self) -> processors.TemplateProcessing:
         """How a tokenizer.json stores the roles: as the special tokens of its template, by name."""
@@ -146,8 +147,7 @@ class Tokenizer:
         Only the first 1,024 characters of a word and 65,536 of a caption are used, as the time is quadratic in them.
         Errors: ValueError when `vocab` is too small for the 256 bytes and six special tokens.
         """
-        names = ["<start>", "<end>", "<pad>", "<mask>", "<cls>", "<unc>"]
-        if vocab < 256 + len(names):
+        if vocab < 256 + len(_ROLES):
             raise ValueError(f"tokenizer vocabulary is {vocab}: expected at least 262 (bytes and special tokens)")
         backend = tokenizers.Tokenizer(models.BPE())
         backend.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])
@@ -156,13 +156,12 @@ class Tokenizer:
         trainer = trainers.BpeTrainer(
             vocab_size=vocab,
             min_frequency=2,
-            special_tokens=names,
+            special_tokens=[f"<{name}>" for name in _ROLES],
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
         )
         backend.train_from_iterator((_LONG_WORD.sub(r"\1", plain(c[:LEARNED])) for c in captions), trainer)
-        start, end, pad, mask, cls, unc = range(len(names))
-        return _with_roles(backend, Roles(start=start, end=end, pad=pad, mask=mask, cls=cls, unc=unc))
+        return _with_roles(backend, Roles(**{name: n for n, name in enumerate(_ROLES)}))  # type: ignore[arg-type]
 
     @property
     def vocab(self) -> int:
@@ -298,32 +297,30 @@ def siglip_tokenizer(path: str | Path) -> Tokenizer:
     Errors: ValueError when the file is missing, or a `.model` is given without `transformers`.
     """
     path = Path(path)
-    if path.suffix != ".json":
-        return siglip_tokenizer_from(_convert_sentencepiece(path))
-    return siglip_tokenizer_from(read_document(path))
+    return tokenizer_from(read_document(path) if path.suffix == ".json" else _convert_sentencepiece(path))
 
 
-def exported_tokenizer_from(document: str) -> Tokenizer | None:
-    """A vocabulary of kiloword from the tokenizer.json of an export, which names its special tokens; else None."""
-    backend = tokenizers.Tokenizer.from_str(document)
-    ids = {name: backend.token_to_id(f"<{name}>") for name in ("start", "end", "pad", "mask", "cls", "unc")}
-    known: dict[str, Any] = {name: value for name, value in ids.items() if value is not None}
-    return _with_roles(backend, Roles(**known)) if len(known) == len(ids) else None
+def tokenizer_from(document: str) -> Tokenizer:
+    """The tokenizer of a `tokenizer.json`: kiloword's, one that kiloword exported, CLIP's or SigLIP's.
 
-
-def siglip_tokenizer_from(document: str) -> Tokenizer:
-    """SigLIP's vocabulary from the text of a `tokenizer.json`; ValueError when it holds no unigram model."""
-    parsed = json.loads(document)
-    if parsed.get("model", {}).get("type") != "Unigram":
-        raise ValueError(
-            "this tokenizer.json holds neither SigLIP's kind of vocabulary (a sentencepiece unigram model) nor one of "
-            "kiloword."
-        )
-    backend = tokenizers.Tokenizer.from_str(document)
-    backend.no_truncation()
-    backend.no_padding()
-    n = backend.get_vocab_size()
-    return _with_roles(backend, Roles(start=n + 3, end=1, pad=1, mask=n, cls=n + 1, unc=n + 2, prefix=False))
+    Raises: ValueError for others.
+    """
+    backend, parsed = tokenizers.Tokenizer.from_str(document), json.loads(document)
+    if "start" in ((parsed.get("post_processor") or {}).get("special_tokens") or {}):
+        return Tokenizer(document)
+    ids: dict[str, Any] = {name: backend.token_to_id(f"<{name}>") for name in _ROLES}
+    if None not in ids.values():  # exports name them so
+        return _with_roles(backend, Roles(**ids))
+    model, n = parsed["model"], backend.get_vocab_size()
+    if model["type"] == "Unigram":
+        return _with_roles(backend, Roles(start=n + 3, end=1, pad=1, mask=n, cls=n + 1, unc=n + 2, prefix=False))
+    if model.get("end_of_word_suffix") == "</w>":
+        merges = [pair.split() if isinstance(pair, str) else pair for pair in model["merges"]]
+        return clip_tokenizer_from([(first, second) for first, second in merges])
+    raise ValueError(
+        f"this tokenizer.json holds a {model['type']} model of another kind: expected CLIP's, SigLIP's (a "
+        "sentencepiece unigram model) or one of kiloword."
+    )
 
 
 def _with_roles(backend: tokenizers.Tokenizer, roles: Roles) -> Tokenizer:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from kiloword.data.text.tokenizer import (
     read_document,
     read_merges,
     siglip_tokenizer,
-    siglip_tokenizer_from,
+    tokenizer_from,
 )
 
 EXPECTED = (
@@ -42,19 +41,7 @@ def vocabulary(name: str) -> Tokenizer:
         raise ValueError(f"--tokenizer {name} is no file: expected own, clip, siglip, or {EXPECTED}.")
     if path.suffix in (".gz", ".txt"):
         return clip_tokenizer_from(read_merges(path))
-    if path.suffix == ".model":
-        return siglip_tokenizer(path)
-    document = read_document(path)
-    parsed = json.loads(document)
-    model = parsed["model"]
-    if "start" in ((parsed.get("post_processor") or {}).get("special_tokens") or {}):
-        return Tokenizer(document)
-    if model["type"] == "Unigram":
-        return siglip_tokenizer_from(document)
-    if model.get("end_of_word_suffix") == "</w>":
-        merges = [pair.split() if isinstance(pair, str) else pair for pair in model["merges"]]
-        return clip_tokenizer_from([(first, second) for first, second in merges])
-    raise ValueError(f"--tokenizer {path} holds a {model['type']} model of another kind: expected {EXPECTED}.")
+    return siglip_tokenizer(path) if path.suffix == ".model" else tokenizer_from(read_document(path))
 
 
 def encoder_tokenizer(document: str, rows: int, pad: int | None = None, lower: bool = False) -> Tokenizer:

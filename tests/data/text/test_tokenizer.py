@@ -24,7 +24,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from kiloword.cli.main import main
 from kiloword.config.recipes import TextConfig
-from kiloword.data.text.tokenizer import Tokenizer, clip_tokenizer, siglip, siglip_tokenizer, siglip_tokenizer_from
+from kiloword.data.text.tokenizer import Tokenizer, clip_tokenizer, siglip, siglip_tokenizer
 from kiloword.data.text.vocabularies import vocabulary
 from kiloword.training.run_folder import RunFile, read_config
 from modules import module_at
@@ -164,7 +164,6 @@ def test_what_does_not_fit_is_refused(own: Tokenizer) -> None:
         (lambda: own.cut(["a"], config(context=2)), "no room"),
         (lambda: own.encode(["a red dog"], config(vocab=100)), "does not fit"),
         (lambda: own.special("bos"), "'bos'"),
-        (lambda: siglip_tokenizer_from(own.to_bytes().decode()), "unigram"),
     ):
         with pytest.raises(ValueError, match=word):
             call()
