@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import io
 import os
 import re
@@ -25,8 +24,6 @@ from kiloword.report import page
 from kiloword.terminal import say, show_traceback, shown, warn_once
 from kiloword.terminal.screen import Screen, plain_table
 from terminals import Terminal
-
-PACKAGE = Path(kiloword.__file__).parent
 
 
 class Stream(io.TextIOWrapper):
@@ -136,27 +133,6 @@ def test_a_table_loses_no_letter(paths: int, file: type[io.StringIO], monkeypatc
     lines = io.StringIO()
     Screen(80, file=lines).print_table(table, [Text("in lines")])
     assert ("in lines" in lines.getvalue()) is (paths == 3)
-
-
-def test_every_print_goes_one_way() -> None:
-    """No print, no console and no stream of its own anywhere in the package."""
-    found = [
-        f"{path.relative_to(PACKAGE)}:{node.lineno}"
-        for path in PACKAGE.rglob("*.py")
-        if path.parent.name != "terminal"
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Call) and _writes(node)
-    ]
-    assert found == []
-    for line in ("print(1)", "sys.stderr.write('')", "self.out.write('')", "Console()"):
-        assert any(isinstance(node, ast.Call) and _writes(node) for node in ast.walk(ast.parse(line)))
-
-
-def _writes(node: ast.Call) -> bool:
-    called = ast.unparse(node.func)
-    if called.endswith((".write", ".writelines")):
-        return called.startswith(("sys.", "out.", "self.out."))
-    return called in ("print", "builtins.print", "Console", "rich.print", "pprint", "warnings.warn")
 
 
 def test_pages_are_not_turned_around() -> None:
