@@ -131,9 +131,8 @@ def test_captions_true_of_nothing_are_skipped_and_counted() -> None:
 def test_levels_by_words_are_those_that_were_drawn() -> None:
     source = parse_scenes("scenes:test?n=150&levels=0,1,2,3&captions=5")
     for row in range(150):
-        scene = source.scene(row)
-        captions, levels, _ = source._captions(row, scene)
-        assert [level(query(c)) for c in captions] == levels
+        record = source.record(row)
+        assert [level(query(c)) for c in record.captions] == record.info["levels"]
 
 
 def sample(n: int, captions: Sequence[str] = (), label: int | None = None, **info: object) -> dict[str, bytes]:
