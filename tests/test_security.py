@@ -43,7 +43,6 @@ NUMBERS = {  # row -> what it says, with the limits of the code
     ],
     "csv, tsv, parquet": [
         f"rows of {columns._BLOCK // MIB} MiB, text of {embedded.MAX_TABLE // GIB} GiB",
-        f"{sample.MAX_CAPTIONS:,} captions an image, {sample.MAX_CAPTION:,} characters a caption",
     ],
     "indexes, feature stores, states of runs": [f"JSON of {states.MAX_JSON // MIB} MiB"],
     "servers": [
