@@ -19,15 +19,11 @@ from hypothesis import strategies as st
 from counting import calls
 from kiloword.config.recipes import TextConfig
 from kiloword.data.joins import CaptionTable
-from kiloword.data.sources.map_style import _stored
 from kiloword.data.sources.open import open_source
-from kiloword.data.sources.sample import MAX_CAPTION, MAX_TEXT, make_record, parse_captions
-from kiloword.data.tars.shards import TarSource
+from kiloword.data.sources.sample import MAX_CAPTION, make_record, parse_captions
 from kiloword.data.text.tokenizer import Tokenizer
-from kiloword.evaluation.vqa.task import _lines as answers_of
 from kiloword.types import BadSample
-from tars import photo, write_tar
-from tools.hierarimgs import read_annotations
+from tars import photo
 
 
 @pytest.fixture(scope="module")
@@ -106,32 +102,6 @@ def test_texts(raw: bytes) -> None:
 def test_metas(raw: bytes) -> None:
     assert outcome(b"text", raw) == METAS[raw]
     assert calls(lambda: outcome(b"text", raw)) < 2000
-
-
-def test_members_that_nobody_should_read(tmp_path: Path) -> None:
-    """A caption of 10 MB is not read at all; nor is a device, or a pipe, that a folder or a table names."""
-    long = b"x " * (5 << 20)
-    assert len(long) > MAX_TEXT
-    tar = write_tar(tmp_path / "x.tar", {"a.png": photo(), "a.txt": long, "b.png": photo(), "b.txt": b"b"})
-    source = TarSource("x", [tar])
-    with pytest.raises(BadSample, match=r"the \.txt has 10,485,760 bytes, more than 8,388,608"):
-        source.record(0)
-    with pytest.raises(BadSample, match="more than 8,388,608"):
-        source.captions(0)
-    assert source.record(1).captions == ["b"]
-    os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "photos").mkdir()
-    (tmp_path / "photos" / "a.png").write_bytes(photo())
-    (tmp_path / "photos" / "a.txt").symlink_to("/dev/zero")
-    (tmp_path / "x.csv").write_text("image,caption\n/dev/zero,a\npipe,b\n/proc/self/mem,c\n.,d\na\0.png,e\n")
-    for src, reasons in (("photos", ["the .txt is no regular file"]), ("x.csv", ["the image is no regular file"] * 2)):
-        found = open_source(str(tmp_path / src))
-        for row, reason in enumerate(reasons):
-            with pytest.raises(BadSample, match=reason):
-                found.record(row)
-    for row in range(5):
-        with pytest.raises(BadSample):
-            found.record(row)
 
 
 @settings(max_examples=100, deadline=None)
@@ -266,17 +236,6 @@ def test_a_pipe_is_no_data(tmp_path: Path, suffix: str) -> None:
     os.mkfifo(pipe)
     with pytest.raises(ValueError, match="is no regular file: expected a file, no folder, pipe, socket or device"):
         open_source(str(pipe))
-
-
-def test_pipes_are_no_images_and_no_lists(tmp_path: Path) -> None:
-    pipe = tmp_path / "pipe.png"
-    os.mkfifo(pipe)
-    with pytest.raises(ValueError, match="is no regular file"):
-        answers_of(pipe)
-    with pytest.raises(ValueError, match="is no regular file"):
-        read_annotations(pipe, False)
-    with pytest.raises(BadSample, match="is no regular file"):
-        _stored(pipe)
 
 
 @pytest.mark.parametrize(
