@@ -32,8 +32,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 from PIL import Image
 
-import kiloword.features.extract
 import kiloword.generation.command
+import kiloword.stores.embed
 from kill import TIMED
 from kiloword.cli import main as cli
 from kiloword.config.recipes import ModelFile
@@ -287,7 +287,7 @@ def main() -> None:
     parser.add_argument("--offset", type=int, default=1, help="the first point")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    kiloword.features.extract.PART = kiloword.generation.command.PART = 6  # rows a part: two of them
+    kiloword.stores.embed.PART = kiloword.generation.command.PART = 6  # rows a part: two of them
     if "import" in (args.verbs or ["import"]):
         words = clip_tokenizer()  # once for all forks: it takes as long as all the rest
         imports.tokenizer = lambda config, weights: words

@@ -30,7 +30,6 @@ from seeds import (
 
 from kiloword.config.recipes import AugmentConfig, ModelFile, TextConfig
 from kiloword.config.settings import read_config
-from kiloword.data.feature_store import TableFile
 from kiloword.data.images.augmentation import EvalTransform, TrainTransform
 from kiloword.data.images.decode import decode, image_size
 from kiloword.data.joins import CaptionTable
@@ -38,6 +37,7 @@ from kiloword.data.reading import read
 from kiloword.data.sampler import choose_captions
 from kiloword.data.sources.open import open_source
 from kiloword.data.sources.sample import make_record
+from kiloword.data.stored import StoreFile
 from kiloword.data.tars.index import SUFFIX, Header, make_index, open_index, parse_index, write_index
 from kiloword.data.tars.shards import TarSource
 from kiloword.data.text.eda import drop_words
@@ -188,7 +188,7 @@ def read_settings(data: bytes, folder: Path) -> None:
     path = folder / "tokenizer.json"
     path.write_bytes(body)
     if choice < 3:
-        result_of(lambda: read_config(path, (RunFile, ModelFile, TableFile)[choice]))
+        result_of(lambda: read_config(path, (RunFile, ModelFile, StoreFile)[choice]))
     elif choice == 3:
         found = result_of(lambda: Tokenizer.load(folder))
         if found is not None:

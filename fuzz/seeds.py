@@ -148,8 +148,8 @@ def settings_seeds() -> list[bytes]:
     recipe = default_recipe("siglip", "debug")
     run = asdict(RunFile(recipe=recipe, data_fingerprint="0" * 32))
     model = asdict(ModelFile(method="siglip", settings={}, model=recipe.model))
-    table = {"name": "t", "dim": 4, "teacher": "m", "teacher_fingerprint": "0", "precision": "fp32", "dtype": "fp16"}
-    table |= {"data": "d", "fingerprint": "0", "contents": ["a"], "rows": 3, "part": 2}
+    table = {"kind": "features", "name": "t", "width": 4, "model": "m", "weights": "0", "precision": "fp32"}
+    table |= {"dtype": "fp16", "data": "d", "fingerprint": "0", "rows": 3, "part": 2, "sources": [], "captions": ["a"]}
     plain = tokenizer()._backend.to_str()
     words = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}
     return [

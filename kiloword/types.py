@@ -103,7 +103,7 @@ class Example:
     captions: list[str]  # answers, where there is a question
     composed: bool = False  # a transform mixed it with another image
     question: str | None = None
-    image_features: dict[str, Tensor] = field(default_factory=dict)  # feature stores, joined by key
+    image_features: dict[str, Tensor] = field(default_factory=dict)  # of feature stores
     text_features: dict[str, Tensor] = field(default_factory=dict)  # every value [captions, ...]
     inputs: dict[str, Tensor | Sequence[str]] = field(default_factory=dict)  # of the method, by name
 

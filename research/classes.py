@@ -12,7 +12,6 @@ import tyro
 from kiloword.api import Matcher
 from kiloword.config.recipes import Recipe
 from kiloword.data.edits import Selection, digest
-from kiloword.data.feature_store import contents
 from kiloword.data.reading import eval_batches
 from kiloword.data.sources.open import open_source
 from kiloword.data.sources.tree import ClassTree, TreeSource
@@ -57,17 +56,9 @@ def part(rows: slice, wrap: Callable[[TreeSource], Source] = lambda source: sour
             raise ValueError(f"{source.name} has {len(source):,} rows: expected {least:,} or more.")
         chosen = np.arange(len(source))[rows]
         what = f"rows {chosen[0]} to {chosen[-1]}"
-        return _Part(source, f"{source.name}, {what}", digest(f"{what} {source.fingerprint}"), chosen)
+        return Selection(source, f"{source.name}, {what}", digest(f"{what} {source.fingerprint}"), chosen)
 
     return opened
-
-
-class _Part(Selection):
-    """Some rows of a source, which features of the whole source fit."""
-
-    @property
-    def contents(self) -> frozenset[str]:
-        return contents(self.source)
 
 
 def nodes_at(tree: ClassTree, level: int) -> list[int]:

@@ -20,10 +20,10 @@ from kiloword.data.sources.open import open_source
 from kiloword.evaluation.features import seen
 from kiloword.evaluation.retrieval.task import retrieval
 from kiloword.evaluation.task import Inputs
-from kiloword.features.token_runs import on_tokens, reading_tokens, towers_of
 from kiloword.methods.defaults import default_recipe
 from kiloword.model.encoding import join
 from kiloword.quickstart.photos.run import small_top
+from kiloword.stores.runs import on_tokens, reading_tokens, towers_of
 from kiloword.training.start import with_towers
 from kiloword.types import Features, Source
 from research.arms import Arm, Experiment, Options, main

@@ -15,7 +15,7 @@ from typing import Any
 from kiloword import evaluation
 from kiloword.api import Matcher
 from kiloword.config.recipes import Recipe
-from kiloword.data.feature_store import FeatureStore
+from kiloword.stores.features import FeatureStore
 from research.arms import Arm, Experiment, main
 from research.frozen import FrozenOptions, base, judge_tokens
 from research.scenes_judge import RECALL

@@ -32,9 +32,9 @@ def make(
         if before.get("recipe", made) != made:
             raise ValueError(f"{out} holds a teacher of other settings: choose another --out, or repeat its settings.")
         return
-    from kiloword.data.feature_store import FeatureStore
-    from kiloword.features.extract import main as embed
     from kiloword.files import write_json
+    from kiloword.stores.embed import main as embed
+    from kiloword.stores.features import FeatureStore
     from kiloword.training.loop import RunOptions, train
     from kiloword.training.resolve import open_sources
 

@@ -14,16 +14,16 @@ from torch import Tensor, nn
 from kiloword.config.recipes import AugmentConfig, ImageConfig, Recipe, TrunkConfig
 from kiloword.data.sources.open import open_source
 from kiloword.data.text.tokenizer import Tokenizer
-from kiloword.data.token_store import Kind
-from kiloword.features.tokens import TokenOptions, embed_tokens
 from kiloword.methods.defaults import default_recipe
 from kiloword.methods.registry import preset
 from kiloword.model.model import Model
 from kiloword.model.trunks.trunk import Trunk
 from kiloword.models.build import build
+from kiloword.stores.embed_tokens import TokenOptions, embed_tokens
+from kiloword.stores.tokens import TokenKind
 from kiloword.types import Source
 
-KINDS: tuple[Kind, ...] = ("images", "texts")
+KINDS: tuple[TokenKind, ...] = ("images", "texts")
 SCENES = "scenes?n=48&captions=2"
 SIZE, PATCH, WIDTH = 32, 8, 12
 JITTER = AugmentConfig(jitter=0.8, blur=0.3)
@@ -97,7 +97,7 @@ def trunks_of(run: Recipe, source: Source) -> tuple[Model, Tokenizer]:
     return build(replace(run.model, text=text), preset("clip"), run.seed), tokenizer
 
 
-def stored(run: Recipe, out: Path, kinds: Sequence[Kind] = KINDS, **options: Any) -> Path:
+def stored(run: Recipe, out: Path, kinds: Sequence[TokenKind] = KINDS, **options: Any) -> Path:
     """A folder with the tokens of the run's data, as its augmentation draws them."""
     source = open_source(run.data.sources[0], size=SIZE)
     model, tokenizer = trunks_of(run, source)

@@ -36,7 +36,6 @@ from kiloword.audit.pairs import Fits, fits
 from kiloword.audit.resume import FOLDER, SavedRows, encoded
 from kiloword.audit.similar import Pixels, groups, near_duplicates, repeated
 from kiloword.config.recipes import DataConfig
-from kiloword.data.feature_store import FeatureStore
 from kiloword.data.images.decode import decode
 from kiloword.data.joins import check_keys, sampled
 from kiloword.data.reading import advice, left_out, name_of
@@ -46,11 +45,12 @@ from kiloword.distributed.device import choose
 from kiloword.errors import count, naming_truncated
 from kiloword.evaluation.command import Execution, opened
 from kiloword.evaluation.task import Inputs
-from kiloword.features.teachers import open_teacher, prefix_fingerprint
 from kiloword.files import Lock, write_json
 from kiloword.model.prefix import keep_prefix_
 from kiloword.report import made_by, signed, write
 from kiloword.search.index import fingerprint
+from kiloword.stores.features import FeatureStore
+from kiloword.stores.teachers import open_teacher, prefix_fingerprint
 from kiloword.terminal import say, warn
 from kiloword.terminal.progress import showing
 from kiloword.types import BadSample, Example, Features, NoCaption, Skipped, Source
@@ -132,7 +132,7 @@ def _one_vector(matcher: Matcher) -> bool:
 
 def _on_tokens(matcher: Matcher, source: Source, execution: Execution) -> tuple[Matcher, Source]:
     from kiloword.api import Matcher
-    from kiloword.features.token_runs import reading_tokens
+    from kiloword.stores.runs import reading_tokens
 
     folders = execution.image_features, execution.text_features
     source, tokenizer = reading_tokens(matcher.model, matcher.tokenizer, source, *folders, augmented=True)
@@ -168,12 +168,12 @@ def _stored(inputs: Inputs, model: str, folder: Path) -> tuple[AuditedData, Feat
     Raises: ValueError for a store of another model or of other data, and for a model whose scores need more.
     """
     store, source, matcher = FeatureStore(folder), inputs.source, inputs.matcher
-    store.check(source)
+    features = store.of(source)
     if not _one_vector(matcher):
         raise ValueError(f"--features: the scores of {model} need more than one vector per image: omit it.")
-    whole, dim, size = open_teacher(model, "cpu").fingerprint, store.file.dim, matcher.model.config.head.dim
-    if store.file.teacher_fingerprint not in (whole, prefix_fingerprint(whole, dim)):
-        raise ValueError(f"{folder} has features of another model ({store.file.teacher}) than {model}.")
+    whole, dim, size = open_teacher(model, "cpu").fingerprint, store.dim, matcher.model.config.head.dim
+    if store.file.weights not in (whole, prefix_fingerprint(whole, dim)):
+        raise ValueError(f"{folder} has features of another model ({store.file.model}) than {model}.")
     if dim > size:
         raise ValueError(f"{folder} has features of {dim} numbers, and --dim asks for {size}: omit it.")
     if dim < size:
@@ -186,7 +186,7 @@ def _stored(inputs: Inputs, model: str, folder: Path) -> tuple[AuditedData, Feat
         except BadSample as error:
             data.skipped.append(Skipped(row, name_of(source, row), str(error)))
             continue
-        store.join(example)
+        features.join(example, source)
         if not bool(example.image_features[store.name].any()):
             data.skipped.append(Skipped(row, example.key, "not in the feature store"))
             continue

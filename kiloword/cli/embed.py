@@ -74,7 +74,7 @@ def embed(
         "trust": trust,
     }
     if tokens:
-        from kiloword.features.token_command import main as run_tokens
+        from kiloword.stores.embed_tokens import main as run_tokens
 
         if name != "teacher" or resize is not None or dim is not None:
             raise ValueError("--name, --resize and --dim are for features, not for tokens: omit them, or --tokens.")
@@ -83,7 +83,7 @@ def embed(
     if dtype == "int8":
         raise ValueError("--dtype int8 is for tokens: add --tokens, or omit it.")
     from kiloword.data.images.views import Augmented
-    from kiloword.features.extract import main as run
+    from kiloword.stores.embed import main as run
 
     run(**common, name=name, resize=resize, dim=dim, augmented=Augmented(views, augment, seed))
 

@@ -172,7 +172,7 @@ def _defaults(command: MethodCommand) -> tuple[Recipe, Recipe]:
     plain, usual = _on_tokens(command)
     if not (stores := values_of(command.flags, "--features")):
         return plain, usual
-    from kiloword.data.feature_store import with_views
+    from kiloword.stores.features import with_views
 
     return with_views(plain, stores), with_views(usual, stores)
 
@@ -182,7 +182,7 @@ def _on_tokens(command: MethodCommand) -> tuple[Recipe, Recipe]:
     features = [values_of(command.flags, flag) for flag in ("--image-features", "--text-features")]
     if not any(features):
         return _without_tokens(command)
-    from kiloword.features.token_runs import on_tokens, towers_of
+    from kiloword.stores.runs import on_tokens, towers_of
 
     plain, usual = _without_tokens(command, towers_of(*features))
     return on_tokens(plain, *features), on_tokens(usual, *features)

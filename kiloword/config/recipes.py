@@ -225,7 +225,7 @@ class DataConfig(BaseSettings):
     extra_captions: tuple[str, ...] = setting((), "parquet tables (key, captions) whose captions join the images' own")
     raw_captions: bool = setting(True, "keep the images' own captions beside the extra ones")
     keep: tuple[str, ...] = setting((), "keep-lists (`kiloword audit`): train on the pairs that they keep")
-    features: tuple[str, ...] = setting((), "feature stores (`kiloword embed`), joined by key")
+    features: tuple[str, ...] = setting((), "feature stores (`kiloword embed`), joined by row or key")
     image_features: tuple[str, ...] = setting(
         (), "tokens of images in place of their pixels, in which no trunk runs (`kiloword embed --tokens`)"
     )

@@ -207,6 +207,29 @@ def origin(source: Source, row: int) -> tuple[Source, int]:
     return source, row
 
 
+def origins(source: Source) -> list[Source]:
+    """The sources that rows come from, see `origin`."""
+    if not isinstance(source, Selection | MixtureSource):
+        return [source]
+    inner = source.sources if isinstance(source, MixtureSource) else [source.source]
+    return list({(one.name, one.fingerprint): one for each in inner for one in origins(each)}.values())
+
+
+def contents(source: Source) -> frozenset[str]:
+    """The origin of a source's images and captions, so that what is made from more data can serve a run on less.
+
+    For a plain source its fingerprint's images and captions, which edits of captions change; for a mixture those of all
+    its sources, whatever their weights.
+    """
+    if isinstance(source, MixtureSource):
+        return frozenset().union(*(contents(part) for part in source.sources))
+    own: frozenset[str] | None = getattr(source, "contents", None)
+    if own or not isinstance(source, Selection):
+        return own or frozenset({f"{source.fingerprint} images", f"{source.fingerprint} captions"})
+    change: Callable[[frozenset[str]], frozenset[str]] | None = getattr(source.edit, "contents", None)
+    return contents(source.source) if change is None else change(contents(source.source))
+
+
 def mix(sources: Sequence[Source], weights: Sequence[float] = ()) -> Source:
     """One source from several; without weights every row is used once per epoch.
 

@@ -122,7 +122,7 @@ class _Extra:
     raw: bool
 
     def contents(self, of_source: frozenset[str]) -> frozenset[str]:
-        """See `kiloword.data.feature_store.contents`."""
+        """See `kiloword.data.edits.contents`."""
         kept = {one for one in of_source if self.raw or not one.endswith(" captions")}
         return frozenset(kept | {f"{sorted(of_source)[0]} + {table.fingerprint}" for table, _ in self.tables})
 

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from kiloword.config.recipes import AugmentConfig, DataConfig, Resize, TextConfig
 from kiloword.data.edits import stored_row
-from kiloword.data.feature_store import FeatureStore, TableFile, shown_views
 from kiloword.data.images.augmentation import EvalTransform, TrainTransform
 from kiloword.data.images.views import view_draw
 from kiloword.data.joins import Omitted, omitted
@@ -23,10 +22,9 @@ from kiloword.data.sampler import Order, Rows, choose_captions, share
 from kiloword.data.sources.optional import check_asks
 from kiloword.data.sources.sample import question_in
 from kiloword.data.steps import in_order
+from kiloword.data.stored import FoundTokens, Joined, StoredTexts, StoreFile, WithTokens
 from kiloword.data.text.eda import drop_words
 from kiloword.data.text.tokenizer import Tokenizer
-from kiloword.data.token_join import TokenizerWithTokens, WithTokens, check_tokenizer
-from kiloword.data.token_store import ImageTokens, TextTokens, augmented_first, check_alike, served
 from kiloword.randomness import Draw, key
 from kiloword.types import BadSample, Batch, BatchInputs, Example, Input, Skipped, Source, TextGroup, Transform
 
@@ -38,13 +36,14 @@ class Loader:
     """One rank's share of every global batch; a batch is a pure function of its step.
 
     Args: order: of the rows; data: how images are read and captions chosen; text: how captions are packed; transforms:
-    of examples, in order; inputs: further fields of a batch, made from transformed examples; stores: of features that
-    are added to examples; where they are of augmented views, the images are those views, one in each epoch;
-    image_tokens, text_tokens: stores of tokens in place of images (of the view epoch mod K) and of words; truth: texts
-    also carry which images of the global batch they describe; questions: every image has the question that its texts
-    answer; train: False: images as for evaluation, no transforms; timeout: in seconds per step.
-    Errors: ValueError when the batch does not divide over the ranks, the order or a feature store is of other data,
-    or the source has no ground truth or no questions.
+    of examples, in order; inputs: further fields of a batch, made from transformed examples; stores: features that are
+    added to examples; shown: the augmented views that they are of, which are then the images, one in each epoch;
+    image_tokens: tokens in place of images (of the view epoch mod K); open_store: opens stores that transforms name;
+    told: further notes; truth: texts also carry which images of the global batch they describe; questions: every image
+    has the question that its texts answer; train: False: images as for evaluation, no transforms; timeout: in seconds
+    per step.
+    Errors: ValueError when the batch does not divide over the ranks, the order is of other data, or the source has no
+    ground truth or no questions.
     """
 
     source: Source
@@ -55,9 +54,11 @@ class Loader:
     tokenizer: Tokenizer
     transforms: Sequence[Transform] = ()
     inputs: Mapping[str, Input] = field(default_factory=dict)
-    stores: Sequence[FeatureStore] = ()
-    image_tokens: Sequence[ImageTokens] = ()
-    text_tokens: Sequence[TextTokens] = ()
+    stores: Sequence[Joined] = ()
+    shown: StoreFile | None = None
+    image_tokens: FoundTokens | None = None
+    open_store: Callable[[str], StoredTexts] | None = None
+    told: Sequence[str] = ()
     truth: bool = False
     questions: bool = False
     seed: int = 0
@@ -71,7 +72,6 @@ class Loader:
     _eval: EvalTransform = field(init=False, repr=False)
     _untouched: bool = field(init=False, repr=False)
     _views: dict[tuple[AugmentConfig, int], TrainTransform] = field(default_factory=dict, init=False, repr=False)
-    _shown: TableFile | None = field(init=False, repr=False)
     _epochs: dict[int, Source] = field(init=False, repr=False)
     _ahead: Ahead | None = field(init=False, repr=False)
     _omitted: Omitted | None = field(init=False, repr=False)
@@ -89,14 +89,13 @@ class Loader:
             )
         if self.questions:
             check_asks(self.source)
-        for store in self.stores:
-            store.check(self.source)
-        self._shown = shown_views(self.stores, self.data.augment)
         self.transforms = [
-            transform.bind(self.source) if hasattr(transform, "bind") else transform for transform in self.transforms
+            transform.bind(self.source, self.open_store) if hasattr(transform, "bind") else transform
+            for transform in self.transforms
         ]
         self._omitted = omitted(self.source)
-        self._join_tokens()
+        if self.image_tokens:
+            self.source = WithTokens(self.source, self.image_tokens, lean=True)
         natural = getattr(self.source, "natural", True)
         self._train = TrainTransform(self.image_size, self.data.augment, self.resize, self.data.decoder, natural)
         self._eval = EvalTransform(self.image_size, self.resize, self.data.decoder)
@@ -104,47 +103,17 @@ class Loader:
         self._ahead = ahead_of(self.source, self._rows_of, self.order.batch)
         self._untouched = not self.train or not _changes(self.data.augment, natural)
 
-    def _join_tokens(self) -> None:
-        """Let the source and the tokenizer read tokens.
-
-        Raises: ValueError for tokens of other data or another augmentation, or where captions change.
-        """
-        if self.image_tokens and self._shown:
-            raise ValueError(
-                f"--features has {self._shown.shown}, which the student must see, but --image-features gives tokens in "
-                "place of images: omit it, or make features without --augment."
-            )
-        if self.image_tokens:
-            makers = (*self.transforms, *self.inputs.values())
-            if self.train and (unfit := [reason for m in makers if (reason := getattr(m, "pixels", None))]):
-                raise ValueError(unfit[0])
-            self.image_tokens = served(augmented_first(self.image_tokens, self.data.augment), self.source)
-            check_alike(self.image_tokens, self.data.augment)
-            self.source = WithTokens(self.source, self.image_tokens, lean=True)
-        if self.text_tokens:
-            self.text_tokens = served(self.text_tokens, self.source)
-            check_tokenizer(self.tokenizer, self.text_tokens)
-            drops = self.train and self.data.augment.drop_words > 0
-            mixing = [t for t in self.transforms if getattr(getattr(t, "settings", None), "parts", "") != "images"]
-            if drops or (self.train and mixing):
-                what = "--augment.drop-words" if drops else f"the transform {type(mixing[0]).__name__.lower()}"
-                raise ValueError(
-                    f"{what} changes captions, but --text-features has tokens of whole captions alone: omit "
-                    "--text-features, so that the text tower runs in every step, or omit what changes captions."
-                )
-            self.tokenizer = TokenizerWithTokens(self.tokenizer, self.text_tokens)
-
     @property
     def notes(self) -> list[str]:
         """Notes of keep-lists, transforms and inputs for the user, printed before the first step."""
         lists = [] if self._omitted is None else [f"--keep {self._omitted}"]
-        for store in self.image_tokens:
-            if missing := store.file.rows - len(store):
-                lists.append(
-                    f"{missing:,} of {store.file.rows:,} rows have no tokens, as `embed` said: others replace them."
-                )
         inputs = [one.note(self.source) for one in self.inputs.values() if one.note]
-        return [*lists, *(note for transform in self.transforms if (note := getattr(transform, "note", None))), *inputs]
+        return [
+            *lists,
+            *self.told,
+            *(note for transform in self.transforms if (note := getattr(transform, "note", None))),
+            *inputs,
+        ]
 
     def batches(self, start: int = 0, stop: int | None = None, pin: bool = False) -> Iterator[Batch]:
         """This rank's batches of the steps [start, stop); without end when stop is None.
@@ -329,16 +298,15 @@ class BatchReader:
             record.captions, loader.data.captions, replace(draw, row=row), loader.data.first_captions
         )
         if not captions:
-            raise BadSample(f"{EMBEDDED if self.loader.text_tokens else ''}no caption")
-        if isinstance(loader.tokenizer, TokenizerWithTokens):
-            for caption in captions:
-                loader.tokenizer.check(caption, loader.text)
-        view = 0 if loader._shown is None else loader._shown.view(draw, loader.seed)
-        shown = draw if loader._shown is None else view_draw(loader._shown.seed, view, record.key)
+            raise BadSample(f"{EMBEDDED if loader.data.text_features else ''}no caption")
+        for caption in captions:
+            loader.tokenizer.check(caption, loader.text)
+        view = 0 if loader.shown is None else loader.shown.view(draw, loader.seed)
+        shown = draw if loader.shown is None else view_draw(loader.shown.seed, view, record.key)
         image = record.tokens.tokens(draw.epoch) if record.tokens else loader.image(record.image, shown)
         example = Example(record.key, row, image, captions, question=question)
         for store in loader.stores:
-            store.join(example, view)  # before words are dropped: features are of whole captions
+            store.join(example, self.source, view)  # before words are dropped: features are of whole captions
         if loader.train and loader.data.augment.drop_words > 0 and question is None:  # answers keep all words
             example.captions = drop_words(captions, loader.data.augment.drop_words, draw)
         return example

@@ -141,7 +141,7 @@ def _metrics(
 def _on_tokens(task: Task, matcher: Matcher | None, source: Source, execution: Execution) -> tuple[Matcher, Source]:
     """The model and the source, which read stored tokens. Raises: ValueError for a task that does not take them."""
     from kiloword.api import Matcher
-    from kiloword.features.token_runs import reading_tokens
+    from kiloword.stores.runs import reading_tokens
 
     if task.name not in TOKEN_TASKS or matcher is None:
         raise ValueError(

@@ -15,7 +15,6 @@ from kiloword.data.images.augmentation import EvalTransform
 from kiloword.data.images.decode import Pixels, decode
 from kiloword.data.reading import ImageTransform
 from kiloword.distributed.device import choose
-from kiloword.features.teachers import DTYPES, digest, from_folder
 from kiloword.generation.captioner import Caption, Captioner, unique
 from kiloword.generation.decoding import writer
 from kiloword.generation.options import GenerationOptions
@@ -25,6 +24,7 @@ from kiloword.interop.names import local_folder
 from kiloword.interop.open_clip_config import torchvision_ready
 from kiloword.models.model_folder import model_files, open_model
 from kiloword.models.trust import NONE, Trust
+from kiloword.stores.teachers import DTYPES, digest, from_folder
 
 WRITERS = (
     "expected a model folder with a text decoder (coca, sycoca or any with +caption), open_clip:coca_NAME:FILE, or a "

@@ -8,23 +8,22 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Literal
 
-import pyarrow as pa
-
 from kiloword.config.recipes import DataConfig
 from kiloword.data.edits import every_row
-from kiloword.data.joins import sampled_images
-from kiloword.data.parts import empty_batch
+from kiloword.data.files import key_bytes
+from kiloword.data.joins import check_keys, sampled_images
 from kiloword.data.reading import EvalBatch, eval_batches
 from kiloword.data.sources.open import open_data
 from kiloword.distributed.by_device import announce, workers_of
 from kiloword.distributed.device import choose
 from kiloword.distributed.sharing import alone, is_first, together
-from kiloword.features.tables import ProgressReport, Rows, content_of, fill
 from kiloword.files import Lock
 from kiloword.generation.captioners import Describer, open_captioner
 from kiloword.generation.options import GenerationOptions
+from kiloword.generation.table import PART as PART_ROWS
 from kiloword.generation.table import CaptionFile, CaptionWriter, begun, columns, existing_table, parts_of
 from kiloword.models.trust import NONE, Trust
+from kiloword.stores.pieces import ProgressReport, Rows, fill, rows_table
 from kiloword.terminal import say
 from kiloword.types import Skipped, Source
 
@@ -130,7 +129,7 @@ def _write(
         )
 
     def work(writer: CaptionWriter | None) -> None:
-        fill(writer, "captions", source, batch, read, lambda images: _describe(images, describer, file), report)
+        fill(writer, source, batch, read, lambda images: _describe(images, describer, file), report)
 
     if not is_first():
         work(None)
@@ -139,14 +138,15 @@ def _write(
     with nullcontext() if finished else Lock(out, "writing", parts_of(out)):
         writer = CaptionWriter(out, file)
         try:
+            if writer.done < file.parts:
+                check_keys(source, "the table of captions")
             work(writer)
-            made = writer.finish()
+            made = writer.finish(report)
         except BaseException:
             done = writer.leave()
             if done:
                 report.say(f"{done} of {writer.file.parts} parts stay in {writer.folder}: the same command goes on.")
             raise
-    writer.report(report)
     return made
 
 
@@ -155,13 +155,14 @@ def _describe(images: EvalBatch, describer: Describer, file: CaptionFile) -> Row
     usable = [n for n, key in enumerate(images.keys) if _utf8(key)]
     why = "the key is not UTF-8, which a table of captions cannot hold"
     unusable = [Skipped(images.rows[n], key, why) for n, key in enumerate(images.keys) if n not in usable]
-    skipped = [*images.skipped, *unusable]
+    bad = [{"row": one.row, "key": key_bytes(one.key), "reason": one.reason} for one in (*images.skipped, *unusable)]
     if not usable:
-        return Rows(empty_batch(file.schema()), skipped)
-    keys, pixels = [images.keys[n] for n in usable], images.images[usable]
-    captions, scores = columns(describer.describe(pixels, file.options, keys))
-    contents = [content_of(image) for image in pixels]
-    return Rows(pa.record_batch([keys, captions, scores, contents], schema=file.schema()), skipped)
+        return Rows(rows_table(PART_ROWS, bad))
+    keys = [images.keys[n] for n in usable]
+    captions, scores = columns(describer.describe(images.images[usable], file.options, keys))
+    described = zip(usable, keys, captions, scores, strict=True)
+    rows = ({"row": images.rows[n], "key": key.encode(), "captions": c, "scores": s} for n, key, c, s in described)
+    return Rows(rows_table(PART_ROWS, [*rows, *bad]), sum(map(len, captions)))
 
 
 def _utf8(key: str) -> bool:

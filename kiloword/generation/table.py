@@ -1,6 +1,6 @@
 """A table of captions.
 
-While it is written: `OUT.parts/captions.json` (`CaptionFile`) and the parts (`kiloword/data/parts.py`). At the end OUT,
+While it is written: `OUT.parts/captions.json` (`CaptionFile`) and the parts (`kiloword.stores.pieces`). At the end OUT,
 a parquet table with the columns key, captions (list of text, best first) and scores, whose metadata is the
 `CaptionFile`; the parts are then removed.
 """
@@ -18,15 +18,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from kiloword.config.settings import parse, read_config
-from kiloword.data.parts import TableSettings, part_path
-from kiloword.features.tables import TableWriter, check_same, resumed
+from kiloword.data.stored import TableSettings
 from kiloword.files import atomic
 from kiloword.generation.captioner import Caption
 from kiloword.generation.options import GenerationOptions
+from kiloword.stores.pieces import COMMON, PieceWriter, ProgressReport, check_same, read_table, resumed
 
 FILE = "captions.json"
 SCHEMA = pa.schema({"key": pa.string(), "captions": pa.list_(pa.string()), "scores": pa.list_(pa.float32())})
-_PART = SCHEMA.append(pa.field("content", pa.binary(16)))  # digest of the pixels
+PART = pa.schema({**COMMON, "captions": SCHEMA.field("captions").type, "scores": SCHEMA.field("scores").type})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,9 +40,6 @@ class CaptionFile(TableSettings):
     images: dict[str, str] = field(default_factory=dict)  # see `kiloword.data.joins.sampled_images`
     format: Literal["kiloword-captions-1"] = "kiloword-captions-1"
 
-    def schema(self) -> pa.Schema:
-        return _PART
-
     def compared(self) -> list[tuple[Any, str]]:
         options = {field.name: getattr(self.options, field.name) for field in fields(self.options)}
         return [
@@ -53,36 +50,38 @@ class CaptionFile(TableSettings):
         ]
 
 
-class CaptionWriter(TableWriter[CaptionFile]):
+class CaptionWriter(PieceWriter[CaptionFile]):
     """Writes the table of captions at a path: new, resumed, or finished. Errors: see `existing_table`."""
-
-    what = "captions"
 
     def __init__(self, out: Path, file: CaptionFile) -> None:
         self.out, self.finished = out, out.exists()
         super().__init__(parts_of(out), FILE, file, existing_table(out, file), self.finished)
 
-    def finish(self) -> tuple[int, int]:
-        """Merge the parts; returns the numbers of images and captions. Raises: ValueError if there are none."""
+    def finish(self, report: ProgressReport) -> tuple[int, int]:
+        """Merge the parts, of equal keys the first row; returns the numbers of images and captions.
+
+        Raises: ValueError if there are none.
+        """
         if not self.finished:
-            self.check_usable()
+            every = self.table()
+            report.say_bad(every)
+            table = every.filter(every.column("reason").is_null())
+            first = {key: n for n, key in reversed(list(enumerate(table.column("key").to_pylist())))}
             schema = SCHEMA.with_metadata({"kiloword": json.dumps(asdict(self.file))})
-            with atomic(self.out) as file, pq.ParquetWriter(file, schema) as table:
-                for part in map(self.part, range(self.file.parts)):
-                    if part.batch.num_rows:
-                        table.write_table(pa.Table.from_batches([part.batch]).select(SCHEMA.names).cast(schema))
+            table = table.take(sorted(first.values())).select(SCHEMA.names).cast(schema)
+            with atomic(self.out) as file:
+                pq.write_table(table.combine_chunks(), file)
         shutil.rmtree(self.folder, ignore_errors=True)
-        with self.out.open("rb") as file, pq.ParquetFile(file) as whole:  # pyarrow takes no path that is not UTF-8
-            batches = whole.iter_batches(columns=["captions"])
-            return whole.metadata.num_rows, sum(len(batch.column(0).flatten()) for batch in batches)
+        whole = read_table(self.out, ["captions"]).column("captions").combine_chunks()
+        return len(whole), len(whole.flatten())
 
     def leave(self) -> int:
         """After a failure: the number of finished parts; removes the folder if they have no captions."""
-        parts = (part_path(self.folder, number) for number in range(self.file.parts))
-        finished = sum(path.is_file() for path in parts) if self._keys else 0
-        if not finished and not self.finished:
+        tables = [] if self.finished else [read_table(self.path(number)) for number in range(self.done)]
+        if not self.finished and not any(table.column("reason").null_count for table in tables):
             shutil.rmtree(self.folder, ignore_errors=True)
-        return finished
+            return 0
+        return len(tables)
 
 
 def parts_of(out: Path) -> Path:

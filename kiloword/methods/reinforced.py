@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from kiloword.config.recipes import AugmentConfig, ModelConfig, Recipe, sizes
 from kiloword.config.settings import BELOW_1, BaseSettings, setting
-from kiloword.data.feature_store import FeatureStore
 from kiloword.data.images.views import in_words
+from kiloword.data.stored import store_file
 from kiloword.distributed.collectives import sum_over_ranks
 from kiloword.losses.pairs import logsumexp_over_ranks
 from kiloword.methods.method import Component, Method
@@ -53,7 +53,7 @@ def reinforced(method: Method, settings: Reinforced) -> Method:
 
 def unlike(recipe: Recipe, teachers: tuple[str, ...]) -> str:
     """A note where the run trains on crops or other colours, which no teacher has seen; else ""."""
-    if any(FeatureStore(path).file.augmented for path in recipe.data.features):
+    if any(store_file(path).augmented for path in recipe.data.features):
         return ""  # the student sees the teachers' views
     changed = in_words(replace(recipe.data.augment, flip=0.0))
     if changed == in_words(AugmentConfig()):

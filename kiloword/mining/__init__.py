@@ -20,7 +20,6 @@ def main(sources: Sequence[str], features: Path, out: Path, options: MineOptions
     Errors: ValueError for data that cannot be opened, features of other data, or settings out of range.
     """
     from kiloword.config.recipes import DataConfig
-    from kiloword.data.feature_store import FeatureStore
     from kiloword.data.sources.open import open_data
     from kiloword.distributed.device import choose
     from kiloword.distributed.sharing import is_first, together
@@ -30,6 +29,7 @@ def main(sources: Sequence[str], features: Path, out: Path, options: MineOptions
     from kiloword.mining.corpus import Corpus
     from kiloword.mining.origin import Origin, split_extra
     from kiloword.mining.results import judge
+    from kiloword.stores.features import FeatureStore
 
     options.check()
     _check_folder(out)
@@ -39,10 +39,10 @@ def main(sources: Sequence[str], features: Path, out: Path, options: MineOptions
         table = FeatureStore(features)
         settings = options.over(Mined(teacher=table.name))
         source = open_data(DataConfig(sources=tuple(sources), extra_captions=tuple(map(str, options.extra_captions))))
-        table.check(source)
+        table.of(source)
         with Lock(out, "writing") if is_first() else nullcontext():
             origin, corpus = Origin.of(source, Corpus.of(table, options.device), table)
-            parts, names = split_extra(corpus, options.extra_captions), (source.name, table.file.teacher)
+            parts, names = split_extra(corpus, options.extra_captions), (source.name, table.file.model)
             results = judge(corpus, parts, settings, options, names, origin.truth(corpus.captions))
             if results is not None:
                 output.write(out, results, origin, parts)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from kiloword.data.feature_store import FeatureStore
+    from kiloword.stores.features import FeatureStore
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.floating[Any]]

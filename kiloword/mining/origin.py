@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from kiloword.data.feature_store import FeatureStore, contents
 from kiloword.data.images.decode import decode
 from kiloword.data.joins import CaptionTable
 from kiloword.data.reading import captions_at
-from kiloword.data.sources.optional import keys
 from kiloword.mining.corpus import Corpus, Ints
+from kiloword.stores.features import FeatureStore
+from kiloword.stores.joins import caption_origins
 from kiloword.types import BadSample, Source
 
 THUMB = 160  # longer side of images in the report, in pixels
@@ -36,19 +36,18 @@ class Origin:
 
         A store can have more than the source: other parts of a mixture, captions of other tables.
         """
-        places: dict[str, int] = {}  # the first row of every key
-        for row, key in enumerate(keys(source)):
-            if key is not None:
-                places.setdefault(key, row)
-        if not set(table.file.contents) <= contents(source):
-            images = np.array([name in places for name in corpus.keys])
+        places = table.places(source)
+        rows = np.full(len(corpus.keys), -1, np.int64)
+        found = np.flatnonzero(places >= 0)[::-1]  # of an image that has several rows, the first
+        rows[places[found]] = found
+        if (rows < 0).any() or not set(table.file.captions) <= caption_origins(source):
             captions = np.zeros(len(corpus.captions), bool)
-            for n in np.flatnonzero(images).tolist():
-                source_captions = set(captions_at(source, places[corpus.keys[n]]))
+            for n in np.flatnonzero(rows >= 0).tolist():
+                source_captions = set(captions_at(source, int(rows[n])))
                 caption_rows = slice(int(corpus.starts[n]), int(corpus.starts[n + 1]))
                 captions[caption_rows] = [caption in source_captions for caption in corpus.captions[caption_rows]]
-            corpus = corpus.only(captions, images)
-        return Origin(source, np.array([places[name] for name in corpus.keys], np.int64)), corpus
+            corpus = corpus.only(captions, rows >= 0)
+        return Origin(source, rows[rows >= 0]), corpus
 
     def thumbnail(self, image: int) -> NDArray[np.uint8] | None:
         """An image [H, W, 3], downscaled if large; None if it cannot be read."""

@@ -28,6 +28,7 @@ from kiloword.files import replacing
 from kiloword.methods.defaults import default_recipe
 from kiloword.methods.registry import preset
 from kiloword.models.build import shapes
+from kiloword.stores.features import FeatureStore
 from kiloword.terminal import say
 from kiloword.training import effects, tuning
 from kiloword.training.learner import learner_of
@@ -189,6 +190,7 @@ def draw_examples(src: str, like: str, size: str, png: Path) -> str:
         recipe.model.image.size,
         Tokenizer.train([], 262),  # nothing is packed
         transforms=chosen.transforms,
+        open_store=FeatureStore,
         questions="questions" in chosen.needs,
         seed=recipe.seed,
         resize=recipe.model.preprocess.resize,
@@ -215,7 +217,7 @@ def write_pairs(src: str, like: str, size: str, out: Path) -> str:
             f"{like} {why}: expected a recipe with settings.partner fixed, nearest, farthest or file, such as a TOML "
             'file with method = "clip-c" and settings.partner = "fixed".'
         )
-    table = pairs_table(source, mixing[0].bind(source), recipe.seed)
+    table = pairs_table(source, mixing[0].bind(source, FeatureStore), recipe.seed)
     with replacing(out) as file:
         pyarrow.parquet.write_table(table, file)
     return f"{len(table):,} captions of {len(source):,} rows with their partners: {out}"

@@ -10,19 +10,19 @@ from kiloword.config.options import RunOptions
 from kiloword.config.recipes import NO_MICRO, Recipe
 from kiloword.config.settings import check
 from kiloword.data.edits import MixtureSource
-from kiloword.data.feature_store import FeatureStore
 from kiloword.data.loader import Loader
 from kiloword.data.reading import captions_of
 from kiloword.data.sampler import Order, steps_per_epoch
 from kiloword.data.sources.open import open_data
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.data.text.vocabularies import vocabulary
-from kiloword.data.token_store import ImageTokens, TextTokens, opened
 from kiloword.distributed import collectives
 from kiloword.distributed.by_device import settle, summary, workers_of
 from kiloword.interop.text_towers import tokenizer_of
 from kiloword.methods.method import Method
 from kiloword.methods.registry import preset
+from kiloword.stores.features import FeatureStore
+from kiloword.stores.runs import stored
 from kiloword.training import start, tuning
 from kiloword.training.compilation import check_graphs
 from kiloword.training.run_folder import (
@@ -172,18 +172,21 @@ def make_loader(
 ) -> Loader:
     """The loader of this rank's batches. Args: device: the device that trains on them."""
     images, size = recipe.batch // collectives.ranks(), recipe.model.image.size
+    read = stored(_stores(recipe, method), recipe.data, source, tokenizer, method.transforms, method.inputs)
     return Loader(
         source,
         _order(recipe, source),
         recipe.data,
         method.shape(recipe.model).text,
         size,
-        tokenizer,
+        read.tokenizer,
         transforms=method.transforms,
         inputs=method.inputs,
-        stores=_stores(recipe, method),
-        image_tokens=opened(recipe.data.image_features, ImageTokens),
-        text_tokens=opened(recipe.data.text_features, TextTokens),
+        stores=read.stores,
+        shown=read.shown,
+        image_tokens=read.image_tokens,
+        open_store=FeatureStore,
+        told=read.told,
         truth="truth" in method.needs,
         questions="questions" in method.needs,
         seed=recipe.seed,

@@ -14,14 +14,15 @@ from typing import Any
 from kiloword.addresses import scrubbed
 from kiloword.config.recipes import ModelConfig, Recipe
 from kiloword.config.settings import BaseSettings, differing, read_config
-from kiloword.data.feature_store import FeatureStore, TableFile
 from kiloword.data.joins import sampled
-from kiloword.data.token_store import ImageTokens, TextTokens, opened, origin_of
+from kiloword.data.stored import StoreFile
 from kiloword.distributed import collectives
 from kiloword.errors import sentence_of
 from kiloword.files import SaveError, utf8, write_json
 from kiloword.methods.registry import find, preset
 from kiloword.models.states import steps_done
+from kiloword.stores.features import FeatureStore
+from kiloword.stores.tokens import ImageTokens, TextTokens, opened, origin_of
 from kiloword.training.signals import Stopped
 from kiloword.types import Source
 from kiloword.watch.runs import ERROR
@@ -65,10 +66,10 @@ def run_file(recipe: Recipe, source: Source) -> RunFile:
     )
 
 
-def _origin(file: TableFile) -> str:
+def _origin(file: StoreFile) -> str:
     """How the features of a store were computed: the model by its fingerprint, not by its path."""
-    by = f"{file.name} of the model {file.teacher_fingerprint} in {file.precision}"
-    return f"{by}, {file.dim} dimensions as {file.dtype}{f', {file.shown}' if file.augmented else ''}"
+    by = f"{file.name} of the model {file.weights} in {file.precision}"
+    return f"{by}, {file.width} dimensions as {file.dtype}{f', {file.shown}' if file.augmented else ''}"
 
 
 def make_folder(out: Path) -> None:

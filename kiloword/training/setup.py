@@ -15,7 +15,6 @@ from kiloword.data.reading import BadRows
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.distributed import collectives
 from kiloword.distributed.by_device import products
-from kiloword.features.token_runs import check_frozen, check_trunk
 from kiloword.files import Lock, write_json
 from kiloword.interop.towers import check_declared
 from kiloword.methods.method import Method
@@ -23,6 +22,8 @@ from kiloword.model.model import initialise
 from kiloword.model.resnet import batch_statistics
 from kiloword.models.build import build
 from kiloword.models.states import drop_old, steps_done
+from kiloword.stores.runs import check_frozen, check_trunk
+from kiloword.stores.tokens import ImageTokens, TextTokens, opened
 from kiloword.training import compilation, effects, engine, start, tuning
 from kiloword.training.engine import Reducer
 from kiloword.training.learner import Learner
@@ -82,7 +83,7 @@ def prepare(recipe: Recipe, out: Path, source: Source, *, device: str, options: 
     recipe = resolved.recipe
     bare = options.parallel == "fsdp" and collectives.ranks() > 1
     learner, started = make_learner(recipe, resolved.method, options.trust_code, bare, steps_done(out / "state") > 0)
-    for stores in (resolved.loader.image_tokens, resolved.loader.text_tokens):
+    for stores in (opened(recipe.data.image_features, ImageTokens), opened(recipe.data.text_features, TextTokens)):
         check_frozen(learner.model, stores)  # first, as adapters change the weights that are compared
         check_trunk(learner.model, stores, weights=not holds_run(out))  # a run that is resumed compares their origin
     learner._apply(lambda x: x if x.is_meta else x.to(device))  # type: ignore[no-untyped-call]

@@ -16,9 +16,8 @@ from kiloword.cli.words import settled
 from kiloword.data.sources.open import open_source
 from kiloword.errors import count
 from kiloword.evaluation.command import number
-from kiloword.features import extract
-from kiloword.features.extract import FeatureWriter
 from kiloword.methods.registry import find, preset
+from kiloword.stores.embed import embed
 from tars import photo
 
 
@@ -175,20 +174,21 @@ def test_a_run_goes_on_in_another_locale(tmp_path: Path, capsys: pytest.CaptureF
     assert "goes on from step 1 of 2" in capsys.readouterr().err
 
 
-def test_an_interrupted_embed_names_the_rows_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    written = 0
+class Interrupted(Ones):
+    """Ctrl-C at the ninth image, and one to see how many numbers a feature has."""
 
-    def write(self: FeatureWriter, *args: Any) -> None:
-        nonlocal written
-        if written == 2:
+    asked = 0
+
+    def encode_images(self, images: Tensor) -> Tensor:
+        self.asked += len(images)
+        if self.asked > 9:
             raise KeyboardInterrupt
-        written += 1
-        real(self, *args)
+        return super().encode_images(images)
 
-    real = FeatureWriter.write
-    monkeypatch.setattr(FeatureWriter, "write", write)
+
+def test_an_interrupted_embed_names_the_rows_kept(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt, match=r"^8 of 12 rows are kept, the same command goes on with the others\.$"):
-        extract.embed(Ones(), open_source("scenes?n=12"), tmp_path / "features", part=4)
+        embed(Interrupted(), open_source("scenes?n=12"), tmp_path / "features", part=4)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_interruptions_name_what_stays(
         raise KeyboardInterrupt(*([error] if error else []))
 
     for place in (
-        "kiloword.features.extract.main",
+        "kiloword.stores.embed.main",
         "kiloword.evaluation.command.main",
         "kiloword.cli.describe.sizes_table",
     ):

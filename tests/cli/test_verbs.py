@@ -50,7 +50,7 @@ SHORTEST: list[Words] = [
     ),
     (
         "embed m --data d --out o",
-        "kiloword.features.extract:main",
+        "kiloword.stores.embed:main",
         {"model": "m", "data": ("d",), "out": OUT, "name": "teacher", "extra_captions": (), "batch": 64}
         | {"workers": "auto", "device": "auto", "precision": "fp32", "dtype": "fp16", "trust": NONE},
     ),
@@ -111,7 +111,7 @@ EVERY_FLAG: list[Words] = [
     (
         "embed m --data d e --out o --name n --extra-captions x --batch 3 --workers 2 --device cpu --precision bf16 "
         "--dtype fp32 --method clip --trust-code",
-        "kiloword.features.extract:main",
+        "kiloword.stores.embed:main",
         {"data": ("d", "e"), "name": "n", "extra_captions": ("x",), "batch": 3, "workers": 2, "device": "cpu"}
         | {"precision": "bf16", "dtype": "fp32", "trust": Trust(method="clip", trust_code=True)},
     ),

@@ -13,7 +13,7 @@ import pytest
 
 from kiloword import evaluation
 from kiloword.api import load
-from kiloword.data.feature_store import contents
+from kiloword.data.edits import contents
 from kiloword.data.sources.open import open_source
 from kiloword.data.sources.tree import read_tree
 from kiloword.methods.defaults import default_recipe

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,7 +18,6 @@ import torch
 from corpora import LOW, random_corpus
 from kiloword.api import Matcher
 from kiloword.config.recipes import ModelFile
-from kiloword.data.feature_store import FeatureStore
 from kiloword.data.sources.open import open_source
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.distributed import collectives
@@ -25,9 +25,6 @@ from kiloword.distributed.sharing import sharing
 from kiloword.evaluation import evaluate
 from kiloword.evaluation.caption import CaptionOptions
 from kiloword.evaluation.probe import ProbeOptions
-from kiloword.features.extract import _embed, _file
-from kiloword.features.tables import ProgressReport
-from kiloword.features.teachers import KilowordTeacher as Teacher
 from kiloword.generation import command
 from kiloword.generation.captioner import Captioner
 from kiloword.generation.captioners import KilowordCaptioner as Describer
@@ -37,6 +34,10 @@ from kiloword.methods.registry import preset
 from kiloword.mining.pairs import search
 from kiloword.models.build import build
 from kiloword.models.model_folder import save_model
+from kiloword.stores.embed import feature_file, write_features
+from kiloword.stores.features import FeatureStore
+from kiloword.stores.pieces import ProgressReport
+from kiloword.stores.teachers import KilowordTeacher as Teacher
 from kiloword.types import BadSample, Record, Skipped
 from kiloword.verify.suite import over_ranks
 from threads import over_threads
@@ -141,10 +142,30 @@ def write_files(folder: Path) -> None:
         Describer(Captioner(model.model, model.tokenizer), "d"),
     )
     source: Any = Repeats()
-    file = _file(teacher, source, "t", "teacher", "fp32", "fp32", part=6)
-    _embed(teacher, source, folder / "side", file, 2, 0, ProgressReport(None))
+    write_store(teacher, folder)
     told = command._file(describer, source, SHORT, "d", "fp32", part=6)
     command._write(describer, source, folder / "captions.parquet", told, 2, 0, ProgressReport(None))
+
+
+def write_store(teacher: Teacher, folder: Path) -> None:
+    source: Any = Repeats()
+    file = feature_file(teacher, source, "t", "teacher", "fp32", "fp32", part=6)
+    write_features(teacher, source, folder / "side", file, 2, 0, ProgressReport(None))
+
+
+class Cut(Teacher):
+    """Is interrupted after some calls, within the second piece."""
+
+    calls = 0
+
+    def __init__(self) -> None:
+        super().__init__(matcher("coca").model, matcher("coca").tokenizer, "t")
+
+    def encode_images(self, images: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls == 5:
+            raise KeyboardInterrupt
+        return super().encode_images(images)
 
 
 def some_truth(captions: Any, images: Any) -> torch.Tensor:
@@ -154,7 +175,7 @@ def some_truth(captions: Any, images: Any) -> torch.Tensor:
 def same_files(a: Path, b: Path) -> None:
     names = [p.relative_to(a) for p in sorted(a.rglob("*")) if p.is_file()]
     assert names == [p.relative_to(b) for p in sorted(b.rglob("*")) if p.is_file()]
-    assert len(names) == 6  # three parts, what they are of, the index, the captions
+    assert len(names) == 9  # of the store, its settings, its keys and six columns; the captions
     for name in names:
         assert (a / name).read_bytes() == (b / name).read_bytes(), name
 
@@ -199,7 +220,9 @@ def test_three_threads_mine_what_one_process_does(known: bool) -> None:
 def test_every_task_and_file_over_three_ranks(tmp_path: Path) -> None:
     """Keys that repeat and rows that cannot be read fall to different ranks; a table is begun by one process."""
     write_files(tmp_path / "files")
-    (tmp_path / "files" / "side" / "part-00001.arrow").unlink()
+    shutil.rmtree(tmp_path / "files" / "side")
+    with pytest.raises(KeyboardInterrupt):
+        write_store(Cut(), tmp_path / "files")
     over_ranks(3, _all, str(tmp_path))
     every = [pickle.loads((tmp_path / f"{rank}.pickle").read_bytes()) for rank in range(3)]
     alone = {f"holes {rows}": counted(rows) for rows in (13, 6)}

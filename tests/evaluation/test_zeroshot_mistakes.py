@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kiloword.data.sources.open import open_source
-from kiloword.data.token_join import WithTokens
+from kiloword.data.stored import WithTokens
 from kiloword.evaluation.zeroshot import mistakes, page
 from kiloword.evaluation.zeroshot.mistakes import MATRIX, ROWS, SHOWN, Predictions, classes_table, confusions
 from kiloword.evaluation.zeroshot.task import zeroshot

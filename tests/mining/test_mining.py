@@ -24,8 +24,6 @@ from holding import held_by_another
 from kiloword.config.recipes import DataConfig
 from kiloword.data.scenes import parse_scenes
 from kiloword.data.sources.open import open_data
-from kiloword.features.extract import embed
-from kiloword.features.tables import ProgressReport
 from kiloword.methods.fff.preset import Mined
 from kiloword.mining import _check_folder, analyses, gallery, images, main, output, results
 from kiloword.mining import page as mining_page
@@ -36,6 +34,8 @@ from kiloword.mining.origin import Origin, Truths
 from kiloword.mining.pairs import TERMS, by_term, search
 from kiloword.report import percent, stack
 from kiloword.report import plots as report_plots
+from kiloword.stores.embed import embed
+from kiloword.stores.pieces import ProgressReport
 from kiloword.terminal.progress import Bar
 from pages import Section, plots, sections
 from terminals import Terminal
@@ -535,7 +535,7 @@ def test_from_feature_store_to_files(tmp_path: Path, capsys: pytest.CaptureFixtu
 
     with pytest.raises(ValueError, match="was made from scenes"):
         main(["scenes?n=31&captions=2"], tmp_path / "side", tmp_path / "no", options)
-    with pytest.raises(ValueError, match="is no feature store"):
+    with pytest.raises(ValueError, match="holds no features"):
         main([src], tmp_path / "nothing", tmp_path / "no", options)
     assert not (tmp_path / "no").exists()
 

@@ -14,10 +14,10 @@ import kiloword
 from folders import model_folder
 from kiloword.api import load
 from kiloword.cli.main import main
-from kiloword.features.teachers import open_teacher
 from kiloword.generation.captioners import open_captioner
 from kiloword.models.model_folder import load_model
 from kiloword.models.trust import Trust
+from kiloword.stores.teachers import open_teacher
 from tars import photo
 
 OWN = """

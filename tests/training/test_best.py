@@ -341,7 +341,7 @@ def test_a_damaged_state_is_no_model(whole: Path, tmp_path: Path) -> None:
 
 
 def test_embed_knows_the_files_of_a_run(whole: Path) -> None:
-    from kiloword.features.teachers import open_teacher
+    from kiloword.stores.teachers import open_teacher
 
     prints = {name: open_teacher(str(whole / name)).fingerprint for name in ("", "model", "state", "best")}
     assert prints[""] == prints["model"]

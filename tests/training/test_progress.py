@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from kiloword.features import tables
-from kiloword.features.tables import ProgressReport
+from kiloword.stores import pieces as tables
+from kiloword.stores.pieces import ProgressReport
 from kiloword.terminal import progress
 from kiloword.terminal.progress import PLAIN_EVERY_S
 from kiloword.training.log import Log

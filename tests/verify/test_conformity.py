@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 import kiloword.training.loop as loop
 from cases import mostly_slow
 from kiloword.config.recipes import Recipe
-from kiloword.features import extract
 from kiloword.methods.defaults import default_recipe
 from kiloword.methods.registry import names, preset
+from kiloword.stores import embed as extract
 from kiloword.training.loop import RunOptions, train
 from kiloword.verify.suite import verify
 

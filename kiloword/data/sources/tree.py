@@ -162,7 +162,7 @@ class TreeSource(Selection):
 
     @property
     def contents(self) -> frozenset[str]:
-        """The origin of images and captions; see `kiloword.data.feature_store.contents`."""
+        """The origin of images and captions; see `kiloword.data.edits.contents`."""
         return frozenset({f"{self.source.fingerprint} images", f"{self.fingerprint} captions"})
 
     def captions(self, row: int) -> list[str]:

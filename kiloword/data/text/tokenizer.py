@@ -173,6 +173,9 @@ class Tokenizer:
         """Number of ids that captions can contain; published CLIP and SigLIP weights have rows only for these."""
         return self._backend.get_vocab_size()
 
+    def check(self, caption: str, config: TextConfig) -> None:
+        """Raises: BadSample for a caption that `encode` must not get (see `kiloword.stores.tokens`)."""
+
     def encode(self, captions: Sequence[str], config: TextConfig) -> Texts:
         """Pack T captions: start, tokens, end, pads if asked for, extra tokens; at most `config.context` ids each.
 

@@ -13,7 +13,7 @@ of a partner with n captions, so that an example keeps its number of captions an
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -26,6 +26,7 @@ from kiloword.config.recipes import AugmentConfig
 from kiloword.config.settings import check
 from kiloword.data.images.augmentation import TrainTransform
 from kiloword.data.sources.optional import keys, texts_of
+from kiloword.data.stored import StoredTexts
 from kiloword.data.text.eda import eda, read_synonyms
 from kiloword.data.transforms.partner import Partner, Rewrites, either, read_rewrites, rewritten
 from kiloword.data.transforms.settings import (
@@ -104,9 +105,9 @@ class WithPartner(_Mix):
         super().__post_init__()
         Partner(self.settings)  # raises for missing settings
 
-    def bind(self, source: Source) -> WithPartner:
+    def bind(self, source: Source, open_store: Callable[[str], StoredTexts] | None = None) -> WithPartner:
         """The transform that knows the data set. Raises: ValueError for files that are unusable or of other data."""
-        path, partner, note = self.settings.rewrites, Partner(self.settings).bind(source), None
+        path, partner, note = self.settings.rewrites, Partner(self.settings).bind(source, open_store), None
         if path is None:
             return replace(self, partner=partner)
         rewrites = read_rewrites(path, source)
@@ -169,7 +170,7 @@ class Stylistic(_Mix):
 
     settings: StylisticSettings
 
-    def bind(self, source: Source) -> Stylistic:
+    def bind(self, source: Source, open_store: Callable[[str], StoredTexts] | None = None) -> Stylistic:
         """The same transform. Raises: ValueError when the file of synonyms cannot be used."""
         read_synonyms(self.settings.synonyms)
         return self

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -14,10 +14,10 @@ import pyarrow.parquet
 from numpy.typing import NDArray
 
 from kiloword.data.edits import MixtureSource
-from kiloword.data.feature_store import FeatureStore
 from kiloword.data.images.decode import decode
 from kiloword.data.reading import read
 from kiloword.data.sources.optional import keys
+from kiloword.data.stored import StoredTexts
 from kiloword.data.transforms.settings import PartnerSettings
 from kiloword.randomness import Draw, permutation
 from kiloword.types import BadSample, Source
@@ -42,8 +42,11 @@ class Partner:
         if name and getattr(self.settings, name) is None:
             raise ValueError(f"partner {self.settings.partner} needs {name}: name its file or folder.")
 
-    def bind(self, source: Source) -> Partner:
-        """Bind to a data set. Raises: ValueError for rows without a partner, or a feature store of other data."""
+    def bind(self, source: Source, open_store: Callable[[str], StoredTexts] | None = None) -> Partner:
+        """Bind to a data set. Args: open_store: opens feature stores.
+
+        Raises: ValueError for rows without a partner, or a feature store of other data.
+        """
         s = self.settings
         if s.partner == "random":
             return self
@@ -55,9 +58,8 @@ class Partner:
             return self
         if s.partner == "file":
             return replace(self, rows=named(source, str(s.partner_file)))
-        table = FeatureStore(str(s.partner_table))
-        table.check(source)
-        return replace(self, rows=similar(source, table, farthest=s.partner == "farthest"))
+        assert open_store is not None, "nearest and farthest need a feature store"
+        return replace(self, rows=similar(source, open_store(str(s.partner_table)), farthest=s.partner == "farthest"))
 
     def row(self, row: int, n: int, draw: Draw, rng: np.random.Generator) -> int:
         """The row of the partner among n rows; never `row` itself if there is another."""
@@ -152,22 +154,20 @@ def named(source: Source, path: str) -> Partners:
     return rows
 
 
-def similar(source: Source, table: FeatureStore, farthest: bool) -> Partners:
+def similar(source: Source, table: StoredTexts, farthest: bool) -> Partners:
     """For each row the row with the largest (or smallest) cosine of mean caption embeddings.
 
     Raises: ValueError when the feature store lacks a readable row.
     """
-    all_keys, places = keys(source), {k: place for place, k in enumerate(table.keys)}
-    means = np.asarray(table.text_means(), np.float32)
+    places, means = table.places(source), table.text_means()
     norms = np.linalg.norm(means, axis=1, keepdims=True)
-    embedded = np.array([k in places and bool(norms[places[k]] > 0) for k in all_keys])
+    embedded = (places >= 0) & (norms[places, 0] > 0)
     _check_covered(source, ~embedded, "the partner table")
-    rows = np.flatnonzero(embedded)
-    place = np.array([places[all_keys[row] or ""] for row in rows], np.int64)
+    rows, place = np.flatnonzero(embedded), places[embedded]
     if len(set(place.tolist())) < 2:
         raise ValueError(f"{source.name} has one sample with an embedding: nearest and farthest need at least two.")
     unit = (means / np.maximum(norms, 1e-12))[place]
-    partners = np.full(len(all_keys), -1, np.int64)
+    partners = np.full(len(places), -1, np.int64)
     partners[rows] = rows[_best(-unit if farthest else unit, unit, place)]
     return partners
 

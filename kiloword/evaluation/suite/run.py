@@ -21,9 +21,9 @@ from kiloword.errors import sentence_of
 from kiloword.evaluation.suite import Entry
 from kiloword.evaluation.suite.outcomes import Outcome
 from kiloword.evaluation.task import Inputs
-from kiloword.features.teachers import digest
 from kiloword.files import SaveError, write_json
 from kiloword.models.model_folder import model_files
+from kiloword.stores.teachers import digest
 from kiloword.terminal import warn
 from kiloword.types import Source
 

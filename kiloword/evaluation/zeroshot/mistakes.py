@@ -91,7 +91,7 @@ def images_of(matcher: Matcher, source: Source, rows: Sequence[int]) -> list[Pix
     from PIL import Image
 
     from kiloword.data.reading import eval_batches
-    from kiloword.data.token_join import WithTokens
+    from kiloword.data.stored import WithTokens
 
     config = matcher.model.config
     if not rows:

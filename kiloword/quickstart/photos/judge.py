@@ -14,14 +14,14 @@ from kiloword.api import Matcher, load
 from kiloword.data.images.augmentation import EvalTransform
 from kiloword.data.reading import read_image
 from kiloword.data.sources.optional import keys as keys_of
-from kiloword.data.token_join import TokenizerWithTokens, WithTokens
-from kiloword.data.token_store import ImageTokens, TextTokens
+from kiloword.data.stored import WithTokens
 from kiloword.evaluation.features import CaptionedImages, captioned
 from kiloword.evaluation.retrieval.task import retrieval
 from kiloword.evaluation.task import Inputs
 from kiloword.quickstart.photos.page import SEEN
 from kiloword.quickstart.photos.results import Certainty, Looks, MethodFigures, PhotoFigures, PhotoHit, PhotoQuery
 from kiloword.report.images import Pixels
+from kiloword.stores.tokens import FoundImages, ImageTokens, TextTokens, TokenizerWithTokens
 from kiloword.types import BadSample, Features, Source
 
 CAPTIONS = 5  # of validation photos, as queries
@@ -62,7 +62,7 @@ class EncodedPhotos(CaptionedImages):
 
 def encode(matcher: Matcher, val: Validation) -> EncodedPhotos:
     """Encode all captioned photos and their captions from their tokens. Raises: ValueError where none can be used."""
-    photos = captioned(Inputs(matcher, WithTokens(val.source, val.images)))
+    photos = captioned(Inputs(matcher, WithTokens(val.source, FoundImages(val.images, val.source))))
     tokenizer = TokenizerWithTokens(matcher.tokenizer, val.texts)
     texts = Matcher(matcher.model, tokenizer).encode_text(photos.captions)
     return EncodedPhotos(**vars(photos), texts=texts)

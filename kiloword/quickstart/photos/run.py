@@ -21,8 +21,6 @@ from kiloword.config.settings import leaves, read_config
 from kiloword.data.edits import PARTS
 from kiloword.data.reading import captions_at
 from kiloword.data.sources.open import open_data
-from kiloword.data.token_store import Dtype, ImageTokens, TextTokens
-from kiloword.features.token_command import main as embed
 from kiloword.files import atomic, write_json
 from kiloword.interop import text_towers, towers
 from kiloword.methods.defaults import default_recipe
@@ -31,6 +29,8 @@ from kiloword.quickstart.photos.judge import FREE, Trained, Validation, judge, t
 from kiloword.quickstart.photos.page import page, summary
 from kiloword.quickstart.photos.results import PhotoFacts, PhotoResults
 from kiloword.quickstart.run import seconds_in_loop
+from kiloword.stores.embed_tokens import main as embed
+from kiloword.stores.tokens import Dtype, ImageTokens, TextTokens
 from kiloword.terminal import say, warn
 from kiloword.training import start
 from kiloword.training.log import read_metrics

@@ -137,7 +137,7 @@ def _defaults(recipe: Recipe) -> Recipe:
 def _samples(run: Run) -> Html:
     """The first examples of the run as training sees them; nothing where it reads stored tokens in place of images."""
     loader = run.loader
-    if loader.image_tokens or loader.text_tokens or len(loader.source) < SAMPLES:
+    if loader.data.image_features or loader.data.text_features or len(loader.source) < SAMPLES:
         return Html()
     few = Loader(
         loader.source,
@@ -147,6 +147,7 @@ def _samples(run: Run) -> Html:
         loader.image_size,
         run.tokenizer,
         transforms=loader.transforms,
+        open_store=loader.open_store,
         questions=loader.questions,
         seed=loader.seed,
         resize=loader.resize,

@@ -7,13 +7,13 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from kiloword.data.token_join import TokenizerWithTokens, WithTokens
-from kiloword.data.token_store import ImageTokens, TextTokens, as_evaluated, opened, serving
+from kiloword.data.stored import WithTokens
 from kiloword.distributed import collectives
 from kiloword.distributed.device import precision_of
 from kiloword.distributed.sharing import alone, gathered, lockstep, sharing
 from kiloword.errors import count
 from kiloword.evaluation.task import TOKEN_TASKS
+from kiloword.stores.tokens import FoundImages, ImageTokens, TextTokens, TokenizerWithTokens, as_evaluated, opened
 from kiloword.training.log import read_metrics
 from kiloword.training.validation.sets import LOCKSTEP, ValSet, judged, prefix
 
@@ -57,8 +57,12 @@ def _tokenizer(run: Run) -> Tokenizer:
 
 def _on_tokens(one: ValSet, stores: Sequence[ImageTokens]) -> ValSet:
     """The set with tokens of its images, where the stores have them and its task can read them."""
-    chosen = serving(stores, one.source) if one.task in TOKEN_TASKS else []
-    return replace(one, source=WithTokens(one.source, chosen)) if chosen else one
+    if not stores or one.task not in TOKEN_TASKS:
+        return one
+    try:
+        return replace(one, source=WithTokens(one.source, FoundImages(stores, one.source)))
+    except ValueError:
+        return one
 
 
 @contextmanager

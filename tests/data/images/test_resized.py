@@ -12,11 +12,11 @@ from kiloword.cli.main import main
 from kiloword.config.recipes import ModelFile, sizes
 from kiloword.config.settings import parse
 from kiloword.data.sampler import choose_captions
-from kiloword.features import extract
-from kiloword.features.extract import resized
-from kiloword.features.teachers import open_teacher
 from kiloword.methods.defaults import default_recipe
 from kiloword.randomness import Draw
+from kiloword.stores import embed as extract
+from kiloword.stores.embed import resized
+from kiloword.stores.teachers import open_teacher
 from kiloword.training.loop import RunOptions, train
 
 
@@ -48,7 +48,7 @@ def embedded(model: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> N
     main([*words, str(folder / "wide"), "--resize", "40"])
     plain, wide = (extract.FeatureStore(folder / name) for name in ("plain", "wide"))
     assert len(plain) == len(wide) == 6
-    features = [(folder / name / "part-00000.arrow").read_bytes() for name in ("plain", "wide")]
+    features = [(folder / name / "images.npy").read_bytes() for name in ("plain", "wide")]
     assert features[0] != features[1]
     with pytest.raises(SystemExit):
         main([*words, str(folder / "plain"), "--resize", "40"])

@@ -23,6 +23,7 @@ from torch import Tensor
 from cases import mostly_slow
 from kiloword.cli.main import main
 from kiloword.data.edits import MixtureSource
+from kiloword.data.sources.optional import keys
 from kiloword.data.transforms import (
     Compose,
     ComposeSettings,
@@ -36,8 +37,9 @@ from kiloword.data.transforms import (
 from kiloword.data.transforms.mix import WithPartner, as_map, blend, box, halves, joined, paste, share
 from kiloword.data.transforms.partner import Partner, another, cycle, either, named, similar
 from kiloword.data.transforms.settings import PartnerSettings
-from kiloword.features.extract import embed
 from kiloword.randomness import Draw
+from kiloword.stores.embed import embed
+from kiloword.stores.features import FeatureStore
 from kiloword.types import BadSample, Example, Record
 
 SIZES = st.integers(1, 12)
@@ -180,6 +182,9 @@ class Table:
 
     keys: ClassVar = [f"k{row}" for row in (3, 0, 4, 1, 2)]
 
+    def places(self, source: Any) -> np.ndarray:
+        return np.array([self.keys.index(key) if key in self.keys else -1 for key in keys(source)])
+
     def text_means(self) -> np.ndarray:
         angle = {"k0": 0.0, "k1": 0.3, "k2": 1.5, "k3": 1.6, "k4": 3.3}
         return np.array([[2 * math.cos(angle[k]), 2 * math.sin(angle[k])] for k in self.keys], np.float32)
@@ -259,13 +264,11 @@ def test_a_table_that_embed_wrote(tmp_path: Path) -> None:
     embed(Angles(), data, folder, dtype="fp32", part=5)  # type: ignore[arg-type]
     near, far = [1, 0, 1, 2, -1, 6, 5, 6, 7, 8, 9, 10], [11, 11, 11, 11, -1, 11, 11, 11, 0, 0, 0, 0]
     for how, expected in (("nearest", near), ("farthest", far)):
-        transform = Compose(ComposeSettings(rho=1, partner=how, partner_table=str(folder))).bind(data)
+        transform = Compose(ComposeSettings(rho=1, partner=how, partner_table=str(folder))).bind(data, FeatureStore)
         assert transform.partner is not None
         assert transform.partner.rows is not None
         assert transform.partner.rows.tolist() == expected
         assert pickle.loads(pickle.dumps(transform)).partner.rows.tolist() == expected
-    with pytest.raises(ValueError, match=r"the feature store .* was made from rows"):
-        transform.bind(Rows(12, fingerprint="other"))
 
 
 TRANSFORMS = {

@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from kiloword.cli.main import main
-from kiloword.data.feature_store import FeatureStore
-from kiloword.features.teachers import open_teacher
+from kiloword.stores.features import FeatureStore
+from kiloword.stores.teachers import open_teacher
 
 TEXTS = ["a red circle", "Two blue squares and a star", "a"]
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "a", "red", "circle", "two", "blue", "squares", "and", "star"]

@@ -24,12 +24,12 @@ from cases import mostly_slow
 from kiloword.api import load
 from kiloword.cli.main import main
 from kiloword.config.recipes import Recipe
-from kiloword.data.feature_store import FeatureStore
 from kiloword.data.sources.open import open_source
 from kiloword.distributed import collectives, sharing
-from kiloword.features.extract import _dim, embed
-from kiloword.features.teachers import Foreign, KilowordTeacher, open_teacher
 from kiloword.methods.defaults import default_recipe
+from kiloword.stores.embed import _dim, embed
+from kiloword.stores.features import FeatureStore
+from kiloword.stores.teachers import Foreign, KilowordTeacher, open_teacher
 from kiloword.training.loop import RunOptions, train
 from tars import pairs, write_tar
 
@@ -69,7 +69,7 @@ def test_our_own_model(model: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     texts = [caption for record in records for caption in record.captions]
     assert table.captions == texts
     assert close(table.texts(), matcher.encode_text(texts)["vec"])
-    assert table.file.teacher == str(model)
+    assert table.file.model == str(model)
 
 
 def test_several_sources_and_extra_captions(model: Path, tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_several_sources_and_extra_captions(model: Path, tmp_path: Path) -> None
     assert table.captions[7:9] == ["image 7", "a pseudo-caption"]
     assert np.diff(table.starts).tolist() == [1] * 7 + [2, 1, 1]
     for path in data:
-        table.check(open_source(path))
+        table.of(open_source(path))
 
 
 def sentence(capsys: pytest.CaptureFixture[str], *words: object) -> str:
@@ -137,7 +137,7 @@ def test_other_weights_of_the_same_name_are_another_teacher(model: Path, tmp_pat
     second = open_teacher(str(copy), "cpu")
     source = open_source(SCENES, size=32)
     embed(first, source, tmp_path / "t", teacher_name="m")
-    with pytest.raises(ValueError, match=r"teacher m \(\w+\) there, teacher m \(\w+\) here"):
+    with pytest.raises(ValueError, match=r"m \(\w+\) there, m \(\w+\) here"):
         embed(second, source, tmp_path / "t", teacher_name="m")
 
 

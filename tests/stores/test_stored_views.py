@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,17 +17,17 @@ from kiloword.cli.main import main
 from kiloword.config.recipes import AugmentConfig, DataConfig, Recipe, TextConfig
 from kiloword.config.settings import read_config
 from kiloword.data.edits import MixtureSource
-from kiloword.data.feature_store import FeatureStore
 from kiloword.data.images.views import Augmented
 from kiloword.data.loader import BatchReader, Loader
 from kiloword.data.sampler import Order
 from kiloword.data.sources.open import open_source
 from kiloword.data.text.tokenizer import Tokenizer
-from kiloword.data.token_store import ImageTokens
-from kiloword.features.extract import embed
 from kiloword.methods.defaults import default_recipe
 from kiloword.mining.corpus import Corpus
 from kiloword.randomness import Draw
+from kiloword.stores.embed import embed
+from kiloword.stores.features import FeatureStore
+from kiloword.stores.runs import stored as reads
 from kiloword.training.loop import RunOptions, train
 from kiloword.training.run_folder import RunFile
 from kiloword.types import Batch, Source
@@ -81,7 +79,9 @@ def loader(source: Source, stores: Sequence[FeatureStore], augment: AugmentConfi
     texts = Tokenizer.train([f"image {n}" for n in range(24)], 300)
     data, text = DataConfig(augment=augment), TextConfig(context=16, vocab=texts.vocab)
     order = Order(len(source), 4, seed=1)
-    return Loader(source, order, data, text, options.pop("size", SIZE), texts, stores=stores, seed=1, **options)
+    read = reads(stores, data, source, texts)
+    made = {"stores": read.stores, "shown": read.shown, "seed": 1, **options}
+    return Loader(source, order, data, text, made.pop("size", SIZE), texts, **made)
 
 
 def batches(made: Loader, epochs: int, workers: int = 0) -> list[Batch]:
@@ -136,26 +136,8 @@ def test_workers_and_an_interruption_change_nothing(sources: list[Source], store
         assert torch.equal(one.images, other.images)
         assert torch.equal(one.image_features["teacher"], other.image_features["teacher"])
     again = stored(tmp_path / "t", sources, batch=3, workers=2)
-    (tmp_path / "t" / "part-00001.arrow").unlink()
-    stored(tmp_path / "t", sources)
-    for n in range(again.file.parts):
-        name = f"part-{n:05d}.arrow"
-        assert (tmp_path / "t" / name).read_bytes() == (store.path / name).read_bytes()
-
-
-def test_stores_without_views_are_written_and_resumed_as_ever(sources: list[Source], tmp_path: Path) -> None:
-    made = stored(tmp_path / "t", sources[:1], Augmented())
-    table = json.loads((tmp_path / "t" / "table.json").read_text())
-    assert not table.keys() & {"views", "seed", "augment"}
-    assert table == {k: v for k, v in json.loads(json.dumps(asdict(made.file))).items() if k in table}
-    digest = hashlib.blake2b(json.dumps(table, sort_keys=True).encode(), digest_size=16).hexdigest()
-    assert made.file.identity() == digest  # which parts of older stores hold
-    teacher = Colours()
-    embed(teacher, sources[0], tmp_path / "t", dtype="fp32")
-    assert teacher.asked == 1  # of the dimension
-    assert made.images().shape == (12, 3 * SIZE**2)
-    with pytest.raises(ValueError, match=r"images without augmentation there, 3 views with seed 5"):
-        stored(tmp_path / "t", sources[:1])
+    for path in store.path.iterdir():
+        assert (again.path / path.name).read_bytes() == path.read_bytes()
 
 
 def test_what_does_not_fit_is_refused(sources: list[Source], store: FeatureStore, tmp_path: Path) -> None:
@@ -166,10 +148,13 @@ def test_what_does_not_fit_is_refused(sources: list[Source], store: FeatureStore
             loader(sources[0], [store, second])
     with pytest.raises(ValueError, match=r"the run asks for no augmentation: omit --augment, or make another store"):
         loader(sources[0], [store], AugmentConfig())
-    with pytest.raises(ValueError, match=r"--image-features gives tokens in place of images: omit it"):
-        loader(sources[0], [store], image_tokens=[ImageTokens.__new__(ImageTokens)])
+    data = DataConfig(augment=AUGMENT, image_features=("tokens",))
+    with pytest.raises(ValueError, match="--image-features gives tokens in place of images: omit it"):
+        reads([store], data, sources[0], Tokenizer.train([], 262))
     with pytest.raises(ValueError, match=r"which `train --features` alone reads"):
         Corpus.of(store)
+    with pytest.raises(ValueError, match="images without augmentation there, 3 views with seed 5"):
+        stored(tmp_path / "plain", sources, name="plain")
     same = stored(tmp_path / "same", sources, name="same", grid=2)
     assert batches(loader(sources[0], [store, same]), 1)[0].image_features.keys() >= {"teacher", "same"}
 

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from folders import model_folder
 from kiloword.api import load
 from kiloword.cli.main import main
-from kiloword.data.feature_store import FeatureStore
 from kiloword.evaluation import evaluate
+from kiloword.stores.features import FeatureStore
 from photo_folders import refused
 
 SCENES = "scenes?n=24&captions=2"

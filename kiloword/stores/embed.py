@@ -1,39 +1,38 @@
-"""A teacher's features of a whole data set, once, into a feature store: what `kiloword embed` does."""
+"""A teacher's features of a whole data set, once, into a store: what `kiloword embed` does."""
 
 from __future__ import annotations
 
-import io
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-import numpy as np
 import pyarrow as pa
 import torch
 
 from kiloword.config.recipes import DataConfig, Resize
-from kiloword.data.edits import every_row
-from kiloword.data.feature_store import INDEX, TABLE, FeatureStore, StorePart, TableFile, check_name, contents
-from kiloword.data.files import key_bytes, lookup_table
+from kiloword.data.edits import contents, every_row, origin, origins
+from kiloword.data.files import key_bytes
 from kiloword.data.images.augmentation import check_resize
 from kiloword.data.images.views import PLAIN, Augmented
-from kiloword.data.parts import empty_batch, part_path
 from kiloword.data.reading import EvalBatch, eval_batches
 from kiloword.data.sources.open import open_data
+from kiloword.data.stored import STORE, StoredSource, StoreFile
 from kiloword.distributed.by_device import announce, workers_of
 from kiloword.distributed.device import choose
 from kiloword.distributed.sharing import alone, is_first, together
 from kiloword.errors import naming_truncated
-from kiloword.features.tables import ProgressReport, Rows, TableWriter, content_of, fill, resumed
-from kiloword.features.teachers import KilowordTeacher, PrefixTeacher, SentenceTeacher, Teacher, open_teacher
-from kiloword.files import Lock, write_atomic
+from kiloword.files import Lock
 from kiloword.model.prefix import check_dim, cosine_alone, note_of
 from kiloword.models.trust import NONE, Trust
+from kiloword.stores.features import FeatureStore, check_name
+from kiloword.stores.pieces import ProgressReport, Rows, fill, resumed, rows_table
+from kiloword.stores.store import SCHEMA, WHAT, StoreWriter
+from kiloword.stores.teachers import KilowordTeacher, PrefixTeacher, SentenceTeacher, Teacher, open_teacher
 from kiloword.terminal import say, warn
 from kiloword.types import Source
 
-PART = 4096  # rows in a part: an interruption costs seconds of work, a worker maps megabytes
+PART = 4096  # rows in a piece: an interruption costs seconds of work
 
 
 def main(
@@ -54,7 +53,7 @@ def main(
 ) -> None:
     """Run and print `kiloword embed`. Ranks of torchrun share the rows.
 
-    The precision is part of the feature store's identity and does not depend on the device, so that any can resume.
+    The precision is part of the store's identity and does not depend on the device, so that any can resume.
 
     Errors: see `open_teacher`, `open_data` and `embed`.
     """
@@ -68,8 +67,8 @@ def main(
         workers = workers_of(workers, device, batch * augmented.views, teacher.size)
         announce(device, precision, "on every device, unless given", workers)
         source = open_data(DataConfig(sources=tuple(data), extra_captions=tuple(extra_captions)), teacher.size)
-        file = _file(teacher, source, model, name, precision, dtype, max(1, PART // augmented.views), augmented)
-        store = _embed(teacher, source, out, file, batch, workers, ProgressReport(sys.stderr))
+        file = feature_file(teacher, source, model, name, precision, dtype, max(1, PART // augmented.views), augmented)
+        store = write_features(teacher, source, out, file, batch, workers, ProgressReport(sys.stderr))
         if store is not None:
             size, captions = sum(path.stat().st_size for path in out.iterdir()) / 1e6, int(store.starts[-1])
             if isinstance(teacher.teacher if isinstance(teacher, PrefixTeacher) else teacher, SentenceTeacher):
@@ -131,17 +130,18 @@ def embed(
 
     Args: source: in a mixture every row of each source is embedded, whatever its weight; teacher_name: for messages;
     name: of the features in a batch; precision: of the teacher; dtype: of the features on disk; batch: images in a
-    batch; part: rows in a file; augmented: the views, drawn by the image's key; report: receives progress and bad rows.
-    Errors: ValueError when `out` holds something else, keys repeat with other content, or no row is usable.
+    batch; part: rows between interruptions; augmented: the views, drawn by the image's key; report: receives progress
+    and bad rows.
+    Errors: ValueError when `out` holds something else, or no row is usable.
     """
     with alone():
-        file = _file(teacher, source, teacher_name, name, precision, dtype, part, augmented)
-        store = _embed(teacher, source, Path(out), file, batch, workers, report or ProgressReport(None))
+        file = feature_file(teacher, source, teacher_name, name, precision, dtype, part, augmented)
+        store = write_features(teacher, source, Path(out), file, batch, workers, report or ProgressReport(None))
     assert store is not None, "the only rank is the first"
     return store
 
 
-def _file(
+def feature_file(
     teacher: Teacher,
     source: Source,
     teacher_name: str,
@@ -150,127 +150,123 @@ def _file(
     dtype: Literal["fp16", "fp32"],
     part: int,
     augmented: Augmented = PLAIN,
-) -> TableFile:
-    """Settings of a new store. Raises: ValueError for an augmentation that the images do not take."""
-    whole = every_row(source)
-    natural = getattr(whole, "natural", True)
+) -> StoreFile:
+    """Settings of a new store. Raises: ValueError for a bad name, and an augmentation that the images do not take."""
+    check_name(name)
+    natural = getattr(every_row(source), "natural", True)
     if not natural and (augmented.augment.crop < 1 or augmented.augment.flip > 0):
         raise ValueError(
             f"images of {source.name} are neither cropped nor mirrored, as their captions speak of places: omit "
             "--augment.crop and --augment.flip."
         )
     augmented.of(teacher.size, teacher.resize, natural)  # refuses what makes no views
-    return TableFile(
+    return StoreFile(
+        kind="features",
         name=name,
-        dim=_dim(teacher),
-        teacher=teacher_name,
-        teacher_fingerprint=teacher.fingerprint,
+        model=teacher_name,
+        weights=teacher.fingerprint,
         precision=precision,
         dtype=dtype,
-        data=source.name,
-        fingerprint=whole.fingerprint,
-        contents=tuple(sorted(contents(whole))),
-        rows=len(whole),
+        width=_dim(teacher),
         part=part,
         views=augmented.views,
         seed=augmented.seed,
         augment=augmented.augment,
+        **made_from(source),
     )
 
 
-@naming_truncated()
-def _embed(
-    teacher: Teacher, source: Source, out: Path, file: TableFile, batch: int, workers: int, report: ProgressReport
+def made_from(source: Source) -> dict[str, Any]:
+    """What `StoreFile` says of the data."""
+    whole = every_row(source)
+    bases = origins(whole)
+    number = {(base.name, base.fingerprint): n for n, base in enumerate(bases)}
+    stored = [len(bases[0])] if bases == [whole] else [0] * len(bases)
+    for row in range(len(whole)) if bases != [whole] else ():
+        base, _ = origin(whole, row)
+        stored[number[base.name, base.fingerprint]] += 1
+    return {
+        "data": source.name,
+        "fingerprint": whole.fingerprint,
+        "rows": len(whole),
+        "sources": tuple(
+            StoredSource(name=base.name, fingerprint=base.fingerprint, rows=len(base), stored=n)
+            for base, n in zip(bases, stored, strict=True)
+        ),
+        "captions": tuple(sorted(one for one in contents(whole) if not one.endswith(" images"))),
+    }
+
+
+def write_features(
+    teacher: Teacher, source: Source, out: Path, file: StoreFile, batch: int, workers: int, report: ProgressReport
 ) -> FeatureStore | None:
     """As `embed`. Ranks share the rows; only the first one writes and returns the store."""
-    if batch < 1:
-        raise ValueError(f"--batch is {batch}: expected at least 1.")
     source = every_row(source)
     views = Augmented(file.views, file.augment, file.seed).of(
         teacher.size, teacher.resize, getattr(source, "natural", True), by_key=True
     )
-    transform = views if file.augmented else None
 
     def read(batches: list[range]) -> Iterator[EvalBatch]:
-        return eval_batches(source, teacher.size, teacher.resize, batch, workers, batches, transform)
+        return eval_batches(source, teacher.size, teacher.resize, batch, workers, batches, views)
 
-    def work(writer: FeatureWriter | None) -> None:
-        fill(writer, "features", source, batch, read, lambda images: _encode(images, teacher, file), report)
+    written = write(file, source, out, batch, read, lambda images: _encode(images, teacher, file, source), report)
+    return FeatureStore(out) if written else None
 
+
+@naming_truncated()
+def write(
+    file: StoreFile,
+    source: Source,
+    out: Path,
+    batch: int,
+    read: Callable[[list[range]], Iterator[EvalBatch]],
+    compute: Callable[[EvalBatch], Rows],
+    report: ProgressReport,
+) -> bool:
+    """Fill and finish a store. Returns: whether this rank, the first one, has written it."""
+    if batch < 1:
+        raise ValueError(f"--batch is {batch}: expected at least 1.")
     if not is_first():
-        work(None)
-        return None
-    existing_store(out, file)  # a folder of something else gets no lock
+        fill(None, source, batch, read, compute, report)
+        return False
+    resumed(out, STORE, file, WHAT[file.kind])  # a folder of something else gets no lock
     with Lock(out, "writing"):
-        writer = FeatureWriter(out, file)
-        work(writer)
-        store = writer.finish()
-        writer.report(report)
-        return store
+        writer = StoreWriter(out, file)
+        fill(writer, source, batch, read, compute, report)
+        report.say_bad(writer.finish())
+    return True
 
 
-def existing_store(folder: Path, file: TableFile) -> TableFile | None:
-    """Settings of the store in a folder; None in a new one. Raises: ValueError for other contents, and a bad name."""
-    check_name(file.name)
-    return resumed(folder, TABLE, file, "features")
+def placed(source: Source, file: StoreFile, batch: EvalBatch, cells: Sequence[dict[str, Any]]) -> pa.Table:
+    """The rows of a batch in `keys.parquet`, also bad ones. Args: cells: further ones of each row that is not bad."""
+    number = {(one.name, one.fingerprint): n for n, one in enumerate(file.sources)}
+
+    def located(row: int) -> dict[str, Any]:
+        base, at = origin(source, row)
+        return {"row": row, "source": number[base.name, base.fingerprint], "at": at}
+
+    good = [{**located(row), **more} for row, more in zip(batch.rows, cells, strict=True)]
+    for cell, key in zip(good, batch.keys, strict=False):  # captions alone have none
+        cell["key"] = key_bytes(key)
+    for cell, image in zip(good, batch.stored, strict=False):
+        cell["image"] = image
+    bad = [{**located(one.row), "key": key_bytes(one.key), "reason": one.reason} for one in batch.skipped]
+    return rows_table(SCHEMA, [*good, *bad])
 
 
-class FeatureWriter(TableWriter[TableFile]):
-    """Writes the feature store in a folder. Errors: see `existing_store`."""
-
-    what, of_texts = "features", True
-
-    def __init__(self, folder: Path, file: TableFile) -> None:
-        super().__init__(folder, TABLE, file, existing_store(folder, file))
-        if self.missing:
-            (folder / INDEX).unlink(missing_ok=True)  # readers then see that the store is not finished
-
-    def part(self, number: int) -> StorePart:
-        return StorePart(part_path(self.folder, number), self.file.schema())
-
-    def finish(self) -> FeatureStore:
-        """Write the index after all parts. Raises: ValueError when no image is usable."""
-        self.check_usable()
-        write_index(self.folder, [self.part(number).keys for number in range(self.file.parts)])
-        return FeatureStore(self.folder)
-
-
-def write_index(folder: Path, parts: Sequence[pa.Array]) -> None:
-    """Write the index of a store. Args: parts: what is looked up, by part."""
-    keys = [part.to_pylist() for part in parts]
-    places = [(n << 32) + np.arange(len(of_part), dtype=np.uint64) for n, of_part in enumerate(keys)]
-    index = io.BytesIO()
-    np.save(index, lookup_table([key for of_part in keys for key in of_part], np.concatenate(places)))
-    write_atomic(folder / INDEX, index.getvalue())
-
-
-def _encode(images: EvalBatch, teacher: Teacher, file: TableFile) -> Rows:
+def _encode(images: EvalBatch, teacher: Teacher, file: StoreFile, source: Source) -> Rows:
     """Features of a batch. Raises: ValueError when the teacher returns NaN or infinite features."""
-    if not images.rows:
-        return Rows(empty_batch(file.schema()), images.skipped)
     captions = [caption for of_image in images.captions for caption in of_image]
-    views = images.images.unbind(1) if file.augmented else [images.images]
-    of_views = torch.stack([teacher.encode_images(view.contiguous()) for view in views], 1)
-    features = {"images": of_views, "captions": teacher.encode_texts(captions)}
+    cells = [{"captions": list(map(key_bytes, of_image))} for of_image in images.captions]
+    table = placed(source, file, images, cells)
+    if not images.rows:
+        return Rows(table)
+    of_views = [teacher.encode_images(view.contiguous()) for view in images.images.unbind(1)]
+    features = {"images": torch.stack(of_views, 1), "texts": teacher.encode_texts(captions)}
     for name, values in features.items():
         if not bool(torch.isfinite(values).all()):
             raise ValueError(f"the teacher's features of {name} are NaN or infinite, near {images.keys[0]!r}.")
-    image_vectors, text_vectors = _vectors(of_views.flatten(1), file), _vectors(features["captions"], file)
-    starts = pa.array(np.cumsum([0, *map(len, images.captions)], dtype=np.int32))
-    columns = [
-        pa.array(map(key_bytes, images.keys), pa.binary()),
-        pa.array(map(content_of, images.images, images.captions), pa.binary(16)),
-        image_vectors,
-        pa.ListArray.from_arrays(starts, pa.array(map(key_bytes, captions), pa.binary())),
-        pa.ListArray.from_arrays(starts, text_vectors),
-    ]
-    return Rows(pa.RecordBatch.from_arrays(columns, schema=file.schema()), images.skipped)
-
-
-def _vectors(features: torch.Tensor, file: TableFile) -> pa.Array:
-    """[n, D], or of K views [n, K * D], as stored."""
-    flat = features.numpy().astype(np.float16 if file.dtype == "fp16" else np.float32).ravel()
-    return pa.FixedSizeListArray.from_arrays(pa.array(flat), features.shape[1])
+    return Rows(table, len(captions), {name: values.numpy() for name, values in features.items()})
 
 
 def _dim(teacher: Teacher) -> int:

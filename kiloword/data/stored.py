@@ -1,0 +1,181 @@
+"""Precomputed features and tokens as the loader sees them: their settings, and objects that `kiloword.stores` opens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kiloword.config.recipes import AugmentConfig, Resize
+from kiloword.config.settings import BaseSettings, about, read_config
+from kiloword.data.images.views import MOST, in_words, of_images
+from kiloword.data.reading import EMBEDDED
+from kiloword.data.sources.optional import key_of, question, texts_of
+from kiloword.randomness import Draw, key
+from kiloword.types import BadSample, Example, NoCaption, Record, Source, StoredTokens
+
+STORE = "store.json"
+Kind = Literal["features", "images", "texts"]  # features of a teacher; tokens of images; tokens of captions
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableSettings(BaseSettings):
+    """What a table is computed from."""
+
+    data: str  # as given by the user
+    fingerprint: str  # of the data
+    rows: int = field(metadata=about(low=1, high=1e12))  # of the data, including bad ones
+    part: int = field(metadata=about(low=1, high=1e9))  # rows that are computed between interruptions
+
+    @property
+    def parts(self) -> int:
+        return -(-self.rows // self.part)
+
+    def compared(self) -> Sequence[tuple[Any, str]]:
+        """Values that must be equal to resume the table, each with its text in messages."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredSource(BaseSettings):
+    """A data set that a store was made from."""
+
+    name: str
+    fingerprint: str
+    rows: int  # of the data set
+    stored: int  # of them, those that the store was asked for
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreFile(TableSettings):
+    """The contents of `store.json`."""
+
+    kind: Kind
+    name: str = ""  # of features in a batch
+    model: str  # teacher or tower, as given by the user
+    weights: str  # fingerprint of the teacher; digest of the trunk and of how images are normalised
+    precision: str  # of the computation
+    dtype: Literal["fp16", "fp32", "int8"]  # of the numbers in the file
+    width: int = field(metadata=about(low=1, high=1e6))  # D of features, W of a token
+    tokens: int = 0  # N, of an image
+    views: int = field(default=1, metadata=about(low=1, high=MOST))  # K, of each image
+    seed: int = 0  # of the augmentation
+    augment: AugmentConfig = field(default_factory=AugmentConfig)
+    size: int = 0  # of images whose tokens are stored, in pixels
+    resize: Resize = "shortest"
+    context: int = 0  # of texts whose tokens are stored
+    tokenizer: str = ""  # digest
+    sources: tuple[StoredSource, ...]
+    captions: tuple[str, ...]  # origins of the captions, see `kiloword.data.edits.contents`
+    format: Literal["kiloword-store-1"] = "kiloword-store-1"
+
+    def alike(self) -> list[tuple[Any, str]]:
+        """Values that all stores of tokens in a run share, each with its text in messages."""
+        names = ("width", "precision", "size", "resize", "tokens", "context", "tokenizer")
+        digest, space, more = self.weights.partition(" ")
+        return [
+            (self.weights, f"{self.model} ({digest[:16]}{space}{more})"),
+            *((getattr(self, name), f"{name} {getattr(self, name)}") for name in names),
+        ]
+
+    def compared(self) -> list[tuple[Any, str]]:
+        sources = {source.fingerprint for source in self.sources}, set(self.captions)
+        return [
+            *self.alike(),
+            (sources, f"data {self.data} ({self.fingerprint[:16]})"),
+            *((getattr(self, name), f"{name} {getattr(self, name)}") for name in ("kind", "name", "dtype")),
+            (self.shown, self.shown),
+        ]
+
+    @property
+    def augmented(self) -> bool:
+        """Whether images are augmented views."""
+        return of_images(self.augment) != of_images(AugmentConfig())
+
+    @property
+    def shown(self) -> str:
+        """What the model saw of each image; equal for equal pixels."""
+        if not self.augmented:
+            return "images without augmentation"
+        return f"{self.views} view{'s' * (self.views > 1)} with seed {self.seed}, {in_words(self.augment)}"
+
+    def view(self, draw: Draw, seed: int) -> int:
+        """The view that a draw shows: in an epoch, that of its number; for others than the run's `seed`, any."""
+        turn = draw.epoch if draw.seed == seed else key(draw.seed, draw.epoch, draw.row, "view")
+        return turn % self.views
+
+
+def store_file(folder: Path | str) -> StoreFile:
+    """The settings of the store in a folder. Raises: ValueError for a folder without one."""
+    return read_config(Path(folder) / STORE, StoreFile)
+
+
+class Joined(Protocol):
+    """Features of the rows of a source (`kiloword.stores.features.Features`)."""
+
+    def join(self, example: Example, source: Source, view: int = 0) -> None:
+        """Add the features of an example. Args: source: of which `example.row` is a row; view: of the image."""
+
+
+class FoundTokens(Protocol):
+    """Tokens of the images of a source (`kiloword.stores.tokens.FoundImages`)."""
+
+    def find(self, source: Source, row: int, key: str) -> StoredTokens | None:
+        """The tokens of a row; None where there are none."""
+
+
+class StoredTexts(Protocol):
+    """Features of the captions of a data set (`kiloword.stores.features.FeatureStore`)."""
+
+    def places(self, source: Source) -> NDArray[np.int64]:
+        """The place of each row of a source [n]; negative where there is none."""
+
+    def text_means(self) -> NDArray[np.float32]:
+        """[N, D], the mean over the captions of each place."""
+
+
+class WithTokens:
+    """A source whose records have the tokens of their images; other members are those of the source.
+
+    Args: lean: records lack image, label and what else training does not read, where the source can give captions
+    without the image. A row without tokens is bad.
+    """
+
+    def __init__(self, source: Source, stored: FoundTokens, lean: bool = False) -> None:
+        self.source, self.stored, self.name, self.fingerprint = source, stored, source.name, source.fingerprint
+        self.lean = lean and hasattr(source, "captions") and hasattr(source, "key")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "source":  # during unpickling there is no source yet
+            raise AttributeError(name)
+        member = getattr(self.source, name)
+        return self._at if name == "at" else member
+
+    def _at(self, epoch: int) -> WithTokens:
+        return WithTokens(self.source.at(epoch), self.stored, self.lean)  # type: ignore[attr-defined]
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def record(self, row: int) -> Record:
+        """The stored sample with its tokens. Raises BadSample with the reason."""
+        if self.lean:
+            key = key_of(self.source, row)
+            tokens, captions = self._tokens(row, key), texts_of(self.source, row)
+            asked = question(self.source, row) if hasattr(self.source, "question") else None
+            return Record(key, b"", captions, info={"question": asked}, tokens=tokens)
+        try:
+            record = self.source.record(row)
+        except NoCaption as error:
+            raise NoCaption(replace(error.record, tokens=self._tokens(row, error.record.key))) from error
+        return replace(record, tokens=self._tokens(row, record.key))
+
+    def _tokens(self, row: int, key: str) -> StoredTokens:
+        tokens = self.stored.find(self.source, row, key)
+        if tokens is None:
+            raise BadSample(f"{EMBEDDED}no tokens in the image features")
+        return tokens

@@ -1,1 +1,0 @@
-"""Precomputed features: extraction by a teacher, the store, and the teachers."""

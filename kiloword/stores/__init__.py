@@ -1,0 +1,1 @@
+"""Precomputed features and tokens: the store, how rows are joined with it, extraction, and the teachers."""

@@ -1,0 +1,198 @@
+"""Features of a teacher in a store, joined to examples."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kiloword.config.recipes import AugmentConfig, Recipe
+from kiloword.data.edits import every_row
+from kiloword.data.files import key_bytes, key_digest, key_text
+from kiloword.data.images.views import LATER, in_words, of_images
+from kiloword.data.reading import captions_at
+from kiloword.data.stored import StoreFile
+from kiloword.stores.joins import CAPTIONS, Places, caption_origins
+from kiloword.stores.store import Store
+from kiloword.types import BadSample, Example, Source
+
+_CHUNK = 65536  # images whose captions are averaged at once
+
+
+class FeatureStore(Store):
+    """Features of N images and their T captions by one teacher; `kiloword embed` writes the folder.
+
+    Images are those of the data in its order, without bad rows; their number is the place. Errors: see `Store`.
+    """
+
+    kind = "features"
+
+    @property
+    def name(self) -> str:
+        """Name of the features in a batch, by default "teacher"."""
+        return self.file.name
+
+    @property
+    def dim(self) -> int:
+        """Dimension of the features."""
+        return self.file.width
+
+    @cached_property
+    def keys(self) -> list[str]:
+        """The keys [N]."""
+        return [key_text(key) for key in self.good.column("key").to_pylist()]
+
+    @cached_property
+    def captions(self) -> list[str]:
+        """The captions [T], image by image."""
+        return [key_text(text) for text in self.good.column("captions").combine_chunks().flatten().to_pylist()]
+
+    @property
+    def starts(self) -> NDArray[np.int64]:
+        """[N + 1]: the captions of image n are starts[n] to starts[n + 1]."""
+        return self.column("starts")
+
+    def images(self) -> NDArray[np.floating[Any]]:
+        """[N, D], unit norm, as stored (by default float16); memory-mapped.
+
+        Raises: ValueError for a store of augmented views.
+        """
+        if self.file.augmented:
+            raise ValueError(
+                f"the feature store {self.path} has {self.file.shown}, which `train --features` alone reads: make one "
+                "without --augment in another folder by `kiloword embed`."
+            )
+        return self.column("images")[:, 0]
+
+    def texts(self) -> NDArray[np.floating[Any]]:
+        """[T, D], unit norm, as stored; memory-mapped."""
+        return self.column("texts")
+
+    def text_means(self) -> NDArray[np.float32]:
+        """[N, D], the mean of each image's captions, float32, not of unit norm; zeros for one without captions."""
+        means = np.zeros((len(self.starts) - 1, self.dim), np.float32)
+        for first in range(0, len(means), _CHUNK):
+            starts = self.starts[first : first + _CHUNK + 1]
+            counts = np.diff(starts)
+            owner = torch.from_numpy(np.repeat(np.arange(len(counts)), counts))
+            texts = torch.from_numpy(self.texts()[starts[0] : starts[-1]].astype(np.float32))
+            sums = torch.zeros(len(counts), self.dim).index_add_(0, owner, texts)
+            means[first : first + _CHUNK] = (sums / torch.from_numpy(counts).clamp(min=1)[:, None]).numpy()
+        return means
+
+    def of(self, source: Source) -> Features:
+        """The features of a source. Raises: ValueError when the store was made from other data, see `Places`."""
+        places = Places([self], source)
+        if not caption_origins(source) <= set(self.file.captions) and (lacking := _lacking(places, source)):
+            raise ValueError(
+                f"the feature store {self.path} was made from {self.file.data} (fingerprint {self.file.fingerprint}), "
+                f"and lacks captions of {source.name} ({source.fingerprint}), such as one of {lacking}: make one from "
+                "the same data and extra captions by `kiloword embed MODEL --data SRC --out DIR`."
+            )
+        return Features(self, places)
+
+    def places(self, source: Source) -> NDArray[np.int64]:
+        """The place of each row of a source [n]; -1 where it is bad. Raises: as `of`."""
+        features = self.of(source)
+        found = (features.place(source, row) for row in range(len(source)))
+        return np.array([-1 if place is None else place for place in found], np.int64)
+
+
+class Features:
+    """Features of a source's rows.
+
+    `join` adds `image_features[name]` [D] and `text_features[name]` [captions, D] (unit norm; zeros, which match
+    nothing, where the store has none) and `image_features[name + ".texts"]` [D], the mean of the example's
+    `text_features` rows.
+    """
+
+    def __init__(self, store: FeatureStore, found: Places[FeatureStore]) -> None:
+        self.store, self.found = store, found
+
+    def place(self, source: Source, row: int, key: str | None = None) -> int | None:
+        """The place of a row; None where it is bad."""
+        try:
+            found = self.found.find(source, row, key)
+        except BadSample:
+            return None
+        return None if found is None else found[1]
+
+    def captions(self, place: int, captions: Sequence[str]) -> Iterator[int | None]:
+        """The place of each caption of an image; None where the store lacks it."""
+        first, end = self.store.starts[place : place + 2].tolist()
+        digests = self.store.column("captions")[first:end]
+        for caption in captions:
+            same = np.flatnonzero(digests == np.uint64(key_digest(key_bytes(caption))))
+            yield first + int(same[-1]) if len(same) else None
+
+    def join(self, example: Example, source: Source, view: int = 0) -> None:
+        """Add features to an example. Args: source: of which `example.row` is a row; view: the one of its image."""
+        store = self.store
+        image = np.zeros(store.dim, np.float32)
+        texts = np.zeros((len(example.captions), store.dim), np.float32)
+        place = self.place(source, example.row, example.key)
+        if place is not None:
+            image[:] = store.column("images")[place, view]
+            for n, text in enumerate(self.captions(place, example.captions)):
+                if text is not None:
+                    texts[n] = store.column("texts")[text]
+        example.image_features[store.name] = torch.from_numpy(image)
+        example.text_features[store.name] = torch.from_numpy(texts)
+        example.image_features[store.name + ".texts"] = example.text_features[store.name].mean(0)
+
+
+def _lacking(places: Places[FeatureStore], source: Source) -> str:
+    """The key of a row with a caption that its store lacks, among rows that are spread over the source; or ""."""
+    whole = every_row(source)
+    for row in range(0, len(whole), -(-len(whole) // CAPTIONS)):
+        try:
+            captions, found = captions_at(whole, row), places.find(whole, row)
+        except BadSample:
+            continue
+        if found is not None and None in Features(found[0], places).captions(found[1], captions):
+            return found[0].keys[found[1]]
+    return ""
+
+
+def with_views(recipe: Recipe, folders: Sequence[str]) -> Recipe:
+    """The recipe of a run on feature stores: where they have augmented views, its images are augmented as those are."""
+    made = next((store.file.augment for store in map(FeatureStore, folders) if store.file.augmented), None)
+    if made is None:
+        return recipe
+    augment = replace(made, **{name: getattr(recipe.data.augment, name) for name in LATER})
+    return replace(recipe, data=replace(recipe.data, augment=augment))
+
+
+def shown_views(stores: Sequence[FeatureStore], augment: AugmentConfig) -> StoreFile | None:
+    """The settings of the views that a run on some stores shows; None where no store has augmented views.
+
+    Raises: ValueError where stores have other views than each other, or than the run's augmentation makes.
+    """
+    first = next((store for store in stores if store.file.augmented), None)
+    if first is None:
+        return None
+    for store in stores:
+        if store.file.shown != first.file.shown:
+            raise ValueError(
+                f"the feature store {first.path} has {first.file.shown}, {store.path} {store.file.shown}: expected the "
+                "same in all feature stores of a run. Make them by `kiloword embed` with the same --views, --seed and "
+                "--augment."
+            )
+    if of_images(augment) != of_images(first.file.augment):
+        raise ValueError(
+            f"the feature store {first.path} has {first.file.shown}, but the run asks for {in_words(augment)}: omit "
+            "--augment, or make another store by `kiloword embed --views K` with that augmentation."
+        )
+    return first.file
+
+
+def check_name(name: str) -> None:
+    """Raises: ValueError for a name that a batch cannot have."""
+    if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]*", name) or name in ("truth", "position"):
+        raise ValueError(f"features cannot be named {name!r}: expected letters, digits, - and _, and not 'truth'.")

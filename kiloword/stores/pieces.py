@@ -1,0 +1,186 @@
+"""Tables computed from a data set piece by piece, so that the same command goes on after an interruption."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any, Generic, TextIO, TypeVar
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from kiloword.config.settings import read_config
+from kiloword.data.files import key_text
+from kiloword.data.reading import EvalBatch, left_out
+from kiloword.data.stored import TableSettings
+from kiloword.distributed.sharing import alone, interruptible, of_first, part_by_part, share
+from kiloword.files import atomic, is_taken, write_json
+from kiloword.terminal import say
+from kiloword.terminal.progress import ProgressLine, duration, per_second
+from kiloword.types import Skipped, Source
+
+Settings = TypeVar("Settings", bound=TableSettings)
+COMMON = {"row": pa.int64(), "key": pa.binary(), "reason": pa.string()}  # why a row is bad; null: it is not
+
+
+@dataclass
+class Rows:
+    """Computed rows of a batch, also the bad ones, and further values of them."""
+
+    table: pa.Table
+    captions: int = 0
+    columns: Any = None
+
+
+def rows_table(schema: pa.Schema, rows: Iterable[dict[str, Any]]) -> pa.Table:
+    """Rows by their cells, in the order of the data; bad ones have a `reason`."""
+    return pa.Table.from_pylist(sorted(rows, key=lambda cells: cells["row"]), schema)
+
+
+class PieceWriter(Generic[Settings]):
+    """Writes the pieces of a table, a file each, which is there if the piece is complete.
+
+    Args: folder: of the pieces; name: of the file of settings in it; existing: settings of the table that is there (see
+    `resumed`), None for a new one; finished: nothing is missing.
+    Raises: ValueError when pieces are missing and the data has its rows in another order.
+    """
+
+    def __init__(self, folder: Path, name: str, settings: Settings, existing: Settings | None, finished: bool) -> None:
+        self.folder, self.file = folder, existing or settings
+        if existing is None:
+            write_json(folder / name, asdict(settings))
+        self.done = self.file.parts if finished else next(n for n in count() if not self.path(n).is_file())
+        if self.done < self.file.parts and self.file.fingerprint != settings.fingerprint:  # pieces are ranges of rows
+            raise ValueError(
+                f"{folder} holds a part of what is made from {self.file.data}, and {settings.data} has the same rows "
+                "in another order: name the sources in the order of the first call, or choose another --out."
+            )
+
+    def path(self, number: int) -> Path:
+        """The file of a piece."""
+        return self.folder / f"part-{number:05d}.parquet"
+
+    def write(self, number: int, rows: Sequence[Rows]) -> None:
+        """Write one piece atomically. Raises: ValueError when that fails."""
+        with atomic(self.path(number)) as file:
+            pq.write_table(pa.concat_tables([one.table for one in rows]).combine_chunks(), file)
+
+    def table(self) -> pa.Table:
+        """The complete pieces. Raises: ValueError when no row is usable."""
+        table = pa.concat_tables([read_table(self.path(number)) for number in range(self.done)]).combine_chunks()
+        if table.column("reason").null_count == 0:
+            why = left_out(bad_rows(table))
+            raise ValueError(f"{self.file.data}: none of its {self.file.rows} rows is a usable image: {why}.")
+        return table
+
+
+def read_table(path: Path, columns: list[str] | None = None) -> pa.Table:
+    """A parquet table. Raises: ValueError for a file that is damaged."""
+    try:
+        with path.open("rb") as file:  # pyarrow takes no path that is not UTF-8
+            return pq.read_table(file, columns=columns)
+    except (OSError, pa.ArrowException) as error:
+        raise ValueError(f"{path} cannot be read ({error}): remove it, and run the same command again.") from None
+
+
+def bad_rows(table: pa.Table) -> list[Skipped]:
+    """The bad rows of a table."""
+    bad = table.select(list(COMMON)).filter(table.column("reason").is_valid()).to_pylist()
+    return [Skipped(cells["row"], key_text(cells["key"]), cells["reason"]) for cells in bad]
+
+
+def resumed(folder: Path, name: str, settings: Settings, what: str) -> Settings | None:
+    """Settings of the table in a folder; None in a new folder.
+
+    Raises: ValueError when the folder holds something else, or a table of another model, other data or options.
+    """
+    if (folder / name).is_file():
+        existing = read_config(folder / name, type(settings))
+        check_same(folder, existing, settings, what)
+        return existing
+    if is_taken(folder):
+        raise ValueError(f"{folder} exists and holds no {what}: choose another --out, or remove it.")
+    return None
+
+
+def check_same(path: Path, existing: TableSettings, new: TableSettings, what: str) -> None:
+    """Raises: ValueError for a table of another model, other data or options."""
+    for (old_value, old), (value, here) in zip(existing.compared(), new.compared(), strict=True):
+        if old_value != value:
+            raise ValueError(
+                f"{path} holds other {what}: {old} there, {here} here. Choose another --out, or remove what is there."
+            )
+
+
+def fill(
+    writer: PieceWriter[Settings] | None,
+    source: Source,
+    batch: int,
+    read: Callable[[list[range]], Iterator[EvalBatch]],
+    compute: Callable[[EvalBatch], Rows],
+    report: ProgressReport,
+) -> None:
+    """Compute and write the missing pieces of a table; ranks share the batches.
+
+    Args: writer: on the first rank, else None; read: ranges of rows to batches of images.
+    """
+    begun = None if writer is None else (writer.done, writer.file.parts, writer.file.part)
+    done, parts, part = of_first(begun) or (0, 0, 1)
+    numbers = range(done, parts)
+    todo = [range(n * part, min((n + 1) * part, len(source))) for n in numbers]
+    report.start(sum(map(len, todo)), len(source))
+
+    def make(batches: list[range]) -> Iterator[Rows]:
+        for images in read(batches):
+            with alone():
+                rows = compute(images)
+            report.add(len(images.rows) + len(images.skipped), rows.captions, share()[1])
+            yield rows
+
+    with interruptible(todo, len(source)) as written:
+        for number, rows_of_part, rows in zip(numbers, todo, part_by_part(todo, batch, make), strict=True):
+            if writer is not None:
+                writer.write(number, rows)
+                writer.done = number + 1
+                written.append(rows_of_part)
+
+
+class ProgressReport:
+    """Messages and progress of work on rows. Args: out: None prints nothing."""
+
+    def __init__(self, out: TextIO | None) -> None:
+        self.out = out
+
+    def say(self, message: str) -> None:
+        """Print a message on its own line."""
+        if self.out is not None:
+            say(message, to=self.out)
+
+    def say_bad(self, table: pa.Table) -> None:
+        """Print the bad rows of a table, and how many there are."""
+        if bad := bad_rows(table):
+            for line in left_out(bad).lines():
+                self.say(line)
+            self.say(f"{len(bad):,} of {len(table):,} rows are bad, and not in the table.")
+
+    def start(self, rows: int, of: int) -> None:
+        """Begin with `rows` rows to do, of `of` rows in total."""
+        if rows < of:
+            self.say(f"{of - rows:,} of {of:,} rows are done already.")
+        self.rows, self.done, self.captions = rows, 0, 0
+        self._line, self._start = ProgressLine(self.out), time.perf_counter()
+
+    def add(self, rows: int, captions: int, ranks: int = 1) -> None:
+        """Count finished rows and their captions. Args: ranks: number of ranks that have done about as much."""
+        self.done = min(self.done + rows * ranks, self.rows)
+        self.captions += captions * ranks
+        seconds = max(time.perf_counter() - self._start, 1e-9)
+        line = (
+            f"row {self.done:,}/{self.rows:,}  {per_second(self.done / seconds)} images/s  "
+            + (f"{per_second(self.captions / seconds)} captions/s  " if self.captions else "")
+            + f"ETA {duration(seconds / max(self.done, 1) * (self.rows - self.done))}"
+        )
+        self._line.show(line, self.done, self.rows)

@@ -1,0 +1,229 @@
+"""What runs and evaluations take from stores: whether they fit the model and the data, and how the run then reads."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from kiloword.config.recipes import DataConfig, Recipe
+from kiloword.data.images.views import LATER, in_words, of_images
+from kiloword.data.stored import StoreFile, WithTokens
+from kiloword.data.text.tokenizer import Tokenizer
+from kiloword.interop import text_towers
+from kiloword.interop.towers import LITES
+from kiloword.model.model import Model
+from kiloword.model.trunks.trunk import Trunk
+from kiloword.stores.features import Features, FeatureStore, shown_views
+from kiloword.stores.tokens import (
+    FoundImages,
+    ImageTokens,
+    TextTokens,
+    TokenizerWithTokens,
+    TokenKind,
+    as_evaluated,
+    augmented_first,
+    check_texts,
+    check_tokenizer,
+    opened,
+)
+from kiloword.types import Input, Source, Transform
+
+
+def is_model_folder(tower: str) -> bool:
+    """Whether a tower as a user writes it is a model folder: a folder, unless it is called as a tower is."""
+    names = (*LITES, *text_towers.KINDS, "timm", "open_clip")
+    return tower.partition(":")[0] not in names and Path(tower).expanduser().is_dir()
+
+
+def trunk_of(model: Model, kind: TokenKind) -> Trunk | None:
+    """The trunk of the image tower or of the text tower."""
+    trunk: Trunk | None = getattr(model.image_tower if kind == "images" else model.text_tower, "trunk", None)
+    return trunk
+
+
+def trunk_digest(model: Model, kind: TokenKind) -> str:
+    """A digest of what a trunk's tokens depend on besides the input: its weights, and how images are normalised."""
+    trunk = trunk_of(model, kind)
+    assert trunk is not None
+    digest = hashlib.blake2b(digest_size=16)
+    values = {name: value for name, value in trunk.state_dict().items() if value.is_floating_point()}
+    if kind == "images":
+        values |= {"mean": model.mean, "std": model.std}
+    for name, value in sorted(values.items()):
+        digest.update(f"{name} {list(value.shape)}\n".encode())
+        digest.update(value.detach().float().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def check_trunk(model: Model, stores: Sequence[ImageTokens] | Sequence[TextTokens], weights: bool = True) -> None:
+    """Raises: ValueError when the stores have tokens of another trunk than the model's, or of images of another size.
+
+    Args: weights: False: the model's trunk is not filled yet, so that only its shape is compared.
+    """
+    for store in stores:
+        file, folder, kind = store.file, store.path.parent, _kind(store)
+        trunk = trunk_of(model, kind)
+        if trunk is None:
+            add = f"--init {file.model}" if is_model_folder(file.model) else f"--{kind[:-1]}-tower {file.model}"
+            raise ValueError(
+                f"{folder} has tokens of {file.model}, but the model's own tower takes {kind}: train one by {add}, or "
+                f"omit --{kind[:-1]}-features."
+            )
+        config = model.config.image if kind == "images" else model.config.text
+        if config.trunk.width != file.width or (weights and trunk_digest(model, kind) != file.weights):
+            raise ValueError(
+                f"{folder} has tokens of {file.model} ({file.weights[:16]}), but the trunk of this model has other "
+                "weights, or other preprocessing: name the tower and file that they were made with, or make others by "
+                "`kiloword embed --tokens`."
+            )
+        wanted = f"{model.config.image.size} pixels ({model.config.preprocess.resize})"
+        made = f"{file.size} pixels ({file.resize})"
+        if kind == "images" and made != wanted:
+            raise ValueError(
+                f"{folder} has tokens of images of {made}, but this model takes {wanted}: omit --model.image.size and "
+                "--model.preprocess.resize, or make others by `kiloword embed MODEL --tokens`."
+            )
+
+
+def _kind(store: ImageTokens | TextTokens) -> TokenKind:
+    return "images" if isinstance(store, ImageTokens) else "texts"
+
+
+def check_frozen(model: Model, stores: Sequence[ImageTokens] | Sequence[TextTokens]) -> None:
+    """Raises: ValueError when a run trains the trunk of the stores."""
+    for kind in dict.fromkeys(map(_kind, stores)):
+        trunk = trunk_of(model, kind)
+        if trunk is not None and any(p.requires_grad for p in trunk.parameters()):
+            raise ValueError(
+                f"--{kind[:-1]}-features has tokens of a frozen trunk, but the run trains weights of the {kind[:-1]} "
+                f"trunk: freeze it (--freeze {kind[:-1]}:trunk, and no --lora.targets of it), or omit "
+                f"--{kind[:-1]}-features."
+            )
+
+
+def towers_of(images: Sequence[str], texts: Sequence[str]) -> tuple[str, str]:
+    """The towers that folders of features were made with, as `--image-tower` and `--text-tower` take them.
+
+    "" without a folder, and for a tower of a model folder, from which a run starts by `--init`.
+    """
+    image = opened(images, ImageTokens)[0].file.model if images else ""
+    text = opened(texts, TextTokens)[0].file.model if texts else ""
+    return "" if is_model_folder(image) else image, "" if is_model_folder(text) else text
+
+
+def on_tokens(recipe: Recipe, images: Sequence[str], texts: Sequence[str]) -> Recipe:
+    """The recipe of a run on folders of features: its images are augmented as those are, its captions are whole."""
+    augment = recipe.data.augment
+    if images:
+        stores = opened(images, ImageTokens)
+        made = next((store for store in stores if store.file.augmented), stores[0]).file.augment
+        augment = replace(made, **{name: getattr(augment, name) for name in LATER})
+    if texts:
+        augment = replace(augment, drop_words=0.0)
+    data = replace(recipe.data, augment=augment, image_features=tuple(images), text_features=tuple(texts))
+    return replace(recipe, data=data)
+
+
+def reading_tokens(
+    model: Model,
+    tokenizer: Tokenizer,
+    source: Source,
+    images: Sequence[str],
+    texts: Sequence[str],
+    augmented: bool = False,
+) -> tuple[Source, Tokenizer]:
+    """A source and a tokenizer for evaluation that read tokens from folders of features.
+
+    Args: augmented: read the first view of augmented images where no others are there, as of training data.
+    Raises: ValueError when a folder has tokens of another tower or other data, or augmented images alone.
+    """
+    of_image, of_text = opened(images, ImageTokens), opened(texts, TextTokens)
+    check_trunk(model, of_image)
+    check_trunk(model, of_text)
+    check_tokenizer(tokenizer, of_text)
+    plain = as_evaluated(of_image) or (of_image if augmented else [])
+    if of_image and not plain:
+        raise ValueError(
+            f"{' '.join(images)} has augmented images alone ({in_words(of_image[0].file.augment)}): evaluate on "
+            "images, or on features that are made without --augment."
+        )
+    check_texts(of_text, source)
+    source = WithTokens(source, FoundImages(plain, source)) if plain else source
+    return source, TokenizerWithTokens(tokenizer, of_text) if of_text else tokenizer
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What the loader of a run reads from stores (arguments of `kiloword.data.loader.Loader`)."""
+
+    stores: list[Features]
+    shown: StoreFile | None
+    image_tokens: FoundImages | None
+    tokenizer: Tokenizer
+    told: list[str]  # notes for the user
+
+
+def stored(
+    stores: Sequence[FeatureStore],
+    data: DataConfig,
+    source: Source,
+    tokenizer: Tokenizer,
+    transforms: Sequence[Transform] = (),
+    inputs: Mapping[str, Input] | None = None,
+) -> Stored:
+    """What a run reads from feature stores, and from the token stores that `data` names.
+
+    Raises: ValueError for stores of other data or another augmentation, and where captions or views change.
+    """
+    features, shown = [store.of(source) for store in stores], shown_views(stores, data.augment)
+    found, told = None, []
+    if data.image_features:
+        if shown:
+            raise ValueError(
+                f"--features has {shown.shown}, which the student must see, but --image-features gives tokens in place "
+                "of images: omit it, or make features without --augment."
+            )
+        makers = (*transforms, *(inputs or {}).values())
+        if unfit := [reason for maker in makers if (reason := getattr(maker, "pixels", None))]:
+            raise ValueError(unfit[0])
+        found = FoundImages(augmented_first(opened(data.image_features, ImageTokens), data.augment), source)
+        _check_alike(found.places.stores, data)
+        for store in found.places.stores:
+            if missing := store.file.rows - len(store):
+                told.append(
+                    f"{missing:,} of {store.file.rows:,} rows have no tokens, as `embed` said: others replace them."
+                )
+    if data.text_features:
+        texts = opened(data.text_features, TextTokens)
+        check_texts(texts, source)
+        check_tokenizer(tokenizer, texts)
+        drops = data.augment.drop_words > 0
+        mixing = [t for t in transforms if getattr(getattr(t, "settings", None), "parts", "") != "images"]
+        if drops or mixing:
+            what = "--augment.drop-words" if drops else f"the transform {type(mixing[0]).__name__.lower()}"
+            raise ValueError(
+                f"{what} changes captions, but --text-features has tokens of whole captions alone: omit "
+                "--text-features, so that the text tower runs in every step, or omit what changes captions."
+            )
+        tokenizer = TokenizerWithTokens(tokenizer, texts)
+    return Stored(features, shown, found, tokenizer, told)
+
+
+def _check_alike(stores: Sequence[ImageTokens], data: DataConfig) -> None:
+    """Raises: ValueError when stores of training images differ, or were not augmented as the run asks."""
+    for store in stores:
+        if of_images(store.file.augment) != of_images(data.augment):
+            raise ValueError(
+                f"{store.path.parent} has images with {in_words(store.file.augment)}, but the run asks for "
+                f"{in_words(data.augment)}: omit --augment, or make others by `kiloword embed --tokens --views K` with "
+                "that augmentation."
+            )
+        for name in ("views", "dtype"):
+            value, first = getattr(store.file, name), getattr(stores[0].file, name)
+            if value != first:
+                raise ValueError(
+                    f"{stores[0].path.parent} has {name} {first} and {store.path.parent} {value}: expected the same in "
+                    "all stores of the training images."
+                )

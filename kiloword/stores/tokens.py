@@ -1,0 +1,220 @@
+"""Tokens of a frozen trunk in stores: a folder of features holds `images/`, `texts/` or both, each a store.
+
+Images are found by their row or key, captions by their text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kiloword.config.recipes import AugmentConfig, TextConfig
+from kiloword.data.edits import every_row
+from kiloword.data.files import find_key, key_bytes
+from kiloword.data.images.views import of_images
+from kiloword.data.reading import EMBEDDED, captions_at
+from kiloword.data.stored import StoreFile
+from kiloword.data.text.tokenizer import REMEMBERED, Tokenizer
+from kiloword.stores.joins import CAPTIONS, Places, caption_origins
+from kiloword.stores.store import WHAT, Store, group_of
+from kiloword.types import BadSample, Source, Texts
+
+Dtype = Literal["fp16", "fp32", "int8"]
+TokenKind = Literal["images", "texts"]
+LEVELS = 255
+
+
+def quantised(tokens: NDArray[Any]) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
+    """Tokens [n, W] as bytes [n, W], and the minimum and the step [n, groups, 2] of each group of channels."""
+    grouped = tokens.astype(np.float32).reshape(len(tokens), -1, group_of(tokens.shape[1]))
+    least = grouped.min(-1)
+    step = (grouped.max(-1) - least) / LEVELS
+    step[step == 0] = 1.0
+    levels = np.rint((grouped - least[..., None]) / step[..., None]).clip(0, LEVELS)
+    return levels.astype(np.uint8).reshape(tokens.shape), np.stack([least, step], -1)
+
+
+def restored(levels: NDArray[np.uint8], scales: NDArray[np.float32]) -> Tensor:
+    """The inverse of `quantised`: float16 [n, W]."""
+    n, width = levels.shape
+    grouped = torch.from_numpy(levels.astype(np.float32)).view(n, -1, group_of(width))
+    least, step = torch.from_numpy(scales.reshape(n, -1, 2).copy()).unbind(-1)
+    return torch.addcmul(least[..., None], grouped, step[..., None]).half().view(n, width)
+
+
+class _TokenStore(Store):
+    def read(self, start: int, count: int) -> Tensor:
+        """A copy of tokens [count, W], fp16 or fp32."""
+        rows = slice(start, start + count)
+        tokens = self.column("tokens")[rows]
+        return restored(tokens, self.column("scales")[rows]) if self.file.dtype == "int8" else torch.tensor(tokens)
+
+
+class ImageTokens(_TokenStore):
+    """Tokens of a data set's images, in the folder `images` of a folder of features. Errors: see `Store`."""
+
+    kind = "images"
+
+
+@dataclass(frozen=True)
+class StoredImage:
+    """The tokens of an image, in place of its pixels (`kiloword.types.StoredTokens`)."""
+
+    store: ImageTokens
+    place: int
+
+    def tokens(self, epoch: int) -> Tensor:
+        """The view of an epoch: [N, W], fp16 or fp32."""
+        file = self.store.file
+        return self.store.read((self.place * file.views + epoch % file.views) * file.tokens, file.tokens)
+
+
+class FoundImages:
+    """The tokens of a source's images (`kiloword.data.stored.FoundTokens`). Raises: ValueError, see `Places`."""
+
+    def __init__(self, stores: Sequence[ImageTokens], source: Source) -> None:
+        self.places = Places(stores, source)
+
+    def find(self, source: Source, row: int, key: str) -> StoredImage | None:
+        """The tokens of a row of the source, or of the source in another epoch; None where there are none."""
+        found = self.places.find(source, row, key)
+        return None if found is None else StoredImage(*found)
+
+
+class TextTokens(_TokenStore):
+    """Tokens of captions, in the folder `texts` of a folder of features. Errors: see `Store`."""
+
+    kind = "texts"
+
+    def find(self, caption: str) -> tuple[int, int] | None:
+        """Where the tokens of a caption begin, and their number; None where the store has none."""
+        texts = find_key(self.column("captions"), key_bytes(caption))
+        if not texts:
+            return None
+        start, end = self.column("starts")[texts[0] : texts[0] + 2].tolist()
+        return start, end - start
+
+
+Kept = TypeVar("Kept", ImageTokens, TextTokens)
+
+
+def opened(folders: Sequence[str], kind: type[Kept]) -> list[Kept]:
+    """The stores of several folders. Raises: ValueError where they are of different towers."""
+    stores = [kind(folder) for folder in folders]
+    for other in stores[1:]:
+        for (value, words), (first, first_words) in zip(other.file.alike(), stores[0].file.alike(), strict=True):
+            if value != first:
+                raise ValueError(
+                    f"{stores[0].path.parent} has {first_words} and {other.path.parent} {words}: expected tokens of "
+                    "one tower, made alike."
+                )
+    return stores
+
+
+def origin_of(file: StoreFile) -> str:
+    """How the tokens of a store were computed: the tower by its digest, not by its path."""
+    by = f"tokens of {file.kind} of the tower {file.weights} in {file.precision}, as {file.dtype}"
+    return f"{by}, {file.shown}" if file.kind == "images" else by
+
+
+def check_texts(stores: Sequence[TextTokens], source: Source) -> None:
+    """Raises: ValueError when the stores were not made from all captions of a source."""
+    if not stores or caption_origins(source) <= {one for store in stores for one in store.file.captions}:
+        return
+    whole = every_row(source)
+    for row in range(0, len(whole), -(-len(whole) // CAPTIONS)):
+        try:
+            captions = captions_at(whole, row)
+        except BadSample:
+            continue
+        if any(all(store.find(caption) is None for store in stores) for caption in captions):
+            folders = " ".join(str(store.path.parent) for store in stores)
+            made = " + ".join(dict.fromkeys(store.file.data for store in stores))
+            raise ValueError(
+                f"the {WHAT['texts']} in {folders} were made from {made}, and lack those of {source.name} (fingerprint "
+                f"{source.fingerprint[:16]}): make them by `kiloword embed {stores[0].file.model} --data SRC --out "
+                "FOLDER --tokens`, from the same data and extra captions, and name that folder."
+            )
+
+
+def as_evaluated(stores: Sequence[ImageTokens]) -> list[ImageTokens]:
+    """The stores whose images are as in evaluation: without augmentation."""
+    return [store for store in stores if not store.file.augmented]
+
+
+def augmented_first(stores: Sequence[ImageTokens], augment: AugmentConfig) -> list[ImageTokens]:
+    """The stores whose images a run augments so, then the others; each in their order."""
+    wanted = of_images(augment)
+    return sorted(stores, key=lambda store: of_images(store.file.augment) != wanted)
+
+
+def tokenizer_digest(tokenizer: Tokenizer) -> str:
+    """A digest of a tokenizer."""
+    return hashlib.blake2b(tokenizer.to_bytes(), digest_size=16).hexdigest()
+
+
+def check_tokenizer(tokenizer: Tokenizer, stores: Sequence[TextTokens]) -> None:
+    """Raises: ValueError when the stores have captions in the tokens of another tokenizer."""
+    for store in stores:
+        if store.file.tokenizer != tokenizer_digest(tokenizer):
+            raise ValueError(
+                f"{store.path.parent} has tokens of {store.file.model} by another tokenizer than this model's: make "
+                "others by `kiloword embed --tokens`, or omit --text-features."
+            )
+
+
+class TokenizerWithTokens(Tokenizer):
+    """A tokenizer whose texts have the tokens of a trunk, where the stores have all captions of a call."""
+
+    def __init__(self, tokenizer: Tokenizer, stores: Sequence[TextTokens]) -> None:
+        self.__dict__.update(vars(tokenizer))
+        self.stores = list(stores)
+        self._places: dict[str, tuple[TextTokens, int, int]] = {}
+
+    def __reduce__(self) -> Any:
+        return TokenizerWithTokens, (Tokenizer(self._backend.to_str()), self.stores)  # the stores send their paths
+
+    def encode(self, captions: Sequence[str], config: TextConfig) -> Texts:
+        """As `Tokenizer.encode`, with `Texts.tokens` where the stores have all captions, of the same lengths."""
+        texts = super().encode(captions, config)
+        stored = [self.find(caption) for caption in captions]
+        starts, extra = texts.starts.tolist(), len(config.extra_tokens)
+        lengths = [end - start - extra for start, end in pairwise(starts)]
+        if any(text is None or text[2] != length for text, length in zip(stored, lengths, strict=True)):
+            return texts
+        full = any(store.file.dtype == "fp32" for store in self.stores)
+        width = self.stores[0].file.width
+        tokens = torch.zeros(starts[-1], width, dtype=torch.float32 if full else torch.float16)
+        for text, start in zip(stored, starts, strict=False):
+            assert text is not None
+            store, first, length = text
+            tokens[start : start + length] = store.read(first, length)
+        return replace(texts, tokens=tokens)
+
+    def find(self, caption: str) -> tuple[TextTokens, int, int] | None:
+        """The store that has a caption, where its tokens begin, and their number."""
+        if caption not in self._places:
+            found = ((store, place) for store in self.stores if (place := store.find(caption)) is not None)
+            if (first := next(found, None)) is None:
+                return None
+            if len(self._places) >= REMEMBERED:
+                self._places.clear()
+            self._places[caption] = first[0], *first[1]
+        return self._places[caption]
+
+    def check(self, caption: str, config: TextConfig) -> None:
+        """Raises: BadSample when `encode` would not give this caption tokens."""
+        text = self.find(caption)
+        if text is None:
+            raise BadSample(f"{EMBEDDED}a caption has no tokens in the text features")
+        length = len(super().encode([caption], config).ids) - len(config.extra_tokens)
+        if length != text[2]:
+            raise BadSample(f"a caption has {text[2]} tokens in the text features, but {length} in this run")

@@ -1,0 +1,406 @@
+"""Feature stores: what is embedded once is what a batch carries, whatever workers, interruptions and captions."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from io import StringIO
+from itertools import chain, pairwise
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from holding import held_by_another
+from kiloword.config.options import RunOptions
+from kiloword.config.recipes import AugmentConfig, DataConfig, TextConfig
+from kiloword.data.edits import MixtureSource, mix
+from kiloword.data.files import find_key, lookup_table
+from kiloword.data.loader import Loader
+from kiloword.data.sampler import Order
+from kiloword.data.scenes import parse_scenes
+from kiloword.data.sources.open import open_source
+from kiloword.data.text.tokenizer import Tokenizer
+from kiloword.methods.defaults import default_recipe
+from kiloword.randomness import Draw, key
+from kiloword.stores.embed import embed
+from kiloword.stores.features import FeatureStore
+from kiloword.stores.pieces import ProgressReport
+from kiloword.training.loop import train
+from kiloword.types import BadSample, Batch, Example, Fetch, Record, Source
+
+SIZE, DIM, ROWS, PART = 16, 6, 40, 16
+WEIGHTS = torch.randn(3 * SIZE * SIZE, DIM, generator=torch.Generator().manual_seed(0))
+
+
+class Fake:
+    """A teacher whose features depend on pixels and texts alone, not on their batch; it counts what it is asked."""
+
+    size = SIZE
+    resize: Literal["shortest", "squash"] = "squash"
+
+    def __init__(self, fingerprint: str = "fake", stop_after: int = -1) -> None:
+        self.fingerprint, self.stop_after, self.images = fingerprint, stop_after, 0
+
+    def encode_images(self, images: Tensor) -> Tensor:
+        if self.images == self.stop_after:
+            raise KeyboardInterrupt
+        self.images += len(images)
+        return F.normalize(images.flatten(1).double() @ WEIGHTS.double(), dim=-1).float()
+
+    def encode_texts(self, texts: Sequence[str]) -> Tensor:
+        rows = [torch.randn(DIM, generator=torch.Generator().manual_seed(key(text))) for text in texts]
+        return F.normalize(torch.stack(rows), dim=-1) if rows else torch.empty(0, DIM)
+
+
+@dataclass
+class Images:
+    """Row i holds noise and 1 + i % 3 captions; row 5 is bad, rows 7 and 8 have odd keys, row 9 has no caption."""
+
+    rows: int = ROWS
+    name: str = "images"
+    fingerprint: str = "p"
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def key(self, row: int) -> str:
+        return {7: "folder/ünï.cöde", 8: "no \udcff utf-8"}.get(row, f"k{row:03}")
+
+    def record(self, row: int) -> Record:
+        if row == 5:
+            raise BadSample("truncated image")
+        pixels = np.random.default_rng(row).integers(0, 256, (SIZE, SIZE, 3), dtype=np.uint8)
+        captions = [f"image {row} caption {n}" for n in range(1 + row % 3)]
+        return Record(self.key(row), pixels, [] if row == 9 else captions, label=0)
+
+
+def joined(store: FeatureStore, source: Source, row: int, *captions: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Features of an image, of captions, and their mean, as a batch has them."""
+    one = Example(source.key(row), row, torch.zeros(3, SIZE, SIZE, dtype=torch.uint8), list(captions))  # type: ignore[attr-defined]
+    store.of(source).join(one, source)
+    return one.image_features["teacher"], one.text_features["teacher"], one.image_features["teacher.texts"]
+
+
+def rounded(features: Tensor) -> Tensor:
+    return features.half().float()
+
+
+def pixels(source: Source, row: int) -> Tensor:
+    return torch.from_numpy(source.record(row).image).permute(2, 0, 1)[None]
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory: pytest.TempPathFactory) -> FeatureStore:
+    """Three pieces: of 16, 16 and 8 rows."""
+    return embed(Fake(), Images(), tmp_path_factory.mktemp("features") / "t", batch=5, part=PART)
+
+
+def test_round_trip(table: FeatureStore) -> None:
+    source, teacher = Images(), Fake()
+    assert (table.name, table.dim) == ("teacher", DIM)
+    good = [row for row in range(ROWS) if row != 5]
+    assert table.keys == [source.key(row) for row in good]
+    assert len(table) == len(good)
+    captions = [source.record(row).captions for row in good]
+    assert table.captions == list(chain(*captions))
+    assert table.starts.tolist() == np.cumsum([0, *map(len, captions)]).tolist()
+    assert table.places(source).tolist() == [-1 if row == 5 else row - (row > 5) for row in range(ROWS)]
+    expected = torch.cat([teacher.encode_images(pixels(source, row)) for row in good])
+    assert torch.equal(torch.tensor(table.images()).float(), rounded(expected))
+    assert torch.equal(torch.tensor(table.texts()).float(), rounded(teacher.encode_texts(table.captions)))
+    means = [rounded(teacher.encode_texts(c)).mean(0) if c else torch.zeros(DIM) for c in captions]
+    assert torch.allclose(torch.from_numpy(table.text_means()), torch.stack(means), atol=1e-7)
+
+
+def test_files_are_those_of_the_format(table: FeatureStore) -> None:
+    """What others may read: keys in parquet, a memory map for each column."""
+    arrays = {path.stem: np.load(path, mmap_mode="r") for path in table.path.glob("*.npy")}
+    shapes = {name: array.shape for name, array in arrays.items() if name in ("images", "texts")}
+    assert shapes == {"images": (ROWS - 1, 1, DIM), "texts": (len(table.captions), DIM)}
+    assert all(arrays[name].dtype == np.float16 for name in shapes)
+    rows = pq.read_table(table.path / "keys.parquet").to_pylist()
+    assert [row["at"] for row in rows] == list(range(ROWS))
+    assert [row["reason"] for row in rows if row["at"] in (4, 5)] == [None, "truncated image"]
+    assert rows[2]["captions"] == [b"image 2 caption 0", b"image 2 caption 1", b"image 2 caption 2"]
+    file = json.loads((table.path / "store.json").read_text())
+    assert file["sources"] == [{"name": "images", "fingerprint": "p", "rows": ROWS, "stored": ROWS}]
+
+
+def test_captions_are_found_by_their_text(table: FeatureStore) -> None:
+    source, teacher = Images(), Fake()
+    for row in (0, 2, 7, 8, 15, 16, 39):
+        texts = source.record(row).captions
+        asked = [*reversed(texts), "never seen", texts[0]]
+        image, found, mean = joined(table, source, row, *asked)
+        assert torch.equal(image, rounded(teacher.encode_images(pixels(source, row)))[0])
+        expected = rounded(teacher.encode_texts(asked))
+        expected[-2] = 0
+        assert found.dtype == torch.float32
+        assert torch.equal(found, expected)
+        assert torch.equal(mean, expected.mean(0))
+    assert not any(features.any() for features in joined(table, source, 5, "image 0 caption 0")), "a bad row"
+
+
+def test_pickles_as_its_path(table: FeatureStore) -> None:
+    features = table.of(Images())
+    document = pickle.dumps(features)
+    assert len(document) < 3000
+    assert pickle.loads(document).store.keys == table.keys
+
+
+TOKENIZER = Tokenizer.train([f"image {i} caption {j}" for i in range(ROWS) for j in range(3)], 320)
+
+
+def loader(table: FeatureStore, captions: int | Literal["one", "all"], **changes: Any) -> Loader:
+    data = DataConfig(captions=captions, augment=AugmentConfig(crop=0.5, flip=0.5, drop_words=0.3))
+    order, text, source = Order(ROWS, 8, seed=3), TextConfig(context=24, vocab=400), Images()
+    return Loader(source, order, data, text, SIZE, TOKENIZER, stores=[table.of(source)], seed=5, **changes)
+
+
+def same(a: Batch, b: Batch) -> bool:
+    features = [(a.image_features, b.image_features), (a.text_features, b.text_features)]
+    equal = all(x.keys() == y.keys() and all(torch.equal(x[k], y[k]) for k in x) for x, y in features)
+    return equal and torch.equal(a.images, b.images) and torch.equal(a.texts.ids, b.texts.ids)
+
+
+@pytest.mark.parametrize("captions", ["one", 2, "all"])
+def test_a_batch_carries_the_features_of_its_whole_captions(
+    table: FeatureStore, captions: int | Literal["one", "all"]
+) -> None:
+    """Words are dropped from the texts, not from what the features are of."""
+    teacher, dropped = Fake(), 0
+    plain = loader(table, captions)
+    whole = replace(plain, data=replace(plain.data, augment=AugmentConfig()))
+    for step in range(6):
+        batch, undropped = plain.batch(step), whole.batch(step)
+        edges = undropped.texts.starts.tolist()
+        texts = [TOKENIZER.decode(undropped.texts.ids[a:b].tolist()) for a, b in pairwise(edges)]
+        assert torch.equal(batch.text_features["teacher"], rounded(teacher.encode_texts(texts)))
+        rows = [int(text.split()[1]) for text in texts]
+        images = torch.cat([rounded(teacher.encode_images(pixels(Images(), row))) for row in rows])
+        assert torch.equal(batch.image_features["teacher"][batch.image_of_text], images)
+        for n in range(len(batch)):
+            own = batch.text_features["teacher"][batch.image_of_text == n]
+            assert torch.allclose(batch.image_features["teacher.texts"][n], own.mean(0), atol=1e-7)
+        dropped += len(undropped.texts.ids) - len(batch.texts.ids)
+    assert dropped > 0
+
+
+def test_workers_change_nothing(table: FeatureStore) -> None:
+    alone = loader(table, 2)
+    pairs = zip(alone.batches(0, 6), replace(alone, workers=2).batches(0, 6), strict=True)
+    assert all(same(a, b) for a, b in pairs)
+
+
+def test_transforms_keep_a_row_for_each_caption(table: FeatureStore) -> None:
+    def halves(example: Example, fetch: Fetch, draw: Draw) -> Example:
+        features = {name: value[:1] for name, value in example.text_features.items()}
+        return replace(example, captions=["two halves"], composed=True, text_features=features)
+
+    batch = loader(table, 2, transforms=[halves]).batch(0)
+    assert batch.text_features["teacher"].shape == (8, DIM)
+    assert batch.composed.all()
+
+
+def test_stands_beside_the_truth(tmp_path: Path) -> None:
+    scenes = parse_scenes("scenes?n=24&captions=3", SIZE)
+    store = embed(Fake(), scenes, tmp_path / "t").of(scenes)
+    order, text = Order(24, 8, 0), TextConfig(context=48, vocab=400)
+    tokenizer = Tokenizer.train((c for r in range(24) for c in scenes.captions(r)), 320)
+    made = Loader(scenes, order, DataConfig(captions=2), text, SIZE, tokenizer, stores=[store], truth=True)
+    batch = made.batch(0)
+    assert batch.text_features["truth"].shape == (16, 8)
+    assert batch.text_features["teacher"].norm(dim=1).sub(1).abs().max() < 2e-3
+    assert batch.text_features["truth"][torch.arange(16), batch.image_of_text].all()
+
+
+class FirstBad:
+    """Scenes whose row 7 is bad."""
+
+    def __init__(self) -> None:
+        self.scenes = parse_scenes("scenes?n=24", SIZE)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.scenes, name)
+
+    def __len__(self) -> int:
+        return 24
+
+    def record(self, row: int) -> Record:
+        if row == 7:
+            raise BadSample("truncated image")
+        return self.scenes.record(row)
+
+
+def test_the_truth_of_a_row_in_place_of_another_is_not_made_up() -> None:
+    source, text = FirstBad(), TextConfig(context=48, vocab=400)
+    tokenizer = Tokenizer.train((c for r in range(24) for c in source.captions(r)), 320)
+    made = Loader(source, Order(24, 8, 0), DataConfig(), text, SIZE, tokenizer, truth=True)
+    with pytest.raises(ValueError, match="train-000007"):
+        list(made.batches(0, 3))
+    assert len(list(replace(made, truth=False).batches(0, 3))) == 3
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_goes_on_after_an_interruption(tmp_path: Path, workers: int) -> None:
+    """Whole pieces are not made again, and the result is that of one run, byte for byte."""
+    whole = embed(Fake(), Images(), tmp_path / "whole", part=PART, batch=4).path
+    with pytest.raises(KeyboardInterrupt):
+        embed(Fake(stop_after=1 + 23), Images(), tmp_path / "cut", part=PART, batch=4)  # within the second piece
+    with pytest.raises(ValueError, match="not finished"):
+        FeatureStore(tmp_path / "cut")
+    with (tmp_path / "cut" / "images.npy").open("ab") as file:
+        file.write(b"of a piece that was not finished")
+    teacher = Fake()
+    embed(teacher, Images(), tmp_path / "cut", part=PART, batch=4, workers=workers)
+    assert teacher.images == 1 + ROWS - PART  # and one to see how many numbers a feature has
+    assert files_of(tmp_path / "cut") == files_of(whole)
+    teacher = Fake()
+    embed(teacher, Images(), tmp_path / "cut", batch=3)
+    assert teacher.images == 1, "a finished store is left alone"
+    assert files_of(tmp_path / "cut") == files_of(whole)
+
+
+def test_another_teacher_data_or_option_is_refused(table: FeatureStore) -> None:
+    given: dict[str, Any] = {"teacher": Fake(), "source": Images(), "out": table.path}
+    for change, word in (
+        ({"teacher": Fake("new")}, "new"),
+        ({"source": Images(fingerprint="q")}, r"data images \(p\) there, data images \(q\) here"),
+        ({"name": "second"}, "name teacher there, name second here"),
+        ({"dtype": "fp32"}, "dtype fp16 there, dtype fp32 here"),
+        ({"precision": "bf16"}, "precision fp32 there"),
+    ):
+        with pytest.raises(ValueError, match=word):
+            embed(**{**given, **change})
+
+
+@dataclass
+class Second(Images):
+    """Other images under other keys."""
+
+    name: str = "second"
+    fingerprint: str = "s"
+
+    def key(self, row: int) -> str:
+        return f"second {row}"
+
+
+def test_a_mixture_is_embedded_once_whatever_its_weights(tmp_path: Path) -> None:
+    mixed = MixtureSource([Images(), Second()], [2.0, 0.5])
+    store = embed(Fake(), mixed, tmp_path / "t", part=PART)
+    assert len(store) == 2 * (ROWS - 1)
+    for source in (mixed, MixtureSource([Second(), Images()], [1.0, 3.25]), Images(), Second()):
+        store.of(source)
+    assert embed(Fake(), MixtureSource([Images(), Second()], [1.0, 1.0]), tmp_path / "t").keys == store.keys
+
+
+def test_what_is_missing_is_computed_from_sources_in_the_first_order_alone(tmp_path: Path) -> None:
+    """Pieces are ranges of rows: those of another order would hold other images."""
+    first, second = Images(), Second()
+    with pytest.raises(KeyboardInterrupt):
+        embed(Fake(stop_after=ROWS), mix([first, second]), tmp_path / "t", part=ROWS, batch=ROWS)
+    with pytest.raises(ValueError, match="in another order"):
+        embed(Fake(), mix([second, first]), tmp_path / "t", part=ROWS)
+    assert len(embed(Fake(), mix([first, second]), tmp_path / "t", part=ROWS)) == 2 * (ROWS - 1)
+    embed(Fake(), mix([second, first]), tmp_path / "t", part=ROWS)  # nothing is missing
+
+
+def test_bad_rows_are_counted_and_named(tmp_path: Path) -> None:
+    for _ in range(2):  # also of a finished store
+        lines = StringIO()
+        embed(Fake(), Images(), tmp_path / "t", report=ProgressReport(lines))
+        assert "1 of 40 rows are bad" in lines.getvalue()
+        assert "truncated image: k005\n" in lines.getvalue()
+
+
+class Bad(Images):
+    def record(self, row: int) -> Record:
+        raise BadSample("truncated image")
+
+
+class Broken(Fake):
+    def encode_texts(self, texts: Sequence[str]) -> Tensor:
+        return super().encode_texts(texts) / 0
+
+
+@pytest.mark.parametrize(
+    ("teacher", "source", "options", "word"),
+    [
+        (Fake(), Bad(), {}, "none of its 40 rows is a usable image: .*truncated im"),
+        (Broken(), Images(), {}, "captions|texts are NaN or infinite, near 'k000'"),
+        (Fake(), Images(), {"name": "a.b"}, r"'a\.b'"),
+        (Fake(), Images(), {"batch": 0}, "--batch"),
+    ],
+)
+def test_what_makes_no_store(tmp_path: Path, teacher: Fake, source: Images, options: Any, word: str) -> None:
+    with pytest.raises(ValueError, match=word):
+        embed(teacher, source, tmp_path / "t", **options)
+
+
+def test_folders_that_are_no_feature_store(tmp_path: Path, table: FeatureStore) -> None:
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "a.jpg").touch()
+    with pytest.raises(ValueError, match="photos exists and holds no features"):
+        embed(Fake(), Images(), tmp_path / "photos")
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "table.json").write_text("{}")
+    shutil.copytree(table.path, tmp_path / "cut")
+    (tmp_path / "cut" / "texts.npy").write_bytes(b"")
+    shutil.copytree(table.path, tmp_path / "settings")
+    (tmp_path / "settings" / "store.json").write_text('{"format"')
+    for name, word in (
+        ("photos", r"store\.json"), ("old", "earlier version"), ("cut", "damaged"), ("settings", "damaged"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=word):
+            FeatureStore(tmp_path / name)
+
+
+def test_a_folder_that_another_process_writes_is_refused(tmp_path: Path) -> None:
+    with (
+        held_by_another(tmp_path / "t") as other,
+        pytest.raises(ValueError, match=rf"process {other.pid} on \S+ is writing \S+: wait for its end"),
+    ):
+        embed(Fake(), Images(), tmp_path / "t")
+    embed(Fake(), Images(), tmp_path / "t")
+    assert not (tmp_path / "t" / ".lock").exists()
+
+
+def test_a_table_of_another_teacher_at_the_same_path_is_no_resumption(tmp_path: Path) -> None:
+    """Made again by the same teacher, it is the same."""
+    base = default_recipe("siglip+mined", "debug", ("scenes?n=16",))
+    data = replace(base.data, tokenizer_vocab=300, features=(str(tmp_path / "t"),))
+    recipe = replace(base, data=data, batch=8)
+
+    def go_on(steps: int, teacher: Fake) -> None:
+        shutil.rmtree(tmp_path / "t", ignore_errors=True)
+        embed(teacher, open_source("scenes?n=16", SIZE), tmp_path / "t")
+        train(replace(recipe, steps=steps), tmp_path / "run", options=RunOptions(extend=True, quiet=True))
+
+    go_on(1, Fake())
+    go_on(2, Fake())
+    with pytest.raises(ValueError, match=r"of the model fake .* of the model other "):
+        go_on(3, Fake("other"))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.binary(max_size=3), max_size=40), st.binary(max_size=3))
+def test_places_by_key(keys: list[bytes], other: bytes) -> None:
+    """Also of keys that come several times, in the order of their places."""
+    table = lookup_table(keys, np.arange(len(keys), dtype=np.uint64) + 7)
+    for wanted in [*keys, other]:
+        assert find_key(table, wanted) == [7 + n for n, k in enumerate(keys) if k == wanted]
