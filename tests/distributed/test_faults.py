@@ -5,15 +5,14 @@ from __future__ import annotations
 import errno
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -21,7 +20,6 @@ import kiloword.training.loop as loop
 from cases import mostly_slow
 from kiloword.cli.main import main
 from kiloword.data import files, reading
-from kiloword.data.loader import Loader
 from kiloword.data.reading import read
 from kiloword.data.tars.shards import TarSource
 from kiloword.training.log import read_metrics
@@ -31,7 +29,6 @@ from tars import pairs, photo, write_tar
 
 SMALL = ["--size", "debug", "--batch", "8", "--log-every", "1", "--vocab", "300"]
 SCENES = "scenes?n=64"
-ROOT = Path(__file__).parents[2]
 
 
 def train(out: Path, *more: object, data: object = SCENES, steps: int = 4) -> list[str]:
@@ -66,120 +63,77 @@ def goes_on(words: list[str], out: Path, steps: int = 4) -> None:
     assert all(bool(value.isfinite().all()) for value in found[0].values())
 
 
-# Gradients
-
-
-def spoil(monkeypatch: pytest.MonkeyPatch, bad: Callable[[int], bool], factor: float) -> None:
-    """Gradients of the steps (from 1) that are bad are multiplied."""
+def at_step(monkeypatch: pytest.MonkeyPatch, step: int, do: Callable[[], object], factor: float = 1.0) -> None:
+    """Does something before a step (from 1), and multiplies the gradients of that step and those behind it."""
     real, calls = loop.backward, []
 
     def backward(learner: Any, *args: Any) -> dict[str, torch.Tensor]:
         calls.append(1)
-        report = real(learner, *args)
-        if bad(len(calls)):
+        if len(calls) == step:
+            do()
+        report: dict[str, torch.Tensor] = real(learner, *args)
+        if len(calls) >= step and factor != 1:
             for p in learner.parameters():
                 if p.grad is not None:
                     p.grad.mul_(factor)
-            report["loss"] = report["loss"] * factor
         return report
 
     monkeypatch.setattr(loop, "backward", backward)
 
 
-def test_a_step_without_a_gradient_is_skipped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    spoil(monkeypatch, lambda step: step == 3, float("nan"))
-    out = tmp_path / "out"
-    goes_on(train(out, "--optim.ema", 0.9, "--save-every", 1), out)
-    said = capsys.readouterr().err
-    print(said)
-    assert "step 3: loss is nan and gradient norm nan: the step was skipped (1 so far)" in said
-    rows = read_metrics(out / "metrics.jsonl")
-    assert [row["skipped_steps"] for row in rows] == [0, 0, 1, 1]
-    assert "loss" not in rows[2] or np.isfinite(rows[2]["loss"])
+# Gradients
 
 
-def test_a_gradient_that_explodes_is_skipped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("step", "factor", "norm"), [(4, float("nan"), "nan"), (26, 1e6, r"\S+ is \d{6,7} times")])
+def test_a_gradient_that_is_no_use_is_skipped(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    step: int,
+    factor: float,
+    norm: str,
 ) -> None:
-    spoil(monkeypatch, lambda step: step == 25, 1e6)
-    out = tmp_path / "out"
-    goes_on(train(out, steps=26), out, 26)
-    said = capsys.readouterr().err
-    print(said)
-    assert re.search(r"step 25: gradient norm \S+ is \d{6,7} times the usual: the step was skipped \(1 so far\)", said)
+    at_step(monkeypatch, step, lambda: None, factor)
+    goes_on(train(tmp_path, "--optim.ema", 0.9, steps=step), tmp_path, step)
+    assert re.search(rf"step {step}: .*gradient norm {norm}.*the step was skipped", capsys.readouterr().err)
+    assert [row["skipped_steps"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [*[0] * (step - 1), 1]
 
 
 def test_gradients_that_stay_bad_end_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: Callable[..., str]
 ) -> None:
-    out = tmp_path / "out"
-    words = train(out, "--save-every", 1, "--max-skipped-steps", 3, steps=8)
+    words = train(tmp_path, "--save-every", 1, "--max-skipped-steps", 3, steps=8)
     with monkeypatch.context() as patch:
-        spoil(patch, lambda step: step > 2, float("inf"))
-        said = ends(words)
-    assert "step 5: loss is inf and gradient norm nan; bad steps in a row: 3. The run stops" in said
-    found = load_state(out / "state", pytest.fail)
-    assert found is not None
-    assert found[1]["step"] == 4
-    assert all(bool(value.isfinite().all()) for value in found[0].values())
-    main(words)
+        at_step(patch, 3, lambda: None, float("inf"))
+        assert "bad steps in a row: 3" in ends(words)
+    goes_on(words, tmp_path, 8)
 
 
 # Signals
 
 
-def at(monkeypatch: pytest.MonkeyPatch, place: Any, name: str, number: int, call: int = 1) -> None:
-    """A signal in the middle of a function, as it is called the n-th time."""
-    real, calls = getattr(place, name), []
-
-    def hit(*args: Any, **kwargs: Any) -> Any:
-        calls.append(1)
-        if len(calls) == call:
+def signalled(*numbers: int) -> Callable[[], None]:
+    def raise_all() -> None:
+        for number in numbers:
             signal.raise_signal(number)
-        return real(*args, **kwargs)
 
-    monkeypatch.setattr(place, name, hit)
+    return raise_all
 
 
-@pytest.mark.parametrize(
-    ("place", "call", "says", "step"),
-    mostly_slow(
-        [
-            ("prepare", 1, "stopped before its first step: there was nothing to save", 0),
-            ("loading", 3, "stopped after step 2; the state is saved", 2),
-            ("backward", 2, "stopped after step 2; the state is saved", 2),
-            ("validate", 1, "stopped in the validation after step 4; the state is saved", 4),
-        ],
-        0,
-        2,
-    ),
-)
-def test_sigterm_anywhere(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    ends: Callable[..., str],
-    place: str,
-    call: int,
-    says: str,
-    step: int,
-) -> None:
-    where = (Loader, "batch") if place == "loading" else (loop, place)
-    out = tmp_path / "out"
-    words = train(out, "--save-every", 1, "--val", "scenes:test?n=8")
+def test_sigterm_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: Callable[..., str]) -> None:
+    """Also where the last row of the log was cut."""
+    words = train(tmp_path, "--val", "scenes:test?n=8")
     with monkeypatch.context() as patch:
-        at(patch, *where, signal.SIGTERM, call)
-        said = ends(words, 128 + signal.SIGTERM)
-    assert says in said
-    found = load_state(out / "state", pytest.fail)
-    assert (0 if found is None else found[1]["step"]) == step
-    goes_on(words, out)
-    assert "val/image_retrieval_recall@1" in read_metrics(out / "metrics.jsonl")[-1]
+        at_step(patch, 2, signalled(signal.SIGTERM))
+        assert "stopped after step 2; the state is saved" in ends(words, 128 + signal.SIGTERM)
+    with (tmp_path / "metrics.jsonl").open("a") as log:
+        log.write('{"step": 3, "lo')
+    goes_on(words, tmp_path)
+    assert "val/image_retrieval_recall@1" in read_metrics(tmp_path / "metrics.jsonl")[-1]
 
 
 def test_sigusr1_saves_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    at(monkeypatch, loop, "backward", signal.SIGUSR1, 2)
+    at_step(monkeypatch, 2, signalled(signal.SIGUSR1))
     goes_on(train(tmp_path), tmp_path)
     assert sorted(path.stem for path in (tmp_path / "state").glob("*.json")) == ["step-000000002", "step-000000004"]
 
@@ -187,32 +141,71 @@ def test_sigusr1_saves_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_ctrl_c_twice_ends_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: Callable[..., str]) -> None:
     words = train(tmp_path, "--save-every", 1)
     with monkeypatch.context() as patch:
-        at(patch, loop, "backward", signal.SIGINT, 3)
-        real = loop.backward
-
-        def twice(*args: Any) -> Any:
-            found = real(*args)
-            if signal.getsignal(signal.SIGINT).__self__.asked:  # type: ignore[union-attr]
-                signal.raise_signal(signal.SIGINT)
-            return found
-
-        patch.setattr(loop, "backward", twice)
+        at_step(patch, 3, signalled(signal.SIGINT, signal.SIGINT))
         assert "interrupted" in ends(words, 130)
     goes_on(words, tmp_path)
 
 
+@pytest.mark.slow
+def test_the_terminal_goes(tmp_path: Path) -> None:
+    """SIGHUP, and nobody reads what the run says any more: the state is saved."""
+    words = [sys.executable, "-m", "kiloword", *train(tmp_path, steps=100_000)]
+    with subprocess.Popen(words, stderr=subprocess.PIPE) as process:
+        while not (rows := read_metrics(tmp_path / "metrics.jsonl")) or rows[-1]["step"] < 3:
+            assert process.poll() is None
+            time.sleep(0.05)
+        assert process.stderr is not None
+        process.stderr.close()
+        process.send_signal(signal.SIGHUP)
+        process.wait(timeout=120)
+    found = load_state(tmp_path / "state", pytest.fail)
+    assert found is not None
+    assert found[1]["step"] >= 3
+
+
 def test_two_runs_in_one_folder(tmp_path: Path, ends: Callable[..., str]) -> None:
     hold = "import sys, time; from pathlib import Path; from kiloword.files import Lock; "
-    hold += "lock = Lock(Path(sys.argv[1]))"
-    words = [sys.executable, "-c", f"{hold}; print('held', flush=True); time.sleep(600)", str(tmp_path)]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as other:
+    hold += "lock = Lock(Path(sys.argv[1])); print('held', flush=True); time.sleep(600)"
+    with subprocess.Popen([sys.executable, "-c", hold, str(tmp_path)], stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == "held\n"
-        said = ends(train(tmp_path))
-        assert re.search(rf"process {other.pid} on \S+ is training in {tmp_path}: wait for its end", said)
+        assert re.search(rf"process {other.pid} on \S+ is training in {tmp_path}", ends(train(tmp_path)))
         assert not (tmp_path / "metrics.jsonl").exists()
         other.kill()
     goes_on(train(tmp_path), tmp_path)
+
+
+def test_no_room_for_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: Callable[..., str]) -> None:
+    log = tmp_path / "metrics.jsonl"
+
+    def fill() -> None:
+        log.rename(tmp_path / "kept")
+        log.symlink_to("/dev/full")
+
+    words = train(tmp_path, "--save-every", 1)
+    with monkeypatch.context() as patch:
+        at_step(patch, 3, fill)
+        assert f"cannot write {log}: No space left on device" in ends(words)
+    log.unlink()
+    (tmp_path / "kept").rename(log)
+    goes_on(words, tmp_path)
+
+
+def test_validation_data_that_is_gone_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: Callable[..., str]
+) -> None:
+    """The trained model is saved before, and the same command validates when the data is back."""
+    val, out = write_tar(tmp_path / "val.tar", pairs(8)), tmp_path / "out"
+    content, words = val.read_bytes(), train(out, "--val", val)
+    with monkeypatch.context() as patch:
+        at_step(patch, 2, lambda: os.truncate(val, 0))
+        assert f"{val}: none of its 8 rows is a usable image" in ends(words)
+    assert (out / "model" / "model.safetensors").is_file()
+    times = val.stat().st_atime_ns, val.stat().st_mtime_ns
+    val.write_bytes(content)
+    os.utime(val, ns=times)
+    goes_on(words, out)
+    assert "val/image_retrieval_recall@1" in read_metrics(out / "metrics.jsonl")[-1]
 
 
 # Shards
@@ -292,7 +285,7 @@ def test_between_two_runs_of_the_same_command(
     out = tmp_path / "out"
     words = train(out, "--save-every", 1, data=tmp_path / "data")
     with monkeypatch.context() as patch:
-        at(patch, loop, "backward", signal.SIGTERM, 2)
+        at_step(patch, 2, signalled(signal.SIGTERM))
         ends(words, 143)
     shards[3].rename(tmp_path / "away")
     begins = "holds another run: the data is not what the run began with (a file is missing, new, cut or replaced); "
@@ -325,76 +318,3 @@ def test_a_read_error_that_passes(shards: list[Path], monkeypatch: pytest.Monkey
     with pytest.raises(BadSample, match=r"OSError: \[Errno 5\] Input/output error: '.*0000.tar'"):
         read(source, 3)
     assert waited == list(reading.AGAIN_S)
-
-
-# The folder of the run
-
-
-def at_step(monkeypatch: pytest.MonkeyPatch, step: int, do: Callable[[], object]) -> None:
-    real, calls = loop.backward, []
-
-    def backward(*args: Any) -> Any:
-        calls.append(1)
-        if len(calls) == step:
-            do()
-        return real(*args)
-
-    monkeypatch.setattr(loop, "backward", backward)
-
-
-def test_validation_data_that_is_gone_at_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: Callable[..., str]
-) -> None:
-    """The trained model is saved before, and the same command validates when the data is back."""
-    val, away = write_tar(tmp_path / "val.tar", pairs(8)), tmp_path / "away"
-    out = tmp_path / "out"
-    words = train(out, "--val", val)
-
-    def empty() -> None:  # a file that is moved away stays open
-        shutil.copy2(val, away)
-        os.truncate(val, 0)
-
-    with monkeypatch.context() as patch:
-        at_step(patch, 2, empty)
-        said = ends(words)
-    assert f"{val}: none of its 8 rows is a usable image, the first because: val.tar is another file than" in said
-    found = load_state(out / "state", pytest.fail)
-    assert found is not None
-    assert found[1]["step"] == 4
-    assert (out / "model" / "model.safetensors").is_file()
-    away.rename(val)
-    goes_on(words, out)
-    assert "val/image_retrieval_recall@1" in read_metrics(out / "metrics.jsonl")[-1]
-
-
-def test_no_room_for_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: Callable[..., str]) -> None:
-    log = tmp_path / "metrics.jsonl"
-
-    def fill() -> None:
-        log.rename(tmp_path / "kept")
-        log.symlink_to("/dev/full")
-
-    with monkeypatch.context() as patch:
-        at_step(patch, 3, fill)
-        said = ends(train(tmp_path, "--save-every", 1))
-    assert f"cannot write {log}: No space left on device. The last state is kept." in said
-    log.unlink()
-    (tmp_path / "kept").rename(log)
-    goes_on(train(tmp_path, "--save-every", 1), tmp_path)
-
-
-def test_a_log_that_was_cut(tmp_path: Path, ends: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
-    words = train(tmp_path, "--save-every", 1)
-    with monkeypatch.context() as patch:
-        at(patch, loop, "backward", signal.SIGTERM, 2)
-        ends(words, 143)
-    log = tmp_path / "metrics.jsonl"
-    log.write_bytes(log.read_bytes() + b'{"step": 3, "lo')
-    goes_on(words, tmp_path)
-
-
-def test_ranks_that_do_not_divide_the_batch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: Callable[..., str]
-) -> None:
-    monkeypatch.setattr("kiloword.distributed.collectives.ranks", lambda: 3)
-    assert "batch 8 does not divide over 3 ranks: choose a multiple of 3" in ends(train(tmp_path))
