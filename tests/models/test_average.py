@@ -120,54 +120,37 @@ def test_models_that_do_not_fit(models: list[Path], tmp_path: Path, capsys: pyte
     a, b, c = models
     out = ("--out", tmp_path / "m")
     clip = model_folder(tmp_path / "clip", "clip")
-    assert f"{a} and {clip} cannot be averaged: method is 'siglip' and 'clip'" in refused(capsys, a, clip, *out)
+    assert "method is 'siglip' and 'clip'" in refused(capsys, a, clip, *out)
     changed(c, settings={"scale": 5.0})
-    assert "settings.scale is 10.0 and 5.0." in refused(capsys, a, b, c, *out)
-    changed(c, settings={}, model__image__heads=4, model__preprocess__resize=40)
-    error = refused(capsys, a, c, *out)
-    assert "model.image.heads is 2 and 4; model.preprocess.resize is 'shortest' and 40." in error
-    words = json.loads((b / "tokenizer.json").read_text())
+    assert "settings.scale is 10.0 and 5.0" in refused(capsys, a, b, c, *out)
+    changed(c, settings={}, model__image__heads=4)
+    assert "model.image.heads is 2 and 4" in refused(capsys, a, c, *out)
+    whole = load_file(b / "model.safetensors")
+    save_file({**whole, "head.bias": whole["head.bias"] * torch.nan}, b / "model.safetensors")
+    assert "head.bias is NaN" in refused(capsys, a, b, *out)
+    save_file({k: v for k, v in whole.items() if k != "head.bias"}, b / "model.safetensors")
+    assert "head.bias" in refused(capsys, a, b, *out)
+    words = json.loads((a / "tokenizer.json").read_text())
     words["added_tokens"][0]["content"] = "<other>"
-    (b / "tokenizer.json").write_text(json.dumps(words))
+    (a / "tokenizer.json").write_text(json.dumps(words))
     assert refused(capsys, a, b, *out)
     assert not (tmp_path / "m").exists()
 
 
-def test_weights_that_do_not_fit(models: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    a, b, _ = models
-    out = ("--out", tmp_path / "m")
-    whole = load_file(b / "model.safetensors")
-    save_file({**whole, "head.bias": whole["head.bias"] * torch.nan}, b / "model.safetensors")
-    assert f"weights in {b} cannot be used: head.bias is NaN" in refused(capsys, a, b, *out)
-    save_file({k: v for k, v in whole.items() if k != "head.bias"}, b / "model.safetensors")
-    assert f"weights in {a} do not fit those of {b}: unknown head.bias." in refused(capsys, a, b, *out)
-    (b / "model.safetensors").unlink()
-    assert f"{b} has no model.safetensors" in refused(capsys, a, b, *out)
-    assert not (tmp_path / "m").exists()
-
-
 @pytest.mark.parametrize(
-    ("names", "words", "message"),
+    ("words", "says"),
     [
-        ("a", [], "average got a: expected two models or more."),
-        ("abc", ["--alpha", "0.5"], "--alpha is for two models, not 3"),
-        ("ab", ["--alpha", "1.5"], "--alpha is 1.5: expected 0 (the first model) to 1 (the second)."),
-        ("ab", ["--alpha", "nan"], "--alpha is nan"),
-        ("ab", ["--out", "a"], "a exists and is not an empty folder"),
-        ("ax", [], "x is not a folder"),
+        (["a"], "two models or more"),
+        (["a", "b", "c", "--alpha", "0.5"], "--alpha is for two models, not 3"),
+        (["a", "b", "--alpha", "1.5"], "--alpha is 1.5"),
+        (["a", "b", "--alpha", "nan"], "--alpha is nan"),
+        (["a", "b", "--out", "a"], "a exists"),
+        (["a", "x"], "x is not a folder"),
     ],
 )
+@pytest.mark.usefixtures("models")
 def test_what_is_refused(
-    models: list[Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    names: str,
-    words: list[str],
-    message: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], says: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    before = (models[0] / "model.safetensors").read_bytes()
-    assert message in refused(capsys, *names, *(words if "--out" in words else [*words, "--out", "m"]))
-    assert (models[0] / "model.safetensors").read_bytes() == before
-    assert not Path("m").exists()
+    assert says in refused(capsys, *words, *([] if "--out" in words else ["--out", "m"]))
