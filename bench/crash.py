@@ -161,7 +161,7 @@ def cases(base: Path) -> dict[str, Case]:
     run = f"train siglip --data {scenes} --size debug --batch 8 --steps 4 --save-every 2 --log-every 3 --keep-states 1"
 
     def copied(folder: Path, mode: int = 0o755) -> None:
-        shutil.copytree(photos, folder / "photos", ignore=shutil.ignore_patterns("*.kwindex"))
+        shutil.copytree(photos, folder / "photos", ignore=shutil.ignore_patterns("*.arrow"))
         (folder / "photos").chmod(mode)
 
     return {

@@ -31,7 +31,8 @@ from torch import Tensor
 from kiloword.config.recipes import AugmentConfig
 from kiloword.data.images.augmentation import TrainTransform, random_box
 from kiloword.data.images.decode import check_decoder
-from kiloword.data.tars.shards import TarSource
+from kiloword.data.rows import Rows
+from kiloword.data.tar import open_tars
 from kiloword.randomness import Draw
 
 SIZE = 224
@@ -67,7 +68,7 @@ def write_shard(path: Path, count: int, width: int, height: int) -> float:
     return total / count / 1000
 
 
-def pillow_path(source: TarSource) -> Read:
+def pillow_path(source: Rows) -> Read:
     """Decode whole, crop, resize by bicubic: torchvision's RandomResizedCrop on a Pillow image, in Pillow's calls."""
 
     def read(row: int) -> np.ndarray:
@@ -81,7 +82,7 @@ def pillow_path(source: TarSource) -> Read:
     return read
 
 
-def our_path(source: TarSource, decoder: str) -> Read:
+def our_path(source: Rows, decoder: str) -> Read:
     transform = TrainTransform(SIZE, AUGMENT, decoder=decoder)  # type: ignore[arg-type]
     return lambda row: transform(source.record(row).image, Draw(0, 0, row))
 
@@ -129,7 +130,7 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         kilobytes = write_shard(Path(folder) / "0.tar", args.images, args.width, args.height)
-        source = TarSource("bench", [Path(folder) / "0.tar"])
+        source = open_tars("bench", [Path(folder) / "0.tar"])
         paths = {"pillow crop + bicubic": pillow_path(source)}
         paths |= {f"kiloword, {d}": our_path(source, d) for d in decoders()}
         reference, *ours = paths

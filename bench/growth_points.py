@@ -31,9 +31,8 @@ from kiloword.config.recipes import DataConfig, TextConfig, sizes
 from kiloword.data import loader, sampler
 from kiloword.data.edits import MixtureSource
 from kiloword.data.reading import captions_of
-from kiloword.data.sources import digest
 from kiloword.data.sources import open as sources
-from kiloword.data.tars.shards import TarSource
+from kiloword.data.tar import open_tars as open_all
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.data.transforms.partner import Partner
 from kiloword.data.transforms.settings import ComposeSettings
@@ -132,18 +131,18 @@ def parts_of(folder: Path) -> list[Path]:
 
 
 def open_tars(warm: bool) -> Ready:
-    """Open a set of n rows in tars: the first time, or with the catalogue that this leaves."""
+    """Open a set of n rows in tars: the first time, or with the file of rows that this leaves."""
 
     def ready(n: int, folder: Path) -> Call:
         paths, cache = parts_of(tars(n, folder)), folder / f"cache-{n}"
         os.environ["KILOWORD_CACHE"] = str(cache)
         if warm and not cache.exists():
-            TarSource("tars", paths)
+            open_all("tars", paths)
 
         def call() -> None:
             if not warm:
                 shutil.rmtree(cache, ignore_errors=True)
-            TarSource("tars", paths)
+            open_all("tars", paths)
 
         return call
 
@@ -151,14 +150,12 @@ def open_tars(warm: bool) -> Ready:
 
 
 def before_first_step(n: int, folder: Path) -> Call:
-    """What follows on opening: 512 rows for the digest, 1,000 captions for the vocabulary, order and first batch."""
+    """What follows on opening: 1,000 captions for the vocabulary, order and first batch."""
     os.environ["KILOWORD_CACHE"] = str(folder / f"cache-{n}")
-    source = TarSource("tars", parts_of(tars(n, folder)))
+    source = open_all("tars", parts_of(tars(n, folder)))
     words, data = Tokenizer.train(["a caption"], 262), DataConfig(sources=(str(folder),))
 
     def call() -> None:
-        source._open_caches()
-        digest.sampled(source)
         deque(captions_of(source, 1_000), 0)
         order = sampler.Order(n, 256, next(_TURN))
         loader.Loader(source, order, data, TextConfig(vocab=262), 32, words).batch(0)

@@ -6,9 +6,7 @@ change of a byte into the same early refusal, one choice puts the checksums righ
 
 from __future__ import annotations
 
-import io
 import json
-import os
 import struct
 import zlib
 from collections.abc import Callable
@@ -23,7 +21,6 @@ from seeds import (
     image,
     image_seeds,
     settings_seeds,
-    small_tar,
     tar_seeds,
     tokenizer,
 )
@@ -38,8 +35,7 @@ from kiloword.data.sampler import choose_captions
 from kiloword.data.sources.open import open_source
 from kiloword.data.sources.sample import make_record
 from kiloword.data.stored import StoreFile
-from kiloword.data.tars.index import SUFFIX, Header, make_index, open_index, parse_index, write_index
-from kiloword.data.tars.shards import TarSource
+from kiloword.data.tar import open_tars
 from kiloword.data.text.eda import drop_words
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.models.states import newest, write_numbers
@@ -85,22 +81,14 @@ def read_source(source: Source | None) -> None:
             raise Broken("key or captions differ from the record's")
 
 
-# Tar index
+# Tars
 
 
 def read_tar(data: bytes, folder: Path) -> None:
     choice, body = data[:1], data[1:]
     tar = folder / "x.tar"
-    if choice in b"\2\3":
-        tar.write_bytes(small_tar())
-        os.utime(tar, ns=(1, 1))
-        body = body if choice == b"\2" else _with_digest(body, tar)
-        (folder / f"x.tar{SUFFIX}").write_bytes(body)
-        if result_of(lambda: open_index(tar)) is None:
-            raise Broken("a damaged index stops a good tar")
-    else:
-        tar.write_bytes(_with_sums(body) if choice == b"\1" else body)
-    read_source(result_of(lambda: TarSource("x", [tar])))
+    tar.write_bytes(_with_sums(body) if choice == b"\1" else body)
+    read_source(result_of(lambda: open_tars("x", [tar])))
 
 
 def _with_sums(tar: bytes) -> bytes:
@@ -111,15 +99,6 @@ def _with_sums(tar: bytes) -> bytes:
             block[148:156] = b" " * 8
             block[148:156] = b"%06o\0 " % sum(block)
     return b"".join(blocks)
-
-
-def _with_digest(body: bytes, tar: Path) -> bytes:
-    """An index whose header fits, whatever the table says."""
-    samples = max(1, min(body[0] if body else 1, (len(body) - 1) // 72))
-    table, keys = np.frombuffer(body[1 : 1 + 72 * samples].ljust(72 * samples, b"\0"), "<i8"), body[1 + 72 * samples :]
-    header, out = Header(size=tar.stat().st_size, mtime_ns=1, samples=samples, digest=""), io.BytesIO()
-    write_index(out, make_index(header, table.astype(np.int64).reshape(samples, 9), keys))
-    return out.getvalue()
 
 
 # Images
@@ -194,8 +173,6 @@ def read_settings(data: bytes, folder: Path) -> None:
         if found is not None:
             texts = result_of(lambda: found.encode(["a dog", "", "😀\0"], TextConfig(vocab=1 << 40)))
             result_of(lambda: texts and found.decode(texts.ids.tolist()))
-    elif choice == 4:
-        parse_index(body)
     else:
         path.rename(folder / "step-000000001.json")
         (folder / "step-000000001.safetensors").write_bytes(STATE)
@@ -215,7 +192,7 @@ def _right_digest(path: Path) -> None:
 
 
 READERS = {
-    "tar index": Reader(read_tar, tar_seeds),
+    "tars": Reader(read_tar, tar_seeds),
     "images": Reader(read_image, image_seeds),
     "captions": Reader(read_caption, caption_seeds),
     "configs": Reader(read_settings, settings_seeds),

@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-NAMES = ("tar index", "images", "captions", "configs")
+NAMES = ("tars", "images", "captions", "configs")
 HERE = Path(__file__).parent
 
 

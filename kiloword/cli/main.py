@@ -181,9 +181,9 @@ def data(
     """Inspect a data set before training: kiloword data stats photos/train --png samples.png
 
     Args:
-        what: index (write byte-offset indexes), check (decode every sample, list bad ones), stats, names (list the data
-            sets whose class names and templates are known), or pairs (write the captions of composed pairs, to rewrite
-            them).
+        what: index (read tars once and put their rows beside them), check (decode every sample, list bad ones), stats,
+            names (list the data sets whose class names and templates are known), or pairs (write the captions of
+            composed pairs, to rewrite them).
         source: tars, a table, a folder of images or scenes, as for `kiloword train`; with names, a set of that list.
         png: with stats, write an image of samples to this file.
         as_: with stats and png, draw examples as training sees them, by METHOD, a recipe, or the folder of a run.

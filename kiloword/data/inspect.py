@@ -17,8 +17,10 @@ from rich.table import Table
 from kiloword.data.images.contact import contact_sheet
 from kiloword.data.images.decode import decode, image_size
 from kiloword.data.reading import left_out, name_of, read
+from kiloword.data.rows import Rows
 from kiloword.data.sources.open import open_source
 from kiloword.data.steps import in_order
+from kiloword.data.tar import index_beside
 from kiloword.terminal import say
 from kiloword.terminal.screen import Screen
 from kiloword.types import BadSample, Record, Skipped, Source, indices_of
@@ -52,9 +54,13 @@ def main(what: Literal["index", "check", "stats"], src: str, png: Path | None = 
     say(f"{source.name}: {len(source):,} samples, opened in {time.perf_counter() - start:.1f} s")
     say(f"fingerprint {source.fingerprint}")
     if what == "index":
-        if not getattr(source, "tars", []):
+        indexed = index_beside(source) if isinstance(source, Rows) else None
+        if indexed is None:
             say("nothing to index: only tars have one.")
-        return len(getattr(source, "damaged", []))
+            return 0
+        path, damaged = indexed
+        say(f"index {path}: a remote set needs it beside its tars")
+        return damaged
     if what == "check":
         bad = check(source)
         print_bad(bad, len(source))

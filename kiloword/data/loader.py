@@ -17,7 +17,7 @@ from kiloword.data.images.augmentation import EvalTransform, TrainTransform
 from kiloword.data.images.views import view_draw
 from kiloword.data.joins import Omitted, omitted
 from kiloword.data.reading import EMBEDDED, advice, left_out, name_of, read
-from kiloword.data.remote.ahead import Ahead, ahead_of
+from kiloword.data.remote import Ahead, ahead_of
 from kiloword.data.sampler import Order, Rows, choose_captions, share
 from kiloword.data.sources.optional import check_asks
 from kiloword.data.sources.sample import question_in

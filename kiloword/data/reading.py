@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,8 +18,8 @@ from kiloword.config.recipes import Resize
 from kiloword.data.images.augmentation import EvalTransform
 from kiloword.data.images.decode import Pixels
 from kiloword.data.images.views import Views
-from kiloword.data.remote.ahead import Ahead, ahead_of
-from kiloword.data.remote.errors import Unreachable
+from kiloword.data.remote import Ahead, Unreachable, ahead_of
+from kiloword.data.rows import PASSING
 from kiloword.data.sources.optional import question, texts_of
 from kiloword.data.sources.sample import question_in
 from kiloword.data.steps import in_order
@@ -30,7 +29,6 @@ from kiloword.types import BadSample, LabelSet, NoCaption, Record, Skipped, Sour
 
 TOKENIZER_ROWS = 10_000  # rows whose captions train the tokenizer; more hardly change a vocabulary of a few thousand
 AGAIN_S = (0.1, 0.4, 1.0)  # seconds before each retry after an error of the file system
-PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.ENOTCONN, errno.EHOSTDOWN, errno.ENETUNREACH)
 EMBEDDED = "embed skipped it: "  # how reasons begin of rows that are not in stored tokens
 
 T = TypeVar("T")

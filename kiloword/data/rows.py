@@ -17,10 +17,12 @@ A cell that is null, or whose column is absent, says that the row has none.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -30,11 +32,14 @@ import pyarrow as pa
 import pyarrow.compute
 from numpy.typing import NDArray
 
+from kiloword.addresses import is_url
+from kiloword.data import remote
 from kiloword.data.files import folder as cache_folder
 from kiloword.data.sources.sample import MAX_IMAGE, QUESTION, check_size, question_in, read_whole
 from kiloword.files import replacing
 from kiloword.types import BadSample, LabelSet, NoCaption, Record
 
+PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.ENOTCONN, errno.EHOSTDOWN, errno.ENETUNREACH)
 _OPEN = 64  # files that a process keeps open
 
 
@@ -144,21 +149,37 @@ class Rows:
         name, size = self._cell("file", row), self._cell("size", row)
         if not name:
             raise BadSample("no image")
-        path = _path(self.folder, os.fsdecode(name))
+        path = os.path.join(self.folder, os.fsdecode(name))
         try:
             if size is None:
                 image = read_whole(Path(path), "the image", MAX_IMAGE)
             else:
                 check_size("the image", size, MAX_IMAGE)
-                image = _opened(path).read(self._cell("offset", row), size)
+                offset = self._cell("offset", row)
+                image = remote.read(path, offset, size) if self.remote else _opened(path).read(offset, size)
                 if len(image) < size:
                     raise BadSample("its file ends in the middle of the image")
+        except remote.Unreachable:
+            raise
         except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
+            if getattr(error, "errno", None) in PASSING:
+                _opened.cache_clear()  # a stale handle of a network drive stays stale
+                raise OSError(error.errno, os.strerror(error.errno or 0), path) from error  # type: ignore[union-attr]
             reason = error.strerror if isinstance(error, OSError) else "not a file name"
             raise BadSample(f"image cannot be read ({reason})") from None
         if not image:
             raise BadSample("the image has zero bytes")
         return image
+
+    @property
+    def remote(self) -> bool:
+        """Whether reading an image may need the network."""
+        return is_url(self.folder)
+
+    def remote_file(self, row: int) -> str:
+        """The file with the image of a row of remote data, as `remote.opened` takes it; "": none."""
+        name = self._cell("file", row)
+        return os.path.join(self.folder, os.fsdecode(name)) if name else ""
 
     def take(self, rows: NDArray[np.integer[Any]], name: str, fingerprint: str) -> Rows:
         """Some rows [n], as a data set of its own."""
@@ -166,11 +187,6 @@ class Rows:
             name, self.table.take(pa.array(rows)), self.folder, fingerprint, classnames=self.classnames,
             templates=self.templates, notes=self.notes,
         )  # fmt: skip
-
-
-def _path(folder: str, name: str) -> str:
-    """The path of a file of a data set; of a remote one, of its local copy. Raises: `remote.Unreachable`."""
-    return os.path.join(folder, name)
 
 
 class OpenFile:
@@ -212,7 +228,18 @@ def cached(identity: str, make: Callable[[], pa.Table]) -> Path:
     return path
 
 
+@contextmanager
+def keeping(path: Path) -> Iterator[None]:
+    """Errors: ValueError where a file in the cache folder cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(
+            f"{path} cannot be written ({error.strerror or error}). Set KILOWORD_CACHE to a folder with space."
+        ) from error
+
+
 def write(path: Path, table: pa.Table) -> None:
-    """Write a table as an Arrow file, atomically."""
-    with replacing(path) as file, pa.ipc.new_file(file, table.schema) as out:
+    """Write a table as an Arrow file, atomically. Errors: as of `keeping`."""
+    with keeping(path), replacing(path) as file, pa.ipc.new_file(file, table.schema) as out:
         out.write_table(table)

@@ -219,7 +219,7 @@ def test_a_server_that_goes_away(tmp_path: Path, capfd: pytest.CaptureFixture[st
         assert run(["data", "index", url], capfd, tmp_path)[0] == 0
     code, output = run(["data", "index", url], capfd, tmp_path)
     assert code == 2
-    assert "connection refused" in output
+    assert "Connection refused" in output
 
 
 def test_an_interruption(server: Guarded, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

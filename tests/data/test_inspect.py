@@ -78,7 +78,7 @@ def test_class_index_without_a_name_is_bad(tmp_path: Path) -> None:
 def test_main_prints_and_returns_what_is_wrong(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main("index", str(folder)) == 0
     assert "15 samples" in capsys.readouterr().out
-    assert sorted(p.name for p in folder.iterdir()) == ["0.tar", "0.tar.kwindex", "1.tar", "1.tar.kwindex"]
+    assert sorted(p.name for p in folder.iterdir()) == ["0.tar", "1.tar", "kiloword-index.arrow"]
     assert main("check", str(folder)) == 4
     printed = capsys.readouterr().out
     assert "1 sample skipped, caption is not UTF-8: latin\n" in printed

@@ -18,33 +18,15 @@ from kiloword.data.images.augmentation import EvalTransform
 from kiloword.data.images.inputs import as_list, is_one, kind, prepare
 from kiloword.data.inspect import check
 from kiloword.data.reading import BadRows, captions_of, eval_batches, left_out
-from kiloword.data.remote.errors import Fault
 from kiloword.data.scenes import parse, render
 from kiloword.data.sources.folder import Folder, is_image
 from kiloword.data.sources.open import open_source
 from kiloword.data.sources.optional import majority
 from kiloword.data.sources.sample import check_regular, parse_label, read_whole
 from kiloword.data.sources.tables import column_names
-from kiloword.data.tars import shards
-from kiloword.data.tars.shards import expand, natural
 from kiloword.data.transforms.mix import halves
 from kiloword.types import BadSample, Record, Skipped
 from tars import noise, pairs, photo, write_tar
-
-
-def test_patterns_of_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert expand("x-{08..10}-{1..2}.tar") == [f"x-{n}-{m}.tar" for n in ("08", "09", "10") for m in (1, 2)]
-    assert expand("{3..3}") == ["3"]
-    assert expand("plain {a}.tar") == ["plain {a}.tar"]
-    with pytest.raises(ValueError, match=r"the range \{3\.\.2\} is empty"):
-        expand("x{3..2}.tar")
-    monkeypatch.setattr(shards, "_MOST_NAMES", 6)
-    assert len(expand("{1..3}{1..2}")) == 6
-    with pytest.raises(ValueError, match=r"names 8 files\. Expected at most 6\."):
-        expand("{1..4}{1..2}")
-    assert sorted(["b2", "a10", "a9", "a", "9", "10", "a9b", "²"], key=natural) == [
-        "9", "10", "a", "a9", "a9b", "a10", "b2", "²",
-    ]  # fmt: skip
 
 
 def test_what_a_folder_is_taken_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,7 +254,6 @@ def test_what_is_taken_by_default() -> None:
     assert render(query) == render(query, 0) != render(query, 1)
     with pytest.raises(ValueError, match="got a dict as image 0"):
         prepare([{}], EvalTransform(4))
-    assert Fault("busy").wait == 0
     first, second = (torch.full((3, 4, 4), level, dtype=torch.uint8) for level in (0, 9))
     first[:, :, :1] = 5
     assert halves(first, second, side_by_side=True)[0, 0].tolist() == [0, 0, 9, 9], "centres, not squeezed"

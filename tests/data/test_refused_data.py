@@ -8,13 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from kiloword.config.recipes import DataConfig, TextConfig
 from kiloword.data import reading
+from kiloword.data.classes.names import text_lines
 from kiloword.data.joins import with_captions
 from kiloword.data.loader import Loader
 from kiloword.data.reading import eval_batches, name_of, read, read_image
@@ -24,11 +24,9 @@ from kiloword.data.sources.embedded import Embedded, arrow_errors
 from kiloword.data.sources.folder import Folder
 from kiloword.data.sources.map_style import MapStyleSource
 from kiloword.data.sources.tables import TableSource
-from kiloword.data.tars.index import COLUMNS, Header, make_index, open_file, write_index
-from kiloword.data.tars.shards import TarSource, text_lines
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.types import BadSample, NoCaption, Record
-from tars import noise, pairs, photo, write_tar
+from tars import noise, photo
 
 
 def reason(read: Callable[[], object]) -> str:
@@ -104,43 +102,6 @@ def test_folders_without_images_and_files_that_cannot_be_read(tmp_path: Path, mo
 
     monkeypatch.setattr(folder, "read_whole", refuse)
     assert reason(lambda: source.record(0)) == "the image cannot be read (Permission denied)"
-
-
-def test_a_long_first_line_of_an_index(tmp_path: Path) -> None:
-    """As of hundreds of thousands of samples."""
-    table = np.full((2, COLUMNS), -1, np.int64)
-    table[:, -1] = (1, 2)
-    for length in (3000, 4096, 5000, 40_000):
-        header = Header(size=9, mtime_ns=1, samples=2, digest="", note="n" * length)
-        with (tmp_path / "x").open("wb") as file:
-            write_index(file, make_index(header, table, b"ab"))
-        opened = open_file(tmp_path / "x")
-        assert opened is not None
-        assert opened.header.note == "n" * length
-        assert [key for block in [opened.block(0)] if block for key in (block.key(0), block.key(1))] == ["a", "b"]
-
-
-def test_an_index_that_stays_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source: Any = TarSource("x", [write_tar(tmp_path / "0.tar", pairs(2))])
-
-    class Damaged:
-        header = source._index(0).header
-
-        def block(self, number: int) -> None:
-            return None
-
-    asked: list[bool] = []
-
-    def damaged(shard: int, damaged: bool = False) -> Any:
-        asked.append(damaged)
-        return Damaged()
-
-    monkeypatch.setattr(source, "_index_of", damaged)
-    source._open_caches()
-    assert reason(lambda: source.record(0)) == "the index of 0.tar is damaged again after it was rebuilt"
-    assert asked == [False, True]
-    with pytest.raises(ValueError, match=r"list\.txt is not UTF-8"):
-        text_lines("list.txt", b"\xff\n")
 
 
 def test_rows_without_captions_are_replaced_and_named() -> None:
@@ -219,3 +180,8 @@ def test_tables_of_questions(tmp_path: Path) -> None:
         pa.table({"image": ["a.png"], "caption": pa.array([b"\xff"]).cast(pa.binary())}), tmp_path / "x.parquet"
     )
     assert reason(lambda: TableSource("x", tmp_path / "x.parquet").captions(0)) == "caption is not UTF-8"
+
+
+def test_a_list_that_is_not_utf8() -> None:
+    with pytest.raises(ValueError, match=r"list\.txt is not UTF-8"):
+        text_lines("list.txt", b"\xff\n")

@@ -292,13 +292,9 @@ def test_one_name_of_several_images(siglip: Path, tmp_path: Path) -> None:
     assert evaluate(kiloword.load(siglip), "compositional", source, pairs=whole)["items"] == 1
 
 
-def test_blocks_of_remote_images_are_those_of_their_rows() -> None:
+def test_files_of_remote_images_are_those_of_their_rows() -> None:
     source: Any = open_source("scenes:test?n=4", 32)
-    assert list(Cuts(source, [(3, Cut("c"))]).remote_blocks(0)) == []
-    source.remote, source.remote_blocks = True, lambda row: [("a.tar", row)]
-    cuts = Cuts(source, [(3, Cut("c")), (1, Cut("b"))])
-    assert cuts.remote
-    assert [list(cuts.remote_blocks(row)) for row in range(2)] == [[("a.tar", 3)], [("a.tar", 1)]]
+    assert [Cuts(source, [(3, Cut("c")), (1, Cut("b"))]).locate(row) for row in range(2)] == [(source, 3), (source, 1)]
 
 
 def test_page(siglip: Path, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,7 +23,6 @@ from typing import Any
 from kiloword.data.classes import Templates
 from kiloword.data.sources.query import split_query
 from kiloword.data.sources.sample import MAX_TEXT, check_regular
-from kiloword.data.tars.shards import text_lines
 from kiloword.errors import suggestion
 from kiloword.terminal import shown
 
@@ -54,6 +53,17 @@ def _imagenet() -> list[list[str]]:
 def _lists(kind: str) -> dict[str, list[str] | str]:
     lists: dict[str, list[str] | str] = json.loads((_FOLDER / f"{kind}.json").read_text(encoding="utf-8"))
     return lists
+
+
+def text_lines(where: str, raw: bytes) -> list[str]:
+    """The lines of a file. Errors: ValueError when it is not UTF-8, or has an empty line."""
+    try:
+        lines = [line.strip() for line in raw.decode("utf-8-sig").strip().split("\n")]
+    except UnicodeDecodeError:
+        raise ValueError(f"{where} is not UTF-8.") from None
+    if not all(lines):  # class indices count lines: skipping an empty one would move all that follow
+        raise ValueError(f"{where}: line {lines.index('') + 1} is empty. Expected text in every line.")
+    return lines
 
 
 def wnids(name: str = IMAGENET) -> list[str]:

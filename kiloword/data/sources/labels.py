@@ -12,9 +12,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet
 
-from kiloword.data.classes.names import places_among, spaced
+from kiloword.data.classes.names import places_among, spaced, text_lines
 from kiloword.data.sources.sample import decode_text, label_set, texts_in
-from kiloword.data.tars.shards import text_lines
 from kiloword.errors import suggestion
 from kiloword.terminal import shown
 from kiloword.types import BadSample, LabelSet

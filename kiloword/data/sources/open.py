@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
+from urllib.parse import urlsplit
 
-from kiloword.addresses import is_url
+import pyarrow.compute
+
+from kiloword.addresses import address_of, is_url
 from kiloword.config.recipes import DataConfig
+from kiloword.data import remote
 from kiloword.data.edits import MixtureSource, held_out, mix, part_of
 from kiloword.data.joins import kept, with_captions
-from kiloword.data.remote.sets import open_remote
+from kiloword.data.rows import Rows
 from kiloword.data.sources.class_folder import ClassFolder, has_class_folders, parents_of_images
 from kiloword.data.sources.folder import Folder, image_folders, is_image
 from kiloword.data.sources.labels import class_data
@@ -19,7 +23,7 @@ from kiloword.data.sources.query import FORM, TableOptions, parse_query, split_q
 from kiloword.data.sources.sample import check_regular
 from kiloword.data.sources.tables import NoRows, TableSource
 from kiloword.data.sources.tree import tree_options, tree_source
-from kiloword.data.tars.shards import RANGE, TarSource, expand, natural
+from kiloword.data.tar import RANGE, expand, natural, open_remote_tars, open_tars
 from kiloword.errors import LeftOut
 from kiloword.terminal import shown, warn_once
 from kiloword.types import Source
@@ -37,7 +41,16 @@ _COMPRESSED_TARS = {  # suffix -> what unpacks it
     ".txz": "unxz",
     ".tar.zst": "zstd -d",
 }
-_BESIDE_TARS = (".txt", ".json", ".csv", ".parquet", ".kwindex", ".md", ".log")  # descriptions, and what tools write
+_BESIDE_TARS = (
+    ".txt",
+    ".json",
+    ".csv",
+    ".parquet",
+    ".arrow",
+    ".kwindex",
+    ".md",
+    ".log",
+)  # descriptions, and what tools write
 _KINDS = (
     "a folder of tars, a tar, a brace pattern x-{000..123}.tar, csv, tsv, parquet, json, jsonl, a folder of images, "
     "class folders, or scenes"
@@ -73,7 +86,7 @@ def _open(src: str, size: int | None) -> Source:
         folder = Path(part_of(data)[1]).expanduser()
         return tree_source(open_source(data, size), folder, tree_options(src, query), src)
     if is_url(src):
-        return open_remote(src)
+        return _open_url(src)
     if RANGE.search(src):
         return _open_pattern(src)
     name, query = split_query(src)
@@ -98,6 +111,27 @@ def _open(src: str, size: int | None) -> Source:
         return _shards(src, [path])
     _refuse_compressed(path)
     raise ValueError(f"{src}: unknown kind of file. Expected {_KINDS}.")
+
+
+def _open_url(src: str) -> Source:
+    """Tars, or a table whose images lie in it. Errors: ValueError for other data; Unreachable."""
+    url = address_of(src).url
+    suffix = Path(urlsplit(url).path).suffix.lower()
+    if suffix in (".csv", ".tsv", ".parquet"):
+        table = TableSource(url, remote.local(src))
+        paths = table.paths()
+        if paths is not None and not pyarrow.compute.all(pyarrow.compute.starts_with(paths, "/")).as_py():
+            raise ValueError(
+                f"{url} names its images by paths that are not of this machine. Expected a parquet that holds the "
+                "images, or absolute paths; download the table together with its images, or write tars."
+            )
+        return table
+    if suffix != ".tar" and not url.endswith("/"):
+        raise ValueError(
+            f"{url}: unknown kind of data. Expected a .tar, a brace pattern x-{{000..123}}.tar, a csv, tsv or parquet, "
+            "or a folder of tars with a / at its end."
+        )
+    return open_remote_tars(src)
 
 
 def _open_pattern(src: str) -> Source:
@@ -194,9 +228,9 @@ def _tars(folder: Path) -> list[Path]:
     return [folder / name for name in sorted(names, key=natural)]
 
 
-def _shards(src: str, tars: list[Path], folder: Path | None = None) -> TarSource:
+def _shards(src: str, tars: list[Path], folder: Path | None = None) -> Rows:
     """Tars as one source. Args: folder: that of the tars or above it, whose other files are named in the notes."""
-    source, left = TarSource(src, tars, *class_data(tars[0].parent)), LeftOut("file")
+    source, left = open_tars(src, tars, *class_data(tars[0].parent)), LeftOut("file")
     for place in {folder, tars[0].parent} if folder else ():
         used = {*(tar.name for tar in tars), "train", "test"}
         used |= {name for name in os.listdir(place) if name.endswith(_BESIDE_TARS) or name.startswith(".")}

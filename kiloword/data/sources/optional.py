@@ -22,6 +22,7 @@ class OptionalMembers(Protocol):
     labels: NDArray[np.int64]  # [N] class of each row, read without images; -1: none, or several
     templates: list[str] | None  # prompts of the classes, with {c} for a class name
     answers: Sequence[str]  # every answer that a question of the source can have
+    remote: bool  # reading a row can need the network; default False
 
     def key(self, row: int) -> str:
         """`Record.key` without reading the image. Raises BadSample."""
@@ -34,6 +35,9 @@ class OptionalMembers(Protocol):
 
     def info(self, row: int) -> Mapping[str, Any]:
         """`Record.info` without reading the image. Raises BadSample."""
+
+    def remote_file(self, row: int) -> str:
+        """The remote file with the image of a row, as `kiloword.data.remote.opened` takes it."""
 
     def at(self, epoch: int) -> Source:
         """The source of another epoch: as many rows, some of them others."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
 
 from PIL import Image
 
@@ -27,7 +26,6 @@ class Cuts:
     def __init__(self, source: Source, places: Sequence[tuple[int, Cut]]) -> None:
         self.source, self.places = source, places
         self.name, self.fingerprint = source.name, source.fingerprint
-        self.remote = getattr(source, "remote", False)
 
     def __len__(self) -> int:
         return len(self.places)
@@ -36,10 +34,9 @@ class Cuts:
         """The key in the source. Raises BadSample."""
         return key_of(self.source, self.places[row][0])
 
-    def remote_blocks(self, row: int) -> Iterable[tuple[Any, int]]:
-        """As of a remote source, so that its blocks are fetched ahead."""
-        find: Callable[[int], Iterable[tuple[Any, int]]] | None = getattr(self.source, "remote_blocks", None)
-        return () if find is None else find(self.places[row][0])
+    def locate(self, row: int) -> tuple[Source, int]:
+        """The row of the source, whose file may be fetched ahead."""
+        return self.source, self.places[row][0]
 
     def record(self, row: int) -> Record:
         """The record of the source, its image cut. Raises BadSample with the reason."""

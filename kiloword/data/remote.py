@@ -1,0 +1,467 @@
+"""Files at URLs: each is fetched whole into a folder of limited size, once for all processes, and read there.
+
+The least recently used files are deleted first. `Rows` name a file as `URL#VERSION`, where the version begins with the
+number of bytes: another version of a file is another file.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import http.client
+import netrc
+import os
+import queue
+import re
+import ssl
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple, TypeVar
+from urllib.parse import quote, unquote, urlsplit
+
+from filelock import FileLock, Timeout
+
+from kiloword.addresses import Address, address_of, is_url, scrubbed, split
+from kiloword.data.files import folder
+from kiloword.errors import needs
+from kiloword.terminal import shown
+from kiloword.types import Source
+
+VARIABLE = "KILOWORD_REMOTE"
+_SETTING = re.compile(r"(limit|retries|timeout|backoff|ahead|threads)=(\d+(?:\.\d*)?(?:e\d{1,2})?)([kmgt]?)b?", re.I)
+_CHUNK, _AT_ONCE = 1 << 16, 8 << 20  # bytes that are read at once from http, and from other file systems
+_SLOW = 1000  # bytes a second, below which a connection is given up
+_PROGRESS = 1 << 16  # bytes after which an attempt counts as the first one
+_LONGEST, LONGEST_WAIT, _PATIENCE = 60.0, 120.0, 240.0  # seconds: between attempts, as a server asks, for space
+_IDLE = 600.0  # seconds after which a part is that of a killed process
+_SAFE = "!$%&'()*+,-./:;=?@[]_~"  # characters of a URL that a request keeps
+_BY_CONTENT = re.compile(r'(W/)?"?[0-9a-f]{32,64}(-\d+)?"?')  # ETags that all servers of a cluster have alike
+_TAGS = ("ETag", "etag", "md5Hash", "blob_id", "LastModified", "last_modified", "updated", "mtime", "created")
+T = TypeVar("T")
+
+
+class Unreachable(ValueError):
+    """Remote data that cannot be read: it makes no sample bad, but ends the run."""
+
+
+class Missing(Unreachable):
+    """There is no such file, or no right to read it."""
+
+
+class _Fault(Exception):
+    """An error that may pass. Args: wait: seconds that the server asks for."""
+
+    def __init__(self, what: object, wait: float = 0.0) -> None:
+        super().__init__(_foreign(what))
+        self.wait = wait
+
+
+class Settings(NamedTuple):
+    """From the environment: `KILOWORD_REMOTE="limit=200GB retries=8 timeout=60"`. They change no result."""
+
+    limit: float = 50e9  # bytes of fetched files on the local disk, of all runs and data sets together
+    retries: float = 5  # after the first attempt, as long as nothing arrives
+    timeout: float = 30.0  # seconds without a byte, or below 1 kB/s, that count as a failure
+    backoff: float = 1.0  # seconds before the first retry, doubled for each further one
+    ahead: float = 32_768  # rows of the order whose files are fetched ahead; 0: none
+    threads: float = 4  # files that a process fetches at once
+
+
+def settings() -> Settings:
+    """The settings of the environment. Raises: ValueError for an unknown one."""
+    return _parsed(os.environ.get(VARIABLE, ""))
+
+
+@lru_cache(1)
+def _parsed(text: str) -> Settings:
+    values = dict[str, float]()
+    for word in re.split(r"[\s,]+", text.strip()) if text.strip() else ():
+        match = _SETTING.fullmatch(word)
+        if match is None:
+            raise ValueError(
+                f"{VARIABLE}: {scrubbed(word)[:100]!r} is no setting. Expected {', '.join(Settings._fields)}, such as "
+                "limit=200GB timeout=60."
+            )
+        values[match[1].lower()] = float(match[2]) * 1000 ** " kmgt".index(match[3].lower() or " ")
+    return Settings(**values)
+
+
+def local(src: Path | str) -> Path:
+    """The local path of a file at a path, or at a URL, which is asked whether its copy is up to date.
+
+    Raises: Unreachable; Missing.
+    """
+    if not is_url(str(src)):
+        return Path(src)
+    return copy_of(address_of(str(src)))
+
+
+def copy_of(address: Address) -> Path:
+    """As `local`."""
+    return _copy(address, version_of(address))
+
+
+def opened(name: str) -> BinaryIO:
+    """A file that `Rows` name. Raises: Unreachable."""
+    url, _, version = name.rpartition("#")
+    while True:
+        path = _copy(address_of(url), version)
+        with suppress(FileNotFoundError):  # another process may delete it meanwhile
+            return path.open("rb")
+
+
+def read(name: str, offset: int, size: int) -> bytes:
+    """`size` bytes of a file that `Rows` name, fewer at its end. Raises: Unreachable."""
+    with opened(name) as file:
+        return os.pread(file.fileno(), size, offset)
+
+
+def version_of(address: Address) -> str:
+    """The bytes of a file, and what else changes with it, without fetching it. Raises: Unreachable, Missing."""
+    return _retried(address, (_http_version if _is_http(address) else _fsspec_version), address)
+
+
+def files_in(folder: Address) -> list[str]:
+    """The names of the files in a folder, not of http, which has no folders. Raises: Unreachable."""
+
+    def listed(fs: Any, path: str) -> list[str]:
+        return [str(e["name"]).rpartition("/")[2] for e in fs.ls(path, detail=True) if e.get("type") != "directory"]
+
+    return _retried(folder, _fsspec, folder, listed)
+
+
+def name_of(url: str) -> str:
+    """The file's name: `0.tar` of `https://host/a/0.tar`."""
+    return unquote(urlsplit(url).path).rpartition("/")[2]
+
+
+# The folder of copies
+
+
+def _copy(address: Address, version: str, wait: bool = True) -> Path:
+    """Args: wait: for another process that fetches the file, and for space."""
+    identity = f"{address.url}\n{address.selector}\n{version}"
+    digest = hashlib.blake2b(os.fsencode(identity), digest_size=12).hexdigest()
+    path = folder() / "remote" / f"{digest}-{re.sub(r'[^a-zA-Z0-9_.-]', '_', name_of(address.url))[-80:]}"
+    try:
+        if not path.exists():
+            (path.parent / "locks").mkdir(parents=True, exist_ok=True)
+            with suppress(Timeout), FileLock(path.parent / "locks" / digest[:3], timeout=-1 if wait else 0):
+                if not path.exists():
+                    _download(address, path, int(version.partition("-")[0]), wait)
+        with suppress(FileNotFoundError, PermissionError):
+            os.utime(path)
+    except OSError as error:
+        raise Unreachable(
+            f"{path.parent} cannot keep what is fetched ({error.strerror or error}). Set KILOWORD_CACHE to a folder "
+            "with space on a local disk."
+        ) from error
+    return path
+
+
+def _download(address: Address, path: Path, size: int, wait: bool) -> None:
+    """Fetch a file; a download that is cut goes on where it ended. Raises: Unreachable; OSError of the disk."""
+    part, done = path.with_name(f"{path.name}.part"), 0
+
+    def go_on() -> None:
+        nonlocal done
+        since, arrived = time.monotonic(), 0
+        for chunk in (_http_bytes if _is_http(address) else _fsspec_bytes)(address, done, size):
+            file.write(chunk)
+            done, arrived = done + len(chunk), arrived + len(chunk)
+            if (elapsed := time.monotonic() - since) > settings().timeout:
+                if arrived < _SLOW * elapsed:
+                    raise _Fault(f"slower than {_SLOW:,} bytes a second")
+                since, arrived = time.monotonic(), 0
+        if done < size:
+            raise _Fault(f"the body ended {size - done:,} bytes before its end")
+
+    try:
+        with part.open("wb", buffering=0) as file:
+            _reserve(address, file.fileno(), part, size, wait)
+            _retried(address, go_on, progress=lambda: done)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _reserve(address: Address, fd: int, part: Path, size: int, wait: bool) -> None:
+    """Take disk space for a file; the least recently used ones are deleted for it."""
+    limit, deadline = settings().limit, time.monotonic() + _PATIENCE
+    if size > limit:
+        raise Unreachable(
+            f"{address} has {size:,} bytes, but the limit of what is fetched is {limit:,.0f}: set {VARIABLE} to "
+            "another, such as limit=200GB."
+        )
+    while size:
+        with FileLock(part.parent / "locks" / "all"):
+            files, idle = sorted(_kept(part.parent)), time.time() - _IDLE
+            total = sum(count for _, count, _ in files)
+            for used, count, path in [(0.0, 0, ""), *files]:  # first without deleting any
+                if path and (used < idle or not path.endswith(".part")):
+                    Path(path).unlink(missing_ok=True)
+                    total -= count
+                if total + size <= limit:
+                    try:
+                        os.posix_fallocate(fd, 0, size)
+                        return
+                    except OSError as error:
+                        os.ftruncate(fd, 0)
+                        if error.errno != errno.ENOSPC:
+                            raise
+        if not wait or time.monotonic() > deadline:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        time.sleep(0.05)  # others fetch files, which may be deleted soon
+
+
+def _kept(folder: Path) -> Iterator[tuple[float, int, str]]:
+    """When each file was used last, its bytes and its path."""
+    for entry in os.scandir(folder):
+        with suppress(FileNotFoundError):  # a part that is complete, or given up
+            if entry.is_file():
+                yield entry.stat().st_mtime, entry.stat().st_size, entry.path
+
+
+# Requests
+
+
+def _is_http(address: Address) -> bool:
+    return address.url.startswith(("http://", "https://"))
+
+
+def _retried(address: Address, ask: Callable[..., T], *args: Any, progress: Callable[[], int] = lambda: 0) -> T:
+    """The result of `ask`, which is asked again after a fault. Raises: Unreachable."""
+    tried, before, limits = 0, 0, settings()
+    while True:
+        try:
+            return ask(*args)
+        except _Fault as fault:
+            tried, before = (1 if progress() - before > _PROGRESS else tried + 1), progress()
+            if tried > limits.retries:
+                times = "once" if tried == 1 else f"{tried} times"
+                raise Unreachable(
+                    f"{address}: {fault} (tried {times}). Check the network and the server, then start the same "
+                    f"command again. More patience: {VARIABLE}='retries=8 timeout=60'."
+                ) from None
+            share = 0.5 + os.getpid() % 64 / 64  # not at the same time as other processes
+            time.sleep(max(min(limits.backoff * 2 ** (tried - 1), _LONGEST) * share, min(fault.wait, LONGEST_WAIT)))
+
+
+def _http_version(address: Address) -> str:
+    """By a GET of one byte: signed URLs refuse HEAD."""
+    with _response(address, {"Range": "bytes=0-0"}) as response:
+        size = _length(response)
+        etag, date = response.headers.get("ETag", ""), response.headers.get("Last-Modified", "")
+    if not size.isdecimal():
+        raise Unreachable(f"{address}: the server does not say how long it is. Expected a Content-Length.")
+    return f"{size}-{_digest(etag if _BY_CONTENT.fullmatch(etag) or not date else date)}"
+
+
+def _http_bytes(address: Address, start: int, size: int) -> Iterator[bytes]:
+    """The bytes of a file from `start` on, as they come."""
+    with _response(address, {"Range": f"bytes={start}-{size - 1}"} if 0 < start < size else {}) as response:
+        if (length := _length(response)) != str(size):
+            raise _Fault(f"the server says that it has {length or 'any number of'} bytes, not {size:,} as in the index")
+        skip = 0 if response.status == 206 else start  # of servers without ranges
+        while True:
+            try:
+                chunk = response.read1(_CHUNK)
+            except (OSError, http.client.HTTPException) as error:
+                raise _Fault(getattr(error, "strerror", None) or error) from None
+            if not chunk:
+                return
+            if skip < len(chunk):
+                yield chunk[skip:]
+            skip = max(0, skip - len(chunk))
+
+
+def _response(address: Address, headers: dict[str, str]) -> Any:
+    """The answer to a GET, after redirects. Raises: _Fault, Unreachable, Missing."""
+    try:
+        request = urllib.request.Request(quote(address.asked, safe=_SAFE), headers=headers)
+        response = _opener(address).open(request, timeout=settings().timeout)
+    except urllib.error.HTTPError as error:
+        error.close()
+        reason = _foreign(error.reason)[:80]
+        if error.code >= 500 or error.code in (408, 425, 429):
+            after = error.headers.get("Retry-After", "")
+            raise _Fault(
+                f"the server answers {error.code} {reason}", float(after) if after.isdecimal() else 0
+            ) from None
+        login = ": it refuses this login" if address.login else ": it asks for a login"
+        hint = {401: login, 403: ": access denied", 404: ": no such file", 410: ": no such file"}
+        raise Missing(
+            f"{address}: the server answers {error.code}{hint.get(error.code, f' {reason}')}. Check the address and "
+            "your rights to it."
+        ) from None
+    except (OSError, http.client.HTTPException) as error:
+        cause = error.reason if isinstance(error, urllib.error.URLError) else error
+        if isinstance(cause, ssl.SSLCertVerificationError):
+            raise Unreachable(f"{address}: its certificate is not trusted ({_foreign(cause)}).") from None
+        raise _Fault(getattr(cause, "strerror", None) or cause) from None
+    except ValueError as error:
+        raise Unreachable(f"{address}: no URL that can be opened ({_foreign(error)}).") from None
+    if response.headers.get("Content-Encoding", "identity") != "identity":
+        raise _Fault("the server compresses the file, although it was not asked to")
+    return response
+
+
+def _length(response: Any) -> str:
+    """The length of the whole file, as the headers give it."""
+    span, length = response.headers.get("Content-Range", ""), response.headers.get("Content-Length", "")
+    return str(span.rpartition("/")[2] if response.status == 206 else length).strip()
+
+
+def _opener(address: Address) -> urllib.request.OpenerDirector:
+    """Sends the login of the address, or of .netrc, to its own host alone."""
+    logins, parts = urllib.request.HTTPPasswordMgrWithPriorAuth(), urlsplit(address.url)
+    user, _, password = map(unquote, address.login.partition(":"))
+    with suppress(OSError, netrc.NetrcParseError):
+        if not address.login and (found := netrc.netrc().authenticators(parts.hostname or "")):
+            user, password = found[0], found[2] or ""
+    if user or password:
+        logins.add_password(None, f"{parts.scheme}://{parts.netloc}", user, password, is_authenticated=True)
+    return urllib.request.build_opener(urllib.request.HTTPBasicAuthHandler(logins), _Redirects)
+
+
+class _Redirects(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Any:
+        """Raises: Unreachable for a redirect to another protocol, from https to http, too."""
+        old, new = req.type, newurl.partition(":")[0]
+        if new != old and (old, new) != ("http", "https"):
+            raise Unreachable(f"{split(req.full_url)}: the server redirects from {old} to {_foreign(new)}: refused.")
+        own = re.sub("//[^/?#]*@", "//", newurl)  # no server gives a login
+        request = super().redirect_request(req, fp, code, msg, headers, own)
+        if request is not None:
+            request.headers.pop("Proxy-authorization", None)
+        return request
+
+
+def _fsspec_version(address: Address) -> str:
+    info = _fsspec(address, lambda fs, path: fs.info(path))
+    if info.get("type") == "directory" or info.get("size") is None:
+        raise Unreachable(f"{address} is no file. Write a / at the end of a folder, to read the tars in it.")
+    return f"{info['size']}-{_digest(next((str(info[name]) for name in _TAGS if info.get(name)), ''))}"
+
+
+def _fsspec_bytes(address: Address, start: int, size: int) -> Iterator[bytes]:
+    for at in range(start, size, _AT_ONCE):
+        span = {"start": at, "end": min(at + _AT_ONCE, size)}
+        chunk = _fsspec(address, lambda fs, path, span=span: bytes(fs.cat_file(path, **span)))  # type: ignore[misc]
+        yield chunk
+        if len(chunk) < span["end"] - at:
+            return
+
+
+def _fsspec(address: Address, use: Callable[[Any, str], T]) -> T:
+    """The result of a call of a file system, which is new: one made before a fork does not work after it."""
+    results, errors = list[T](), list[Exception]()
+
+    def work() -> None:
+        try:
+            import fsspec
+
+            fs, path = fsspec.url_to_fs(address.full, skip_instance_cache=True)
+            results.append(use(fs, path))
+        except Exception as error:  # of any of a dozen libraries
+            errors.append(error)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(4 * settings().timeout)
+    if results:
+        return results[0]
+    if not errors:
+        raise _Fault(f"no answer in {4 * settings().timeout:g} s")
+    error, reason, kind = errors[0], _foreign(errors[0])[:200], type(errors[0]).__name__
+    if isinstance(error, FileNotFoundError):
+        raise Missing(f"{address}: no such file. Check the address.")
+    if isinstance(error, PermissionError) or "credentials" in kind.lower() or kind == "error_perm":
+        raise Unreachable(f"{address}: access denied ({reason}). Check your rights and credentials.")
+    if isinstance(error, ImportError | ValueError | TypeError):
+        more = needs("s3, gs or hf", "the packages of its store", "remote", "; http and https need nothing more.")
+        raise Unreachable(f"{address} cannot be opened ({reason}). {more}")
+    if isinstance(error, NotImplementedError):
+        raise Unreachable(f"{address} cannot be opened ({reason}). Check the address.")
+    raise _Fault(f"{kind}: {error}")
+
+
+def _foreign(text: object) -> str:
+    """A text of a server or a library, without credentials and control characters, and not long."""
+    return shown(scrubbed(str(text)[:30_000]))[:300]
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
+
+
+# Files that are needed soon
+
+
+def ahead_of(
+    source: Source, rows_of: Callable[[int], tuple[Source, Iterable[int]]], batch: int, stop: int | None = None
+) -> Ahead | None:
+    """For a source of which at least a part is remote, else None. Args: see `Ahead`; batch: rows per step."""
+    return Ahead(rows_of, -(-int(settings().ahead) // batch), stop) if _is_remote(source) else None
+
+
+def _is_remote(source: Any) -> bool:
+    parts = getattr(source, "sources", None) or [getattr(source, "source", None)]
+    return bool(getattr(source, "remote", False)) or any(_is_remote(part) for part in parts if part is not None)
+
+
+def _file_of(source: Any, row: int) -> str:
+    while hasattr(source, "locate"):
+        source, row = source.locate(row)
+    return str(source.remote_file(row)) if getattr(source, "remote", False) else ""
+
+
+class Ahead:
+    """Fetches the files of the next steps, in threads of this process; the reader of a file reports what fails.
+
+    Args: rows_of: the rows of a step; most: steps to look ahead; stop: the step before which reading ends.
+    """
+
+    def __init__(
+        self, rows_of: Callable[[int], tuple[Source, Iterable[int]]], most: int, stop: int | None = None
+    ) -> None:
+        self.rows_of, self.most, self.stop = rows_of, most, stop
+        self._owner, self._next, self._waited = 0, 0, dict[str, int]()  # file -> the last step that needs it
+
+    def at(self, step: int) -> None:
+        """Request the files of this step and the next ones. Works in any process: a fork copies no threads."""
+        if self._owner != os.getpid():
+            self._owner, self._next, self._waited = os.getpid(), step, {}
+            self._queue = queue.SimpleQueue[str]()
+            for _ in range(int(settings().threads) if self.most else 0):
+                threading.Thread(target=_fetch, args=(self._queue,), daemon=True).start()
+        self._waited = {name: last for name, last in self._waited.items() if last >= step}
+        self._next = max(self._next, step)
+        while self._next <= step + self.most and self._next != self.stop and self._has_room():
+            source, rows = self.rows_of(self._next)
+            for name in {name for row in rows if (name := _file_of(source, row))}:
+                if name not in self._waited:
+                    self._queue.put(name)
+                self._waited[name] = self._next
+            self._next += 1
+
+    def _has_room(self) -> bool:
+        """Half of the cache may be filled ahead: the rest is in use now."""
+        sizes = (int(name.rpartition("#")[2].partition("-")[0]) for name in self._waited)
+        return sum(sizes) < settings().limit / 2
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"rows_of": self.rows_of, "most": self.most, "stop": self.stop, "_owner": 0}
+
+
+def _fetch(names: queue.SimpleQueue[str]) -> None:
+    while True:
+        url, _, version = names.get().rpartition("#")
+        with suppress(Unreachable):
+            _copy(address_of(url), version, wait=False)

@@ -1,1 +1,0 @@
-"""Tars and tables at URLs: requests, cache, indexes, fetching ahead."""

@@ -1,1 +1,0 @@
-"""Webdataset tars as map-style data sets: headers, indexes, catalogues, shards."""

@@ -1,0 +1,500 @@
+"""Remote data: the same rows as local data whatever the network does; each file fetched once, few kept."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import time
+from collections.abc import Callable
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from kiloword.cli.main import main
+from kiloword.config import recipes
+from kiloword.config.recipes import DataConfig, TextConfig
+from kiloword.data import remote
+from kiloword.data.inspect import check
+from kiloword.data.loader import Loader
+from kiloword.data.reading import eval_batches, read
+from kiloword.data.remote import Unreachable
+from kiloword.data.sampler import Order
+from kiloword.data.sources.open import open_source
+from kiloword.data.text.tokenizer import Tokenizer
+from kiloword.methods.defaults import default_recipe
+from kiloword.training.log import read_metrics
+from kiloword.training.loop import RunOptions, train
+from kiloword.types import Source
+from servers import Guarded, Server
+from tars import pairs, photo, write_tar
+
+QUICK = "backoff=0.01 timeout=10 ahead=0"
+INDEX = "kiloword-index.arrow"
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KILOWORD_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("KILOWORD_REMOTE", QUICK)
+    monkeypatch.setenv("no_proxy", "*")
+
+
+def shards(folder: Path, count: int, rows: int = 6, index: bool = False) -> dict[str, bytes]:
+    """Small tars in a folder, and as a server serves them. Args: index: with the file that `data index` makes."""
+    for n in range(count):
+        write_tar(folder / f"{n:02d}.tar", pairs(rows, n * rows))
+    if index:
+        main(["data", "index", str(folder)])
+    return served(folder)
+
+
+def served(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+def everything(source: Source) -> list[tuple[str, object, list[str]]]:
+    return [(r.key, r.image, r.captions) for r in map(source.record, range(len(source)))]
+
+
+def copies(tmp_path: Path) -> list[Path]:
+    """The fetched files."""
+    return [path for path in (tmp_path / "cache/remote").glob("*") if path.is_file()]
+
+
+def forget(tmp_path: Path) -> None:
+    for path in copies(tmp_path):
+        path.unlink()
+
+
+FAULTS = [
+    "stall",
+    "hang",
+    "cut",
+    "short",
+    "shorter",
+    "drop",
+    "page",
+    "redirect",
+    "500",
+    "503:0",
+    "429:0",
+    "408",
+    "drip",
+]
+
+
+def test_remote_equals_local_under_every_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KILOWORD_REMOTE", f"{QUICK} timeout=0.3 backoff=0.001 retries=30")
+    files = shards(tmp_path / "data", len(FAULTS), rows=2)
+    local = open_source(str(tmp_path / "data"))
+    with Server(files) as server:
+        for name, fault in zip(files, FAULTS, strict=True):
+            server.faults[f"{name} probe"] = [fault] if fault not in ("drip", "cut", "page") else []
+            server.faults[name] = [fault]
+        source = open_source(f"{server.url}/{{00..{len(FAULTS) - 1:02d}}}.tar")
+        assert source.fingerprint == local.fingerprint
+        assert everything(source) == everything(local)
+        forget(tmp_path)
+        for name, fault in zip(files, FAULTS, strict=True):
+            server.faults[name] = [fault, "500", fault]
+        assert everything(source) == everything(local)
+        assert not any(server.faults.values())
+
+
+@pytest.mark.parametrize("ranges", [True, False])
+def test_a_cut_download_goes_on_where_it_ended(tmp_path: Path, ranges: bool) -> None:
+    files = shards(tmp_path / "data", 2, rows=8)
+    with Server(files, ranges=ranges) as server:
+        server.faults["00.tar"] = ["cut", "cut"]
+        source = open_source(f"{server.url}/{{00..01}}.tar")
+        assert everything(source) == everything(open_source(str(tmp_path / "data")))
+        assert (server.asked["00.tar"], server.asked["01.tar"]) == (3, 1)
+        assert (server.sent < 1.2 * sum(map(len, files.values()))) == ranges
+
+
+def _everything(src: str) -> list[tuple[str, object, list[str]]]:
+    return everything(open_source(src))
+
+
+def test_one_process_fetches_for_all(tmp_path: Path) -> None:
+    files = shards(tmp_path / "data", 6)
+    expected = everything(open_source(str(tmp_path / "data")))
+    with Server(files) as server, get_context("fork").Pool(8) as pool:
+        for times in (1, 2):
+            assert pool.map(_everything, [f"{server.url}/{{00..05}}.tar"] * 8) == [expected] * 8
+            assert [server.asked[name] for name in files] == [times] * 6
+            forget(tmp_path)
+
+
+def loader(source: Source, workers: int = 0) -> Loader:
+    order, tokenizer = Order(len(source), 6, seed=1), Tokenizer.train(["image 1"], 300)
+    return Loader(source, order, DataConfig(), TextConfig(context=16, vocab=300), 16, tokenizer, workers=workers)
+
+
+@pytest.mark.parametrize("ahead", [0, 24])
+def test_the_cache_keeps_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: int) -> None:
+    """12 tars in a cache of 3, read in random order by two processes."""
+    files, peaks = shards(tmp_path / "data", 12), list[int]()
+    limit = 3 * len(files["00.tar"])
+    monkeypatch.setenv("KILOWORD_REMOTE", f"backoff=0.01 ahead={ahead} limit={limit} threads=1")
+
+    class Watched(Server):
+        def answer(self, request: Any) -> None:
+            peaks.append(sum(path.stat().st_size for path in copies(tmp_path) if path.exists()))
+            super().answer(request)
+
+    with Watched(files) as server:
+        batches = list(loader(open_source(f"{server.url}/{{00..11}}.tar"), workers=2).batches(0, 24))
+    expected = list(loader(open_source(str(tmp_path / "data"))).batches(0, 24))
+    assert [b.images.tolist() for b in batches] == [b.images.tolist() for b in expected]
+    assert sum(server.asked.values()) > 24  # tars came again and again
+    assert limit / 3 < max(peaks) <= limit
+
+
+def test_the_oldest_go_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = shards(tmp_path / "data", 5)
+    monkeypatch.setenv("KILOWORD_REMOTE", f"{QUICK} limit={4 * len(files['00.tar'])}")
+    with Server(files) as server:
+        source: Any = open_source(f"{server.url}/{{00..04}}.tar")
+        forget(tmp_path)
+        for tar in (0, 1, 2, 3, 0, 4):
+            time.sleep(0.01)
+            source.record(6 * tar)
+        assert sorted(path.name[-6:] for path in copies(tmp_path)) == ["00.tar", "02.tar", "03.tar", "04.tar"]
+
+
+def test_many_tars_need_an_index(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It suffices to open them: of the tars only those come whose images are read."""
+    files = shards(tmp_path / "data", 20)
+    with Server(files) as server:
+        src = f"{server.url}/{{00..19}}.tar"
+        with pytest.raises(ValueError, match=r"20 tars without an index.* `kiloword data index FOLDER`"):
+            open_source(src)
+        assert main(["data", "index", str(tmp_path / "data")]) in (0, None)
+        assert f"{tmp_path}/data/{INDEX}" in capsys.readouterr().out
+        server.files = served(tmp_path / "data")
+        local, source = open_source(str(tmp_path / "data")), open_source(src)
+        assert (source.fingerprint, len(source)) == (local.fingerprint, 120)
+        assert [source.captions(row) for row in range(120)] == [[f"image {row}"] for row in range(120)]  # type: ignore[attr-defined]
+        assert sum(server.asked[name] for name in files) == 0
+        assert source.record(45) == local.record(45)
+        assert {name for name, count in server.asked.items() if count and name.endswith(".tar")} == {"07.tar"}
+        assert open_source(src).record(46) == local.record(46)
+        assert (server.asked[INDEX], server.asked["07.tar"]) == (1, 1)
+        part = open_source(f"{server.url}/{{03..04}}.tar")
+        assert everything(part) == everything(local)[18:30]
+        with pytest.raises(ValueError, match=r"lacks 2 of 22 tars, the first is 20\.tar.*`kiloword data index FOLDER`"):
+            open_source(f"{server.url}/{{00..21}}.tar")
+
+
+def test_an_index_is_renewed_with_its_tars(tmp_path: Path) -> None:
+    with Server(shards(tmp_path / "data", 18, index=True), etag=lambda raw: f'"{hash(raw):064x}"') as server:
+        source: Any = open_source(f"{server.url}/{{00..17}}.tar")
+        write_tar(tmp_path / "data/07.tar", pairs(9, 700))
+        server.files["07.tar"] = (tmp_path / "data/07.tar").read_bytes()
+        with pytest.raises(Unreachable, match=r"07\.tar: the server says that it has .* bytes"):
+            source.record(42)
+        main(["data", "index", str(tmp_path / "data")])
+        server.files = served(tmp_path / "data")
+        again: Any = open_source(f"{server.url}/{{00..17}}.tar")
+        assert everything(again) == everything(open_source(str(tmp_path / "data")))
+        assert again.key(42) == "0700"
+
+
+def test_files_that_change_are_fetched_again(tmp_path: Path) -> None:
+    with Server({"x.csv": b"a,b\n"}, etag=lambda raw: f'"{raw.hex():0>32}"') as server:
+        for content, asked in ((b"a,b\n", 1), (b"a,b\n", 1), (b"a,c\n", 2)):
+            server.files["x.csv"] = content
+            assert remote.local(f"{server.url}/x.csv").read_bytes() == content
+            assert server.asked["x.csv"] == asked
+    (tmp_path / "y").write_bytes(b"y")
+    assert remote.local(tmp_path / "y") == remote.local(str(tmp_path / "y")) == tmp_path / "y"
+
+
+def test_a_network_that_fails_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No sample is bad for it."""
+    monkeypatch.setenv("KILOWORD_REMOTE", f"{QUICK} retries=1")
+    with Server(shards(tmp_path / "data", 3)) as server:
+        source = open_source(f"{server.url}/{{00..02}}.tar")
+        forget(tmp_path)
+    for use in (
+        lambda: read(source, 0),
+        lambda: loader(source).batch(0),
+        lambda: list(eval_batches(source, 16)),
+        lambda: list(loader(source, workers=1).batches(0, 1)),
+        lambda: check(source),
+    ):
+        with pytest.raises(ValueError, match=r"0\d\.tar: .*refused \(tried 2 times\)"):
+            use()
+
+
+@pytest.mark.parametrize("fault", ["stall", "hang", "drip", "short", "shorter", "500", "page", "404", "403"])
+def test_a_server_that_stays_bad(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    monkeypatch.setenv("KILOWORD_REMOTE", "retries=1 timeout=0.2 backoff=0")
+    with Server(shards(tmp_path / "data", 1)) as server:
+        server.faults["00.tar probe"], server.always["00.tar"] = [""], fault
+        with pytest.raises(Unreachable, match=r"^http://127.0.0.1:\d+/00\.tar: ") as error:
+            open_source(f"{server.url}/00.tar")
+    assert ("tried 2 times" in str(error.value)) == (not fault.startswith("40"))
+    assert not copies(tmp_path)
+
+
+def full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+
+
+def no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    monkeypatch.setenv("KILOWORD_CACHE", str(tmp_path / "file"))
+
+
+def small_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KILOWORD_REMOTE", "limit=5000")
+
+
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        (full_disk, r"cannot keep what is fetched \(File too large\)\. Set KILOWORD_CACHE"),
+        (no_folder, r"cannot be written \(Not a directory\)\. Set KILOWORD_CACHE"),
+        (small_cache, r"00\.tar has 20,480 bytes, but the limit .* is 5,000: set KILOWORD_REMOTE"),
+    ],
+)
+def test_a_disk_without_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, harm: Callable[[Path, pytest.MonkeyPatch], None], said: str
+) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with Server(shards(tmp_path / "data", 1)) as server:
+        try:
+            harm(tmp_path, monkeypatch)
+            with pytest.raises(ValueError, match=said):
+                open_source(f"{server.url}/00.tar")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not list((tmp_path / "cache").rglob("*.tar*"))
+
+
+def test_readers_that_are_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They leave parts of files, and locks, that keep nobody from going on."""
+    files = shards(tmp_path / "data", 3)
+    monkeypatch.setenv("KILOWORD_REMOTE", f"{QUICK} limit={2 * len(files['00.tar'])}")
+    with Server(files) as server:
+        src = f"{server.url}/{{00..02}}.tar"
+        server.faults.update({name: ["drip"] for name in files})
+        for _ in range(2):
+            reader = get_context("fork").Process(target=_everything, args=(src,))
+            reader.start()
+            while not copies(tmp_path):
+                time.sleep(0.01)
+            os.kill(reader.pid or 0, signal.SIGKILL)
+            reader.join()
+        server.faults.clear()
+        assert everything(open_source(src)) == everything(open_source(str(tmp_path / "data")))
+
+
+def test_damaged_tars_and_class_data(tmp_path: Path) -> None:
+    members = {"a.png": photo(1), "a.cls": b"1", **pairs(4), "c.mp3": b"", "b.png": b"cut here" * 500}
+    tar = write_tar(tmp_path / "data/00.tar", members)
+    tar.write_bytes(tar.read_bytes().partition(b"cut here")[0])
+    words = {"set/classnames.txt": b"cat\ndog\n", "set/test/zeroshot_classification_templates.txt": b"a {c}"}
+    with Server(
+        {"set/test/00.tar": tar.read_bytes(), **words, "empty.tar": bytes(1024), "no.tar": b"PK" * 5000}
+    ) as server:
+        source, local = open_source(f"{server.url}/set/test/00.tar"), open_source(str(tar))
+        assert (source.classnames, source.templates) == (["cat", "dog"], ["a {c}"])  # type: ignore[attr-defined]
+        assert source.labels.tolist()[0] == 1  # type: ignore[attr-defined]
+        assert check(source) == check(local) != []
+        assert [note.partition(": ")[2] for note in source.notes] == [n.partition(": ")[2] for n in local.notes] != []  # type: ignore[attr-defined]
+        for name, said in (
+            ("", "http has no folders. Expected a brace pattern"),
+            ("empty.tar", "holds no images"),
+            ("no.tar", "no.tar cannot be read as a plain tar"),
+        ):
+            with pytest.raises(ValueError, match=said):
+                open_source(f"{server.url}/{name}")
+
+
+def test_tables(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    table = pa.table({"image": [photo(n) for n in range(3)], "caption": [f"image {n}" for n in range(3)]})
+    pq.write_table(table, tmp_path / "data/inside.parquet")
+    (tmp_path / "0.png").write_bytes(photo(0))
+    (tmp_path / "data/relative.csv").write_text("image,caption\n0.png,one\n")
+    (tmp_path / "data/absolute.csv").write_text(f"image,caption\n{tmp_path}/0.png,one\n")
+    with Server(served(tmp_path / "data")) as server:
+        for name in ("inside.parquet", "absolute.csv"):
+            server.faults[name] = ["cut", "503"]
+            source, local = open_source(f"{server.url}/{name}"), open_source(str(tmp_path / "data" / name))
+            assert source.fingerprint == local.fingerprint
+            assert everything(source) == everything(local)
+        with pytest.raises(ValueError, match=r"relative.csv names its images by paths that are not of this machine"):
+            open_source(f"{server.url}/relative.csv")
+
+
+class Flaky(MemoryFileSystem):  # type: ignore[misc]
+    """A file system that fails every other time, sends short answers, and once hangs."""
+
+    protocol = "flaky"
+    store: dict[str, Any] = {}  # noqa: RUF012  # as in the parent
+    calls = 0
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return str(super()._strip_protocol(path.replace("flaky://", "memory://")))
+
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **more: Any) -> bytes:
+        Flaky.calls += 1
+        if Flaky.calls == 1:
+            time.sleep(1.0)
+        if Flaky.calls % 4 == 2:
+            raise OSError("Please reduce your request rate.")
+        raw: bytes = super().cat_file(path, start, end, **more)
+        return raw[:100] if Flaky.calls % 4 == 0 and len(raw) > 100 else raw
+
+
+@pytest.mark.parametrize("fs", [MemoryFileSystem(), Flaky()], ids=["memory", "flaky"])
+@pytest.mark.parametrize("index", [False, True])
+def test_other_file_systems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fs: Any, index: bool) -> None:
+    monkeypatch.setenv("KILOWORD_REMOTE", "backoff=0.001 timeout=0.2 retries=20 ahead=0")
+    fsspec.register_implementation("flaky", Flaky, clobber=True)
+    protocol = "flaky" if isinstance(fs, Flaky) else "memory"
+    files = shards(tmp_path / "data", 11, index=index)
+    fs.store.clear()
+    for name, content in {**files, "notes.txt": b"no tar"}.items():
+        fs.pipe_file(f"/bucket/set/{name}", content)
+    src, local = f"{protocol}://bucket/set/", open_source(str(tmp_path / "data"))
+    assert everything(open_source(src)) == everything(open_source(src + "{00..10}.tar")) == everything(local)
+    forget(tmp_path)
+    assert everything(open_source(src)) == everything(local)
+    with pytest.raises(ValueError, match=r"11\.tar"):
+        open_source(src + "11.tar")
+
+
+class Odd(MemoryFileSystem):  # type: ignore[misc]
+    protocol = "odd"
+    error: Exception = OSError()
+
+    def info(self, path: str, **more: Any) -> Any:
+        raise Odd.error
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (FileNotFoundError(), "no such file"),
+        (PermissionError("not you"), r"access denied \(not you\)\. Check your rights"),
+        (NotImplementedError("no sizes here"), r"cannot be opened \(no sizes here\)"),
+        (OSError("odd"), r"OSError: odd \(tried 2 times\)"),
+    ],
+)
+def test_errors_of_file_systems(monkeypatch: pytest.MonkeyPatch, error: Exception, said: str) -> None:
+    monkeypatch.setenv("KILOWORD_REMOTE", "retries=1 backoff=0")
+    fsspec.register_implementation("odd", Odd, clobber=True)
+    monkeypatch.setattr(Odd, "error", error)
+    with pytest.raises(Unreachable, match=rf"^odd://bucket/0\.csv:? .*{said}|^odd://bucket/0\.csv: {said}"):
+        open_source("odd://bucket/0.csv")
+
+
+@pytest.mark.parametrize(
+    ("src", "said"),
+    [
+        ("nosuch://bucket/0.tar", r"pip install 'kiloword\[remote\]'"),
+        ("memory://bucket/none/", "no such file"),
+        ("http://127.0.0.1:9/0.doc", "unknown kind of data. Expected a .tar"),
+        ("http://127.0.0.1:9/0.tar", "refused"),
+        ("ftp://127.0.0.1:9/0.tar", "refused"),
+        ("http://127.0.0.1:9/{0..99999999999}.tar", "Expected at most 1,000,000"),
+    ],
+)
+def test_addresses_of_no_data(monkeypatch: pytest.MonkeyPatch, src: str, said: str) -> None:
+    monkeypatch.setenv("KILOWORD_REMOTE", "retries=0")
+    with pytest.raises(ValueError, match=said):
+        open_source(src)
+
+
+@pytest.mark.parametrize("target", ["ftp://127.0.0.1/0.tar", "file:///etc/passwd", "data:text/plain,x"])
+def test_redirects_to_other_protocols(monkeypatch: pytest.MonkeyPatch, target: str) -> None:
+    monkeypatch.setenv("KILOWORD_REMOTE", "retries=0")
+    with Guarded({}, login=False) as server:
+        server.targets["0.csv"] = target
+        with pytest.raises(Unreachable, match=r"0\.csv: .*(refused|not allowed|302)"):
+            open_source(f"{server.url}/0.csv")
+
+
+def test_a_login_of_netrc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / ".netrc").write_text("machine 127.0.0.1 login planteduser password planted/pass\n")
+    (tmp_path / ".netrc").chmod(0o600)
+    with Guarded(shards(tmp_path / "data", 1)) as server:
+        with pytest.raises(Unreachable, match="401: it asks for a login"):
+            open_source(f"{server.url}/00.tar")
+        monkeypatch.setenv("HOME", str(tmp_path))
+        assert len(open_source(f"{server.url}/00.tar")) == 6
+
+
+def test_odd_names(tmp_path: Path) -> None:
+    """White space and letters of any script are sent percent-encoded, as a browser does."""
+    (tmp_path / "data").mkdir()
+    tar = write_tar(tmp_path / "data/a b ä.tar", pairs(3)).read_bytes()
+    main(["data", "index", str(tmp_path / "data")])
+    index = (tmp_path / "data" / INDEX).read_bytes()
+    for files in ({"d/a%20b%20%C3%A4.tar": tar}, {"d/a%20b%20%C3%A4.tar": tar, f"d/{INDEX}": index}):
+        with Server(files) as server:
+            assert len(everything(open_source(f"{server.url}/d/a b ä.tar"))) == 3
+
+
+@pytest.mark.parametrize(
+    "word", ["limits=3", "limit", "limit=many", "retries=-1", "hosts=a.org", "block=8MB", "retries=\u00b2", "http://h/"]
+)
+def test_settings(word: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("KILOWORD_REMOTE", "limit=200GB, retries=8 timeout=1.5 ahead=7k")
+    found = remote.settings()
+    assert (found.limit, found.retries, found.timeout, found.ahead) == (200e9, 8, 1.5, 7000)
+    monkeypatch.setenv("KILOWORD_REMOTE", word)
+    with pytest.raises(SystemExit) as end:
+        main(["data", "check", "http://127.0.0.1:9/0.tar"])
+    assert end.value.code == 2
+    assert capsys.readouterr().err.startswith("kiloword: KILOWORD_REMOTE: ")
+
+
+def asked_soon(server: Server, count: int) -> set[str]:
+    """The tars that are fetched, once there are `count`."""
+    deadline = time.monotonic() + 200
+    while sum(name.endswith(".tar") for name in server.asked) < count and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return {name for name in server.asked if name.endswith(".tar")}
+
+
+def test_files_are_fetched_before_they_are_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KILOWORD_REMOTE", "backoff=0.01 ahead=12")
+    with Server(shards(tmp_path / "data", 8)) as server:
+        source = open_source(f"{server.url}/{{00..07}}.tar")
+        ours = loader(source)
+        for start in (lambda: ours.batch(0), lambda: next(eval_batches(source, 16, batch=6))):
+            forget(tmp_path)
+            server.asked.clear()
+            start()
+            steps = range(3) if start.__code__.co_names == ("batch",) else ()
+            needed = {f"{row // 6:02d}.tar" for step in steps for row in ours.order.batch_rows(step)[1].tolist()}
+            needed = needed or {"00.tar", "01.tar", "02.tar"}
+            assert asked_soon(server, len(needed)) == needed
+
+
+def test_training_is_that_of_the_local_copy(tmp_path: Path) -> None:
+    files = shards(tmp_path / "data", 4, rows=8)
+
+    def losses(src: str, name: str) -> list[float]:
+        base = default_recipe("siglip", "debug", (src,))
+        recipe = recipes.replace(base, data=recipes.replace(base.data, tokenizer_vocab=300), batch=8, steps=6)
+        train(recipe, tmp_path / name, options=RunOptions(log_every=1, quiet=True))
+        return [row["loss"] for row in read_metrics(tmp_path / name / "metrics.jsonl")]
+
+    with Server(files) as server:
+        server.faults.update({name: ["500", "cut"] for name in files})
+        assert losses(f"{server.url}/{{00..03}}.tar", "remote") == losses(str(tmp_path / "data"), "local")

@@ -1,0 +1,491 @@
+"""Tars: which members are samples, what is damaged, and when a tar is read again."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import shutil
+import tarfile
+from collections.abc import Callable
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kiloword.data.inspect import check, main
+from kiloword.data.sources.open import expand, open_source
+from kiloword.data.tar import natural
+from kiloword.types import BadSample, LabelSet, Record, Source
+from tars import pairs, photo, write_tar
+
+INDEX = "kiloword-index.arrow"
+
+
+def opened(tmp_path: Path, members: list[tuple[str, bytes]] | dict[str, bytes] | bytes) -> Any:
+    """A source of one tar with these members, or bytes."""
+    path = write_tar(tmp_path / "data" / "x.tar", {} if isinstance(members, bytes) else members)
+    if isinstance(members, bytes):
+        path.write_bytes(members)
+    return open_source(str(path))
+
+
+def reason(source: Source, row: int) -> str:
+    with pytest.raises(BadSample) as caught:
+        source.record(row)
+    return str(caught.value)
+
+
+def outcomes(source: Any) -> dict[str, str]:
+    """Key -> the first caption, or the reason why there is none."""
+    bad = {one.row: one.reason for one in check(source)}
+    return {source.key(row): bad.get(row) or source.captions(row)[0] for row in range(len(source))}
+
+
+def literal(tar: Path) -> dict[str, dict[str, bytes]]:
+    """Every sample as `tarfile` extracts it, key -> suffix -> bytes."""
+    samples: dict[str, dict[str, bytes]] = {}
+    with tarfile.open(tar) as file:
+        for member in file:
+            key, suffix = member.name.split(".", 1)
+            content = file.extractfile(member)
+            assert content is not None
+            samples.setdefault(key, {})[suffix] = content.read()
+    return samples
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    order=st.permutations([f"{k}.{s}" for k in "abc" for s in ("jpg", "txt")]),
+    folder=st.sampled_from(["", "d/e/", f"{'é' * 150}/"]),
+    kind=st.sampled_from([tarfile.PAX_FORMAT, tarfile.GNU_FORMAT]),
+)
+def test_samples_are_those_of_tarfile(tmp_path: Path, order: list[str], folder: str, kind: int) -> None:
+    path = tmp_path / "x.tar"
+    with tarfile.open(path, "w", format=kind) as tar:
+        for i, name in enumerate(order):
+            info, content = tarfile.TarInfo(folder + name), name.encode() * (i + 1)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    source, expected = open_source(str(path)), literal(path)
+    assert [source.record(row).key for row in range(len(source))] == list(expected)
+    for row, parts in enumerate(expected.values()):
+        record = source.record(row)
+        assert (record.image, record.captions) == (parts["jpg"], [parts["txt"].decode()])
+
+
+def test_real_shards_equal_tarfile(shared: Path) -> None:
+    source = open_source(str(shared / "flickr8k" / "dev"))
+    expected = literal(shared / "flickr8k" / "dev" / "0.tar")
+    assert len(source) == len(expected) == 1000
+    for row, (key, parts) in enumerate(expected.items()):
+        record = source.record(row)
+        assert (record.key, record.image) == (key, parts["webp"])
+        assert record.captions == parts["txt"].decode().strip().split("\n")
+
+
+def test_what_belongs_to_no_sample_is_left(tmp_path: Path) -> None:
+    names = [
+        "a.jpg",
+        "a.PNG",
+        "d/a.webp",
+        "d/__a.jpg",
+        "__d/a.jpg",
+        "a.b.jpg",
+        ".a.jpg",
+        "jpg",
+        "a.md",
+        "a.JSON",
+        "b.txt",
+    ]
+    members = [(name, b"{}" if name.endswith("JSON") else name.encode()) for name in names]
+    source = opened(
+        tmp_path, [*members, ("c.png", photo()), ("c.txt", b"c"), ("\udcff.png", b"1"), ("\udcff.txt", b"ff")]
+    )
+    assert [source.key(row) for row in range(len(source))] == ["a", "d/a", "__d/a", "b", "c", "\udcff"]
+    assert [outcomes(source)[key] for key in ("a", "b", "c")] == ["no caption", "no image", "c"]
+    assert source.captions(5) == ["ff"]
+    with pytest.raises(BadSample) as caught:
+        source.record(0)
+    assert caught.value.record.image == b"a.jpg"  # type: ignore[attr-defined]  # of two images the first counts
+    notes = "\n".join(source.notes)
+    for name in ("a.PNG", "d/__a.jpg", "a.b.jpg", ".a.jpg", "jpg", "a.md"):
+        assert name in notes
+    for row in (-1, 6):
+        with pytest.raises(IndexError):
+            source.key(row)
+
+
+def test_a_repeated_name_is_another_sample(tmp_path: Path) -> None:
+    source = opened(tmp_path, [("a.jpg", b"1"), ("a.txt", b"one"), ("a.jpg", b"2"), ("a.txt", b"two")])
+    assert [source.record(row).captions for row in range(2)] == [["one"], ["two"]]
+    assert [source.record(row).image for row in range(2)] == [b"1", b"2"]
+
+
+def npy(values: list[int]) -> bytes:
+    out = io.BytesIO()
+    np.save(out, np.array(values))
+    return out.getvalue()
+
+
+TEXTS: list[tuple[dict[str, bytes], list[str], object, dict[str, Any]]] = [
+    ({"txt": b"one\n\n two \r\n"}, ["one", "two"], None, {}),
+    ({"txt": b"text", "json": b'{"captions": ["a", " ", "b"], "url": "u"}'}, ["a", "b"], None, {"url": "u"}),
+    ({"txt": b"text", "json": b'{"caption": "from json"}'}, ["from json"], None, {}),
+    ({"txt": b"text", "json": b'{"caption": null}'}, ["text"], None, {}),
+    ({"txt": b"\xef\xbb\xbfmark"}, ["mark"], None, {}),
+    ({"txt": b"x" * 100_000}, ["x" * 100_000], None, {}),
+    ({"cls": b"3\n"}, [], 3, {}),
+    ({"cls": b"[5, 0]"}, [], LabelSet((0, 5)), {}),
+    ({"txt": b"t", "npy": npy([0, 1, 1])}, ["t"], LabelSet((1, 2), 3), {}),
+    ({"cls": b"1", "npy": npy([4, 7])}, [], 1, {"npy": [4, 7]}),
+    (
+        {"json": b'{"question": "q?", "answers": ["a", "b"]}'},
+        ["a", "b"],
+        None,
+        {"question": "q?", "answers": ["a", "b"]},
+    ),
+]
+
+
+@pytest.mark.parametrize(("members", "captions", "label", "info"), TEXTS)
+def test_captions_classes_and_the_rest_of_the_json(
+    tmp_path: Path, members: dict[str, bytes], captions: list[str], label: object, info: dict[str, Any]
+) -> None:
+    source = opened(tmp_path, {"a.png": photo(), **{f"a.{suffix}": content for suffix, content in members.items()}})
+    record = source.record(0)
+    assert (record.captions, record.label, record.info) == (captions, label, info)
+    assert (source.captions(0), source.question(0)) == (captions, info.get("question"))
+    assert source.labels.tolist() == [label if isinstance(label, int) else -1]
+
+
+BAD = {
+    "no image": {"a.txt": b"t"},
+    "the image has zero bytes": {"a.png": b"", "a.txt": b"t"},
+    "no caption": {"a.png": photo(), "a.txt": b" \n\n"},
+    "caption is not UTF-8": {"a.png": photo(), "a.txt": b"caf\xe9"},
+    "the json cannot be parsed": {"a.png": photo(), "a.json": b"["},
+    "the json is not an object with `captions` or `caption`": {"a.png": photo(), "a.json": b"[1]"},
+    "the captions of the json are not strings": {"a.png": photo(), "a.json": b'{"captions": "x"}'},
+    "class index is not a whole number: b'-1'": {"a.png": photo(), "a.cls": b"-1"},
+    "the .txt has 8,388,609 bytes, more than 8,388,608": {"a.png": photo(), "a.txt": bytes((1 << 23) + 1)},
+}
+
+
+@pytest.mark.parametrize("expected", BAD)
+def test_bad_samples_have_reasons(tmp_path: Path, expected: str) -> None:
+    source = opened(tmp_path, BAD[expected] | {"good.png": photo(), "good.txt": b"t"})
+    assert reason(source, 0) == expected
+    assert source.record(1).captions == ["t"]
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(share=st.floats(0, 1))
+def test_a_cut_tar_gives_its_whole_samples(tmp_path: Path, share: float) -> None:
+    whole = write_tar(tmp_path / "whole.tar", pairs(4))
+    with tarfile.open(whole) as file:
+        ends = [m.offset_data + m.size for m in file]
+    cut = 512 + int(share * (ends[-1] + 1024 - 512))
+    (tmp_path / "cut.tar").write_bytes(whole.read_bytes()[:cut])
+    source: Any = open_source(str(tmp_path / "cut.tar"))
+    rows_end = -(-ends[-1] // 512) * 512
+    assert any(f"cut at byte {cut:,}" in note for note in source.notes) == (cut < rows_end + 512)
+    reasons = [bad.reason for bad in check(source)]
+    assert len(source) - len(reasons) == sum(end <= cut for end in ends[1::2])
+    assert len(reasons) <= 1
+    assert all("the tar" in r for r in reasons)
+    assert [source.captions(row) for row in range(len(source) - len(reasons))] == [
+        [f"image {row}"] for row in range(len(source) - len(reasons))
+    ]
+
+
+def header(name: bytes, size: int = 0, kind: bytes = b"0") -> bytes:
+    """One block of a ustar header; a negative size, or one of more than 8 GiB, is written in base 256."""
+    field = b"%011o\0" % size if 0 <= size < 8**11 else (size % (1 << 95) | (1 << 95)).to_bytes(12, "big")
+    block = bytearray(512)
+    block[: len(name)], block[100:108], block[124:136], block[136:148] = name, b"0000644\0", field, b"00000000000\0"
+    block[156:157], block[257:265], block[148:156] = kind, b"ustar\x0000", b" " * 8
+    block[148:156] = b"%06o\0 " % sum(block)
+    return bytes(block)
+
+
+def member(name: bytes, body: bytes, kind: bytes = b"0") -> bytes:
+    return header(name, len(body), kind) + body + bytes(-len(body) % 512)
+
+
+GOOD = member(b"good.png", photo()) + member(b"good.txt", b"good")
+END = bytes(1024)
+DAMAGED = {
+    "noise": (GOOD + bytes(range(256)) * 2 + GOOD + END, f"damaged at byte {len(GOOD):,}"),
+    "a size that leads back": (GOOD + header(b"a.png", -len(GOOD) - 512) + GOOD + END, "damaged at byte"),
+    "a pax header of 8 EiB": (GOOD + header(b"pax", 8 << 60, b"x") + GOOD + END, "damaged at byte"),
+    "an image of 8 EiB": (GOOD + header(b"a.png", 8 << 60), "cut at byte"),
+    "half a pax header": (GOOD + header(b"pax", 600, b"x"), "cut at byte"),
+    "zeros behind the end": (GOOD + END + bytes(1 << 21), f"ended at byte {len(GOOD):,}; what follows is not read"),
+    "a second tar": (GOOD + END + GOOD + END, f"ended at byte {len(GOOD):,}; what follows is not read"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGED)
+def test_damage_ends_the_tar_with_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str) -> None:
+    source = opened(tmp_path, DAMAGED[kind][0])
+    assert outcomes(source)["good"] == "good"
+    assert DAMAGED[kind][1] in source.notes[0]
+    assert capsys.readouterr().err.count(DAMAGED[kind][1]) == 1
+    assert main("index", str(tmp_path / "data/x.tar")) == 1
+
+
+def test_links_and_sparse_files_are_named(tmp_path: Path) -> None:
+    links = b"".join(header(b"link%c.jpg" % kind, 0, bytes([kind])) for kind in b"12346")
+    sparse = header(b"old.png", 512, b"S") + bytes(512)
+    source = opened(tmp_path, GOOD + links + sparse + header(b"folder.jpg/", 0, b"5") + END)
+    assert outcomes(source) == {"good": "good"}
+    assert "6 members skipped, no file, but a link or the like" in source.notes[0]
+
+
+def test_what_a_tar_says_of_all_its_members_holds_for_each(tmp_path: Path) -> None:
+    """A global pax header; a member's own header comes before it."""
+    with tarfile.open(tmp_path / "0.tar", "w", format=tarfile.PAX_FORMAT, pax_headers={"path": "all.png"}) as tar:
+        for name, own in (("a.png", {}), ("b.png", {"path": "own.png"})):
+            info = tarfile.TarInfo(name)
+            info.size, info.pax_headers = len(photo()), own
+            tar.addfile(info, io.BytesIO(photo()))
+    source: Any = open_source(str(tmp_path / "0.tar"))
+    assert [source.key(row) for row in range(len(source))] == ["all", "own"]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"hello" * 200, "cannot be read as a plain tar"),
+        (b"\x1f\x8b\x08" + bytes(600), "cannot be read as a plain tar"),
+        (b"short", "cannot be read as a plain tar"),
+        (member(b"a.txt", b"x") + END, "x.tar holds no images. Expected webdataset tars"),
+        (b"", "holds no images"),
+    ],
+)
+def test_what_is_no_plain_tar_of_images(tmp_path: Path, content: bytes, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        opened(tmp_path, content)
+
+
+# The rows of a set
+
+
+@pytest.fixture
+def read_again(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The tars that are read from here on."""
+    names, real = list[str](), tarfile.TarFile.__init__
+
+    def noted(tar: tarfile.TarFile, *args: Any, **more: Any) -> None:
+        if "fileobj" in more:
+            names.append(Path(more["fileobj"].name).name)
+        real(tar, *args, **more)
+
+    monkeypatch.setattr(tarfile.TarFile, "__init__", noted)
+    return names
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    for n in range(5):
+        write_tar(tmp_path / "data" / f"{n}.tar", pairs(n + 1, first=100 * n))
+    return tmp_path / "data"
+
+
+def said(data: Path) -> Any:
+    """All that opening tells."""
+    source: Any = open_source(str(data))
+    return source.fingerprint, source.notes, outcomes(source)
+
+
+def cut(data: Path) -> None:
+    os.truncate(data / "3.tar", 2000)
+
+
+def replaced(data: Path) -> None:
+    write_tar(data / "3.tar", pairs(5, first=900))
+
+
+def touched(data: Path) -> None:
+    os.utime(data / "3.tar", ns=(1, 1))
+
+
+def gone(data: Path) -> None:
+    (data / "3.tar").unlink()
+
+
+def more(data: Path) -> None:
+    write_tar(data / "10.tar", pairs(2, first=1000))
+
+
+CHANGES = {cut: ["3.tar"], replaced: ["3.tar"], touched: ["3.tar"], gone: [], more: ["10.tar"]}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("beside", [False, True])
+def test_only_tars_that_have_changed_are_read_again(
+    tmp_path: Path, data: Path, read_again: list[str], monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[Path], None], beside: bool,
+) -> None:  # fmt: skip
+    before = said(data)
+    assert sorted(path.name for path in data.iterdir()) == [f"{n}.tar" for n in range(5)]
+    if beside:
+        main("index", str(data))
+        shutil.rmtree(tmp_path / "cache")
+    assert sorted(read_again) == [f"{n}.tar" for n in range(5)]
+    read_again.clear()
+    assert said(data) == before
+    change(data)
+    after = said(data)
+    assert read_again == CHANGES[change]
+    monkeypatch.setenv("KILOWORD_CACHE", str(tmp_path / "another"))
+    (data / INDEX).unlink(missing_ok=True)
+    assert said(data) == after
+    assert (after == before) == (change is touched)
+
+
+def test_a_fingerprint_is_of_content_not_of_time_or_place(tmp_path: Path, data: Path) -> None:
+    shutil.copytree(data, tmp_path / "copy")
+    os.utime(tmp_path / "copy/0.tar", ns=(1, 1))
+    assert open_source(str(tmp_path / "copy")).fingerprint == open_source(str(data)).fingerprint
+
+
+@pytest.mark.parametrize("harm", [lambda raw: b"", lambda raw: b"noise", lambda raw: raw[:-9]])
+def test_a_damaged_file_of_rows_is_made_again(tmp_path: Path, data: Path, harm: Callable[[bytes], bytes]) -> None:
+    expected = said(data)
+    (kept,) = (tmp_path / "cache/tars").glob("*.arrow")
+    kept.write_bytes(harm(kept.read_bytes()))
+    assert said(data) == expected
+
+
+def test_many_tars_are_read_by_processes_and_a_killed_start_goes_on(
+    tmp_path: Path, read_again: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tars = [write_tar(tmp_path / "data" / f"{n}.tar", pairs(2, 2 * n)) for n in range(30)]
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    tars[20].write_bytes(b"no tar" * 200)
+    with pytest.raises(ValueError, match=r"20\.tar cannot be read as a plain tar"):
+        open_source(str(tmp_path / "data"))
+    assert len(list((tmp_path / "cache").rglob("rows/*"))) > 10
+    write_tar(tars[20], pairs(2, 40))
+    source: Any = open_source(str(tmp_path / "data"))
+    assert [source.captions(row) for row in range(60)] == [[f"image {row}"] for row in range(60)]
+    assert not list((tmp_path / "cache/rows").iterdir())
+    assert read_again == []  # not by this process
+
+
+def _everything(src: str | Source) -> list[Record]:
+    source = open_source(src) if isinstance(src, str) else src
+    return [source.record(row) for row in range(len(source))]
+
+
+def test_sources_travel_to_processes_which_may_open_them_too(data: Path) -> None:
+    with get_context("fork").Pool(4) as pool:
+        first = pool.map(_everything, [str(data)] * 8)  # nothing is kept yet
+        source = open_source(str(data))
+        assert len(pickle.dumps(source)) < 2000
+        assert first == pool.map(_everything, [source] * 8) == [_everything(source)] * 8
+
+
+def test_an_index_for_others(tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is used where the tars lie as they lay when it was made; a part of the set takes its rows from it."""
+    expected = _everything(str(data))
+    assert main("index", str(data)) == 0
+    assert str(data / INDEX) in capsys.readouterr().out
+    shutil.copytree(data, tmp_path / "moved", copy_function=shutil.copy2)
+    assert _everything(str(tmp_path / "moved")) == expected
+    assert _everything(f"{tmp_path}/moved/{{1..2}}.tar") == expected[1:6]
+    assert main("index", "scenes?n=3") == 0
+    assert "nothing to index" in capsys.readouterr().out
+
+
+def test_a_folder_or_a_cache_that_cannot_be_written(
+    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = _everything(str(data))
+    main("index", str(data))
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("KILOWORD_CACHE", str(tmp_path / "file"))
+    assert _everything(str(data)) == expected
+    (data / INDEX).unlink()
+    with pytest.raises(ValueError, match=r"cannot be written \(Not a directory\)\. Set KILOWORD_CACHE"):
+        open_source(str(data))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda tar: os.truncate(tar, 600), "its file ends in the middle of the image"),
+        (lambda tar: tar.unlink(), "image cannot be read (No such file or directory)"),
+    ],
+)
+def test_a_tar_that_changes_while_it_is_read(tmp_path: Path, change: Callable[[Path], None], said: str) -> None:
+    source = opened(tmp_path, pairs(2))
+    change(tmp_path / "data/x.tar")
+    assert reason(source, 0) == said
+    assert source.captions(0) == ["image 0"]
+
+
+def test_what_src_may_be(tmp_path: Path) -> None:
+    for shard in (0, 2, 10):
+        write_tar(tmp_path / "data" / f"x-{shard:02d}.tar", pairs(1, first=shard))
+        write_tar(tmp_path / "unpadded" / f"{shard}.tar", pairs(1, first=shard))
+    write_tar(tmp_path / "data" / "inner" / "0.tar", pairs(9))
+
+    def keys(src: str) -> list[str]:
+        source = open_source(str(tmp_path / src))
+        assert source.name == str(tmp_path / src)
+        return [record.key for record in _everything(source)]
+
+    assert keys("data") == keys("unpadded") == ["0000", "0002", "0010"]
+    assert keys("data/x-10.tar") == ["0010"]
+    assert keys("unpadded/{2..2}.tar") == ["0002"]
+    assert (expand("{3..3}"), expand("plain {a}.tar")) == (["3"], ["plain {a}.tar"])
+    assert expand("a{08..10}b{0..1}") == [f"a{i}b{j}" for i in ("08", "09", "10") for j in (0, 1)]
+    names = ["9", "10", "2" * 5000, "a", "a9", "a9b", "a10", "b2", "x²", "x٢"]
+    assert sorted(set(names), key=natural) == names
+
+
+@pytest.mark.parametrize(
+    ("src", "message"),
+    [
+        ("missing", "no such file or folder. Expected a folder of tars"),
+        ("empty", "is an empty folder"),
+        ("other", "is a folder without tars or images"),
+        ("splits", "its folders dev, train do: name one of them"),
+        ("other/x.doc", "unknown kind of file"),
+        ("splits/dev/{0..2}.tar", "2 of 3 tars are missing, the first is .*1.tar"),
+        ("splits/dev/{2..0}.tar", "is empty. Write the smaller number first"),
+        ("splits/{0..9999}/{0..999}.tar", "Expected at most 1,000,000"),
+    ],
+)
+def test_src_that_is_no_data_set(tmp_path: Path, src: str, message: str) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "x.doc").write_text("x")
+    for split in ("train", "dev"):
+        write_tar(tmp_path / "splits" / split / "0.tar", pairs(1))
+    with pytest.raises(ValueError, match=message):
+        open_source(str(tmp_path / src))
+
+
+def test_class_data_in_clip_benchmarks_layout(tmp_path: Path) -> None:
+    write_tar(
+        tmp_path / "test" / "0.tar",
+        {"a.png": photo(), "a.cls": b"1\n", "b.png": photo(), "c.png": photo(), "c.cls": b"0"},
+    )
+    (tmp_path / "classnames.txt").write_text("\ufeffcat\r\nred fox\r\n\n", encoding="utf-8", newline="")
+    (tmp_path / "zeroshot_classification_templates.txt").write_text("a photo of a {c}.\n")
+    for src in (tmp_path, tmp_path / "test"):
+        source: Any = open_source(str(src))
+        assert (source.classnames, source.templates) == (["cat", "red fox"], ["a photo of a {c}."])
+        assert source.labels.tolist() == [1, -1, 0]
+    for names, line in (("", 1), ("cat\n\ndog\n", 2)):  # an empty name would move all that follow
+        (tmp_path / "classnames.txt").write_text(names)
+        with pytest.raises(ValueError, match=f"classnames.txt: line {line} is empty"):
+            open_source(str(tmp_path))
