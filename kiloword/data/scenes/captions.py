@@ -17,10 +17,9 @@ X = TypeVar("X")
 Describe = Callable[[Scene, int, int], Query]
 
 OF_A_THING = ("shape", "colour", "size", "fill")
-_ONE_FACT = [*["colour", "shape"] * 3, *["fill"] * 2, "size", "row", "column", "count", "background"]
-_SEVERAL_FACTS = [
-    facts.split()
-    for facts in (
+_FACTS = {  # that captions of a level state, as often as they stand here
+    1: [*["colour", "shape"] * 3, *["fill"] * 2, "size", "row", "column", "count", "background"],
+    2: [
         *["size fill colour shape"] * 3,
         *["fill colour shape"] * 3,
         *["size colour shape"] * 2,
@@ -29,8 +28,9 @@ _SEVERAL_FACTS = [
         "fill shape row column",
         "colour shape row column",
         "colour shape background",
-    )
-]
+    ],
+}
+_INNER = {level: [one for one in facts if set(one.split()) <= set(OF_A_THING)] for level, facts in _FACTS.items()}
 _TWO_THINGS = ("colour shape", "shape colour", "colour colour", "shape shape")
 
 PICTURES = ("picture", "image", "drawing")
@@ -92,12 +92,11 @@ def describe(scene: Scene, level: int, choices: int, inner: bool = False) -> Que
         first, second, relation = _ordered(things, pick)
         one, other = pick(_TWO_THINGS).split()
         return Query((stated(first, [one]), stated(second, [other])), relation)
-    every = [[fact] for fact in _ONE_FACT] if level == 1 else _SEVERAL_FACTS
-    facts = pick([facts for facts in every if not inner or set(facts) <= set(OF_A_THING)])
-    if facts == ["count"]:
+    facts = pick((_INNER if inner else _FACTS)[level])
+    if facts == "count":
         return Query(count=len(things))
-    background = scene.background if "background" in facts else None
-    of_thing = [fact for fact in facts if fact != "background"]
+    background = scene.background if facts.endswith("background") else None
+    of_thing = facts.removesuffix("background").split()
     return Query((stated(pick(things), of_thing),) if of_thing else (), background=background)
 
 

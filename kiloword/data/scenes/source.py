@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
+from itertools import accumulate
 from typing import Self
 
 import numpy as np
@@ -153,18 +155,17 @@ class ScenesSource(_Scenes):
         info = {"levels": levels, "scene": scene.describe()} | ({"group": row // GROUP} if self.settings.hard else {})
         return Record(self.key(row), self.draw(scene), captions, label(task, scene) if task else None, info)
 
-    @property
-    def _describe(self) -> partial[Query]:
-        return partial(describe, inner=self.settings.inner)
+    def _describe(self, scene: Scene, level: int, choices: int) -> Query:
+        return describe(scene, level, choices, self.settings.inner)
 
     def _captions(self, row: int, scene: Scene) -> tuple[list[str], list[int]]:
         """Captions and their levels; the first ones do not depend on how many there are."""
         s = self.settings
         numbers = self._rng(row, "captions").integers(2**63, size=(s.captions, 3)).tolist()
-        edges = np.cumsum(s.levels) / sum(s.levels)
+        edges = [edge / sum(s.levels) for edge in accumulate(s.levels)]
         captions, levels = list[str](), list[int]()
         for first, choices, style in numbers:
-            levels.append(min(int(np.searchsorted(edges, first / 2.0**63, side="right")), 3))
+            levels.append(min(bisect_right(edges, first / 2.0**63), 3))
             for again in range(8):  # a simple scene at a general level has few captions: then some repeat
                 caption = render(self._describe(scene, levels[-1], choices), style)
                 if caption not in captions:

@@ -107,19 +107,22 @@ def draw_scenes(split: str, n: int, seed: int, objects: tuple[int, ...], hard: b
     Args: objects: numbers of things, equally often; hard: in groups of GROUP scenes that share all but shapes.
     """
     wanted = n // GROUP if hard else n
-    blocks, first = list[SceneRows](), dict[int, int]()  # the first place of each different scene
+    blocks, seen = list[SceneRows](), set[int]()
     for block in _blocks(split, seed, objects):
-        start = sum(map(len, blocks))
-        blocks.append(block[splits(block) == SPLITS.index(split)])
-        for place, code in enumerate(codes(blocks[-1], shapes=not hard).tolist(), start):
-            first.setdefault(code, place)
-        if len(first) >= wanted:
+        block = block[splits(block) == SPLITS.index(split)]
+        fresh = []
+        for place, code in enumerate(codes(block, shapes=not hard).tolist()):
+            if code not in seen:
+                seen.add(code)
+                fresh.append(place)
+        blocks.append(block[fresh])
+        if len(seen) >= wanted:
             break
     else:
         raise ValueError(
-            f"scenes: only {len(first)} different scenes fit these settings, {wanted} were asked; ask for a smaller n"
+            f"scenes: only {len(seen)} different scenes fit these settings, {wanted} were asked; ask for a smaller n"
         )
-    rows = np.concatenate(blocks)[list(first.values())[:wanted]]
+    rows = np.concatenate(blocks)[:wanted]
     if hard:  # every thing takes every shape once
         rng, rows = generator(VERSION, seed, split, "shapes"), rows.repeat(GROUP, axis=0)
         for k in range(2, 1 + 5 * MOST, 5):
