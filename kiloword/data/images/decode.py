@@ -13,7 +13,6 @@ import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
 from importlib.util import find_spec
 from typing import Literal
 
@@ -33,7 +32,7 @@ MAX_SCANS = 100  # of a JPEG, each of which goes over the whole image; progressi
 # Not EPS and the like, which start other programs.
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "JPEG2000", "PPM")
 _AVIF, _HEIF = (b"avif", b"avis"), (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
-_PACKAGES = {"opencv": ("cv2", "opencv-python-headless"), "simplejpeg": ("simplejpeg", "simplejpeg")}
+_PACKAGES = {"opencv": "opencv-python-headless", "simplejpeg": "simplejpeg"}
 _SCAN, _END = b"\xff\xda", b"\xff\xd9"  # markers of JPEG (ITU-T T.81, B.1)
 _MARKER = re.compile(rb"\xff[^\0\xd0-\xd7\xff]")  # no stuffed byte, restart or fill byte
 _PNG, _PNG_END = b"\x89PNG\r\n\x1a\n", b"IEND\xaeB`\x82"
@@ -46,18 +45,10 @@ _TURNS = ("FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE", "ROTA
 
 def check_decoder(decoder: str) -> None:
     """Errors: ValueError when the decoder is unknown or its package is not installed."""
-    if decoder == "pillow":
-        return
-    if decoder not in _PACKAGES:
+    if decoder != "pillow" and decoder not in _PACKAGES:
         raise ValueError(f"unknown decoder '{decoder}'. Expected pillow, opencv or simplejpeg.")
-    module, package = _PACKAGES[decoder]
-    if not _installed(module):
-        raise ValueError(needs(f"decoder '{decoder}'", package, "fast"))
-
-
-@cache
-def _installed(module: str) -> bool:
-    return find_spec(module) is not None
+    if decoder != "pillow" and find_spec({"opencv": "cv2"}.get(decoder, decoder)) is None:
+        raise ValueError(needs(f"decoder '{decoder}'", _PACKAGES[decoder], "fast"))
 
 
 def image_size(image: bytes | Pixels) -> tuple[int, int]:
@@ -74,9 +65,8 @@ def decode(image: bytes | Pixels, decoder: Decoder = "pillow", at_least: int | N
 
     Args: image: an array [H, W, 3] is returned unchanged; at_least: a JPEG may be decoded at 1/2, 1/4 or 1/8 (much
     faster) while its shorter side keeps that many pixels; None: full size.
-    Errors: BadSample with the reason (not an image, truncated, more than MAX_PIXELS); ValueError for the decoder.
+    Errors: BadSample with the reason (not an image, truncated, more than MAX_PIXELS).
     """
-    check_decoder(decoder)
     if isinstance(image, np.ndarray):
         if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or not image.size:
             raise BadSample(f"array is {image.dtype} {list(image.shape)}, expected uint8 [H, W, 3]")
@@ -162,7 +152,7 @@ def missing_package(suffix: str) -> str:
     """What reading images of a suffix ("heic") needs and is not installed; "" where they can be read."""
     if suffix == "avif" and not features.check("avif"):
         return "AVIF needs a newer Pillow: pip install --upgrade pillow"
-    heic = suffix in ("heic", "heif") and not _installed("pillow_heif")
+    heic = suffix in ("heic", "heif") and find_spec("pillow_heif") is None
     return needs("HEIC", "pillow-heif", "heif") if heic else ""
 
 

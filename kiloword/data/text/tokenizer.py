@@ -220,16 +220,15 @@ class Tokenizer:
 
     def _encode(self, caption: str) -> array[int]:
         """Ids of a caption without special tokens."""
+        cleaned = CLEANERS[self.clean](caption)
         with _library("the tokenizer cannot read captions: its tokenizer.json is damaged"):
-            (found,) = self._backend.encode_batch_fast([CLEANERS[self.clean](caption)], add_special_tokens=False)
-            return array("i", found.ids)
+            return array("i", self._backend.encode_batch_fast([cleaned], add_special_tokens=False)[0].ids)
 
     def special(self, name: str) -> int:
         """The id of "start", "end", "pad", "mask", "cls" or "unc"; ValueError for another name."""
-        ids = self.roles.ids()
-        if name not in ids:
-            raise ValueError(f"no special token {name!r}; expected one of {', '.join(ids)}")
-        return ids[name]
+        if name not in _ROLES:
+            raise ValueError(f"no special token {name!r}; expected one of {', '.join(_ROLES)}")
+        return self.roles.ids()[name]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids up to the first end token, without special tokens."""
