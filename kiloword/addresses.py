@@ -65,23 +65,11 @@ class Address:
         return self.url + self.query.partition("#")[0]
 
     @property
-    def authorization(self) -> str | None:
-        """The header of basic authentication (RFC 7617); None without a login."""
-        if not self.login:
-            return None
-        user, _, password = self.login.partition(":")
-        return "Basic " + base64.b64encode(f"{unquote(user)}:{unquote(password)}".encode()).decode()
-
-    @property
     def selector(self) -> str:
         """The parameters of the query that are no known signature: they may select the file."""
         query = self.query.partition("#")[0].removeprefix("?")
         pairs = parse_qsl(query, keep_blank_values=True, errors="surrogateescape")
         return "&".join(sorted(f"{name}={value}" for name, value in pairs if not _SIGNATURE.fullmatch(name.lower())))
-
-    def beside(self, url: str) -> Address:
-        """Another file of the same host: same login, no query, which is of one file."""
-        return Address(url, self.login)
 
 
 def is_url(text: str) -> bool:
