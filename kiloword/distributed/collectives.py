@@ -67,12 +67,8 @@ def process_group(device: str = "cpu", timeout_s: int = 600) -> Iterator[None]:
 reduced: list[int] | None = None  # where a list: receives the number of elements of every tensor that is reduced
 
 
-def sum_over_ranks(x: Tensor) -> Tensor:
-    """The sum over ranks, without gradient."""
-    return _all_reduced(x, dist.ReduceOp.SUM)
-
-
-def _all_reduced(x: Tensor, by: Any) -> Tensor:
+def sum_over_ranks(x: Tensor, by: Any = dist.ReduceOp.SUM) -> Tensor:
+    """The sum over ranks, without gradient. Args: by: another reduction."""
     if reduced is not None:
         reduced.append(x.numel())
     if ranks() == 1:
@@ -108,7 +104,7 @@ def fill(x: Tensor, values: Tensor) -> None:
 
 def extreme_over_ranks(x: Tensor, which: Literal["most", "least"]) -> Tensor:
     """The elementwise maximum or minimum over ranks, without gradient."""
-    return _all_reduced(x, dist.ReduceOp.MAX if which == "most" else dist.ReduceOp.MIN)
+    return sum_over_ranks(x, dist.ReduceOp.MAX if which == "most" else dist.ReduceOp.MIN)
 
 
 def any_rank(*mine: bool) -> tuple[bool, ...]:

@@ -115,24 +115,6 @@ def of_first(mine: Item) -> Item:
     return gathered(mine)[0]
 
 
-@contextmanager
-def interruptible(todo: Sequence[range], rows: int) -> Iterator[list[range]]:
-    """An interruption (Ctrl-C) inside reports how much of a table is kept; the caller adds each part that it wrote.
-
-    Args: todo: rows of the parts to be written; rows: of the whole table.
-    """
-    written: list[range] = []
-    try:
-        yield written
-    except KeyboardInterrupt:
-        if not is_first():
-            raise
-        done = rows - sum(map(len, todo)) + sum(map(len, written))
-        raise KeyboardInterrupt(
-            f"{done:,} of {rows:,} rows are kept, the same command goes on with the others."
-        ) from None
-
-
 def part_by_part(
     parts: Sequence[range], batch: int, make: Callable[[list[range]], Iterator[Result]]
 ) -> Iterator[list[Result]]:

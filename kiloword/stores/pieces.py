@@ -16,7 +16,7 @@ from kiloword.config.settings import read_config
 from kiloword.data.files import key_text
 from kiloword.data.reading import EvalBatch, left_out
 from kiloword.data.stored import TableSettings
-from kiloword.distributed.sharing import alone, interruptible, of_first, part_by_part, share
+from kiloword.distributed.sharing import alone, of_first, part_by_part, share
 from kiloword.files import atomic, is_taken, write_json
 from kiloword.terminal import say
 from kiloword.terminal.progress import ProgressLine, duration, per_second
@@ -129,8 +129,7 @@ def fill(
     """
     begun = None if writer is None else (writer.done, writer.file.parts, writer.file.part)
     done, parts, part = of_first(begun) or (0, 0, 1)
-    numbers = range(done, parts)
-    todo = [range(n * part, min((n + 1) * part, len(source))) for n in numbers]
+    todo = [range(n * part, min((n + 1) * part, len(source))) for n in range(done, parts)]
     report.start(sum(map(len, todo)), len(source))
 
     def make(batches: list[range]) -> Iterator[Rows]:
@@ -140,12 +139,16 @@ def fill(
             report.add(len(images.rows) + len(images.skipped), rows.captions, share()[1])
             yield rows
 
-    with interruptible(todo, len(source)) as written:
-        for number, rows_of_part, rows in zip(numbers, todo, part_by_part(todo, batch, make), strict=True):
+    try:
+        for rows in part_by_part(todo, batch, make):
             if writer is not None:
-                writer.write(number, rows)
-                writer.done = number + 1
-                written.append(rows_of_part)
+                writer.write(writer.done, rows)
+                writer.done += 1
+    except KeyboardInterrupt:
+        if writer is None:
+            raise
+        kept = f"{min(writer.done * part, len(source)):,} of {len(source):,} rows are kept"
+        raise KeyboardInterrupt(f"{kept}, the same command goes on with the others.") from None
 
 
 class ProgressReport:

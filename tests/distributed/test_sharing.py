@@ -83,18 +83,3 @@ def test_parts_are_made_by_all_and_put_together_by_the_first() -> None:
     found = over_threads(RANKS, work)
     assert [parts for parts, _ in found] == [whole, [[], [], []], [[], [], []]]
     assert [made for _, made in found] == [batches[rank::RANKS] for rank in range(RANKS)]
-
-
-def test_an_interruption_says_how_much_is_kept() -> None:
-    todo = [range(2000, 2010), range(2010, 2013)]
-
-    def work() -> str:
-        try:
-            with sharing.sharing(), sharing.interruptible(todo, 3000) as written:
-                written.append(todo[1])
-                raise KeyboardInterrupt("typed")
-        except KeyboardInterrupt as end:
-            return str(end)
-
-    kept = "2,990 of 3,000 rows are kept, the same command goes on with the others."
-    assert over_threads(2, work) == [kept, "typed"]
