@@ -32,7 +32,9 @@ def make(
         if before.get("recipe", made) != made:
             raise ValueError(f"{out} holds a teacher of other settings: choose another --out, or repeat its settings.")
         return
+    from kiloword.config.recipes import DataConfig
     from kiloword.files import write_json
+    from kiloword.stores.embed import EmbedOptions
     from kiloword.stores.embed import main as embed
     from kiloword.stores.features import FeatureStore
     from kiloword.training.loop import RunOptions, train
@@ -40,7 +42,7 @@ def make(
 
     how, seen = RunOptions(workers=workers, device=device), None if source is None else source(recipe)
     model = train(replace(recipe, seed=SEED), out / "teacher", source=seen, options=how)
-    embed(str(model), recipe.data.sources, features(out), workers=workers, device=device)
+    embed(DataConfig(sources=recipe.data.sources), features(out), EmbedOptions(model=str(model)), workers, device)
     write_json(out / "teacher.json", {"recipe": made, **_calibrated(FeatureStore(features(out)), open_sources(recipe))})
 
 

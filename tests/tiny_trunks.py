@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from kiloword.config.recipes import AugmentConfig, ImageConfig, Recipe, TrunkConfig
+from kiloword.data.images.views import Augmented
 from kiloword.data.sources.open import open_source
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.methods.defaults import default_recipe
@@ -19,7 +20,8 @@ from kiloword.methods.registry import preset
 from kiloword.model.model import Model
 from kiloword.model.trunks.trunk import Trunk
 from kiloword.models.build import build
-from kiloword.stores.embed_tokens import TokenOptions, embed_tokens
+from kiloword.stores.embed import EmbedOptions
+from kiloword.stores.embed_tokens import embed_tokens
 from kiloword.stores.tokens import TokenKind
 from kiloword.types import Source
 
@@ -101,7 +103,8 @@ def stored(run: Recipe, out: Path, kinds: Sequence[TokenKind] = KINDS, **options
     """A folder with the tokens of the run's data, as its augmentation draws them."""
     source = open_source(run.data.sources[0], size=SIZE)
     model, tokenizer = trunks_of(run, source)
-    made = TokenOptions(**{"augment": run.data.augment, "seed": run.seed, "dtype": "fp32", **options})
+    augmented = Augmented(options.pop("views", 1), run.data.augment, run.seed)
+    made = EmbedOptions(**{"model": "tiny", "dtype": "fp32", "augmented": augmented, **options})
     for kind in kinds:
-        embed_tokens(model, tokenizer, kind, source, out, made, "tiny")
+        embed_tokens(model, tokenizer, kind, source, out, made)
     return out

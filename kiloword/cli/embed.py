@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from tyro.conf import Positional, arg
 
@@ -61,31 +61,23 @@ def embed(
         augment: augmentation of the images.
         seed: seed of the augmentation.
     """
-    common: dict[str, Any] = {
-        "model": model,
-        "data": data,
-        "out": out,
-        "extra_captions": extra_captions,
-        "batch": batch,
-        "workers": workers,
-        "device": device,
-        "precision": precision,
-        "dtype": dtype,
-        "trust": trust,
-    }
-    if tokens:
-        from kiloword.stores.embed_tokens import main as run_tokens
+    from kiloword.config.recipes import DataConfig
+    from kiloword.data.images.views import Augmented
+    from kiloword.stores import embed, embed_tokens
 
+    augmented = Augmented(views, augment, seed)
+    options = embed.EmbedOptions(
+        model=model, name=name, precision=precision, dtype=dtype, batch=batch, augmented=augmented
+    )
+    read = DataConfig(sources=data, extra_captions=tuple(map(str, extra_captions)))
+    if tokens:
         if name != "teacher" or resize is not None or dim is not None:
             raise ValueError("--name, --resize and --dim are for features, not for tokens: omit them, or --tokens.")
-        run_tokens(**common, views=views, augment=augment, seed=seed)
+        embed_tokens.main(read, out, options, workers, device, trust)
         return
     if dtype == "int8":
         raise ValueError("--dtype int8 is for tokens: add --tokens, or omit it.")
-    from kiloword.data.images.views import Augmented
-    from kiloword.stores.embed import main as run
-
-    run(**common, name=name, resize=resize, dim=dim, augmented=Augmented(views, augment, seed))
+    embed.main(read, out, options, workers, device, trust, resize, dim)
 
 
 def audit(

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from kiloword.config.recipes import Preprocess, Resize
+from kiloword.config.recipes import Preprocess
 from kiloword.config.settings import check, parse
 from kiloword.data.text.tokenizer import read_document
 from kiloword.model.trunks.libraries import check_numbers
@@ -21,18 +20,6 @@ LARGEST = 1 << 24  # bytes of a JSON file
 _BICUBIC = 3  # Pillow's number in `resample`
 _STEPS = ("do_resize", "do_center_crop", "do_rescale", "do_normalize", "do_convert_rgb")  # of a processor
 _NESTED = "image_processor"  # key of processor_config.json
-
-
-@dataclass(frozen=True)
-class HfFolder:
-    """Preprocessing of images and texts, and the files of the model."""
-
-    size: int
-    resize: Resize
-    mean: Sequence[float]
-    std: Sequence[float]
-    context: int
-    files: list[Path]
 
 
 @dataclass(frozen=True)
@@ -93,28 +80,6 @@ def _pooling(folder: Path) -> tuple[Any, list[Path]]:
             f"{', '.join(POOLINGS)}."
         )
     return POOLINGS[chosen[0]], [folder / place / "config.json"]
-
-
-def read_folder(folder: Path) -> HfFolder:
-    """Raises: ValueError when files are missing or damaged, or the model is not a CLIP."""
-    config = json_object(folder / "config.json")
-    if config.get("model_type") != "clip":
-        raise ValueError(
-            f"{folder} holds a {config.get('model_type')!r} model: expected a CLIP (model_type 'clip'), or an encoder "
-            f"of texts alone ({', '.join(TEXT_TYPES)})."
-        )
-    check_strangers(folder)
-    weights = weight_files(folder)
-    size, shown = preprocessing(folder, image_processor(folder), clip=True)
-    extra = [p for p in (folder / "tokenizer.json", folder / "vocab.json", folder / "merges.txt") if p.is_file()]
-    return HfFolder(
-        size,
-        shown.resize,
-        shown.mean,
-        shown.std,
-        int((config.get("text_config") or {}).get("max_position_embeddings", 77)),
-        [folder / "config.json", processor_file(folder), *weights, *extra],
-    )
 
 
 def check_strangers(folder: Path) -> None:

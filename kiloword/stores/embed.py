@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import pyarrow as pa
 import torch
 
 from kiloword.config.recipes import DataConfig, Resize
-from kiloword.data.edits import contents, every_row, origin, origins
+from kiloword.data.edits import every_row, origin, origins
 from kiloword.data.files import key_bytes
 from kiloword.data.images.augmentation import check_resize
 from kiloword.data.images.views import PLAIN, Augmented
 from kiloword.data.reading import EvalBatch, eval_batches
 from kiloword.data.sources.open import open_data
-from kiloword.data.stored import STORE, StoredSource, StoreFile
+from kiloword.data.stored import STORE, Kind, StoredSource, StoreFile
 from kiloword.distributed.by_device import announce, workers_of
 from kiloword.distributed.device import choose
 from kiloword.distributed.sharing import alone, is_first, together
@@ -26,6 +27,7 @@ from kiloword.files import Lock
 from kiloword.model.prefix import check_dim, cosine_alone, note_of
 from kiloword.models.trust import NONE, Trust
 from kiloword.stores.features import FeatureStore, check_name
+from kiloword.stores.joins import caption_origins
 from kiloword.stores.pieces import ProgressReport, Rows, fill, resumed, rows_table
 from kiloword.stores.store import SCHEMA, WHAT, StoreWriter
 from kiloword.stores.teachers import KilowordTeacher, PrefixTeacher, SentenceTeacher, Teacher, open_teacher
@@ -35,21 +37,32 @@ from kiloword.types import Source
 PART = 4096  # rows in a piece: an interruption costs seconds of work
 
 
+@dataclass(frozen=True, kw_only=True)
+class EmbedOptions:
+    """How features or tokens are made, see `kiloword embed`.
+
+    Args: model: as messages name it; part: rows between interruptions, 0: by size; augmented: of images.
+    """
+
+    model: str = ""
+    name: str = "teacher"
+    precision: Literal["fp32", "bf16"] = "fp32"
+    dtype: Literal["fp16", "fp32", "int8"] = "fp16"
+    batch: int = 64
+    workers: int = 0
+    part: int = 0
+    augmented: Augmented = PLAIN
+
+
 def main(
-    model: str,
-    data: Sequence[str],
+    data: DataConfig,
     out: Path,
-    name: str = "teacher",
-    extra_captions: Sequence[str] = (),
-    batch: int = 64,
-    workers: int | Literal["auto"] = "auto",
-    device: str = "auto",
-    precision: Literal["fp32", "bf16"] = "fp32",
-    dtype: Literal["fp16", "fp32"] = "fp16",
+    options: EmbedOptions,
+    workers: int | Literal["auto"],
+    device: str,
     trust: Trust = NONE,
     resize: Resize | None = None,
     dim: int | None = None,
-    augmented: Augmented = PLAIN,
 ) -> None:
     """Run and print `kiloword embed`. Ranks of torchrun share the rows.
 
@@ -57,24 +70,31 @@ def main(
 
     Errors: see `open_teacher`, `open_data` and `embed`.
     """
-    augmented.check()
+    options.augmented.check()
     device = choose(device)
     with together(device):
-        opened_teacher = open_teacher(model, device, precision, trust)
-        if isinstance(opened_teacher, SentenceTeacher) and (resize is not None or augmented != PLAIN):
-            raise ValueError(f"{model} reads texts, which --resize, --views and --augment do not change: omit them.")
+        opened_teacher = open_teacher(options.model, device, options.precision, trust)
+        of_texts = isinstance(opened_teacher, SentenceTeacher)
+        if of_texts and (resize is not None or options.augmented != PLAIN):
+            raise ValueError(
+                f"{options.model} reads texts, which --resize, --views and --augment do not change: omit them."
+            )
         teacher = shortened(resized(opened_teacher, resize), dim)
-        workers = workers_of(workers, device, batch * augmented.views, teacher.size)
-        announce(device, precision, "on every device, unless given", workers)
-        source = open_data(DataConfig(sources=tuple(data), extra_captions=tuple(extra_captions)), teacher.size)
-        file = feature_file(teacher, source, model, name, precision, dtype, max(1, PART // augmented.views), augmented)
-        store = write_features(teacher, source, out, file, batch, workers, ProgressReport(sys.stderr))
+        options = settled(options, workers, device, teacher.size)
+        store = embed(teacher, open_data(data, teacher.size), out, ProgressReport(sys.stderr), **vars(options))
         if store is not None:
-            size, captions = sum(path.stat().st_size for path in out.iterdir()) / 1e6, int(store.starts[-1])
-            if isinstance(teacher.teacher if isinstance(teacher, PrefixTeacher) else teacher, SentenceTeacher):
+            if of_texts:
                 say("note: the model encodes texts alone: features of images are zeros, which match nothing.")
             views = f"{store.file.shown}, of " if store.file.augmented else ""
-            say(f"{out}: {views}{len(store):,} images, {captions:,} captions, {store.dim} dimensions, {size:,.1f} MB")
+            images = f"{views}{len(store):,} images, {len(store.captions):,} captions"
+            say(f"{out}: {images}, {store.dim} dimensions, {store.megabytes:,.1f} MB")
+
+
+def settled(options: EmbedOptions, workers: int | Literal["auto"], device: str, size: int) -> EmbedOptions:
+    """The options with their number of workers, which is printed. Args: size: of images."""
+    number = workers_of(workers, device, options.batch * options.augmented.views, size)
+    announce(device, options.precision, "on every device, unless given", number)
+    return replace(options, workers=number)
 
 
 def resized(teacher: Teacher, resize: Resize | None) -> Teacher:
@@ -112,161 +132,127 @@ def shortened(teacher: Teacher, dim: int | None) -> Teacher:
 
 
 def embed(
-    teacher: Teacher,
-    source: Source,
-    out: Path | str,
-    *,
-    teacher_name: str = "",
-    name: str = "teacher",
-    precision: str = "fp32",
-    dtype: Literal["fp16", "fp32"] = "fp16",
-    batch: int = 64,
-    workers: int = 0,
-    part: int = PART,
-    augmented: Augmented = PLAIN,
-    report: ProgressReport | None = None,
-) -> FeatureStore:
+    teacher: Teacher, source: Source, out: Path | str, report: ProgressReport | None = None, **options: Any
+) -> FeatureStore | None:
     """Compute features of every readable image, or of views of it, and of all its captions; resumes in `out`.
 
-    Args: source: in a mixture every row of each source is embedded, whatever its weight; teacher_name: for messages;
-    name: of the features in a batch; precision: of the teacher; dtype: of the features on disk; batch: images in a
-    batch; part: rows between interruptions; augmented: the views, drawn by the image's key; report: receives progress
-    and bad rows.
+    Ranks share the rows; only the first one writes and returns the store.
+
+    Args: source: in a mixture every row of each source is embedded, whatever its weight; report: receives progress and
+    bad rows; options: of `EmbedOptions`; views are drawn by the image's key.
     Errors: ValueError when `out` holds something else, or no row is usable.
     """
-    with alone():
-        file = feature_file(teacher, source, teacher_name, name, precision, dtype, part, augmented)
-        store = write_features(teacher, source, Path(out), file, batch, workers, report or ProgressReport(None))
-    assert store is not None, "the only rank is the first"
-    return store
+    return FeatureStore(out) if _Features(teacher, source, EmbedOptions(**options)).write(out, report) else None
 
 
-def feature_file(
-    teacher: Teacher,
-    source: Source,
-    teacher_name: str,
-    name: str,
-    precision: str,
-    dtype: Literal["fp16", "fp32"],
-    part: int,
-    augmented: Augmented = PLAIN,
-) -> StoreFile:
-    """Settings of a new store. Raises: ValueError for a bad name, and an augmentation that the images do not take."""
-    check_name(name)
-    natural = getattr(every_row(source), "natural", True)
-    if not natural and (augmented.augment.crop < 1 or augmented.augment.flip > 0):
-        raise ValueError(
-            f"images of {source.name} are neither cropped nor mirrored, as their captions speak of places: omit "
-            "--augment.crop and --augment.flip."
+class Maker:
+    """What is made of the rows of a source: `file` says what, `batch` rows are read at once."""
+
+    file: StoreFile
+    batch: int
+
+    def __init__(self, source: Source, options: EmbedOptions) -> None:
+        self.source, self.options, self.batch = every_row(source), options, options.batch
+
+    def read(self, batches: list[range]) -> Iterator[EvalBatch]:
+        """Batches of rows. Args: batches: each within a piece."""
+        raise NotImplementedError
+
+    def rows(self, batch: EvalBatch) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        """For each row of a batch that is not bad further cells of `store.SCHEMA`; and its values in the columns.
+
+        Raises: ValueError for values that cannot be stored.
+        """
+        raise NotImplementedError
+
+    def about(self, kind: Kind, weights: str, **more: Any) -> StoreFile:
+        """The settings of the store."""
+        bases, options = origins(self.source), self.options
+        stored = [len(bases[0])]
+        if bases != [self.source]:
+            of_rows = Counter(self._number(bases, row)[0] for row in range(len(self.source)))
+            stored = [of_rows[n] for n in range(len(bases))]
+        return StoreFile(
+            kind=kind,
+            model=options.model,
+            weights=weights,
+            precision=options.precision,
+            dtype=options.dtype,
+            data=self.source.name,
+            fingerprint=self.source.fingerprint,
+            rows=len(self.source),
+            sources=tuple(
+                StoredSource(name=base.name, fingerprint=base.fingerprint, rows=len(base), stored=n)
+                for base, n in zip(bases, stored, strict=True)
+            ),
+            captions=() if kind == "images" else tuple(sorted(caption_origins(self.source))),
+            **more,
         )
-    augmented.of(teacher.size, teacher.resize, natural)  # refuses what makes no views
-    return StoreFile(
-        kind="features",
-        name=name,
-        model=teacher_name,
-        weights=teacher.fingerprint,
-        precision=precision,
-        dtype=dtype,
-        width=_dim(teacher),
-        part=part,
-        views=augmented.views,
-        seed=augmented.seed,
-        augment=augmented.augment,
-        **made_from(source),
-    )
+
+    def _number(self, bases: Sequence[Source | StoredSource], row: int) -> tuple[int, int]:
+        base, at = origin(self.source, row)
+        names = [(one.name, one.fingerprint) for one in bases]
+        return names.index((base.name, base.fingerprint)), at
+
+    def _placed(self, batch: EvalBatch) -> Rows:
+        """The rows of a batch in the store, also bad ones."""
+        cells, columns = self.rows(batch) if batch.rows else ([], None)
+        good = [{"row": row, **more} for row, more in zip(batch.rows, cells, strict=True)]
+        for cell, key, image in zip(good, batch.keys, batch.stored, strict=False):  # captions alone have none
+            cell |= {"key": key_bytes(key), "image": image}
+        bad = [{"row": one.row, "key": key_bytes(one.key), "reason": one.reason} for one in batch.skipped]
+        for cell in (*good, *bad):
+            cell["source"], cell["at"] = self._number(self.file.sources, cell["row"])
+        captions = sum(len(cell.get("captions", ())) for cell in cells)
+        return Rows(rows_table(SCHEMA, [*good, *bad]), captions, columns)
+
+    def write(self, out: Path | str, report: ProgressReport | None) -> bool:
+        """Fill and finish the store in a folder. Returns: whether this rank, the first one, has written it."""
+        folder, report = Path(out), report or ProgressReport(None)
+        if self.options.batch < 1:
+            raise ValueError(f"--batch is {self.options.batch}: expected at least 1.")
+        with naming_truncated():
+            if not is_first():
+                fill(None, self.source, self.batch, self.read, self._placed, report)
+                return False
+            resumed(folder, STORE, self.file, WHAT[self.file.kind])  # a folder of something else gets no lock
+            with Lock(folder, "writing"):
+                writer = StoreWriter(folder, self.file)
+                fill(writer, self.source, self.batch, self.read, self._placed, report)
+                report.say_bad(writer.finish())
+        return True
 
 
-def made_from(source: Source) -> dict[str, Any]:
-    """What `StoreFile` says of the data."""
-    whole = every_row(source)
-    bases = origins(whole)
-    number = {(base.name, base.fingerprint): n for n, base in enumerate(bases)}
-    stored = [len(bases[0])] if bases == [whole] else [0] * len(bases)
-    for row in range(len(whole)) if bases != [whole] else ():
-        base, _ = origin(whole, row)
-        stored[number[base.name, base.fingerprint]] += 1
-    return {
-        "data": source.name,
-        "fingerprint": whole.fingerprint,
-        "rows": len(whole),
-        "sources": tuple(
-            StoredSource(name=base.name, fingerprint=base.fingerprint, rows=len(base), stored=n)
-            for base, n in zip(bases, stored, strict=True)
-        ),
-        "captions": tuple(sorted(one for one in contents(whole) if not one.endswith(" images"))),
-    }
+class _Features(Maker):
+    def __init__(self, teacher: Teacher, source: Source, options: EmbedOptions) -> None:
+        super().__init__(source, options)
+        self.teacher, drawn = teacher, options.augmented
+        check_name(options.name)
+        natural = getattr(self.source, "natural", True)
+        if not natural and (drawn.augment.crop < 1 or drawn.augment.flip > 0):
+            raise ValueError(
+                f"images of {source.name} are neither cropped nor mirrored, as their captions speak of places: omit "
+                "--augment.crop and --augment.flip."
+            )
+        self.views = drawn.of(teacher.size, teacher.resize, natural, by_key=True)
+        part = options.part or max(1, PART // drawn.views)
+        more = {"views": drawn.views, "seed": drawn.seed, "augment": drawn.augment, "part": part}
+        self.file = self.about("features", teacher.fingerprint, name=options.name, width=_dim(teacher), **more)
 
+    def read(self, batches: list[range]) -> Iterator[EvalBatch]:
+        teacher, options = self.teacher, self.options
+        size, resize = teacher.size, teacher.resize
+        return eval_batches(self.source, size, resize, options.batch, options.workers, batches, self.views)
 
-def write_features(
-    teacher: Teacher, source: Source, out: Path, file: StoreFile, batch: int, workers: int, report: ProgressReport
-) -> FeatureStore | None:
-    """As `embed`. Ranks share the rows; only the first one writes and returns the store."""
-    source = every_row(source)
-    views = Augmented(file.views, file.augment, file.seed).of(
-        teacher.size, teacher.resize, getattr(source, "natural", True), by_key=True
-    )
-
-    def read(batches: list[range]) -> Iterator[EvalBatch]:
-        return eval_batches(source, teacher.size, teacher.resize, batch, workers, batches, views)
-
-    written = write(file, source, out, batch, read, lambda images: _encode(images, teacher, file, source), report)
-    return FeatureStore(out) if written else None
-
-
-@naming_truncated()
-def write(
-    file: StoreFile,
-    source: Source,
-    out: Path,
-    batch: int,
-    read: Callable[[list[range]], Iterator[EvalBatch]],
-    compute: Callable[[EvalBatch], Rows],
-    report: ProgressReport,
-) -> bool:
-    """Fill and finish a store. Returns: whether this rank, the first one, has written it."""
-    if batch < 1:
-        raise ValueError(f"--batch is {batch}: expected at least 1.")
-    if not is_first():
-        fill(None, source, batch, read, compute, report)
-        return False
-    resumed(out, STORE, file, WHAT[file.kind])  # a folder of something else gets no lock
-    with Lock(out, "writing"):
-        writer = StoreWriter(out, file)
-        fill(writer, source, batch, read, compute, report)
-        report.say_bad(writer.finish())
-    return True
-
-
-def placed(source: Source, file: StoreFile, batch: EvalBatch, cells: Sequence[dict[str, Any]]) -> pa.Table:
-    """The rows of a batch in `keys.parquet`, also bad ones. Args: cells: further ones of each row that is not bad."""
-    number = {(one.name, one.fingerprint): n for n, one in enumerate(file.sources)}
-
-    def located(row: int) -> dict[str, Any]:
-        base, at = origin(source, row)
-        return {"row": row, "source": number[base.name, base.fingerprint], "at": at}
-
-    good = [{**located(row), **more} for row, more in zip(batch.rows, cells, strict=True)]
-    for cell, key in zip(good, batch.keys, strict=False):  # captions alone have none
-        cell["key"] = key_bytes(key)
-    for cell, image in zip(good, batch.stored, strict=False):
-        cell["image"] = image
-    bad = [{**located(one.row), "key": key_bytes(one.key), "reason": one.reason} for one in batch.skipped]
-    return rows_table(SCHEMA, [*good, *bad])
-
-
-def _encode(images: EvalBatch, teacher: Teacher, file: StoreFile, source: Source) -> Rows:
-    """Features of a batch. Raises: ValueError when the teacher returns NaN or infinite features."""
-    captions = [caption for of_image in images.captions for caption in of_image]
-    cells = [{"captions": list(map(key_bytes, of_image))} for of_image in images.captions]
-    table = placed(source, file, images, cells)
-    if not images.rows:
-        return Rows(table)
-    of_views = [teacher.encode_images(view.contiguous()) for view in images.images.unbind(1)]
-    features = {"images": torch.stack(of_views, 1), "texts": teacher.encode_texts(captions)}
-    for name, values in features.items():
-        if not bool(torch.isfinite(values).all()):
-            raise ValueError(f"the teacher's features of {name} are NaN or infinite, near {images.keys[0]!r}.")
-    return Rows(table, len(captions), {name: values.numpy() for name, values in features.items()})
+    def rows(self, batch: EvalBatch) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        captions = [caption for of_image in batch.captions for caption in of_image]
+        of_views = [self.teacher.encode_images(view.contiguous()) for view in batch.images.unbind(1)]
+        features = {"images": torch.stack(of_views, 1), "texts": self.teacher.encode_texts(captions)}
+        for name, values in features.items():
+            if not bool(torch.isfinite(values).all()):
+                raise ValueError(f"the teacher's features of {name} are NaN or infinite, near {batch.keys[0]!r}.")
+        cells = [{"captions": list(map(key_bytes, of_image))} for of_image in batch.captions]
+        return cells, {name: values.numpy() for name, values in features.items()}
 
 
 def _dim(teacher: Teacher) -> int:

@@ -7,8 +7,8 @@ was interrupted, as kernels round by the number of images. Captions are computed
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
@@ -17,16 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kiloword.config.recipes import AugmentConfig, DataConfig, ModelConfig, sizes
-from kiloword.config.settings import check
-from kiloword.data.edits import every_row
+from kiloword.config.recipes import DataConfig, ModelConfig, sizes
 from kiloword.data.files import key_bytes
-from kiloword.data.images.views import Augmented
+from kiloword.data.images.views import PLAIN
 from kiloword.data.reading import EvalBatch, captions_at, eval_batches, name_of
 from kiloword.data.sources.open import open_data
-from kiloword.data.stored import StoreFile
 from kiloword.data.text.tokenizer import Tokenizer
-from kiloword.distributed.by_device import announce, workers_of
 from kiloword.distributed.device import choose, precision_of
 from kiloword.distributed.sharing import together
 from kiloword.errors import suggestion
@@ -37,10 +33,10 @@ from kiloword.model.model import Model
 from kiloword.models.build import build
 from kiloword.models.model_folder import load_model
 from kiloword.models.trust import NONE, Trust
-from kiloword.stores.embed import made_from, placed, write
-from kiloword.stores.pieces import ProgressReport, Rows
+from kiloword.stores.embed import EmbedOptions, Maker, settled
+from kiloword.stores.pieces import ProgressReport
 from kiloword.stores.runs import is_model_folder, trunk_digest, trunk_of
-from kiloword.stores.tokens import Dtype, ImageTokens, TextTokens, TokenKind, quantised, tokenizer_digest
+from kiloword.stores.tokens import ImageTokens, TextTokens, TokenKind, quantised, tokenizer_digest
 from kiloword.terminal import say
 from kiloword.types import BadSample, Skipped, Source
 
@@ -50,74 +46,41 @@ TEXT_PART, IMAGE_PART = 512, 4096  # rows in a piece, at most
 HALF_MAX = 65504.0
 
 
-@dataclass(frozen=True)
-class TokenOptions:
-    """How tokens are made. Args: see `kiloword embed`; part: rows in a piece, a multiple of TOGETHER; 0: by size."""
-
-    views: int = 1
-    augment: AugmentConfig = field(default_factory=AugmentConfig)
-    seed: int = 0
-    dtype: Dtype = "fp16"
-    precision: str = "fp32"
-    batch: int = 64
-    workers: int = 0
-    part: int = 0
-
-
 def main(
-    model: str,
-    data: Sequence[str],
+    data: DataConfig,
     out: Path,
-    extra_captions: Sequence[str] = (),
-    batch: int = 64,
-    workers: int | Literal["auto"] = "auto",
-    device: str = "auto",
-    precision: Literal["fp32", "bf16"] = "fp32",
-    dtype: Dtype = "fp16",
+    options: EmbedOptions,
+    workers: int | Literal["auto"],
+    device: str,
     trust: Trust = NONE,
-    views: int = 1,
-    augment: AugmentConfig | None = None,
-    seed: int = 0,
 ) -> None:
     """Run and print `kiloword embed --tokens`. Ranks of torchrun share the rows.
 
-    Args: model: a tower, or a model folder that has one; see `kiloword.cli.embed`. Errors: see `embed_tokens`.
+    Args: options: their `model` is a tower, or a model folder that has one. Errors: see `embed_tokens`.
     """
-    for name, value in (("--batch", batch), ("--views", views)):
-        if value < 1:
-            raise ValueError(f"{name} is {value}: expected at least 1.")
-    device, augment = choose(device), augment or AugmentConfig()
-    check(augment, prefix="--augment.")
+    options.augmented.check()
+    device, report = choose(device), ProgressReport(sys.stderr)
     with together(device):
-        opened, tokenizer, message = open_tower(model, trust)
-        opened = opened.to(device)
-        size = opened.config.image.size
-        workers = workers_of(workers, device, batch * views, size)
-        announce(device, precision, "on every device, unless given", workers)
-        report = ProgressReport(sys.stderr)
+        model, tokenizer, message = open_tower(options.model, trust)
+        model, size = model.to(device), model.config.image.size
+        options = settled(options, workers, device, size)
         if message:
             report.say(message)
-        source = open_data(DataConfig(sources=tuple(data), extra_captions=tuple(extra_captions)), size)
-        options = TokenOptions(views, augment, seed, dtype, precision, batch, workers)
-        kinds: list[TokenKind] = [kind for kind in ("images", "texts") if trunk_of(opened, kind) is not None]
-        if kinds == ["texts"] and (views > 1 or augment != AugmentConfig()):
-            raise ValueError(f"{model} reads texts, which --views and --augment do not change: omit them.")
-        if kinds == ["images"] and extra_captions:
-            raise ValueError(f"{model} reads images, which --extra-captions does not change: omit it.")
+        source = open_data(data, size)
+        kinds: list[TokenKind] = [kind for kind in ("images", "texts") if trunk_of(model, kind) is not None]
+        if kinds == ["texts"] and options.augmented != PLAIN:
+            raise ValueError(f"{options.model} reads texts, which --views and --augment do not change: omit them.")
+        if kinds == ["images"] and data.extra_captions:
+            raise ValueError(f"{options.model} reads images, which --extra-captions does not change: omit it.")
         for kind in kinds:
-            store = embed_tokens(opened, tokenizer, kind, source, out, options, model, report)
+            store = embed_tokens(model, tokenizer, kind, source, out, options, report)
             if store is not None:
-                say(f"{out}: {in_numbers(store)}")
-
-
-def in_numbers(store: ImageTokens | TextTokens) -> str:
-    """The contents of a store on one line."""
-    file, size = store.file, sum(path.stat().st_size for path in store.path.iterdir()) / 1e6
-    if isinstance(store, ImageTokens):
-        views = f"{file.shown}, of " if file.augmented else ""
-        return f"{views}{len(store):,} images, {file.tokens} tokens x {file.width} as {file.dtype}, {size:,.1f} MB"
-    captions = len(store.column("starts")) - 1
-    return f"{captions:,} captions, tokens x {file.width} as {file.dtype}, {size:,.1f} MB"
+                file, number = store.file, len(store)
+                views = f"{file.shown}, of " if file.augmented else ""
+                what = (
+                    f"{views}{number:,} images, {file.tokens}" if kind == "images" else f"captions of {number:,} rows,"
+                )
+                say(f"{out}: {what} tokens x {file.width} as {file.dtype}, {store.megabytes:,.1f} MB")
 
 
 def open_tower(tower: str, trust: Trust = NONE) -> tuple[Model, Tokenizer | None, str]:
@@ -176,150 +139,117 @@ def embed_tokens(
     kind: TokenKind,
     source: Source,
     out: Path | str,
-    options: TokenOptions,
-    tower: str = "",
+    options: EmbedOptions,
     report: ProgressReport | None = None,
 ) -> ImageTokens | TextTokens | None:
     """Compute the tokens of every readable image, or of all captions, by the trunk of a model; resumes in `out`.
 
     Ranks share the rows; only the first one writes and returns the store. Args: tokenizer: of texts; out: folder of
-    features, which gets a folder `images` or `texts`; tower: for messages, and for the runs that read the store.
+    features, which gets a folder `images` or `texts`.
     Errors: ValueError when the folder holds something else, or no row is usable.
     """
-    made = _Made(model, tokenizer, kind, every_row(source), options, tower)
-    report = report or ProgressReport(None)
-    if not write(made.file, made.source, Path(out) / kind, made.batch, made.read, made.rows, report):
+    maker = _ImageTokens(model, source, options) if kind == "images" else _TextTokens(model, source, options, tokenizer)
+    if not maker.write(Path(out) / kind, report):
         return None
     return ImageTokens(out) if kind == "images" else TextTokens(out)
 
 
-class _Made:
-    """The tokens of a source: their file, how rows are read, and how tokens are made of them."""
+class _Tokens(Maker):
+    """Tokens of a trunk. `batch` and pieces are whole groups of TOGETHER rows."""
 
-    def __init__(
-        self,
-        model: Model,
-        tokenizer: Tokenizer | None,
-        kind: TokenKind,
-        source: Source,
-        options: TokenOptions,
-        tower: str,
-    ) -> None:
+    def __init__(self, model: Model, kind: TokenKind, source: Source, options: EmbedOptions) -> None:
+        super().__init__(source, options)
         trunk = trunk_of(model, kind)
         if trunk is None:
-            raise ValueError(f"{tower} has no {kind[:-1]} tower of another library: --tokens stores tokens of those.")
-        self.model, self.trunk, self.tokenizer, self.source, self.options = model, trunk, tokenizer, source, options
-        config = model.config
-        self.text = replace(config.text, extra_tokens=())
+            raise ValueError(
+                f"{options.model} has no {kind[:-1]} tower of another library: --tokens stores tokens of those."
+            )
+        self.model, self.trunk, self.weights = model, trunk, trunk_digest(model, kind)
         self.batch = -(-options.batch // TOGETHER) * TOGETHER
-        drawn = Augmented(options.views, options.augment, options.seed)
-        size, natural = config.image.size, getattr(source, "natural", True)
-        self.views = drawn.of(size, config.preprocess.resize, natural) if kind == "images" else None
-        self.file = self._file(kind, tower)
 
-    def _file(self, kind: TokenKind, tower: str) -> StoreFile:
-        options, config = self.options, self.model.config
-        shared: dict[str, Any] = {
-            "kind": kind,
-            "model": tower,
-            "weights": trunk_digest(self.model, kind),
-            "precision": options.precision,
-            "dtype": options.dtype,
-            **made_from(self.source),
-        }
-        if kind == "texts":
-            assert self.tokenizer is not None
-            width, digest = config.text.trunk.width, tokenizer_digest(self.tokenizer)
-            part = options.part or TEXT_PART
-            return StoreFile(**shared, width=width, part=part, context=config.text.context, tokenizer=digest)
-        trunk = config.image.trunk
-        tokens = trunk.prefix + trunk.grid**2
-        bytes_of_row = options.views * tokens * trunk.width * {"fp16": 2, "fp32": 4, "int8": 1}[options.dtype]
-        part = min(IMAGE_PART, max(1, PART_BYTES // bytes_of_row // TOGETHER) * TOGETHER)
-        return StoreFile(
-            **shared,
-            width=trunk.width,
-            part=options.part or part,
-            tokens=tokens,
-            views=options.views,
-            seed=options.seed,
-            augment=options.augment,
-            size=config.image.size,
-            resize=config.preprocess.resize,
-        )
-
-    def read(self, batches: list[range]) -> Iterator[EvalBatch]:
-        """Batches of rows, each within a piece."""
-        if self.views is None:
-            return (self._captions(rows) for rows in batches)
-        size, workers = self.model.config.image.size, self.options.workers
-        return eval_batches(self.source, size, "shortest", self.batch, workers, batches, self.views, captions=False)
-
-    def _captions(self, rows: range) -> EvalBatch:
-        """Captions without images."""
-        batch = EvalBatch([], [], torch.empty(0), [], None, [], [])
-        for row in rows:
-            try:
-                if not (captions := captions_at(self.source, row)):
-                    raise BadSample("no caption")
-            except BadSample as error:
-                batch.skipped.append(Skipped(row, name_of(self.source, row), str(error)))
-                continue
-            batch.captions.append(captions)
-            batch.rows.append(row)
-        return batch
-
-    def rows(self, batch: EvalBatch) -> Rows:
-        """The rows of a batch in the store. Raises: ValueError for tokens that are NaN, infinite or too large."""
-        if not batch.rows:
-            return Rows(placed(self.source, self.file, batch, []))
+    def rows(self, batch: EvalBatch) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         with inference(self.model), precision_of(self.options.precision, self.model.device.type)():
-            tokens, cells = self._images(batch) if self.views is not None else self._texts(batch)
+            groups = groupby(range(len(batch.rows)), lambda n: batch.rows[n] // TOGETHER)
+            made = [self.group(batch, list(group)) for _, group in groups]
+        tokens = np.concatenate([values for _, values in made])
         columns = {"tokens": tokens}
         if self.options.dtype == "int8":
             columns["tokens"], columns["scales"] = quantised(tokens)
-        captions = sum(len(cell.get("captions", ())) for cell in cells)
-        return Rows(placed(self.source, self.file, batch, cells), captions, columns)
+        return [cell for cells, _ in made for cell in cells], columns
 
-    def _images(self, batch: EvalBatch) -> tuple[Any, list[dict[str, Any]]]:
-        """Tokens [n * K * N, W] of images."""
-        images, file = batch.images, self.file
-        tokens = np.empty((len(images), file.views, file.tokens, file.width), np.float32)
-        for _, group in groupby(range(len(images)), lambda n: batch.rows[n] // TOGETHER):
-            which = list(group)
-            places = [batch.rows[n] % TOGETHER for n in which]
-            for view in range(file.views):
-                filled = torch.zeros(TOGETHER, *images.shape[2:], dtype=torch.uint8)
-                filled[places] = images[which, view]
-                computed = self.trunk(self.model.normalise(filled.to(self.model.device)))
-                tokens[which, view] = self._checked(computed, batch, which[0])[places]
-        return tokens.reshape(-1, file.width), [{} for _ in batch.rows]
+    def group(self, batch: EvalBatch, which: list[int]) -> tuple[list[dict[str, Any]], Any]:
+        """Further cells, and tokens [..., W], of some rows of a batch that lie together."""
+        raise NotImplementedError
 
-    def _texts(self, batch: EvalBatch) -> tuple[Any, list[dict[str, Any]]]:
-        """Tokens [S, W] of captions, and their lengths."""
-        assert self.tokenizer is not None
-        parts, cells = list[Any](), list[dict[str, Any]]()
-        for _, group in groupby(range(len(batch.rows)), lambda n: batch.rows[n] // TOGETHER):
-            which = list(group)
-            texts = self.tokenizer.encode([caption for n in which for caption in batch.captions[n]], self.text)
-            lengths = iter(texts.starts.diff().tolist())
-            for n in which:
-                captions = list(map(key_bytes, batch.captions[n]))
-                cells.append({"captions": captions, "lengths": [next(lengths) for _ in captions]})
-            texts = texts.to(self.model.device)
-            computed = self.trunk(texts, self.model.text_tower.packing(texts))[: len(texts.ids)]
-            parts.append(self._checked(computed, batch, which[0]))
-        return np.concatenate(parts), cells
-
-    def _checked(self, tokens: Tensor, batch: EvalBatch, n: int) -> Any:
+    def checked(self, tokens: Tensor, row: int) -> Any:
         """Tokens as an array. Raises: ValueError for NaN, infinite and too large ones."""
         values = tokens.float().cpu().numpy()
         largest = float(np.abs(values).max(initial=0.0))
-        name = batch.keys[n] if batch.keys else f"row {batch.rows[n]}"
         if not np.isfinite(largest):
-            raise ValueError(f"the tower's tokens are NaN or infinite, near {name!r}.")
+            raise ValueError(f"the tower's tokens are NaN or infinite, near row {row}.")
         if largest > HALF_MAX and self.options.dtype != "fp32":
             raise ValueError(
-                f"the tower's tokens reach {largest:.3g}, near {name!r}, more than fp16 has: use --dtype fp32."
+                f"the tower's tokens reach {largest:.3g}, near row {row}, more than fp16 has: use --dtype fp32."
             )
         return values
+
+
+class _ImageTokens(_Tokens):
+    def __init__(self, model: Model, source: Source, options: EmbedOptions) -> None:
+        super().__init__(model, "images", source, options)
+        drawn, config = options.augmented, model.config
+        size, resize, trunk = config.image.size, config.preprocess.resize, config.image.trunk
+        self.views = drawn.of(size, resize, getattr(self.source, "natural", True))
+        tokens = trunk.prefix + trunk.grid**2
+        bytes_of_row = drawn.views * tokens * trunk.width * {"fp16": 2, "fp32": 4, "int8": 1}[options.dtype]
+        part = options.part or min(IMAGE_PART, max(1, PART_BYTES // bytes_of_row // TOGETHER) * TOGETHER)
+        more = {"views": drawn.views, "seed": drawn.seed, "augment": drawn.augment, "size": size, "resize": resize}
+        self.file = self.about("images", self.weights, width=trunk.width, part=part, tokens=tokens, **more)
+
+    def read(self, batches: list[range]) -> Iterator[EvalBatch]:
+        size, workers = self.model.config.image.size, self.options.workers
+        return eval_batches(self.source, size, "shortest", self.batch, workers, batches, self.views, captions=False)
+
+    def group(self, batch: EvalBatch, which: list[int]) -> tuple[list[dict[str, Any]], Any]:
+        file, places = self.file, [batch.rows[n] % TOGETHER for n in which]
+        tokens = np.empty((len(which), file.views, file.tokens, file.width), np.float32)
+        for view in range(file.views):
+            filled = torch.zeros(TOGETHER, *batch.images.shape[2:], dtype=torch.uint8)
+            filled[places] = batch.images[which, view]
+            computed = self.trunk(self.model.normalise(filled.to(self.model.device)))
+            tokens[:, view] = self.checked(computed, batch.rows[which[0]])[places]
+        return [{} for _ in which], tokens.reshape(-1, file.width)
+
+
+class _TextTokens(_Tokens):
+    def __init__(self, model: Model, source: Source, options: EmbedOptions, tokenizer: Tokenizer | None) -> None:
+        super().__init__(model, "texts", source, options)
+        assert tokenizer is not None
+        config = model.config.text
+        self.tokenizer, self.config, part = tokenizer, replace(config, extra_tokens=()), options.part or TEXT_PART
+        more = {"context": config.context, "tokenizer": tokenizer_digest(tokenizer)}
+        self.file = self.about("texts", self.weights, width=config.trunk.width, part=part, **more)
+
+    def read(self, batches: list[range]) -> Iterator[EvalBatch]:
+        """Captions without images."""
+        for rows in batches:
+            batch = EvalBatch([], [], torch.empty(0), [], None, [], [])
+            for row in rows:
+                try:
+                    if not (captions := captions_at(self.source, row)):
+                        raise BadSample("no caption")
+                except BadSample as error:
+                    batch.skipped.append(Skipped(row, name_of(self.source, row), str(error)))
+                    continue
+                batch.captions.append(captions)
+                batch.rows.append(row)
+            yield batch
+
+    def group(self, batch: EvalBatch, which: list[int]) -> tuple[list[dict[str, Any]], Any]:
+        texts = self.tokenizer.encode([caption for n in which for caption in batch.captions[n]], self.config)
+        lengths = iter(texts.starts.diff().tolist())
+        captions = [list(map(key_bytes, batch.captions[n])) for n in which]
+        cells = [{"captions": of_row, "lengths": [next(lengths) for _ in of_row]} for of_row in captions]
+        texts = texts.to(self.model.device)
+        computed = self.trunk(texts, self.model.text_tower.packing(texts))[: len(texts.ids)]
+        return cells, self.checked(computed, batch.rows[which[0]])

@@ -234,6 +234,11 @@ class Store:
     def __len__(self) -> int:
         return int(self.good.num_rows)
 
+    @property
+    def megabytes(self) -> float:
+        """Size on disk."""
+        return sum(path.stat().st_size for path in self.path.iterdir()) / 1e6
+
     def by_row(self, source: int, row: int) -> int | None:
         """The place of a row of one of the store's sources; None where it is bad, or not there."""
         table, code = self.column("rows"), row_codes(source, row)

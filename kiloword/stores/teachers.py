@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -18,11 +18,11 @@ from kiloword.distributed.device import choose
 from kiloword.errors import needs, note_truncated
 from kiloword.interop.hf_folder import is_sentence_encoder, read_sentence_folder
 from kiloword.interop.names import local_folder
+from kiloword.interop.open_clip_config import Unlike, preprocess_of, raw_config, torchvision_ready
 from kiloword.model.encoding import TEXTS, encode_texts, inference
 from kiloword.model.trunks.libraries import check_like
 from kiloword.models.model_folder import check_finite, load_model, model_files
 from kiloword.models.trust import NONE, Trust
-from kiloword.terminal import warn_once
 
 if TYPE_CHECKING:
     from kiloword.data.text.tokenizer import Tokenizer
@@ -57,12 +57,13 @@ def open_teacher(name: str, device: str = "auto", precision: str = "fp32", trust
         raise ValueError(f"precision is {precision!r}: expected {' or '.join(DTYPES)}.")
     device = choose(device)
     kind, _, rest = name.partition(":")
-    if kind == "open_clip":
-        return _open_clip(name, rest, device, precision)
-    if kind == "hf":
-        place = Path(rest).expanduser()
-        return (SentenceTeacher if is_sentence_encoder(place) else TransformersTeacher)(place, device, precision)
-    folder = Path(local_folder(name)).expanduser()
+    if kind == "hf" and is_sentence_encoder(place := Path(rest).expanduser()):
+        return SentenceTeacher(place, device, precision)
+    try:
+        folder = Path(local_folder(name)).expanduser()
+    except Unlike:
+        model_name, _, file = rest.partition(":")
+        return OpenClip(model_name, Path(file).expanduser(), device, precision)
     model, tokenizer = load_model(folder, device, precision, trust)
     return KilowordTeacher(model, tokenizer, digest(model_files(folder)))
 
@@ -86,47 +87,22 @@ class KilowordTeacher:
         return _unit(features[: len(texts)])
 
 
-class Foreign:
-    """A model of another library: two encoding functions, and the normalisation of images."""
-
-    images: Any  # float [n, 3, size, size] -> [n, D]
-    texts: Any  # list of t strings -> [t, D]
-    size: int
-    resize: Resize
-    fingerprint: str
-
-    def __init__(self, mean: Sequence[float], std: Sequence[float], device: str, precision: str) -> None:
-        self._kind, self._device = DTYPES[precision], device
-        self._mean, self._std = (torch.tensor(x, device=device).view(3, 1, 1) for x in (mean, std))
-
-    def encode_images(self, images: Tensor) -> Tensor:
-        with torch.inference_mode():
-            pixels = (images.to(self._device) / 255 - self._mean) / self._std
-            return _unit(self.images(pixels.to(self._kind)))
-
-    def encode_texts(self, texts: Sequence[str]) -> Tensor:
-        """t texts to float32 [t, D] on the CPU, unit norm; t may be 0."""
-        with torch.inference_mode():
-            wanted = list(texts) or [""]
-            parts = [self.texts(wanted[n : n + TEXTS]) for n in range(0, len(wanted), TEXTS)]
-            return _unit(torch.cat(parts)[: len(texts)])
-
-
-class OpenClip(Foreign):
+class OpenClip:
     """An open_clip model whose towers kiloword lacks (ConvNeXt, ...), run by open_clip."""
 
     def __init__(self, name: str, weights: Path, device: str, precision: str) -> None:
         import open_clip
 
         from kiloword.interop.open_clip import read
-        from kiloword.interop.open_clip_config import preprocess_of, raw_config
 
-        state, raw, fingerprint = read(weights), raw_config(name), digest([weights], name)
+        state, raw = read(weights), raw_config(name)
+        self.fingerprint = digest([weights], name)
         name, quick = name.partition("@")[0], bool(raw.get("quick_gelu"))
         with _of_open_clip(name):
             model = open_clip.create_model(
                 name, load_weights=False, pretrained_image=False, pretrained_text=False, force_quick_gelu=quick
             )
+            self._tokenizer = open_clip.get_tokenizer(name)
         try:
             model.load_state_dict(state)
         except RuntimeError as error:
@@ -135,36 +111,21 @@ class OpenClip(Foreign):
         check_finite(state, str(weights))
         published = {**open_clip.get_model_preprocess_cfg(model), **raw.get("preprocess_cfg", {})}
         shown, size = preprocess_of(name, published), published["size"]
-        super().__init__(shown.mean, shown.std, device, precision)
         self.size, self.resize = size if isinstance(size, int) else max(size), shown.resize
-        self.fingerprint = fingerprint
-        model = model.to(device=device, dtype=self._kind).eval()
-        with _of_open_clip(name):
-            tokenizer = open_clip.get_tokenizer(name)
-        self.images = model.encode_image
-        self.texts = lambda texts: model.encode_text(tokenizer(texts).to(device))
+        self._device, self._dtype = device, DTYPES[precision]
+        self._mean, self._std = (torch.tensor(x, device=device).view(3, 1, 1) for x in (shown.mean, shown.std))
+        self._model = model.to(device=device, dtype=self._dtype).eval()
 
+    def encode_images(self, images: Tensor) -> Tensor:
+        """uint8 [n, 3, size, size] to float32 [n, D] on the CPU, unit norm."""
+        with torch.inference_mode():
+            pixels = (images.to(self._device) / 255 - self._mean) / self._std
+            return _unit(self._model.encode_image(pixels.to(self._dtype)))
 
-class TransformersTeacher(Foreign):
-    """A CLIP in a local folder saved by transformers, run by transformers (extra "hf")."""
-
-    def __init__(self, folder: Path, device: str, precision: str) -> None:
-        from kiloword.interop.hf_folder import read_folder
-
-        clip_folder = read_folder(folder)
-        super().__init__(clip_folder.mean, clip_folder.std, device, precision)
-        self.size, self.resize = clip_folder.size, clip_folder.resize
-        self.fingerprint = digest(clip_folder.files)
-        model, tokenizer = from_folder(folder, "CLIP", ("CLIPModel", "AutoTokenizer"), device, precision)
-
-        def texts(wanted: list[str]) -> Tensor:
-            ids = _tokens(tokenizer, wanted, clip_folder.context).to(device)
-            pooled = model.text_model(input_ids=ids["input_ids"], attention_mask=ids["attention_mask"])
-            features: Tensor = model.text_projection(pooled.pooler_output)
-            return features
-
-        self.texts = texts
-        self.images = lambda pixels: model.visual_projection(model.vision_model(pixel_values=pixels).pooler_output)
+    def encode_texts(self, texts: Sequence[str]) -> Tensor:
+        """t texts to float32 [t, D] on the CPU, unit norm; t may be 0."""
+        with torch.inference_mode():
+            return _in_parts(lambda part: self._model.encode_text(self._tokenizer(part).to(self._device)), texts)
 
 
 class SentenceTeacher:
@@ -189,10 +150,8 @@ class SentenceTeacher:
 
     def encode_texts(self, texts: Sequence[str]) -> Tensor:
         """t texts to float32 [t, D] on the CPU, unit norm; t may be 0."""
-        wanted = list(texts) or [""]
         with torch.inference_mode():
-            parts = [self._pooled(wanted[n : n + TEXTS]) for n in range(0, len(wanted), TEXTS)]
-        return _unit(torch.cat(parts)[: len(texts)])
+            return _in_parts(self._pooled, texts)
 
     def _pooled(self, texts: list[str]) -> Tensor:
         if self._sentence.lower:
@@ -244,8 +203,6 @@ def from_folder(folder: Path, what: str, classes: tuple[str, str], device: str, 
 
     Raises: ValueError without transformers, for a folder of something else, and for weights that are not finite.
     """
-    from kiloword.interop.open_clip_config import torchvision_ready
-
     torchvision_ready()
     try:
         import transformers  # type: ignore[import-not-found, unused-ignore]
@@ -269,28 +226,6 @@ def from_folder(folder: Path, what: str, classes: tuple[str, str], device: str, 
     return model.to(device=device, dtype=DTYPES[precision]).eval(), other
 
 
-def _open_clip(name: str, rest: str, device: str, precision: str) -> Teacher:
-    """Load open_clip's weights into kiloword's towers if possible, else use open_clip."""
-    from kiloword.interop.folder import assemble
-    from kiloword.interop.open_clip import assumed, import_state, read
-    from kiloword.interop.open_clip_config import Unlike
-
-    model_name, _, file = rest.partition(":")
-    if not (model_name and file):
-        raise ValueError(
-            f"{name} has no file of weights: write open_clip:NAME:WEIGHTS with a local file; nothing is downloaded."
-        )
-    weights = Path(file).expanduser()
-    state = read(weights)
-    try:
-        imported = import_state(model_name, state)
-    except Unlike:
-        return OpenClip(model_name, weights, device, precision)
-    warn_once(f"note: {assumed(model_name, imported.config)}")
-    model, tokenizer = assemble(imported, weights)
-    return KilowordTeacher(model.to(device=device, dtype=DTYPES[precision]), tokenizer, digest([weights], model_name))
-
-
 @contextmanager
 def _of_open_clip(name: str) -> Iterator[None]:
     """While open_clip makes a part of a model: no network, and no warning of random weights, which are replaced next.
@@ -309,6 +244,13 @@ def _of_open_clip(name: str) -> Iterator[None]:
     finally:
         logging.disable(disabled)
         hub.HF_HUB_OFFLINE = offline
+
+
+def _in_parts(encode: Callable[[list[str]], Tensor], texts: Sequence[str]) -> Tensor:
+    """Unit vectors of texts, TEXTS at a time; of none, too."""
+    wanted = list(texts) or [""]
+    parts = [encode(wanted[n : n + TEXTS]) for n in range(0, len(wanted), TEXTS)]
+    return _unit(torch.cat(parts)[: len(texts)])
 
 
 def _unit(features: Tensor) -> Tensor:

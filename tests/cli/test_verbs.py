@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from kiloword.cli.main import main
+from kiloword.config.recipes import DataConfig
 from kiloword.evaluation import TASKS
 from kiloword.evaluation.caption import CaptionOptions, CaptionTaskOptions
 from kiloword.evaluation.command import Execution
@@ -24,6 +25,7 @@ from kiloword.generation.options import GenerationOptions
 from kiloword.methods import clip, siglip
 from kiloword.mining.options import MineOptions
 from kiloword.models.trust import NONE, Trust
+from kiloword.stores.embed import EmbedOptions
 from kiloword.verify.batch import MethodChoice
 
 OUT = Path("o")
@@ -51,8 +53,8 @@ SHORTEST: list[Words] = [
     (
         "embed m --data d --out o",
         "kiloword.stores.embed:main",
-        {"model": "m", "data": ("d",), "out": OUT, "name": "teacher", "extra_captions": (), "batch": 64}
-        | {"workers": "auto", "device": "auto", "precision": "fp32", "dtype": "fp16", "trust": NONE},
+        {"data": DataConfig(sources=("d",)), "out": OUT, "options": EmbedOptions(model="m")}
+        | {"workers": "auto", "device": "auto", "trust": NONE},
     ),
     (
         "caption m --data d --out o",
@@ -112,8 +114,9 @@ EVERY_FLAG: list[Words] = [
         "embed m --data d e --out o --name n --extra-captions x --batch 3 --workers 2 --device cpu --precision bf16 "
         "--dtype fp32 --method clip --trust-code",
         "kiloword.stores.embed:main",
-        {"data": ("d", "e"), "name": "n", "extra_captions": ("x",), "batch": 3, "workers": 2, "device": "cpu"}
-        | {"precision": "bf16", "dtype": "fp32", "trust": Trust(method="clip", trust_code=True)},
+        {"data": DataConfig(sources=("d", "e"), extra_captions=("x",)), "workers": 2, "device": "cpu"}
+        | {"options": EmbedOptions(model="m", name="n", batch=3, precision="bf16", dtype="fp32")}
+        | {"trust": Trust(method="clip", trust_code=True)},
     ),
     (
         "caption m --data d e --out o --num 2 --beams 4 --batch 3 --workers 2 --device cpu --precision bf16 "

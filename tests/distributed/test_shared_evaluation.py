@@ -34,7 +34,7 @@ from kiloword.methods.registry import preset
 from kiloword.mining.pairs import search
 from kiloword.models.build import build
 from kiloword.models.model_folder import save_model
-from kiloword.stores.embed import feature_file, write_features
+from kiloword.stores.embed import embed
 from kiloword.stores.features import FeatureStore
 from kiloword.stores.pieces import ProgressReport
 from kiloword.stores.teachers import KilowordTeacher as Teacher
@@ -149,8 +149,7 @@ def write_files(folder: Path) -> None:
 
 def write_store(teacher: Teacher, folder: Path) -> None:
     source: Any = Repeats()
-    file = feature_file(teacher, source, "t", "teacher", "fp32", "fp32", part=6)
-    write_features(teacher, source, folder / "side", file, 2, 0, ProgressReport(None))
+    embed(teacher, source, folder / "side", model="t", dtype="fp32", part=6, batch=2)
 
 
 class Cut(Teacher):

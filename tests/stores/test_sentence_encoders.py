@@ -108,7 +108,7 @@ def test_fingerprint_knows_the_pooling(folder: Path) -> None:
         (
             "config.json",
             '{"model_type": "gpt2"}',
-            r"holds a 'gpt2' model: expected a CLIP .* or an encoder of texts alone",
+            "'gpt2' model",
         ),
         ("config.json", '{"model_type": "bert", "max_position_embeddings": 2}', "reads 2 tokens of a text"),
         ("modules.json", "{}", "it is no json list"),

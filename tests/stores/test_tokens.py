@@ -20,12 +20,14 @@ from cases import mostly_slow
 from kiloword.cli.main import main
 from kiloword.config.recipes import AugmentConfig, LoraConfig, Recipe, TextConfig
 from kiloword.data.images.augmentation import TrainTransform
+from kiloword.data.images.views import Augmented
 from kiloword.data.sources.open import open_source
 from kiloword.methods.defaults import default_recipe
 from kiloword.model.encoding import inference
 from kiloword.randomness import Draw
 from kiloword.stores import runs as token_runs
-from kiloword.stores.embed_tokens import TokenOptions, embed_tokens, open_tower
+from kiloword.stores.embed import EmbedOptions
+from kiloword.stores.embed_tokens import embed_tokens, open_tower
 from kiloword.stores.features import FeatureStore
 from kiloword.stores.pieces import ProgressReport
 from kiloword.stores.tokens import FoundImages, ImageTokens, TextTokens, TokenizerWithTokens, quantised, restored
@@ -128,7 +130,7 @@ def test_the_same_bytes_whatever_happens(tmp_path: Path, dtype: Any) -> None:
     """Batches, workers and an interruption; the folder is not finished before its end."""
     run, source = recipe(), open_source("scenes?n=75&captions=2", size=SIZE)
     model, tokenizer = trunks_of(run, source)
-    options = TokenOptions(2, JITTER, 5, dtype, batch=32, part=32)
+    options = EmbedOptions(augmented=Augmented(2, JITTER, 5), dtype=dtype, batch=32, part=32)
     for kind in KINDS:
         embed_tokens(model, tokenizer, kind, source, tmp_path / "a", options)
     for kind in KINDS:
@@ -141,7 +143,7 @@ def test_the_same_bytes_whatever_happens(tmp_path: Path, dtype: Any) -> None:
         embed_tokens(model, tokenizer, kind, source, tmp_path / "b", replace(other, batch=100))
     assert digests(tmp_path / "a") == digests(tmp_path / "b")
     with pytest.raises(ValueError, match=r"with seed 5, .* with seed 6"):
-        embed_tokens(model, None, "images", source, tmp_path / "a", replace(options, seed=6))
+        embed_tokens(model, None, "images", source, tmp_path / "a", replace(options, augmented=Augmented(2, JITTER, 6)))
 
 
 def test_training_on_tokens_is_training_on_images(tmp_path: Path) -> None:
@@ -174,8 +176,8 @@ def test_runs_that_tokens_do_not_fit_are_refused(tmp_path: Path) -> None:
     squashed = replace(good.model, preprocess=replace(good.model.preprocess, resize="squash"))
     (tmp_path / "model").mkdir()
     model, _ = trunks_of(run, open_source(SCENES, size=SIZE))
-    made = TokenOptions(dtype="fp32")
-    embed_tokens(model, None, "images", open_source(SCENES, size=SIZE), tmp_path / "m", made, str(tmp_path / "model"))
+    made = EmbedOptions(dtype="fp32", model=str(tmp_path / "model"))
+    embed_tokens(model, None, "images", open_source(SCENES, size=SIZE), tmp_path / "m", made)
 
     def data(run: Recipe, **changes: Any) -> Recipe:
         return replace(run, data=replace(run.data, **changes))
@@ -273,9 +275,12 @@ def test_compiled_towers_on_trunks_train_alike(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize(
     ("options", "word"),
-    [(TokenOptions(views=2), "--views 2"), (TokenOptions(augment=AugmentConfig(drop_words=0.5)), "drop-words")],
+    [
+        (EmbedOptions(augmented=Augmented(2)), "--views 2"),
+        (EmbedOptions(augmented=Augmented(1, AugmentConfig(drop_words=0.5))), "drop-words"),
+    ],
 )
-def test_views_that_are_none(tmp_path: Path, options: TokenOptions, word: str) -> None:
+def test_views_that_are_none(tmp_path: Path, options: EmbedOptions, word: str) -> None:
     source = open_source(SCENES, size=SIZE)
     model, _ = trunks_of(recipe(), source)
     with pytest.raises(ValueError, match=word):
@@ -288,14 +293,14 @@ def test_tokens_too_large_for_halves(tmp_path: Path) -> None:
     model, tokenizer = trunks_of(run, source)
     with torch.no_grad():
         model.text_tower.trunk.layers[-1].norm2.weight.fill_(1e6)
-    options = TokenOptions(dtype="fp16")
+    options = EmbedOptions(dtype="fp16")
     with pytest.raises(ValueError, match=r"tokens reach .*, more than fp16 has: use --dtype fp32"):
         embed_tokens(model, tokenizer, "texts", source, tmp_path / "f", options)
     store = embed_tokens(model, tokenizer, "texts", source, tmp_path / "g", replace(options, dtype="fp32"))
     assert store is not None
     with torch.no_grad():
         model.text_tower.trunk.layers[-1].norm2.weight.fill_(float("nan"))
-    with pytest.raises(ValueError, match=r"tokens are NaN or infinite, near 'row 0'"):
+    with pytest.raises(ValueError, match=r"tokens are NaN or infinite, near row 0"):
         embed_tokens(model, tokenizer, "texts", source, tmp_path / "h", replace(options, dtype="fp32"))
 
 
@@ -325,7 +330,7 @@ def test_images_without_tokens_are_skipped_and_named(tmp_path: Path, capsys: pyt
     run, source = recipe(steps=3, augment=AugmentConfig()), BadRows()
     model, _ = trunks_of(run, source)
     out = io.StringIO()
-    options = TokenOptions(seed=3, dtype="fp32", batch=5)
+    options = EmbedOptions(dtype="fp32", batch=5)
     store = embed_tokens(model, None, "images", source, tmp_path / "f", options, report=ProgressReport(out))
     assert isinstance(store, ImageTokens)
     assert len(store) == 40

@@ -19,6 +19,7 @@ from kiloword.__version__ import __version__
 from kiloword.config.recipes import AugmentConfig, DataConfig, Recipe
 from kiloword.config.settings import leaves, read_config
 from kiloword.data.edits import PARTS
+from kiloword.data.images.views import PLAIN, Augmented
 from kiloword.data.reading import captions_at
 from kiloword.data.sources.open import open_data
 from kiloword.files import atomic, write_json
@@ -29,6 +30,7 @@ from kiloword.quickstart.photos.judge import FREE, Trained, Validation, judge, t
 from kiloword.quickstart.photos.page import page, summary
 from kiloword.quickstart.photos.results import PhotoFacts, PhotoResults
 from kiloword.quickstart.run import seconds_in_loop
+from kiloword.stores.embed import EmbedOptions
 from kiloword.stores.embed_tokens import main as embed
 from kiloword.stores.tokens import Dtype, ImageTokens, TextTokens
 from kiloword.terminal import say, warn
@@ -205,7 +207,9 @@ def extract(tower: str, names: Sequence[str], folder: Path, plan: PhotoPlan, vie
     """Store a tower's tokens of photos, or of their captions: what `kiloword embed --tokens` does."""
     of_images = tower == plan.image_tower
     augment = plan.augment if of_images and views > 1 else AugmentConfig()
-    embed(tower, names, folder, dtype=DTYPE, views=views if of_images else 1, augment=augment, seed=plan.seed)
+    augmented = Augmented(views, augment, plan.seed) if augment != AugmentConfig() else PLAIN
+    options = EmbedOptions(model=tower, dtype=DTYPE, augmented=augmented)
+    embed(DataConfig(sources=tuple(names)), folder, options, "auto", "auto")
 
 
 def trained_on(recipe: Recipe, source: Source, out: Path, method: str) -> Trained:
