@@ -19,7 +19,7 @@ from kiloword.interop.hf_folder import json_object
 from kiloword.interop.names import is_foreign
 from kiloword.models.card import CARD, model_card
 from kiloword.models.model_folder import WEIGHTS, check_weights, model_files, read_model_file
-from kiloword.models.tensors import read_shapes
+from kiloword.models.tensors import open_tensors
 from kiloword.models.trust import method_of
 from kiloword.terminal import say
 
@@ -100,10 +100,9 @@ def _is_model(folder: Path) -> bool:
 def _of_model(folder: Path, repository: str) -> Upload:
     """A model folder that `kiloword.load` opens; a card is made where it has none. Raises: ValueError if damaged."""
     file = read_model_file(folder)
-    if ":" in file.method:  # of the user's own module, which nobody asked to import
-        read_shapes(folder / WEIGHTS)
-    else:
-        check_weights(folder, file, method_of(file, folder))
+    weights = open_tensors(folder / WEIGHTS)
+    if ":" not in file.method:  # of the user's own module, which nobody asked to import
+        check_weights(folder, file, method_of(file, folder), weights)
     Tokenizer.load(folder)
     return Upload("kiloword", folder, _card(folder, repository) | {name: folder / name for name in MODEL})
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import reduce
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from kiloword.config.recipes import ModelFile
@@ -21,8 +19,8 @@ from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.files import new_folder, write_atomic, write_json
 from kiloword.methods.registry import find
 from kiloword.models.card import CARD, averaged, card
-from kiloword.models.model_folder import WEIGHTS, check_finite, check_fit, model_files, read_model_file
-from kiloword.models.tensors import read_shapes, spec_of, write_streamed
+from kiloword.models.model_folder import WEIGHTS, check_finite, check_fit, open_weights
+from kiloword.models.tensors import write_streamed
 from kiloword.terminal import say
 
 
@@ -46,45 +44,32 @@ def average(models: Sequence[Path], shares: Sequence[float], out: Path) -> int:
     Its config.json and its card name the models and their shares.
     A model with share 0 has no effect. One tensor of each model is in memory at a time. No code of a folder is run.
 
-    Args: shares: one of each model, with sum 1.
+    Args: models: model folders, or states of runs; shares: one of each model, with sum 1.
     Returns: number of parameters. Raises: ValueError for models that differ in more than their weights, naming what
     differs, for weights that are NaN or infinite, and for an `out` that is in use.
     Source: WiSE-FT (arXiv:2109.01903, section 3) for two models, model soups (arXiv:2203.05482, section 2) for several.
     """
-    folders = [_folder(model) for model in models]
-    files = [read_model_file(folder) for folder in folders]
-    for folder, file in zip(folders[1:], files[1:], strict=True):
-        _check_same(folders[0], files[0], folder, file)
-    *shapes, last = (read_shapes(folder / WEIGHTS) for folder in folders)
-    for folder, other in zip(folders[:-1], shapes, strict=True):
-        check_fit(last, other, f"weights in {folder}", f"those of {folders[-1]}")
+    folders, files, stored = zip(*map(open_weights, models), strict=True)
+    for folder, file, weights in zip(folders[:-1], files, stored, strict=False):
+        _check_same(folder, file, folders[-1], files[-1])
+        check_fit(stored[-1].shapes, weights.shapes, f"weights in {folder}", f"those of {folders[-1]}")
     made = replace(files[-1], steps=0, data=averaged([str(model) for model in models], files, shares))
-    with new_folder(out) as work, ExitStack() as stack:
-        stored = [stack.enter_context(safe_open(folder / WEIGHTS, framework="pt")) for folder in folders]
 
-        def mean(name: str) -> Tensor:
-            """In double precision; a sum from 0 would make -0 of a shared trunk 0."""
-            values = [file.get_tensor(name) for file in stored]
-            for folder, value in zip(folders, values, strict=True):
-                check_finite({name: value}, str(folder))
-            parts = [share * value.double() for share, value in zip(shares, values, strict=True) if share]
-            total: Tensor = reduce(torch.add, parts)
-            return total.to(values[-1].dtype)
+    def mean(name: str) -> Tensor:
+        """In double precision; a sum from 0 would make -0 of a shared trunk 0."""
+        values = [weights.read(name) for weights in stored]
+        for folder, value in zip(folders, values, strict=True):
+            check_finite({name: value}, str(folder))
+        parts = [share * value.double() for share, value in zip(shares, values, strict=True) if share]
+        total: Tensor = reduce(torch.add, parts)
+        return total.to(values[-1].dtype)
 
+    with new_folder(out) as work:
         write_atomic(work / CARD, card(made).encode())
         write_json(work / "config.json", asdict(made))
         Tokenizer.load(folders[-1]).save(work)
-        specs = {name: spec_of(stored[-1].get_tensor(name)) for name in last}
-        write_streamed(work / WEIGHTS, specs, mean)
-    return sum(math.prod(shape) for shape in last.values())
-
-
-def _folder(model: Path) -> Path:
-    """The model folder of a path. Raises: ValueError for a state of a run."""
-    config, _, *weights = model_files(model)
-    if weights != [config.with_name("model.safetensors")]:
-        raise ValueError(f"{model} is a state of a run: expected a model folder.")
-    return config.parent
+        write_streamed(work / WEIGHTS, stored[-1].specs, mean)
+    return sum(math.prod(shape) for shape in stored[-1].shapes.values())
 
 
 def _check_same(first: Path, a: ModelFile, other: Path, b: ModelFile) -> None:

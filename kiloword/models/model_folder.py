@@ -6,7 +6,7 @@ A model folder holds `model.safetensors`, `config.json` and `tokenizer.json`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from kiloword.model.model import Model
 from kiloword.models import adapters
 from kiloword.models.build import build, shapes
 from kiloword.models.states import SavedState, open_state
-from kiloword.models.tensors import read_shapes, read_tensors, write_tensors
+from kiloword.models.tensors import Tensors, open_tensors, write_tensors
 from kiloword.models.trust import NONE, Trust, method_of
 
 EXTRA_TOKENS = 16  # largest number in a text tower
@@ -64,27 +64,29 @@ def open_model(
     of a folder of adapters alone, the model folder from which their run started.
     Raises: ValueError when a file is missing or damaged, does not fit its config, or needs untrusted code (`Trust`).
     """
-    device, (folder, state) = choose(device, mps=True), _located(Path(folder))
-    file = read_model_file(folder, WEIGHTS if base is None else adapters.FILE)
+    device = choose(device, mps=True)
+    folder, file, weights = open_weights(folder, base)
     computing = encoder_precision(precision, file.model, device)
     method = method_of(file, folder, trust)
-    if base is not None:
-        weights = adapters.joined(_located(Path(base))[0], folder)
-        check_weights(folder, file, method, {name: tuple(value.shape) for name, value in weights.items()})
-    elif state is not None:
-        specs = state.model_specs()
-        check_weights(folder, file, method, {name: shape for name, (_, shape) in specs.items()})
-        weights = {name: state.model_tensor(name) for name in specs}
-    else:
-        check_weights(folder, file, method)
-        weights = read_tensors(folder / WEIGHTS)
+    check_weights(folder, file, method, weights)
     model = build(file.model, method, seed=0)
-    load_weights(model, weights, str(folder))
+    load_weights(model, weights.all(), str(folder))
     kinds = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
     if dtype not in kinds:
         raise ValueError(f"dtype is {dtype!r}: expected one of {', '.join(kinds)}.")
     model.precision = computing
     return model.to(device=device, dtype=kinds[dtype]), Tokenizer.load(folder), method
+
+
+def open_weights(path: Path | str, base: Path | str | None = None) -> tuple[Path, ModelFile, Tensors]:
+    """The model folder of a path, its `config.json`, and the weights that are meant, named as for `open_model`."""
+    folder, state = _located(Path(path))
+    file = read_model_file(folder, WEIGHTS if base is None else adapters.FILE)
+    if base is not None:
+        return folder, file, adapters.joined(_located(Path(base))[0], folder)
+    if state is not None:
+        return folder, replace(file, steps=state.numbers["step"]), adapters.merged(state.model)
+    return folder, file, open_tensors(folder / WEIGHTS)
 
 
 def _located(path: Path) -> tuple[Path, SavedState | None]:
@@ -125,22 +127,18 @@ def read_model_file(folder: Path | str, weights: str = WEIGHTS) -> ModelFile:
     return file
 
 
-def check_weights(
-    folder: Path | str, file: ModelFile, method: Method, stored: Mapping[str, tuple[int, ...]] | None = None
-) -> None:
-    """Compare the shapes of a folder's weights with its config before allocating either.
+def check_weights(folder: Path | str, file: ModelFile, method: Method, weights: Tensors) -> None:
+    """Compare the shapes of weights with the config of their folder before allocating either.
 
-    Args: stored: shapes of other weights than those of its file, such as a state's; none: its file's.
-    Raises: ValueError when the file is damaged or does not fit.
+    Raises: ValueError when they do not fit.
     """
-    stored = stored or read_shapes(Path(folder) / WEIGHTS)
     if ":" not in file.method:  # a user-defined method may read values, which meta tensors do not have
         try:
             declared = shapes(file.model, method)
         except ValueError as e:
             reason = str(e).rstrip(".")
             raise ValueError(f"{Path(folder) / 'config.json'} cannot be used: {reason}.") from e
-        check_fit(declared, stored, f"weights in {folder}", "its config")
+        check_fit(declared, weights.shapes, f"weights in {folder}", "its config")
 
 
 def load_weights(model: torch.nn.Module, weights: dict[str, Tensor], name: str, frame: str = "its config") -> None:

@@ -24,8 +24,7 @@ from torch import Tensor
 
 from kiloword.distributed import collectives
 from kiloword.files import SaveError, write_json
-from kiloword.model.adapters import MARK, adapters_of, merge
-from kiloword.models.tensors import CODES, Spec, spec_of, write_tensors
+from kiloword.models.tensors import DTYPES, Spec, Tensors, spec_of, write_tensors
 from kiloword.terminal import warn as say_warning
 
 PLACES = "DCP_SHARDING_INFO"  # key of the metadata of a part: where its chunks begin in their tensors
@@ -80,8 +79,7 @@ class SavedState:
     """A whole state on disk.
 
     Args: files: of its tensors; numbers: its JSON.
-    Attributes: specs: dtypes and shapes of its tensors; model_names: the tensors of the model, adapters included, by
-    name -> name in the state, averaged ones where there are any.
+    Attributes: specs: dtypes and shapes of its tensors.
     Raises: ValueError for files that are not safetensors, or not the whole of their tensors; nothing is allocated.
     """
 
@@ -92,21 +90,15 @@ class SavedState:
         for path in files:
             try:
                 self._open(path)
-            except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+            except (SafetensorError, OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError) as e:
                 raise ValueError(f"{path.name}: {type(e).__name__}: {str(e)[:200]}") from e
         for name, (_, shape) in self.specs.items():
             if sum(math.prod(size) for _, _, size in self._chunks[name]) != math.prod(shape):
                 raise ValueError(f"{files[0].parent.name}: its parts do not make up {name[:200]}")
-        model = (name.removeprefix("learner/model.") for name in self.specs if name.startswith("learner/model."))
-        self.model_names = {
-            name: f"average/model.{name}" if f"average/model.{name}" in self.specs else f"learner/model.{name}"
-            for name in model
-        }
 
     def _open(self, path: Path) -> None:
         """Note the chunks of a part. The file stays mapped into memory."""
         file: Any = safe_open(path, framework="pt")
-        dtypes = {code: dtype for dtype, code in CODES.items()}
         places = json.loads(file.metadata()[PLACES])
         for name, place in places.items():
             chunk, start = file.get_slice(name), tuple(place["saved_offsets"])
@@ -115,7 +107,7 @@ class SavedState:
             whole = self.specs.get(name, (None, end))[1]
             if min(start, default=0) < 0:
                 raise ValueError(f"{name[:200]} begins at {start}")
-            self.specs[name] = dtypes[chunk.get_dtype()], tuple(map(max, end, whole))
+            self.specs[name] = DTYPES[chunk.get_dtype()], tuple(map(max, end, whole))
             self._chunks[name].append((file, start, size))
 
     @torch.no_grad()
@@ -140,15 +132,17 @@ class SavedState:
         self.load({name: tensor})
         return tensor
 
-    def model_specs(self) -> dict[str, Spec]:
-        """The tensors of a model folder of this state, adapters merged."""
-        return {name: self.specs[stored] for name, stored in self.model_names.items() if MARK not in name}
-
-    def model_tensor(self, name: str) -> Tensor:
-        """A tensor of `model_specs`."""
-        adapters = [self.whole(self.model_names[part]) for part in adapters_of(name, self.model_names)]
-        value = self.whole(self.model_names[name])
-        return merge(value, *adapters) if adapters else value
+    @property
+    def model(self) -> Tensors:
+        """The tensors of the model, adapters included; averaged ones where there are any."""
+        names = {}
+        for place in self.specs:
+            if place.startswith("learner/model."):
+                name = place.removeprefix("learner/model.")
+                averaged = f"average/model.{name}"
+                names[name] = averaged if averaged in self.specs else place
+        specs = {name: self.specs[place] for name, place in names.items()}
+        return Tensors(specs, lambda name: self.whole(names[name]), self.files)
 
 
 def shards_folder(folder: Path, step: int) -> Path:

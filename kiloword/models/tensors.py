@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
 from torch import Tensor
 
 from kiloword.files import atomic
@@ -30,6 +31,7 @@ CODES = {  # dtypes of safetensors, widest first; tensors are stored in this ord
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+DTYPES = {code: dtype for dtype, code in CODES.items()}
 LONGEST_HEADER = 1 << 24  # bytes, enough for 100,000 tensors
 FLOATS = ("F64", "F32", "BF16", "F16")  # dtypes of weights
 
@@ -77,8 +79,25 @@ def write_streamed(
     return checksum.hexdigest()
 
 
-def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor of a safetensors file; only the header is read.
+@dataclass(frozen=True)
+class Tensors:
+    """Tensors on disk: their dtypes and shapes by name, `read` for one of them, and the files that hold them."""
+
+    specs: Mapping[str, Spec]
+    read: Callable[[str], Tensor]
+    files: Sequence[Path] = ()
+    about: Mapping[str, str] = field(default_factory=dict)  # metadata of the file
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: shape for name, (_, shape) in self.specs.items()}
+
+    def all(self) -> dict[str, Tensor]:
+        return {name: self.read(name) for name in self.specs}
+
+
+def open_tensors(path: Path) -> Tensors:
+    """The tensors of a safetensors file; only its header is read.
 
     Raises: ValueError when it is damaged, or holds tensors that are not floating-point.
     """
@@ -86,22 +105,19 @@ def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
         size = int.from_bytes(raw.read(8), "little")
     if size > LONGEST_HEADER:
         raise ValueError(f"{path} is damaged (a header of {size:,} bytes, above {LONGEST_HEADER:,}): copy it again.")
-    shapes = {}
+    specs = {}
     try:
-        with safe_open(path, framework="np") as file:
-            for name in file.keys():  # noqa: SIM118
-                part = file.get_slice(name)
-                shapes[name] = tuple(part.get_shape())
-                if part.get_dtype() not in FLOATS:
-                    raise ValueError(
-                        f"{name[:200]} in {path} is {part.get_dtype()}: expected one of {', '.join(FLOATS)}."
-                    )
+        file: Any = safe_open(path, framework="np")  # torch would map the whole file
+        for name in file.keys():  # noqa: SIM118
+            part = file.get_slice(name)
+            if part.get_dtype() not in FLOATS:
+                raise ValueError(f"{name[:200]} in {path} is {part.get_dtype()}: expected one of {', '.join(FLOATS)}.")
+            specs[name] = DTYPES[part.get_dtype()], tuple(part.get_shape())
     except SafetensorError as e:
         raise ValueError(f"{path} is damaged ({e}): copy it again, or use an earlier one.") from e
-    return shapes
 
+    @cache
+    def opened() -> Any:
+        return safe_open(path, framework="pt")
 
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """All tensors of a safetensors file. Raises: ValueError as `read_shapes`."""
-    read_shapes(path)
-    return load_file(path)
+    return Tensors(specs, lambda name: opened().get_tensor(name), [path], file.metadata() or {})

@@ -18,7 +18,7 @@ from kiloword.distributed.device import choose
 from kiloword.methods.registry import find, preset
 from kiloword.model.attention import HEAD, OLDEST, WIDEST_HEAD, bad_heads, old_card
 from kiloword.model.model import rules_of
-from kiloword.models.tensors import read_shapes
+from kiloword.models.tensors import open_tensors
 from kiloword.models.trust import Trust
 from kiloword.training import start
 from kiloword.training.learner import Learner, learner_of
@@ -106,7 +106,7 @@ def _of_method(recipe: Recipe, trust_code: bool) -> Iterator[str]:
             continue
         here, there = rules_of(mine.model), rules_of(other.model)
         changed = {name for name in here if here[name] != there[name]}
-        loaded = set(read_shapes(Path(recipe.init) / "model.safetensors"))
+        loaded = set(open_tensors(Path(recipe.init) / "model.safetensors").specs)
         if not start.same_scale(recipe.init, mine.model, loaded, Trust(named=recipe.method, trust_code=trust_code)):
             loaded -= {"head.log_scale", "head.bias"}
         if changed and changed <= loaded:

@@ -18,7 +18,7 @@ from torch import Tensor
 from kiloword.config.recipes import ModelFile
 from kiloword.distributed import collectives
 from kiloword.files import SaveError, sync, write_json
-from kiloword.models.adapters import write_adapter
+from kiloword.models.adapters import merged, write_adapter
 from kiloword.models.model_folder import check_fit, not_finite
 from kiloword.models.states import (
     Part,
@@ -205,7 +205,8 @@ def write_model(run: Run, file: ModelFile, stored: SavedState) -> None:
     """Write the model folder of a state, with averaged weights if any. Weights come last, as in `save_model`."""
     folder = run.out / "model"
     write_json(folder / "config.json", asdict(file))
-    write_streamed(folder / "model.safetensors", stored.model_specs(), stored.model_tensor)
+    weights = merged(stored.model)
+    write_streamed(folder / "model.safetensors", weights.specs, weights.read)
     if run.recipe.lora.rank and run.recipe.lora.save == "apart":
         _write_apart(run, file, stored)
 
@@ -216,8 +217,7 @@ def _write_apart(run: Run, file: ModelFile, stored: SavedState) -> None:
     folder = run.out / "adapter"
     run.tokenizer.save(folder)
     write_json(folder / "config.json", asdict(file))
-    values = ((name, stored.whole(place)) for name, place in stored.model_names.items())
-    write_adapter(folder, Path(run.recipe.init), values)
+    write_adapter(folder, Path(run.recipe.init), stored.model)
 
 
 def what_is_left(out: Path) -> str:

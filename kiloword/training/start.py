@@ -22,8 +22,8 @@ from kiloword.methods.registry import find, preset
 from kiloword.model.model import Model, resize, resize_text
 from kiloword.model.trunks.kinds import resized_trunk
 from kiloword.model.trunks.trunk import Trunk
-from kiloword.models.model_folder import check_weights, load_weights, read_model_file
-from kiloword.models.tensors import read_shapes, read_tensors
+from kiloword.models.model_folder import WEIGHTS, check_weights, load_weights, read_model_file
+from kiloword.models.tensors import open_tensors
 from kiloword.models.trust import Trust, method_of
 from kiloword.training import tuning
 
@@ -56,7 +56,7 @@ def defaults(
 def _lacking(method: str, init: str) -> set[str]:
     """The method's own towers, such as decoders, that a model folder lacks."""
     needed = set(preset(method).towers)
-    names = (name.split(".") for name in (read_shapes(Path(init) / "model.safetensors") if needed else ()))
+    names = (name.split(".") for name in (open_tensors(Path(init) / WEIGHTS).specs if needed else ()))
     return needed - {parts[1] for parts in names if parts[0] == "more"}
 
 
@@ -186,7 +186,7 @@ def _shape(folder: str, trust: Trust) -> ModelConfig:
     """The model config of a folder as its method shapes it; the file holds the config before that."""
     file = read_model_file(folder)
     method = method_of(file, folder, trust)
-    check_weights(folder, file, method)
+    check_weights(folder, file, method, open_tensors(Path(folder) / WEIGHTS))
     return method.shape(file.model)
 
 
@@ -255,7 +255,7 @@ class _Brought:
 def _read(folder: str, model: Model, trust: Trust) -> _Brought:
     """Weights of a folder, adapted to the positions and tokens of `model`."""
     old, new = _shape(folder, trust), model.config
-    brought = _Brought(read_tensors(Path(folder) / "model.safetensors"))
+    brought = _Brought(open_tensors(Path(folder) / WEIGHTS).all())
     if not same_scale(folder, model, brought.weights, trust):
         brought.weights = {k: v for k, v in brought.weights.items() if k not in ("head.log_scale", "head.bias")}
     for name, limit in model.state_dict().items():

@@ -15,7 +15,7 @@ from kiloword.model import adapters
 from kiloword.model.adapters import MARK
 from kiloword.model.layers import depths, layers_of, trunk_layers
 from kiloword.model.model import Model
-from kiloword.models.tensors import read_shapes
+from kiloword.models.tensors import open_tensors
 from kiloword.training.learner import Learner
 from kiloword.training.optimizer import Optimizer
 
@@ -166,7 +166,7 @@ def adapt(model: Model, recipe: Recipe) -> str:
 
     Returns: a note about them. Raises: ValueError as `adapters.attach`.
     """
-    loaded = None if recipe.init is None else read_shapes(Path(recipe.init) / "model.safetensors")
+    loaded = None if recipe.init is None else open_tensors(Path(recipe.init) / "model.safetensors").specs
     new = [] if loaded is None else [name for name, _ in model.named_parameters() if name not in loaded]
     pretrained = [t for t in TOWERS if loaded is not None or trunk_layers(getattr(model, f"{t}_tower"))]
     note = adapters.attach(model, recipe.lora, recipe.seed, pretrained, new)

@@ -31,7 +31,7 @@ from kiloword.methods.defaults import default_recipe
 from kiloword.methods.registry import preset
 from kiloword.model.model import Model
 from kiloword.models.build import build
-from kiloword.models.tensors import read_tensors
+from kiloword.models.tensors import open_tensors
 from kiloword.randomness import key
 from kiloword.training.learner import Learner
 from kiloword.training.log import read_metrics
@@ -406,7 +406,7 @@ def test_transforms_and_questions_do_not_mix() -> None:
 def test_fine_tuning_brings_towers_and_decoder(tmp_path: Path) -> None:
     source = open_source(DATA + "&n=64", 32)
     first = train(recipe_of("coca", 1, "scenes:train?objects=1&n=64"), tmp_path / "coca", options=QUIET)
-    before = read_tensors(first / "model.safetensors")
+    before = open_tensors(first / "model.safetensors").all()
     recipe = recipe_of("vqa", 1, DATA + "&n=64", init=str(first))
     resolved = resolve(recipe, source, tmp_path / "none", QUIET, "cpu")
     from kiloword.training.setup import make_learner

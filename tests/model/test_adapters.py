@@ -16,6 +16,7 @@ from kiloword.model.model import Model, initialise
 from kiloword.model.trunks.lite import EfficientNetLite
 from kiloword.models.adapters import merged
 from kiloword.models.build import build
+from kiloword.models.tensors import Tensors, spec_of
 from kiloword.verify.batch import batch, config
 
 BOTH = ("image", "text")
@@ -38,6 +39,11 @@ def moved(made: nn.Module) -> nn.Module:
         if name.endswith(".lora.b"):
             p.data = 0.1 * torch.randn(p.shape, generator=generator, dtype=p.dtype)
     return made
+
+
+def in_memory(module: nn.Module) -> Tensors:
+    state = module.state_dict()
+    return Tensors({name: spec_of(value) for name, value in state.items()}, state.__getitem__)
 
 
 def features(made: Model) -> list[Tensor]:
@@ -92,7 +98,7 @@ def test_a_model_with_adapters_starts_as_its_base() -> None:
 def test_merged_equals_unmerged(dtype: torch.dtype, close: float) -> None:
     made: Any = moved(adapted("qkv,out,fc,proj")).to(dtype)
     whole = model().to(dtype)
-    whole.load_state_dict(dict(merged(made.state_dict())))
+    whole.load_state_dict(merged(in_memory(made)).all())
     for a, b, start in zip(features(made), features(whole), features(model().to(dtype)), strict=True):
         assert float((a - b).abs().max()) < close
         assert float((a - start).abs().max()) > 0.01
@@ -181,7 +187,7 @@ def test_adapters_of_efficientnet() -> None:
     initialise(trunk, 0)
     attach(made, LoraConfig(rank=2, targets=("image:1-2:expand_conv", "conv_head")), 0, ["image"])
     moved(trunk)
-    plain.load_state_dict(dict(merged(trunk.state_dict())))
+    plain.load_state_dict(merged(in_memory(trunk)).all())
     images = torch.randn(2, 3, 64, 64)
     out = trunk(images)
     torch.testing.assert_close(out, plain(images), rtol=1e-4, atol=1e-4)

@@ -21,7 +21,7 @@ from kiloword.distributed import collectives, launch
 from kiloword.files import Lock
 from kiloword.methods.defaults import default_recipe
 from kiloword.methods.registry import preset
-from kiloword.models.tensors import read_tensors
+from kiloword.models.tensors import open_tensors
 from kiloword.training import compilation, engine, meter, resolve, setup
 from kiloword.training.resolve import make_loader, with_length
 from kiloword.training.setup import make_learner
@@ -129,13 +129,13 @@ def test_frozen_towers(freeze: Any, towers: set[str]) -> None:
 def test_tensors_are_read_only_of_a_file_that_is_whole(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     save_file({"a": torch.ones(2)}, path)
-    assert read_tensors(path)["a"].tolist() == [1.0, 1.0]
+    assert open_tensors(path).all()["a"].tolist() == [1.0, 1.0]
     path.write_bytes((1 << 40).to_bytes(8, "little") + b"{}")
     with pytest.raises(ValueError, match=r"model\.safetensors is damaged .* copy it again"):
-        read_tensors(path)
+        open_tensors(path).all()
     save_file({"a": torch.ones(2, dtype=torch.int64)}, path)
     with pytest.raises(ValueError, match=r"model\.safetensors"):
-        read_tensors(path)
+        open_tensors(path).all()
 
 
 def test_an_optimizer_gets_the_scales_that_there_are() -> None:
