@@ -13,7 +13,6 @@ import netrc
 import os
 import queue
 import re
-import ssl
 import threading
 import time
 import urllib.error
@@ -34,7 +33,8 @@ from kiloword.terminal import shown
 from kiloword.types import Source
 
 VARIABLE = "KILOWORD_REMOTE"
-_SETTING = re.compile(r"(limit|retries|timeout|backoff|ahead|threads)=(\d+(?:\.\d*)?(?:e\d{1,2})?)([kmgt]?)b?", re.I)
+_SETTING = re.compile(r"(limit|retries|timeout|backoff|ahead)=(\d+(?:\.\d*)?(?:e\d{1,2})?)([kmgt]?)b?", re.I)
+THREADS = 4  # files that a process fetches at once
 _CHUNK, _AT_ONCE = 1 << 16, 8 << 20  # bytes that are read at once from http, and from other file systems
 _SLOW = 1000  # bytes a second, below which a connection is given up
 _PROGRESS = 1 << 16  # bytes after which an attempt counts as the first one
@@ -70,7 +70,6 @@ class Settings(NamedTuple):
     timeout: float = 30.0  # seconds without a byte, or below 1 kB/s, that count as a failure
     backoff: float = 1.0  # seconds before the first retry, doubled for each further one
     ahead: float = 32_768  # rows of the order whose files are fetched ahead; 0: none
-    threads: float = 4  # files that a process fetches at once
 
 
 def settings() -> Settings:
@@ -92,19 +91,16 @@ def _parsed(text: str) -> Settings:
     return Settings(**values)
 
 
-def local(src: Path | str) -> Path:
+def local(src: Path | str | Address) -> Path:
     """The local path of a file at a path, or at a URL, which is asked whether its copy is up to date.
 
     Raises: Unreachable; Missing.
     """
-    if not is_url(str(src)):
-        return Path(src)
-    return copy_of(address_of(str(src)))
-
-
-def copy_of(address: Address) -> Path:
-    """As `local`."""
-    return _copy(address, version_of(address))
+    if not isinstance(src, Address):
+        if not is_url(str(src)):
+            return Path(src)
+        src = address_of(str(src))
+    return _copy(src, version_of(src))
 
 
 def opened(name: str) -> BinaryIO:
@@ -285,31 +281,21 @@ def _response(address: Address, headers: dict[str, str]) -> Any:
     """The answer to a GET, after redirects. Raises: _Fault, Unreachable, Missing."""
     try:
         request = urllib.request.Request(quote(address.asked, safe=_SAFE), headers=headers)
-        response = _opener(address).open(request, timeout=settings().timeout)
+        return _opener(address).open(request, timeout=settings().timeout)
     except urllib.error.HTTPError as error:
         error.close()
-        reason = _foreign(error.reason)[:80]
+        reason, after = (
+            f"the server answers {error.code} {_foreign(error.reason)}",
+            error.headers.get("Retry-After", ""),
+        )
         if error.code >= 500 or error.code in (408, 425, 429):
-            after = error.headers.get("Retry-After", "")
-            raise _Fault(
-                f"the server answers {error.code} {reason}", float(after) if after.isdecimal() else 0
-            ) from None
-        login = ": it refuses this login" if address.login else ": it asks for a login"
-        hint = {401: login, 403: ": access denied", 404: ": no such file", 410: ": no such file"}
-        raise Missing(
-            f"{address}: the server answers {error.code}{hint.get(error.code, f' {reason}')}. Check the address and "
-            "your rights to it."
-        ) from None
+            raise _Fault(reason, float(after) if after.isdecimal() else 0) from None
+        raise Missing(f"{address}: {reason}. Check the address and your rights to it.") from None
     except (OSError, http.client.HTTPException) as error:
         cause = error.reason if isinstance(error, urllib.error.URLError) else error
-        if isinstance(cause, ssl.SSLCertVerificationError):
-            raise Unreachable(f"{address}: its certificate is not trusted ({_foreign(cause)}).") from None
         raise _Fault(getattr(cause, "strerror", None) or cause) from None
     except ValueError as error:
         raise Unreachable(f"{address}: no URL that can be opened ({_foreign(error)}).") from None
-    if response.headers.get("Content-Encoding", "identity") != "identity":
-        raise _Fault("the server compresses the file, although it was not asked to")
-    return response
 
 
 def _length(response: Any) -> str:
@@ -379,16 +365,13 @@ def _fsspec(address: Address, use: Callable[[Any, str], T]) -> T:
         return results[0]
     if not errors:
         raise _Fault(f"no answer in {4 * settings().timeout:g} s")
-    error, reason, kind = errors[0], _foreign(errors[0])[:200], type(errors[0]).__name__
+    error, kind = errors[0], type(errors[0]).__name__
     if isinstance(error, FileNotFoundError):
         raise Missing(f"{address}: no such file. Check the address.")
-    if isinstance(error, PermissionError) or "credentials" in kind.lower() or kind == "error_perm":
-        raise Unreachable(f"{address}: access denied ({reason}). Check your rights and credentials.")
-    if isinstance(error, ImportError | ValueError | TypeError):
+    final = isinstance(error, PermissionError | ImportError | ValueError | TypeError | NotImplementedError)
+    if final or kind == "error_perm" or "credentials" in kind.lower():
         more = needs("s3, gs or hf", "the packages of its store", "remote", "; http and https need nothing more.")
-        raise Unreachable(f"{address} cannot be opened ({reason}). {more}")
-    if isinstance(error, NotImplementedError):
-        raise Unreachable(f"{address} cannot be opened ({reason}). Check the address.")
+        raise Unreachable(f"{address} cannot be opened ({_foreign(error)}). Check the address and your rights; {more}")
     raise _Fault(f"{kind}: {error}")
 
 
@@ -439,7 +422,7 @@ class Ahead:
         if self._owner != os.getpid():
             self._owner, self._next, self._waited = os.getpid(), step, {}
             self._queue = queue.SimpleQueue[str]()
-            for _ in range(int(settings().threads) if self.most else 0):
+            for _ in range(THREADS if self.most else 0):
                 threading.Thread(target=_fetch, args=(self._queue,), daemon=True).start()
         self._waited = {name: last for name, last in self._waited.items() if last >= step}
         self._next = max(self._next, step)
@@ -456,8 +439,8 @@ class Ahead:
         sizes = (int(name.rpartition("#")[2].partition("-")[0]) for name in self._waited)
         return sum(sizes) < settings().limit / 2
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"rows_of": self.rows_of, "most": self.most, "stop": self.stop, "_owner": 0}
+    def __reduce__(self) -> Any:
+        return Ahead, (self.rows_of, self.most, self.stop)
 
 
 def _fetch(names: queue.SimpleQueue[str]) -> None:

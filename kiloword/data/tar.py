@@ -122,11 +122,11 @@ def open_remote_tars(src: str) -> Rows:
         for place in (folder, folder.rstrip("/").rpartition("/")[0] + "/"):
             with suppress(remote.Missing):
                 if not place.endswith("://"):
-                    return text_lines(place + name, remote.copy_of(at(place + name)).read_bytes())
+                    return text_lines(place + name, remote.local(at(place + name)).read_bytes())
         return None
 
     try:
-        known = [remote.copy_of(at(folder + INDEX))]
+        known = [remote.local(at(folder + INDEX))]
     except remote.Missing:
         names = names or _listed(at(folder))
         if len(names) > _FEW:
@@ -284,7 +284,7 @@ def _scanned(name: str, tars: list[tuple[str, str]]) -> Iterator[Path]:
     with ExitStack() as stack:
         read: Any = map
         if tars and is_url(tars[0][0]):
-            read = stack.enter_context(ThreadPoolExecutor(4)).map
+            read = stack.enter_context(ThreadPoolExecutor(remote.THREADS)).map
         elif workers:
             read = stack.enter_context(ProcessPoolExecutor(workers, get_context("fork"))).map
         last = time.monotonic()

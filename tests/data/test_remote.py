@@ -143,12 +143,15 @@ def test_the_cache_keeps_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """12 tars in a cache of 3, read in random order by two processes."""
     files, peaks = shards(tmp_path / "data", 12), list[int]()
     limit = 3 * len(files["00.tar"])
-    monkeypatch.setenv("KILOWORD_REMOTE", f"backoff=0.01 ahead={ahead} limit={limit} threads=1")
+    monkeypatch.setenv("KILOWORD_REMOTE", f"backoff=0.01 ahead={ahead} limit={limit}")
 
     class Watched(Server):
         def answer(self, request: Any) -> None:
-            peaks.append(sum(path.stat().st_size for path in copies(tmp_path) if path.exists()))
+            peaks.append(min(size() for _ in range(3)))  # a file that is renamed meanwhile may be listed twice
             super().answer(request)
+
+    def size() -> int:
+        return sum(path.stat().st_size for path in copies(tmp_path) if path.exists())
 
     with Watched(files) as server:
         batches = list(loader(open_source(f"{server.url}/{{00..11}}.tar"), workers=2).batches(0, 24))
@@ -389,7 +392,7 @@ class Odd(MemoryFileSystem):  # type: ignore[misc]
     ("error", "said"),
     [
         (FileNotFoundError(), "no such file"),
-        (PermissionError("not you"), r"access denied \(not you\)\. Check your rights"),
+        (PermissionError("not you"), r"cannot be opened \(not you\)\. Check the address and your rights"),
         (NotImplementedError("no sizes here"), r"cannot be opened \(no sizes here\)"),
         (OSError("odd"), r"OSError: odd \(tried 2 times\)"),
     ],
@@ -432,7 +435,7 @@ def test_a_login_of_netrc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     (tmp_path / ".netrc").write_text("machine 127.0.0.1 login planteduser password planted/pass\n")
     (tmp_path / ".netrc").chmod(0o600)
     with Guarded(shards(tmp_path / "data", 1)) as server:
-        with pytest.raises(Unreachable, match="401: it asks for a login"):
+        with pytest.raises(Unreachable, match="401"):
             open_source(f"{server.url}/00.tar")
         monkeypatch.setenv("HOME", str(tmp_path))
         assert len(open_source(f"{server.url}/00.tar")) == 6
