@@ -6,7 +6,6 @@ change of a byte into the same early refusal, one choice puts the checksums righ
 
 from __future__ import annotations
 
-import json
 import struct
 import zlib
 from collections.abc import Callable
@@ -38,7 +37,7 @@ from kiloword.data.stored import StoreFile
 from kiloword.data.tar import open_tars
 from kiloword.data.text.eda import drop_words
 from kiloword.data.text.tokenizer import Tokenizer
-from kiloword.models.states import newest, write_numbers
+from kiloword.models.states import newest
 from kiloword.randomness import Draw
 from kiloword.training.run_folder import RunFile
 from kiloword.types import BadSample, Source
@@ -163,7 +162,7 @@ def read_caption(data: bytes, folder: Path) -> None:
 
 
 def read_settings(data: bytes, folder: Path) -> None:
-    choice, body = (data[0] if data else 0) % 7, data[1:]
+    choice, body = (data[0] if data else 0) % 5, data[1:]
     path = folder / "tokenizer.json"
     path.write_bytes(body)
     if choice < 3:
@@ -176,19 +175,7 @@ def read_settings(data: bytes, folder: Path) -> None:
     else:
         path.rename(folder / "step-000000001.json")
         (folder / "step-000000001.safetensors").write_bytes(STATE)
-        if choice == 6:
-            _right_digest(folder / "step-000000001.json")
         result_of(lambda: newest(folder, lambda _: None))
-
-
-def _right_digest(path: Path) -> None:
-    """The checksum of a state's numbers put right, where they are numbers."""
-    try:
-        numbers = json.loads(path.read_text())
-        files, numbers = numbers.pop("files", {}), {k: v for k, v in numbers.items() if k not in ("step", "sha256")}
-        write_numbers(path.parent, 1, files, numbers)
-    except (ValueError, AttributeError, TypeError, RecursionError):
-        return
 
 
 READERS = {
