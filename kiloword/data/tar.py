@@ -96,12 +96,9 @@ def open_tars(
     for tar in tars:
         status = tar.stat()
         wanted.append(Tar(os.path.relpath(tar, folder), f"{status.st_size}-{status.st_mtime_ns}"))
-    path, beside = _kept(os.path.abspath(name)), Path(folder, INDEX)
-    if _has(beside, wanted):
-        path = beside
-    elif not _has(path, wanted):
-        _make(path, name, wanted, list(map(str, tars)), [path, beside])
-    return _rows(name, path, folder, list(map(str, tars)), classnames, templates)
+    beside = Path(folder, INDEX)
+    kept = [beside, _kept(os.path.abspath(name))]
+    return _rows(name, folder, wanted, list(map(str, tars)), kept, [beside], classnames, templates)
 
 
 def open_remote_tars(src: str) -> Rows:
@@ -113,30 +110,30 @@ def open_remote_tars(src: str) -> Rows:
     address = address_of(src)
     folder = address.url.partition("{")[0].rpartition("/")[0] + "/"
     names = [] if address.url == folder else [url.removeprefix(folder) for url in expand(address.url)]
-    path, known = _kept(f"{address.url}\n{address.selector}"), list[Path]()
 
-    def at(url: str) -> Address:
-        return Address(url, address.login, address.query)
+    def at(name: str) -> Address:
+        return Address(folder + name, address.login, address.query)
 
     def lines(name: str) -> list[str] | None:
-        for place in (folder, folder.rstrip("/").rpartition("/")[0] + "/"):
+        above = folder.rstrip("/").rpartition("/")[0] + "/"
+        for url in (folder, above) if not above.endswith("://") else (folder,):
             with suppress(remote.Missing):
-                if not place.endswith("://"):
-                    return text_lines(place + name, remote.local(at(place + name)).read_bytes())
+                path = remote.local(Address(url + name, address.login, address.query))
+                return text_lines(url + name, path.read_bytes())
         return None
 
+    known = list[Path]()
     try:
-        known = [remote.local(at(folder + INDEX))]
+        known = [remote.local(at(INDEX))]
     except remote.Missing:
-        names = names or _listed(at(folder))
+        names = names or _listed(at(""))
         if len(names) > _FEW:
             raise ValueError(
                 f"{address} are {len(names):,} tars without an index. Make it by `kiloword data index FOLDER` where "
                 f"the data lie, and put it beside them: {folder}{INDEX}."
             ) from None
         with ThreadPoolExecutor(_FEW) as pool:
-            versions = pool.map(remote.version_of, [at(folder + name) for name in names])
-            wanted = list(map(Tar, names, versions))
+            wanted = list(map(Tar, names, pool.map(remote.version_of, map(at, names))))
     else:
         indexed = {name: tar for tar in _read(known[0]) for name in (tar.name, quote(tar.name))}
         if missing := [name for name in names if name not in indexed]:
@@ -145,27 +142,20 @@ def open_remote_tars(src: str) -> Rows:
                 "again by `kiloword data index FOLDER` where the data lie."
             ) from None
         wanted = [replace(indexed[name], name=name) for name in names] or _read(known[0])
-    places = [f"{folder}{tar.name}#{tar.version}" for tar in wanted]
     for tar in wanted:
-        addresses.remember(at(folder + tar.name))
-    if not _has(path, wanted):
-        _make(path, address.url, wanted, places, [path, *known])
+        addresses.remember(at(tar.name))
+    urls, kept = [folder + tar.name for tar in wanted], [_kept(f"{address.url}\n{address.selector}")]
     classes = lines("classnames.txt"), lines("zeroshot_classification_templates.txt")
-    return _rows(address.url, path, folder, [folder + tar.name for tar in wanted], *classes)
+    return _rows(address.url, folder, wanted, urls, kept, known, *classes)
 
 
 def _listed(folder: Address) -> list[str]:
     """The tars in a folder, in natural order. Errors: ValueError without any."""
     if folder.url.startswith("http"):
-        raise ValueError(
-            f"{folder}: http has no folders. Expected a brace pattern, such as {folder}{{00000..00099}}.tar, or an "
-            f"index {INDEX} in it."
-        )
+        raise ValueError(f"{folder}: http has no folders. Expected a brace pattern, or an index {INDEX} in it.")
     tars = sorted((name for name in remote.files_in(folder) if name.lower().endswith(".tar")), key=natural)
     if not tars:
-        raise ValueError(
-            f"{folder} is a folder without tars. Expected a .tar, or a folder of tars with a / at its end."
-        )
+        raise ValueError(f"{folder} is a folder without tars. Expected a .tar, or a folder of tars.")
     return tars
 
 
@@ -178,22 +168,25 @@ def index_beside(rows: Rows) -> tuple[Path, int] | None:
     if rows.path is None or not (tars := _read(rows.path)):
         return None
     path = Path(rows.folder, INDEX)
-    if not is_url(rows.folder) and path != rows.path:
+    if not rows.remote and path != rows.path:
         with keeping(path), replacing(path) as out, rows.path.open("rb") as kept:
             shutil.copyfileobj(kept, out, 1 << 24)
     return path, sum(bool(tar.note) for tar in tars)
 
 
+# The file of a set
+
+
 def _rows(
-    name: str,
-    path: Path,
-    folder: str,
-    places: Sequence[str],
-    classnames: list[str] | None,
-    templates: list[str] | None,
+    name: str, folder: str, wanted: list[Tar], places: list[str], kept: list[Path], known: list[Path], *classes: Any
 ) -> Rows:
-    tars, damaged, empty, members = _read(path), list[str](), LeftOut("tar"), LeftOut("member")
-    lines = list[str]()
+    """Args: places: of the tars; kept: files that may hold the set, the last is made; known: files with some of it."""
+    for path in kept:
+        if _fits(tars := _read(path), wanted):
+            break
+    else:
+        tars = _made(path, name, wanted, places, [path, *known])
+    lines, damaged, empty, members = list[str](), list[str](), LeftOut("tar"), LeftOut("member")
     for tar, place in zip(tars, places, strict=True):
         file = remote.name_of(place) if is_url(place) else os.path.basename(place)
         lines.append(f"{file} {tar.version.partition('-')[0]} {tar.digest}")
@@ -206,12 +199,8 @@ def _rows(
         raise ValueError(f"{name} holds no images. Expected webdataset tars, as img2dataset writes. {members}".strip())
     fingerprint = hashlib.blake2b("\n".join(lines).encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
     notes = [*damaged, *(f"{name}: {line}" for line in (*empty.lines(), *members.lines()))]
-    return Rows(
-        name, mapped(path), folder, fingerprint, classnames=classnames, templates=templates, notes=notes, path=path
-    )
-
-
-# The file of a set
+    names, templates = classes
+    return Rows(name, mapped(path), folder, fingerprint, classnames=names, templates=templates, notes=notes, path=path)
 
 
 def _kept(identity: str) -> Path:
@@ -229,18 +218,18 @@ def _read(path: Path) -> list[Tar]:
     return [Tar(*one) for one in json.loads(metadata.get(_KIND, b"[]"))]
 
 
-def _has(path: Path, wanted: list[Tar]) -> bool:
-    return [(tar.name, tar.version) for tar in _read(path)] == [(tar.name, tar.version) for tar in wanted]
+def _fits(tars: list[Tar], wanted: list[Tar]) -> bool:
+    return [(tar.name, tar.version) for tar in tars] == [(tar.name, tar.version) for tar in wanted]
 
 
-def _make(path: Path, name: str, wanted: list[Tar], places: list[str], known: list[Path]) -> None:
+def _made(path: Path, name: str, wanted: list[Tar], places: list[str], known: list[Path]) -> list[Tar]:
     """Write the file of a set; a tar is read unless a known file has its rows."""
     with keeping(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = FileLock(f"{path}.lock").acquire()
     with lock:
-        if _has(path, wanted):  # another process has made it
-            return
+        if _fits(tars := _read(path), wanted):  # another process has made it
+            return tars
         there = dict[tuple[str, str], tuple[Tar, pa.Table]]()
         for file in known:
             old, start = _read(file), 0
@@ -253,12 +242,12 @@ def _make(path: Path, name: str, wanted: list[Tar], places: list[str], known: li
         parts = [None if key in there else next(new) for key in keys]
         found = [_read(part)[0] if part else there[key][0] for part, key in zip(parts, keys, strict=True)]
         tars = [replace(tar, name=one.name, version=one.version) for tar, one in zip(found, wanted, strict=True)]
-        files = [f"{tar.name}#{tar.version}" if is_url(places[0]) else tar.name for tar in tars]
         tables = (mapped(part) if part else there[key][1] for part, key in zip(parts, keys, strict=True))
         with keeping(path):
-            write_set(path, tars, tables, files)
+            write_set(path, tars, tables, [f"{t.name}#{t.version}" if is_url(places[0]) else t.name for t in tars])
             for part in filter(None, parts):
                 part.unlink(missing_ok=True)
+    return tars
 
 
 def write_set(path: Path, tars: list[Tar], tables: Iterable[pa.Table], files: list[str]) -> None:
@@ -296,7 +285,8 @@ def _scanned(name: str, tars: list[tuple[str, str]]) -> Iterator[Path]:
 
 
 def _rows_of(tar: tuple[str, str]) -> Path:
-    return cached(" ".join(tar), lambda: scan(tar[0]))
+    place = "#".join(tar) if is_url(tar[0]) else tar[0]
+    return cached(" ".join(tar), lambda: scan(place))
 
 
 # One tar
@@ -360,21 +350,16 @@ def _members(name: str, file: BinaryIO, total: int, left_out: LeftOut) -> tuple[
             found.append((member.name, member.offset_data, min(member.size, total + 1)))
         elif not member.isdir():
             left_out.add(shown(member.name), "no file, but a link or the like")
-    return found, _ending(file, tar.offset if tar else 0, total, is_cut)
-
-
-def _ending(file: BinaryIO, position: int, total: int, is_cut: bool) -> str:
-    """What is wrong at the end of a tar. It ends with blocks of zeros, but after them may come a second tar
-    (`cat a.tar b.tar`), or the zeros of a download that never finished."""
+    position = tar.offset if tar else 0
     file.seek(min(position, total))
     block = file.read(tarfile.BLOCKSIZE)
     if is_cut or len(block) < tarfile.BLOCKSIZE:
-        return f"cut at byte {total:,}"
+        return found, f"cut at byte {total:,}"
     if any(block):
-        return f"damaged at byte {position:,}; what follows is not read"
-    rest = file.read(_PADDING)
+        return found, f"damaged at byte {position:,}; what follows is not read"
+    rest = file.read(_PADDING)  # a second tar (`cat a.tar b.tar`), or the zeros of a download that never finished
     more = any(rest) or len(rest) == _PADDING
-    return f"ended at byte {position:,}; what follows is not read" if more else ""
+    return found, f"ended at byte {position:,}; what follows is not read" if more else ""
 
 
 def _samples(members: list[tuple[str, int, int]], left_out: LeftOut) -> tuple[list[str], list[list[int]]]:
