@@ -23,7 +23,7 @@ from kiloword.evaluation.task import Inputs
 from kiloword.methods.defaults import default_recipe
 from kiloword.model.encoding import join
 from kiloword.quickstart.photos.run import small_top
-from kiloword.stores.runs import on_tokens, reading_tokens, towers_of
+from kiloword.stores.runs import on_stores, reading_tokens, towers_of
 from kiloword.training.start import with_towers
 from kiloword.types import Features, Source
 from research.arms import Arm, Experiment, Options, main
@@ -114,7 +114,7 @@ def base(options: FrozenOptions, method: str) -> Recipe:
     """What the flags `--image-features` and `--text-features` make of the defaults."""
     towers = towers_of(options.images, options.texts)
     recipe = with_towers(default_recipe(method, options.size, (options.data,)), *towers)
-    recipe = on_tokens(recipe, options.images, options.texts)
+    recipe = on_stores(recipe, (), options.images, options.texts)
     return small_top(recipe) if options.small else recipe
 
 

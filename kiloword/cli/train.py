@@ -169,23 +169,13 @@ def _defaults(command: MethodCommand) -> tuple[Recipe, Recipe]:
 
     Both on the tokens that --image-features and --text-features name, and on the views of --features.
     """
-    plain, usual = _on_tokens(command)
-    if not (stores := values_of(command.flags, "--features")):
-        return plain, usual
-    from kiloword.stores.features import with_views
-
-    return with_views(plain, stores), with_views(usual, stores)
-
-
-def _on_tokens(command: MethodCommand) -> tuple[Recipe, Recipe]:
-    """As `_defaults`, without the views."""
-    features = [values_of(command.flags, flag) for flag in ("--image-features", "--text-features")]
-    if not any(features):
+    stores = [values_of(command.flags, flag) for flag in ("--features", "--image-features", "--text-features")]
+    if not any(stores):
         return _without_tokens(command)
-    from kiloword.stores.runs import on_tokens, towers_of
+    from kiloword.stores.runs import on_stores, towers_of
 
-    plain, usual = _without_tokens(command, towers_of(*features))
-    return on_tokens(plain, *features), on_tokens(usual, *features)
+    plain, usual = _without_tokens(command, towers_of(*stores[1:]))
+    return on_stores(plain, *stores), on_stores(usual, *stores)
 
 
 def _without_tokens(command: MethodCommand, stored: tuple[str, str] = ("", "")) -> tuple[Recipe, Recipe]:

@@ -92,6 +92,14 @@ class StoreFile(TableSettings):
         ]
 
     @property
+    def origin(self) -> str:
+        """How a store was computed: the model by its fingerprint, not by its path."""
+        what = self.name or f"tokens of {self.kind}"
+        return (
+            f"{what} of the model {self.weights} in {self.precision}, width {self.width} as {self.dtype}, {self.shown}"
+        )
+
+    @property
     def augmented(self) -> bool:
         """Whether images are augmented views."""
         return of_images(self.augment) != of_images(AugmentConfig())

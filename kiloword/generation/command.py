@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TextIO
 
 from kiloword.config.recipes import DataConfig
 from kiloword.data.edits import every_row
@@ -23,7 +23,7 @@ from kiloword.generation.options import GenerationOptions
 from kiloword.generation.table import PART as PART_ROWS
 from kiloword.generation.table import CaptionFile, CaptionWriter, begun, columns, existing_table, parts_of
 from kiloword.models.trust import NONE, Trust
-from kiloword.stores.pieces import ProgressReport, Rows, fill, rows_table
+from kiloword.stores.pieces import Rows, fill, rows_table
 from kiloword.terminal import say
 from kiloword.types import Skipped, Source
 
@@ -64,7 +64,7 @@ def main(
         announce(device, describer.precision, reason, workers)
         source = open_data(DataConfig(sources=tuple(data)), describer.transform.size)
         file = _file(describer, source, options, model, describer.precision, PART)
-        made = _write(describer, source, out, file, batch, workers, ProgressReport(sys.stderr))
+        made = _write(describer, source, out, file, batch, workers, sys.stderr)
         if made is not None:
             images, captions = made
             say(f"{out}: {captions:,} captions of {images:,} images, {out.stat().st_size / 1e6:,.1f} MB")
@@ -81,7 +81,7 @@ def write_captions(
     batch: int = 16,
     workers: int = 0,
     part: int = PART,
-    report: ProgressReport | None = None,
+    report: TextIO | None = None,
 ) -> tuple[int, int]:
     """A table of captions of every readable image; goes on with what is there.
 
@@ -93,7 +93,7 @@ def write_captions(
     """
     with alone():
         file = _file(describer, source, options, model, precision, part)
-        made = _write(describer, source, Path(out), file, batch, workers, report or ProgressReport(None))
+        made = _write(describer, source, Path(out), file, batch, workers, report)
     assert made is not None, "the only rank is the first"
     return made
 
@@ -116,7 +116,7 @@ def _file(
 
 
 def _write(
-    describer: Describer, source: Source, out: Path, file: CaptionFile, batch: int, workers: int, report: ProgressReport
+    describer: Describer, source: Source, out: Path, file: CaptionFile, batch: int, workers: int, report: TextIO | None
 ) -> tuple[int, int] | None:
     """As `write_captions`. Ranks share the rows; only the first one writes and returns the numbers."""
     if batch < 1:
@@ -144,8 +144,9 @@ def _write(
             made = writer.finish(report)
         except BaseException:
             done = writer.leave()
-            if done:
-                report.say(f"{done} of {writer.file.parts} parts stay in {writer.folder}: the same command goes on.")
+            if done and report is not None:
+                stay = f"{done} of {writer.file.parts} parts stay in {writer.folder}"
+                say(f"{stay}: the same command goes on.", to=report)
             raise
     return made
 
@@ -162,7 +163,7 @@ def _describe(images: EvalBatch, describer: Describer, file: CaptionFile) -> Row
     captions, scores = columns(describer.describe(images.images[usable], file.options, keys))
     described = zip(usable, keys, captions, scores, strict=True)
     rows = ({"row": images.rows[n], "key": key.encode(), "captions": c, "scores": s} for n, key, c, s in described)
-    return Rows(rows_table(PART_ROWS, [*rows, *bad]), sum(map(len, captions)))
+    return Rows(rows_table(PART_ROWS, [*rows, *bad]))
 
 
 def _utf8(key: str) -> bool:

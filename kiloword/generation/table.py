@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -22,7 +22,7 @@ from kiloword.data.stored import TableSettings
 from kiloword.files import atomic
 from kiloword.generation.captioner import Caption
 from kiloword.generation.options import GenerationOptions
-from kiloword.stores.pieces import COMMON, PieceWriter, ProgressReport, check_same, read_table, resumed
+from kiloword.stores.pieces import COMMON, PieceWriter, check_same, read_table, resumed, say_bad
 
 FILE = "captions.json"
 SCHEMA = pa.schema({"key": pa.string(), "captions": pa.list_(pa.string()), "scores": pa.list_(pa.float32())})
@@ -57,14 +57,14 @@ class CaptionWriter(PieceWriter[CaptionFile]):
         self.out, self.finished = out, out.exists()
         super().__init__(parts_of(out), FILE, file, existing_table(out, file), self.finished)
 
-    def finish(self, report: ProgressReport) -> tuple[int, int]:
+    def finish(self, report: TextIO | None) -> tuple[int, int]:
         """Merge the parts, of equal keys the first row; returns the numbers of images and captions.
 
         Raises: ValueError if there are none.
         """
         if not self.finished:
             every = self.table()
-            report.say_bad(every)
+            say_bad(every, report)
             table = every.filter(every.column("reason").is_null())
             first = {key: n for n, key in reversed(list(enumerate(table.column("key").to_pylist())))}
             schema = SCHEMA.with_metadata({"kiloword": json.dumps(asdict(self.file))})

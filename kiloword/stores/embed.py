@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 import torch
 
@@ -28,7 +28,7 @@ from kiloword.model.prefix import check_dim, cosine_alone, note_of
 from kiloword.models.trust import NONE, Trust
 from kiloword.stores.features import FeatureStore, check_name
 from kiloword.stores.joins import caption_origins
-from kiloword.stores.pieces import ProgressReport, Rows, fill, resumed, rows_table
+from kiloword.stores.pieces import Rows, fill, resumed, rows_table, say_bad
 from kiloword.stores.store import SCHEMA, WHAT, StoreWriter
 from kiloword.stores.teachers import KilowordTeacher, PrefixTeacher, SentenceTeacher, Teacher, open_teacher
 from kiloword.terminal import say, warn
@@ -81,7 +81,7 @@ def main(
             )
         teacher = shortened(resized(opened_teacher, resize), dim)
         options = settled(options, workers, device, teacher.size)
-        store = embed(teacher, open_data(data, teacher.size), out, ProgressReport(sys.stderr), **vars(options))
+        store = embed(teacher, open_data(data, teacher.size), out, sys.stderr, **vars(options))
         if store is not None:
             if of_texts:
                 say("note: the model encodes texts alone: features of images are zeros, which match nothing.")
@@ -132,7 +132,7 @@ def shortened(teacher: Teacher, dim: int | None) -> Teacher:
 
 
 def embed(
-    teacher: Teacher, source: Source, out: Path | str, report: ProgressReport | None = None, **options: Any
+    teacher: Teacher, source: Source, out: Path | str, report: TextIO | None = None, **options: Any
 ) -> FeatureStore | None:
     """Compute features of every readable image, or of views of it, and of all its captions; resumes in `out`.
 
@@ -203,12 +203,11 @@ class Maker:
         bad = [{"row": one.row, "key": key_bytes(one.key), "reason": one.reason} for one in batch.skipped]
         for cell in (*good, *bad):
             cell["source"], cell["at"] = self._number(self.file.sources, cell["row"])
-        captions = sum(len(cell.get("captions", ())) for cell in cells)
-        return Rows(rows_table(SCHEMA, [*good, *bad]), captions, columns)
+        return Rows(rows_table(SCHEMA, [*good, *bad]), columns)
 
-    def write(self, out: Path | str, report: ProgressReport | None) -> bool:
+    def write(self, out: Path | str, report: TextIO | None) -> bool:
         """Fill and finish the store in a folder. Returns: whether this rank, the first one, has written it."""
-        folder, report = Path(out), report or ProgressReport(None)
+        folder = Path(out)
         if self.options.batch < 1:
             raise ValueError(f"--batch is {self.options.batch}: expected at least 1.")
         with naming_truncated():
@@ -219,7 +218,7 @@ class Maker:
             with Lock(folder, "writing"):
                 writer = StoreWriter(folder, self.file)
                 fill(writer, self.source, self.batch, self.read, self._placed, report)
-                report.say_bad(writer.finish())
+                say_bad(writer.finish(), report)
         return True
 
 

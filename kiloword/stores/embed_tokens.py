@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 import numpy as np
 import torch
@@ -34,10 +34,9 @@ from kiloword.models.build import build
 from kiloword.models.model_folder import load_model
 from kiloword.models.trust import NONE, Trust
 from kiloword.stores.embed import EmbedOptions, Maker, settled
-from kiloword.stores.pieces import ProgressReport
 from kiloword.stores.runs import is_model_folder, trunk_digest, trunk_of
 from kiloword.stores.tokens import ImageTokens, TextTokens, TokenKind, quantised, tokenizer_digest
-from kiloword.terminal import say
+from kiloword.terminal import say, warn
 from kiloword.types import BadSample, Skipped, Source
 
 TOGETHER = 32  # rows of the data whose tokens are computed together
@@ -59,13 +58,13 @@ def main(
     Args: options: their `model` is a tower, or a model folder that has one. Errors: see `embed_tokens`.
     """
     options.augmented.check()
-    device, report = choose(device), ProgressReport(sys.stderr)
+    device = choose(device)
     with together(device):
         model, tokenizer, message = open_tower(options.model, trust)
         model, size = model.to(device), model.config.image.size
         options = settled(options, workers, device, size)
         if message:
-            report.say(message)
+            warn(message)
         source = open_data(data, size)
         kinds: list[TokenKind] = [kind for kind in ("images", "texts") if trunk_of(model, kind) is not None]
         if kinds == ["texts"] and options.augmented != PLAIN:
@@ -73,7 +72,7 @@ def main(
         if kinds == ["images"] and data.extra_captions:
             raise ValueError(f"{options.model} reads images, which --extra-captions does not change: omit it.")
         for kind in kinds:
-            store = embed_tokens(model, tokenizer, kind, source, out, options, report)
+            store = embed_tokens(model, tokenizer, kind, source, out, options, sys.stderr)
             if store is not None:
                 file, number = store.file, len(store)
                 views = f"{file.shown}, of " if file.augmented else ""
@@ -140,7 +139,7 @@ def embed_tokens(
     source: Source,
     out: Path | str,
     options: EmbedOptions,
-    report: ProgressReport | None = None,
+    report: TextIO | None = None,
 ) -> ImageTokens | TextTokens | None:
     """Compute the tokens of every readable image, or of all captions, by the trunk of a model; resumes in `out`.
 

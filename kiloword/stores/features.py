@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -12,12 +11,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kiloword.config.recipes import AugmentConfig, Recipe
 from kiloword.data.edits import every_row
 from kiloword.data.files import key_bytes, key_digest, key_text
-from kiloword.data.images.views import LATER, in_words, of_images
 from kiloword.data.reading import captions_at
-from kiloword.data.stored import StoreFile
 from kiloword.stores.joins import CAPTIONS, Places, caption_origins
 from kiloword.stores.store import Store
 from kiloword.types import BadSample, Example, Source
@@ -158,38 +154,6 @@ def _lacking(places: Places[FeatureStore], source: Source) -> str:
         if found is not None and None in Features(found[0], places).captions(found[1], captions):
             return found[0].keys[found[1]]
     return ""
-
-
-def with_views(recipe: Recipe, folders: Sequence[str]) -> Recipe:
-    """The recipe of a run on feature stores: where they have augmented views, its images are augmented as those are."""
-    made = next((store.file.augment for store in map(FeatureStore, folders) if store.file.augmented), None)
-    if made is None:
-        return recipe
-    augment = replace(made, **{name: getattr(recipe.data.augment, name) for name in LATER})
-    return replace(recipe, data=replace(recipe.data, augment=augment))
-
-
-def shown_views(stores: Sequence[FeatureStore], augment: AugmentConfig) -> StoreFile | None:
-    """The settings of the views that a run on some stores shows; None where no store has augmented views.
-
-    Raises: ValueError where stores have other views than each other, or than the run's augmentation makes.
-    """
-    first = next((store for store in stores if store.file.augmented), None)
-    if first is None:
-        return None
-    for store in stores:
-        if store.file.shown != first.file.shown:
-            raise ValueError(
-                f"the feature store {first.path} has {first.file.shown}, {store.path} {store.file.shown}: expected the "
-                "same in all feature stores of a run. Make them by `kiloword embed` with the same --views, --seed and "
-                "--augment."
-            )
-    if of_images(augment) != of_images(first.file.augment):
-        raise ValueError(
-            f"the feature store {first.path} has {first.file.shown}, but the run asks for {in_words(augment)}: omit "
-            "--augment, or make another store by `kiloword embed --views K` with that augmentation."
-        )
-    return first.file
 
 
 def check_name(name: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import count
@@ -19,7 +18,7 @@ from kiloword.data.stored import TableSettings
 from kiloword.distributed.sharing import alone, of_first, part_by_part, share
 from kiloword.files import atomic, is_taken, write_json
 from kiloword.terminal import say
-from kiloword.terminal.progress import ProgressLine, duration, per_second
+from kiloword.terminal.progress import Bar
 from kiloword.types import Skipped, Source
 
 Settings = TypeVar("Settings", bound=TableSettings)
@@ -31,7 +30,6 @@ class Rows:
     """Computed rows of a batch, also the bad ones, and further values of them."""
 
     table: pa.Table
-    captions: int = 0
     columns: Any = None
 
 
@@ -121,22 +119,31 @@ def fill(
     batch: int,
     read: Callable[[list[range]], Iterator[EvalBatch]],
     compute: Callable[[EvalBatch], Rows],
-    report: ProgressReport,
+    report: TextIO | None,
 ) -> None:
     """Compute and write the missing pieces of a table; ranks share the batches.
 
-    Args: writer: on the first rank, else None; read: ranges of rows to batches of images.
+    Args: writer: on the first rank, else None; read: ranges of rows to batches of images; report: gets
+    progress.
     """
     begun = None if writer is None else (writer.done, writer.file.parts, writer.file.part)
     done, parts, part = of_first(begun) or (0, 0, 1)
     todo = [range(n * part, min((n + 1) * part, len(source))) for n in range(done, parts)]
-    report.start(sum(map(len, todo)), len(source))
+    left, read_rows = sum(map(len, todo)), 0
+    if report is not None and done:
+        say(f"{len(source) - left:,} of {len(source):,} rows are done already.", to=report)
+    bar = Bar("images", "images", report)
 
     def make(batches: list[range]) -> Iterator[Rows]:
+        nonlocal read_rows
         for images in read(batches):
             with alone():
                 rows = compute(images)
-            report.add(len(images.rows) + len(images.skipped), rows.captions, share()[1])
+            read_rows += (len(images.rows) + len(images.skipped)) * share()[
+                1
+            ]  # the other ranks have done about as much
+            if report is not None:
+                bar(min(read_rows, left), left)
             yield rows
 
     try:
@@ -151,39 +158,7 @@ def fill(
         raise KeyboardInterrupt(f"{kept}, the same command goes on with the others.") from None
 
 
-class ProgressReport:
-    """Messages and progress of work on rows. Args: out: None prints nothing."""
-
-    def __init__(self, out: TextIO | None) -> None:
-        self.out = out
-
-    def say(self, message: str) -> None:
-        """Print a message on its own line."""
-        if self.out is not None:
-            say(message, to=self.out)
-
-    def say_bad(self, table: pa.Table) -> None:
-        """Print the bad rows of a table, and how many there are."""
-        if bad := bad_rows(table):
-            for line in left_out(bad).lines():
-                self.say(line)
-            self.say(f"{len(bad):,} of {len(table):,} rows are bad, and not in the table.")
-
-    def start(self, rows: int, of: int) -> None:
-        """Begin with `rows` rows to do, of `of` rows in total."""
-        if rows < of:
-            self.say(f"{of - rows:,} of {of:,} rows are done already.")
-        self.rows, self.done, self.captions = rows, 0, 0
-        self._line, self._start = ProgressLine(self.out), time.perf_counter()
-
-    def add(self, rows: int, captions: int, ranks: int = 1) -> None:
-        """Count finished rows and their captions. Args: ranks: number of ranks that have done about as much."""
-        self.done = min(self.done + rows * ranks, self.rows)
-        self.captions += captions * ranks
-        seconds = max(time.perf_counter() - self._start, 1e-9)
-        line = (
-            f"row {self.done:,}/{self.rows:,}  {per_second(self.done / seconds)} images/s  "
-            + (f"{per_second(self.captions / seconds)} captions/s  " if self.captions else "")
-            + f"ETA {duration(seconds / max(self.done, 1) * (self.rows - self.done))}"
-        )
-        self._line.show(line, self.done, self.rows)
+def say_bad(table: pa.Table, report: TextIO | None) -> None:
+    """Print the bad rows of a table, and how many there are."""
+    if report is not None and (bad := bad_rows(table)):
+        say(*left_out(bad).lines(), f"{len(bad):,} of {len(table):,} rows are bad, and not in the table.", to=report)

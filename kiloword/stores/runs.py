@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from kiloword.config.recipes import DataConfig, Recipe
+from kiloword.config.recipes import AugmentConfig, DataConfig, Recipe
 from kiloword.data.images.views import LATER, in_words, of_images
 from kiloword.data.stored import StoreFile, WithTokens
 from kiloword.data.text.tokenizer import Tokenizer
@@ -15,15 +15,14 @@ from kiloword.interop import text_towers
 from kiloword.interop.towers import LITES
 from kiloword.model.model import Model
 from kiloword.model.trunks.trunk import Trunk
-from kiloword.stores.features import Features, FeatureStore, shown_views
+from kiloword.stores.features import Features, FeatureStore
+from kiloword.stores.store import Store
 from kiloword.stores.tokens import (
     FoundImages,
     ImageTokens,
     TextTokens,
     TokenizerWithTokens,
     TokenKind,
-    as_evaluated,
-    augmented_first,
     check_texts,
     check_tokenizer,
     opened,
@@ -113,12 +112,12 @@ def towers_of(images: Sequence[str], texts: Sequence[str]) -> tuple[str, str]:
     return "" if is_model_folder(image) else image, "" if is_model_folder(text) else text
 
 
-def on_tokens(recipe: Recipe, images: Sequence[str], texts: Sequence[str]) -> Recipe:
-    """The recipe of a run on folders of features: its images are augmented as those are, its captions are whole."""
-    augment = recipe.data.augment
-    if images:
-        stores = opened(images, ImageTokens)
-        made = next((store for store in stores if store.file.augmented), stores[0]).file.augment
+def on_stores(recipe: Recipe, features: Sequence[str], images: Sequence[str], texts: Sequence[str]) -> Recipe:
+    """The recipe of a run on stores: its images are augmented as those are, its captions are whole."""
+    stores = [*map(FeatureStore, features), *opened(images, ImageTokens)]
+    augment, plain = recipe.data.augment, AugmentConfig() if images else None
+    made = next((store.file.augment for store in stores if store.file.augmented), plain)
+    if made is not None:
         augment = replace(made, **{name: getattr(augment, name) for name in LATER})
     if texts:
         augment = replace(augment, drop_words=0.0)
@@ -143,7 +142,7 @@ def reading_tokens(
     check_trunk(model, of_image)
     check_trunk(model, of_text)
     check_tokenizer(tokenizer, of_text)
-    plain = as_evaluated(of_image) or (of_image if augmented else [])
+    plain = [store for store in of_image if not store.file.augmented] or (of_image if augmented else [])
     if of_image and not plain:
         raise ValueError(
             f"{' '.join(images)} has augmented images alone ({in_words(of_image[0].file.augment)}): evaluate on "
@@ -177,8 +176,11 @@ def stored(
 
     Raises: ValueError for stores of other data or another augmentation, and where captions or views change.
     """
-    features, shown = [store.of(source) for store in stores], shown_views(stores, data.augment)
-    found, told = None, []
+    features, shown = [store.of(source) for store in stores], None
+    found, told = None, list[str]()
+    if any(store.file.augmented for store in stores):
+        _check_shown(stores, data)
+        shown = stores[0].file
     if data.image_features:
         if shown:
             raise ValueError(
@@ -188,8 +190,12 @@ def stored(
         makers = (*transforms, *(inputs or {}).values())
         if unfit := [reason for maker in makers if (reason := getattr(maker, "pixels", None))]:
             raise ValueError(unfit[0])
-        found = FoundImages(augmented_first(opened(data.image_features, ImageTokens), data.augment), source)
-        _check_alike(found.places.stores, data)
+        wanted = of_images(data.augment)
+        others_last = sorted(
+            opened(data.image_features, ImageTokens), key=lambda store: of_images(store.file.augment) != wanted
+        )
+        found = FoundImages(others_last, source)
+        _check_shown(found.places.stores, data)
         for store in found.places.stores:
             if missing := store.file.rows - len(store):
                 told.append(
@@ -211,19 +217,18 @@ def stored(
     return Stored(features, shown, found, tokenizer, told)
 
 
-def _check_alike(stores: Sequence[ImageTokens], data: DataConfig) -> None:
-    """Raises: ValueError when stores of training images differ, or were not augmented as the run asks."""
+def _check_shown(stores: Sequence[Store], data: DataConfig) -> None:
+    """Raises: ValueError where stores hold other images than each other, or than the run's augmentation makes."""
     for store in stores:
-        if of_images(store.file.augment) != of_images(data.augment):
-            raise ValueError(
-                f"{store.path.parent} has images with {in_words(store.file.augment)}, but the run asks for "
-                f"{in_words(data.augment)}: omit --augment, or make others by `kiloword embed --tokens --views K` with "
-                "that augmentation."
-            )
-        for name in ("views", "dtype"):
-            value, first = getattr(store.file, name), getattr(stores[0].file, name)
+        for name in ("views", "dtype") if store.kind == "images" else ("shown",):
+            value, first = (f"{name} {getattr(one.file, name)}" for one in (store, stores[0]))
             if value != first:
                 raise ValueError(
-                    f"{stores[0].path.parent} has {name} {first} and {store.path.parent} {value}: expected the same in "
-                    "all stores of the training images."
+                    f"{stores[0].path} has {first}, and {store.path} {value}: expected the same in all stores of a "
+                    "run. Make them by `kiloword embed` with the same options."
                 )
+        if of_images(data.augment) != of_images(store.file.augment):
+            raise ValueError(
+                f"{store.path} has {store.file.shown}, but the run asks for {in_words(data.augment)}: omit --augment, "
+                "or make another store by `kiloword embed --views K` with that augmentation."
+            )

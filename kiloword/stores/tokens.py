@@ -16,13 +16,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kiloword.config.recipes import AugmentConfig, TextConfig
+from kiloword.config.recipes import TextConfig
 from kiloword.data.edits import every_row
 from kiloword.data.files import find_key, key_bytes
-from kiloword.data.images.views import of_images
 from kiloword.data.reading import EMBEDDED, captions_at
-from kiloword.data.stored import StoreFile
-from kiloword.data.text.tokenizer import REMEMBERED, Tokenizer
+from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.stores.joins import CAPTIONS, Places, caption_origins
 from kiloword.stores.store import WHAT, Store, group_of
 from kiloword.types import BadSample, Source, Texts
@@ -119,12 +117,6 @@ def opened(folders: Sequence[str], kind: type[Kept]) -> list[Kept]:
     return stores
 
 
-def origin_of(file: StoreFile) -> str:
-    """How the tokens of a store were computed: the tower by its digest, not by its path."""
-    by = f"tokens of {file.kind} of the tower {file.weights} in {file.precision}, as {file.dtype}"
-    return f"{by}, {file.shown}" if file.kind == "images" else by
-
-
 def check_texts(stores: Sequence[TextTokens], source: Source) -> None:
     """Raises: ValueError when the stores were not made from all captions of a source."""
     if not stores or caption_origins(source) <= {one for store in stores for one in store.file.captions}:
@@ -143,17 +135,6 @@ def check_texts(stores: Sequence[TextTokens], source: Source) -> None:
                 f"{source.fingerprint[:16]}): make them by `kiloword embed {stores[0].file.model} --data SRC --out "
                 "FOLDER --tokens`, from the same data and extra captions, and name that folder."
             )
-
-
-def as_evaluated(stores: Sequence[ImageTokens]) -> list[ImageTokens]:
-    """The stores whose images are as in evaluation: without augmentation."""
-    return [store for store in stores if not store.file.augmented]
-
-
-def augmented_first(stores: Sequence[ImageTokens], augment: AugmentConfig) -> list[ImageTokens]:
-    """The stores whose images a run augments so, then the others; each in their order."""
-    wanted = of_images(augment)
-    return sorted(stores, key=lambda store: of_images(store.file.augment) != wanted)
 
 
 def tokenizer_digest(tokenizer: Tokenizer) -> str:
@@ -177,7 +158,6 @@ class TokenizerWithTokens(Tokenizer):
     def __init__(self, tokenizer: Tokenizer, stores: Sequence[TextTokens]) -> None:
         self.__dict__.update(vars(tokenizer))
         self.stores = list(stores)
-        self._places: dict[str, tuple[TextTokens, int, int]] = {}
 
     def __reduce__(self) -> Any:
         return TokenizerWithTokens, (Tokenizer(self._backend.to_str()), self.stores)  # the stores send their paths
@@ -201,14 +181,8 @@ class TokenizerWithTokens(Tokenizer):
 
     def find(self, caption: str) -> tuple[TextTokens, int, int] | None:
         """The store that has a caption, where its tokens begin, and their number."""
-        if caption not in self._places:
-            found = ((store, place) for store in self.stores if (place := store.find(caption)) is not None)
-            if (first := next(found, None)) is None:
-                return None
-            if len(self._places) >= REMEMBERED:
-                self._places.clear()
-            self._places[caption] = first[0], *first[1]
-        return self._places[caption]
+        found = ((store, place) for store in self.stores if (place := store.find(caption)) is not None)
+        return next(((store, *place) for store, place in found), None)
 
     def check(self, caption: str, config: TextConfig) -> None:
         """Raises: BadSample when `encode` would not give this caption tokens."""

@@ -15,14 +15,13 @@ from kiloword.addresses import scrubbed
 from kiloword.config.recipes import ModelConfig, Recipe
 from kiloword.config.settings import BaseSettings, differing, read_config
 from kiloword.data.joins import sampled
-from kiloword.data.stored import StoreFile
 from kiloword.distributed import collectives
 from kiloword.errors import sentence_of
 from kiloword.files import SaveError, utf8, write_json
 from kiloword.methods.registry import find, preset
 from kiloword.models.states import steps_done
 from kiloword.stores.features import FeatureStore
-from kiloword.stores.tokens import ImageTokens, TextTokens, opened, origin_of
+from kiloword.stores.tokens import ImageTokens, TextTokens, opened
 from kiloword.training.signals import Stopped
 from kiloword.types import Source
 from kiloword.watch.runs import ERROR
@@ -58,18 +57,12 @@ def run_file(recipe: Recipe, source: Source) -> RunFile:
         data_fingerprint=source.fingerprint,
         data_sampled=digests[0],
         features=(
-            *(_origin(FeatureStore(path).file) for path in recipe.data.features),
-            *(origin_of(store.file) for store in opened(recipe.data.image_features, ImageTokens)),
-            *(origin_of(store.file) for store in opened(recipe.data.text_features, TextTokens)),
+            *(FeatureStore(path).file.origin for path in recipe.data.features),
+            *(store.file.origin for store in opened(recipe.data.image_features, ImageTokens)),
+            *(store.file.origin for store in opened(recipe.data.text_features, TextTokens)),
         ),
         model=preset(recipe.method, recipe.settings).shape(recipe.model),
     )
-
-
-def _origin(file: StoreFile) -> str:
-    """How the features of a store were computed: the model by its fingerprint, not by its path."""
-    by = f"{file.name} of the model {file.weights} in {file.precision}"
-    return f"{by}, {file.width} dimensions as {file.dtype}{f', {file.shown}' if file.augmented else ''}"
 
 
 def make_folder(out: Path) -> None:

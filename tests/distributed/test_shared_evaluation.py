@@ -36,7 +36,6 @@ from kiloword.models.build import build
 from kiloword.models.model_folder import save_model
 from kiloword.stores.embed import embed
 from kiloword.stores.features import FeatureStore
-from kiloword.stores.pieces import ProgressReport
 from kiloword.stores.teachers import KilowordTeacher as Teacher
 from kiloword.types import BadSample, Record, Skipped
 from kiloword.verify.suite import over_ranks
@@ -144,7 +143,7 @@ def write_files(folder: Path) -> None:
     source: Any = Repeats()
     write_store(teacher, folder)
     told = command._file(describer, source, SHORT, "d", "fp32", part=6)
-    command._write(describer, source, folder / "captions.parquet", told, 2, 0, ProgressReport(None))
+    command._write(describer, source, folder / "captions.parquet", told, 2, 0, None)
 
 
 def write_store(teacher: Teacher, folder: Path) -> None:

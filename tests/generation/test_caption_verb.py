@@ -42,7 +42,6 @@ from kiloword.methods.defaults import default_recipe
 from kiloword.methods.registry import preset
 from kiloword.models.build import build
 from kiloword.models.model_folder import save_model
-from kiloword.stores.pieces import ProgressReport
 from kiloword.training.loop import RunOptions, train
 from kiloword.types import BadSample
 from tars import pairs, photo, write_tar
@@ -89,7 +88,7 @@ def test_a_table_of_what_the_model_says(
     run("caption", model, "--data", SCENES, "--out", out, *flags)
     said = capsys.readouterr()
     assert f"captions of 20 images, {out.stat().st_size / 1e6:,.1f} MB" in said.out
-    assert "row 20/20" in said.err
+    assert "images 100%" in said.err
     source, found = open_source(SCENES, size=32), pq.read_table(out).to_pydict()
     assert found["key"] == [source.record(row).key for row in range(20)]
     images = torch.stack([load(model).preprocess(Image.fromarray(np.asarray(source.record(n).image))) for n in (0, 9)])
@@ -166,7 +165,7 @@ class Failing(Slow):
 def test_a_failed_command_says_that_its_parts_stay_and_it_goes_on(photos: Path, tmp_path: Path) -> None:
     said, out = io.StringIO(), tmp_path / "c.parquet"
     with pytest.raises(RuntimeError, match="out of memory"):
-        made(Failing(wait_at=4), photos, out, report=ProgressReport(said))
+        made(Failing(wait_at=4), photos, out, report=said)
     assert f"2 of 4 parts stay in {out}.parts: the same command goes on." in said.getvalue()
     again = Slow()
     made(again, photos, out)
@@ -178,10 +177,10 @@ def test_a_failed_command_says_that_its_parts_stay_and_it_goes_on(photos: Path, 
 def test_a_failed_command_without_a_caption_leaves_nothing(photos: Path, tmp_path: Path) -> None:
     said, out = io.StringIO(), tmp_path / "c.parquet"
     with pytest.raises(RuntimeError, match="out of memory"):
-        made(Failing(wait_at=0), photos, out, report=ProgressReport(said))
+        made(Failing(wait_at=0), photos, out, report=said)
     bad = write_tar(tmp_path / "bad" / "0.tar", {f"{n}.png": b"no image" for n in range(4)})
     with pytest.raises(ValueError, match="none of its 4 rows is a usable image"):
-        made(Slow(), bad, tmp_path / "d.parquet", report=ProgressReport(said))
+        made(Slow(), bad, tmp_path / "d.parquet", report=said)
     assert "stay in" not in said.getvalue()
     assert not list(tmp_path.glob("*.parquet*"))
 
@@ -261,10 +260,9 @@ def test_another_command_over_the_same_table_is_refused(photos: Path, tmp_path: 
 
 
 def test_bad_rows_are_counted_and_named(photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from kiloword.stores.pieces import ProgressReport
 
     out = tmp_path / "c.parquet"
-    made(Slow(), photos, out, report=ProgressReport(sys.stderr))
+    made(Slow(), photos, out, report=sys.stderr)
     said = capsys.readouterr().err
     assert "0003" in said
     assert "1 sample skipped, the image has zero bytes: 0007" in said

@@ -35,7 +35,6 @@ from kiloword.mining.pairs import TERMS, by_term, search
 from kiloword.report import percent, stack
 from kiloword.report import plots as report_plots
 from kiloword.stores.embed import embed
-from kiloword.stores.pieces import ProgressReport
 from kiloword.terminal.progress import Bar
 from pages import Section, plots, sections
 from terminals import Terminal
@@ -476,15 +475,13 @@ def test_progress_says_rate_and_time_left(capsys: pytest.CaptureFixture[str]) ->
     ("seconds", "printed"), [(65, "1:05"), (3 * 3600 + 7 * 60 + 5, "3:07:05"), (99 * 3600, "4d 03h")]
 )
 def test_time_left_reads_as_in_training(seconds: int, printed: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half is done after the given seconds, by mining and by `embed`."""
+    """Half is done after the given seconds."""
     screen, now = io.StringIO(), 0.0
     monkeypatch.setattr("time.perf_counter", lambda: now)
-    bar, report = Bar("pairs", "pairs", screen), ProgressReport(screen)
-    report.start(10, 10)
+    bar = Bar("pairs", "pairs", screen)
     now = float(seconds)
     bar(5, 10)
-    report.add(5, 5)
-    assert [line.partition("ETA ")[2].strip() for line in screen.getvalue().splitlines()] == [printed, printed]
+    assert [line.partition("ETA ")[2].strip() for line in screen.getvalue().splitlines()] == [printed]
 
 
 class Colours:

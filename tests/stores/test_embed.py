@@ -61,7 +61,7 @@ def test_our_own_model(model: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     run("embed", model, "--data", SCENES, "--out", tmp_path / "t", "--batch", 7, "--workers", 2, "--device", "cpu")
     output = capsys.readouterr()
     assert "t: 48 images, 144 captions, 16 dimensions, " in output.out
-    assert "row 48/48" in output.err
+    assert "images 100%" in output.err
     table, matcher = FeatureStore(tmp_path / "t"), load(model)
     source = open_source(SCENES, size=32)
     records = [source.record(row) for row in range(48)]

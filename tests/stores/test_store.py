@@ -35,7 +35,6 @@ from kiloword.methods.defaults import default_recipe
 from kiloword.randomness import Draw, key
 from kiloword.stores.embed import embed
 from kiloword.stores.features import FeatureStore
-from kiloword.stores.pieces import ProgressReport
 from kiloword.training.loop import train
 from kiloword.types import BadSample, Batch, Example, Fetch, Record, Source
 
@@ -323,7 +322,7 @@ def test_what_is_missing_is_computed_from_sources_in_the_first_order_alone(tmp_p
 def test_bad_rows_are_counted_and_named(tmp_path: Path) -> None:
     for _ in range(2):  # also of a finished store
         lines = StringIO()
-        embed(Fake(), Images(), tmp_path / "t", report=ProgressReport(lines))
+        embed(Fake(), Images(), tmp_path / "t", report=lines)
         assert "1 of 40 rows are bad" in lines.getvalue()
         assert "truncated image: k005\n" in lines.getvalue()
 

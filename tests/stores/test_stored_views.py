@@ -144,7 +144,7 @@ def test_what_does_not_fit_is_refused(sources: list[Source], store: FeatureStore
     plain = stored(tmp_path / "plain", sources, Augmented(), name="plain")
     other = stored(tmp_path / "other", sources, replace(STRONG, seed=6), name="other")
     for second in (plain, other):
-        with pytest.raises(ValueError, match=r"has 3 views with seed 5.*expected the same in all feature stores"):
+        with pytest.raises(ValueError, match="expected the same in all stores"):
             loader(sources[0], [store, second])
     with pytest.raises(ValueError, match=r"the run asks for no augmentation: omit --augment, or make another store"):
         loader(sources[0], [store], AugmentConfig())

@@ -1,4 +1,4 @@
-"""Lines of progress, by a clock that the test moves: of a run and of `kiloword embed`."""
+"""Lines of progress, by a clock that the test moves: of a run."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 
-from kiloword.stores import pieces as tables
-from kiloword.stores.pieces import ProgressReport
 from kiloword.terminal import progress
 from kiloword.terminal.progress import PLAIN_EVERY_S
 from kiloword.training.log import Log
@@ -29,53 +27,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(tables, "time", clock)
     monkeypatch.setattr(progress, "time", clock)
     return clock
-
-
-def test_features_are_counted_on_a_terminal(clock: Clock, terminal: Terminal) -> None:
-    """A line that rewrites itself; a message gets a line of its own."""
-    report = ProgressReport(terminal)
-    report.start(3000, 3000)
-    for rows, seconds in ((500, 0.5), (500, 0.25)):
-        clock.now += seconds
-        report.add(rows, 2 * rows)
-    first = "row 500/3,000  1,000 images/s  2,000 captions/s  ETA 0:02"
-    second = "row 1,000/3,000  1,333 images/s  2,667 captions/s  ETA 0:01"
-    assert terminal.frames == [first, second]
-    report.say("one.")
-    report.say("two.")
-    assert terminal.frames[1:] == [second, "one.", "two.", ""]
-    clock.now += 0.25
-    report.add(1000, 0, ranks=3)  # of 2,000 that are left
-    last = "row 3,000/3,000  3,000 images/s  2,000 captions/s  ETA 0:00"
-    assert terminal.frames[-2:] == [last, ""]
-    report.start(1, 1)
-    clock.now += 1
-    report.add(1, 1)
-    assert terminal.frames[-2:] == ["row 1/1  1 images/s  1 captions/s  ETA 0:00", ""]
-
-
-def test_elsewhere_lines_are_rare_but_the_last_comes(clock: Clock) -> None:
-    file = io.StringIO()
-    report = ProgressReport(file)
-    report.start(100, 4100)
-    for seconds in (1.0, PLAIN_EVERY_S - 1.5, 0.5, 9.0, 1.0, 1.0):
-        clock.now += seconds
-        report.add(10, 0)
-    report.add(40, 7)
-    assert [line.partition("  ")[0] for line in file.getvalue().splitlines()] == [
-        "4,000 of 4,100 rows are done already.",
-        "row 30/100",
-        "row 50/100",
-        "row 100/100",
-    ]
-    assert file.getvalue().endswith("\n")
-    silent = ProgressReport(None)
-    silent.start(3, 4)
-    silent.add(3, 3)
-    silent.say("nobody reads this")
 
 
 def row(step: int, **more: Any) -> dict[str, Any]:

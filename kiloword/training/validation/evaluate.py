@@ -13,7 +13,7 @@ from kiloword.distributed.device import precision_of
 from kiloword.distributed.sharing import alone, gathered, lockstep, sharing
 from kiloword.errors import count
 from kiloword.evaluation.task import TOKEN_TASKS
-from kiloword.stores.tokens import FoundImages, ImageTokens, TextTokens, TokenizerWithTokens, as_evaluated, opened
+from kiloword.stores.tokens import FoundImages, ImageTokens, TextTokens, TokenizerWithTokens, opened
 from kiloword.training.log import read_metrics
 from kiloword.training.validation.sets import LOCKSTEP, ValSet, judged, prefix
 
@@ -39,7 +39,8 @@ def validate(run: Run) -> dict[str, float]:
     values: dict[str, float] = {}
     with _evaluating(run):
         matcher = Matcher(run.learner.model, _tokenizer(run), run.learner.method)
-        images = [] if lockstep() else as_evaluated(opened(run.recipe.data.image_features, ImageTokens))
+        stored = [] if lockstep() else opened(run.recipe.data.image_features, ImageTokens)
+        images = [store for store in stored if not store.file.augmented]
         for one in run.val:
             metrics = _of_set(matcher, _on_tokens(one, images), run)
             values |= {f"{prefix(one, run.val)}{name}": value for name, value in metrics.items()}
