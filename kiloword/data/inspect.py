@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal
 
 import numpy as np
 from rich.table import Table
@@ -23,13 +22,12 @@ from kiloword.data.steps import in_order
 from kiloword.data.tar import index_beside
 from kiloword.terminal import say
 from kiloword.terminal.screen import Screen
-from kiloword.types import BadSample, Record, Skipped, Source, indices_of
+from kiloword.types import BadSample, Skipped, Source, indices_of
 
 _CHUNK = 1000  # rows per task of a worker
 _SHOWN = 20  # bad samples printed for each reason
 _QUANTILES = (0.0, 0.05, 0.5, 0.95, 1.0)
 MEASURES = ("captions per image", "words per caption", "characters per caption", "image width", "image height")
-T = TypeVar("T")
 
 
 @dataclass
@@ -74,27 +72,46 @@ def main(what: Literal["index", "check", "stats"], src: str, png: Path | None = 
 
 
 def check(source: Source, workers: int | None = None) -> list[Skipped]:
-    """Read and decode every sample. Returns: bad samples with reasons, in order of rows.
+    """Read and decode every sample. Returns: bad samples with reasons, in order of rows. Args: as of `stats`."""
+    return stats(source, workers, decoded=True).bad
 
-    Args: workers: processes; None: the number of cores, but 0 for small data sets.
+
+def stats(source: Source, workers: int | None = None, decoded: bool = False) -> Stats:
+    """Read every sample and the header of its image.
+
+    Args: workers: processes; None: the number of cores, but 0 for small data sets; decoded: decode whole images, and
+    count bad samples alone.
     """
-    return [result for result in _each(_decoded, source, workers) if isinstance(result, Skipped)]
-
-
-def stats(source: Source, workers: int | None = None) -> Stats:
-    """Read every sample and the header of its image. Args: as of `check`."""
-    total = Stats(len(source))
-    for result in _each(_measured, source, workers):
-        if isinstance(result, Skipped):
-            total.bad.append(result)
-            continue
-        texts, labels, size = result
-        found = [len(texts)], [len(text.split()) for text in texts], [len(text) for text in texts], [size[0]], [size[1]]
-        for name, values in zip(MEASURES, found, strict=True):
-            total.measures[name] += values
-        total.texts.update(texts)
-        total.labels.update(labels)
+    total, chunks = Stats(len(source)), -(-len(source) // _CHUNK)
+    if workers is None:
+        workers = min(os.cpu_count() or 1, chunks // 10)
+    for part in in_order(partial(_look, source, decoded), range(chunks), workers, timeout=0):
+        total.bad += [one for one in part if isinstance(one, Skipped)]
+        for texts, labels, (width, height) in (one for one in part if not isinstance(one, Skipped)):
+            words, letters = [len(text.split()) for text in texts], [len(text) for text in texts]
+            for name, values in zip(MEASURES, ([len(texts)], words, letters, [width], [height]), strict=True):
+                total.measures[name] += values
+            total.texts.update(texts)
+            total.labels.update(labels)
     return total
+
+
+def _look(source: Source, decoded: bool, chunk: int) -> list[Skipped | tuple[list[str], list[int], tuple[int, int]]]:
+    """Bad samples of a chunk of rows; unless `decoded` the captions, classes, width and height of the others."""
+    names, found = getattr(source, "classnames", None), list[Skipped | tuple[list[str], list[int], tuple[int, int]]]()
+    for row in range(len(source))[chunk * _CHUNK : (chunk + 1) * _CHUNK]:
+        try:
+            record = read(source, row)
+            labels = list(indices_of(record.label))
+            if names and (highest := max(labels, default=0)) >= len(names):
+                raise BadSample(f"class index {highest}, but there are {len(names)} class names")
+            if decoded:
+                decode(record.image)
+            else:
+                found.append((record.captions, labels, image_size(record.image)))
+        except BadSample as error:
+            found.append(Skipped(row, name_of(source, row), str(error)))
+    return found
 
 
 def print_bad(bad: list[Skipped], rows: int) -> None:
@@ -125,34 +142,3 @@ def print_stats(statistics: Stats, classnames: list[str] | None) -> None:
     if statistics.bad:
         print_bad(statistics.bad, statistics.rows)
     say("Only headers of images were read: `kiloword data check` decodes them, and names those that are cut.")
-
-
-def _each(use: Callable[[Record], T], source: Source, workers: int | None) -> Iterator[T | Skipped]:
-    """The result of `use` for every sample, or why it is bad, in order of rows."""
-    chunks = -(-len(source) // _CHUNK)
-    if workers is None:
-        workers = min(os.cpu_count() or 1, chunks // 10)
-    for results in in_order(partial(_of_chunk, use, source), range(chunks), workers, timeout=0):
-        yield from results
-
-
-def _of_chunk(use: Callable[[Record], T], source: Source, chunk: int) -> list[T | Skipped]:
-    names, results = getattr(source, "classnames", None), list[T | Skipped]()
-    for row in range(len(source))[chunk * _CHUNK : (chunk + 1) * _CHUNK]:
-        try:
-            record = read(source, row)
-            if names and (highest := max(indices_of(record.label), default=0)) >= len(names):
-                raise BadSample(f"class index {highest}, but there are {len(names)} class names")
-            results.append(use(record))
-        except BadSample as error:
-            results.append(Skipped(row, name_of(source, row), str(error)))
-    return results
-
-
-def _decoded(record: Record) -> None:
-    decode(record.image)
-
-
-def _measured(record: Record) -> tuple[list[str], list[int], tuple[int, int]]:
-    """Captions, classes, width and height."""
-    return record.captions, list(indices_of(record.label)), image_size(record.image)

@@ -150,12 +150,10 @@ def test_paths_as_images(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(photo())
     assert prepare([str(tmp_path / "a.png"), tmp_path / "a.png"], transform).shape == (2, 3, 8, 8)
     (tmp_path / "b.png").write_bytes(b"text")
-    os.mkfifo(tmp_path / "pipe")
     for name, output in (
         ("", "is a folder: expected an image file"),
         ("none", "image .*none cannot be read: No such file"),
         ("b.png", "image .*b.png cannot be used: not an image"),
-        ("pipe", "image .*pipe cannot be used: it is no regular file"),
     ):
         with pytest.raises(ValueError, match=output):
             prepare([tmp_path / name], transform)
