@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from multiprocessing import get_start_method
 from typing import Literal, cast, get_args
 
 import torch
@@ -63,14 +64,16 @@ def _is_large(config: ModelConfig) -> bool:
 
 def workers_of(requested: int | Literal["auto"], device: str, images: int, size: int, train: bool = False) -> int:
     """Number of loader processes of a rank. "auto": on CUDA the rank's share of the cores minus two; on a CPU, which
-    computes too, half of its share to train on images that are decoded, else none; as many as shared memory holds.
+    computes too, half of its share to train on images that are decoded, else none, as where processes do not fork (a
+    source may be impossible to pickle); at most as many as shared memory holds.
 
     Args: requested: --workers; images: of a rank's batch; size: their height in pixels; train: on decoded images.
     """
     if requested != "auto":
         return requested
     share = cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    chosen = min(MOST_WORKERS, max(1, share - 2) if device.startswith("cuda") else share // 2 if train else 0)
+    half = share // 2 if train and get_start_method() == "fork" else 0
+    chosen = min(MOST_WORKERS, max(1, share - 2) if device.startswith("cuda") else half)
     try:
         memory = os.statvfs(SHARED_MEMORY)
     except OSError:  # not Linux

@@ -120,7 +120,7 @@ def prepare(recipe: Recipe, out: Path, source: Source, *, device: str, options: 
             drop_old(out / "state", options.keep_states, run.step)
         engine.check_same(learner)
         run.log = open_log(out, recipe, run.step, options, learner.model.head.log_limit)
-    if run.device.type == "cuda":  # on a CPU no default depends on it
+    if run.device.type == "cuda" or (run.loader.workers and options.workers == "auto"):  # else no default depends on it
         run.log.say(f"device {resolved.chosen}")
     return run
 

@@ -233,7 +233,7 @@ def test_every_task_and_file_over_three_ranks(tmp_path: Path) -> None:
             assert len(found[name][2]) == len(every[0][name][2])
             assert min(found[name][2]) > 0
     write_files(tmp_path / "one")
-    assert len(FeatureStore(tmp_path / "one" / "side")) == 4
+    assert len(FeatureStore(tmp_path / "one" / "side")) == 7
     same_files(tmp_path / "one", tmp_path / "files")
 
 

@@ -125,7 +125,7 @@ def test_data_that_would_end_the_run_end_the_dry_run(
         with pytest.raises(SystemExit) as ended:
             train(*words, *more)
         assert ended.value.code == 2
-        output.append(capsys.readouterr().err)
+        output.append(capsys.readouterr().err.splitlines()[-1])
     assert message in output[0]
     assert ("Captions are .txt or .json beside the images" in output[0]) == ("no caption:" in output[0])
     assert output[0] == output[1]
@@ -146,7 +146,7 @@ def test_watch_shows_the_error_of_a_run_until_it_goes_on(tmp_path: Path, capsys:
     words = ("clip", "--data", images, *SMALL, "--out", out)
     with pytest.raises(SystemExit):
         train(*words)
-    message = capsys.readouterr().err.removeprefix("kiloword: ").strip()
+    message = capsys.readouterr().err.splitlines()[-1].removeprefix("kiloword: ")
     main(["watch", str(out), "--once"])
     shown = " ".join(capsys.readouterr().out.split())
     assert "clip debug failed" in shown
