@@ -134,6 +134,8 @@ def test_own_file(tmp_path: Path) -> None:
     assert mine.entries["optim.lr"] == RecipeValue(1e-3, "our sweep")
     recipe = fill(default_recipe("llip", "b32"), mine)
     assert (recipe.batch, recipe.data.augment.blur_sigma, recipe.optim.beta2) == (64, (0.5, 1.0), 0.95)
+    path.write_text("batch = 64")
+    assert papers.expanded(read(path)) == {"batch": RecipeValue(64)}
 
 
 def test_size_of_a_file_replaces_the_towers_of_its_base(tmp_path: Path) -> None:

@@ -117,14 +117,15 @@ def test_what_is_left_out_is_counted_and_the_first_named() -> None:
     assert [left.add(f"{n}", "no caption") for n in range(5)] == [True, True, True, False, False]
     more.add("x", "damaged")
     more.add("y", "no caption")
+    more.add("w", "no caption")
     left.extend(more)
     assert left.lines() == [
-        "6 samples skipped, no caption: 0, 1, 2 and 3 more",
+        "7 samples skipped, no caption: 0, 1, 2 and 4 more",
         "1 sample skipped, damaged: x",
     ]
     for n in range(30):
         left.add("z", f"reason {n}")
-    assert (len(left), len(left.lines())) == (37, 21)
+    assert (len(left), len(left.lines())) == (38, 21)
     assert left.lines()[-1] == "12 samples skipped for 12 other reasons"
 
 
