@@ -17,7 +17,7 @@ from torch import Tensor
 from kiloword.config.recipes import Resize
 from kiloword.data.images.augmentation import EvalTransform
 from kiloword.data.images.decode import Pixels
-from kiloword.data.images.views import Views
+from kiloword.data.images.views import Augmented
 from kiloword.data.remote import Ahead, Unreachable, ahead_of
 from kiloword.data.rows import PASSING
 from kiloword.data.sources.optional import question, texts_of
@@ -118,7 +118,7 @@ class EvalBatch:
     skipped: list[Skipped]
     infos: list[dict[str, Any]]  # `Record.info` of every row
     label_sets: list[LabelSet | None] | None = None  # of rows that may have several classes; None if no row may
-    stored: list[bytes] = field(default_factory=list)  # with `Views`: digests of the images before any transform
+    stored: list[bytes] = field(default_factory=list)  # with `Augmented`: digests of the images before any transform
 
 
 def eval_batches(
@@ -128,13 +128,13 @@ def eval_batches(
     batch: int = 64,
     workers: int = 0,
     parts: Sequence[range] | None = None,
-    transform: ImageTransform | Views | None = None,
+    transform: ImageTransform | Augmented | None = None,
     captions: bool = True,
 ) -> Iterator[EvalBatch]:
     """Every row once, in order, in batches of at most `batch` (n may be 0); bad rows are omitted and listed.
 
     Args: parts: ranges of rows instead of all rows; a batch never crosses two parts; transform: instead of that by
-    image_size and resize, by `Views` images [n, K, 3, size, size]; captions: False accepts images without captions.
+    image_size and resize, by `Augmented` images [n, K, 3, size, size]; captions: False accepts images without captions.
     Errors: ValueError when a worker died or hangs.
     """
     if batch < 1:
@@ -154,7 +154,7 @@ class _EvalBatches:
     """Makes the batches of `eval_batches`, in any process."""
 
     source: Source
-    transform: ImageTransform | Views
+    transform: ImageTransform | Augmented
     ranges: Sequence[range]
     captions: bool
     ahead: Ahead | None = None
@@ -183,14 +183,14 @@ class _EvalBatches:
         texts, infos = [r.captions for r in records], [r.info for r in records]
         label_sets = sets if any(sets) else None
         keys, stored = [r.key for r in records], list[bytes]()
-        if isinstance(self.transform, Views):
+        if isinstance(self.transform, Augmented):
             stored = [digest_of(r.image) for r in records]
         return EvalBatch(rows, keys, pixels, texts, labels, skipped, infos, label_sets, stored)
 
     def _image(self, record: Record, row: int) -> Tensor:
         """The transformed image; its stored tokens where the source has them and nothing else was asked for."""
-        if isinstance(self.transform, Views):
-            return self.transform.of(record.image, row, record.key)
+        if isinstance(self.transform, Augmented):
+            return self.transform(record.image, row, record.key)
         if record.tokens is not None and isinstance(self.transform, EvalTransform):
             return record.tokens.tokens(0)
         return self.transform(record.image)

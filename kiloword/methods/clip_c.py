@@ -7,16 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kiloword.config.settings import only
-from kiloword.data.transforms import (
-    Compose,
-    ComposeSettings,
-    Cutmix,
-    CutmixSettings,
-    Mixup,
-    MixupSettings,
-    Stylistic,
-    StylisticSettings,
-)
+from kiloword.data.transforms.mix import Compose, Cutmix, Mixup, Stylistic
+from kiloword.data.transforms.settings import ComposeSettings, CutmixSettings, MixupSettings, StylisticSettings
 from kiloword.methods import clip
 from kiloword.methods.method import Component, Method
 from kiloword.types import Transform

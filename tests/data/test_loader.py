@@ -20,7 +20,8 @@ from kiloword.data.loader import ATTEMPTS, Loader
 from kiloword.data.reading import BadRows, eval_batches
 from kiloword.data.sampler import Order
 from kiloword.data.text.tokenizer import Tokenizer
-from kiloword.data.transforms import Stylistic, StylisticSettings
+from kiloword.data.transforms.mix import Stylistic
+from kiloword.data.transforms.settings import StylisticSettings
 from kiloword.randomness import Draw
 from kiloword.types import BadSample, Batch, Example, Fetch, Record, Skipped
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,34 +15,7 @@ from kiloword.data.images.decode import Pixels
 from kiloword.randomness import Draw, key
 
 LATER = ("drop_words", "drop_patches")  # settings of the augmentation that do not change images
-MOST = 2048  # views of an image whose features are stored: an Arrow list has fewer than 2^31 numbers
-
-
-@dataclass(frozen=True)
-class Views:
-    """The images of a row as training draws them in the epochs 0 to K - 1: uint8 [K, 3, size, size].
-
-    Args: evaluated: in place of that, the one image that evaluation sees; by_key: views are drawn by the image's key,
-    not by its row, so that a run whose rows are others draws them again (`view_draw`).
-    """
-
-    transform: TrainTransform
-    views: int
-    seed: int
-    evaluated: EvalTransform | None = None
-    by_key: bool = False
-
-    @property
-    def size(self) -> int:
-        """Height and width in pixels."""
-        return self.transform.size
-
-    def of(self, image: bytes | Pixels, row: int, name: str) -> Tensor:
-        """Args: name: the image's key. Errors: BadSample for an image that cannot be decoded."""
-        if self.evaluated is not None:
-            return self.evaluated(image)[None]
-        draws = (view_draw(self.seed, n, name) if self.by_key else Draw(self.seed, n, row) for n in range(self.views))
-        return torch.stack([self.transform(image, draw) for draw in draws])
+MOST = 2048  # views of an image whose features are stored: a bound of what a file of settings may claim
 
 
 def view_draw(seed: int, view: int, name: str) -> Draw:
@@ -52,11 +25,28 @@ def view_draw(seed: int, view: int, name: str) -> Draw:
 
 @dataclass(frozen=True)
 class Augmented:
-    """Which views are stored. Args: views: K, of each image; seed: of the augmentation."""
+    """Which views of an image are stored: those that training draws in the epochs 0 to K - 1.
+
+    Args: views: K; seed: of the augmentation; transform, by_key: see `of`.
+    """
 
     views: int = 1
     augment: AugmentConfig = field(default_factory=AugmentConfig)
     seed: int = 0
+    transform: TrainTransform | EvalTransform = field(default_factory=lambda: EvalTransform(1))
+    by_key: bool = False
+
+    @property
+    def size(self) -> int:
+        """Height and width in pixels."""
+        return self.transform.size
+
+    def __call__(self, image: bytes | Pixels, row: int, name: str) -> Tensor:
+        """uint8 [K, 3, size, size]. Args: name: the image's key. Errors: BadSample."""
+        if isinstance(self.transform, EvalTransform):
+            return self.transform(image)[None]
+        draws = (view_draw(self.seed, n, name) if self.by_key else Draw(self.seed, n, row) for n in range(self.views))
+        return torch.stack([self.transform(image, draw) for draw in draws])
 
     def check(self) -> None:
         """Raises: ValueError for numbers out of range, and a seed without effect."""
@@ -69,23 +59,23 @@ class Augmented:
                 "or omit --seed."
             )
 
-    def of(self, size: int, resize: Resize, natural: bool, by_key: bool = False) -> Views:
-        """The views at a size; without augmentation the image as evaluation sees it. Args: by_key: see `Views`.
+    def of(self, size: int, resize: Resize, natural: bool, by_key: bool = False) -> Augmented:
+        """The views at a size; without augmentation the image as evaluation sees it.
 
+        Args: by_key: draw by the image's key, not by its row, so that a run whose rows are others draws the same.
         Raises: ValueError for views that would all be equal, and settings that change no image.
         """
         for name in LATER:
             if getattr(self.augment, name):
                 raise ValueError(f"--augment.{name.replace('_', '-')} changes no image: leave it to the training.")
-        train = TrainTransform(size, self.augment, resize, natural=natural)
-        if of_images(self.augment) != of_images(AugmentConfig()):
-            return Views(train, self.views, self.seed, by_key=by_key)
-        if self.views > 1:
+        plain = of_images(self.augment) == of_images(AugmentConfig())
+        if plain and self.views > 1:
             raise ValueError(
                 f"--views {self.views} without augmentation stores equal views: add such as --augment.flip 0.5 "
                 "--augment.crop 0.5, or omit --views."
             )
-        return Views(train, 1, self.seed, EvalTransform(size, resize))
+        drawn = TrainTransform(size, self.augment, resize, natural=natural)
+        return replace(self, transform=EvalTransform(size, resize) if plain else drawn, by_key=by_key)
 
 
 PLAIN = Augmented()  # images as evaluation sees them

@@ -24,19 +24,28 @@ from cases import mostly_slow
 from kiloword.cli.main import main
 from kiloword.data.edits import MixtureSource
 from kiloword.data.sources.optional import keys
-from kiloword.data.transforms import (
+from kiloword.data.transforms.mix import (
     Compose,
-    ComposeSettings,
     Cutmix,
-    CutmixSettings,
     Mixup,
-    MixupSettings,
     Stylistic,
+    WithPartner,
+    as_map,
+    blend,
+    box,
+    halves,
+    joined,
+    paste,
+    share,
+)
+from kiloword.data.transforms.partner import Partner, another, cycle, either, named, similar
+from kiloword.data.transforms.settings import (
+    ComposeSettings,
+    CutmixSettings,
+    MixupSettings,
+    PartnerSettings,
     StylisticSettings,
 )
-from kiloword.data.transforms.mix import WithPartner, as_map, blend, box, halves, joined, paste, share
-from kiloword.data.transforms.partner import Partner, another, cycle, either, named, similar
-from kiloword.data.transforms.settings import PartnerSettings
 from kiloword.randomness import Draw
 from kiloword.stores.embed import embed
 from kiloword.stores.features import FeatureStore
