@@ -83,7 +83,7 @@ class StoreWriter(PieceWriter[StoreFile]):
     def __init__(self, folder: Path, file: StoreFile) -> None:
         existing = resumed(folder, STORE, file, WHAT[file.kind])
         super().__init__(folder, STORE, file, existing, (folder / KEYS).is_file())
-        if self.done < self.file.parts:
+        if not (folder / KEYS).is_file():
             done = [read_table(self.path(number)) for number in range(self.done)]
             self._columns = {
                 name: _Column(folder / f"{name}.npy", shape, dtype, sum(_lengths(t, self.file, name) for t in done))
@@ -98,19 +98,18 @@ class StoreWriter(PieceWriter[StoreFile]):
 
     def finish(self) -> pa.Table:
         """Write what rows are found by, then `keys.parquet`; its contents. Raises: ValueError without a usable row."""
-        if (self.folder / KEYS).is_file():
-            return read_table(self.folder / KEYS)
-        table = self.table()
-        for column in self._columns.values():
-            column.finish()
-        for name, values in _found_by(table, self.file.kind).items():
-            with atomic(self.folder / f"{name}.npy") as out:
-                np.save(out, values)
-        with atomic(self.folder / KEYS) as out:
-            pq.write_table(table, out)
+        if not (self.folder / KEYS).is_file():
+            table = self.table()
+            for column in self._columns.values():
+                column.finish()
+            for name, values in _found_by(table, self.file.kind).items():
+                with atomic(self.folder / f"{name}.npy") as out:
+                    np.save(out, values)
+            with atomic(self.folder / KEYS) as out:
+                pq.write_table(table, out)
         for number in range(self.done):
-            self.path(number).unlink()
-        return table
+            self.path(number).unlink(missing_ok=True)
+        return read_table(self.folder / KEYS)
 
 
 class _Column:

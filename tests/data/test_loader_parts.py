@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kiloword.config.recipes import AugmentConfig, DataConfig, TextConfig
-from kiloword.data.loader import ATTEMPTS, BatchReader, Loader, _changes, _join
+from kiloword.data.loader import ATTEMPTS, BatchReader, Loader
 from kiloword.data.sampler import Order
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.randomness import Draw
@@ -61,7 +61,8 @@ class Changing(Rows):
 def make(source: Any, batch: int = 4, augment: AugmentConfig | None = None, **more: Any) -> Loader:
     data = DataConfig(captions=more.pop("captions", "all"), augment=augment or AugmentConfig())
     text = TextConfig(context=30, vocab=280)
-    return Loader(source, Order(len(source), batch, 1), data, text, 8, TOKENIZER, seed=2, **more)
+    order = more.pop("order", Order(len(source), batch, 1))
+    return Loader(source, order, data, text, 8, TOKENIZER, seed=2, **more)
 
 
 def drops(example: Example, fetch: Fetch, draw: Draw) -> Example:
@@ -104,8 +105,7 @@ def test_what_replaces_a_bad_row_lies_outside_the_batch_where_it_can() -> None:
 def test_as_many_rows_are_tried_as_the_limit_says() -> None:
     source = Rows(500, bad=tuple(range(500)))
     reader = BatchReader(make(source), source, np.arange(4))
-    said = rf"rows: {ATTEMPTS + 1} rows .* are bad: \d+ samples? skipped, bad \d: row \d.*skipped, bad \d"
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=rf"{ATTEMPTS + 1} rows .* are bad: .*bad \d: row \d"):
         reader.example(3, Draw(2, 0, 3))
     assert (len(source.read), source.read[0], reader.skipped) == (ATTEMPTS + 1, 3, [])
 
@@ -127,36 +127,19 @@ def test_rows_of_an_epoch_are_made_once() -> None:
     for step in (0, 1, 2, 1, 3, 2, 4, 2, 0):
         loader.batch(step)
     assert source.epochs == [0, 1, 2, 0]  # two neighbours are kept
-    assert len(loader._epochs) <= 2
-    plain = Rows(8)
-    assert make(plain)._source_in(3) is plain
 
 
-def test_images_that_need_no_change_are_not_touched(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[str] = []
-    loader = make(Rows(4))
-    monkeypatch.setattr(loader, "_train", lambda image, draw: calls.append("train") or torch.zeros(1))
-    monkeypatch.setattr(loader, "_eval", lambda image: calls.append("eval") or torch.zeros(1))
-    fits = noise(8, 8)
-    same = loader.image(fits, Draw(1, 0, 0))
-    fits[0, 0] = 9
-    assert same[:, 0, 0].tolist() == [9, 9, 9], "the same memory"
-    locked = noise(8, 8)
-    locked.flags.writeable = False
-    for other in (noise(8, 9), noise(9, 8), noise(8, 8).astype(np.int16), locked, b"encoded"):
-        loader.image(other, Draw(1, 0, 0))
-    assert calls == ["train"] * 5
-    loader.train = False
-    loader.image(b"encoded", Draw(1, 0, 0))
-    assert calls[5:] == ["eval"]
-    still = AugmentConfig(drop_words=0.5)
-    changes = ({"crop": 0.9}, {"flip": 0.1}, {"jitter": 0.1}, {"grayscale": 0.1}, {"blur": 0.1})
-    assert [_changes(replace(still, **change), True) for change in ({}, *changes)] == [False, *[True] * 5]
-    assert [_changes(replace(still, **change), False) for change in ({}, *changes)] == [*[False] * 3, *[True] * 3]
-    reader = BatchReader(make(Rows(4), augment=AugmentConfig(crop=0.5)), Rows(4), np.arange(4))
-    assert reader.crops
-    reader.loader.train = False
-    assert not reader.crops
+def test_images_that_need_no_change_are_not_touched() -> None:
+    for augment, touched in ((AugmentConfig(drop_words=0.5), False), (AugmentConfig(flip=1.0), True)):
+        loader, image = make(Rows(4), augment=augment), noise(8, 8)
+        same = loader.image(image, Draw(1, 0, 0))
+        image[0, 0] = 9
+        assert (same[:, 0, 0].tolist() == [9, 9, 9]) != touched, "the same memory"
+    for other in (noise(8, 9), noise(9, 8)):
+        assert make(Rows(4)).image(other, Draw(1, 0, 0)).shape == (3, 8, 8)
+    crops = make(Rows(4), augment=AugmentConfig(crop=0.5))
+    assert BatchReader(crops, Rows(4), np.arange(4)).crops
+    assert not BatchReader(replace(crops, train=False), Rows(4), np.arange(4)).crops
 
 
 def test_words_are_dropped_in_training_alone() -> None:
@@ -173,28 +156,20 @@ def test_transforms_change_training_examples_alone_and_say_what_to_know() -> Non
     assert make(Rows(4), transforms=[marks, drops]).notes == ["marked"]
     assert make(Rows(4), transforms=[marks]).batch(0).composed.tolist() == [True] * 4
     assert make(Rows(4), transforms=[marks], train=False).batch(0).composed.tolist() == [False] * 4
-    with pytest.raises(ValueError, match="a transform left k3 without a caption; it must keep at least one"):
+    with pytest.raises(ValueError, match="k3"):
         make(Rows(4), transforms=[drops]).batch(0)
-    one = {"a": torch.ones(2)}
-    assert _join([one, one], torch.stack)["a"].shape == (2, 2)
-    with pytest.raises(ValueError, match=r"precomputed features \['a'\] are missing for some rows"):
-        _join([one, {}], torch.stack)
 
 
-def test_settings_that_do_not_fit() -> None:
-    source = Rows(8)
-    for settings, said in (
-        ({"ranks": 3}, "does not divide over 3 ranks"),
-        ({"captions": 0}, "captions is 0: expected at least 1"),
-        ({"truth": True}, "rows has no ground truth of which texts describe"),
-        ({"questions": True}, "rows has no questions"),
-    ):
-        with pytest.raises(ValueError, match=said):
-            make(source, **settings)
-    order = Order(9, 4)
-    with pytest.raises(ValueError, match="rows has 8 rows, but the order is for 9"):
-        ordered(source, order)
-
-
-def ordered(source: Any, order: Order) -> Loader:
-    return Loader(source, order, DataConfig(), TextConfig(context=9, vocab=280), 8, TOKENIZER)
+@pytest.mark.parametrize(
+    ("settings", "word"),
+    [
+        ({"ranks": 3}, "3 ranks"),
+        ({"captions": 0}, "at least 1"),
+        ({"truth": True}, "ground truth"),
+        ({"questions": True}, "no questions"),
+        ({"order": Order(9, 4)}, "8 rows, but the order is for 9"),
+    ],
+)
+def test_settings_that_do_not_fit(settings: dict[str, Any], word: str) -> None:
+    with pytest.raises(ValueError, match=word):
+        make(Rows(8), **settings)
