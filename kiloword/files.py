@@ -16,7 +16,6 @@ from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 
 LOCK = ".lock"
 TEMPORARY = ".kw.tmp"  # ends the name of what is being written
-TRAINING = "training in"
 
 
 class SaveError(ValueError):
@@ -60,13 +59,8 @@ def write_atomic(path: Path, data: bytes) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     """As `write_atomic`."""
-    write_atomic(path, json_bytes(value))
-
-
-def json_bytes(value: Any) -> bytes:
-    """The bytes that `write_json` writes."""
     text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
-    return text.encode(errors="backslashreplace")  # lone surrogates of file names, as JSON writes them
+    write_atomic(path, text.encode(errors="backslashreplace"))  # lone surrogates of file names, as JSON writes them
 
 
 def utf8(text: str, errors: str = "surrogateescape") -> str:
@@ -98,7 +92,7 @@ class Lock:
     Raises: ValueError when another process holds it.
     """
 
-    def __init__(self, out: Path, doing: str = TRAINING, folder: Path | None = None) -> None:
+    def __init__(self, out: Path, doing: str = "training in", folder: Path | None = None) -> None:
         folder = folder or out
         self.path = folder / LOCK
         self._lock = cast(BaseFileLock, FileLock(self.path, timeout=0, thread_local=False, is_singleton=True))
@@ -111,7 +105,7 @@ class Lock:
                 left.unlink() if left.is_file() else shutil.rmtree(left)
         except Timeout:
             holder = self.path.read_text(encoding="utf-8", errors="replace")[:200] or "another process"
-            hint = " SIGTERM ends it with its state saved." if doing == TRAINING else ""
+            hint = " SIGTERM ends it with its state saved." if doing == "training in" else ""
             raise ValueError(f"{holder} is {doing} {out}: wait for its end, or choose another --out.{hint}") from None
         except OSError as e:
             raise ValueError(f"--out {out} cannot be written ({e.strerror}): choose another folder.") from e

@@ -23,9 +23,9 @@ def merged(weights: Tensors) -> Tensors:
         try:
             return merge(weights.read(name), *parts) if parts else weights.read(name)
         except (RuntimeError, ZeroDivisionError, IndexError, ValueError) as e:
-            raise ValueError(f"the adapters of {name} are damaged ({str(e)[:200]}): copy them again.") from e
+            raise ValueError(f"an adapter of {name} is damaged ({str(e)[:200]}): copy it again.") from e
 
-    return Tensors({name: spec for name, spec in weights.specs.items() if MARK not in name}, read, weights.files)
+    return Tensors({name: spec for name, spec in weights.specs.items() if MARK not in name}, read)
 
 
 def write_adapter(folder: Path, base: Path, weights: Tensors) -> None:
@@ -63,4 +63,4 @@ def joined(base: Path, folder: Path) -> Tensors:
     def read(name: str) -> Tensor:
         return (adapters if name in adapters.specs else weights).read(name)
 
-    return merged(Tensors({**weights.specs, **adapters.specs}, read, [*weights.files, *adapters.files]))
+    return merged(Tensors({**weights.specs, **adapters.specs}, read))

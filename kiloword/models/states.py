@@ -142,7 +142,7 @@ class SavedState:
                 averaged = f"average/model.{name}"
                 names[name] = averaged if averaged in self.specs else place
         specs = {name: self.specs[place] for name, place in names.items()}
-        return Tensors(specs, lambda name: self.whole(names[name]), self.files)
+        return Tensors(specs, lambda name: self.whole(names[name]))
 
 
 def shards_folder(folder: Path, step: int) -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -81,11 +81,10 @@ def write_streamed(
 
 @dataclass(frozen=True)
 class Tensors:
-    """Tensors on disk: their dtypes and shapes by name, `read` for one of them, and the files that hold them."""
+    """Tensors on disk: their dtypes and shapes by name, and `read` for one of them."""
 
     specs: Mapping[str, Spec]
     read: Callable[[str], Tensor]
-    files: Sequence[Path] = ()
     about: Mapping[str, str] = field(default_factory=dict)  # metadata of the file
 
     @property
@@ -120,4 +119,4 @@ def open_tensors(path: Path) -> Tensors:
     def opened() -> Any:
         return safe_open(path, framework="pt")
 
-    return Tensors(specs, lambda name: opened().get_tensor(name), [path], file.metadata() or {})
+    return Tensors(specs, lambda name: opened().get_tensor(name), file.metadata() or {})

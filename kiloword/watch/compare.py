@@ -10,7 +10,7 @@ from rich.text import Text
 
 from kiloword import report
 from kiloword.errors import count
-from kiloword.files import json_bytes, write_json
+from kiloword.files import write_json
 from kiloword.report import Html, grid, section, stack, table
 from kiloword.terminal import LONGEST, say, shown, warn
 from kiloword.terminal.screen import Screen, plain_table
@@ -51,13 +51,13 @@ def without_copies(runs: Sequence[Watched]) -> Iterator[Watched]:
 
     A copy may have been made before the run ended, or gone on after it: of both the one with more rows stays.
     """
-    recipes = [json_bytes(settings_of(run.folder)) for run in runs]
+    recipes = [settings_of(run.folder) for run in runs]
     losses = [run.columns.of("loss")[1].tobytes() for run in runs]
     for n, run in enumerate(runs):
         same = (
             other.name
             for m, other in enumerate(runs)
-            if recipes[m] == recipes[n] != b"{}\n" and losses[m].startswith(losses[n])
+            if recipes[m] == recipes[n] != {} and losses[m].startswith(losses[n])
             if (-len(losses[m]), m) < (-len(losses[n]), n)
         )
         if (other := next(same, None)) is None:
