@@ -9,7 +9,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TextIO, TypeVar
 
@@ -28,7 +28,7 @@ class ProgressLine:
     """
 
     def __init__(self, out: TextIO | None, at_once: bool = False) -> None:
-        self.out, self.shown = out, False
+        self.out, self.shown, self._size = out, False, (80, 24)
         terminal = out is not None and out.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
         self._live = terminal or in_notebook()
         self._last = -math.inf if at_once else time.perf_counter()
@@ -42,7 +42,9 @@ class ProgressLine:
         if not self._live:
             say(line, to=self.out)
             return
-        columns = shutil.get_terminal_size().columns - 1
+        with suppress(OSError, ValueError):  # where stdout is a pipe, the size is that of stderr
+            self._size = os.get_terminal_size(self.out.fileno())
+        columns = shutil.get_terminal_size(self._size).columns - 1
         text = shown(line, self.out.encoding)[:columns]
         room = columns - len(text) - len(" []")
         bar = f" [{'=' * min(room, room * done // of):{room}}]" if room >= LEAST_BAR else ""
