@@ -45,13 +45,10 @@ def test_files_beside_a_model_of_no_run_stay_out_of_its_card(tmp_path: Path, nam
     "value",
     [
         {"query": "a dog", "photos": 55, "results": [{"score": 0.5}]},  # search --json
-        {"size": "b32", "gpus": 1, "batch": 64, "rows": []},  # plan --json
         {"anna": 51000},
-        {"anna": 51000, "skipped": True},
         {"anna": 51000, "skipped": 0.0, "names": ["x"]},
         {"a": {"acc1": 0.5, "skipped": 0.0}},  # of several models
         {"data": "d", "images": 5, "step": 1, "metrics": {"a": 1.0}, "owner": 3},
-        {"data": "d", "images": 5, "step": 1, "metrics": {"a": "1"}},
         [0.5],
     ],
 )

@@ -125,6 +125,11 @@ def test_code_runs_when_the_user_says_so(word: tuple[str, ...], capsys: pytest.C
     assert "no text decoder" in ends(capsys, *words)  # it was loaded
 
 
+def test_an_average_runs_no_code() -> None:
+    main(["average", "asks", "asks", "--out", "mean"])
+    assert not ran()
+
+
 def test_code_runs_from_python() -> None:
     assert load("asks", method="own:preset").method.name == "own"  # type: ignore[union-attr]
     assert load("asks", trust_code=True).method.name == "own"  # type: ignore[union-attr]
