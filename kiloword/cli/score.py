@@ -110,7 +110,7 @@ def image_files(images: Sequence[Path]) -> tuple[Path, ...]:
 
     Raises: ValueError for a folder without images.
     """
-    from kiloword.data.sources.folder import image_folders, no_images
+    from kiloword.data.folders import image_folders, no_images
     from kiloword.errors import LeftOut
 
     files, left = list[Path](), LeftOut("path")

@@ -28,11 +28,10 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from kiloword.data.columns import arrow_errors, check_columns
 from kiloword.data.edits import MixtureSource, Selection, digest, each_part, every_row, mix, parts_of
 from kiloword.data.reading import digest_of
 from kiloword.data.rows import key_bytes, key_text
-from kiloword.data.sources.columns import check_once
-from kiloword.data.sources.embedded import arrow_errors
 from kiloword.data.sources.optional import keys
 from kiloword.data.sources.sample import clean
 from kiloword.errors import count
@@ -87,7 +86,7 @@ class CaptionTable(Keyed):
                     f"{path} has the columns {shown(', '.join(names)[:200]) or 'none'}. Expected `key`, and `captions` "
                     "(lists of text) or `caption`."
                 )
-            check_once(path, names, "key", column)
+            check_columns(path, names, "key", column)
             table = pq.read_table(path, columns=["key", column])
             of_row, cells = _text(path, table, "key"), _text(path, table, column, lists=True)
         if not len(of_row):
@@ -165,7 +164,7 @@ class KeepList(Keyed):
                     f"{path} is no keep-list: it lacks the column {absent[0]}, and has "
                     f"{shown(', '.join(names)[:200]) or 'none'}. {AGAIN}"
                 )
-            check_once(path, names, *KEEP_COLUMNS)
+            check_columns(path, names, *KEEP_COLUMNS)
             table = pq.read_table(path, columns=list(KEEP_COLUMNS))
             for name in KEEP_COLUMNS:
                 _check_column(path, name, table.column(name))

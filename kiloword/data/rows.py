@@ -22,7 +22,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 from kiloword.addresses import is_url
 from kiloword.data import remote
 from kiloword.data.files import folder as cache_folder
-from kiloword.data.sources.sample import MAX_IMAGE, QUESTION, check_size, question_in, read_whole
+from kiloword.data.sources.sample import IMAGE_SUFFIXES, MAX_IMAGE, QUESTION, check_size, question_in, read_whole
 from kiloword.files import replacing
 from kiloword.types import BadSample, LabelSet, NoCaption, Record
 
@@ -152,7 +152,7 @@ class Rows:
         path = os.path.join(self.folder, os.fsdecode(name))
         try:
             if size is None:
-                image = read_whole(Path(path), "the image", MAX_IMAGE)
+                image = read_whole(Path(image_file(path)), "the image", MAX_IMAGE)
             else:
                 check_size("the image", size, MAX_IMAGE)
                 offset = self._cell("offset", row)
@@ -189,6 +189,13 @@ class Rows:
         )  # fmt: skip
 
 
+def image_file(path: str) -> str:
+    """The path of an image, whose suffix a table may omit."""
+    if os.path.splitext(path)[1].lower().removeprefix(".") in IMAGE_SUFFIXES or os.path.exists(path):
+        return path
+    return next((file for suffix in IMAGE_SUFFIXES if os.path.exists(file := f"{path}.{suffix}")), path)
+
+
 class OpenFile:
     """An open file without a position, which processes and threads can share."""
 
@@ -221,7 +228,7 @@ def cached(identity: str, make: Callable[[], pa.Table]) -> Path:
 
     Args: identity: whatever the table depends on, such as the path, size and time of change of its file.
     """
-    path = cache_folder() / "rows" / f"{hashlib.blake2b(os.fsencode(identity), digest_size=16).hexdigest()}.arrow"
+    path = _place(identity)
     if not path.exists():
         write(path, make())
     os.utime(path)
@@ -237,6 +244,20 @@ def keeping(path: Path) -> Iterator[None]:
         raise ValueError(
             f"{path} cannot be written ({error.strerror or error}). Set KILOWORD_CACHE to a folder with space."
         ) from error
+
+
+def made_once(identity: str, make: Callable[[], pa.Table]) -> tuple[pa.Table, Path | None]:
+    """A table and its file, as of `cached`; no file where the cache folder cannot be written."""
+    path, table = _place(identity), None
+    if not path.exists():
+        table = make()
+        with suppress(ValueError):
+            write(path, table)
+    return (mapped(path), path) if table is None or path.exists() else (table, None)
+
+
+def _place(identity: str) -> Path:
+    return cache_folder() / "rows" / f"{hashlib.blake2b(os.fsencode(identity), digest_size=16).hexdigest()}.arrow"
 
 
 def write(path: Path, table: pa.Table) -> None:

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from kiloword.data.sources.layouts.objects import load_json, values
+from kiloword.data.columns import load_json
+from kiloword.data.layouts import values
 from kiloword.data.sources.optional import info_of
 from kiloword.files import write_json
 from kiloword.terminal import shown, warn

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
-from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 from PIL import Image
@@ -19,61 +15,12 @@ from kiloword.data.images.inputs import as_list, is_one, kind, prepare
 from kiloword.data.inspect import check
 from kiloword.data.reading import BadRows, captions_of, eval_batches, left_out
 from kiloword.data.scenes import parse, render
-from kiloword.data.sources.folder import Folder, is_image
 from kiloword.data.sources.open import open_source
 from kiloword.data.sources.optional import majority
 from kiloword.data.sources.sample import check_regular, parse_label, read_whole
-from kiloword.data.sources.tables import column_names
 from kiloword.data.transforms.mix import halves
 from kiloword.types import BadSample, Record, Skipped
 from tars import noise, pairs, photo, write_tar
-
-
-def test_what_a_folder_is_taken_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tars go before images; tars in test/ count beside class names alone; a folder in place of a tar is none."""
-    (tmp_path / "a.PNG").write_bytes(photo())
-    (tmp_path / "a.txt").write_bytes(b"a dog")
-    (tmp_path / "dir.tar").mkdir()
-    images: Any = open_source(str(tmp_path))
-    assert isinstance(images, Folder)
-    assert (images.name, images.key(0), images.captions(0)) == (str(tmp_path), "a", ["a dog"])
-    for name in ("10.tar", "9.tar"):
-        write_tar(tmp_path / name, pairs(1, int(name[:-4])))
-    tars: Any = open_source(str(tmp_path))
-    assert [tars.key(row) for row in range(2)] == ["0009", "0010"]
-    one: Any = open_source(str(tmp_path / "9.tar"))
-    assert (len(one), one.name) == (1, str(tmp_path / "9.tar"))
-    assert len(open_source(str(tmp_path / "{9..10}.tar"))) == 2
-    with pytest.raises(ValueError, match=r"1 of 3 tars are missing, the first is .*11\.tar"):
-        open_source(str(tmp_path / "{9..11}.tar"))
-    with pytest.raises(ValueError, match=r"has no tars itself, but its folders .* do: name one of them"):
-        open_source(str(tmp_path.parent))
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert len(open_source("~/9.tar")) == 1
-    for name, output in (("empty", "is an empty folder"), ("notes", "is a folder without tars or images")):
-        (tmp_path / name).mkdir()
-        (tmp_path / "notes" / "x.md").write_bytes(b"") if name == "notes" else None
-        with pytest.raises(ValueError, match=output):
-            open_source(str(tmp_path / name))
-    (tmp_path / "x.md").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"x\.md: unknown kind of file"):
-        open_source(str(tmp_path / "x.md"))
-    with pytest.raises(ValueError, match=r"none: no such file or folder"):
-        open_source(str(tmp_path / "none"))
-    (tmp_path / "notes" / "0.tar.gz").write_bytes(b"")
-    for name in ("notes", "notes/0.tar.gz"):
-        with pytest.raises(
-            ValueError, match=r"0\.tar\.gz is a compressed tar, .* Unpack it to a plain \.tar by gunzip\."
-        ):
-            open_source(str(tmp_path / name))
-    (tmp_path / "notes" / "train.csv").write_text("filepath\ttitle\n")
-    with pytest.raises(ValueError, match=r"notes is no data itself, but its tables train\.csv are: name one"):
-        open_source(str(tmp_path / "notes"))
-    os.mkfifo(tmp_path / "pipe.tar")
-    with pytest.raises(ValueError, match="is no regular file"):
-        open_source(str(tmp_path / "pipe.tar"))
-    names = ["a.jpg", "b.JPEG", ".a.jpg", "jpg", "a.jpg.txt", "a.svg", "x.webp"]
-    assert [is_image(name) for name in names] == [True, True, False, False, False, False, True]
 
 
 def test_a_file_named_scenes_goes_before_the_drawn_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,29 +31,6 @@ def test_a_file_named_scenes_goes_before_the_drawn_ones(tmp_path: Path, monkeypa
     assert len(open_source("scenes")) == 2
     with pytest.raises(ValueError, match="no such file"):
         open_source("scenesque")
-
-
-def test_which_column_of_a_table_counts(tmp_path: Path) -> None:
-    (tmp_path / "a.png").write_bytes(photo())
-    for name, text, output in (
-        ("x.csv", 'image,filepath,title,caption,captions\na.png,b,t,c,"[""s"", ""u""]"\n', ["s", "u"]),
-        ("x.csv", "filepath,title,caption\na.png,t,c\n", ["c"]),
-        ("x.csv", "filepath,title\na.png,[t]\n", ["[t]"]),
-        ("x.tsv", "image\tcaption, long\tcaption\na.png\tx\ty\n", ["y"]),
-        ("x.csv", '"image"\t"caption"\na.png\ty\n', ["y"]),
-        ("x.csv", "image,caption\tx\na.png,y\n", None),  # commas decide, and there is no caption
-    ):
-        (tmp_path / name).write_text(text)
-        if output is None:
-            with pytest.raises(ValueError, match="has the columns"):
-                open_source(str(tmp_path / name))
-        else:
-            assert open_source(str(tmp_path / name)).record(0).captions == output
-    (tmp_path / "x.csv").write_text("image,caption,caption\na.png,x,y\n")
-    with pytest.raises(ValueError, match="has 2 columns named caption"):
-        open_source(str(tmp_path / "x.csv"))
-    pq.write_table(pa.table({"b": [1], "a": [2]}), tmp_path / "x.parquet")
-    assert column_names(tmp_path / "x.parquet") == ["b", "a"]
 
 
 def test_images_in_memory() -> None:

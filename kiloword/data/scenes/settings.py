@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from kiloword.data.query import Readers, read_options
 from kiloword.data.scenes.world import GROUP, SPLITS, TASKS
-from kiloword.data.sources.query import Readers, read_options
 
 Levels = tuple[float, float, float, float]
 N = TypeVar("N", int, float)

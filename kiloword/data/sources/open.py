@@ -12,17 +12,25 @@ import pyarrow.compute
 from kiloword.addresses import address_of, is_url
 from kiloword.config.recipes import DataConfig
 from kiloword.data import remote
-from kiloword.data.edits import MixtureSource, held_out, mix, part_of
+from kiloword.data.columns import class_data
+from kiloword.data.edits import held_out, mix, part_of
+from kiloword.data.folders import (
+    has_class_folders,
+    has_shards,
+    image_folders,
+    is_image,
+    open_classes,
+    open_images,
+    open_metadata,
+    open_shards,
+    parents_of_images,
+)
 from kiloword.data.joins import kept, with_captions
+from kiloword.data.query import FORM, TableOptions, parse_query, split_query
 from kiloword.data.rows import Rows
-from kiloword.data.sources.class_folder import ClassFolder, has_class_folders, parents_of_images
-from kiloword.data.sources.folder import Folder, image_folders, is_image
-from kiloword.data.sources.labels import class_data
-from kiloword.data.sources.layouts.read import JsonOptions, is_tokens, read_json, read_tokens
-from kiloword.data.sources.query import FORM, TableOptions, parse_query, split_query
 from kiloword.data.sources.sample import check_regular
-from kiloword.data.sources.tables import NoRows, TableSource
 from kiloword.data.sources.tree import tree_options, tree_source
+from kiloword.data.tables import open_table, open_tables
 from kiloword.data.tar import RANGE, expand, natural, open_remote_tars, open_tars
 from kiloword.errors import LeftOut
 from kiloword.terminal import shown, warn_once
@@ -92,7 +100,7 @@ def _open(src: str, size: int | None) -> Source:
     name, query = split_query(src)
     path = Path(name).expanduser()
     if not path.exists():
-        raise ValueError(f"{name}: no such file or folder. Expected {_KINDS}.")
+        raise ValueError(f"{name}: no such file or folder.{_tried(name)} Expected {_KINDS}.")
     suffix = path.suffix.lower()
     if query and (path.is_dir() or suffix not in (*_TABLES, *_JSON)):
         raise ValueError(
@@ -101,12 +109,8 @@ def _open(src: str, size: int | None) -> Source:
     if path.is_dir():
         return _open_folder(src, path)
     check_regular(path)
-    if suffix in _JSON:
-        choice = parse_query(name, query, JsonOptions)
-        return TableSource(src, path, choice, read_json(path, choice))
-    if suffix in _TABLES:
-        options = parse_query(name, query, TableOptions)
-        return TableSource(src, path, options, read_tokens(path, options) if _has_tokens(path, suffix) else None)
+    if suffix in (*_TABLES, *_JSON):
+        return open_table(src, path, parse_query(name, query, TableOptions))
     if suffix == ".tar":
         return _shards(src, [path])
     _refuse_compressed(path)
@@ -118,9 +122,8 @@ def _open_url(src: str) -> Source:
     url = address_of(src).url
     suffix = Path(urlsplit(url).path).suffix.lower()
     if suffix in (".csv", ".tsv", ".parquet"):
-        table = TableSource(url, remote.local(src))
-        paths = table.paths()
-        if paths is not None and not pyarrow.compute.all(pyarrow.compute.starts_with(paths, "/")).as_py():
+        table = open_table(url, remote.local(src))
+        if not pyarrow.compute.all(pyarrow.compute.starts_with(table.table.column("file"), "/")).as_py():
             raise ValueError(
                 f"{url} names its images by paths that are not of this machine. Expected a parquet that holds the "
                 "images, or absolute paths; download the table together with its images, or write tars."
@@ -136,36 +139,31 @@ def _open_url(src: str) -> Source:
 
 def _open_pattern(src: str) -> Source:
     """Tars, or tables one after another, as of a brace pattern. Errors: ValueError for missing files."""
-    pattern, mark, query = src.partition("?")
+    pattern, _, query = src.partition("?")
     if Path(pattern).suffix.lower() not in _TABLES:
-        pattern, mark, query = src, "", ""
+        pattern, query = src, ""
     files = [Path(p) for p in expand(pattern)]
     if missing := [file for file in files if not file.is_file()]:
         kind = "tars" if files[0].suffix == ".tar" else "files"
-        raise ValueError(f"{src}: {len(missing)} of {len(files)} {kind} are missing, the first is {missing[0]}.")
+        raise ValueError(
+            f"{src}: {len(missing)} of {len(files)} {kind} are missing, the first is {missing[0]}.{_tried(src)}"
+        )
     if files[0].suffix.lower() not in _TABLES:
         return _shards(src, files)
-    tables, empty = list[Source](), LeftOut("table")
-    folder = os.path.commonpath([file.parent for file in files])
-    for file in files:
-        try:
-            table = open_source(f"{file}{mark}{query}")
-        except NoRows:
-            if file is files[-1] and not tables:
-                raise
-            empty.add(file.name, "no rows in it")
-            continue
-        if isinstance(table, TableSource) and len(files) > 1:
-            table.number_below(f"{os.path.relpath(file.with_suffix(''), folder)}/")
-        tables.append(table)
-    warn_once(*(f"{src}: {line}" for line in empty.lines()))
-    source = mix(tables)
-    if isinstance(source, MixtureSource):
-        source.name = src
-        first, *others = (getattr(table, "classnames", None) for table in source.sources)
-        if any(names != first for names in others):
-            raise ValueError(f"{src}: its tables name different classes. Put classnames.txt with all beside them.")
-    return source
+    return open_tables(src, files, parse_query(pattern, query, TableOptions))
+
+
+def _tried(name: str) -> str:
+    """What a name that is not there may have been meant as."""
+    if ";" in name:
+        return " It was taken as one name, with the semicolon: name each data set by itself (--data A B)."
+    if re.search(r"\{[^{}]*,[^{}]*\}", name):
+        return " {a,b} is part of the name, as only ranges such as {000..123} are expanded: let the shell expand it."
+    if re.search(r"[*?\[]", name):
+        return (
+            " * and ? are parts of the name: name the folder, a range such as {000..123}, or let the shell expand it."
+        )
+    return ""
 
 
 def open_data(data: DataConfig, size: int | None = None) -> Source:
@@ -180,8 +178,10 @@ def open_data(data: DataConfig, size: int | None = None) -> Source:
 
 def _open_folder(src: str, folder: Path) -> Source:
     files, tars = os.listdir(folder), _tars(folder)
+    if not tars and (described := open_metadata(src, folder)):
+        return described
     if any(is_image(file) for file in files) and not tars:
-        return Folder(src, folder, *class_data(folder))
+        return open_images(src, folder)
     if not tars and (folder / "classnames.txt").is_file():
         tars = _tars(folder / "test")  # CLIP_benchmark's layout
     if tars:
@@ -189,9 +189,13 @@ def _open_folder(src: str, folder: Path) -> Source:
     inner = [file for file in sorted(files) if _tars(folder / file)]
     if inner:
         raise ValueError(f"{src} has no tars itself, but its folders {', '.join(inner[:8])} do: name one of them.")
+    if has_shards(folder):
+        return open_shards(src, folder)
     if has_class_folders(folder):
-        return ClassFolder(src, folder, *class_data(folder))
+        return open_classes(src, folder)
     tables = [f for f in sorted(files) if f.lower().endswith(_TABLES[:3]) and f[0] != "." and (folder / f).is_file()]
+    if tables and all(re.fullmatch(r"[0-9]{5,}\.parquet", table) for table in tables):  # of img2dataset
+        return open_tables(src, [folder / table for table in tables])
     if tables:
         raise ValueError(f"{src} is no data itself, but its tables {shown(', '.join(tables[:8]))} are: name one.")
     if inner := parents_of_images(folder):
@@ -213,10 +217,6 @@ def _refuse_compressed(path: Path) -> None:
                 f"{path} is a compressed tar, from which no sample can be read without those before it. Unpack it to a "
                 f"plain .tar by {program}."
             )
-
-
-def _has_tokens(path: Path, suffix: str) -> bool:
-    return suffix in (".txt", ".token") and is_tokens(path)
 
 
 def _tars(folder: Path) -> list[Path]:

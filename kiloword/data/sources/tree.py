@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kiloword.data.edits import Selection, digest
-from kiloword.data.sources.query import Readers, read_options
+from kiloword.data.query import Readers, read_options
 from kiloword.errors import article, suggestion
 from kiloword.randomness import generator
 from kiloword.terminal import shown

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet
 from numpy.typing import NDArray
 
+from kiloword.data.columns import read_columns
 from kiloword.data.edits import MixtureSource
 from kiloword.data.images.decode import decode
 from kiloword.data.reading import read
@@ -89,27 +88,14 @@ def cycle(seed: int, n: int) -> Partners:
     return partners
 
 
-def read_columns(path: str, names: Sequence[str]) -> list[list[str]]:
-    """Text columns of a parquet file. Raises: ValueError when it cannot be read, or lacks a column or a value."""
-    try:
-        table = pa.parquet.read_table(path, columns=list(names))
-        columns = [table.column(name).cast(pa.large_string()).to_pylist() for name in names]
-    except (OSError, KeyError, pa.ArrowException) as error:
-        wanted = ", ".join(names)
-        raise ValueError(f"{path} cannot be read as parquet with the text columns {wanted}: {error}"[:500]) from None
-    for name, column in zip(names, columns, strict=True):
-        if None in column:
-            raise ValueError(f"{path}: row {column.index(None)} has no {name}. Expected text in every row.")
-    return columns
-
-
 def read_rewrites(path: str, source: Source) -> Rewrites:
     """Captions of pairs from a parquet file (key, partner, caption); several rows of a pair are several captions.
 
     Raises: ValueError when it cannot be read, or names no pair of the source.
     """
     rewrites: Rewrites = {}
-    for key, partner, caption in zip(*read_columns(path, ("key", "partner", "caption")), strict=True):
+    table = read_columns(path, {"key": str, "partner": str, "caption": str})
+    for key, partner, caption in zip(*table.values(), strict=True):
         rewrites.setdefault((key, partner), []).append(caption)
     known = set(keys(source))
     if not any(known.issuperset(pair) for pair in rewrites):
@@ -139,7 +125,8 @@ def named(source: Source, path: str) -> Partners:
 
     Raises: ValueError for a key twice, a partner that the source does not have, or a readable row without partner.
     """
-    own_keys, others = read_columns(path, ("key", "partner"))
+    table = read_columns(path, {"key": str, "partner": str})
+    own_keys, others = table.values()
     partner_of = dict(zip(own_keys, others, strict=True))
     if len(partner_of) < len(own_keys):
         twice = Counter(own_keys).most_common(1)[0][0]

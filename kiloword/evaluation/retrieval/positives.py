@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kiloword.data.query import TableOptions, parse_query, split_query
 from kiloword.data.sources.optional import keys, names_of, texts_of
-from kiloword.data.sources.query import TableOptions, parse_query, split_query
 from kiloword.data.sources.sample import check_regular, decode_text, read_whole
 from kiloword.distributed.sharing import in_turns
 from kiloword.evaluation.features import CaptionedImages

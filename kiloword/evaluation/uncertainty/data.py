@@ -12,7 +12,8 @@ from torch import Tensor
 
 from kiloword.data.scenes.captions import parse
 from kiloword.data.scenes.query import ANY, Query
-from kiloword.data.sources.texts import TextsSource
+from kiloword.data.sources.optional import key_of, texts_of
+from kiloword.data.tables import has_images
 from kiloword.distributed.sharing import in_turns
 from kiloword.evaluation.features import seen
 from kiloword.evaluation.hierarchy.chains import read
@@ -60,7 +61,7 @@ class Levelled:
 def gather(inputs: Inputs) -> EncodedData:
     """Encode a source in batches; images without captions are kept."""
     matcher, source = inputs.matcher, inputs.source
-    if isinstance(source, TextsSource):
+    if not has_images(source):
         return _texts_alone(inputs, source)
     rows: list[int] = []
     images: list[Features] = []
@@ -89,14 +90,14 @@ def gather(inputs: Inputs) -> EncodedData:
     )
 
 
-def _texts_alone(inputs: Inputs, source: TextsSource) -> EncodedData:
+def _texts_alone(inputs: Inputs, source: Source) -> EncodedData:
     """Texts and their uncertainties; millions of texts take no memory for features."""
     captions: list[str] = []
     for row in range(len(source)):
         try:
-            captions += source.captions(row)
+            captions += texts_of(source, row)
         except BadSample as error:
-            inputs.skipped.append(Skipped(row, source.key(row), str(error)))
+            inputs.skipped.append(Skipped(row, key_of(source, row), str(error)))
     if not captions:
         raise ValueError(f"{source.name}: none of its {len(source)} rows has a text.")
     parts = list(chunks(len(captions), PART))

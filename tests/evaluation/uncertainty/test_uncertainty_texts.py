@@ -12,7 +12,7 @@ from test_uncertainty import matcher
 
 from kiloword.cli.main import main
 from kiloword.config.recipes import ModelFile
-from kiloword.data.sources.texts import open_texts
+from kiloword.data.tables import open_texts
 from kiloword.evaluation import evaluate
 from kiloword.models.model_folder import save_model
 from kiloword.types import BadSample
@@ -83,8 +83,8 @@ def test_bad_rows_are_named_and_bad_tables_refused(tmp_path: Path) -> None:
         ("c.txt", "has no rows. Expected a text in each"),
         ("d.csv", "has the columns words. Expected `image`"),
         ("d.csv?caption=word", "has no column 'word'.*Did you mean words"),
-        ("c.txt?caption=x", "takes no parameters"),
-        ("e.parquet", "the column 'caption' holds int64. Expected text"),
+        ("c.txt?caption=x", "takes no options"),
+        ("e.parquet", "has a text"),
     ):
         with pytest.raises(ValueError, match=output):
             evaluate(matcher(), "uncertainty", str(tmp_path / name))

@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from kiloword.config.recipes import AugmentConfig, DataConfig, TextConfig
@@ -25,7 +23,7 @@ from kiloword.data.scenes import SceneQuestions, open_scenes
 from kiloword.data.sources.open import open_source
 from kiloword.data.sources.optional import majority
 from kiloword.data.text.tokenizer import Tokenizer
-from kiloword.types import BadSample, Batch, Record, Source
+from kiloword.types import Batch, Record, Source
 from tars import photo, write_tar
 
 NOUNS = "object|shape|thing"
@@ -170,123 +168,17 @@ def test_options_of_captions_are_refused(option: str) -> None:
         open_source(f"scenes:train?task=vqa&{option}")
 
 
-VQAV2 = [{"answer": "yes", "answer_confidence": "maybe", "answer_id": k} for k in range(9)] + [{"answer": ""}]
-
-
 def asks(**more: Any) -> bytes:
     return json.dumps({"question": "is it red?", **more}).encode()
 
 
-def test_tars_with_questions(tmp_path: Path) -> None:
-    metas = [
-        asks(answers=["yes", "no "]),
-        asks(answers=VQAV2, question_type="is it"),
-        asks(answer="yes", caption="red"),
-    ]
+def test_captions_of_questions(tmp_path: Path) -> None:
+    """The words that a tokenizer learns: answers, then the question."""
+    metas = [asks(answers=["yes", "no "]), asks(answer="yes")]
     members = [m for k, meta in enumerate(metas) for m in ((f"{k}.png", photo(k)), (f"{k}.json", meta))]
     source = open_source(str(write_tar(tmp_path / "0.tar", members)))
-    found = [source.record(row) for row in range(3)]
-    assert [r.captions for r in found] == [["yes", "no"], ["yes"] * 9, ["yes"]]
-    assert found[1].info == {"question": "is it red?", "question_type": "is it", "answers": ["yes"] * 9 + [""]}
-    assert list(captions_of(source)) == ["yes", "no", "is it red?", *["yes"] * 9, "is it red?", "yes", "is it red?"]
+    assert list(captions_of(source)) == ["yes", "no", "is it red?", "yes", "is it red?"]
     assert list(captions_of(mix([source, source], [1, 1])))[:3] == ["yes", "no", "is it red?"]
-
-
-def test_folder_with_questions(tmp_path: Path) -> None:
-    (tmp_path / "a.png").write_bytes(photo(0))
-    (tmp_path / "a.json").write_bytes(asks(answer="yes"))
-    source = open_source(str(tmp_path))
-    assert source.record(0).captions == ["yes"]
-    assert source.question(0) == "is it red?"  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize(
-    ("meta", "reason"),
-    [
-        (asks(), "a question without an answer"),
-        (asks(answers=[]), "a question without an answer"),
-        (asks(answers=["", " "]), "a question without an answer"),
-        (asks(answers=[3]), r'the answers are not strings \(write "3" for 3\)'),
-        (asks(answers={"a": 1}), "the answers are not strings"),
-        (asks(answers=[{"text": "yes"}]), "the answers are not strings"),
-        (b'{"question": 5, "answer": "yes"}', "the question is not text"),
-        (b'{"question": " ", "answer": "yes"}', "the question is not text"),
-    ],
-)
-def test_bad_questions_say_why(tmp_path: Path, meta: bytes, reason: str) -> None:
-    source = open_source(str(write_tar(tmp_path / "0.tar", [("0.png", photo()), ("0.json", meta)])))
-    with pytest.raises(BadSample, match=reason):
-        source.record(0)
-
-
-def test_a_question_beside_captions_changes_nothing(tmp_path: Path) -> None:
-    meta = asks(captions=["a red star"])
-    source = open_source(str(write_tar(tmp_path / "0.tar", [("0.png", photo()), ("0.json", meta)])))
-    assert source.record(0).captions == ["a red star"]
-    assert source.question(0) is None  # type: ignore[attr-defined]
-
-
-@pytest.fixture
-def images(tmp_path: Path) -> Path:
-    for k in range(2):
-        (tmp_path / f"{k}.png").write_bytes(photo(k))
-    return tmp_path
-
-
-CSV = """image,question,answers,question_type
-0.png,is it red?,"[""yes"", ""no""]",is it
-0.png,"what, then?","blue
-green
-",what
-1.png,,yes,what
-1.png,why?,,why
-"""
-
-
-def test_rows_of_a_table_of_questions_are_not_merged(images: Path) -> None:
-    (images / "q.csv").write_text(CSV)
-    source = pickle.loads(pickle.dumps(open_source(str(images / "q.csv"))))
-    assert len(source) == 4
-    first, second = source.record(0), source.record(1)
-    assert (first.key, second.key) == ("0#0", "0#1")
-    assert first.image == second.image == photo(0)
-    assert first.info == {"question": "is it red?", "answers": ["yes", "no"], "question_type": "is it"}
-    assert (second.captions, second.info["question"]) == (["blue", "green"], "what, then?")
-    for row, reason in ((2, "the question is not text"), (3, "a question without an answer")):
-        with pytest.raises(BadSample, match=reason):
-            source.record(row)
-
-
-def test_one_answer_a_row_is_text_as_it_is(images: Path) -> None:
-    (images / "q.tsv").write_text("filepath\tquestion\tanswer\n1.png\twhich?\t[a]\n1.png\tshort\n")
-    source = open_source(str(images / "q.tsv"))
-    assert source.record(0).captions == ["[a]"]
-    with pytest.raises(BadSample, match="line without 3 columns"):
-        source.record(1)
-
-
-@pytest.mark.parametrize(
-    "answers", [["yes", "no"], [{"answer": "yes", "answer_id": 1}, {"answer": "no", "answer_id": 2}]]
-)
-@pytest.mark.parametrize("embedded", [False, True])
-def test_parquet_of_questions(images: Path, answers: list[Any], embedded: bool) -> None:
-    image = {"bytes": photo(1), "path": "1.png"} if embedded else "1.png"
-    rows = {"image": [image] * 2, "question": ["which?", "what?"], "answers": [answers, answers[:1]]}
-    pq.write_table(pa.table(rows), images / "q.parquet")
-    source = open_source(str(images / "q.parquet"))
-    found = [source.record(row) for row in range(2)]
-    assert [r.captions for r in found] == [["yes", "no"], ["yes"]]
-    assert found[1].image == photo(1)
-    assert len({r.key for r in found}) == 2
-
-
-def test_tables_that_lack_a_column_say_what_is_expected(images: Path) -> None:
-    (images / "a.csv").write_text("image,question\n0.png,why?\n")
-    with pytest.raises(ValueError, match="`image`, `question` and `answers`"):
-        open_source(str(images / "a.csv"))
-    (images / "b.csv").write_text("picture,question,answer\n0.png,why?,so\n")
-    with pytest.raises(ValueError, match=r"has the columns picture, question, answer\. Expected `image`"):
-        open_source(str(images / "b.csv"))
 
 
 TEXT = TextConfig(context=24, vocab=400)

@@ -1,0 +1,349 @@
+"""Folders of images: with a .txt, .json or .cls of the same name beside each, class folders, and img2dataset's shards.
+
+A folder with `metadata.csv`, `metadata.jsonl` or `metadata.parquet`, as the library datasets writes it, is a table.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import stat
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from kiloword.data.classes.names import IMAGENET, names_of_wnids, places_among, spaced, templates
+from kiloword.data.columns import class_data, column_names, load_objects
+from kiloword.data.images.decode import missing_package
+from kiloword.data.query import TableOptions
+from kiloword.data.rows import Rows, key_bytes, made_once
+from kiloword.data.sources.sample import IMAGE_SUFFIXES, MAX_TEXT, parse_captions, parse_label, read_whole
+from kiloword.data.tables import SCHEMA, open_table
+from kiloword.errors import LeftOut
+from kiloword.terminal import shown
+from kiloword.types import BadSample, LabelSet
+
+LEAST = 2  # classes
+OF_DATA = ("classnames.txt", "zeroshot_classification_templates.txt", "tree.json")  # files about all images
+METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
+FILE_NAME = "file_name"  # the column of images in these
+_BESIDE = ("txt", "json", "cls")
+_OF_DEVICES = {
+    *("@eadir", "#recycle", "@recycle", "@recently-snapshot", "#snapshot", "@__thumb", ".@__thumb"),  # network storage
+    *("$recycle.bin", "system volume information", "lost+found", "__macosx"),
+}
+_PACKED = (".tar", ".zip", ".gz", ".tgz", ".bz2", ".tbz2", ".xz", ".txz", ".zst", ".7z", ".rar")
+_LONGEST_SUFFIX = 10  # characters, with its dot; more are part of a name
+_DIGITS = 5  # of a folder that is named by its label, or of a shard of img2dataset
+_WNID = re.compile(r"n[0-9]{8}")
+log = logging.getLogger(__name__)
+
+
+def open_images(name: str, folder: Path) -> Rows:
+    """The images of one folder, sorted by name, with the captions and labels beside them; no subfolders.
+
+    The fingerprint covers names and sizes. Errors: ValueError when the folder holds no images.
+    """
+    left = LeftOut("path")
+    return _rows(name, folder, image_folders(folder, left, deep=False, used=OF_DATA), left, *class_data(folder))
+
+
+def open_shards(name: str, folder: Path) -> Rows:
+    """The images of all folders in a folder, with the captions beside them: the `files` of img2dataset."""
+    left, used = LeftOut("path"), {file for file in os.listdir(folder) if file.endswith((".json", ".parquet"))}
+    return _rows(name, folder, image_folders(folder, left, used={*OF_DATA, *used}), left, *class_data(folder))
+
+
+def open_classes(name: str, folder: Path) -> Rows:
+    """The images below the folders of a folder, one folder per class, sorted by class and name.
+
+    Labels count the lines of classnames.txt where there is one: by the name of the folder, else in sorted order. Else
+    folders named by numbers are these labels and have no names; other folders count in sorted order, and their names
+    are those of the classes, "_" for a space; wnids of ImageNet are named by its table. Captions and other values may
+    lie beside the images. The fingerprint covers names, sizes and labels. `notes` names empty folders and what is not
+    used. Errors: ValueError for class names that do not fit.
+    """
+    folders = sorted(_folders(folder))
+    listed, prompts = class_data(folder)
+    label_of, classnames = _labels(name, folders, listed)
+    if prompts is None and listed is None and names_of_wnids(folders) is not None:
+        prompts = templates(IMAGENET)
+    left = LeftOut("path")
+
+    def classes() -> Iterator[tuple[str, list[str], set[str]]]:
+        for inner in folders:
+            found = list(image_folders(folder, left, inner))
+            if not any(images for _, images, _ in found):
+                left.add(inner, "no images in it")
+            yield from found
+        next(image_folders(folder, left, deep=False, used=(*OF_DATA, *folders)))
+
+    return _rows(name, folder, classes(), left, classnames, prompts, label_of)
+
+
+def open_metadata(name: str, folder: Path) -> Rows | None:
+    """The images that `metadata.csv`, `.jsonl` or `.parquet` in their folder names; None without one.
+
+    Errors: as of `open_table`.
+    """
+    for file in (folder / one for one in METADATA if (folder / one).is_file()):
+        if FILE_NAME in (load_objects(file)[0] if file.suffix == ".jsonl" else column_names(file)):
+            source = open_table(name, file, TableOptions(image=FILE_NAME, images=str(folder.absolute())))
+            left, named = LeftOut("path"), set(source.table.column("file").to_pylist())
+            for below, images, _ in image_folders(folder, left, used=(*OF_DATA, *METADATA)):
+                for image in images:
+                    if os.fsencode(below + image) not in named:
+                        left.add(below + image, f"{file.name} does not name it")
+            source.notes += [f"{name}: {line}" for line in left.lines()]
+            return source
+    return None
+
+
+def _rows(
+    name: str,
+    folder: Path,
+    listed: Iterable[tuple[str, list[str], set[str]]],
+    left: LeftOut,
+    classnames: list[str] | None,
+    prompts: list[str] | None,
+    label_of: Mapping[str, int] | None = None,
+) -> Rows:
+    """Images, with what lies beside them, which is read once.
+
+    Args: listed: as of `image_folders`; label_of: of the folders, in place of labels beside images.
+    """
+    images, present = list[str](), set[str]()
+    for below, names, files in listed:
+        images += [below + image for image in names]
+        used = {f"{_stem(image)}.{suffix}" for image in names for suffix in _BESIDE} | set(names)
+        present |= {below + file for file in used & files}
+    if not images:
+        raise ValueError(no_images(folder, left))
+    images.sort(key=lambda path: (_top(path), path))
+    status = {file: _status(folder / file) for file in sorted(present)}
+    lines = [f"{file} {one.st_size}" for file, one in status.items() if one and stat.S_ISREG(one.st_mode)]
+    if label_of is not None:
+        lines = [f"{file} {one.st_size if (one := status[file]) else 0} {label_of[_top(file)]}" for file in images]
+    texts = [f"{file} {one.st_size} {one.st_mtime_ns}" for file, one in status.items() if one and not is_image(file)]
+    identity = "\n".join([f"folder 1 {folder.absolute()}", *lines, *texts])
+
+    def make() -> pa.Table:
+        return _read(folder, images, status, label_of)
+
+    table, path = made_once(identity, make) if texts else (make(), None)
+    digest = hashlib.blake2b(os.fsencode("\n".join(lines)), digest_size=16).hexdigest()
+    notes = [f"{name}: {line}" for line in left.lines()]
+    return Rows(name, table, folder, digest, classnames=classnames, templates=prompts, notes=notes, path=path)
+
+
+def _read(
+    folder: Path, images: Sequence[str], there: Mapping[str, os.stat_result | None], label_of: Mapping[str, int] | None
+) -> pa.Table:
+    """The table of images. Args: there: files that exist."""
+    shared = {stem for stem, n in Counter(map(_stem, images)).items() if n > 1}
+    columns: dict[str, list[Any]] = {name: [] for name in SCHEMA.names}
+    for image in images:
+        stem = _stem(image)
+        row: dict[str, Any] = {"key": key_bytes(image if stem in shared else stem), "file": os.fsencode(image)}
+        try:
+            txt, meta, cls = (_beside(folder, f"{stem}.{suffix}", there) for suffix in _BESIDE)
+            row["captions"], info = parse_captions(txt, meta)
+            row["info"] = json.dumps(info) if info else None
+            label = parse_label(cls) if label_of is None else label_of[_top(image)]
+            row |= {"labels": label.indices} if isinstance(label, LabelSet) else {"label": label}
+        except BadSample as error:
+            row["error"] = str(error)
+        for name, values in columns.items():
+            values.append(row.get(name))
+    return pa.table(columns, SCHEMA)
+
+
+def _top(path: str) -> str:
+    return path.partition("/")[0]
+
+
+def _status(path: Path) -> os.stat_result | None:
+    with suppress(OSError):
+        return os.stat(path)
+    return None
+
+
+def _beside(folder: Path, file: str, there: Mapping[str, os.stat_result | None]) -> bytes | None:
+    """The bytes of a file; None for a missing one. Raises BadSample."""
+    what, status = f"the {os.path.splitext(file)[1]}", there.get(file)
+    if status and not stat.S_ISREG(status.st_mode):
+        raise BadSample(f"{what} is no regular file")
+    try:
+        return read_whole(folder / file, what, MAX_TEXT) if status else None
+    except OSError as error:
+        raise BadSample(f"{what} cannot be read ({error.strerror})") from None
+
+
+def has_class_folders(folder: Path) -> bool:
+    """Whether a folder has class folders: at least two with images, none that has class folders itself."""
+    with_images = parents_of_images(folder)
+    return len(with_images) >= LEAST and not any(_is_parent(folder / inner) for inner in with_images)
+
+
+def has_shards(folder: Path) -> bool:
+    """Whether the folders of a folder are shards of img2dataset: numbered, with a text beside their first image."""
+    folders = sorted(_folders(folder))
+    if not folders or not all(name.isdecimal() and len(name) >= _DIGITS for name in folders):
+        return False
+    listed = (next(image_folders(folder, LeftOut("path"), inner, deep=False)) for inner in folders)
+    images = ((images[0], files) for _, images, files in listed if images)
+    return any(f"{_stem(image)}.{suffix}" in files for image, files in images for suffix in ("txt", "json"))
+
+
+def parents_of_images(folder: Path) -> list[str]:
+    """The inner folders that are data sets of images: class folders, or images."""
+    return sorted(inner for inner in _folders(folder) if _has_images(folder, inner))
+
+
+def _is_parent(folder: Path) -> bool:
+    """Whether a folder has no images itself, but two of its folders have."""
+    return not any(map(is_image, os.listdir(folder))) and len(parents_of_images(folder)) >= LEAST
+
+
+def _has_images(root: Path, inner: str) -> bool:
+    return any(images for _, images, _ in image_folders(root, LeftOut("path"), inner))
+
+
+def _folders(folder: Path) -> list[str]:
+    """Names of the folders in a folder, linked ones too, without hidden ones and those of devices."""
+    with os.scandir(folder) as entries:
+        names = [entry.name for entry in entries if entry.is_dir()]
+    return [name for name in names if not name.startswith((".", "__")) and not of_device(name)]
+
+
+def image_folders(
+    root: Path, left: LeftOut, inside: str = "", deep: bool = True, used: Collection[str] = (), passed: str = ""
+) -> Iterator[tuple[str, list[str], set[str]]]:
+    """Folders with their images: the path below `root` ("a/"), names of images, names of all that is there.
+
+    Everything else goes to `left`, but for captions and labels beside images. Linked folders are not searched, so that
+    the search ends and finds each image once. Args: inside: the folder of `root` to begin with; deep: search
+    subfolders; used: names that are not left out; passed: the file of a library, whose folder is not searched.
+    """
+    folders = [inside]
+    while folders:
+        folder = folders.pop()
+        below = f"{folder}/" if folder else ""
+        try:
+            with os.scandir(root / folder) as listed:
+                entries = sorted(listed, key=lambda entry: entry.name)
+        except OSError as error:
+            if not folder:
+                raise
+            left.add(folder, f"it cannot be read ({error.strerror or error})")
+            continue
+        if passed and _of_library(root / folder / passed):
+            left.add(folder or root.name, "a library of kiloword")
+            continue
+        inner = [entry for entry in entries if entry.is_dir()]
+        reasons = {entry.name: _reason_of_folder(entry, deep) for entry in inner}
+        folders += [below + entry.name for entry in reversed(inner) if not reasons[entry.name]]
+        files = {entry.name: _reason_of_file(entry) for entry in entries if entry.name not in reasons}
+        images = [name for name, reason in files.items() if not reason]
+        beside = {f"{_stem(name)}.{suffix}" for name in images for suffix in _BESIDE}
+        for name, reason in (reasons | files).items():
+            if reason and name not in beside and name not in used:
+                left.add(below + name, reason)
+        yield below, images, {*files, *reasons}
+
+
+def no_images(folder: Path, left: LeftOut) -> str:
+    """The message of a folder without images."""
+    others = "".join(f" {line}." for line in left.lines())
+    return f"{folder} holds no images ({', '.join(f'.{s}' for s in IMAGE_SUFFIXES)}).{others}"
+
+
+def of_device(folder: str) -> bool:
+    """Whether a folder of this name holds thumbnails, deleted files or metadata of a device or system."""
+    return folder.casefold() in _OF_DEVICES or folder.startswith(".Trash")
+
+
+def _of_library(file: Path) -> bool:
+    with suppress(OSError, BadSample):
+        return b'"kiloword-library-' in read_whole(file, "it", MAX_TEXT)
+    return False
+
+
+def _reason_of_folder(entry: os.DirEntry[str], deep: bool) -> str:
+    """Why a folder is not searched; "" for one that is."""
+    if of_device(entry.name):
+        return "thumbnails or trash of a device"
+    if entry.name.startswith("."):
+        return "hidden"
+    if entry.is_symlink():
+        return "links to folders are not followed, name the folder itself"
+    return "" if deep else "subfolders are not searched"
+
+
+def _reason_of_file(entry: os.DirEntry[str]) -> str:
+    """Why a file is not used as an image; "" for an image."""
+    suffix = os.path.splitext(entry.name)[1].lower()
+    if entry.name.startswith("."):
+        return "hidden"
+    if entry.is_symlink() and not os.path.exists(entry):
+        return "a link to nothing"
+    if suffix in _PACKED:
+        return "packed, unpack it first"
+    if suffix[1:] in _BESIDE:
+        return "no image of the same name"
+    if not is_image(entry.name):
+        return f"{suffix} is " * (0 < len(suffix) <= _LONGEST_SUFFIX) + "no suffix of an image"
+    return missing_package(suffix[1:]) or ("" if entry.is_file() else "no regular file")
+
+
+def is_image(file: str) -> bool:
+    """Whether the suffix is that of an image; hidden files do not count."""
+    return not file.startswith(".") and file.lower().endswith(tuple(f".{s}" for s in IMAGE_SUFFIXES))
+
+
+def _stem(file: str) -> str:
+    return os.path.splitext(file)[0]
+
+
+def _labels(name: str, folders: Sequence[str], classnames: list[str] | None) -> tuple[dict[str, int], list[str] | None]:
+    """The label of each folder, and the names of all classes; None where they are not known."""
+    numbered = all(folder.isdecimal() and len(folder) <= _DIGITS for folder in folders)
+    names = names_of_wnids(folders)
+    if classnames is not None:
+        return _labels_of_names(name, folders, classnames, names or folders, numbered), classnames
+    if numbered:
+        return {folder: int(folder) for folder in folders}, None
+    if names is None and not all(map(_WNID.fullmatch, folders)):
+        names = spaced(folders)
+    return {folder: label for label, folder in enumerate(folders)}, names
+
+
+def _labels_of_names(
+    name: str, folders: Sequence[str], classnames: list[str], names: Sequence[str], numbered: bool
+) -> dict[str, int]:
+    """Labels of folders by their names among the class names; else by number, or in sorted order."""
+    places = places_among(names, classnames)
+    by_name = {folder: place for folder, place in zip(folders, places, strict=True) if place is not None}
+    if len(by_name) == len(folders):
+        return by_name
+    if numbered and max(map(int, folders)) < len(classnames):
+        return {folder: int(folder) for folder in folders}
+    in_order = {folder: label for label, folder in enumerate(folders)}
+    other = next(folder for folder in folders if folder not in by_name)
+    if len(folders) == len(classnames) and (names != folders or by_name.items() <= in_order.items()):
+        log.warning(
+            "%s: %d of its %d class folders are not in classnames.txt, so they are taken in sorted order: %r is %r.",
+            name, len(folders) - len(by_name), len(folders), shown(other), shown(classnames[in_order[other]]),
+        )  # fmt: skip
+        return in_order
+    raise ValueError(
+        f"{name} has {len(folders)} class folders, but classnames.txt names {len(classnames)} classes, of which none "
+        f"is {shown(other[:60])!r}: expected folders named like the classes, or as many in the same order."
+    )

@@ -1,0 +1,239 @@
+"""Folders of images: what is taken for an image, its captions and its class, and what is named as left out."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from kiloword.data.classes.names import classnames, templates
+from kiloword.data.folders import is_image
+from kiloword.data.inspect import check, stats
+from kiloword.data.sources.open import open_source
+from kiloword.types import BadSample, NoCaption
+from tars import pairs, photo, write_tar
+
+
+def folders(root: Path, names: list[str], inner: str = "") -> Path:
+    """A class folder for each name with an image, named by the place of the name."""
+    for row, name in enumerate(names):
+        (root / name / inner).mkdir(parents=True)
+        (root / name / inner / f"{row}.JPEG").write_bytes(photo(row))
+    return root
+
+
+def labels(source: Any) -> dict[str, Any]:
+    return {source.key(row): source.record(row).label for row in range(len(source))}
+
+
+def test_captions_beside_images(tmp_path: Path) -> None:
+    files = {
+        "a.png": photo(1), "a.txt": b"x\n\ny\n",
+        "b.png": photo(2), "b.json": b'{"captions": ["q"], "z": [1, null]}', "b.txt": b"not read", "b.jpg": photo(3),
+        "c.png": b"", "c.txt": b"c",
+        "d.png": photo(4), "d.txt": b"caf\xe9",
+        "e.png": photo(5), "e.json": b'{"z": 1}',
+        "f.png": photo(6), "f.json": b'{"question": "w?", "answers": ["1", "2"]}',
+        "g.png": photo(7), "g.cls": b"[2, 0]",
+        "h.x.png": photo(8), "h.x.txt": b"dots",
+    }  # fmt: skip
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    for _ in range(2):  # the second time from what the first has read
+        source: Any = open_source(str(tmp_path))
+        assert [source.key(row) for row in range(9)] == ["a", "b.jpg", "b.png", "c", "d", "e", "f", "g", "h.x"]
+        assert [source.captions(row) for row in (0, 1, 5, 6, 8)] == [["x", "y"], ["q"], [], ["1", "2"], ["dots"]]
+        assert (source.record(2).image, source.record(2).info) == (photo(2), {"z": [1, None]})
+        assert (source.question(6), source.record(7).label.indices) == ("w?", (0, 2))
+        for row, reason in ((3, "the image has zero bytes"), (4, "caption is not UTF-8")):
+            with pytest.raises(BadSample, match=reason):
+                source.record(row)
+        with pytest.raises(NoCaption) as caught:
+            source.record(5)
+        assert caught.value.record.info == {"z": 1}
+    before = source.fingerprint
+    (tmp_path / "a.txt").write_bytes(b"xyz\n")
+    changed: Any = open_source(str(tmp_path))
+    assert (changed.captions(0), changed.fingerprint == before) == (["xyz"], False)
+
+
+def test_what_is_no_regular_file(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(photo())
+    (tmp_path / "a.txt").symlink_to("/dev/zero")
+    with pytest.raises(BadSample, match=r"the \.txt is no regular file"):
+        open_source(str(tmp_path)).record(0)
+    for suffix in (".tar", ".csv", ".parquet"):
+        os.mkfifo(tmp_path / f"x{suffix}2")
+        (tmp_path / f"x{suffix}2").rename(tmp_path / f"pipe{suffix}")
+        with pytest.raises(ValueError, match="is no regular file"):
+            open_source(str(tmp_path / f"pipe{suffix}"))
+
+
+def test_what_a_folder_is_taken_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tars go before images; tars in test/ count beside class names alone; a folder in place of a tar is none."""
+    (tmp_path / "a.PNG").write_bytes(photo())
+    (tmp_path / "a.txt").write_bytes(b"a dog")
+    (tmp_path / "dir.tar").mkdir()
+    images: Any = open_source(str(tmp_path))
+    assert (images.name, images.key(0), images.captions(0)) == (str(tmp_path), "a", ["a dog"])
+    for name in ("10.tar", "9.tar"):
+        write_tar(tmp_path / name, pairs(1, int(name[:-4])))
+    tars: Any = open_source(str(tmp_path))
+    assert [tars.key(row) for row in range(2)] == ["0009", "0010"]
+    one: Any = open_source(str(tmp_path / "9.tar"))
+    assert (len(one), one.name) == (1, str(tmp_path / "9.tar"))
+    assert len(open_source(str(tmp_path / "{9..10}.tar"))) == 2
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert len(open_source("~/9.tar")) == 1
+    names = ["a.jpg", "b.JPEG", ".a.jpg", "jpg", "a.jpg.txt", "a.svg", "x.webp"]
+    assert [is_image(name) for name in names] == [True, True, False, False, False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("files", "name", "message"),
+    [
+        ([], "", "is an empty folder"),
+        (["x.md"], "", "is a folder without tars or images"),
+        (["x.md"], "x.md", r"x\.md: unknown kind of file"),
+        ([], "none", "none: no such file or folder"),
+        (["inner/9.tar"], "", "has no tars itself, but its folders inner do: name one of them"),
+        (["9.tar"], "{9..11}.tar", r"2 of 3 tars are missing, the first is .*10\.tar"),
+        (["0.tar.gz"], "", r"0\.tar\.gz is a compressed tar, .* Unpack it to a plain \.tar by gunzip\."),
+        (["0.tar.gz"], "0.tar.gz", "is a compressed tar"),
+        (["train.csv"], "", r"is no data itself, but its tables train\.csv are: name one"),
+        (["0/a/x.png", "0/b/x.png", "1/a/x.png", "1/b/x.png"], "", "its folders 0, 1 have: name one of them"),
+        (["one/x.png"], "", "its folders one have: name one of them"),
+        (["classnames.txt", "a/x.png", "b/x.png"], "", "has 2 class folders, but classnames.txt names 3 classes"),
+    ],
+)
+def test_folders_that_are_no_data(tmp_path: Path, files: list[str], name: str, message: str) -> None:
+    (tmp_path / "data").mkdir()
+    for file in files:
+        (tmp_path / "data" / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "data" / file).write_bytes(photo() if file.endswith(".png") else b"x\ny\nz\n")
+    with pytest.raises(ValueError, match=message):
+        open_source(str(tmp_path / "data" / name))
+
+
+# Class folders
+
+
+def test_class_folders_count_in_sorted_order(tmp_path: Path) -> None:
+    source: Any = open_source(str(folders(tmp_path, ["red_bus", "Cat", "dog", "a b"])))
+    assert list(labels(source).items()) == [("Cat/1", 0), ("a b/3", 1), ("dog/2", 2), ("red_bus/0", 3)]
+    assert (source.classnames, source.templates) == (["Cat", "a b", "dog", "red bus"], None)
+    assert (source.captions(0), check(source), stats(source).labels) == ([], [], {0: 1, 1: 1, 2: 1, 3: 1})
+    (tmp_path / "Cat" / "1.json").write_text('{"caption": "an a", "region": "Asia"}')
+    record = open_source(str(tmp_path)).record(0)
+    assert (record.captions, record.label, record.info) == (["an a"], 0, {"region": "Asia"})
+
+
+def test_wnids_have_the_names_and_templates_of_imagenet(tmp_path: Path) -> None:
+    """With the images in a folder of their own, as Tiny-ImageNet's."""
+    source: Any = open_source(str(folders(tmp_path / "train", ["n02123045", "n01440764", "n03773504"], "images")))
+    assert labels(source) == {"n01440764/images/1": 0, "n02123045/images/0": 1, "n03773504/images/2": 2}
+    assert source.classnames == ["tench", "tabby cat", "missile"]
+    assert source.templates == templates("imagenet1k")
+    (tmp_path / "classnames.txt").write_text("\n".join([*classnames("imagenet1k")[:500], "missile"]))
+    source = open_source(str(tmp_path / "train"))
+    assert labels(source) == {"n01440764/images/1": 0, "n02123045/images/0": 281, "n03773504/images/2": 500}
+    unknown: Any = open_source(str(folders(tmp_path / "other" / "21k", ["n00000001", "n01440764"])))
+    assert (unknown.classnames, labels(unknown)) == (None, {"n00000001/0": 0, "n01440764/1": 1})
+
+
+def test_numbers_are_labels(tmp_path: Path) -> None:
+    """As of ImageNet-V2, 10 comes after 9; of GTSRB, five digits are no shards."""
+    source: Any = open_source(str(folders(tmp_path / "v2", ["0", "10", "9"])))
+    assert (labels(source), source.classnames) == ({"0/0": 0, "10/1": 10, "9/2": 9}, None)
+    (tmp_path / "v2" / "classnames.txt").write_text("\n".join(f"name {n}" for n in range(11)))
+    assert labels(open_source(str(tmp_path / "v2"))) == {"0/0": 0, "10/1": 10, "9/2": 9}
+    signs = folders(tmp_path / "signs", ["00007", "00042"])
+    (signs / "00007" / "GT-00007.csv").write_text("x")
+    assert labels(open_source(str(signs))) == {"00007/0": 7, "00042/1": 42}
+
+
+def test_class_names_beside_folders(tmp_path: Path) -> None:
+    folders(tmp_path, ["b_b", "a"])
+    plain = open_source(str(tmp_path))
+    (tmp_path / "classnames.txt").write_text("B b\nc\na\n")
+    source: Any = open_source(str(tmp_path))
+    assert (labels(source), source.classnames) == ({"a/1": 2, "b_b/0": 0}, ["B b", "c", "a"])
+    assert source.fingerprint != plain.fingerprint
+    (tmp_path / "classnames.txt").write_text("x\ny\n")
+    assert labels(open_source(str(tmp_path))) == {"a/1": 0, "b_b/0": 1}
+
+
+def test_empty_class_folders_keep_their_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folders(tmp_path, ["a", "c"])
+    (tmp_path / "b").mkdir()
+    (tmp_path / ".cache").mkdir()
+    source: Any = open_source(str(tmp_path))
+    assert (labels(source), source.classnames) == ({"a/0": 0, "c/1": 2}, ["a", "b", "c"])
+    assert source.notes == [f"{tmp_path}: 1 path skipped, {why}" for why in ("no images in it: b", "hidden: .cache")]
+    assert "no images in it: b" in capsys.readouterr().err
+
+
+# As other libraries write them
+
+
+def test_shards_of_img2dataset_are_captions(tmp_path: Path) -> None:
+    """What it writes as `files`: numbered folders, and the metadata of all downloads, of which some failed."""
+    for shard in range(2):
+        (tmp_path / f"{shard:05}").mkdir()
+        for n in range(2):
+            stem = tmp_path / f"{shard:05}" / f"{shard:05}{n:04}"
+            stem.with_suffix(".jpg").write_bytes(photo(n))
+            stem.with_suffix(".txt").write_text(f"caption {shard}{n}")
+            stem.with_suffix(".json").write_text(json.dumps({"caption": f"caption {shard}{n}", "status": "success"}))
+        (tmp_path / f"{shard:05}_stats.json").write_text("{}")
+        rows = {"url": list("abc"), "caption": list("abc"), "status": ["success"] * 2 + ["failed_to_download"]}
+        pq.write_table(pa.table(rows), tmp_path / f"{shard:05}.parquet")
+    source: Any = open_source(str(tmp_path))
+    assert [source.record(row).captions for row in range(4)] == [[f"caption {n:02}"] for n in (0, 1, 10, 11)]
+    assert [source.key(row) for row in (0, 3)] == ["00000/000000000", "00001/000010001"]
+    assert (source.record(0).label, source.classnames, source.notes, check(source)) == (None, None, [], [])
+
+
+METADATA: list[tuple[str, list[dict[str, Any]]]] = [
+    ("text", [{"file_name": "a.png", "text": "x"}, {"file_name": "in/b.png", "text": "y"}]),
+    ("caption", [{"file_name": "a.png", "caption": "x", "label": 3}, {"file_name": "in/b.png", "caption": "y"}]),
+]
+
+
+@pytest.mark.parametrize("suffix", ["csv", "jsonl", "parquet"])
+@pytest.mark.parametrize(("column", "rows"), METADATA)
+def test_image_folders_of_datasets(tmp_path: Path, suffix: str, column: str, rows: list[dict[str, Any]]) -> None:
+    (tmp_path / "in").mkdir()
+    for n, name in enumerate(("a.png", "in/b.png", "in/other.png")):
+        (tmp_path / name).write_bytes(photo(n))
+    (tmp_path / "a.txt").write_text("not read")
+    path = tmp_path / f"metadata.{suffix}"
+    if suffix == "parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    elif suffix == "jsonl":
+        path.write_text("\n".join(map(json.dumps, rows)))
+    else:
+        path.write_text(f"file_name,{column}\n" + "".join(f"{row['file_name']},{row[column]}\n" for row in rows))
+    source: Any = open_source(str(tmp_path))
+    assert [(r.key, r.captions, r.image) for r in map(source.record, range(2))] == [
+        ("a", ["x"], photo(0)),
+        ("in/b", ["y"], photo(1)),
+    ]
+    assert len(source) == 2
+    assert any("in/other.png" in note for note in source.notes)
+
+
+def test_image_folders_of_datasets_with_labels(tmp_path: Path) -> None:
+    for n in range(2):
+        (tmp_path / f"{n}.png").write_bytes(photo(n))
+    (tmp_path / "metadata.csv").write_text("file_name,label\n1.png,dog\n0.png,cat\n")
+    source: Any = open_source(str(tmp_path))
+    assert (labels(source), source.classnames) == ({"1": 1, "0": 0}, ["cat", "dog"])
+    (tmp_path / "metadata.csv").write_text("url,label\n1.png,dog\n")  # says nothing of these files
+    (tmp_path / "0.txt").write_text("zero")
+    assert open_source(str(tmp_path)).record(0).captions == ["zero"]

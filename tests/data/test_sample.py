@@ -1,0 +1,269 @@
+"""The parts of a sample, .txt, .json, .cls and .npy: what they are read as, or why they cannot be used."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from counting import calls
+from kiloword.config.recipes import TextConfig
+from kiloword.data.sources.map_style import MapStyleSource
+from kiloword.data.sources.open import open_source
+from kiloword.data.sources.sample import (
+    MAX_CAPTION,
+    MAX_TEXT,
+    make_record,
+    parse_captions,
+    parse_label,
+    read_whole,
+)
+from kiloword.data.text.tokenizer import Tokenizer
+from kiloword.types import BadSample, LabelSet
+from tars import photo, write_tar
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.train(["a dog on the grass", "two cats and a dog"] * 20, 400)
+
+
+def outcome(text: bytes | None = None, meta: bytes | None = None) -> list[str] | str:
+    """Captions, or the reason why there are none, in one line."""
+    try:
+        return make_record("x", b"x", text, meta, None).captions
+    except BadSample as error:
+        return str(error)
+
+
+NESTED = b"[" * 100_000
+TEXTS: dict[bytes, list[str] | str] = {
+    b"a\0b": ["a\0b"],
+    b"\xef\xbb\xbfmark": ["mark"],
+    b"\xff\xfea\0": "caption is not UTF-8",
+    b"caf\xe9": "caption is not UTF-8",
+    b"\xed\xa0\x80": "caption is not UTF-8",  # a surrogate, encoded
+    b"\xc0\x80": "caption is not UTF-8",  # an overlong zero
+    b"\x1b[2J\x07bell": ["\x1b[2J\x07bell"],
+    "\u202eright to left\u200f".encode(): ["\u202eright to left\u200f"],
+    "👩‍👩‍👧‍👦 ".encode(): ["👩‍👩‍👧‍👦"],
+    "\u00a0\u2003\u3000".encode(): "no caption",
+    b" \r\n\t\v\f\n": "no caption",
+    b"": "no caption",
+    b"a\r\nb\rc\nd": ["a", "b\rc", "d"],
+    b"3": ["3"],
+    b"x" * (MAX_CAPTION + 1): "caption has 1,000,001 characters, more than 1,000,000",
+}
+METAS: dict[bytes, list[str] | str] = {
+    NESTED: "the json cannot be parsed",
+    b'{"a":' * 100_000: "the json cannot be parsed",
+    b'{"caption": "x", "a": NaN, "b": Infinity, "c": -1e999}': ["x"],
+    b'{"caption": "x", "n": ' + b"9" * 5000 + b"}": "the json cannot be parsed",
+    b'{"caption": "\\ud800"}': "caption is not UTF-8",
+    b'{"captions": ["\\ud83d\\ude00"]}': ["😀"],
+    b'{"caption": "a", "caption": "b"}': ["b"],
+    b'{"caption": 3}': "the captions of the json are not strings",
+    b'{"captions": [null]}': "the captions of the json are not strings",
+    b'{"captions": ["a", 3]}': "the captions of the json are not strings",
+    b'{"captions": {"a": "b"}}': "the captions of the json are not strings",
+    b'{"captions": []}': "no caption",
+    b'{"captions": ["", " "]}': "no caption",
+    b'{"caption": "a\\u0000b"}': ["a\0b"],
+    b'\xef\xbb\xbf{"caption": "mark"}': ["mark"],
+    b'{"caption": "x"} trailing': "the json cannot be parsed",
+    b"null": "the json is not an object with `captions` or `caption`",
+    b'"x"': "the json is not an object with `captions` or `caption`",
+    b"": "the json cannot be parsed",
+    b'{"question": ["x"], "answers": ["a"]}': "the question is not text",
+    b'{"question": "x", "answers": [[["a"]]]}': 'the answers are not strings (write "3" for 3)',
+}
+
+
+def asks(**more: Any) -> bytes:
+    return json.dumps({"question": "is it red?", **more}).encode()
+
+
+METAS |= {
+    asks(): "a question without an answer",
+    asks(answers=[]): "a question without an answer",
+    asks(answers=["", " "]): "a question without an answer",
+    asks(answers=[3]): 'the answers are not strings (write "3" for 3)',
+    asks(answers={"a": 1}): 'the answers are not strings (write "3" for 3)',
+    asks(answers=[{"text": "yes"}]): 'the answers are not strings (write "3" for 3)',
+    asks(answers=["yes", "no "]): ["yes", "no"],
+    asks(answers=[{"answer": "yes", "answer_id": 1}, {"answer": ""}]): ["yes"],
+    asks(answer="yes", caption="red"): ["yes"],
+    asks(captions=["a red star"]): ["a red star"],
+    b'{"question": 5, "answer": "yes"}': "the question is not text",
+    b'{"question": " ", "answer": "yes"}': "the question is not text",
+}
+
+
+@pytest.mark.parametrize("raw", TEXTS, ids=range(len(TEXTS)))
+def test_texts(raw: bytes) -> None:
+    assert outcome(raw) == TEXTS[raw]
+
+
+@pytest.mark.parametrize("raw", METAS, ids=range(len(METAS)))
+def test_metas(raw: bytes) -> None:
+    assert outcome(b"text", raw) == METAS[raw]
+    assert calls(lambda: outcome(b"text", raw)) < 2000
+
+
+@settings(max_examples=100, deadline=None)
+@given(text=st.binary(max_size=200) | st.text(max_size=100).map(str.encode), meta=st.none() | st.binary(max_size=100))
+def test_any_bytes_are_captions_or_a_reason(tokenizer: Tokenizer, text: bytes, meta: bytes | None) -> None:
+    found = outcome(text, meta)
+    assert isinstance(found, list) or found.isprintable()
+    if isinstance(found, list):
+        assert all(caption == caption.strip() and caption for caption in found)
+        assert len(tokenizer.encode(found, TextConfig(vocab=512))) == len(found)
+
+
+@pytest.mark.parametrize("text", ["word " * 200_000, "x" * 1_000_000, "\u0301" * 500_000, "\0" * 1_000_000])
+def test_the_longest_caption_is_truncated_in_time(tokenizer: Tokenizer, text: str) -> None:
+    """Work that grew as the square of its length would take hours."""
+    found = tokenizer.encode(parse_captions(text.encode(), None)[0], TextConfig(vocab=512))
+    assert (found.truncated, found.longest) == (1, 77)
+
+
+def test_limits_of_files(tmp_path: Path) -> None:
+    (tmp_path / "b.png").write_bytes(b"text")
+    assert read_whole(tmp_path / "b.png", "it", 4) == b"text"
+    with pytest.raises(BadSample, match="it has 4 bytes, more than 3"):
+        read_whole(tmp_path / "b.png", "it", 3)
+    (tmp_path / "b.txt").write_bytes(b"x " * (MAX_TEXT // 2 + 1))
+    with pytest.raises(BadSample, match=r"the \.txt has 8,388,610 bytes, more than 8,388,608"):
+        open_source(str(tmp_path)).record(0)
+
+
+# Labels
+
+LABELS: dict[bytes | None, Any] = {
+    None: None,
+    b"0": 0,
+    b" 12\n": 12,
+    b"9" * 18: 10**18 - 1,
+    b"[2, 0]": LabelSet((0, 2)),
+}
+
+
+@pytest.mark.parametrize("raw", LABELS)
+def test_classes(raw: bytes | None) -> None:
+    assert parse_label(raw) == LABELS[raw]
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [b"", b"-1", b"1.0", b"9" * 19, b"[1, -2]", b"[1, true]", b'["a"]', b"[" * 9999, b"1 2", b"[1e3]", b"[[1]]"],
+)
+def test_bad_classes(raw: bytes) -> None:
+    with pytest.raises(BadSample, match="class"):
+        parse_label(raw)
+
+
+def labels(source: Any) -> list[Any]:
+    """The labels of all rows, or why a row is bad."""
+
+    def label(row: int) -> Any:
+        try:
+            return source.record(row).label
+        except BadSample as error:
+            return str(error)
+
+    return [label(row) for row in range(len(source))]
+
+
+def vector(values: Any, dtype: str = "int64") -> bytes:
+    out = io.BytesIO()
+    np.save(out, np.array(values, dtype))
+    return out.getvalue()
+
+
+def test_tars_of_several_classes(tmp_path: Path) -> None:
+    members = [
+        ("a.npy", vector([0, 1, 1])),
+        ("a.png", photo()),
+        ("b.png", photo()),
+        ("b.cls", b"[2, 0]"),
+        ("c.png", photo()),
+        ("c.npy", vector([0.5, 0.1], "float32")),  # an embedding
+        ("c.txt", b"a caption"),
+        ("d.npy", vector([1, 0, 0])),
+        ("d.cls", b"2"),
+        ("d.png", photo()),
+        ("lone.npy", vector([1, 0, 0])),
+    ]
+    source: Any = open_source(str(write_tar(tmp_path / "0.tar", members)))
+    assert [source.key(row) for row in range(4)] == list("abcd")
+    assert labels(source) == [LabelSet((1, 2), 3), LabelSet((0, 2)), None, 2]
+    assert source.labels.tolist() == [-1, -1, -1, 2]
+
+
+def test_arrays_beside_labels_are_groups(tmp_path: Path) -> None:
+    """As in DataComp's Dollar Street, GeoDE and FMoW; a json has precedence, an embedding is none."""
+    members = [
+        (f"{key}.{suffix}", raw)
+        for key, array, more in (
+            ("a", vector([3, 0]), []),
+            ("b", vector([2.0, 0.5], "float32"), []),
+            ("c", vector([1, 0]), [("json", b'{"region": "x"}')]),
+            ("d", vector([0.5] * 65, "float32"), []),
+            ("e", vector([[1]]), []),
+        )
+        for suffix, raw in [("npy", array), ("cls", b"1"), ("png", photo()), *more]
+    ]
+    source: Any = open_source(str(write_tar(tmp_path / "0.tar", members)))
+    assert [source.record(row).label for row in range(5)] == [1] * 5
+    infos = [source.record(row).info for row in range(5)]
+    assert infos == [{"npy": [3, 0]}, {"npy": [2, 0.5]}, {"region": "x"}, {}, {}]
+    assert [source.captions(row) for row in range(5)] == [[]] * 5
+
+
+@pytest.mark.parametrize(
+    "raw", [vector([[0, 1]]), vector([0, 2]), vector(["a"], "U1"), vector([0, 1])[:-1], vector([0])[:30], b"\x93NUMPY"]
+)
+def test_other_arrays_are_no_labels(raw: bytes) -> None:
+    assert parse_label(raw) is None
+
+
+def test_an_array_that_needs_unpickling_is_no_label(tmp_path: Path) -> None:
+    out = io.BytesIO()
+    np.save(out, np.array([{"a": tmp_path}], object), allow_pickle=True)
+    assert parse_label(out.getvalue()) is None
+
+
+class Own:
+    """A data set as of torchvision."""
+
+    classes = ("cat", "dog")
+
+    def __init__(self, targets: list[Any]) -> None:
+        self.targets = targets
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, row: int) -> tuple[bytes, Any]:
+        return photo(row), self.targets[row]
+
+
+def test_own_data_sets_with_labels() -> None:
+    source = MapStyleSource(Own([1, np.int64(0), None, -1, "dog", [0, 1]]))
+    assert (source.classnames, source.captions(0)) == (["cat", "dog"], [])
+    bad = "class index is not a whole number: "
+    assert labels(source) == [1, 0, None, f"{bad}'-1'", f"{bad}'dog'", LabelSet((0, 1))]
+    named = MapStyleSource(Own([[0], []]), classnames=["x", "y"], templates=["a {c}"])
+    assert (labels(named), named.classnames, named.templates) == ([LabelSet((0,)), LabelSet(())], ["x", "y"], ["a {c}"])
+    assert named.fingerprint != MapStyleSource(Own([[0], [1]])).fingerprint
+    captions = MapStyleSource(Own(["a", "b"]))
+    assert (captions.classnames, captions.record(0).captions, captions.record(0).label) == (None, ["a"], None)
+    with pytest.raises(ValueError, match=re.escape("(image, class index or list of them)")):
+        MapStyleSource(Own([1.5]))

@@ -1,0 +1,565 @@
+"""csv, tsv and parquet: columns, options, cells, questions, labels, and what is said of rows that cannot be used."""
+
+from __future__ import annotations
+
+import csv
+import json
+import pickle
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kiloword.cli.main import main
+from kiloword.data.columns import read_columns
+from kiloword.data.inspect import check
+from kiloword.data.sources.open import open_source
+from kiloword.data.tables import open_texts
+from kiloword.types import BadSample, LabelSet, NoCaption
+from tars import photo
+
+HEAD = b"image,caption\n"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Three images in p, one without bytes."""
+    (tmp_path / "p").mkdir()
+    for n in range(3):
+        (tmp_path / "p" / f"{n}.png").write_bytes(photo(n))
+    (tmp_path / "p" / "zero.png").write_bytes(b"")
+    return tmp_path
+
+
+def opened(path: Path, content: str | bytes | dict[str, Any] | pa.Table, query: str = "") -> Any:
+    """The source of a new file."""
+    if isinstance(content, dict | pa.Table):
+        pq.write_table(pa.table(content) if isinstance(content, dict) else content, path, row_group_size=2)
+    else:
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return open_source(f"{path}{query}")
+
+
+def told(source: Any, row: int) -> list[str] | str:
+    """The captions of a row, or why there are none."""
+    try:
+        return list(source.record(row).captions)
+    except BadSample as error:
+        return str(error)
+
+
+def all_told(source: Any) -> list[list[str] | str]:
+    return [told(source, row) for row in range(len(source))]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("x.csv", 'image,caption\np/1.png,"one, with comma"\np/0.png,zero\np/1.png,"two\nlines"\n'),
+        ("x.csv", 'filepath\ttitle\np/1.png\tone, with comma\np/0.png\tzero\np/1.png\t"two\nlines"\n'),
+        (
+            "x.tsv",
+            '\ufeffid\timage\tcaption\n7\tp/1.png\tone, with comma\n8\tp/0.png\tzero\n9\tp/1.png\t"two\nlines"\n',
+        ),
+        ("x.CSV", 'image,captions\r\np/1.png,"[""one, with comma"", ""two\\nlines""]"\r\np/0.png,zero\r\n'),
+        (
+            "x.parquet",
+            {"img": ["p/1.png", "p/0.png"], "captions": [["one, with comma", None, "two\nlines"], [" zero"]]},
+        ),
+    ],
+)
+def test_rows_of_one_image_are_merged(folder: Path, name: str, content: Any) -> None:
+    source = pickle.loads(pickle.dumps(opened(folder / name, content)))
+    records = [source.record(row) for row in range(len(source))]
+    assert [r.key for r in records] == ["p/1", "p/0"]
+    assert [r.captions for r in records] == [["one, with comma", "two\nlines"], ["zero"]]
+    assert [r.image for r in records] == [photo(1), photo(0)]
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    rows=st.lists(
+        st.tuples(st.sampled_from("012"), st.sampled_from(["a", "b", " ", "['x', 'y']"]), st.sampled_from(["", "c"])),
+        min_size=1,
+        max_size=12,
+    )
+)
+def test_merging_equals_a_dictionary(folder: Path, rows: list[tuple[str, str, str]]) -> None:
+    expected: dict[str, list[str]] = {}
+    for name, *texts in rows:
+        several = [one for text in texts for one in (["x", "y"] if text[0:1] == "[" else [text])]
+        expected.setdefault(name, []).extend(text for text in several if text.strip())
+    lines = "".join(f'p/{name}.png,"{text}",{more}\n' for name, text, more in rows)
+    source = opened(folder / "x.csv", "image,one,two\n" + lines, "?caption=one,two")
+    found = {source.key(row)[-1]: source.captions(row) for row in range(len(source))}
+    assert found == expected
+    assert list(found) == list(expected)
+
+
+@pytest.mark.parametrize(
+    ("text", "captions"),
+    [
+        ('image,filepath,title,caption,captions\np/0.png,b,t,c,"[""s"", ""u""]"\n', ["s", "u"]),
+        ("filepath,title,caption\np/0.png,t,c\n", ["c"]),
+        ("filepath,title\np/0.png,[t]\n", ["[t]"]),
+        ("image,text\np/0.png,as datasets names it\n", ["as datasets names it"]),
+        ("image,text,label\np/0.png,not read,3\n", []),
+        ('"image"\t"caption"\np/0.png\ty\n', ["y"]),
+        ('image,captions\np/0.png,"a\n\n[b]"\n', ["a", "[b]"]),
+        ("image| comment| caption\np/0.png| 0| a, b\n", ["a, b"]),
+    ],
+)
+def test_which_column_counts(folder: Path, text: str, captions: list[str]) -> None:
+    assert opened(folder / "x.csv", text).record(0).captions == captions
+
+
+def test_bad_rows_have_reasons(folder: Path) -> None:
+    lines = [
+        b"image,caption",
+        b"p/0.png,good",
+        b"p/missing.png,x",
+        b"p/zero.png,x",
+        b"p/1.png,caf\xe9",
+        b"p/2.png,",
+        b",nothing",
+        b"p/0.png,too,many,columns",
+        b"p/0.png," + b"x" * 100_000,
+        b"a\0.png,x",
+    ]
+    source = opened(folder / "x.csv", b"\n".join(lines))
+    assert all_told(source) == [
+        ["good", "x" * 100_000],
+        "image cannot be read (No such file or directory)",
+        "the image has zero bytes",
+        "caption is not UTF-8",
+        "no caption",
+        "no image",
+        "image cannot be read (not a file name)",
+        "line without 2 columns",
+    ]
+    assert [source.key(row) for row in (4, 5, 7)] == ["p/2", "row 5", "line p/0.png,too,many,columns"]
+    for row in (-1, 8):
+        with pytest.raises(IndexError):
+            source.record(row)
+
+
+TEXTS: dict[bytes, list[Any]] = {
+    HEAD + b'a.png,"two\nlines"\na.png,"a ""quote"""\n': [["two\nlines", 'a "quote"']],
+    HEAD + b'a.png,"never closed\n': [["never closed"]],
+    HEAD + b"\xff\x1b[2J.png,x\n": ["image cannot be read (No such file or directory)"],
+    HEAD + b"a\n\x1b[2J,c,d\n": ["line without 2 columns"] * 2,
+    HEAD + b"a.png,caf\xe9\n\xff\na.png,ok\n": ["caption is not UTF-8", "line without 2 columns"],
+    HEAD + b"a.png," + b"x\xcc\x81" * 500_001 + b"\n": ["caption has 1,000,002 characters, more than 1,000,000"],
+    b"image\tcaptions\na.png\t" + b"[" * 100_000 + b"\n": [["[" * 100_000]],
+    b"image\tcaptions\na.png\t" + b"\\n".join([b"x"] * 3) + b"\n": [["x\\nx\\nx"]],
+    b'image\tcaptions\na.png\t["a", NaN]\na.png\t[null]\n': [
+        "a cell that looks like a list is not one of texts, as JSON or Python write it"
+    ],
+    b'image\tcaptions\na.png\t["\\ud800"]\n': ["caption is not UTF-8"],
+}
+
+
+@pytest.mark.parametrize("raw", TEXTS, ids=range(len(TEXTS)))
+def test_cells(tmp_path: Path, raw: bytes) -> None:
+    (tmp_path / "a.png").write_bytes(photo())
+    assert all_told(opened(tmp_path / "x.csv", raw)) == TEXTS[raw]
+
+
+PARQUETS: dict[str, tuple[dict[str, Any], list[Any] | str]] = {
+    "numbers": ({"image": ["a.png"], "caption": [3]}, ["a caption is not text"]),
+    "lists of structs": ({"image": ["a.png"], "captions": [[{"raw": "x", "n": 1}, {"raw": "y"}]]}, [["x", "y"]]),
+    "a struct": ({"image": ["a.png"], "captions": [{"raw": "x", "tokens": ["x"]}]}, [["x"]]),
+    "a struct of lists": ({"image": ["a.png"], "captions": [{"caption": ["x", "y"], "n": [1, 2]}]}, [["x", "y"]]),
+    "a struct of numbers": ({"image": ["a.png"], "captions": [{"n": 1}]}, ["a caption is not text"]),
+    "lists of one length": (
+        {"image": ["a.png", "b"], "captions": pa.array([["x", "y"], None], pa.list_(pa.string(), 2))},
+        [["x", "y"], "image cannot be read (No such file or directory)"],
+    ),
+    "null": ({"image": ["a.png"], "captions": pa.array([[None]], pa.list_(pa.null()))}, ["no caption"]),
+    "codes": ({"image": ["a.png"], "captions": pa.array([" x"]).dictionary_encode()}, [["x"]]),
+    "no UTF-8": ({"image": ["a.png"], "caption": [b"\xff"]}, ["caption is not UTF-8"]),
+    "no image": ({"image": [None], "caption": ["x"]}, ["no image"]),
+    "images that are null": ({"image": pa.array([None, b""], pa.binary()), "caption": ["x", "y"]},
+        ["the image has zero bytes"] * 2),
+    "a struct of text": ({"image": [{"bytes": "x"}], "caption": ["x"]}, "the column image is struct"),
+    "a struct of numbers as image": ({"image": [{"n": 1}], "caption": ["x"]}, "the column image is struct"),
+    "a list of images": ({"image": [["a.png"]], "caption": ["x"]}, "an image is a list"),
+    "no rows": ({"image": pa.array([], pa.binary()), "caption": pa.array([], pa.string())}, "has no rows"),
+    "no structs": ({"image": pa.array([], pa.struct([("bytes", pa.binary())])), "caption": pa.array([], pa.string())},
+        "has no rows"),
+    "a question, a number": ({"image": ["a.png"], "question": [5], "answers": [[1]]}, ["the question is not text"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PARQUETS)
+def test_columns_of_parquet(tmp_path: Path, name: str) -> None:
+    (tmp_path / "a.png").write_bytes(photo())
+    columns, expected = PARQUETS[name]
+    if isinstance(expected, str):
+        with pytest.raises(ValueError, match=expected):
+            opened(tmp_path / "x.parquet", columns)
+    else:
+        assert all_told(opened(tmp_path / "x.parquet", columns)) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("x.csv", "url,words\nx,y\n", r"has the columns url, words. Expected `image` \(or `filepath`\) and `caption`"),
+        ("x.csv", "image,caption\tx\na.png,y\n", "has the columns"),  # commas decide, and there is no caption
+        ("x.csv", "image,question\n0.png,why?\n", "`image`, `question` and `answers`"),
+        ("x.csv", "image,caption,caption\na.png,x,y\n", "has 2 columns named caption"),
+        ("x.csv", "image,question,answer,answer\na,x,y,z\n", "has 2 columns named answer"),
+        ("x.csv", "", "is empty"),
+        ("x.csv", HEAD, "has no rows"),
+        ("x.csv", b"\xff\xfe,caption\n", "the first line is not UTF-8"),
+        ("x.csv", "im\x1b[2Jage,caption\n", r"has the columns im\\x1b\[2Jage, caption"),
+        ("x.parquet", b"nonsense", "x.parquet cannot be read as a table"),
+    ],
+)
+def test_tables_that_cannot_be_used(tmp_path: Path, name: str, content: str | bytes, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        opened(tmp_path / name, content)
+
+
+@pytest.mark.parametrize("struct", [False, True])
+def test_parquet_with_images_inside(tmp_path: Path, struct: bool) -> None:
+    images = [photo(1), photo(0), photo(1), b""]
+    column = [{"bytes": p, "path": "x"} for p in images] if struct else images
+    for _ in range(2):  # the second time from the file that the first has laid out
+        source = opened(tmp_path / "x.parquet", {"image": column, "caption": ["a", "b", "c", "d"]})
+        assert all_told(source) == [["a", "c"], ["b"], "the image has zero bytes"]
+        assert [source.record(row).image for row in range(2)] == [photo(1), photo(0)]
+        assert [source.key(row) for row in range(3)] == ["0", "1", "3"]
+    assert pickle.loads(pickle.dumps(source)).record(1) == source.record(1)
+    source = opened(tmp_path / "x.parquet", {"image": column[::-1], "caption": ["d", "c", "b", "a"]})
+    assert source.record(1).captions == ["c", "a"]
+    split = {"image": column, "caption": ["a", "b", "c", "d"], "split": ["x", "y", "y", "y"]}
+    source = opened(tmp_path / "x.parquet", split, "?split=y")
+    assert [(r.key, r.captions) for r in map(source.record, range(2))] == [("1", ["b"]), ("2", ["c"])]
+
+
+def test_a_parquet_without_bytes_reads_paths(folder: Path) -> None:
+    """As datasets writes images that it was given as files."""
+    images = [{"bytes": None, "path": "p/1.png"}, {"bytes": photo(2), "path": "p/0.png"}, {"bytes": None, "path": None}]
+    source = opened(folder / "x.parquet", {"image": images, "caption": list("abc")})
+    assert [source.record(row).image for row in range(2)] == [photo(1), photo(2)]
+    assert (all_told(source), source.key(1)) == ([["a"], ["b"], "the image has zero bytes"], "1")
+    source = opened(folder / "x.parquet", {"image": [{"path": "p/2"}], "caption": ["a"]})
+    assert source.record(0).image == photo(2)
+
+
+def test_downloads_that_failed_are_no_bad_rows(tmp_path: Path) -> None:
+    """As img2dataset writes parquet: a folder of them is one data set, whose keys name their file."""
+    for n in range(2):
+        rows = {"url": list("ab"), "caption": ["x", "y"], "status": ["success", "failed_to_download"]}
+        pq.write_table(pa.table({**rows, "jpg": [photo(n), None]}), tmp_path / f"{n:05}.parquet")
+        (tmp_path / f"{n:05}_stats.json").write_text("{}")
+    source: Any = open_source(str(tmp_path))
+    assert (all_told(source), [source.key(row) for row in range(2)]) == ([["x"]] * 2, ["00000/0", "00001/0"])
+    assert (source.record(1).image, check(source)) == (photo(1), [])
+    assert ["1 row skipped" in note and "failed_to_download" in note for note in source.notes] == [True] * 2
+
+
+# Options
+
+ROWS: list[dict[str, Any]] = [
+    {"photo": "a", "text": "one", "more": "first, with comma", "split": "train"},
+    {"photo": "b", "text": "two", "more": "second", "split": "test"},
+    {"photo": "a", "text": "[three]", "more": "third", "split": "train"},
+]
+
+
+@pytest.fixture
+def described(tmp_path: Path) -> Path:
+    """Two images in `jpg`, a table of the same rows in three formats in `tables`."""
+    for name in ("jpg", "tables"):
+        (tmp_path / name).mkdir()
+    for seed, name in enumerate("ab"):
+        (tmp_path / "jpg" / f"{name}.png").write_bytes(photo(seed))
+    for suffix, delimiter in (("csv", ","), ("tsv", "\t")):
+        with (tmp_path / "tables" / f"x.{suffix}").open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(ROWS[0]), delimiter=delimiter)
+            writer.writeheader()
+            writer.writerows(ROWS)
+    pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "tables" / "x.parquet")
+    return tmp_path
+
+
+@pytest.mark.parametrize("suffix", ["csv", "tsv", "parquet"])
+def test_columns_folder_and_split_are_named(described: Path, suffix: str) -> None:
+    src = f"{described}/tables/x.{suffix}?image=photo&images=jpg&caption="
+    source: Any = open_source(src + "text,more")
+    assert source.name == src + "text,more"
+    assert [(r.key, r.image) for r in map(source.record, range(2))] == [("a", photo(0)), ("b", photo(1))]
+    assert all_told(source) == [["one", "first, with comma", "[three]", "third"], ["two", "second"]]
+    assert all_told(open_source(src + "text&split=test")) == [["two"]]
+    assert all_told(open_source(src + "text&split=train")) == [["one", "[three]"]]
+    with pytest.raises(ValueError, match=r"no rows whose split is 'dev'\. .* It has train, test\."):
+        open_source(src + "text&split=dev")
+    plain = open_source(src + "text").fingerprint
+    assert plain not in (source.fingerprint, open_source(src + "text&split=test").fingerprint)
+    absolute = f"{described}/tables/x.{suffix}?images={described}/jpg&caption=text&image=photo"
+    assert plain == open_source(absolute).fingerprint, "where images are does not count"
+
+
+def test_names_with_marks(described: Path) -> None:
+    name = described / "jpg" / "why?image=x.csv"
+    name.write_text("image,caption,a&b\na.png,because,so\n")
+    assert open_source(str(name)).record(0).captions == ["because"]
+    assert open_source(f"{name}?caption=a%26b").record(0).captions == ["so"]
+
+
+@pytest.mark.parametrize(
+    ("src", "message"),
+    [
+        ("x.csv?imag=photo", "no option 'imag'; it has image, .*Did you mean image"),
+        ("x.csv?image=phot", "no column 'phot'; it has photo, text, more, split. Did you mean photo"),
+        ("x.csv?image=photo&image=photo", "'image' is given twice"),
+        ("x.csv?image=photo&caption=", "caption=: expected a value, as in FILE.image=COLUMN"),
+        ("x.csv?image=photo&caption=text,", "caption=text,: expected a value"),
+        ("x.csv?image=photo&caption=text&images=png", "no folder images=png. Looked for .*tables.png"),
+        ("x.csv?image=photo&caption=text&images=../tables", "none of its images, such as a, is in .*Name their folder"),
+        ("x.csv?image=photo&answer=text", "questions need question=COLUMN, and answer=COLUMN"),
+        ("x.csv?image=photo&question=text&answer=more&caption=text", "without caption="),
+        ("x.csv?image=photo&caption=text&annotations=x.tsv", "annotations= is not read"),
+        ("none.csv?image=photo", "none.csv: no such file or folder"),
+        ("../jpg?image=photo", "takes no parameters, but .image=photo follows it"),
+        ("x.csv;y.csv", "name each data set by itself"),
+        ("{x,y}.csv", "only ranges such as {000..123} are expanded"),
+        ("*.csv", "let the shell expand it"),
+    ],
+)
+def test_bad_options(described: Path, src: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        open_source(f"{described}/tables/{src}")
+
+
+def test_on_the_command_line(described: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    src = f"{described}/tables/x.csv?image=photo&caption=text&images=jpg"
+    main(["data", "stats", src])
+    assert "images 2   captions 3   bad 0" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as end:
+        main(["train", "clip", "--size", "debug", "--data", src + "&captions=text", "--out", str(described / "run")])
+    assert (end.value.code, "Did you mean caption?" in capsys.readouterr().err) == (2, True)
+    assert not (described / "run").exists()
+
+
+# Questions
+
+
+def test_rows_of_questions_are_not_merged(folder: Path) -> None:
+    rows = b'''image,question,answers,question_type
+p/0.png,is it red?,"[""yes"", ""no"", """"]",is it
+p/0.png,"what, then?","blue
+green
+",what
+p/1.png,,yes,what
+p/1.png,why?,,why
+p/zero.png,what?,no,
+p/0.png,\xff,no,
+p/none.png,what?,no,
+p/0.png,too,many,cells,here
+'''
+    source = opened(folder / "q.csv", rows)
+    keys = ["p/0#0", "p/0#1", "p/1#2", "p/1#3", "p/zero#4", "p/0#5", "p/none#6", "line p/0.png,too,many,cells,here"]
+    assert [source.key(row) for row in range(len(source))] == keys
+    assert source.record(0).info == {"question": "is it red?", "answers": ["yes", "no", ""], "question_type": "is it"}
+    assert (source.question(1), source.record(1).image) == ("what, then?", photo(0))
+    assert all_told(source) == [
+        ["yes", "no"],
+        ["blue", "green"],
+        "the question is not text",
+        "a question without an answer",
+        "the image has zero bytes",
+        "caption is not UTF-8",
+        "image cannot be read (No such file or directory)",
+        "line without 4 columns",
+    ]
+
+
+@pytest.mark.parametrize("answers", [["yes", "no"], [{"answer": "yes", "n": 1}, {"answer": "no", "n": 2}]])
+@pytest.mark.parametrize("inside", [False, True])
+def test_parquet_of_questions(folder: Path, answers: list[Any], inside: bool) -> None:
+    image = {"bytes": photo(1), "path": "1.png"} if inside else "p/1.png"
+    rows = {"image": [image] * 2, "question": ["which?", "what?"], "answers": [answers, answers[:1]]}
+    source = opened(folder / "q.parquet", rows)
+    assert all_told(source) == [["yes", "no"], ["yes"]]
+    assert source.record(1).image == photo(1)
+    assert len({source.key(row) for row in range(2)}) == 2
+
+
+def test_one_answer_and_none(folder: Path) -> None:
+    source = opened(folder / "q.tsv", "filepath\tquestion\tanswer\np/1.png\twhich?\t[a]\np/1.png\tshort\n")
+    assert all_told(source) == [["[a]"], "line without 3 columns"]
+    rows = {"id": [7], "q": ["who?"], "a": [["me", "you"]], "image_id": [3]}
+    (folder / "p" / "7.png").write_bytes(photo(7))
+    record = opened(folder / "q.parquet", rows, "?image=id&question=q&answer=a&images=p").record(0)
+    assert (record.image, record.captions) == (photo(7), ["me", "you"])
+    assert record.info == {"question": "who?", "answers": ["me", "you"], "image_id": 3}
+    with pytest.raises(NoCaption) as caught:
+        opened(folder / "q.parquet", rows, "?image=id&question=q&images=p").record(0)
+    assert caught.value.record.info == {"question": "who?", "image_id": 3}
+
+
+# Labels
+
+
+def labels(source: Any) -> list[Any]:
+    """The labels of all rows, or why a row is bad."""
+
+    def label(row: int) -> Any:
+        try:
+            return source.record(row).label
+        except NoCaption:
+            return None
+        except BadSample as error:
+            return str(error)
+
+    return [label(row) for row in range(len(source))]
+
+
+def table(path: Path, **columns: list[Any]) -> Path:
+    rows = len(next(iter(columns.values())))
+    pq.write_table(pa.table({"image": [photo(row) for row in range(rows)], **columns}), path)
+    return path
+
+
+COLUMNS: list[tuple[str, list[Any], list[Any], list[str] | None]] = [
+    ("cls", [3, None, -1, 0], [3, None, None, 0], None),
+    ("label", ["b_b", "a", "", None, "b_b"], [1, 0, None, None, 1], ["a", "b b"]),
+    ("class", list("fedcba"), [5, 4, 3, 2, 1, 0], list("abcdef")),
+    ("label", [True, False], [1, 0], None),
+    ("label", [1.0, float("nan"), 2.5, float("inf")], [1, None, "class index is not a whole number: '2.5'",
+        "class index is not a whole number: 'inf'"], None),
+    ("fine_label", [[0, 2], [], None], [LabelSet((0, 2)), LabelSet(()), None], None),
+    ("label", [["dog", "cat"], ["cat"]], [LabelSet((0, 1)), LabelSet((0,))], ["cat", "dog"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "values", "expected", "names"), COLUMNS)
+def test_labels(tmp_path: Path, name: str, values: list[Any], expected: list[Any], names: list[str] | None) -> None:
+    source: Any = open_source(str(table(tmp_path / "x.parquet", **{name: values})))
+    assert (labels(source), source.classnames) == (expected, names)
+    assert {type(one) for one in labels(source)} <= {int, type(None), str, LabelSet}
+
+
+def test_labels_beside_captions_and_in_csv(folder: Path) -> None:
+    both = opened(folder / "x.parquet", {"image": ["p/0.png", "p/1.png"], "caption": ["x", "y"], "label": [1, 0]})
+    assert labels(both) == [None, None]
+    both = open_source(f"{folder}/x.parquet?label=label&caption=caption")
+    assert [(r.captions, r.label) for r in map(both.record, (0, 1))] == [(["x"], 1), (["y"], 0)]
+    text = 'image,class,region\np/0.png,7,Asia\np/0.png,"[1, 2]",\np/3.png,x,\np/0.png,,Europe\n'
+    source = opened(folder / "x.csv", text, "?info=region")
+    assert source.classnames == ["x"]
+    assert labels(source) == [7, LabelSet((1, 2)), "image cannot be read (No such file or directory)", None]
+    assert (source.record(0).info, source.labels.tolist()) == ({"region": "Asia"}, [7, -1, 0, -1])
+
+
+def test_class_names_of_tables(tmp_path: Path) -> None:
+    (tmp_path / "classnames.txt").write_text("red bus\ncat\n")
+    (tmp_path / "zeroshot_classification_templates.txt").write_text("a {c}\n")
+    source: Any = open_source(str(table(tmp_path / "x.parquet", label=["cat", "red_bus", "catt"])))
+    assert (source.classnames, source.templates) == (["red bus", "cat"], ["a {c}"])
+    assert labels(source) == [1, 0, "label 'catt' is no class name. Did you mean cat?"]
+    with pytest.raises(ValueError, match=r"none of its 2 labels is a class name, such as 'cow'; the first of 2"):
+        open_source(str(table(tmp_path / "x.parquet", label=["cow", "hen"])))
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_class_label_of_hugging_face(tmp_path: Path, listed: bool) -> None:
+    feature: Any = {"_type": "ClassLabel", "names": ["cat", "dog"]}
+    features = {"label": {"_type": "Sequence", "feature": feature} if listed else feature}
+    path = table(tmp_path / "x.parquet", label=[[1], [0, 1]] if listed else [1, 5])
+    for metadata in (json.dumps({"info": {"features": features}}).encode(), b"[", b'{"info": 3}', b"[" * 9999):
+        pq.write_table(pq.read_table(path).replace_schema_metadata({b"huggingface": metadata}), path)
+        source: Any = open_source(str(path))
+        assert source.classnames == (["cat", "dog"] if b"names" in metadata else None)
+        assert labels(source) == ([LabelSet((1,)), LabelSet((0, 1))] if listed else [1, 5])
+        if b"names" in metadata and not listed:
+            assert [bad.reason for bad in check(source)] == ["class index 5, but there are 2 class names"]
+
+
+def test_tables_in_shards(tmp_path: Path) -> None:
+    """As Hugging Face distributes large sets: one class list for all, rows one after another."""
+    for shard, values in enumerate(([1, 0], [0], [1, 1, 0])):
+        table(tmp_path / f"val-{shard:05}-of-00003.parquet", fine=values)
+    pattern = str(tmp_path / "val-{00000..00002}-of-00003.parquet?label=fine")
+    (tmp_path / "classnames.txt").write_text("cat\ndog\n")
+    source: Any = open_source(pattern)
+    assert (source.name, source.classnames, labels(source)) == (pattern, ["cat", "dog"], [1, 0, 0, 1, 1, 0])
+    assert [source.key(row) for row in (1, 2)] == ["val-00000-of-00003/1", "val-00001-of-00003/0"]
+    (tmp_path / "classnames.txt").unlink()
+    table(tmp_path / "val-00001-of-00003.parquet", fine=["dog"])
+    with pytest.raises(ValueError, match=r"its tables name different classes\. Put classnames\.txt"):
+        open_source(pattern)
+    with pytest.raises(ValueError, match=r"1 of 4 files are missing, the first is .*val-00003"):
+        open_source(pattern.replace("00002}", "00003}"))
+
+
+def test_tables_of_several_folders(tmp_path: Path) -> None:
+    """Each names its images from its own folder."""
+    for n in range(2):
+        (tmp_path / f"{n}").mkdir()
+        (tmp_path / f"{n}" / "a.png").write_bytes(photo(n))
+        (tmp_path / f"{n}" / "x.csv").write_text("image,caption\na.png,x\n/none.png,y\n")
+    source = open_source(f"{tmp_path}/{{0..1}}/x.csv")
+    assert [source.record(row).image for row in (0, 2)] == [photo(0), photo(1)]
+    assert told(source, 3) == "image cannot be read (No such file or directory)"
+
+
+# Other tables of users
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet", "jsonl"])
+def test_columns_by_key(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"x.{suffix}"
+    texts: Sequence[Any] = [" [b] ", "", "c"] if suffix == "csv" else [[" [b] ", None], [], ["c"]]
+    rows = [{"key": f" {n}", "captions": one} for n, one in enumerate(texts)]
+    if suffix == "csv":
+        path.write_text("key,captions\n" + "\n".join(f"{row['key']},{row['captions']}" for row in rows))
+    elif suffix == "jsonl":
+        path.write_text("\n".join(map(json.dumps, rows)))
+    else:
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    found = read_columns(path, {"key": str, "captions": list})
+    assert found == {"key": [" 0", " 1", " 2"], "captions": [["[b]"], [], ["c"]]}
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"key": ["a", None], "partner": ["b", "c"]}, "row 1 has no key"),
+        ({"key": ["a"]}, "no column 'partner'; it has key"),
+        ({"key": ["a"], "partner": [3]}, "row 0 has no partner"),
+        ({"key": ["a"], "partner": [b"\xff"]}, "row 0 of partner"),
+        (pa.table([["a"], ["b"], ["c"]], ["key", "partner", "partner"]), "2 columns named partner"),
+    ],
+)
+def test_columns_that_cannot_be_used(tmp_path: Path, columns: Any, message: str) -> None:
+    pq.write_table(pa.table(columns) if isinstance(columns, dict) else columns, tmp_path / "x.parquet")
+    with pytest.raises(ValueError, match=message):
+        read_columns(tmp_path / "x.parquet", {"key": str, "partner": str})
+
+
+def test_texts_without_images(tmp_path: Path) -> None:
+    (tmp_path / "x.txt").write_bytes(b"one\n\n[two]\n\xff\n")
+    source: Any = open_texts(str(tmp_path / "x.txt"))
+    assert ([source.captions(row) for row in range(2)], source.key(1)) == ([["one"], ["[two]"]], "1")
+    with pytest.raises(BadSample, match="caption is not UTF-8"):
+        source.captions(2)
+    (tmp_path / "x.csv").write_text("caption\n ['a']\n \n")
+    source = open_texts(str(tmp_path / "x.csv"))
+    assert source.captions(0) == ["a"]
+    with pytest.raises(BadSample, match="no text"):
+        source.captions(1)
+    for call in (source.record, lambda row: open_source(str(tmp_path / "x.csv"))):
+        with pytest.raises((BadSample, ValueError)):
+            call(0)
+    (tmp_path / "x.csv").write_text("image,caption\n")
+    assert open_texts(str(tmp_path / "x.csv")) is open_texts(str(tmp_path)) is None
