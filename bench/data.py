@@ -1,6 +1,6 @@
 """Images a second on one core: our reading path against what open_clip's users run, on the same JPEGs.
 
-Ours: byte-offset index, pread, decode, random crop, resize to 224, uint8. Theirs: the same bytes from the same tar,
+Ours: table of rows, pread, decode, random crop, resize to 224, uint8. Theirs: the same bytes from the same tar,
 Pillow open, convert, the same crop, bicubic resize, uint8. First checks that the images agree, then interleaves.
 
     python bench/data.py [--width 500 --height 375 --rounds 12 --json FILE]
