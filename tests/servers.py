@@ -22,8 +22,8 @@ class Server:
     """Serves `files` (path without / -> bytes) on the loopback; `faults` of a path are used up one a request.
 
     Faults: stall (no byte after the headers), hang (no headers), cut (half of the body, then a reset), short (half of
-    it, then an orderly end), shorter (the same under a Content-Length that fits), wrong (one other byte), drip (slow),
-    drop (no answer), page (200 and other content), redirect, and any status, such as "500" or "429:0.2" (Retry-After).
+    it, then an orderly end), shorter (the same under a Content-Length that fits), drip (slow), drop (no answer), page
+    (200 and other content), redirect, and any status, such as "500" or "429:0.2" (Retry-After).
     """
 
     def __init__(
@@ -97,8 +97,6 @@ class Server:
             headers["Content-Range"] = f"bytes {first}-{first + len(body) - 1}/{len(content)}"
         half = body[: len(body) // 2]
         length = len(half) if fault == "shorter" else len(body)
-        if fault == "wrong":
-            body = half + bytes([body[len(half)] ^ 255]) + body[len(half) + 1 :]
         self._head(request, status, headers | {"Content-Length": str(length)})
         self._body(request, body, half, fault)
 

@@ -24,6 +24,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -303,28 +304,16 @@ def scan(place: str) -> pa.Table:
         members, note = _members(place.rpartition("#")[0] if is_url(place) else place, file, total, left_out)
         keys, places = _samples(members, left_out)
         names = [key.encode("utf-8", "surrogateescape") for key in keys]
-        table, ends = (
-            np.array(places, "<i8").reshape(-1, 2 * len(_PARTS)),
-            np.cumsum(list(map(len, names)), dtype="<i8"),
-        )
-        digest = hashlib.blake2b(np.column_stack([table, ends]).tobytes() + b"".join(names), digest_size=16)
+        ends = np.cumsum(list(map(len, names)), dtype="<i8")
+        table = np.column_stack([np.array(places, "<i8").reshape(-1, 2 * len(_PARTS)), ends])
+        digest = hashlib.blake2b(table.tobytes() + b"".join(names), digest_size=16).hexdigest()
+        because = [""] * (len(keys) - 1) + [f" (the tar is {note})" if note else ""]
+        rows = (_row(*one, fd, total) for one in zip(map(key_bytes, keys), places, because, strict=False))
         batches = list[pa.RecordBatch]()
-        for start in range(0, len(keys), _ROWS):
-            rows = [
-                _row(
-                    key_bytes(keys[n]),
-                    places[n],
-                    fd,
-                    total,
-                    f" (the tar is {note})" if note and n == len(keys) - 1 else "",
-                )
-                for n in range(start, min(start + _ROWS, len(keys)))
-            ]
-            batches.append(pa.RecordBatch.from_pylist(rows, _SCHEMA))
-    tar = Tar("", "", len(keys), digest.hexdigest(), note, left_out.counts, left_out.first)
-    return pa.Table.from_batches(batches, _SCHEMA).replace_schema_metadata(
-        {_KIND: json.dumps([list(vars(tar).values())])}
-    )
+        while together := list(islice(rows, _ROWS)):
+            batches.append(pa.RecordBatch.from_pylist(together, _SCHEMA))
+    metadata = json.dumps([["", "", len(keys), digest, note, left_out.counts, left_out.first]])
+    return pa.Table.from_batches(batches, _SCHEMA).replace_schema_metadata({_KIND: metadata})
 
 
 def _members(name: str, file: BinaryIO, total: int, left_out: LeftOut) -> tuple[list[tuple[str, int, int]], str]:
@@ -416,8 +405,8 @@ def _keys(members: Iterable[tuple[str, str]]) -> dict[str, str]:
     return {stem: key if not key or len(joined[key]) > 1 else stem for stem, key in key_of.items()}
 
 
-def _row(key: bytes, places: list[int], fd: int, total: int, because: str) -> dict[str, Any]:
-    """One sample as a row. Args: total: bytes of the tar; because: why members of this sample may be missing."""
+def _row(key: bytes, places: list[int], because: str, fd: int, total: int) -> dict[str, Any]:
+    """One sample as a row. Args: because: why members of it may be missing; fd, total: the tar, and its bytes."""
     row: dict[str, Any] = {"key": key}
     if places[0] >= 0:
         row |= {"offset": places[0], "size": places[1]}
