@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -40,6 +41,7 @@ def process_group(device: str = "cpu", timeout_s: int = 600) -> Iterator[None]:
         yield
         return
     cuda = device.startswith("cuda")
+    clean = not cuda  # NCCL may wait for ranks that are gone
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     try:
@@ -48,18 +50,18 @@ def process_group(device: str = "cpu", timeout_s: int = 600) -> Iterator[None]:
         _patient = dist.new_group(backend="gloo", timeout=timedelta(days=365))
         yield
         dist.barrier()
-        cuda = False
+        clean = True
     except RuntimeError as e:
         if not isinstance(e, dist.DistError) and "gloo" not in str(e):
             raise
         if "TORCHELASTIC_ERROR_FILE" in os.environ:
             time.sleep(FIRST_S)
-        why = str(e).splitlines()[0].split(".cc:")[-1].split("] ", 1)[-1].split(". This is")[0].rstrip(".")
+        why = re.sub(r"^\[.*?\] |\. This is.*|\.$", "", str(e).partition("\n")[0])  # without gloo's place and advice
         raise ValueError(
             f"another rank has ended, or gave no answer for {timeout_s} s ({why}). The rank that failed says more."
         ) from e
     finally:
-        if dist.is_initialized() and not cuda:  # NCCL may wait for ranks that are gone
+        if clean and dist.is_initialized():
             dist.destroy_process_group()
         _patient = None
 
