@@ -67,7 +67,14 @@ def embed(
 
     augmented = Augmented(views, augment, seed)
     options = embed.EmbedOptions(
-        model=model, name=name, precision=precision, dtype=dtype, batch=batch, augmented=augmented
+        model=model,
+        name=name,
+        precision=precision,
+        dtype=dtype,
+        batch=batch,
+        augmented=augmented,
+        resize=resize,
+        dim=dim,
     )
     read = DataConfig(sources=data, extra_captions=tuple(map(str, extra_captions)))
     if tokens:
@@ -77,7 +84,7 @@ def embed(
         return
     if dtype == "int8":
         raise ValueError("--dtype int8 is for tokens: add --tokens, or omit it.")
-    embed.main(read, out, options, workers, device, trust, resize, dim)
+    embed.main(read, out, options, workers, device, trust)
 
 
 def audit(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, TextIO
 
 import torch
+import torch.nn.functional as F
 
 from kiloword.config.recipes import DataConfig, Resize
 from kiloword.data.edits import every_row, origin, origins
@@ -24,13 +25,13 @@ from kiloword.distributed.device import choose
 from kiloword.distributed.sharing import alone, is_first, together
 from kiloword.errors import naming_truncated
 from kiloword.files import Lock
-from kiloword.model.prefix import check_dim, cosine_alone, note_of
+from kiloword.model.prefix import check_dim, check_prefix
 from kiloword.models.trust import NONE, Trust
 from kiloword.stores.features import FeatureStore, check_name
 from kiloword.stores.joins import caption_origins
 from kiloword.stores.pieces import Rows, fill, resumed, rows_table, say_bad
 from kiloword.stores.store import SCHEMA, WHAT, StoreWriter
-from kiloword.stores.teachers import KilowordTeacher, PrefixTeacher, SentenceTeacher, Teacher, open_teacher
+from kiloword.stores.teachers import KilowordTeacher, SentenceTeacher, Teacher, open_teacher, prefix_fingerprint
 from kiloword.terminal import say, warn
 from kiloword.types import Source
 
@@ -41,7 +42,8 @@ PART = 4096  # rows in a piece: an interruption costs seconds of work
 class EmbedOptions:
     """How features or tokens are made, see `kiloword embed`.
 
-    Args: model: as messages name it; part: rows between interruptions, 0: by size; augmented: of images.
+    Args: model: as messages name it; part: rows between interruptions, 0: by size; augmented: of images; resize: of
+    images, None: as the teacher has it; dim: first numbers of features that are kept, normalised again.
     """
 
     model: str = ""
@@ -52,6 +54,8 @@ class EmbedOptions:
     workers: int = 0
     part: int = 0
     augmented: Augmented = PLAIN
+    resize: Resize | None = None
+    dim: int | None = None
 
 
 def main(
@@ -61,8 +65,6 @@ def main(
     workers: int | Literal["auto"],
     device: str,
     trust: Trust = NONE,
-    resize: Resize | None = None,
-    dim: int | None = None,
 ) -> None:
     """Run and print `kiloword embed`. Ranks of torchrun share the rows.
 
@@ -73,13 +75,17 @@ def main(
     options.augmented.check()
     device = choose(device)
     with together(device):
-        opened_teacher = open_teacher(options.model, device, options.precision, trust)
-        of_texts = isinstance(opened_teacher, SentenceTeacher)
-        if of_texts and (resize is not None or options.augmented != PLAIN):
+        teacher = open_teacher(options.model, device, options.precision, trust)
+        of_texts = isinstance(teacher, SentenceTeacher)
+        if of_texts and (options.resize is not None or options.augmented != PLAIN):
             raise ValueError(
                 f"{options.model} reads texts, which --resize, --views and --augment do not change: omit them."
             )
-        teacher = shortened(resized(opened_teacher, resize), dim)
+        if options.dim is not None:
+            unknown = "nothing says that the model was trained on prefixes of its features."
+            note = check_prefix(teacher.model, options.dim) if isinstance(teacher, KilowordTeacher) else unknown
+            if note:
+                warn(f"note: {note}")
         options = settled(options, workers, device, teacher.size)
         store = embed(teacher, open_data(data, teacher.size), out, sys.stderr, **vars(options))
         if store is not None:
@@ -95,40 +101,6 @@ def settled(options: EmbedOptions, workers: int | Literal["auto"], device: str, 
     number = workers_of(workers, device, options.batch * options.augmented.views, size)
     announce(device, options.precision, "on every device, unless given", number)
     return replace(options, workers=number)
-
-
-def resized(teacher: Teacher, resize: Resize | None) -> Teacher:
-    """The teacher with images that are resized in another way, which makes other features. None: as it is.
-
-    Raises: ValueError for a number of pixels below the teacher's image size.
-    """
-    if resize is not None and resize != teacher.resize:
-        check_resize(teacher.size, resize)
-        teacher.resize, teacher.fingerprint = resize, f"{teacher.fingerprint} resize {resize}"
-    return teacher
-
-
-def shortened(teacher: Teacher, dim: int | None) -> Teacher:
-    """A teacher of the first `dim` numbers of features, normalised again. None: of all.
-
-    Raises: ValueError for a model that compares more than one vector each, and a dimension that features do not have.
-    """
-    if dim is None:
-        return teacher
-    head = teacher.model.head if isinstance(teacher, KilowordTeacher) else None
-    if head is not None and not cosine_alone(head):
-        raise ValueError(
-            "--dim keeps the first numbers of features whose cosine scores a pair; the model compares more: omit it."
-        )
-    check_dim(dim, size := _dim(teacher))
-    if dim == size:
-        return teacher
-    note = (
-        "nothing says that the model was trained on prefixes of its features." if head is None else note_of(head, dim)
-    )
-    if note:
-        warn(f"note: {note}")
-    return PrefixTeacher(teacher, dim)
 
 
 def embed(
@@ -233,21 +205,30 @@ class _Features(Maker):
                 f"images of {source.name} are neither cropped nor mirrored, as their captions speak of places: omit "
                 "--augment.crop and --augment.flip."
             )
-        self.views = drawn.of(teacher.size, teacher.resize, natural, by_key=True)
+        self.resize, weights = options.resize or teacher.resize, teacher.fingerprint
+        if self.resize != teacher.resize:
+            check_resize(teacher.size, self.resize)
+            weights += f" resize {self.resize}"
+        size = _dim(teacher)
+        self.dim = size if options.dim is None else options.dim
+        check_dim(self.dim, size)
+        weights = weights if self.dim == size else prefix_fingerprint(weights, self.dim)
+        self.views = drawn.of(teacher.size, self.resize, natural, by_key=True)
         part = options.part or max(1, PART // drawn.views)
         more = {"views": drawn.views, "seed": drawn.seed, "augment": drawn.augment, "part": part}
-        self.file = self.about("features", teacher.fingerprint, name=options.name, width=_dim(teacher), **more)
+        self.file = self.about("features", weights, name=options.name, width=self.dim, **more)
 
     def read(self, batches: list[range]) -> Iterator[EvalBatch]:
-        teacher, options = self.teacher, self.options
-        size, resize = teacher.size, teacher.resize
-        return eval_batches(self.source, size, resize, options.batch, options.workers, batches, self.views)
+        size, options = self.teacher.size, self.options
+        return eval_batches(self.source, size, self.resize, options.batch, options.workers, batches, self.views)
 
     def rows(self, batch: EvalBatch) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         captions = [caption for of_image in batch.captions for caption in of_image]
         of_views = [self.teacher.encode_images(view.contiguous()) for view in batch.images.unbind(1)]
         features = {"images": torch.stack(of_views, 1), "texts": self.teacher.encode_texts(captions)}
         for name, values in features.items():
+            if self.dim < values.shape[-1]:
+                features[name] = values = F.normalize(values[..., : self.dim], dim=-1)
             if not bool(torch.isfinite(values).all()):
                 raise ValueError(f"the teacher's features of {name} are NaN or infinite, near {batch.keys[0]!r}.")
         cells = [{"captions": list(map(key_bytes, of_image))} for of_image in batch.captions]

@@ -176,23 +176,6 @@ def _tokens(tokenizer: Any, texts: list[str], context: int) -> Any:
     return tokens
 
 
-class PrefixTeacher:
-    """The first `dim` numbers of a teacher's features, normalised again (arXiv:2205.13147)."""
-
-    def __init__(self, teacher: Teacher, dim: int) -> None:
-        self.teacher, self.dim = teacher, dim
-        self.size, self.resize = teacher.size, teacher.resize
-        self.fingerprint = prefix_fingerprint(teacher.fingerprint, dim)
-
-    def encode_images(self, images: Tensor) -> Tensor:
-        """uint8 [n, 3, size, size] to float32 [n, dim] on the CPU, unit norm."""
-        return _unit(self.teacher.encode_images(images)[:, : self.dim])
-
-    def encode_texts(self, texts: Sequence[str]) -> Tensor:
-        """t texts to float32 [t, dim] on the CPU, unit norm; t may be 0."""
-        return _unit(self.teacher.encode_texts(texts)[:, : self.dim])
-
-
 def prefix_fingerprint(fingerprint: str, dim: int) -> str:
     """The fingerprint of a teacher of the first `dim` numbers of features."""
     return f"{fingerprint} dim {dim}"

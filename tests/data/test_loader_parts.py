@@ -173,3 +173,17 @@ def test_transforms_change_training_examples_alone_and_say_what_to_know() -> Non
 def test_settings_that_do_not_fit(settings: dict[str, Any], word: str) -> None:
     with pytest.raises(ValueError, match=word):
         make(Rows(8), **settings)
+
+
+class Truthful(Rows):
+    """Every text is true of every image."""
+
+    def relevance(self, captions: list[str], rows: list[int]) -> np.ndarray:
+        return np.ones((len(captions), len(rows)), bool)
+
+
+def test_the_truth_of_a_row_in_place_of_another_is_not_made_up() -> None:
+    assert make(Truthful(8), truth=True).batch(0).text_features["truth"].shape[1] == 4
+    with pytest.raises(ValueError, match="ground truth need every row"):
+        list(make(Truthful(8, bad=(3,)), truth=True).batches(0, 2))
+    assert len(list(make(Truthful(8, bad=(3,))).batches(0, 2))) == 2

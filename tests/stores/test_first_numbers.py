@@ -79,5 +79,5 @@ def test_what_has_no_first_numbers(model: Path, tmp_path: Path, capsys: pytest.C
         assert f"dimension {dim} was asked for" in refused(capsys, "eval", "retrieval", model, *data, "--dim", dim)
     assert "--name, --resize and --dim are for features" in refused(capsys, *embed, "--tokens", "--dim", 8)
     llip = model_folder(tmp_path / "llip", "llip")
-    assert "the model compares more" in refused(capsys, "embed", llip, *data, "--out", tmp_path / "t", "--dim", 8)
+    assert "more than the cosine" in refused(capsys, "embed", llip, *data, "--out", tmp_path / "t", "--dim", 8)
     assert "more than the cosine" in refused(capsys, "eval", "retrieval", llip, *data, "--dim", 8)

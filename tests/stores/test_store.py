@@ -224,33 +224,6 @@ def test_stands_beside_the_truth(tmp_path: Path) -> None:
     assert batch.text_features["truth"][torch.arange(16), batch.image_of_text].all()
 
 
-class FirstBad:
-    """Scenes whose row 7 is bad."""
-
-    def __init__(self) -> None:
-        self.scenes = parse_scenes("scenes?n=24", SIZE)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.scenes, name)
-
-    def __len__(self) -> int:
-        return 24
-
-    def record(self, row: int) -> Record:
-        if row == 7:
-            raise BadSample("truncated image")
-        return self.scenes.record(row)
-
-
-def test_the_truth_of_a_row_in_place_of_another_is_not_made_up() -> None:
-    source, text = FirstBad(), TextConfig(context=48, vocab=400)
-    tokenizer = Tokenizer.train((c for r in range(24) for c in source.captions(r)), 320)
-    made = Loader(source, Order(24, 8, 0), DataConfig(), text, SIZE, tokenizer, truth=True)
-    with pytest.raises(ValueError, match="train-000007"):
-        list(made.batches(0, 3))
-    assert len(list(replace(made, truth=False).batches(0, 3))) == 3
-
-
 def files_of(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 

@@ -14,9 +14,7 @@ from kiloword.config.settings import parse
 from kiloword.data.sampler import choose_captions
 from kiloword.methods.defaults import default_recipe
 from kiloword.randomness import Draw
-from kiloword.stores import embed as extract
-from kiloword.stores.embed import resized
-from kiloword.stores.teachers import open_teacher
+from kiloword.stores.features import FeatureStore
 from kiloword.training.loop import RunOptions, train
 
 
@@ -46,16 +44,14 @@ def embedded(model: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> N
     words = ["embed", str(model), "--data", "scenes?n=6&size=64", "--out"]
     main([*words, str(folder / "plain")])
     main([*words, str(folder / "wide"), "--resize", "40"])
-    plain, wide = (extract.FeatureStore(folder / name) for name in ("plain", "wide"))
+    plain, wide = (FeatureStore(folder / name) for name in ("plain", "wide"))
     assert len(plain) == len(wide) == 6
     features = [(folder / name / "images.npy").read_bytes() for name in ("plain", "wide")]
     assert features[0] != features[1]
     with pytest.raises(SystemExit):
         main([*words, str(folder / "plain"), "--resize", "40"])
     assert "resize 40) here" in capsys.readouterr().err
-    teacher = open_teacher(str(model), "cpu", "fp32")
-    with pytest.raises(ValueError, match="resize 30 is smaller than the image size 32"):
-        resized(teacher, 30)
-    fingerprint = teacher.fingerprint
-    assert resized(teacher, "shortest").fingerprint == fingerprint
-    assert resized(teacher, 40).fingerprint == f"{fingerprint} resize 40"
+    with pytest.raises(SystemExit):
+        main([*words, str(folder / "small"), "--resize", "30"])
+    assert "resize 30 is smaller than the image size 32" in capsys.readouterr().err
+    main([*words, str(folder / "plain"), "--resize", "shortest"])  # as the model has it
