@@ -182,7 +182,8 @@ def _download(address: Address, path: Path, size: int, wait: bool) -> None:
         with part.open("wb", buffering=0) as file:
             _reserve(address, file.fileno(), part, size, wait)
             _retried(address, go_on, progress=lambda: done)
-        part.replace(path)
+        with FileLock(path.parent / "locks" / "all"):  # or a listing might have it under both names, or none
+            part.replace(path)
     finally:
         part.unlink(missing_ok=True)
 
