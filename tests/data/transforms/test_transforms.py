@@ -230,26 +230,22 @@ def test_partners_from_a_file(tmp_path: Path) -> None:
     assert named(MixtureSource([Rows(4)], [2.0]), path).tolist() == [2, 0, 0, 0] * 2
 
 
-REFUSED: list[tuple[dict[str, list[Any]] | bytes | None, str]] = [
+REFUSED: list[tuple[dict[str, list[Any]] | bytes, str]] = [
     ({"key": ["k0", "k1"], "partner": ["k1", "k9"]}, "'k9'"),
     ({"key": ["k0", "k0"], "partner": ["k1", "k1"]}, "'k0' twice"),
     ({"key": ["k0"], "partner": ["k1"]}, "'k1'"),
     ({"key": ["k0", "k1"], "partner": ["k1", None]}, "row 1"),
     ({"key": ["k0", "k1"], "mate": ["k1", "k0"]}, "partner"),
     (b"no parquet", "cannot be read"),
-    (None, "cannot be read"),
 ]
 
 
 @pytest.mark.parametrize(("columns", "word"), REFUSED, ids=range(len(REFUSED)))
 def test_files_of_partners_that_cannot_be_used(
-    tmp_path: Path, columns: dict[str, list[Any]] | bytes | None, word: str
+    tmp_path: Path, columns: dict[str, list[Any]] | bytes, word: str
 ) -> None:
     path = tmp_path / "p.parquet"
-    if isinstance(columns, bytes):
-        path.write_bytes(columns)
-    elif columns:
-        parquet(path, **columns)
+    path.write_bytes(columns) if isinstance(columns, bytes) else parquet(path, **columns)
     with pytest.raises(ValueError, match=word):
         Partner(PartnerSettings(partner="file", partner_file=str(path))).bind(Rows(2))
 
