@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TextIO
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from kiloword.config.recipes import DataConfig, Resize
-from kiloword.data.edits import every_row, origin, origins
+from kiloword.data.edits import every_row, origin, origins, parts_of
 from kiloword.data.files import key_bytes
 from kiloword.data.images.augmentation import check_resize
 from kiloword.data.images.views import PLAIN, Augmented
@@ -125,6 +125,7 @@ class Maker:
 
     def __init__(self, source: Source, options: EmbedOptions) -> None:
         self.source, self.options, self.batch = every_row(source), options, options.batch
+        self.numbers = {(base.name, base.fingerprint): n for n, base in enumerate(origins(self.source))}
 
     def read(self, batches: list[range]) -> Iterator[EvalBatch]:
         """Batches of rows. Args: batches: each within a piece."""
@@ -139,11 +140,11 @@ class Maker:
 
     def about(self, kind: Kind, weights: str, **more: Any) -> StoreFile:
         """The settings of the store."""
-        bases, options = origins(self.source), self.options
-        stored = [len(bases[0])]
-        if bases != [self.source]:
-            of_rows = Counter(self._number(bases, row)[0] for row in range(len(self.source)))
-            stored = [of_rows[n] for n in range(len(bases))]
+        options, stored = self.options, Counter[int]()
+        for part in parts_of(self.source):
+            several = len(bases := origins(part)) > 1
+            for base in (origin(part, row)[0] for row in range(len(part))) if several else bases:
+                stored[self.numbers[base.name, base.fingerprint]] += 1 if several else len(part)
         return StoreFile(
             kind=kind,
             model=options.model,
@@ -154,17 +155,12 @@ class Maker:
             fingerprint=self.source.fingerprint,
             rows=len(self.source),
             sources=tuple(
-                StoredSource(name=base.name, fingerprint=base.fingerprint, rows=len(base), stored=n)
-                for base, n in zip(bases, stored, strict=True)
+                StoredSource(name=base.name, fingerprint=base.fingerprint, rows=len(base), stored=stored[n])
+                for n, base in enumerate(origins(self.source))
             ),
             captions=() if kind == "images" else tuple(sorted(caption_origins(self.source))),
             **more,
         )
-
-    def _number(self, bases: Sequence[Source | StoredSource], row: int) -> tuple[int, int]:
-        base, at = origin(self.source, row)
-        names = [(one.name, one.fingerprint) for one in bases]
-        return names.index((base.name, base.fingerprint)), at
 
     def _placed(self, batch: EvalBatch) -> Rows:
         """The rows of a batch in the store, also bad ones."""
@@ -174,7 +170,8 @@ class Maker:
             cell |= {"key": key_bytes(key), "image": image}
         bad = [{"row": one.row, "key": key_bytes(one.key), "reason": one.reason} for one in batch.skipped]
         for cell in (*good, *bad):
-            cell["source"], cell["at"] = self._number(self.file.sources, cell["row"])
+            base, cell["at"] = origin(self.source, cell["row"])
+            cell["source"] = self.numbers[base.name, base.fingerprint]
         return Rows(rows_table(SCHEMA, [*good, *bad]), columns)
 
     def write(self, out: Path | str, report: TextIO | None) -> bool:

@@ -42,12 +42,14 @@ class FeatureStore(Store):
     @cached_property
     def keys(self) -> list[str]:
         """The keys [N]."""
-        return [key_text(key) for key in self.good.column("key").to_pylist()]
+        return [key_text(key) for key in self.cells("key").column("key").to_pylist()]
 
     @cached_property
     def captions(self) -> list[str]:
         """The captions [T], image by image."""
-        return [key_text(text) for text in self.good.column("captions").combine_chunks().flatten().to_pylist()]
+        return [
+            key_text(text) for text in self.cells("captions").column("captions").combine_chunks().flatten().to_pylist()
+        ]
 
     @property
     def starts(self) -> NDArray[np.int64]:

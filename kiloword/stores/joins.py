@@ -111,7 +111,7 @@ def _ambiguous(store: Store, base: Source) -> str:
     if not (digests[1:] == digests[:-1]).any():
         return ""
     counts = [("key", "count"), ("image", "count_distinct")]
-    groups = store.good.select(["key", "image"]).group_by("key").aggregate(counts).to_pylist()
+    groups = store.cells("key", "image").group_by("key").aggregate(counts).to_pylist()
     differ = {group["key"] for group in groups if group["key_count"] > 1 and group["image_count_distinct"] > 1}
     return next((name for name in keys(base) if name is not None and key_bytes(name) in differ), "")
 
@@ -123,7 +123,7 @@ def _other_image(store: Store, base: Source, number: int | None) -> str | None:
     """
     if number is not None and (getattr(base, "remote", False)):
         return None
-    images = store.good.column("image")
+    images = store.cells("image").column("image")
     for row in range(0, len(base), -(-len(base) // IMAGES)):
         try:
             record = base.record(row)

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -220,18 +219,12 @@ class Store:
                 raise ValueError(f"{path} is damaged ({error}): remove {self.path}. {AGAIN}") from None
         return self._maps[name]
 
-    @cached_property
-    def table(self) -> pa.Table:
-        """`keys.parquet`, also the bad rows."""
-        return read_table(self.path / KEYS)
-
-    @property
-    def good(self) -> pa.Table:
-        """The rows of `table` that are not bad, by place."""
-        return _good(self.table)
+    def cells(self, *names: str) -> pa.Table:
+        """Columns of `keys.parquet`, of the rows that are not bad, by place."""
+        return _good(read_table(self.path / KEYS, ["reason", *names]))
 
     def __len__(self) -> int:
-        return int(self.good.num_rows)
+        return int(self.cells().num_rows)
 
     @property
     def megabytes(self) -> float:
