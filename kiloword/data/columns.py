@@ -78,28 +78,26 @@ def rows_in(table: pa.Table) -> Iterator[dict[str, Any]]:
         yield from batch.to_pylist()
 
 
-def read_columns(path: Path | str, schema: Mapping[str, type]) -> dict[str, list[Any]]:
-    """Columns of a table that names rows of data: csv, tsv, parquet, json or jsonl.
+def read_columns(path: Path | str, *names: str) -> list[list[str]]:
+    """Columns of a csv, tsv, parquet, json or jsonl that names rows of data by texts, as they are written.
 
-    Args: schema: by column `str`, a text in every row as it is written, or `list`, the texts of each row without white
-    space around them.
-    Errors: ValueError for a table that cannot be read, for a column that is missing or of another type, for a row
-    without text.
+    Errors: ValueError for a table that cannot be read, for a column that is missing, for a row without text.
     """
-    path = Path(path)
-    objects = load_objects(path) if path.suffix.lower() in JSON else None
-    check_columns(path, list(dict.fromkeys(k for o in objects for k in o)) if objects else column_names(path), *schema)
-    columns: dict[str, list[Any]] = {name: [] for name in schema}
-    with arrow_errors(path):
-        for n, row in enumerate(rows_in(read_table(path, list(schema))[0]) if objects is None else objects):
-            for name, kind in schema.items():
-                try:
-                    cell = decoded(row.get(name))
-                    columns[name].append(texts(cell if isinstance(cell, list) else [cell]) if kind is list else cell)
-                except BadSample as error:
-                    raise ValueError(f"{path}: row {n} of {name}: {error}.") from None
-                if not isinstance(columns[name][-1], kind):
-                    raise ValueError(f"{path}: row {n} has no {name}. Expected text in every row.")
+    path, rows = Path(path), list[dict[str, Any]]()
+    if path.suffix.lower() in JSON:
+        rows = load_objects(path)
+    else:
+        check_columns(path, column_names(path), *names)
+        with arrow_errors(path):
+            rows = read_table(path, names)[0].to_pylist()
+    columns: list[list[str]] = []
+    for name in names:
+        cells: list[Any] = [row.get(name) for row in rows]
+        cells = [cell.decode(errors="replace") if isinstance(cell, bytes) else cell for cell in cells]
+        wrong = next((n for n, cell in enumerate(cells) if not isinstance(cell, str)), None)
+        if wrong is not None:
+            raise ValueError(f"{path}: row {wrong} has no {name}. Expected text in every row.")
+        columns.append(cells)
     return columns
 
 

@@ -46,19 +46,16 @@ _WNID = re.compile(r"n[0-9]{8}")
 log = logging.getLogger(__name__)
 
 
-def open_images(name: str, folder: Path) -> Rows:
-    """The images of one folder, sorted by name, with the captions and labels beside them; no subfolders.
+def open_images(name: str, folder: Path, deep: bool = False) -> Rows:
+    """The images of one folder, sorted by name, with the captions and labels beside them.
 
-    The fingerprint covers names and sizes. Errors: ValueError when the folder holds no images.
+    The fingerprint covers names and sizes. Args: deep: and those of its subfolders, as img2dataset writes files, with
+    tables of metadata beside them. Errors: ValueError when the folder holds no images.
     """
-    left = LeftOut("path")
-    return _rows(name, folder, image_folders(folder, left, deep=False, used=OF_DATA), left, *class_data(folder))
-
-
-def open_shards(name: str, folder: Path) -> Rows:
-    """The images of all folders in a folder, with the captions beside them: the `files` of img2dataset."""
-    left, used = LeftOut("path"), {file for file in os.listdir(folder) if file.endswith((".json", ".parquet"))}
-    return _rows(name, folder, image_folders(folder, left, used={*OF_DATA, *used}), left, *class_data(folder))
+    left, used = LeftOut("path"), {file for file in os.listdir(folder) if deep and file.endswith((".json", ".parquet"))}
+    return _rows(
+        name, folder, image_folders(folder, left, deep=deep, used={*OF_DATA, *used}), left, *class_data(folder)
+    )
 
 
 def open_classes(name: str, folder: Path) -> Rows:

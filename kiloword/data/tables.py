@@ -189,6 +189,7 @@ def _table(
                 where["key"] += b"#%d" % kept
             made.append(where | _parsed(row, columns, labels[n] if labels else None))
             kept += 1
+            made[-1]["group"] = made[-1]["group"] or b"\0%d" % n  # without an image: a sample of its own
             if len(made) == _CHUNK:
                 tables.append(pa.Table.from_pylist(made, _GROUPED))
                 made.clear()
@@ -224,8 +225,7 @@ def _place(path: Path, image: Any, place: Path | None, number: str) -> dict[str,
         if image["path"]:
             return {"key": number.encode(), "file": image["path"], "group": image["path"]}
         group = b"%d" % image["offset"] if image["size"] else None
-        file = os.fsencode(place)
-        return {"key": number.encode(), "file": file, "offset": image["offset"], "size": image["size"], "group": group}
+        return {**image, "key": number.encode(), "file": os.fsencode(place), "group": group}
     if isinstance(image, list | dict):
         raise ValueError(f"{path}: an image is {article(type(image).__name__)}. Expected the name of one in each row.")
     name = b"" if image is None else image if isinstance(image, bytes) else key_bytes(str(decoded(image)))
@@ -271,21 +271,15 @@ def _answers(cells: Mapping[str, Any], columns: Mapping[str, str], info: dict[st
 
 def _merged(table: pa.Table) -> pa.Table:
     """Samples from rows: those of one image are one, at the place of the first, with the captions of all."""
-    group, every = table.column("group").combine_chunks(), np.arange(len(table))
-    codes = np.asarray(group.dictionary_encode(null_encoding="encode").indices)
-    _, index, inverse = np.unique(codes, return_index=True, return_inverse=True)
-    first = np.where(np.asarray(group.is_null()), every, index[inverse] if len(every) else every)
-    order, heads = np.argsort(first, kind="stable"), np.flatnonzero(first == every)
-    captions = table.column("captions").combine_chunks().take(pa.array(order))
-    ends = np.append(0, np.cumsum(np.asarray(pc.fill_null(pc.list_value_length(captions), 0))))
-    ends = ends[np.append(np.searchsorted(first[order], heads), len(every))]
-    errors = dict[int, str]()
-    for row in np.flatnonzero(table.column("error").is_valid()).tolist():
-        errors.setdefault(int(first[row]), table.column("error")[row].as_py())
-    columns = {name: table.column(name).take(pa.array(heads)) for name in SCHEMA.names}
-    columns["captions"] = pa.LargeListArray.from_arrays(pa.array(ends), captions.flatten())
-    columns["error"] = pa.array([errors.get(head) for head in heads.tolist()], pa.string())
-    return pa.table(columns, SCHEMA)
+    numbered = table.append_column("row", pa.array(np.arange(len(table))))
+    of_image = numbered.group_by("group", use_threads=False).aggregate([("row", "list"), ("error", "first")])
+    rows = of_image.column("row_list").combine_chunks()
+    several = table.column("captions").combine_chunks().take(rows.values)
+    captions = pa.LargeListArray.from_arrays(several.offsets.take(rows.offsets), several.values)
+    merged = table.select(SCHEMA.names).take(rows.values.take(rows.offsets[:-1]))
+    for name, column in (("captions", captions), ("error", of_image.column("error_first"))):
+        merged = merged.set_column(SCHEMA.get_field_index(name), SCHEMA.field(name), column)
+    return merged
 
 
 def _read(path: Path, columns: TableColumns, options: TableOptions, place: Path | None) -> Annotations:

@@ -149,7 +149,7 @@ def test_folds_are_equal_parts_of_the_images(model: Matcher, coco: Path) -> None
         ({"extra_positives": "y_image_to_caption.json?captions=z.json"}, "annotation 0 has no caption: expected id"),
         ({"extra_positives": "y_image_to_caption.json?captions=captions.json"}, "is no object of lists of ids"),
         ({"extra_positives": "y_image_to_caption.json?captions=w.json"}, "is no object of lists of ids"),
-        ({"extra_positives": "y_image_to_caption.json?caption_file=a"}, "no parameter 'caption_file'"),
+        ({"extra_positives": "y_image_to_caption.json?caption_file=a"}, "no option 'caption_file'"),
         ({"extra_positives": "other.csv"}, "lists no image and caption of the data"),
         ({"extra_positives": "extra.csv", "shortlist": 5}, "omit --shortlist"),
         ({"folds": 11}, "--folds is 11: expected 1 to 10"),

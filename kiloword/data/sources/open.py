@@ -22,7 +22,6 @@ from kiloword.data.folders import (
     open_classes,
     open_images,
     open_metadata,
-    open_shards,
     parents_of_images,
 )
 from kiloword.data.joins import kept, with_captions
@@ -190,7 +189,7 @@ def _open_folder(src: str, folder: Path) -> Source:
     if inner:
         raise ValueError(f"{src} has no tars itself, but its folders {', '.join(inner[:8])} do: name one of them.")
     if has_shards(folder):
-        return open_shards(src, folder)
+        return open_images(src, folder, deep=True)
     if has_class_folders(folder):
         return open_classes(src, folder)
     tables = [f for f in sorted(files) if f.lower().endswith(_TABLES[:3]) and f[0] != "." and (folder / f).is_file()]

@@ -94,8 +94,8 @@ def read_rewrites(path: str, source: Source) -> Rewrites:
     Raises: ValueError when it cannot be read, or names no pair of the source.
     """
     rewrites: Rewrites = {}
-    table = read_columns(path, {"key": str, "partner": str, "caption": str})
-    for key, partner, caption in zip(*table.values(), strict=True):
+    table = read_columns(path, "key", "partner", "caption")
+    for key, partner, caption in zip(*table, strict=True):
         rewrites.setdefault((key, partner), []).append(caption)
     known = set(keys(source))
     if not any(known.issuperset(pair) for pair in rewrites):
@@ -125,8 +125,8 @@ def named(source: Source, path: str) -> Partners:
 
     Raises: ValueError for a key twice, a partner that the source does not have, or a readable row without partner.
     """
-    table = read_columns(path, {"key": str, "partner": str})
-    own_keys, others = table.values()
+    table = read_columns(path, "key", "partner")
+    own_keys, others = table
     partner_of = dict(zip(own_keys, others, strict=True))
     if len(partner_of) < len(own_keys):
         twice = Counter(own_keys).most_common(1)[0][0]
