@@ -13,9 +13,11 @@ from safetensors.torch import load_file
 import kiloword.training.loop as loop
 from cases import mostly_slow
 from kiloword.config.recipes import Recipe
+from kiloword.data.sources.open import open_source
 from kiloword.methods.defaults import default_recipe
 from kiloword.methods.registry import names, preset
-from kiloword.stores import embed as extract
+from kiloword.stores.embed import embed
+from kiloword.stores.teachers import open_teacher
 from kiloword.training.loop import RunOptions, train
 from kiloword.verify.suite import verify
 
@@ -50,7 +52,8 @@ def features(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A feature store of a hardly trained model: which pairs it finds does not matter here."""
     folder = tmp_path_factory.mktemp("teacher")
     train(recipe("siglip", (), steps=2), folder / "run", options=EVERY)
-    extract.main(str(folder / "run" / "model"), (DATA,), folder / "features")
+    teacher = open_teacher(str(folder / "run" / "model"), "cpu")
+    embed(teacher, open_source(DATA), folder / "features")
     return folder / "features"
 
 

@@ -49,7 +49,7 @@ class Photos:
 
 
 def test_ten_lines_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    readme = (Path(__file__).parents[3] / "README.md").read_text()
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
     code = re.search(r"```python\n(# Train on your own data set.*?)```", readme, re.DOTALL)
     assert code, "the README has lost its example"
     assert len([line for line in code[1].splitlines() if line.strip()]) <= 10
