@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.csv
 import pyarrow.parquet
 
 from kiloword.data.classes.names import places_among, spaced, text_lines
@@ -25,7 +23,7 @@ from kiloword.types import BadSample, LabelSet
 JSON = (".json", ".jsonl")
 _CSV = (".csv", ".tsv", ".txt", ".token")
 _FIELDS = ("caption", "raw", "text", "answer")  # of an object that holds a text among others
-_BLOCK = 1 << 26  # bytes that the csv reader parses at once; no row may be longer
+_LONGEST = 1 << 30  # characters of a cell
 _ROWS = 1 << 16  # rows that are Python's at once
 _WHOLE = re.compile(r"-?\d{1,17}(\.0*)?", re.ASCII)  # also as pandas writes numbers beside empty cells: 3.0
 
@@ -104,58 +102,36 @@ def read_columns(path: Path | str, *names: str) -> list[list[str]]:
 def _read_csv(path: Path, columns: list[str]) -> tuple[pa.Table, list[tuple[str, str]]]:
     """Some columns, of which the first one names images; names and reasons of malformed lines.
 
-    Rows inside a quoted cell, whose quote is not closed, are malformed lines. Cells stay bytes, so that a caption that
-    is not UTF-8 is one bad sample. Where a malformed line is not UTF-8, Arrow fails to report it: then the file is
-    decoded as Latin-1, and cells are encoded back to their bytes.
+    Rows inside a quoted cell, whose quote is not closed, are malformed lines: they have as many cells, and a name like
+    others. Every byte is read as a letter, so that a caption that is not UTF-8 is one bad sample.
     """
-    delimiter, names = _header(path)
-    named = {"column_names": names, "skip_rows": 1} if delimiter == "|" else {}  # without their spaces
-    bad: list[tuple[str, str]] = []  # texts of malformed lines, and reasons
+    (mark, names), malformed, inside = _header(path), list[tuple[str, str]](), list[tuple[str, str]]()
+    places, suffixes = {name: names.index(name) for name in columns}, set[str]()
+    image, blocks, cells = places[columns[0]], list[pa.Table](), {name: list[bytes]() for name in columns}
+    csv.field_size_limit(_LONGEST)
 
-    def note(row: pyarrow.csv.InvalidRow) -> str:
-        bad.append((row.text, f"line without {row.expected_columns} columns"))
-        return "skip"
-
-    def parsed(source: Path | pa.BufferReader, columns: list[str]) -> pa.Table:
-        bad.clear()
-        binary = {column: pa.binary() for column in columns}
-        return pyarrow.csv.read_csv(
-            source,
-            pyarrow.csv.ReadOptions(use_threads=False, block_size=_BLOCK, **named),
-            pyarrow.csv.ParseOptions(delimiter=delimiter, newlines_in_values=True, invalid_row_handler=note),
-            pyarrow.csv.ConvertOptions(include_columns=columns, column_types=binary, strings_can_be_null=False),
-        )
-
-    hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
-    swallowed: list[bytes] = []
-    try:
-        table = parsed(path, columns)
-        if path.read_bytes().count(b"\n") > 1 + len(table) + len(bad):  # line breaks in cells, or empty lines
-            swallowed = list(_swallowed(parsed(path, names), delimiter.encode(), names.index(columns[0])))
-    except pa.ArrowInvalid:
-        table = parsed(pa.BufferReader(path.read_bytes().decode("latin-1").encode()), columns)
-        back = [pa.array([cell.as_py().decode().encode("latin-1") for cell in table[c]], pa.binary()) for c in columns]
-        table = pa.table(back, columns)
-    finally:
-        sys.unraisablehook = hook
-    malformed = [(line, reason) for text, reason in bad for line in text.splitlines()]
-    malformed += [
-        (os.fsdecode(line), "the line is inside a quoted cell that begins in an earlier one") for line in swallowed
-    ]
-    return table, [(f"line {shown(line[:60])}", reason) for line, reason in malformed]
-
-
-def _swallowed(table: pa.Table, mark: bytes, image: int) -> Iterator[bytes]:
-    """Lines inside cells that look like rows: as many cells, and in the column `image` a name like others."""
-    names = (name.as_py().partition(b"\n")[0] for name in table.column(image))
-    suffixes = {os.path.splitext(name)[1] for name in names}
-    for column in table.columns:
-        for cell in column.filter(pc.match_substring(column, "\n")):
-            for line in cell.as_py().split(b"\n")[1:]:
-                cells = line.split(mark)
-                suffix = os.path.splitext(cells[image])[1] if len(cells) == table.num_columns else b""
-                if suffix and suffix in suffixes:
-                    yield line
+    with path.open(encoding="latin-1", newline="") as file:
+        for n, row in enumerate(csv.reader(file, delimiter=mark)):
+            if len(row) == len(names) and n:
+                suffixes.add(os.path.splitext(row[image].partition("\n")[0])[1])
+                inside += [
+                    (os.path.splitext(line.split(mark)[image])[1], line)
+                    for cell in row if "\n" in cell
+                    for line in cell.split("\n")[1:] if line.count(mark) == len(names) - 1
+                ]  # fmt: skip
+                for name, place in places.items():
+                    cells[name].append(row[place].encode("latin-1"))
+            elif n and row:
+                reason = f"line without {len(names)} columns"
+                malformed += [(line, reason) for line in mark.join(row).splitlines() or [""]]
+            if len(cells[columns[0]]) == _ROWS:
+                blocks.append(pa.table(cells))
+                cells = {name: [] for name in columns}
+    reason = "the line is inside a quoted cell that begins in an earlier one"
+    malformed += [(line, reason) for suffix, line in inside if suffix and suffix in suffixes]
+    blocks.append(pa.table(cells, pa.schema([(name, pa.binary()) for name in columns])))
+    texts = ((line.encode("latin-1").decode(errors="replace"), reason) for line, reason in malformed)
+    return pa.concat_tables(blocks), [(f"line {shown(line[:60])}", reason) for line, reason in texts]
 
 
 def _header(path: Path) -> tuple[str, list[str]]:
