@@ -115,7 +115,11 @@ def _open(image: bytes) -> ImageFile.ImageFile:
         raise Image.DecompressionBombError
     if opened.format in ("JPEG", "MPO") and opened.fp is not None:
         start = opened.fp.tell()  # Pillow has read the first scan's header: any thumbnail lies before
-        if image.count(_SCAN, start, image.find(_END, start)) >= MAX_SCANS:
+        layers = len(opened.getbands())
+        one = (
+            "progressive" not in opened.info and image[start - 4 - 2 * layers] == layers
+        )  # the first scan has them all
+        if not one and image.count(_SCAN, start, image.find(_END, start)) >= MAX_SCANS:
             raise BadSample(f"image has more than {MAX_SCANS} scans")
     if opened.format == "PNG" and any(mark in image for mark in _LATE) and not _EXIF & opened.info.keys():
         opened.load()  # metadata of a PNG may stand after its pixels
