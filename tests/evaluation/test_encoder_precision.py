@@ -227,7 +227,7 @@ def test_loader_processes_are_chosen_for_the_device(
         "in_order",
         lambda make, steps, workers, **more: used.append(workers) or in_order(make, steps, 0),  # type: ignore[func-returns-value]
     )
-    for place in ("distributed.by_device", "features.extract", "generation.command"):
+    for place in ("distributed.by_device", "stores.embed", "generation.command"):
         monkeypatch.setattr(f"kiloword.{place}.workers_of", workers_of)
     task, out = (("retrieval",), ()) if verb == "eval" else ((), ("--out", tmp_path / "out"))
     words = ("--data", SCENES, "--batch", 4, "--device", "cpu", "--workers", asked)

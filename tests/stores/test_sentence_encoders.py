@@ -103,41 +103,25 @@ def test_fingerprint_knows_the_pooling(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "text", "message"),
+    ("file", "text", "word"),
     [
-        (
-            "config.json",
-            '{"model_type": "gpt2"}',
-            "'gpt2' model",
-        ),
-        ("config.json", '{"model_type": "bert", "max_position_embeddings": 2}', "reads 2 tokens of a text"),
-        ("modules.json", "{}", "it is no json list"),
-        (
-            "modules.json",
-            '[{"type": "x.Transformer"}, {"type": "x.Dense"}]',
-            "has the modules Transformer, Dense: expected",
-        ),
-        (
-            "modules.json",
-            '[{"type": "Transformer"}, {"type": "Pooling", "path": "../../secret"}]',
-            "names the folder '../../secret': expected one inside",
-        ),
-        ("1_Pooling/config.json", "{}", "pools by nothing: expected one of pooling_mode_mean_tokens"),
-        (
-            "1_Pooling/config.json",
-            '{"pooling_mode_mean_tokens": true, "pooling_mode_cls_token": true}',
-            "pools by pooling_mode_mean_tokens, pooling_mode_cls_token: expected one",
-        ),
-        ("model.safetensors", None, r"has no model\.safetensors"),
-        ("1_Pooling/config.json", None, r"there is no .*1_Pooling/config.json"),
+        ("config.json", '{"model_type": "gpt2"}', "gpt2"),
+        ("config.json", '{"model_type": "bert", "max_position_embeddings": 2}', "2 tokens"),
+        ("modules.json", "{}", "no json list"),
+        ("modules.json", '[{"type": "x.Transformer"}, {"type": "x.Dense"}]', "Dense"),
+        ("modules.json", '[{"type": "Transformer"}, {"type": "Pooling", "path": "../../secret"}]', "secret"),
+        ("1_Pooling/config.json", "{}", "nothing"),
+        ("1_Pooling/config.json", '{"pooling_mode_mean_tokens": true, "pooling_mode_cls_token": true}', "cls_token"),
+        ("model.safetensors", None, "model.safetensors"),
+        ("1_Pooling/config.json", None, "1_Pooling/config.json"),
     ],
 )
-def test_folders_that_cannot_be_used(folder: Path, file: str, text: str | None, message: str) -> None:
+def test_folders_that_cannot_be_used(folder: Path, file: str, text: str | None, word: str) -> None:
     if text is None:
         (folder / file).unlink()
     else:
         (folder / file).write_text(text)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=word):
         open_teacher(f"hf:{folder}", "cpu")
 
 

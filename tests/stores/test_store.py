@@ -32,11 +32,11 @@ from kiloword.data.scenes import parse_scenes
 from kiloword.data.sources.open import open_source
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.methods.defaults import default_recipe
-from kiloword.randomness import Draw, key
+from kiloword.randomness import key
 from kiloword.stores.embed import embed
 from kiloword.stores.features import FeatureStore
 from kiloword.training.loop import train
-from kiloword.types import BadSample, Batch, Example, Fetch, Record, Source
+from kiloword.types import BadSample, Batch, Example, Record, Source
 
 SIZE, DIM, ROWS, PART = 16, 6, 40, 16
 WEIGHTS = torch.randn(3 * SIZE * SIZE, DIM, generator=torch.Generator().manual_seed(0))
@@ -202,24 +202,12 @@ def test_workers_change_nothing(table: FeatureStore) -> None:
     assert all(same(a, b) for a, b in pairs)
 
 
-def test_transforms_keep_a_row_for_each_caption(table: FeatureStore) -> None:
-    def halves(example: Example, fetch: Fetch, draw: Draw) -> Example:
-        features = {name: value[:1] for name, value in example.text_features.items()}
-        return replace(example, captions=["two halves"], composed=True, text_features=features)
-
-    batch = loader(table, 2, transforms=[halves]).batch(0)
-    assert batch.text_features["teacher"].shape == (8, DIM)
-    assert batch.composed.all()
-
-
 def test_stands_beside_the_truth(tmp_path: Path) -> None:
     scenes = parse_scenes("scenes?n=24&captions=3", SIZE)
     store = embed(Fake(), scenes, tmp_path / "t").of(scenes)
-    order, text = Order(24, 8, 0), TextConfig(context=48, vocab=400)
     tokenizer = Tokenizer.train((c for r in range(24) for c in scenes.captions(r)), 320)
-    made = Loader(scenes, order, DataConfig(captions=2), text, SIZE, tokenizer, stores=[store], truth=True)
-    batch = made.batch(0)
-    assert batch.text_features["truth"].shape == (16, 8)
+    data, text = DataConfig(captions=2), TextConfig(context=48, vocab=400)
+    batch = Loader(scenes, Order(24, 8, 0), data, text, SIZE, tokenizer, stores=[store], truth=True).batch(0)
     assert batch.text_features["teacher"].norm(dim=1).sub(1).abs().max() < 2e-3
     assert batch.text_features["truth"][torch.arange(16), batch.image_of_text].all()
 
