@@ -27,9 +27,9 @@ Id = int | str
 Columns = dict[str, list[Any]]
 _TOKEN = re.compile(rb"([^\t\r\n#]+)#\w+\t([^\r\n]*)")  # of Flickr: IMAGE#NUMBER, a tab, a caption
 _SUBSET = re.compile(r"(?:train|val|test)\d{4}")  # of COCO, and its folder
-_DOMAIN = re.compile("(?:in|near|out)-domain")
+_DOMAIN = re.compile("^(in|near|out)-domain$")
 _TRIED = 8  # images by which a folder is recognised
-_KINDS = {int: "whole number", str: "text", list: "list", dict: "object"}
+_FILE = "the file"
 _EXPECTED = (
     "Expected captions of COCO or NoCaps (`images`, `annotations`), Karpathy's splits (`images` with `sentences`), "
     "questions of VQAv2 (`questions`), or a list of objects with `image` and `caption`"
@@ -119,19 +119,19 @@ def _rows(columns: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
 
 def _coco(path: Path, data: dict[str, Any]) -> tuple[Columns, list[str]]:
     """Images in the order of the file, each with its captions; NoCaps' `domain` without "-domain". And notes."""
-    images = values(path, [data], "the file", "images", list)[0]
-    ids, files = values(path, images, "images", "id", int, str), values(path, images, "images", "file_name", str)
+    images = values(path, [data], _FILE, "images", list)[0]
+    ids, files = values(path, images, "images", "id"), values(path, images, "images", "file_name")
     captions: dict[Id, list[str]] = {one: [] for one in ids}
     if len(captions) < len(ids):
         raise ValueError(f"{path}: two of its images have the same id.")
-    rows = values(path, [data], "the file", "annotations", list)[0] if "annotations" in data else []
-    of = values(path, rows, "annotations", "image_id", int, str)
-    for image, text in zip(of, values(path, rows, "annotations", "caption", str), strict=True):
+    rows = values(path, [data], _FILE, "annotations", list)[0] if "annotations" in data else []
+    of = values(path, rows, "annotations", "image_id")
+    for image, text in zip(of, values(path, rows, "annotations", "caption"), strict=True):
         captions.get(image, []).append(text)
     columns: Columns = {"image": files, "captions": list(captions.values()), "image_id": ids}
     if any("domain" in image for image in images):
-        domains = values(path, images, "images", "domain", str)
-        columns["domain"] = [d.removesuffix("-domain") if _DOMAIN.fullmatch(d) else d for d in domains]
+        domains = values(path, images, "images", "domain")
+        columns["domain"] = [_DOMAIN.sub(r"\1", str(domain)) for domain in domains]
     unknown = sum(image not in captions for image in of)
     note = f"{unknown:,} captions are of images that `images` does not list; they are not used."
     return columns, [note] if unknown else []
@@ -141,19 +141,18 @@ def _karpathy(path: Path, data: dict[str, Any], options: TableOptions) -> Column
     """Images in the order of the file, with `raw` sentences; for split=train those of `restval` too, as is usual."""
     images = data["images"]
     files, splits, sentences = (
-        values(path, images, "images", key, kind)
-        for key, kind in (("filename", str), ("split", str), ("sentences", list))
+        values(path, images, "images", key, *kinds) for key, *kinds in (("filename",), ("split",), ("sentences", list))
     )
     folders = [str(image["filepath"]) + "/" if "filepath" in image else "" for image in images]
     if options.split == "train":
         splits = ["train" if split == "restval" else split for split in splits]
     named = "cocoid" if any("cocoid" in image for image in images) else "imgid"
-    raw = [values(path, of, f"images[{n}].sentences", "raw", str) for n, of in enumerate(sentences)]
+    raw = [values(path, of, f"images[{n}].sentences", "raw") for n, of in enumerate(sentences)]
     return {
-        "image": [folder + file for folder, file in zip(folders, files, strict=True)],
+        "image": [f"{folder}{file}" for folder, file in zip(folders, files, strict=True)],
         "captions": raw,
         "split": splits,
-        "image_id": values(path, images, "images", named, int, str),
+        "image_id": values(path, images, "images", named),
     }
 
 
@@ -162,13 +161,13 @@ def _vqa(path: Path, data: dict[str, Any], annotations: Path | None) -> tuple[Co
 
     Returns: the table, and the name of the subset of COCO (`val2014`), by which images are named.
     """
-    rows = values(path, [data], "the file", "questions", list)[0]
-    ids = values(path, rows, "questions", "question_id", int, str)
-    images = values(path, rows, "questions", "image_id", int, str)
+    rows = values(path, [data], _FILE, "questions", list)[0]
+    ids = values(path, rows, "questions", "question_id")
+    images = values(path, rows, "questions", "image_id")
     subset = str(data.get("data_subtype", "")).replace("-dev", "")  # test-dev2015 is a part of test2015
     columns: Columns = {
         "image": [f"COCO_{subset}_{i:012d}.jpg" if isinstance(i, int) and subset else str(i) for i in images],
-        "question": values(path, rows, "questions", "question", str),
+        "question": values(path, rows, "questions", "question"),
         "question_id": ids,
         "image_id": images,
     }
@@ -185,8 +184,8 @@ def _answers(path: Path, ids: list[Id]) -> Columns:
         answer = row.get("answer")
         return intern(answer) if isinstance(answer, str) and "question_id" not in row else row
 
-    rows = values(path, [load_json(path, short)], "the file", "annotations", list)[0]
-    by_id = dict(zip(values(path, rows, "annotations", "question_id", int, str), range(len(rows)), strict=True))
+    rows = values(path, [load_json(path, short)], _FILE, "annotations", list)[0]
+    by_id = dict(zip(values(path, rows, "annotations", "question_id"), range(len(rows)), strict=True))
     missing = next((one for one in ids if one not in by_id), None)
     if missing is not None:
         raise ValueError(f"{path} has no answers to the question {shown(str(missing)[:60])}: is it of other questions?")
@@ -196,7 +195,7 @@ def _answers(path: Path, ids: list[Id]) -> Columns:
         if not all(isinstance(answer, str) for answer in several):
             raise ValueError(f"{path}: annotations[{n}].answers holds an object without the key `answer`.")
     kinds = [kind for kind in ("question_type", "answer_type") if any(kind in row for row in rows)]
-    return {"answers": answers, **{kind: values(path, ordered, "annotations", kind, str) for kind in kinds}}
+    return {"answers": answers, **{kind: values(path, ordered, "annotations", kind) for kind in kinds}}
 
 
 def _tokens(path: Path, options: TableOptions, split: Path | None) -> Annotations:
@@ -214,17 +213,14 @@ def _tokens(path: Path, options: TableOptions, split: Path | None) -> Annotation
 
 def values(path: Path, rows: Any, where: str, key: str, *kinds: type) -> list[Any]:
     """The value of a key in each object of a list. Errors: ValueError, which names the place and the key."""
-    found = []
     for n, row in enumerate(rows):
-        place = where if where == "the file" else f"{where}[{n}]"
+        place = where if where == _FILE else f"{where}[{n}]"
         if not isinstance(row, dict) or key not in row:
             raise ValueError(f"{path}: {place} has no key `{key}`; it has {_keys(row)}.")
-        one = row[key]
-        if not isinstance(one, kinds) or isinstance(one, bool):
-            expected = " or ".join(_KINDS[kind] for kind in kinds)
-            raise ValueError(f"{path}: `{key}` of {place} is {article(type(one).__name__)}. Expected {expected}.")
-        found.append(one)
-    return found
+        if kinds and not isinstance(row[key], kinds):
+            found, expected = article(type(row[key]).__name__), " or ".join(kind.__name__ for kind in kinds)
+            raise ValueError(f"{path}: `{key}` of {place} is {found}. Expected {expected}.")
+    return [row[key] for row in rows]
 
 
 def _keys(row: Any) -> str:

@@ -138,11 +138,13 @@ def open_table(name: str, path: Path, options: TableOptions = DEFAULTS, prefix: 
     digest = _digest(digest, repr(chosen), prefix) if chosen != defaults or prefix else digest
     folder, (classnames, templates) = images_folder(path, options.images), class_data(path.parent)
     table, file = made_once(
-        f"table 1 {digest} {path.suffix} {classnames}",
+        f"table 1 {digest} {path.suffix} {classnames} {cache_folder()}",
         lambda: _table(name, path, options, other, contents, classnames, prefix),
     )
     told = json.loads(table.schema.metadata[b"kiloword"])
-    if not told["inside"] and (options.images or told["subset"] is not None):
+    if told["inside"]:
+        _copied(path, told["inside"], contents)
+    elif options.images or told["subset"] is not None:
         names = (os.fsdecode(one.as_py()) for one in table.column("file") if one.is_valid)
         if options.images:
             check_images(path, folder, names)
@@ -205,7 +207,7 @@ def _table(
     bad = [{"key": key_bytes(line), "error": reason} for line, reason in file.malformed]
     told = {
         "classnames": classnames, "labels": bool(columns.label), "notes": [*file.notes, *left.lines()],
-        "inside": place is not None, "subset": file.subset,
+        "inside": columns.image if place else "", "subset": file.subset,
     }  # fmt: skip
     whole = pa.concat_tables([table, pa.Table.from_pylist(bad, SCHEMA)])
     return whole.replace_schema_metadata({b"kiloword": json.dumps(told).encode()})
@@ -354,18 +356,18 @@ def open_tables(name: str, paths: Sequence[Path], options: TableOptions = DEFAUL
     if any(part.classnames != first.classnames for part in parts):
         raise ValueError(f"{name}: its tables name different classes. Put classnames.txt with all beside them.")
     notes = [note for part in parts for note in part.notes] + [f"{name}: {line}" for line in left.lines()]
-    tables = []
+    digest, tables = _digest(*(f"{part.fingerprint} {os.path.abspath(part.folder)}" for part in parts)), []
     for part in parts:
         files = part.table.column("file")
         slash, inner = (pa.scalar(os.fsencode(one), files.type) for one in ("/", os.path.abspath(part.folder)))
         below = pc.binary_join_element_wise(inner, files, slash)
         absolute = pc.if_else(pc.starts_with(files, "/"), files, below)
         tables.append(part.table.set_column(SCHEMA.get_field_index("file"), "file", absolute))
+    table, file = made_once(f"tables 1 {digest} {cache_folder()}", lambda: pa.concat_tables(tables))
     digest = _digest(*(part.fingerprint for part in parts))
     return Rows(
-        name, pa.concat_tables(tables), folder, digest, classnames=first.classnames, templates=first.templates,
-        notes=notes,
-    )  # fmt: skip
+        name, table, folder, digest, classnames=first.classnames, templates=first.templates, notes=notes, path=file
+    )
 
 
 def open_texts(src: str) -> Rows | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -236,6 +237,9 @@ def test_parquet_with_images_inside(tmp_path: Path, struct: bool) -> None:
         assert [source.record(row).image for row in range(2)] == [photo(1), photo(0)]
         assert [source.key(row) for row in range(3)] == ["0", "1", "3"]
     assert pickle.loads(pickle.dumps(source)).record(1) == source.record(1)
+    for file in (Path(os.environ["KILOWORD_CACHE"]) / "rows").glob("*.images"):
+        file.unlink()
+    assert open_source(str(tmp_path / "x.parquet")).record(1).image == photo(0)
     source = opened(tmp_path / "x.parquet", {"image": column[::-1], "caption": ["d", "c", "b", "a"]})
     assert source.record(1).captions == ["c", "a"]
     split = {"image": column, "caption": ["a", "b", "c", "d"], "split": ["x", "y", "y", "y"]}
