@@ -212,7 +212,8 @@ def _reserve(address: Address, fd: int, part: Path, size: int, wait: bool) -> No
                         os.ftruncate(fd, 0)
                         if error.errno != errno.ENOSPC:
                             raise
-        if not wait or time.monotonic() > deadline:
+        is_alone = not any(path.endswith(".part") and Path(path) != part for *_, path in files)
+        if not wait or is_alone or time.monotonic() > deadline:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         time.sleep(0.05)  # others fetch files, which may be deleted soon
 
