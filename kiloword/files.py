@@ -1,4 +1,4 @@
-"""Atomic files, and folders in which one process works at a time."""
+"""Atomic files, folders in which one process works at a time, and the cache folder."""
 
 from __future__ import annotations
 
@@ -61,6 +61,11 @@ def write_json(path: Path, value: Any) -> None:
     """As `write_atomic`."""
     text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
     write_atomic(path, text.encode(errors="backslashreplace"))  # lone surrogates of file names, as JSON writes them
+
+
+def cache_folder() -> Path:
+    """KILOWORD_CACHE, or ~/.cache/kiloword."""
+    return Path(os.environ.get("KILOWORD_CACHE") or Path.home() / ".cache" / "kiloword")
 
 
 def utf8(text: str, errors: str = "surrogateescape") -> str:

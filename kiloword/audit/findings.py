@@ -21,9 +21,9 @@ from kiloword.audit.labels import WrongLabel
 from kiloword.audit.outliers import OutlierRule
 from kiloword.audit.pairs import Fits
 from kiloword.audit.similar import SameImage
-from kiloword.data.files import key_bytes, key_text
 from kiloword.data.joins import sampled_images
 from kiloword.data.reading import captions_at
+from kiloword.data.rows import key_bytes, key_text
 from kiloword.data.sources.optional import key_of
 from kiloword.files import write_atomic
 from kiloword.types import BadSample, Features, Skipped, Source

@@ -27,8 +27,8 @@ from urllib.parse import quote, unquote, urlsplit
 from filelock import FileLock, Timeout
 
 from kiloword.addresses import Address, address_of, is_url, scrubbed, split
-from kiloword.data.files import folder
 from kiloword.errors import needs
+from kiloword.files import cache_folder
 from kiloword.terminal import shown
 from kiloword.types import Source
 
@@ -144,7 +144,7 @@ def _copy(address: Address, version: str, wait: bool = True) -> Path:
     """Args: wait: for another process that fetches the file, and for space."""
     identity = f"{address.url}\n{address.selector}\n{version}"
     digest = hashlib.blake2b(os.fsencode(identity), digest_size=12).hexdigest()
-    path = folder() / "remote" / f"{digest}-{re.sub(r'[^a-zA-Z0-9_.-]', '_', name_of(address.url))[-80:]}"
+    path = cache_folder() / "remote" / f"{digest}-{re.sub(r'[^a-zA-Z0-9_.-]', '_', name_of(address.url))[-80:]}"
     try:
         if not path.exists():
             (path.parent / "locks").mkdir(parents=True, exist_ok=True)

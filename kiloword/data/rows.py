@@ -34,9 +34,8 @@ from numpy.typing import NDArray
 
 from kiloword.addresses import is_url
 from kiloword.data import remote
-from kiloword.data.files import folder as cache_folder
 from kiloword.data.sources.sample import IMAGE_SUFFIXES, MAX_IMAGE, QUESTION, check_size, question_in, read_whole
-from kiloword.files import replacing
+from kiloword.files import cache_folder, replacing
 from kiloword.types import BadSample, LabelSet, NoCaption, Record
 
 PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.ENOTCONN, errno.EHOSTDOWN, errno.ENETUNREACH)

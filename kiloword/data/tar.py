@@ -38,11 +38,10 @@ from kiloword import addresses
 from kiloword.addresses import Address, address_of, is_url
 from kiloword.data import remote
 from kiloword.data.classes.names import text_lines
-from kiloword.data.files import folder as cache_folder
 from kiloword.data.rows import Rows, cached, keeping, key_bytes, mapped
 from kiloword.data.sources.sample import IMAGE_SUFFIXES, MAX_TEXT, check_size, parse_captions, parse_label
 from kiloword.errors import LeftOut
-from kiloword.files import replacing
+from kiloword.files import cache_folder, replacing
 from kiloword.terminal import shown, warn
 from kiloword.types import BadSample, LabelSet
 

@@ -11,8 +11,8 @@ import hashlib
 import re
 from pathlib import Path
 
-from kiloword.data import files as cache
 from kiloword.errors import needs
+from kiloword.files import cache_folder
 from kiloword.interop import folder, hf_clip
 from kiloword.interop.hf_folder import json_object, weight_files
 from kiloword.interop.open_clip import assumed, import_state, read
@@ -95,7 +95,7 @@ def _place(name: str, files: list[Path]) -> Path:
             raise ValueError(f"no file of weights at {file}: check the path.{what}")
         stat = file.stat()
         key.update(f"{file.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}".encode(errors="surrogateescape"))
-    return cache.folder() / "models" / key.hexdigest()
+    return cache_folder() / "models" / key.hexdigest()
 
 
 def _is_complete(place: Path) -> bool:

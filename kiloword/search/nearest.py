@@ -15,8 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kiloword.data.files import fallback, folder
-from kiloword.files import write_atomic
+from kiloword.files import cache_folder, write_atomic
 from kiloword.search.codes import first, signs
 from kiloword.terminal import warn
 from kiloword.terminal.progress import Bar
@@ -110,8 +109,9 @@ def _earlier(library: Library, path: Path, mark: Path) -> Any:
 
 def _places(library: Library) -> tuple[Path, Path]:
     """Paths of the index and of the file that says which state of which library it belongs to."""
-    path = fallback(os.fspath(library.folder), ".usearch", str(folder()))
-    return Path(path), Path(f"{path}.state")
+    name = hashlib.blake2b(os.fsencode(os.path.abspath(library.folder)), digest_size=12).hexdigest()
+    path = cache_folder() / f"{name}-{library.folder.name}.usearch"
+    return path, Path(f"{path}.state")
 
 
 def _numbers(library: Library) -> str:

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from kiloword.config.recipes import DataConfig, ModelConfig, sizes
-from kiloword.data.files import key_bytes
 from kiloword.data.images.views import PLAIN
 from kiloword.data.reading import EvalBatch, captions_at, eval_batches, name_of
+from kiloword.data.rows import key_bytes
 from kiloword.data.sources.open import open_data
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.distributed.device import choose, precision_of

@@ -12,10 +12,10 @@ import torch
 from numpy.typing import NDArray
 
 from kiloword.data.edits import every_row
-from kiloword.data.files import key_bytes, key_digest, key_text
 from kiloword.data.reading import captions_at
+from kiloword.data.rows import key_bytes, key_text
 from kiloword.stores.joins import CAPTIONS, Places, caption_origins
-from kiloword.stores.store import Store
+from kiloword.stores.store import Store, key_digest
 from kiloword.types import BadSample, Example, Source
 
 _CHUNK = 65536  # images whose captions are averaged at once

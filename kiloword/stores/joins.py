@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kiloword.data.edits import contents, every_row, origin, origins
-from kiloword.data.files import key_bytes, key_digest
 from kiloword.data.reading import digest_of
+from kiloword.data.rows import key_bytes
 from kiloword.data.sources.optional import key_of, keys
-from kiloword.stores.store import Store, row_codes
+from kiloword.stores.store import Store, key_digest, row_codes
 from kiloword.terminal import shown
 from kiloword.types import BadSample, NoCaption, Source
 

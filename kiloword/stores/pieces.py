@@ -12,8 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from kiloword.config.settings import read_config
-from kiloword.data.files import key_text
 from kiloword.data.reading import EvalBatch, left_out
+from kiloword.data.rows import key_text
 from kiloword.data.stored import TableSettings
 from kiloword.distributed.sharing import alone, of_first, part_by_part, share
 from kiloword.files import atomic, is_taken, write_json

@@ -16,8 +16,9 @@ While it is written there are pieces in place of `keys.parquet` (`pieces.PieceWr
 
 from __future__ import annotations
 
+import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,6 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from kiloword.data.files import find_key, key_digest, lookup_table
 from kiloword.data.stored import STORE, Kind, StoreFile, store_file
 from kiloword.files import SaveError, atomic
 from kiloword.stores.pieces import COMMON, PieceWriter, Rows, read_table, resumed
@@ -254,3 +254,22 @@ def _holds(folder: Path) -> str:
     if (folder / "table.json").is_file() or list(folder.glob("*/table.json")):
         return "an earlier version of kiloword wrote it, in another format"
     return " and ".join(f"it has {WHAT[kind]}, which --{FLAGS[kind]} takes" for kind in kinds) or f"it has no {STORE}"
+
+
+def key_digest(raw: bytes) -> int:
+    """Unsigned 64-bit hash; two of a million keys collide with probability 3e-8, so callers compare the key itself."""
+    return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little")
+
+
+def lookup_table(keys: Iterable[bytes], places: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """[2, N]: ascending digests of N keys, and the place of each; equal keys keep the order of their places."""
+    digests = np.fromiter((key_digest(key) for key in keys), np.uint64, len(places))
+    order = np.argsort(digests, kind="stable")
+    return np.stack([digests[order], places[order]])
+
+
+def find_key(table: NDArray[np.uint64], raw: bytes) -> list[int]:
+    """The possible places of a key: none, nearly always one, or several. O(log N)."""
+    wanted = np.uint64(key_digest(raw))
+    start, end = np.searchsorted(table[0], wanted, "left"), np.searchsorted(table[0], wanted, "right")
+    return [int(place) for place in table[1, start:end]]

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from kiloword.config.recipes import TextConfig
 from kiloword.data.edits import every_row
-from kiloword.data.files import find_key, key_bytes
 from kiloword.data.reading import EMBEDDED, captions_at
+from kiloword.data.rows import key_bytes
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.stores.joins import CAPTIONS, Places, caption_origins
-from kiloword.stores.store import WHAT, Store, group_of
+from kiloword.stores.store import WHAT, Store, find_key, group_of
 from kiloword.types import BadSample, Source, Texts
 
 Dtype = Literal["fp16", "fp32", "int8"]

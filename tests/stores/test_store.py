@@ -25,7 +25,6 @@ from holding import held_by_another
 from kiloword.config.options import RunOptions
 from kiloword.config.recipes import AugmentConfig, DataConfig, TextConfig
 from kiloword.data.edits import MixtureSource, mix
-from kiloword.data.files import find_key, lookup_table
 from kiloword.data.loader import Loader
 from kiloword.data.sampler import Order
 from kiloword.data.scenes import parse_scenes
@@ -35,6 +34,7 @@ from kiloword.methods.defaults import default_recipe
 from kiloword.randomness import key
 from kiloword.stores.embed import embed
 from kiloword.stores.features import FeatureStore
+from kiloword.stores.store import find_key, lookup_table
 from kiloword.training.loop import train
 from kiloword.types import BadSample, Batch, Example, Record, Source
 
