@@ -5,7 +5,7 @@ must exist:
 
     key       binary          see `key_bytes`
     captions  list<string>    cleaned captions, or answers where `info` has a question
-    label     int64           class index
+    label     int64           class index; -1: none, in data that need no captions
     labels    list<int64>     classes of an image that may have several; `of` (int64): the number of all classes
     info      string          JSON: `Record.info`
     error     string          why the texts cannot be used; the row is then a bad sample
@@ -125,7 +125,7 @@ class Rows:
         if (several := self._cell("labels", row)) is not None:
             return LabelSet(tuple(several), self._cell("of", row))
         label: int | None = self._cell("label", row)
-        return label
+        return None if label == -1 else label
 
     @property
     def labels(self) -> NDArray[np.int64]:
@@ -139,7 +139,7 @@ class Rows:
         self._check(row)
         label = self.label(row)
         record = Record(self.key(row), self.image(row), self.captions(row), label, self.info(row))
-        if not record.captions and label is None:
+        if not record.captions and label is None and self._cell("label", row) is None:
             raise NoCaption(record)
         return record
 

@@ -250,7 +250,7 @@ def _parsed(cells: Mapping[str, Any], columns: TableColumns, label: Label) -> di
     several = label.indices if isinstance(label, LabelSet) else None
     return {
         "captions": captions, "info": json.dumps(info, default=str) if info else None, "labels": several,
-        "label": label if several is None else None,
+        "label": -1 if label is None and columns.label else label if several is None else None,
     }  # fmt: skip
 
 

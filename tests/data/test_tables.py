@@ -419,8 +419,6 @@ def labels(source: Any) -> list[Any]:
     def label(row: int) -> Any:
         try:
             return source.record(row).label
-        except NoCaption:
-            return None
         except BadSample as error:
             return str(error)
 
