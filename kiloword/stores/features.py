@@ -11,10 +11,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kiloword.data.edits import every_row
-from kiloword.data.reading import captions_at
 from kiloword.data.rows import key_bytes, key_text
-from kiloword.stores.joins import CAPTIONS, Places, caption_origins
+from kiloword.stores.joins import Places, lacking
 from kiloword.stores.store import Store, key_digest
 from kiloword.types import BadSample, Example, Source
 
@@ -87,13 +85,14 @@ class FeatureStore(Store):
     def of(self, source: Source) -> Features:
         """The features of a source. Raises: ValueError when the store was made from other data, see `Places`."""
         places = Places([self], source)
-        if not caption_origins(source) <= set(self.file.captions) and (lacking := _lacking(places, source)):
+        features = Features(self, places)
+        if row := lacking([self], source, features.has):
             raise ValueError(
                 f"the feature store {self.path} was made from {self.file.data} (fingerprint {self.file.fingerprint}), "
-                f"and lacks captions of {source.name} ({source.fingerprint}), such as one of {lacking}: make one from "
+                f"and lacks captions of {source.name} ({source.fingerprint}), such as one of {row}: make one from "
                 "the same data and extra captions by `kiloword embed MODEL --data SRC --out DIR`."
             )
-        return Features(self, places)
+        return features
 
     def places(self, source: Source) -> NDArray[np.int64]:
         """The place of each row of a source [n]; -1 where it is bad. Raises: as `of`."""
@@ -129,6 +128,11 @@ class Features:
             same = np.flatnonzero(digests == np.uint64(key_digest(key_bytes(caption))))
             yield first + int(same[-1]) if len(same) else None
 
+    def has(self, source: Source, row: int, captions: Sequence[str]) -> bool:
+        """Whether the store has captions of a row, if that is not bad."""
+        place = self.place(source, row)
+        return place is None or None not in self.captions(place, captions)
+
     def join(self, example: Example, source: Source, view: int = 0) -> None:
         """Add features to an example. Args: source: of which `example.row` is a row; view: the one of its image."""
         store = self.store
@@ -143,19 +147,6 @@ class Features:
         example.image_features[store.name] = torch.from_numpy(image)
         example.text_features[store.name] = torch.from_numpy(texts)
         example.image_features[store.name + ".texts"] = example.text_features[store.name].mean(0)
-
-
-def _lacking(places: Places[FeatureStore], source: Source) -> str:
-    """The key of a row with a caption that its store lacks, among rows that are spread over the source; or ""."""
-    whole = every_row(source)
-    for row in range(0, len(whole), -(-len(whole) // CAPTIONS)):
-        try:
-            captions, found = captions_at(whole, row), places.find(whole, row)
-        except BadSample:
-            continue
-        if found is not None and None in Features(found[0], places).captions(found[1], captions):
-            return found[0].keys[found[1]]
-    return ""
 
 
 def check_name(name: str) -> None:

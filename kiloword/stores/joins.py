@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kiloword.data.edits import contents, every_row, origin, origins
-from kiloword.data.reading import digest_of
+from kiloword.data.reading import captions_at, digest_of, name_of
 from kiloword.data.rows import key_bytes
 from kiloword.data.sources.optional import key_of, keys
 from kiloword.stores.store import Store, key_digest, row_codes
@@ -141,3 +142,19 @@ def _other_image(store: Store, base: Source, number: int | None) -> str | None:
 def caption_origins(source: Source) -> set[str]:
     """The origins of a source's captions, see `kiloword.data.edits.contents`."""
     return {one for one in contents(source) if not one.endswith(" images")}
+
+
+def lacking(stores: Sequence[Store], source: Source, has: Callable[[Source, int, list[str]], bool]) -> str:
+    """Which row has a caption that the stores lack; "" where they were made from all captions of a source.
+
+    Data that is not theirs is known by rows that are spread over it. Args: has: whether they have a row's captions.
+    """
+    if not stores or caption_origins(source) <= {one for store in stores for one in store.file.captions}:
+        return ""
+    whole = every_row(source)
+    for row in range(0, len(whole), -(-len(whole) // CAPTIONS)):
+        with suppress(BadSample):
+            if not has(whole, row, captions_at(whole, row)):
+                return name_of(whole, row)
+    known = {one.fingerprint for store in stores for one in store.file.sources}
+    return "some row" if any(base.fingerprint in known for base in origins(whole)) else ""

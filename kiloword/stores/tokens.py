@@ -17,11 +17,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kiloword.config.recipes import TextConfig
-from kiloword.data.edits import every_row
-from kiloword.data.reading import EMBEDDED, captions_at
+from kiloword.data.reading import EMBEDDED
 from kiloword.data.rows import key_bytes
 from kiloword.data.text.tokenizer import Tokenizer
-from kiloword.stores.joins import CAPTIONS, Places, caption_origins
+from kiloword.stores.joins import Places, lacking
 from kiloword.stores.store import WHAT, Store, find_key, group_of
 from kiloword.types import BadSample, Source, Texts
 
@@ -119,22 +118,18 @@ def opened(folders: Sequence[str], kind: type[Kept]) -> list[Kept]:
 
 def check_texts(stores: Sequence[TextTokens], source: Source) -> None:
     """Raises: ValueError when the stores were not made from all captions of a source."""
-    if not stores or caption_origins(source) <= {one for store in stores for one in store.file.captions}:
-        return
-    whole = every_row(source)
-    for row in range(0, len(whole), -(-len(whole) // CAPTIONS)):
-        try:
-            captions = captions_at(whole, row)
-        except BadSample:
-            continue
-        if any(all(store.find(caption) is None for store in stores) for caption in captions):
-            folders = " ".join(str(store.path.parent) for store in stores)
-            made = " + ".join(dict.fromkeys(store.file.data for store in stores))
-            raise ValueError(
-                f"the {WHAT['texts']} in {folders} were made from {made}, and lack those of {source.name} (fingerprint "
-                f"{source.fingerprint[:16]}): make them by `kiloword embed {stores[0].file.model} --data SRC --out "
-                "FOLDER --tokens`, from the same data and extra captions, and name that folder."
-            )
+
+    def has(source: Source, row: int, captions: Sequence[str]) -> bool:
+        return all(any(store.find(caption) is not None for store in stores) for caption in captions)
+
+    if row := lacking(stores, source, has):
+        folders = " ".join(str(store.path.parent) for store in stores)
+        made = " + ".join(dict.fromkeys(store.file.data for store in stores))
+        raise ValueError(
+            f"the {WHAT['texts']} in {folders} were made from {made}, and lack those of {source.name} (fingerprint "
+            f"{source.fingerprint[:16]}), such as one of {row}: make them by `kiloword embed {stores[0].file.model} "
+            "--data SRC --out FOLDER --tokens`, from the same data and extra captions, and name that folder."
+        )
 
 
 def tokenizer_digest(tokenizer: Tokenizer) -> str:
