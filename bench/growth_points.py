@@ -29,9 +29,9 @@ import startup
 import tokens
 from kiloword.config.recipes import DataConfig, TextConfig, sizes
 from kiloword.data import loader, sampler
+from kiloword.data import open as sources
 from kiloword.data.edits import MixtureSource
 from kiloword.data.reading import captions_of
-from kiloword.data.sources import open as sources
 from kiloword.data.tar import open_tars as open_all
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.data.transforms.partner import Partner

@@ -66,7 +66,7 @@ server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Bucket)
 threading.Thread(target=server.serve_forever, daemon=True).start()
 os.environ |= {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{server.server_address[1]}", "AWS_ACCESS_KEY_ID": "a",
                "AWS_SECRET_ACCESS_KEY": "b", "AWS_DEFAULT_REGION": "us-east-1", "KILOWORD_CACHE": "cache"}
-from kiloword.data.sources.open import open_source
+from kiloword.data.open import open_source
 source = open_source("s3://bucket/photos.tar")
 import gcsfs, huggingface_hub
 assert len(source) == 8 and source.record(3).captions[0].endswith("number 3")

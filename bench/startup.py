@@ -29,8 +29,8 @@ from PIL import Image
 
 from kiloword.config.recipes import DataConfig, TextConfig
 from kiloword.data import loader, sampler
+from kiloword.data import open as sources
 from kiloword.data.reading import captions_of
-from kiloword.data.sources import open as sources
 from kiloword.data.tar import INDEX, Tar, scan, write_set
 from kiloword.data.text import tokenizer
 

@@ -29,10 +29,10 @@ from kiloword.config.settings import read_config
 from kiloword.data.images.augmentation import EvalTransform, TrainTransform
 from kiloword.data.images.decode import decode, image_size
 from kiloword.data.joins import CaptionTable
+from kiloword.data.open import open_source
 from kiloword.data.reading import read
+from kiloword.data.sample import make_record
 from kiloword.data.sampler import choose_captions
-from kiloword.data.sources.open import open_source
-from kiloword.data.sources.sample import make_record
 from kiloword.data.stored import StoreFile
 from kiloword.data.tar import open_tars
 from kiloword.data.text.eda import drop_words

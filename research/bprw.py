@@ -14,8 +14,8 @@ from pathlib import Path
 import tyro
 
 from kiloword.api import Matcher, load
+from kiloword.data.open import open_source
 from kiloword.data.scenes.world import BACKGROUNDS, COLOURS, FILLS, TASKS
-from kiloword.data.sources.open import open_source
 from kiloword.evaluation.classes import Classes
 from kiloword.evaluation.command import labels
 from kiloword.evaluation.task import Inputs

@@ -12,9 +12,9 @@ import tyro
 from kiloword.api import Matcher
 from kiloword.config.recipes import Recipe
 from kiloword.data.edits import Selection, digest
+from kiloword.data.open import open_source
 from kiloword.data.reading import eval_batches
-from kiloword.data.sources.open import open_source
-from kiloword.data.sources.tree import ClassTree, TreeSource
+from kiloword.data.tree import ClassTree, TreeSource
 from kiloword.types import Source
 from research.arms import Options
 from research.towers import tokens

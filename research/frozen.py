@@ -16,7 +16,7 @@ import tyro
 from kiloword import evaluation
 from kiloword.api import Matcher
 from kiloword.config.recipes import Recipe
-from kiloword.data.sources.open import open_source
+from kiloword.data.open import open_source
 from kiloword.evaluation.features import seen
 from kiloword.evaluation.retrieval.task import retrieval
 from kiloword.evaluation.task import Inputs

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kiloword.config.recipes import Recipe
-from kiloword.data.sources.tree import TreeSource
+from kiloword.data.tree import TreeSource
 from kiloword.losses.pairs import sigmoid_loss
 from kiloword.methods.fff.preset import Exact, all_true
 from kiloword.methods.method import Component, Method

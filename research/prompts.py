@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kiloword.api import Matcher
-from kiloword.data.sources.tree import ClassTree
+from kiloword.data.tree import ClassTree
 from kiloword.evaluation.classes import Classes
 from kiloword.evaluation.task import Inputs
 from kiloword.evaluation.zeroshot import PromptOptions, Way

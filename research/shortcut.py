@@ -15,7 +15,7 @@ import numpy as np
 from kiloword import evaluation
 from kiloword.api import Matcher
 from kiloword.config.recipes import Recipe
-from kiloword.data.sources.open import open_source
+from kiloword.data.open import open_source
 from kiloword.randomness import key
 from kiloword.training.resolve import open_sources
 from kiloword.types import Record, Source

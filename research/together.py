@@ -15,7 +15,7 @@ import tyro
 from torch import Tensor
 
 from kiloword.api import Matcher, load
-from kiloword.data.sources.open import open_source
+from kiloword.data.open import open_source
 from kiloword.evaluation.features import captioned
 from kiloword.evaluation.retrieval.relevance import Score
 from kiloword.evaluation.retrieval.task import retrieval

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
-from kiloword.data.sources.open import open_source
+from kiloword.data.open import open_source
 from tars import write_tar
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kiloword.addresses import address_of, public, scrubbed, split, without_credentials
 from kiloword.config.recipes import DataConfig
 from kiloword.config.settings import parse
-from kiloword.data.sources.open import open_source
+from kiloword.data.open import open_source
 from kiloword.terminal import show_traceback
 from research import arms, arms_queue, arms_table, flickr
 from servers import LOGIN, PLANTED, Guarded, Server

@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from kiloword.config.options import RunOptions
-from kiloword.data.sources.map_style import MapStyleSource
+from kiloword.data.map_style import MapStyleSource
 from kiloword.methods.defaults import default_recipe
 from kiloword.training.loop import train
 

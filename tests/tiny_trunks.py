@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from kiloword.config.recipes import AugmentConfig, ImageConfig, Recipe, TrunkConfig
 from kiloword.data.images.views import Augmented
-from kiloword.data.sources.open import open_source
+from kiloword.data.open import open_source
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.methods.defaults import default_recipe
 from kiloword.methods.registry import preset

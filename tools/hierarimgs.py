@@ -26,7 +26,7 @@ from tyro.conf import Positional, arg
 
 from kiloword.config.settings import BaseSettings
 from kiloword.data.images.decode import Pixels, decode
-from kiloword.data.sources.sample import IMAGE_SUFFIXES, MAX_IMAGE, check_regular, read_whole
+from kiloword.data.sample import IMAGE_SUFFIXES, MAX_IMAGE, check_regular, read_whole
 from kiloword.errors import sentence_of
 from kiloword.files import new_folder
 from kiloword.terminal import say, warn

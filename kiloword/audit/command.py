@@ -38,9 +38,9 @@ from kiloword.audit.similar import Pixels, groups, near_duplicates, repeated
 from kiloword.config.recipes import DataConfig
 from kiloword.data.images.decode import decode
 from kiloword.data.joins import check_keys, sampled
+from kiloword.data.open import open_data
 from kiloword.data.reading import advice, left_out, name_of
-from kiloword.data.sources.open import open_data
-from kiloword.data.sources.optional import key_of, texts_of
+from kiloword.data.source import key_of, texts_of
 from kiloword.distributed.device import choose
 from kiloword.errors import count, naming_truncated
 from kiloword.evaluation.command import Execution, opened

@@ -24,7 +24,7 @@ from kiloword.audit.similar import SameImage
 from kiloword.data.joins import sampled_images
 from kiloword.data.reading import captions_at
 from kiloword.data.rows import key_bytes, key_text
-from kiloword.data.sources.optional import key_of
+from kiloword.data.source import key_of
 from kiloword.files import write_atomic
 from kiloword.types import BadSample, Features, Skipped, Source
 

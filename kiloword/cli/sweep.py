@@ -141,7 +141,7 @@ def _check_sets(method: str, sets: Sequence[ValSet], data: Any) -> None:
 
 def _training_data(flags: Sequence[str]) -> Any:
     from kiloword.config.recipes import DataConfig
-    from kiloword.data.sources.open import open_data
+    from kiloword.data.open import open_data
 
     return open_data(DataConfig(sources=values_of(flags, "--data") or ("scenes",)))
 

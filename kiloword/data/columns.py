@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet
 
 from kiloword.data.classes.names import places_among, spaced, text_lines
-from kiloword.data.sources.sample import MAX_CAPTION, clean, decode_text, label_set, texts_in
+from kiloword.data.sample import MAX_CAPTION, clean, decode_text, label_set, texts_in
 from kiloword.errors import suggestion
 from kiloword.terminal import shown
 from kiloword.types import BadSample, LabelSet

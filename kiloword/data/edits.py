@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kiloword.data.rows import key_bytes
-from kiloword.data.sources.optional import key_of, keys, question, texts_of
+from kiloword.data.source import key_of, keys, question, texts_of
 from kiloword.randomness import permutation
 from kiloword.types import NoCaption, Record, Source
 

@@ -24,7 +24,7 @@ from kiloword.data.columns import class_data, column_names, load_objects
 from kiloword.data.images.decode import missing_package
 from kiloword.data.query import TableOptions
 from kiloword.data.rows import Rows, key_bytes, made_once
-from kiloword.data.sources.sample import IMAGE_SUFFIXES, MAX_TEXT, parse_captions, parse_label, read_whole
+from kiloword.data.sample import IMAGE_SUFFIXES, MAX_TEXT, parse_captions, parse_label, read_whole
 from kiloword.data.tables import SCHEMA, open_table
 from kiloword.errors import LeftOut
 from kiloword.terminal import shown

@@ -15,9 +15,9 @@ from rich.table import Table
 
 from kiloword.data.images.contact import contact_sheet
 from kiloword.data.images.decode import decode, image_size
+from kiloword.data.open import open_source
 from kiloword.data.reading import left_out, name_of, read
 from kiloword.data.rows import Rows
-from kiloword.data.sources.open import open_source
 from kiloword.data.steps import in_order
 from kiloword.data.tar import index_beside
 from kiloword.terminal import say

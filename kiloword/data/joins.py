@@ -32,8 +32,8 @@ from kiloword.data.columns import arrow_errors, check_columns
 from kiloword.data.edits import MixtureSource, Selection, digest, each_part, every_row, mix, parts_of
 from kiloword.data.reading import digest_of
 from kiloword.data.rows import key_bytes, key_text
-from kiloword.data.sources.optional import keys
-from kiloword.data.sources.sample import clean
+from kiloword.data.sample import clean
+from kiloword.data.source import keys
 from kiloword.errors import count
 from kiloword.terminal import shown
 from kiloword.types import BadSample, NoCaption, Record, Source

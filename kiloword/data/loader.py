@@ -18,9 +18,9 @@ from kiloword.data.images.views import view_draw
 from kiloword.data.joins import Omitted, omitted
 from kiloword.data.reading import EMBEDDED, advice, left_out, name_of, read
 from kiloword.data.remote import Ahead, ahead_of
+from kiloword.data.sample import question_in
 from kiloword.data.sampler import Order, Rows, choose_captions, share
-from kiloword.data.sources.optional import check_asks
-from kiloword.data.sources.sample import question_in
+from kiloword.data.source import check_asks
 from kiloword.data.steps import in_order
 from kiloword.data.stored import FoundTokens, Joined, StoredTexts, StoreFile, WithTokens
 from kiloword.data.text.eda import drop_words

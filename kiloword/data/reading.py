@@ -20,8 +20,8 @@ from kiloword.data.images.decode import Pixels
 from kiloword.data.images.views import Augmented
 from kiloword.data.remote import Ahead, Unreachable, ahead_of
 from kiloword.data.rows import PASSING
-from kiloword.data.sources.optional import question, texts_of
-from kiloword.data.sources.sample import question_in
+from kiloword.data.sample import question_in
+from kiloword.data.source import question, texts_of
 from kiloword.data.steps import in_order
 from kiloword.errors import NAMED, LeftOut
 from kiloword.terminal import shown

@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 
 from kiloword.addresses import is_url
 from kiloword.data import remote
-from kiloword.data.sources.sample import IMAGE_SUFFIXES, MAX_IMAGE, QUESTION, check_size, question_in, read_whole
+from kiloword.data.sample import IMAGE_SUFFIXES, MAX_IMAGE, QUESTION, check_size, question_in, read_whole
 from kiloword.files import cache_folder, replacing
 from kiloword.types import BadSample, LabelSet, NoCaption, Record
 

@@ -14,7 +14,7 @@ from kiloword.config.recipes import AugmentConfig, Resize
 from kiloword.config.settings import BaseSettings, about, read_config
 from kiloword.data.images.views import MOST, in_words, of_images
 from kiloword.data.reading import EMBEDDED
-from kiloword.data.sources.optional import key_of, question, texts_of
+from kiloword.data.source import key_of, question, texts_of
 from kiloword.randomness import Draw, key
 from kiloword.types import BadSample, Example, NoCaption, Record, Source, StoredTokens
 

@@ -40,7 +40,7 @@ from kiloword.data.columns import (
 from kiloword.data.layouts import Annotations, beside, check_images, images_folder, nearby, read_annotations
 from kiloword.data.query import FORM, TableOptions, parse_query, split_query
 from kiloword.data.rows import Rows, keeping, key_bytes, made_once, mapped, write
-from kiloword.data.sources.sample import ANSWERS, QUESTION, clean, parse_answers, texts_in
+from kiloword.data.sample import ANSWERS, QUESTION, clean, parse_answers, texts_in
 from kiloword.errors import LeftOut, article
 from kiloword.files import cache_folder, replacing
 from kiloword.terminal import shown

@@ -39,7 +39,7 @@ from kiloword.addresses import Address, address_of, is_url
 from kiloword.data import remote
 from kiloword.data.classes.names import text_lines
 from kiloword.data.rows import Rows, cached, keeping, key_bytes, mapped
-from kiloword.data.sources.sample import IMAGE_SUFFIXES, MAX_TEXT, check_size, parse_captions, parse_label
+from kiloword.data.sample import IMAGE_SUFFIXES, MAX_TEXT, check_size, parse_captions, parse_label
 from kiloword.errors import LeftOut
 from kiloword.files import cache_folder, replacing
 from kiloword.terminal import shown, warn

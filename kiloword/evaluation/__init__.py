@@ -70,7 +70,7 @@ def evaluate(
 
 def task_data(task: Task, src: str, size: int | None) -> Source:
     """The data of a task. Args: size: height and width of drawn images (scenes) in pixels. Errors: as `open_source`."""
-    from kiloword.data.sources.open import open_source
+    from kiloword.data.open import open_source
     from kiloword.data.tables import open_texts
 
     texts = open_texts(src) if task.texts else None

@@ -8,7 +8,7 @@ from typing import Any
 
 from kiloword.data.columns import load_json
 from kiloword.data.layouts import values
-from kiloword.data.sources.optional import info_of
+from kiloword.data.source import info_of
 from kiloword.files import write_json
 from kiloword.terminal import shown, warn
 from kiloword.types import BadSample, Source

@@ -19,7 +19,7 @@ from PIL import Image
 from torch import Tensor
 
 from kiloword.data.images.decode import decode
-from kiloword.data.sources.sample import MAX_IMAGE, read_whole
+from kiloword.data.sample import MAX_IMAGE, read_whole
 from kiloword.report import Html, made_by, page, percent, scatter, section, signed, table, tiles, write
 from kiloword.report.images import Pixels
 from kiloword.report.plots import Dots

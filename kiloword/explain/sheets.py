@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from kiloword.data.images.augmentation import EvalTransform
-from kiloword.data.sources.sample import MAX_IMAGE, read_whole
+from kiloword.data.sample import MAX_IMAGE, read_whole
 from kiloword.errors import count
 from kiloword.explain.maps import Explanation, Maps
 from kiloword.explain.reconstruct import mim_settings

@@ -11,9 +11,9 @@ from typing import Literal, TextIO
 from kiloword.config.recipes import DataConfig
 from kiloword.data.edits import every_row
 from kiloword.data.joins import check_keys, sampled_images
+from kiloword.data.open import open_data
 from kiloword.data.reading import EvalBatch, eval_batches
 from kiloword.data.rows import key_bytes
-from kiloword.data.sources.open import open_data
 from kiloword.distributed.by_device import announce, workers_of
 from kiloword.distributed.device import choose
 from kiloword.distributed.sharing import alone, is_first, together

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from kiloword.config.recipes import ModelConfig
 from kiloword.config.settings import BaseSettings, setting
-from kiloword.data.sources.optional import texts_of
+from kiloword.data.source import texts_of
 from kiloword.losses.pairs import row_log_sums
 from kiloword.methods.method import Component, Method, check_vectors
 from kiloword.model.heads import cosine_head

@@ -20,7 +20,7 @@ def main(sources: Sequence[str], features: Path, out: Path, options: MineOptions
     Errors: ValueError for data that cannot be opened, features of other data, or settings out of range.
     """
     from kiloword.config.recipes import DataConfig
-    from kiloword.data.sources.open import open_data
+    from kiloword.data.open import open_data
     from kiloword.distributed.device import choose
     from kiloword.distributed.sharing import is_first, together
     from kiloword.files import Lock

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from kiloword.api import Matcher
+from kiloword.data.open import mix, open_source
 from kiloword.data.reading import eval_batches
 from kiloword.data.scenes.source import ScenesSource
 from kiloword.data.scenes.world import GROUP, TASKS, SceneRows, label
-from kiloword.data.sources.open import mix, open_source
 from kiloword.evaluation import baseline
 from kiloword.evaluation.metrics import classification, recall_at, standing
 from kiloword.evaluation.retrieval.relevance import Score, true_relevance

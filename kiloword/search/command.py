@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kiloword.addresses import is_url
-from kiloword.data.sources.sample import MAX_IMAGE, read_whole
+from kiloword.data.sample import MAX_IMAGE, read_whole
 from kiloword.files import write_json
 from kiloword.models.trust import NONE, Trust
 from kiloword.report import write

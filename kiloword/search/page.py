@@ -11,7 +11,7 @@ import numpy as np
 from PIL import Image
 
 from kiloword.data.images.decode import decode
-from kiloword.data.sources.sample import MAX_IMAGE, read_whole
+from kiloword.data.sample import MAX_IMAGE, read_whole
 from kiloword.report import Html, made_by, page, section, signed
 from kiloword.report.images import Pixels, image_data
 from kiloword.search.library import Library

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path, PurePath
 
 from kiloword.data.folders import image_folders, no_images, of_device
-from kiloword.data.sources.sample import MAX_IMAGE, MAX_TEXT, make_record, parse_captions, read_whole
+from kiloword.data.sample import MAX_IMAGE, MAX_TEXT, make_record, parse_captions, read_whole
 from kiloword.errors import LeftOut
 from kiloword.search.library import FILE
 from kiloword.types import BadSample, Record

@@ -22,7 +22,7 @@ from PIL import Image
 
 from kiloword.addresses import is_url
 from kiloword.data.images.augmentation import EvalTransform
-from kiloword.data.sources.sample import MAX_IMAGE, read_whole
+from kiloword.data.sample import MAX_IMAGE, read_whole
 from kiloword.report import Html, page, section, stack, table
 from kiloword.report.images import image_data
 from kiloword.report.overlay import overlay

@@ -16,9 +16,9 @@ from kiloword.config.recipes import DataConfig, Resize
 from kiloword.data.edits import every_row, origin, origins, parts_of
 from kiloword.data.images.augmentation import check_resize
 from kiloword.data.images.views import PLAIN, Augmented
+from kiloword.data.open import open_data
 from kiloword.data.reading import EvalBatch, eval_batches
 from kiloword.data.rows import key_bytes
-from kiloword.data.sources.open import open_data
 from kiloword.data.stored import STORE, Kind, StoredSource, StoreFile
 from kiloword.distributed.by_device import announce, workers_of
 from kiloword.distributed.device import choose

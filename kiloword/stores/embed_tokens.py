@@ -19,9 +19,9 @@ from torch import Tensor
 
 from kiloword.config.recipes import DataConfig, ModelConfig, sizes
 from kiloword.data.images.views import PLAIN
+from kiloword.data.open import open_data
 from kiloword.data.reading import EvalBatch, captions_at, eval_batches, name_of
 from kiloword.data.rows import key_bytes
-from kiloword.data.sources.open import open_data
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.distributed.device import choose, precision_of
 from kiloword.distributed.sharing import together

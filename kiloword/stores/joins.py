@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from kiloword.data.edits import contents, every_row, origin, origins
 from kiloword.data.reading import captions_at, digest_of, name_of
 from kiloword.data.rows import key_bytes
-from kiloword.data.sources.optional import key_of, keys
+from kiloword.data.source import key_of, keys
 from kiloword.stores.store import Store, key_digest, row_codes
 from kiloword.terminal import shown
 from kiloword.types import BadSample, NoCaption, Source

@@ -11,9 +11,9 @@ from kiloword.config.recipes import NO_MICRO, Recipe
 from kiloword.config.settings import check
 from kiloword.data.edits import MixtureSource
 from kiloword.data.loader import Loader
+from kiloword.data.open import open_data
 from kiloword.data.reading import captions_of
 from kiloword.data.sampler import Order, steps_per_epoch
-from kiloword.data.sources.open import open_data
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.data.text.vocabularies import vocabulary
 from kiloword.distributed import collectives

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from kiloword.config.recipes import DataConfig
 from kiloword.data.loader import Loader
+from kiloword.data.open import open_source
 from kiloword.data.sampler import Order
-from kiloword.data.sources.open import open_source
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.types import Batch, TextGroup
 from kiloword.verify.batch import IMAGES, MethodChoice, config, slots_of

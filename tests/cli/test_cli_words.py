@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kiloword.cli.main import app, main
 from kiloword.cli.words import settled
-from kiloword.data.sources.open import open_source
+from kiloword.data.open import open_source
 from kiloword.errors import count
 from kiloword.evaluation.command import number
 from kiloword.methods.registry import find, preset

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from kiloword.data.sources.open import open_source
+from kiloword.data.open import open_source
 from kiloword.training.log import read_metrics
 from tars import encode
 

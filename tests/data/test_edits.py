@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from kiloword.data.edits import HELD_OUT, MixtureSource, is_held_out, mix
+from kiloword.data.open import open_source
 from kiloword.data.reading import eval_batches
-from kiloword.data.sources.open import open_source
-from kiloword.data.sources.optional import keys
+from kiloword.data.source import keys
 from kiloword.types import Record
 from tars import pairs, write_tar
 

@@ -14,7 +14,7 @@ import pytest
 from kiloword.data.classes.names import classnames, templates
 from kiloword.data.folders import is_image
 from kiloword.data.inspect import check, stats
-from kiloword.data.sources.open import open_source
+from kiloword.data.open import open_source
 from kiloword.types import BadSample, NoCaption
 from tars import pairs, photo, write_tar
 

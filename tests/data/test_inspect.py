@@ -14,7 +14,7 @@ from PIL import Image
 from cases import mostly_slow
 from kiloword.cli.main import main as cli
 from kiloword.data.inspect import check, main, print_bad, print_stats, stats
-from kiloword.data.sources.open import open_source
+from kiloword.data.open import open_source
 from kiloword.data.transforms.partner import cycle
 from kiloword.training.dry_run import draw_examples
 from kiloword.types import BadSample, Record, Skipped

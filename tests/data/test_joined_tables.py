@@ -16,11 +16,11 @@ from kiloword.config.recipes import DataConfig, TextConfig
 from kiloword.data.edits import MixtureSource, mix
 from kiloword.data.joins import CaptionTable, KeepList, kept, omitted, with_captions
 from kiloword.data.loader import Loader
+from kiloword.data.open import open_data, open_source
 from kiloword.data.reading import captions_at
 from kiloword.data.sampler import Order
 from kiloword.data.scenes import parse_scenes
-from kiloword.data.sources.open import open_data, open_source
-from kiloword.data.sources.optional import keys
+from kiloword.data.source import keys
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.types import BadSample, NoCaption, Source
 from tars import pairs, photo, write_tar

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kiloword.cli.main import main
-from kiloword.data.sources.open import open_source
+from kiloword.data.open import open_source
 from kiloword.types import BadSample, LabelSet, NoCaption, Record, Source
 from tars import photo
 

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 import kiloword
-from kiloword.data.sources.map_style import MapStyleSource
+from kiloword.data.map_style import MapStyleSource
 from kiloword.methods.defaults import default_recipe
 from kiloword.models.model_folder import read_model_file
 from kiloword.training.log import read_metrics

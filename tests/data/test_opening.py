@@ -13,11 +13,11 @@ from kiloword.data import inspect
 from kiloword.data.images.augmentation import EvalTransform
 from kiloword.data.images.inputs import as_list, is_one, kind, prepare
 from kiloword.data.inspect import check
+from kiloword.data.open import open_source
 from kiloword.data.reading import BadRows, captions_of, eval_batches, left_out
+from kiloword.data.sample import check_regular, parse_label, read_whole
 from kiloword.data.scenes import parse, render
-from kiloword.data.sources.open import open_source
-from kiloword.data.sources.optional import majority
-from kiloword.data.sources.sample import check_regular, parse_label, read_whole
+from kiloword.data.source import majority
 from kiloword.data.transforms.mix import halves
 from kiloword.types import BadSample, Record, Skipped
 from tars import noise, pairs, photo, write_tar

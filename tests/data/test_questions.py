@@ -17,11 +17,11 @@ import pytest
 from kiloword.config.recipes import AugmentConfig, DataConfig, TextConfig
 from kiloword.data.edits import mix
 from kiloword.data.loader import Loader
+from kiloword.data.open import open_source
 from kiloword.data.reading import captions_of, eval_batches
 from kiloword.data.sampler import Order
 from kiloword.data.scenes import SceneQuestions, open_scenes
-from kiloword.data.sources.open import open_source
-from kiloword.data.sources.optional import majority
+from kiloword.data.source import majority
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.types import Batch, Record, Source
 from tars import photo, write_tar

@@ -16,9 +16,9 @@ from kiloword.config.recipes import DataConfig, TextConfig
 from kiloword.data import reading
 from kiloword.data.joins import with_captions
 from kiloword.data.loader import Loader
+from kiloword.data.map_style import MapStyleSource
 from kiloword.data.reading import eval_batches, name_of, read, read_image
 from kiloword.data.sampler import Order
-from kiloword.data.sources.map_style import MapStyleSource
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.types import BadSample, NoCaption, Record
 from tars import noise

@@ -24,10 +24,10 @@ from kiloword.config.recipes import DataConfig, TextConfig
 from kiloword.data import remote
 from kiloword.data.inspect import check
 from kiloword.data.loader import Loader
+from kiloword.data.open import open_source
 from kiloword.data.reading import eval_batches, read
 from kiloword.data.remote import Unreachable
 from kiloword.data.sampler import Order
-from kiloword.data.sources.open import open_source
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.methods.defaults import default_recipe
 from kiloword.training.log import read_metrics

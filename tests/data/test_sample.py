@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from counting import calls
 from kiloword.config.recipes import TextConfig
-from kiloword.data.sources.map_style import MapStyleSource
-from kiloword.data.sources.open import open_source
-from kiloword.data.sources.sample import (
+from kiloword.data.map_style import MapStyleSource
+from kiloword.data.open import open_source
+from kiloword.data.sample import (
     MAX_CAPTION,
     MAX_TEXT,
     make_record,

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from kiloword.cli.main import main
 from kiloword.data.columns import read_columns
 from kiloword.data.inspect import check
-from kiloword.data.sources.open import open_source
+from kiloword.data.open import open_source
 from kiloword.data.tables import open_texts
 from kiloword.types import BadSample, LabelSet, NoCaption
 from tars import photo

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kiloword.data.inspect import check, main
-from kiloword.data.sources.open import expand, open_source
+from kiloword.data.open import expand, open_source
 from kiloword.data.tar import natural
 from kiloword.types import BadSample, LabelSet, Record, Source
 from tars import pairs, photo, write_tar

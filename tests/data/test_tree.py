@@ -14,8 +14,8 @@ import pytest
 from kiloword import evaluation
 from kiloword.api import load
 from kiloword.data.edits import contents
-from kiloword.data.sources.open import open_source
-from kiloword.data.sources.tree import read_tree
+from kiloword.data.open import open_source
+from kiloword.data.tree import read_tree
 from kiloword.methods.defaults import default_recipe
 from kiloword.training.loop import RunOptions, train
 from tars import photo, write_tar

@@ -20,8 +20,8 @@ import torch
 import kiloword.training.loop as loop
 from kiloword.cli.main import main
 from kiloword.data import reading
+from kiloword.data.open import open_source
 from kiloword.data.reading import read
-from kiloword.data.sources.open import open_source
 from kiloword.training.log import read_metrics
 from kiloword.types import BadSample
 from states import load_state

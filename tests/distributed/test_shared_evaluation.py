@@ -18,7 +18,7 @@ import torch
 from corpora import LOW, random_corpus
 from kiloword.api import Matcher
 from kiloword.config.recipes import ModelFile
-from kiloword.data.sources.open import open_source
+from kiloword.data.open import open_source
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.distributed import collectives
 from kiloword.distributed.sharing import sharing

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from kiloword.data.sources.open import open_source
+from kiloword.data.open import open_source
 from kiloword.evaluation import baseline
 
 

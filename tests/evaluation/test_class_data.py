@@ -15,7 +15,7 @@ from class_data import FORMS, drawn
 from folders import model_folder
 from kiloword.api import Matcher
 from kiloword.cli.main import main
-from kiloword.data.sources.map_style import MapStyleSource
+from kiloword.data.map_style import MapStyleSource
 from kiloword.evaluation import evaluate
 from kiloword.evaluation.probe import ProbeOptions
 

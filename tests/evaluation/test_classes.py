@@ -14,7 +14,7 @@ from folders import model_folder
 from kiloword.api import Matcher
 from kiloword.cli.main import main
 from kiloword.data.classes.names import classnames, templates, wnids
-from kiloword.data.sources.open import open_source
+from kiloword.data.open import open_source
 from kiloword.evaluation import evaluate, metrics
 from kiloword.evaluation.classes import OTHER, classes_of
 from kiloword.evaluation.zeroshot.task import classifier

@@ -17,8 +17,8 @@ from class_data import FORMS, drawn
 from kiloword.api import Matcher
 from kiloword.config.recipes import sizes
 from kiloword.data.classes.names import classnames, read_templates
+from kiloword.data.open import open_source
 from kiloword.data.reading import eval_batches
-from kiloword.data.sources.open import open_source
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.evaluation import evaluate
 from kiloword.methods.registry import preset

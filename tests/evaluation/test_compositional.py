@@ -15,7 +15,7 @@ import kiloword
 from folders import model_folder
 from kiloword.api import Matcher
 from kiloword.cli.main import main
-from kiloword.data.sources.open import open_source
+from kiloword.data.open import open_source
 from kiloword.evaluation import evaluate
 from kiloword.evaluation.compositional import page
 from kiloword.evaluation.compositional.images import Cuts

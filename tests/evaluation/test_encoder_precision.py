@@ -198,7 +198,7 @@ def test_captions_that_go_on_keep_their_precision(folders: dict[str, str], tmp_p
 
 
 def test_a_probes_cache_holds_one_precision(folders: dict[str, str]) -> None:
-    from kiloword.data.sources.open import open_source
+    from kiloword.data.open import open_source
 
     source = open_source(SCENES, size=32)
     names = [probe_data._name(load(folders["clip"], precision=p).model, source) for p in ("fp32", "auto", "bf16")]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kiloword.api import Matcher
 from kiloword.config.recipes import TextConfig, sizes
-from kiloword.data.sources.open import open_source
+from kiloword.data.open import open_source
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.evaluation import evaluate, metrics
 from kiloword.evaluation.retrieval.relevance import true_relevance

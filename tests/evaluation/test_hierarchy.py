@@ -20,11 +20,11 @@ from torch import Tensor
 from kiloword.api import Matcher
 from kiloword.cli.main import main
 from kiloword.config.recipes import ModelFile, Nearest, sizes
+from kiloword.data.open import open_source
 from kiloword.data.scenes import ScenesSource, relevance
 from kiloword.data.scenes.captions import chain, describe, parse
 from kiloword.data.scenes.query import ANY, Pattern, Query, entails
 from kiloword.data.scenes.source import SceneParts, area
-from kiloword.data.sources.open import open_source
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.evaluation import evaluate
 from kiloword.evaluation.hierarchy import paths as hierarchy_paths

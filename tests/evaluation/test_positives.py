@@ -14,7 +14,7 @@ from PIL import Image
 import kiloword
 from folders import model_folder
 from kiloword.api import Matcher
-from kiloword.data.sources.open import open_source
+from kiloword.data.open import open_source
 from kiloword.evaluation import evaluate
 from kiloword.evaluation.metrics import average_precision_at_r
 from kiloword.evaluation.retrieval.positives import Positives, extra_positives

@@ -19,10 +19,10 @@ from torch import Tensor
 from kiloword.api import Matcher
 from kiloword.cli.main import main
 from kiloword.config.recipes import ModelFile, sizes
+from kiloword.data.open import open_source
 from kiloword.data.reading import eval_batches
 from kiloword.data.scenes.captions import parse
 from kiloword.data.scenes.world import TASKS
-from kiloword.data.sources.open import open_source
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.evaluation import evaluate
 from kiloword.evaluation.zeroshot import PromptOptions, Way

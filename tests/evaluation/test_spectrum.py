@@ -12,7 +12,7 @@ import torch
 from kiloword.api import Matcher
 from kiloword.cli.main import main
 from kiloword.config.recipes import ModelConfig, ModelFile, sizes
-from kiloword.data.sources.open import open_source
+from kiloword.data.open import open_source
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.evaluation import evaluate
 from kiloword.evaluation.command import labels

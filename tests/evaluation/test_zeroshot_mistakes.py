@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from kiloword.data.sources.open import open_source
+from kiloword.data.open import open_source
 from kiloword.data.stored import WithTokens
 from kiloword.evaluation.zeroshot import mistakes, page
 from kiloword.evaluation.zeroshot.mistakes import MATRIX, ROWS, SHOWN, Predictions, classes_table, confusions

@@ -31,7 +31,7 @@ from kiloword.cli.main import main
 from kiloword.config.recipes import ModelFile
 from kiloword.data.images.decode import Pixels, decode
 from kiloword.data.joins import CaptionTable
-from kiloword.data.sources.open import open_source
+from kiloword.data.open import open_source
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.generation.captioner import Caption
 from kiloword.generation.captioners import arguments, open_captioner
@@ -279,7 +279,7 @@ def test_images_need_no_captions_and_have_them_afterwards(tmp_path: Path) -> Non
         open_source(str(folder)).record(0)
     out = tmp_path / "c.parquet"
     assert made(Slow(), folder, out) == (2, 4)
-    from kiloword.data.sources.open import with_captions
+    from kiloword.data.open import with_captions
 
     assert with_captions(open_source(str(folder)), [out]).record(1).captions[0].startswith("b is ")
 
@@ -298,7 +298,7 @@ def test_keys_that_repeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     other = {name: photo((9, 9, 9)) if name.endswith("g") else text for name, text in pairs(3).items()}
     write_tar(tmp_path / "c.tar", other)
     both = [open_source(str(tmp_path / f"{name}.tar")) for name in "abc"]
-    from kiloword.data.sources.open import mix
+    from kiloword.data.open import mix
 
     assert write_captions(Slow(), mix(both[:2]), tmp_path / "ab.parquet", BEAMS) == (3, 6)
     with pytest.raises(ValueError, match=r"two images of .* have the key '0000'"):

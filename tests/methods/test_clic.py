@@ -12,8 +12,8 @@ from torch import Tensor
 
 from kiloword.config.recipes import DataConfig
 from kiloword.data.loader import Loader
+from kiloword.data.open import open_source
 from kiloword.data.sampler import Order
-from kiloword.data.sources.open import open_source
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.losses.pairs import Blocks
 from kiloword.methods.clic import (

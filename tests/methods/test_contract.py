@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from kiloword.config.recipes import DataConfig, ModelFile, sizes
 from kiloword.data.loader import Loader
+from kiloword.data.open import open_source
 from kiloword.data.sampler import Order
-from kiloword.data.sources.open import open_source
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.losses import inputs as loss_inputs
 from kiloword.losses.inputs import PairInputs

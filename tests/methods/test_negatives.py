@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kiloword.data.sources.open import open_source
+from kiloword.data.open import open_source
 from kiloword.losses.pairs import Blocks
 from kiloword.methods.negatives import SWAPPED, contrast, swapped, without
 from kiloword.methods.registry import preset

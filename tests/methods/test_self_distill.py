@@ -13,8 +13,8 @@ from torch import Tensor
 
 from kiloword.config.recipes import DataConfig, TrunkConfig
 from kiloword.data.loader import Loader
+from kiloword.data.open import open_source
 from kiloword.data.sampler import Order
-from kiloword.data.sources.open import open_source
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.distributed import collectives
 from kiloword.methods.defaults import default_recipe

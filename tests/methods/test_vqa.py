@@ -19,8 +19,8 @@ from torch import Tensor
 from kiloword.api import Matcher, load
 from kiloword.cli import main as cli
 from kiloword.config.recipes import ModelConfig, Recipe, sizes
+from kiloword.data.open import open_source
 from kiloword.data.reading import captions_of
-from kiloword.data.sources.open import open_source
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.evaluation import evaluate
 from kiloword.evaluation.vqa import VqaOptions

@@ -20,8 +20,8 @@ from kiloword.cli.main import main
 from kiloword.config.recipes import Recipe
 from kiloword.config.settings import read_config
 from kiloword.data.images.decode import decode
-from kiloword.data.sources.open import open_source
-from kiloword.data.sources.optional import keys
+from kiloword.data.open import open_source
+from kiloword.data.source import keys
 from kiloword.methods.registry import preset
 from kiloword.model.trunks.lite import VARIANTS, EfficientNetLite
 from kiloword.models.build import build

@@ -15,7 +15,7 @@ import pytest
 from test_data_lost import captions, run
 
 from kiloword.cli.main import main
-from kiloword.data.sources.open import open_source
+from kiloword.data.open import open_source
 from tars import photo
 
 SEVERAL = ["a dog", 'it\'s a "cat"', "कुत्ता", "قطة", "一只猫", "🐈"]

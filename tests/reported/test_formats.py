@@ -16,7 +16,7 @@ from PIL import Image, features
 import kiloword
 from folders import model_folder
 from kiloword.data.images.decode import decode
-from kiloword.data.sources.open import open_source
+from kiloword.data.open import open_source
 from photo_folders import run
 from tars import noise, write_tar
 

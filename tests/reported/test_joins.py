@@ -15,7 +15,7 @@ import torch
 
 from kiloword.cli.main import main
 from kiloword.config.recipes import DataConfig
-from kiloword.data.sources.open import open_data
+from kiloword.data.open import open_data
 from kiloword.model.trunks.lite import EfficientNetLite
 from tars import photo, write_tar
 

@@ -13,7 +13,7 @@ import pytest
 
 from folders import model_folder
 from kiloword.cli.main import main
-from kiloword.data.sources.open import open_source
+from kiloword.data.open import open_source
 from tars import photo
 
 NAMES = {

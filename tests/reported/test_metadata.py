@@ -16,7 +16,7 @@ from PIL import Image, PngImagePlugin
 import kiloword
 from folders import model_folder
 from kiloword.cli.main import main
-from kiloword.data.sources.map_style import MapStyleSource
+from kiloword.data.map_style import MapStyleSource
 from tars import encode, noise, pairs, write_tar
 
 PIXELS = noise(48, 64)

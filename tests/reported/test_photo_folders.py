@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from folders import model_folder
-from kiloword.data.sources.open import open_source
+from kiloword.data.open import open_source
 from photo_folders import draw, run
 from tars import pairs, write_tar
 

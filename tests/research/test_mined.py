@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kiloword.data.sources.open import open_source
-from kiloword.data.sources.tree import ClassTree, TreeSource
+from kiloword.data.open import open_source
+from kiloword.data.tree import ClassTree, TreeSource
 from kiloword.losses.pairs import Blocks
 from kiloword.methods.registry import preset
 from kiloword.model.heads import cosine_head, unit

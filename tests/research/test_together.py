@@ -10,8 +10,8 @@ from PIL import Image
 
 from kiloword.api import Matcher
 from kiloword.config.recipes import sizes
+from kiloword.data.open import open_source
 from kiloword.data.reading import eval_batches
-from kiloword.data.sources.open import open_source
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.methods.registry import preset
 from kiloword.models.build import build

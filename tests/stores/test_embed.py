@@ -25,7 +25,7 @@ from cases import mostly_slow
 from kiloword.api import load
 from kiloword.cli.main import main
 from kiloword.config.recipes import Recipe
-from kiloword.data.sources.open import open_source
+from kiloword.data.open import open_source
 from kiloword.methods.defaults import default_recipe
 from kiloword.stores.embed import embed
 from kiloword.stores.features import FeatureStore

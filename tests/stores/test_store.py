@@ -26,9 +26,9 @@ from kiloword.config.options import RunOptions
 from kiloword.config.recipes import AugmentConfig, DataConfig, TextConfig
 from kiloword.data.edits import MixtureSource, mix
 from kiloword.data.loader import Loader
+from kiloword.data.open import open_source
 from kiloword.data.sampler import Order
 from kiloword.data.scenes import parse_scenes
-from kiloword.data.sources.open import open_source
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.methods.defaults import default_recipe
 from kiloword.randomness import key

@@ -19,8 +19,8 @@ from kiloword.config.settings import read_config
 from kiloword.data.edits import MixtureSource
 from kiloword.data.images.views import Augmented
 from kiloword.data.loader import BatchReader, Loader
+from kiloword.data.open import open_source
 from kiloword.data.sampler import Order
-from kiloword.data.sources.open import open_source
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.methods.defaults import default_recipe
 from kiloword.mining.corpus import Corpus

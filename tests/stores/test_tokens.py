@@ -22,7 +22,7 @@ from kiloword.cli.main import main
 from kiloword.config.recipes import AugmentConfig, LoraConfig, Recipe, TextConfig
 from kiloword.data.images.augmentation import TrainTransform
 from kiloword.data.images.views import Augmented
-from kiloword.data.sources.open import open_source
+from kiloword.data.open import open_source
 from kiloword.methods.defaults import default_recipe
 from kiloword.model.encoding import inference
 from kiloword.randomness import Draw

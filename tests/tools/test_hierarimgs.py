@@ -16,7 +16,7 @@ from PIL import Image
 from kiloword.api import Matcher
 from kiloword.config.recipes import sizes
 from kiloword.data.images.decode import decode
-from kiloword.data.sources.open import open_source
+from kiloword.data.open import open_source
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.evaluation import evaluate
 from kiloword.methods.registry import preset

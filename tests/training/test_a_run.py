@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from kiloword.config.recipes import OptimConfig, Recipe
-from kiloword.data.sources.open import open_source
+from kiloword.data.open import open_source
 from kiloword.methods.defaults import default_recipe
 from kiloword.training import loop, saving
 from kiloword.training.log import read_metrics

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 import kiloword.training.loop as loop
 from cases import mostly_slow
 from kiloword.config.recipes import Recipe
-from kiloword.data.sources.open import open_source
+from kiloword.data.open import open_source
 from kiloword.methods.defaults import default_recipe
 from kiloword.methods.registry import names, preset
 from kiloword.stores.embed import embed

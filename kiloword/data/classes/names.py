@@ -22,7 +22,7 @@ from typing import Any
 
 from kiloword.data.classes import Templates
 from kiloword.data.query import split_query
-from kiloword.data.sources.sample import MAX_TEXT, check_regular
+from kiloword.data.sample import MAX_TEXT, check_regular
 from kiloword.errors import suggestion
 from kiloword.terminal import shown
 

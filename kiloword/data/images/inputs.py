@@ -14,7 +14,7 @@ from torch import Tensor
 from kiloword.addresses import is_url, scrubbed
 from kiloword.data.images.augmentation import EvalTransform
 from kiloword.data.images.decode import Pixels, to_rgb
-from kiloword.data.sources.sample import MAX_IMAGE, read_whole
+from kiloword.data.sample import MAX_IMAGE, read_whole
 from kiloword.types import BadSample
 
 OneImage: TypeAlias = "Image.Image | str | Path | bytes | np.ndarray[Any, Any] | Tensor"

@@ -28,7 +28,7 @@ from kiloword.data.scenes.world import (
     to_rows,
     to_scene,
 )
-from kiloword.data.sources.optional import majority
+from kiloword.data.source import majority
 from kiloword.randomness import generator, key
 from kiloword.types import Record
 
@@ -119,7 +119,7 @@ class ScenesSource(_Scenes):
     def __init__(self, settings: SceneSettings | None = None, name: str = "scenes") -> None:
         super().__init__(settings, name)
         if self.settings.task == VQA:
-            raise ValueError(f"{name} has questions in place of captions: open it with kiloword.data.sources.open")
+            raise ValueError(f"{name} has questions in place of captions: open it with kiloword.data.open")
 
     @property
     def classnames(self) -> list[str] | None:

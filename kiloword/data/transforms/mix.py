@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from kiloword.config.recipes import AugmentConfig
 from kiloword.config.settings import check
 from kiloword.data.images.augmentation import TrainTransform
-from kiloword.data.sources.optional import keys, texts_of
+from kiloword.data.source import keys, texts_of
 from kiloword.data.stored import StoredTexts
 from kiloword.data.text.eda import eda, read_synonyms
 from kiloword.data.transforms.partner import Partner, Rewrites, either, read_rewrites, rewritten

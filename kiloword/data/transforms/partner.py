@@ -15,7 +15,7 @@ from kiloword.data.columns import read_columns
 from kiloword.data.edits import MixtureSource
 from kiloword.data.images.decode import decode
 from kiloword.data.reading import read
-from kiloword.data.sources.optional import keys
+from kiloword.data.source import keys
 from kiloword.data.stored import StoredTexts
 from kiloword.data.transforms.settings import PartnerSettings
 from kiloword.randomness import Draw, permutation

@@ -11,7 +11,7 @@ from typing import Any
 
 from kiloword.data.joins import CaptionTable
 from kiloword.data.reading import EvalBatch, captions_at
-from kiloword.data.sources.optional import info_of, key_of
+from kiloword.data.source import info_of, key_of
 from kiloword.distributed.sharing import is_first
 from kiloword.evaluation.caption import CaptionTaskOptions
 from kiloword.evaluation.caption.metrics import VARIETY, check_programs, score_captions

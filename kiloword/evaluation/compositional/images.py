@@ -9,7 +9,7 @@ from PIL import Image
 
 from kiloword.data.images.decode import MAX_PIXELS, Pixels, decode
 from kiloword.data.reading import read_image
-from kiloword.data.sources.optional import key_of, names_of, rows_by_name
+from kiloword.data.source import key_of, names_of, rows_by_name
 from kiloword.evaluation.compositional.items import Cut, Item
 from kiloword.report.images import Pixels as Small
 from kiloword.types import BadSample, Record, Skipped, Source

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kiloword.data.sources.sample import check_regular, clean, decode_text, read_whole
+from kiloword.data.sample import check_regular, clean, decode_text, read_whole
 from kiloword.terminal import shown
 from kiloword.types import BadSample
 

@@ -192,7 +192,7 @@ def _classes(sources: dict[str, Source], splits: dict[str, Split], classnames: S
 
 def _sources(matcher: Matcher, test: Source, train: Source | str | None, val: Source | str | None) -> dict[str, Source]:
     """The splits by use. Raises: ValueError where two are the same."""
-    from kiloword.data.sources.open import open_source
+    from kiloword.data.open import open_source
 
     size = matcher.model.config.image.size
     if train is None:

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from kiloword.data.query import TableOptions, parse_query, split_query
-from kiloword.data.sources.optional import keys, names_of, texts_of
-from kiloword.data.sources.sample import check_regular, decode_text, read_whole
+from kiloword.data.sample import check_regular, decode_text, read_whole
+from kiloword.data.source import keys, names_of, texts_of
 from kiloword.distributed.sharing import in_turns
 from kiloword.evaluation.features import CaptionedImages
 from kiloword.evaluation.metrics import average_precision_at_r, hit, precision_at, standing
@@ -62,7 +62,7 @@ def read(src: str, data: CaptionedImages) -> Positives:
         chosen = parse_query(path, query, _FileOptions)
         positives = _of_coco(Path(path).expanduser(), chosen.captions, data)
     else:
-        from kiloword.data.sources.open import open_source
+        from kiloword.data.open import open_source
 
         positives = _of_pairs(open_source(src), data)
     if not positives.images or not positives.texts:

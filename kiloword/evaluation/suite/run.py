@@ -13,9 +13,9 @@ from kiloword import evaluation
 from kiloword.__version__ import __version__
 from kiloword.api import Matcher
 from kiloword.data.joins import sampled
+from kiloword.data.open import open_source
 from kiloword.data.query import split_query
 from kiloword.data.reading import left_out
-from kiloword.data.sources.open import open_source
 from kiloword.distributed.sharing import is_first, share
 from kiloword.errors import sentence_of
 from kiloword.evaluation.suite import Entry

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kiloword.data.scenes.captions import parse
 from kiloword.data.scenes.query import ANY, Query
-from kiloword.data.sources.optional import key_of, texts_of
+from kiloword.data.source import key_of, texts_of
 from kiloword.data.tables import has_images
 from kiloword.distributed.sharing import in_turns
 from kiloword.evaluation.features import seen

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from kiloword.data.open import open_source
 from kiloword.data.reading import EvalBatch, captions_at
-from kiloword.data.sources.open import open_source
-from kiloword.data.sources.optional import check_asks
-from kiloword.data.sources.sample import ANSWERS, QUESTION, check_regular, question_in
+from kiloword.data.sample import ANSWERS, QUESTION, check_regular, question_in
+from kiloword.data.source import check_asks
 from kiloword.distributed.sharing import alone, is_first, lockstep
 from kiloword.evaluation.features import per_batch
 from kiloword.evaluation.results import check_results, write_results

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kiloword.data.sources.sample import decode_text, read_whole
+from kiloword.data.sample import decode_text, read_whole
 from kiloword.evaluation.compositional.images import images_of
 from kiloword.evaluation.compositional.items import LARGEST, Cut, Item
 from kiloword.evaluation.compositional.task import encoded

@@ -13,7 +13,7 @@ import torch
 from kiloword.api import Matcher, load
 from kiloword.data.images.augmentation import EvalTransform
 from kiloword.data.reading import read_image
-from kiloword.data.sources.optional import keys as keys_of
+from kiloword.data.source import keys as keys_of
 from kiloword.data.stored import WithTokens
 from kiloword.evaluation.features import CaptionedImages, captioned
 from kiloword.evaluation.retrieval.task import retrieval

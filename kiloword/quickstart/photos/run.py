@@ -20,8 +20,8 @@ from kiloword.config.recipes import AugmentConfig, DataConfig, Recipe
 from kiloword.config.settings import leaves, read_config
 from kiloword.data.edits import PARTS
 from kiloword.data.images.views import PLAIN, Augmented
+from kiloword.data.open import open_data
 from kiloword.data.reading import captions_at
-from kiloword.data.sources.open import open_data
 from kiloword.files import atomic, write_json
 from kiloword.interop import text_towers, towers
 from kiloword.methods.defaults import default_recipe

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from kiloword.config.recipes import Recipe, sizes
 from kiloword.data.images.augmentation import EvalTransform
+from kiloword.data.open import open_source
 from kiloword.data.reading import captions_at, name_of, read, read_image
-from kiloword.data.sources.open import open_source
-from kiloword.data.sources.sample import question_in
+from kiloword.data.sample import question_in
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.methods.registry import preset
 from kiloword.models.build import build

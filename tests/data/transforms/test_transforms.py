@@ -23,7 +23,7 @@ from torch import Tensor
 from cases import mostly_slow
 from kiloword.cli.main import main
 from kiloword.data.edits import MixtureSource
-from kiloword.data.sources.optional import keys
+from kiloword.data.source import keys
 from kiloword.data.transforms.mix import (
     Compose,
     Cutmix,

@@ -13,10 +13,10 @@ import torch
 
 from kiloword.api import Matcher
 from kiloword.config.recipes import sizes
+from kiloword.data.open import open_source
 from kiloword.data.scenes.captions import parse
 from kiloword.data.scenes.query import Query, matches
 from kiloword.data.scenes.source import ScenesSource, parse_scenes
-from kiloword.data.sources.open import open_source
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.evaluation import evaluate
 from kiloword.evaluation.calibration import spearman

@@ -27,10 +27,10 @@ from kiloword.data.folders import (
 from kiloword.data.joins import kept, with_captions
 from kiloword.data.query import FORM, TableOptions, parse_query, split_query
 from kiloword.data.rows import Rows
-from kiloword.data.sources.sample import check_regular
-from kiloword.data.sources.tree import tree_options, tree_source
+from kiloword.data.sample import check_regular
 from kiloword.data.tables import open_table, open_tables
 from kiloword.data.tar import RANGE, expand, natural, open_remote_tars, open_tars
+from kiloword.data.tree import tree_options, tree_source
 from kiloword.errors import LeftOut
 from kiloword.terminal import shown, warn_once
 from kiloword.types import Source

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kiloword.data.edits import MixtureSource, mix
 from kiloword.data.joins import kept, with_captions
-from kiloword.data.sources.open import open_source
+from kiloword.data.open import open_source
 from kiloword.stores.embed import embed
 from kiloword.stores.features import FeatureStore
 from kiloword.types import Example, Source

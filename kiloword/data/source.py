@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypedDict
 import numpy as np
 from numpy.typing import NDArray
 
-from kiloword.data.sources.sample import question_in
+from kiloword.data.sample import question_in
 from kiloword.types import BadSample, NoCaption, Source
 
 

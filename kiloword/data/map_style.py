@@ -11,7 +11,7 @@ import numpy as np
 from PIL import Image
 
 from kiloword.data.images.decode import Pixels, to_rgb
-from kiloword.data.sources.sample import MAX_IMAGE, clean, label_set, read_whole
+from kiloword.data.sample import MAX_IMAGE, clean, label_set, read_whole
 from kiloword.types import BadSample, LabelSet, NoCaption, Record
 
 AnyImage = Image.Image | Pixels | str | Path | bytes
