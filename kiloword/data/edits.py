@@ -21,7 +21,7 @@ from kiloword.types import NoCaption, Record, Source
 HELD_OUT = 0.1  # share of the keys
 PARTS = ("train-part", "val-part")  # PART:SRC is that part of SRC: data without a split, in two parts by key
 _OF_A_ROW = ("question", "info", "scene", "hierarchies")
-_OF_ALL_ROWS = ("natural", "classnames", "templates", "notes", "answers", "majority")
+_OF_ALL_ROWS = ("natural", "remote", "classnames", "templates", "notes", "answers", "majority")
 
 Edit = Callable[[int, list[str]], list[str]]
 """From a row of a source and its captions to other captions of the row. Raises: BadSample."""

@@ -21,9 +21,10 @@ import errno
 import hashlib
 import json
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from numpy.typing import NDArray
 from kiloword.addresses import is_url
 from kiloword.data import remote
 from kiloword.data.sample import IMAGE_SUFFIXES, MAX_IMAGE, QUESTION, check_size, question_in, read_whole
-from kiloword.files import cache_folder, replacing
+from kiloword.files import TEMPORARY, cache_folder, replacing
 from kiloword.types import BadSample, LabelSet, NoCaption, Record
 
 PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.ENOTCONN, errno.EHOSTDOWN, errno.ENETUNREACH)
@@ -219,7 +220,7 @@ _opened = lru_cache(_OPEN)(OpenFile)
 
 def mapped(path: Path) -> pa.Table:
     """The table of an Arrow file, memory-mapped."""
-    return pa.ipc.open_file(pa.memory_map(str(path))).read_all()
+    return pa.ipc.open_file(pa.memory_map(os.fsencode(path))).read_all()
 
 
 def cached(identity: str, make: Callable[[], pa.Table]) -> Path:
@@ -230,8 +231,7 @@ def cached(identity: str, make: Callable[[], pa.Table]) -> Path:
     path = _place(identity)
     if not path.exists():
         write(path, make())
-    os.utime(path)
-    return path
+    return touched(path)
 
 
 @contextmanager
@@ -252,11 +252,30 @@ def made_once(identity: str, make: Callable[[], pa.Table]) -> tuple[pa.Table, Pa
         table = make()
         with suppress(ValueError):
             write(path, table)
-    return (mapped(path), path) if table is None or path.exists() else (table, None)
+    if not path.exists():
+        return table, None
+    return mapped(touched(path)), path
 
 
 def _place(identity: str) -> Path:
+    _sweep(cache_folder() / "rows")
     return cache_folder() / "rows" / f"{hashlib.blake2b(os.fsencode(identity), digest_size=16).hexdigest()}.arrow"
+
+
+def touched(path: Path) -> Path:
+    """A file of the cache folder, which is kept as long as it is used."""
+    with suppress(OSError):  # the folder may be another user's
+        os.utime(path)
+    return path
+
+
+@cache
+def _sweep(folder: Path) -> None:
+    """Remove what nobody has used for 90 days, and what killed processes left a day ago."""
+    with suppress(OSError):
+        for file in os.scandir(folder):
+            if time.time() - file.stat().st_mtime > (1 if file.name.endswith(TEMPORARY) else 90) * 86400:
+                os.unlink(file.path)
 
 
 def write(path: Path, table: pa.Table) -> None:

@@ -39,7 +39,7 @@ from kiloword.data.columns import (
 )
 from kiloword.data.layouts import Annotations, beside, check_images, images_folder, nearby, read_annotations
 from kiloword.data.query import FORM, TableOptions, parse_query, split_query
-from kiloword.data.rows import Rows, keeping, key_bytes, made_once, mapped, write
+from kiloword.data.rows import Rows, keeping, key_bytes, made_once, mapped, touched, write
 from kiloword.data.sample import ANSWERS, QUESTION, clean, parse_answers, texts_in
 from kiloword.errors import LeftOut, article
 from kiloword.files import cache_folder, replacing
@@ -334,7 +334,8 @@ def _copied(path: Path, column: str, contents: str) -> Path:
             kinds = {"offset": pa.int64(), "size": pa.int64(), "path": pa.large_binary()}
             columns = zip(*rows, strict=True) if rows else ((), (), ())
             write(place.with_suffix(".arrow"), pa.table(dict(zip(kinds, columns, strict=True)), pa.schema(kinds)))
-    return place
+    touched(place.with_suffix(".arrow"))
+    return touched(place)
 
 
 def open_tables(name: str, paths: Sequence[Path], options: TableOptions = DEFAULTS) -> Rows:

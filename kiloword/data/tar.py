@@ -211,7 +211,7 @@ def _kept(identity: str) -> Path:
 def _read(path: Path) -> list[Tar]:
     """What a file says of its tars; nothing where there is no such file, or of another version."""
     try:
-        with pa.memory_map(str(path)) as file:
+        with pa.memory_map(os.fsencode(path)) as file:
             metadata = pa.ipc.open_file(file).schema.metadata or {}
     except (OSError, pa.ArrowInvalid):
         return []

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load
 from torch import Tensor
 
 from kiloword.files import atomic
@@ -116,7 +117,10 @@ def open_tensors(path: Path) -> Tensors:
         raise ValueError(f"{path} is damaged ({e}): copy it again, or use an earlier one.") from e
 
     @cache
-    def opened() -> Any:
-        return safe_open(path, framework="pt")
+    def reader() -> Callable[[str], Tensor]:
+        try:
+            return safe_open(path, framework="pt").get_tensor
+        except SafetensorError:  # the path is not UTF-8
+            return load(path.read_bytes()).__getitem__
 
-    return Tensors(specs, lambda name: opened().get_tensor(name), file.metadata() or {})
+    return Tensors(specs, lambda name: reader()(name), file.metadata() or {})

@@ -9,11 +9,11 @@ from pathlib import Path
 from kiloword.config.options import RunOptions
 from kiloword.config.recipes import NO_MICRO, Recipe
 from kiloword.config.settings import check
-from kiloword.data.edits import MixtureSource
+from kiloword.data.edits import MixtureSource, parts_of
 from kiloword.data.loader import Loader
 from kiloword.data.open import open_data
 from kiloword.data.reading import captions_of
-from kiloword.data.sampler import Order, steps_per_epoch
+from kiloword.data.sampler import BLOCK, GROUP, Order, steps_per_epoch
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.data.text.vocabularies import vocabulary
 from kiloword.distributed import collectives
@@ -233,7 +233,11 @@ def visited(recipe: Recipe, source: Source) -> int:
 def _order(recipe: Recipe, source: Source) -> Order:
     together, rows = recipe.data.together, visited(recipe, source)
     if together == 1:
-        return Order(rows, recipe.batch, recipe.seed, of=len(source) if rows < len(source) else 0)
+        far = any(getattr(part, "remote", False) for part in parts_of(source))
+        blocks = (
+            {"block": 8 * BLOCK, "group": GROUP // 8} if far else {}
+        )  # fewer shards at a time: they are fetched whole
+        return Order(rows, recipe.batch, recipe.seed, of=len(source) if rows < len(source) else 0, **blocks)
     if recipe.batch % together:
         raise ValueError(
             f"groups of {together} rows do not fill a batch of {recipe.batch}: choose a multiple of {together}."

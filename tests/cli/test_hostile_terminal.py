@@ -223,7 +223,6 @@ def _odd(world: World, name: str) -> Path:
 NAMES = ["\udcff\udce9", "-x 'a\"b`$(c);%s{0}[*]?~#", "\\back\\", "n" * 255, "/".join(["d" * 200] * 17)]
 NOT_UTF8 = {
     "train": "is not UTF-8: choose a folder",
-    "csv": "cannot be written as utf-8: rename",
     "captions": "cannot be",
 }
 ODD = [pytest.param(name, marks=pytest.mark.slow if n else (), id=f"{n}") for n, name in enumerate(NAMES)]
@@ -301,7 +300,7 @@ def test_names_of_members(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "9 of 11 samples are bad" in said  # a header ends a name at NUL
     assert all(name in said for name in ("../../up", "/root/x", "-rf", "l" * 4096))
     assert max(map(len, said.split("\n"))) == 10_003
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["x.tar"]
+    assert sorted(p.name for p in tmp_path.iterdir() if p.name != "cache") == ["x.tar"]
 
 
 def test_mined_from_a_path_of_bytes(world: World) -> None:

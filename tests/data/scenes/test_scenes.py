@@ -282,7 +282,7 @@ def test_the_source() -> None:
         ("scenes:foo", "train, val, test"),
         ("scenes:", "train, val, test"),
         ("scenery", "expected scenes"),
-        ("scenes?colour=1", "options: captions, hard, inner, levels"),
+        ("scenes?colour=1", "it has captions, hard, inner, levels"),
         ("scenes?n=0", "1 to"),
         ("scenes?n=1&n=2", "twice"),
         ("scenes?size=8", "24 to 2048"),
