@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypedDict
 import numpy as np
 from numpy.typing import NDArray
 
+from kiloword.data.rows import Rows, key_text
 from kiloword.data.sample import question_in
 from kiloword.types import BadSample, NoCaption, Source
 
@@ -80,6 +81,8 @@ def key_of(source: Source, row: int) -> str:
 
 def keys(source: Source) -> list[str | None]:
     """The key of every row; None where only the record has it and cannot be read."""
+    if isinstance(source, Rows):
+        return [key_text(raw) for raw in source.table.column("key").to_pylist()]
 
     def key(row: int) -> str | None:
         try:
