@@ -41,6 +41,7 @@ from kiloword.types import BadSample, NoCaption, Record, Source
 SAMPLED = 64  # images of each source by which a file recognises it
 COMPARED = 1000  # rows whose captions are compared with a keep-list when it is opened; others when they are read
 KEEP_COLUMNS = ("key", "caption", "keep")
+_KINDS = pa.large_binary(), pa.bool_()
 AGAIN = "Make one of this data by `kiloword audit SRC --model MODEL --out DIR`."
 UNKNOWN = "a caption that the keep-list lacks"
 
@@ -77,25 +78,12 @@ class CaptionTable(Keyed):
     """Captions by key. Errors: ValueError for a file that cannot be read or has other columns."""
 
     def __init__(self, path: Path | str) -> None:
-        path = Path(path)
-        with arrow_errors(_existing(path, "a parquet table with the columns `key` and `captions`")):
-            names = pq.read_schema(path).names
-            column = next((name for name in ("captions", "caption") if name in names), "")
-            if "key" not in names or not column:
-                raise ValueError(
-                    f"{path} has the columns {shown(', '.join(names)[:200]) or 'none'}. Expected `key`, and `captions` "
-                    "(lists of text) or `caption`."
-                )
-            check_columns(path, names, "key", column)
-            table = pq.read_table(path, columns=["key", column])
-            of_row, cells = _text(path, table, "key"), _text(path, table, column, lists=True)
-        if not len(of_row):
-            raise ValueError(f"{path} has no rows. Expected a key and its captions in each row.")
+        of_row, cells = _read(path, "table of captions", ("key",), ("captions", "caption"))
         owner = np.arange(len(of_row))
         if pa.types.is_large_list(cells.type):
             owner, cells = np.asarray(pc.list_parent_indices(cells)), cells.flatten()
         unique, (self._captions,) = _grouped(pc.fill_null(of_row.cast(pa.large_binary()), b""), owner, cells)
-        super().__init__(path, unique)
+        super().__init__(Path(path), unique)
         self.fingerprint = digest(*map(str, (len(of_row), *map(_checksum, (unique, self._captions)))))
 
     def at(self, place: int) -> list[str]:
@@ -156,20 +144,13 @@ class KeepList(Keyed):
     """Which captions are kept. Errors: ValueError for a file that cannot be read, or has other columns."""
 
     def __init__(self, path: Path | str) -> None:
-        path = Path(path)
-        with arrow_errors(_existing(path, "a keep-list of `kiloword audit`")):
-            names = pq.read_schema(path).names
-            if absent := [name for name in KEEP_COLUMNS if name not in names]:
+        columns = _read(path, "keep-list", ("key",), ("caption",), ("keep",))
+        for name, column in zip(KEEP_COLUMNS, columns, strict=True):
+            if column.null_count:
                 raise ValueError(
-                    f"{path} is no keep-list: it lacks the column {absent[0]}, and has "
-                    f"{shown(', '.join(names)[:200]) or 'none'}. {AGAIN}"
+                    f"{path}: the column {name} has {count(column.null_count, 'empty cell')}. Expected none."
                 )
-            check_columns(path, names, *KEEP_COLUMNS)
-            table = pq.read_table(path, columns=list(KEEP_COLUMNS))
-            for name in KEEP_COLUMNS:
-                _check_column(path, name, table.column(name))
-            key, caption = (table.column(name).cast(pa.large_binary()) for name in KEEP_COLUMNS[:2])
-        self._by_key(path, pa.table([key, caption, table.column("keep")], KEEP_COLUMNS))
+        self._by_key(Path(path), pa.table([one.cast(_KINDS[n > 1]) for n, one in enumerate(columns)], KEEP_COLUMNS))
 
     def _by_key(self, path: Path, table: pa.Table) -> None:
         table = table.sort_by([(name, "ascending") for name in KEEP_COLUMNS[:2]]).combine_chunks()
@@ -391,12 +372,6 @@ def _record(source: Source, row: int) -> Record | None:
         return None
 
 
-def _existing(path: Path, expected: str) -> Path:
-    if not path.is_file():
-        raise ValueError(f"{path}: no such file. Expected {expected}.")
-    return path
-
-
 def _grouped(keys: pa.Array, owner: NDArray[Any], *values: pa.Array) -> tuple[pa.Array, list[pa.Array]]:
     """Values by key. Args: keys [n]; owner [m]: the place in `keys` of each value; values [m].
 
@@ -415,29 +390,36 @@ def _checksum(column: pa.Array) -> str:
     return hashlib.blake2b(pa.record_batch([column], ["values"]).serialize(), digest_size=16).hexdigest()
 
 
-def _text(path: Path, table: pa.Table, name: str, lists: bool = False) -> pa.Array:
-    """A column of text, or of lists of text, as one array."""
-    column = table.column(name)
-    kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
-    nested = lists and (pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
+def _read(path: Path | str, what: str, *wanted: tuple[str, ...]) -> list[pa.Array]:
+    """The first of the wanted columns each: texts, lists of texts, or `keep`, bool. Errors: ValueError."""
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file. Expected a {what}, a parquet.")
+    with arrow_errors(path):
+        names = pq.read_schema(path).names
+        chosen = [next((name for name in some if name in names), "") for some in wanted]
+        if not all(chosen):
+            raise ValueError(
+                f"{path} is no {what}: it has the columns {shown(', '.join(names)[:200]) or 'none'}. Expected "
+                f"{', '.join(' or '.join(some) for some in wanted)}."
+            )
+        check_columns(path, names, *chosen)
+        table = pq.read_table(path, columns=chosen)
+        if not len(table):
+            raise ValueError(f"{path} has no rows. Expected a key in each row.")
+        return [_as_texts(path, name, table.column(name), name in wanted[1]) for name in chosen]
+
+
+def _as_texts(path: Path, name: str, column: pa.ChunkedArray, lists: bool) -> pa.Array:
+    kinds = pa.types
+    kind = column.type.value_type if kinds.is_dictionary(column.type) else column.type
+    nested = lists and (kinds.is_list(kind) or kinds.is_large_list(kind) or kinds.is_fixed_size_list(kind))
     inner = kind.value_type if nested else kind
-    if not (pa.types.is_string(inner) or pa.types.is_large_string(inner)):
-        expected = "text or lists of text" if lists else "text, as the images are named (not numbers)"
+    text = kinds.is_string(inner) or kinds.is_large_string(inner) or (name == "key" and kinds.is_binary(inner))
+    if not (kinds.is_boolean(inner) if name == "keep" else text or kinds.is_large_binary(inner)):
+        expected = "true or false" if name == "keep" else "texts, as the images are named" if name == "key" else "texts"
         raise ValueError(f"{path}: the column `{name}` holds {shown(str(column.type)[:100])}. Expected {expected}.")
-    text = pa.large_list(pa.large_string()) if nested else pa.large_string()
-    array = pa.chunked_array(column.cast(text), text).combine_chunks()
+    inner = inner if not text or kinds.is_binary(inner) else pa.large_string()
+    array = pa.chunked_array(column.cast(pa.large_list(inner) if nested else inner)).combine_chunks()
     array.validate(full=True)  # raises for text that is not UTF-8
     return array
-
-
-def _check_column(path: Path, name: str, column: pa.ChunkedArray) -> None:
-    kinds = pa.types
-    checks = (kinds.is_boolean,) if name == "keep" else (kinds.is_string, kinds.is_large_string, kinds.is_binary)
-    checks += () if name == "keep" else (kinds.is_large_binary,)
-    if not any(check(column.type) for check in checks):
-        expected = "true or false" if name == "keep" else "text"
-        raise ValueError(f"{path}: the column {name} holds {shown(str(column.type)[:100])}. Expected {expected}.")
-    if column.null_count:
-        raise ValueError(f"{path}: the column {name} has {count(column.null_count, 'empty cell')}. Expected none.")
-    if not len(column):
-        raise ValueError(f"{path} has no rows. Expected one for each caption.")
