@@ -13,11 +13,11 @@ from PIL import Image
 
 from cases import mostly_slow
 from kiloword.cli.main import main as cli
-from kiloword.data.inspect import check, main, print_bad, print_stats, stats
+from kiloword.data.inspect import main, print_stats, stats
 from kiloword.data.open import open_source
 from kiloword.data.transforms.partner import cycle
 from kiloword.training.dry_run import draw_examples
-from kiloword.types import BadSample, Record, Skipped
+from kiloword.types import BadSample, Record
 from tars import encode, noise, pairs, photo, write_tar
 
 
@@ -41,20 +41,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "data"
 
 
-def test_data_without_an_index(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for source, indexed in (("scenes:test?n=2", False), (str(folder), True)):
-        cli(["data", "index", source])
-        assert capsys.readouterr().out.endswith("nothing to index: only tars have one.\n") is not indexed
-
-
-@pytest.mark.parametrize("workers", mostly_slow([0, 2], 0))
-def test_check_names_every_bad_sample(folder: Path, workers: int) -> None:
-    bad = check(open_source(str(folder)), workers)
-    assert [(s.row, s.key) for s in bad] == [(10, "broken"), (11, "silent"), (12, "zero"), (13, "latin")]
-    assert bad[0].reason.startswith("cannot be decoded")
-    assert [s.reason for s in bad[1:]] == ["no caption", "the image has zero bytes", "caption is not UTF-8"]
-
-
 def test_stats_count_what_is_there(folder: Path) -> None:
     found = stats(open_source(str(folder)))
     captions, words, characters, widths, heights = found.measures.values()
@@ -64,15 +50,6 @@ def test_stats_count_what_is_there(folder: Path) -> None:
     assert characters[-1] == len("three words here")
     assert (widths[-1], heights[-1]) == (30, 10)
     assert found.texts.most_common(1) == [("image 1", 2)]
-
-
-def test_class_index_without_a_name_is_bad(tmp_path: Path) -> None:
-    members = {"a.png": photo(), "a.cls": b"0", "b.png": photo(), "b.cls": b"2"}
-    write_tar(tmp_path / "0.tar", members)
-    (tmp_path / "classnames.txt").write_text("cat\ndog\n")
-    source = open_source(str(tmp_path))
-    assert check(source) == [Skipped(1, "b", "class index 2, but there are 2 class names")]
-    assert stats(source).labels == {0: 1}
 
 
 def test_main_prints_and_returns_what_is_wrong(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -90,13 +67,6 @@ def test_main_prints_and_returns_what_is_wrong(folder: Path, capsys: pytest.Capt
     assert "2 x image 1" in printed
     with Image.open(folder / "sheet.png") as sheet:
         assert sheet.width > 1000
-
-
-def test_a_cut_tar_makes_index_return_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    raw = (folder / "0.tar").read_bytes()
-    (folder / "0.tar").write_bytes(raw[:3000])
-    assert main("index", str(folder)) == 1
-    assert capsys.readouterr().err.count("cut at byte 3,000") == 1
 
 
 class Texts:
@@ -141,19 +111,6 @@ def test_statistics_line_by_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[14] == "1 of 5 samples are bad (20.00%)"
 
 
-def test_bad_samples_by_reason_the_most_frequent_first(capsys: pytest.CaptureFixture[str]) -> None:
-    bad = [Skipped(row, f"k{row}", "rare" if row == 4 else "often") for row in range(22)]
-    print_bad(bad, 88)
-    print_bad([], 3)
-    named = [f"k{row}" for row in range(22) if row != 4]
-    assert capsys.readouterr().out.splitlines() == [
-        f"21 samples skipped, often: {', '.join(named[:20])} and 1 more",
-        "1 sample skipped, rare: k4",
-        "22 of 88 samples are bad (25.00%)",
-        "all samples are good",
-    ]
-
-
 @pytest.mark.parametrize("workers", mostly_slow([0, 2], 0))
 def test_more_rows_than_a_worker_takes_at_once(workers: int) -> None:
     bad = (0, 999, 1000, 2500)
@@ -196,13 +153,6 @@ def test_examples_are_drawn_as_a_method_sees_them(
     assert said
     assert 0 < sum(mixed(tile) for tile in tiles(tmp_path / "clip-c.png")) <= int(said[1]) < 24
     assert not any(mixed(tile) for tile in tiles(tmp_path / "clip.png"))
-
-
-def test_all_captions_of_an_example_are_drawn(red_and_blue: str, tmp_path: Path) -> None:
-    one, all_ = tmp_path / "clip.png", tmp_path / "siglip.png"
-    draw_examples(red_and_blue, "fff", "debug", all_)
-    draw_examples(red_and_blue, "siglip", "debug", one)
-    assert one.read_bytes() != all_.read_bytes()
 
 
 def test_examples_are_those_of_a_run(red_and_blue: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import io
-import os
-import signal
-import time
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice, pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,8 +18,6 @@ from kiloword.data.loader import ATTEMPTS, Loader
 from kiloword.data.reading import BadRows, eval_batches
 from kiloword.data.sampler import Order
 from kiloword.data.text.tokenizer import Tokenizer
-from kiloword.data.transforms.mix import Stylistic
-from kiloword.data.transforms.settings import StylisticSettings
 from kiloword.randomness import Draw
 from kiloword.types import BadSample, Batch, Example, Fetch, Record, Skipped
 
@@ -55,10 +51,6 @@ class Images:
             raise KeyError("column")
         pixels = np.random.default_rng(row).integers(0, 256, (self.side, self.side, 3), dtype=np.uint8)
         captions = [] if how == "silent" else [f"image {row} caption {j}" for j in range(1 + row % 4)]
-        if how == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if how == "sleep":
-            time.sleep(30)
         image = b"no image" if how == "bytes" else pixels
         return Record(self.key(row), image, captions, label=row % 3 if how != "unlabelled" else None)
 
@@ -67,7 +59,7 @@ def make(source: Images | None = None, augment: AugmentConfig = AUGMENT, **chang
     source = source or Images()
     captions = changes.pop("captions", "one")
     data = DataConfig(captions=captions, augment=augment)  # type: ignore[arg-type]
-    order = Order(len(source), BATCH, seed=3)
+    order = changes.pop("order", None) or Order(len(source), BATCH, seed=3)
     return Loader(source, order, data, TEXT, SIZE, TOKENIZER, seed=5, **changes)  # type: ignore[arg-type]
 
 
@@ -96,32 +88,6 @@ def mixed(example: Example, fetch: Fetch, draw: Draw) -> Example:
     captions = [f"{example.captions[0]} and {other.captions[0]}", *example.captions[1:]]
     per_text = {"length": torch.tensor([len(c) for c in captions])}
     return replace(example, image=image, captions=captions, composed=True, image_features=sides, text_features=per_text)
-
-
-class Framed(Images):
-    """Bright noise in a black frame."""
-
-    def record(self, row: int) -> Record:
-        pixels = np.random.default_rng(row).integers(150, 256, (SIZE, SIZE, 3), dtype=np.uint8)
-        pixels[[0, -1]] = pixels[:, [0, -1]] = 0
-        return replace(super().record(row), image=pixels)
-
-
-@pytest.mark.parametrize("change", ["none", "flip", "jitter", "grayscale", "blur", "crop"])
-def test_the_stylistic_control_crops_exactly_where_the_augmentation_does_not(change: str) -> None:
-    """Of images whose crops are not random, each look of the two shows the whole frame unless the transform crops."""
-    augment = AugmentConfig(**({} if change == "none" else {change: 0.1 if change == "crop" else 0.5}))
-    transform = Stylistic(StylisticSettings(rho=1, least_area=0.1, crop="squash"))
-    whole = [
-        bool((image[:, [0, 0, -1, -1], [0, -1, 0, -1]] < 100).all())
-        for batch in make(Framed(), augment, transforms=(transform,)).batches(0, 4)
-        for image in batch.images
-    ]
-    assert sum(whole) <= len(whole) / 8
-    loader = make(
-        Framed(), augment, transforms=(lambda example, fetch, draw: replace(example, captions=[str(fetch.crops)]),)
-    )
-    assert set(captions_of(loader.batch(0))) == {str(change == "crop").lower()}
 
 
 def test_workers_change_nothing() -> None:
@@ -212,14 +178,6 @@ def test_transforms_get_replacements_too_and_report_them() -> None:
     assert len([s for s in batch.skipped if s.row == 3]) >= BATCH
 
 
-def test_transforms_see_sides_and_flags_stacked() -> None:
-    batch = make(captions=2, transforms=(mixed,)).batch(2)
-    assert batch.image_features["other"].shape == (BATCH, 1)
-    assert batch.text_features["length"].shape == (len(batch.texts),)
-    assert batch.composed.all()
-    assert not make(captions=2, transforms=(mixed,), train=False).batch(2).composed.any()
-
-
 def test_all_rows_bad_ends_with_a_sentence_also_from_a_worker() -> None:
     bad = Images(dict.fromkeys(range(ROWS), "sample"))
     message = rf"images: {ATTEMPTS + 1} rows .* are bad: {ATTEMPTS + 1} samples skipped, truncated image: k0"
@@ -305,19 +263,63 @@ def test_evaluation_reads_every_row_once_in_order() -> None:
     assert empty.images.shape == (0, 3, SIZE, SIZE)
 
 
-def test_errors_are_sentences() -> None:
-    with pytest.raises(ValueError, match="a global batch of 8 does not divide over 3 ranks"):
-        make(ranks=3)
-    with pytest.raises(ValueError, match="images has 40 rows, but the order is for 41"):
-        replace(make(), order=Order(41, BATCH))
-    with pytest.raises(ValueError, match=r"a transform left k0\d\d without a caption"):
-        make(transforms=(lambda example, fetch, draw: replace(example, captions=[]),)).batch(0)
+@pytest.mark.parametrize("change", ["flip", "jitter", "grayscale", "blur", "crop"])
+def test_transforms_are_told_whether_crops_are_random(change: str) -> None:
+    augment = AugmentConfig(**{change: 0.1 if change == "crop" else 0.5})  # type: ignore[arg-type]
+    told = make(augment=augment, transforms=(lambda e, fetch, draw: replace(e, captions=[str(fetch.crops)]),))
+    assert set(captions_of(told.batch(0))) == {str(change == "crop").lower()}
 
-    with pytest.raises(ValueError, match="captions is 0"):
-        make(captions=0)
 
-    def partly(example: Example, fetch: Fetch, draw: Draw) -> Example:
-        return replace(example, image_features={"x": torch.zeros(1)} if example.row % 2 else {})
+def test_transforms_change_training_alone_and_are_stacked() -> None:
+    def noted(example: Example, fetch: Fetch, draw: Draw) -> Example:
+        return mixed(example, fetch, draw)
 
-    with pytest.raises(ValueError, match="must cover every row"):
-        make(transforms=(partly,)).batch(0)
+    noted.note = "marked"  # type: ignore[attr-defined]
+    loader = make(captions=2, transforms=(noted,))
+    batch = loader.batch(2)
+    assert batch.image_features["other"].shape == (BATCH, 1)
+    assert batch.text_features["length"].shape == (len(batch.texts),)
+    assert batch.composed.all()
+    assert loader.notes == ["marked"]
+    assert not make(captions=2, transforms=(noted,), train=False).batch(2).composed.any()
+
+
+def test_words_are_dropped_in_training_alone() -> None:
+    dropped = [(0.0, True), (0.6, True), (0.6, False)]
+    said = [len(make(augment=AugmentConfig(drop_words=share), train=way).batch(0).texts.ids) for share, way in dropped]
+    assert said[1] < said[0] == said[2]
+
+
+class Truthful(Images):
+    """Every text is true of every image."""
+
+    def relevance(self, captions: list[str], rows: list[int]) -> np.ndarray:
+        return np.ones((len(captions), len(rows)), bool)
+
+
+def test_the_truth_of_a_row_in_place_of_another_is_not_made_up() -> None:
+    assert make(Truthful(), truth=True).batch(0).text_features["truth"].shape[1] == BATCH
+    with pytest.raises(ValueError, match="ground truth need every row"):
+        list(make(Truthful({3: "sample"}), truth=True).batches(0, 5))
+    assert len(list(make(Truthful({3: "sample"})).batches(0, 5))) == 5
+
+
+def partly(example: Example, fetch: Fetch, draw: Draw) -> Example:
+    return replace(example, image_features={"x": torch.zeros(1)} if example.row % 2 else {})
+
+
+@pytest.mark.parametrize(
+    ("settings", "word"),
+    [
+        ({"ranks": 3}, "3 ranks"),
+        ({"captions": 0}, "captions is 0"),
+        ({"truth": True}, "ground truth"),
+        ({"questions": True}, "no questions"),
+        ({"order": Order(41, BATCH)}, "40 rows, but the order is for 41"),
+        ({"transforms": (partly,)}, "must cover every row"),
+        ({"transforms": (lambda example, fetch, draw: replace(example, captions=[]),)}, r"k0\d\d without a caption"),
+    ],
+)
+def test_settings_that_do_not_fit(settings: dict[str, Any], word: str) -> None:
+    with pytest.raises(ValueError, match=word):
+        make(**settings).batch(0)

@@ -17,7 +17,7 @@ from kiloword.methods.defaults import default_recipe
 from kiloword.models.model_folder import read_model_file
 from kiloword.training.log import read_metrics
 from kiloword.training.loop import train
-from kiloword.types import BadSample
+from kiloword.types import BadSample, LabelSet
 from tars import encode, noise
 
 WORDS = ["red", "green", "blue", "grey", "dark", "pale", "warm", "cold"]
@@ -81,12 +81,8 @@ def test_grey_arrays_become_rgb() -> None:
 
 def test_fingerprint_follows_the_data() -> None:
     assert MapStyleSource(Photos()).fingerprint == MapStyleSource(Photos()).fingerprint
-    assert (
-        len(
-            {MapStyleSource(Photos(kind, n)).fingerprint for kind, n in (("pillow", 24), ("pillow", 23), ("array", 24))}
-        )
-        == 3
-    )
+    kinds = (("pillow", 24), ("pillow", 23), ("array", 24))
+    assert len({MapStyleSource(Photos(kind, n)).fingerprint for kind, n in kinds}) == 3
     assert MapStyleSource(Photos(), fingerprint="v2").fingerprint == "v2"
 
 
@@ -108,12 +104,35 @@ def test_rows_that_raise_are_bad_samples(tmp_path: Path) -> None:
     assert read_metrics(tmp_path / "metrics.jsonl")[-1]["skipped"] == 3
 
 
+class Mine:
+    """Rows that raise, but for the first."""
+
+    errors = BadSample("mine"), MemoryError("no room"), KeyError("lost")
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, row: int) -> Any:
+        if row:
+            raise self.errors[row - 1]
+        return b"image", "x"
+
+
 def test_bad_samples_have_a_reason(tmp_path: Path) -> None:
-    source = MapStyleSource([(tmp_path / "none.png", "x"), (noise(4, 4), "")])
-    with pytest.raises(BadSample, match="No such file"):
-        source.record(0)
-    with pytest.raises(BadSample, match="no caption"):
-        source.record(1)
+    files, mine = (
+        MapStyleSource([(tmp_path / "none.png", "x"), (noise(4, 4), "")]),
+        MapStyleSource(Mine(), fingerprint="f"),
+    )
+    for source, row, said in (
+        (files, 0, "No such file"),
+        (files, 1, "no caption"),
+        (mine, 1, "mine"),
+        (mine, 3, "lost"),
+    ):
+        with pytest.raises(BadSample, match=said):
+            source.record(row)
+    with pytest.raises(MemoryError, match="no room"):
+        mine.record(2)
 
 
 @pytest.mark.parametrize(
@@ -129,3 +148,34 @@ def test_bad_samples_have_a_reason(tmp_path: Path) -> None:
 def test_another_form_is_refused(dataset: Any, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         MapStyleSource(dataset)
+
+
+class Own:
+    """A data set as of torchvision."""
+
+    classes = ("cat", "dog")
+
+    def __init__(self, targets: list[Any]) -> None:
+        self.targets = targets
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, row: int) -> tuple[bytes, Any]:
+        return encode(noise(4, 4, row)), self.targets[row]
+
+
+def test_own_data_sets_with_labels() -> None:
+    source = MapStyleSource(Own([1, np.int64(0), None, -1, "dog", [0, 1]]))
+    assert (source.classnames, source.captions(0)) == (["cat", "dog"], [])
+    assert [source.record(row).label for row in (0, 1, 2, 5)] == [1, 0, None, LabelSet((0, 1))]
+    for row in (3, 4):
+        with pytest.raises(BadSample, match="class index"):
+            source.record(row)
+    named = MapStyleSource(Own([[0], []]), classnames=["x", "y"], templates=["a {c}"])
+    assert (named.record(1).label, named.classnames, named.templates) == (LabelSet(()), ["x", "y"], ["a {c}"])
+    assert named.fingerprint != MapStyleSource(Own([[0], [1]])).fingerprint
+    captions = MapStyleSource(Own(["a", "b"]))
+    assert (captions.classnames, captions.record(0).captions, captions.record(0).label) == (None, ["a"], None)
+    with pytest.raises(ValueError, match="class index or list"):
+        MapStyleSource(Own([1.5]))

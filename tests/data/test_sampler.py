@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kiloword.data.sampler import Order, choose_captions, share
-from kiloword.randomness import Draw, generator, permutation
+from kiloword.randomness import Draw
 
 
 @st.composite
@@ -61,8 +61,6 @@ def test_the_order_depends_on_seed_and_epoch_alone() -> None:
         assert first != second
         other = Order(1000, 10, seed=2, full=order.full, block=order.block, group=order.group)
         assert other.batch_rows(0)[1].tolist() != first
-    frozen = [315, 277, 116, 165, 691]
-    assert small.batch_rows(0)[1][:5].tolist() == frozen, "the order of published runs has changed"
 
 
 def test_large_data_is_read_in_few_blocks_yet_well_mixed() -> None:
@@ -78,26 +76,15 @@ def test_hundreds_of_millions_of_rows_cost_no_permutation() -> None:
     assert len(np.unique(rows)) == 1024
 
 
-def test_permutations_are_those_of_numpy_in_half_the_bytes() -> None:
-    made = permutation(1000, 1, "x")
-    assert made.dtype == np.int32
-    assert made.tolist() == generator(1, "x").permutation(1000).tolist()
-
-
-def test_rows_cannot_be_written() -> None:
-    with pytest.raises(ValueError, match="read-only"):
-        Order(10, 5).batch_rows(0)[1][0] = 3
-
-
-def test_errors_are_sentences() -> None:
-    with pytest.raises(ValueError, match="has 3 usable rows, fewer than one batch of 4"):
-        Order(3, 4)
-    with pytest.raises(ValueError, match="batch is 0"):
-        Order(3, 0)
-    with pytest.raises(ValueError, match="a global batch of 10 does not divide over 4 ranks; use a multiple of 4"):
-        share(np.arange(10), 0, 4)
-    with pytest.raises(ValueError, match="does not divide over 2 ranks of 3 micro-batches; use a multiple of 6"):
-        share(np.arange(10), 0, 2, 0, 3)
+def test_batches_that_cannot_be() -> None:
+    for call, word in (
+        (lambda: Order(3, 4), "3 usable rows"),
+        (lambda: Order(3, 0), "batch is 0"),
+        (lambda: share(np.arange(10), 0, 4), "multiple of 4"),
+        (lambda: share(np.arange(10), 0, 2, 0, 3), "multiple of 6"),
+    ):
+        with pytest.raises(ValueError, match=word):
+            call()
 
 
 def test_data_are_permuted_whole_up_to_a_limit() -> None:

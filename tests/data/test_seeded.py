@@ -145,86 +145,18 @@ def replaced() -> Any:
     return rows, [reader.example(3, Draw(1, epoch, 3)).row for epoch in range(6)]
 
 
-DRAWN: dict[str, Any] = {
-    "orders": [
-        [[356, 44, 102, 748, 393], [930, 478, 221, 568, 565], [319, 800, 86, 911, 15], [407, 959, 946, 313, 806]],
-        [[580, 272, 281, 274, 286], [278, 277, 287, 455, 828], [355, 357, 959, 681, 947], [776, 388, 667, 322, 326]],
-    ],
-    "mixtures": [
-        [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 2, 3, 8, 0, 1, 2, 4],
-        [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 4, 9, 2, 3, 5, 6],
-        [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 3, 8, 0, 2, 3, 5],
-        [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 5, 6, 9, 0, 2, 3, 4],
-    ],
-    "chosen": [
-        [
-            ["1"],
-            ["3"],
-            ["4"],
-            ["1"],
-            ["3"],
-            ["4"],
-            ["1", "3", "4", "0"],
-            ["5", "2", "1", "3"],
-            ["4", "0", "5", "2"],
-            ["0", "1", "2", "3", "4", "5"],
-            ["0", "1", "2", "3", "4", "5"],
-            ["0", "1", "2", "3", "4", "5"],
-            ["0", "1", "2", "3", "4", "5"],
-            ["0", "1", "2", "3", "4", "5"],
-            ["0", "1", "2", "3", "4", "5"],
-        ],
-        ["21", "8", "3"],
-        [
-            "a man is over the fence near a",
-            "is jumping over the fence near a",
-            "a young man is jumping the fence near a large dog",
-        ],
-    ],
-    "tokens": [
-        310,
-        310,
-        {"start": 0, "end": 1, "pad": 2, "mask": 3, "cls": 4, "unc": 5},
-        [0, 290, 302, 294, 291, 286, 274, 1, 2, 2, 2, 5, 0, 305, 73, 74, 72, 70, 264, 73, 87, 84, 1, 5],
-        1,
-    ],
-    "boxes": [
-        [4062, 1800, 2531, 7900],
-        [5062, 1412, 2844, 5235],
-        [4281, 1417, 5000, 8208],
-        [2656, 677, 6750, 8323],
-        [3281, 0, 3438, 10000],
-        [2078, 0, 5844, 10000],
-        [875, 0, 8250, 10000],
-        [0, 387, 9938, 9484],
-        [0, 0, 10000, 10000],
-        [0, 0, 10000, 10000],
-        [0, 0, 10000, 10000],
-        [0, 0, 10000, 10000],
-    ],
-    "edits": [
-        "is jumping over the small fence",
-        "A young Man, is jumping over the small fence guy hopping",
-        "young is jumping fence",
-        "young Man, jumping over small",
-        "A young Man, is jumping over the small fence",
-        "the young Man, jumping is over A small fence",
-        "A young Man, hopping little is jumping over the small fence",
-        "A young is jumping the small fence",
-        "A fence young is jumping over the small Man,",
-    ],
-    "partners": [[1, 7, 4, 5, 6, 2, 0, 8, 3], [3, 3, 0, 2, 3, 2, 1, 0]],
-    "composed": [[6, 9, 6, 8, 8], ["9320d075", "6814d464", "9320d075", "b43992eb", "6cb38dc4"]],
-    "replaced": [
-        [
-            [20, 9, 0, 10, 2, 23, 21, 32],
-            [7, 10, 6, 16, 18, 37, 24, 22],
-            [27, 17, 39, 26, 28, 36, 31, 20],
-            [15, 19, 23, 34, 13, 29, 33, 6],
-            [1, 13, 25, 8, 38, 35, 16, 14],
-        ],
-        [10, 14, 2, 39, 13, 9],
-    ],
+DRAWN = {  # digests of exact numbers and words
+    "orders": "794ebf04",
+    "mixtures": "12e59602",
+    "chosen": "64c69536",
+    "tokens": "5e5cda81",
+    "boxes": "23b57ef4",
+    "edits": "ece7c4b3",
+    "partners": "c2f95208",
+    "composed": "ad9c34eb",
+    "replaced": "1d0edc8a",
+}
+LEVELS = {
     "colours": [
         [86, 86, 86, 114, 114, 114, 116, 116, 116, 84, 84, 84],
         [128, 128, 128, 149, 149, 149, 141, 141, 141, 136, 136, 136],
@@ -250,13 +182,14 @@ DRAWN: dict[str, Any] = {
 
 @pytest.mark.parametrize("what", [orders, mixtures, chosen, tokens, boxes, edits, partners, composed, replaced])
 def test_a_seed_draws_what_it_always_did(what: Any) -> None:
-    assert json.loads(json.dumps(what())) == DRAWN[what.__name__]
+    drawn = what()
+    assert short(drawn) == DRAWN[what.__name__], drawn
 
 
 @pytest.mark.parametrize("what", [colours, shown])
 def test_a_seed_shows_what_it_always_did(what: Any) -> None:
     """Up to what versions of the libraries differ by."""
-    assert np.allclose(what(), DRAWN[what.__name__], rtol=0, atol=1.5)
+    assert np.allclose(what(), LEVELS[what.__name__], rtol=0, atol=1.5)
 
 
 def mixed(x: int) -> int:

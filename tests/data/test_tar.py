@@ -12,7 +12,6 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -89,19 +88,7 @@ def test_real_shards_equal_tarfile(shared: Path) -> None:
 
 
 def test_what_belongs_to_no_sample_is_left(tmp_path: Path) -> None:
-    names = [
-        "a.jpg",
-        "a.PNG",
-        "d/a.webp",
-        "d/__a.jpg",
-        "__d/a.jpg",
-        "a.b.jpg",
-        ".a.jpg",
-        "jpg",
-        "a.md",
-        "a.JSON",
-        "b.txt",
-    ]
+    names = ["a.jpg", "a.PNG", "d/a.webp", "__d/a.jpg", "a.b.jpg", ".a.jpg", "jpg", "a.md", "a.JSON", "b.txt"]
     members = [(name, b"{}" if name.endswith("JSON") else name.encode()) for name in names]
     source = opened(
         tmp_path, [*members, ("c.png", photo()), ("c.txt", b"c"), ("\udcff.png", b"1"), ("\udcff.txt", b"ff")]
@@ -113,7 +100,7 @@ def test_what_belongs_to_no_sample_is_left(tmp_path: Path) -> None:
         source.record(0)
     assert caught.value.record.image == b"a.jpg"  # type: ignore[attr-defined]  # of two images the first counts
     notes = "\n".join(source.notes)
-    for name in ("a.PNG", "d/__a.jpg", "a.b.jpg", ".a.jpg", "jpg", "a.md"):
+    for name in ("a.PNG", "a.b.jpg", ".a.jpg", "jpg", "a.md"):
         assert name in notes
     for row in (-1, 6):
         with pytest.raises(IndexError):
@@ -126,29 +113,14 @@ def test_a_repeated_name_is_another_sample(tmp_path: Path) -> None:
     assert [source.record(row).image for row in range(2)] == [b"1", b"2"]
 
 
-def npy(values: list[int]) -> bytes:
-    out = io.BytesIO()
-    np.save(out, np.array(values))
-    return out.getvalue()
-
-
 TEXTS: list[tuple[dict[str, bytes], list[str], object, dict[str, Any]]] = [
     ({"txt": b"one\n\n two \r\n"}, ["one", "two"], None, {}),
     ({"txt": b"text", "json": b'{"captions": ["a", " ", "b"], "url": "u"}'}, ["a", "b"], None, {"url": "u"}),
     ({"txt": b"text", "json": b'{"caption": "from json"}'}, ["from json"], None, {}),
     ({"txt": b"text", "json": b'{"caption": null}'}, ["text"], None, {}),
-    ({"txt": b"\xef\xbb\xbfmark"}, ["mark"], None, {}),
-    ({"txt": b"x" * 100_000}, ["x" * 100_000], None, {}),
     ({"cls": b"3\n"}, [], 3, {}),
     ({"cls": b"[5, 0]"}, [], LabelSet((0, 5)), {}),
-    ({"txt": b"t", "npy": npy([0, 1, 1])}, ["t"], LabelSet((1, 2), 3), {}),
-    ({"cls": b"1", "npy": npy([4, 7])}, [], 1, {"npy": [4, 7]}),
-    (
-        {"json": b'{"question": "q?", "answers": ["a", "b"]}'},
-        ["a", "b"],
-        None,
-        {"question": "q?", "answers": ["a", "b"]},
-    ),
+    ({"json": b'{"question": "q?", "answers": ["a"]}'}, ["a"], None, {"question": "q?", "answers": ["a"]}),
 ]
 
 
@@ -156,31 +128,11 @@ TEXTS: list[tuple[dict[str, bytes], list[str], object, dict[str, Any]]] = [
 def test_captions_classes_and_the_rest_of_the_json(
     tmp_path: Path, members: dict[str, bytes], captions: list[str], label: object, info: dict[str, Any]
 ) -> None:
-    source = opened(tmp_path, {"a.png": photo(), **{f"a.{suffix}": content for suffix, content in members.items()}})
+    source = opened(tmp_path, {"a.png": photo(), **{f"a.{suffix}": body for suffix, body in members.items()}})
     record = source.record(0)
     assert (record.captions, record.label, record.info) == (captions, label, info)
     assert (source.captions(0), source.question(0)) == (captions, info.get("question"))
     assert source.labels.tolist() == [label if isinstance(label, int) else -1]
-
-
-BAD = {
-    "no image": {"a.txt": b"t"},
-    "the image has zero bytes": {"a.png": b"", "a.txt": b"t"},
-    "no caption": {"a.png": photo(), "a.txt": b" \n\n"},
-    "caption is not UTF-8": {"a.png": photo(), "a.txt": b"caf\xe9"},
-    "the json cannot be parsed": {"a.png": photo(), "a.json": b"["},
-    "the json is not an object with `captions` or `caption`": {"a.png": photo(), "a.json": b"[1]"},
-    "the captions of the json are not strings": {"a.png": photo(), "a.json": b'{"captions": "x"}'},
-    "class index is not a whole number: b'-1'": {"a.png": photo(), "a.cls": b"-1"},
-    "the .txt has 8,388,609 bytes, more than 8,388,608": {"a.png": photo(), "a.txt": bytes((1 << 23) + 1)},
-}
-
-
-@pytest.mark.parametrize("expected", BAD)
-def test_bad_samples_have_reasons(tmp_path: Path, expected: str) -> None:
-    source = opened(tmp_path, BAD[expected] | {"good.png": photo(), "good.txt": b"t"})
-    assert reason(source, 0) == expected
-    assert source.record(1).captions == ["t"]
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -217,6 +169,7 @@ def member(name: bytes, body: bytes, kind: bytes = b"0") -> bytes:
     return header(name, len(body), kind) + body + bytes(-len(body) % 512)
 
 
+SPARSE = header(b"old.png", 512, b"S") + bytes(512)
 GOOD = member(b"good.png", photo()) + member(b"good.txt", b"good")
 END = bytes(1024)
 DAMAGED = {
@@ -239,12 +192,10 @@ def test_damage_ends_the_tar_with_a_note(tmp_path: Path, capsys: pytest.CaptureF
     assert main("index", str(tmp_path / "data/x.tar")) == 1
 
 
-def test_links_and_sparse_files_are_named(tmp_path: Path) -> None:
-    links = b"".join(header(b"link%c.jpg" % kind, 0, bytes([kind])) for kind in b"12346")
-    sparse = header(b"old.png", 512, b"S") + bytes(512)
-    source = opened(tmp_path, GOOD + links + sparse + header(b"folder.jpg/", 0, b"5") + END)
+def test_sparse_files_are_named(tmp_path: Path) -> None:
+    source = opened(tmp_path, GOOD + SPARSE + END)
     assert outcomes(source) == {"good": "good"}
-    assert "6 members skipped, no file, but a link or the like" in source.notes[0]
+    assert "1 member skipped" in source.notes[0]
 
 
 def test_what_a_tar_says_of_all_its_members_holds_for_each(tmp_path: Path) -> None:
@@ -277,20 +228,6 @@ def test_what_is_no_plain_tar_of_images(tmp_path: Path, content: bytes, said: st
 
 
 @pytest.fixture
-def read_again(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The tars that are read from here on."""
-    names, real = list[str](), tarfile.TarFile.__init__
-
-    def noted(tar: tarfile.TarFile, *args: Any, **more: Any) -> None:
-        if "fileobj" in more:
-            names.append(Path(more["fileobj"].name).name)
-        real(tar, *args, **more)
-
-    monkeypatch.setattr(tarfile.TarFile, "__init__", noted)
-    return names
-
-
-@pytest.fixture
 def data(tmp_path: Path) -> Path:
     for n in range(5):
         write_tar(tmp_path / "data" / f"{n}.tar", pairs(n + 1, first=100 * n))
@@ -303,50 +240,35 @@ def said(data: Path) -> Any:
     return source.fingerprint, source.notes, outcomes(source)
 
 
-def cut(data: Path) -> None:
-    os.truncate(data / "3.tar", 2000)
-
-
-def replaced(data: Path) -> None:
-    write_tar(data / "3.tar", pairs(5, first=900))
-
-
-def touched(data: Path) -> None:
-    os.utime(data / "3.tar", ns=(1, 1))
-
-
-def gone(data: Path) -> None:
-    (data / "3.tar").unlink()
-
-
-def more(data: Path) -> None:
-    write_tar(data / "10.tar", pairs(2, first=1000))
-
-
-CHANGES = {cut: ["3.tar"], replaced: ["3.tar"], touched: ["3.tar"], gone: [], more: ["10.tar"]}
+CHANGES: list[Callable[[Path], object]] = [
+    lambda tar: os.truncate(tar, 2000),
+    lambda tar: write_tar(tar, pairs(5, first=900)),
+    lambda tar: tar.unlink(),
+    lambda tar: write_tar(tar.with_name("10.tar"), pairs(2, first=1000)),
+]
 
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("beside", [False, True])
-def test_only_tars_that_have_changed_are_read_again(
-    tmp_path: Path, data: Path, read_again: list[str], monkeypatch: pytest.MonkeyPatch,
-    change: Callable[[Path], None], beside: bool,
-) -> None:  # fmt: skip
+def test_tars_that_have_changed_are_read_again(
+    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], object], beside: bool
+) -> None:
+    """By size and time; what is known of the others is kept, in the cache or beside them."""
     before = said(data)
-    assert sorted(path.name for path in data.iterdir()) == [f"{n}.tar" for n in range(5)]
     if beside:
         main("index", str(data))
         shutil.rmtree(tmp_path / "cache")
-    assert sorted(read_again) == [f"{n}.tar" for n in range(5)]
-    read_again.clear()
-    assert said(data) == before
-    change(data)
+    kept, status = (data / "0.tar").read_bytes(), (data / "0.tar").stat()
+    (data / "0.tar").write_bytes(kept.replace(b"0000.txt", b"9999.txt"))
+    os.utime(data / "0.tar", ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert open_source(str(data)).fingerprint == before[0]
+    (data / "0.tar").write_bytes(kept)
+    os.utime(data / "0.tar", ns=(status.st_atime_ns, status.st_mtime_ns))
+    change(data / "3.tar")
     after = said(data)
-    assert read_again == CHANGES[change]
     monkeypatch.setenv("KILOWORD_CACHE", str(tmp_path / "another"))
     (data / INDEX).unlink(missing_ok=True)
-    assert said(data) == after
-    assert (after == before) == (change is touched)
+    assert said(data) == after != before
 
 
 def test_a_fingerprint_is_of_content_not_of_time_or_place(tmp_path: Path, data: Path) -> None:
@@ -355,28 +277,14 @@ def test_a_fingerprint_is_of_content_not_of_time_or_place(tmp_path: Path, data: 
     assert open_source(str(tmp_path / "copy")).fingerprint == open_source(str(data)).fingerprint
 
 
-@pytest.mark.parametrize("harm", [lambda raw: b"", lambda raw: b"noise", lambda raw: raw[:-9]])
-def test_a_damaged_file_of_rows_is_made_again(tmp_path: Path, data: Path, harm: Callable[[bytes], bytes]) -> None:
-    expected = said(data)
-    (kept,) = (tmp_path / "cache/tars").glob("*.arrow")
-    kept.write_bytes(harm(kept.read_bytes()))
-    assert said(data) == expected
-
-
-def test_many_tars_are_read_by_processes_and_a_killed_start_goes_on(
-    tmp_path: Path, read_again: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_start_that_failed_among_many_tars_goes_on(tmp_path: Path) -> None:
     tars = [write_tar(tmp_path / "data" / f"{n}.tar", pairs(2, 2 * n)) for n in range(30)]
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
     tars[20].write_bytes(b"no tar" * 200)
-    with pytest.raises(ValueError, match=r"20\.tar cannot be read as a plain tar"):
+    with pytest.raises(ValueError, match=r"20\.tar"):
         open_source(str(tmp_path / "data"))
-    assert len(list((tmp_path / "cache").rglob("rows/*"))) > 10
     write_tar(tars[20], pairs(2, 40))
     source: Any = open_source(str(tmp_path / "data"))
     assert [source.captions(row) for row in range(60)] == [[f"image {row}"] for row in range(60)]
-    assert not list((tmp_path / "cache/rows").iterdir())
-    assert read_again == []  # not by this process
 
 
 def _everything(src: str | Source) -> list[Record]:
@@ -397,24 +305,15 @@ def test_an_index_for_others(tmp_path: Path, data: Path, capsys: pytest.CaptureF
     expected = _everything(str(data))
     assert main("index", str(data)) == 0
     assert str(data / INDEX) in capsys.readouterr().out
+    (tmp_path / "file").write_text("")
+    with pytest.MonkeyPatch.context() as patch:  # where no cache can be written, too
+        patch.setenv("KILOWORD_CACHE", str(tmp_path / "file"))
+        assert _everything(str(data)) == expected
     shutil.copytree(data, tmp_path / "moved", copy_function=shutil.copy2)
     assert _everything(str(tmp_path / "moved")) == expected
     assert _everything(f"{tmp_path}/moved/{{1..2}}.tar") == expected[1:6]
     assert main("index", "scenes?n=3") == 0
     assert "nothing to index" in capsys.readouterr().out
-
-
-def test_a_folder_or_a_cache_that_cannot_be_written(
-    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected = _everything(str(data))
-    main("index", str(data))
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("KILOWORD_CACHE", str(tmp_path / "file"))
-    assert _everything(str(data)) == expected
-    (data / INDEX).unlink()
-    with pytest.raises(ValueError, match=r"cannot be written \(Not a directory\)\. Set KILOWORD_CACHE"):
-        open_source(str(data))
 
 
 @pytest.mark.parametrize(
@@ -449,29 +348,6 @@ def test_what_src_may_be(tmp_path: Path) -> None:
     assert expand("a{08..10}b{0..1}") == [f"a{i}b{j}" for i in ("08", "09", "10") for j in (0, 1)]
     names = ["9", "10", "2" * 5000, "a", "a9", "a9b", "a10", "b2", "x²", "x٢"]
     assert sorted(set(names), key=natural) == names
-
-
-@pytest.mark.parametrize(
-    ("src", "message"),
-    [
-        ("missing", "no such file or folder. Expected a folder of tars"),
-        ("empty", "is an empty folder"),
-        ("other", "is a folder without tars or images"),
-        ("splits", "its folders dev, train do: name one of them"),
-        ("other/x.doc", "unknown kind of file"),
-        ("splits/dev/{0..2}.tar", "2 of 3 tars are missing, the first is .*1.tar"),
-        ("splits/dev/{2..0}.tar", "is empty. Write the smaller number first"),
-        ("splits/{0..9999}/{0..999}.tar", "Expected at most 1,000,000"),
-    ],
-)
-def test_src_that_is_no_data_set(tmp_path: Path, src: str, message: str) -> None:
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "x.doc").write_text("x")
-    for split in ("train", "dev"):
-        write_tar(tmp_path / "splits" / split / "0.tar", pairs(1))
-    with pytest.raises(ValueError, match=message):
-        open_source(str(tmp_path / src))
 
 
 def test_class_data_in_clip_benchmarks_layout(tmp_path: Path) -> None:
