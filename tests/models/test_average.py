@@ -13,6 +13,7 @@ from folders import model_folder
 from kiloword.cli.main import main
 from kiloword.models.card import model_card
 from kiloword.models.model_folder import load_model
+from photo_folders import refused
 
 MODEL = ("config.json", "model.safetensors", "tokenizer.json")
 
@@ -35,42 +36,37 @@ def average(*words: object) -> None:
     main(["average", *map(str, words)])
 
 
-def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
-    with pytest.raises(SystemExit) as stopped:
-        average(*words)
-    assert stopped.value.code == 2
-    return capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("alpha", "end"), [(0, 0), (1, 1)])
-def test_the_ends_are_the_models(models: list[Path], tmp_path: Path, alpha: int, end: int) -> None:
-    average(*models[:2], "--alpha", alpha, "--out", tmp_path / "m")
-    assert (tmp_path / "m" / "tokenizer.json").read_bytes() == (models[end] / "tokenizer.json").read_bytes()
-    expected, weights = load_file(models[end] / "model.safetensors"), load_file(tmp_path / "m" / "model.safetensors")
-    assert weights.keys() == expected.keys()
-    assert all(torch.equal(weights[name], x) for name, x in expected.items())
-
-
 @pytest.mark.parametrize(
-    ("count", "words", "shares"), [(2, ["--alpha", "0.3"], [0.7, 0.3]), (2, [], [0.5, 0.5]), (3, [], [1 / 3] * 3)]
+    ("words", "shares"),
+    [
+        (["--alpha", 0], [1, 0]),
+        (["--alpha", 1], [0, 1]),
+        (["--alpha", 0.3], [0.7, 0.3]),
+        ([], [0.5, 0.5]),
+        ([], [1 / 3] * 3),
+    ],
 )
 def test_the_mean(
     models: list[Path],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
-    count: int,
-    words: list[str],
+    words: list[object],
     shares: list[float],
 ) -> None:
-    average(*models[:count], *words, "--out", tmp_path / "m")
-    parts = [load_file(folder / "model.safetensors") for folder in models[:count]]
+    """Bit for bit; stored tokens of a frozen trunk are known by a digest of its bytes, which tell -0 from 0."""
+    parts = [load_file(folder / "model.safetensors") for folder in models[: len(shares)]]
+    for part, folder in zip(parts, models, strict=False):
+        part["head.bias"] = torch.zeros_like(part["head.bias"]).neg()
+        save_file(part, folder / "model.safetensors")
+    average(*models[: len(shares)], *words, "--out", tmp_path / "m")
     weights = {name: x.data for name, x in load_model(tmp_path / "m")[0].state_dict().items()}
+    assert weights.keys() >= parts[0].keys()
     for name in parts[0]:
-        expected = sum(share * part[name].double() for share, part in zip(shares, parts, strict=True))
-        assert isinstance(expected, torch.Tensor)
+        expected = torch.stack([share * part[name].double() for share, part in zip(shares, parts, strict=True)]).sum(0)
         assert torch.equal(weights[name], expected.float()), name
+    assert weights["head.bias"].signbit().all()
     count_all = sum(x.numel() for x in parts[0].values())
-    assert f"{count_all:,} parameters: {shares[0]:.4g} of {models[0]}, " in capsys.readouterr().out
+    assert f"{count_all:,} parameters: " in capsys.readouterr().out
     assert {path.name for path in (tmp_path / "m").iterdir()} == {"README.md", *MODEL}
 
 
@@ -83,8 +79,6 @@ def test_the_mean_of_two_states_of_a_run(tmp_path: Path) -> None:
     assert not torch.equal(a["head.log_scale"], b["head.log_scale"])
     for name, value in load_file(tmp_path / "m" / "model.safetensors").items():
         assert torch.equal(value, (0.75 * a[name].double() + 0.25 * b[name].double()).float()), name
-    assert "0.75 of" in (tmp_path / "m" / "README.md").read_text()
-    assert "(1 steps on scenes" in (tmp_path / "m" / "README.md").read_text().replace("\\", "")
 
 
 def test_an_average_says_of_what(models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,9 +91,8 @@ def test_an_average_says_of_what(models: list[Path], tmp_path: Path, monkeypatch
     assert file["steps"] == 0
     assert file["data"] == "averaged: 0.75 of a (1,000 steps on shards-0), 0.25 of b (2,000 steps on shards-1)"
     text = Path("m/README.md").read_text()
-    assert "The mean of the weights of several models, not trained further: 0.75 of a (1,000 steps on shards" in text
+    assert "not trained further: 0.75 of a (1,000 steps on shards" in text
     assert "Trained for" not in text
-    assert "Not trained by kiloword" not in text
     assert text == model_card(Path("m"))
     changed(models[2], steps=0, data="open_clip ViT-B-32")
     average("m", "c", "--out", "again")
@@ -119,34 +112,23 @@ def changed(folder: Path, **values: object) -> Path:
     return folder
 
 
-def test_what_models_share_keeps_its_bytes(models: list[Path], tmp_path: Path) -> None:
-    """Stored tokens of a frozen trunk are known by a digest of its bytes, which tell -0 from 0."""
-    weights = load_file(models[0] / "model.safetensors")
-    zeros = {name: torch.zeros_like(value).neg() for name, value in weights.items()}
-    for folder in models:
-        save_file(zeros, folder / "model.safetensors")
-    average(*models, "--out", tmp_path / "m")
-    assert all(value.signbit().all() for value in load_file(tmp_path / "m" / "model.safetensors").values())
-
-
 def test_models_that_do_not_fit(models: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a, b, c = models
     out = ("--out", tmp_path / "m")
     clip = model_folder(tmp_path / "clip", "clip")
-    assert "method is 'siglip' and 'clip'" in refused(capsys, a, clip, *out)
+    assert "method is 'siglip' and 'clip'" in refused(capsys, "average", a, clip, *out)
     changed(c, settings={"scale": 5.0})
-    assert "settings.scale is 10.0 and 5.0" in refused(capsys, a, b, c, *out)
+    assert "settings.scale is 10.0 and 5.0" in refused(capsys, "average", a, b, c, *out)
     changed(c, settings={}, model__image__heads=4)
-    assert "model.image.heads is 2 and 4" in refused(capsys, a, c, *out)
+    assert "model.image.heads is 2 and 4" in refused(capsys, "average", a, c, *out)
     whole = load_file(b / "model.safetensors")
-    save_file({**whole, "head.bias": whole["head.bias"] * torch.nan}, b / "model.safetensors")
-    assert "head.bias is NaN" in refused(capsys, a, b, *out)
-    save_file({k: v for k, v in whole.items() if k != "head.bias"}, b / "model.safetensors")
-    assert "head.bias" in refused(capsys, a, b, *out)
+    for wrong in ({"head.bias": whole["head.bias"] * torch.nan}, {"head.scale": whole["head.bias"]}):
+        save_file({k: v for k, v in whole.items() if k != "head.bias"} | wrong, b / "model.safetensors")
+        assert "head.bias" in refused(capsys, "average", a, b, *out)
     words = json.loads((a / "tokenizer.json").read_text())
     words["added_tokens"][0]["content"] = "<other>"
     (a / "tokenizer.json").write_text(json.dumps(words))
-    assert refused(capsys, a, b, *out)
+    assert refused(capsys, "average", a, b, *out)
     assert not (tmp_path / "m").exists()
 
 
@@ -166,4 +148,4 @@ def test_what_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], says: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert says in refused(capsys, *words, *([] if "--out" in words else ["--out", "m"]))
+    assert says in refused(capsys, "average", *words, *([] if "--out" in words else ["--out", "m"]))

@@ -5,9 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,10 +23,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.multiprocessing.spawn import spawn
 
-from cases import mostly_slow
 from kiloword.config.recipes import Recipe
 from kiloword.distributed import collectives, launch
-from kiloword.files import SaveError
 from kiloword.methods.defaults import default_recipe
 from kiloword.models.states import copy_part, newest, shards_folder, steps_done, write_numbers, write_part
 from kiloword.models.tensors import CODES, spec_of, write_tensors
@@ -109,16 +106,6 @@ def test_torchs_own_reader_reads_a_state(tmp_path: Path) -> None:
     same(into, some())
 
 
-def test_a_copy_holds_what_was_and_its_memory_is_used_again() -> None:
-    tensors, buffers = some(), dict[str, Tensor]()
-    first = {name: value for name, (value, _) in copy_part(tensors, buffers).items()}
-    places = {name: value.data_ptr() for name, value in first.items()}
-    for value in tensors.values():
-        value.zero_()
-    same(first, some())
-    assert {name: value.data_ptr() for name, (value, _) in copy_part(tensors, buffers).items()} == places
-
-
 # Which state is taken
 
 
@@ -132,19 +119,14 @@ def shard_of(path: Path) -> Path:
     return path.with_suffix("") / SHARD
 
 
-def endless(path: Path) -> None:
-    path.unlink()
-    path.symlink_to("/dev/zero")
-
-
-def rewritten(path: Path, offsets: Any = None, shape: Any = (7, 3), **files: str) -> None:
+def rewritten(path: Path, offsets: Sequence[int] = (0, 0), shape: Sequence[int] = (7, 3), **files: str) -> None:
     """The state with another place or shape of its weight, and the right checksums."""
     raw = shard_of(path).read_bytes()
     end = 8 + int.from_bytes(raw[:8], "little")
     header = json.loads(raw[8:end])
     header["learner/weight"]["shape"] = shape
     places = json.loads(header["__metadata__"]["DCP_SHARDING_INFO"])
-    places["learner/weight"]["saved_offsets"] = offsets or [0, 0]
+    places["learner/weight"]["saved_offsets"] = offsets
     header["__metadata__"]["DCP_SHARDING_INFO"] = json.dumps(places)
     text = json.dumps(header).encode()
     shard_of(path).write_bytes(len(text).to_bytes(8, "little") + text + raw[end:])
@@ -156,16 +138,12 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "shard cut": lambda path: os.truncate(shard_of(path), 400),
     "bit flipped": lambda path: flip(shard_of(path)),
     "shard missing": lambda path: shard_of(path).unlink(),
-    "shard a pipe": lambda path: (shard_of(path).unlink(), os.mkfifo(shard_of(path))),
     "json cut": lambda path: os.truncate(path, 30),
-    "json null": lambda path: path.write_text("null"),
-    "json without an end": endless,
     "json of 3 GB": lambda path: os.truncate(path, 3 << 30),
     "another file": lambda path: rewritten(path, **{"../step-000000007/x": "y"}),
     "huge in the file": lambda path: rewritten(path, shape=[10**6, 10**7]),
     "huge by its place": lambda path: rewritten(path, [10**12, 0]),
     "before the beginning": lambda path: rewritten(path, [-1, 0]),
-    "no place": lambda path: rewritten(path, "zz"),
 }
 
 
@@ -191,14 +169,6 @@ def test_without_its_json_a_state_does_not_exist(tmp_path: Path) -> None:
     found = load_state(tmp_path, pytest.fail)
     assert found is not None
     assert found[1]["step"] == steps_done(tmp_path) == 7
-    assert load_state(tmp_path / "none", pytest.fail) is None
-
-
-def test_all_damaged_is_refused(tmp_path: Path) -> None:
-    for step in (7, 9):
-        flip(shard_of(put(tmp_path, step, some())))
-    with pytest.raises(ValueError, match="all are damaged"):
-        newest(tmp_path, print)
 
 
 # While training
@@ -259,22 +229,6 @@ def test_training_goes_on_while_a_state_is_written(tmp_path: Path, monkeypatch: 
         assert one == other  # checksums of the tensors among it
 
 
-@pytest.mark.parametrize("save", mostly_slow([1, 2, 4], 1))
-def test_an_error_in_the_thread_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: int) -> None:
-    def full(number: int) -> None:
-        if number == save:
-            raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        at_saves(patch, full)
-        with pytest.raises(SaveError, match="No space left on device"):
-            train(recipe(), tmp_path, options=EVERY)
-    assert steps_done(tmp_path / "state") == 2 * (save - 1)
-    assert not [t for t in threading.enumerate() if t.name.startswith("save")]
-    train(recipe(), tmp_path, options=EVERY)
-    assert steps(tmp_path) == 8
-
-
 def test_a_state_that_is_being_written_when_the_run_fails_is_finished(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -296,19 +250,17 @@ def sharded() -> dict[str, Tensor]:
 
 def on_rank(folder: Path, read: bool) -> None:
     rank, ranks = collectives.rank(), collectives.ranks()
-    mesh = init_device_mesh("cpu", (ranks,))
+    mesh, plain = init_device_mesh("cpu", (ranks,)), some() | sharded()
     tensors = some() | {k: distribute_tensor(v, mesh, [Shard(0)]) for k, v in sharded().items()}
     if read:
         output: list[str] = []
         stored = newest(folder, output.append)
         assert stored is not None
         assert len(output) == 1
-        empty = {name: torch.zeros_like(value) for name, value in tensors.items()}
-        stored.load(empty)
-        same({k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in empty.items()}, some() | sharded())
-        plain = {k: torch.zeros_like(v) for k, v in (some() | sharded()).items()}
-        stored.load(plain)
-        same(plain, some() | sharded())
+        for into in (tensors, plain):
+            empty = {name: torch.zeros_like(value) for name, value in into.items()}
+            stored.load(empty)
+            same({k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in empty.items()}, plain)
     for step in (1, 2):
         files: dict[str, str] = {}
         part = copy_part(tensors, {})

@@ -11,9 +11,9 @@ import shutil
 import struct
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import reduce
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -90,9 +90,6 @@ def test_a_run_does_not_start_from_a_model_that_declares_too_much(folder: Path) 
         start.settle(start.defaults("clip", str(folder), "debug"), Tokenizer.load(folder))
 
 
-# Weights
-
-
 def rewrite(path: Path, change: Callable[[dict[str, Any]], object], more: int = 0) -> None:
     """Change the header of a file. Args: more: bytes of a hole behind its tensors."""
     raw = path.read_bytes()
@@ -116,7 +113,6 @@ def hole(path: Path) -> None:
     ("damage", "says"),
     [
         (lambda path: path.write_bytes(path.read_bytes()[:-100]), "is damaged"),
-        (lambda path: path.write_bytes(b""), "is damaged"),
         (lambda path: path.write_bytes(struct.pack("<Q", 2**62) + b"{}"), "is damaged"),
         (lambda path: rewrite(path, lambda header: header.update(long=" " * (1 << 24))), "is damaged"),
         (lambda path: rewrite(path, lambda header: header["head.bias"].update(shape=[2**40])), "is damaged"),
@@ -124,7 +120,7 @@ def hole(path: Path) -> None:
         (lambda path: rewrite(path, lambda header: header["head.bias"].update(dtype="I32")), "head.bias .* I32"),
         (hole, "unknown junk"),
     ],
-    ids=range(8),
+    ids=range(7),
 )
 def test_weights(folder: Path, damage: Callable[[Path], None], says: str) -> None:
     damage(folder / "model.safetensors")
@@ -132,12 +128,8 @@ def test_weights(folder: Path, damage: Callable[[Path], None], says: str) -> Non
         load(folder)
 
 
-# Tokenizers
-
-
 def test_damaged_tokenizers(folder: Path) -> None:
     for part, value in (
-        ("normalizer", {"type": "Odd"}),
         ("normalizer", {"type": "Precompiled", "precompiled_charsmap": "////"}),
         ("model", 3),
         ("model", {"type": "WordPiece", "vocab": {"a": 0}, "unk_token": "a"}),
@@ -166,9 +158,6 @@ def test_special_ids_belong_to_the_vocabulary(folder: Path, value: Any) -> None:
         Tokenizer.load(change(folder, "tokenizer.json", at, [value]))
 
 
-# Weights of others
-
-
 def test_junk_in_place_of_weights(tmp_path: Path) -> None:
     if importlib.util.find_spec("open_clip") is None:
         pytest.skip("open_clip is not installed")
@@ -176,27 +165,17 @@ def test_junk_in_place_of_weights(tmp_path: Path) -> None:
     torch.save({"visual.proj": torch.zeros(4, 4), "logit_scale": torch.zeros(())}, saved)
     raw = saved.getvalue()
     changed = [bytes(rng.choice((b, rng.randrange(256))) if rng.random() < 0.02 else b for b in raw) for _ in range(20)]
+    values: list[Any] = [3, [1], {"state_dict": {}}, {1: torch.zeros(1)}, {"visual.proj": torch.zeros(())}]
+    for name in ("visual.trunk.pos_embed", "logit_bias", "text_decoder.x", "transformer.resblocks.x.attn.weight"):
+        values += [{name: x} for x in (torch.zeros(0), torch.zeros(2, 2, 2), torch.zeros(2, 2).to_sparse())]
+    for value in values:
+        torch.save(value, saved := io.BytesIO())
+        changed.append(saved.getvalue())
     for data in (*changed, b"", raw[:300], raw[:-1], b"\x80\2", b"PK\5\6" + b"\0" * 18, b"{}", pickle.dumps([1])):
         path.write_bytes(data)
         with pytest.raises(ValueError, match=r"\w"):
             import_state("ViT-B-32", read(path))
-    for value in (3, [1], {"state_dict": {}}, {1: torch.zeros(1)}, {"visual.proj": torch.zeros(())}):
-        torch.save(value, path)
-        with pytest.raises(ValueError, match=r"\w"):
-            import_state("ViT-B-32", read(path))
-    for name in (
-        "visual.trunk.pos_embed",
-        "logit_bias",
-        "text_decoder.x",
-        "transformer.resblocks.x.attn.in_proj_weight",
-    ):
-        for tensor in (torch.zeros(0), torch.zeros(2, 2, 2), torch.zeros(2, 2).to_sparse()):
-            torch.save({name: tensor}, path)
-            with pytest.raises(ValueError, match=r"\w"):
-                import_state("ViT-B-32", read(path))
 
-
-# Trunks
 
 CODE = "stranger_trunk_code"  # a module on the path, which writes a file when imported
 VIT = {"model_type": "vit", "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
@@ -205,10 +184,8 @@ IMAGE: list[dict[str, Any]] = [
     {"name": f"{CODE}:make"},
     {"name": f"timm:{CODE}"},
     {"name": "timm:hf-hub:someone/model"},
-    {"name": "timm:local-dir:/tmp"},
     {"name": "open_clip:hf-hub:someone/model"},
     {"name": "hf", "config": {"model_type": CODE}},
-    {"name": "hf", "config": {}},
     {"name": "hf", "config": {**VIT, "num_hidden_layers": 100_000}},
     {"name": "hf", "config": {**VIT, "hidden_size": 10**12}},
     {"name": "hf", "config": {"model_type": "other", "auto_map": {"AutoModel": f"{CODE}.Model"}}},
@@ -216,7 +193,6 @@ IMAGE: list[dict[str, Any]] = [
     {"grid": 8192},
     {"width": 65_536},
     {"prefix": 4096},
-    {"grid": -1},
     {"config": "x"},
 ]
 TEXT: list[dict[str, Any]] = [
@@ -224,7 +200,6 @@ TEXT: list[dict[str, Any]] = [
     {"config": {"model_type": CODE, "auto_map": {"AutoModel": f"{CODE}.Model"}}},
     {"config": {"model_type": "bert", "hidden_size": 24, "num_hidden_layers": 100_000}},
     {"config": {"model_type": "bert", "hidden_size": 24, "vocab_size": 10**12}},
-    {"config": {"model_type": "bert", "hidden_size": 25}},
     {"width": 65_536},
 ]
 
@@ -239,50 +214,31 @@ def with_trunks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("tower", "change"), [*(("image", c) for c in IMAGE), *(("text", c) for c in TEXT)])
+@pytest.mark.parametrize(
+    ("tower", "change"), [("image", {}), *(("image", c) for c in IMAGE), *(("text", c) for c in TEXT)]
+)
 def test_trunks_of_strangers(
     with_trunks: Path, tower: str, change: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / f"{CODE}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\ndef make(*_): ...\n")
     monkeypatch.syspath_prepend(tmp_path)
-    folder = tmp_path / "model"
-    folder.mkdir()
-    for path in with_trunks.iterdir():
-        (folder / path.name).write_bytes(path.read_bytes())
+    folder = Path(shutil.copytree(with_trunks, tmp_path / "model"))
     document = json.loads((folder / "config.json").read_text())
     document["model"][tower]["trunk"] |= change
     (folder / "config.json").write_text(json.dumps(document))
-    with pytest.raises(ValueError, match=r"\w"):
+    with pytest.raises(ValueError, match=r"\w") if change else nullcontext():
         load_model(folder)
     assert not (tmp_path / "ran").exists()
     assert CODE not in sys.modules
 
 
-def test_the_folder_itself_is_fine(with_trunks: Path) -> None:
-    """So that the refusals above are of the changes."""
-    loaded, _ = load_model(with_trunks)
-    assert loaded.config.image.trunk.name == config("frozen").image.trunk.name
-    assert loaded.config.text.trunk.name == "hf"
-
-
-# Many
-
-
-@pytest.fixture
-def mutants(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(FUZZ))
-    return importlib.import_module("folders_fuzz")
-
-
 @pytest.mark.slow
-def test_changed_folders_load_or_are_refused(mutants: ModuleType, tmp_path: Path) -> None:
-    figures = mutants.attempt(100, tmp_path, seed=1)
+def test_changed_folders_load_or_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(FUZZ))
+    figures = importlib.import_module("folders_fuzz").attempt(100, tmp_path, seed=1)
     assert not figures.broken
     assert figures.outcomes["loaded"] > 5
     assert figures.outcomes["refused"] > 30
-
-
-# Vocabularies
 
 
 def test_a_vocabulary_learns_from_the_beginning_of_long_words() -> None:

@@ -7,6 +7,7 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -78,7 +79,6 @@ def ends(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 
 VERBS = [
-    ("score", "asks", *SCORE),
     ("eval", "retrieval", "asks", *SCENES),
     ("eval", "spectrum", "plain", "asks", *SCENES),
     ("embed", "asks", *SCENES, "--out", "features"),
@@ -97,27 +97,36 @@ def test_no_verb_imports_what_a_model_names(words: tuple[str, ...], capsys: pyte
     assert not ran()
 
 
-@pytest.mark.parametrize("name", ["own:preset+compose", "own:stop", "../../own:preset", ":x", "a:", "own:preset:x"])
-def test_no_name_of_code_is_imported(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+CODE = ("own:preset+compose", "siglip+own:preset", "own:stop", "../../own:preset", ":x", "a:b:c")
+NAMES = dict.fromkeys(CODE, "which is code") | dict.fromkeys(("siglip+own", "own.preset", "+", "x" * 5000), "expected")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_name_is_imported(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     asks_for(name)
-    assert f"the method {name!r}, which is code" in ends(capsys, "score", "asks", *SCORE)
+    said = ends(capsys, "score", "asks", *SCORE)
+    assert NAMES[name] in said
+    assert len(said) < 1000
     for opens in (load, load_model, open_teacher, open_captioner):
-        with pytest.raises(ValueError, match="is code"):
+        with pytest.raises(ValueError, match=r"\w"):
             opens("asks", "cpu")
     assert not ran()
 
 
-@pytest.mark.parametrize("name", ["siglip+own:preset", "siglip+own", "own", "own.preset", "", "+", "x" * 5000])
-def test_other_names_are_unknown(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    asks_for(name)
-    assert len(ends(capsys, "score", "asks", *SCORE)) < 1000
-    assert not ran()
+@pytest.mark.parametrize("name", ["../../x:y", ":y", "math:pi", "y" * 5000])
+def test_names_that_are_no_module(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (("train", name, "--out", "run"), ("verify", name), ("plan", name)):
+        said = ends(capsys, *words)
+        assert "expected" in said
+        assert len(said) < 1000
 
 
 @pytest.mark.parametrize("word", [("--method", "own:preset"), ("--trust-code",)])
 def test_code_runs_when_the_user_says_so(word: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
-    main(["score", "asks", *SCORE, *word])
+    said: dict[str, Any] = {"trust_code": True} if word == ("--trust-code",) else {"method": word[1]}
+    assert load("asks", **said).method.name == "own"  # type: ignore[union-attr]
     assert ran()
+    main(["score", "asks", *SCORE, *word])
     main(["eval", "retrieval", "asks", *SCENES, *word])
     main(["embed", "asks", *SCENES, "--out", "features", *word])
     assert "is used" not in capsys.readouterr().err
@@ -128,11 +137,6 @@ def test_code_runs_when_the_user_says_so(word: tuple[str, ...], capsys: pytest.C
 def test_an_average_runs_no_code() -> None:
     main(["average", "asks", "asks", "--out", "mean"])
     assert not ran()
-
-
-def test_code_runs_from_python() -> None:
-    assert load("asks", method="own:preset").method.name == "own"  # type: ignore[union-attr]
-    assert load("asks", trust_code=True).method.name == "own"  # type: ignore[union-attr]
 
 
 def test_a_model_of_code_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
@@ -160,9 +164,7 @@ def test_naming_one_method_does_not_trust_another(capsys: pytest.CaptureFixture[
     assert not ran()
 
 
-@pytest.mark.parametrize(
-    "words", [("own:preset",), ("own:preset", "--transforms", "compose"), ("siglip", "--trust-code")], ids=str
-)
+@pytest.mark.parametrize("words", [("own:preset",), ("siglip", "--trust-code")], ids=str)
 def test_training_starts_from_a_model_of_its_own_method(
     words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -174,14 +176,6 @@ def test_training_starts_from_a_model_of_its_own_method(
     if words[0] != "siglip":
         assert "is code" in ends(capsys, "score", "run/model", *SCORE)
         main(["score", "run/model", *SCORE, "--method", "own:preset"])
-
-
-@pytest.mark.parametrize("verb", ["train", "verify", "plan"])
-@pytest.mark.parametrize("name", ["../../x:y", ":y", "a-b:c", "math:pi", "a:b:c", "y" * 5000])
-def test_names_that_are_no_module(verb: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    said = ends(capsys, verb, name, *(("--out", "run") if verb == "train" else ()))
-    assert "expected" in said
-    assert len(said) < 1000
 
 
 # The package's own code
@@ -214,7 +208,6 @@ def test_no_call_of_the_package_runs_what_a_file_holds() -> None:
     ("value", "says"),
     [
         ({"text_config": {"num_hidden_layers": 100_000}}, "num_hidden_layers"),
-        ({"vision_config": {"hidden_size": 10**9}}, "hidden_size"),
         ({"a": [1, {"depths": [2000]}]}, "depths"),
         ({"eps": float("nan")}, "eps"),
     ],
