@@ -202,16 +202,6 @@ def test_captions_and_images_are_omitted(tmp_path: Path, source: Source) -> None
     assert str(omitted(chosen)) == "omits 4 of 18 captions (pairs), and with them 1 of 6 images that keep none"
 
 
-def test_several_lists_are_one(tmp_path: Path, source: Source) -> None:
-    whole = pa.parquet.read_table(listed(tmp_path / "whole.parquet", source, {("0001", 0), ("0004", 2)}))
-    for n, rows in enumerate((whole.slice(0, 9), whole.slice(9))):
-        pa.parquet.write_table(rows, tmp_path / f"{n}.parquet")
-    parts = kept(source, [tmp_path / "1.parquet", tmp_path / "0.parquet"])
-    one = kept(source, [tmp_path / "whole.parquet"])
-    assert captions(parts) == captions(one)
-    assert parts.fingerprint == one.fingerprint
-
-
 def test_the_fingerprint_follows_what_is_kept(tmp_path: Path, source: Source) -> None:
     one, same, other = (
         kept(source, [listed(tmp_path / f"{n}.parquet", source, {("0001", index)}, order)])

@@ -361,7 +361,6 @@ def test_class_data_in_clip_benchmarks_layout(tmp_path: Path) -> None:
         source: Any = open_source(str(src))
         assert (source.classnames, source.templates) == (["cat", "red fox"], ["a photo of a {c}."])
         assert source.labels.tolist() == [1, -1, 0]
-    for names, line in (("", 1), ("cat\n\ndog\n", 2)):  # an empty name would move all that follow
-        (tmp_path / "classnames.txt").write_text(names)
-        with pytest.raises(ValueError, match=f"classnames.txt: line {line} is empty"):
-            open_source(str(tmp_path))
+    (tmp_path / "classnames.txt").write_text("cat\n\ndog\n")
+    with pytest.raises(ValueError, match=r"classnames.txt: line 2"):
+        open_source(str(tmp_path))

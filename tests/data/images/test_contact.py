@@ -36,17 +36,6 @@ def test_tiles_stand_in_rows_of_six(tmp_path: Path, count: int, rows: int) -> No
     assert (tall == (0, 90, 200)).all(-1).sum() == 180 * 60
 
 
-def test_captions_stand_below_and_what_is_not_shown_is_counted(tmp_path: Path) -> None:
-    """At most five lines; the number of further captions is one of them, in grey."""
-    image = Image.fromarray(plain(18, 24))
-    for text, captions, lines in (("HHH", 1, 1), ("HHH", 3, 2), ("word " * 200, 1, 5), ("word " * 200, 2, 5)):
-        below = sheet([(image, text, captions)], tmp_path)[16 + 180 + 2 :]
-        rows = (below != 255).any(-1).any(1)
-        assert (np.diff(rows.astype(int), prepend=0) == 1).sum() == lines
-        last = below[5 + 17 * (lines - 1) :][:17]
-        assert (last.min() >= 120) == (captions > 1)
-
-
 class Sampled:
     """Rows that are read are noted; some are bad."""
 

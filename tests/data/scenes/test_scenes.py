@@ -19,7 +19,6 @@ from kiloword.data.scenes import (
     Pattern,
     Query,
     Scene,
-    ScenesSource,
     Thing,
     draw,
     matches,
@@ -187,15 +186,6 @@ def test_levels_match_the_stated_share_of_scenes(level: int, low: float, high: f
     assert low <= true.mean() <= high
 
 
-def test_language_is_small_and_captions_fit() -> None:
-    source = parse_scenes("scenes?levels=0,1,2,3&n=1500")
-    said = [c for row in range(1500) for c in source.captions(row)]
-    tokens = [c.replace(",", " ,").replace(":", " :").split() for c in said]
-    assert len({t for caption in tokens for t in caption}) < 100
-    assert max(map(len, tokens)) <= 46
-    assert len(set(said)) > 0.5 * len(said)
-
-
 def test_no_split_shares_a_scene() -> None:
     sources = ("scenes", "scenes?seed=3", "scenes:val", "scenes:val?objects=1", "scenes:test", "scenes:test?hard=shape")
     rows = {src: parse_scenes(src).rows for src in sources}
@@ -228,13 +218,6 @@ def test_hard_groups_share_all_but_shapes() -> None:
         rows = range(8 * group, 8 * group + 8)
         assert sorted(source.scene(r).things[0].shape for r in rows) == list(range(8))
         assert (source.relevance([records[r].captions[0] for r in rows], rows) == np.eye(8, dtype=bool)).all()
-
-
-def test_levels_come_as_often_as_their_weights() -> None:
-    source = parse_scenes("scenes?levels=1:1,3:3&n=600")
-    levels = [level for row in range(600) for level in source.record(row).info["levels"]]
-    assert set(levels) == {1, 3}
-    assert 0.71 < levels.count(3) / len(levels) < 0.79
 
 
 @pytest.mark.parametrize("task", mostly_slow(["colour", "shape", "fill", "count"], 1))
@@ -270,7 +253,7 @@ def test_the_source() -> None:
         with pytest.raises(IndexError):
             source.record(row)
     assert parse_scenes("scenes?size=48", 32).settings.size == 48
-    assert ScenesSource().settings == parse_scenes("scenes?").settings == parse_scenes("scenes").settings
+    assert parse_scenes("scenes?").settings == parse_scenes("scenes").settings
     asked: Any = open_scenes("scenes:test?n=50&task=vqa", 32)
     assert (asked.record(3).image.shape, asked.resolution(64).asked(3)) == ((32, 32, 3), asked.asked(3))
     assert (asked.key(3), asked.record(3).info["scene"]) == (source.key(3), source.record(3).info["scene"])
@@ -305,22 +288,6 @@ def test_bad_settings_are_refused(src: str, said: str) -> None:
     with pytest.raises(ValueError) as e:
         len(parse_scenes(src).rows)
     assert said in str(e.value)
-
-
-KINDS = [(shape, size, fill) for shape in range(8) for size in range(2) for fill in range(3)]
-
-
-@pytest.mark.parametrize("side", [48, 64, 96])
-def test_every_kind_of_thing_looks_different(side: int) -> None:
-    images = [draw(Scene(1, (Thing(s, 0, z, f, 1, 1),)), side).astype(int) for s, z, f in KINDS]
-    for (a, x), (b, y) in combinations(zip(KINDS, images, strict=True), 2):
-        clearly = (np.abs(x - y).max(-1) > 60).sum() * (64 / side) ** 2
-        assert clearly >= 8, f"{a} and {b} differ in {clearly} pixels"
-
-
-def test_colours_and_backgrounds_are_far_apart() -> None:
-    for a, b in combinations(COLOUR_RGB + BACKGROUND_RGB, 2):
-        assert np.linalg.norm(np.subtract(a, b)) > 75, (a, b)
 
 
 @settings(max_examples=200, deadline=None)
@@ -368,26 +335,11 @@ SCENES = {  # number, scenes, what records say of five rows, and the sum of the 
 }
 DESCRIBED = ["46ec9425", "b1a94128", "ecd7a749", "757ac2dd"]
 DESCRIBED_INNER = ["46ec9425", "0139e123", "d839358a", "907dc780"]
-ASKED = {
-    "background": "24beedd0",
-    "colour": "d0538c8e",
-    "count": "82add27e",
-    "fill": "b703afb5",
-    "place": "ea2e9522",
-    "shape": "10286204",
-    "size": "4cad2a82",
-    "yes/no": "62e22113",
-}
-AREAS = [  # by shape: small, then large, each solid, striped and hollow
-    [376, 376, 204, 756, 756, 296],
-    [396, 396, 252, 784, 784, 384],
-    [228, 228, 172, 464, 464, 268],
-    [192, 192, 144, 384, 384, 232],
-    [198, 198, 184, 396, 396, 316],
-    [294, 294, 206, 590, 590, 312],
-    [288, 288, 232, 576, 576, 388],
-    [270, 270, 212, 530, 530, 320],
-]
+ASKED = {"background": "24beedd0", "colour": "d0538c8e", "count": "82add27e", "fill": "b703afb5"}
+ASKED |= {"place": "ea2e9522", "shape": "10286204", "size": "4cad2a82", "yes/no": "62e22113"}
+AREAS = [[376, 376, 204, 756, 756, 296], [396, 396, 252, 784, 784, 384], [228, 228, 172, 464, 464, 268]]
+AREAS += [[192, 192, 144, 384, 384, 232], [198, 198, 184, 396, 396, 316], [294, 294, 206, 590, 590, 312]]
+AREAS += [[288, 288, 232, 576, 576, 388], [270, 270, 212, 530, 530, 320]]  # small, large: solid, striped, hollow
 
 
 @pytest.mark.parametrize(("options", "expected"), SCENES.items())
