@@ -17,9 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-import kiloword.training.loop as loop
 from kiloword.cli.main import main
-from kiloword.data import reading
 from kiloword.data.open import open_source
 from kiloword.data.reading import read
 from kiloword.training.log import read_metrics
@@ -65,23 +63,15 @@ def goes_on(words: list[str], out: Path, steps: int = 4) -> None:
 
 def at_step(monkeypatch: pytest.MonkeyPatch, step: int, do: Callable[[], object], factor: float = 1.0) -> None:
     """Does something before a step (from 1), and multiplies the gradients of that step and those behind it."""
-    real, calls = loop.backward, []
+    real, calls = torch.Tensor.backward, []
 
-    def backward(learner: Any, *args: Any) -> dict[str, torch.Tensor]:
+    def backward(loss: torch.Tensor, *args: Any) -> None:
         calls.append(1)
         if len(calls) == step:
             do()
-        report: dict[str, torch.Tensor] = real(learner, *args)
-        if len(calls) >= step and factor != 1:
-            for p in learner.parameters():
-                if p.grad is not None:
-                    p.grad.mul_(factor)
-        return report
+        real(loss * factor if len(calls) >= step else loss, *args)
 
-    monkeypatch.setattr(loop, "backward", backward)
-
-
-# Gradients
+    monkeypatch.setattr(torch.Tensor, "backward", backward)
 
 
 @pytest.mark.parametrize(("step", "factor", "norm"), [(4, float("nan"), "nan"), (26, 1e6, r"\S+ is \d{6,7} times")])
@@ -109,22 +99,11 @@ def test_gradients_that_stay_bad_end_the_run(
     goes_on(words, tmp_path, 8)
 
 
-# Signals
-
-
-def signalled(*numbers: int) -> Callable[[], None]:
-    def raise_all() -> None:
-        for number in numbers:
-            signal.raise_signal(number)
-
-    return raise_all
-
-
 def test_sigterm_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: Callable[..., str]) -> None:
     """Also where the last row of the log was cut."""
     words = train(tmp_path, "--val", "scenes:test?n=8")
     with monkeypatch.context() as patch:
-        at_step(patch, 2, signalled(signal.SIGTERM))
+        at_step(patch, 2, lambda: signal.raise_signal(signal.SIGTERM))
         assert "stopped after step 2; the state is saved" in ends(words, 128 + signal.SIGTERM)
     with (tmp_path / "metrics.jsonl").open("a") as log:
         log.write('{"step": 3, "lo')
@@ -133,17 +112,9 @@ def test_sigterm_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: Ca
 
 
 def test_sigusr1_saves_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    at_step(monkeypatch, 2, signalled(signal.SIGUSR1))
+    at_step(monkeypatch, 2, lambda: signal.raise_signal(signal.SIGUSR1))
     goes_on(train(tmp_path), tmp_path)
     assert sorted(path.stem for path in (tmp_path / "state").glob("*.json")) == ["step-000000002", "step-000000004"]
-
-
-def test_ctrl_c_twice_ends_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: Callable[..., str]) -> None:
-    words = train(tmp_path, "--save-every", 1)
-    with monkeypatch.context() as patch:
-        at_step(patch, 3, signalled(signal.SIGINT, signal.SIGINT))
-        assert "interrupted" in ends(words, 130)
-    goes_on(words, tmp_path)
 
 
 @pytest.mark.slow
@@ -175,22 +146,6 @@ def test_two_runs_in_one_folder(tmp_path: Path, ends: Callable[..., str]) -> Non
     goes_on(train(tmp_path), tmp_path)
 
 
-def test_no_room_for_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: Callable[..., str]) -> None:
-    log = tmp_path / "metrics.jsonl"
-
-    def fill() -> None:
-        log.rename(tmp_path / "kept")
-        log.symlink_to("/dev/full")
-
-    words = train(tmp_path, "--save-every", 1)
-    with monkeypatch.context() as patch:
-        at_step(patch, 3, fill)
-        assert f"cannot write {log}: No space left on device" in ends(words)
-    log.unlink()
-    (tmp_path / "kept").rename(log)
-    goes_on(words, tmp_path)
-
-
 def test_validation_data_that_is_gone_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: Callable[..., str]
 ) -> None:
@@ -208,9 +163,6 @@ def test_validation_data_that_is_gone_at_the_end(
     assert "val/image_retrieval_recall@1" in read_metrics(out / "metrics.jsonl")[-1]
 
 
-# Shards
-
-
 @pytest.fixture
 def shards(tmp_path: Path) -> list[Path]:
     """Twenty tars of ten images."""
@@ -218,33 +170,17 @@ def shards(tmp_path: Path) -> list[Path]:
     return [write_tar(tmp_path / "data" / f"{n:04d}.tar", pairs(10, 10 * n)) for n in range(20)]
 
 
-def lose(tar: Path) -> None:
-    tar.unlink()
-
-
-def cut(tar: Path) -> None:
-    os.truncate(tar, tar.stat().st_size // 2)
-
-
-def grow(tar: Path) -> None:
-    write_tar(tar, pairs(14, 10 * int(tar.stem)))
-
-
-def touch(tar: Path) -> None:
-    os.utime(tar, ns=(1, 1))
-
-
 @pytest.mark.parametrize(
     ("change", "reason", "bad"),
     [
-        (lose, "image cannot be read (No such file or directory)", 10),
-        (cut, "its file ends in the middle of the image", 5),
-        (grow, "", 0),
-        (touch, "", 0),
+        (Path.unlink, "No such file", 10),
+        (lambda tar: os.truncate(tar, tar.stat().st_size // 2), "ends in the middle", 5),
+        (lambda tar: write_tar(tar, pairs(14, 10 * int(tar.stem))), "", 0),
+        (lambda tar: os.utime(tar, ns=(1, 1)), "", 0),
     ],
 )
 def test_a_shard_that_changes(
-    shards: list[Path], tmp_path: Path, change: Callable[[Path], None], reason: str, bad: int
+    shards: list[Path], tmp_path: Path, change: Callable[[Path], object], reason: str, bad: int
 ) -> None:
     shutil.copytree(tmp_path / "data", tmp_path / "copy")
     source, same = open_source(str(tmp_path / "data")), open_source(str(tmp_path / "copy"))
@@ -257,7 +193,7 @@ def test_a_shard_that_changes(
         except BadSample as error:
             assert 70 <= row < 80
             reasons.append(str(error))
-    assert reasons == [reason] * len(reasons)
+    assert all(reason in one for one in reasons)
     assert bad - 1 <= len(reasons) <= bad + 1
 
 
@@ -268,19 +204,18 @@ def test_between_two_runs_of_the_same_command(
     out = tmp_path / "out"
     words = train(out, "--save-every", 1, data=tmp_path / "data")
     with monkeypatch.context() as patch:
-        at_step(patch, 2, signalled(signal.SIGTERM))
+        at_step(patch, 2, lambda: signal.raise_signal(signal.SIGTERM))
         ends(words, 143)
     shards[3].rename(tmp_path / "away")
-    begins = "holds another run: the data is not what the run began with (a file is missing, new, cut or replaced); "
-    assert f"{begins}data_fingerprint is" in ends(words)
+    assert "the data is not what the run began with" in ends(words)
     pattern = train(out, data=tmp_path / "data" / "{0000..0019}.tar")
     assert f"1 of 20 tars are missing, the first is {shards[3]}" in ends(pattern)
     (tmp_path / "away").rename(shards[3])
     goes_on(words, out)
 
 
-@pytest.mark.parametrize(("times", "bad"), [(2, 0), (99, 1)])
-def test_a_read_error_that_passes(shards: list[Path], monkeypatch: pytest.MonkeyPatch, times: int, bad: int) -> None:
+@pytest.mark.parametrize("times", [2, 99])
+def test_a_read_error_that_passes(shards: list[Path], monkeypatch: pytest.MonkeyPatch, times: int) -> None:
     source, failures, real = open_source(str(shards[0].parent)), iter(range(times)), os.pread
 
     def stutter(fd: int, size: int, offset: int) -> bytes:
@@ -288,13 +223,10 @@ def test_a_read_error_that_passes(shards: list[Path], monkeypatch: pytest.Monkey
             raise OSError(errno.EIO, "Input/output error")
         return real(fd, size, offset)
 
-    waited: list[float] = []
     monkeypatch.setattr(os, "pread", stutter)
-    monkeypatch.setattr(reading.time, "sleep", waited.append)
-    if not bad:
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    if times == 2:
         assert read(source, 3).captions
-        assert waited == [0.1, 0.4]
         return
-    with pytest.raises(BadSample, match=r"OSError: \[Errno 5\] Input/output error: '.*0000.tar'"):
+    with pytest.raises(BadSample, match=r"Input/output error: '.*0000.tar'"):
         read(source, 3)
-    assert waited == list(reading.AGAIN_S)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -74,14 +73,6 @@ def test_on_the_cpu_nothing_is_copied() -> None:
     [(_, micro)] = on_device(iter([whole]), torch.device("cpu"), 2)
     assert micro[0].images.data_ptr() == whole.images.data_ptr()
     assert torch.equal(torch.cat([piece.texts.ids for piece in micro]), whole.texts.ids)
-
-
-def test_a_changed_copy_is_not_counted_by_what_it_was_before() -> None:
-    moved = batch().to("cpu").to("cpu")
-    assert moved.host is moved.before_move
-    assert moved.host.before_move is None
-    shorter = replace(moved, texts=moved.texts.cut(0, 4))
-    assert shorter.host is shorter
 
 
 def test_every_tensor_of_a_batch_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:

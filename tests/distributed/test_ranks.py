@@ -27,10 +27,10 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 
 FAULT = """
 import os, signal
-import kiloword.training.loop as loop
+import torch
 from kiloword.cli.main import main
 
-real, calls = loop.backward, []
+real, calls = torch.Tensor.backward, []
 
 def backward(*args):
     calls.append(1)
@@ -40,7 +40,7 @@ def backward(*args):
         raise ValueError("0007.tar cannot be read.")
     return real(*args)
 
-loop.backward = backward
+torch.Tensor.backward = backward
 main()
 """
 
@@ -58,9 +58,6 @@ def test_torchrun_reports_the_rank_that_failed_and_the_same_command_goes_on(tmp_
         assert done.stderr.count("kiloword: ") == 1  # of the first rank, and torchrun's report for the other
     subprocess.run(command, capture_output=True, timeout=240, check=True)
     assert [row["step"] for row in read_metrics(out / "metrics.jsonl") if "lr" in row] == list(range(1, 7))
-
-
-# One model from any number
 
 
 def trained(ranks: int, out: Path, *more: str) -> dict[str, torch.Tensor]:
@@ -86,9 +83,6 @@ def test_two_ranks_make_the_model_that_one_makes(tmp_path: Path) -> None:
     for name, value in one.items():
         torch.testing.assert_close(two[name], value, rtol=0, atol=1e-6, msg=name)
         torch.testing.assert_close(rest[name], value, rtol=0, atol=1e-6, msg=name)
-
-
-# SLURM
 
 
 @contextmanager
@@ -139,14 +133,8 @@ def test_a_dry_run_of_several_ranks_is_printed_once(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-STEP = {
-    "SLURM_STEP_NUM_TASKS": "4",
-    "SLURM_PROCID": "2",
-    "SLURM_LOCALID": "0",
-    "SLURM_JOB_ID": "4711",
-    "SLURM_STEP_ID": "1",
-    "SLURM_STEP_NODELIST": "gpu[07-09,12],login",
-}
+WORDS = "STEP_NUM_TASKS=4 PROCID=2 LOCALID=0 JOB_ID=4711 STEP_ID=1 STEP_NODELIST=gpu[07-09,12],login"
+STEP = {f"SLURM_{name}": value for name, _, value in (word.partition("=") for word in WORDS.split())}
 
 
 def test_srun_is_understood() -> None:

@@ -5,32 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
-from kiloword.distributed import collectives, sharing
+from kiloword.distributed import sharing
 from threads import over_threads
 
 RANKS = 3
-
-
-def test_ranks_share_only_where_they_are_to() -> None:
-    def modes() -> tuple[Any, ...]:
-        return sharing.share(), sharing.is_first(), sharing.lockstep()
-
-    def work() -> list[Any]:
-        found = [modes()]
-        with sharing.sharing():
-            found.append(modes())
-            with sharing.sharing(lockstep=True):
-                found.append(modes())
-                with sharing.alone():
-                    found.append(modes())
-            found.append(modes())
-        return [*found, modes()]
-
-    alone, shared, together = ((0, 1), True, False), ((2, 3), False, False), ((2, 3), False, True)
-    assert over_threads(RANKS, work)[2] == [alone, shared, together, alone, shared, alone]
-    assert over_threads(1, work)[0] == [alone] * 6
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 7])
@@ -47,20 +26,6 @@ def test_turns_give_all_to_all_in_order(count: int, lockstep: bool) -> None:
         assert made == [n * n for n in range(count)]
         assert own == list(range(rank, count, RANKS))
         assert calls == own + [0] * (rounds - len(own) if lockstep else 0)
-
-
-@pytest.mark.parametrize("ranks", [1, RANKS])
-def test_what_is_gathered(ranks: int) -> None:
-    def work() -> tuple[Any, ...]:
-        rank = collectives.rank()
-        with sharing.sharing():
-            sums = sharing.sums(torch.full((2, 2), 1.0 + rank), torch.tensor(1.0))
-            each = sharing.gathered(rank * 10), sharing.to_first(rank * 10), sharing.of_first(10 + rank)
-        return *each, *(x.tolist() for x in sums)
-
-    every, total = [rank * 10 for rank in range(ranks)], float(sum(range(1, ranks + 1)))
-    for rank, found in enumerate(over_threads(ranks, work)):
-        assert found == (every, every if rank == 0 else [], 10, [[total, total]] * 2, float(ranks))
 
 
 def test_parts_are_made_by_all_and_put_together_by_the_first() -> None:
