@@ -19,35 +19,29 @@ from kiloword.methods.defaults import default_recipe
 from kiloword.methods.registry import preset
 from kiloword.model.trunks.lite import EfficientNetLite
 from kiloword.training.run_folder import RunFile, read_config
+from paper_values import VALUES
+from photo_folders import refused
 
-DEBUG = [
-    "--size",
-    "debug",
-    "--batch",
-    "8",
-    "--steps",
-    "2",
-    "--data",
-    "scenes?n=16",
-    "--tokenizer",
-    "own",
-    "--vocab",
-    "300",
-]
+FLAGS = "--size debug --batch 8 --steps 2 --data scenes?n=16 --tokenizer own --vocab 300"
+DEBUG = FLAGS.split()
 
 
 def run(*words: object) -> None:
     main([str(word) for word in words])
 
 
-def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
-    with pytest.raises(SystemExit) as stopped:
-        run(*words)
-    assert stopped.value.code == 2
-    message = capsys.readouterr().err
-    assert message.startswith("kiloword: ")
-    assert message.count("\n") == 1
-    return message
+@pytest.mark.parametrize("name", VALUES)
+def test_a_recipe_sets_what_its_paper_states(name: str) -> None:
+    """Every stated value is set, and says where it is stated; the towers' own values may come from the size."""
+    entries = papers.values(name)
+    for setting, (stated, quotation, place) in VALUES[name].items():
+        if setting == "method":
+            assert papers.load(name).method == stated
+            continue
+        entry = entries[setting]
+        value = tuple(entry.value) if isinstance(entry.value, list) else entry.value
+        assert value == stated, f"{setting}: the paper says {stated} ({quotation!r}, {place})"
+        assert entry.source or setting.startswith("model."), f"{setting}: no source, but the paper states it ({place})"
 
 
 @pytest.mark.parametrize("name", papers.names())
@@ -62,12 +56,12 @@ def test_values_are_settings(name: str) -> None:
     check(recipe)
     preset(recipe.method, recipe.settings)
     assert len(chosen.length()) == 1
+    assert chosen.about
+    assert chosen.paper
     now = {leaf.path: leaf.value for leaf in leaves(recipe)}
     for key, entry in papers.values(name).items():
         if key in now:
             assert json.loads(json.dumps(now[key])) == entry.value, key
-    assert chosen.about
-    assert chosen.paper
 
 
 def test_inheritance() -> None:
@@ -145,8 +139,6 @@ def test_size_of_a_file_replaces_the_towers_of_its_base(tmp_path: Path) -> None:
     model = fill(plain, mine).model
     assert model.image == plain.model.image
     assert model.text == replace(plain.model.text, depth=3)
-    path.write_text('base = "prolip-b16-1.28b"\nsize = "b16"\n')  # the size of the base: its towers
-    assert read(path).entries["model.text.context"].value == 64
 
 
 PUBLIC_CODE = {  # read in the public code that each reason names
@@ -191,47 +183,39 @@ def test_listed_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     run("recipes")
     listed = capsys.readouterr().out
     assert all(name in listed for name in papers.names())
-    assert "_shared" not in listed
     run("recipes", "show", "llip-b32", "--json", tmp_path / "r.json")
-    shown = capsys.readouterr().out
-    assert "the paper" not in shown.splitlines()[0]
     written = json.loads((tmp_path / "r.json").read_text())
     assert written["values"]["settings.k"] == {"value": 64, "source": "table 1; table 5 has 128", "open": ""}
     assert written["plan"]["gpus"]["value"] == 128
 
 
 BAD_FLAGS = {
-    ("--recipe", "llip-b23"): "unknown recipe 'llip-b23'",
-    ("--recipe", "b16-12.8b"): "'b16-12.8b': expected one of prolip-b16-12.8b. Did you mean prolip-b16-12.8b?",
-    ("siglip", "--recipe", "llip-b32"): "llip-b32 is a recipe of llip, but METHOD is siglip",
-    ("--recipe", "paper"): "give METHOD first",
-    ("clip", "--recipe", "paper"): "clip has no single recipe of a paper: choose clip-cc3m or",
-    ("--recipe", "llip-b32", "--config", "x.toml"): "both given",
-    ("--config", "missing.toml"): "missing.toml is no file",
-    ("--config", "."): "is a folder",
+    "--recipe llip-b23": "unknown recipe 'llip-b23'",
+    "--recipe b16-12.8b": "Did you mean prolip-b16-12.8b?",
+    "siglip --recipe llip-b32": "llip-b32 is a recipe of llip",
+    "--recipe paper": "METHOD first",
+    "clip --recipe paper": "choose clip-cc3m or",
+    "--recipe llip-b32 --config x.toml": "both given",
+    "--config missing.toml": "missing.toml is no file",
+    "--config .": "is a folder",
 }
 
 
-@pytest.mark.parametrize(("words", "message"), BAD_FLAGS.items(), ids=map(" ".join, BAD_FLAGS))
-def test_bad_flags(words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert message in refused(capsys, "train", *words, "--out", "runs/none")
+@pytest.mark.parametrize("words", BAD_FLAGS)
+def test_bad_flags(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert BAD_FLAGS[words] in refused(capsys, "train", *words.split(), "--out", "runs/none")
     assert not Path("runs/none").exists()
 
 
 BAD_FILES = {
     "bacth = 3": "unknown setting 'bacth'",
-    "[optim]\nlearning_rate = 1\n[data]\nlr = 3": "unknown setting 'optim.learning_rate'",
     'base = "llip-b23"': "its base is 'llip-b23'",
     'batch = "many"': "batch: input should be a valid integer",
-    "batch = true": "batch: input should be a valid integer",
     "batch = -3": "batch is -3: expected at least 1",
     "[settings]\nkk = 3": "unknown setting 'settings.kk'",
-    "[settings]\nk = [1]": "k: input should be a valid integer",
-    "steps = 3\nepochs = 1": "steps and epochs both say how long to train",
-    'epochs = "many"': "epochs is 'many': expected a number",
-    "epochs = true": "epochs is True: expected a number",
-    "samples = 2.5": "samples is 2.5: expected a whole number",
-    "notes = 3": "notes: input should be a valid",
+    "steps = 3\nepochs = 1": "steps and epochs",
+    "epochs = true": "epochs is True",
+    "samples = 2.5": "samples is 2.5",
     'method = "mine:preset"': "give it as METHOD if you trust it",
     'size = "huge"': "unknown size 'huge'",
     "batch = ": "is no recipe",
@@ -247,10 +231,8 @@ def test_bad_files(text: str, message: str, tmp_path: Path, capsys: pytest.Captu
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    ("text", "says"), [('{"format": "kiloword-model-1", "method": "clip"}', "one folder above"), ("[]", "a table")]
-)
-def test_json_that_is_no_recipe(text: str, says: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(text)
-    with pytest.raises(ValueError, match=says):
-        read(tmp_path / "config.json")
+def test_json_that_is_no_recipe(tmp_path: Path) -> None:
+    for text, says in (('{"format": "kiloword-model-1", "method": "clip"}', "one folder above"), ("[]", "a table")):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ValueError, match=says):
+            read(tmp_path / "config.json")

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-import kiloword
 from kiloword.api import Matcher
 from kiloword.config.recipes import sizes
-from kiloword.data.reading import captions_at
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.errors import LeftOut, sentence_of
 from kiloword.evaluation import baseline, evaluate
@@ -119,10 +116,7 @@ def test_what_is_left_out_is_counted_and_the_first_named() -> None:
     more.add("y", "no caption")
     more.add("w", "no caption")
     left.extend(more)
-    assert left.lines() == [
-        "7 samples skipped, no caption: 0, 1, 2 and 4 more",
-        "1 sample skipped, damaged: x",
-    ]
+    assert left.lines() == ["7 samples skipped, no caption: 0, 1, 2 and 4 more", "1 sample skipped, damaged: x"]
     for n in range(30):
         left.add("z", f"reason {n}")
     assert (len(left), len(left.lines())) == (38, 21)
@@ -134,16 +128,3 @@ def test_some_of_many_items_are_drawn_by_a_number() -> None:
     drawn = some(items, 10, 7)
     assert len(set(drawn.tolist()) & set(items.tolist())) == 10
     assert drawn.tolist() == sorted(drawn.tolist()) == some(items, 10, 7).tolist() != some(items, 10, 8).tolist()
-
-
-def test_captions_of_a_source_without_their_own_reader_come_with_its_images() -> None:
-    own: Any = Plain(bad=ALL)
-    with pytest.raises(BadSample):
-        captions_at(own, 0)
-    own.captions = lambda row: (f"own {row}",)
-    assert (captions_at(Plain(), 1), captions_at(own, 2)) == (["caption 1"], ["own 2"])
-
-
-def test_names_that_come_when_they_are_asked_for() -> None:
-    assert all(getattr(kiloword, name) is not None for name in kiloword.__all__)
-    assert not hasattr(kiloword, "nothing")
