@@ -191,15 +191,10 @@ def test_shards_of_img2dataset_are_captions(tmp_path: Path) -> None:
     assert (source.record(0).label, source.classnames, source.notes, check(source)) == (None, None, [], [])
 
 
-METADATA: list[tuple[str, list[dict[str, Any]]]] = [
-    ("text", [{"file_name": "a.png", "text": "x"}, {"file_name": "in/b.png", "text": "y"}]),
-    ("caption", [{"file_name": "a.png", "caption": "x", "label": 3}, {"file_name": "in/b.png", "caption": "y"}]),
-]
-
-
 @pytest.mark.parametrize("suffix", ["csv", "jsonl", "parquet"])
-@pytest.mark.parametrize(("column", "rows"), METADATA)
-def test_image_folders_of_datasets(tmp_path: Path, suffix: str, column: str, rows: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize("column", ["text", "caption"])
+def test_image_folders_of_datasets(tmp_path: Path, suffix: str, column: str) -> None:
+    rows = [{"file_name": "a.png", column: "x"}, {"file_name": "in/b.png", column: "y"}]
     (tmp_path / "in").mkdir()
     for n, name in enumerate(("a.png", "in/b.png", "in/other.png")):
         (tmp_path / name).write_bytes(photo(n))
@@ -212,11 +207,8 @@ def test_image_folders_of_datasets(tmp_path: Path, suffix: str, column: str, row
     else:
         path.write_text(f"file_name,{column}\n" + "".join(f"{row['file_name']},{row[column]}\n" for row in rows))
     source: Any = open_source(str(tmp_path))
-    assert [(r.key, r.captions, r.image) for r in map(source.record, range(2))] == [
-        ("a", ["x"], photo(0)),
-        ("in/b", ["y"], photo(1)),
-    ]
-    assert len(source) == 2
+    found = [(r.key, r.captions, r.image) for r in map(source.record, range(len(source)))]
+    assert found == [("a", ["x"], photo(0)), ("in/b", ["y"], photo(1))]
     assert any("in/other.png" in note for note in source.notes)
 
 

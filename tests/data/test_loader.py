@@ -52,7 +52,7 @@ class Images:
         pixels = np.random.default_rng(row).integers(0, 256, (self.side, self.side, 3), dtype=np.uint8)
         captions = [] if how == "silent" else [f"image {row} caption {j}" for j in range(1 + row % 4)]
         image = b"no image" if how == "bytes" else pixels
-        return Record(self.key(row), image, captions, label=row % 3 if how != "unlabelled" else None)
+        return Record(self.key(row), image, captions, label=row % 3)
 
 
 def make(source: Images | None = None, augment: AugmentConfig = AUGMENT, **changes: object) -> Loader:
@@ -257,8 +257,6 @@ def test_evaluation_reads_every_row_once_in_order() -> None:
         assert parts[0].images.shape == (3, 3, SIZE, SIZE)
         assert parts[1].captions[1] == []
         assert [p.labels.tolist() for p in parts if p.labels is not None] == [[0, 1, 0], [1, 2, 0, 1], [2, 1]]
-    unlabelled = Images(dict.fromkeys(range(3), "unlabelled"), rows=3)
-    assert next(eval_batches(unlabelled, SIZE)).labels is None
     empty = next(eval_batches(Images({0: "sample"}, rows=1), SIZE))
     assert empty.images.shape == (0, 3, SIZE, SIZE)
 

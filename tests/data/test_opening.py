@@ -46,14 +46,11 @@ def test_images_in_memory() -> None:
     for one, output in (
         ({}, "got a dict as image 4"),
         (pixels[..., :2], r"image 4 is a uint8 array \[9, 12, 2\]"),
-        (pixels[0], "image 4 is a uint8 array"),
         (pixels.astype(float), "image 4 is a float64 array"),
         (pixels[:0], r"image 4 is a uint8 array \[0, 12, 3\]"),
         (tensor[:2], r"image 4 is a torch.uint8 tensor \[2, 9, 12\]"),
-        (tensor.int(), "image 4 is a torch.int32 tensor"),
         (tensor[:, :0], r"image 4 is a torch.uint8 tensor \[3, 0, 12\]"),
         (tensor / 128, "with values from .* expected 0 to 1; the model normalises"),
-        (tensor / 255 - 0.5, "with values from -0.5 to"),
         (tensor / 0, "with values from"),
     ):
         with pytest.raises(ValueError, match=output):

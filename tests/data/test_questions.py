@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from kiloword.config.recipes import AugmentConfig, DataConfig, TextConfig
@@ -102,20 +101,6 @@ def test_answers_are_those_of_an_oracle_that_reads_the_question(src: str) -> Non
     kinds = Counter(r.info["question_type"] for r in found)
     assert kinds.keys() == {"colour", "shape", "size", "fill", "place", "background", "count", "yes/no"}
     assert {r.info["answer_type"] for r in found} == {"yes/no", "number", "other"}
-
-
-def test_yes_and_no_are_balanced_and_no_word_gives_them_away() -> None:
-    source = open_scenes("scenes:train?task=vqa")
-    assert isinstance(source, SceneQuestions)
-    asked = [q for row in range(6000) if (q := source.asked(row)).kind == "yes/no"]
-    assert sum(q.answer == "yes" for q in asked) / len(asked) == pytest.approx(0.5, abs=0.03)
-    words: dict[str, list[bool]] = {}
-    for q in asked:
-        for word in set(re.findall(r"\w+", q.words)):
-            words.setdefault(word, []).append(q.answer == "yes")
-    for word, yes in words.items():
-        if len(yes) >= 100:  # four standard deviations
-            assert abs(np.mean(yes) - 0.5) < 2 / len(yes) ** 0.5, word
 
 
 def test_the_same_row_asks_the_same_everywhere() -> None:

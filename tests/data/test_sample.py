@@ -9,20 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from counting import calls
 from kiloword.config.recipes import TextConfig
 from kiloword.data.open import open_source
-from kiloword.data.sample import (
-    MAX_CAPTION,
-    MAX_TEXT,
-    make_record,
-    parse_captions,
-    parse_label,
-    read_whole,
-)
+from kiloword.data.sample import MAX_CAPTION, MAX_TEXT, make_record, parse_captions, parse_label, read_whole
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.types import BadSample, LabelSet
 from tars import photo, write_tar
@@ -69,14 +60,11 @@ METAS: dict[bytes, list[str] | str] = {
     b'{"caption": "a", "caption": "b"}': ["b"],
     b'{"caption": 3}': "the captions of the json are not strings",
     b'{"captions": [null]}': "the captions of the json are not strings",
-    b'{"captions": ["a", 3]}': "the captions of the json are not strings",
     b'{"captions": {"a": "b"}}': "the captions of the json are not strings",
     b'{"captions": []}': "no caption",
-    b'{"captions": ["", " "]}': "no caption",
     b'{"caption": "a\\u0000b"}': ["a\0b"],
     b'\xef\xbb\xbf{"caption": "mark"}': ["mark"],
     b'{"caption": "x"} trailing': "the json cannot be parsed",
-    b"null": "the json is not an object with `captions` or `caption`",
     b'"x"': "the json is not an object with `captions` or `caption`",
     b"": "the json cannot be parsed",
     b'{"question": ["x"], "answers": ["a"]}': "the question is not text",
@@ -90,17 +78,14 @@ def asks(**more: Any) -> bytes:
 
 METAS |= {
     asks(): "a question without an answer",
-    asks(answers=[]): "a question without an answer",
     asks(answers=["", " "]): "a question without an answer",
     asks(answers=[3]): 'the answers are not strings (write "3" for 3)',
-    asks(answers={"a": 1}): 'the answers are not strings (write "3" for 3)',
     asks(answers=[{"text": "yes"}]): 'the answers are not strings (write "3" for 3)',
     asks(answers=["yes", "no "]): ["yes", "no"],
     asks(answers=[{"answer": "yes", "answer_id": 1}, {"answer": ""}]): ["yes"],
     asks(answer="yes", caption="red"): ["yes"],
     asks(captions=["a red star"]): ["a red star"],
     b'{"question": 5, "answer": "yes"}': "the question is not text",
-    b'{"question": " ", "answer": "yes"}': "the question is not text",
 }
 
 
@@ -113,16 +98,6 @@ def test_texts(raw: bytes) -> None:
 def test_metas(raw: bytes) -> None:
     assert outcome(b"text", raw) == METAS[raw]
     assert calls(lambda: outcome(b"text", raw)) < 2000
-
-
-@settings(max_examples=100, deadline=None)
-@given(text=st.binary(max_size=200) | st.text(max_size=100).map(str.encode), meta=st.none() | st.binary(max_size=100))
-def test_any_bytes_are_captions_or_a_reason(tokenizer: Tokenizer, text: bytes, meta: bytes | None) -> None:
-    found = outcome(text, meta)
-    assert isinstance(found, list) or found.isprintable()
-    if isinstance(found, list):
-        assert all(caption == caption.strip() and caption for caption in found)
-        assert len(tokenizer.encode(found, TextConfig(vocab=512))) == len(found)
 
 
 @pytest.mark.parametrize("text", ["word " * 200_000, "x" * 1_000_000, "\u0301" * 500_000, "\0" * 1_000_000])
@@ -152,8 +127,7 @@ def test_classes() -> None:
 
 
 @pytest.mark.parametrize(
-    "raw",
-    [b"", b"-1", b"1.0", b"9" * 19, b"[1, -2]", b"[1, true]", b'["a"]', b"[" * 9999, b"1 2", b"[1e3]", b"[[1]]"],
+    "raw", [b"", b"-1", b"1.0", b"9" * 19, b"[1, -2]", b"[1, true]", b'["a"]', b"[" * 9999, b"1 2", b"[1e3]", b"[[1]]"]
 )
 def test_bad_classes(raw: bytes) -> None:
     with pytest.raises(BadSample, match="class"):

@@ -87,15 +87,6 @@ def test_batches_that_cannot_be() -> None:
             call()
 
 
-def test_data_are_permuted_whole_up_to_a_limit() -> None:
-    """The limit included; one row more, and groups of blocks are."""
-    whole, exactly, above = (Order(600, 20, seed=1, full=full, block=8, group=4) for full in (10**6, 600, 599))
-    rows = [[order.batch_rows(step)[1].tolist() for step in range(30)] for order in (whole, exactly, above)]
-    assert rows[0] == rows[1] != rows[2]
-    assert sorted(row for batch in rows[2] for row in batch) == list(range(600))
-    assert [len(set(np.array(batch) // 8)) <= 2 * 4 for batch in rows[2]] == [True] * 30, "of one or two groups each"
-
-
 @given(st.integers(1, 30), st.integers(1, 31), st.integers(0, 99), st.integers(0, 3))
 def test_captions_of_a_image_come_equally_often(n: int, wanted: int, row: int, seed: int) -> None:
     captions = [str(i) for i in range(n)]

@@ -77,16 +77,6 @@ def test_samples_are_those_of_tarfile(tmp_path: Path, order: list[str], folder: 
         assert (record.image, record.captions) == (parts["jpg"], [parts["txt"].decode()])
 
 
-def test_real_shards_equal_tarfile(shared: Path) -> None:
-    source = open_source(str(shared / "flickr8k" / "dev"))
-    expected = literal(shared / "flickr8k" / "dev" / "0.tar")
-    assert len(source) == len(expected) == 1000
-    for row, (key, parts) in enumerate(expected.items()):
-        record = source.record(row)
-        assert (record.key, record.image) == (key, parts["webp"])
-        assert record.captions == parts["txt"].decode().strip().split("\n")
-
-
 def test_what_belongs_to_no_sample_is_left(tmp_path: Path) -> None:
     names = ["a.jpg", "a.PNG", "d/a.webp", "__d/a.jpg", "a.b.jpg", ".a.jpg", "jpg", "a.md", "a.JSON", "b.txt"]
     members = [(name, b"{}" if name.endswith("JSON") else name.encode()) for name in names]

@@ -90,44 +90,6 @@ def test_a_part_has_the_classes_of_its_rows(tmp_path: Path) -> None:
         assert np.diagonal(source.relevance(named, rows)).all()
 
 
-@pytest.mark.parametrize(
-    ("query", "message"),
-    [
-        ("levels=0:0", "levels=0:0: expected as in tree:SRC"),
-        ("levels=7", "levels=7: the tree has levels 0"),
-        ("level=1", r"no option 'level'.*Did you mean"),
-        ("captions=0", "captions=0: expected captions of an image, 1 to 100"),
-        ("seed=1&seed=2", "option 'seed' is given twice"),
-        ("tree=missing.json", r"no missing\.json\. Expected a tree"),
-    ],
-)
-def test_options_are_checked(photos: Path, query: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        open_source(f"tree:{photos}?{query}")
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"nodes": {**NODES, "0": {"name": "thing", "parent": "2"}}}, "'2' is its own ancestor"),
-        ({"classes": ["2", "9", "4"]}, "'9' is a parent or a class, but not among the nodes"),
-        ({"classes": ["2", "3"]}, "the tree has 2 classes, but the data names 3"),
-        ({"classes": []}, "the tree has no classes"),
-        ({"classes": [None, "3", "4"]}, "a class is null: expected the id of its node"),
-        ({"nodes": {"0": "thing"}}, "is no tree of classes"),
-        ({"nodes": 3}, "is no tree of classes"),
-        ({"nodes": {**NODES, "0": {"name": 3, "parent": None}}}, "the node '0' has the name '3': expected words"),
-        ({"nodes": {**NODES, "0": {"name": " ", "parent": None}}}, "the node '0' has the name ' ': expected words"),
-        ({"templates": {"2": "a photo"}}, "the template 'a photo' has not one place {} for the phrase"),
-        ({"templates": {"2": 5}}, "the template '5' has not one place {} for the phrase"),
-    ],
-)
-def test_a_tree_of_another_form_is_refused(photos: Path, tmp_path: Path, change: Any, message: str) -> None:
-    (tmp_path / "tree.json").write_text(json.dumps(TREE | change))
-    with pytest.raises(ValueError, match=message):
-        open_source(f"tree:{photos}?tree={tmp_path / 'tree.json'}")
-
-
 def test_the_tree_of_tiny_imagenet_has_its_levels(shared: Path) -> None:
     path = shared / "tiny_imagenet" / "tree.json"
     tree, stored = read_tree(path), json.loads(path.read_text())
@@ -135,3 +97,31 @@ def test_the_tree_of_tiny_imagenet_has_its_levels(shared: Path) -> None:
     named = [[ids[tree.node(label, level)] for label in range(200)] for level in range(7)]
     assert named == stored["levels"]
     assert tree.below.sum(1).tolist() == [node["classes"] for node in stored["nodes"].values()]
+
+
+FORMS: list[tuple[str, dict[str, Any], str]] = [
+    ("levels=0:0", {}, "levels=0:0"),
+    ("levels=7", {}, "the tree has levels 0"),
+    ("level=1", {}, r"no option 'level'.*Did you mean"),
+    ("captions=0", {}, "1 to 100"),
+    ("seed=1&seed=2", {}, "twice"),
+    ("tree=missing.json", {}, r"no missing\.json"),
+    ("", {"nodes": {**NODES, "0": {"name": "thing", "parent": "2"}}}, "'2' is its own ancestor"),
+    ("", {"classes": ["2", "9", "4"]}, "'9'"),
+    ("", {"classes": ["2", "3"]}, "2 classes, but the data names 3"),
+    ("", {"classes": []}, "no classes"),
+    ("", {"classes": [None, "3", "4"]}, "a class is null"),
+    ("", {"nodes": {"0": "thing"}}, "no tree"),
+    ("", {"nodes": 3}, "no tree"),
+    ("", {"nodes": {**NODES, "0": {"name": 3, "parent": None}}}, "'3': expected words"),
+    ("", {"nodes": {**NODES, "0": {"name": " ", "parent": None}}}, "' ': expected words"),
+    ("", {"templates": {"2": "a photo"}}, "'a photo'"),
+    ("", {"templates": {"2": 5}}, "'5'"),
+]
+
+
+@pytest.mark.parametrize(("query", "change", "word"), FORMS)
+def test_what_is_refused(photos: Path, tmp_path: Path, query: str, change: dict[str, Any], word: str) -> None:
+    (tmp_path / "tree.json").write_text(json.dumps(TREE | change))
+    with pytest.raises(ValueError, match=word):
+        open_source(f"tree:{photos}?{query or f'tree={tmp_path}/tree.json'}")

@@ -24,10 +24,6 @@ from kiloword.data.classes.names import (
     wnids,
 )
 
-CLASSES = {"imagenet1k": 1000, "imagenet-a": 200, "imagenet-r": 200, "objectnet": 113, "voc2007_multilabel": 20}
-CLASSES |= {"cifar10": 10, "cifar100": 100, "food101": 101, "caltech101": 102, "cars": 196, "dtd": 47, "pets": 37}
-CLASSES |= {"fgvc_aircraft": 100, "flowers": 102, "sun397": 397, "gtsrb": 43, "country211": 211, "kinetics700": 700}
-TEMPLATES = {"imagenet1k": 80, "imagenet7": 7, "caltech101": 34, "sun397": 2, "cifar100": 18, "resisc45-openai": 18}
 TABLE_14 = {"CIFAR 10 & CIFAR 100": ("cifar10", "cifar100"), "Food101": ("food101",), "Caltech101": ("caltech101",)}
 TABLE_14 |= {"Stanford Cars": ("cars",), "DTD": ("dtd",), "FGVC Aircraft": ("fgvc_aircraft",), "Pets": ("pets",)}
 TABLE_14 |= {"Flowers102": ("flowers",), "SUN39": ("sun397",)}  # of arXiv:2405.10286: its headings
@@ -35,8 +31,6 @@ TABLE_14["ImageNet"] = ("imagenet1k", "imagenet-a", "imagenet-r", "imagenetv2", 
 
 
 def test_every_shipped_list_is_usable() -> None:
-    assert {name: len(classnames(name)) for name in CLASSES} == CLASSES
-    assert {name: len(templates(name)) for name in TEMPLATES} == TEMPLATES
     for name in classname_sets():
         assert all(text == text.strip() for text in classnames(name)), name
     for name in template_sets():

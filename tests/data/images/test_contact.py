@@ -23,19 +23,6 @@ def sheet(shown: list[tuple[Image.Image, str, int]], folder: Path) -> np.ndarray
         return np.asarray(image.convert("RGB")).astype(int)
 
 
-@pytest.mark.parametrize(("count", "rows"), [(6, 1), (7, 2)])
-def test_tiles_stand_in_rows_of_six(tmp_path: Path, count: int, rows: int) -> None:
-    """Tiles of 240 x 280 pixels, 16 apart; an image is as large as fits 240 x 180, in a frame."""
-    pixels = sheet([(Image.fromarray(plain(18, 24, 10 * n)), "", 1) for n in range(count)], tmp_path)
-    assert pixels.shape == (16 + 296 * rows, 16 + 256 * 6, 3)
-    for place in range(count):
-        top, left = 16 + 296 * (place // 6), 16 + 256 * (place % 6)
-        assert (pixels[top : top + 180, left : left + 240] == (10 * place, 90, 200)).all()
-    assert (pixels != 255).any(-1).sum() == count * 242 * 182
-    tall = sheet([(Image.fromarray(plain(90, 30)), "", 1)], tmp_path)
-    assert (tall == (0, 90, 200)).all(-1).sum() == 180 * 60
-
-
 class Sampled:
     """Rows that are read are noted; some are bad."""
 

@@ -12,8 +12,6 @@ from functools import cache
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from PIL import Image
 
 from kiloword.data.images.augmentation import EvalTransform, TrainTransform
@@ -184,38 +182,10 @@ def test_what_becomes_of_every_kind(kind: str, decoder: Decoder) -> None:
     elif expected != "any":
         assert isinstance(found, str)
         assert expected in found
-    agree(outcome(raw), found)
-
-
-def agree(one: Expected, other: Expected) -> None:
-    """Both are pixels, nearly equal, or both reasons."""
-    assert isinstance(one, str) == isinstance(other, str)
-    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
-        assert far(one, other) <= 4
-
-
-@settings(max_examples=200, deadline=None)
-@given(
-    kind=st.sampled_from(
-        ["JPEG", "JPEG, progressive", "JPEG, grey", "PNG", "WebP, lossless", "BMP", "GIF, hole", "TIFF"]
-    ),
-    changes=st.lists(st.tuples(st.integers(0, 1 << 16), st.integers(0, 255)), max_size=5),
-    cut=st.integers(0, 1 << 16) | st.none(),
-    end=st.sampled_from([b"", b"\xff\xd9", b"garbage"]),
-    at_least=st.sampled_from([None, 8]),
-)
-def test_damage_is_seen_by_all_decoders_or_none(
-    kind: str, changes: list[tuple[int, int]], cut: int | None, end: bytes, at_least: int | None
-) -> None:
-    raw = bytearray(kinds()[kind][0])
-    for place, value in changes:
-        raw[place % len(raw)] = value
-    damaged = bytes(raw[: len(raw) if cut is None else cut % len(raw)]) + end
-    for decoder in DECODERS if kind != "TIFF" else DECODERS[:1]:
-        found = outcome(damaged, decoder, at_least)
-        assert found if isinstance(found, str) else found.ndim == 3
-        if at_least is None:
-            agree(outcome(damaged), found)
+    plain = outcome(raw)
+    assert isinstance(plain, str) == isinstance(found, str)
+    if isinstance(plain, np.ndarray) and isinstance(found, np.ndarray):
+        assert far(plain, found) <= 4
 
 
 @pytest.mark.parametrize("decoder", DECODERS)

@@ -177,15 +177,6 @@ def test_what_does_not_follow_has_a_scene_against_it() -> None:
             assert follows(x, y) == bool((truth[0] <= truth[1]).all())
 
 
-@pytest.mark.parametrize(("level", "low", "high"), [(0, 1, 1), (1, 0.32, 0.40), (2, 0.007, 0.014), (3, 0.001, 0.0012)])
-def test_levels_match_the_stated_share_of_scenes(level: int, low: float, high: float) -> None:
-    source = parse_scenes(f"scenes:test?levels={level}")
-    said = [source.captions(row)[0] for row in range(len(source))]
-    true = source.relevance(said, range(len(source)))
-    assert true.diagonal().all()
-    assert low <= true.mean() <= high
-
-
 def test_no_split_shares_a_scene() -> None:
     sources = ("scenes", "scenes?seed=3", "scenes:val", "scenes:val?objects=1", "scenes:test", "scenes:test?hard=shape")
     rows = {src: parse_scenes(src).rows for src in sources}
