@@ -12,8 +12,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
-
 LOCK = ".lock"
 TEMPORARY = ".kw.tmp"  # ends the name of what is being written
 
@@ -98,6 +96,8 @@ class Lock:
     """
 
     def __init__(self, out: Path, doing: str = "training in", folder: Path | None = None) -> None:
+        from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
+
         folder = folder or out
         self.path = folder / LOCK
         self._lock = cast(BaseFileLock, FileLock(self.path, timeout=0, thread_local=False, is_singleton=True))

@@ -131,13 +131,15 @@ def parse(value: Any, kind: type[T], strict: bool = False) -> T:
 
     Raises: ValueError for unknown keys and wrong types.
     """
-    from pydantic import TypeAdapter, ValidationError
+    from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
     value = without_credentials(value)
     try:
         if strict:
             return TypeAdapter(kind).validate_json(json.dumps(value), strict=True)
         return TypeAdapter(kind).validate_python(value)
+    except PydanticUserError as e:  # of a user-defined method
+        raise ValueError(f"{kind.__name__} is not a class of settings: expected fields of plain data.") from e
     except ValidationError as e:
         problems = [f"{'.'.join(map(str, x['loc'])) or 'it'}: {x['msg'].lower()}" for x in e.errors()]
         raise ValueError("; ".join(problems[:3]) + ".") from e

@@ -231,9 +231,9 @@ def test_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[st
     ("words", "output"),
     [
         (["fff"], "fff needs precomputed features named 'teacher'"),
-        (["fff", "--features", "nowhere"], "nowhere is no feature store"),
+        (["fff", "--features", "nowhere"], "nowhere holds no features"),
         (["llip", "--settings.heads", "7"], "--settings.heads 7 does not divide"),
-        (["clip-c", "--settings.partner", "file", "--settings.partner-file", "none.parquet"], "none.parquet cannot"),
+        (["clip-c", "--settings.partner", "file", "--settings.partner-file", "none.parquet"], "none.parquet"),
         (["clip", "--batch", "80"], "fewer than one batch of 80"),
         (["clip", "--micro", "3"], "micro 3 does not divide"),
         (["clip", "--captions", "0"], "captions is 0"),
