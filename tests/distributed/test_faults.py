@@ -146,23 +146,6 @@ def test_two_runs_in_one_folder(tmp_path: Path, ends: Callable[..., str]) -> Non
     goes_on(train(tmp_path), tmp_path)
 
 
-def test_validation_data_that_is_gone_at_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: Callable[..., str]
-) -> None:
-    """The trained model is saved before, and the same command validates when the data is back."""
-    val, out = write_tar(tmp_path / "val.tar", pairs(8)), tmp_path / "out"
-    content, words = val.read_bytes(), train(out, "--val", val)
-    with monkeypatch.context() as patch:
-        at_step(patch, 2, lambda: os.truncate(val, 0))
-        assert f"{val}: none of its 8 rows is a usable image" in ends(words)
-    assert (out / "model" / "model.safetensors").is_file()
-    times = val.stat().st_atime_ns, val.stat().st_mtime_ns
-    val.write_bytes(content)
-    os.utime(val, ns=times)
-    goes_on(words, out)
-    assert "val/image_retrieval_recall@1" in read_metrics(out / "metrics.jsonl")[-1]
-
-
 @pytest.fixture
 def shards(tmp_path: Path) -> list[Path]:
     """Twenty tars of ten images."""

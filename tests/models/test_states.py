@@ -174,12 +174,6 @@ def test_without_its_json_a_state_does_not_exist(tmp_path: Path) -> None:
 # While training
 
 
-def test_states_that_stay(tmp_path: Path) -> None:
-    train(recipe(), tmp_path, options=replace(EVERY, save_every=1, keep_states=3))
-    names = sorted(path.name for path in (tmp_path / "state").iterdir())
-    assert names == sorted([f"step-{n:09d}" for n in (6, 7, 8)] + [f"step-{n:09d}.json" for n in (6, 7, 8)])
-
-
 def test_the_model_folder_holds_averaged_weights(tmp_path: Path) -> None:
     """Averaged from what the method prepared on: a searched bias among it."""
     some = replace(recipe(2), method="siglip+bias-search")

@@ -83,7 +83,6 @@ def test_the_command_refuses_with_a_sentence(
     out = ("--data", SCENES, "--out", tmp_path / "t", "--device", "cpu")
     for words, word in (
         ((tmp_path / "none", *out), "expected a model folder"),
-        (("open_clip:ViT-B-32", *out), "no file of weights"),
         (("open_clip:ViT-B-32:nowhere.pt", *out), "no file of weights at nowhere.pt"),
         ((f"hf:{tmp_path / 'bert'}", *out), "pip install 'kiloword[hf]'"),
         ((model, "--data", "nothing", "--out", tmp_path / "t"), "no such file or folder"),

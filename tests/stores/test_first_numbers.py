@@ -32,10 +32,10 @@ def run(*words: object) -> None:
 @pytest.fixture(scope="module")
 def stores(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     """Feature stores of all 16 numbers and of 8."""
-    root = tmp_path_factory.mktemp("stores")
-    for dim in (16, 8):
-        run("embed", model, "--data", SCENES, "--dtype", "fp32", "--out", root / str(dim), "--dim", dim)
-    return {dim: root / str(dim) for dim in (16, 8)}
+    found = {dim: tmp_path_factory.mktemp("stores") / str(dim) for dim in (16, 8)}
+    for dim, out in found.items():
+        run("embed", model, "--data", SCENES, "--dtype", "fp32", "--out", out, "--dim", dim)
+    return found
 
 
 def test_a_store_has_the_first_numbers_and_remembers_how_many(

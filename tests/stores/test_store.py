@@ -21,7 +21,7 @@ from torch import Tensor
 from holding import held_by_another
 from kiloword.config.options import RunOptions
 from kiloword.config.recipes import AugmentConfig, DataConfig, TextConfig
-from kiloword.data.edits import MixtureSource, mix
+from kiloword.data.edits import mix
 from kiloword.data.loader import Loader
 from kiloword.data.open import open_source
 from kiloword.data.sampler import Order
@@ -31,7 +31,7 @@ from kiloword.randomness import key
 from kiloword.stores.embed import embed
 from kiloword.stores.features import FeatureStore
 from kiloword.training.loop import train
-from kiloword.types import BadSample, Example, Record, Source
+from kiloword.types import BadSample, Record, Source
 
 SIZE, DIM, ROWS, PART = 16, 6, 40, 16
 WEIGHTS = torch.randn(3 * SIZE * SIZE, DIM, generator=torch.Generator().manual_seed(0))
@@ -79,13 +79,6 @@ class Images:
         return Record(self.key(row), pixels, [] if row == 9 else captions, label=0)
 
 
-def joined(store: FeatureStore, source: Source, row: int, *captions: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Features of an image, of captions, and their mean, as a batch has them."""
-    one = Example(source.key(row), row, torch.zeros(3, SIZE, SIZE, dtype=torch.uint8), list(captions))  # type: ignore[attr-defined]
-    store.of(source).join(one, source)
-    return one.image_features["teacher"], one.text_features["teacher"], one.image_features["teacher.texts"]
-
-
 def rounded(features: Tensor) -> Tensor:
     return features.half().float()
 
@@ -129,21 +122,6 @@ def test_files_are_those_of_the_format(table: FeatureStore) -> None:
     assert rows[2]["captions"] == [b"image 2 caption 0", b"image 2 caption 1", b"image 2 caption 2"]
     file = json.loads((table.path / "store.json").read_text())
     assert file["sources"] == [{"name": "images", "fingerprint": "p", "rows": ROWS, "stored": ROWS}]
-
-
-def test_captions_are_found_by_their_text(table: FeatureStore) -> None:
-    source, teacher = Images(), Fake()
-    for row in (0, 2, 7, 8, 15, 16, 39):
-        texts = source.record(row).captions
-        asked = [*reversed(texts), "never seen", texts[0]]
-        image, found, mean = joined(table, source, row, *asked)
-        assert torch.equal(image, rounded(teacher.encode_images(pixels(source, row)))[0])
-        expected = rounded(teacher.encode_texts(asked))
-        expected[-2] = 0
-        assert found.dtype == torch.float32
-        assert torch.equal(found, expected)
-        assert torch.equal(mean, expected.mean(0))
-    assert not any(features.any() for features in joined(table, source, 5, "image 0 caption 0")), "a bad row"
 
 
 TOKENIZER = Tokenizer.train([f"image {i} caption {j}" for i in range(ROWS) for j in range(3)], 320)
@@ -224,15 +202,6 @@ class Second(Images):
 
     def key(self, row: int) -> str:
         return f"second {row}"
-
-
-def test_a_mixture_is_embedded_once_whatever_its_weights(tmp_path: Path) -> None:
-    mixed = MixtureSource([Images(), Second()], [2.0, 0.5])
-    store = embed(Fake(), mixed, tmp_path / "t", part=PART)
-    assert len(store) == 2 * (ROWS - 1)
-    for source in (mixed, MixtureSource([Second(), Images()], [1.0, 3.25]), Images(), Second()):
-        store.of(source)
-    assert embed(Fake(), MixtureSource([Images(), Second()], [1.0, 1.0]), tmp_path / "t").keys == store.keys
 
 
 def test_what_is_missing_is_computed_from_sources_in_the_first_order_alone(tmp_path: Path) -> None:
