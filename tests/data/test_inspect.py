@@ -14,10 +14,10 @@ from PIL import Image
 from cases import mostly_slow
 from kiloword.cli.main import main as cli
 from kiloword.data.inspect import main, stats
+from kiloword.data.map_style import MapStyleSource
 from kiloword.data.open import open_source
 from kiloword.data.transforms.partner import cycle
 from kiloword.training.dry_run import draw_examples
-from kiloword.types import BadSample, Record
 from tars import encode, noise, pairs, photo, write_tar
 
 
@@ -60,27 +60,11 @@ def test_main_prints_and_returns_what_is_wrong(folder: Path, capsys: pytest.Capt
         assert sheet.width > 1000
 
 
-class Texts:
-    """Rows with these captions; an empty list is a bad row."""
-
-    name, fingerprint = "texts", "f"
-
-    def __init__(self, captions: list[list[str]]) -> None:
-        self.rows = captions
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def record(self, row: int) -> Record:
-        if not self.rows[row]:
-            raise BadSample("damaged")
-        return Record(str(row), np.zeros((3, 4, 3), np.uint8), self.rows[row])
-
-
 @pytest.mark.parametrize("workers", mostly_slow([0, 2], 0))
 def test_more_rows_than_a_worker_takes_at_once(workers: int) -> None:
-    bad = (0, 999, 1000, 2500)
-    found = stats(Texts([[] if row in bad else ["x"] for row in range(2501)]), workers)
+    bad = (1, 999, 1000, 2500)
+    pixels = np.zeros((3, 4, 3), np.uint8)
+    found = stats(MapStyleSource([(pixels, "" if row in bad else "x") for row in range(2501)]), workers)
     assert [one.row for one in found.bad] == list(bad)
     assert found.texts == {"x": 2497}
 

@@ -13,7 +13,7 @@ import pytest
 
 from kiloword.config.recipes import DataConfig
 from kiloword.data.edits import MixtureSource, mix
-from kiloword.data.joins import CaptionTable, KeepList, kept, omitted, with_captions
+from kiloword.data.joins import kept, omitted, with_captions
 from kiloword.data.open import open_data, open_source
 from kiloword.data.reading import captions_at
 from kiloword.data.scenes import parse_scenes
@@ -59,14 +59,11 @@ def test_captions_join_by_key(tar: Path, extra: Path) -> None:
 
 
 def test_several_tables_of_both_forms(tar: Path, extra: Path, tmp_path: Path) -> None:
-    second = table(
-        tmp_path / "b.parquet", caption=["c", "f", None], key=["0003", "0003", "0002"], score=[1.0, 2.0, 3.0]
-    )
+    second = table(tmp_path / "b.parquet", caption=["c", "f", None], key=["0003", "0003", "0002"], score=[1, 2, 3])
     source = with_captions(open_source(str(tar)), [extra, str(second)])
     assert source.record(3).captions == ["image 3", "c", "d", "e", "f"]
     assert source.record(2).captions == ["image 2"]
     assert with_captions(open_source(str(tar)), [second, extra]).record(3).captions == ["image 3", "c", "f", "d", "e"]
-    assert [CaptionTable(second).first(key) for key in ("0003", "0002", "none")] == ["c", "", None]
 
 
 def test_without_raw_captions(tar: Path, extra: Path) -> None:
@@ -240,4 +237,4 @@ def test_lists_of_other_data_are_refused(tmp_path: Path, source: Source) -> None
         with pytest.raises(ValueError, match=word):
             kept(source, [tmp_path / "bad.parquet"])
     with pytest.raises(ValueError, match="no such file"):
-        KeepList(tmp_path / "none.parquet")
+        kept(source, [tmp_path / "none.parquet"])

@@ -370,3 +370,17 @@ def test_settings(word: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
         main(["data", "check", "http://127.0.0.1:9/0.tar"])
     assert end.value.code == 2
     assert capsys.readouterr().err.startswith("kiloword: KILOWORD_REMOTE: ")
+
+
+def test_tars_of_the_next_batches_are_fetched_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KILOWORD_REMOTE", "backoff=0.01 ahead=12")
+    with Server(shards(tmp_path / "data", 8)) as server:
+        ours = loader(open_source(f"{server.url}/{{00..07}}.tar"))
+        forget(tmp_path)
+        server.asked.clear()
+        ours.batch(0)
+        needed = {f"{row // 6:02d}.tar" for step in range(3) for row in ours.order.batch_rows(step)[1].tolist()}
+        deadline = time.monotonic() + 200
+        while len(+server.asked) < len(needed) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert {name for name, count in server.asked.items() if count} == needed
