@@ -18,7 +18,7 @@ from kiloword.config.settings import parse
 from kiloword.data.open import open_source
 from kiloword.terminal import show_traceback
 from research import arms, arms_queue, arms_table, flickr
-from servers import LOGIN, PLANTED, Guarded, Server
+from servers import LOGIN, PLANTED, Guarded
 from tars import pairs, write_tar
 
 
@@ -99,24 +99,6 @@ def test_a_recipe_holds_no_credentials() -> None:
     there = parse({"sources": ["https://x:old@recipe.org/0.tar?sig=old"]}, DataConfig)  # of an older version
     assert there.sources == data.sources
     assert address_of(data.sources[0]).login == "u:planted"  # a file changes no credentials
-
-
-def test_files_of_one_path_are_not_mistaken(tmp_path: Path) -> None:
-    """A server that gives no ETag and no date: only the query tells the two apart."""
-    one, two = (write_tar(tmp_path / f"{n}.tar", pairs(8, n)).read_bytes() for n in (0, 20))
-
-    class ById(Server):
-        def answer(self, request: Any) -> None:
-            self.files["get.tar"] = two if "id=2" in request.path else one
-            super().answer(request)
-
-        def _head(self, request: Any, status: int, headers: dict[str, str]) -> None:
-            super()._head(request, status, {k: v for k, v in headers.items() if k != "Last-Modified"})
-
-    with ById({"get.tar": one}) as server:
-        assert open_source(f"{server.url}/get.tar?id=1").record(0).key == "0000"
-        with pytest.raises(ValueError, match="two different queries"):
-            open_source(f"{server.url}/get.tar?id=2")
 
 
 def test_a_refreshed_signature_finds_the_same_data(server: Guarded) -> None:

@@ -92,7 +92,6 @@ def test_an_average_says_of_what(models: list[Path], tmp_path: Path, monkeypatch
     assert file["data"] == "averaged: 0.75 of a (1,000 steps on shards-0), 0.25 of b (2,000 steps on shards-1)"
     text = Path("m/README.md").read_text()
     assert "not trained further: 0.75 of a (1,000 steps on shards" in text
-    assert "Trained for" not in text
     assert text == model_card(Path("m"))
     changed(models[2], steps=0, data="open_clip ViT-B-32")
     average("m", "c", "--out", "again")
@@ -112,11 +111,19 @@ def changed(folder: Path, **values: object) -> Path:
     return folder
 
 
-def test_models_that_do_not_fit(models: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_refused(models: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a, b, c = models
     out = ("--out", tmp_path / "m")
-    clip = model_folder(tmp_path / "clip", "clip")
-    assert "method is 'siglip' and 'clip'" in refused(capsys, "average", a, clip, *out)
+    for words, says in (
+        ((a, *out), "two models or more"),
+        ((a, b, c, "--alpha", 0.5, *out), "--alpha is for two models"),
+        ((a, b, "--alpha", 1.5, *out), "--alpha is 1.5"),
+        ((a, b, "--alpha", "nan", *out), "--alpha is nan"),
+        ((a, b, "--out", a), "a exists"),
+        ((a, tmp_path / "x", *out), "x is not a folder"),
+        ((a, model_folder(tmp_path / "clip", "clip"), *out), "method is 'siglip' and 'clip'"),
+    ):
+        assert says in refused(capsys, "average", *words)
     changed(c, settings={"scale": 5.0})
     assert "settings.scale is 10.0 and 5.0" in refused(capsys, "average", a, b, c, *out)
     changed(c, settings={}, model__image__heads=4)
@@ -130,22 +137,3 @@ def test_models_that_do_not_fit(models: list[Path], tmp_path: Path, capsys: pyte
     (a / "tokenizer.json").write_text(json.dumps(words))
     assert refused(capsys, "average", a, b, *out)
     assert not (tmp_path / "m").exists()
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["a"], "two models or more"),
-        (["a", "b", "c", "--alpha", "0.5"], "--alpha is for two models, not 3"),
-        (["a", "b", "--alpha", "1.5"], "--alpha is 1.5"),
-        (["a", "b", "--alpha", "nan"], "--alpha is nan"),
-        (["a", "b", "--out", "a"], "a exists"),
-        (["a", "x"], "x is not a folder"),
-    ],
-)
-@pytest.mark.usefixtures("models")
-def test_what_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], says: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert says in refused(capsys, "average", *words, *([] if "--out" in words else ["--out", "m"]))

@@ -107,14 +107,6 @@ def test_other_weights_of_the_same_name_are_another_teacher(model: Path, tmp_pat
         embed(open_teacher(str(copy), "cpu"), source, tmp_path / "t", model="m")
 
 
-def test_no_texts_and_half_precision(model: Path) -> None:
-    teacher = open_teacher(str(model), "cpu", "bf16")
-    assert teacher.encode_texts([]).shape == (0, 16)
-    found = teacher.encode_texts(["a red circle"])
-    assert found.dtype == torch.float32
-    assert abs(float(found.norm()) - 1) < 1e-6
-
-
 VIT = {"image_size": 32, "layers": 2, "width": 32, "head_width": 16, "patch_size": 16}
 VISION: dict[str, dict[str, Any]] = {
     "kw-vit": VIT,

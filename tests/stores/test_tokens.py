@@ -27,11 +27,10 @@ from kiloword.randomness import Draw
 from kiloword.stores import runs as token_runs
 from kiloword.stores.embed import EmbedOptions
 from kiloword.stores.embed_tokens import embed_tokens, open_tower
-from kiloword.stores.features import FeatureStore
 from kiloword.stores.tokens import FoundImages, ImageTokens, TextTokens, TokenizerWithTokens, quantised, restored
 from kiloword.training.log import read_metrics
 from kiloword.training.loop import RunOptions, train
-from kiloword.types import BadSample, Record
+from kiloword.types import Record
 from photo_folders import refused
 from tiny_trunks import JITTER, KINDS, SCENES, SIZE, TinyTrunk, recipe, stored, tiny_trunks, trunks_of
 
@@ -205,21 +204,6 @@ def test_training_reads_augmented_stores_whatever_their_order(tmp_path: Path) ->
         data = replace(found.data, text_features=(str(views),))
         train(replace(found, data=data), tmp_path / str(n), options=QUIET)
         assert losses(tmp_path / str(n)) == losses(tmp_path / "one")
-
-
-def test_folders_without_tokens_of_a_kind_say_what_they_hold(tmp_path: Path) -> None:
-    run = recipe()
-    both, texts = stored(run, tmp_path / "t"), stored(run, tmp_path / "w", ["texts"])
-    for kind, folder, word in (
-        (FeatureStore, both, "--image-features takes and it has tokens of captions, which --text-features takes"),
-        (ImageTokens, texts, "it has tokens of captions, which --text-features takes"),
-        (TextTokens, tmp_path / "nothing", "store.json"),
-    ):
-        with pytest.raises(ValueError, match=word):
-            kind(folder)
-    reader = TokenizerWithTokens(trunks_of(run, open_source(SCENES, size=SIZE))[1], [TextTokens(texts)])
-    with pytest.raises(BadSample, match="no tokens"):
-        reader.check("a caption of nobody", TextConfig(context=48, vocab=400))
 
 
 def test_towers_of_no_kind_are_refused(tmp_path: Path) -> None:
