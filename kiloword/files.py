@@ -63,7 +63,7 @@ def write_json(path: Path, value: Any) -> None:
 
 def cache_folder() -> Path:
     """KILOWORD_CACHE, or ~/.cache/kiloword."""
-    return Path(os.environ.get("KILOWORD_CACHE") or Path.home() / ".cache" / "kiloword")
+    return Path(os.environ.get("KILOWORD_CACHE") or Path.home() / ".cache" / "kiloword").absolute()
 
 
 def utf8(text: str, errors: str = "surrogateescape") -> str:

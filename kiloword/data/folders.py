@@ -131,26 +131,35 @@ def _rows(
     texts = [f"{file} {one.st_size} {one.st_mtime_ns}" for file, one in status.items() if one and not is_image(file)]
     identity = "\n".join([f"folder 1 {folder.absolute()}", *lines, *texts])
 
+    unreadable = list[str]()
+
     def make() -> pa.Table:
-        return _read(folder, images, status, label_of)
+        return _read(folder, images, status, label_of, unreadable)
 
     table, path = made_once(identity, make) if texts else (make(), None)
+    if unreadable and path:  # they may be readable the next time
+        path.unlink(missing_ok=True)
+        path = None
     digest = hashlib.blake2b(os.fsencode("\n".join(lines)), digest_size=16).hexdigest()
     notes = [f"{name}: {line}" for line in left.lines()]
     return Rows(name, table, folder, digest, classnames=classnames, templates=prompts, notes=notes, path=path)
 
 
 def _read(
-    folder: Path, images: Sequence[str], there: Mapping[str, os.stat_result | None], label_of: Mapping[str, int] | None
+    folder: Path,
+    images: Sequence[str],
+    there: Mapping[str, os.stat_result | None],
+    label_of: Mapping[str, int] | None,
+    unreadable: list[str],
 ) -> pa.Table:
-    """The table of images. Args: there: files that exist."""
+    """The table of images. Args: there: files that exist; unreadable: gets those that cannot be read."""
     shared = {stem for stem, n in Counter(map(_stem, images)).items() if n > 1}
     columns: dict[str, list[Any]] = {name: [] for name in SCHEMA.names}
     for image in images:
         stem = _stem(image)
         row: dict[str, Any] = {"key": key_bytes(image if stem in shared else stem), "file": os.fsencode(image)}
         try:
-            txt, meta, cls = (_beside(folder, f"{stem}.{suffix}", there) for suffix in _BESIDE)
+            txt, meta, cls = (_beside(folder, f"{stem}.{suffix}", there, unreadable) for suffix in _BESIDE)
             row["captions"], info = parse_captions(txt, meta)
             row["info"] = json.dumps(info) if info else None
             label = parse_label(cls) if label_of is None else label_of[_top(image)]
@@ -172,7 +181,7 @@ def _status(path: Path) -> os.stat_result | None:
     return None
 
 
-def _beside(folder: Path, file: str, there: Mapping[str, os.stat_result | None]) -> bytes | None:
+def _beside(folder: Path, file: str, there: Mapping[str, os.stat_result | None], unreadable: list[str]) -> bytes | None:
     """The bytes of a file; None for a missing one. Raises BadSample."""
     what, status = f"the {os.path.splitext(file)[1]}", there.get(file)
     if status and not stat.S_ISREG(status.st_mode):
@@ -180,6 +189,7 @@ def _beside(folder: Path, file: str, there: Mapping[str, os.stat_result | None])
     try:
         return read_whole(folder / file, what, MAX_TEXT) if status else None
     except OSError as error:
+        unreadable.append(file)
         raise BadSample(f"{what} cannot be read ({error.strerror})") from None
 
 

@@ -22,7 +22,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache, lru_cache
 from pathlib import Path
@@ -58,7 +58,7 @@ class Rows:
 
     Args: folder: of the files that `file` names, or a URL; fingerprint: see `kiloword.types.Source`; classnames,
     templates: of class data, else None; notes: what is left out; path: the Arrow file that the table maps, which a
-    worker is sent in place of the table.
+    worker is sent in place of the table; versions: of files that hold several images, see `version_of`.
     """
 
     natural = True
@@ -74,9 +74,11 @@ class Rows:
         templates: list[str] | None = None,
         notes: Sequence[str] = (),
         path: Path | None = None,
+        versions: Mapping[str, str] | None = None,
     ) -> None:
         self.name, self.table, self.folder, self.fingerprint = name, table, str(folder), fingerprint
         self.classnames, self.templates, self.notes, self.path = classnames, templates, list(notes), path
+        self.versions, self._stamp = versions or {}, _stamp(path)
         self._columns = {column: table.column(column) for column in table.column_names}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -86,6 +88,8 @@ class Rows:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         if self.path:
+            if _stamp(self.path) != self._stamp:
+                raise ValueError(f"{self.name} has changed since it was opened: open it again.")
             self.table = mapped(self.path)
         self._columns = {column: self.table.column(column) for column in self.table.column_names}
 
@@ -156,7 +160,10 @@ class Rows:
             else:
                 check_size("the image", size, MAX_IMAGE)
                 offset = self._cell("offset", row)
-                image = remote.read(path, offset, size) if self.remote else _opened(path).read(offset, size)
+                if self.remote:
+                    image = remote.read(path, offset, size)
+                else:
+                    image = _opened(path, self.versions.get(os.fsdecode(name), "")).read(offset, size)
                 if len(image) < size:
                     raise BadSample("its file ends in the middle of the image")
         except remote.Unreachable:
@@ -197,14 +204,16 @@ def image_file(path: str) -> str:
 
 
 class OpenFile:
-    """An open file without a position, which processes and threads can share."""
+    """An open file without a position, which processes and threads can share. Args: version: expected; "": any."""
 
-    def __init__(self, path: str) -> None:
-        self._fd = -1
+    def __init__(self, path: str, version: str) -> None:
+        self._fd, self._version = -1, version
         self._fd = os.open(path, os.O_RDONLY)
 
     def read(self, offset: int, size: int) -> bytes:
-        """`size` bytes from `offset`, fewer at the end of the file."""
+        """`size` bytes from `offset`, fewer at the end of the file. Raises: BadSample for another version."""
+        if self._version and version_of(os.fstat(self._fd)) != self._version:
+            raise BadSample("its file is another one than when the data was opened")
         raw = os.pread(self._fd, size, offset)
         while len(raw) < size and (chunk := os.pread(self._fd, size - len(raw), offset + len(raw))):
             raw += chunk  # one call may return less on some network file systems
@@ -216,6 +225,16 @@ class OpenFile:
 
 
 _opened = lru_cache(_OPEN)(OpenFile)
+
+
+def version_of(status: os.stat_result) -> str:
+    """What changes with a local file: its size and time of change."""
+    return f"{status.st_size}-{status.st_mtime_ns}"
+
+
+def _stamp(path: Path | None) -> tuple[int, int] | None:
+    status = path.stat() if path else None
+    return (status.st_ino, status.st_size) if status else None
 
 
 def mapped(path: Path) -> pa.Table:
@@ -248,11 +267,11 @@ def keeping(path: Path) -> Iterator[None]:
 def made_once(identity: str, make: Callable[[], pa.Table]) -> tuple[pa.Table, Path | None]:
     """A table and its file, as of `cached`; no file where the cache folder cannot be written."""
     path, table = _place(identity), None
-    if not path.exists():
+    if not os.path.exists(path):  # Path.exists raises where a folder may not be entered
         table = make()
         with suppress(ValueError):
             write(path, table)
-    if not path.exists():
+    if not os.path.exists(path):
         return table, None
     return mapped(touched(path)), path
 

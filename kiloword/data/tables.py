@@ -137,7 +137,7 @@ def open_table(name: str, path: Path, options: TableOptions = DEFAULTS, prefix: 
     digest = _digest(digest, repr(chosen), prefix) if chosen != defaults or prefix else digest
     folder, (classnames, templates) = images_folder(path, options.images), class_data(path.parent)
     table, file = made_once(
-        f"table 1 {digest} {path.suffix} {classnames} {cache_folder()}",
+        f"table 2 {digest} {path.name} {classnames} {cache_folder()}",
         lambda: _table(name, path, options, other, contents, classnames, prefix),
     )
     told = json.loads(table.schema.metadata[b"kiloword"])
@@ -363,7 +363,7 @@ def open_tables(name: str, paths: Sequence[Path], options: TableOptions = DEFAUL
         below = pc.binary_join_element_wise(inner, files, slash)
         absolute = pc.if_else(pc.starts_with(files, "/"), files, below)
         tables.append(part.table.set_column(SCHEMA.get_field_index("file"), "file", absolute))
-    table, file = made_once(f"tables 1 {digest} {cache_folder()}", lambda: pa.concat_tables(tables))
+    table, file = made_once(f"tables 2 {digest} {first.classnames} {cache_folder()}", lambda: pa.concat_tables(tables))
     digest = _digest(*(part.fingerprint for part in parts))
     return Rows(
         name, table, folder, digest, classnames=first.classnames, templates=first.templates, notes=notes, path=file

@@ -38,7 +38,7 @@ from kiloword import addresses
 from kiloword.addresses import Address, address_of, is_url
 from kiloword.data import remote
 from kiloword.data.classes.names import text_lines
-from kiloword.data.rows import Rows, cached, keeping, key_bytes, mapped
+from kiloword.data.rows import Rows, cached, keeping, key_bytes, mapped, version_of
 from kiloword.data.sample import IMAGE_SUFFIXES, MAX_TEXT, check_size, parse_captions, parse_label
 from kiloword.errors import LeftOut
 from kiloword.files import cache_folder, replacing
@@ -94,8 +94,7 @@ def open_tars(
     folder = os.path.commonpath([os.path.abspath(tar.parent) for tar in tars])
     wanted = list[Tar]()
     for tar in tars:
-        status = tar.stat()
-        wanted.append(Tar(os.path.relpath(tar, folder), f"{status.st_size}-{status.st_mtime_ns}"))
+        wanted.append(Tar(os.path.relpath(tar, folder), version_of(tar.stat())))
     beside = Path(folder, INDEX)
     kept = [beside, _kept(os.path.abspath(name))]
     return _rows(name, folder, wanted, list(map(str, tars)), kept, [beside], classnames, templates)
@@ -200,7 +199,10 @@ def _rows(
     fingerprint = hashlib.blake2b("\n".join(lines).encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
     notes = [*damaged, *(f"{name}: {line}" for line in (*empty.lines(), *members.lines()))]
     names, templates = classes
-    return Rows(name, mapped(path), folder, fingerprint, classnames=names, templates=templates, notes=notes, path=path)
+    return Rows(
+        name, mapped(path), folder, fingerprint, classnames=names, templates=templates, notes=notes, path=path,
+        versions={} if is_url(folder) else {tar.name: tar.version for tar in tars},
+    )  # fmt: skip
 
 
 def _kept(identity: str) -> Path:

@@ -16,6 +16,7 @@ import pytest
 from folders import model_folder
 from kiloword.cli.main import main
 from kiloword.data.open import open_source
+from kiloword.types import BadSample
 from tars import photo, write_tar
 
 STRUCT = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
@@ -348,3 +349,30 @@ def test_a_validation_says_how_many_samples_it_skips(tmp_path: Path, capsys: pyt
     assert code == 0
     assert "of 8 images" in output
     assert "1 sample skipped" in output
+
+
+def test_a_tar_that_is_replaced_is_never_read_by_old_places(tmp_path: Path) -> None:
+    """Neither by a source that was opened before, nor by one that is opened again in the same process."""
+    tar = write_tar(tmp_path / "a.tar", {"0.png": photo(0), "0.txt": b"zero", "1.png": photo(1), "1.txt": b"one"})
+    before = open_source(str(tar))
+    assert before.record(1).image == photo(1)
+    other = write_tar(
+        tmp_path / "b.tar", {"1.txt": b"long " * 999, "1.png": photo(1), "0.txt": b"0", "0.png": photo(9)}
+    )
+    other.replace(tar)
+    again = open_source(str(tar))
+    assert {(one := again.record(row)).key: one.image for row in range(2)} == {"0": photo(9), "1": photo(1)}
+    with tar.open("r+b") as file:  # in place
+        file.truncate(1024)
+    with pytest.raises(BadSample):
+        again.record(0)
+
+
+def test_what_is_cached_follows_the_files_beside_a_table(tmp_path: Path) -> None:
+    for n in range(2):
+        (tmp_path / f"{n}.csv").write_text(f"image,label\n{n}.png,dog\n")
+        (tmp_path / f"{n}.png").write_bytes(photo(n))
+    for names in (["dog", "cat"], ["cat", "dog"]):
+        (tmp_path / "classnames.txt").write_text("\n".join(names))
+        source = open_source(str(tmp_path / "{0..1}.csv"))
+        assert [source.record(row).label for row in range(2)] == [names.index("dog")] * 2
