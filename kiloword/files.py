@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import glob
 import json
 import os
 import secrets
@@ -27,9 +29,9 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     Raises: OSError, for callers with their own message; see `atomic`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{TEMPORARY}")
+    temporary, opened = _temporary(path)
     try:
-        with temporary.open("xb") as file:
+        with opened as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -39,11 +41,32 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     sync(path.parent)
 
 
+def _temporary(path: Path) -> tuple[Path, BinaryIO]:
+    """A new file beside a path, locked as long as it is open, so that `swept` leaves it."""
+    while True:
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{TEMPORARY}")
+        file = temporary.open("xb")
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(file, fcntl.LOCK_EX)
+        if temporary.exists():  # not swept before it was locked
+            return temporary, file
+        file.close()
+
+
+def swept(path: Path) -> Path:
+    """A path, for which killed processes have left no temporary files: nobody holds theirs."""
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*{TEMPORARY}"):
+        with suppress(OSError), left.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            left.unlink()
+    return path
+
+
 @contextmanager
 def atomic(path: Path) -> Iterator[BinaryIO]:
     """As `replacing`. Raises: SaveError (disk full, no permission)."""
     try:
-        with replacing(path) as file:
+        with replacing(swept(path)) as file:
             yield file
     except OSError as e:
         raise SaveError(f"cannot write {path}: {e.strerror or e}. What was there before is kept.") from e
@@ -144,17 +167,17 @@ def new_folder(out: Path, doing: str = "writing") -> Iterator[Path]:
     if is_taken(out):
         raise ValueError(f"{out} exists and is not an empty folder: choose another --out, or remove it.")
     out = out.resolve()  # a link stays one
-    is_new, work = not out.exists(), out / f".new{TEMPORARY}"
-    try:
-        with Lock(out, doing):
-            work.mkdir()
-            try:
-                yield work
-                for path in sorted(work.iterdir(), key=lambda path: path.stat().st_size):  # weights last
-                    path.replace(out / path.name)
-            finally:
-                shutil.rmtree(work, ignore_errors=True)
-    finally:
-        if is_new:
-            with suppress(OSError):  # it is not empty
+    work = out.with_name(f".{out.name}{TEMPORARY}")
+    with Lock(out, doing, folder=work):
+        try:
+            for left in work.iterdir():  # of a killed process
+                if left.name != LOCK:
+                    left.unlink() if left.is_file() else shutil.rmtree(left)
+            yield work
+            (work / LOCK).unlink(missing_ok=True)
+            if out.exists():
                 out.rmdir()
+            work.rename(out)
+            sync(out.parent)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)

@@ -41,7 +41,7 @@ from kiloword.data.classes.names import text_lines
 from kiloword.data.rows import Rows, cached, keeping, key_bytes, mapped, version_of
 from kiloword.data.sample import IMAGE_SUFFIXES, MAX_TEXT, check_size, parse_captions, parse_label
 from kiloword.errors import LeftOut
-from kiloword.files import cache_folder, replacing
+from kiloword.files import cache_folder, replacing, swept
 from kiloword.terminal import shown, warn
 from kiloword.types import BadSample, LabelSet
 
@@ -168,7 +168,7 @@ def index_beside(rows: Rows) -> tuple[Path, int] | None:
         return None
     path = Path(rows.folder, INDEX)
     if not rows.remote and path != rows.path:
-        with keeping(path), replacing(path) as out, rows.path.open("rb") as kept:
+        with keeping(path), replacing(swept(path)) as out, rows.path.open("rb") as kept:
             shutil.copyfileobj(kept, out, 1 << 24)
     return path, sum(bool(tar.note) for tar in tars)
 

@@ -309,7 +309,7 @@ def test_an_index_for_others(tmp_path: Path, data: Path, capsys: pytest.CaptureF
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda tar: os.truncate(tar, 600), "its file is another one than when the data was opened"),
+        (lambda tar: os.truncate(tar, 600), "its file ends in the middle of the image"),
         (lambda tar: tar.unlink(), "image cannot be read (No such file or directory)"),
     ],
 )

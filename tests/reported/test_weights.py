@@ -399,7 +399,7 @@ def test_tensors_beyond_the_config_of_a_tower_are_named(
         save_file(state | {name: torch.ones(2, 32)}, weights, {"format": "pt"})
         assert part in refused(capsys, *trained(kind, folder, tmp_path / "run"))
         if kind != "vit":
-            (folder / "preprocessor_config.json").write_text(json.dumps({"size": 224, "crop_size": 224}))
+            (folder / "preprocessor_config.json").write_text(json.dumps({"size": 32, "crop_size": 32}))
             assert part in refused(capsys, *embed)
     constant = next(n for n in state if "embeddings." in n).partition("embeddings.")[0] + "embeddings.position_ids"
     save_file(state | {constant: torch.arange(4), "other_head.weight": torch.ones(2)}, weights, {"format": "pt"})
