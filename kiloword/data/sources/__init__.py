@@ -1,0 +1,1 @@
+"""The former places of what users import."""
