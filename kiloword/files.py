@@ -35,7 +35,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        temporary.replace(path)
+            temporary.replace(path)  # while it is locked
     finally:
         temporary.unlink(missing_ok=True)
     sync(path.parent)
@@ -175,9 +175,11 @@ def new_folder(out: Path, doing: str = "writing") -> Iterator[Path]:
                     left.unlink() if left.is_file() else shutil.rmtree(left)
             yield work
             (work / LOCK).unlink(missing_ok=True)
-            if out.exists():
-                out.rmdir()
-            work.rename(out)
+            if out.exists():  # it may be a mount point, or the folder of the shell
+                for path in sorted(work.iterdir(), key=lambda path: path.stat().st_size):  # weights last
+                    path.replace(out / path.name)
+            else:
+                work.rename(out)
             sync(out.parent)
         finally:
             shutil.rmtree(work, ignore_errors=True)

@@ -257,6 +257,8 @@ def keeping(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        if error.errno is None:  # of Arrow, about what is read
+            raise
         raise ValueError(
             f"{path} cannot be written ({error.strerror or error}). Set KILOWORD_CACHE to a folder with space."
         ) from error

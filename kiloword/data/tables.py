@@ -321,7 +321,7 @@ def _copied(path: Path, column: str, contents: str) -> Path:
     place = cache_folder() / "rows" / f"{_digest(contents, column)}.images"
     if not (place.is_file() and place.with_suffix(".arrow").is_file()):
         known, rows, end = dict[bytes, int](), list[tuple[int, int, bytes | None]](), 0
-        with keeping(place), replacing(place) as file, pa.parquet.ParquetFile(path) as parquet:
+        with arrow_errors(path), keeping(place), replacing(place) as file, pa.parquet.ParquetFile(path) as parquet:
             for batch in parquet.iter_batches(batch_size=256, columns=[column]):
                 for cell in batch.column(0).to_pylist():
                     one = cell if isinstance(cell, dict) else {"bytes": cell}
