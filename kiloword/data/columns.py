@@ -71,7 +71,7 @@ def read_table(path: Path, columns: Sequence[str]) -> tuple[pa.Table, list[tuple
 
 
 def rows_in(table: pa.Table) -> Iterator[dict[str, Any]]:
-    """The rows of a table, of which few are in memory at once."""
+    """The rows of a table; few are in memory at once."""
     for batch in table.to_batches(_ROWS):
         yield from batch.to_pylist()
 
@@ -100,7 +100,7 @@ def read_columns(path: Path | str, *names: str) -> list[list[str]]:
 
 
 def _read_csv(path: Path, columns: list[str]) -> tuple[pa.Table, list[tuple[str, str]]]:
-    """Some columns, of which the first one names images; names and reasons of malformed lines.
+    """Some columns, the first of which names images; names and reasons of malformed lines.
 
     Rows inside a quoted cell, whose quote is not closed, are malformed lines: they have as many cells, and a name like
     others. Every byte is read as a letter, so that a caption that is not UTF-8 is one bad sample.

@@ -144,7 +144,7 @@ class KeepList(Keyed):
     """Which captions are kept. Errors: ValueError for a file that cannot be read, or has other columns."""
 
     def __init__(self, path: Path | str) -> None:
-        columns = _read(path, "keep-list", ("key",), ("caption",), ("keep",))
+        columns = _read(path, "keep-list (`kiloword audit` makes one)", ("key",), ("caption",), ("keep",))
         for name, column in zip(KEEP_COLUMNS, columns, strict=True):
             if column.null_count:
                 raise ValueError(

@@ -188,13 +188,6 @@ class Rows:
         name = self._cell("file", row)
         return os.path.join(self.folder, os.fsdecode(name)) if name else ""
 
-    def take(self, rows: NDArray[np.integer[Any]], name: str, fingerprint: str) -> Rows:
-        """Some rows [n], as a data set of its own."""
-        return Rows(
-            name, self.table.take(pa.array(rows)), self.folder, fingerprint, classnames=self.classnames,
-            templates=self.templates, notes=self.notes,
-        )  # fmt: skip
-
 
 def image_file(path: str) -> str:
     """The path of an image, whose suffix a table may omit."""
@@ -204,9 +197,9 @@ def image_file(path: str) -> str:
 
 
 class OpenFile:
-    """An open file without a position, which processes and threads can share. Args: version: another is opened anew."""
+    """An open file without a position, which processes and threads can share."""
 
-    def __init__(self, path: str, version: str) -> None:
+    def __init__(self, path: str) -> None:
         self._fd = -1
         self._fd = os.open(path, os.O_RDONLY)
 
@@ -222,7 +215,10 @@ class OpenFile:
             os.close(self._fd)
 
 
-_opened = lru_cache(_OPEN)(OpenFile)
+@lru_cache(_OPEN)
+def _opened(path: str, version: str) -> OpenFile:
+    """A file that stays open; another version of it is opened anew."""
+    return OpenFile(path)
 
 
 def version_of(status: os.stat_result) -> str:
