@@ -23,8 +23,8 @@ from PIL import Image, ImageDraw
 
 from kiloword.api import Matcher, load
 from kiloword.cli.main import main as kiloword
-from kiloword.data.scenes import Scene, ScenesSource, parse_scenes
-from kiloword.data.scenes.world import COLOURS, SHAPES
+from kiloword.data.scenes.source import ScenesSource, parse_scenes
+from kiloword.data.scenes.world import COLOURS, SHAPES, Scene
 from kiloword.files import write_atomic
 from kiloword.report.overlay import BAR, INK, MUTED, PAPER, RULE, overlay, write_lines
 from kiloword.search.library import Library
@@ -148,7 +148,7 @@ def card(title: str) -> Image.Image:
 
 def drawn(scenes: ScenesSource, row: int, side: int) -> Image.Image:
     """The scene of a row, `side` pixels high and wide."""
-    return Image.fromarray(np.asarray(scenes.resolution(side).record(row).image))
+    return Image.fromarray(np.asarray(parse_scenes(scenes.name, side).record(row).image))
 
 
 def names(scene: Scene) -> list[str]:

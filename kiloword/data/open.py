@@ -84,10 +84,9 @@ def _open(src: str, size: int | None) -> Source:
     if part and not Path(src).exists():
         return held_out(open_source(whole, size), part)
     if re.match(r"scenes([:?]|$)", src) and not Path(src).exists():
-        from kiloword.data.scenes import open_scenes
+        from kiloword.data.scenes.source import open_scenes
 
-        scenes = open_scenes(src)
-        return scenes if size is None else scenes.resolution(size)
+        return open_scenes(src, size)
     if src.startswith("tree:") and not Path(src).exists():
         data, query = split_query(src.removeprefix("tree:"))
         folder = Path(part_of(data)[1]).expanduser()

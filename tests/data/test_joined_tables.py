@@ -16,7 +16,7 @@ from kiloword.data.edits import MixtureSource, mix
 from kiloword.data.joins import kept, omitted, with_captions
 from kiloword.data.open import open_data, open_source
 from kiloword.data.reading import captions_at
-from kiloword.data.scenes import parse_scenes
+from kiloword.data.scenes.source import parse_scenes
 from kiloword.data.source import keys
 from kiloword.types import BadSample, NoCaption, Source
 from tars import pairs, photo, write_tar

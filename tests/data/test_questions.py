@@ -19,7 +19,7 @@ from kiloword.data.loader import Loader
 from kiloword.data.open import open_source
 from kiloword.data.reading import captions_of
 from kiloword.data.sampler import Order
-from kiloword.data.scenes import SceneQuestions, open_scenes
+from kiloword.data.scenes.source import SceneQuestions, open_scenes
 from kiloword.data.source import majority
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.types import Batch, Record, Source
@@ -105,7 +105,7 @@ def test_answers_are_those_of_an_oracle_that_reads_the_question(src: str) -> Non
 
 def test_the_same_row_asks_the_same_everywhere() -> None:
     small, large = open_scenes("scenes:val?task=vqa", 32), open_scenes("scenes:val?task=vqa", 64)
-    assert small.fingerprint == large.fingerprint == small.resolution(48).fingerprint
+    assert small.fingerprint == large.fingerprint
     assert small.fingerprint != open_scenes("scenes:val?task=vqa&seed=1").fingerprint
     copy = pickle.loads(pickle.dumps(small))
     for row in (7, 3, 999):

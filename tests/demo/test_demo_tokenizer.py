@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from folders import model_folder
-from kiloword.data.scenes import open_scenes
+from kiloword.data.scenes.source import open_scenes
 from kiloword.interop.export.source import Exported
 from kiloword.interop.export.words import write_tokenizer
 from kiloword.models.trust import NONE

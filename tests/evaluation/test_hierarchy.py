@@ -21,10 +21,9 @@ from kiloword.api import Matcher
 from kiloword.cli.main import main
 from kiloword.config.recipes import ModelFile, Nearest, sizes
 from kiloword.data.open import open_source
-from kiloword.data.scenes import ScenesSource, relevance
 from kiloword.data.scenes.captions import chain, describe, parse
 from kiloword.data.scenes.query import ANY, Pattern, Query, entails
-from kiloword.data.scenes.source import SceneParts, area
+from kiloword.data.scenes.source import SceneParts, ScenesSource, area, parse_scenes, relevance
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.evaluation import evaluate
 from kiloword.evaluation.hierarchy import paths as hierarchy_paths
@@ -299,7 +298,7 @@ def test_wrong_texts_are_of_other_images_and_false() -> None:
 
 @pytest.mark.parametrize("tell", [describe, partial(describe, inner=True)])
 def test_scenes_chains_entail_level_by_level(tell: Callable[..., Query]) -> None:
-    source = ScenesSource()
+    source = parse_scenes("scenes")
     others = source.rows[:4000]
     for row in range(40):
         queries = chain(source.scene(row), 1000 + row, tell)
@@ -312,7 +311,7 @@ def test_scenes_chains_entail_level_by_level(tell: Callable[..., Query]) -> None
 
 
 def test_entails_is_sound_on_unrelated_queries() -> None:
-    source = ScenesSource()
+    source = parse_scenes("scenes")
     queries = [describe(source.scene(row), level, 7 * row) for row in range(40) for level in (1, 2, 3)]
     table = relevance(queries, source.rows[:8000])
     proven = 0

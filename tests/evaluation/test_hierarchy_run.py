@@ -8,8 +8,7 @@ from PIL import Image
 from test_hierarchy import matcher
 
 from kiloword.data.open import open_source
-from kiloword.data.scenes import ScenesSource
-from kiloword.data.scenes.source import SceneParts
+from kiloword.data.scenes.source import SceneParts, ScenesSource
 from kiloword.evaluation import evaluate
 from kiloword.evaluation.hierarchy.chains import gather
 from kiloword.evaluation.hierarchy.levels import ImageLevels, kendall

@@ -17,7 +17,7 @@ from torch import Tensor
 from kiloword.api import Matcher
 from kiloword.cli.main import main
 from kiloword.config.recipes import ImageConfig, ModelFile, sizes
-from kiloword.data.scenes import parse_scenes
+from kiloword.data.scenes.source import parse_scenes
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.evaluation import evaluate
 from kiloword.evaluation.reconstruction.page import report

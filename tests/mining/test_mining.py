@@ -23,7 +23,7 @@ from corpora import LOW, corpus, random_corpus, unit
 from holding import held_by_another
 from kiloword.config.recipes import DataConfig
 from kiloword.data.open import open_data
-from kiloword.data.scenes import parse_scenes
+from kiloword.data.scenes.source import parse_scenes
 from kiloword.methods.fff.preset import Mined
 from kiloword.mining import _check_folder, analyses, gallery, images, main, output, results
 from kiloword.mining import page as mining_page

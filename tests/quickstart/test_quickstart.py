@@ -24,8 +24,7 @@ from kiloword.cli.main import main
 from kiloword.config import settings
 from kiloword.config.recipes import Recipe
 from kiloword.config.settings import read_config
-from kiloword.data.scenes import matches, parse
-from kiloword.data.scenes.source import parse_scenes
+from kiloword.data.scenes.source import parse_scenes, relevance
 from kiloword.evaluation import baseline
 from kiloword.evaluation.metrics import average_precision
 from kiloword.methods.defaults import default_recipe
@@ -89,10 +88,9 @@ def test_class_tasks_equal_eval_and_the_baseline(results: QuickstartResults, mat
 def test_general_captions_count_every_true_image(results: QuickstartResults, matcher: Matcher) -> None:
     source = parse_scenes(f"scenes:test?n={SIZES.retrieval}&levels=2")
     captions = [source.record(row).captions[0] for row in range(len(source))]
-    truth = [[matches(parse(c), source.scene(row)) for row in range(len(source))] for c in captions]
     images = matcher.encode_image(draw_all(source.name, 64).pixels)
     scores = matcher.score(images, matcher.encode_text(captions)).T
-    expected = average_precision(scores, torch.tensor(truth)).mean().item()
+    expected = average_precision(scores, torch.from_numpy(relevance(captions, source.rows))).mean().item()
     assert results.judged.general["2"].model["image_retrieval_true_map"] == pytest.approx(expected)
 
 
@@ -100,9 +98,7 @@ def test_gallery_holds_the_best_images_and_the_truth(results: QuickstartResults,
     scenes = draw_all(f"scenes:test?n={SIZES.retrieval}", 64)
     images = matcher.encode_image(scenes.pixels)
     for found in results.judged.gallery:
-        query = parse(found.text)
-        assert query is not None
-        true = [matches(query, scenes.source.scene(row)) for row in range(SIZES.retrieval)]
+        true = relevance([found.text], scenes.source.rows)[0].tolist()
         assert found.matches == sum(true)
         assert [h.match for h in found.hits] == [true[h.row] for h in found.hits]
         best = matcher.score(images, matcher.encode_text([found.text]))[:, 0].topk(5).values

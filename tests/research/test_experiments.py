@@ -21,7 +21,7 @@ import tyro
 from kiloword import evaluation
 from kiloword.api import Matcher
 from kiloword.config.recipes import Recipe
-from kiloword.data.scenes import parse_scenes
+from kiloword.data.scenes.source import parse_scenes
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.methods.defaults import default_recipe
 from kiloword.methods.registry import preset

@@ -10,10 +10,9 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kiloword.data.scenes.world import MOST, Scene, SceneRows, Thing, to_rows
+from kiloword.data.scenes.world import MOST, SceneRows, Thing
 
 Bools = npt.NDArray[np.bool_]
-Bits = npt.NDArray[np.int32]
 
 
 class Pattern(NamedTuple):
@@ -65,72 +64,31 @@ def fits(pattern: Pattern, attributes: Thing | Pattern) -> bool:
     return all(value in (None, actual) for value, actual in zip(pattern, attributes, strict=True))
 
 
-def matches(query: Query, scene: Scene) -> bool:
-    """Whether the query is true of the scene: some assignment of different things to its patterns holds."""
-    return bool(truth_table([query], to_rows([scene]))[0, 0])
-
-
-_OFFSETS = (0, 8, 16, 18, 21, 24)  # first bit of shape, colour, size, fill, row, column
-_EXISTS = 1 << 27
-
-
 def truth_table(queries: Sequence[Query], rows: SceneRows) -> Bools:
-    """Which queries are true of which scenes.
+    """Which queries are true of which scenes: some assignment of different things to the patterns of a query holds.
 
     Args: T queries; scenes as rows [I, 16] (see `world.to_rows`).
-    Returns: bool [T, I], the same as `matches` pair by pair.
+    Returns: bool [T, I].
     """
-    out = np.empty((len(queries), len(rows)), np.bool_)
-    things, counts = _thing_bits(rows), (rows[:, 1::5] >= 0).sum(1)
-    columns, lines = (axis.T for axis in (rows[:, 1::5] % 3, rows[:, 1::5] // 3))  # [3, I]
-    ordered = {"left": columns[:, None] < columns, "above": lines[:, None] < lines}  # [3, 3, I]: a before b
-    kinds: dict[tuple[int, Relation | None], list[int]] = {}
-    for t, q in enumerate(queries):
-        kinds.setdefault((len(q.things), q.relation), []).append(t)
-    for (n, relation), index in kinds.items():
-        for k in range(0, len(index), 128):  # few enough to stay in the processor's cache
-            part = index[k : k + 128]
-            masks = np.array([[_mask(p) for p in queries[t].things] for t in part], np.int32).reshape(len(part), n)
-            out[part] = _assignable(masks, things, ordered[relation] if relation else None)
-    _restrict(out, [q.count for q in queries], counts)
-    _restrict(out, [q.background for q in queries], rows[:, 0])
+    place, *facts = rows[:, 1:].reshape(-1, MOST, 5).transpose(2, 1, 0)  # [3, I] each
+    line, column, there = place // 3, place % 3, place >= 0
+    out = np.zeros((len(queries), len(rows)), np.bool_)
+    for holds, query in zip(out, queries, strict=True):
+        shown = [
+            np.logical_and.reduce(
+                [there, *(a == v for a, v in zip((*facts, line, column), p, strict=True) if v is not None)]
+            )
+            for p in query.things
+        ]
+        axis = column if query.relation == "left" else line
+        for chosen in permutations(range(MOST), len(shown)):
+            fit = np.ones(len(rows), np.bool_) if query.relation is None else axis[chosen[0]] < axis[chosen[1]]
+            holds |= np.logical_and.reduce([fit, *(thing[which] for thing, which in zip(shown, chosen, strict=True))])
+        if query.count is not None:
+            holds &= there.sum(0) == query.count
+        if query.background is not None:
+            holds &= rows[:, 0] == query.background
     return out
-
-
-def _thing_bits(rows: SceneRows) -> Bits:
-    """One bit for every attribute's value, [3, I]; 0 for an absent thing."""
-    place, *facts = rows[:, 1:].reshape(-1, MOST, 5).astype(np.int32).transpose(2, 0, 1)
-    attributes = (*facts, place // 3, place % 3)
-    bits = np.full(place.shape, _EXISTS, np.int32)
-    for offset, value in zip(_OFFSETS, attributes, strict=True):
-        bits |= np.int32(1) << (offset + np.maximum(value, 0))
-    return np.ascontiguousarray(np.where(place < 0, 0, bits).T, np.int32)
-
-
-def _mask(pattern: Pattern) -> int:
-    return _EXISTS + sum(1 << (o + value) for o, value in zip(_OFFSETS, pattern, strict=True) if value is not None)
-
-
-def _assignable(masks: Bits, things: Bits, ordered: Bools | None) -> Bools:
-    """Whether different things fit all masks [t, n], [t, I]; the first two in order, if `ordered`."""
-    t, n = masks.shape
-    if n == 0:
-        return np.ones((t, things.shape[1]), np.bool_)
-    fits = [[(things[o] & masks[:, p, None]) == masks[:, p, None] for o in range(MOST)] for p in range(n)]
-    holds = np.zeros((t, things.shape[1]), np.bool_)
-    for chosen in permutations(range(MOST), n):
-        ok = fits[0][chosen[0]]
-        for p in range(1, n):
-            ok = ok & fits[p][chosen[p]]
-        holds |= ok if ordered is None else ok & ordered[chosen[0], chosen[1]]
-    return holds
-
-
-def _restrict(out: Bools, stated: list[int | None], actual: npt.NDArray[np.integer]) -> None:
-    """Set [T, I] to False where a stated number differs from the actual one [I]."""
-    for value in {v for v in stated if v is not None}:
-        index = [t for t, v in enumerate(stated) if v == value]
-        out[index] &= actual == value
 
 
 def entails(a: Query, b: Query) -> bool:

@@ -1,23 +1,24 @@
-"""Scenes as sources: with captions, with a question and its one right answer per image, or as chains of images."""
+"""Scenes as sources, `scenes:SPLIT?OPTION=VALUE&...`: with captions, with one question each, or as chains of images."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import Self
 
 import numpy as np
 
+from kiloword.data.query import Readers, read_options
 from kiloword.data.scenes import questions
 from kiloword.data.scenes.captions import chain, describe, parse, render
 from kiloword.data.scenes.query import Bools, Query, truth_table
 from kiloword.data.scenes.raster import BACKGROUND_RGB, Pixels, draw
-from kiloword.data.scenes.settings import VQA, SceneSettings, default_rows, parse_settings
 from kiloword.data.scenes.world import (
     GROUP,
+    SPLITS,
     TASKS,
     VERSION,
     Scene,
@@ -32,22 +33,116 @@ from kiloword.data.source import majority
 from kiloword.randomness import generator, key
 from kiloword.types import Record
 
+Levels = tuple[float, float, float, float]  # weights of captions at levels 0 to 3
 MEASURED = 96  # height and width of the images in which areas are measured
+LARGEST = 1_000_000  # scenes of one data set
+VQA = "vqa"  # the task of questions and answers
+
+
+@dataclass(frozen=True)
+class SceneSettings:
+    """A data set of scenes."""
+
+    split: str
+    n: int
+    objects: tuple[int, ...]  # numbers of things, equally often
+    captions: int  # per image
+    levels: Levels
+    seed: int = 0
+    hard: bool = False  # groups of eight scenes that share all but shapes
+    size: int = 64  # height and width in pixels
+    task: str | None = None  # meaning of labels; vqa: questions and answers in place of captions
+    inner: bool = False  # things within the centre half; captions of things only
+
+    def identity(self) -> str:
+        """Text that fingerprints are made of: all but the size of images, as the size of photos does not count.
+
+        Data of one `VERSION` keep their fingerprints, so the text is as the first version of this class wrote it.
+        """
+        return (
+            f"Settings(selection=Selection(split={self.split!r}, n={self.n}, seed={self.seed}, objects={self.objects}, "
+            f"near=0.0, heldout=False, hard={self.hard}), captions={self.captions}, levels={self.levels}, wrong=0.0, "
+            f"size=0, task={self.task!r})" + "inner" * self.inner
+        )
 
 
 def open_scenes(src: str, size: int | None = None) -> ScenesSource | SceneQuestions:
-    """The data set that a SRC string names, of captions or, with `task=vqa`, of questions.
+    """The data set of `scenes`, `scenes:test`, `scenes:test?levels=2,3&captions=3`; with `task=vqa` of questions.
 
-    Args: size: height and width of images in pixels if SRC does not say `size=`; default 64.
-    Errors: ValueError names the options.
+    `inner=1` draws the scenes at half the size in the middle of the image, from 1/4 to 3/4 of both sides, and captions
+    state neither places, relations, counts nor backgrounds: they stay true of either half of the image around its
+    centre, wherever it is pasted. From 48 pixels.
+
+    Args: size: height and width of images in pixels, in place of `size=` in SRC or 64.
+    Errors: ValueError names what is allowed.
     """
-    settings = parse_settings(src, size or 64)
-    return (SceneQuestions if settings.task == VQA else ScenesSource)(settings, src)
+    head, _, query = src.partition("?")
+    name, colon, split = head.partition(":")
+    if name != "scenes" or (colon and split not in SPLITS):
+        raise ValueError(f"'{src}' is no data set of scenes: expected scenes, or scenes:SPLIT with {', '.join(SPLITS)}")
+    options = read_options("scenes", query, _READERS)
+    train, hard, task = split in ("", "train"), "hard" in options, options.get("task")
+    known = TASKS[task].objects if task in TASKS else (1, 2, 3)
+    objects = options.get("objects", known)
+    defaults = {
+        "n": _train_rows(objects) if train else 1000,
+        "objects": objects,
+        "captions": 5 if train else 1,
+        "levels": (0, 1, 2, 3) if train and not hard else (0, 0, 0, 1),
+    }
+    settings = SceneSettings(split or "train", **{**defaults, **options, **({"size": size} if size else {})})
+    unread = {"captions", "inner", "levels"} & options.keys() if task == VQA else set()
+    for wrong, reason in (
+        (unread, f"task=vqa has questions and answers in place of captions; omit {', '.join(sorted(unread))}="),
+        (not set(objects) <= set(known), f"task={task} has images of one object; omit objects="),
+        (hard and settings.inner, "inner=1 states no places, by which captions of hard=shape differ; choose one"),
+        (hard and settings.n % GROUP, f"hard=shape makes groups of {GROUP}; n={settings.n} is not a multiple of that"),
+    ):
+        if wrong:
+            raise ValueError(f"scenes: {reason}")
+    return (SceneQuestions if task == VQA else ScenesSource)(settings, src)
 
 
 def parse_scenes(src: str, size: int | None = None) -> ScenesSource:
-    """As `open_scenes`, only of captions."""
-    return ScenesSource(parse_settings(src, size or 64), src)
+    """As `open_scenes`, of captions."""
+    source = open_scenes(src, size)
+    assert isinstance(source, ScenesSource)
+    return source
+
+
+def _train_rows(objects: tuple[int, ...]) -> int:
+    """Default number of scenes of a train split; of single things there are only some 16,000."""
+    return 10_000 if objects == (1,) else 20_000
+
+
+def _in(allowed: range) -> Callable[[str], int]:
+    return lambda value: allowed[allowed.index(int(value))]
+
+
+def _levels(value: str) -> Levels:
+    weights = [0.0] * 4
+    for item in value.split(","):
+        level, colon, weight = item.partition(":")
+        weights[_in(range(4))(level)] = float(weight) if colon else 1.0
+    if not (any(weights) and all(0 <= weight <= 1e6 for weight in weights)):
+        raise ValueError(value)
+    return (weights[0], weights[1], weights[2], weights[3])
+
+
+_READERS: Readers = {
+    "captions": (_in(range(1, 101)), "captions an image, 1 to 100"),
+    "hard": ({"shape": True}.__getitem__, "shape"),
+    "inner": ({"0": False, "1": True}.__getitem__, "0 or 1"),
+    "levels": (_levels, "levels 0 to 3 with or without weights, as 2,3 or 1:1,2:2,3:4"),
+    "n": (_in(range(1, LARGEST + 1)), f"a number of images, 1 to {LARGEST}"),
+    "objects": (
+        lambda value: tuple(sorted({_in(range(1, 4))(v) for v in value.split(",")})),
+        "numbers of objects from 1 to 3, as 1 or 2,3",
+    ),
+    "seed": (_in(range(2**31)), "a whole number from 0 up"),
+    "size": (_in(range(24, 2049)), "pixels a side, 24 to 2048"),
+    "task": ({task: task for task in (*TASKS, VQA)}.__getitem__, f"one of {', '.join((*TASKS, VQA))}"),
+}
 
 
 def relevance(captions: Sequence[Query | str], scenes: Sequence[Scene] | SceneRows) -> Bools:
@@ -74,19 +169,18 @@ class _Scenes:
     natural = False
     version = VERSION
 
-    def __init__(self, settings: SceneSettings | None = None, name: str = "scenes") -> None:
-        self.settings, self.name = settings or SceneSettings(), name
-        self.fingerprint = f"{self.version}-{key(self.settings.identity()):016x}"
+    def __init__(self, settings: SceneSettings, name: str) -> None:
+        self.settings, self.name = settings, name
+        self.fingerprint = f"{self.version}-{key(settings.identity()):016x}"
+        task = TASKS.get(settings.task or "")
+        self.classnames = list(task.classnames) if task else None
+        self.templates = list(task.templates) if task else []  # `{c}` stands for the class name
 
     def __reduce__(self) -> tuple[type[Self], tuple[SceneSettings, str]]:
         return type(self), (self.settings, self.name)
 
     def __len__(self) -> int:
         return self.settings.n
-
-    def resolution(self, size: int) -> Self:
-        """The same data drawn `size` pixels high and wide."""
-        return type(self)(replace(self.settings, size=size), self.name)
 
     def key(self, row: int) -> str:
         """The name of a row, without drawing its image."""
@@ -115,21 +209,6 @@ class _Scenes:
 
 class ScenesSource(_Scenes):
     """Scenes with captions, labels, and the ground truth of all of them."""
-
-    def __init__(self, settings: SceneSettings | None = None, name: str = "scenes") -> None:
-        super().__init__(settings, name)
-        if self.settings.task == VQA:
-            raise ValueError(f"{name} has questions in place of captions: open it with kiloword.data.open")
-
-    @property
-    def classnames(self) -> list[str] | None:
-        """Names of the classes of the task; None without a task."""
-        return list(TASKS[self.settings.task].classnames) if self.settings.task else None
-
-    @property
-    def templates(self) -> list[str]:
-        """Prompts of the task; `{c}` stands for the class name."""
-        return list(TASKS[self.settings.task].templates) if self.settings.task else []
 
     def relevance(self, captions: Sequence[str], rows: Sequence[int]) -> Bools:
         """Which captions are true of which rows' images, bool [T, I]; ValueError outside the language."""
@@ -207,12 +286,12 @@ class SceneQuestions(_Scenes):
 
     def majority(self) -> Mapping[str | None, str]:
         """The most frequent answer to each kind of question of the train split, over all kinds under None."""
-        return _majority(replace(self.settings, split="train", n=default_rows(self.settings.objects)))
+        return _majority(replace(self.settings, split="train", n=_train_rows(self.settings.objects)))
 
 
 @lru_cache(maxsize=8)
 def _majority(settings: SceneSettings) -> Mapping[str | None, str]:
-    train = SceneQuestions(settings)
+    train = SceneQuestions(settings, "scenes")
     asked = (train.asked(row) for row in range(len(train)))
     return majority((question.kind, question.answer) for question in asked)
 

@@ -10,11 +10,13 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import TypeVar
 
 from numpy.random import Generator
 
 from kiloword.randomness import Draw
 
+T = TypeVar("T")
 Synonyms = Mapping[str, Sequence[str]]
 """Word -> the other words of its group, all in lower case."""
 
@@ -22,7 +24,7 @@ Synonyms = Mapping[str, Sequence[str]]
 # replace another. No colours, numbers, places or relations: a caption must stay true.
 BUILT_IN = Path(__file__).with_name("synonyms.txt")
 
-_CORE = re.compile(r"(\W*)(.*?)(\W*)", re.DOTALL)  # punctuation before the word, the word, punctuation after it
+_PARTS = re.compile(r"(\W*)(.*?)(\W*)\Z", re.DOTALL)  # punctuation before the word, the word, punctuation after it
 
 
 def eda(caption: str, synonyms: Synonyms, edits: float, rng: Generator) -> str:
@@ -34,48 +36,25 @@ def eda(caption: str, synonyms: Synonyms, edits: float, rng: Generator) -> str:
     words = caption.split()
     if not words:
         return caption
-    operation = int(rng.integers(4))
-    count = max(1, int(edits * len(words)))
-    if operation == 0:
-        words = replace_words(words, count, synonyms, rng)
-    elif operation == 1:
-        words = insert_words(words, count, synonyms, rng)
-    elif operation == 2:
-        words = swap_words(words, count, rng)
-    else:
-        words = delete_words(words, edits, rng)
+    operation, count = int(rng.integers(4)), max(1, int(edits * len(words)))
+    parts = [_PARTS.findall(word)[0] for word in words]
+    known = [n for n, (_, core, _) in enumerate(parts) if core.lower() in synonyms]
+    if operation == 0:  # replace words by synonyms
+        for n in rng.permutation(known)[:count].tolist():
+            before, core, after = parts[n]
+            new = _pick(synonyms[core.lower()], rng)
+            words[n] = before + (new[0].upper() + new[1:] if core[:1].isupper() else new) + after
+    elif operation == 1:  # insert synonyms of words at random places
+        for _ in range(count if known else 0):
+            new = _pick(synonyms[parts[_pick(known, rng)][1].lower()], rng)
+            words.insert(int(rng.integers(len(words) + 1)), new)
+    elif operation == 2:  # swap two words
+        for _ in range(count if len(words) > 1 else 0):
+            a, b = rng.choice(len(words), 2, replace=False)
+            words[a], words[b] = words[b], words[a]
+    else:  # delete words; at least one stays
+        words = _kept(words, edits, rng) or [_pick(words, rng)]
     return " ".join(words)
-
-
-def replace_words(words: Sequence[str], count: int, synonyms: Synonyms, rng: Generator) -> list[str]:
-    """Replace `count` words that have a synonym (or all of them, if fewer) by one of their synonyms."""
-    out, replaceable = list(words), [n for n, word in enumerate(words) if _bare(word) in synonyms]
-    for place in rng.permutation(replaceable)[:count].tolist():
-        out[place] = _dressed(words[place], _pick(synonyms[_bare(words[place])], rng))
-    return out
-
-
-def insert_words(words: Sequence[str], count: int, synonyms: Synonyms, rng: Generator) -> list[str]:
-    """Insert `count` times a synonym of a word at a random place; nothing if no word has a synonym."""
-    out, replaceable = list(words), [word for word in words if _bare(word) in synonyms]
-    for _ in range(count if replaceable else 0):
-        new = _pick(synonyms[_bare(_pick(replaceable, rng))], rng)
-        out.insert(int(rng.integers(len(out) + 1)), new)
-    return out
-
-
-def swap_words(words: Sequence[str], count: int, rng: Generator) -> list[str]:
-    """Swap two words `count` times."""
-    out = list(words)
-    for _ in range(count if len(out) > 1 else 0):
-        a, b = rng.choice(len(out), 2, replace=False)
-        out[a], out[b] = out[b], out[a]
-    return out
-
-
-def delete_words(words: Sequence[str], probability: float, rng: Generator) -> list[str]:
-    """Drop each word with `probability`; at least one stays."""
-    return _kept(words, probability, rng) or [_pick(words, rng)]
 
 
 @lru_cache(maxsize=4)
@@ -100,24 +79,8 @@ def read_synonyms(path: str | None = None) -> Synonyms:
     return synonyms
 
 
-def _parts(word: str) -> tuple[str, str, str]:
-    match = _CORE.fullmatch(word)
-    assert match is not None
-    return match[1], match[2], match[3]
-
-
-def _bare(word: str) -> str:
-    return _parts(word)[1].lower()
-
-
-def _dressed(word: str, new: str) -> str:
-    """`new` with the punctuation and the first capital of `word`."""
-    before, core, after = _parts(word)
-    return before + (new[0].upper() + new[1:] if core[:1].isupper() else new) + after
-
-
-def _pick(words: Sequence[str], rng: Generator) -> str:
-    return words[int(rng.integers(len(words)))]
+def _pick(options: Sequence[T], rng: Generator) -> T:
+    return options[int(rng.integers(len(options)))]
 
 
 def drop_words(captions: Sequence[str], share: float, draw: Draw) -> list[str]:

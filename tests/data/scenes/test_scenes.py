@@ -15,25 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cases import mostly_slow
-from kiloword.data.scenes import (
-    Pattern,
-    Query,
-    Scene,
-    Thing,
-    draw,
-    matches,
-    open_scenes,
-    parse,
-    parse_scenes,
-    relevance,
-    render,
-)
-from kiloword.data.scenes.captions import chain, describe
-from kiloword.data.scenes.query import follows, truth_table
+from kiloword.data.scenes.captions import chain, describe, parse, render
+from kiloword.data.scenes.query import Pattern, Query, follows, truth_table
 from kiloword.data.scenes.questions import ask
-from kiloword.data.scenes.raster import BACKGROUND_RGB, COLOUR_RGB
-from kiloword.data.scenes.source import area
-from kiloword.data.scenes.world import codes, splits, to_rows, to_scene
+from kiloword.data.scenes.raster import BACKGROUND_RGB, COLOUR_RGB, draw
+from kiloword.data.scenes.source import area, open_scenes, parse_scenes, relevance
+from kiloword.data.scenes.world import Scene, Thing, codes, splits, to_rows, to_scene
 from kiloword.types import Source
 
 
@@ -134,7 +121,7 @@ STAR, HEART = Thing(4, 0, 0, 0, 0, 2), Thing(5, 5, 1, 1, 2, 0)
 )  # fmt: skip
 def test_meaning(caption: str, true: bool | None) -> None:
     query = parse(caption)
-    assert (None if query is None else matches(query, Scene(0, (STAR, HEART)))) is true
+    assert (None if query is None else bool(relevance([query], [Scene(0, (STAR, HEART))])[0, 0])) is true
     if true is None:
         with pytest.raises(ValueError, match="not a caption"):
             relevance([caption], [Scene(0, (STAR,))])
@@ -232,7 +219,7 @@ def test_the_source() -> None:
     assert isinstance(source, Source)
     assert (source.natural, source.classnames, source.templates) == (False, None, [])
     copy = pickle.loads(pickle.dumps(source))  # a worker's
-    big = source.resolution(96)
+    big = parse_scenes(source.name, 96)
     assert len(pickle.dumps(source)) < 1000
     assert source.fingerprint == copy.fingerprint == big.fingerprint != parse_scenes("scenes:test?n=50").fingerprint
     assert source.name == "scenes:test?captions=2&n=50"
@@ -243,10 +230,10 @@ def test_the_source() -> None:
     for row in (-1, 50):
         with pytest.raises(IndexError):
             source.record(row)
-    assert parse_scenes("scenes?size=48", 32).settings.size == 48
+    assert parse_scenes("scenes?size=48", 32).settings.size == 32
     assert parse_scenes("scenes?").settings == parse_scenes("scenes").settings
     asked: Any = open_scenes("scenes:test?n=50&task=vqa", 32)
-    assert (asked.record(3).image.shape, asked.resolution(64).asked(3)) == ((32, 32, 3), asked.asked(3))
+    assert asked.record(3).image.shape == (32, 32, 3)
     assert (asked.key(3), asked.record(3).info["scene"]) == (source.key(3), source.record(3).info["scene"])
 
 
@@ -267,7 +254,6 @@ def test_the_source() -> None:
         ("scenes?objects=4", "1 to 3"),
         ("scenes?task=size", "colour, fill, shape, count"),
         ("scenes?task=shape&objects=2", "omit objects="),
-        ("scenes?task=vqa", "questions"),
         ("scenes?task=vqa&levels=1", "levels="),
         ("scenes?hard=colour", "shape"),
         ("scenes?hard=shape&n=12", "not a multiple"),
