@@ -186,7 +186,7 @@ def _stored(inputs: Inputs, model: str, folder: Path) -> tuple[AuditedData, Feat
         except BadSample as error:
             data.skipped.append(Skipped(row, name_of(source, row), str(error)))
             continue
-        features.join(example, source)
+        features(example, source)
         if not bool(example.image_features[store.name].any()):
             data.skipped.append(Skipped(row, example.key, "not in the feature store"))
             continue

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ from kiloword.data.sample import question_in
 from kiloword.data.sampler import Order, Rows, choose_captions, share
 from kiloword.data.source import check_asks
 from kiloword.data.steps import in_order
-from kiloword.data.stored import FoundTokens, Joined, StoredTexts, StoreFile, WithTokens
+from kiloword.data.stored import FindTokens, Join, StoreFile, WithTokens
 from kiloword.data.text.eda import drop_words
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.randomness import Draw, key
@@ -54,10 +55,10 @@ class Loader:
     tokenizer: Tokenizer
     transforms: Sequence[Transform] = ()
     inputs: Mapping[str, Input] = field(default_factory=dict)
-    stores: Sequence[Joined] = ()
+    stores: Sequence[Join] = ()
     shown: StoreFile | None = None
-    image_tokens: FoundTokens | None = None
-    open_store: Callable[[str], StoredTexts] | None = None
+    image_tokens: FindTokens | None = None
+    open_store: Callable[[str], Any] | None = None
     told: Sequence[str] = ()
     truth: bool = False
     questions: bool = False
@@ -306,7 +307,7 @@ class BatchReader:
         image = record.tokens.tokens(draw.epoch) if record.tokens else loader.image(record.image, shown)
         example = Example(record.key, row, image, captions, question=question)
         for store in loader.stores:
-            store.join(example, self.source, view)  # before words are dropped: features are of whole captions
+            store(example, self.source, view)  # before words are dropped: features are of whole captions
         if loader.train and loader.data.augment.drop_words > 0 and question is None:  # answers keep all words
             example.captions = drop_words(captions, loader.data.augment.drop_words, draw)
         return example

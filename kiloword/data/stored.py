@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any, Literal
 
 from kiloword.config.recipes import AugmentConfig, Resize
 from kiloword.config.settings import BaseSettings, about, read_config
@@ -47,7 +44,6 @@ class StoredSource(BaseSettings):
     name: str
     fingerprint: str
     rows: int  # of the data set
-    stored: int  # of them, those that the store was asked for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,28 +118,10 @@ def store_file(folder: Path | str) -> StoreFile:
     return read_config(Path(folder) / STORE, StoreFile)
 
 
-class Joined(Protocol):
-    """Features of the rows of a source (`kiloword.stores.features.Features`)."""
-
-    def join(self, example: Example, source: Source, view: int = 0) -> None:
-        """Add the features of an example. Args: source: of which `example.row` is a row; view: of the image."""
-
-
-class FoundTokens(Protocol):
-    """Tokens of the images of a source (`kiloword.stores.tokens.FoundImages`)."""
-
-    def find(self, source: Source, row: int, key: str) -> StoredTokens | None:
-        """The tokens of a row; None where there are none."""
-
-
-class StoredTexts(Protocol):
-    """Features of the captions of a data set (`kiloword.stores.features.FeatureStore`)."""
-
-    def places(self, source: Source) -> NDArray[np.int64]:
-        """The place of each row of a source [n]; negative where there is none."""
-
-    def text_means(self) -> NDArray[np.float32]:
-        """[N, D], the mean over the captions of each place."""
+Join = Callable[[Example, Source, int], None]
+"""Adds stored features to an example, whose row is one of the source; of a view of its image."""
+FindTokens = Callable[[Source, int], StoredTokens | None]
+"""The stored tokens of the image of a row; None where there are none."""
 
 
 class WithTokens:
@@ -153,7 +131,7 @@ class WithTokens:
     without the image. A row without tokens is bad.
     """
 
-    def __init__(self, source: Source, stored: FoundTokens, lean: bool = False) -> None:
+    def __init__(self, source: Source, stored: FindTokens, lean: bool = False) -> None:
         self.source, self.stored, self.name, self.fingerprint = source, stored, source.name, source.fingerprint
         self.lean = lean and hasattr(source, "captions") and hasattr(source, "key")
 
@@ -172,18 +150,17 @@ class WithTokens:
     def record(self, row: int) -> Record:
         """The stored sample with its tokens. Raises BadSample with the reason."""
         if self.lean:
-            key = key_of(self.source, row)
-            tokens, captions = self._tokens(row, key), texts_of(self.source, row)
+            key, tokens, captions = key_of(self.source, row), self._tokens(row), texts_of(self.source, row)
             asked = question(self.source, row) if hasattr(self.source, "question") else None
             return Record(key, b"", captions, info={"question": asked}, tokens=tokens)
         try:
             record = self.source.record(row)
         except NoCaption as error:
-            raise NoCaption(replace(error.record, tokens=self._tokens(row, error.record.key))) from error
-        return replace(record, tokens=self._tokens(row, record.key))
+            raise NoCaption(replace(error.record, tokens=self._tokens(row))) from error
+        return replace(record, tokens=self._tokens(row))
 
-    def _tokens(self, row: int, key: str) -> StoredTokens:
-        tokens = self.stored.find(self.source, row, key)
+    def _tokens(self, row: int) -> StoredTokens:
+        tokens = self.stored(self.source, row)
         if tokens is None:
             raise BadSample(f"{EMBEDDED}no tokens in the image features")
         return tokens

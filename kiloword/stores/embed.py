@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from kiloword.config.recipes import DataConfig, Resize
-from kiloword.data.edits import every_row, origin, origins, parts_of
+from kiloword.data.edits import every_row, origin, origins
 from kiloword.data.images.augmentation import check_resize
 from kiloword.data.images.views import PLAIN, Augmented
 from kiloword.data.open import open_data
@@ -140,11 +139,7 @@ class Maker:
 
     def about(self, kind: Kind, weights: str, **more: Any) -> StoreFile:
         """The settings of the store."""
-        options, stored = self.options, Counter[int]()
-        for part in parts_of(self.source):
-            several = len(bases := origins(part)) > 1
-            for base in (origin(part, row)[0] for row in range(len(part))) if several else bases:
-                stored[self.numbers[base.name, base.fingerprint]] += 1 if several else len(part)
+        options = self.options
         return StoreFile(
             kind=kind,
             model=options.model,
@@ -155,8 +150,8 @@ class Maker:
             fingerprint=self.source.fingerprint,
             rows=len(self.source),
             sources=tuple(
-                StoredSource(name=base.name, fingerprint=base.fingerprint, rows=len(base), stored=stored[n])
-                for n, base in enumerate(origins(self.source))
+                StoredSource(name=base.name, fingerprint=base.fingerprint, rows=len(base))
+                for base in origins(self.source)
             ),
             captions=() if kind == "images" else tuple(sorted(caption_origins(self.source))),
             **more,

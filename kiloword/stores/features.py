@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from kiloword.data.rows import key_bytes, key_text
 from kiloword.stores.joins import Places, lacking
 from kiloword.stores.store import Store, key_digest
-from kiloword.types import BadSample, Example, Source
+from kiloword.types import Example, Source
 
 _CHUNK = 65536  # images whose captions are averaged at once
 
@@ -97,14 +97,13 @@ class FeatureStore(Store):
     def places(self, source: Source) -> NDArray[np.int64]:
         """The place of each row of a source [n]; -1 where it is bad. Raises: as `of`."""
         features = self.of(source)
-        found = (features.place(source, row) for row in range(len(source)))
-        return np.array([-1 if place is None else place for place in found], np.int64)
+        return np.array([features.place(source, row) for row in range(len(source))], np.int64)
 
 
 class Features:
     """Features of a source's rows.
 
-    `join` adds `image_features[name]` [D] and `text_features[name]` [captions, D] (unit norm; zeros, which match
+    A call adds `image_features[name]` [D] and `text_features[name]` [captions, D] (unit norm; zeros, which match
     nothing, where the store has none) and `image_features[name + ".texts"]` [D], the mean of the example's
     `text_features` rows.
     """
@@ -112,13 +111,10 @@ class Features:
     def __init__(self, store: FeatureStore, found: Places[FeatureStore]) -> None:
         self.store, self.found = store, found
 
-    def place(self, source: Source, row: int, key: str | None = None) -> int | None:
-        """The place of a row; None where it is bad."""
-        try:
-            found = self.found.find(source, row, key)
-        except BadSample:
-            return None
-        return None if found is None else found[1]
+    def place(self, source: Source, row: int) -> int:
+        """The place of a row; -1 where it is bad."""
+        found = self.found.find(source, row)
+        return -1 if found is None else found[1]
 
     def captions(self, place: int, captions: Sequence[str]) -> Iterator[int | None]:
         """The place of each caption of an image; None where the store lacks it."""
@@ -131,15 +127,15 @@ class Features:
     def has(self, source: Source, row: int, captions: Sequence[str]) -> bool:
         """Whether the store has captions of a row, if that is not bad."""
         place = self.place(source, row)
-        return place is None or None not in self.captions(place, captions)
+        return place < 0 or None not in self.captions(place, captions)
 
-    def join(self, example: Example, source: Source, view: int = 0) -> None:
+    def __call__(self, example: Example, source: Source, view: int = 0) -> None:
         """Add features to an example. Args: source: of which `example.row` is a row; view: the one of its image."""
         store = self.store
         image = np.zeros(store.dim, np.float32)
         texts = np.zeros((len(example.captions), store.dim), np.float32)
-        place = self.place(source, example.row, example.key)
-        if place is not None:
+        place = self.place(source, example.row)
+        if place >= 0:
             image[:] = store.column("images")[place, view]
             for n, text in enumerate(self.captions(place, example.captions)):
                 if text is not None:

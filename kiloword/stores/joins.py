@@ -7,15 +7,17 @@ from contextlib import suppress
 from typing import Generic, TypeVar
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from kiloword.data.edits import contents, every_row, origin, origins
-from kiloword.data.reading import captions_at, digest_of, name_of
-from kiloword.data.rows import key_bytes
-from kiloword.data.source import key_of, keys
-from kiloword.stores.store import Store, key_digest, row_codes
+from kiloword.data.edits import contents, every_row, origin, origins, parts_of
+from kiloword.data.joins import key_column, places_of, same_images, shown_key, spread
+from kiloword.data.reading import captions_at, name_of
+from kiloword.stores.pieces import read_table
+from kiloword.stores.store import KEYS, Store
 from kiloword.terminal import shown
-from kiloword.types import BadSample, NoCaption, Source
+from kiloword.types import BadSample, Source
 
 IMAGES, CAPTIONS = 64, 1000  # rows of a source whose images, or captions, are compared with those of a store
 Kept = TypeVar("Kept", bound=Store)
@@ -30,12 +32,14 @@ class Places(Generic[Kept]):
     """
 
     def __init__(self, stores: Sequence[Kept], source: Source) -> None:
-        whole, self._of = every_row(source), dict[tuple[str, str], tuple[Kept, int | None]]()
+        whole, self._of = every_row(source), dict[tuple[str, str], tuple[Kept, NDArray[np.int64]]]()
+        used = base_rows(whole)
         for base in origins(whole):
             errors = list[ValueError]()
             for store in stores:
                 try:
-                    self._of[base.name, base.fingerprint] = store, _number(store, base, whole)
+                    places = _places(store, base, np.array(used[base.name, base.fingerprint], np.int64))
+                    self._of[base.name, base.fingerprint] = store, places
                     break
                 except ValueError as error:
                     errors.append(error)
@@ -47,96 +51,67 @@ class Places(Generic[Kept]):
         """The stores that are read."""
         return list(dict.fromkeys(store for store, _ in self._of.values()))
 
-    def find(self, source: Source, row: int, key: str | None = None) -> tuple[Kept, int] | None:
-        """The store that has a row, and its place; None for a row that was bad. Args: key: where it is known."""
+    def find(self, source: Source, row: int) -> tuple[Kept, int] | None:
+        """The store that has a row, and its place; None for a row that was bad."""
         base, at = origin(source, row)
-        store, number = self._of[base.name, base.fingerprint]
-        if number is not None:
-            place = store.by_row(number, at)
+        store, places = self._of[base.name, base.fingerprint]
+        return (store, int(places[at])) if places[at] >= 0 else None
+
+
+def base_rows(source: Source) -> dict[tuple[str, str], list[int]]:
+    """Which rows of each data set a source uses, by its name and fingerprint, see `kiloword.data.edits.origin`."""
+    used: dict[tuple[str, str], list[int]] = {(base.name, base.fingerprint): [] for base in origins(source)}
+    for part in parts_of(source):
+        if origins(part) == [part]:
+            used[part.name, part.fingerprint] += range(len(part))
         else:
-            place = store.by_key(key_bytes(key_of(base, at) if key is None else key))
-        return None if place is None else (store, place)
+            for base, at in (origin(part, row) for row in range(len(part))):
+                used[base.name, base.fingerprint].append(at)
+    return used
 
 
-def _number(store: Store, base: Source, whole: Source) -> int | None:
-    """The number of a data set among those of a store; None where it is joined by key. Raises: see `Places`."""
-    same = [n for n, one in enumerate(store.file.sources) if one.fingerprint == base.fingerprint]
-    for number in same:
-        complete = store.file.sources[number].stored == store.file.sources[number].rows
-        if _other_image(store, base, number) is None and (complete or not _missing(store, base, whole, number)):
-            return number
-    missing = _missing(store, base, whole, None)
+def _places(store: Store, base: Source, used: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The place of each row of a data set [N]; -1: it is bad. Args: used: rows that must be there. Raises: `Places`."""
+    table = read_table(store.path / KEYS, ["source", "at", "key", "image", "reason"])
+    good, images = table.column("reason").is_null().to_numpy(), table.column("image")
+    places: NDArray[np.int64] = np.append(np.where(good, np.cumsum(good) - 1, -1), -1)  # the last is of no row
+
+    def other(rows: NDArray[np.int64], drawn: bool) -> list[str]:
+        digests = {row: images[rows[row]].as_py() for row in spread(len(base), IMAGES) if places[rows[row]] >= 0}
+        return [key for key, same in same_images(base, digests, drawn).items() if not same]
+
+    at, number = table.column("at").to_numpy(), table.column("source").to_numpy()
+    for n, one in enumerate(store.file.sources):
+        if (one.fingerprint, one.rows) == (base.fingerprint, len(base)):
+            mine, rows = np.flatnonzero(number == n), np.full(len(base), -1)
+            rows[at[mine]] = mine
+            remote = getattr(base, "remote", False)  # its images are not compared, nor those that are drawn
+            if (rows[used] >= 0).all() and (remote or not other(rows, drawn=False)):
+                return np.take(places, rows)
+    order = np.argsort(~good, kind="stable")  # of equal keys one that is not bad
+    names, keys = pa.chunked_array(table.column("key").cast(pa.large_binary())).combine_chunks(), key_column(base)
+    found = places_of(keys, names.take(pa.array(order)))
+    rows = np.where(found < 0, -1, order[found])
     made = f"{store.path} was made from {store.file.data}"
     do = f"Make one from the same data by `kiloword embed {store.file.model} --data SRC --out DIR`."
-    if missing:
+    missing = used[(rows[used] < 0) & keys.is_valid().to_numpy(False)[used]]
+    if len(missing):
         raise ValueError(
             f"{made}, and lacks {len(missing):,} images of {base.name} (fingerprint {base.fingerprint[:16]}), such as "
-            f"{shown(missing[0][:100])!r}. {do}"
+            f"{shown_key(keys[int(missing[0])])}. {do}"
         )
-    if twice := _ambiguous(store, base):
-        raise ValueError(f"{made}, in which two images have the key {shown(twice[:100])!r} and differ. {do}")
-    if other := _other_image(store, base, None):
+    by_key = pa.table({"key": names, "image": images}).filter(good).group_by("key")
+    counts = by_key.aggregate([("image", "count_distinct")])
+    differ = counts.column("key").filter(pc.greater(counts.column("image_count_distinct"), 1)).combine_chunks()
+    if (twice := places_of(keys, differ)).max(initial=-1) >= 0:
+        first = keys[int(np.flatnonzero(twice >= 0)[0])]
+        raise ValueError(f"{made}, in which two images have the key {shown_key(first)} and differ. {do}")
+    if others := other(rows, drawn=True):
         raise ValueError(
-            f"{made}, whose image {shown(other[:100])!r} is another one than that of {base.name}, with the same key. "
-            f"{do}"
+            f"{made}, whose image {shown(others[0][:100])!r} is another one than that of {base.name}, with the same "
+            f"key. {do}"
         )
-    return None
-
-
-def _missing(store: Store, base: Source, whole: Source, number: int | None) -> list[str]:
-    """Keys of the rows of a data set that are used, and that the store was not made from."""
-    located = (origin(whole, row) for row in range(len(whole)))
-    rows = [at for one, at in located if (one.name, one.fingerprint) == (base.name, base.fingerprint)]
-    if number is not None:
-        found = np.isin(row_codes(number, rows), store.column("rows")[0])
-        return [f"row {rows[n]}" for n in np.flatnonzero(~found)]
-    names = [name for at in rows if (name := _key(base, at)) is not None]
-    found = np.isin(_digests(names), store.column("keys")[0])
-    return [names[n] for n in np.flatnonzero(~found)]
-
-
-def _key(source: Source, row: int) -> str | None:
-    try:
-        return key_of(source, row)
-    except BadSample:
-        return None
-
-
-def _digests(names: Sequence[str]) -> NDArray[np.uint64]:
-    return np.fromiter((key_digest(key_bytes(name)) for name in names), np.uint64, len(names))
-
-
-def _ambiguous(store: Store, base: Source) -> str:
-    """The first key of a data set that several images of a store have, and differ; "" where there is none."""
-    digests = store.column("keys")[0]
-    if not (digests[1:] == digests[:-1]).any():
-        return ""
-    counts = [("key", "count"), ("image", "count_distinct")]
-    groups = store.cells("key", "image").group_by("key").aggregate(counts).to_pylist()
-    differ = {group["key"] for group in groups if group["key_count"] > 1 and group["image_count_distinct"] > 1}
-    return next((name for name in keys(base) if name is not None and key_bytes(name) in differ), "")
-
-
-def _other_image(store: Store, base: Source, number: int | None) -> str | None:
-    """The key of an image that is not the store's, among some that are spread over a data set.
-
-    Images that are drawn or lie on a server are not compared where the fingerprint is that of the store's data.
-    """
-    if number is not None and (getattr(base, "remote", False)):
-        return None
-    images = store.cells("image").column("image")
-    for row in range(0, len(base), -(-len(base) // IMAGES)):
-        try:
-            record = base.record(row)
-        except NoCaption as error:
-            record = error.record
-        except BadSample:
-            continue
-        place = store.by_row(number, row) if number is not None else store.by_key(key_bytes(record.key))
-        compared = place is not None and (number is None or isinstance(record.image, bytes))
-        if compared and images[place].as_py() != digest_of(record.image):
-            return record.key
-    return None
+    return np.take(places, rows)
 
 
 def caption_origins(source: Source) -> set[str]:
@@ -152,7 +127,7 @@ def lacking(stores: Sequence[Store], source: Source, has: Callable[[Source, int,
     if not stores or caption_origins(source) <= {one for store in stores for one in store.file.captions}:
         return ""
     whole = every_row(source)
-    for row in range(0, len(whole), -(-len(whole) // CAPTIONS)):
+    for row in spread(len(whole), CAPTIONS):
         with suppress(BadSample):
             if not has(whole, row, captions_at(whole, row)):
                 return name_of(whole, row)

@@ -195,8 +195,8 @@ def stored(
             opened(data.image_features, ImageTokens), key=lambda store: of_images(store.file.augment) != wanted
         )
         found = FoundImages(others_last, source)
-        _check_shown(found.places.stores, data)
-        for store in found.places.stores:
+        _check_shown(found.stores, data)
+        for store in found.stores:
             if missing := store.file.rows - len(store):
                 told.append(
                     f"{missing:,} of {store.file.rows:,} rows have no tokens, as `embed` said: others replace them."

@@ -8,8 +8,7 @@ Format (a folder): `store.json` (`kiloword.data.stored.StoreFile`); `keys.parque
     tokens [m, W]       tokens of images (m = n * K * N) or of captions, as dtype says; int8 with
     scales [m, 2G]      the minimum and the step of each group of channels
     starts              [n + 1] captions of an image, or [T + 1] tokens of a caption: starts[i] to starts[i + 1]
-    captions            [T] digests of the captions; where they are looked up [2, T]: ascending, and their numbers
-    rows, keys          [2, rows]: ascending source << 44 | row, or digests of keys, and the place of each; NONE: bad
+    captions            [T] digests of the captions; of tokens [2, T]: ascending, and their numbers
 
 While it is written there are pieces in place of `keys.parquet` (`pieces.PieceWriter`), and columns only grow.
 """
@@ -18,7 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +42,6 @@ SCHEMA = pa.schema(
         "lengths": pa.list_(pa.int32()),  # of the captions in tokens
     }
 )
-NONE = np.uint64(2**64 - 1)
 GROUP = 64  # channels of a token that share a minimum and a step
 AGAIN = "Make it again by `kiloword embed`."
 _DTYPES = {"fp16": "<f2", "fp32": "<f4", "int8": "|u1"}
@@ -150,33 +148,17 @@ class _Column:
 
 
 def _found_by(table: pa.Table, kind: Kind) -> dict[str, NDArray[Any]]:
-    """The columns that rows are found by."""
+    """The columns that captions are found by."""
+    if kind == "images":
+        return {}
     good = _good(table)
     captions = good.column("captions").combine_chunks()
     texts = [text or b"" for text in captions.flatten().to_pylist()]
-    digests = np.fromiter(map(key_digest, texts), np.uint64, len(texts))
+    digests, counts = np.fromiter(map(key_digest, texts), np.uint64, len(texts)), pc.list_value_length(captions)
     if kind == "texts":
-        lengths = good.column("lengths").combine_chunks().flatten().to_numpy()
-        lookup = lookup_table(texts, np.arange(len(texts), dtype=np.uint64))
-        return {"captions": lookup, "starts": np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])}
-    is_good = table.column("reason").is_null().to_numpy()
-    places = np.full(len(table), NONE)
-    places[is_good] = np.arange(good.num_rows, dtype=np.uint64)
-    codes = row_codes(table.column("source").to_numpy(), table.column("at").to_numpy())
-    order = np.argsort(codes, kind="stable")
-    found = {
-        "rows": np.stack([codes[order], places[order]]),
-        "keys": lookup_table(table.column("key").to_pylist(), places),
-    }
-    if kind == "images":
-        return found
-    counts = np.asarray(pc.list_value_length(captions).fill_null(0))
-    return {**found, "captions": digests, "starts": np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])}
-
-
-def row_codes(source: Any, at: Any) -> NDArray[np.uint64]:
-    """Numbers by which rows of the sources are found."""
-    return np.asarray(source, np.uint64) << np.uint64(44) | np.asarray(at, np.uint64)
+        order, counts = np.argsort(digests, kind="stable"), good.column("lengths").combine_chunks().flatten()
+        digests = np.stack([digests[order], order.astype(np.uint64)])
+    return {"captions": digests, "starts": np.concatenate([[0], np.cumsum(pc.fill_null(counts, 0), dtype=np.int64)])}
 
 
 class Store:
@@ -231,16 +213,6 @@ class Store:
         """Size on disk."""
         return sum(path.stat().st_size for path in self.path.iterdir()) / 1e6
 
-    def by_row(self, source: int, row: int) -> int | None:
-        """The place of a row of one of the store's sources; None where it is bad, or not there."""
-        table, code = self.column("rows"), row_codes(source, row)
-        n = int(np.searchsorted(table[0], code))
-        return int(table[1, n]) if n < table.shape[1] and table[0, n] == code and table[1, n] != NONE else None
-
-    def by_key(self, raw: bytes) -> int | None:
-        """The first place of a key; None where it is bad, or not there."""
-        return next((place for place in find_key(self.column("keys"), raw) if place != int(NONE)), None)
-
 
 WHAT = {"features": "features", "images": "tokens of images", "texts": "tokens of captions"}
 FLAGS = {"features": "features", "images": "image-features", "texts": "text-features"}
@@ -259,17 +231,3 @@ def _holds(folder: Path) -> str:
 def key_digest(raw: bytes) -> int:
     """Unsigned 64-bit hash; two of a million keys collide with probability 3e-8, so callers compare the key itself."""
     return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little")
-
-
-def lookup_table(keys: Iterable[bytes], places: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """[2, N]: ascending digests of N keys, and the place of each; equal keys keep the order of their places."""
-    digests = np.fromiter((key_digest(key) for key in keys), np.uint64, len(places))
-    order = np.argsort(digests, kind="stable")
-    return np.stack([digests[order], places[order]])
-
-
-def find_key(table: NDArray[np.uint64], raw: bytes) -> list[int]:
-    """The possible places of a key: none, nearly always one, or several. O(log N)."""
-    wanted = np.uint64(key_digest(raw))
-    start, end = np.searchsorted(table[0], wanted, "left"), np.searchsorted(table[0], wanted, "right")
-    return [int(place) for place in table[1, start:end]]

@@ -21,7 +21,7 @@ from kiloword.data.reading import EMBEDDED
 from kiloword.data.rows import key_bytes
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.stores.joins import Places, lacking
-from kiloword.stores.store import WHAT, Store, find_key, group_of
+from kiloword.stores.store import WHAT, Store, group_of, key_digest
 from kiloword.types import BadSample, Source, Texts
 
 Dtype = Literal["fp16", "fp32", "int8"]
@@ -74,15 +74,12 @@ class StoredImage:
         return self.store.read((self.place * file.views + epoch % file.views) * file.tokens, file.tokens)
 
 
-class FoundImages:
-    """The tokens of a source's images (`kiloword.data.stored.FoundTokens`). Raises: ValueError, see `Places`."""
+class FoundImages(Places[ImageTokens]):
+    """The tokens of a source's images. Raises: ValueError, see `Places`."""
 
-    def __init__(self, stores: Sequence[ImageTokens], source: Source) -> None:
-        self.places = Places(stores, source)
-
-    def find(self, source: Source, row: int, key: str) -> StoredImage | None:
+    def __call__(self, source: Source, row: int) -> StoredImage | None:
         """The tokens of a row of the source, or of the source in another epoch; None where there are none."""
-        found = self.places.find(source, row, key)
+        found = self.find(source, row)
         return None if found is None else StoredImage(*found)
 
 
@@ -93,10 +90,12 @@ class TextTokens(_TokenStore):
 
     def find(self, caption: str) -> tuple[int, int] | None:
         """Where the tokens of a caption begin, and their number; None where the store has none."""
-        texts = find_key(self.column("captions"), key_bytes(caption))
-        if not texts:
+        digests, numbers = self.column("captions")
+        digest = np.uint64(key_digest(key_bytes(caption)))
+        place = int(np.searchsorted(digests, digest))
+        if place == len(digests) or digests[place] != digest:
             return None
-        start, end = self.column("starts")[texts[0] : texts[0] + 2].tolist()
+        start, end = self.column("starts")[int(numbers[place]) :][:2].tolist()
         return start, end - start
 
 

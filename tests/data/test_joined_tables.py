@@ -227,10 +227,10 @@ def test_lists_of_other_data_are_refused(tmp_path: Path, source: Source) -> None
         (whole.slice(0, n - 3), "lacks 1 of the 6 images of .*0005"),
         (with_column("caption", [f"x{i}" for i in range(n)]), "lacks captions .*0000"),
         (with_column("keep", [False] * n), "keeps no caption"),
-        (with_column("keep", [None, *[True] * (n - 1)]), "keep has 1 empty"),
+        (with_column("keep", [None, *[True] * (n - 1)]), "keep has an empty"),
         (with_column("keep", ["yes"] * n), "keep. holds string"),
         (with_column("key", list(range(n))), "key. holds int64"),
-        (whole.drop_columns(["keep"]), "Expected key, caption, keep"),
+        (whole.drop_columns(["keep"]), "no column 'keep'"),
         (whole.slice(0, 0), "no rows"),
     ):
         pa.parquet.write_table(change, tmp_path / "bad.parquet")

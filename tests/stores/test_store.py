@@ -121,7 +121,7 @@ def test_files_are_those_of_the_format(table: FeatureStore) -> None:
     assert [row["reason"] for row in rows if row["at"] in (4, 5)] == [None, "truncated image"]
     assert rows[2]["captions"] == [b"image 2 caption 0", b"image 2 caption 1", b"image 2 caption 2"]
     file = json.loads((table.path / "store.json").read_text())
-    assert file["sources"] == [{"name": "images", "fingerprint": "p", "rows": ROWS, "stored": ROWS}]
+    assert file["sources"] == [{"name": "images", "fingerprint": "p", "rows": ROWS}]
 
 
 TOKENIZER = Tokenizer.train([f"image {i} caption {j}" for i in range(ROWS) for j in range(3)], 320)

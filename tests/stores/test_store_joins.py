@@ -51,7 +51,7 @@ def features(store: FeatureStore, source: Source) -> Tensor:
     for row in range(len(source)):
         record = source.record(row)
         example = Example(record.key, row, torch.empty(0), record.captions)
-        joined.join(example, source)
+        joined(example, source)
         assert example.text_features["teacher"].any()
         found.append(example.image_features["teacher"])
     return torch.stack(found)

@@ -68,7 +68,7 @@ def test_a_view_is_what_training_draws(tmp_path: Path) -> None:
         image = transform(record.image, Draw(run.seed, epoch % 3, row))
         with inference(model):
             expected = model.image_tower.trunk(model.normalise(image[None]))[0]
-        found = FoundImages([store], source).find(source, row, record.key)
+        found = FoundImages([store], source)(source, row)
         assert found is not None
         assert torch.allclose(found.tokens(epoch), expected, atol=1e-6)
 

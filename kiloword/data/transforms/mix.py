@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -26,7 +27,6 @@ from kiloword.config.recipes import AugmentConfig
 from kiloword.config.settings import check
 from kiloword.data.images.augmentation import TrainTransform
 from kiloword.data.source import keys, texts_of
-from kiloword.data.stored import StoredTexts
 from kiloword.data.text.eda import eda, read_synonyms
 from kiloword.data.transforms.partner import Partner, Rewrites, either, read_rewrites, rewritten
 from kiloword.data.transforms.settings import (
@@ -105,7 +105,7 @@ class WithPartner(_Mix):
         super().__post_init__()
         Partner(self.settings)  # raises for missing settings
 
-    def bind(self, source: Source, open_store: Callable[[str], StoredTexts] | None = None) -> WithPartner:
+    def bind(self, source: Source, open_store: Callable[[str], Any] | None = None) -> WithPartner:
         """The transform that knows the data set. Raises: ValueError for files that are unusable or of other data."""
         path, partner, note = self.settings.rewrites, Partner(self.settings).bind(source, open_store), None
         if path is None:
@@ -170,7 +170,7 @@ class Stylistic(_Mix):
 
     settings: StylisticSettings
 
-    def bind(self, source: Source, open_store: Callable[[str], StoredTexts] | None = None) -> Stylistic:
+    def bind(self, source: Source, open_store: Callable[[str], Any] | None = None) -> Stylistic:
         """The same transform. Raises: ValueError when the file of synonyms cannot be used."""
         read_synonyms(self.settings.synonyms)
         return self

@@ -16,7 +16,6 @@ from kiloword.data.edits import MixtureSource
 from kiloword.data.images.decode import decode
 from kiloword.data.reading import read
 from kiloword.data.source import keys
-from kiloword.data.stored import StoredTexts
 from kiloword.data.transforms.settings import PartnerSettings
 from kiloword.randomness import Draw, permutation
 from kiloword.types import BadSample, Source
@@ -41,7 +40,7 @@ class Partner:
         if name and getattr(self.settings, name) is None:
             raise ValueError(f"partner {self.settings.partner} needs {name}: name its file or folder.")
 
-    def bind(self, source: Source, open_store: Callable[[str], StoredTexts] | None = None) -> Partner:
+    def bind(self, source: Source, open_store: Callable[[str], Any] | None = None) -> Partner:
         """Bind to a data set. Args: open_store: opens feature stores.
 
         Raises: ValueError for rows without a partner, or a feature store of other data.
@@ -141,7 +140,7 @@ def named(source: Source, path: str) -> Partners:
     return rows
 
 
-def similar(source: Source, table: StoredTexts, farthest: bool) -> Partners:
+def similar(source: Source, table: Any, farthest: bool) -> Partners:
     """For each row the row with the largest (or smallest) cosine of mean caption embeddings.
 
     Raises: ValueError when the feature store lacks a readable row.
