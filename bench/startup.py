@@ -31,7 +31,8 @@ from kiloword.config.recipes import DataConfig, TextConfig
 from kiloword.data import loader, sampler
 from kiloword.data import open as sources
 from kiloword.data.reading import captions_of
-from kiloword.data.tar import INDEX, Tar, scan, write_set
+from kiloword.data.rows import write
+from kiloword.data.tar import INDEX, Tar, merged, scan
 from kiloword.data.text import tokenizer
 
 BATCH = 256
@@ -48,12 +49,11 @@ def make(folder: Path, tars: int, samples: int) -> None:
                 info = tarfile.TarInfo(f"{n:09d}.{suffix}")
                 info.size = len(body)
                 tar.addfile(info, io.BytesIO(body))
-    rows, names = scan(str(first)), [f"{n:05d}.tar" for n in range(tars)]
-    for name in names[1:]:
-        os.link(first, folder / name)
-    status = first.stat()
-    found = [Tar(name, f"{status.st_size}-{status.st_mtime_ns}", samples, "digest") for name in names]
-    write_set(folder / INDEX, found, [rows] * tars, names)
+    status, rows = first.stat(), scan(f"{first}#0")
+    files = [f"{n:05d}.tar#{status.st_size}-{status.st_mtime_ns}" for n in range(tars)]
+    for file in files[1:]:
+        os.link(first, folder / file.partition("#")[0])
+    write(folder / INDEX, merged([(Tar(file, samples, "digest", "", {}, {}), rows) for file in files]))
 
 
 def counters() -> dict[str, float]:

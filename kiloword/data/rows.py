@@ -9,8 +9,9 @@ must exist:
     labels    list<int64>     classes of an image that may have several; `of` (int64): the number of all classes
     info      string          JSON: `Record.info`
     error     string          why the texts cannot be used; the row is then a bad sample
-    file      binary          file of the image: below the folder of the rows, absolute, or a URL; may be a dictionary
-    offset    int64           where in the file the image lies, and `size` (int64); null: the image is the whole file
+    file      binary          file of the image: below the folder of the rows, or absolute; may be a dictionary
+    offset    int64           where in the file the image lies, and `size` (int64); null: the image is the whole file.
+                              `file` is then NAME#VERSION (remote), or may be: bytes and time of change of the file
 
 A cell that is null, or whose column is absent, says that the row has none.
 """
@@ -21,8 +22,9 @@ import errno
 import hashlib
 import json
 import os
+import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache, lru_cache
 from pathlib import Path
@@ -31,6 +33,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute
+from filelock import FileLock
 from numpy.typing import NDArray
 
 from kiloword.addresses import is_url
@@ -40,7 +43,7 @@ from kiloword.files import TEMPORARY, cache_folder, replacing
 from kiloword.types import BadSample, LabelSet, NoCaption, Record
 
 PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.ENOTCONN, errno.EHOSTDOWN, errno.ENETUNREACH)
-_OPEN = 64  # files that a process keeps open
+_VERSION = re.compile("#[0-9]+-[0-9]+$")
 
 
 def key_bytes(text: str) -> bytes:
@@ -58,7 +61,7 @@ class Rows:
 
     Args: folder: of the files that `file` names, or a URL; fingerprint: see `kiloword.types.Source`; classnames,
     templates: of class data, else None; notes: what is left out; path: the Arrow file that the table maps, which a
-    worker is sent in place of the table; versions: of files that hold several images, see `version_of`.
+    worker is sent in place of the table.
     """
 
     natural = True
@@ -74,11 +77,9 @@ class Rows:
         templates: list[str] | None = None,
         notes: Sequence[str] = (),
         path: Path | None = None,
-        versions: Mapping[str, str] | None = None,
     ) -> None:
         self.name, self.table, self.folder, self.fingerprint = name, table, str(folder), fingerprint
         self.classnames, self.templates, self.notes, self.path = classnames, templates, list(notes), path
-        self.versions, self._stamp = versions or {}, _stamp(path)
         self._columns = {column: table.column(column) for column in table.column_names}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -88,8 +89,6 @@ class Rows:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         if self.path:
-            if _stamp(self.path) != self._stamp:
-                raise ValueError(f"{self.name} has changed since it was opened: open it again.")
             self.table = mapped(self.path)
         self._columns = {column: self.table.column(column) for column in self.table.column_names}
 
@@ -160,10 +159,7 @@ class Rows:
             else:
                 check_size("the image", size, MAX_IMAGE)
                 offset = self._cell("offset", row)
-                if self.remote:
-                    image = remote.read(path, offset, size)
-                else:
-                    image = _opened(path, self.versions.get(os.fsdecode(name), "")).read(offset, size)
+                image = remote.read(path, offset, size) if self.remote else _opened(path).read(offset, size)
                 if len(image) < size:
                     raise BadSample("its file ends in the middle of the image")
         except remote.Unreachable:
@@ -197,11 +193,11 @@ def image_file(path: str) -> str:
 
 
 class OpenFile:
-    """An open file without a position, which processes and threads can share."""
+    """An open file without a position, which processes and threads can share. Args: place: see `Rows`."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, place: str) -> None:
         self._fd = -1
-        self._fd = os.open(path, os.O_RDONLY)
+        self._fd = os.open(_VERSION.sub("", place), os.O_RDONLY)
 
     def read(self, offset: int, size: int) -> bytes:
         """`size` bytes from `offset`, fewer at the end of the file."""
@@ -215,20 +211,7 @@ class OpenFile:
             os.close(self._fd)
 
 
-@lru_cache(_OPEN)
-def _opened(path: str, version: str) -> OpenFile:
-    """A file that stays open; another version of it is opened anew."""
-    return OpenFile(path)
-
-
-def version_of(status: os.stat_result) -> str:
-    """What changes with a local file: its size and time of change."""
-    return f"{status.st_size}-{status.st_mtime_ns}"
-
-
-def _stamp(path: Path | None) -> tuple[int, int] | None:
-    status = path.stat() if path else None
-    return (status.st_ino, status.st_size) if status else None
+_opened = lru_cache(64)(OpenFile)  # files that stay open
 
 
 def mapped(path: Path) -> pa.Table:
@@ -236,15 +219,25 @@ def mapped(path: Path) -> pa.Table:
     return pa.ipc.open_file(pa.memory_map(os.fsencode(path))).read_all()
 
 
-def cached(identity: str, make: Callable[[], pa.Table]) -> Path:
-    """The Arrow file of a table in the cache folder, made if it is not there; `mapped` opens it.
+def made_once(identity: str, make: Callable[[], pa.Table | pa.RecordBatchReader]) -> tuple[pa.Table, Path | None]:
+    """A table and its Arrow file in the cache folder, made by one process for all; no file where none can be written.
 
     Args: identity: whatever the table depends on, such as the path, size and time of change of its file.
     """
-    path = _place(identity)
-    if not path.exists():
-        write(path, make())
-    return touched(path)
+    folder = cache_folder() / "rows"
+    path = folder / f"{hashlib.blake2b(os.fsencode(identity), digest_size=16).hexdigest()}.arrow"
+    try:
+        if not path.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            _sweep(folder)
+            with FileLock(lock := f"{path}.lock"):
+                if not path.exists():
+                    write(path, make())
+                Path(lock).unlink(missing_ok=True)
+        return mapped(touched(path)), path
+    except OSError:
+        made = make()
+        return made if isinstance(made, pa.Table) else made.read_all(), None
 
 
 @contextmanager
@@ -258,23 +251,6 @@ def keeping(path: Path) -> Iterator[None]:
         raise ValueError(
             f"{path} cannot be written ({error.strerror or error}). Set KILOWORD_CACHE to a folder with space."
         ) from error
-
-
-def made_once(identity: str, make: Callable[[], pa.Table]) -> tuple[pa.Table, Path | None]:
-    """A table and its file, as of `cached`; no file where the cache folder cannot be written."""
-    path, table = _place(identity), None
-    if not os.path.exists(path):  # Path.exists raises where a folder may not be entered
-        table = make()
-        with suppress(ValueError):
-            write(path, table)
-    if not os.path.exists(path):
-        return table, None
-    return mapped(touched(path)), path
-
-
-def _place(identity: str) -> Path:
-    _sweep(cache_folder() / "rows")
-    return cache_folder() / "rows" / f"{hashlib.blake2b(os.fsencode(identity), digest_size=16).hexdigest()}.arrow"
 
 
 def touched(path: Path) -> Path:
@@ -293,7 +269,8 @@ def _sweep(folder: Path) -> None:
                 os.unlink(file.path)
 
 
-def write(path: Path, table: pa.Table) -> None:
-    """Write a table as an Arrow file, atomically. Errors: as of `keeping`."""
-    with keeping(path), replacing(path) as file, pa.ipc.new_file(file, table.schema) as out:
-        out.write_table(table)
+def write(path: Path, made: pa.Table | pa.RecordBatchReader) -> None:
+    """Write a table as an Arrow file, atomically. Errors: OSError."""
+    with replacing(path) as file, pa.ipc.new_file(file, made.schema) as out:
+        for batch in made.to_batches() if isinstance(made, pa.Table) else made:
+            out.write_batch(batch)

@@ -17,31 +17,27 @@ import json
 import math
 import os
 import re
-import shutil
 import tarfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field, replace
+from contextlib import nullcontext, suppress
 from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, BinaryIO
-from urllib.parse import quote, unquote
+from typing import Any, BinaryIO, NamedTuple
+from urllib.parse import unquote
 
 import numpy as np
 import pyarrow as pa
-from filelock import FileLock
 
 from kiloword import addresses
 from kiloword.addresses import Address, address_of, is_url
 from kiloword.data import remote
 from kiloword.data.classes.names import text_lines
-from kiloword.data.rows import Rows, cached, keeping, key_bytes, mapped, version_of
+from kiloword.data.rows import Rows, key_bytes, made_once, mapped, write
 from kiloword.data.sample import IMAGE_SUFFIXES, MAX_TEXT, check_size, parse_captions, parse_label
 from kiloword.errors import LeftOut
-from kiloword.files import cache_folder, replacing, swept
 from kiloword.terminal import shown, warn
 from kiloword.types import BadSample, LabelSet
 
@@ -56,10 +52,9 @@ _ROWS = 8192  # that are parsed together
 _SAY = 10.0  # seconds between messages about a long pass
 _PADDING = 1 << 20  # zeros that may follow the end; tar itself writes at most 10 kB
 _PARTS = ("image", "txt", "json", "cls")
-_BY_ARRAY = (3, 2)  # parts for which a .npy may stand: the first that the sample lacks
 _READ = (*IMAGE_SUFFIXES, *_PARTS[1:], "npy")  # suffixes
 _FIELD = re.compile(r"(?<=[^/])(\.[^\W\d][^./]*)+$")  # words between the key and the suffix
-_KIND = b"kiloword tars 1"  # of the metadata
+_KIND = b"kiloword tars 2"  # of the metadata
 _SCHEMA = pa.schema(
     {
         "key": pa.binary(), "captions": pa.list_(pa.string()), "label": pa.int64(), "labels": pa.list_(pa.int64()),
@@ -69,17 +64,15 @@ _SCHEMA = pa.schema(
 _FILE = pa.field("file", pa.dictionary(pa.int32(), pa.binary()))
 
 
-@dataclass
-class Tar:
-    """What the file of a set says of one of its tars."""
+class Tar(NamedTuple):
+    """What the metadata of rows say of each tar."""
 
-    name: str  # below the folder of the set
-    version: str  # its size, and what else changes with it
-    rows: int = 0
-    digest: str = ""  # of names, places and sizes of all members
-    note: str = ""  # what is wrong with it as a whole
-    left_out: dict[str, int] = field(default_factory=dict)  # number of members that are not read, by reason
-    named: dict[str, list[str]] = field(default_factory=dict)  # the first of them
+    file: str  # NAME#VERSION, see `kiloword.data.rows`; the name is below the folder of the set
+    rows: int
+    digest: str  # of names, places and sizes of all members
+    note: str  # what is wrong with it as a whole
+    left_out: dict[str, int]  # number of members that are not read, by reason
+    named: dict[str, list[str]]  # the first of them
 
 
 def open_tars(
@@ -87,17 +80,13 @@ def open_tars(
 ) -> Rows:
     """The samples of local tars, in order of the tars. Args: classnames, templates: of class data, else None.
 
-    Errors: ValueError without tars or images, for a file that is no plain tar, and when the rows cannot be kept.
+    Errors: ValueError without images, and for a file that is no plain tar.
     """
-    if not tars:
-        raise ValueError(f"{name}: no tars. Expected at least one, as img2dataset writes them.")
-    folder = os.path.commonpath([os.path.abspath(tar.parent) for tar in tars])
-    wanted = list[Tar]()
+    folder, wanted = os.path.commonpath([os.path.abspath(tar.parent) for tar in tars]), list[str]()
     for tar in tars:
-        wanted.append(Tar(os.path.relpath(tar, folder), version_of(tar.stat())))
-    beside = Path(folder, INDEX)
-    kept = [beside, _kept(os.path.abspath(name))]
-    return _rows(name, folder, wanted, list(map(str, tars)), kept, [beside], classnames, templates)
+        status = tar.stat()
+        wanted.append(f"{os.path.relpath(tar, folder)}#{status.st_size}-{status.st_mtime_ns}")
+    return _rows(name, folder, wanted, Path(folder, INDEX), classnames, templates)
 
 
 def open_remote_tars(src: str) -> Rows:
@@ -109,43 +98,38 @@ def open_remote_tars(src: str) -> Rows:
     address = address_of(src)
     folder = address.url.partition("{")[0].rpartition("/")[0] + "/"
     names = [] if address.url == folder else [url.removeprefix(folder) for url in expand(address.url)]
+    made = f"by `kiloword data index FOLDER` where the data lie, and put it beside them: {folder}{INDEX}."
 
-    def at(name: str) -> Address:
-        return Address(folder + name, address.login, address.query)
+    def at(name: str, place: str = folder) -> Address:
+        return Address(place + name, address.login, address.query)
 
     def lines(name: str) -> list[str] | None:
-        above = folder.rstrip("/").rpartition("/")[0] + "/"
-        for url in (folder, above) if not above.endswith("://") else (folder,):
+        for place in (folder, folder[:-1].rpartition("/")[0] + "/"):
             with suppress(remote.Missing):
-                path = remote.local(Address(url + name, address.login, address.query))
-                return text_lines(url + name, path.read_bytes())
+                if not place.endswith("://"):
+                    return text_lines(place + name, remote.local(at(name, place)).read_bytes())
         return None
 
-    known = list[Path]()
+    index = None
     try:
-        known = [remote.local(at(INDEX))]
+        index = remote.local(at(INDEX))
     except remote.Missing:
         names = names or _listed(at(""))
         if len(names) > _FEW:
-            raise ValueError(
-                f"{address} are {len(names):,} tars without an index. Make it by `kiloword data index FOLDER` where "
-                f"the data lie, and put it beside them: {folder}{INDEX}."
-            ) from None
-        with ThreadPoolExecutor(_FEW) as pool:
-            wanted = list(map(Tar, names, pool.map(remote.version_of, map(at, names))))
+            raise ValueError(f"{address} are {len(names):,} tars without an index. Make it {made}") from None
+        wanted = [f"{name}#{remote.version_of(at(name))}" for name in names]
     else:
-        indexed = {name: tar for tar in _read(known[0]) for name in (tar.name, quote(tar.name))}
-        if missing := [name for name in names if name not in indexed]:
+        indexed = {unquote(_name(tar.file)): tar.file for tar in _said(_mapped(index))}
+        if missing := [name for name in names if unquote(name) not in indexed]:
             raise ValueError(
                 f"{folder}{INDEX} lacks {len(missing):,} of {len(names):,} tars, the first is {missing[0]}. Make it "
-                "again by `kiloword data index FOLDER` where the data lie."
-            ) from None
-        wanted = [replace(indexed[name], name=name) for name in names] or _read(known[0])
-    for tar in wanted:
-        addresses.remember(at(tar.name))
-    urls, kept = [folder + tar.name for tar in wanted], [_kept(f"{address.url}\n{address.selector}")]
+                f"again {made}"
+            )
+        wanted = [indexed[unquote(name)] for name in names] or list(indexed.values())
+    for file in wanted:
+        addresses.remember(at(_name(file)))
     classes = lines("classnames.txt"), lines("zeroshot_classification_templates.txt")
-    return _rows(address.url, folder, wanted, urls, kept, known, *classes)
+    return _rows(address.url, folder, wanted, index, *classes)
 
 
 def _listed(folder: Address) -> list[str]:
@@ -164,131 +148,112 @@ def index_beside(rows: Rows) -> tuple[Path, int] | None:
     Returns: the file, which remote sets need, and the number of damaged tars; None for other data.
     Errors: ValueError where the folder cannot be written.
     """
-    if rows.path is None or not (tars := _read(rows.path)):
-        return None
     path = Path(rows.folder, INDEX)
+    if not (tars := _said(rows.table)):
+        return None
     if not rows.remote and path != rows.path:
-        with keeping(path), replacing(swept(path)) as out, rows.path.open("rb") as kept:
-            shutil.copyfileobj(kept, out, 1 << 24)
+        try:
+            write(path, rows.table)
+        except OSError as error:
+            where = f"The same file is {rows.path}: put a copy" if rows.path else "Copy the tars, and put it"
+            raise ValueError(f"{path} cannot be written ({error.strerror}). {where} where the tars are read.") from None
     return path, sum(bool(tar.note) for tar in tars)
 
 
-# The file of a set
+# The rows of a set
 
 
-def _rows(
-    name: str, folder: str, wanted: list[Tar], places: list[str], kept: list[Path], known: list[Path], *classes: Any
-) -> Rows:
-    """Args: places: of the tars; kept: files that may hold the set, the last is made; known: files with some of it."""
-    for path in kept:
-        if _fits(tars := _read(path), wanted):
-            break
+def _rows(name: str, folder: str, wanted: list[str], index: Path | None, *classes: list[str] | None) -> Rows:
+    """Args: wanted: NAME#VERSION of the tars; index: a file that may have their rows."""
+    known = _mapped(index)
+    if [tar.file for tar in _said(known)] == wanted and not is_url(folder):
+        table, path = known, index
     else:
-        tars = _made(path, name, wanted, places, [path, *known])
+        identity = "\n".join(["tars 2", folder, *wanted])
+        table, path = made_once(identity, lambda: merged(list(_parts(name, folder, wanted, known))))
     lines, damaged, empty, members = list[str](), list[str](), LeftOut("tar"), LeftOut("member")
-    for tar, place in zip(tars, places, strict=True):
+    for tar in _said(table):
+        place, version = os.path.join(folder, _name(tar.file)), tar.file.rpartition("#")[2]
         file = remote.name_of(place) if is_url(place) else os.path.basename(place)
-        lines.append(f"{file} {tar.version.partition('-')[0]} {tar.digest}")
+        lines.append(f"{file} {version.partition('-')[0]} {tar.digest}")
         members.extend(LeftOut("member", counts=tar.left_out, first=tar.named))
         if tar.note:
             damaged.append(f"{place}: {tar.note}")
         if not tar.rows:
             empty.add(file, "no images in it")
-    if not any(tar.rows for tar in tars):
+    if not len(table):
         raise ValueError(f"{name} holds no images. Expected webdataset tars, as img2dataset writes. {members}".strip())
     fingerprint = hashlib.blake2b("\n".join(lines).encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
     notes = [*damaged, *(f"{name}: {line}" for line in (*empty.lines(), *members.lines()))]
     names, templates = classes
-    return Rows(
-        name, mapped(path), folder, fingerprint, classnames=names, templates=templates, notes=notes, path=path,
-        versions={} if is_url(folder) else {tar.name: tar.version for tar in tars},
-    )  # fmt: skip
+    return Rows(name, table, folder, fingerprint, classnames=names, templates=templates, notes=notes, path=path)
 
 
-def _kept(identity: str) -> Path:
-    digest = hashlib.blake2b(identity.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
-    return cache_folder() / "tars" / f"{digest}.arrow"
+def _name(file: str) -> str:
+    return file.rpartition("#")[0]
 
 
-def _read(path: Path) -> list[Tar]:
-    """What a file says of its tars; nothing where there is no such file, or of another version."""
-    try:
-        with pa.memory_map(os.fsencode(path)) as file:
-            metadata = pa.ipc.open_file(file).schema.metadata or {}
-    except (OSError, pa.ArrowInvalid):
-        return []
-    return [Tar(*one) for one in json.loads(metadata.get(_KIND, b"[]"))]
+def _mapped(index: Path | None) -> pa.Table:
+    """The rows of an index; none where there is no such file."""
+    with suppress(OSError, pa.ArrowInvalid):
+        if index:
+            return mapped(index)
+    return _SCHEMA.empty_table()
 
 
-def _fits(tars: list[Tar], wanted: list[Tar]) -> bool:
-    return [(tar.name, tar.version) for tar in tars] == [(tar.name, tar.version) for tar in wanted]
+def _said(table: pa.Table) -> list[Tar]:
+    return [Tar(*one) for one in json.loads((table.schema.metadata or {}).get(_KIND, b"[]"))]
 
 
-def _made(path: Path, name: str, wanted: list[Tar], places: list[str], known: list[Path]) -> list[Tar]:
-    """Write the file of a set; a tar is read unless a known file has its rows."""
-    with keeping(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(f"{path}.lock").acquire()
-    with lock:
-        if _fits(tars := _read(path), wanted):  # another process has made it
-            return tars
-        there = dict[tuple[str, str], tuple[Tar, pa.Table]]()
-        for file in known:
-            old, start = _read(file), 0
-            rows = mapped(file) if old else None
-            for tar in old:
-                there[unquote(tar.name), tar.version] = tar, rows.slice(start, tar.rows)  # type: ignore[union-attr]
-                start += tar.rows
-        keys = [(unquote(tar.name), tar.version) for tar in wanted]
-        new = _scanned(name, [(place, key[1]) for place, key in zip(places, keys, strict=True) if key not in there])
-        parts = [None if key in there else next(new) for key in keys]
-        found = [_read(part)[0] if part else there[key][0] for part, key in zip(parts, keys, strict=True)]
-        tars = [replace(tar, name=one.name, version=one.version) for tar, one in zip(found, wanted, strict=True)]
-        tables = (mapped(part) if part else there[key][1] for part, key in zip(parts, keys, strict=True))
-        with keeping(path):
-            write_set(path, tars, tables, [f"{t.name}#{t.version}" if is_url(places[0]) else t.name for t in tars])
-            for part in filter(None, parts):
-                part.unlink(missing_ok=True)
-    return tars
+def _parts(name: str, folder: str, wanted: list[str], known: pa.Table) -> Iterator[tuple[Tar, pa.Table | Path]]:
+    """The rows of each tar, or a file with them; it is read unless they are known."""
+    there, start = dict[str, tuple[Tar, pa.Table]](), 0
+    for tar in _said(known):
+        there[tar.file] = tar, known.slice(start, tar.rows)
+        start += tar.rows
+    new = _scanned(name, [os.path.join(folder, file) for file in wanted if file not in there])
+    for file in wanted:
+        tar, rows = there[file] if file in there else next(new)
+        yield tar._replace(file=file), rows
 
 
-def write_set(path: Path, tars: list[Tar], tables: Iterable[pa.Table], files: list[str]) -> None:
-    """Write the rows of all tars in large record batches, and what is said of the tars as metadata."""
-    names = pa.array(map(os.fsencode, files), pa.binary())
-    metadata, waiting = {_KIND: json.dumps([list(vars(tar).values()) for tar in tars])}, list[pa.Table]()
-    with replacing(path) as file, pa.ipc.new_file(file, pa.schema([*_SCHEMA, _FILE], metadata)) as out:
-        for n, table in enumerate(tables):
-            numbers = pa.array(np.full(len(table), n), pa.int32(), mask=np.asarray(table["offset"].is_null()))
-            rows = table.select(_SCHEMA.names).replace_schema_metadata()
-            waiting.append(rows.append_column("number", numbers))
-            if n == len(tars) - 1 or sum(map(len, waiting)) >= _BATCH:
-                rows = pa.concat_tables(waiting).combine_chunks()
-                numbers = rows["number"].combine_chunks()
-                of = pa.DictionaryArray.from_arrays(numbers, names)
-                out.write_table(rows.drop_columns("number").append_column(_FILE, of))
+def merged(parts: list[tuple[Tar, pa.Table | Path]]) -> pa.RecordBatchReader:
+    """The rows of tars in large batches."""
+    files = pa.array((os.fsencode(tar.file) for tar, _ in parts), pa.binary())
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        waiting = list[pa.Table]()
+        for n, (_, part) in enumerate(parts):
+            rows = (mapped(part) if isinstance(part, Path) else part).select(_SCHEMA.names).replace_schema_metadata()
+            numbers = pa.array(np.full(len(rows), n), pa.int32(), mask=np.asarray(rows["offset"].is_null()))
+            waiting.append(rows.append_column(_FILE, pa.DictionaryArray.from_arrays(numbers, files)))
+            if n == len(parts) - 1 or sum(map(len, waiting)) >= _BATCH:
+                yield from pa.concat_tables(waiting).combine_chunks().to_batches()
                 waiting.clear()
 
+    schema = pa.schema([*_SCHEMA, _FILE], {_KIND: json.dumps([tar for tar, _ in parts])})
+    return pa.RecordBatchReader.from_batches(schema, batches())
 
-def _scanned(name: str, tars: list[tuple[str, str]]) -> Iterator[Path]:
-    """The rows of each tar in a file of its own, so that a start after a killed one goes on."""
-    workers = min(os.cpu_count() or 1, len(tars) // _TOGETHER)
-    with ExitStack() as stack:
-        read: Any = map
-        if tars and is_url(tars[0][0]):
-            read = stack.enter_context(ThreadPoolExecutor(remote.THREADS)).map
-        elif workers:
-            read = stack.enter_context(ProcessPoolExecutor(workers, get_context("fork"))).map
+
+def _scanned(name: str, places: list[str]) -> Iterator[tuple[Tar, pa.Table | Path]]:
+    """Each tar's rows, which have a file of their own, so that a start after a killed one goes on."""
+    pool: Any = nullcontext()
+    if places and is_url(places[0]):
+        pool = ThreadPoolExecutor(remote.THREADS)
+    elif workers := min(os.cpu_count() or 1, len(places) // _TOGETHER):
+        pool = ProcessPoolExecutor(workers, get_context("fork"))
+    with pool as executor:
         last = time.monotonic()
-        for done, path in enumerate(read(_rows_of, tars), 1):
+        for done, part in enumerate(executor.map(_part, places) if executor else map(_part, places), 1):
             if time.monotonic() - last > _SAY:
                 last = time.monotonic()
-                warn(f"{name}: {done:,} of {len(tars):,} tars are read")
-            yield path
+                warn(f"{name}: {done:,} of {len(places):,} tars are read")
+            yield part
 
 
-def _rows_of(tar: tuple[str, str]) -> Path:
-    place = "#".join(tar) if is_url(tar[0]) else tar[0]
-    return cached(" ".join(tar), lambda: scan(place))
+def _part(place: str) -> tuple[Tar, pa.Table | Path]:
+    table, path = made_once(f"tar 2 {place}", lambda: scan(place))
+    return _said(table)[0], path or table
 
 
 # One tar
@@ -297,23 +262,22 @@ def _rows_of(tar: tuple[str, str]) -> Path:
 def scan(place: str) -> pa.Table:
     """The rows of a tar, in order of the first member of each; none where it has no image. The metadata hold a `Tar`.
 
-    Args: place: a path, or a URL as `remote.opened` takes it. Errors: ValueError when the file is no plain tar.
+    Args: place: a path or URL, #, and the version. Errors: ValueError when the file is no plain tar.
     """
-    left_out = LeftOut("member")
-    with remote.opened(place) if is_url(place) else open(place, "rb") as file:
+    name, left_out = _name(place), LeftOut("member")
+    with remote.opened(place) if is_url(place) else open(name, "rb") as file:
         fd, total = file.fileno(), os.fstat(file.fileno()).st_size
-        members, note = _members(place.rpartition("#")[0] if is_url(place) else place, file, total, left_out)
-        keys, places = _samples(members, left_out)
-        names = [key.encode("utf-8", "surrogateescape") for key in keys]
+        members, note = _members(name, file, total, left_out)
+        samples = _samples(members, left_out)
+        names = [key.encode("utf-8", "surrogateescape") for key, _ in samples]
+        places = [place for _, parts in samples for part in _PARTS for place in parts.get(part, (-1, -1))]
         ends = np.cumsum(list(map(len, names)), dtype="<i8")
-        table = np.column_stack([np.array(places, "<i8").reshape(-1, 2 * len(_PARTS)), ends])
-        digest = hashlib.blake2b(table.tobytes() + b"".join(names), digest_size=16).hexdigest()
-        because = [""] * (len(keys) - 1) + [f" (the tar is {note})" if note else ""]
-        rows = (_row(*one, fd, total) for one in zip(map(key_bytes, keys), places, because, strict=False))
-        batches = list[pa.RecordBatch]()
+        numbers = np.column_stack([np.array(places, "<i8").reshape(-1, 2 * len(_PARTS)), ends])
+        digest = hashlib.blake2b(numbers.tobytes() + b"".join(names), digest_size=16).hexdigest()
+        rows, batches = (_row(key, parts, fd, total) for key, parts in samples), list[pa.RecordBatch]()
         while together := list(islice(rows, _ROWS)):
             batches.append(pa.RecordBatch.from_pylist(together, _SCHEMA))
-    metadata = json.dumps([["", "", len(keys), digest, note, left_out.counts, left_out.first]])
+    metadata = json.dumps([Tar(place, len(samples), digest, note, left_out.counts, left_out.first)])
     return pa.Table.from_batches(batches, _SCHEMA).replace_schema_metadata({_KIND: metadata})
 
 
@@ -352,37 +316,35 @@ def _members(name: str, file: BinaryIO, total: int, left_out: LeftOut) -> tuple[
     return found, f"ended at byte {position:,}; what follows is not read" if more else ""
 
 
-def _samples(members: list[tuple[str, int, int]], left_out: LeftOut) -> tuple[list[str], list[list[int]]]:
-    """The key of each sample, and the offset and size of each of its `_PARTS`; -1 for one that it lacks."""
-    keys, places = list[str](), list[list[int]]()
+def _samples(members: list[tuple[str, int, int]], left_out: LeftOut) -> list[tuple[str, dict[str, tuple[int, int]]]]:
+    """The key of each sample, and the offset and size of those of `_PARTS` that it has."""
+    samples = list[tuple[str, dict[str, tuple[int, int]]]]()
     current, seen = dict[str, int](), set[tuple[int, str]]()  # members of a sample need not be neighbours
-    named = [(name, *_split(name), offset, size) for name, offset, size in members]
-    key_of = _keys((stem, suffix) for _, stem, suffix, *_ in named)
-    for name, stem, suffix, offset, size in sorted(named, key=lambda one: one[2] == "npy"):
-        row, free = list[int](), list[int]()  # parts for which the member may stand, the first choice first
+    named = [(name, *_split(name), (offset, size)) for name, offset, size in members]
+    key_of = _keys((stem, suffix) for _, stem, suffix, _ in named)
+    for name, stem, suffix, place in sorted(named, key=lambda one: one[2] == "npy"):
+        parts, kinds = dict[str, tuple[int, int]](), list[str]()  # the sample, and what the member may be of it
         if suffix not in _READ:
             reason = f".{suffix} is not read" if suffix else "the name is hidden or has no suffix"
         elif suffix == "npy":  # alone it is no sample
-            row = places[current[stem]] if stem in current and size <= MAX_LABEL else []
-            free = [part for part in _BY_ARRAY if row and row[2 * part] < 0]
+            if stem in current and place[1] <= MAX_LABEL:
+                parts, kinds = samples[current[stem]][1], ["cls", "json"]
             reason = "a .npy that is too large, or whose sample lacks neither .cls nor .json"
         elif not (key := key_of[stem]):
             reason = "its sample has a member of this kind without a field's name"
         else:
             number = current.get(key)
             if number is None or (number, name) in seen:  # the same member again: another sample of the same name
-                number = current[key] = len(places)
-                places.append([-1] * (2 * len(_PARTS)))
-                keys.append(key)
+                number = current[key] = len(samples)
+                samples.append((key, {}))
             seen.add((number, name))
-            row, part = places[number], "image" if suffix in IMAGE_SUFFIXES else suffix
-            free = [one for one in [_PARTS.index(part)] if row[2 * one] < 0]
-            reason = f"the sample has another {part} before"
-        if free:
-            row[2 * free[0] : 2 * free[0] + 2] = offset, size
+            parts, kinds = samples[number][1], ["image" if suffix in IMAGE_SUFFIXES else suffix]
+            reason = f"the sample has another {kinds[0]} before"
+        if free := [kind for kind in kinds if kind not in parts]:
+            parts[free[0]] = place
         else:
             left_out.add(shown(name), reason)
-    return (keys, places) if any(row[0] >= 0 for row in places) else ([], [])
+    return samples if any("image" in parts for _, parts in samples) else []
 
 
 def _split(name: str) -> tuple[str, str]:
@@ -406,30 +368,24 @@ def _keys(members: Iterable[tuple[str, str]]) -> dict[str, str]:
     return {stem: key if not key or len(joined[key]) > 1 else stem for stem, key in key_of.items()}
 
 
-def _row(key: bytes, places: list[int], because: str, fd: int, total: int) -> dict[str, Any]:
-    """One sample as a row. Args: because: why members of it may be missing; fd, total: the tar, and its bytes."""
-    row: dict[str, Any] = {"key": key}
-    if places[0] >= 0:
-        row |= {"offset": places[0], "size": places[1]}
+def _row(key: str, parts: dict[str, tuple[int, int]], fd: int, total: int) -> dict[str, Any]:
+    """One sample as a row. Args: parts: as of `_samples`; fd, total: the tar, and its bytes."""
+    row: dict[str, Any] = {"key": key_bytes(key)}
+    if "image" in parts:
+        row["offset"], row["size"] = parts["image"]
     try:
-        texts = list[bytes | None]()
-        for part, offset, size in zip(_PARTS, places[::2], places[1::2], strict=True):
-            if offset >= 0 and offset + size > total:
-                raise BadSample("the tar ends in the middle of this sample")
-            if part != "image":
-                check_size(f"the .{part}", size, MAX_TEXT)
-                texts.append(os.pread(fd, size, offset) if offset >= 0 else None)
-        captions, info = parse_captions(texts[0], texts[1])
-        label = parse_label(texts[2])
-        if because and (places[0] < 0 or (not captions and label is None)):
-            raise BadSample("no image" if places[0] < 0 else "no caption")
+        if any(offset + size > total for offset, size in parts.values()):
+            raise BadSample("the tar ends in the middle of this sample")
+        texts = dict[str, bytes]()
+        for part in sorted(parts.keys() - {"image"}):
+            check_size(f"the .{part}", parts[part][1], MAX_TEXT)
+            texts[part] = os.pread(fd, *reversed(parts[part]))
+        captions, info = parse_captions(texts.get("txt"), texts.get("json"))
         row |= {"captions": captions, "info": json.dumps(info) if info else None}
-        if isinstance(label, LabelSet):
-            row |= {"labels": label.indices, "of": label.classes}
-        else:
-            row["label"] = label
+        label = parse_label(texts.get("cls"))
+        row |= {"labels": label.indices, "of": label.classes} if isinstance(label, LabelSet) else {"label": label}
     except BadSample as error:
-        row["error"] = f"{error}{because}"
+        row["error"] = str(error)
     return row
 
 
