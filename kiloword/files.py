@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
-import glob
 import json
 import os
 import secrets
@@ -29,44 +27,23 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     Raises: OSError, for callers with their own message; see `atomic`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary, opened = _temporary(path)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{TEMPORARY}")
     try:
-        with opened as file:
+        with temporary.open("xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-            temporary.replace(path)  # while it is locked
+        temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
     sync(path.parent)
-
-
-def _temporary(path: Path) -> tuple[Path, BinaryIO]:
-    """A new file beside a path, locked as long as it is open, so that `swept` leaves it."""
-    while True:
-        temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{TEMPORARY}")
-        file = temporary.open("xb")
-        with suppress(OSError):  # a file system without locks
-            fcntl.flock(file, fcntl.LOCK_EX)
-        if temporary.exists():  # not swept before it was locked
-            return temporary, file
-        file.close()
-
-
-def swept(path: Path) -> Path:
-    """A path, for which killed processes have left no temporary files: nobody holds theirs."""
-    for left in path.parent.glob(f".{glob.escape(path.name)}.*{TEMPORARY}"):
-        with suppress(OSError), left.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            left.unlink()
-    return path
 
 
 @contextmanager
 def atomic(path: Path) -> Iterator[BinaryIO]:
     """As `replacing`. Raises: SaveError (disk full, no permission)."""
     try:
-        with replacing(swept(path)) as file:
+        with replacing(path) as file:
             yield file
     except OSError as e:
         raise SaveError(f"cannot write {path}: {e.strerror or e}. What was there before is kept.") from e
@@ -160,26 +137,24 @@ def is_taken(path: Path) -> bool:
 
 @contextmanager
 def new_folder(out: Path, doing: str = "writing") -> Iterator[Path]:
-    """A folder to fill; what it holds at the end is moved to `out` at once. After an error `out` is as before.
+    """A folder to fill; what it holds at the end is moved to `out`, small files first, and after an error nothing.
 
     Raises: ValueError when `out` is neither new nor an empty folder, or when another process fills it.
     """
-    if is_taken(out):
-        raise ValueError(f"{out} exists and is not an empty folder: choose another --out, or remove it.")
-    out = out.resolve()  # a link stays one
-    work = out.with_name(f".{out.name}{TEMPORARY}")
-    with Lock(out, doing, folder=work):
-        try:
-            for left in work.iterdir():  # of a killed process
-                if left.name != LOCK:
-                    left.unlink() if left.is_file() else shutil.rmtree(left)
-            yield work
-            (work / LOCK).unlink(missing_ok=True)
-            if out.exists():  # it may be a mount point, or the folder of the shell
+    new, work = not out.exists(), out / f".new{TEMPORARY}"
+    try:
+        with Lock(out, doing):
+            if is_taken(out):
+                raise ValueError(f"{out} exists and is not an empty folder: choose another --out, or remove it.")
+            work.mkdir()
+            try:
+                yield work
                 for path in sorted(work.iterdir(), key=lambda path: path.stat().st_size):  # weights last
                     path.replace(out / path.name)
-            else:
-                work.rename(out)
-            sync(out.parent)
-        finally:
-            shutil.rmtree(work, ignore_errors=True)
+                sync(out)
+            finally:
+                shutil.rmtree(work)
+    finally:
+        with suppress(OSError):  # it is filled
+            if new:
+                out.rmdir()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 from torch import Tensor
 
 from kiloword.config.recipes import Recipe
+from kiloword.methods.defaults import default_recipe
 from kiloword.models.states import newest
 from kiloword.training.loop import RunOptions, train
 from kiloword.training.optimizer import Optimizer
@@ -45,3 +48,22 @@ def whole_and_cut(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch)
             train(recipe, folder / "cut", options=options)
     train(recipe, folder / "cut", options=options)
     return [(load_state(folder / name / "state", pytest.fail) or ({}, {}))[0] for name in ("whole", "cut")]
+
+
+def recipe(steps: int = 8) -> Recipe:
+    base = default_recipe("siglip", "debug", ("scenes?n=64",))
+    data = replace(base.data, tokenizer_vocab=300)
+    return replace(base, data=data, optim=replace(base.optim, ema=0.9), batch=16, steps=steps, seed=5)
+
+
+def at_saves(patch: pytest.MonkeyPatch, work: Callable[[int], None]) -> None:
+    """`work` gets the number of a save, in its thread, before the file with its tensors is on disk."""
+    real, saves = os.fsync, [0]
+
+    def fsync(handle: int) -> None:
+        if "/.shard-" in os.readlink(f"/proc/self/fd/{handle}"):
+            saves[0] += 1
+            work(saves[0])
+        real(handle)
+
+    patch.setattr(os, "fsync", fsync)

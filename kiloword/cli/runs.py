@@ -69,6 +69,6 @@ def average(models: Annotated[Positional[tuple[str, ...]], REQUIRED], out: Path,
         alpha: share of the second of two models, from 0 to 1; default: equal shares.
     """
     from kiloword.interop.names import local_folder
-    from kiloword.models.average import main as run
+    from kiloword.models.average import average as run
 
     run([str(local_folder(model)) for model in models], out, alpha)

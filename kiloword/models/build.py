@@ -7,6 +7,7 @@ import torch
 from kiloword.config.recipes import ModelConfig
 from kiloword.methods.method import Method
 from kiloword.model.model import Model, initialise, storage
+from kiloword.models.tensors import shapes_of
 
 
 def build(config: ModelConfig, method: Method, seed: int = 0, bare: bool = False) -> Model:
@@ -22,7 +23,7 @@ def build(config: ModelConfig, method: Method, seed: int = 0, bare: bool = False
 def shapes(config: ModelConfig, method: Method) -> dict[str, tuple[int, ...]]:
     """Shapes of the model's tensors by name, without allocating them."""
     with torch.device("meta"):
-        return {name: tuple(value.shape) for name, value in _empty(config, method).state_dict().items()}
+        return shapes_of(_empty(config, method).state_dict())
 
 
 def _empty(config: ModelConfig, method: Method, bare: bool = False) -> Model:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,42 @@ LIMITS = (
     "It was not tested for bias, or on languages beyond its data.",
     "No licence is recorded: that of the data and of the weights that it began with decide.",
 )
+TEMPLATE = """\
+---
+library_name: {library}
+pipeline_tag: zero-shot-image-classification
+tags:
+- image-text
+---
+
+# {method} ({size})
+
+An image-text model made by kiloword {version}: {method}, size {size}{exported}. Images of {model.image.size} pixels, \
+texts of at most {model.text.context} tokens, features of {model.head.dim} numbers.
+
+## Data
+
+{data}
+
+## Figures
+
+{figures}
+
+## Intended use
+
+Finding and comparing images and texts, and research. Scores are those of this data: before decisions about people, \
+or in another domain, evaluate the model there.
+
+## Limits
+
+{limits}
+
+## How to load it
+
+```python
+{load}
+```
+"""
 Figure = tuple[str, str, float]  # evaluation, metric, value
 
 
@@ -41,23 +78,19 @@ def card(
     Args: folder: OUT/model of a run, whose figures are shown; load: lines of Python that load the model; None: those of
     kiloword; notes: what an export omits; target: of an export.
     """
-    config = file.model
-    what = f"{file.method}, size {file.size}" + (f", exported to {target}" if target else "")
-    limits = (*notes, f"Longer texts are cut to {config.text.context} tokens.", *LIMITS)
-    parts = [
-        f"---\nlibrary_name: {LIBRARIES.get(target, target or 'kiloword')}\n"
-        "pipeline_tag: zero-shot-image-classification\ntags:\n- image-text\n---",
-        f"# {line(file.method)} ({line(file.size)})",
-        f"An image-text model made by kiloword {__version__}: {line(what)}. Images of {config.image.size} pixels, "
-        f"texts of at most {config.text.context} tokens, features of {config.head.dim} numbers.",
-        "## Data\n\n" + _data(file),
-        "## Figures\n\n" + _table(_figures(folder) if folder else ()),
-        "## Intended use\n\nFinding and comparing images and texts, and research. Scores are those of this data: "
-        "before decisions about people, or in another domain, evaluate the model there.",
-        "## Limits\n\n" + "\n".join(f"- {line(x)}" for x in limits) + "\n",
-        "## How to load it\n\n```python\n" + "\n".join(_load(file.method) if load is None else load) + "\n```\n",
-    ]
-    return "\n\n".join(parts)
+    limits = (*notes, f"Longer texts are cut to {file.model.text.context} tokens.", *LIMITS)
+    return TEMPLATE.format(
+        library=LIBRARIES.get(target, target or "kiloword"),
+        method=line(file.method),
+        size=line(file.size),
+        version=__version__,
+        exported=f", exported to {target}" if target else "",
+        model=file.model,
+        data=_data(file),
+        figures=_table(_figures(folder) if folder else ()),
+        limits="\n".join(f"- {line(x)}" for x in limits),
+        load="\n".join(_load(file.method) if load is None else load),
+    )
 
 
 def model_card(folder: Path) -> str:
@@ -126,13 +159,14 @@ def _table(figures: Sequence[Figure]) -> str:
 
 def _figures(folder: Path) -> list[Figure]:
     """The last validation of the run whose model lies in `folder`, and the evaluations beside it; else none."""
-    run = folder.absolute().parent
-    config = next(iter(_objects(run / "config.json")), {})
-    if folder.absolute().name != "model" or not str(config.get("format")).startswith("kiloword-run-"):
+    folder = folder.absolute()
+    run = folder.parent
+    config = next(_objects(run / "config.json"), {})
+    if folder.name != "model" or not str(config.get("format")).startswith("kiloword-run-"):
         return []
     rows = [row for row in _objects(run / "metrics.jsonl") if any(name.startswith("val/") for name in row)]
-    named = [row["val"] for row in _objects(run / "history.jsonl") if isinstance(row.get("val"), dict)]
-    figures = list(_validation(rows[-1], named[-1] if named else {})) if rows else []
+    sets = [row["val"] for row in _objects(run / "history.jsonl") if row.get("val")]
+    figures = list(_validation(rows[-1], sets[-1] if sets else {})) if rows else []
     for path in sorted(run.glob("*.json")):
         for record in _objects(path):
             figures += _evaluation(path.stem, record)
@@ -142,45 +176,29 @@ def _figures(folder: Path) -> list[Figure]:
 def _validation(row: Mapping[str, Any], sets: Mapping[str, Any]) -> Iterator[Figure]:
     """Args: row: of metrics.jsonl; sets: name -> [data, number of images]; of several, a metric begins with one's."""
     for name, value in row.items():
-        if name.startswith("val/") and _is_number(value):
-            metric, step = name.removeprefix("val/"), f"at step {row.get('step', 0):,}"
-            of = [one for one in sets if metric.startswith(f"{one}/")] or (list(sets) if len(sets) == 1 else [])
+        if name.startswith("val/"):
+            metric, what = name.removeprefix("val/"), "validation"
+            of = [one for one in sets if metric.startswith(f"{one}/")] or list(sets)[: len(sets) == 1]
             if of:
-                data, images = sets[longest := max(of, key=len)]
-                yield f"{data}, {images:,} images, {step}", metric.removeprefix(f"{longest}/"), float(value)
-            else:
-                yield f"validation {step}", metric, float(value)
+                longest = max(of, key=len)
+                metric, what = metric.removeprefix(f"{longest}/"), "{}, {:,} images,".format(*sets[longest])
+            yield f"{what} at step {row['step']:,}", metric, value
 
 
 def _evaluation(label: str, record: dict[str, Any]) -> list[Figure]:
-    """The numbers of an evaluation; of a file that holds anything else, none.
-
-    `record_evaluation` names the data; `kiloword eval --json` writes numbers alone, among them "skipped" as a float.
-    """
-    match record:
-        case {"data": str(data), "images": int(n), "step": int(step), "metrics": dict(metrics), **more} if not more:
-            label, record = f"{label}: {data}, {n:,} images, at step {step:,}", metrics
-        case {"skipped": float()}:
-            pass
-        case _:
-            return []
-    return [(label, name, float(x)) for name, x in record.items()] if all(map(_is_number, record.values())) else []
-
-
-def _objects(path: Path) -> list[dict[str, Any]]:
-    """The objects in a JSON or JSON lines file; those that cannot be read are left out, as a killed run cuts a line."""
-    objects = []
-    try:
-        text = path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
+    """The figures of `record_evaluation`, which names the data, or of `kiloword eval --json`; of another file none."""
+    if record.keys() == {"data", "images", "step", "metrics"}:
+        label = f"{label}: {record['data']}, {record['images']:,} images, at step {record['step']:,}"
+        record = record["metrics"]
+    elif "skipped" not in record:
         return []
+    return [(label, name, value) for name, value in record.items() if isinstance(value, int | float)]
+
+
+def _objects(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects in a JSON or JSON lines file; a killed run may have cut the last one."""
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
     for part in [text] if path.suffix == ".json" else text.splitlines():
-        try:
-            objects.append(json.loads(part))
-        except (ValueError, RecursionError):
-            continue
-    return [one for one in objects if isinstance(one, dict)]
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+        with suppress(ValueError):
+            if isinstance(value := json.loads(part), dict):
+                yield value

@@ -24,7 +24,7 @@ from kiloword.model.model import Model
 from kiloword.models import adapters
 from kiloword.models.build import build, shapes
 from kiloword.models.states import SavedState, open_state
-from kiloword.models.tensors import Tensors, open_tensors, write_tensors
+from kiloword.models.tensors import open_tensors, shapes_of, write_tensors
 from kiloword.models.trust import NONE, Trust, method_of
 
 EXTRA_TOKENS = 16  # largest number in a text tower
@@ -70,7 +70,7 @@ def open_model(
     method = method_of(file, folder, trust)
     check_weights(folder, file, method, weights)
     model = build(file.model, method, seed=0)
-    load_weights(model, weights.all(), str(folder))
+    load_weights(model, weights, str(folder))
     kinds = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
     if dtype not in kinds:
         raise ValueError(f"dtype is {dtype!r}: expected one of {', '.join(kinds)}.")
@@ -78,7 +78,7 @@ def open_model(
     return model.to(device=device, dtype=kinds[dtype]), Tokenizer.load(folder), method
 
 
-def open_weights(path: Path | str, base: Path | str | None = None) -> tuple[Path, ModelFile, Tensors]:
+def open_weights(path: Path | str, base: Path | str | None = None) -> tuple[Path, ModelFile, dict[str, Tensor]]:
     """The model folder of a path, its `config.json`, and the weights that are meant, named as for `open_model`."""
     folder, state = _located(Path(path))
     file = read_model_file(folder, WEIGHTS if base is None else adapters.FILE)
@@ -127,7 +127,7 @@ def read_model_file(folder: Path | str, weights: str = WEIGHTS) -> ModelFile:
     return file
 
 
-def check_weights(folder: Path | str, file: ModelFile, method: Method, weights: Tensors) -> None:
+def check_weights(folder: Path | str, file: ModelFile, method: Method, weights: Mapping[str, Tensor]) -> None:
     """Compare the shapes of weights with the config of their folder before allocating either.
 
     Raises: ValueError when they do not fit.
@@ -138,7 +138,7 @@ def check_weights(folder: Path | str, file: ModelFile, method: Method, weights: 
         except ValueError as e:
             reason = str(e).rstrip(".")
             raise ValueError(f"{Path(folder) / 'config.json'} cannot be used: {reason}.") from e
-        check_fit(declared, weights.shapes, f"weights in {folder}", "its config")
+        check_fit(declared, shapes_of(weights), f"weights in {folder}", "its config")
 
 
 def load_weights(model: torch.nn.Module, weights: dict[str, Tensor], name: str, frame: str = "its config") -> None:
@@ -146,8 +146,7 @@ def load_weights(model: torch.nn.Module, weights: dict[str, Tensor], name: str, 
 
     Raises: ValueError naming the tensors that do not fit.
     """
-    expected = {k: tuple(v.shape) for k, v in model.state_dict().items()}
-    check_fit(expected, {k: tuple(v.shape) for k, v in weights.items()}, f"weights in {name}", frame)
+    check_fit(shapes_of(model.state_dict()), shapes_of(weights), f"weights in {name}", frame)
     check_finite(weights, name)
     model.load_state_dict(weights)
 

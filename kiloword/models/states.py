@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import re
 import shutil
 from collections import defaultdict
@@ -19,34 +18,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 
 from kiloword.distributed import collectives
 from kiloword.files import SaveError, write_json
-from kiloword.models.tensors import DTYPES, Spec, Tensors, spec_of, write_tensors
+from kiloword.models.tensors import Spec, spec_of, write_tensors
 from kiloword.terminal import warn as say_warning
 
-PLACES = "DCP_SHARDING_INFO"  # key of the metadata of a part: where its chunks begin in their tensors
-MAX_JSON = 1 << 28  # bytes; a bad sample takes about 100
+PLACES = "DCP_SHARDING_INFO"  # key of the metadata of a part: where its rows begin in their tensors
 _NAME = re.compile(r"step-\d{1,18}\.json", re.ASCII)
 Offsets = tuple[int, ...]
-Part = dict[str, tuple[Tensor, Offsets]]  # what one rank writes: a chunk of each tensor, and where it begins in it
-
-
-def chunk_of(value: Tensor) -> tuple[Tensor, Offsets]:
-    """This rank's chunk of a plain or sharded tensor, and where it begins."""
-    if not collectives.sharded(value):
-        return value.detach(), (0,) * value.dim()
-    (chunk,) = value.__create_chunk_list__()  # type: ignore[attr-defined]
-    return collectives.local(value.detach()), tuple(chunk.offsets)
+Part = dict[str, tuple[Tensor, Offsets]]  # what one rank writes: rows of each tensor, and where they begin in it
 
 
 @torch.no_grad()
 def copy_part(tensors: Mapping[str, Tensor], buffers: dict[str, Tensor]) -> Part:
     """Copy what this rank writes of `tensors`, which may change afterwards.
 
-    These are its chunks of tensors that are sharded over all ranks, and its share, by size, of plain ones, which are
+    These are its rows of tensors that are sharded over all ranks, and its share, by size, of plain ones, which are
     equal on all ranks.
 
     Args: buffers: copies in host memory, used again: new pages cost 10 times the copying, and copies from a GPU need
@@ -54,9 +45,12 @@ def copy_part(tensors: Mapping[str, Tensor], buffers: dict[str, Tensor]) -> Part
     """
     part, loads = Part(), [0] * collectives.ranks()
     for name in sorted(tensors, key=lambda name: (-tensors[name].nbytes, name)):
-        value, offsets = chunk_of(tensors[name])
+        whole = tensors[name].detach()
+        value, offsets = collectives.local(whole), (0,) * whole.dim()
         owner = collectives.rank() if value.numel() else -1
-        if not collectives.sharded(tensors[name]):
+        if collectives.sharded(whole):
+            offsets = tuple(whole.__create_chunk_list__()[0].offsets)  # type: ignore[attr-defined]
+        else:
             owner = loads.index(min(loads))
             loads[owner] += max(1, value.nbytes)
         if owner == collectives.rank():
@@ -76,73 +70,46 @@ def write_part(folder: Path, part: Part, rank: int, ranks: int) -> dict[str, str
 
 
 class SavedState:
-    """A whole state on disk.
+    """A whole state on disk, mapped into memory.
 
-    Args: files: of its tensors; numbers: its JSON.
-    Attributes: specs: dtypes and shapes of its tensors.
-    Raises: ValueError for files that are not safetensors, or not the whole of their tensors; nothing is allocated.
+    Args: files: of its tensors; numbers: its JSON. Attributes: specs: dtypes and shapes of its tensors.
+    Raises: ValueError for files that do not hold all rows of their tensors; errors of safetensors.
     """
 
     def __init__(self, files: Sequence[Path], numbers: dict[str, Any]) -> None:
         self.files, self.numbers = list(files), numbers
         self.specs: dict[str, Spec] = {}
-        self._chunks: defaultdict[str, list[tuple[Any, Offsets, Offsets]]] = defaultdict(list)
+        self._parts: defaultdict[str, list[tuple[list[int], Tensor]]] = defaultdict(list)
         for path in files:
-            try:
-                self._open(path)
-            except (SafetensorError, OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError) as e:
-                raise ValueError(f"{path.name}: {type(e).__name__}: {str(e)[:200]}") from e
-        for name, (_, shape) in self.specs.items():
-            if sum(math.prod(size) for _, _, size in self._chunks[name]) != math.prod(shape):
-                raise ValueError(f"{files[0].parent.name}: its parts do not make up {name[:200]}")
+            with safe_open(path, framework="pt") as file:
+                places = json.loads(file.metadata()[PLACES])
+            for name, part in load_file(path).items():
+                self._parts[name].append((places[name]["saved_offsets"], part))
+        for name, parts in self._parts.items():
+            parts.sort(key=lambda part: part[0])
+            rows, more = 0, parts[0][1].shape[1:]
+            for place, part in parts:
+                if place != [rows, *[0] * len(more)][: part.dim()]:
+                    raise ValueError(f"its parts do not make up {name[:200]}")
+                rows += len(part) if part.dim() else 1
+            self.specs[name] = parts[0][1].dtype, (rows, *more)[: parts[0][1].dim()]
 
-    def _open(self, path: Path) -> None:
-        """Note the chunks of a part. The file stays mapped into memory."""
-        file: Any = safe_open(path, framework="pt")
-        places = json.loads(file.metadata()[PLACES])
-        for name, place in places.items():
-            chunk, start = file.get_slice(name), tuple(place["saved_offsets"])
-            size = tuple(chunk.get_shape())
-            end = tuple(a + n for a, n in zip(start, size, strict=True))
-            whole = self.specs.get(name, (None, end))[1]
-            if min(start, default=0) < 0:
-                raise ValueError(f"{name[:200]} begins at {start}")
-            self.specs[name] = DTYPES[chunk.get_dtype()], tuple(map(max, end, whole))
-            self._chunks[name].append((file, start, size))
-
-    @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Fill plain or sharded tensors in place; each rank reads its parts."""
+        """Fill plain or sharded tensors in place, on any number of ranks."""
         for name, value in tensors.items():
-            chunk, start = chunk_of(value)
-            for file, first, size in self._chunks[name]:
-                low = tuple(map(max, start, first))
-                high = [min(a + n, b + m) for a, n, b, m in zip(start, chunk.shape, first, size, strict=True)]
-                if all(a < b for a, b in zip(low, high, strict=True)):
-                    here, there = (
-                        tuple(slice(a - o, b - o) for a, b, o in zip(low, high, origin, strict=True))
-                        for origin in (start, first)
-                    )
-                    chunk[here].copy_(file.get_tensor(name)[there])
+            collectives.fill(value, self.whole(name))
 
     def whole(self, name: str) -> Tensor:
         """A whole tensor."""
-        dtype, shape = self.specs[name]
-        tensor = torch.empty(shape, dtype=dtype)
-        self.load({name: tensor})
-        return tensor
+        parts = [part for _, part in self._parts[name]]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     @property
-    def model(self) -> Tensors:
+    def model(self) -> dict[str, Tensor]:
         """The tensors of the model, adapters included; averaged ones where there are any."""
-        names = {}
-        for place in self.specs:
-            if place.startswith("learner/model."):
-                name = place.removeprefix("learner/model.")
-                averaged = f"average/model.{name}"
-                names[name] = averaged if averaged in self.specs else place
-        specs = {name: self.specs[place] for name, place in names.items()}
-        return Tensors(specs, lambda name: self.whole(names[name]))
+        names = [place.removeprefix("learner/") for place in self.specs if place.startswith("learner/model.")]
+        kinds = {name: "average" if f"average/{name}" in self.specs else "learner" for name in names}
+        return {name.removeprefix("model."): self.whole(f"{kind}/{name}") for name, kind in kinds.items()}
 
 
 def shards_folder(folder: Path, step: int) -> Path:
@@ -202,7 +169,7 @@ def newest(folder: Path, warn: Callable[[str], None]) -> SavedState | None:
         problems = collectives.all_lists(problems)
         if not problems:
             return stored
-        warn(f"state {Path(name).stem} is damaged ({problems[0]}): falling back to the one before.")
+        warn(f"{problems[0]}: falling back to the one before.")
     if names:
         raise ValueError(f"no state in {folder} can be read: all are damaged. Start again with another --out.")
     return None
@@ -213,38 +180,24 @@ def open_state(path: Path) -> SavedState:
 
     A collective. Raises: ValueError where there is none, it is damaged, or the run has dropped it meanwhile.
     """
-    if path.name == "state":
-        stored = newest(path, say_warning)
-        if stored is None:
-            raise ValueError(f"{path} holds no state: expected the state folder of a run that has saved one.")
-        return stored
-    file = path if path.suffix == ".json" else path.with_name(f"{path.name}.json")
-    if file not in states(path.parent):
-        known = ", ".join(one.stem for one in states(path.parent)) or "none"
-        raise ValueError(f"{path} is no state: {path.parent} has {known}.")
-    try:
-        return _read(file)
-    except ValueError as e:
-        raise ValueError(f"{path} cannot be read ({e}): the run may have dropped it, or it is damaged.") from e
+    folder = path if path.name == "state" else path.parent
+    file = folder / f"{path.stem}.json"
+    stored = newest(path, say_warning) if path == folder else _read(file) if file in states(folder) else None
+    if stored is None:
+        known = ", ".join(one.stem for one in states(folder)) or "none"
+        raise ValueError(f"{path} is no state: expected one of a run that has saved some; {folder} has {known}.")
+    return stored
 
 
 def _read(path: Path) -> SavedState:
-    """The state of a JSON; each rank compares the checksums of its share of the files.
-
-    Raises: ValueError when a file is missing or damaged, or is none (a pipe, a device).
-    """
+    """The state of a JSON; each rank compares the checksums of its share of the files. Raises: ValueError."""
     try:
-        if not path.is_file() or path.stat().st_size > MAX_JSON:
-            raise ValueError(f"{path.name} is no file of at most {MAX_JSON:,} bytes")
         numbers = json.loads(path.read_text(encoding="utf-8"))
-        expected = numbers["files"]
-        files = [file for file in sorted(path.with_suffix("").iterdir()) if file.name in expected and file.is_file()]
-        if not files or len(files) < len(expected):
-            raise ValueError(f"files of {path.stem} are missing")
+        files = [path.with_suffix("") / name for name in sorted(numbers["files"])]
         for file in files[collectives.rank() :: collectives.ranks()]:
             with file.open("rb") as data:
-                if hashlib.file_digest(data, "sha256").hexdigest() != expected[file.name]:
-                    raise ValueError(f"the checksum of {path.stem}/{file.name} differs")
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
-        raise ValueError(str(e)) from e
-    return SavedState(files, numbers)
+                if hashlib.file_digest(data, "sha256").hexdigest() != numbers["files"][file.name]:
+                    raise ValueError(f"the checksum of {file.name} differs")
+        return SavedState(files, numbers)
+    except Exception as e:
+        raise ValueError(f"state {path.stem} is damaged ({type(e).__name__}: {str(e)[:200]})") from e

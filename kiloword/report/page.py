@@ -16,7 +16,7 @@ import numpy.typing as npt
 from PIL import ImageColor
 
 from kiloword.__version__ import __version__
-from kiloword.files import replacing
+from kiloword.files import write_atomic
 from kiloword.terminal import command
 
 COLOURS = {  # on light and on dark backgrounds
@@ -139,16 +139,8 @@ def style_sheet() -> str:
 
 
 def write(path: str | Path, html: str) -> None:
-    """Write a page so that the file is either the old one or the whole new one.
-
-    Errors: ValueError when the folder cannot be made or the file cannot be written.
-    """
-    target = Path(path)
-    try:
-        with replacing(target) as file:
-            file.write(html.encode())
-    except OSError as error:
-        raise ValueError(f"cannot write {target}: {error.strerror}; choose another folder or make room") from error
+    """Write a page, as `write_atomic`."""
+    write_atomic(Path(path), html.encode())
 
 
 def heading(text: str) -> Html:

@@ -106,7 +106,7 @@ def _of_method(recipe: Recipe, trust_code: bool) -> Iterator[str]:
             continue
         here, there = rules_of(mine.model), rules_of(other.model)
         changed = {name for name in here if here[name] != there[name]}
-        loaded = set(open_tensors(Path(recipe.init) / "model.safetensors").specs)
+        loaded = set(open_tensors(Path(recipe.init) / "model.safetensors"))
         if not start.same_scale(recipe.init, mine.model, loaded, Trust(named=recipe.method, trust_code=trust_code)):
             loaded -= {"head.log_scale", "head.bias"}
         if changed and changed <= loaded:

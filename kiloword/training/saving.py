@@ -31,7 +31,7 @@ from kiloword.models.states import (
     write_numbers,
     write_part,
 )
-from kiloword.models.tensors import spec_of, write_streamed
+from kiloword.models.tensors import spec_of, write_tensors
 
 if TYPE_CHECKING:
     from kiloword.training.setup import Run
@@ -205,8 +205,7 @@ def write_model(run: Run, file: ModelFile, stored: SavedState) -> None:
     """Write the model folder of a state, with averaged weights if any. Weights come last, as in `save_model`."""
     folder = run.out / "model"
     write_json(folder / "config.json", asdict(file))
-    weights = merged(stored.model)
-    write_streamed(folder / "model.safetensors", weights.specs, weights.read)
+    write_tensors(folder / "model.safetensors", merged(stored.model))
     if run.recipe.lora.rank and run.recipe.lora.save == "apart":
         _write_apart(run, file, stored)
 

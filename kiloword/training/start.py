@@ -56,7 +56,7 @@ def defaults(
 def _lacking(method: str, init: str) -> set[str]:
     """The method's own towers, such as decoders, that a model folder lacks."""
     needed = set(preset(method).towers)
-    names = (name.split(".") for name in (open_tensors(Path(init) / WEIGHTS).specs if needed else ()))
+    names = (name.split(".") for name in (open_tensors(Path(init) / WEIGHTS) if needed else ()))
     return needed - {parts[1] for parts in names if parts[0] == "more"}
 
 
@@ -255,7 +255,7 @@ class _Brought:
 def _read(folder: str, model: Model, trust: Trust) -> _Brought:
     """Weights of a folder, adapted to the positions and tokens of `model`."""
     old, new = _shape(folder, trust), model.config
-    brought = _Brought(open_tensors(Path(folder) / WEIGHTS).all())
+    brought = _Brought(open_tensors(Path(folder) / WEIGHTS))
     if not same_scale(folder, model, brought.weights, trust):
         brought.weights = {k: v for k, v in brought.weights.items() if k not in ("head.log_scale", "head.bias")}
     for name, limit in model.state_dict().items():

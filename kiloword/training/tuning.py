@@ -166,7 +166,7 @@ def adapt(model: Model, recipe: Recipe) -> str:
 
     Returns: a note about them. Raises: ValueError as `adapters.attach`.
     """
-    loaded = None if recipe.init is None else open_tensors(Path(recipe.init) / "model.safetensors").specs
+    loaded = None if recipe.init is None else open_tensors(Path(recipe.init) / "model.safetensors")
     new = [] if loaded is None else [name for name, _ in model.named_parameters() if name not in loaded]
     pretrained = [t for t in TOWERS if loaded is not None or trunk_layers(getattr(model, f"{t}_tower"))]
     note = adapters.attach(model, recipe.lora, recipe.seed, pretrained, new)

@@ -349,7 +349,7 @@ def test_a_run_searches_once(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert re.search(r"bias -10 -> -\S+ \(grid over 4 batches", capsys.readouterr().err)
     train(replace(run, steps=2), tmp_path / "run", options=RunOptions(save_every=1))
     assert "bias" not in capsys.readouterr().err
-    bias = open_tensors(tmp_path / "run" / "model" / "model.safetensors").all()["head.bias"]
+    bias = open_tensors(tmp_path / "run" / "model" / "model.safetensors")["head.bias"]
     assert -9.5 < float(bias) < 0
 
 

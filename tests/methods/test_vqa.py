@@ -406,7 +406,7 @@ def test_transforms_and_questions_do_not_mix() -> None:
 def test_fine_tuning_brings_towers_and_decoder(tmp_path: Path) -> None:
     source = open_source(DATA + "&n=64", 32)
     first = train(recipe_of("coca", 1, "scenes:train?objects=1&n=64"), tmp_path / "coca", options=QUIET)
-    before = open_tensors(first / "model.safetensors").all()
+    before = open_tensors(first / "model.safetensors")
     recipe = recipe_of("vqa", 1, DATA + "&n=64", init=str(first))
     resolved = resolve(recipe, source, tmp_path / "none", QUIET, "cpu")
     from kiloword.training.setup import make_learner

@@ -116,7 +116,7 @@ def test_what_is_refused(models: list[Path], tmp_path: Path, capsys: pytest.Capt
     out = ("--out", tmp_path / "m")
     for words, says in (
         ((a, *out), "two models or more"),
-        ((a, b, c, "--alpha", 0.5, *out), "--alpha is for two models"),
+        ((a, b, c, "--alpha", 0.5, *out), "--alpha is 0.5 for 3 models"),
         ((a, b, "--alpha", 1.5, *out), "--alpha is 1.5"),
         ((a, b, "--alpha", "nan", *out), "--alpha is nan"),
         ((a, b, "--out", a), "a exists"),

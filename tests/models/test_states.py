@@ -9,13 +9,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from safetensors.torch import load_file, save
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.checkpoint import load as dcp_load
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
@@ -23,15 +20,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.multiprocessing.spawn import spawn
 
-from kiloword.config.recipes import Recipe
 from kiloword.distributed import collectives, launch
-from kiloword.methods.defaults import default_recipe
 from kiloword.models.states import copy_part, newest, shards_folder, steps_done, write_numbers, write_part
-from kiloword.models.tensors import CODES, spec_of, write_tensors
+from kiloword.models.tensors import spec_of, write_tensors
 from kiloword.training.loop import RunOptions, train
 from kiloword.training.optimizer import Optimizer
 from kiloword.verify.suite import over_ranks
-from states import failing_at, load_state
+from states import at_saves, failing_at, load_state, recipe
 
 EVERY = RunOptions(log_every=1, save_every=2, quiet=True)
 SHARD = "shard-00001-of-00001.safetensors"
@@ -50,12 +45,6 @@ def some() -> dict[str, Tensor]:
         "learner/position": torch.arange(11),
         "learner/scale": torch.ones(1),
     }
-
-
-def recipe(steps: int = 8) -> Recipe:
-    base = default_recipe("siglip", "debug", ("scenes?n=64",))
-    data = replace(base.data, tokenizer_vocab=300)
-    return replace(base, data=data, optim=replace(base.optim, ema=0.9), batch=16, steps=steps, seed=5)
 
 
 NUMBERS = {
@@ -83,17 +72,12 @@ def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 # Files
 
 
-DTYPES = st.sampled_from(list(CODES))
-SHAPES = st.lists(st.integers(0, 3), max_size=3)
-
-
-@given(st.dictionaries(st.text(min_size=1, max_size=5), st.tuples(DTYPES, SHAPES), min_size=1, max_size=6))
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_a_file_is_the_one_that_the_library_writes(tmp_path: Path, kinds: dict[str, Any]) -> None:
-    tensors = {name: (torch.randn(shape) * 3).to(dtype) for name, (dtype, shape) in kinds.items() if name.isprintable()}
+def test_the_library_reads_what_is_written(tmp_path: Path) -> None:
+    tensors = some() | {dtype: torch.ones(3, 2).to(getattr(torch, dtype)) for dtype in ("int8", "int16", "float16")}
+    tensors |= {"\u00e9\n": torch.zeros(0, 4, dtype=torch.uint8)}
     path = tmp_path / "file"
-    checksum = write_tensors(path, tensors)
-    assert path.read_bytes() == save(tensors)
+    checksum = write_tensors(path, tensors, {"a": "b"})
+    same(load_file(path), tensors)
     assert checksum == hashlib.sha256(path.read_bytes()).hexdigest()
 
 
@@ -119,19 +103,13 @@ def shard_of(path: Path) -> Path:
     return path.with_suffix("") / SHARD
 
 
-def rewritten(path: Path, offsets: Sequence[int] = (0, 0), shape: Sequence[int] = (7, 3), **files: str) -> None:
-    """The state with another place or shape of its weight, and the right checksums."""
-    raw = shard_of(path).read_bytes()
-    end = 8 + int.from_bytes(raw[:8], "little")
-    header = json.loads(raw[8:end])
-    header["learner/weight"]["shape"] = shape
-    places = json.loads(header["__metadata__"]["DCP_SHARDING_INFO"])
-    places["learner/weight"]["saved_offsets"] = offsets
-    header["__metadata__"]["DCP_SHARDING_INFO"] = json.dumps(places)
-    text = json.dumps(header).encode()
-    shard_of(path).write_bytes(len(text).to_bytes(8, "little") + text + raw[end:])
-    files = {SHARD: hashlib.sha256(shard_of(path).read_bytes()).hexdigest(), **files}
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"files": files}))
+def rewritten(path: Path, offsets: Sequence[int]) -> None:
+    """The state with another place of its weight, and the right checksum."""
+    tensors, places = load_file(shard_of(path)), {}
+    for name, value in tensors.items():
+        places[name] = {"saved_offsets": offsets if name == "learner/weight" else [0] * value.dim()}
+    checksum = write_tensors(shard_of(path), tensors, {"DCP_SHARDING_INFO": json.dumps(places)})
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"files": {SHARD: checksum}}))
 
 
 DAMAGE: dict[str, Callable[[Path], object]] = {
@@ -139,9 +117,6 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "bit flipped": lambda path: flip(shard_of(path)),
     "shard missing": lambda path: shard_of(path).unlink(),
     "json cut": lambda path: os.truncate(path, 30),
-    "json of 3 GB": lambda path: os.truncate(path, 3 << 30),
-    "another file": lambda path: rewritten(path, **{"../step-000000007/x": "y"}),
-    "huge in the file": lambda path: rewritten(path, shape=[10**6, 10**7]),
     "huge by its place": lambda path: rewritten(path, [10**12, 0]),
     "before the beginning": lambda path: rewritten(path, [-1, 0]),
 }
@@ -149,7 +124,6 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("name", DAMAGE)
 def test_damage_falls_back_to_the_state_before(tmp_path: Path, name: str) -> None:
-    """Also where the state is a stranger's: no endless reading, and nothing is allocated for what is not there."""
     before = some() | {"learner/scale": torch.full((1,), 7.0)}
     put(tmp_path, 7, before)
     DAMAGE[name](put(tmp_path, 9, some()))
@@ -184,19 +158,6 @@ def test_the_model_folder_holds_averaged_weights(tmp_path: Path) -> None:
     assert not torch.equal(model["head.log_scale"], state["learner/model.head.log_scale"])
     assert float((model["head.bias"] - state["learner/model.head.bias"]).abs()) < 0.01
     assert abs(float(model["head.bias"]) + 10) > 0.1  # where it was before
-
-
-def at_saves(patch: pytest.MonkeyPatch, work: Callable[[int], None]) -> None:
-    """`work` gets the number of a save, in its thread, before the file with its tensors is on disk."""
-    real, saves = os.fsync, [0]
-
-    def fsync(handle: int) -> None:
-        if "/.shard-" in os.readlink(f"/proc/self/fd/{handle}"):
-            saves[0] += 1
-            work(saves[0])
-        real(handle)
-
-    patch.setattr(os, "fsync", fsync)
 
 
 def steps(out: Path) -> int:

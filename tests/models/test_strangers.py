@@ -117,8 +117,8 @@ def hole(path: Path) -> None:
         (lambda path: rewrite(path, lambda header: header.update(long=" " * (1 << 24))), "is damaged"),
         (lambda path: rewrite(path, lambda header: header["head.bias"].update(shape=[2**40])), "is damaged"),
         (lambda path: rewrite(path, lambda header: header["head.bias"].update(data_offsets=[4, 8])), "is damaged"),
-        (lambda path: rewrite(path, lambda header: header["head.bias"].update(dtype="I32")), "head.bias .* I32"),
-        (hole, "unknown junk"),
+        (lambda path: rewrite(path, lambda header: header["head.bias"].update(dtype="I32")), "head.bias .*int32"),
+        (hole, "junk|mmap"),
     ],
     ids=range(7),
 )

@@ -170,8 +170,7 @@ def test_damaged_newest_state(
     raw[-1] ^= 1
     newest.write_bytes(raw)
     train(recipe(), tmp_path, options=replace(EVERY, quiet=False))
-    output = "state step-000000008 is damaged (the checksum of step-000000008/shard-00001-of-00001.safetensors differs)"
-    assert f"{output}: falling back" in capsys.readouterr().err
+    assert "step-000000008 is damaged" in capsys.readouterr().err
     assert_same(tmp_path, whole)
 
 
