@@ -7,6 +7,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
@@ -138,7 +139,7 @@ class MixtureSource:
         self.natural = all(getattr(s, "natural", True) for s in sources)
         self.classnames, self.templates = (_common(sources, name) for name in ("classnames", "templates"))
         self.notes = [note for s in sources for note in getattr(s, "notes", [])]
-        self._parts = [_part(s, math.modf(w)[0], epoch) for s, w in pairs]
+        self._parts = [_part(len(s), s.fingerprint, math.modf(w)[0], epoch) for s, w in pairs]
         self._ends = list(accumulate(int(w) * len(s) + len(p) for (s, w), p in zip(pairs, self._parts, strict=True)))
 
     def at(self, epoch: int) -> MixtureSource:
@@ -269,13 +270,12 @@ def _common(sources: Sequence[Source], name: str) -> list[str] | None:
     return first if all(other == first for other in others) else None
 
 
-def _part(source: Source, share: float, epoch: int) -> NDArray[np.integer[Any]]:
-    """[round(share N)] rows, ascending so that reading stays sequential."""
-    count = round(share * len(source))
+@lru_cache(maxsize=8)
+def _part(n: int, fingerprint: str, share: float, epoch: int) -> NDArray[np.integer[Any]]:
+    """[round(share n)] of n rows, ascending so that reading stays sequential."""
+    count = round(share * n)
     if not count:
         return np.empty(0, np.int64)
-    rows = permutation(len(source), source.fingerprint, "part of a mixture")
-    start = epoch * count % len(source)
-    part = np.concatenate([rows[start : start + count], rows[: max(0, start + count - len(source))]])
-    part.sort()
-    return part
+    rows = permutation(n, fingerprint, "part of a mixture")
+    start = epoch * count % n
+    return np.sort(np.concatenate([rows[start : start + count], rows[: max(0, start + count - n)]]))

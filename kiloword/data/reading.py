@@ -18,7 +18,7 @@ from kiloword.config.recipes import Resize
 from kiloword.data.images.augmentation import EvalTransform
 from kiloword.data.images.decode import Pixels
 from kiloword.data.images.views import Augmented
-from kiloword.data.remote import Ahead, Unreachable, ahead_of
+from kiloword.data.remote import Unreachable, ahead_of
 from kiloword.data.rows import PASSING
 from kiloword.data.sample import question_in
 from kiloword.data.source import question, texts_of
@@ -144,56 +144,46 @@ def eval_batches(
         for part in ([range(len(source))] if parts is None else parts)
         for start in range(0, len(part), batch)
     ]
-    make = _EvalBatches(source, transform or EvalTransform(image_size, resize), ranges, captions)
-    make.ahead = ahead_of(source, make.rows_of, batch, len(ranges))
-    return in_order(make, range(len(ranges)), min(workers, len(ranges)))
+    make = partial(_eval_batch, source, transform or EvalTransform(image_size, resize), ranges, captions)
+    ahead = ahead_of(source, partial(_rows_of, source, ranges), batch, len(ranges))
+    return in_order(make, range(len(ranges)), min(workers, len(ranges)), ahead=ahead)
 
 
-@dataclass
-class _EvalBatches:
-    """Makes the batches of `eval_batches`, in any process."""
+def _rows_of(source: Source, ranges: Sequence[range], step: int) -> tuple[Source, range]:
+    return source, ranges[step]
 
-    source: Source
-    transform: ImageTransform | Augmented
-    ranges: Sequence[range]
-    captions: bool
-    ahead: Ahead | None = None
 
-    def rows_of(self, step: int) -> tuple[Source, range]:
-        return self.source, self.ranges[step]
+def _eval_batch(
+    source: Source, transform: ImageTransform | Augmented, ranges: Sequence[range], captions: bool, step: int
+) -> EvalBatch:
+    records, rows, images, skipped = [], [], [], []
+    for row in ranges[step]:
+        try:
+            record = (read if captions else read_image)(source, row)
+            images.append(_image(transform, record, row))
+        except BadSample as error:
+            skipped.append(Skipped(row, name_of(source, row), str(error)))
+            continue
+        records.append(record)
+        rows.append(row)
+    size = transform.size
+    pixels = torch.stack(images) if images else torch.empty(0, 3, size, size, dtype=torch.uint8)
+    classes = [r.label if isinstance(r.label, int | np.integer) else -1 for r in records]
+    labels = None if all(r.label is None for r in records) else torch.tensor(classes)
+    sets = [r.label if isinstance(r.label, LabelSet) else None for r in records]
+    texts, infos = [r.captions for r in records], [r.info for r in records]
+    stored = [digest_of(r.image) for r in records] if isinstance(transform, Augmented) else []
+    keys, label_sets = [r.key for r in records], sets if any(sets) else None
+    return EvalBatch(rows, keys, pixels, texts, labels, skipped, infos, label_sets, stored)
 
-    def __call__(self, step: int) -> EvalBatch:
-        if self.ahead:
-            self.ahead.at(step)
-        records, rows, images, skipped = [], [], [], []
-        for row in self.ranges[step]:
-            try:
-                record = (read if self.captions else read_image)(self.source, row)
-                images.append(self._image(record, row))
-            except BadSample as error:
-                skipped.append(Skipped(row, name_of(self.source, row), str(error)))
-                continue
-            records.append(record)
-            rows.append(row)
-        size = self.transform.size
-        pixels = torch.stack(images) if images else torch.empty(0, 3, size, size, dtype=torch.uint8)
-        classes = [r.label if isinstance(r.label, int | np.integer) else -1 for r in records]
-        labels = None if all(r.label is None for r in records) else torch.tensor(classes)
-        sets = [r.label if isinstance(r.label, LabelSet) else None for r in records]
-        texts, infos = [r.captions for r in records], [r.info for r in records]
-        label_sets = sets if any(sets) else None
-        keys, stored = [r.key for r in records], list[bytes]()
-        if isinstance(self.transform, Augmented):
-            stored = [digest_of(r.image) for r in records]
-        return EvalBatch(rows, keys, pixels, texts, labels, skipped, infos, label_sets, stored)
 
-    def _image(self, record: Record, row: int) -> Tensor:
-        """The transformed image; its stored tokens where the source has them and nothing else was asked for."""
-        if isinstance(self.transform, Augmented):
-            return self.transform(record.image, row, record.key)
-        if record.tokens is not None and isinstance(self.transform, EvalTransform):
-            return record.tokens.tokens(0)
-        return self.transform(record.image)
+def _image(transform: ImageTransform | Augmented, record: Record, row: int) -> Tensor:
+    """The transformed image; its stored tokens where the source has them and nothing else was asked for."""
+    if isinstance(transform, Augmented):
+        return transform(record.image, row, record.key)
+    if record.tokens is not None and isinstance(transform, EvalTransform):
+        return record.tokens.tokens(0)
+    return transform(record.image)
 
 
 def digest_of(image: bytes | np.ndarray) -> bytes:

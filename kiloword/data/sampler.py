@@ -14,7 +14,7 @@ import numpy as np
 
 from kiloword.randomness import Draw, key, permutation
 
-Rows = np.ndarray[tuple[int], np.dtype[np.int64]]
+RowNumbers = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 FULL_SHUFFLE = 100_000  # largest number of rows with one permutation of all rows
 BLOCK = 512  # consecutive rows that are read close together
@@ -62,10 +62,10 @@ class Order:
 
     @property
     def total(self) -> int:
-        """Rows of the data set."""
+        """RowNumbers of the data set."""
         return self.of or self.rows
 
-    def batch_rows(self, step: int) -> tuple[int, Rows]:
+    def batch_rows(self, step: int) -> tuple[int, RowNumbers]:
         """The epoch of a step (from 0) and the rows [batch] of its global batch."""
         epoch, place = divmod(step, self.steps_per_epoch)
         start = place * self.batch
@@ -75,11 +75,11 @@ class Order:
             places = self._from_groups(epoch, start, start + self.batch)
         return epoch, self.rows_at(places)
 
-    def rows_at(self, places: Rows) -> Rows:
-        """Rows of the data set at places, each below `rows`, in the subset that is visited."""
+    def rows_at(self, places: RowNumbers) -> RowNumbers:
+        """RowNumbers of the data set at places, each below `rows`, in the subset that is visited."""
         return subset(self.rows, self.of)[places] if self.of > self.rows else places
 
-    def _from_groups(self, epoch: int, start: int, stop: int) -> Rows:
+    def _from_groups(self, epoch: int, start: int, stop: int) -> RowNumbers:
         """The rows at positions [start, stop) of the epoch, from the groups that contain them."""
         ends = _group_ends(self, epoch)
         first, last = np.searchsorted(ends, [start, stop - 1], side="right")
@@ -88,7 +88,7 @@ class Order:
         return rows[start - offset : stop - offset]
 
 
-def share(rows: Rows, rank: int = 0, ranks: int = 1, micro: int = 0, micros: int = 1) -> Rows:
+def share(rows: RowNumbers, rank: int = 0, ranks: int = 1, micro: int = 0, micros: int = 1) -> RowNumbers:
     """The contiguous slice of a global batch [B] for one rank, or for one micro-batch of a rank.
 
     Errors: ValueError when the batch does not divide evenly.
@@ -104,7 +104,7 @@ def share(rows: Rows, rank: int = 0, ranks: int = 1, micro: int = 0, micros: int
 
 
 @lru_cache(maxsize=2)
-def subset(rows: int, of: int) -> Rows:
+def subset(rows: int, of: int) -> RowNumbers:
     """A fixed subset of a data set, ascending: the same for every seed, so that runs of several seeds compare."""
     return _frozen(np.sort(permutation(of, of, "subset")[:rows]).astype(np.int64))
 
@@ -114,17 +114,17 @@ def _generator(order: Order, epoch: int, *purpose: int | str) -> np.random.Gener
 
 
 @lru_cache(maxsize=2)
-def _permutation(order: Order, epoch: int) -> Rows:
+def _permutation(order: Order, epoch: int) -> RowNumbers:
     return _frozen(_generator(order, epoch).permutation(order.rows))
 
 
 @lru_cache(maxsize=2)
-def _blocks(order: Order, epoch: int) -> Rows:
+def _blocks(order: Order, epoch: int) -> RowNumbers:
     return _frozen(_generator(order, epoch, "blocks").permutation(-(-order.rows // order.block)))
 
 
 @lru_cache(maxsize=2)
-def _group_ends(order: Order, epoch: int) -> Rows:
+def _group_ends(order: Order, epoch: int) -> RowNumbers:
     """Cumulative sizes of the groups; the group with the last block of the data set may be shorter."""
     blocks = _blocks(order, epoch)
     sizes = np.minimum(order.block, order.rows - blocks * order.block)
@@ -133,14 +133,14 @@ def _group_ends(order: Order, epoch: int) -> Rows:
 
 
 @lru_cache(maxsize=4)
-def _group_rows(order: Order, epoch: int, group: int) -> Rows:
+def _group_rows(order: Order, epoch: int, group: int) -> RowNumbers:
     blocks = _blocks(order, epoch)[group * order.group : (group + 1) * order.group]
     rows = (blocks[:, None] * order.block + np.arange(order.block)).ravel()
     rows = rows[rows < order.rows]
     return _frozen(_generator(order, epoch, "group", group).permutation(rows))
 
 
-def _frozen(rows: Rows) -> Rows:
+def _frozen(rows: RowNumbers) -> RowNumbers:
     """Make a cached array read-only, as callers get slices of it."""
     rows.setflags(write=False)
     return rows

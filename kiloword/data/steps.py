@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from kiloword.data.remote import Ahead
 from kiloword.errors import WORKER, sentence_of
 
 Item = TypeVar("Item")
@@ -17,18 +18,24 @@ KILLED_S = 5.0  # seconds for a killed worker to end
 
 
 def in_order(
-    make: Callable[[int], Item], steps: Iterable[int], workers: int, timeout: float = 300, pin: bool = False
+    make: Callable[[int], Item],
+    steps: Iterable[int],
+    workers: int,
+    timeout: float = 300,
+    pin: bool = False,
+    ahead: Ahead | None = None,
 ) -> Iterator[Item]:
     """`make(step)` for every step, in order, prefetched by `workers` processes (0: made in this process).
 
-    Args: timeout: seconds that one step may take a worker; pin: items are in page-locked memory (their `pin_memory`).
+    Args: timeout: seconds that one step may take a worker; pin: items are in page-locked memory (their `pin_memory`);
+    ahead: fetches the files of a step and of the next ones.
     Errors: a ValueError of `make` unchanged; ValueError for lack of memory, a file's error, and a worker that died or
     took too long. (If a worker dies while nothing is awaited, DataLoader raises a RuntimeError anywhere in this
     process; `sentence_of` handles it.)
     """
     items: Any = iter(
         DataLoader(
-            _Steps(make),
+            _Steps(make, ahead),
             batch_size=None,
             sampler=steps,
             num_workers=workers,
@@ -67,12 +74,14 @@ def _kill(items: Any) -> None:
 
 
 class _Steps(Dataset[Any]):
-    def __init__(self, make: Callable[[int], Any]) -> None:
-        self.make = make
+    def __init__(self, make: Callable[[int], Any], ahead: Ahead | None) -> None:
+        self.make, self.ahead = make, ahead
 
     def __getitem__(self, step: int) -> Any:
         """The item, or its error: the DataLoader would wrap an error in a traceback."""
         try:
+            if self.ahead:
+                self.ahead.at(step)
             return self.make(step)
         except ValueError as error:
             return error

@@ -32,7 +32,7 @@ from kiloword.stores.features import FeatureStore
 from kiloword.terminal import say
 from kiloword.training import effects, tuning
 from kiloword.training.learner import learner_of
-from kiloword.training.resolve import micro_batches, open_sources, resolve, visited
+from kiloword.training.resolve import bound, micro_batches, open_sources, resolve, visited
 from kiloword.training.run_folder import RunFile
 from kiloword.training.setup import make_learner
 from kiloword.training.validation.sets import open_val
@@ -76,8 +76,7 @@ def _first_batch(loader: Loader) -> tuple[Batch, int]:
     """This rank's part of the first batch, at most MOST images, and its number of bad samples on all ranks."""
     share = loader.order.batch // loader.ranks
     parts = next(n for n in range(1, share + 1) if share % n == 0 and share // n <= MOST)
-    loader.workers, loader.rank, loader.ranks = 0, loader.rank * parts, loader.ranks * parts
-    batch = next(loader.batches(0, 1))
+    batch = next(replace(loader, workers=0, rank=loader.rank * parts, ranks=loader.ranks * parts).batches(0, 1))
     bad = BadRows(stored_rows(loader.source), loader.data.bad_share)
     bad.count(collectives.all_lists(batch.skipped))
     return batch, len(bad)
@@ -189,8 +188,7 @@ def draw_examples(src: str, like: str, size: str, png: Path) -> str:
         chosen.shape(recipe.model).text,
         recipe.model.image.size,
         Tokenizer.train([], 262),  # nothing is packed
-        transforms=chosen.transforms,
-        open_store=FeatureStore,
+        transforms=bound(chosen.transforms, source),
         questions="questions" in chosen.needs,
         seed=recipe.seed,
         resize=recipe.model.preprocess.resize,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,10 +11,12 @@ from kiloword.config.options import RunOptions
 from kiloword.config.recipes import NO_MICRO, Recipe
 from kiloword.config.settings import check
 from kiloword.data.edits import MixtureSource, parts_of
+from kiloword.data.joins import omitted
 from kiloword.data.loader import Loader
 from kiloword.data.open import open_data
 from kiloword.data.reading import captions_of
 from kiloword.data.sampler import BLOCK, GROUP, Order, steps_per_epoch
+from kiloword.data.stored import WithTokens
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.data.text.vocabularies import vocabulary
 from kiloword.distributed import collectives
@@ -36,7 +39,7 @@ from kiloword.training.run_folder import (
 )
 from kiloword.training.validation.best import Best, check_best, check_metric
 from kiloword.training.validation.sets import ValSet, check_val, open_val
-from kiloword.types import Source
+from kiloword.types import Source, Transform
 
 
 @dataclass
@@ -173,29 +176,36 @@ def make_loader(
     """The loader of this rank's batches. Args: device: the device that trains on them."""
     images, size = recipe.batch // collectives.ranks(), recipe.model.image.size
     read = stored(_stores(recipe, method), recipe.data, source, tokenizer, method.transforms, method.inputs)
+    natural = getattr(source, "natural", True)
+    lists, transforms = omitted(source), bound(method.transforms, source)
+    makers = [getattr(transform, "note", None) for transform in transforms]
+    makers += [one.note(source) for one in method.inputs.values() if one.note]
     return Loader(
-        source,
+        WithTokens(source, read.image_tokens, lean=True) if read.image_tokens else source,
         _order(recipe, source),
         recipe.data,
         method.shape(recipe.model).text,
         size,
         read.tokenizer,
-        transforms=method.transforms,
+        transforms=transforms,
         inputs=method.inputs,
         stores=read.stores,
         shown=read.shown,
-        image_tokens=read.image_tokens,
-        open_store=FeatureStore,
-        told=read.told,
+        notes=[*([f"--keep {lists}"] if lists else []), *read.told, *filter(None, makers)],
         truth="truth" in method.needs,
         questions="questions" in method.needs,
         seed=recipe.seed,
         rank=collectives.rank(),
         ranks=collectives.ranks(),
-        workers=workers_of(options.workers, device, images, size, train=getattr(source, "natural", True)),
+        workers=workers_of(options.workers, device, images, size, train=natural),
         timeout=options.timeout,
         resize=recipe.model.preprocess.resize,
     )
+
+
+def bound(transforms: Sequence[Transform], source: Source) -> list[Transform]:
+    """Transforms that know the data set. Raises: ValueError for files that are unusable or of other data."""
+    return [t.bind(source, FeatureStore) if hasattr(t, "bind") else t for t in transforms]
 
 
 def _stores(recipe: Recipe, method: Method) -> list[FeatureStore]:

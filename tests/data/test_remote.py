@@ -378,7 +378,7 @@ def test_tars_of_the_next_batches_are_fetched_ahead(tmp_path: Path, monkeypatch:
         ours = loader(open_source(f"{server.url}/{{00..07}}.tar"))
         forget(tmp_path)
         server.asked.clear()
-        ours.batch(0)
+        next(ours.batches())
         needed = {f"{row // 6:02d}.tar" for step in range(3) for row in ours.order.batch_rows(step)[1].tolist()}
         deadline = time.monotonic() + 200
         while len(+server.asked) < len(needed) and time.monotonic() < deadline:

@@ -170,10 +170,6 @@ def test_examples_keep_their_number_of_captions() -> None:
             assert set(text.split(" and ")) == output
 
 
-def test_evaluation_composes_nothing() -> None:
-    assert not loader("clip-c", {"rho": 1.0}, train=False).batch(0).composed.any()
-
-
 @pytest.mark.parametrize("method", ["clip-c", "siglip+mixup", "siglip+cutmix", "siglip+stylistic"])
 def test_ranks_and_workers_change_nothing(method: str) -> None:
     assert made_otherwise(method) == 0

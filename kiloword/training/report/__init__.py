@@ -18,7 +18,6 @@ from kiloword.addresses import scrubbed
 from kiloword.config.options import RunOptions
 from kiloword.config.recipes import Recipe
 from kiloword.config.settings import leaves
-from kiloword.data.loader import Loader
 from kiloword.data.sampler import Order
 from kiloword.distributed import collectives
 from kiloword.errors import count
@@ -139,20 +138,8 @@ def _samples(run: Run) -> Html:
     loader = run.loader
     if loader.data.image_features or loader.data.text_features or len(loader.source) < SAMPLES:
         return Html()
-    few = Loader(
-        loader.source,
-        Order(len(loader.source), SAMPLES, loader.seed),
-        loader.data,
-        loader.text,
-        loader.image_size,
-        run.tokenizer,
-        transforms=loader.transforms,
-        open_store=loader.open_store,
-        questions=loader.questions,
-        seed=loader.seed,
-        resize=loader.resize,
-    )
-    few._ahead = None
+    order = Order(len(loader.source), SAMPLES, loader.seed)
+    few = replace(loader, order=order, inputs={}, stores=(), truth=False, rank=0, ranks=1)
     try:
         examples = few.examples(0)[0]
     except ValueError:  # bad data ended the run: its error says which
