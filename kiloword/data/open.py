@@ -120,7 +120,7 @@ def _open_url(src: str) -> Source:
     url = address_of(src).url
     suffix = Path(urlsplit(url).path).suffix.lower()
     if suffix in (".csv", ".tsv", ".parquet"):
-        table = open_table(url, remote.local(src))
+        table = open_table(url, remote.local(address_of(src)))
         if not pyarrow.compute.all(pyarrow.compute.starts_with(table.table.column("file"), "/")).as_py():
             raise ValueError(
                 f"{url} names its images by paths that are not of this machine. Expected a parquet that holds the "

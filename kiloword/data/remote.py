@@ -6,9 +6,9 @@ number of bytes: another version of a file is another file.
 
 from __future__ import annotations
 
+import base64
 import errno
 import hashlib
-import http.client
 import netrc
 import os
 import queue
@@ -17,7 +17,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -26,7 +26,7 @@ from urllib.parse import quote, unquote, urlsplit
 
 from filelock import FileLock, Timeout
 
-from kiloword.addresses import Address, address_of, is_url, scrubbed, split
+from kiloword.addresses import Address, address_of, scrubbed, split
 from kiloword.errors import needs
 from kiloword.files import cache_folder
 from kiloword.terminal import shown
@@ -38,12 +38,12 @@ THREADS = 4  # files that a process fetches at once
 _CHUNK, _AT_ONCE = 1 << 16, 8 << 20  # bytes that are read at once from http, and from other file systems
 _SLOW = 1000  # bytes a second, below which a connection is given up
 _PROGRESS = 1 << 16  # bytes after which an attempt counts as the first one
-_LONGEST, LONGEST_WAIT, _PATIENCE = 60.0, 120.0, 240.0  # seconds: between attempts, as a server asks, for space
+_LONGEST, _LONGEST_WAIT = 60.0, 120.0  # seconds: between attempts, as a server asks
 _IDLE = 600.0  # seconds after which a part is that of a killed process
 _SAFE = "!$%&'()*+,-./:;=?@[]_~"  # characters of a URL that a request keeps
-_BY_CONTENT = re.compile(r'(W/)?"?[0-9a-f]{32,64}(-\d+)?"?')  # ETags that all servers of a cluster have alike
 _TAGS = ("ETag", "etag", "md5Hash", "blob_id", "LastModified", "last_modified", "updated", "mtime", "created")
-T = TypeVar("T")
+_FINAL = (PermissionError, ImportError, ValueError, TypeError, NotImplementedError)  # errors that do not pass
+T = TypeVar("T", bound=Sized)
 
 
 class Unreachable(ValueError):
@@ -52,14 +52,6 @@ class Unreachable(ValueError):
 
 class Missing(Unreachable):
     """There is no such file, or no right to read it."""
-
-
-class _Fault(Exception):
-    """An error that may pass. Args: wait: seconds that the server asks for."""
-
-    def __init__(self, what: object, wait: float = 0.0) -> None:
-        super().__init__(_foreign(what))
-        self.wait = wait
 
 
 class Settings(NamedTuple):
@@ -80,7 +72,7 @@ def settings() -> Settings:
 @lru_cache(1)
 def _parsed(text: str) -> Settings:
     values = dict[str, float]()
-    for word in re.split(r"[\s,]+", text.strip()) if text.strip() else ():
+    for word in text.replace(",", " ").split():
         match = _SETTING.fullmatch(word)
         if match is None:
             raise ValueError(
@@ -91,16 +83,9 @@ def _parsed(text: str) -> Settings:
     return Settings(**values)
 
 
-def local(src: Path | str | Address) -> Path:
-    """The local path of a file at a path, or at a URL, which is asked whether its copy is up to date.
-
-    Raises: Unreachable; Missing.
-    """
-    if not isinstance(src, Address):
-        if not is_url(str(src)):
-            return Path(src)
-        src = address_of(str(src))
-    return _copy(src, version_of(src))
+def local(address: Address) -> Path:
+    """The local copy of a file, which is up to date. Raises: Unreachable, Missing."""
+    return _copy(address, version_of(address))
 
 
 def opened(name: str) -> BinaryIO:
@@ -120,16 +105,17 @@ def read(name: str, offset: int, size: int) -> bytes:
 
 def version_of(address: Address) -> str:
     """The bytes of a file, and what else changes with it, without fetching it. Raises: Unreachable, Missing."""
-    return _retried(address, (_http_version if _is_http(address) else _fsspec_version), address)
+    return next(_asked(address, lambda _: [(_http_version if _is_http(address) else _fsspec_version)(address)]))
 
 
 def files_in(folder: Address) -> list[str]:
     """The names of the files in a folder, not of http, which has no folders. Raises: Unreachable."""
 
-    def listed(fs: Any, path: str) -> list[str]:
-        return [str(e["name"]).rpartition("/")[2] for e in fs.ls(path, detail=True) if e.get("type") != "directory"]
+    def listed(_: int) -> Iterator[list[str]]:
+        fs, path = _fsspec(folder)
+        yield [str(e["name"]).rpartition("/")[2] for e in fs.ls(path, detail=True) if e.get("type") != "directory"]
 
-    return _retried(folder, _fsspec, folder, listed)
+    return next(_asked(folder, listed))
 
 
 def name_of(url: str) -> str:
@@ -163,25 +149,19 @@ def _copy(address: Address, version: str, wait: bool = True) -> Path:
 
 def _download(address: Address, path: Path, size: int, wait: bool) -> None:
     """Fetch a file; a download that is cut goes on where it ended. Raises: Unreachable; OSError of the disk."""
-    part, done = path.with_name(f"{path.name}.part"), 0
+    part = path.with_name(f"{path.name}.part")
 
-    def go_on() -> None:
-        nonlocal done
-        since, arrived = time.monotonic(), 0
+    def chunks(done: int) -> Iterator[bytes]:
         for chunk in (_http_bytes if _is_http(address) else _fsspec_bytes)(address, done, size):
-            file.write(chunk)
-            done, arrived = done + len(chunk), arrived + len(chunk)
-            if (elapsed := time.monotonic() - since) > settings().timeout:
-                if arrived < _SLOW * elapsed:
-                    raise _Fault(f"slower than {_SLOW:,} bytes a second")
-                since, arrived = time.monotonic(), 0
+            yield chunk
+            done += len(chunk)
         if done < size:
-            raise _Fault(f"the body ended {size - done:,} bytes before its end")
+            raise ConnectionError(f"the body ended {size - done:,} bytes before its end")
 
     try:
-        with part.open("wb", buffering=0) as file:
+        with part.open("wb") as file:
             _reserve(address, file.fileno(), part, size, wait)
-            _retried(address, go_on, progress=lambda: done)
+            file.writelines(_asked(address, chunks))
         with FileLock(path.parent / "locks" / "all"):  # or a listing might have it under both names, or none
             part.replace(path)
     finally:
@@ -190,7 +170,7 @@ def _download(address: Address, path: Path, size: int, wait: bool) -> None:
 
 def _reserve(address: Address, fd: int, part: Path, size: int, wait: bool) -> None:
     """Take disk space for a file; the least recently used ones are deleted for it."""
-    limit, deadline = settings().limit, time.monotonic() + _PATIENCE
+    limit = settings().limit
     if size > limit:
         raise Unreachable(
             f"{address} has {size:,} bytes, but the limit of what is fetched is {limit:,.0f}: set {VARIABLE} to "
@@ -208,12 +188,9 @@ def _reserve(address: Address, fd: int, part: Path, size: int, wait: bool) -> No
                     try:
                         os.posix_fallocate(fd, 0, size)
                         return
-                    except OSError as error:
+                    except OSError:
                         os.ftruncate(fd, 0)
-                        if error.errno != errno.ENOSPC:
-                            raise
-        is_alone = not any(path.endswith(".part") and Path(path) != part for *_, path in files)
-        if not wait or is_alone or time.monotonic() > deadline:
+        if not wait or not any(path.endswith(".part") and Path(path) != part for *_, path in files):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         time.sleep(0.05)  # others fetch files, which may be deleted soon
 
@@ -229,75 +206,98 @@ def _kept(folder: Path) -> Iterator[tuple[float, int, str]]:
 # Requests
 
 
-def _is_http(address: Address) -> bool:
-    return address.url.startswith(("http://", "https://"))
+def _asked(address: Address, ask: Callable[[int], Iterable[T]]) -> Iterator[T]:
+    """What `ask` gives, which after a fault is asked for the rest: its argument is the length of what came.
 
-
-def _retried(address: Address, ask: Callable[..., T], *args: Any, progress: Callable[[], int] = lambda: 0) -> T:
-    """The result of `ask`, which is asked again after a fault. Raises: Unreachable."""
-    tried, before, limits = 0, 0, settings()
+    Raises: Unreachable, Missing.
+    """
+    done, tried, limits = 0, 0, settings()
     while True:
+        since, before, arrived = time.monotonic(), done, done
         try:
-            return ask(*args)
-        except _Fault as fault:
-            tried, before = (1 if progress() - before > _PROGRESS else tried + 1), progress()
+            for part in ask(done):
+                yield part
+                done += len(part)
+                if (elapsed := time.monotonic() - since) > limits.timeout:
+                    if done - arrived < _SLOW * elapsed:
+                        raise ConnectionError(f"slower than {_SLOW:,} bytes a second")
+                    since, arrived = time.monotonic(), done
+            return
+        except Exception as error:  # of any of a dozen libraries
+            reason, wait = _passing(address, error)
+            tried = 1 if done - before > _PROGRESS else tried + 1
             if tried > limits.retries:
                 times = "once" if tried == 1 else f"{tried} times"
                 raise Unreachable(
-                    f"{address}: {fault} (tried {times}). Check the network and the server, then start the same "
+                    f"{address}: {reason} (tried {times}). Check the network and the server, then start the same "
                     f"command again. More patience: {VARIABLE}='retries=8 timeout=60'."
                 ) from None
-            share = 0.5 + os.getpid() % 64 / 64  # not at the same time as other processes
-            time.sleep(max(min(limits.backoff * 2 ** (tried - 1), _LONGEST) * share, min(fault.wait, LONGEST_WAIT)))
+        share = 0.5 + os.getpid() % 64 / 64  # not at the same time as other processes
+        time.sleep(max(min(limits.backoff * 2 ** (tried - 1), _LONGEST) * share, wait))
+
+
+def _passing(address: Address, error: Exception) -> tuple[str, float]:
+    """What an error says that may pass, and the seconds that the server asks to wait. Raises: Unreachable, Missing."""
+    if isinstance(error, Unreachable):
+        raise error
+    if isinstance(error, urllib.error.HTTPError):
+        error.close()
+        reason, after = (
+            f"the server answers {error.code} {_foreign(error.reason)}",
+            error.headers.get("Retry-After", ""),
+        )
+        if error.code < 500 and error.code not in (408, 425, 429):
+            raise Missing(f"{address}: {reason}. Check the address and your rights to it.") from None
+        return reason, min(float(after) if after.isdecimal() else 0.0, _LONGEST_WAIT)
+    cause = error.reason if isinstance(error, urllib.error.URLError) else error
+    reason, kind = _foreign(getattr(cause, "strerror", None) or cause), type(error).__name__
+    if isinstance(error, FileNotFoundError):
+        raise Missing(f"{address}: no such file. Check the address.") from None
+    if isinstance(error, _FINAL) or kind == "error_perm" or "credentials" in kind.lower():
+        more = needs("s3, gs or hf", "the packages of its store", "remote", "; http and https need nothing more.")
+        raise Unreachable(f"{address} cannot be opened ({reason}). Check the address and your rights; {more}") from None
+    return reason or kind, 0.0
+
+
+def _is_http(address: Address) -> bool:
+    return address.url.startswith(("http://", "https://"))
 
 
 def _http_version(address: Address) -> str:
     """By a GET of one byte: signed URLs refuse HEAD."""
     with _response(address, {"Range": "bytes=0-0"}) as response:
         size = _length(response)
-        etag, date = response.headers.get("ETag", ""), response.headers.get("Last-Modified", "")
+        tag = response.headers.get("ETag") or response.headers.get("Last-Modified", "")
     if not size.isdecimal():
         raise Unreachable(f"{address}: the server does not say how long it is. Expected a Content-Length.")
-    return f"{size}-{_digest(etag if _BY_CONTENT.fullmatch(etag) or not date else date)}"
+    return f"{size}-{_digest(tag)}"
 
 
 def _http_bytes(address: Address, start: int, size: int) -> Iterator[bytes]:
     """The bytes of a file from `start` on, as they come."""
-    with _response(address, {"Range": f"bytes={start}-{size - 1}"} if 0 < start < size else {}) as response:
+    with _response(address, {"Range": f"bytes={start}-{size - 1}"} if start else {}) as response:
         if (length := _length(response)) != str(size):
-            raise _Fault(f"the server says that it has {length or 'any number of'} bytes, not {size:,} as in the index")
+            raise ConnectionError(
+                f"the server says that it has {length or 'any number of'} bytes, not {size:,} as in the index"
+            )
         skip = 0 if response.status == 206 else start  # of servers without ranges
-        while True:
-            try:
-                chunk = response.read1(_CHUNK)
-            except (OSError, http.client.HTTPException) as error:
-                raise _Fault(getattr(error, "strerror", None) or error) from None
-            if not chunk:
-                return
+        while chunk := response.read1(_CHUNK):
             if skip < len(chunk):
                 yield chunk[skip:]
             skip = max(0, skip - len(chunk))
 
 
 def _response(address: Address, headers: dict[str, str]) -> Any:
-    """The answer to a GET, after redirects. Raises: _Fault, Unreachable, Missing."""
-    try:
-        request = urllib.request.Request(quote(address.asked, safe=_SAFE), headers=headers)
-        return _opener(address).open(request, timeout=settings().timeout)
-    except urllib.error.HTTPError as error:
-        error.close()
-        reason, after = (
-            f"the server answers {error.code} {_foreign(error.reason)}",
-            error.headers.get("Retry-After", ""),
-        )
-        if error.code >= 500 or error.code in (408, 425, 429):
-            raise _Fault(reason, float(after) if after.isdecimal() else 0) from None
-        raise Missing(f"{address}: {reason}. Check the address and your rights to it.") from None
-    except (OSError, http.client.HTTPException) as error:
-        cause = error.reason if isinstance(error, urllib.error.URLError) else error
-        raise _Fault(getattr(cause, "strerror", None) or cause) from None
-    except ValueError as error:
-        raise Unreachable(f"{address}: no URL that can be opened ({_foreign(error)}).") from None
+    """The answer to a GET, after redirects. The login of the address, or of .netrc, goes to its own host alone."""
+    request = urllib.request.Request(quote(address.asked, safe=_SAFE), headers=headers)
+    user, _, password = map(unquote, address.login.partition(":"))
+    with suppress(OSError, netrc.NetrcParseError):
+        if not address.login and (found := netrc.netrc().authenticators(urlsplit(address.url).hostname or "")):
+            user, _, password = found
+    if user or password:
+        login = base64.b64encode(f"{user}:{password or ''}".encode()).decode()
+        request.add_unredirected_header("Authorization", f"Basic {login}")
+    return urllib.request.build_opener(_Redirects).open(request, timeout=settings().timeout)
 
 
 def _length(response: Any) -> str:
@@ -306,75 +306,44 @@ def _length(response: Any) -> str:
     return str(span.rpartition("/")[2] if response.status == 206 else length).strip()
 
 
-def _opener(address: Address) -> urllib.request.OpenerDirector:
-    """Sends the login of the address, or of .netrc, to its own host alone."""
-    logins, parts = urllib.request.HTTPPasswordMgrWithPriorAuth(), urlsplit(address.url)
-    user, _, password = map(unquote, address.login.partition(":"))
-    with suppress(OSError, netrc.NetrcParseError):
-        if not address.login and (found := netrc.netrc().authenticators(parts.hostname or "")):
-            user, password = found[0], found[2] or ""
-    if user or password:
-        logins.add_password(None, f"{parts.scheme}://{parts.netloc}", user, password, is_authenticated=True)
-    return urllib.request.build_opener(urllib.request.HTTPBasicAuthHandler(logins), _Redirects)
-
-
 class _Redirects(urllib.request.HTTPRedirectHandler):
     def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Any:
         """Raises: Unreachable for a redirect to another protocol, from https to http, too."""
-        old, new = req.type, newurl.partition(":")[0]
-        if new != old and (old, new) != ("http", "https"):
-            raise Unreachable(f"{split(req.full_url)}: the server redirects from {old} to {_foreign(new)}: refused.")
-        own = re.sub("//[^/?#]*@", "//", newurl)  # no server gives a login
-        request = super().redirect_request(req, fp, code, msg, headers, own)
+        old, new = urlsplit(req.full_url), urlsplit(re.sub("//[^/?#]*@", "//", newurl))  # no server gives a login
+        if new.scheme != old.scheme and (old.scheme, new.scheme) != ("http", "https"):
+            fp.close()
+            raise Unreachable(
+                f"{split(req.full_url)}: the server redirects from {old.scheme} to {_foreign(new.scheme)}: refused."
+            )
+        request = super().redirect_request(req, fp, code, msg, headers, new.geturl())
         if request is not None:
             request.headers.pop("Proxy-authorization", None)
+            if new[:2] == old[:2] and (login := req.unredirected_hdrs.get("Authorization")):
+                request.add_unredirected_header("Authorization", login)
         return request
 
 
+def _fsspec(address: Address) -> tuple[Any, str]:
+    """A file system, which is new: one made before a fork does not work after it; and the path in it."""
+    import fsspec
+
+    fs, path = fsspec.url_to_fs(address.full, skip_instance_cache=True)
+    return fs, path
+
+
 def _fsspec_version(address: Address) -> str:
-    info = _fsspec(address, lambda fs, path: fs.info(path))
+    fs, path = _fsspec(address)
+    info = fs.info(path)
     if info.get("type") == "directory" or info.get("size") is None:
         raise Unreachable(f"{address} is no file. Write a / at the end of a folder, to read the tars in it.")
     return f"{info['size']}-{_digest(next((str(info[name]) for name in _TAGS if info.get(name)), ''))}"
 
 
 def _fsspec_bytes(address: Address, start: int, size: int) -> Iterator[bytes]:
-    for at in range(start, size, _AT_ONCE):
-        span = {"start": at, "end": min(at + _AT_ONCE, size)}
-        chunk = _fsspec(address, lambda fs, path, span=span: bytes(fs.cat_file(path, **span)))  # type: ignore[misc]
+    fs, path = _fsspec(address)
+    while chunk := bytes(fs.cat_file(path, start=start, end=min(start + _AT_ONCE, size))) if start < size else b"":
         yield chunk
-        if len(chunk) < span["end"] - at:
-            return
-
-
-def _fsspec(address: Address, use: Callable[[Any, str], T]) -> T:
-    """The result of a call of a file system, which is new: one made before a fork does not work after it."""
-    results, errors = list[T](), list[Exception]()
-
-    def work() -> None:
-        try:
-            import fsspec
-
-            fs, path = fsspec.url_to_fs(address.full, skip_instance_cache=True)
-            results.append(use(fs, path))
-        except Exception as error:  # of any of a dozen libraries
-            errors.append(error)
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    thread.join(4 * settings().timeout)
-    if results:
-        return results[0]
-    if not errors:
-        raise _Fault(f"no answer in {4 * settings().timeout:g} s")
-    error, kind = errors[0], type(errors[0]).__name__
-    if isinstance(error, FileNotFoundError):
-        raise Missing(f"{address}: no such file. Check the address.")
-    final = isinstance(error, PermissionError | ImportError | ValueError | TypeError | NotImplementedError)
-    if final or kind == "error_perm" or "credentials" in kind.lower():
-        more = needs("s3, gs or hf", "the packages of its store", "remote", "; http and https need nothing more.")
-        raise Unreachable(f"{address} cannot be opened ({_foreign(error)}). Check the address and your rights; {more}")
-    raise _Fault(f"{kind}: {error}")
+        start += len(chunk)
 
 
 def _foreign(text: object) -> str:
