@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -27,14 +27,11 @@ class TableSettings(BaseSettings):
     fingerprint: str  # of the data
     rows: int = field(metadata=about(low=1, high=1e12))  # of the data, including bad ones
     part: int = field(metadata=about(low=1, high=1e9))  # rows that are computed between interruptions
+    model: str  # as given by the user
 
     @property
     def parts(self) -> int:
         return -(-self.rows // self.part)
-
-    def compared(self) -> Sequence[tuple[Any, str]]:
-        """Values that must be equal to resume the table, each with its text in messages."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +49,6 @@ class StoreFile(TableSettings):
 
     kind: Kind
     name: str = ""  # of features in a batch
-    model: str  # teacher or tower, as given by the user
     weights: str  # fingerprint of the teacher; digest of the trunk and of how images are normalised
     precision: str  # of the computation
     dtype: Literal["fp16", "fp32", "int8"]  # of the numbers in the file
@@ -68,24 +64,6 @@ class StoreFile(TableSettings):
     sources: tuple[StoredSource, ...]
     captions: tuple[str, ...]  # origins of the captions, see `kiloword.data.edits.contents`
     format: Literal["kiloword-store-1"] = "kiloword-store-1"
-
-    def alike(self) -> list[tuple[Any, str]]:
-        """Values that all stores of tokens in a run share, each with its text in messages."""
-        names = ("width", "precision", "size", "resize", "tokens", "context", "tokenizer")
-        digest, space, more = self.weights.partition(" ")
-        return [
-            (self.weights, f"{self.model} ({digest[:16]}{space}{more})"),
-            *((getattr(self, name), f"{name} {getattr(self, name)}") for name in names),
-        ]
-
-    def compared(self) -> list[tuple[Any, str]]:
-        sources = {source.fingerprint for source in self.sources}, set(self.captions)
-        return [
-            *self.alike(),
-            (sources, f"data {self.data} ({self.fingerprint[:16]})"),
-            *((getattr(self, name), f"{name} {getattr(self, name)}") for name in ("kind", "name", "dtype")),
-            (self.shown, self.shown),
-        ]
 
     @property
     def origin(self) -> str:

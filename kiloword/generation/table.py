@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Literal, TextIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -33,21 +33,11 @@ PART = pa.schema({**COMMON, "captions": SCHEMA.field("captions").type, "scores":
 class CaptionFile(TableSettings):
     """Model, data and options that captions were generated with."""
 
-    model: str  # as given by the user
     model_fingerprint: str
     precision: str  # compute precision
     options: GenerationOptions
     images: dict[str, str] = field(default_factory=dict)  # see `kiloword.data.joins.sampled_images`
     format: Literal["kiloword-captions-1"] = "kiloword-captions-1"
-
-    def compared(self) -> list[tuple[Any, str]]:
-        options = {field.name: getattr(self.options, field.name) for field in fields(self.options)}
-        return [
-            (self.model_fingerprint, f"model {self.model} ({self.model_fingerprint[:16]})"),
-            (self.fingerprint, f"data {self.data} ({self.fingerprint[:16]})"),
-            (self.precision, f"precision {self.precision}"),
-            *((value, f"{name} {value}") for name, value in options.items()),
-        ]
 
 
 class CaptionWriter(PieceWriter[CaptionFile]):

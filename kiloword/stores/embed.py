@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
+import numpy as np
+import pyarrow.parquet as pq
 import torch
 import torch.nn.functional as F
 
@@ -23,13 +25,13 @@ from kiloword.distributed.by_device import announce, workers_of
 from kiloword.distributed.device import choose
 from kiloword.distributed.sharing import alone, is_first, together
 from kiloword.errors import naming_truncated
-from kiloword.files import Lock
+from kiloword.files import Lock, atomic
 from kiloword.model.prefix import check_dim, check_prefix
 from kiloword.models.trust import NONE, Trust
 from kiloword.stores.features import FeatureStore, check_name
 from kiloword.stores.joins import caption_origins
-from kiloword.stores.pieces import Rows, fill, resumed, rows_table, say_bad
-from kiloword.stores.store import SCHEMA, WHAT, StoreWriter
+from kiloword.stores.pieces import PieceWriter, Rows, fill, read_table, resumed, rows_table, say_bad
+from kiloword.stores.store import KEYS, SCHEMA, WHAT, Store, columns_of, found_by, place_of
 from kiloword.stores.teachers import KilowordTeacher, SentenceTeacher, Teacher, open_teacher, prefix_fingerprint
 from kiloword.terminal import say, warn
 from kiloword.types import Source
@@ -57,70 +59,11 @@ class EmbedOptions:
     dim: int | None = None
 
 
-def main(
-    data: DataConfig,
-    out: Path,
-    options: EmbedOptions,
-    workers: int | Literal["auto"],
-    device: str,
-    trust: Trust = NONE,
-) -> None:
-    """Run and print `kiloword embed`. Ranks of torchrun share the rows.
-
-    The precision is part of the store's identity and does not depend on the device, so that any can resume.
-
-    Errors: see `open_teacher`, `open_data` and `embed`.
-    """
-    options.augmented.check()
-    device = choose(device)
-    with together(device):
-        teacher = open_teacher(options.model, device, options.precision, trust)
-        of_texts = isinstance(teacher, SentenceTeacher)
-        if of_texts and (options.resize is not None or options.augmented != PLAIN):
-            raise ValueError(
-                f"{options.model} reads texts, which --resize, --views and --augment do not change: omit them."
-            )
-        if options.dim is not None:
-            unknown = "nothing says that the model was trained on prefixes of its features."
-            note = check_prefix(teacher.model, options.dim) if isinstance(teacher, KilowordTeacher) else unknown
-            if note:
-                warn(f"note: {note}")
-        options = settled(options, workers, device, teacher.size)
-        store = embed(teacher, open_data(data, teacher.size), out, sys.stderr, **vars(options))
-        if store is not None:
-            if of_texts:
-                say("note: the model encodes texts alone: features of images are zeros, which match nothing.")
-            views = f"{store.file.shown}, of " if store.file.augmented else ""
-            images = f"{views}{len(store):,} images, {len(store.captions):,} captions"
-            say(f"{out}: {images}, {store.dim} dimensions, {store.megabytes:,.1f} MB")
-
-
-def settled(options: EmbedOptions, workers: int | Literal["auto"], device: str, size: int) -> EmbedOptions:
-    """The options with their number of workers, which is printed. Args: size: of images."""
-    number = workers_of(workers, device, options.batch * options.augmented.views, size)
-    announce(device, options.precision, "on every device, unless given", number)
-    return replace(options, workers=number)
-
-
-def embed(
-    teacher: Teacher, source: Source, out: Path | str, report: TextIO | None = None, **options: Any
-) -> FeatureStore | None:
-    """Compute features of every readable image, or of views of it, and of all its captions; resumes in `out`.
-
-    Ranks share the rows; only the first one writes and returns the store.
-
-    Args: source: in a mixture every row of each source is embedded, whatever its weight; report: receives progress and
-    bad rows; options: of `EmbedOptions`; views are drawn by the image's key.
-    Errors: ValueError when `out` holds something else, or no row is usable.
-    """
-    return FeatureStore(out) if _Features(teacher, source, EmbedOptions(**options)).write(out, report) else None
-
-
 class Maker:
-    """What is made of the rows of a source: `file` says what, `batch` rows are read at once."""
+    """What is made of the rows of a source: `file` says what, `store` reads it, `batch` rows are read at once."""
 
     file: StoreFile
-    batch: int
+    store: type[Store]
 
     def __init__(self, source: Source, options: EmbedOptions) -> None:
         self.source, self.options, self.batch = every_row(source), options, options.batch
@@ -139,20 +82,17 @@ class Maker:
 
     def about(self, kind: Kind, weights: str, **more: Any) -> StoreFile:
         """The settings of the store."""
-        options = self.options
+        bases = origins(self.source)
         return StoreFile(
             kind=kind,
-            model=options.model,
+            model=self.options.model,
             weights=weights,
-            precision=options.precision,
-            dtype=options.dtype,
+            precision=self.options.precision,
+            dtype=self.options.dtype,
             data=self.source.name,
             fingerprint=self.source.fingerprint,
             rows=len(self.source),
-            sources=tuple(
-                StoredSource(name=base.name, fingerprint=base.fingerprint, rows=len(base))
-                for base in origins(self.source)
-            ),
+            sources=tuple(StoredSource(name=one.name, fingerprint=one.fingerprint, rows=len(one)) for one in bases),
             captions=() if kind == "images" else tuple(sorted(caption_origins(self.source))),
             **more,
         )
@@ -171,22 +111,49 @@ class Maker:
 
     def write(self, out: Path | str, report: TextIO | None) -> bool:
         """Fill and finish the store in a folder. Returns: whether this rank, the first one, has written it."""
-        folder = Path(out)
         if self.options.batch < 1:
             raise ValueError(f"--batch is {self.options.batch}: expected at least 1.")
         with naming_truncated():
             if not is_first():
                 fill(None, self.source, self.batch, self.read, self._placed, report)
                 return False
-            resumed(folder, STORE, self.file, WHAT[self.file.kind])  # a folder of something else gets no lock
+            folder = place_of(out, self.file.kind)
+            existing = resumed(folder, STORE, self.file, WHAT[self.file.kind])  # what is no store gets no lock
+            keys, columns = folder / KEYS, columns_of(self.file)
             with Lock(folder, "writing"):
-                writer = StoreWriter(folder, self.file)
+                finished = keys.is_file()
+                writer = PieceWriter(folder, STORE, self.file, existing, finished, columns)
                 fill(writer, self.source, self.batch, self.read, self._placed, report)
-                say_bad(writer.finish(), report)
+                if not finished:
+                    table = writer.table()
+                    for name, values in found_by(table, self.file.kind).items():
+                        with atomic(folder / f"{name}.npy") as file:
+                            np.save(file, values)
+                    with atomic(keys) as file:
+                        pq.write_table(table, file)
+                for piece in folder.glob("part-*.parquet"):
+                    piece.unlink()
+                say_bad(read_table(keys), report)
         return True
 
 
+def embed(
+    teacher: Teacher, source: Source, out: Path | str, report: TextIO | None = None, **options: Any
+) -> FeatureStore | None:
+    """Compute features of every readable image, or of views of it, and of all its captions; resumes in `out`.
+
+    Ranks share the rows; only the first one writes and returns the store.
+
+    Args: source: in a mixture every row of each source is embedded, whatever its weight; report: receives progress and
+    bad rows; options: of `EmbedOptions`; views are drawn by the image's key.
+    Errors: ValueError when `out` holds something else, or no row is usable.
+    """
+    return FeatureStore(out) if _Features(teacher, source, EmbedOptions(**options)).write(out, report) else None
+
+
 class _Features(Maker):
+    store = FeatureStore
+
     def __init__(self, teacher: Teacher, source: Source, options: EmbedOptions) -> None:
         super().__init__(source, options)
         self.teacher, drawn = teacher, options.augmented
@@ -201,7 +168,13 @@ class _Features(Maker):
         if self.resize != teacher.resize:
             check_resize(teacher.size, self.resize)
             weights += f" resize {self.resize}"
-        size = _dim(teacher)
+        with alone():
+            blank = torch.zeros(1, 3, teacher.size, teacher.size, dtype=torch.uint8)
+            size, of_texts = (values.shape[1] for values in (teacher.encode_images(blank), teacher.encode_texts(["a"])))
+        if size != of_texts:
+            raise ValueError(
+                f"the teacher gives images {size} dimensions and texts {of_texts}: expected equal numbers."
+            )
         self.dim = size if options.dim is None else options.dim
         check_dim(self.dim, size)
         weights = weights if self.dim == size else prefix_fingerprint(weights, self.dim)
@@ -227,11 +200,51 @@ class _Features(Maker):
         return cells, {name: values.numpy() for name, values in features.items()}
 
 
-def _dim(teacher: Teacher) -> int:
-    """Dimension of the features. Raises: ValueError when that of images and texts differs."""
-    with alone():
-        image = teacher.encode_images(torch.zeros(1, 3, teacher.size, teacher.size, dtype=torch.uint8)).shape[1]
-        text = teacher.encode_texts(["a"]).shape[1]
-    if image != text:
-        raise ValueError(f"the teacher gives images {image} dimensions and texts {text}: expected equal numbers.")
-    return image
+def of_teacher(
+    data: DataConfig, options: EmbedOptions, workers: int | Literal["auto"], device: str, trust: Trust
+) -> Iterator[Maker]:
+    """What makes features. Errors: see `open_teacher` and `open_data`."""
+    teacher = open_teacher(options.model, device, options.precision, trust)
+    of_texts = isinstance(teacher, SentenceTeacher)
+    if of_texts and (options.resize is not None or options.augmented != PLAIN):
+        raise ValueError(
+            f"{options.model} reads texts, which --resize, --views and --augment do not change: omit them."
+        )
+    if options.dim is not None:
+        unknown = "nothing says that the model was trained on prefixes of its features."
+        if note := check_prefix(teacher.model, options.dim) if isinstance(teacher, KilowordTeacher) else unknown:
+            warn(f"note: {note}")
+    if of_texts:
+        say("note: the model encodes texts alone: features of images are zeros, which match nothing.")
+    options = settled(options, workers, device, teacher.size)
+    yield _Features(teacher, open_data(data, teacher.size), options)
+
+
+def settled(options: EmbedOptions, workers: int | Literal["auto"], device: str, size: int) -> EmbedOptions:
+    """The options with their number of workers, which is printed. Args: size: of images."""
+    number = workers_of(workers, device, options.batch * options.augmented.views, size)
+    announce(device, options.precision, "on every device, unless given", number)
+    return replace(options, workers=number)
+
+
+def main(
+    data: DataConfig,
+    out: Path,
+    options: EmbedOptions,
+    workers: int | Literal["auto"],
+    device: str,
+    trust: Trust = NONE,
+    makers: Callable[..., Iterable[Maker]] = of_teacher,
+) -> None:
+    """Run and print `kiloword embed`. Ranks of torchrun share the rows.
+
+    The precision is part of the store's identity and does not depend on the device, so that any can resume.
+
+    Args: makers: see `of_teacher`. Errors: see `open_teacher`, `open_data` and `embed`.
+    """
+    options.augmented.check()
+    device = choose(device)
+    with together(device):
+        for maker in makers(data, options, workers, device, trust):
+            if maker.write(out, sys.stderr):
+                say(f"{out}: {maker.store(out)}")

@@ -6,9 +6,9 @@ was interrupted, as kernels round by the number of images. Captions are computed
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, TextIO
@@ -17,15 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kiloword.config.recipes import DataConfig, ModelConfig, sizes
+from kiloword.config.recipes import DataConfig, sizes
 from kiloword.data.images.views import PLAIN
 from kiloword.data.open import open_data
 from kiloword.data.reading import EvalBatch, captions_at, eval_batches, name_of
 from kiloword.data.rows import key_bytes
 from kiloword.data.text.tokenizer import Tokenizer
-from kiloword.distributed.device import choose, precision_of
-from kiloword.distributed.sharing import together
-from kiloword.errors import suggestion
+from kiloword.distributed.device import precision_of
 from kiloword.interop import text_towers, towers
 from kiloword.methods.registry import preset
 from kiloword.model.encoding import inference
@@ -33,10 +31,11 @@ from kiloword.model.model import Model
 from kiloword.models.build import build
 from kiloword.models.model_folder import load_model
 from kiloword.models.trust import NONE, Trust
+from kiloword.stores import embed
 from kiloword.stores.embed import EmbedOptions, Maker, settled
 from kiloword.stores.runs import is_model_folder, trunk_digest, trunk_of
 from kiloword.stores.tokens import ImageTokens, TextTokens, TokenKind, quantised, tokenizer_digest
-from kiloword.terminal import say, warn
+from kiloword.terminal import warn
 from kiloword.types import BadSample, Skipped, Source
 
 TOGETHER = 32  # rows of the data whose tokens are computed together
@@ -45,41 +44,25 @@ TEXT_PART, IMAGE_PART = 512, 4096  # rows in a piece, at most
 HALF_MAX = 65504.0
 
 
-def main(
-    data: DataConfig,
-    out: Path,
-    options: EmbedOptions,
-    workers: int | Literal["auto"],
-    device: str,
-    trust: Trust = NONE,
-) -> None:
-    """Run and print `kiloword embed --tokens`. Ranks of torchrun share the rows.
+def of_tower(
+    data: DataConfig, options: EmbedOptions, workers: int | Literal["auto"], device: str, trust: Trust
+) -> Iterator[Maker]:
+    """What makes tokens by a tower, or by a model folder that has one. Errors: as `open_tower`."""
+    model, tokenizer, message = open_tower(options.model, trust)
+    model, size = model.to(device), model.config.image.size
+    options = settled(options, workers, device, size)
+    if message:
+        warn(message)
+    source = open_data(data, size)
+    kinds: list[TokenKind] = [kind for kind in ("images", "texts") if trunk_of(model, kind) is not None]
+    if kinds == ["texts"] and options.augmented != PLAIN:
+        raise ValueError(f"{options.model} reads texts, which --views and --augment do not change: omit them.")
+    if kinds == ["images"] and data.extra_captions:
+        raise ValueError(f"{options.model} reads images, which --extra-captions does not change: omit it.")
+    yield from (_maker(model, tokenizer, kind, source, options) for kind in kinds)
 
-    Args: options: their `model` is a tower, or a model folder that has one. Errors: see `embed_tokens`.
-    """
-    options.augmented.check()
-    device = choose(device)
-    with together(device):
-        model, tokenizer, message = open_tower(options.model, trust)
-        model, size = model.to(device), model.config.image.size
-        options = settled(options, workers, device, size)
-        if message:
-            warn(message)
-        source = open_data(data, size)
-        kinds: list[TokenKind] = [kind for kind in ("images", "texts") if trunk_of(model, kind) is not None]
-        if kinds == ["texts"] and options.augmented != PLAIN:
-            raise ValueError(f"{options.model} reads texts, which --views and --augment do not change: omit them.")
-        if kinds == ["images"] and data.extra_captions:
-            raise ValueError(f"{options.model} reads images, which --extra-captions does not change: omit it.")
-        for kind in kinds:
-            store = embed_tokens(model, tokenizer, kind, source, out, options, sys.stderr)
-            if store is not None:
-                file, number = store.file, len(store)
-                views = f"{file.shown}, of " if file.augmented else ""
-                what = (
-                    f"{views}{number:,} images, {file.tokens}" if kind == "images" else f"captions of {number:,} rows,"
-                )
-                say(f"{out}: {what} tokens x {file.width} as {file.dtype}, {store.megabytes:,.1f} MB")
+
+main = partial(embed.main, makers=of_tower)
 
 
 def open_tower(tower: str, trust: Trust = NONE) -> tuple[Model, Tokenizer | None, str]:
@@ -94,29 +77,20 @@ def open_tower(tower: str, trust: Trust = NONE) -> tuple[Model, Tokenizer | None
         if trunk_of(loaded[0], "images") is None and trunk_of(loaded[0], "texts") is None:
             raise ValueError(f"{tower} has no tower of another library: omit --tokens for features of its own towers.")
         return *loaded, ""
-    kinds = (*towers.LITES, "minilm", "timm", "open_clip", "hf")
-    kind = tower.partition(":")[0]
-    if kind not in kinds:
-        raise ValueError(
-            f"unknown tower {tower[:200]!r}: expected a model folder, {', '.join(towers.LITES)}, minilm, "
-            f"timm:NAME:FILE, open_clip:NAME:FILE or hf:FOLDER.{suggestion(kind, kinds)}"
-        )
     towers.check_weights_named(tower)
-    config, errors = sizes()["top"], list[ValueError]()
-    tokenizer: Tokenizer | None = None
+    config, tokenizer, errors = sizes()["top"], None, list[str]()
     try:
         config = towers.with_image_tower(config, tower)
     except ValueError as error:
-        errors.append(error)
+        errors.append(str(error))
     try:
-        config, tokenizer = _with_text(config, tower)
+        config, tokenizer = text_towers.with_text_tower(config, tower), text_towers.tokenizer_of(tower)
+        text_config = replace(config.text, vocab=tokenizer.vocab, special=tokenizer.roles.ids())
+        config = replace(config, text=text_config)
     except ValueError as error:
-        errors.append(error)
+        errors.append(str(error))
     if len(errors) == 2:
-        image_error, text_error = map(str, errors)
-        if kind == "hf" and tower != "hf:" and image_error != text_error:
-            raise ValueError(f"{tower[:200]} is no tower. Of images: {image_error} Of texts: {text_error}")
-        raise errors[1 if kind == "minilm" else 0]
+        raise ValueError(f"{tower[:200]} is no tower. Of images: {errors[0]} Of texts: {errors[1]}")
     of_image, of_text = (tower if x.trunk.name else "" for x in (config.image, config.text))
     towers.check_declared(config, of_image, of_text)
     model = build(config, preset("clip"))
@@ -124,12 +98,6 @@ def open_tower(tower: str, trust: Trust = NONE) -> tuple[Model, Tokenizer | None
     lines = [] if image is None else [towers.load(image, tower, "image tower")]
     lines += [] if text is None else [text_towers.load(text, tower)]
     return model, tokenizer, " ".join(lines)
-
-
-def _with_text(config: ModelConfig, tower: str) -> tuple[ModelConfig, Tokenizer]:
-    config, tokenizer = text_towers.with_text_tower(config, tower), text_towers.tokenizer_of(tower)
-    text = replace(config.text, vocab=tokenizer.vocab, special=tokenizer.roles.ids())
-    return replace(config, text=text), tokenizer
 
 
 def embed_tokens(
@@ -147,10 +115,16 @@ def embed_tokens(
     features, which gets a folder `images` or `texts`.
     Errors: ValueError when the folder holds something else, or no row is usable.
     """
-    maker = _ImageTokens(model, source, options) if kind == "images" else _TextTokens(model, source, options, tokenizer)
-    if not maker.write(Path(out) / kind, report):
-        return None
-    return ImageTokens(out) if kind == "images" else TextTokens(out)
+    maker = _maker(model, tokenizer, kind, source, options)
+    return maker.store(out) if maker.write(out, report) else None
+
+
+def _maker(
+    model: Model, tokenizer: Tokenizer | None, kind: TokenKind, source: Source, options: EmbedOptions
+) -> _ImageTokens | _TextTokens:
+    if kind == "images":
+        return _ImageTokens(model, source, options)
+    return _TextTokens(model, source, options, tokenizer)
 
 
 class _Tokens(Maker):
@@ -194,6 +168,8 @@ class _Tokens(Maker):
 
 
 class _ImageTokens(_Tokens):
+    store: type[ImageTokens] = ImageTokens
+
     def __init__(self, model: Model, source: Source, options: EmbedOptions) -> None:
         super().__init__(model, "images", source, options)
         drawn, config = options.augmented, model.config
@@ -221,6 +197,8 @@ class _ImageTokens(_Tokens):
 
 
 class _TextTokens(_Tokens):
+    store: type[TextTokens] = TextTokens
+
     def __init__(self, model: Model, source: Source, options: EmbedOptions, tokenizer: Tokenizer | None) -> None:
         super().__init__(model, "texts", source, options)
         assert tokenizer is not None

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from itertools import count
 from pathlib import Path
-from typing import Any, Generic, TextIO, TypeVar
+from typing import Any, Generic, NamedTuple, TextIO, TypeVar
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
-from kiloword.config.settings import read_config
+from kiloword.config.settings import differing, read_config
 from kiloword.data.reading import EvalBatch, left_out
 from kiloword.data.rows import key_text
 from kiloword.data.stored import TableSettings
@@ -23,14 +27,16 @@ from kiloword.types import Skipped, Source
 
 Settings = TypeVar("Settings", bound=TableSettings)
 COMMON = {"row": pa.int64(), "key": pa.binary(), "reason": pa.string()}  # why a row is bad; null: it is not
+FREE = ("data", "model", "part", "sources", "captions", "images")  # settings that the fingerprints cover
+Shape = tuple[tuple[int, ...], np.dtype[Any]]
+"""Shape and type of a row of a column."""
 
 
-@dataclass
-class Rows:
-    """Computed rows of a batch, also the bad ones, and further values of them."""
+class Rows(NamedTuple):
+    """Computed rows of a batch, also the bad ones, and values of the others in columns."""
 
     table: pa.Table
-    columns: Any = None
+    columns: Mapping[str, NDArray[Any]] | None = None
 
 
 def rows_table(schema: pa.Schema, rows: Iterable[dict[str, Any]]) -> pa.Table:
@@ -39,40 +45,66 @@ def rows_table(schema: pa.Schema, rows: Iterable[dict[str, Any]]) -> pa.Table:
 
 
 class PieceWriter(Generic[Settings]):
-    """Writes the pieces of a table, a file each, which is there if the piece is complete.
+    """Writes the pieces of a table, a file each, which is there if the piece is complete, and columns that grow.
 
     Args: folder: of the pieces; name: of the file of settings in it; existing: settings of the table that is there (see
-    `resumed`), None for a new one; finished: nothing is missing.
-    Raises: ValueError when pieces are missing and the data has its rows in another order.
+    `resumed`), None for a new one; finished: nothing is missing; columns: `.npy` files that grow, by name.
     """
 
-    def __init__(self, folder: Path, name: str, settings: Settings, existing: Settings | None, finished: bool) -> None:
-        self.folder, self.file = folder, existing or settings
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        settings: Settings,
+        existing: Settings | None,
+        finished: bool,
+        columns: Mapping[str, Shape] | None = None,
+    ) -> None:
+        self.folder, self.file, self.columns = folder, existing or settings, columns or {}
         if existing is None:
             write_json(folder / name, asdict(settings))
         self.done = self.file.parts if finished else next(n for n in count() if not self.path(n).is_file())
-        if self.done < self.file.parts and self.file.fingerprint != settings.fingerprint:  # pieces are ranges of rows
-            raise ValueError(
-                f"{folder} holds a part of what is made from {self.file.data}, and {settings.data} has the same rows "
-                "in another order: name the sources in the order of the first call, or choose another --out."
-            )
 
     def path(self, number: int) -> Path:
         """The file of a piece."""
         return self.folder / f"part-{number:05d}.parquet"
 
-    def write(self, number: int, rows: Sequence[Rows]) -> None:
-        """Write one piece atomically. Raises: ValueError when that fails."""
-        with atomic(self.path(number)) as file:
-            pq.write_table(pa.concat_tables([one.table for one in rows]).combine_chunks(), file)
+    def write(self, rows: Sequence[Rows]) -> None:
+        """Write the next piece; columns first, as what they hold beyond the last piece is written again."""
+        last = pq.read_schema(self.path(self.done - 1)).metadata if self.done and self.columns else {}
+        table, lengths = pa.concat_tables([one.table for one in rows]), dict[str, str]()
+        for name, shape in self.columns.items():
+            values = [one.columns[name] for one in rows if one.columns]
+            lengths[name] = str(_grow(self.folder / f"{name}.npy", shape, int(last.get(name.encode(), 0)), values))
+        with atomic(self.path(self.done)) as file:
+            pq.write_table(table.replace_schema_metadata(lengths).combine_chunks(), file)
+        self.done += 1
 
     def table(self) -> pa.Table:
         """The complete pieces. Raises: ValueError when no row is usable."""
-        table = pa.concat_tables([read_table(self.path(number)) for number in range(self.done)]).combine_chunks()
+        pieces = [read_table(self.path(number)).replace_schema_metadata() for number in range(self.done)]
+        table = pa.concat_tables(pieces).combine_chunks()
         if table.column("reason").null_count == 0:
             why = left_out(bad_rows(table))
             raise ValueError(f"{self.file.data}: none of its {self.file.rows} rows is a usable image: {why}.")
         return table
+
+
+def _grow(path: Path, shape: Shape, length: int, values: Sequence[NDArray[Any]]) -> int:
+    """Write rows after the first ones of a `.npy` file, which stay; returns the new length."""
+    of_row, dtype = shape
+    parts = [np.ascontiguousarray(part, dtype).reshape(-1, *of_row) for part in values]
+    longer = length + sum(map(len, parts))
+    with path.open("r+b" if path.exists() else "w+b") as file:
+        header = {"descr": dtype.str, "fortran_order": False, "shape": (longer, *of_row)}
+        np.lib.format.write_array_header_1_0(file, header)  # padded, so that it does not grow with the length
+        file.seek(length * dtype.itemsize * math.prod(of_row), os.SEEK_CUR)
+        file.truncate()
+        for part in parts:
+            file.write(part.data)
+        file.flush()
+        os.fsync(file.fileno())
+    return longer
 
 
 def read_table(path: Path, columns: list[str] | None = None) -> pa.Table:
@@ -106,11 +138,12 @@ def resumed(folder: Path, name: str, settings: Settings, what: str) -> Settings 
 
 def check_same(path: Path, existing: TableSettings, new: TableSettings, what: str) -> None:
     """Raises: ValueError for a table of another model, other data or options."""
-    for (old_value, old), (value, here) in zip(existing.compared(), new.compared(), strict=True):
-        if old_value != value:
-            raise ValueError(
-                f"{path} holds other {what}: {old} there, {here} here. Choose another --out, or remove what is there."
-            )
+    found = differing(asdict(existing), asdict(new)).items()
+    if different := [f"{name} {a} there, {b} here" for name, (a, b) in found if name.partition(".")[0] not in FREE]:
+        raise ValueError(
+            f"{path} holds other {what}, of {existing.data} by {existing.model}, not of {new.data} by {new.model}: "
+            f"{'; '.join(different)}. Choose another --out, or remove what is there."
+        )
 
 
 def fill(
@@ -123,8 +156,7 @@ def fill(
 ) -> None:
     """Compute and write the missing pieces of a table; ranks share the batches.
 
-    Args: writer: on the first rank, else None; read: ranges of rows to batches of images; report: gets
-    progress.
+    Args: writer: on the first rank, else None; read: ranges of rows to batches of images; report: gets progress.
     """
     begun = None if writer is None else (writer.done, writer.file.parts, writer.file.part)
     done, parts, part = of_first(begun) or (0, 0, 1)
@@ -139,9 +171,7 @@ def fill(
         for images in read(batches):
             with alone():
                 rows = compute(images)
-            read_rows += (len(images.rows) + len(images.skipped)) * share()[
-                1
-            ]  # the other ranks have done about as much
+            read_rows += len(rows.table) * share()[1]  # the other ranks have done about as much
             if report is not None:
                 bar(min(read_rows, left), left)
             yield rows
@@ -149,8 +179,7 @@ def fill(
     try:
         for rows in part_by_part(todo, batch, make):
             if writer is not None:
-                writer.write(writer.done, rows)
-                writer.done += 1
+                writer.write(rows)
     except KeyboardInterrupt:
         if writer is None:
             raise

@@ -6,23 +6,24 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from kiloword.config.recipes import AugmentConfig, DataConfig, Recipe
 from kiloword.data.images.views import LATER, in_words, of_images
-from kiloword.data.stored import StoreFile, WithTokens
+from kiloword.data.stored import Kind, StoreFile, WithTokens
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.interop import text_towers
 from kiloword.interop.towers import LITES
 from kiloword.model.model import Model
 from kiloword.model.trunks.trunk import Trunk
 from kiloword.stores.features import Features, FeatureStore
-from kiloword.stores.store import Store
+from kiloword.stores.store import Store, check_alike
 from kiloword.stores.tokens import (
+    REMAKE,
     FoundImages,
     ImageTokens,
     TextTokens,
     TokenizerWithTokens,
-    TokenKind,
     check_texts,
     check_tokenizer,
     opened,
@@ -36,13 +37,13 @@ def is_model_folder(tower: str) -> bool:
     return tower.partition(":")[0] not in names and Path(tower).expanduser().is_dir()
 
 
-def trunk_of(model: Model, kind: TokenKind) -> Trunk | None:
+def trunk_of(model: Model, kind: Kind) -> Trunk | None:
     """The trunk of the image tower or of the text tower."""
     trunk: Trunk | None = getattr(model.image_tower if kind == "images" else model.text_tower, "trunk", None)
     return trunk
 
 
-def trunk_digest(model: Model, kind: TokenKind) -> str:
+def trunk_digest(model: Model, kind: Kind) -> str:
     """A digest of what a trunk's tokens depend on besides the input: its weights, and how images are normalised."""
     trunk = trunk_of(model, kind)
     assert trunk is not None
@@ -62,37 +63,25 @@ def check_trunk(model: Model, stores: Sequence[ImageTokens] | Sequence[TextToken
     Args: weights: False: the model's trunk is not filled yet, so that only its shape is compared.
     """
     for store in stores:
-        file, folder, kind = store.file, store.path.parent, _kind(store)
-        trunk = trunk_of(model, kind)
-        if trunk is None:
-            add = f"--init {file.model}" if is_model_folder(file.model) else f"--{kind[:-1]}-tower {file.model}"
+        tower, kind = store.file.model, store.kind
+        if trunk_of(model, kind) is None:
+            add = f"--init {tower}" if is_model_folder(tower) else f"--{kind[:-1]}-tower {tower}"
             raise ValueError(
-                f"{folder} has tokens of {file.model}, but the model's own tower takes {kind}: train one by {add}, or "
+                f"{store.path} has tokens of {tower}, but the model's own tower takes {kind}: train one by {add}, or "
                 f"omit --{kind[:-1]}-features."
             )
-        config = model.config.image if kind == "images" else model.config.text
-        if config.trunk.width != file.width or (weights and trunk_digest(model, kind) != file.weights):
-            raise ValueError(
-                f"{folder} has tokens of {file.model} ({file.weights[:16]}), but the trunk of this model has other "
-                "weights, or other preprocessing: name the tower and file that they were made with, or make others by "
-                "`kiloword embed --tokens`."
-            )
-        wanted = f"{model.config.image.size} pixels ({model.config.preprocess.resize})"
-        made = f"{file.size} pixels ({file.resize})"
-        if kind == "images" and made != wanted:
-            raise ValueError(
-                f"{folder} has tokens of images of {made}, but this model takes {wanted}: omit --model.image.size and "
-                "--model.preprocess.resize, or make others by `kiloword embed MODEL --tokens`."
-            )
-
-
-def _kind(store: ImageTokens | TextTokens) -> TokenKind:
-    return "images" if isinstance(store, ImageTokens) else "texts"
+        image, text = model.config.image, model.config.text
+        wanted: dict[str, Any] = {"width": (image if kind == "images" else text).trunk.width}
+        if weights:
+            wanted["weights"] = trunk_digest(model, kind)
+        if kind == "images":
+            wanted |= {"size": image.size, "resize": model.config.preprocess.resize}
+        check_alike(store, "this model", REMAKE, **wanted)
 
 
 def check_frozen(model: Model, stores: Sequence[ImageTokens] | Sequence[TextTokens]) -> None:
     """Raises: ValueError when a run trains the trunk of the stores."""
-    for kind in dict.fromkeys(map(_kind, stores)):
+    for kind in dict.fromkeys(store.kind for store in stores):
         trunk = trunk_of(model, kind)
         if trunk is not None and any(p.requires_grad for p in trunk.parameters()):
             raise ValueError(
@@ -220,13 +209,9 @@ def stored(
 def _check_shown(stores: Sequence[Store], data: DataConfig) -> None:
     """Raises: ValueError where stores hold other images than each other, or than the run's augmentation makes."""
     for store in stores:
-        for name in ("views", "dtype") if store.kind == "images" else ("shown",):
-            value, first = (f"{name} {getattr(one.file, name)}" for one in (store, stores[0]))
-            if value != first:
-                raise ValueError(
-                    f"{stores[0].path} has {first}, and {store.path} {value}: expected the same in all stores of a "
-                    "run. Make them by `kiloword embed` with the same options."
-                )
+        names = ("views", "dtype") if store.kind == "images" else ("shown",)
+        first = {name: getattr(stores[0].file, name) for name in names}
+        check_alike(store, str(stores[0].path), "expected the same in all stores of a run.", **first)
         if of_images(data.augment) != of_images(store.file.augment):
             raise ValueError(
                 f"{store.path} has {store.file.shown}, but the run asks for {in_words(data.augment)}: omit --augment, "

@@ -10,26 +10,22 @@ Format (a folder): `store.json` (`kiloword.data.stored.StoreFile`); `keys.parque
     starts              [n + 1] captions of an image, or [T + 1] tokens of a caption: starts[i] to starts[i + 1]
     captions            [T] digests of the captions; of tokens [2, T]: ascending, and their numbers
 
-While it is written there are pieces in place of `keys.parquet` (`pieces.PieceWriter`), and columns only grow.
+While it is written there are pieces in place of `keys.parquet`, see `pieces.PieceWriter`.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from kiloword.data.stored import STORE, Kind, StoreFile, store_file
-from kiloword.files import SaveError, atomic
-from kiloword.stores.pieces import COMMON, PieceWriter, Rows, read_table, resumed
+from kiloword.stores.pieces import COMMON, Shape, read_table
 
 KEYS = "keys.parquet"
 SCHEMA = pa.schema(
@@ -52,7 +48,12 @@ def group_of(width: int) -> int:
     return GROUP if width % GROUP == 0 else width
 
 
-def columns_of(file: StoreFile) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
+def place_of(folder: Path | str, kind: Kind) -> Path:
+    """Where a folder of features has the store of a kind."""
+    return Path(folder) / ("" if kind == "features" else kind)
+
+
+def columns_of(file: StoreFile) -> dict[str, Shape]:
     """Shape and type of a row of each column that grows."""
     dtype = np.dtype(_DTYPES[file.dtype])
     if file.kind == "features":
@@ -65,89 +66,7 @@ def _good(table: pa.Table) -> pa.Table:
     return table.filter(table.column("reason").is_null())
 
 
-def _lengths(table: pa.Table, file: StoreFile, column: str) -> int:
-    """Rows of a column that belong to rows of the data."""
-    if file.kind == "texts":
-        return int(pc.sum(table.column("lengths").combine_chunks().flatten()).as_py() or 0)
-    if column == "texts":
-        return len(table.column("captions").combine_chunks().flatten())
-    return int(_good(table).num_rows) * (file.views * file.tokens if file.kind == "images" else 1)
-
-
-class StoreWriter(PieceWriter[StoreFile]):
-    """Writes the store in a folder. Raises: ValueError for a folder of something else."""
-
-    def __init__(self, folder: Path, file: StoreFile) -> None:
-        existing = resumed(folder, STORE, file, WHAT[file.kind])
-        super().__init__(folder, STORE, file, existing, (folder / KEYS).is_file())
-        if not (folder / KEYS).is_file():
-            done = [read_table(self.path(number)) for number in range(self.done)]
-            self._columns = {
-                name: _Column(folder / f"{name}.npy", shape, dtype, sum(_lengths(t, self.file, name) for t in done))
-                for name, (shape, dtype) in columns_of(self.file).items()
-            }
-
-    def write(self, number: int, rows: Sequence[Rows]) -> None:
-        """Write one piece; columns first, so that what they hold beyond the last piece is written again."""
-        for name, column in self._columns.items():
-            column.append([one.columns[name] for one in rows if one.columns])
-        super().write(number, rows)
-
-    def finish(self) -> pa.Table:
-        """Write what rows are found by, then `keys.parquet`; its contents. Raises: ValueError without a usable row."""
-        if not (self.folder / KEYS).is_file():
-            table = self.table()
-            for column in self._columns.values():
-                column.finish()
-            for name, values in _found_by(table, self.file.kind).items():
-                with atomic(self.folder / f"{name}.npy") as out:
-                    np.save(out, values)
-            with atomic(self.folder / KEYS) as out:
-                pq.write_table(table, out)
-        for number in range(self.done):
-            self.path(number).unlink(missing_ok=True)
-        return read_table(self.folder / KEYS)
-
-
-class _Column:
-    """A `.npy` file that grows. Args: length: rows that stay of what is there."""
-
-    def __init__(self, path: Path, shape: tuple[int, ...], dtype: np.dtype[Any], length: int) -> None:
-        self.path, self.shape, self.dtype, self.length = path, shape, dtype, length
-        try:
-            path.touch()
-            with path.open("r+b") as file:
-                self._header(file)
-                file.truncate(file.tell() + length * dtype.itemsize * int(np.prod(shape)))
-        except OSError as error:
-            raise SaveError(f"cannot write {path}: {error.strerror or error}.") from error
-
-    def _header(self, file: Any) -> None:
-        """The header, which numpy pads so that it does not grow with the length."""
-        shape = (self.length, *self.shape)
-        header = {"descr": self.dtype.str, "fortran_order": False, "shape": shape}
-        np.lib.format.write_array_header_1_0(file, header)
-
-    def append(self, values: Sequence[NDArray[Any]]) -> None:
-        """Write rows at the end. Raises: ValueError when that fails."""
-        try:
-            with self.path.open("ab") as file:
-                for part in values:
-                    file.write(np.ascontiguousarray(part, self.dtype).data)
-                    self.length += part.size // int(np.prod(self.shape))
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            raise SaveError(f"cannot write {self.path}: {error.strerror or error}.") from error
-
-    def finish(self) -> None:
-        """Write the length."""
-        with self.path.open("r+b") as file:
-            self._header(file)
-            os.fsync(file.fileno())
-
-
-def _found_by(table: pa.Table, kind: Kind) -> dict[str, NDArray[Any]]:
+def found_by(table: pa.Table, kind: Kind) -> dict[str, NDArray[Any]]:
     """The columns that captions are found by."""
     if kind == "images":
         return {}
@@ -170,7 +89,7 @@ class Store:
     kind: Kind
 
     def __init__(self, folder: Path | str) -> None:
-        self.path = Path(folder) / ("" if self.kind == "features" else self.kind)
+        self.path = place_of(folder, self.kind)
         if not (self.path / STORE).is_file():
             holds = _holds(Path(folder))
             raise ValueError(f"{folder} holds no {WHAT[self.kind]}: {holds}. Make them by `kiloword embed`.")
@@ -208,10 +127,25 @@ class Store:
     def __len__(self) -> int:
         return int(self.cells().num_rows)
 
-    @property
-    def megabytes(self) -> float:
-        """Size on disk."""
-        return sum(path.stat().st_size for path in self.path.iterdir()) / 1e6
+    def __str__(self) -> str:
+        file, megabytes = self.file, sum(path.stat().st_size for path in self.path.iterdir()) / 1e6
+        views, of = f"{file.shown}, of " if file.augmented else "", "rows" if file.kind == "texts" else "images"
+        if file.kind == "features":
+            what = f"{len(self.column('texts')):,} captions, {file.width} dimensions"
+        else:
+            what = f"{file.tokens or 'captions as'} tokens x {file.width} as {file.dtype}"
+        return f"{views}{len(self):,} {of}, {what}, {megabytes:,.1f} MB"
+
+
+def check_alike(store: Store, whose: str, do: str, **wanted: Any) -> None:
+    """Raises: ValueError where a store was not made as wanted.
+
+    Args: whose: what has the values that are wanted; do: what the user can do; wanted: values of `StoreFile`.
+    """
+    for name, value in wanted.items():
+        made = getattr(store.file, name)
+        if made != value:
+            raise ValueError(f"{store.path} has {name} {made}, and {whose} {value}: {do}")
 
 
 WHAT = {"features": "features", "images": "tokens of images", "texts": "tokens of captions"}

@@ -21,12 +21,14 @@ from kiloword.data.reading import EMBEDDED
 from kiloword.data.rows import key_bytes
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.stores.joins import Places, lacking
-from kiloword.stores.store import WHAT, Store, group_of, key_digest
+from kiloword.stores.store import WHAT, Store, check_alike, group_of, key_digest
 from kiloword.types import BadSample, Source, Texts
 
 Dtype = Literal["fp16", "fp32", "int8"]
 TokenKind = Literal["images", "texts"]
 LEVELS = 255
+ALIKE = ("weights", "width", "precision", "size", "resize", "tokens", "context", "tokenizer")  # in all stores of a run
+REMAKE = "use what they were made with, or make others by `kiloword embed --tokens`."
 
 
 def quantised(tokens: NDArray[Any]) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
@@ -106,12 +108,8 @@ def opened(folders: Sequence[str], kind: type[Kept]) -> list[Kept]:
     """The stores of several folders. Raises: ValueError where they are of different towers."""
     stores = [kind(folder) for folder in folders]
     for other in stores[1:]:
-        for (value, words), (first, first_words) in zip(other.file.alike(), stores[0].file.alike(), strict=True):
-            if value != first:
-                raise ValueError(
-                    f"{stores[0].path.parent} has {first_words} and {other.path.parent} {words}: expected tokens of "
-                    "one tower, made alike."
-                )
+        alike = {name: getattr(stores[0].file, name) for name in ALIKE}
+        check_alike(other, str(stores[0].path), "expected tokens of one tower, made alike.", **alike)
     return stores
 
 
@@ -139,11 +137,7 @@ def tokenizer_digest(tokenizer: Tokenizer) -> str:
 def check_tokenizer(tokenizer: Tokenizer, stores: Sequence[TextTokens]) -> None:
     """Raises: ValueError when the stores have captions in the tokens of another tokenizer."""
     for store in stores:
-        if store.file.tokenizer != tokenizer_digest(tokenizer):
-            raise ValueError(
-                f"{store.path.parent} has tokens of {store.file.model} by another tokenizer than this model's: make "
-                "others by `kiloword embed --tokens`, or omit --text-features."
-            )
+        check_alike(store, "this model", REMAKE, tokenizer=tokenizer_digest(tokenizer))
 
 
 class TokenizerWithTokens(Tokenizer):

@@ -242,11 +242,11 @@ def test_another_command_over_the_same_table_is_refused(photos: Path, tmp_path: 
             if not finished:
                 patch.setattr(CaptionWriter, "finish", lambda self, report: (0, 0))
             made(Slow(), photos, out)
-        with pytest.raises(ValueError, match=r"holds other captions: model .*\(slow\) there, model .*\(another\) here"):
+        with pytest.raises(ValueError, match=r"holds other captions.*slow there, another here"):
             made(other, photos, out)
-        with pytest.raises(ValueError, match=r"data .*0\.tar \(\w+\) there, data .*more"):
+        with pytest.raises(ValueError, match=r"0\.tar by .* not of .*more.*fingerprint"):
             made(Slow(), tmp_path / "more", out)
-        with pytest.raises(ValueError, match=r"num 5 there, num 2 here\. Choose another --out"):
+        with pytest.raises(ValueError, match=r"num 5 there, 2 here\. Choose another --out"):
             write_captions(Slow(), source, out, GenerationOptions(num=2))
     for name, text in (("a.parquet", "x"), ("b.parquet.parts", None)):
         path = tmp_path / name

@@ -47,7 +47,7 @@ def test_a_store_has_the_first_numbers_and_remembers_how_many(
         torch.testing.assert_close(F.normalize(torch.tensor(a)[:, :8], dim=1), torch.tensor(b))
     same = ("embed", model, "--data", SCENES, "--dtype", "fp32", "--out", stores[8])
     assert "holds other features" in refused(capsys, *same)
-    assert " dim 8) there, " in refused(capsys, *same, "--dim", 4)
+    assert " dim 8 there, " in refused(capsys, *same, "--dim", 4)
 
 
 def test_an_audit_follows_the_store(

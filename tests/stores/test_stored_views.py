@@ -133,7 +133,7 @@ def test_what_does_not_fit_is_refused(sources: list[Source], store: FeatureStore
         (lambda: loader(sources[0], [store], AugmentConfig()), "no augmentation"),
         (lambda: reads([store], data, sources[0], Tokenizer.train([], 262)), "--image-features"),
         (lambda: Corpus.of(store), "`train --features` alone"),
-        (lambda: stored(tmp_path / "plain", sources, name="plain"), "without augmentation there, 3 views"),
+        (lambda: stored(tmp_path / "plain", sources, name="plain"), "views 1 there, 3 here"),
     )
     for refusal, word in refusals:
         with pytest.raises(ValueError, match=word):

@@ -140,7 +140,7 @@ def test_the_same_bytes_whatever_happens(tmp_path: Path, dtype: Any) -> None:
             (ImageTokens if kind == "images" else TextTokens)(tmp_path / "b")
         embed_tokens(model, tokenizer, kind, source, tmp_path / "b", replace(other, batch=100))
     assert digests(tmp_path / "a") == digests(tmp_path / "b")
-    with pytest.raises(ValueError, match=r"with seed 5, .* with seed 6"):
+    with pytest.raises(ValueError, match="seed 5 there, 6 here"):
         embed_tokens(model, None, "images", source, tmp_path / "a", replace(options, augmented=Augmented(2, JITTER, 6)))
 
 
@@ -173,17 +173,17 @@ def test_runs_that_tokens_do_not_fit_are_refused(tmp_path: Path) -> None:
         return replace(run, data=replace(run.data, **changes))
 
     for n, (wrong, word) in enumerate((
-        (on_tokens(run, stored(replace(run, seed=4), tmp_path / "tower")), "other weights"),
+        (on_tokens(run, stored(replace(run, seed=4), tmp_path / "tower")), "has weights"),
         (data(good, sources=("scenes?n=48&captions=2&seed=9",)), "another one than that of"),
         (data(good, augment=AugmentConfig(blur=0.5)), "asks for augment.blur 0.5"),
-        (data(good, tokenizer_vocab=280), "another tokenizer"),
+        (data(good, tokenizer_vocab=280), "has tokenizer"),
         (data(good, augment=replace(JITTER, drop_words=0.1)), "drop-words"),
         (data(texts, sources=(SCENES, "scenes?n=16&captions=2&seed=4")), "extra captions"),
         (replace(good, freeze=("text:trunk",)), "trains weights of the image trunk"),
         (replace(good, lora=LoraConfig(rank=2, targets=("text:qkv",))), "trains weights of the text trunk"),
         (replace(good, method="clip-c"), "compose changes captions"),
         (replace(good, method="siglip+clic"), "clic composes images"),
-        (replace(good, model=large), "36 pixels"),
+        (replace(good, model=large), "this model 36"),
         (replace(good, model=squashed), "squash"),
         (data(own, image_features=(str(folder),), augment=JITTER), "--image-tower tiny"),
         (data(own, image_features=(str(tmp_path / "m"),)), f"--init {tmp_path / 'model'}"),
