@@ -73,40 +73,34 @@ class RunOptions:
         check(self)
 
 
-_MUON = ("--optim.name muon", lambda r: r.optim.name == "muon")
-_ADAMP = ("--optim.name adamp", lambda r: r.optim.name == "adamp")
-_LORA = ("--lora.rank above 0", lambda r: r.lora.rank > 0)
-NEEDED: dict[str, tuple[str, Callable[[Recipe], bool]]] = {  # flags that are read only with other settings
-    "vocab": (
+NEEDED: tuple[tuple[str, str, Callable[[Recipe], bool]], ...] = (  # flags that are read only with other settings
+    (
+        "vocab",
         "a tokenizer of the run's own, without --init, --text-tower and --tokenizer",
         lambda r: r.init is None and not r.text_tower and r.data.tokenizer == "own",
     ),
-    "first-captions": ("--captions one or N", lambda r: r.data.captions != "all"),
-    "optim.muon-lr": _MUON,
-    "optim.muon-weight-decay": _MUON,
-    "optim.momentum": _MUON,
-    "optim.delta": _ADAMP,
-    "optim.wd-ratio": _ADAMP,
-    "optim.text-lr": ("a text tower that is trained", lambda r: "text" not in r.freeze or bool(r.unfreeze)),
-    "optim.trunk-lr": (
+    ("first-captions", "--captions one or N", lambda r: r.data.captions != "all"),
+    ("optim.muon-lr optim.muon-weight-decay optim.momentum", "--optim.name muon", lambda r: r.optim.name == "muon"),
+    ("optim.delta optim.wd-ratio", "--optim.name adamp", lambda r: r.optim.name == "adamp"),
+    ("optim.text-lr", "a text tower that is trained", lambda r: "text" not in r.freeze or bool(r.unfreeze)),
+    (
+        "optim.trunk-lr",
         "a trunk (--image-tower or --text-tower) that is trained (--freeze none)",
         lambda r: (
             bool(r.model.image.trunk.name or r.model.text.trunk.name) and bool(r.freeze or r.unfreeze or r.lora.rank)
         ),
     ),
-    "lora.alpha": _LORA,
-    "lora.targets": _LORA,
-    "lora.save": _LORA,
-    "augment.ratio": ("--augment.crop below 1", lambda r: r.data.augment.crop < 1),
-    "augment.jitter-strength": ("--augment.jitter above 0", lambda r: r.data.augment.jitter > 0),
-    "augment.blur-sigma": ("--augment.blur above 0", lambda r: r.data.augment.blur > 0),
-}
+    ("lora.alpha lora.targets lora.save", "--lora.rank above 0", lambda r: r.lora.rank > 0),
+    ("augment.ratio", "--augment.crop below 1", lambda r: r.data.augment.crop < 1),
+    ("augment.jitter-strength", "--augment.jitter above 0", lambda r: r.data.augment.jitter > 0),
+    ("augment.blur-sigma", "--augment.blur above 0", lambda r: r.data.augment.blur > 0),
+)
 
 
 def unread(recipe: Recipe, usual: Recipe) -> Iterator[str]:
     """The settings of a recipe that differ from the usual ones, and that the run would not read."""
     theirs = {leaf.flag: leaf.value for leaf in leaves(usual)}
+    unread = {flag: needed for flags, needed, read in NEEDED if not read(recipe) for flag in flags.split()}
     for leaf in leaves(recipe):
-        needed, read = NEEDED.get(leaf.flag, ("", None))
-        if read is not None and leaf.value != theirs[leaf.flag] and not read(recipe):
-            yield f"--{leaf.flag} is {leaf.value}, which has an effect only with {needed}"
+        if leaf.flag in unread and leaf.value != theirs[leaf.flag]:
+            yield f"--{leaf.flag} is {leaf.value}, which has an effect only with {unread[leaf.flag]}"

@@ -10,12 +10,12 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from kiloword.config.recipes import Recipe, sizes
+from kiloword.config.recipes import Recipe, model_of_size
 from kiloword.config.settings import BaseSettings, check, leaves, parse
 from kiloword.errors import suggestion
 
@@ -24,11 +24,12 @@ LENGTHS = ("steps", "epochs", "samples")
 FACTS = ("data", "images", "gpus", "gpu", "captions")  # PLAN + NAME: of the paper's run, not settings of training
 PLAN = "plan."
 TOWERS = ("model.image.", "model.text.", "model.head.")
-SHAPE = {  # what a size sets, where a recipe does not set it itself
-    "image": "size patch width depth heads mlp",
-    "text": "context width depth heads mlp",
-    "head": "dim",
-}
+SHAPE = (  # what a size sets, where a recipe does not set it itself
+    *(f"image.{name}" for name in ("size", "patch", "width", "depth", "heads", "mlp")),
+    *(f"text.{name}" for name in ("context", "width", "depth", "heads", "mlp")),
+    "head.dim",
+)
+WORDS = ("about", "base", "method", "notes", "paper", "main")  # keys of a table that are no settings
 
 
 @dataclass(frozen=True)
@@ -41,25 +42,16 @@ class RecipeValue:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Words(BaseSettings):
-    """The keys of a table that are no settings."""
+class NamedRecipe(BaseSettings):
+    """A recipe of a paper or of a file: only the values that it sets."""
 
+    name: str  # of a paper's recipe; of a file its path
     about: str = ""
     base: str = ""
     method: str = ""
     notes: tuple[str, ...] = ()
     paper: str = ""
     main: bool = False  # of the recipes of its method, the one named "paper"
-
-
-_WORDS = [word.name for word in fields(_Words)]
-
-
-@dataclass(frozen=True, kw_only=True)
-class NamedRecipe(_Words):
-    """A recipe of a paper or of a file: only the values that it sets."""
-
-    name: str  # of a paper's recipe; of a file its path
     entries: dict[str, RecipeValue] = field(default_factory=dict)  # by dotted name, as in config.json; one of LENGTHS
     facts: dict[str, RecipeValue] = field(default_factory=dict)  # by the names in FACTS
 
@@ -125,17 +117,12 @@ def values(name: str) -> dict[str, RecipeValue]:
 def expanded(chosen: NamedRecipe) -> dict[str, RecipeValue]:
     """The values of a recipe and of the towers that its size implies."""
     size = chosen.entries.get("size")
-    named = sizes().get(size.value) if size else None
-    if size is None or named is None:
+    if size is None:
         return chosen.entries
-    implied = {
-        f"model.{part}.{name}": RecipeValue(getattr(getattr(named, part), name), open=f"size {size.value}")
-        for part, shown in SHAPE.items()
-        for name in shown.split()
-    }
+    shape = {leaf.path: leaf.value for leaf in leaves(model_of_size(size.value))}
+    implied = {f"model.{name}": RecipeValue(shape[name], open=f"size {size.value}") for name in SHAPE}
     if size.source:
-        patch = {"model.image.patch": replace(implied["model.image.patch"], source=size.source, open="")}
-        implied |= patch
+        implied["model.image.patch"] = RecipeValue(shape["image.patch"], size.source)
     return {**chosen.entries, **{name: entry for name, entry in implied.items() if name not in chosen.entries}}
 
 
@@ -168,14 +155,14 @@ def read(path: Path) -> NamedRecipe:
 
 def _read(name: str, table: Mapping[str, Any]) -> NamedRecipe:
     """A table with what it inherits. Raises: ValueError for an unknown key."""
-    words = parse({key: table[key] for key in _WORDS if key in table}, _Words, strict=True)
+    words = parse({"name": name, **{key: table[key] for key in WORDS if key in table}}, NamedRecipe, strict=True)
     above = NamedRecipe(name=name)
     if words.base:
         if words.base not in _tables():
             expected = f"expected one of {', '.join(names())}.{suggestion(words.base, names())}"
             raise ValueError(f"its base is {words.base!r}: {expected}")
         above = _read(words.base, _tables()[words.base])
-    entries = dict(_entries({key: value for key, value in table.items() if key not in _WORDS}))
+    entries = dict(_entries({key: value for key, value in table.items() if key not in WORDS}))
     for path, entry in entries.items():
         if path not in _known() and not path.startswith("settings."):
             raise ValueError(f"unknown setting {path!r}: expected one as in config.json.{suggestion(path, _known())}")
@@ -186,15 +173,14 @@ def _read(name: str, table: Mapping[str, Any]) -> NamedRecipe:
     if len(lengths) > 1:
         raise ValueError(f"{' and '.join(lengths)} both say how long to train: expected one of them.")
     every = {key: entry for key, entry in above.entries.items() if not (lengths and key in LENGTHS)} | entries
-    return NamedRecipe(
-        name=name,
+    return replace(
+        words,
         method=words.method or above.method,
         entries={key: entry for key, entry in every.items() if not key.startswith(PLAN)},
         facts=above.facts | {key.removeprefix(PLAN): entry for key, entry in entries.items() if key.startswith(PLAN)},
         about=words.about or above.about,
         paper=words.paper or above.paper,
         notes=(*above.notes, *words.notes),
-        main=words.main,
     )
 
 

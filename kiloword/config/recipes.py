@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from kiloword.addresses import public
-from kiloword.config.settings import ABOVE_0, BELOW_1, BaseSettings, OneOrSeveral, about, setting
+from kiloword.config.settings import ABOVE_0, BELOW_1, BaseSettings, about, setting
 from kiloword.errors import suggestion
 
 Activation = Literal["gelu", "quick_gelu", "gelu_tanh"]
@@ -219,7 +219,7 @@ class DataConfig(BaseSettings):
         flag="data",
     )
     weights: tuple[float, ...] = setting((), "how often each --data source is read per epoch; default: once each")
-    val: Annotated[tuple[str, ...], OneOrSeveral()] = setting(
+    val: tuple[str, ...] = setting(
         (), "data sets to evaluate on during training: SRC (retrieval, zero-shot, VQA by what it holds), or TASK=SRC"
     )
     extra_captions: tuple[str, ...] = setting((), "parquet tables (key, captions) whose captions join the images' own")
@@ -252,7 +252,6 @@ class DataConfig(BaseSettings):
 
     def __post_init__(self) -> None:
         """Strip credentials from URLs; `kiloword.addresses` remembers them."""
-        object.__setattr__(self, "val", OneOrSeveral.plain(self.val))
         for name in ("sources", "val", "extra_captions", "keep", "features", "image_features", "text_features"):
             object.__setattr__(self, name, tuple(map(public, getattr(self, name))))
 
@@ -268,7 +267,7 @@ class Recipe(BaseSettings):
     init: str | None = setting(None, "model folder to start from, with its towers and image size")
     image_tower: str = setting("", "image tower of another library: efficientnet-lite0[:FILE] (docs/towers.md)")
     text_tower: str = setting("", "text tower of another library: hf:FOLDER, minilm[:FOLDER] (docs/towers.md)")
-    freeze: Annotated[tuple[str, ...], OneOrSeveral()] = setting(
+    freeze: tuple[str, ...] = setting(
         (), "what is not trained: image, text, image:trunk, image:0-8 (blocks), ...; none; default: trunks"
     )
     unfreeze: tuple[float, ...] = setting(
@@ -286,10 +285,6 @@ class Recipe(BaseSettings):
     optim: OptimConfig = field(default_factory=OptimConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
-
-    def __post_init__(self) -> None:
-        """One word of `freeze` is a tuple of it."""
-        object.__setattr__(self, "freeze", OneOrSeveral.plain(self.freeze))
 
 
 def _size(

@@ -29,22 +29,6 @@ class BaseSettings:
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
 
-class OneOrSeveral:
-    """Annotation of a tuple of strings that files may also hold as one string or null, as earlier versions wrote it."""
-
-    @staticmethod
-    def plain(value: Any) -> Any:
-        """None, a string and a list as a tuple; other values as they are."""
-        if isinstance(value, list):
-            return tuple(value)
-        return () if value is None else (value,) if isinstance(value, str) else value
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
-        from pydantic_core import core_schema
-
-        return core_schema.no_info_before_validator_function(self.plain, handler(source))
-
-
 def setting(default: T, text: str, low: float | None = None, high: float = UNLIMITED, **more: str) -> T:
     """A field of settings with a default; other arguments as of `about`."""
     declared: T = field(default=default, metadata=about(text, low, high, **more))

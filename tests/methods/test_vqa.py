@@ -391,7 +391,7 @@ def test_options_that_make_no_sense(options: VqaOptions, reason: str) -> None:
 
 def test_validation_is_of_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = recipe_of("vqa", 1, DATA + "&n=64")
-    data = replace(recipe.data, val="scenes:val?task=vqa&objects=1&n=20")
+    data = replace(recipe.data, val=("scenes:val?task=vqa&objects=1&n=20",))
     train(replace(recipe, data=data), tmp_path, options=RunOptions())
     assert "val at step 1: accuracy 0." in capsys.readouterr().err
     row = [row for row in read_metrics(tmp_path / "metrics.jsonl") if "val/accuracy" in row]

@@ -262,11 +262,7 @@ def test_the_task_of_a_set(tmp_path: Path) -> None:
         assert open_val(recipe("a=b"))[0].source.name == "a=b"
 
 
-def test_recipes_of_earlier_versions_are_read() -> None:
-    assert parse({"val": None}, DataConfig).val == ()
-    assert parse({"val": "a"}, DataConfig).val == ("a",)
-    assert parse({"val": ["a", "b"]}, DataConfig).val == ("a", "b")
-    assert DataConfig(val=None).val == ()  # type: ignore[arg-type]
+def test_credentials_of_data_are_not_kept() -> None:
     assert parse({"val": ["zeroshot=https://u:planted@host/0.tar"]}, DataConfig).val == ("zeroshot=https://host/0.tar",)
 
 

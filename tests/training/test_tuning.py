@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from torch import Tensor
 from kiloword.cli.main import main
 from kiloword.config.options import RunOptions
 from kiloword.config.recipes import OptimConfig, Recipe, TrunkConfig
-from kiloword.config.settings import parse
 from kiloword.distributed import collectives
 from kiloword.methods.defaults import MUON, default_recipe
 from kiloword.methods.registry import preset
@@ -141,15 +140,6 @@ def test_a_run_without_anything_to_train_is_refused() -> None:
 def test_unfreezing_needs_no_cuda_graph() -> None:
     with pytest.raises(ValueError, match="--compile cudagraphs exclude each other"):
         tuning.check(recipe("image", unfreeze=(0.5,)), RunOptions(compile="cudagraphs"))
-
-
-@pytest.mark.parametrize(("before", "now"), [("none", ("none",)), ("image", ("image",)), (["text:0"], ("text:0",))])
-def test_recipes_of_earlier_versions(before: Any, now: tuple[str, ...]) -> None:
-    plain = json.loads(json.dumps(asdict(recipe())))
-    plain["freeze"] = before
-    del plain["unfreeze"], plain["optim"]["layer_decay"]
-    assert parse(plain, Recipe) == recipe(*now)
-    assert replace(recipe(), freeze=before).freeze == now
 
 
 def test_dry_run_says_what_is_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
