@@ -170,10 +170,8 @@ class Texts(Tensors):
     def pack(sequences: Sequence[Sequence[int]], truncated: int = 0) -> Texts:
         """Pack T sequences of token ids."""
         lengths = [len(s) for s in sequences]
-        starts = torch.zeros(len(lengths) + 1, dtype=torch.int64)
-        starts[1:] = torch.tensor(lengths, dtype=torch.int64).cumsum(0)
-        ids = torch.tensor([i for s in sequences for i in s], dtype=torch.int64)
-        return Texts(ids, starts, max(lengths, default=0), truncated)
+        ids, starts = np.array([i for s in sequences for i in s], np.int64), np.cumsum([0, *lengths], dtype=np.int64)
+        return Texts(torch.from_numpy(ids), torch.from_numpy(starts), max(lengths, default=0), truncated)
 
     def cut(self, first: int, end: int) -> Texts:
         """Texts `first` to `end`."""

@@ -148,7 +148,7 @@ class TokenizerWithTokens(Tokenizer):
         self.stores = list(stores)
 
     def __reduce__(self) -> Any:
-        return TokenizerWithTokens, (Tokenizer(self._backend.to_str()), self.stores)  # the stores send their paths
+        return TokenizerWithTokens, (Tokenizer(self._backend, self.roles), self.stores)  # the stores send their paths
 
     def encode(self, captions: Sequence[str], config: TextConfig) -> Texts:
         """As `Tokenizer.encode`, with `Texts.tokens` where the stores have all captions, of the same lengths."""

@@ -154,7 +154,7 @@ def test_a_vocabulary_that_drops_merges_at_random_does_not(folder: Path) -> None
 def test_special_ids_belong_to_the_vocabulary(folder: Path, value: Any) -> None:
     """They decide how large the token table of a model that starts from this one is."""
     at = "post_processor.special_tokens.mask.ids"
-    with pytest.raises(ValueError, match=r"special ids far from|not written by kiloword|damaged tokenizer"):
+    with pytest.raises(ValueError, match=r"special ids|damaged tokenizer"):
         Tokenizer.load(change(folder, "tokenizer.json", at, [value]))
 
 

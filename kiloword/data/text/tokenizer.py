@@ -22,9 +22,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import tokenizers
-import torch
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from kiloword.config.recipes import TextConfig
@@ -50,7 +48,7 @@ _VERBATIM = "verbatim"  # name of a mark among the special tokens of a file; its
 
 @dataclass(frozen=True, kw_only=True)
 class Roles:
-    """The special ids."""
+    """The special ids. A tokenizer.json has them as the special tokens of its template, by name."""
 
     start: int
     end: int
@@ -64,31 +62,6 @@ class Roles:
     def ids(self) -> dict[str, int]:
         """The special ids by name."""
         return {name: getattr(self, name) for name in _ROLES}
-
-    def template(self) -> processors.TemplateProcessing:
-        """How a tokenizer.json stores the roles: as the special tokens of its template, by name."""
-        ids = {**self.ids(), **({_VERBATIM: self.end} if self.verbatim else {})}
-        tokens = [{"id": name, "ids": [value], "tokens": [f"<{name}>"]} for name, value in ids.items()]
-        return processors.TemplateProcessing(
-            single="start $A end" if self.prefix else "$A end",
-            special_tokens=tokens,  # the stub lacks this documented form
-        )
-
-    @staticmethod
-    def read(document: dict[str, Any], words: int) -> Roles:
-        """The roles in a tokenizer.json. Args: words: size of its vocabulary. Errors: ValueError if it is not ours."""
-        try:
-            template = document["post_processor"]
-            ids = {name: int(entry["ids"][0]) for name, entry in template["special_tokens"].items()}
-            verbatim = ids.pop(_VERBATIM, None) is not None
-            if all(0 <= value < words + 16 for value in ids.values()):  # at most 16 follow the vocabulary
-                return Roles(**ids, prefix="SpecialToken" in template["single"][0], verbatim=verbatim)
-        except (AttributeError, IndexError, KeyError, TypeError, ValueError):
-            pass
-        raise ValueError(
-            "this tokenizer.json was not written by kiloword: it names no start, end, pad, mask, cls and unc ids near "
-            "its vocabulary. Train one (Tokenizer.train), or convert it (clip_tokenizer, siglip_tokenizer)."
-        )
 
 
 @contextmanager
@@ -120,24 +93,22 @@ class Tokenizer:
     Our vocabularies lower-case and normalise white space; CLIP's and SigLIP's clean text as open_clip does.
     """
 
-    def __init__(self, document: str) -> None:
-        self._backend = tokenizers.Tokenizer.from_str(document)
-        parsed = json.loads(document)
-        self._backend.no_padding()
-        self._backend.no_truncation()
-        self.roles = Roles.read(parsed, self._backend.get_vocab_size())
-        model = parsed["model"]
-        if model.get("dropout"):
-            self._backend.model.dropout = None  # the same caption would get other tokens each time
-        bpe: Clean = "clip" if model.get("end_of_word_suffix") == "</w>" else "plain"
-        clean: Clean | None = {"BPE": bpe, "Unigram": "siglip"}.get(model.get("type"))
-        if clean is None and not self.roles.verbatim:
-            raise ValueError(
-                f"this tokenizer.json holds a model of type {model.get('type')!r}: expected BPE or Unigram."
-            )
-        self.clean: Clean = clean if clean and not self.roles.verbatim else "encodable"
+    def __init__(self, backend: tokenizers.Tokenizer, roles: Roles) -> None:
+        self._backend, self.roles = backend, roles
+        backend.no_padding()
+        backend.no_truncation()
+        ids = {**roles.ids(), **({_VERBATIM: roles.end} if roles.verbatim else {})}
+        backend.post_processor = processors.TemplateProcessing(
+            single="start $A end" if roles.prefix else "$A end",
+            special_tokens=[{"id": name, "ids": [value], "tokens": [f"<{name}>"]} for name, value in ids.items()],
+        )
+        if getattr(backend.model, "dropout", None):
+            backend.model.dropout = None  # the same caption would get other tokens each time
+        kind: Clean = "clip" if getattr(backend.model, "end_of_word_suffix", None) == "</w>" else "plain"
+        kind = "siglip" if isinstance(backend.model, models.Unigram) else kind
+        self.clean: Clean = "encodable" if roles.verbatim else kind
         # "<mask>" in a caption is text; only CLIP's pattern finds its two markers in captions.
-        self._backend.encode_special_tokens = self.clean != "clip"
+        backend.encode_special_tokens = self.clean != "clip"
         self._words = lru_cache(REMEMBERED)(self._encode)  # captions of small data sets recur
 
     @staticmethod
@@ -161,7 +132,7 @@ class Tokenizer:
             show_progress=False,
         )
         backend.train_from_iterator((_LONG_WORD.sub(r"\1", plain(c[:LEARNED])) for c in captions), trainer)
-        return _with_roles(backend, Roles(**{name: n for n, name in enumerate(_ROLES)}))  # type: ignore[arg-type]
+        return Tokenizer(backend, Roles(start=0, end=1, pad=2, mask=3, cls=4, unc=5))
 
     @property
     def vocab(self) -> int:
@@ -182,25 +153,19 @@ class Tokenizer:
         A longer caption loses its last tokens, keeps its end, and is counted in `truncated` and by `naming_truncated`.
         Errors: ValueError when an id does not fit `config.vocab`, or nothing fits the context.
         """
-        head, tail = ([self.roles.start] if self.roles.prefix else []), [self.roles.end]
-        extra = [self.special(name) for name in config.extra_tokens]
-        room, rows, truncated = self._room(config), list[list[int]](), 0
-        for caption in captions:
-            words = self._words(caption)
-            if len(words) > room:
-                note_truncated(caption, len(words), room)
-                truncated += 1
-            pads = [self.roles.pad] * (room - len(words)) if config.pad_to_context else []
-            rows.append([*head, *words[:room], *tail, *pads, *extra])
-        ids = np.array([one for row in rows for one in row], np.int64)
-        if len(ids) and ids.max() >= config.vocab:
+        for place, (length, room) in self.cut(captions, config).items():
+            note_truncated(captions[place], length, room)
+        room, head = self._room(config), [self.roles.start] * self.roles.prefix
+        extra, pad = [self.special(name) for name in config.extra_tokens], [self.roles.pad] * config.pad_to_context
+        words = [self._words(caption) for caption in captions]
+        rows = [[*head, *ids[:room], self.roles.end, *pad * (room - len(ids)), *extra] for ids in words]
+        texts = Texts.pack(rows, sum(len(ids) > room for ids in words))
+        if len(texts.ids) and texts.ids.max() >= config.vocab:
             raise ValueError(
-                f"token id {ids.max()} does not fit a text tower with {config.vocab} embeddings; "
+                f"token id {texts.ids.max()} does not fit a text tower with {config.vocab} embeddings; "
                 "use the tokenizer the model was trained with, or set model.text.vocab to the tokenizer's"
             )
-        lengths = [len(row) for row in rows]
-        starts = torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int64))
-        return Texts(torch.from_numpy(ids), starts, max(lengths, default=0), truncated)
+        return texts
 
     def cut(self, captions: Sequence[str], config: TextConfig) -> dict[int, tuple[int, int]]:
         """Captions that `encode` cuts: position -> (tokens in total, tokens that remain), without special tokens.
@@ -250,27 +215,37 @@ class Tokenizer:
     @staticmethod
     def load(folder: str | Path) -> Tokenizer:
         """Read `folder/tokenizer.json`. Errors: ValueError when it is missing, damaged or not from kiloword."""
-        return Tokenizer(read_document(Path(folder) / "tokenizer.json"))
+        return tokenizer_from(read_document(Path(folder) / "tokenizer.json"))
 
-    def __reduce__(self) -> tuple[type[Tokenizer], tuple[str]]:
-        return Tokenizer, (self._backend.to_str(),)  # the library's pickle loses encode_special_tokens
+    def __reduce__(self) -> tuple[Callable[[str], Tokenizer], tuple[str]]:
+        return tokenizer_from, (self._backend.to_str(),)  # the library's pickle loses encode_special_tokens
 
 
-def clip_tokenizer() -> Tokenizer:
-    """CLIP's BPE, converted from the merges that open_clip ships: the ids of `open_clip.tokenize`, then mask, cls, unc.
+def clip_tokenizer(path: Path | None = None) -> Tokenizer:
+    """CLIP's BPE by the merges in a file, or in the one that open_clip ships: the ids of `open_clip.tokenize`, then
+    mask, cls, unc.
 
     Needs the `openclip` extra once; a saved model folder does not. Captions with entities or beyond ascii need `ftfy`.
     Differs only where `regex` and the `tokenizers` library have different Unicode versions (new letters).
+    Raises: ValueError for another file.
     """
-    package = importlib.util.find_spec("open_clip")  # found, not imported: its import needs torchvision
-    if package is None or not package.submodule_search_locations:
-        raise ValueError(
-            needs("CLIP's vocabulary", "open_clip_torch", "openclip")
-            + ", or to train, give its file by --tokenizer bpe_simple_vocab_16e6.txt.gz, or --tokenizer own"
-        )
-    return clip_tokenizer_from(
-        read_merges(Path(package.submodule_search_locations[0]) / "bpe_simple_vocab_16e6.txt.gz")
-    )
+    if path is None:
+        package = importlib.util.find_spec("open_clip")  # found, not imported: its import needs torchvision
+        if package is None or not package.submodule_search_locations:
+            raise ValueError(
+                needs("CLIP's vocabulary", "open_clip_torch", "openclip")
+                + ", or to train, give its file by --tokenizer bpe_simple_vocab_16e6.txt.gz, or --tokenizer own"
+            )
+        path = Path(package.submodule_search_locations[0]) / "bpe_simple_vocab_16e6.txt.gz"
+    try:
+        with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
+            lines = file.read(LARGEST).decode().split("\n")[1 : _MERGES + 1]
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
+        raise ValueError(f"{path} cannot be read as merges of CLIP ({error}).") from error
+    pairs = [tuple(line.split()) for line in lines]
+    if len(pairs) != _MERGES or any(len(pair) != 2 for pair in pairs):
+        raise ValueError(f"{path} does not hold the {_MERGES:,} merges of CLIP (bpe_simple_vocab_16e6.txt.gz).")
+    return clip_tokenizer_from([(first, second) for first, second in pairs])
 
 
 def clip_tokenizer_from(merges: Sequence[tuple[str, str]]) -> Tokenizer:
@@ -289,17 +264,16 @@ def clip_tokenizer_from(merges: Sequence[tuple[str, str]]) -> Tokenizer:
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(name, normalized=False) for name in (_CLIP_START, _CLIP_END)])
     n = len(names)
-    return _with_roles(backend, Roles(start=n - 2, end=n - 1, pad=0, mask=n, cls=n + 1, unc=n + 2))
+    return Tokenizer(backend, Roles(start=n - 2, end=n - 1, pad=0, mask=n, cls=n + 1, unc=n + 2))
 
 
 def siglip_tokenizer(path: str | Path) -> Tokenizer:
-    """SigLIP's sentencepiece vocabulary from a `tokenizer.json` (as model hubs ship it) or a `.model` file.
+    """SigLIP's sentencepiece vocabulary from a `tokenizer.json`, as model hubs ship it.
 
     Canonicalises captions (lower case, no punctuation), has no start token, ends and pads with id 1.
-    Errors: ValueError when the file is missing, or a `.model` is given without `transformers`.
+    Errors: ValueError when the file is missing or of another kind.
     """
-    path = Path(path)
-    return tokenizer_from(read_document(path) if path.suffix == ".json" else _convert_sentencepiece(path))
+    return tokenizer_from(read_document(Path(path)))
 
 
 def tokenizer_from(document: str) -> Tokenizer:
@@ -308,53 +282,21 @@ def tokenizer_from(document: str) -> Tokenizer:
     Raises: ValueError for others.
     """
     backend, parsed = tokenizers.Tokenizer.from_str(document), json.loads(document)
-    if "start" in ((parsed.get("post_processor") or {}).get("special_tokens") or {}):
-        return Tokenizer(document)
-    ids: dict[str, Any] = {name: backend.token_to_id(f"<{name}>") for name in _ROLES}
-    if None not in ids.values():  # exports name them so
-        return _with_roles(backend, Roles(**ids))
-    model, n = parsed["model"], backend.get_vocab_size()
+    template, model, n = parsed.get("post_processor") or {}, parsed["model"], backend.get_vocab_size()
+    stored = {name: one for name, entry in (template.get("special_tokens") or {}).items() for one in entry["ids"][:1]}
+    names: dict[str, Any] = {name: stored.get(name, backend.token_to_id(f"<{name}>")) for name in _ROLES}
+    if None not in names.values() and all(value < n + 16 for value in names.values()):  # at most 16 follow the words
+        prefix = "start" not in stored or "SpecialToken" in (template["single"] or [""])[0]
+        return Tokenizer(backend, Roles(**names, prefix=prefix, verbatim=_VERBATIM in stored))
     if model["type"] == "Unigram":
-        return _with_roles(backend, Roles(start=n + 3, end=1, pad=1, mask=n, cls=n + 1, unc=n + 2, prefix=False))
+        return Tokenizer(backend, Roles(start=n + 3, end=1, pad=1, mask=n, cls=n + 1, unc=n + 2, prefix=False))
     if model.get("end_of_word_suffix") == "</w>":
         merges = [pair.split() if isinstance(pair, str) else pair for pair in model["merges"]]
         return clip_tokenizer_from([(first, second) for first, second in merges])
     raise ValueError(
-        f"this tokenizer.json holds a {model['type']} model of another kind: expected CLIP's, SigLIP's (a "
-        "sentencepiece unigram model) or one of kiloword."
+        f"this tokenizer.json holds a {model['type']} model of another kind: expected one of kiloword, whose special "
+        "ids follow its words, CLIP's or SigLIP's (a sentencepiece unigram model)."
     )
-
-
-def _with_roles(backend: tokenizers.Tokenizer, roles: Roles) -> Tokenizer:
-    backend.post_processor = roles.template()
-    return Tokenizer(backend.to_str())
-
-
-def read_merges(path: Path) -> list[tuple[str, str]]:
-    """The merges of CLIP in its own file, plain or gzipped. Raises: ValueError for another file."""
-    try:
-        with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
-            lines = file.read(LARGEST).decode().split("\n")[1 : _MERGES + 1]
-    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
-        raise ValueError(f"{path} cannot be read as merges of CLIP ({error}).") from error
-    pairs = [tuple(line.split()) for line in lines]
-    if len(pairs) != _MERGES or any(len(pair) != 2 for pair in pairs):
-        raise ValueError(f"{path} does not hold the {_MERGES:,} merges of CLIP (bpe_simple_vocab_16e6.txt.gz).")
-    return [(first, second) for first, second in pairs]
-
-
-def _convert_sentencepiece(path: Path) -> str:
-    if not path.is_file():
-        raise ValueError(f"no sentencepiece model at {path}; give the path of SigLIP's tokenizer.json or .model file")
-    if importlib.util.find_spec("transformers") is None or importlib.util.find_spec("sentencepiece") is None:
-        raise ValueError(
-            needs(path.name, "transformers and sentencepiece", "hf", " sentencepiece; ")
-            + "or give the model's tokenizer.json, which needs neither"
-        )
-    from transformers import T5TokenizerFast  # type: ignore[import-not-found, unused-ignore]
-
-    document: str = T5TokenizerFast(str(path), extra_ids=0, legacy=False).backend_tokenizer.to_str()
-    return document
 
 
 Clean = Literal["plain", "clip", "siglip", "encodable"]

@@ -12,16 +12,13 @@ from kiloword.data.text.tokenizer import (
     Roles,
     Tokenizer,
     clip_tokenizer,
-    clip_tokenizer_from,
     read_document,
-    read_merges,
     siglip_tokenizer,
     tokenizer_from,
 )
 
 EXPECTED = (
-    "a tokenizer.json (kiloword's, CLIP's or SigLIP's), a model folder, CLIP's merges (bpe_simple_vocab_16e6.txt.gz), "
-    "or SigLIP's .model file"
+    "a tokenizer.json (kiloword's, CLIP's or SigLIP's), a model folder, or CLIP's merges (bpe_simple_vocab_16e6.txt.gz)"
 )
 
 
@@ -39,9 +36,7 @@ def vocabulary(name: str) -> Tokenizer:
     path = path / "tokenizer.json" if path.is_dir() else path
     if not path.is_file():
         raise ValueError(f"--tokenizer {name} is no file: expected own, clip, siglip, or {EXPECTED}.")
-    if path.suffix in (".gz", ".txt"):
-        return clip_tokenizer_from(read_merges(path))
-    return siglip_tokenizer(path) if path.suffix == ".model" else tokenizer_from(read_document(path))
+    return clip_tokenizer(path) if path.suffix in (".gz", ".txt") else tokenizer_from(read_document(path))
 
 
 def encoder_tokenizer(document: str, rows: int, pad: int | None = None, lower: bool = False) -> Tokenizer:
@@ -71,8 +66,7 @@ def encoder_tokenizer(document: str, rows: int, pad: int | None = None, lower: b
     roles = Roles(
         start=start, end=end, pad=pad, mask=mask, cls=after, unc=after + 1, prefix=bool(prefix), verbatim=True
     )
-    backend.post_processor = roles.template()
-    return Tokenizer(backend.to_str())
+    return Tokenizer(backend, roles)
 
 
 def _around(backend: tokenizers.Tokenizer) -> tuple[list[int], int]:

@@ -142,7 +142,7 @@ BARE = tokenizers.Tokenizer(models.BPE()).to_str()
 
 @pytest.mark.parametrize(
     ("content", "word"),
-    [(None, "no tokenizer"), ('{"version": ', "damaged"), ("{}", "damaged"), (BARE, "not written by kiloword")],
+    [(None, "no tokenizer"), ('{"version": ', "damaged"), ("{}", "damaged"), (BARE, "of another kind")],
 )
 def test_files_that_are_none(tmp_path: Path, content: str | None, word: str) -> None:
     if content is not None:
@@ -217,8 +217,6 @@ def test_siglip_canonicalises_ends_and_pads_with_one(tmp_path: Path) -> None:
     ours.save(tmp_path)
     assert rows(Tokenizer.load(tmp_path), ["a red dog"], settings) == [[3, 4, 5, 1, 1, 1]]
     assert ours.decode([3, 4, 5, 1, 1]) == "a red dog"
-    with pytest.raises(ValueError, match="no sentencepiece model at"):
-        siglip_tokenizer(tmp_path / "spiece.model")
 
 
 # Vocabularies by name and by file
