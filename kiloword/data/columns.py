@@ -24,8 +24,12 @@ JSON = (".json", ".jsonl")
 _CSV = (".csv", ".tsv", ".txt", ".token")
 _FIELDS = ("caption", "raw", "text", "answer")  # of an object that holds a text among others
 _LONGEST = 1 << 30  # characters of a cell
-_ROWS = 1 << 16  # rows that are Python's at once
 _WHOLE = re.compile(r"-?\d{1,17}(\.0*)?", re.ASCII)  # also as pandas writes numbers beside empty cells: 3.0
+
+Cells = dict[str, list[Any]]
+"""The columns of a table by name; texts of csv and parquet as bytes, which may not be UTF-8."""
+Malformed = list[tuple[str, str]]
+"""Names and reasons of lines that are no rows."""
 
 
 @contextmanager
@@ -51,29 +55,23 @@ def column_names(path: Path) -> list[str]:
 def check_columns(path: Path, names: Sequence[str], *columns: str) -> None:
     """Errors: ValueError for a column that a table lacks, or has twice."""
     for column in columns:
-        if column not in names:
-            listed = shown(", ".join(names)[:200]) or "none"
+        if names.count(column) != 1:
+            found = f"{names.count(column)} columns named" if column in names else "no column"
             raise ValueError(
-                f"{path} has no column {shown(column[:60])!r}; it has {listed}.{suggestion(column, names)}"
+                f"{path} has {found} {shown(column[:60])!r}; it has {shown(', '.join(names)[:200]) or 'none'}."
+                f"{'' if column in names else suggestion(column, names)}"
             )
-        if names.count(column) > 1:
-            raise ValueError(f"{path} has {names.count(column)} columns named {column}. Expected one.")
 
 
-def read_table(path: Path, columns: Sequence[str]) -> tuple[pa.Table, list[tuple[str, str]]]:
-    """Some columns of a csv, tsv or parquet, with texts as bytes; names and reasons of malformed lines."""
+def read_table(path: Path, columns: Sequence[str]) -> tuple[Cells, Malformed]:
+    """Some columns of a csv, tsv or parquet; of the first, which names images, rows in a quoted cell are known."""
     wanted = list(dict.fromkeys(columns))
     if path.suffix.lower() in _CSV:
         return _read_csv(path, wanted)
     table = pa.parquet.read_table(path, columns=wanted, partitioning=None)
     text = (pa.string(), pa.large_string())
-    return table.cast(pa.schema([(f.name, pa.large_binary() if f.type in text else f.type) for f in table.schema])), []
-
-
-def rows_in(table: pa.Table) -> Iterator[dict[str, Any]]:
-    """The rows of a table; few are in memory at once."""
-    for batch in table.to_batches(_ROWS):
-        yield from batch.to_pylist()
+    table = table.cast(pa.schema([(f.name, pa.large_binary() if f.type in text else f.type) for f in table.schema]))
+    return table.to_pydict(), []
 
 
 def read_columns(path: Path | str, *names: str) -> list[list[str]]:
@@ -81,57 +79,45 @@ def read_columns(path: Path | str, *names: str) -> list[list[str]]:
 
     Errors: ValueError for a table that cannot be read, for a column that is missing, for a row without text.
     """
-    path, rows = Path(path), list[dict[str, Any]]()
-    if path.suffix.lower() in JSON:
-        rows = load_objects(path)
-    else:
-        check_columns(path, column_names(path), *names)
-        with arrow_errors(path):
-            rows = read_table(path, names)[0].to_pylist()
-    columns: list[list[str]] = []
-    for name in names:
-        cells: list[Any] = [row.get(name) for row in rows]
-        cells = [cell.decode(errors="replace") if isinstance(cell, bytes) else cell for cell in cells]
-        wrong = next((n for n, cell in enumerate(cells) if not isinstance(cell, str)), None)
-        if wrong is not None:
-            raise ValueError(f"{path}: row {wrong} has no {name}. Expected text in every row.")
-        columns.append(cells)
+    path = Path(path)
+    with arrow_errors(path):
+        known = load_objects(path) if path.suffix.lower() in JSON else None
+        check_columns(path, list(known or column_names(path)), *names)
+        table = known or read_table(path, names)[0]
+    columns = [[c.decode(errors="replace") if isinstance(c, bytes) else c for c in table[name]] for name in names]
+    for name, cells in zip(names, columns, strict=True):
+        if not all(isinstance(cell, str) for cell in cells):
+            raise ValueError(f"{path}: a row has no {name}. Expected text in every row.")
     return columns
 
 
-def _read_csv(path: Path, columns: list[str]) -> tuple[pa.Table, list[tuple[str, str]]]:
-    """Some columns, the first of which names images; names and reasons of malformed lines.
-
-    Rows inside a quoted cell, whose quote is not closed, are malformed lines: they have as many cells, and a name like
-    others. Every byte is read as a letter, so that a caption that is not UTF-8 is one bad sample.
+def _read_csv(path: Path, columns: list[str]) -> tuple[Cells, Malformed]:
+    """Rows inside a quoted cell, whose quote is not closed, are malformed lines: they have as many cells, and a name
+    like others. Every byte is read as a letter, so that a caption that is not UTF-8 is one bad sample.
     """
-    (mark, names), malformed, inside = _header(path), list[tuple[str, str]](), list[tuple[str, str]]()
-    places, suffixes = {name: names.index(name) for name in columns}, set[str]()
-    image, blocks, cells = places[columns[0]], list[pa.Table](), {name: list[bytes]() for name in columns}
+    (mark, names), wrong, inner = _header(path), list[str](), list[str]()
+    cells: Cells = {name: [] for name in columns}
+    places = [(names.index(name), column) for name, column in cells.items()]
     csv.field_size_limit(_LONGEST)
-
     with path.open(encoding="latin-1", newline="") as file:
         for n, row in enumerate(csv.reader(file, delimiter=mark)):
             if len(row) == len(names) and n:
-                suffixes.add(os.path.splitext(row[image].partition("\n")[0])[1])
-                inside += [
-                    (os.path.splitext(line.split(mark)[image])[1], line)
-                    for cell in row if "\n" in cell
-                    for line in cell.split("\n")[1:] if line.count(mark) == len(names) - 1
-                ]  # fmt: skip
-                for name, place in places.items():
-                    cells[name].append(row[place].encode("latin-1"))
+                for place, column in places:
+                    column.append(row[place].encode("latin-1"))
+                inner += [line for cell in row if "\n" in cell for line in cell.split("\n")[1:]]
             elif n and row:
-                reason = f"line without {len(names)} columns"
-                malformed += [(line, reason) for line in mark.join(row).splitlines() or [""]]
-            if len(cells[columns[0]]) == _ROWS:
-                blocks.append(pa.table(cells))
-                cells = {name: [] for name in columns}
-    reason = "the line is inside a quoted cell that begins in an earlier one"
-    malformed += [(line, reason) for suffix, line in inside if suffix and suffix in suffixes]
-    blocks.append(pa.table(cells, pa.schema([(name, pa.binary()) for name in columns])))
+                wrong += mark.join(row).splitlines() or [""]
+    suffixes = {_suffix(name.decode("latin-1")) for name in cells[columns[0]] if inner} - {""}
+    inner = [line for line in inner if line.count(mark) == len(names) - 1]
+    inner = [line for line in inner if _suffix(line.split(mark)[places[0][0]]) in suffixes]
+    reasons = (f"line without {len(names)} columns", "the line is inside a quoted cell that begins in an earlier one")
+    malformed = [(line, reason) for lines, reason in zip((wrong, inner), reasons, strict=True) for line in lines]
     texts = ((line.encode("latin-1").decode(errors="replace"), reason) for line, reason in malformed)
-    return pa.concat_tables(blocks), [(f"line {shown(line[:60])}", reason) for line, reason in texts]
+    return cells, [(f"line {shown(line[:60])}", reason) for line, reason in texts]
+
+
+def _suffix(name: str) -> str:
+    return os.path.splitext(name.partition("\n")[0])[1]
 
 
 def _header(path: Path) -> tuple[str, list[str]]:
@@ -165,12 +151,12 @@ def load_json(path: Path, hook: Callable[[dict[str, Any]], Any] | None = None) -
         raise ValueError(f"{path} is no JSON: {reason}.") from None
 
 
-def load_objects(path: Path, data: Any = None) -> list[dict[str, Any]]:
-    """The objects of a json or jsonl. Args: data: its value, if it is known. Errors: ValueError for anything else."""
+def load_objects(path: Path, data: Any = None) -> Cells:
+    """The columns of a json or jsonl that lists objects. Args: data: its value, if known. Errors: ValueError."""
     rows = load_json(path) if data is None else data
     if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
         raise ValueError(f"{path} is no list of objects. Expected objects with `image` and `caption`.")
-    return rows
+    return {name: [row.get(name) for row in rows] for name in dict.fromkeys(name for row in rows for name in row)}
 
 
 def decoded(value: Any) -> Any:
@@ -183,7 +169,7 @@ def decoded(value: Any) -> Any:
 
 
 def texts(cell: Any, lines: bool = False) -> list[str]:
-    """The texts of a cell: of a text, of a list, or of an object that holds one of these.
+    """The texts of a cell: of a text or a number, of a list, or of an object that holds one of these.
 
     Args: lines: a text that is no list has one text a line. Raises BadSample.
     """
@@ -196,17 +182,19 @@ def texts(cell: Any, lines: bool = False) -> list[str]:
         if not named and len(cell) != 1:
             raise BadSample("a caption is not text")
         return texts(cell[named] if named else next(iter(cell.values())), lines)
-    listed: list[Any]
-    if isinstance(cell, list):
-        listed = [text for one in cell for text in (texts(one) if isinstance(one, dict) else [decoded(one)])]
-    else:
-        listed = [decoded(cell)]
-        if isinstance(listed[0], str):
-            text, listed = listed[0], texts_in(listed[0])
-            listed = text.split("\n") if lines and listed == [text] else listed
-    if not all(isinstance(one, str | None) for one in listed):
-        raise BadSample("a caption is not text")
-    return clean([one for one in listed if one is not None])
+    if isinstance(cell, str):
+        listed = texts_in(cell)
+        cell = cell.split("\n") if lines and listed == [cell] else listed
+    found = list[str]()
+    for one in cell if isinstance(cell, list) else [cell]:
+        one = decoded(one)
+        if isinstance(one, dict):
+            found += texts(one)
+        elif isinstance(one, str) or (isinstance(one, int | float) and not isinstance(one, bool) and one == one):
+            found.append(str(one))
+        elif one is not None:
+            raise BadSample("a caption is not text")
+    return clean(found)
 
 
 def class_data(folder: Path) -> tuple[list[str] | None, list[str] | None]:
@@ -254,11 +242,11 @@ def labels_of(
 def _label(value: Any, known: Mapping[str, int]) -> Label:
     if value is None or value == -1:
         return None
+    several = value if isinstance(value, list) else [value]
+    for one in several:
+        if isinstance(one, str) and one not in known:
+            return f"label {shown(one[:60])!r} is no class name.{suggestion(one, known)}"
     try:
-        several = value if isinstance(value, list) else [value]
-        for one in several:
-            if isinstance(one, str) and one not in known:
-                raise BadSample(f"label {shown(one[:60])!r} is no class name.{suggestion(one, known)}")
         found = label_set([known[one] if isinstance(one, str) else one for one in several])
     except BadSample as error:
         return str(error)

@@ -91,7 +91,7 @@ def open_metadata(name: str, folder: Path) -> Rows | None:
     Errors: as of `open_table`.
     """
     for file in (folder / one for one in METADATA if (folder / one).is_file()):
-        if FILE_NAME in (load_objects(file)[0] if file.suffix == ".jsonl" else column_names(file)):
+        if FILE_NAME in (load_objects(file) if file.suffix == ".jsonl" else column_names(file)):
             source = open_table(name, file, TableOptions(image=FILE_NAME, images=str(folder.absolute())))
             left, named = LeftOut("path"), set(source.table.column("file").to_pylist())
             for below, images, _ in image_folders(folder, left, used=(*OF_DATA, *METADATA)):

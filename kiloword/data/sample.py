@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import codecs
 import io
 import json
 import warnings
@@ -140,7 +141,7 @@ def texts_in(cell: str, objects: bool = False) -> list[Any]:
 def decode_text(raw: bytes) -> str:
     """UTF-8, with or without a byte order mark. Raises BadSample for anything else."""
     try:
-        return raw.decode("utf-8-sig")
+        return raw.removeprefix(codecs.BOM_UTF8).decode()
     except UnicodeDecodeError:
         raise BadSample("caption is not UTF-8") from None
 

@@ -14,8 +14,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet
 
 from kiloword.data.columns import (
+    Cells,
     Label,
     arrow_errors,
     check_columns,
@@ -34,14 +35,13 @@ from kiloword.data.columns import (
     decoded,
     labels_of,
     read_table,
-    rows_in,
     texts,
 )
-from kiloword.data.layouts import Annotations, beside, check_images, images_folder, nearby, read_annotations
+from kiloword.data.layouts import beside, images_folder, named, read_layout
 from kiloword.data.query import FORM, TableOptions, parse_query, split_query
 from kiloword.data.rows import Rows, keeping, key_bytes, made_once, mapped, touched, write
 from kiloword.data.sample import ANSWERS, QUESTION, clean, parse_answers, texts_in
-from kiloword.errors import LeftOut, article
+from kiloword.errors import LeftOut
 from kiloword.files import cache_folder, replacing
 from kiloword.terminal import shown
 from kiloword.types import BadSample, LabelSet, Source
@@ -60,6 +60,7 @@ SCHEMA = pa.schema(
         "offset": pa.int64(), "size": pa.int64(),
     }
 )  # fmt: skip
+_GROUPED = SCHEMA.append(pa.field("group", pa.large_binary()))  # equal for rows of one image; null: of its own
 
 
 def fingerprint(path: Path) -> str:
@@ -92,30 +93,23 @@ def choose(path: Path, names: Sequence[str], options: TableOptions) -> TableColu
     def first(*known: str) -> str:
         return next((column for column in known if column in names), "")
 
-    named = [options.image, *options.caption, options.question, options.answer, options.label, *options.info]
-    check_columns(path, [*dict.fromkeys(names)], *filter(None, [*named, SPLIT if options.split else ""]))
     image, question = options.image or first(*IMAGE_COLUMNS), options.question or first(QUESTION)
     answers, caption, label = options.answer or first(*ANSWER_COLUMNS), first(*CAPTION_COLUMNS), first(*LABEL_COLUMNS)
-    listed = shown(", ".join(names)[:200]) or "none"
-    if (options.caption and (options.question or options.answer)) or (options.answer and not question):
-        raise ValueError(
-            f"{path}: questions need question=COLUMN, and answer=COLUMN where they have answers, without caption=. It "
-            f"has the columns {listed}."
-        )
     if question and (answers or options.question) and not options.caption:
         columns = {QUESTION: question, **({ANSWERS if options.answer else answers: answers} if answers else {})}
     else:
         caption = caption or ("" if label else first("text"))  # as the library datasets names it
-        columns = {c: c for c in options.caption or ((caption,) if caption else ())}
-    info = tuple(dict.fromkeys([*options.info, *(c for c in INFO_COLUMNS if names.count(c) == 1)]))
+        columns = {c: c for c in options.caption or filter(None, [caption])}
+    mixed = QUESTION not in columns and (options.answer or options.question)
     label = options.label or ("" if columns else label)
-    if not image or not (columns or label):
+    if not image or not (columns or label) or mixed:
         raise ValueError(
-            f"{path} has the columns {listed}. Expected `image` (or `filepath`) and `caption`, `captions` (or "
-            "`title`) in its first line; or `image`, `question` and `answers` (or `answer`); or `image` and `label`. "
-            f"Other columns are named by {FORM}."
+            f"{path} has the columns {shown(', '.join(names)[:200]) or 'none'}. Expected `image` (or `filepath`) and "
+            "`caption`, `captions` (or `title`) in its first line; or `image`, `question` and `answers` (or `answer`); "
+            f"or `image` and `label`. Other columns are named by {FORM}, or by question= and answer=, without caption=."
         )
-    check_columns(path, names, image, *columns.values(), *info, *filter(None, [label]))
+    info = tuple(dict.fromkeys([*options.info, *(c for c in INFO_COLUMNS if names.count(c) == 1)]))
+    check_columns(path, names, image, *columns.values(), *info, *filter(None, [label, options.split and SPLIT]))
     return TableColumns(image, columns, info, label)
 
 
@@ -131,28 +125,22 @@ def open_table(name: str, path: Path, options: TableOptions = DEFAULTS, prefix: 
     """
     if not path.stat().st_size:
         raise NoRows(f"{path} is empty.")
-    contents, other = fingerprint(path), beside(path, options)
-    chosen, defaults = ({**asdict(one), "images": "", "annotations": ""} for one in (options, DEFAULTS))
-    digest = _digest(contents, fingerprint(other)) if other else contents
-    digest = _digest(digest, repr(chosen), prefix) if chosen != defaults or prefix else digest
-    folder, (classnames, templates) = images_folder(path, options.images), class_data(path.parent)
+    contents, other, (classnames, templates) = fingerprint(path), beside(path, options), class_data(path.parent)
+    chosen = replace(options, images="", annotations="")
+    digest = _digest(contents, fingerprint(other) if other else "", repr(chosen), prefix)
     table, file = made_once(
-        f"table 2 {digest} {path.name} {classnames} {cache_folder()}",
+        f"table 3 {digest} {path.name} {classnames} {cache_folder()}",
         lambda: _table(name, path, options, other, contents, classnames, prefix),
     )
-    told = json.loads(table.schema.metadata[b"kiloword"])
+    told, folder = json.loads(table.schema.metadata[b"kiloword"]), path.parent
     if told["inside"]:
         _copied(path, told["inside"], contents)
+        folder = named(path, "images", options.images) if options.images else folder
     elif options.images or told["subset"] is not None:
-        names = (os.fsdecode(one.as_py()) for one in table.column("file") if one.is_valid)
-        if options.images:
-            check_images(path, folder, names)
-        else:
-            folder = nearby(path, list(names), told["subset"])
-    notes = [f"{name}: {line}" for line in told["notes"]]
+        folder = images_folder(path, options.images, table.column("file"), told["subset"])
     return Rows(
         name, table, folder, digest, classnames=told["classnames"], templates=templates if told["labels"] else None,
-        notes=notes, path=file,
+        notes=[f"{name}: {line}" for line in told["notes"]], path=file,
     )  # fmt: skip
 
 
@@ -166,174 +154,172 @@ def _table(
     prefix: str,
 ) -> pa.Table:
     """The rows of a file, and as metadata what is said of them all."""
-    file, place = read_annotations(path, options, other), None
-    columns = choose(path, file.names if file else column_names(path), file.options if file else options)
+    layout = read_layout(path, options, other)
+    options = layout.options if layout else options
+    names = list(layout.cells) if layout else column_names(path)
+    columns, left = choose(path, names, options), LeftOut("row")
+    wanted = [columns.image, *columns.texts.values(), *columns.info, columns.label, options.split and SPLIT]
     with arrow_errors(path):
-        if file is None:
-            place = _copied(path, columns.image, contents) if _inside(path, columns.image) else None
-            file = _read(path, columns, options, place)
+        place = _copied(path, columns.image, contents) if not layout and _inside(path, columns.image) else None
+        if layout:
+            cells, malformed = layout.cells, layout.malformed
+        else:
+            if place:
+                wanted = [*wanted[1:], STATUS if STATUS in names else ""]
+            cells, malformed = read_table(path, [*filter(None, wanted)])
+        where = _places(path, cells, columns.image, place, prefix)
         if columns.label and path.suffix.lower() == ".parquet":
             listed = class_label_names(path, columns.label) or listed
-        labels, classnames = labels_of(name, file.cells(columns.label), listed) if columns.label else ([], None)
-        left, splits, split = LeftOut("row"), dict[Any, None](), file.options.split
-        made, tables, kept = list[dict[str, Any]](), list[pa.Table](), 0
-        for n, row in enumerate(file):
-            part, status = _text(row.get(SPLIT)), _text(row.get(STATUS, "success"))
-            if split and part != split:
-                splits[str(part)] = None
-                continue
-            where = _place(path, row.get(columns.image), place, f"{prefix}{n}")
-            if place and status != "success" and not where["group"]:
-                left.add(str(n), f"the download failed ({status})")
-                continue
-            if QUESTION in columns.texts and not place:
-                where["key"] += b"#%d" % kept
-            made.append(where | _parsed(row, columns, labels[n] if labels else None))
-            kept += 1
-            made[-1]["group"] = made[-1]["group"] or b"\0%d" % n  # without an image: a sample of its own
-            if len(made) == _CHUNK:
-                tables.append(pa.Table.from_pylist(made, _GROUPED))
-                made.clear()
-        tables.append(pa.Table.from_pylist(made, _GROUPED))
-    if not kept and not file.malformed:
-        which = f"rows whose {SPLIT} is {shown(split[:60])!r}" if split else "rows"
+        labels, classnames = labels_of(name, cells[columns.label], listed) if columns.label else ([], None)
+    kept = list(range(len(where["key"])))
+    if options.split:
+        parts = [os.fsdecode(part) if isinstance(part, bytes) else str(part) for part in cells[SPLIT]]
+        kept = [n for n in kept if parts[n] == options.split]
+    if place and STATUS in cells:
+        status, groups = [decoded(cell) for cell in cells[STATUS]], where["group"]
+        failed = {n for n in kept if status[n] != "success" and groups[n] is None}
+        for n in sorted(failed):
+            left.add(str(n), f"the download failed ({status[n]})")
+        kept = [n for n in kept if n not in failed]
+    if not kept and not malformed:
         raise NoRows(
-            f"{path} has no {which}. Expected an image and a caption, or a question and its answers, in each row."
-            + f" It has {shown(', '.join(splits)[:200])}." * bool(splits)
+            f"{path} has no {f'rows whose {SPLIT} is {shown(options.split[:60])!r}' if options.split else 'rows'}. "
+            "Expected an image and a caption, or a question and its answers, in each row."
+            + (f" It has {shown(', '.join(dict.fromkeys(parts))[:200])}." if options.split else "")
         )
-    table = pa.concat_tables(tables).combine_chunks()
-    table = table.select(SCHEMA.names) if QUESTION in columns.texts or not columns.texts else _merged(table)
-    bad = [{"key": key_bytes(line), "error": reason} for line, reason in file.malformed]
+    where = {column: [values[n] for n in kept] for column, values in where.items()}
+    if QUESTION in columns.texts and not place:
+        where["key"] = [b"%b#%d" % (key, n) for n, key in enumerate(where["key"])]
+    made = {column: pa.array(values, _GROUPED.field(column).type) for column, values in where.items()}
+    table = pa.table(made | _parsed(cells, columns, kept, labels))
+    table = _merged(table) if columns.texts and QUESTION not in columns.texts else table
+    bad = [{"key": key_bytes(line), "error": reason} for line, reason in malformed]
     told = {
-        "classnames": classnames, "labels": bool(columns.label), "notes": [*file.notes, *left.lines()],
-        "inside": columns.image if place else "", "subset": file.subset,
+        "classnames": classnames, "labels": bool(columns.label), "inside": columns.image if place else "",
+        "notes": [*(layout.notes if layout else ()), *left.lines()], "subset": layout.subset if layout else None,
     }  # fmt: skip
-    whole = pa.concat_tables([table, pa.Table.from_pylist(bad, SCHEMA)])
+    whole = pa.concat_tables([table, pa.Table.from_pylist(bad, SCHEMA)], promote_options="default").select(SCHEMA.names)
     return whole.replace_schema_metadata({b"kiloword": json.dumps(told).encode()})
 
 
-_CHUNK = 1 << 16
-_GROUPED = SCHEMA.append(pa.field("group", pa.large_binary()))  # equal for rows of one image
-
-
-def _text(cell: Any) -> Any:
-    return os.fsdecode(cell) if isinstance(cell, bytes) else cell
-
-
-def _place(path: Path, image: Any, place: Path | None, number: str) -> dict[str, Any]:
-    """The columns of a row that say where its image is, and its key."""
+def _places(path: Path, cells: Cells, column: str, place: Path | None, prefix: str) -> Cells:
+    """Where the image of each row is, its key, and what is equal for rows of one image."""
     if place:
-        if image["path"]:
-            return {"key": number.encode(), "file": image["path"], "group": image["path"]}
-        group = b"%d" % image["offset"] if image["size"] else None
-        return {**image, "key": number.encode(), "file": os.fsencode(place), "group": group}
-    if isinstance(image, list | dict):
-        raise ValueError(f"{path}: an image is {article(type(image).__name__)}. Expected the name of one in each row.")
-    name = b"" if image is None else image if isinstance(image, bytes) else key_bytes(str(decoded(image)))
-    stem = os.path.splitext(os.fsdecode(name))[0] if name else f"row {number}"
-    return {"key": key_bytes(stem), "file": name or None, "group": name or None}
+        images: Cells = mapped(place.with_suffix(".arrow")).to_pydict()
+        images["file"] = [file or os.fsencode(place) for file in images["file"]]
+        return images | {"key": [b"%b%d" % (prefix.encode(), n) for n in range(len(images["file"]))]}
+    if any(isinstance(cell, list | dict) for cell in cells[column]):
+        raise ValueError(f"{path}: the column {column} holds lists or objects. Expected the name of an image.")
+    names = (
+        cell if isinstance(cell, bytes) or cell is None else key_bytes(str(decoded(cell))) for cell in cells[column]
+    )
+    files = [name or None for name in names]
+    keys = [os.path.splitext(file)[0] if file else b"row %b%d" % (prefix.encode(), n) for n, file in enumerate(files)]
+    keys = [key if key.isascii() else key_bytes(os.fsdecode(key)) for key in keys]
+    return {"key": keys, "file": files, "group": files}
 
 
-def _parsed(cells: Mapping[str, Any], columns: TableColumns, label: Label) -> dict[str, Any]:
-    """The columns of a row that say what is known of its image."""
-    try:
-        info = {column: decoded(cells.get(column)) for column in columns.info}
-        info = {column: value for column, value in info.items() if value is not None and value != ""}
-        if QUESTION in columns.texts:
-            captions = _answers(cells, columns.texts, info)
-        else:
-            captions = [text for c in columns.texts for text in texts(cells.get(c), lines=c == "captions")]
-        if isinstance(label, str):
-            raise BadSample(label)
-    except BadSample as error:
-        return {"error": str(error)}
-    several = label.indices if isinstance(label, LabelSet) else None
-    return {
-        "captions": captions, "info": json.dumps(info, default=str) if info else None, "labels": several,
-        "label": -1 if label is None and columns.label else label if several is None else None,
-    }  # fmt: skip
+def _parsed(cells: Cells, columns: TableColumns, kept: Sequence[int], labels: Sequence[Label]) -> dict[str, pa.Array]:
+    """The columns of rows that say what is known of their images."""
+    flat, ends, infos, errors = list[str](), [0], list[str | None](), list[str | None]()
+    chosen = [labels[n] for n in kept] if columns.label else [None] * len(kept)
+    for n, label in zip(kept, chosen, strict=True):
+        info, error = dict[str, Any](), None
+        try:
+            values = {column: decoded(cells[column][n]) for column in columns.info}
+            info |= {column: value for column, value in values.items() if value is not None and value != ""}
+            if QUESTION in columns.texts:
+                flat += _answers(columns.texts, {column: cells[column][n] for column in columns.texts.values()}, info)
+            else:
+                for column in columns.texts:
+                    flat += texts(cells[column][n], lines=column == "captions")
+            if isinstance(label, str):
+                raise BadSample(label)
+        except BadSample as bad:
+            error = str(bad)
+        ends.append(len(flat))
+        infos.append(json.dumps(info, default=str) if info else None)
+        errors.append(error)
+    none = -1 if columns.label else None
+    of_rows: Cells = {
+        "label": [one if isinstance(one, int) else none if one is None else None for one in chosen],
+        "labels": [one.indices if isinstance(one, LabelSet) else None for one in chosen],
+        "info": infos,
+        "error": errors,
+    }
+    made = {name: pa.array(column, SCHEMA.field(name).type) for name, column in of_rows.items()}
+    captions = pa.LargeListArray.from_arrays(pa.array(ends, pa.int64()), pa.array(flat, pa.large_string()))
+    return {"captions": captions, **made}
 
 
-def _answers(cells: Mapping[str, Any], columns: Mapping[str, str], info: dict[str, Any]) -> list[str]:
+def _answers(columns: dict[str, str], cells: dict[str, Any], info: dict[str, Any]) -> list[str]:
     """The answers to a question, which `info` gets with it; none to a test question. Raises BadSample."""
-    question, key = decoded(cells.get(columns[QUESTION])), next((key for key in columns if key != QUESTION), "")
+    question, key = decoded(cells[columns[QUESTION]]), next((key for key in columns if key != QUESTION), "")
     info[QUESTION] = "" if question is None else question  # an empty cell is bad, not a row without a question
     if not key and isinstance(question, str) and question.strip():
         return []
-    answers = decoded(cells.get(columns.get(key, "")))
+    answers = decoded(cells[columns[key]]) if key else None
     answers = answers.get("answer") if isinstance(answers, dict) else answers
     if isinstance(answers, str):
         listed = texts_in(answers, objects=key == ANSWERS)
         answers = [a for a in answers.split("\n") if a.strip()] if key == ANSWERS and listed == [answers] else listed
-    if key and answers is not None:
+    if answers is not None:
         info[key] = answers
     return clean(parse_answers(info) or [])
 
 
 def _merged(table: pa.Table) -> pa.Table:
     """Samples from rows: those of one image are one, at the place of the first, with the captions of all."""
-    numbered = table.append_column("row", pa.array(np.arange(len(table))))
-    of_image = numbered.group_by("group", use_threads=False).aggregate([("row", "list"), ("error", "first")])
-    rows = of_image.column("row_list").combine_chunks()
+    row = pa.array(np.arange(len(table)))
+    alone = pc.if_else(pc.is_null(table.column("group")), row, -1)
+    images = (
+        table.append_column("row", row).append_column("alone", alone).group_by(["group", "alone"], use_threads=False)
+    )
+    images = images.aggregate([("row", "list"), ("error", "first")])
+    rows = images.column("row_list").combine_chunks()
     several = table.column("captions").combine_chunks().take(rows.values)
     captions = pa.LargeListArray.from_arrays(several.offsets.take(rows.offsets), several.values)
-    merged = table.select(SCHEMA.names).take(rows.values.take(rows.offsets[:-1]))
-    for name, column in (("captions", captions), ("error", of_image.column("error_first"))):
-        merged = merged.set_column(SCHEMA.get_field_index(name), SCHEMA.field(name), column)
+    merged = table.take(rows.values.take(rows.offsets[:-1]))
+    for name, column in (("captions", captions), ("error", images.column("error_first"))):
+        merged = merged.set_column(merged.column_names.index(name), SCHEMA.field(name), column)
     return merged
 
 
-def _read(path: Path, columns: TableColumns, options: TableOptions, place: Path | None) -> Annotations:
-    """A csv, tsv or parquet. Args: place: of the images that it contains, which take the place of their column."""
-    names = [*columns.texts.values(), *columns.info, *filter(None, [columns.label, options.split and SPLIT])]
-    if place is None:
-        table, malformed = read_table(path, [columns.image, *names])
-    else:
-        table, malformed = read_table(path, [*names, *[STATUS] * (STATUS in column_names(path))])
-        table = table.append_column(columns.image, mapped(place.with_suffix(".arrow")).to_struct_array())
-    return Annotations(table, table.column_names, options, malformed=malformed)
-
-
 def _inside(path: Path, column: str) -> bool:
-    """Whether a parquet contains images, not paths alone. Errors: ValueError for a struct of neither."""
+    """Whether a parquet contains images, not paths alone."""
     if path.suffix.lower() != ".parquet":
         return False
-    kind = pa.parquet.read_schema(path).field(column).type
+    kind, binary = pa.parquet.read_schema(path).field(column).type, (pa.binary(), pa.large_binary())
     if not pa.types.is_struct(kind):
-        return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind))
+        return kind in binary
     fields = {field.name: field.type for field in kind}
-    if not fields.keys() & {"bytes", "path"} or fields.get("bytes", pa.binary()) not in _BYTES:
-        raise ValueError(
-            f"{path}: the column {column} is {shown(str(kind)[:100])}. Expected paths, bytes, or a struct with `bytes` "
-            "or `path`."
-        )
-    return True
-
-
-_BYTES = (pa.binary(), pa.large_binary(), pa.null())
+    return bool(fields.keys() & {"bytes", "path"}) and fields.get("bytes", pa.null()) in (*binary, pa.null())
 
 
 def _copied(path: Path, column: str, contents: str) -> Path:
     """A file in the cache folder with the images of a parquet, whose single values cannot be read, end to end.
 
-    Beside it is an Arrow file: `offset` and `size` of each image, equal for equal images; `path` of one without bytes.
+    Beside it is an Arrow file: `offset` and `size` of each image, the `file` of one without bytes, and their `group`.
     """
     place = cache_folder() / "rows" / f"{_digest(contents, column)}.images"
     if not (place.is_file() and place.with_suffix(".arrow").is_file()):
-        known, rows, end = dict[bytes, int](), list[tuple[int, int, bytes | None]](), 0
+        known, rows, end = dict[bytes, int](), list[dict[str, Any]](), 0
         with arrow_errors(path), keeping(place), replacing(place) as file, pa.parquet.ParquetFile(path) as parquet:
             for batch in parquet.iter_batches(batch_size=256, columns=[column]):
                 for cell in batch.column(0).to_pylist():
                     one = cell if isinstance(cell, dict) else {"bytes": cell}
                     image = one.get("bytes") or b""
+                    if one.get("bytes") is None and one.get("path"):
+                        name = os.fsencode(one["path"])
+                        rows.append({"file": name, "group": name})
+                        continue
                     digest = hashlib.blake2b(image, digest_size=16).digest()
                     if digest not in known:
                         known[digest], end = end, end + file.write(image)
-                    name = one.get("path") if one.get("bytes") is None else None
-                    rows.append((known[digest], len(image), name and os.fsencode(name)))
-            kinds = {"offset": pa.int64(), "size": pa.int64(), "path": pa.large_binary()}
-            columns = zip(*rows, strict=True) if rows else ((), (), ())
-            write(place.with_suffix(".arrow"), pa.table(dict(zip(kinds, columns, strict=True)), pa.schema(kinds)))
+                    group = b"%d" % known[digest] if image else None
+                    rows.append({"offset": known[digest], "size": len(image), "group": group})
+            kinds = pa.schema([field for field in _GROUPED if field.name in ("file", "offset", "size", "group")])
+            write(place.with_suffix(".arrow"), pa.Table.from_pylist(rows, kinds))
     touched(place.with_suffix(".arrow"))
     return touched(place)
 
@@ -385,7 +371,7 @@ def open_texts(src: str) -> Rows | None:
         if query:
             raise ValueError(f"{name} takes no options: it has a text in every line.")
         columns: tuple[str, ...] = ("text",)
-        rows: Iterable[dict[str, Any]] = [{"text": [line]} for line in path.read_bytes().splitlines() if line.strip()]
+        cells: Cells = {"text": [[line] for line in path.read_bytes().splitlines() if line.strip()]}
     else:
         options, names = parse_query(name, query, TableOptions), column_names(path)
         if options.image or options.question or options.answer or set(IMAGE_COLUMNS) & set(names):
@@ -395,16 +381,20 @@ def open_texts(src: str) -> Rows | None:
             return None  # whose message names the columns
         check_columns(path, names, *columns)
         with arrow_errors(path):
-            rows = rows_in(read_table(path, columns)[0])
-    chosen = TableColumns("", {column: column for column in columns})
-    made = [{"key": b"%d" % n, **_parsed(row, chosen, None)} for n, row in enumerate(rows)]
-    if not made:
+            cells = read_table(path, columns)[0]
+    rows = range(len(cells[columns[0]]))
+    if not rows:
         raise ValueError(f"{name} has no rows. Expected a text in each, as in {FORM} without image.")
-    for row in made:
-        if not row.get("captions"):
-            row.setdefault("error", "no text")
-    table = pa.Table.from_pylist(made, pa.schema([SCHEMA.field(one) for one in ("key", "captions", "error")]))
-    return Rows(src, table, path.parent, fingerprint(path))
+    table = pa.table(_parsed(cells, TableColumns("", {column: column for column in columns}), rows, ()))
+    empty = pc.and_(pc.is_null(table.column("error")), pc.equal(pc.list_value_length(table.column("captions")), 0))
+    error = pc.if_else(empty, "no text", table.column("error"))
+    keys = pa.array([b"%d" % n for n in rows], pa.large_binary())
+    return Rows(
+        src,
+        pa.table({"key": keys, "captions": table.column("captions"), "error": error}),
+        path.parent,
+        fingerprint(path),
+    )
 
 
 def has_images(source: Source) -> bool:

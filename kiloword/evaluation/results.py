@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from kiloword.data.columns import load_json
-from kiloword.data.layouts import values
 from kiloword.data.source import info_of
 from kiloword.files import write_json
 from kiloword.terminal import shown, warn
@@ -51,10 +50,13 @@ def write_results(
 def read_results(path: Path, name: str, what: str) -> dict[int | str, str]:
     """The texts of a result file by their ids. Errors: ValueError for another file, and for two texts of one id."""
     rows = load_json(path)
-    if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
+    if not isinstance(rows, list) or not rows:
         raise ValueError(f"{path} is no list of results. Expected objects with `{name}` and `{what}`.")
-    ids = [whole_number(value) for value in values(path, rows, "results", name, int, str)]
-    texts = values(path, rows, "results", what, str)
+    for n, row in enumerate(rows):
+        for key, kind in ((name, int | str), (what, str)):
+            if not isinstance(row, dict) or not isinstance(row.get(key), kind):
+                raise ValueError(f"{path}: results[{n}] has no key `{key}`, or its value is of another kind.")
+    ids, texts = [whole_number(row[name]) for row in rows], [row[what] for row in rows]
     if len(set(ids)) < len(ids):
         raise ValueError(f"{path} has two results of one {name}. Expected one.")
     return dict(zip(ids, texts, strict=True))
