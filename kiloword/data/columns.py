@@ -86,8 +86,9 @@ def read_columns(path: Path | str, *names: str) -> list[list[str]]:
         table = known or read_table(path, names)[0]
     columns = [[c.decode(errors="replace") if isinstance(c, bytes) else c for c in table[name]] for name in names]
     for name, cells in zip(names, columns, strict=True):
-        if not all(isinstance(cell, str) for cell in cells):
-            raise ValueError(f"{path}: a row has no {name}. Expected text in every row.")
+        for n, cell in enumerate(cells):
+            if not isinstance(cell, str):
+                raise ValueError(f"{path}: row {n} has no {name}. Expected text in every row.")
     return columns
 
 
