@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from kiloword.config.recipes import AugmentConfig, Resize
 from kiloword.config.settings import BaseSettings, about, read_config
-from kiloword.data.images.views import MOST, in_words, of_images
+from kiloword.data.images.views import MOST, changes, in_words
 from kiloword.data.reading import EMBEDDED
 from kiloword.data.source import key_of, question, texts_of
 from kiloword.randomness import Draw, key
@@ -76,7 +76,7 @@ class StoreFile(TableSettings):
     @property
     def augmented(self) -> bool:
         """Whether images are augmented views."""
-        return of_images(self.augment) != of_images(AugmentConfig())
+        return bool(changes(self.augment))
 
     @property
     def shown(self) -> str:
