@@ -64,9 +64,7 @@ class Augmented:
         """The views at a size; without augmentation the image as evaluation sees it.
 
         Args: by_key: draw by the image's key, not by its row, so that a run whose rows are others draws the same.
-        Raises: ValueError as `check`.
         """
-        self.check()
         drawn = TrainTransform(size, self.augment, resize, natural=natural)
         return replace(self, transform=drawn if changes(self.augment) else EvalTransform(size, resize), by_key=by_key)
 
