@@ -20,8 +20,7 @@ from kiloword.methods.registry import preset
 from kiloword.model.model import Model
 from kiloword.model.trunks.trunk import Trunk
 from kiloword.models.build import build
-from kiloword.stores.embed import EmbedOptions
-from kiloword.stores.embed_tokens import embed_tokens
+from kiloword.stores.embed import EmbedOptions, embed_tokens
 from kiloword.stores.tokens import TokenKind
 from kiloword.types import Source
 

@@ -63,7 +63,7 @@ def embed(
     """
     from kiloword.config.recipes import DataConfig
     from kiloword.data.images.views import Augmented
-    from kiloword.stores import embed, embed_tokens
+    from kiloword.stores import embed
 
     augmented = Augmented(views, augment, seed)
     options = embed.EmbedOptions(
@@ -80,11 +80,9 @@ def embed(
     if tokens:
         if name != "teacher" or resize is not None or dim is not None:
             raise ValueError("--name, --resize and --dim are for features, not for tokens: omit them, or --tokens.")
-        embed_tokens.main(read, out, options, workers, device, trust)
-        return
-    if dtype == "int8":
+    elif dtype == "int8":
         raise ValueError("--dtype int8 is for tokens: add --tokens, or omit it.")
-    embed.main(read, out, options, workers, device, trust)
+    embed.main(read, out, options, workers, device, trust, tokens)
 
 
 def audit(

@@ -15,6 +15,7 @@ from kiloword.data.images.augmentation import EvalTransform
 from kiloword.data.images.decode import Pixels, decode
 from kiloword.data.reading import ImageTransform
 from kiloword.distributed.device import choose
+from kiloword.errors import needs
 from kiloword.generation.captioner import Caption, Captioner, unique
 from kiloword.generation.decoding import writer
 from kiloword.generation.options import GenerationOptions
@@ -22,9 +23,10 @@ from kiloword.interop.hf_clip import KINDS
 from kiloword.interop.hf_folder import check_strangers, json_object, weight_files
 from kiloword.interop.names import local_folder
 from kiloword.interop.open_clip_config import torchvision_ready
-from kiloword.models.model_folder import model_files, open_model
+from kiloword.model.trunks.libraries import check_like
+from kiloword.models.model_folder import check_finite, model_files, open_model
 from kiloword.models.trust import NONE, Trust
-from kiloword.stores.teachers import DTYPES, digest, from_folder
+from kiloword.stores.teachers import DTYPES, digest
 
 WRITERS = (
     "expected a model folder with a text decoder (coca, sycoca or any with +caption), open_clip:coca_NAME:FILE, or a "
@@ -104,9 +106,7 @@ class TransformersCaptioner:
     def __init__(self, folder: Path, device: str, precision: str) -> None:
         files = _files(folder)
         torchvision_ready()
-        self._model, processor = from_folder(
-            folder, "captioner", ("AutoModelForImageTextToText", "AutoProcessor"), device, precision
-        )
+        self._model, processor = _opened(folder, device, precision)
         self.precision, self._kind, self._device = precision, DTYPES[precision], device
         self._tokenizer = getattr(processor, "tokenizer", processor)
         self.transform: ImageTransform = _prepare(folder, getattr(processor, "image_processor", processor))
@@ -150,6 +150,33 @@ class TransformersCaptioner:
             rest[:, 0] = False
         total = logprob.float().masked_fill(rest, 0).sum(1)
         return [float(x) for x in total / (~rest).sum(1).clamp(min=1) ** options.length_penalty]
+
+
+def _opened(folder: Path, device: str, precision: str) -> tuple[Any, Any]:
+    """A captioner in eval mode, and its processor, that transformers opens (extra "hf"); runs no foreign code.
+
+    Raises: ValueError without transformers, for a folder of something else, and for weights that are not finite.
+    """
+    torchvision_ready()
+    try:
+        import transformers  # type: ignore[import-not-found, unused-ignore]
+
+        model_class, other_class = transformers.AutoModelForImageTextToText, transformers.AutoProcessor
+    except (ImportError, AttributeError):  # classes are imported at first use; old versions lack some
+        raise ValueError(needs(f"hf:{folder}", "transformers", "hf")) from None
+    local_only: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    try:
+        model, info = model_class.from_pretrained(
+            str(folder), use_safetensors=True, output_loading_info=True, **local_only
+        )
+        other = other_class.from_pretrained(str(folder), **local_only)
+    except Exception as error:  # a damaged file can raise almost anything
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(f"{folder} holds no captioner that transformers can open: {reason}") from error
+    versions_differ: dict[str, Any] = {"unexpected_keys": ()}
+    check_like(folder, {**info, **versions_differ}, list(model.state_dict()), model.base_model_prefix)
+    check_finite(model.state_dict(), str(folder))
+    return model.to(device=device, dtype=DTYPES[precision]).eval(), other
 
 
 def arguments(options: GenerationOptions) -> dict[str, Any]:

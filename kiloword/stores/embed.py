@@ -1,10 +1,17 @@
-"""A teacher's features of a whole data set, once, into a store: what `kiloword embed` does."""
+"""Features or tokens of a whole data set, once, into stores: what `kiloword embed` does.
+
+Tokens of an image are computed in a group of 32 rows of the data at its place there, whatever the batch is and wherever
+a command was interrupted, as kernels round by the number of images. Captions are computed with those of the same 32
+rows.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
@@ -12,31 +19,51 @@ import numpy as np
 import pyarrow.parquet as pq
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from kiloword.config.recipes import DataConfig, Resize
 from kiloword.data.edits import every_row, origin, origins
 from kiloword.data.images.augmentation import check_resize
 from kiloword.data.images.views import PLAIN, Augmented
 from kiloword.data.open import open_data
-from kiloword.data.reading import EvalBatch, eval_batches
+from kiloword.data.reading import EvalBatch, captions_at, eval_batches, name_of
 from kiloword.data.rows import key_bytes
-from kiloword.data.stored import STORE, Kind, StoredSource, StoreFile
+from kiloword.data.stored import STORE, StoredSource, StoreFile
+from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.distributed.by_device import announce, workers_of
-from kiloword.distributed.device import choose
+from kiloword.distributed.device import choose, precision_of
 from kiloword.distributed.sharing import alone, is_first, together
 from kiloword.errors import naming_truncated
 from kiloword.files import Lock, atomic
+from kiloword.model.encoding import inference
+from kiloword.model.model import Model
 from kiloword.model.prefix import check_dim, check_prefix
 from kiloword.models.trust import NONE, Trust
 from kiloword.stores.features import FeatureStore, check_name
 from kiloword.stores.joins import caption_origins
 from kiloword.stores.pieces import PieceWriter, Rows, fill, read_table, resumed, rows_table, say_bad
+from kiloword.stores.runs import trunk_digest, trunk_of
 from kiloword.stores.store import KEYS, SCHEMA, WHAT, Store, columns_of, found_by, place_of
-from kiloword.stores.teachers import KilowordTeacher, SentenceTeacher, Teacher, open_teacher, prefix_fingerprint
+from kiloword.stores.teachers import (
+    KilowordTeacher,
+    SentenceTeacher,
+    Teacher,
+    open_teacher,
+    open_tower,
+    prefix_fingerprint,
+    trunk_tokens,
+)
+from kiloword.stores.tokens import ImageTokens, TextTokens, TokenKind, quantised, tokenizer_digest
 from kiloword.terminal import say, warn
-from kiloword.types import Source
+from kiloword.types import BadSample, Skipped, Source
 
-PART = 4096  # rows in a piece: an interruption costs seconds of work
+PART = 4096  # rows in a piece of features, or of tokens of images, at most: an interruption costs seconds of work
+TEXT_PART = 512  # of tokens of captions
+PART_BYTES = 1 << 25  # of tokens of images in a piece, at most
+TOGETHER = 32  # rows of the data whose tokens are computed together
+HALF_MAX = 65504.0
+Cells = list[dict[str, Any]]
+"""Of each row of a batch that is not bad, further cells of `store.SCHEMA`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,43 +86,132 @@ class EmbedOptions:
     dim: int | None = None
 
 
+def main(
+    data: DataConfig,
+    out: Path,
+    options: EmbedOptions,
+    workers: int | Literal["auto"],
+    device: str,
+    trust: Trust = NONE,
+    tokens: bool = False,
+) -> None:
+    """Run and print `kiloword embed`, with `tokens` that of a tower's tokens. Ranks of torchrun share the rows.
+
+    The precision is part of the store's identity and does not depend on the device, so that any can resume.
+
+    Errors: see `open_teacher`, `open_tower`, `open_data` and `embed`.
+    """
+    options.augmented.check()
+    device = choose(device)
+    with together(device):
+        makers = list[Callable[[Source, EmbedOptions], Maker]]()
+        if tokens:
+            model, tokenizer, note = open_tower(options.model, trust)
+            model, size = model.to(device), model.config.image.size
+            reads: list[TokenKind] = [kind for kind in ("images", "texts") if trunk_of(model, kind) is not None]
+            makers = [partial(_token_maker, model, tokenizer, kind) for kind in reads]
+        else:
+            teacher = open_teacher(options.model, device, options.precision, trust)
+            size, makers, reads, note = teacher.size, [partial(_Features, teacher)], ["images", "texts"], ""
+            if isinstance(teacher, SentenceTeacher):
+                reads = ["texts"]
+                note = "note: the model encodes texts alone: features of images are zeros, which match nothing."
+            elif options.dim is not None:
+                unknown = "nothing says that the model was trained on prefixes of its features."
+                said = check_prefix(teacher.model, options.dim) if isinstance(teacher, KilowordTeacher) else unknown
+                note = f"note: {said}" if said else ""
+        if note:
+            warn(note)
+        if reads == ["texts"] and (options.resize is not None or options.augmented != PLAIN):
+            raise ValueError(
+                f"{options.model} reads texts, which --resize, --views and --augment do not change: omit them."
+            )
+        if reads == ["images"] and data.extra_captions:
+            raise ValueError(f"{options.model} reads images, which --extra-captions does not change: omit it.")
+        options = replace(options, workers=workers_of(workers, device, options.batch * options.augmented.views, size))
+        announce(device, options.precision, "on every device, unless given", options.workers)
+        source = open_data(data, size)
+        for make in makers:
+            maker = make(source, options)
+            if maker.write(out, sys.stderr):
+                say(f"{out}: {maker.store(out)}")
+
+
+def embed(
+    teacher: Teacher, source: Source, out: Path | str, report: TextIO | None = None, **options: Any
+) -> FeatureStore | None:
+    """Compute features of every readable image, or of views of it, and of all its captions; resumes in `out`.
+
+    Ranks share the rows; only the first one writes and returns the store.
+
+    Args: source: in a mixture every row of each source is embedded, whatever its weight; report: receives progress and
+    bad rows; options: of `EmbedOptions`; views are drawn by the image's key.
+    Errors: ValueError when `out` holds something else, or no row is usable.
+    """
+    return FeatureStore(out) if _Features(teacher, source, EmbedOptions(**options)).write(out, report) else None
+
+
+def embed_tokens(
+    model: Model,
+    tokenizer: Tokenizer | None,
+    kind: TokenKind,
+    source: Source,
+    out: Path | str,
+    options: EmbedOptions,
+    report: TextIO | None = None,
+) -> ImageTokens | TextTokens | None:
+    """As `embed`, tokens of every readable image, or of all captions, by the trunk of a model.
+
+    Args: tokenizer: of texts; out: folder of features, which gets a folder `images` or `texts`.
+    """
+    maker = _token_maker(model, tokenizer, kind, source, options)
+    return maker.store(out) if maker.write(out, report) else None
+
+
+def _token_maker(
+    model: Model, tokenizer: Tokenizer | None, kind: TokenKind, source: Source, options: EmbedOptions
+) -> _ImageTokens | _TextTokens:
+    if kind == "images":
+        return _ImageTokens(model, source, options)
+    assert tokenizer is not None
+    return _TextTokens(model, tokenizer, source, options)
+
+
 class Maker:
     """What is made of the rows of a source: `file` says what, `store` reads it, `batch` rows are read at once."""
 
-    file: StoreFile
     store: type[Store]
+    views: Augmented
 
-    def __init__(self, source: Source, options: EmbedOptions) -> None:
-        self.source, self.options, self.batch = every_row(source), options, options.batch
-        self.numbers = {(base.name, base.fingerprint): n for n, base in enumerate(origins(self.source))}
-
-    def read(self, batches: list[range]) -> Iterator[EvalBatch]:
-        """Batches of rows. Args: batches: each within a piece."""
-        raise NotImplementedError
-
-    def rows(self, batch: EvalBatch) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        """For each row of a batch that is not bad further cells of `store.SCHEMA`; and its values in the columns.
-
-        Raises: ValueError for values that cannot be stored.
-        """
-        raise NotImplementedError
-
-    def about(self, kind: Kind, weights: str, **more: Any) -> StoreFile:
-        """The settings of the store."""
+    def __init__(self, source: Source, options: EmbedOptions, batch: int, weights: str, **more: Any) -> None:
+        self.source, self.batch, self.workers = every_row(source), batch, options.workers
         bases = origins(self.source)
-        return StoreFile(
-            kind=kind,
-            model=self.options.model,
+        self.numbers = {(base.name, base.fingerprint): n for n, base in enumerate(bases)}
+        self.file = StoreFile(
+            kind=self.store.kind,
+            model=options.model,
             weights=weights,
-            precision=self.options.precision,
-            dtype=self.options.dtype,
+            precision=options.precision,
+            dtype=options.dtype,
             data=self.source.name,
             fingerprint=self.source.fingerprint,
             rows=len(self.source),
             sources=tuple(StoredSource(name=one.name, fingerprint=one.fingerprint, rows=len(one)) for one in bases),
-            captions=() if kind == "images" else tuple(sorted(caption_origins(self.source))),
+            captions=() if self.store.kind == "images" else tuple(sorted(caption_origins(self.source))),
             **more,
         )
+
+    def read(self, batches: list[range]) -> Iterator[EvalBatch]:
+        """Batches of rows. Args: batches: each within a piece."""
+        how: dict[str, Any] = {"batch": self.batch, "workers": self.workers, "parts": batches, "transform": self.views}
+        return eval_batches(self.source, self.views.size, captions=self.store.kind == "features", **how)
+
+    def rows(self, batch: EvalBatch) -> tuple[Cells, dict[str, Any]]:
+        """What is made of the rows of a batch that are not bad: cells, and values of the columns.
+
+        Raises: ValueError for values that cannot be stored.
+        """
+        raise NotImplementedError
 
     def _placed(self, batch: EvalBatch) -> Rows:
         """The rows of a batch in the store, also bad ones."""
@@ -111,8 +227,8 @@ class Maker:
 
     def write(self, out: Path | str, report: TextIO | None) -> bool:
         """Fill and finish the store in a folder. Returns: whether this rank, the first one, has written it."""
-        if self.options.batch < 1:
-            raise ValueError(f"--batch is {self.options.batch}: expected at least 1.")
+        if self.batch < 1:
+            raise ValueError(f"--batch is {self.batch}: expected at least 1.")
         with naming_truncated():
             if not is_first():
                 fill(None, self.source, self.batch, self.read, self._placed, report)
@@ -137,37 +253,22 @@ class Maker:
         return True
 
 
-def embed(
-    teacher: Teacher, source: Source, out: Path | str, report: TextIO | None = None, **options: Any
-) -> FeatureStore | None:
-    """Compute features of every readable image, or of views of it, and of all its captions; resumes in `out`.
-
-    Ranks share the rows; only the first one writes and returns the store.
-
-    Args: source: in a mixture every row of each source is embedded, whatever its weight; report: receives progress and
-    bad rows; options: of `EmbedOptions`; views are drawn by the image's key.
-    Errors: ValueError when `out` holds something else, or no row is usable.
-    """
-    return FeatureStore(out) if _Features(teacher, source, EmbedOptions(**options)).write(out, report) else None
-
-
 class _Features(Maker):
     store = FeatureStore
 
     def __init__(self, teacher: Teacher, source: Source, options: EmbedOptions) -> None:
-        super().__init__(source, options)
         self.teacher, drawn = teacher, options.augmented
         check_name(options.name)
-        natural = getattr(self.source, "natural", True)
+        natural = getattr(source, "natural", True)
         if not natural and (drawn.augment.crop < 1 or drawn.augment.flip > 0):
             raise ValueError(
                 f"images of {source.name} are neither cropped nor mirrored, as their captions speak of places: omit "
                 "--augment.crop and --augment.flip."
             )
-        self.resize, weights = options.resize or teacher.resize, teacher.fingerprint
-        if self.resize != teacher.resize:
-            check_resize(teacher.size, self.resize)
-            weights += f" resize {self.resize}"
+        resize, weights = options.resize or teacher.resize, teacher.fingerprint
+        if resize != teacher.resize:
+            check_resize(teacher.size, resize)
+            weights += f" resize {resize}"
         with alone():
             blank = torch.zeros(1, 3, teacher.size, teacher.size, dtype=torch.uint8)
             size, of_texts = (values.shape[1] for values in (teacher.encode_images(blank), teacher.encode_texts(["a"])))
@@ -178,16 +279,12 @@ class _Features(Maker):
         self.dim = size if options.dim is None else options.dim
         check_dim(self.dim, size)
         weights = weights if self.dim == size else prefix_fingerprint(weights, self.dim)
-        self.views = drawn.of(teacher.size, self.resize, natural, by_key=True)
+        self.views = drawn.of(teacher.size, resize, natural, by_key=True)
         part = options.part or max(1, PART // drawn.views)
-        more = {"views": drawn.views, "seed": drawn.seed, "augment": drawn.augment, "part": part}
-        self.file = self.about("features", weights, name=options.name, width=self.dim, **more)
+        more = {"views": drawn.views, "seed": drawn.seed, "augment": drawn.augment, "name": options.name}
+        super().__init__(source, options, options.batch, weights, width=self.dim, part=part, **more)
 
-    def read(self, batches: list[range]) -> Iterator[EvalBatch]:
-        size, options = self.teacher.size, self.options
-        return eval_batches(self.source, size, self.resize, options.batch, options.workers, batches, self.views)
-
-    def rows(self, batch: EvalBatch) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    def rows(self, batch: EvalBatch) -> tuple[Cells, dict[str, Any]]:
         captions = [caption for of_image in batch.captions for caption in of_image]
         of_views = [self.teacher.encode_images(view.contiguous()) for view in batch.images.unbind(1)]
         features = {"images": torch.stack(of_views, 1), "texts": self.teacher.encode_texts(captions)}
@@ -200,51 +297,92 @@ class _Features(Maker):
         return cells, {name: values.numpy() for name, values in features.items()}
 
 
-def of_teacher(
-    data: DataConfig, options: EmbedOptions, workers: int | Literal["auto"], device: str, trust: Trust
-) -> Iterator[Maker]:
-    """What makes features. Errors: see `open_teacher` and `open_data`."""
-    teacher = open_teacher(options.model, device, options.precision, trust)
-    of_texts = isinstance(teacher, SentenceTeacher)
-    if of_texts and (options.resize is not None or options.augmented != PLAIN):
-        raise ValueError(
-            f"{options.model} reads texts, which --resize, --views and --augment do not change: omit them."
-        )
-    if options.dim is not None:
-        unknown = "nothing says that the model was trained on prefixes of its features."
-        if note := check_prefix(teacher.model, options.dim) if isinstance(teacher, KilowordTeacher) else unknown:
-            warn(f"note: {note}")
-    if of_texts:
-        say("note: the model encodes texts alone: features of images are zeros, which match nothing.")
-    options = settled(options, workers, device, teacher.size)
-    yield _Features(teacher, open_data(data, teacher.size), options)
+class _Tokens(Maker):
+    """Tokens of a trunk. `batch` and pieces are whole groups of TOGETHER rows."""
+
+    def __init__(self, model: Model, source: Source, options: EmbedOptions, **more: Any) -> None:
+        self.model = model
+        batch = -(-options.batch // TOGETHER) * TOGETHER
+        super().__init__(source, options, batch, trunk_digest(model, self.store.kind), **more)
+
+    def rows(self, batch: EvalBatch) -> tuple[Cells, dict[str, Any]]:
+        with inference(self.model), precision_of(self.file.precision, self.model.device.type)():
+            groups = groupby(range(len(batch.rows)), lambda n: batch.rows[n] // TOGETHER)
+            made = [self.group(batch, list(group)) for _, group in groups]
+        tokens = np.concatenate([values for _, values in made])
+        columns = {"tokens": tokens}
+        if self.file.dtype == "int8":
+            columns["tokens"], columns["scales"] = quantised(tokens)
+        return [cell for cells, _ in made for cell in cells], columns
+
+    def group(self, batch: EvalBatch, which: list[int]) -> tuple[Cells, Any]:
+        """Further cells, and tokens [..., W], of some rows of a batch that lie together."""
+        raise NotImplementedError
+
+    def checked(self, tokens: Tensor, row: int) -> Any:
+        """Tokens as an array. Raises: ValueError for NaN, infinite and too large ones."""
+        values = tokens.float().cpu().numpy()
+        largest = float(np.abs(values).max(initial=0.0))
+        if not np.isfinite(largest):
+            raise ValueError(f"the tower's tokens are NaN or infinite, near row {row}.")
+        if largest > HALF_MAX and self.file.dtype != "fp32":
+            raise ValueError(
+                f"the tower's tokens reach {largest:.3g}, near row {row}, more than fp16 has: use --dtype fp32."
+            )
+        return values
 
 
-def settled(options: EmbedOptions, workers: int | Literal["auto"], device: str, size: int) -> EmbedOptions:
-    """The options with their number of workers, which is printed. Args: size: of images."""
-    number = workers_of(workers, device, options.batch * options.augmented.views, size)
-    announce(device, options.precision, "on every device, unless given", number)
-    return replace(options, workers=number)
+class _ImageTokens(_Tokens):
+    store: type[ImageTokens] = ImageTokens
+
+    def __init__(self, model: Model, source: Source, options: EmbedOptions) -> None:
+        drawn, config = options.augmented, model.config
+        size, resize, trunk = config.image.size, config.preprocess.resize, config.image.trunk
+        self.views = drawn.of(size, resize, getattr(source, "natural", True))
+        tokens = trunk.prefix + trunk.grid**2
+        bytes_of_row = drawn.views * tokens * trunk.width * {"fp16": 2, "fp32": 4, "int8": 1}[options.dtype]
+        part = options.part or min(PART, max(1, PART_BYTES // bytes_of_row // TOGETHER) * TOGETHER)
+        more = {"views": drawn.views, "seed": drawn.seed, "augment": drawn.augment, "size": size, "resize": resize}
+        super().__init__(model, source, options, width=trunk.width, part=part, tokens=tokens, **more)
+
+    def group(self, batch: EvalBatch, which: list[int]) -> tuple[Cells, Any]:
+        file, places = self.file, [batch.rows[n] % TOGETHER for n in which]
+        trunk: Any = self.model.image_tower.trunk
+        tokens = np.empty((len(which), file.views, file.tokens, file.width), np.float32)
+        for view in range(file.views):
+            filled = torch.zeros(TOGETHER, *batch.images.shape[2:], dtype=torch.uint8)
+            filled[places] = batch.images[which, view]
+            computed = trunk(self.model.normalise(filled.to(self.model.device)))
+            tokens[:, view] = self.checked(computed, batch.rows[which[0]])[places]
+        return [{} for _ in which], tokens.reshape(-1, file.width)
 
 
-def main(
-    data: DataConfig,
-    out: Path,
-    options: EmbedOptions,
-    workers: int | Literal["auto"],
-    device: str,
-    trust: Trust = NONE,
-    makers: Callable[..., Iterable[Maker]] = of_teacher,
-) -> None:
-    """Run and print `kiloword embed`. Ranks of torchrun share the rows.
+class _TextTokens(_Tokens):
+    store: type[TextTokens] = TextTokens
 
-    The precision is part of the store's identity and does not depend on the device, so that any can resume.
+    def __init__(self, model: Model, tokenizer: Tokenizer, source: Source, options: EmbedOptions) -> None:
+        self.tokenizer, config, part = tokenizer, model.config.text, options.part or TEXT_PART
+        more = {"context": config.context, "tokenizer": tokenizer_digest(tokenizer)}
+        super().__init__(model, source, options, width=config.trunk.width, part=part, **more)
 
-    Args: makers: see `of_teacher`. Errors: see `open_teacher`, `open_data` and `embed`.
-    """
-    options.augmented.check()
-    device = choose(device)
-    with together(device):
-        for maker in makers(data, options, workers, device, trust):
-            if maker.write(out, sys.stderr):
-                say(f"{out}: {maker.store(out)}")
+    def read(self, batches: list[range]) -> Iterator[EvalBatch]:
+        """Captions without images."""
+        for rows in batches:
+            batch = EvalBatch([], [], torch.empty(0), [], None, [], [])
+            for row in rows:
+                try:
+                    if not (captions := captions_at(self.source, row)):
+                        raise BadSample("no caption")
+                except BadSample as error:
+                    batch.skipped.append(Skipped(row, name_of(self.source, row), str(error)))
+                    continue
+                batch.captions.append(captions)
+                batch.rows.append(row)
+            yield batch
+
+    def group(self, batch: EvalBatch, which: list[int]) -> tuple[Cells, Any]:
+        texts, computed = trunk_tokens(self.model, self.tokenizer, [t for n in which for t in batch.captions[n]])
+        lengths = iter(texts.starts.diff().tolist())
+        captions = [list(map(key_bytes, batch.captions[n])) for n in which]
+        cells = [{"captions": of_row, "lengths": [next(lengths) for _ in of_row]} for of_row in captions]
+        return cells, self.checked(computed, batch.rows[which[0]])

@@ -6,27 +6,29 @@ import hashlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kiloword.config.recipes import Resize
-from kiloword.distributed.device import choose
-from kiloword.errors import needs, note_truncated
+from kiloword.config.recipes import Resize, sizes
+from kiloword.data.text.tokenizer import Tokenizer
+from kiloword.distributed.device import choose, precision_of
+from kiloword.interop import text_towers, towers
 from kiloword.interop.hf_folder import is_sentence_encoder, read_sentence_folder
 from kiloword.interop.names import local_folder
-from kiloword.interop.open_clip_config import Unlike, preprocess_of, raw_config, torchvision_ready
+from kiloword.interop.open_clip_config import Unlike, preprocess_of, raw_config
+from kiloword.methods.registry import preset
 from kiloword.model.encoding import TEXTS, encode_texts, inference
-from kiloword.model.trunks.libraries import check_like
+from kiloword.model.model import Model
+from kiloword.models.build import build
 from kiloword.models.model_folder import check_finite, load_model, model_files
 from kiloword.models.trust import NONE, Trust
-
-if TYPE_CHECKING:
-    from kiloword.data.text.tokenizer import Tokenizer
-    from kiloword.model.model import Model
+from kiloword.stores.runs import is_model_folder, trunk_of
+from kiloword.types import Texts
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -129,7 +131,7 @@ class OpenClip:
 
 
 class SentenceTeacher:
-    """An encoder of texts alone, run by transformers (extra "hf"); features of images are zeros, which match nothing.
+    """An encoder of texts alone; features of images are zeros, which match nothing.
 
     Tokens are pooled as the folder says (CLIP-C's neighbours, arXiv:2407.01408: MiniLM, by their mean).
     """
@@ -138,75 +140,77 @@ class SentenceTeacher:
     resize: Resize = "shortest"
 
     def __init__(self, folder: Path, device: str, precision: str) -> None:
-        self._sentence = read_sentence_folder(folder)
-        self._device, classes = device, ("AutoModel", "AutoTokenizer")
-        self._model, self._tokenizer = from_folder(folder, "text encoder", classes, device, precision)
-        self._dim = self.encode_texts(["a"]).shape[1]
-        self.fingerprint = digest(self._sentence.files)
+        read = read_sentence_folder(folder)
+        self.fingerprint, self._pooling = digest(read.files), read.pooling
+        model, tokenizer, _ = open_tower(f"hf:{folder}")
+        assert tokenizer is not None
+        self._tokenizer = tokenizer
+        self._model, self._precision = model.to(device), precision_of(precision, device)
 
     def encode_images(self, images: Tensor) -> Tensor:
-        """Zeros [n, D]."""
-        return torch.zeros(len(images), self._dim)
+        """Zeros [n, W]."""
+        return torch.zeros(len(images), self._model.config.text.trunk.width)
 
     def encode_texts(self, texts: Sequence[str]) -> Tensor:
-        """t texts to float32 [t, D] on the CPU, unit norm; t may be 0."""
-        with torch.inference_mode():
-            return _in_parts(self._pooled, texts)
+        """t texts to float32 [t, W] on the CPU, unit norm; t may be 0."""
+        return _in_parts(self._pooled, texts)
 
     def _pooled(self, texts: list[str]) -> Tensor:
-        if self._sentence.lower:
-            texts = [text.lower() for text in texts]
-        inputs = _tokens(self._tokenizer, texts, self._sentence.context).to(self._device)
-        tokens: Tensor = self._model(**inputs).last_hidden_state.float()  # [t, L, D]
-        if self._sentence.pooling == "cls":
-            return tokens[:, 0]
-        mask = inputs["attention_mask"][..., None].bool()
-        if self._sentence.pooling == "max":
-            return tokens.masked_fill(~mask, -torch.inf).amax(1)
-        mean: Tensor = tokens.masked_fill(~mask, 0).sum(1) / mask.sum(1).clamp(min=1)
-        return mean
+        with inference(self._model), self._precision():
+            packed, tokens = trunk_tokens(self._model, self._tokenizer, texts)
+        starts = packed.starts
+        if self._pooling == "cls":
+            return tokens[starts[:-1]]
+        return torch.segment_reduce(tokens.float(), self._pooling, lengths=starts.diff())
 
 
-def _tokens(tokenizer: Any, texts: list[str], context: int) -> Any:
-    """What a tokenizer of transformers makes of texts; those that it truncates are noted."""
-    tokens = tokenizer(texts, padding=True, truncation=True, max_length=context, return_tensors="pt")
-    for text, encoding in zip(texts, getattr(tokens, "encodings", None) or (), strict=False):  # not of slow tokenizers
-        if encoding.overflowing:
-            note_truncated(text, len(encoding.ids) + sum(len(rest.ids) for rest in encoding.overflowing), context)
-    return tokens
+def open_tower(tower: str, trust: Trust = NONE) -> tuple[Model, Tokenizer | None, str]:
+    """A model with the towers of other libraries that the user named, its tokenizer, and a message about the weights.
+
+    Args: tower: as `--image-tower` or `--text-tower` of train take it, or a model folder.
+    Raises: ValueError for a tower that does not exist or whose weights are not named, and for a model folder without
+    such towers.
+    """
+    if is_model_folder(tower):
+        loaded = load_model(Path(tower).expanduser(), trust=trust)
+        if trunk_of(loaded[0], "images") is None and trunk_of(loaded[0], "texts") is None:
+            raise ValueError(f"{tower} has no tower of another library: omit --tokens for features of its own towers.")
+        return *loaded, ""
+    towers.check_weights_named(tower)
+    config, tokenizer, errors = sizes()["top"], None, list[str]()
+    try:
+        config = towers.with_image_tower(config, tower)
+    except ValueError as error:
+        errors.append(str(error))
+    try:
+        config, tokenizer = text_towers.with_text_tower(config, tower), text_towers.tokenizer_of(tower)
+        text_config = replace(config.text, vocab=tokenizer.vocab, special=tokenizer.roles.ids())
+        config = replace(config, text=text_config)
+    except ValueError as error:
+        errors.append(str(error))
+    if len(errors) == 2:
+        raise ValueError(f"{tower[:200]} is no tower. Of images: {errors[0]} Of texts: {errors[1]}")
+    of_image, of_text = (tower if x.trunk.name else "" for x in (config.image, config.text))
+    towers.check_declared(config, of_image, of_text)
+    model = build(config, preset("clip"))
+    image, text = trunk_of(model, "images"), trunk_of(model, "texts")
+    lines = [] if image is None else [towers.load(image, tower, "image tower")]
+    lines += [] if text is None else [text_towers.load(text, tower)]
+    return model, tokenizer, " ".join(lines)
+
+
+def trunk_tokens(model: Model, tokenizer: Tokenizer, texts: Sequence[str]) -> tuple[Texts, Tensor]:
+    """Texts, and their S tokens of the text tower's trunk [S, W], without the model's own extra tokens."""
+    packed = tokenizer.encode(texts, replace(model.config.text, extra_tokens=())).to(model.device)
+    trunk = trunk_of(model, "texts")
+    assert trunk is not None
+    tokens: Tensor = trunk(packed, model.text_tower.packing(packed))
+    return packed, tokens[: len(packed.ids)]
 
 
 def prefix_fingerprint(fingerprint: str, dim: int) -> str:
     """The fingerprint of a teacher of the first `dim` numbers of features."""
     return f"{fingerprint} dim {dim}"
-
-
-def from_folder(folder: Path, what: str, classes: tuple[str, str], device: str, precision: str) -> tuple[Any, Any]:
-    """A model in eval mode, and its tokenizer or processor, that transformers opens (extra "hf"); runs no foreign code.
-
-    Raises: ValueError without transformers, for a folder of something else, and for weights that are not finite.
-    """
-    torchvision_ready()
-    try:
-        import transformers  # type: ignore[import-not-found, unused-ignore]
-
-        model_class, other_class = (getattr(transformers, name) for name in classes)
-    except (ImportError, AttributeError):  # classes are imported at first use; old versions lack some
-        raise ValueError(needs(f"hf:{folder}", "transformers", "hf")) from None
-    local_only: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-    try:
-        model, info = model_class.from_pretrained(
-            str(folder), use_safetensors=True, output_loading_info=True, **local_only
-        )
-        other = other_class.from_pretrained(str(folder), **local_only)
-    except Exception as error:  # a damaged file can raise almost anything
-        reason = " ".join(str(error).split())[:200]
-        raise ValueError(f"{folder} holds no {what} that transformers can open: {reason}") from error
-    ignored = {} if classes[1] == "AutoTokenizer" else {"unexpected_keys": ()}  # in captioners, versions differ
-    expected = [name for name in model.state_dict() if not name.startswith("pooler.")]  # nothing reads it
-    check_like(folder, {**info, **ignored}, expected, model.base_model_prefix)
-    check_finite(model.state_dict(), str(folder))
-    return model.to(device=device, dtype=DTYPES[precision]).eval(), other
 
 
 @contextmanager

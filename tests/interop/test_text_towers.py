@@ -180,7 +180,7 @@ def test_a_config_that_declares_too_much_allocates_nothing(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Numbers within their limits are a terabyte together: they are compared with the files first."""
-    for build_in in ("kiloword.training.setup.build", "kiloword.stores.embed_tokens.build"):
+    for build_in in ("kiloword.training.setup.build", "kiloword.stores.teachers.build"):
         monkeypatch.setattr(build_in, lambda *_: pytest.fail("the tower was allocated"))
     _unlike(folder, intermediate_size=1 << 22)
     rest = ["--data", "scenes?n=64", "--workers", "0", "--out", str(tmp_path / "out")]

@@ -17,7 +17,7 @@ from kiloword.stores.features import FeatureStore
 from kiloword.stores.teachers import open_teacher
 
 TEXTS = ["a red circle", "Two blue squares and a star", "a", "star " * 40]
-WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "a", "red", "circle", "two", "blue", "squares", "and", "star"]
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "red", "circle", "two", "blue", "squares", "and", "star"]
 MODULES = [("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize")]
 
 
@@ -102,7 +102,7 @@ def test_partners_are_those_of_the_sentences(
     """From the encoder to a run whose partners have the nearest captions (CLIP-C's ablation)."""
     store = tmp_path / "store"
     main(["embed", f"hf:{bert[0]}", "--data", "scenes?n=12", "--out", str(store), "--device", "cpu"])
-    assert "encodes texts alone" in capsys.readouterr().out
+    assert "encodes texts alone" in capsys.readouterr().err
     table = FeatureStore(store)
     assert not np.asarray(table.images()).any()
     np.testing.assert_allclose(np.linalg.norm(np.asarray(table.texts(), np.float32), axis=1), 1, atol=1e-3)

@@ -25,8 +25,8 @@ from kiloword.methods.defaults import default_recipe
 from kiloword.model.encoding import inference
 from kiloword.randomness import Draw
 from kiloword.stores import runs as token_runs
-from kiloword.stores.embed import EmbedOptions
-from kiloword.stores.embed_tokens import embed_tokens, open_tower
+from kiloword.stores.embed import EmbedOptions, embed_tokens
+from kiloword.stores.teachers import open_tower
 from kiloword.stores.tokens import FoundImages, ImageTokens, TextTokens, TokenizerWithTokens, quantised, restored
 from kiloword.training.log import read_metrics
 from kiloword.training.loop import RunOptions, train

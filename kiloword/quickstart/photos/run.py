@@ -31,7 +31,7 @@ from kiloword.quickstart.photos.page import page, summary
 from kiloword.quickstart.photos.results import PhotoFacts, PhotoResults
 from kiloword.quickstart.run import seconds_in_loop
 from kiloword.stores.embed import EmbedOptions
-from kiloword.stores.embed_tokens import main as embed
+from kiloword.stores.embed import main as embed
 from kiloword.stores.tokens import Dtype, ImageTokens, TextTokens
 from kiloword.terminal import say, warn
 from kiloword.training import start
@@ -209,7 +209,7 @@ def extract(tower: str, names: Sequence[str], folder: Path, plan: PhotoPlan, vie
     augment = plan.augment if of_images and views > 1 else AugmentConfig()
     augmented = Augmented(views, augment, plan.seed) if augment != AugmentConfig() else PLAIN
     options = EmbedOptions(model=tower, dtype=DTYPE, augmented=augmented)
-    embed(DataConfig(sources=tuple(names)), folder, options, "auto", "auto")
+    embed(DataConfig(sources=tuple(names)), folder, options, "auto", "auto", tokens=True)
 
 
 def trained_on(recipe: Recipe, source: Source, out: Path, method: str) -> Trained:
