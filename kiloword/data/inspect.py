@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -53,18 +54,22 @@ def main(what: Literal["index", "check", "stats"], src: str, png: Path | None = 
     say(f"fingerprint {source.fingerprint}")
     if what == "index":
         indexed = index_beside(source) if isinstance(source, Rows) else None
-        if indexed is None:
-            say("nothing to index: only tars have one.")
-            return 0
-        path, damaged = indexed
-        say(f"index {path}: a remote set needs it beside its tars")
+        path, damaged = indexed or (None, 0)
+        say(f"index {path}: a remote set needs it beside its tars" if path else "nothing to index: only tars have one.")
         return damaged
+    found, names = stats(source, decoded=what == "check"), getattr(source, "classnames", None) or []
+    if what == "stats":
+        _print(found, names)
+    if found.bad or what == "check":
+        say(*left_out(found.bad, _SHOWN).lines())
+        say(
+            f"{len(found.bad):,} of {found.rows:,} samples are bad ({len(found.bad) / found.rows:.2%})"
+            if found.bad
+            else "all samples are good"
+        )
     if what == "check":
-        bad = check(source)
-        print_bad(bad, len(source))
-        return len(bad)
-    statistics = stats(source)
-    print_stats(statistics, getattr(source, "classnames", None))
+        return len(found.bad)
+    say("Only headers of images were read: `kiloword data check` decodes them, and names those that are cut.")
     if png:
         contact_sheet(source, png)
         say(f"samples: {png}")
@@ -114,31 +119,19 @@ def _look(source: Source, decoded: bool, chunk: int) -> list[Skipped | tuple[lis
     return found
 
 
-def print_bad(bad: list[Skipped], rows: int) -> None:
-    """Print the bad samples by reason, and their share."""
-    say(*left_out(bad, _SHOWN).lines())
-    say(f"{len(bad):,} of {rows:,} samples are bad ({len(bad) / rows:.2%})" if bad else "all samples are good")
-
-
-def print_stats(statistics: Stats, classnames: list[str] | None) -> None:
-    """Print counts, quantiles, classes and the most frequent captions."""
-    captions = statistics.texts.total()
-    say(f"images {len(statistics.measures[MEASURES[0]]):,}   captions {captions:,}   bad {len(statistics.bad):,}")
+def _print(found: Stats, classnames: Sequence[str]) -> None:
+    """Counts, quantiles, classes and the most frequent captions."""
+    captions = found.texts.total()
+    say(f"images {len(found.measures[MEASURES[0]]):,}   captions {captions:,}   bad {len(found.bad):,}")
     table = Table(*["", "least", "5%", "median", "95%", "most", "mean"], box=None, header_style="bold")
-    for name, values in statistics.measures.items():
+    for name, values in found.measures.items():
         if values:
             cells = [f"{q:,.0f}" for q in np.quantile(values, _QUANTILES)]
             table.add_row(name, *cells, f"{np.mean(values):,.1f}")
     Screen(soft_wrap=True).print(table)
-    for label, count in sorted(statistics.labels.items()):
-        name = classnames[label] if classnames and label < len(classnames) else ""
-        say(f"class {label} {name}: {count:,}")
+    for label, count in sorted(found.labels.items()):
+        say(f"class {label} {classnames[label] if label < len(classnames) else ''}: {count:,}")
     if captions:
-        extra = captions - len(statistics.texts)
+        extra = captions - len(found.texts)
         say(f"captions that repeat an earlier one: {extra:,} ({extra / captions:.2%})")
-    for text, count in statistics.texts.most_common(10):
-        if count > 1:
-            say(f"    {count:,} x {text[:100]}")
-    if statistics.bad:
-        print_bad(statistics.bad, statistics.rows)
-    say("Only headers of images were read: `kiloword data check` decodes them, and names those that are cut.")
+    say(*(f"    {count:,} x {text[:100]}" for text, count in found.texts.most_common(10) if count > 1))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -18,13 +18,6 @@ AnyImage = Image.Image | Pixels | str | Path | bytes
 """A Pillow image, uint8 [H, W, 3] (RGB) or [H, W] (grey), the path of a file, or an encoded file's bytes."""
 
 _HASHED = 8  # rows that the fingerprint covers
-
-
-class MapStyle(Protocol):
-    """A `torch.utils.data.Dataset` with a length: `dataset[i]` is an image and its caption, captions or class."""
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, row: int, /) -> tuple[Any, str | Sequence[str] | int | Sequence[int]]: ...
 
 
 class MapStyleSource:
@@ -42,7 +35,7 @@ class MapStyleSource:
 
     def __init__(
         self,
-        dataset: MapStyle,
+        dataset: Any,
         name: str = "dataset",
         fingerprint: str | None = None,
         classnames: Sequence[str] | None = None,
@@ -55,7 +48,7 @@ class MapStyleSource:
         named = (classnames or getattr(dataset, "classes", None)) if self._is_class_data else None
         self.classnames = list(named) if named else None
         self.templates = list(templates) if templates else None
-        self.fingerprint = _digest(self) if fingerprint is None else fingerprint
+        self.fingerprint = self._digest() if fingerprint is None else fingerprint
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -70,64 +63,63 @@ class MapStyleSource:
 
     def record(self, row: int) -> Record:
         """The sample as bytes or pixels. Raises BadSample with the reason."""
-        image, text = self._sample(row)
-        if self._is_class_data:
-            return Record(self.key(row), _stored(image), [], text)
-        captions: list[str] = text
-        record = Record(self.key(row), _stored(image), captions)
-        if not captions:
+        image, captions, label = self._sample(row)
+        record = Record(self.key(row), _stored(image), captions, label)
+        if not captions and not self._is_class_data:
             raise NoCaption(record)
         return record
 
-    def _sample(self, row: int) -> tuple[Any, Any]:
-        """The image, and its captions or label. Raises: BadSample."""
+    def _sample(self, row: int) -> tuple[AnyImage, list[str], int | LabelSet | None]:
         try:
             image, text = self.dataset[row]
-            return image, (_label if self._is_class_data else _captions)(text)
+            if not self._is_class_data:
+                return image, clean([text] if isinstance(text, str) else list(text)), None
+            if isinstance(text, list | tuple):
+                return image, [], label_set([int(index) for index in text])
+            if text is None or (_is_label(text) and text >= 0):
+                return image, [], None if text is None else int(text)
+            raise BadSample(f"class index is not a whole number: {str(text)[:20]!r}")
         except (BadSample, MemoryError):
             raise
-        except Exception as error:  # a user's class may raise anything; see `kiloword.data.loader.read`
+        except Exception as error:  # a user's class may raise anything; see `kiloword.data.reading.read`
             raise BadSample(f"{type(error).__name__}: {error}"[:200]) from error
+
+    def _digest(self) -> str:
+        """A digest of the length and of some samples, including the first and the last."""
+        rows = np.linspace(0, len(self) - 1, min(_HASHED, len(self))).round().astype(int).tolist()
+        digest = hashlib.blake2b(str(len(self)).encode(), digest_size=16)
+        for row in rows:
+            try:
+                record = self.record(row)
+            except BadSample as error:
+                digest.update(str(error).encode())
+                continue
+            image = record.image
+            digest.update(image if isinstance(image, bytes) else str(image.shape).encode() + image.tobytes())
+            digest.update(("\n".join(record.captions) if record.label is None else str(record.label)).encode())
+        return digest.hexdigest()
 
 
 def _check_form(sample: Any, name: str) -> bool:
     """Whether samples have labels. Raises: ValueError unless a sample is an image and text, or an image and a label."""
-    form = "expected a pair (image, caption or list of captions), or (image, class index or list of them)"
-    if not isinstance(sample, tuple | list) or len(sample) != 2:
-        size = f" of {len(sample)}" if isinstance(sample, tuple | list) else ""
-        raise ValueError(f"sample 0 of data set {name!r} is a {type(sample).__name__}{size}: {form}.")
-    image, captions = sample
-    if not isinstance(image, Image.Image | np.ndarray | str | Path | bytes):
-        raise ValueError(
-            f"the image of sample 0 of data set {name!r} is a {type(image).__name__}: expected a Pillow image, "
-            "a uint8 array [H, W, 3], a path or bytes, before any transform to tensors."
-        )
-    if _is_label(captions):
-        return True
-    texts = [captions] if isinstance(captions, str) else captions
-    if not isinstance(texts, Sequence) or not all(isinstance(text, str) for text in texts):
-        raise ValueError(f"the captions of sample 0 of data set {name!r} are a {type(captions).__name__}: {form}.")
-    return False
+    is_pair = isinstance(sample, tuple | list) and len(sample) == 2
+    if is_pair and isinstance(sample[0], Image.Image | np.ndarray | str | Path | bytes):
+        texts = [sample[1]] if isinstance(sample[1], str) else sample[1]
+        if _is_label(texts):
+            return True
+        if isinstance(texts, Sequence) and all(isinstance(text, str) for text in texts):
+            return False
+    kinds = ", ".join(type(part).__name__ for part in sample) if is_pair else "no pair"
+    raise ValueError(
+        f"sample 0 of data set {name!r} is a {type(sample).__name__} ({kinds}): expected a pair (image, caption or "
+        "captions) or (image, class index or indices), the image a Pillow image, a uint8 array [H, W, 3], a path or "
+        "bytes, before any transform to tensors."
+    )
 
 
 def _is_label(value: Any) -> bool:
     listed = value if isinstance(value, list | tuple) and value else [value]
     return all(isinstance(index, int | np.integer) and not isinstance(index, bool) for index in listed)
-
-
-def _label(value: Any) -> int | LabelSet | None:
-    """A class, several, or none. Raises: BadSample for anything else."""
-    if value is None:
-        return None
-    if isinstance(value, list | tuple):
-        return label_set([int(index) for index in value])
-    if not _is_label(value) or value < 0:
-        raise BadSample(f"class index is not a whole number: {str(value)[:20]!r}")
-    return int(value)
-
-
-def _captions(captions: Any) -> list[str]:
-    return clean([captions] if isinstance(captions, str) else list(captions))
 
 
 def _stored(image: AnyImage) -> bytes | Pixels:
@@ -142,19 +134,3 @@ def _stored(image: AnyImage) -> bytes | Pixels:
     if isinstance(image, Image.Image):
         return np.array(to_rgb(image))  # a copy: an array of Pillow's own memory is read-only
     return np.repeat(image[:, :, None], 3, 2) if image.ndim == 2 else image
-
-
-def _digest(source: MapStyleSource) -> str:
-    """A digest of the length and of some samples, including the first and the last."""
-    rows = np.linspace(0, len(source) - 1, min(_HASHED, len(source))).round().astype(int).tolist()
-    digest = hashlib.blake2b(str(len(source)).encode(), digest_size=16)
-    for row in rows:
-        try:
-            record = source.record(row)
-        except BadSample as error:
-            digest.update(str(error).encode())
-            continue
-        image = record.image
-        digest.update(image if isinstance(image, bytes) else str(image.shape).encode() + image.tobytes())
-        digest.update(("\n".join(record.captions) if record.label is None else str(record.label)).encode())
-    return digest.hexdigest()

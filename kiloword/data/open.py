@@ -30,7 +30,7 @@ from kiloword.data.rows import Rows
 from kiloword.data.sample import check_regular
 from kiloword.data.tables import open_table, open_tables
 from kiloword.data.tar import RANGE, expand, natural, open_remote_tars, open_tars
-from kiloword.data.tree import tree_options, tree_source
+from kiloword.data.tree import tree_source
 from kiloword.errors import LeftOut
 from kiloword.terminal import shown, warn_once
 from kiloword.types import Source
@@ -39,29 +39,17 @@ __all__ = ["expand", "mix", "open_data", "open_source"]
 
 _TABLES = (".csv", ".tsv", ".parquet", ".txt", ".token")
 _JSON = (".json", ".jsonl")
-_COMPRESSED_TARS = {  # suffix -> what unpacks it
-    ".tar.gz": "gunzip",
-    ".tgz": "gunzip",
-    ".tar.bz2": "bunzip2",
-    ".tbz2": "bunzip2",
-    ".tar.xz": "unxz",
-    ".txz": "unxz",
-    ".tar.zst": "zstd -d",
-}
-_BESIDE_TARS = (
-    ".txt",
-    ".json",
-    ".csv",
-    ".parquet",
-    ".arrow",
-    ".kwindex",
-    ".md",
-    ".log",
-)  # descriptions, and what tools write
+_PACKED = re.compile(r".*\.(tar\.(gz|bz2|xz|zst)|tgz|tbz2|txz)", re.I)
+_BESIDE_TARS = (".txt", ".json", ".csv", ".parquet", ".arrow", ".kwindex", ".md", ".log")  # what tools write
 _KINDS = (
     "a folder of tars, a tar, a brace pattern x-{000..123}.tar, csv, tsv, parquet, json, jsonl, a folder of images, "
     "class folders, or scenes"
 )
+_MEANT = {  # what is in a name that is not there: what was made of it
+    r";": "It was taken as one name, with the semicolon: name each data set by itself (--data A B).",
+    r"\{[^{}]*,[^{}]*\}": "{a,b} belongs to the name, only ranges such as {000..123} are expanded: use the shell.",
+    r"[*?\[]": "* and ? belong to the name: name the folder, a range such as {000..123}, or let the shell expand it.",
+}
 
 
 def open_source(src: str, size: int | None = None) -> Source:
@@ -81,16 +69,16 @@ def open_source(src: str, size: int | None = None) -> Source:
 
 def _open(src: str, size: int | None) -> Source:
     part, whole = part_of(src)
-    if part and not Path(src).exists():
+    is_there = Path(src).exists()
+    if part and not is_there:
         return held_out(open_source(whole, size), part)
-    if re.match(r"scenes([:?]|$)", src) and not Path(src).exists():
+    if re.match(r"scenes([:?]|$)", src) and not is_there:
         from kiloword.data.scenes.source import open_scenes
 
         return open_scenes(src, size)
-    if src.startswith("tree:") and not Path(src).exists():
+    if src.startswith("tree:") and not is_there:
         data, query = split_query(src.removeprefix("tree:"))
-        folder = Path(part_of(data)[1]).expanduser()
-        return tree_source(open_source(data, size), folder, tree_options(src, query), src)
+        return tree_source(open_source(data, size), Path(part_of(data)[1]).expanduser(), query, src)
     if is_url(src):
         return _open_url(src)
     if RANGE.search(src):
@@ -98,29 +86,27 @@ def _open(src: str, size: int | None) -> Source:
     name, query = split_query(src)
     path = Path(name).expanduser()
     if not path.exists():
-        raise ValueError(f"{name}: no such file or folder.{_tried(name)} Expected {_KINDS}.")
-    suffix = path.suffix.lower()
-    if query and (path.is_dir() or suffix not in (*_TABLES, *_JSON)):
+        raise ValueError(f"{name}: no such file or folder.{_meant(name)} Expected {_KINDS}.")
+    if path.suffix.lower() in (*_TABLES, *_JSON) and path.is_file():
+        return open_table(src, path, parse_query(name, query, TableOptions))
+    if query:
         raise ValueError(
             f"{name} takes no parameters, but ?{shown(query[:60])} follows it: only tables and json do ({FORM})."
         )
     if path.is_dir():
         return _open_folder(src, path)
     check_regular(path)
-    if suffix in (*_TABLES, *_JSON):
-        return open_table(src, path, parse_query(name, query, TableOptions))
-    if suffix == ".tar":
+    if path.suffix.lower() == ".tar":
         return _shards(src, [path])
-    _refuse_compressed(path)
-    raise ValueError(f"{src}: unknown kind of file. Expected {_KINDS}.")
+    raise ValueError(_packed([src]) or f"{src}: unknown kind of file. Expected {_KINDS}.")
 
 
 def _open_url(src: str) -> Source:
     """Tars, or a table whose images lie in it. Errors: ValueError for other data; Unreachable."""
-    url = address_of(src).url
-    suffix = Path(urlsplit(url).path).suffix.lower()
-    if suffix in (".csv", ".tsv", ".parquet"):
-        table = open_table(url, remote.local(address_of(src)))
+    address = address_of(src)
+    url, suffix = address.url, Path(urlsplit(address.url).path).suffix.lower()
+    if suffix in _TABLES[:3]:
+        table = open_table(url, remote.local(address))
         if not pyarrow.compute.all(pyarrow.compute.starts_with(table.table.column("file"), "/")).as_py():
             raise ValueError(
                 f"{url} names its images by paths that are not of this machine. Expected a parquet that holds the "
@@ -144,24 +130,27 @@ def _open_pattern(src: str) -> Source:
     if missing := [file for file in files if not file.is_file()]:
         kind = "tars" if files[0].suffix == ".tar" else "files"
         raise ValueError(
-            f"{src}: {len(missing)} of {len(files)} {kind} are missing, the first is {missing[0]}.{_tried(src)}"
+            f"{src}: {len(missing)} of {len(files)} {kind} are missing, the first is {missing[0]}.{_meant(src)}"
         )
-    if files[0].suffix.lower() not in _TABLES:
-        return _shards(src, files)
-    return open_tables(src, files, parse_query(pattern, query, TableOptions))
+    if query or files[0].suffix.lower() in _TABLES:
+        return open_tables(src, files, parse_query(pattern, query, TableOptions))
+    return _shards(src, files)
 
 
-def _tried(name: str) -> str:
-    """What a name that is not there may have been meant as."""
-    if ";" in name:
-        return " It was taken as one name, with the semicolon: name each data set by itself (--data A B)."
-    if re.search(r"\{[^{}]*,[^{}]*\}", name):
-        return " {a,b} is part of the name, as only ranges such as {000..123} are expanded: let the shell expand it."
-    if re.search(r"[*?\[]", name):
-        return (
-            " * and ? are parts of the name: name the folder, a range such as {000..123}, or let the shell expand it."
-        )
-    return ""
+def _meant(name: str) -> str:
+    return next((f" {said}" for form, said in _MEANT.items() if re.search(form, name)), "")
+
+
+def _packed(files: list[str]) -> str:
+    return next(
+        (
+            f"{file} is a compressed tar, from which no sample can be read without those before it. Unpack it to a "
+            "plain .tar (gunzip, bunzip2, unxz, zstd -d)."
+            for file in files
+            if _PACKED.fullmatch(file)
+        ),
+        "",
+    )
 
 
 def open_data(data: DataConfig, size: int | None = None) -> Source:
@@ -175,46 +164,31 @@ def open_data(data: DataConfig, size: int | None = None) -> Source:
 
 
 def _open_folder(src: str, folder: Path) -> Source:
-    files, tars = os.listdir(folder), _tars(folder)
-    if not tars and (described := open_metadata(src, folder)):
-        return described
-    if any(is_image(file) for file in files) and not tars:
-        return open_images(src, folder)
-    if not tars and (folder / "classnames.txt").is_file():
-        tars = _tars(folder / "test")  # CLIP_benchmark's layout
+    files, tars = sorted(os.listdir(folder)), _tars(folder)
+    if not tars:
+        if described := open_metadata(src, folder):
+            return described
+        if any(map(is_image, files)):
+            return open_images(src, folder)
+        if (folder / "classnames.txt").is_file():
+            tars = _tars(folder / "test")  # CLIP_benchmark's layout
     if tars:
         return _shards(src, tars, folder)
-    inner = [file for file in sorted(files) if _tars(folder / file)]
-    if inner:
-        raise ValueError(f"{src} has no tars itself, but its folders {', '.join(inner[:8])} do: name one of them.")
     if has_shards(folder):
         return open_images(src, folder, deep=True)
     if has_class_folders(folder):
         return open_classes(src, folder)
-    tables = [f for f in sorted(files) if f.lower().endswith(_TABLES[:3]) and f[0] != "." and (folder / f).is_file()]
+    tables = [f for f in files if f.lower().endswith(_TABLES[:3]) and f[0] != "." and (folder / f).is_file()]
     if tables and all(re.fullmatch(r"[0-9]{5,}\.parquet", table) for table in tables):  # of img2dataset
         return open_tables(src, [folder / table for table in tables])
-    if tables:
-        raise ValueError(f"{src} is no data itself, but its tables {shown(', '.join(tables[:8]))} are: name one.")
-    if inner := parents_of_images(folder):
+    with_tars = [file for file in files if _tars(folder / file)]
+    if inner := with_tars or tables or parents_of_images(folder):
+        kind = "tables" if inner is tables else "folders"
         raise ValueError(
-            f"{src} has neither images nor class folders itself, but its folders {shown(', '.join(inner[:8]))} have: "
-            "name one of them."
+            f"{src} is no data itself, but its {kind} {shown(', '.join(inner[:8]))} are: name one of them."
         )
-    for file in sorted(files):
-        _refuse_compressed(folder / file)
-    raise ValueError(
-        f"{src} is {'an empty folder' if not files else 'a folder without tars or images'}. Expected {_KINDS}."
-    )
-
-
-def _refuse_compressed(path: Path) -> None:
-    for suffix, program in _COMPRESSED_TARS.items():
-        if path.name.lower().endswith(suffix):
-            raise ValueError(
-                f"{path} is a compressed tar, from which no sample can be read without those before it. Unpack it to a "
-                f"plain .tar by {program}."
-            )
+    what = "a folder without tars or images" if files else "an empty folder"
+    raise ValueError(_packed([f"{folder}/{file}" for file in files]) or f"{src} is {what}. Expected {_KINDS}.")
 
 
 def _tars(folder: Path) -> list[Path]:

@@ -17,8 +17,8 @@ import json
 import math
 import os
 import re
+import sys
 import tarfile
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import nullcontext, suppress
@@ -38,7 +38,8 @@ from kiloword.data.classes.names import text_lines
 from kiloword.data.rows import Rows, key_bytes, made_once, mapped, write
 from kiloword.data.sample import IMAGE_SUFFIXES, MAX_TEXT, check_size, parse_captions, parse_label
 from kiloword.errors import LeftOut
-from kiloword.terminal import shown, warn
+from kiloword.terminal import shown
+from kiloword.terminal.progress import ProgressLine
 from kiloword.types import BadSample, LabelSet
 
 INDEX = "kiloword-index.arrow"  # the file of a set, beside its tars
@@ -49,7 +50,6 @@ _FEW = 16  # remote tars that are read without an index
 _TOGETHER = 8  # tars for each process that reads
 _BATCH = 65_536  # rows, at least, of a record batch
 _ROWS = 8192  # that are parsed together
-_SAY = 10.0  # seconds between messages about a long pass
 _PADDING = 1 << 20  # zeros that may follow the end; tar itself writes at most 10 kB
 _PARTS = ("image", "txt", "json", "cls")
 _READ = (*IMAGE_SUFFIXES, *_PARTS[1:], "npy")  # suffixes
@@ -243,11 +243,10 @@ def _scanned(name: str, places: list[str]) -> Iterator[tuple[Tar, pa.Table | Pat
     elif workers := min(os.cpu_count() or 1, len(places) // _TOGETHER):
         pool = ProcessPoolExecutor(workers, get_context("fork"))
     with pool as executor:
-        last = time.monotonic()
+        line = ProgressLine(sys.stderr)
         for done, part in enumerate(executor.map(_part, places) if executor else map(_part, places), 1):
-            if time.monotonic() - last > _SAY:
-                last = time.monotonic()
-                warn(f"{name}: {done:,} of {len(places):,} tars are read")
+            if done < len(places):
+                line.show(f"{name}: {done:,} of {len(places):,} tars are read", done, len(places))
             yield part
 
 

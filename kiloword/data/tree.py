@@ -7,13 +7,10 @@ class labels become image-text data of which every match is known, at any level 
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,21 +20,11 @@ from kiloword.data.query import Readers, read_options
 from kiloword.errors import article, suggestion
 from kiloword.randomness import generator
 from kiloword.terminal import shown
-from kiloword.types import BadSample, NoCaption, Record, Source
+from kiloword.types import BadSample, Source
 
 FILE = "tree.json"
 FORM = "tree:SRC?levels=0:1,3:2&captions=2"
 PLAIN = "a photo of {}"
-
-
-@dataclass(frozen=True)
-class TreeOptions:
-    """What follows the question mark. `levels`: depths of the named nodes and their weights; (): all depths alike."""
-
-    levels: tuple[tuple[int, float], ...] = ()
-    captions: int = 1  # drawn for an image; equal ones count once
-    seed: int = 0  # of the nodes that are drawn
-    tree: str = ""  # the file; "": tree.json in the folder of the data, or beside it
 
 
 @dataclass(frozen=True)
@@ -74,6 +61,20 @@ class ClassTree:
         return rows[:, labels] & (labels >= 0)
 
 
+@dataclass(frozen=True)
+class _Node:
+    name: str
+    parent: str | None
+    phrase: str | None = None
+
+
+@dataclass(frozen=True)
+class _File:
+    nodes: dict[str, _Node]
+    classes: list[str]
+    templates: dict[str, str] | None = None
+
+
 def read_tree(path: Path) -> ClassTree:
     """A tree from json: `nodes`, {id: {"name", "parent": id or null, "phrase"}}, and `classes`, the node of each class.
 
@@ -81,63 +82,44 @@ def read_tree(path: Path) -> ClassTree:
     with {}}, lets captions of all nodes have one length; "a photo of {}" otherwise.
     Raises: ValueError for a file of another form.
     """
+    from pydantic import TypeAdapter
+
     try:
         raw = path.read_bytes()
-        stored = json.loads(raw)
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} cannot be read as a tree of classes: {error}") from None
-    try:
-        return _parsed(stored, hashlib.blake2b(raw, digest_size=16).hexdigest())
-    except (KeyError, TypeError, AttributeError) as error:
+        return _tree(TypeAdapter(_File).validate_json(raw), hashlib.blake2b(raw, digest_size=16).hexdigest())
+    except (OSError, ValueError, KeyError) as error:
+        reason = f"no node {error}" if isinstance(error, KeyError) else " ".join(str(error).split())
         raise ValueError(
-            f"{path} is no tree of classes ({type(error).__name__}: {shown(str(error)[:60])}). Expected nodes, "
-            '{id: {"name": ..., "parent": id or null}}, and classes, [id, ...].'
+            f'{path} is no tree of classes ({shown(reason[:200])}). Expected nodes, {{id: {{"name": ..., "parent": id '
+            "or null}}, and classes, [id, ...]."
         ) from None
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
 
 
-def _parsed(stored: Any, digest: str) -> ClassTree:
-    nodes, classes = dict(stored["nodes"]), list(stored["classes"])
-    phrases = [_phrase(name, node) for name, node in nodes.items()]
-    place = {name: n for n, name in enumerate(nodes)}
-    if not classes or None in classes:
-        raise ValueError("a class is null: expected the id of its node." if classes else "the tree has no classes.")
-    paths = [[place[node] for node in _path(nodes, name)] for name in classes]
-    below = np.zeros((len(nodes), len(classes)), dtype=bool)
-    for label, path in enumerate(paths):
+def _tree(stored: _File, digest: str) -> ClassTree:
+    place, captions, paths = {name: n for n, name in enumerate(stored.nodes)}, list[str](), list[list[int]]()
+    for node in stored.nodes.values():
+        phrase = node.phrase or article(node.name)
+        template = (stored.templates or {}).get(str(len(phrase.split())), PLAIN)
+        if template.count("{}") != 1:
+            raise ValueError(f"the template {template!r} has not one place {{}} for the phrase.")
+        captions.append(template.replace("{}", phrase))
+    below = np.zeros((len(captions), len(stored.classes)), dtype=bool)
+    for label, name in enumerate(stored.classes):
+        path = list[int]()
+        at: str | None = name
+        while at is not None:
+            if place[at] in path:
+                raise ValueError(f"the node {name!r} is its own ancestor.")
+            path.append(place[at])
+            at = stored.nodes[at].parent
         below[path, label] = True
-    templates = dict(stored.get("templates") or {})
-    for template in templates.values():
-        if not isinstance(template, str) or template.count("{}") != 1:
-            raise ValueError(f"the template {shown(str(template)[:60])!r} has not one place {{}} for the phrase.")
-    captions = [templates.get(str(len(phrase.split())), PLAIN).replace("{}", phrase) for phrase in phrases]
+        paths.append(path[::-1])
+    if not paths:
+        raise ValueError("it has no classes.")
     tree = ClassTree(captions, paths, below, digest)
-    for node, caption in enumerate(captions):
-        tree.nodes_of.setdefault(caption, []).append(node)
+    for number, caption in enumerate(captions):
+        tree.nodes_of.setdefault(caption, []).append(number)
     return tree
-
-
-def _phrase(name: str, node: dict[str, Any]) -> str:
-    """The name of a node with its article. Raises: ValueError where it is no text."""
-    phrase = node.get("phrase") or node["name"]
-    if not isinstance(phrase, str) or not phrase.strip() or not phrase.isprintable():
-        raise ValueError(f"the node {shown(name[:60])!r} has the name {shown(str(phrase)[:60])!r}: expected words.")
-    return phrase if node.get("phrase") else article(phrase)
-
-
-def _path(nodes: dict[str, Any], name: str) -> list[str]:
-    """From the root to a node. Raises: ValueError for a parent that is missing, and for a cycle."""
-    path = list[str]()
-    at: str | None = name
-    while at is not None:
-        if at not in nodes:
-            raise ValueError(f"the node {shown(str(at)[:60])!r} is a parent or a class, but not among the nodes.")
-        if len(path) > len(nodes):
-            raise ValueError(f"the node {shown(name[:60])!r} is its own ancestor.")
-        path.append(at)
-        at = nodes[at]["parent"]
-    return path[::-1]
 
 
 class TreeSource(Selection):
@@ -145,38 +127,41 @@ class TreeSource(Selection):
 
     `relevance` is exact; `hierarchies` are the captions from the root to the class. An image without one class of the
     tree is a bad row. Images, class names and templates are those of the data.
+
+    Args: levels: depths of the named nodes and their weights; (): all depths alike; captions: drawn for an image, equal
+    ones count once; seed: of the nodes that are drawn. Raises: ValueError where the tree is of other classes.
     """
 
-    def __init__(self, source: Source, tree: ClassTree, options: TreeOptions, name: str) -> None:
-        self.tree, self.options = tree, options
-        names = getattr(source, "classnames", None) or tree.paths
-        if len(names) != len(tree.paths):
-            raise ValueError(f"{name}: the tree has {len(tree.paths)} classes, but the data names {len(names)}.")
-        levels = options.levels or tuple((level, 1.0) for level in range(tree.depth + 1))
+    def __init__(
+        self,
+        source: Source,
+        tree: ClassTree,
+        name: str,
+        levels: tuple[tuple[int, float], ...] = (),
+        captions: int = 1,
+        seed: int = 0,
+    ) -> None:
+        names, labels = getattr(source, "classnames", None) or tree.paths, getattr(source, "labels", None)
+        if labels is None or len(names) != len(tree.paths):
+            raise ValueError(
+                f"{name}: the tree has {len(tree.paths)} classes, but the data names "
+                f"{'none' if labels is None else len(names)}."
+            )
+        levels = levels or tuple((level, 1.0) for level in range(tree.depth + 1))
         if (most := max(level for level, _ in levels)) > tree.depth:
             raise ValueError(f"{name}: levels={most}: the tree has levels 0 (its root) to {tree.depth}.")
+        self.tree, self.drawn, self.seed = tree, captions, seed
+        self.class_of: NDArray[np.int64] = np.where((labels >= 0) & (labels < len(tree.paths)), labels, -1)
+        """[N] class of each row; -1 where it has none, several, or one outside the tree."""
         self._levels = [level for level, _ in levels]
         self._shares = np.cumsum([weight for _, weight in levels]) / sum(weight for _, weight in levels)
-        choice = f"{levels} {options.captions} {options.seed}"
-        super().__init__(source, name, digest(f"tree {source.fingerprint} {tree.digest} {choice}"))
+        fingerprint = digest(f"tree {source.fingerprint} {tree.digest} {levels} {captions} {seed}")
+        super().__init__(source, name, fingerprint, edit=self._named)
 
     @property
     def contents(self) -> frozenset[str]:
         """The origin of images and captions; see `kiloword.data.edits.contents`."""
         return frozenset({f"{self.source.fingerprint} images", f"{self.fingerprint} captions"})
-
-    def captions(self, row: int) -> list[str]:
-        """Captions of a row, without reading its image after the first call. Raises BadSample."""
-        return self._captions(self.key(row), self._label(row))[0]
-
-    def record(self, row: int) -> Record:
-        """The stored image and label with captions of the tree. Raises BadSample with the reason."""
-        try:
-            record = self.source.record(row)
-        except NoCaption as error:
-            record = error.record
-        captions, levels = self._captions(record.key, self._checked(record.label))
-        return replace(record, captions=captions, info={**record.info, "levels": levels})
 
     def relevance(self, captions: Sequence[str], rows: Sequence[int]) -> NDArray[np.bool_]:
         """Which captions are true of which rows' images, bool [T, I]; ValueError for captions that name no node."""
@@ -184,56 +169,33 @@ class TreeSource(Selection):
 
     def hierarchies(self, row: int) -> list[list[str]]:
         """One chain of captions of a row, from the root to its class. Raises BadSample."""
-        return [[self.tree.captions[node] for node in self.tree.paths[self._label(row)]]]
+        return [[self.tree.captions[node] for node in self.tree.paths[self._class(row)]]]
 
-    @cached_property
-    def class_of(self) -> NDArray[np.int64]:
-        """[N] class of each row; -1 where it has none, several, or one outside the tree. Read once."""
-        stored = getattr(self.source, "labels", None)
-        labels = np.array([self._read(row) for row in range(len(self))]) if stored is None else np.asarray(stored)
-        return np.where((labels >= 0) & (labels < len(self.tree.paths)), labels, -1).astype(np.int64)
-
-    def _read(self, row: int) -> int:
-        try:
-            label = self.source.record(row).label
-        except NoCaption as error:
-            label = error.record.label
-        except BadSample:
-            return -1
-        return label if isinstance(label, int) else -1
-
-    def _label(self, row: int) -> int:
-        return self._checked(int(self.class_of[row]))
-
-    def _checked(self, label: Any) -> int:
-        if not isinstance(label, int) or not 0 <= label < len(self.tree.paths):
+    def _class(self, row: int) -> int:
+        if (label := int(self.class_of[row])) < 0:
             raise BadSample("no class of the tree")
         return label
 
-    def _captions(self, key: str, label: int) -> tuple[list[str], list[int]]:
-        """Different captions and their levels; the first ones do not depend on how many are drawn."""
-        drawn = generator("tree", self.options.seed, key).random(self.options.captions)
+    def _named(self, row: int, _: list[str]) -> list[str]:
+        """Different captions."""
+        label, drawn = self._class(row), generator("tree", self.seed, self.key(row)).random(self.drawn)
         levels = [self._levels[n] for n in np.searchsorted(self._shares, drawn, side="right").tolist()]
-        level_of = {self.tree.captions[self.tree.node(label, level)]: level for level in reversed(levels)}
-        captions = list(reversed(level_of))
-        return captions, [level_of[caption] for caption in captions]
+        nodes = [self.tree.node(label, level) for level in reversed(levels)]
+        return list(dict.fromkeys(self.tree.captions[node] for node in nodes))[::-1]
 
 
-def tree_source(source: Source, folder: Path, options: TreeOptions, name: str) -> TreeSource:
+def tree_source(source: Source, folder: Path, query: str, name: str) -> TreeSource:
     """Class data with the tree that its options name, or that lies in its folder or beside it.
 
-    Raises: ValueError where there is no tree, or it does not fit.
+    Raises: ValueError for wrong options, and where there is no tree, or it does not fit.
     """
-    places = [Path(options.tree).expanduser()] if options.tree else [folder / FILE, folder.absolute().parent / FILE]
+    options = read_options(name, query, _READERS)
+    given = Path(options.pop("tree", "")).expanduser()
+    places = [given] if given.name else [folder / FILE, folder.absolute().parent / FILE]
     file = next((path for path in places if path.is_file()), None)
     if file is None:
         raise ValueError(f"{name}: no {' or '.join(map(str, places))}. Expected a tree of the classes: docs/data.md.")
-    return TreeSource(source, read_tree(file), options, name)
-
-
-def tree_options(name: str, query: str) -> TreeOptions:
-    """Options of `tree:SRC?...`. Raises: ValueError naming what is allowed."""
-    return TreeOptions(**read_options(name, query, _READERS))
+    return TreeSource(source, read_tree(file), name, **options)
 
 
 def _levels(value: str) -> tuple[tuple[int, float], ...]:
@@ -245,14 +207,8 @@ def _levels(value: str) -> tuple[tuple[int, float], ...]:
     return levels
 
 
-def _count(value: str) -> int:
-    if not 1 <= int(value) <= 100:
-        raise ValueError(value)
-    return int(value)
-
-
 _READERS: Readers = {
-    "captions": (_count, "captions of an image, 1 to 100"),
+    "captions": (lambda value: {str(n): n for n in range(1, 101)}[value], "captions of an image, 1 to 100"),
     "levels": (_levels, f"as in {FORM}"),
     "seed": (int, "a whole number"),
     "tree": (str, "a file"),

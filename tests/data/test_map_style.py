@@ -139,10 +139,10 @@ def test_bad_samples_have_a_reason(tmp_path: Path) -> None:
     ("dataset", "says"),
     [
         ([], "is empty"),
-        ([{"image": 1}], "is a dict: expected a pair"),
-        ([(noise(4, 4), "x", 3)], "is a tuple of 3"),
-        ([(None, "x")], "is a NoneType: expected a Pillow image"),
-        ([(noise(4, 4), 7.5)], "captions of sample 0 .* are a float"),
+        ([{"image": 1}], "is a dict"),
+        ([(noise(4, 4), "x", 3)], "no pair"),
+        ([(None, "x")], "NoneType"),
+        ([(noise(4, 4), 7.5)], "float"),
     ],
 )
 def test_another_form_is_refused(dataset: Any, says: str) -> None:
@@ -177,5 +177,5 @@ def test_own_data_sets_with_labels() -> None:
     assert named.fingerprint != MapStyleSource(Own([[0], [1]])).fingerprint
     captions = MapStyleSource(Own(["a", "b"]))
     assert (captions.classnames, captions.record(0).captions, captions.record(0).label) == (None, ["a"], None)
-    with pytest.raises(ValueError, match="class index or list"):
+    with pytest.raises(ValueError, match="class index or"):
         MapStyleSource(Own([1.5]))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 
@@ -268,21 +268,21 @@ class SceneQuestions(_Scenes):
         """The answer, without drawing the image."""
         return [self.asked(row).answer]
 
-    def info(self, row: int) -> dict[str, Any]:
-        """Question, answers and scene, without drawing the image."""
-        asked = self.asked(row)
-        return {
+    def question(self, row: int) -> str:
+        """The question, without drawing the image."""
+        return self.asked(row).words
+
+    def record(self, row: int) -> Record:
+        """Image, question, answer and scene of a row."""
+        asked, scene = self.asked(row), self.scene(row)
+        info = {
             "question": asked.words,
             "answers": [asked.answer],
             "question_type": asked.kind,
             "answer_type": asked.answer_type,
-            "scene": self.scene(row).describe(),
+            "scene": scene.describe(),
         }
-
-    def record(self, row: int) -> Record:
-        """Image, question, answer and scene of a row."""
-        info = self.info(row)
-        return Record(self.key(row), self.draw(self.scene(row)), list(info["answers"]), info=info)
+        return Record(self.key(row), self.draw(scene), [asked.answer], info=info)
 
     def majority(self) -> Mapping[str | None, str]:
         """The most frequent answer to each kind of question of the train split, over all kinds under None."""
