@@ -137,24 +137,26 @@ def is_taken(path: Path) -> bool:
 
 @contextmanager
 def new_folder(out: Path, doing: str = "writing") -> Iterator[Path]:
-    """A folder to fill; what it holds at the end is moved to `out`, small files first, and after an error nothing.
+    """A folder to fill beside `out`, which is there as a whole at the end, and after an error as it was before.
 
     Raises: ValueError when `out` is neither new nor an empty folder, or when another process fills it.
     """
-    new, work = not out.exists(), out / f".new{TEMPORARY}"
-    try:
-        with Lock(out, doing):
-            if is_taken(out):
-                raise ValueError(f"{out} exists and is not an empty folder: choose another --out, or remove it.")
-            work.mkdir()
-            try:
-                yield work
+    if is_taken(out):
+        raise ValueError(f"{out} exists and is not an empty folder: choose another --out, or remove it.")
+    out = out.resolve()  # a link stays one
+    work = out.with_name(f".{out.name}{TEMPORARY}")
+    with Lock(out, doing, folder=work):
+        try:
+            for left in work.iterdir():  # of a killed process
+                if left.name != LOCK:
+                    left.unlink() if left.is_file() else shutil.rmtree(left)
+            yield work
+            (work / LOCK).unlink(missing_ok=True)
+            if out.exists():  # empty, but perhaps a mount point, or the folder of the shell: nothing takes its place
                 for path in sorted(work.iterdir(), key=lambda path: path.stat().st_size):  # weights last
                     path.replace(out / path.name)
-                sync(out)
-            finally:
-                shutil.rmtree(work)
-    finally:
-        with suppress(OSError):  # it is filled
-            if new:
-                out.rmdir()
+            else:
+                work.rename(out)
+            sync(out.parent)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
