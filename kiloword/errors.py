@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import logging
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -36,13 +37,13 @@ class LeftOut:
 
     noun: str
     most: int = NAMED
-    counts: dict[str, int] = field(default_factory=dict)  # by reason, in order of first appearance
+    counts: dict[str, int] = field(default_factory=Counter)  # by reason
     first: dict[str, list[str]] = field(default_factory=dict)  # names, at most `most` a reason
     done: str = "skipped"  # what happened to them
 
     def add(self, name: str, reason: str) -> bool:
         """Count one. Returns: whether `lines` names it."""
-        self.counts[reason] = self.counts.get(reason, 0) + 1
+        self.counts[reason] += 1
         named = self.first.setdefault(reason, [])
         if len(named) < self.most:
             named.append(name)
@@ -52,9 +53,9 @@ class LeftOut:
     def extend(self, other: LeftOut) -> None:
         """Count what another one has counted."""
         for reason, number in other.counts.items():
-            for name in other.first.get(reason, []):
+            for name in other.first[reason]:
                 self.add(name, reason)
-            self.counts[reason] = self.counts.get(reason, 0) + number - len(other.first.get(reason, []))
+            self.counts[reason] += number - len(other.first[reason])
 
     def __len__(self) -> int:
         return sum(self.counts.values())
@@ -64,7 +65,7 @@ class LeftOut:
 
     def lines(self) -> list[str]:
         """One line a reason, the most frequent first: "808 samples skipped, no caption: 00, 01, 02 and 805 more"."""
-        lines, reasons = list[str](), sorted(self.counts.items(), key=lambda item: -item[1])
+        lines, reasons = list[str](), Counter(self.counts).most_common()
         for reason, number in reasons[:REASONS]:
             names = self.first[reason]
             more = f" and {number - len(names):,} more" if number > len(names) else ""

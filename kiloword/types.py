@@ -67,7 +67,7 @@ class Record:
     image: bytes | np.ndarray  # an encoded file, or uint8 [H, W, 3]
     captions: list[str]
     label: int | LabelSet | None = None  # class index, where the data has one
-    info: dict[str, Any] = field(default_factory=dict)  # other values of the JSON (data.source.RecordInfo)
+    info: dict[str, Any] = field(default_factory=dict)  # other values of the JSON, see `kiloword.data.source`
     tokens: StoredTokens | None = None  # of the image, which towers then take in its place; `image` may be b"" then
 
 
@@ -83,7 +83,7 @@ class NoCaption(BadSample):
 class Source(Protocol):
     """A map-style data set. `record` may be called from any process, in any order; bad rows raise `BadSample`.
 
-    These members suffice; `kiloword.data.source.OptionalMembers` are used where a source has them.
+    These members suffice; those that `kiloword.data.source` lists are used where a source has them.
     """
 
     name: str  # as given by the user

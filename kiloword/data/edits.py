@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate
@@ -15,13 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kiloword.data.rows import key_bytes
-from kiloword.data.source import key_of, keys, question, texts_of
+from kiloword.data.source import info_of, key_of, keys, texts_of
 from kiloword.randomness import permutation
 from kiloword.types import NoCaption, Record, Source
 
 HELD_OUT = 0.1  # share of the keys
 PARTS = ("train-part", "val-part")  # PART:SRC is that part of SRC: data without a split, in two parts by key
-_OF_A_ROW = ("question", "info", "scene", "hierarchies")
+_OF_A_ROW = ("info", "scene", "hierarchies")
 _OF_ALL_ROWS = ("natural", "remote", "classnames", "templates", "notes", "answers", "majority")
 
 Edit = Callable[[int, list[str]], list[str]]
@@ -79,6 +79,12 @@ class Selection:
         """Captions, without reading the image where the source supports that. Raises BadSample."""
         source, place = self.locate(row)
         return texts_of(source, place) if self.edit is None else self.edit(place, texts_of(source, place))
+
+    @property
+    def contents(self) -> frozenset[str]:
+        """See `contents`."""
+        change: Callable[[frozenset[str]], frozenset[str]] | None = getattr(self.edit, "contents", None)
+        return contents(self.source) if change is None else change(contents(self.source))
 
     def record(self, row: int) -> Record:
         """The stored sample with its captions. Raises BadSample with the reason."""
@@ -164,14 +170,19 @@ class MixtureSource:
         return self.sources[which], local
 
     @property
+    def contents(self) -> frozenset[str]:
+        """See `contents`."""
+        return frozenset().union(*map(contents, self.sources))
+
+    @property
     def stored_rows(self) -> int:
         """Number of rows of all sources, whatever their weights."""
-        return sum(map(stored_rows, self.sources))
+        return sum(map(len, self.sources))
 
     def stored_row(self, row: int) -> int:
         """The number of a row among those of all sources: the same in each pass and epoch."""
         which, local = self._place(row)
-        return sum(map(stored_rows, self.sources[:which])) + stored_row(self.sources[which], local)
+        return sum(map(len, self.sources[:which])) + local
 
     def key(self, row: int) -> str:
         """The key of the row in its source. Raises BadSample."""
@@ -181,9 +192,9 @@ class MixtureSource:
         """Captions, without reading the image if the source supports that. Raises BadSample."""
         return texts_of(*self.locate(row))
 
-    def question(self, row: int) -> str | None:
-        """The question, without reading the image if the source supports that. Raises BadSample."""
-        return question(*self.locate(row))
+    def info(self, row: int) -> Mapping[str, Any]:
+        """`Record.info`, without reading the image if the source supports that. Raises BadSample."""
+        return info_of(*self.locate(row))
 
     def record(self, row: int) -> Record:
         """The stored sample. Raises BadSample with the reason."""
@@ -217,18 +228,11 @@ def origins(source: Source) -> list[Source]:
 
 
 def contents(source: Source) -> frozenset[str]:
-    """The origin of a source's images and captions, so that what is made from more data can serve a run on less.
+    """The origins of a source's captions, so that what is made from more data can serve a run on less.
 
-    For a plain source its fingerprint's images and captions, which edits of captions change; for a mixture those of all
-    its sources, whatever their weights.
+    A mixture has those of all its sources, whatever their weights.
     """
-    if isinstance(source, MixtureSource):
-        return frozenset().union(*(contents(part) for part in source.sources))
-    own: frozenset[str] | None = getattr(source, "contents", None)
-    if own or not isinstance(source, Selection):
-        return own or frozenset({f"{source.fingerprint} images", f"{source.fingerprint} captions"})
-    change: Callable[[frozenset[str]], frozenset[str]] | None = getattr(source.edit, "contents", None)
-    return contents(source.source) if change is None else change(contents(source.source))
+    return getattr(source, "contents", frozenset({f"{source.fingerprint} captions"}))
 
 
 def mix(sources: Sequence[Source], weights: Sequence[float] = ()) -> Source:
@@ -248,8 +252,8 @@ def mix(sources: Sequence[Source], weights: Sequence[float] = ()) -> Source:
 
 
 def parts_of(source: Source) -> list[Source]:
-    """The sources of a mixture and of mixtures within it; a source that is none by itself."""
-    return [p for part in source.sources for p in parts_of(part)] if isinstance(source, MixtureSource) else [source]
+    """The sources of a mixture; a source that is none by itself."""
+    return source.sources if isinstance(source, MixtureSource) else [source]
 
 
 def every_row(source: Source) -> Source:
@@ -260,7 +264,7 @@ def every_row(source: Source) -> Source:
 def each_part(source: Source, change: Callable[[Source], Source]) -> Source:
     """A source, or each source of a mixture, changed."""
     if isinstance(source, MixtureSource):
-        return MixtureSource([each_part(part, change) for part in source.sources], source.weights, source.epoch)
+        return MixtureSource([change(part) for part in source.sources], source.weights, source.epoch)
     return change(source)
 
 

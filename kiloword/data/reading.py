@@ -21,7 +21,7 @@ from kiloword.data.images.views import Augmented
 from kiloword.data.remote import Unreachable, ahead_of
 from kiloword.data.rows import PASSING
 from kiloword.data.sample import question_in
-from kiloword.data.source import question, texts_of
+from kiloword.data.source import texts_of
 from kiloword.data.steps import in_order
 from kiloword.errors import NAMED, LeftOut
 from kiloword.terminal import shown
@@ -66,11 +66,12 @@ def captions_of(source: Source, most: int = TOKENIZER_ROWS) -> Iterator[str]:
     for row in range(0, len(source), max(1, len(source) // most)):
         with suppress(BadSample):
             if hasattr(source, "captions"):
-                captions, text = source.captions(row), question(source, row) if hasattr(source, "question") else None
+                captions, info = source.captions(row), source.info(row) if hasattr(source, "info") else {}
             else:
                 record = read(source, row)
-                captions, text = record.captions, question_in(record.info)
-            yield from captions if text is None else [*captions, text]
+                captions, info = record.captions, record.info
+            question = question_in(info)
+            yield from captions if question is None else [*captions, question]
 
 
 def captions_at(source: Source, row: int) -> list[str]:

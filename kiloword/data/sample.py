@@ -86,18 +86,16 @@ def parse_answers(info: dict[str, Any]) -> list[str] | None:
     named = next((info.pop(name) for name in (ANSWERS, "answer") if info.get(name) is not None), None)
     if named is None and (info.get("captions") or info.get("caption")):
         return None
-    listed = [named] if isinstance(named, str) else named
-    if not isinstance(info[QUESTION], str) or not info[QUESTION].strip():
+    question, listed = info[QUESTION], named if isinstance(named, list) else [named or ""]
+    texts = [one.get("answer") if isinstance(one, dict) else one for one in listed]
+    answers = [text for text in texts if isinstance(text, str)]
+    if not isinstance(question, str) or not question.strip():
         raise BadSample("the question is not text")
-    if not listed:
-        raise BadSample("a question without an answer")
-    texts = [a.get("answer") if isinstance(a, dict) else a for a in listed] if isinstance(listed, list) else [None]
-    answers = [a for a in texts if isinstance(a, str)]
     if len(answers) < len(texts):
         raise BadSample('the answers are not strings (write "3" for 3)')
-    if not any(a.strip() for a in answers):
+    if not any(answer.strip() for answer in answers):
         raise BadSample("a question without an answer")
-    info[QUESTION], info[ANSWERS] = info[QUESTION].strip(), answers
+    info[QUESTION], info[ANSWERS] = question.strip(), answers
     return answers
 
 
@@ -155,34 +153,23 @@ def parse_label(cls: bytes | None) -> int | LabelSet | None:
     if cls is None:
         return None
     if cls.startswith(_NUMPY):
-        return _label_vector(cls)
-    text = cls.strip()
-    if text.startswith(b"["):
-        try:
-            return label_set(json.loads(text))
-        except (ValueError, RecursionError):
-            raise BadSample(f"the list of classes cannot be parsed: {text[:20]!r}") from None
-    if not text.isdigit() or len(text) > _DIGITS:
-        raise BadSample(f"class index is not a whole number: {text[:20]!r}")
-    return int(text)
+        vector = _vector(cls)
+        if vector is None or not np.isin(vector, (0, 1)).all():
+            return None
+        return LabelSet(tuple(np.flatnonzero(vector).tolist()), len(vector))
+    try:
+        value = int(cls) if cls.strip().isdigit() else json.loads(cls)
+    except (ValueError, RecursionError):
+        value = cls
+    return label_set(value) if isinstance(value, list) else label_set([value]).indices[0]
 
 
-def label_set(values: Any) -> LabelSet:
+def label_set(values: list[Any]) -> LabelSet:
     """The classes of an image by their indices. Raises: BadSample unless they are non-negative integers."""
-    if not isinstance(values, list):
-        raise BadSample(f"the classes are not a list: {str(values)[:20]!r}")
-    bad = [value for value in values if type(value) is not int or not 0 <= value < 10**_DIGITS]
-    if bad:
-        raise BadSample(f"class index is not a whole number: {str(bad[0])[:20]!r}")
+    for value in values:
+        if type(value) is not int or not 0 <= value < 10**_DIGITS:
+            raise BadSample(f"class index is not a whole number: {str(value)[:20]!r}")
     return LabelSet(tuple(sorted(set(values))))
-
-
-def _label_vector(raw: bytes) -> LabelSet | None:
-    """The classes whose value is 1 in an array [C] of 0 and 1; None for another array."""
-    vector = _vector(raw)
-    if vector is None or not np.isin(vector, (0, 1)).all():
-        return None
-    return LabelSet(tuple(np.flatnonzero(vector).tolist()), len(vector))
 
 
 def _groups(raw: bytes) -> dict[str, Any]:
@@ -218,8 +205,7 @@ def _parse_json(meta: bytes) -> dict[str, Any]:
 def _json_captions(info: dict[str, Any]) -> list[str] | None:
     """Remove the captions from `info` and return them; None without any."""
     several, one = info.pop("captions", None), info.pop("caption", None)
-    if several is None:
-        several = None if one is None else [one]
-    if several is not None and not (isinstance(several, list) and all(isinstance(c, str) for c in several)):
+    captions = [one] if several is None and one is not None else several
+    if captions is not None and not (isinstance(captions, list) and all(isinstance(c, str) for c in captions)):
         raise BadSample("the captions of the json are not strings")
-    return several
+    return captions

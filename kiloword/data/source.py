@@ -1,77 +1,39 @@
-"""What a source may have beyond `kiloword.types.Source`, and how it is read where a source lacks it."""
+"""What a source may have beyond `kiloword.types.Source`, and how it is read where a source lacks it.
+
+No source has all of these members:
+
+    natural         images may be cropped and mirrored at random; default True
+    notes           what a user should know of damaged parts of the data
+    classnames      of the classes that `Record.label` counts, and `templates`: their prompts, {c} for a class name
+    labels          [N] int64 class of each row, read without images; -1: none, or several
+    key(row), captions(row), info(row)      as in the `Record`, without reading the image. Raise BadSample
+    at(epoch)       the source of another epoch: as many rows, some of them others
+    remote          reading a row can need the network; `remote_file(row)`: the file with its image
+    relevance(captions, rows)               ground truth [T, I]: which captions are true of the images of which rows
+    scene(row)      what the image shows, a `kiloword.data.scenes.Scene`
+    hierarchies(row)                        chains of captions, from general to specific; default: of the info
+    image_levels()  the images at several levels of generality, with the info that HierarImgs has
+    answers         every answer that a question of the source can have; `majority()`: the most frequent one by type of
+                    question, and under None over all questions
+
+Values of `Record.info` that are read; it may hold others:
+
+    question, answers (one per annotator); question_type, answer_type, for figures by type
+    image_id, question_id                   official ids, which result files name
+    domain          of NoCaps: in, near or out
+    hierarchies     chains of captions, from general to specific
+    group, level    shared by the levels of one image; 0: the most general
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import PurePosixPath
-from typing import Any, Protocol, TypedDict
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any
 
 from kiloword.data.rows import Rows, key_text
 from kiloword.data.sample import question_in
 from kiloword.types import BadSample, NoCaption, Source
-
-
-class OptionalMembers(Protocol):
-    """Members that a source may have; nothing else of a source is read. No source has all of them."""
-
-    natural: bool  # images may be cropped and mirrored at random; default True
-    notes: list[str]  # what a user should know of damaged parts of the data
-    classnames: list[str] | None  # of the classes that `Record.label` counts
-    labels: NDArray[np.int64]  # [N] class of each row, read without images; -1: none, or several
-    templates: list[str] | None  # prompts of the classes, with {c} for a class name
-    answers: Sequence[str]  # every answer that a question of the source can have
-    remote: bool  # reading a row can need the network; default False
-
-    def key(self, row: int) -> str:
-        """`Record.key` without reading the image. Raises BadSample."""
-
-    def captions(self, row: int) -> list[str]:
-        """`Record.captions` without reading the image. Raises BadSample."""
-
-    def question(self, row: int) -> str | None:
-        """The question of a row without reading the image; None: it has none. Raises BadSample."""
-
-    def info(self, row: int) -> Mapping[str, Any]:
-        """`Record.info` without reading the image. Raises BadSample."""
-
-    def remote_file(self, row: int) -> str:
-        """The remote file with the image of a row, as `kiloword.data.remote.opened` takes it."""
-
-    def at(self, epoch: int) -> Source:
-        """The source of another epoch: as many rows, some of them others."""
-
-    def relevance(self, captions: Sequence[str], rows: Sequence[int]) -> NDArray[np.bool_]:
-        """Ground truth [T, I]: which captions are true of the images of which rows. Raises ValueError."""
-
-    def scene(self, row: int) -> Any:
-        """What the image of a row shows, a `kiloword.data.scenes.Scene`."""
-
-    def hierarchies(self, row: int) -> list[list[str]]:
-        """Chains of captions of a row, from general to specific; default: `RecordInfo.hierarchies`."""
-
-    def image_levels(self) -> Source:
-        """The images at several levels of generality, with the `Record.info` that HierarImgs has."""
-
-    def majority(self) -> Mapping[str | None, str]:
-        """The most frequent answer by type of question, and under None over all questions."""
-
-
-class RecordInfo(TypedDict, total=False):
-    """Values of `Record.info` that are read; it may hold others."""
-
-    question: str
-    answers: list[str]  # one per annotator
-    question_type: str | None  # for figures by type
-    answer_type: str | None
-    image_id: int | str  # official ids, which result files name
-    question_id: int | str
-    domain: str  # of NoCaps: in, near or out
-    hierarchies: list[list[str]]  # chains of captions, from general to specific
-    group: str  # shared by the levels of one image
-    level: int  # of the image in its group, 0: the most general
 
 
 def key_of(source: Source, row: int) -> str:
@@ -125,17 +87,11 @@ def info_of(source: Source, row: int) -> Mapping[str, Any]:
         return error.record.info
 
 
-def question(source: Source, row: int) -> str | None:
-    """The question of a row, without reading its image where the source supports that. Raises BadSample."""
-    text: str | None = source.question(row) if hasattr(source, "question") else question_in(source.record(row).info)
-    return text
-
-
 def check_asks(source: Source) -> None:
     """Raises: ValueError when the first readable row has no question."""
     for row in range(len(source)):
         try:
-            text = question(source, row)
+            text = question_in(info_of(source, row))
         except BadSample:
             continue
         if text is None:

@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 from kiloword.config.recipes import AugmentConfig, Resize
 from kiloword.config.settings import BaseSettings, about, read_config
-from kiloword.data.images.views import MOST, in_words, of_images
+from kiloword.data.images.views import MOST, changes, in_words
 from kiloword.data.reading import EMBEDDED
-from kiloword.data.source import key_of, question, texts_of
+from kiloword.data.source import key_of, texts_of
 from kiloword.randomness import Draw, key
 from kiloword.types import BadSample, Example, NoCaption, Record, Source, StoredTokens
 
@@ -76,7 +76,7 @@ class StoreFile(TableSettings):
     @property
     def augmented(self) -> bool:
         """Whether images are augmented views."""
-        return of_images(self.augment) != of_images(AugmentConfig())
+        return bool(changes(self.augment))
 
     @property
     def shown(self) -> str:
@@ -129,8 +129,8 @@ class WithTokens:
         """The stored sample with its tokens. Raises BadSample with the reason."""
         if self.lean:
             key, tokens, captions = key_of(self.source, row), self._tokens(row), texts_of(self.source, row)
-            asked = question(self.source, row) if hasattr(self.source, "question") else None
-            return Record(key, b"", captions, info={"question": asked}, tokens=tokens)
+            info = dict(self.source.info(row)) if hasattr(self.source, "info") else {}
+            return Record(key, b"", captions, info=info, tokens=tokens)
         try:
             record = self.source.record(row)
         except NoCaption as error:

@@ -121,9 +121,6 @@ def announce(device: str, precision: str, reason: str, workers: int | None = Non
 def products(kind: Matmul) -> Iterator[None]:
     """Inside, fp32 matrix products have this precision, see `torch.set_float32_matmul_precision`."""
     before = torch.get_float32_matmul_precision()
-    if kind == before:
-        yield
-        return
     torch.set_float32_matmul_precision(kind)
     try:
         yield

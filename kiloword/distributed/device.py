@@ -48,13 +48,13 @@ def choose(device: str, mps: bool = False) -> str:
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "mps" if mps and torch.backends.mps.is_available() else "cpu"
     kind, _, number = device.partition(":")
-    if device != "mps" * mps and (kind not in ("cpu", "cuda") or (number and not number.isdecimal())):
+    found = {"cpu": 1, "cuda": torch.cuda.device_count()} | ({"mps": torch.backends.mps.is_available()} if mps else {})
+    if kind not in found or (number and not number.isdecimal()):
         raise ValueError(f"device is {device!r}: expected auto, cpu, {'mps, ' * mps}cuda or cuda:N.")
-    found = {"cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}.get(kind, 1)
-    if kind != "cpu" and int(number or 0) >= found:
+    if int(number or 0) >= found[kind]:
         raise ValueError(
-            f"device is {device}, but this torch ({torch.__version__}) sees {found} {kind.upper()} devices: use cpu, "
-            "or look at `kiloword doctor`."
+            f"device is {device}, but this torch ({torch.__version__}) sees {found[kind]:d} {kind.upper()} devices: "
+            "use cpu, or look at `kiloword doctor`."
         )
     if number and kind == "cuda" and (ranks := launch.adopt()) > 1:
         raise ValueError(

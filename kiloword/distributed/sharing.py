@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, redire
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -91,20 +90,13 @@ def in_turns(items: Sequence[Item], do: Callable[[Item], Result]) -> Iterator[Re
         yield from map(do, items)
         return
     for first in range(0, len(items), ranks):
-        has_item = first + rank < len(items)
-        result = do(items[first + rank]) if has_item else do(items[0]) if lockstep() else None
-        for each in gathered(result if has_item else None)[: len(items) - first]:
-            assert each is not None
-            yield each
+        mine = items[first + rank : first + rank + 1] or items[: lockstep()]
+        yield from (made for [made] in gathered([do(item) for item in mine])[: len(items) - first])
 
 
 def sums(*mine: Tensor) -> list[Tensor]:
-    """The sum over ranks of each tensor; all must have one dtype and one device."""
-    if share()[1] == 1:
-        return list(mine)
-    flat = collectives.sum_over_ranks(torch.cat([x.flatten() for x in mine]))
-    parts = torch.split(flat, [x.numel() for x in mine])
-    return [part.view_as(x) for part, x in zip(parts, mine, strict=True)]
+    """The sum over ranks of each tensor."""
+    return [collectives.sum_over_ranks(x) if share()[1] > 1 else x for x in mine]
 
 
 def of_first(mine: Item) -> Item:

@@ -29,10 +29,7 @@ from kiloword.models.trust import NONE, Trust, method_of
 
 EXTRA_TOKENS = 16  # largest number in a text tower
 WEIGHTS = "model.safetensors"
-ALONE = (
-    "{folder} holds adapters (LoRA) without the model they adapt: use the run's OUT/model, which has them merged, or "
-    "from Python kiloword.load({folder}, base=BASE), where BASE is the model that --init of their run named."
-)
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
 def save_model(folder: Path, model: Model, tokenizer: Tokenizer, file: ModelFile) -> None:
@@ -71,11 +68,8 @@ def open_model(
     check_weights(folder, file, method, weights)
     model = build(file.model, method, seed=0)
     load_weights(model, weights, str(folder))
-    kinds = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
-    if dtype not in kinds:
-        raise ValueError(f"dtype is {dtype!r}: expected one of {', '.join(kinds)}.")
     model.precision = computing
-    return model.to(device=device, dtype=kinds[dtype]), Tokenizer.load(folder), method
+    return model.to(device=device, dtype=DTYPES[dtype]), Tokenizer.load(folder), method
 
 
 def open_weights(path: Path | str, base: Path | str | None = None) -> tuple[Path, ModelFile, dict[str, Tensor]]:
@@ -115,15 +109,16 @@ def read_model_file(folder: Path | str, weights: str = WEIGHTS) -> ModelFile:
         )
     for name in ("config.json", weights, "tokenizer.json"):
         if not (folder / name).is_file():
-            if name == WEIGHTS and (folder / adapters.FILE).is_file():
-                raise ValueError(ALONE.format(folder=folder))
             hint = f" Did you mean {folder / 'model'}?" if (folder / "model" / name).is_file() else ""
+            if name == WEIGHTS and (folder / adapters.FILE).is_file():
+                hint = (
+                    " It holds adapters (LoRA) without the model they adapt: use the run's OUT/model, which has them "
+                    f"merged, or from Python kiloword.load({folder}, base=BASE), where BASE is what --init was."
+                )
             raise ValueError(f"{folder} has no {name}: expected a model folder such as OUT/model of a run.{hint}")
     file = read_config(folder / "config.json", ModelFile)
-    if len(file.model.text.extra_tokens) > EXTRA_TOKENS:
-        raise ValueError(
-            f"{folder} has {len(file.model.text.extra_tokens):,} extra tokens: expected {EXTRA_TOKENS} at most."
-        )
+    if (number := len(file.model.text.extra_tokens)) > EXTRA_TOKENS:
+        raise ValueError(f"{folder} has {number:,} extra tokens: expected {EXTRA_TOKENS} at most.")
     return file
 
 

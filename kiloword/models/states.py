@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from kiloword.distributed import collectives
-from kiloword.files import SaveError, write_json
+from kiloword.files import write_json
 from kiloword.models.tensors import Spec, spec_of, write_tensors
 from kiloword.terminal import warn as say_warning
 
@@ -137,20 +137,17 @@ def write_numbers(folder: Path, step: int, files: Mapping[str, str], numbers: Ma
 
 
 def drop_old(folder: Path, keep: int, step: int) -> None:
-    """Keep the newest `keep` states up to that of this step; remove others, and remains of crashes. Raises: SaveError.
+    """Keep the newest `keep` states up to that of this step; remove others, and remains of crashes. Raises: OSError.
 
     A state of a later step is one that could not be read when the run was resumed: it takes the place of no good one.
     """
-    try:
-        kept = [path for path in states(folder) if _step(path) <= step][:keep]
-        for path in states(folder):
-            if path not in kept:
-                path.unlink()
-        for path in folder.glob("step-*"):
-            if path.is_dir() and path.with_suffix(".json") not in kept:
-                shutil.rmtree(path)
-    except OSError as e:
-        raise SaveError(f"cannot drop old states in {folder}: {e.strerror or e}.") from e
+    kept = [path for path in states(folder) if _step(path) <= step][:keep]
+    for path in states(folder):
+        if path not in kept:
+            path.unlink()
+    for path in folder.glob("step-*"):
+        if path.is_dir() and path.with_suffix(".json") not in kept:
+            shutil.rmtree(path)
 
 
 def newest(folder: Path, warn: Callable[[str], None]) -> SavedState | None:

@@ -11,7 +11,7 @@ import unicodedata
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 from typing import TextIO
 
 from kiloword.addresses import scrubbed
@@ -37,13 +37,7 @@ def shown(text: str, encoding: str | None = None) -> str:
     return text.encode(encoding or "utf-8", "backslashreplace").decode(encoding or "utf-8")
 
 
-class Cursor:
-    """Where the terminal's cursor is."""
-
-    behind: TextIO | None = None  # the stream with a line of progress, which has no line end
-
-
-CURSOR = Cursor()
+CURSOR = SimpleNamespace(behind=None)  # the stream with a line of progress, which has no line end
 _warned: set[str] = set()
 _words: ContextVar[tuple[str, ...]] = ContextVar("words of the command", default=())
 

@@ -9,8 +9,9 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import contextmanager
+from statistics import harmonic_mean
+from types import SimpleNamespace
 from typing import Any, TextIO, TypeVar
 
 from kiloword.terminal import CURSOR, end_line, say, shown
@@ -28,7 +29,7 @@ class ProgressLine:
     """
 
     def __init__(self, out: TextIO | None, at_once: bool = False) -> None:
-        self.out, self.shown, self._size = out, False, (80, 24)
+        self.out, self.shown = out, False
         terminal = out is not None and out.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
         self._live = terminal or in_notebook()
         self._last = -math.inf if at_once else time.perf_counter()
@@ -42,9 +43,7 @@ class ProgressLine:
         if not self._live:
             say(line, to=self.out)
             return
-        with suppress(OSError, ValueError):  # where stdout is a pipe, the size is that of stderr
-            self._size = os.get_terminal_size(self.out.fileno())
-        columns = shutil.get_terminal_size(self._size).columns - 1
+        columns = shutil.get_terminal_size().columns - 1
         text = shown(line, self.out.encoding)[:columns]
         room = columns - len(text) - len(" []")
         bar = f" [{'=' * min(room, room * done // of):{room}}]" if room >= LEAST_BAR else ""
@@ -67,15 +66,7 @@ class Bar:
         self.line.show(line, done, of)
 
 
-@dataclass
-class _State:
-    """Whether `track` shows progress, and whether one does."""
-
-    on: bool = False
-    busy: bool = False
-
-
-_state = _State()
+_state = SimpleNamespace(on=False, busy=False)  # whether `track` shows progress, and whether one does
 
 
 def in_notebook() -> bool:
@@ -131,14 +122,13 @@ class Pace:
         self._rates: deque[float] = deque(maxlen=RECENT)
 
     def add(self, row: Mapping[str, Any]) -> None:
-        rate = row.get("pairs_per_s")
-        if isinstance(rate, int | float) and 1e-9 < rate < math.inf:
-            self._rates.append(float(rate))
+        if rate := row.get("pairs_per_s"):
+            self._rates.append(rate)
 
     @property
     def rate(self) -> float | None:
         """Pairs a second: the harmonic mean, as rows hold equally many pairs."""
-        return len(self._rates) / sum(1 / r for r in self._rates) if self._rates else None
+        return harmonic_mean(self._rates) if self._rates else None
 
     def seconds(self, steps: int) -> float | None:
         """What `steps` steps take."""

@@ -41,8 +41,8 @@ class Rich(Bare):
     def captions(self, row: int) -> list[str]:
         return [f"said {row}"]
 
-    def question(self, row: int) -> str:
-        return f"asked {row}"
+    def info(self, row: int) -> dict[str, str]:
+        return {"question": f"asked {row}"}
 
 
 def test_rows_stand_source_by_source_each_as_often_as_its_weight() -> None:
@@ -51,7 +51,7 @@ def test_rows_stand_source_by_source_each_as_often_as_its_weight() -> None:
     assert [mixture.record(row).key for row in range(8)] == [*["a 0", "a 1", "a 2"] * 2, "b 0", "b 1"]
     assert [mixture.key(row) for row in range(8)] == ["a 0", "a 1", "a 2"] * 2 + ["key 0", "key 1"]
     assert [mixture.captions(row)[0] for row in (0, 5, 6, 7)] == ["read 0", "read 2", "said 0", "said 1"]
-    assert [mixture.question(row) for row in (0, 5, 6, 7)] == ["ask 0", "ask 2", "asked 0", "asked 1"]
+    assert [mixture.info(row)["question"] for row in (0, 5, 6, 7)] == ["ask 0", "ask 2", "asked 0", "asked 1"]
     assert (mixture.stored_rows, [mixture.stored_row(row) for row in range(8)]) == (5, [0, 1, 2, 0, 1, 2, 3, 4])
     assert (mixture.natural, mix([Bare("a", 3), Bare("b", 2)]).natural, mixture.notes) == (False, True, ["cut"])
 

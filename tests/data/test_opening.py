@@ -63,7 +63,7 @@ def test_paths_as_images(tmp_path: Path) -> None:
     assert prepare([str(tmp_path / "a.png"), tmp_path / "a.png"], transform).shape == (2, 3, 8, 8)
     (tmp_path / "b.png").write_bytes(b"text")
     for name, output in (
-        ("", "is a folder: expected an image file"),
+        ("", "Is a directory"),
         ("none", "image .*none cannot be read: No such file"),
         ("b.png", "image .*b.png cannot be used: not an image"),
     ):

@@ -112,7 +112,7 @@ def test_the_same_row_asks_the_same_everywhere() -> None:
         r = small.record(row)
         assert r.image.shape == (32, 32, 3)
         assert r.info == large.record(row).info == copy.record(row).info
-        assert (copy.key(row), copy.question(row), copy.captions(row)) == (r.key, r.info["question"], r.captions)
+        assert (copy.key(row), copy.info(row), copy.captions(row)) == (r.key, r.info, r.captions)
 
 
 def test_questions_are_frozen_and_captions_are_as_before() -> None:

@@ -113,14 +113,6 @@ def test_no_name_is_imported(name: str, capsys: pytest.CaptureFixture[str]) -> N
     assert not ran()
 
 
-@pytest.mark.parametrize("name", ["../../x:y", ":y", "math:pi", "y" * 5000])
-def test_names_that_are_no_module(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    for words in (("train", name, "--out", "run"), ("verify", name), ("plan", name)):
-        said = ends(capsys, *words)
-        assert "expected" in said
-        assert len(said) < 1000
-
-
 @pytest.mark.parametrize("word", [("--method", "own:preset"), ("--trust-code",)])
 def test_code_runs_when_the_user_says_so(word: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     said: dict[str, Any] = {"trust_code": True} if word == ("--trust-code",) else {"method": word[1]}
@@ -202,24 +194,3 @@ def test_no_call_of_the_package_runs_what_a_file_holds() -> None:
                 assert "from_config" in name or '"local_files_only": True' in text or "local_files_only" in options, (
                     where
                 )
-
-
-@pytest.mark.parametrize(
-    ("value", "says"),
-    [
-        ({"text_config": {"num_hidden_layers": 100_000}}, "num_hidden_layers"),
-        ({"a": [1, {"depths": [2000]}]}, "depths"),
-        ({"eps": float("nan")}, "eps"),
-    ],
-)
-def test_folders_of_transformers_that_declare_too_much(
-    value: dict[str, object], says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Before transformers is imported."""
-    folder = Path("hf")
-    folder.mkdir()
-    (folder / "model.safetensors").write_bytes(b"")
-    (folder / "preprocessor_config.json").write_text("{}")
-    (folder / "config.json").write_text(json.dumps({"model_type": "clip", **value}))
-    for verb in (("embed", "hf:hf", "--out", "features"), ("caption", "hf:hf", "--out", "c.parquet")):
-        assert says in ends(capsys, *verb, *SCENES)

@@ -9,7 +9,6 @@ OpenCV decodes plain 8-bit JPEG and PNG, simplejpeg plain JPEG, Pillow everythin
 from __future__ import annotations
 
 import io
-import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -34,7 +33,6 @@ _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "JPEG2000", "PPM")
 _AVIF, _HEIF = (b"avif", b"avis"), (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
 _PACKAGES = {"opencv": "opencv-python-headless", "simplejpeg": "simplejpeg"}
 _SCAN, _END = b"\xff\xda", b"\xff\xd9"  # markers of JPEG (ITU-T T.81, B.1)
-_MARKER = re.compile(rb"\xff[^\0\xd0-\xd7\xff]")  # no stuffed byte, restart or fill byte
 _PNG, _PNG_END = b"\x89PNG\r\n\x1a\n", b"IEND\xaeB`\x82"
 _ORIENTATION = 0x0112
 _EXIF = {"exif", "Raw profile type exif", "XML:com.adobe.xmp", "xmp"}  # keys of `Image.info` with an orientation
@@ -182,24 +180,15 @@ def _fast(image: bytes, opened: ImageFile.ImageFile, decoder: Decoder, factor: i
             pixels: Pixels = simplejpeg.decode_jpeg(image, "RGB", **least)
             return pixels
         return None
-    if not _is_whole(image, opened):
+    start = opened.fp.tell() if opened.fp else 0  # OpenCV fills what a cut image lacks
+    whole = image.endswith(_PNG_END) and getattr(opened, "n_frames", 1) == 1
+    if not (whole if opened.format == "PNG" else image.find(_END, start) > 0):
         return None
     import cv2
 
     flag = cv2.IMREAD_COLOR if factor == 1 else getattr(cv2, f"IMREAD_REDUCED_COLOR_{factor}")
     read = cv2.imdecode(np.frombuffer(image, np.uint8), flag | cv2.IMREAD_IGNORE_ORIENTATION)
     return None if read is None else cv2.cvtColor(read, cv2.COLOR_BGR2RGB, dst=read)
-
-
-def _is_whole(image: bytes, opened: ImageFile.ImageFile) -> bool:
-    """Whether the image looks whole: OpenCV fills what a JPEG lacks, unless it is progressive."""
-    if opened.format == "PNG":
-        return image.endswith(_PNG_END) and getattr(opened, "n_frames", 1) == 1
-    start = opened.fp.tell() if opened.fp else 0
-    if "progressive" in opened.info:
-        return image.find(_END, start) > 0
-    marker = _MARKER.search(image, start)
-    return marker is not None and marker[0] == _END
 
 
 @_reading()

@@ -14,7 +14,6 @@ from torch import Tensor
 from kiloword.addresses import is_url, scrubbed
 from kiloword.data.images.augmentation import EvalTransform
 from kiloword.data.images.decode import Pixels, to_rgb
-from kiloword.data.sample import MAX_IMAGE, read_whole
 from kiloword.types import BadSample
 
 OneImage: TypeAlias = "Image.Image | str | Path | bytes | np.ndarray[Any, Any] | Tensor"
@@ -66,35 +65,31 @@ def _prepare(image: Any, transform: EvalTransform, place: int) -> Tensor:
         raise ValueError(
             f"image {scrubbed(image)[:200]} is an address, which is not fetched: download it, give its path."
         )
-    path = Path(image) if isinstance(image, str | Path) else None
-    if path is not None and path.is_dir():
-        raise ValueError(f"image {path} is a folder: expected an image file.")
     try:
-        if path is not None:
-            return transform(read_whole(path, "it", MAX_IMAGE))
+        if isinstance(image, str | Path):
+            return transform(Path(image).read_bytes())
         if isinstance(image, Image.Image):
             return transform(np.asarray(to_rgb(image)))
         if isinstance(image, bytes | bytearray | memoryview):
             return transform(bytes(image))
         return transform(_pixels(image, place))
     except OSError as error:
-        raise ValueError(f"image {path} cannot be read: {error.strerror}") from error
+        raise ValueError(f"image {image} cannot be read: {error.strerror}") from error
     except BadSample as error:
-        raise ValueError(f"image {place if path is None else path} cannot be used: {error}") from error
+        name = image if isinstance(image, str | Path) else place
+        raise ValueError(f"image {name} cannot be used: {error}") from error
 
 
 def _pixels(image: Any, place: int) -> Pixels:
     """An array [H, W, 3] or tensor [3, H, W] as uint8 [H, W, 3]; floats from 0 to 1 are scaled. Raises: ValueError."""
     if not isinstance(image, np.ndarray | Tensor):
         raise ValueError(f"got {kind(image)} as image {place}: {EXPECTED}.")
-    what = f"a {image.dtype} {'tensor' if isinstance(image, Tensor) else 'array'}"
-    wanted = image.ndim == 3 and image.shape[0 if isinstance(image, Tensor) else 2] == 3 and 0 not in image.shape
-    shape = list(image.shape)
+    what, shape = f"a {image.dtype} {'tensor' if isinstance(image, Tensor) else 'array'}", list(image.shape)
     if isinstance(image, Tensor):
         image = (image.float() if image.is_floating_point() else image).detach().cpu().numpy()
-        image = np.moveaxis(image, 0, -1) if wanted else image
+        image = np.moveaxis(image, 0, -1) if image.ndim == 3 else image
     floats = np.issubdtype(image.dtype, np.floating)
-    if not wanted or not (floats or image.dtype == np.uint8):
+    if image.ndim != 3 or image.shape[2] != 3 or not image.size or not (floats or image.dtype == np.uint8):
         raise ValueError(f"image {place} is {what} {shape}: {EXPECTED}.")
     if floats:
         least, most = float(image.min()), float(image.max())

@@ -49,33 +49,24 @@ class Augmented:
         return torch.stack([self.transform(image, draw) for draw in draws])
 
     def check(self) -> None:
-        """Raises: ValueError for numbers out of range, and a seed without effect."""
+        """Raises: ValueError for numbers out of range, and for settings that change no image."""
         if not 1 <= self.views <= MOST:
             raise ValueError(f"--views is {self.views}: expected 1 to {MOST}.")
         check(self.augment, prefix="--augment.")
-        if self.seed and of_images(self.augment) == of_images(AugmentConfig()):
-            raise ValueError(
-                f"--seed {self.seed} is that of the augmentation, and there is none: add such as --augment.flip 0.5, "
-                "or omit --seed."
-            )
+        for name in LATER:
+            if getattr(self.augment, name):
+                raise ValueError(f"--augment.{name.replace('_', '-')} changes no image: leave it to the training.")
+        if not changes(self.augment) and (self.views > 1 or self.seed):
+            flag = f"--views {self.views}" if self.views > 1 else f"--seed {self.seed}"
+            raise ValueError(f"{flag} without augmentation has no effect: add such as --augment.flip 0.5, or omit it.")
 
     def of(self, size: int, resize: Resize, natural: bool, by_key: bool = False) -> Augmented:
         """The views at a size; without augmentation the image as evaluation sees it.
 
         Args: by_key: draw by the image's key, not by its row, so that a run whose rows are others draws the same.
-        Raises: ValueError for views that would all be equal, and settings that change no image.
         """
-        for name in LATER:
-            if getattr(self.augment, name):
-                raise ValueError(f"--augment.{name.replace('_', '-')} changes no image: leave it to the training.")
-        plain = of_images(self.augment) == of_images(AugmentConfig())
-        if plain and self.views > 1:
-            raise ValueError(
-                f"--views {self.views} without augmentation stores equal views: add such as --augment.flip 0.5 "
-                "--augment.crop 0.5, or omit --views."
-            )
         drawn = TrainTransform(size, self.augment, resize, natural=natural)
-        return replace(self, transform=EvalTransform(size, resize) if plain else drawn, by_key=by_key)
+        return replace(self, transform=drawn if changes(self.augment) else EvalTransform(size, resize), by_key=by_key)
 
 
 PLAIN = Augmented()  # images as evaluation sees them
@@ -86,8 +77,12 @@ def of_images(augment: AugmentConfig) -> dict[str, Any]:
     return {name: value for name, value in asdict(augment).items() if name not in LATER}
 
 
-def in_words(augment: AugmentConfig) -> str:
-    """What an augmentation does to images: its settings that are not the default."""
+def changes(augment: AugmentConfig) -> dict[str, Any]:
+    """The settings of an augmentation that change images, where they are not the default."""
     usual = of_images(AugmentConfig())
-    changed = {name: value for name, value in of_images(augment).items() if value != usual[name]}
-    return ", ".join(f"augment.{name} {value}" for name, value in changed.items()) or "no augmentation"
+    return {name: value for name, value in of_images(augment).items() if value != usual[name]}
+
+
+def in_words(augment: AugmentConfig) -> str:
+    """What an augmentation does to images."""
+    return ", ".join(f"augment.{name} {value}" for name, value in changes(augment).items()) or "no augmentation"

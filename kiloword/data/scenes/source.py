@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -268,21 +268,21 @@ class SceneQuestions(_Scenes):
         """The answer, without drawing the image."""
         return [self.asked(row).answer]
 
-    def question(self, row: int) -> str:
-        """The question, without drawing the image."""
-        return self.asked(row).words
-
-    def record(self, row: int) -> Record:
-        """Image, question, answer and scene of a row."""
-        asked, scene = self.asked(row), self.scene(row)
-        info = {
+    def info(self, row: int) -> dict[str, Any]:
+        """Question, answers and scene, without drawing the image."""
+        asked = self.asked(row)
+        return {
             "question": asked.words,
             "answers": [asked.answer],
             "question_type": asked.kind,
             "answer_type": asked.answer_type,
-            "scene": scene.describe(),
+            "scene": self.scene(row).describe(),
         }
-        return Record(self.key(row), self.draw(scene), [asked.answer], info=info)
+
+    def record(self, row: int) -> Record:
+        """Image, question, answer and scene of a row."""
+        info = self.info(row)
+        return Record(self.key(row), self.draw(self.scene(row)), list(info["answers"]), info=info)
 
     def majority(self) -> Mapping[str | None, str]:
         """The most frequent answer to each kind of question of the train split, over all kinds under None."""

@@ -50,7 +50,7 @@ def embedded(model: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert features[0] != features[1]
     with pytest.raises(SystemExit):
         main([*words, str(folder / "plain"), "--resize", "40"])
-    assert "resize 40) here" in capsys.readouterr().err
+    assert "resize 40" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main([*words, str(folder / "small"), "--resize", "30"])
     assert "resize 30 is smaller than the image size 32" in capsys.readouterr().err
