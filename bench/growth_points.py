@@ -34,7 +34,7 @@ from kiloword.data.edits import MixtureSource
 from kiloword.data.reading import captions_of
 from kiloword.data.tar import open_tars as open_all
 from kiloword.data.text.tokenizer import Tokenizer
-from kiloword.data.transforms.partner import Partner
+from kiloword.data.transforms.mix import Compose
 from kiloword.data.transforms.settings import ComposeSettings
 from kiloword.methods.fff.preset import Mined
 from kiloword.methods.llip.scores import PairSizes, choose
@@ -197,8 +197,8 @@ class PretendedRows:
 
 def partner(n: int, folder: Path) -> Call:
     """The partner of a row, fixed by the seed, among n rows."""
-    chooser, random = Partner(ComposeSettings(partner="fixed")), np.random.default_rng(0)
-    return quiet(lambda: chooser.row(7, n, Draw(next(_TURN), 0, 7), random))
+    chooser, random = Compose(ComposeSettings(partner="fixed")), np.random.default_rng(0)
+    return quiet(lambda: chooser.partner(7, n, Draw(next(_TURN), 0, 7), random))
 
 
 def table(n: int, folder: Path) -> Call:

@@ -129,9 +129,9 @@ class Fetch(Protocol):
 Transform = Callable[[Example, Fetch, Draw], Example]
 """A transform of one example (mixes it with another, rewrites captions). `draw` is keyed by (seed, epoch, row).
 
-A transform that must know the data set (which row is nearest to which) also has `bind(source) -> Transform`, called
-once before training. A transform that mixes images or captions sets `composed`, so that nobody mines stale features
-for it, and keeps one row of every `text_features` value for each of its captions.
+A transform that must know the data set (which row is nearest to which) also has `bind(source, open_store) ->
+Transform`, called once before training. A transform that mixes images or captions sets `composed`, so that nobody mines
+stale features for it, and keeps one row of every `text_features` value for each of its captions.
 """
 
 

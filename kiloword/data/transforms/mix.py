@@ -25,10 +25,11 @@ from torch.nn import functional as F
 
 from kiloword.config.recipes import AugmentConfig
 from kiloword.config.settings import check
+from kiloword.data.edits import MixtureSource
 from kiloword.data.images.augmentation import TrainTransform
 from kiloword.data.source import keys, texts_of
 from kiloword.data.text.eda import eda, read_synonyms
-from kiloword.data.transforms.partner import Partner, Rewrites, either, read_rewrites, rewritten
+from kiloword.data.transforms.partner import Partners, Rewrites, another, cycle, either, named, read_rewrites, similar
 from kiloword.data.transforms.settings import (
     ComposeSettings,
     CutmixSettings,
@@ -43,12 +44,12 @@ from kiloword.types import BadSample, Example, Fetch, Source
 
 LARGE = 3_500_000  # rows: CC3M is below, CC12M and RedCaps above
 FEW = 0.5  # share of pairs with rewritten captions, below which a note is printed
-RHO = {"small": 0.3, "large": 0.15}
+TRIED = 5000  # pairs of which that share is counted
 
 
 def share(rho: float | None, rows: int) -> float:
     """The share of composed examples for a data set of `rows`. Args: rho: None chooses by size."""
-    return rho if rho is not None else RHO["small" if rows < LARGE else "large"]
+    return rho if rho is not None else 0.3 if rows < LARGE else 0.15
 
 
 class _Mix:
@@ -94,36 +95,65 @@ class _Mix:
 
 @dataclass(frozen=True)
 class WithPartner(_Mix):
-    """Mixes with another row of the whole data set."""
+    """Mixes with another row of the whole data set. Attributes: rows, rewrites, note: set by `bind`."""
 
     settings: PartnerSettings
-    partner: Partner | None = None
+    rows: Partners | None = None  # None: random or fixed
     rewrites: Rewrites = field(default_factory=dict)
-    note: str | None = None  # note for the user before the run, set by `bind`
+    note: str | None = None  # for the user before the run
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        Partner(self.settings)  # raises for missing settings
+        needed = {"nearest": "partner_table", "farthest": "partner_table", "file": "partner_file"}
+        name = needed.get(self.settings.partner)
+        if name and getattr(self.settings, name) is None:
+            raise ValueError(f"partner {self.settings.partner} needs {name}: name its file or folder.")
 
-    def bind(self, source: Source, open_store: Callable[[str], Any] | None = None) -> WithPartner:
-        """The transform that knows the data set. Raises: ValueError for files that are unusable or of other data."""
-        path, partner, note = self.settings.rewrites, Partner(self.settings).bind(source, open_store), None
-        if path is None:
-            return replace(self, partner=partner)
-        rewrites = read_rewrites(path, source)
-        if self.settings.parts == "images":
-            note = f"{path} is never used: with parts images, captions do not change. Omit rewrites."
-        elif (used := rewritten(rewrites, partner, source)) < FEW:
-            note = (
-                f"{path} has captions for about {used:.1%} of the pairs that partner {self.settings.partner} makes; "
-                f"the others are joined by {self.settings.merge!r}. To use them, name each sample's partner "
-                "(partner file, partner_file)."
+    def bind(self, source: Source, open_store: Callable[[str], Any]) -> WithPartner:
+        """The transform that knows the data set. Args: open_store: opens feature stores.
+
+        Raises: ValueError for files that are unusable or of other data, and for rows without a partner.
+        """
+        s, rows = self.settings, None
+        if s.partner != "random" and isinstance(source, MixtureSource) and any(w % 1 for w in source.weights):
+            raise ValueError(
+                f"{source.name}: rows change between epochs, which needs partner random. Use whole weights."
             )
-        return replace(self, partner=partner, rewrites=rewrites, note=note)
+        if s.partner == "file":
+            rows = named(source, str(s.partner_file))
+        elif s.partner in ("nearest", "farthest"):
+            rows = similar(source, open_store(str(s.partner_table)), farthest=s.partner == "farthest")
+        if s.rewrites is None:
+            return replace(self, rows=rows)
+        bound = replace(self, rows=rows, rewrites=read_rewrites(s.rewrites, source))
+        if s.parts == "images":
+            note = f"{s.rewrites} is never used: with parts images, captions do not change. Omit rewrites."
+            return replace(bound, note=note)
+        used = bound._rewritten(source)
+        note = (
+            f"{s.rewrites} has captions for about {used:.1%} of the pairs that partner {s.partner} makes; the others "
+            f"are joined by {s.merge!r}. To use them, name each sample's partner (partner file, partner_file)."
+        )
+        return replace(bound, note=note if used < FEW else None)
+
+    def _rewritten(self, source: Source) -> float:
+        """The share of the pairs of rows and their partners that have captions, of some rows in some epochs."""
+        names, n = keys(source), len(source)
+        draws = [Draw(0, epoch, row) for epoch in range(-(-TRIED // n)) for row in range(0, n, -(-n // TRIED))]
+        others = [self.partner(draw.row, n, draw, draw.rng("compose")) for draw in draws]
+        pairs = zip(draws, others, strict=True)
+        return sum(bool(either(self.rewrites, names[draw.row], names[row])) for draw, row in pairs) / len(draws)
+
+    def partner(self, row: int, n: int, draw: Draw, rng: np.random.Generator) -> int:
+        """The row of the partner among n rows; never `row` itself if there is another."""
+        random_row = another(row, n, rng)
+        if self.settings.partner == "fixed":
+            return int(cycle(draw.seed, n)[row])
+        return random_row if self.rows is None or self.rows[row] < 0 else int(self.rows[row])
 
     def _pair(self, example: Example, fetch: Fetch, draw: Draw, rng: np.random.Generator) -> tuple[Tensor, Example]:
         """The partner is augmented by independent draws, not with the crop and flip of the example."""
-        row = (self.partner or Partner(self.settings)).row(example.row, len(fetch), draw, rng)
+        row = self.partner(example.row, len(fetch), draw, rng)
         return example.image, fetch.example(row, _apart(draw, "partner"))
 
     def _captions(self, example: Example, other: Example, own_first: bool) -> list[str]:
@@ -170,7 +200,7 @@ class Stylistic(_Mix):
 
     settings: StylisticSettings
 
-    def bind(self, source: Source, open_store: Callable[[str], Any] | None = None) -> Stylistic:
+    def bind(self, source: Source, open_store: Callable[[str], Any]) -> Stylistic:
         """The same transform. Raises: ValueError when the file of synonyms cannot be used."""
         read_synonyms(self.settings.synonyms)
         return self
@@ -187,11 +217,9 @@ class Stylistic(_Mix):
         other = replace(again, captions=[eda(c, synonyms, self.settings.edits, words) for c in example.captions])
         if fetch.crops:
             return image, other
-        crop, pixels = (
-            TrainTransform(image.shape[-1], AugmentConfig(crop=self.settings.least_area)),
-            image.permute(1, 2, 0),
-        )
-        first, second = (crop(pixels.numpy(), _apart(draw, f"{name} crop")) for name in ("first", "second"))
+        crop = TrainTransform(image.shape[-1], AugmentConfig(crop=self.settings.least_area))
+        pixels = image.permute(1, 2, 0).numpy()
+        first, second = (crop(pixels, _apart(draw, f"{name} crop")) for name in ("first", "second"))
         return first, replace(other, image=second)
 
     def _image(self, image: Tensor, other: Tensor, own_first: bool, rng: np.random.Generator) -> Tensor:
@@ -200,11 +228,10 @@ class Stylistic(_Mix):
 
 def pairs_table(source: Source, transform: WithPartner, seed: int) -> pa.Table:
     """Every readable row's key, its partner's and their joined captions: columns key, partner, caption."""
-    partner, names = transform.partner or Partner(transform.settings), keys(source)
-    rows: list[tuple[str | None, str | None, str]] = []
+    names, rows = keys(source), list[tuple[str | None, str | None, str]]()
     for row, name in enumerate(names):
         draw = Draw(seed, 0, row)
-        other = partner.row(row, len(source), draw, draw.rng("compose"))
+        other = transform.partner(row, len(source), draw, draw.rng("compose"))
         try:
             texts = texts_of(source, row), texts_of(source, other)
         except BadSample:
@@ -254,8 +281,6 @@ def halves(first: Tensor, second: Tensor, side_by_side: bool, squash: bool = Fal
 
 def _squeezed(image: Tensor, size: int, axis: int) -> Tensor:
     shape = [size if a == axis else image.shape[a] for a in (1, 2)]
-    if 0 in shape:
-        return image.narrow(axis, 0, 0)
     whole = image if image.dtype == torch.uint8 else image.float()  # torch resizes no half precision on a CPU
     return F.interpolate(whole[None], shape, mode="bicubic", antialias=True)[0].to(image.dtype)
 
