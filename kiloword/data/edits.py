@@ -21,8 +21,8 @@ from kiloword.types import NoCaption, Record, Source
 
 HELD_OUT = 0.1  # share of the keys
 PARTS = ("train-part", "val-part")  # PART:SRC is that part of SRC: data without a split, in two parts by key
-_OF_A_ROW = ("info", "scene", "hierarchies")
-_OF_ALL_ROWS = ("natural", "remote", "classnames", "templates", "notes", "answers", "majority")
+_OF_A_ROW = {"info", "scene", "hierarchies"}
+_OF_ALL_ROWS = {"natural", "remote", "classnames", "templates", "notes", "answers", "majority", "labels", "relevance"}
 
 Edit = Callable[[int, list[str]], list[str]]
 """From a row of a source and its captions to other captions of the row. Raises: BadSample."""
@@ -51,18 +51,14 @@ class Selection:
         self.source, self.name, self.fingerprint, self.rows, self.edit = source, name, fingerprint, rows, edit
 
     def __getattr__(self, name: str) -> Any:
-        if name in _OF_ALL_ROWS:
-            return getattr(self.source, name)
+        if name not in _OF_A_ROW | _OF_ALL_ROWS:
+            raise AttributeError(name)
+        member = getattr(self.source, name)
         if name in _OF_A_ROW:
-            of_row = getattr(self.source, name)
-            return lambda row: of_row(self.locate(row)[1])
-        if name == "labels":
-            labels = self.source.labels  # type: ignore[attr-defined]
-            return labels if self.rows is None else labels[self.rows]
+            return lambda row: member(self.locate(row)[1])
         if name == "relevance":
-            relevance = self.source.relevance  # type: ignore[attr-defined]
-            return lambda captions, rows: relevance(captions, [self.locate(row)[1] for row in rows])
-        raise AttributeError(name)
+            return lambda captions, rows: member(captions, [self.locate(row)[1] for row in rows])
+        return member if name != "labels" or self.rows is None else member[self.rows]
 
     def __len__(self) -> int:
         return len(self.source) if self.rows is None else len(self.rows)

@@ -17,7 +17,7 @@ from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageFile, UnidentifiedImageError, features
+from PIL import Image, ImageFile, UnidentifiedImageError
 
 from kiloword.errors import needs
 from kiloword.terminal import shown
@@ -30,7 +30,7 @@ MAX_PIXELS = 80_000_000  # 240 MB decoded; just below Pillow's own limit
 MAX_SCANS = 100  # of a JPEG, each of which goes over the whole image; progressive ones have about 10
 # Not EPS and the like, which start other programs.
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "JPEG2000", "PPM")
-_AVIF, _HEIF = (b"avif", b"avis"), (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
+_HEIF = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")  # brands
 _PACKAGES = {"opencv": "opencv-python-headless", "simplejpeg": "simplejpeg"}
 _SCAN, _END = b"\xff\xda", b"\xff\xd9"  # markers of JPEG (ITU-T T.81, B.1)
 _PNG, _PNG_END = b"\x89PNG\r\n\x1a\n", b"IEND\xaeB`\x82"
@@ -137,13 +137,12 @@ def _without_metadata(png: bytes) -> bytes:
 
 def _formats(box: bytes) -> tuple[str, ...]:
     """Pillow's formats of an image. Args: box: bytes 4 to 12. Errors: BadSample where a package for it is missing."""
-    if not box.startswith(b"ftyp") or box[4:] not in _AVIF + _HEIF:
+    if not box.startswith(b"ftyp"):
         return _FORMATS
-    kind = "avif" if box[4:] in _AVIF else "heic"
-    if reason := missing_package(kind):
-        raise BadSample(reason)
-    if kind == "avif":
+    if box[4:] not in _HEIF:
         return ("AVIF",)
+    if reason := missing_package("heic"):
+        raise BadSample(reason)
     import pillow_heif
 
     pillow_heif.register_heif_opener()
@@ -152,8 +151,6 @@ def _formats(box: bytes) -> tuple[str, ...]:
 
 def missing_package(suffix: str) -> str:
     """What reading images of a suffix ("heic") needs and is not installed; "" where they can be read."""
-    if suffix == "avif" and not features.check("avif"):
-        return "AVIF needs a newer Pillow: pip install --upgrade pillow"
     heic = suffix in ("heic", "heif") and find_spec("pillow_heif") is None
     return needs("HEIC", "pillow-heif", "heif") if heic else ""
 
