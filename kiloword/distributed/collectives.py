@@ -132,8 +132,12 @@ Item = TypeVar("Item")
 
 def all_lists(mine: list[Item]) -> list[Item]:
     """Every rank's items in rank order; a single small collective where no rank has any."""
-    if ranks() == 1 or not any_rank(bool(mine))[0]:
-        return mine
-    out: list[list[Item]] = [[] for _ in range(ranks())]
-    dist.all_gather_object(out, mine)
-    return [item for items in out for item in items]
+    return [item for items in objects(mine) for item in items] if any_rank(bool(mine))[0] else mine
+
+
+def objects(mine: Item) -> list[Item]:
+    """Every rank's object, in rank order; tensors must be on the CPU."""
+    out: list[Any] = [mine] * ranks()
+    if ranks() > 1:
+        dist.all_gather_object(out, mine)
+    return out

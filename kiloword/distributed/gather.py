@@ -32,11 +32,13 @@ def gather_features(features: Features) -> Features:
         return features
     counts = row_counts(len(next(iter(features.values()))))
     learned = {k: v for k, v in features.items() if v.requires_grad}
-    constant = {k: v for k, v in features.items() if not v.requires_grad}
-    out = _gather_bytes(constant, counts)
+    out = _gather_bytes({k: v for k, v in features.items() if not v.requires_grad}, counts)
     if learned:
-        gathered = _Gather.apply(counts, *learned.values())  # type: ignore[no-untyped-call]
-        out |= dict(zip(learned, gathered, strict=True))
+        flat = [_matrix(x) for x in learned.values()]
+        rows = _Gather.apply(flat[0] if len(flat) == 1 else torch.cat(flat, 1), counts)  # type: ignore[no-untyped-call]
+        parts = torch.split(rows, [x.shape[1] for x in flat], 1)
+        for (k, x), part in zip(learned.items(), parts, strict=True):
+            out[k] = part.reshape(len(part), *x.shape[1:]).to(x.dtype)
     return {k: out[k] for k in features}
 
 
@@ -44,8 +46,8 @@ def gather_one_row(x: Tensor) -> Tensor:
     """Stack this rank's tensor and those of all others, [R, ...], with gradient."""
     if ranks() == 1:
         return x[None]
-    gathered: tuple[Tensor] = _Gather.apply([1] * ranks(), x[None])  # type: ignore[no-untyped-call]
-    return gathered[0]
+    rows: Tensor = _Gather.apply(x.reshape(1, -1), [1] * ranks())  # type: ignore[no-untyped-call]
+    return rows.view(-1, *x.shape)
 
 
 def row_counts(n: int) -> list[int]:
@@ -56,45 +58,26 @@ def row_counts(n: int) -> list[int]:
 
 
 class _Gather(torch.autograd.Function):
-    """Gather rows of several tensors over ranks; backward sums the gradients of this rank's rows over ranks."""
+    """Gather rows [n, F] over ranks; backward sums the gradients of this rank's rows over ranks."""
 
     @staticmethod
-    def forward(ctx: Any, counts: Sequence[int], *mine: Tensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.counts, ctx.shapes, ctx.dtypes = counts, [x.shape[1:] for x in mine], [x.dtype for x in mine]
-        flat = _side_by_side(mine)
-        rows, ctx.dtype = _rows_of_all(flat, counts), flat.dtype
-        parts = torch.split(rows, [s.numel() for s in ctx.shapes], 1)
-        shaped = zip(parts, ctx.shapes, ctx.dtypes, strict=True)
-        return tuple(p.reshape(len(p), *s).to(d) for p, s, d in shaped)
+    def forward(ctx: Any, flat: Tensor, counts: Sequence[int]) -> Tensor:
+        ctx.counts = counts
+        return _rows_of_all(flat.contiguous(), counts)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        example = next(g for g in gradients if g is not None)
-        dense = [
-            example.new_zeros(sum(ctx.counts), s.numel()) if g is None else _matrix(g)
-            for g, s in zip(gradients, ctx.shapes, strict=True)
-        ]
-        flat = _side_by_side(dense, ctx.dtype)
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         most, mine = max(ctx.counts), ctx.counts[rank()]
         if min(ctx.counts) < most:
-            flat = torch.cat([F.pad(x, (0, 0, 0, most - len(x))) for x in torch.split(flat, ctx.counts)])
-        reduced = flat.new_empty(most, flat.shape[1])
-        _reduce_scatter(reduced, flat)
-        parts = torch.split(reduced[:mine], [s.numel() for s in ctx.shapes], 1)
-        return None, *(p.reshape(mine, *s).to(d) for p, s, d in zip(parts, ctx.shapes, ctx.dtypes, strict=True))
+            gradient = torch.cat([F.pad(x, (0, 0, 0, most - len(x))) for x in torch.split(gradient, ctx.counts)])
+        reduced = gradient.new_empty(most, gradient.shape[1])
+        _reduce_scatter(reduced, gradient.contiguous())
+        return reduced[:mine], None
 
 
 def _matrix(x: Tensor) -> Tensor:
     """[n, ...] -> [n, F]; n may be 0."""
     return x.flatten(1) if x.dim() > 1 else x[:, None]
-
-
-def _side_by_side(parts: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:
-    """Concatenate tensors [n, ...] to [n, sum of F], contiguous; a single tensor is not copied."""
-    flat = [_matrix(x) for x in parts]
-    joined = flat[0] if len(flat) == 1 else torch.cat(flat, 1)
-    return joined.to(dtype or joined.dtype).contiguous()
 
 
 def _rows_of_all(flat: Tensor, counts: Sequence[int]) -> Tensor:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +27,6 @@ from kiloword.models.tensors import Spec, spec_of, write_tensors
 from kiloword.terminal import warn as say_warning
 
 PLACES = "DCP_SHARDING_INFO"  # key of the metadata of a part: where its rows begin in their tensors
-_NAME = re.compile(r"step-\d{1,18}\.json", re.ASCII)
 Offsets = tuple[int, ...]
 Part = dict[str, tuple[Tensor, Offsets]]  # what one rank writes: rows of each tensor, and where they begin in it
 
@@ -43,17 +41,15 @@ def copy_part(tensors: Mapping[str, Tensor], buffers: dict[str, Tensor]) -> Part
     Args: buffers: copies in host memory, used again: new pages cost 10 times the copying, and copies from a GPU need
     pinned memory.
     """
-    part, loads = Part(), [0] * collectives.ranks()
-    for name in sorted(tensors, key=lambda name: (-tensors[name].nbytes, name)):
+    part = Part()
+    for n, name in enumerate(sorted(tensors, key=lambda name: (-tensors[name].nbytes, name))):
         whole = tensors[name].detach()
         value, offsets = collectives.local(whole), (0,) * whole.dim()
-        owner = collectives.rank() if value.numel() else -1
+        mine = n % collectives.ranks() == collectives.rank()
         if collectives.sharded(whole):
+            mine = value.numel() > 0
             offsets = tuple(whole.__create_chunk_list__()[0].offsets)  # type: ignore[attr-defined]
-        else:
-            owner = loads.index(min(loads))
-            loads[owner] += max(1, value.nbytes)
-        if owner == collectives.rank():
+        if mine:
             if name not in buffers or spec_of(buffers[name]) != spec_of(value):
                 buffers[name] = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
             part[name] = buffers[name].copy_(value, non_blocking=True), offsets
@@ -118,8 +114,7 @@ def shards_folder(folder: Path, step: int) -> Path:
 
 def states(folder: Path) -> list[Path]:
     """The JSON files of all states, newest first."""
-    named = [path for path in folder.glob("step-*.json") if _NAME.fullmatch(path.name)]
-    return sorted(named, key=_step, reverse=True)
+    return sorted(folder.glob(f"step-{'[0-9]' * 9}.json"), reverse=True)
 
 
 def _step(path: Path) -> int:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from holding import held_by_another
 from kiloword.cli.main import main
 from kiloword.data.open import open_source
 from kiloword.data.reading import read
@@ -89,16 +90,6 @@ def test_a_gradient_that_is_no_use_is_skipped(
     assert [row["skipped_steps"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [*[0] * (step - 1), 1]
 
 
-def test_gradients_that_stay_bad_end_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: Callable[..., str]
-) -> None:
-    words = train(tmp_path, "--save-every", 1, "--max-skipped-steps", 3, steps=8)
-    with monkeypatch.context() as patch:
-        at_step(patch, 3, lambda: None, float("inf"))
-        assert "bad steps in a row: 3" in ends(words)
-    goes_on(words, tmp_path, 8)
-
-
 def test_sigterm_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: Callable[..., str]) -> None:
     """Also where the last row of the log was cut."""
     words = train(tmp_path, "--val", "scenes:test?n=8")
@@ -135,14 +126,9 @@ def test_the_terminal_goes(tmp_path: Path) -> None:
 
 
 def test_two_runs_in_one_folder(tmp_path: Path, ends: Callable[..., str]) -> None:
-    hold = "import sys, time; from pathlib import Path; from kiloword.files import Lock; "
-    hold += "lock = Lock(Path(sys.argv[1])); print('held', flush=True); time.sleep(600)"
-    with subprocess.Popen([sys.executable, "-c", hold, str(tmp_path)], stdout=subprocess.PIPE, text=True) as other:
-        assert other.stdout is not None
-        assert other.stdout.readline() == "held\n"
-        assert re.search(rf"process {other.pid} on \S+ is training in {tmp_path}", ends(train(tmp_path)))
+    with held_by_another(tmp_path) as other:
+        assert f"process {other.pid} on " in ends(train(tmp_path))
         assert not (tmp_path / "metrics.jsonl").exists()
-        other.kill()
     goes_on(train(tmp_path), tmp_path)
 
 
@@ -178,23 +164,6 @@ def test_a_shard_that_changes(
             reasons.append(str(error))
     assert all(reason in one for one in reasons)
     assert bad - 1 <= len(reasons) <= bad + 1
-
-
-def test_between_two_runs_of_the_same_command(
-    shards: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: Callable[..., str]
-) -> None:
-    """Data that is another is refused, and what was trained stays."""
-    out = tmp_path / "out"
-    words = train(out, "--save-every", 1, data=tmp_path / "data")
-    with monkeypatch.context() as patch:
-        at_step(patch, 2, lambda: signal.raise_signal(signal.SIGTERM))
-        ends(words, 143)
-    shards[3].rename(tmp_path / "away")
-    assert "the data is not what the run began with" in ends(words)
-    pattern = train(out, data=tmp_path / "data" / "{0000..0019}.tar")
-    assert f"1 of 20 tars are missing, the first is {shards[3]}" in ends(pattern)
-    (tmp_path / "away").rename(shards[3])
-    goes_on(words, out)
 
 
 @pytest.mark.parametrize("times", [2, 99])

@@ -14,7 +14,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
-from rich.live import Live
 from rich.text import Text
 
 import kiloword
@@ -96,16 +95,6 @@ def test_tables(monkeypatch: pytest.MonkeyPatch, terminal: bool, encoding: str) 
         assert text in out.text
     assert ("\x1b[1m" in out.text) == terminal
     assert not re.search("\x1b(\\]8|\\[2J|\\[31m)", out.text)
-
-
-def test_frames_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """rich's own control characters come through: one frame over the other."""
-    monkeypatch.setenv("TERM", "xterm-256color")
-    out = Stream(terminal=True)
-    with Live(console=Screen(file=out), screen=True, auto_refresh=False) as live:
-        live.update(Text("a\x1b[2J"), refresh=True)
-    assert out.text.startswith("\x1b[?1049h\x1b[H")
-    assert "a\\x1b[2J" in out.text
 
 
 class Narrow(Terminal):
