@@ -33,7 +33,7 @@ from kiloword.terminal import shown
 from kiloword.types import Source
 
 VARIABLE = "KILOWORD_REMOTE"
-_SETTING = re.compile(r"(limit|retries|timeout|backoff|ahead)=(\d+(?:\.\d*)?(?:e\d{1,2})?)([kmgt]?)b?", re.I)
+_SETTING = re.compile(r"(limit|retries|timeout|backoff|ahead)=(\d[\d.e]*)([kmgt]?)b?")
 THREADS = 4  # files that a process fetches at once
 _CHUNK, _AT_ONCE = 1 << 16, 8 << 20  # bytes that are read at once from http, and from other file systems
 _SLOW = 1000  # bytes a second, below which a connection is given up
@@ -71,16 +71,19 @@ def settings() -> Settings:
 
 @lru_cache(1)
 def _parsed(text: str) -> Settings:
-    values = dict[str, float]()
-    for word in text.replace(",", " ").split():
-        match = _SETTING.fullmatch(word)
-        if match is None:
-            raise ValueError(
-                f"{VARIABLE}: {scrubbed(word)[:100]!r} is no setting. Expected {', '.join(Settings._fields)}, such as "
-                "limit=200GB timeout=60."
-            )
-        values[match[1].lower()] = float(match[2]) * 1000 ** " kmgt".index(match[3].lower() or " ")
-    return Settings(**values)
+    words = text.lower().replace(",", " ").split()
+    found = [match for word in words if (match := _SETTING.fullmatch(word))]
+    if len(found) < len(words):
+        raise ValueError(
+            f"{VARIABLE}: {scrubbed(text)[:100]!r} has another setting than {', '.join(Settings._fields)}. Expected "
+            "limit=200GB timeout=60."
+        )
+    return Settings(
+        **{
+            name: float(number) * 1000 ** " kmgt".index(unit or " ")
+            for name, number, unit in (m.groups() for m in found)
+        }
+    )
 
 
 def local(address: Address) -> Path:
@@ -136,7 +139,7 @@ def _copy(address: Address, version: str, wait: bool = True) -> Path:
             (path.parent / "locks").mkdir(parents=True, exist_ok=True)
             with suppress(Timeout), FileLock(path.parent / "locks" / digest[:3], timeout=-1 if wait else 0):
                 if not path.exists():
-                    _download(address, path, int(version.partition("-")[0]), wait)
+                    _download(address, path, _size(version), wait)
         with suppress(FileNotFoundError, PermissionError):
             os.utime(path)
     except OSError as error:
@@ -160,7 +163,7 @@ def _download(address: Address, path: Path, size: int, wait: bool) -> None:
 
     try:
         with part.open("wb") as file:
-            _reserve(address, file.fileno(), part, size, wait)
+            _reserve(address, file.fileno(), part.parent, size, wait)
             file.writelines(_asked(address, chunks))
         with FileLock(path.parent / "locks" / "all"):  # or a listing might have it under both names, or none
             part.replace(path)
@@ -168,7 +171,7 @@ def _download(address: Address, path: Path, size: int, wait: bool) -> None:
         part.unlink(missing_ok=True)
 
 
-def _reserve(address: Address, fd: int, part: Path, size: int, wait: bool) -> None:
+def _reserve(address: Address, fd: int, folder: Path, size: int, wait: bool) -> None:
     """Take disk space for a file; the least recently used ones are deleted for it."""
     limit = settings().limit
     if size > limit:
@@ -177,30 +180,28 @@ def _reserve(address: Address, fd: int, part: Path, size: int, wait: bool) -> No
             "another, such as limit=200GB."
         )
     while size:
-        with FileLock(part.parent / "locks" / "all"):
-            files, idle = sorted(_kept(part.parent)), time.time() - _IDLE
-            total = sum(count for _, count, _ in files)
-            for used, count, path in [(0.0, 0, ""), *files]:  # first without deleting any
-                if path and (used < idle or not path.endswith(".part")):
+        with FileLock(folder / "locks" / "all"):
+            total = size
+            for is_fetched, _, count, path in sorted(_kept(folder), reverse=True):  # the most recently used first
+                if is_fetched or total + count <= limit:
+                    total += count
+                else:
                     Path(path).unlink(missing_ok=True)
-                    total -= count
-                if total + size <= limit:
-                    try:
-                        os.posix_fallocate(fd, 0, size)
-                        return
-                    except OSError:
-                        os.ftruncate(fd, 0)
-        if not wait or not any(path.endswith(".part") and Path(path) != part for *_, path in files):
+            if total <= limit:
+                os.posix_fallocate(fd, 0, size)
+                return
+        if not wait:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         time.sleep(0.05)  # others fetch files, which may be deleted soon
 
 
-def _kept(folder: Path) -> Iterator[tuple[float, int, str]]:
-    """When each file was used last, its bytes and its path."""
+def _kept(folder: Path) -> Iterator[tuple[bool, float, int, str]]:
+    """Whether each file is being fetched, when it was used last, its bytes and its path."""
     for entry in os.scandir(folder):
         with suppress(FileNotFoundError):  # a part that is complete, or given up
             if entry.is_file():
-                yield entry.stat().st_mtime, entry.stat().st_size, entry.path
+                used, count = entry.stat().st_mtime, entry.stat().st_size
+                yield entry.name.endswith(".part") and used > time.time() - _IDLE, used, count, entry.path
 
 
 # Requests
@@ -362,7 +363,8 @@ def ahead_of(
     source: Source, rows_of: Callable[[int], tuple[Source, Iterable[int]]], batch: int, stop: int | None = None
 ) -> Ahead | None:
     """For a source of which at least a part is remote, else None. Args: see `Ahead`; batch: rows per step."""
-    return Ahead(rows_of, -(-int(settings().ahead) // batch), stop) if _is_remote(source) else None
+    most = -(-int(settings().ahead) // batch)
+    return Ahead(rows_of, most, stop) if most and _is_remote(source) else None
 
 
 def _is_remote(source: Any) -> bool:
@@ -385,33 +387,25 @@ class Ahead:
     def __init__(
         self, rows_of: Callable[[int], tuple[Source, Iterable[int]]], most: int, stop: int | None = None
     ) -> None:
-        self.rows_of, self.most, self.stop = rows_of, most, stop
-        self._owner, self._next, self._waited = 0, 0, dict[str, int]()  # file -> the last step that needs it
+        self.rows_of, self.most, self.stop, self._owner = rows_of, most, stop, 0
 
     def at(self, step: int) -> None:
         """Request the files of this step and the next ones. Works in any process: a fork copies no threads."""
         if self._owner != os.getpid():
-            self._owner, self._next, self._waited = os.getpid(), step, {}
-            self._queue = queue.SimpleQueue[str]()
-            for _ in range(THREADS if self.most else 0):
+            self._owner, self._next, self._queue = os.getpid(), step, queue.SimpleQueue[str]()
+            self._last = dict[str, int]()  # the last step that needs a file
+            for _ in range(THREADS):
                 threading.Thread(target=_fetch, args=(self._queue,), daemon=True).start()
-        self._waited = {name: last for name, last in self._waited.items() if last >= step}
-        self._next = max(self._next, step)
-        while self._next <= step + self.most and self._next != self.stop and self._has_room():
+        self._last, self._next = {name: n for name, n in self._last.items() if n >= step}, max(self._next, step)
+        while self._next <= step + self.most and self._next != self.stop:
+            if sum(_size(name.rpartition("#")[2]) for name in self._last) >= settings().limit / 2:
+                break  # the rest of the cache is in use now
             source, rows = self.rows_of(self._next)
-            for name in {name for row in rows if (name := _file_of(source, row))}:
-                if name not in self._waited:
+            for name in {_file_of(source, row) for row in rows} - {""}:
+                if name not in self._last:
                     self._queue.put(name)
-                self._waited[name] = self._next
+                self._last[name] = self._next
             self._next += 1
-
-    def _has_room(self) -> bool:
-        """Half of the cache may be filled ahead: the rest is in use now."""
-        sizes = (int(name.rpartition("#")[2].partition("-")[0]) for name in self._waited)
-        return sum(sizes) < settings().limit / 2
-
-    def __reduce__(self) -> Any:
-        return Ahead, (self.rows_of, self.most, self.stop)
 
 
 def _fetch(names: queue.SimpleQueue[str]) -> None:
@@ -419,3 +413,7 @@ def _fetch(names: queue.SimpleQueue[str]) -> None:
         url, _, version = names.get().rpartition("#")
         with suppress(Unreachable):
             _copy(address_of(url), version, wait=False)
+
+
+def _size(version: str) -> int:
+    return int(version.partition("-")[0])

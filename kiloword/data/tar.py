@@ -282,7 +282,7 @@ def scan(place: str) -> pa.Table:
 
 def _members(name: str, file: BinaryIO, total: int, left_out: LeftOut) -> tuple[list[tuple[str, int, int]], str]:
     """Name, offset and size of the regular files in a tar, and what is wrong with the tar."""
-    found, before, is_cut = list[tuple[str, int, int]](), -1, not total
+    found, before = list[tuple[str, int, int]](), -1
     try:
         tar = tarfile.TarFile(fileobj=file, encoding="utf-8", errors="surrogateescape") if total else None
     except tarfile.ReadError:
@@ -290,29 +290,20 @@ def _members(name: str, file: BinaryIO, total: int, left_out: LeftOut) -> tuple[
             f"{name} cannot be read as a plain tar (it does not begin with a header of a tar). Compressed tars have no "
             "byte offsets: unpack the .gz."
         ) from None
-    while tar is not None:
-        try:
-            member = tar.next()
-        except (tarfile.TarError, ValueError, OverflowError, MemoryError):
-            member, is_cut = None, file.tell() >= total
-        if member is None or member.offset <= before:  # damaged sizes lead back
-            break
-        before = member.offset
-        tar.members.clear()  # type: ignore[attr-defined]  # for memory
-        if member.isreg() and not member.issparse():  # a sparse one does not lie in one piece
-            found.append((member.name, member.offset_data, min(member.size, total + 1)))
-        elif not member.isdir():
-            left_out.add(shown(member.name), "no file, but a link or the like")
-    position = tar.offset if tar else 0
-    file.seek(min(position, total))
-    block = file.read(tarfile.BLOCKSIZE)
-    if is_cut or len(block) < tarfile.BLOCKSIZE:
-        return found, f"cut at byte {total:,}"
-    if any(block):
-        return found, f"damaged at byte {position:,}; what follows is not read"
-    rest = file.read(_PADDING)  # a second tar (`cat a.tar b.tar`), or the zeros of a download that never finished
-    more = any(rest) or len(rest) == _PADDING
-    return found, f"ended at byte {position:,}; what follows is not read" if more else ""
+    with suppress(tarfile.TarError, ValueError, OverflowError, MemoryError):
+        while tar and (member := tar.next()) and member.offset > before:  # damaged sizes lead back
+            before = member.offset
+            tar.members.clear()  # type: ignore[attr-defined]  # for memory
+            if member.isreg() and not member.issparse():  # a sparse one does not lie in one piece
+                found.append((member.name, member.offset_data, min(member.size, total + 1)))
+            elif not member.isdir():
+                left_out.add(shown(member.name), "no file, but a link or the like")
+    end = min(tar.offset if tar else 0, total)
+    file.seek(end)
+    rest = file.read(tarfile.BLOCKSIZE + _PADDING)
+    if tarfile.BLOCKSIZE <= len(rest) < tarfile.BLOCKSIZE + _PADDING and not any(rest):
+        return found, ""
+    return found, f"read up to byte {end:,} of {total:,}: it is cut or damaged there, or goes on after its end"
 
 
 def _samples(members: list[tuple[str, int, int]], left_out: LeftOut) -> list[tuple[str, dict[str, tuple[int, int]]]]:
