@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -22,8 +21,8 @@ from kiloword.cli.main import main
 from kiloword.config.recipes import ModelFile, Nearest, sizes
 from kiloword.data.open import open_source
 from kiloword.data.scenes.captions import chain, describe, parse
-from kiloword.data.scenes.query import ANY, Pattern, Query, entails
-from kiloword.data.scenes.source import SceneParts, ScenesSource, area, parse_scenes, relevance
+from kiloword.data.scenes.query import ANY, Pattern, Query, entails, truth_table
+from kiloword.data.scenes.source import SceneParts, ScenesSource, area, parse_scenes
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.evaluation import evaluate
 from kiloword.evaluation.hierarchy import paths as hierarchy_paths
@@ -296,13 +295,13 @@ def test_wrong_texts_are_of_other_images_and_false() -> None:
     assert found == [[-1, -1, -1], [-1, -1, 2], [-1, -1, 2]]
 
 
-@pytest.mark.parametrize("tell", [describe, partial(describe, inner=True)])
-def test_scenes_chains_entail_level_by_level(tell: Callable[..., Query]) -> None:
+@pytest.mark.parametrize("inner", [False, True])
+def test_scenes_chains_entail_level_by_level(inner: bool) -> None:
     source = parse_scenes("scenes")
     others = source.rows[:4000]
     for row in range(40):
-        queries = chain(source.scene(row), 1000 + row, tell)
-        table = relevance(queries, others)
+        queries = chain(source.scene(row), 1000 + row, inner)
+        table = truth_table(queries, others)
         assert table[:, row].all()
         for general, specific in pairwise(table):
             assert (general | ~specific).all()
@@ -313,7 +312,7 @@ def test_scenes_chains_entail_level_by_level(tell: Callable[..., Query]) -> None
 def test_entails_is_sound_on_unrelated_queries() -> None:
     source = parse_scenes("scenes")
     queries = [describe(source.scene(row), level, 7 * row) for row in range(40) for level in (1, 2, 3)]
-    table = relevance(queries, source.rows[:8000])
+    table = truth_table(queries, source.rows[:8000])
     proven = 0
     for a, of_a in zip(queries, table, strict=True):
         for b, of_b in zip(queries, table, strict=True):

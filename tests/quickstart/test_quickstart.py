@@ -24,7 +24,7 @@ from kiloword.cli.main import main
 from kiloword.config import settings
 from kiloword.config.recipes import Recipe
 from kiloword.config.settings import read_config
-from kiloword.data.scenes.source import parse_scenes, relevance
+from kiloword.data.scenes.source import parse_scenes
 from kiloword.evaluation import baseline
 from kiloword.evaluation.metrics import average_precision
 from kiloword.methods.defaults import default_recipe
@@ -90,7 +90,7 @@ def test_general_captions_count_every_true_image(results: QuickstartResults, mat
     captions = [source.record(row).captions[0] for row in range(len(source))]
     images = matcher.encode_image(draw_all(source.name, 64).pixels)
     scores = matcher.score(images, matcher.encode_text(captions)).T
-    expected = average_precision(scores, torch.from_numpy(relevance(captions, source.rows))).mean().item()
+    expected = average_precision(scores, torch.from_numpy(source.relevance(captions, range(len(source))))).mean().item()
     assert results.judged.general["2"].model["image_retrieval_true_map"] == pytest.approx(expected)
 
 
@@ -98,7 +98,7 @@ def test_gallery_holds_the_best_images_and_the_truth(results: QuickstartResults,
     scenes = draw_all(f"scenes:test?n={SIZES.retrieval}", 64)
     images = matcher.encode_image(scenes.pixels)
     for found in results.judged.gallery:
-        true = relevance([found.text], scenes.source.rows)[0].tolist()
+        true = scenes.source.relevance([found.text], range(SIZES.retrieval))[0].tolist()
         assert found.matches == sum(true)
         assert [h.match for h in found.hits] == [true[h.row] for h in found.hits]
         best = matcher.score(images, matcher.encode_text([found.text]))[:, 0].topk(5).values

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import count
 from typing import TypeVar
@@ -14,7 +14,6 @@ from kiloword.errors import article
 from kiloword.randomness import key
 
 X = TypeVar("X")
-Describe = Callable[[Scene, int, int], Query]
 
 OF_A_THING = ("shape", "colour", "size", "fill")
 _FACTS = {  # that captions of a level state, as often as they stand here
@@ -121,14 +120,14 @@ def _ordered(things: Sequence[Thing], pick: StyleChoices) -> tuple[Thing, Thing,
     return pick(relations)
 
 
-def chain(scene: Scene, number: int, tell: Describe = describe) -> list[Query]:
+def chain(scene: Scene, number: int, inner: bool = False) -> list[Query]:
     """Four queries that are true of a scene, from level 0 to level 3, each entailed by the next.
 
-    Args: number, from 0, selects one of the many chains; tell returns a query of one level, as `describe`.
+    Args: number, from 0, selects one of the many chains; inner: as of `describe`.
     """
-    queries = [tell(scene, 3, number)]
+    queries = [describe(scene, 3, number, inner)]
     for level in (2, 1, 0):
-        candidates = (tell(scene, level, key(number, level, attempt)) for attempt in count())
+        candidates = (describe(scene, level, key(number, level, attempt), inner) for attempt in count())
         queries.append(next(query for query in candidates if entails(queries[-1], query)))
     return queries[::-1]
 

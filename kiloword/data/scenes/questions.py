@@ -6,23 +6,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-from kiloword.data.scenes.captions import NOUNS, NUMBERS, StyleChoices
+from kiloword.data.scenes.captions import NOUNS, NUMBERS, OF_A_THING, StyleChoices
 from kiloword.data.scenes.query import ANY, Pattern, fits, stated
-from kiloword.data.scenes.world import BACKGROUNDS, COLOURS, COLUMNS, FILLS, MOST, ROWS, SHAPES, SIZES, Scene, Thing
+from kiloword.data.scenes.world import BACKGROUNDS, COLUMNS, MOST, ROWS, WORDS, Scene, Thing
 from kiloword.errors import article
 
 VERSION = "questions-v1"
-WORDS = {"shape": SHAPES, "colour": COLOURS, "size": SIZES, "fill": FILLS}
 PLACES = [
     ["centre" if r == c == 1 else f"{row} {column}" for c, column in enumerate(COLUMNS)] for r, row in enumerate(ROWS)
 ]
 COUNTS = tuple(str(n) for n in range(MOST + 1))
-ANSWERS = ("yes", "no", *COUNTS, *COLOURS, *SHAPES, *SIZES, *FILLS, *(p for row in PLACES for p in row), *BACKGROUNDS)
+_NAMED = [word for kind in ("colour", "shape", "size", "fill") for word in WORDS[kind]]
+ANSWERS = ("yes", "no", *COUNTS, *_NAMED, *(p for row in PLACES for p in row), *BACKGROUNDS)
 """Every answer there is."""
 
 _KINDS = ("colour", "shape", "size", "fill", "place", "background", *["count"] * 2, *["yes/no"] * 3)
 _PLACE = ("row", "column")
-_DESCRIPTIONS = [*(facts for n in range(4) for facts in combinations(WORDS, n)), _PLACE]
+_DESCRIPTIONS = [*(facts for n in range(4) for facts in combinations(OF_A_THING, n)), _PLACE]
 _COUNTED = (("colour",), ("shape",), ("size",), ("fill",), ("colour", "shape"), ("fill", "shape"), ("size", "shape"))
 _EXISTS = (("colour", "shape"), ("colour", "shape"), ("fill", "shape"), ("size", "colour"), ("fill", "colour", "shape"))
 _ASKED = {
@@ -140,7 +140,7 @@ def _number(scene: Scene, yes: bool, pick: StyleChoices) -> str:
 def _changed(scene: Scene, pattern: Pattern, pick: StyleChoices) -> Pattern:
     """Another value for one of the pattern's facts, so that no thing fits; half the time a value in the scene."""
     false: dict[str, list[Pattern]] = {}
-    for fact in (f for f in WORDS if getattr(pattern, f) is not None):
+    for fact in (f for f in OF_A_THING if getattr(pattern, f) is not None):
         others = (pattern._replace(**{fact: value}) for value in range(len(WORDS[fact])))
         false[fact] = [p for p in others if not _fitting(scene, p)]
     possible = [fact for fact, patterns in false.items() if patterns]
@@ -179,4 +179,4 @@ def _some(pattern: Pattern, pick: StyleChoices, plural: str = "") -> str:
 
 def _noun(pattern: Pattern, pick: StyleChoices, nouns: Sequence[str] = NOUNS) -> str:
     adjectives = [WORDS[fact][v] for fact in ("size", "fill", "colour") if (v := getattr(pattern, fact)) is not None]
-    return " ".join([*adjectives, pick(nouns) if pattern.shape is None else SHAPES[pattern.shape]])
+    return " ".join([*adjectives, pick(nouns) if pattern.shape is None else WORDS["shape"][pattern.shape]])

@@ -14,7 +14,7 @@ import numpy as np
 from kiloword.data.query import Readers, read_options
 from kiloword.data.scenes import questions
 from kiloword.data.scenes.captions import chain, describe, parse, render
-from kiloword.data.scenes.query import Bools, Query, truth_table
+from kiloword.data.scenes.query import Bools, truth_table
 from kiloword.data.scenes.raster import BACKGROUND_RGB, Pixels, draw
 from kiloword.data.scenes.world import (
     GROUP,
@@ -26,7 +26,6 @@ from kiloword.data.scenes.world import (
     Thing,
     draw_scenes,
     label,
-    to_rows,
     to_scene,
 )
 from kiloword.data.source import majority
@@ -145,21 +144,6 @@ _READERS: Readers = {
 }
 
 
-def relevance(captions: Sequence[Query | str], scenes: Sequence[Scene] | SceneRows) -> Bools:
-    """Which captions are true of which scenes.
-
-    Args: T queries or captions; I scenes, or rows of numbers [I, 16].
-    Returns: bool [T, I].  Raises ValueError for a caption outside the language.
-    """
-    queries = list[Query]()
-    for caption in captions:
-        query = parse(caption) if isinstance(caption, str) else caption
-        if query is None:
-            raise ValueError(f"not a caption of the scenes language: '{str(caption)[:100]}'")
-        queries.append(query)
-    return truth_table(queries, scenes if isinstance(scenes, np.ndarray) else to_rows(scenes))
-
-
 class _Scenes:
     """The scenes of a selection; pickles as its settings. Implements `kiloword.types.Source`.
 
@@ -212,12 +196,15 @@ class ScenesSource(_Scenes):
 
     def relevance(self, captions: Sequence[str], rows: Sequence[int]) -> Bools:
         """Which captions are true of which rows' images, bool [T, I]; ValueError outside the language."""
-        return relevance(captions, self.rows[np.asarray(rows, np.int64)])
+        queries = {caption: query for caption in captions if (query := parse(caption)) is not None}
+        if unknown := [caption for caption in captions if caption not in queries]:
+            raise ValueError(f"not a caption of the scenes language: '{unknown[0][:100]}'")
+        return truth_table([queries[caption] for caption in captions], self.rows[np.asarray(rows, np.int64)])
 
     def hierarchies(self, row: int) -> list[list[str]]:
         """One chain of captions of a row, from general (level 0) to specific (3), each entailed by the next."""
         choices, *styles = self._rng(row, "hierarchy").integers(2**63, size=5).tolist()
-        return [list(map(render, chain(self.scene(row), choices, self._describe), styles))]
+        return [list(map(render, chain(self.scene(row), choices, self.settings.inner), styles))]
 
     def image_levels(self) -> SceneParts:
         """The scenes' images from their largest thing alone to the whole."""
@@ -234,9 +221,6 @@ class ScenesSource(_Scenes):
         info = {"levels": levels, "scene": scene.describe()} | ({"group": row // GROUP} if self.settings.hard else {})
         return Record(self.key(row), self.draw(scene), captions, label(task, scene) if task else None, info)
 
-    def _describe(self, scene: Scene, level: int, choices: int) -> Query:
-        return describe(scene, level, choices, self.settings.inner)
-
     def _captions(self, row: int, scene: Scene) -> tuple[list[str], list[int]]:
         """Captions and their levels; the first ones do not depend on how many there are."""
         s = self.settings
@@ -246,7 +230,7 @@ class ScenesSource(_Scenes):
         for first, choices, style in numbers:
             levels.append(min(bisect_right(edges, first / 2.0**63), 3))
             for again in range(8):  # a simple scene at a general level has few captions: then some repeat
-                caption = render(self._describe(scene, levels[-1], choices), style)
+                caption = render(describe(scene, levels[-1], choices, s.inner), style)
                 if caption not in captions:
                     break
                 choices, style = key(choices, again), key(style, again)

@@ -5,7 +5,7 @@ Frozen as scenes-v1. Of the generator only `random` and `integers` are used: Num
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count
@@ -46,6 +46,9 @@ class Thing(NamedTuple):
     column: int
 
 
+WORDS = dict(zip(Thing._fields, (SHAPES, COLOURS, SIZES, FILLS, ROWS, COLUMNS), strict=True))
+
+
 @dataclass(frozen=True)
 class Scene:
     """A background and one to three things at different places, in reading order."""
@@ -55,8 +58,7 @@ class Scene:
 
     def describe(self) -> dict[str, Any]:
         """The scene in words, for `Record.info` and reports."""
-        words = dict(zip(Thing._fields, (SHAPES, COLOURS, SIZES, FILLS, ROWS, COLUMNS), strict=True))
-        things = [{name: names[getattr(t, name)] for name, names in words.items()} for t in self.things]
+        things = [{name: words[getattr(t, name)] for name, words in WORDS.items()} for t in self.things]
         return {"background": BACKGROUNDS[self.background], "objects": things}
 
 
@@ -65,16 +67,6 @@ def to_scene(row: SceneRows) -> Scene:
     background, *values = row.tolist()
     things = (values[k : k + 5] for k in range(0, 5 * MOST, 5))
     return Scene(background, tuple(Thing(*facts, *divmod(place, 3)) for place, *facts in things if place >= 0))
-
-
-def to_rows(scenes: Sequence[Scene]) -> SceneRows:
-    """Scenes as numbers [N, 16]; things may come in any order."""
-    rows = np.full((len(scenes), 1 + 5 * MOST), -1, np.int8)
-    for row, scene in zip(rows, scenes, strict=True):
-        row[0] = scene.background
-        for k, t in enumerate(sorted(scene.things, key=lambda t: t[4:])):
-            row[1 + 5 * k : 6 + 5 * k] = (3 * t.row + t.column, *t[:4])
-    return rows
 
 
 def codes(rows: SceneRows, shapes: bool = True) -> npt.NDArray[np.uint64]:

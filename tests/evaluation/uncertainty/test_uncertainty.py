@@ -16,7 +16,7 @@ from kiloword.config.recipes import sizes
 from kiloword.data.open import open_source
 from kiloword.data.scenes.captions import parse
 from kiloword.data.scenes.query import Query
-from kiloword.data.scenes.source import ScenesSource, parse_scenes, relevance
+from kiloword.data.scenes.source import ScenesSource, parse_scenes
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.evaluation import evaluate
 from kiloword.evaluation.calibration import spearman
@@ -96,7 +96,7 @@ def test_values_are_those_of_slow_loops() -> None:
     assert different(captions) == first
     words = torch.tensor([float(len(captions[i].split())) for i in first])
     assert found["text_uncertainty_words_spearman"] == pytest.approx(spearman(words, v[first]))
-    counts = torch.from_numpy(relevance([captions[i] for i in first], source.rows[:24]).sum(1))
+    counts = torch.from_numpy(source.relevance([captions[i] for i in first], range(24)).sum(1))
     assert found["truth_spearman"] == pytest.approx(spearman(counts.log(), v[first]))
     scores = model.score(images, texts)
     right = [float(scores[:, t].argmax() == own[t]) for t in range(48)]
