@@ -131,7 +131,8 @@ def page(name: str, json: Path | None = None) -> None:
     """Print each value of a recipe, its source, and what the paper leaves open with our choice."""
     from kiloword.terminal.screen import Screen, plain_table
 
-    one, values = papers.load(name), papers.values(name)
+    one = papers.load(name)
+    values = papers.expanded(one)
     say(f"{one.name}: {one.about}; method {one.method}; {one.paper}")
     table = plain_table("setting", "value", "source, or why chosen where the paper leaves it open")
     for key, entry in [*values.items(), *((f"plan.{key}", entry) for key, entry in one.facts.items())]:

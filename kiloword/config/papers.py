@@ -97,8 +97,7 @@ def load(name: str, method: str = "") -> NamedRecipe:
     if name in names():
         return _read(name, _tables()[name])
     if name != "paper":
-        near = [known for known in names() if name and name in known] or names()
-        raise ValueError(f"unknown recipe {name!r}: expected one of {', '.join(near)}.{suggestion(name, near)}")
+        raise ValueError(f"unknown recipe {name!r}: expected one of {', '.join(names())}.{suggestion(name, names())}")
     if not method:
         raise ValueError("--recipe paper is the main recipe of a method: give METHOD first, e.g. train llip.")
     all_of = [recipe for recipe in map(load, names()) if recipe.is_of(method)]
@@ -107,11 +106,6 @@ def load(name: str, method: str = "") -> NamedRecipe:
         expected = f"choose {' or '.join(recipe.name for recipe in all_of)}" if all_of else "there is none"
         raise ValueError(f"--recipe paper: {method} has no single recipe of a paper: {expected}.")
     return main[0]
-
-
-def values(name: str) -> dict[str, RecipeValue]:
-    """Every value that a paper's recipe sets, by dotted name, the towers that its size implies included."""
-    return expanded(load(name))
 
 
 def expanded(chosen: NamedRecipe) -> dict[str, RecipeValue]:
@@ -132,8 +126,7 @@ def read(path: Path) -> NamedRecipe:
     Raises: ValueError naming the file, what is wrong in it and what was expected.
     """
     if not path.is_file():
-        found = "is a folder" if path.is_dir() else "is no file"
-        raise ValueError(f"{path} {found}: --config takes a TOML file, or the config.json of a run.")
+        raise ValueError(f"{path} is no file: --config takes a TOML file, or the config.json of a run.")
     try:
         text = path.read_text(encoding="utf-8")
         table = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)

@@ -26,6 +26,10 @@ FLAGS = "--size debug --batch 8 --steps 2 --data scenes?n=16 --tokenizer own --v
 DEBUG = FLAGS.split()
 
 
+def values(name: str) -> dict[str, RecipeValue]:
+    return papers.expanded(papers.load(name))
+
+
 def run(*words: object) -> None:
     main([str(word) for word in words])
 
@@ -33,7 +37,7 @@ def run(*words: object) -> None:
 @pytest.mark.parametrize("name", VALUES)
 def test_a_recipe_sets_what_its_paper_states(name: str) -> None:
     """Every stated value is set, and says where it is stated; the towers' own values may come from the size."""
-    entries = papers.values(name)
+    entries = values(name)
     for setting, (stated, quotation, place) in VALUES[name].items():
         if setting == "method":
             assert papers.load(name).method == stated
@@ -48,7 +52,7 @@ def test_a_recipe_sets_what_its_paper_states(name: str) -> None:
 def test_values_are_settings(name: str) -> None:
     """Each recipe builds its method; a value has a source or a reason; none is without effect."""
     chosen = papers.load(name)
-    for key, entry in (papers.values(name) | chosen.facts).items():
+    for key, entry in (values(name) | chosen.facts).items():
         assert bool(entry.source) != bool(entry.open), key
     size = chosen.value("size")
     plain = default_recipe(chosen.method, size)
@@ -59,13 +63,13 @@ def test_values_are_settings(name: str) -> None:
     assert chosen.about
     assert chosen.paper
     now = {leaf.path: leaf.value for leaf in leaves(recipe)}
-    for key, entry in papers.values(name).items():
+    for key, entry in values(name).items():
         if key in now:
             assert json.loads(json.dumps(now[key])) == entry.value, key
 
 
 def test_inheritance() -> None:
-    b32, l14, g14, bigg = (papers.values(f"llip-{size}") for size in ("b32", "l14", "g14", "bigg"))
+    b32, l14, g14, bigg = (values(f"llip-{size}") for size in ("b32", "l14", "g14", "bigg"))
     assert (b32["settings.k"].value, l14["settings.k"].value, g14["settings.k"].value) == (64, 32, 64)
     assert b32["optim.lr"].value == 5e-4
     assert l14["optim.lr"].value == 4e-4
@@ -155,7 +159,7 @@ PUBLIC_CODE = {  # read in the public code that each reason names
 
 @pytest.mark.parametrize("name", PUBLIC_CODE)
 def test_what_papers_leave_open_is_as_in_public_code(name: str) -> None:
-    entries = papers.values(name)
+    entries = values(name)
     assert {key: entries[key].value for key in PUBLIC_CODE[name]} == PUBLIC_CODE[name]
     assert all(entries[key].open for key in PUBLIC_CODE[name])
 
@@ -165,7 +169,7 @@ def test_what_papers_leave_open_is_as_in_public_code(name: str) -> None:
 def test_each_recipe_dry_runs(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With the recipe's own towers, of random weights; a batch that the scenes fill; FFF without its teacher."""
     words: list[object] = ["--settings.positives", "annotated"] if papers.load(name).method == "fff" else []
-    towers = {key: entry.value for key, entry in papers.values(name).items() if key.endswith("_tower")}
+    towers = {key: entry.value for key, entry in values(name).items() if key.endswith("_tower")}
     if towers.get("text_tower") == "minilm":
         write_encoder(tmp_path / "minilm")
         words += ["--text-tower", f"minilm:{tmp_path / 'minilm'}"]
@@ -176,7 +180,7 @@ def test_each_recipe_dry_runs(name: str, tmp_path: Path, capsys: pytest.CaptureF
     run("train", "--recipe", name, "--dry-run", "--out", tmp_path / "run", *data, *words)
     lines = capsys.readouterr().out.splitlines()
     printed = {line.split()[0] for line in lines if line.startswith("  ")}
-    assert set(papers.values(name)) <= printed
+    assert set(values(name)) <= printed
 
 
 def test_listed_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -197,7 +201,7 @@ BAD_FLAGS = {
     "clip --recipe paper": "choose clip-cc3m or",
     "--recipe llip-b32 --config x.toml": "both given",
     "--config missing.toml": "missing.toml is no file",
-    "--config .": "is a folder",
+    "--config .": "is no file",
 }
 
 

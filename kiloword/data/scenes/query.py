@@ -46,10 +46,8 @@ class Query:
 
     def __post_init__(self) -> None:
         related = 2 if self.relation else 0
-        if not related <= len(self.things) <= MOST:
-            raise ValueError(f"a query has {related} to {MOST} things, this one has {len(self.things)}")
-        if self.count not in (None, 1, 2, 3):
-            raise ValueError(f"a query counts 1 to {MOST} things, this one {self.count}")
+        if len(self.things) > MOST:
+            raise ValueError(f"a query has at most {MOST} things, this one has {len(self.things)}")
         rest = sorted(self.things[related:], key=lambda pattern: [-1 if v is None else v for v in pattern])
         object.__setattr__(self, "things", (*self.things[:related], *rest))
 

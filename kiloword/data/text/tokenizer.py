@@ -104,9 +104,8 @@ class Tokenizer:
         )
         if getattr(backend.model, "dropout", None):
             backend.model.dropout = None  # the same caption would get other tokens each time
-        kind: Clean = "clip" if getattr(backend.model, "end_of_word_suffix", None) == "</w>" else "plain"
-        kind = "siglip" if isinstance(backend.model, models.Unigram) else kind
-        self.clean: Clean = "encodable" if roles.verbatim else kind
+        bpe: Clean = "clip" if getattr(backend.model, "end_of_word_suffix", None) == "</w>" else "plain"
+        self.clean = "encodable" if roles.verbatim else "siglip" if isinstance(backend.model, models.Unigram) else bpe
         # "<mask>" in a caption is text; only CLIP's pattern finds its two markers in captions.
         backend.encode_special_tokens = self.clean != "clip"
         self._words = lru_cache(REMEMBERED)(self._encode)  # captions of small data sets recur
@@ -153,13 +152,14 @@ class Tokenizer:
         A longer caption loses its last tokens, keeps its end, and is counted in `truncated` and by `naming_truncated`.
         Errors: ValueError when an id does not fit `config.vocab`, or nothing fits the context.
         """
-        for place, (length, room) in self.cut(captions, config).items():
+        truncated = self.cut(captions, config)
+        for place, (length, room) in truncated.items():
             note_truncated(captions[place], length, room)
         room, head = self._room(config), [self.roles.start] * self.roles.prefix
         extra, pad = [self.special(name) for name in config.extra_tokens], [self.roles.pad] * config.pad_to_context
         words = [self._words(caption) for caption in captions]
         rows = [[*head, *ids[:room], self.roles.end, *pad * (room - len(ids)), *extra] for ids in words]
-        texts = Texts.pack(rows, sum(len(ids) > room for ids in words))
+        texts = Texts.pack(rows, len(truncated))
         if len(texts.ids) and texts.ids.max() >= config.vocab:
             raise ValueError(
                 f"token id {texts.ids.max()} does not fit a text tower with {config.vocab} embeddings; "

@@ -52,33 +52,25 @@ def encoder_tokenizer(document: str, rows: int, pad: int | None = None, lower: b
     backend = tokenizers.Tokenizer.from_str(document)
     backend.no_padding()
     backend.no_truncation()
-    prefix, end = _around(backend)
-    highest = max(backend.get_vocab().values(), default=-1)
-    if highest >= rows:
-        raise ValueError(f"the tokenizer has ids up to {highest:,}, but the encoder has {rows:,} rows for them")
-    after, known = highest + 1, {name: backend.token_to_id(f"[{name}]") for name in ("MASK", "PAD")}
-    mask = next((i for i in (known["MASK"], backend.token_to_id("<mask>")) if i is not None), after + 2)
-    pad = next((i for i in (pad, known["PAD"], backend.token_to_id("<pad>")) if i is not None), end)
-    if lower:
-        parts = [normalizers.Lowercase(), *([backend.normalizer] if backend.normalizer else [])]
-        backend.normalizer = normalizers.Sequence(parts)
-    start = prefix[0] if prefix else end
-    roles = Roles(
-        start=start, end=end, pad=pad, mask=mask, cls=after, unc=after + 1, prefix=bool(prefix), verbatim=True
-    )
-    return Tokenizer(backend, roles)
-
-
-def _around(backend: tokenizers.Tokenizer) -> tuple[list[int], int]:
-    """Special ids before and after a caption: none or one before, one after. Raises: ValueError for others."""
     words, whole = (backend.encode("a", add_special_tokens=special).ids for special in (False, True))
-    first = next((n for n in (0, 1) if whole[n : n + len(words)] == words), None)
-    if first is None or len(whole) - first - len(words) != 1:
+    before = next((n for n in (0, 1) if whole[n : n + len(words)] == words), None)
+    if before is None or len(whole) - before - len(words) != 1:
         raise ValueError(
             f"the tokenizer puts the ids {whole[:20]} around {words[:20]}: expected one special token after a text, "
             "and at most one before"
         )
-    return whole[:first], whole[-1]
+    highest = max(backend.get_vocab().values(), default=-1)
+    if highest >= rows:
+        raise ValueError(f"the tokenizer has ids up to {highest:,}, but the encoder has {rows:,} rows for them")
+    if lower:
+        parts = [normalizers.Lowercase(), *([backend.normalizer] if backend.normalizer else [])]
+        backend.normalizer = normalizers.Sequence(parts)
+    end, found = whole[-1], backend.token_to_id
+    mask = next((i for i in map(found, ("[MASK]", "<mask>")) if i is not None), highest + 3)
+    own_pad = next((i for i in map(found, ("[PAD]", "<pad>")) if i is not None), end)
+    pad, start = own_pad if pad is None else pad, whole[0] if before else end
+    special = {"start": start, "end": end, "pad": pad, "mask": mask, "cls": highest + 1, "unc": highest + 2}
+    return Tokenizer(backend, Roles(**special, prefix=bool(before), verbatim=True))
 
 
 def _downloaded_siglip() -> Path:
