@@ -29,7 +29,7 @@ SHAPE = (  # what a size sets, where a recipe does not set it itself
     *(f"text.{name}" for name in ("context", "width", "depth", "heads", "mlp")),
     "head.dim",
 )
-WORDS = ("about", "base", "method", "notes", "paper", "main")  # keys of a table that are no settings
+WORDS = ("about", "method", "notes", "paper", "main")  # keys of a table that are no settings
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,6 @@ class NamedRecipe(BaseSettings):
 
     name: str  # of a paper's recipe; of a file its path
     about: str = ""
-    base: str = ""
     method: str = ""
     notes: tuple[str, ...] = ()
     paper: str = ""
@@ -137,44 +136,45 @@ def read(path: Path) -> NamedRecipe:
         if str(table.get("format", "")).startswith("kiloword-run"):
             table = table.get("recipe", {})
         chosen = _read(str(path), table)
-        if "base" not in table or "size" not in table or chosen.value("size") == load(table["base"]).value("size"):
-            return chosen
-        own = dict(_entries(table))  # another size replaces the towers of the base, as --size does
+        own = dict(_entries(table))
+        if "base" not in own or "size" not in own or own["size"].value == load(own["base"].value).value("size"):
+            return chosen  # another size replaces the towers of the base, as --size does
         kept = {name: entry for name, entry in chosen.entries.items() if name in own or not name.startswith(TOWERS)}
         return replace(chosen, entries=kept)
-    except (ValueError, RecursionError) as e:
+    except (ValueError, TypeError, RecursionError) as e:
         raise ValueError(f"{path} is no recipe: {e}") from e
 
 
 def _read(name: str, table: Mapping[str, Any]) -> NamedRecipe:
     """A table with what it inherits. Raises: ValueError for an unknown key."""
-    words = parse({"name": name, **{key: table[key] for key in WORDS if key in table}}, NamedRecipe, strict=True)
-    above = NamedRecipe(name=name)
-    if words.base:
-        if words.base not in _tables():
-            expected = f"expected one of {', '.join(names())}.{suggestion(words.base, names())}"
-            raise ValueError(f"its base is {words.base!r}: {expected}")
-        above = _read(words.base, _tables()[words.base])
-    entries = dict(_entries({key: value for key, value in table.items() if key not in WORDS}))
-    for path, entry in entries.items():
+    every = _inherited(table)
+    words = {word: every.pop(word).value for word in WORDS if word in every}
+    facts = {path.removeprefix(PLAN): every.pop(path) for path in list(every) if path.startswith(PLAN)}
+    return replace(parse({"name": name, **words}, NamedRecipe, strict=True), entries=every, facts=facts)
+
+
+def _inherited(table: Mapping[str, Any]) -> dict[str, RecipeValue]:
+    """The values of a table and of those that it inherits from, by dotted name. Raises: as `_read`."""
+    own = dict(_entries(table))
+    for path, entry in own.items():
         if path not in _known() and not path.startswith("settings."):
             raise ValueError(f"unknown setting {path!r}: expected one as in config.json.{suggestion(path, _known())}")
         kinds = {"epochs": (int, float), "samples": (int,)}.get(path, (object,))
         if not isinstance(entry.value, kinds) or (path in LENGTHS and isinstance(entry.value, bool)):
             raise ValueError(f"{path} is {entry.value!r}: expected a {'' if float in kinds else 'whole '}number.")
-    lengths = [key for key in LENGTHS if key in entries]
+    lengths = [key for key in LENGTHS if key in own]
     if len(lengths) > 1:
         raise ValueError(f"{' and '.join(lengths)} both say how long to train: expected one of them.")
-    every = {key: entry for key, entry in above.entries.items() if not (lengths and key in LENGTHS)} | entries
-    return replace(
-        words,
-        method=words.method or above.method,
-        entries={key: entry for key, entry in every.items() if not key.startswith(PLAN)},
-        facts=above.facts | {key.removeprefix(PLAN): entry for key, entry in entries.items() if key.startswith(PLAN)},
-        about=words.about or above.about,
-        paper=words.paper or above.paper,
-        notes=(*above.notes, *words.notes),
-    )
+    if "base" not in own:
+        return own
+    base, none = own.pop("base").value, RecipeValue(())
+    if base not in _tables():
+        expected = f"expected one of {', '.join(names())}.{suggestion(base, names())}"
+        raise ValueError(f"its base is {base!r}: {expected}")
+    above = _inherited(_tables()[base])
+    replaced = {"main", *(LENGTHS if lengths else ())}
+    notes = RecipeValue([*above.get("notes", none).value, *own.get("notes", none).value])
+    return {**{key: entry for key, entry in above.items() if key not in replaced}, **own, "notes": notes}
 
 
 def _entries(table: Mapping[str, Any], at: str = "") -> Iterator[tuple[str, RecipeValue]]:
@@ -191,9 +191,9 @@ def _entries(table: Mapping[str, Any], at: str = "") -> Iterator[tuple[str, Reci
 
 @cache
 def _known() -> frozenset[str]:
-    """The dotted names of the settings of a recipe, its lengths and facts."""
-    names = {leaf.path for leaf in leaves(Recipe(method=""))} - {"method"}
-    return frozenset(names | set(LENGTHS) | {PLAN + name for name in FACTS})
+    """The dotted names of what a table may say."""
+    settings = {leaf.path for leaf in leaves(Recipe(method=""))}
+    return frozenset(settings | {"base", *WORDS, *LENGTHS} | {PLAN + name for name in FACTS})
 
 
 def fill(recipe: Recipe, chosen: NamedRecipe, towers: bool = True) -> Recipe:

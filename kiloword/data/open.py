@@ -75,7 +75,7 @@ def _open(src: str, size: int | None) -> Source:
     if re.match(r"scenes([:?]|$)", src) and not is_there:
         from kiloword.data.scenes.source import open_scenes
 
-        return open_scenes(src, size)
+        return open_scenes(src, size or 64)
     if src.startswith("tree:") and not is_there:
         data, query = split_query(src.removeprefix("tree:"))
         return tree_source(open_source(data, size), Path(part_of(data)[1]).expanduser(), query, src)

@@ -40,7 +40,7 @@ from kiloword.models.model_folder import save_model
 from kiloword.types import Features
 from research import bprw as experiment
 
-SCENES = "scenes:test?task=fill&n=48&size=32"
+SCENES = "scenes:test?task=fill&n=48"
 TEMPLATES = ["something {c}", "a {c} thing", "there is something {c}", "a red {c} thing", "{c}"]
 WEIGHING: tuple[Way, ...] = ("filter", "topk", "bprw")
 
@@ -297,7 +297,7 @@ def test_labelled_images_are_not_scored() -> None:
 
 
 def test_fewer_images_than_neighbours() -> None:
-    found = zeroshot("bprw", source="scenes:test?task=fill&n=4&size=32")
+    found = zeroshot("bprw", source="scenes:test?task=fill&n=4")
     assert [sum(own) for own in weights(found).values()] == [pytest.approx(1.0)] * 3
 
 

@@ -95,18 +95,15 @@ def entails(a: Query, b: Query) -> bool:
         return False
     if b.count not in (None, a.count) and not b.count == len(a.things) == MOST:
         return False
-    return any(_covers(a, b, places) for places in permutations(range(len(a.things)), len(b.things)))
-
-
-def _covers(a: Query, b: Query, places: Sequence[int]) -> bool:
-    """Whether a states of its things at these places all that b states of its things."""
-    described = [a.things[place] for place in places]
-    if not all(map(fits, b.things, described)):
-        return False
-    if b.relation is None or (a.relation == b.relation and tuple(places[:2]) == (0, 1)):
-        return True
-    first, second = (thing.column if b.relation == "left" else thing.row for thing in described[:2])
-    return first is not None and second is not None and first < second
+    for places in permutations(range(len(a.things)), len(b.things)):
+        described = [a.things[place] for place in places]
+        if all(map(fits, b.things, described)):
+            if b.relation is None or (a.relation == b.relation and places[:2] == (0, 1)):
+                return True
+            first, second = (thing.column if b.relation == "left" else thing.row for thing in described[:2])
+            if first is not None and second is not None and first < second:
+                return True
+    return False
 
 
 def follows(a: Query, b: Query) -> bool:

@@ -47,9 +47,9 @@ class SceneSettings:
     objects: tuple[int, ...]  # numbers of things, equally often
     captions: int  # per image
     levels: Levels
+    size: int  # height and width in pixels
     seed: int = 0
     hard: bool = False  # groups of eight scenes that share all but shapes
-    size: int = 64  # height and width in pixels
     task: str | None = None  # meaning of labels; vqa: questions and answers in place of captions
     inner: bool = False  # things within the centre half; captions of things only
 
@@ -65,14 +65,14 @@ class SceneSettings:
         )
 
 
-def open_scenes(src: str, size: int | None = None) -> ScenesSource | SceneQuestions:
+def open_scenes(src: str, size: int = 64) -> ScenesSource | SceneQuestions:
     """The data set of `scenes`, `scenes:test`, `scenes:test?levels=2,3&captions=3`; with `task=vqa` of questions.
 
     `inner=1` draws the scenes at half the size in the middle of the image, from 1/4 to 3/4 of both sides, and captions
     state neither places, relations, counts nor backgrounds: they stay true of either half of the image around its
     centre, wherever it is pasted. From 48 pixels.
 
-    Args: size: height and width of images in pixels, in place of `size=` in SRC or 64.
+    Args: size: height and width of images in pixels.
     Errors: ValueError names what is allowed.
     """
     head, _, query = src.partition("?")
@@ -89,7 +89,7 @@ def open_scenes(src: str, size: int | None = None) -> ScenesSource | SceneQuesti
         "captions": 5 if train else 1,
         "levels": (0, 1, 2, 3) if train and not hard else (0, 0, 0, 1),
     }
-    settings = SceneSettings(split or "train", **{**defaults, **options, **({"size": size} if size else {})})
+    settings = SceneSettings(split or "train", size=size, **{**defaults, **options})
     unread = {"captions", "inner", "levels"} & options.keys() if task == VQA else set()
     for wrong, reason in (
         (unread, f"task=vqa has questions and answers in place of captions; omit {', '.join(sorted(unread))}="),
@@ -102,7 +102,7 @@ def open_scenes(src: str, size: int | None = None) -> ScenesSource | SceneQuesti
     return (SceneQuestions if task == VQA else ScenesSource)(settings, src)
 
 
-def parse_scenes(src: str, size: int | None = None) -> ScenesSource:
+def parse_scenes(src: str, size: int = 64) -> ScenesSource:
     """As `open_scenes`, of captions."""
     source = open_scenes(src, size)
     assert isinstance(source, ScenesSource)
@@ -139,7 +139,6 @@ _READERS: Readers = {
         "numbers of objects from 1 to 3, as 1 or 2,3",
     ),
     "seed": (_in(range(2**31)), "a whole number from 0 up"),
-    "size": (_in(range(24, 2049)), "pixels a side, 24 to 2048"),
     "task": ({task: task for task in (*TASKS, VQA)}.__getitem__, f"one of {', '.join((*TASKS, VQA))}"),
 }
 

@@ -41,7 +41,7 @@ def test_a_run_of_first_captions(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 def embedded(model: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Features of a teacher whose images are resized otherwise are others, and never mix with its own."""
-    words = ["embed", str(model), "--data", "scenes?n=6&size=64", "--out"]
+    words = ["embed", str(model), "--data", "scenes?n=6", "--out"]
     main([*words, str(folder / "plain")])
     main([*words, str(folder / "wide"), "--resize", "40"])
     plain, wide = (FeatureStore(folder / name) for name in ("plain", "wide"))

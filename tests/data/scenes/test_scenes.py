@@ -229,7 +229,6 @@ def test_the_source() -> None:
     for row in (-1, 50):
         with pytest.raises(IndexError):
             source.record(row)
-    assert parse_scenes("scenes?size=48", 32).settings.size == 32
     assert parse_scenes("scenes?").settings == parse_scenes("scenes").settings
     asked: Any = open_scenes("scenes:test?n=50&task=vqa", 32)
     assert asked.record(3).image.shape == (32, 32, 3)
@@ -298,7 +297,7 @@ SCENES = {  # number, scenes, what records say of five rows, and the sum of the 
     "?n=200&seed=2": (200, "1371fd05", "6343fe08", 914.9),
     ":val?hard=shape&n=16&captions=3": (16, "6d2499e1", "e946e095", 605.8),
     ":test?objects=1&captions=4&levels=1,3:2": (1000, "d67d7464", "e1d9ebd4", 445.1),
-    "?objects=2,3&inner=1&n=99&size=48": (99, "2c5d2059", "a6a45d98", 699.6),
+    "?objects=2,3&inner=1&n=99": (99, "2c5d2059", "a6a45d98", 699.6),
     "?task=count&n=50": (50, "16c132fb", "69c21714", 473.4),
     ":val?task=colour&n=20": (20, "b9be3ef7", "5f4cc581", 778.8),
     "?n=5000&levels=0,1&captions=9": (5000, "71f53be5", "8b772315", 606.2),
@@ -314,7 +313,7 @@ AREAS += [[288, 288, 232, 576, 576, 388], [270, 270, 212, 530, 530, 320]]  # sma
 
 @pytest.mark.parametrize(("options", "expected"), SCENES.items())
 def test_scenes_v1_is_frozen(options: str, expected: tuple[int, str, str, float]) -> None:
-    source, said, pixels = parse_scenes(f"scenes{options}"), [], 0.0
+    source, said, pixels = parse_scenes(f"scenes{options}", 48 if "inner" in options else 64), [], 0.0
     for row in (0, 1, 7, len(source) // 2, len(source) - 1):
         r = source.record(row)
         info = [r.info["levels"], r.info["scene"], r.info.get("group")]
