@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -48,32 +48,23 @@ UNKNOWN = "a caption that the keep-list lacks"
 
 
 class Keyed:
-    """Lists of cells of a parquet table, one for each image.
+    """Lists of the cells of a parquet table for each image.
 
-    Attributes: keys: K different ones, large_binary; lists: [K] of each column; images: see `sampled_images`.
+    Args: table: `key`, large_binary, and other columns. Attributes: keys: K different ones; lists: [K] of each other
+    column, in the order of the rows; images: see `sampled_images`.
     """
 
-    def __init__(self, path: Path, keys: pa.Array, owner: Any, *columns: pa.Array) -> None:
-        """Args: keys [n]; columns [m] each; owner [m]: which of the n keys a cell is of."""
-        coded = keys.dictionary_encode()
-        groups = np.asarray(coded.indices)[owner]
-        order = pa.array(np.argsort(groups, kind="stable"))
-        ends = np.cumsum(np.bincount(groups, minlength=len(coded.dictionary)))
-        starts = pa.array(np.concatenate([[0], ends]).astype(np.int64))
-        self.path, self.keys, self.images = path, coded.dictionary, dict[str, str]()
+    def __init__(self, path: Path | str, table: pa.Table) -> None:
+        grouped = table.group_by("key", use_threads=False)
+        by_key = grouped.aggregate([(name, "list") for name in table.column_names[1:]]).combine_chunks()
+        self.keys, *self.lists = (column.combine_chunks() for column in by_key.columns)
+        self.path, self.images = Path(path), dict[str, str]()
+        self.fingerprint = hashlib.blake2b(by_key.to_batches()[0].serialize(), digest_size=16).hexdigest()
         with suppress(KeyError, TypeError, ValueError):  # the table does not say
             self.images = json.loads(pq.read_schema(path).metadata[b"kiloword"])["images"]
-        self.lists = [pa.LargeListArray.from_arrays(starts, column.take(order)) for column in columns]
-        raw = (pa.record_batch([column], ["values"]).serialize() for column in (self.keys, *self.lists))
-        self.fingerprint = digest(*(hashlib.blake2b(one, digest_size=16).hexdigest() for one in raw))
 
     def __str__(self) -> str:
         return str(self.path)
-
-    @property
-    def first_key(self) -> str:
-        """The first key, for messages."""
-        return key_text(self.keys[0].as_py())
 
     @cached_property
     def place_of(self) -> dict[str, int]:
@@ -86,11 +77,12 @@ class CaptionTable(Keyed):
 
     def __init__(self, path: Path | str) -> None:
         keys, cells = _read(path, "table of captions", ("key",), ("captions", "caption"))
-        owner = np.arange(len(keys))
-        if pa.types.is_large_list(cells.type):
-            owner, cells = np.asarray(pc.list_parent_indices(cells)), cells.flatten()
+        keys = pc.fill_null(keys, b"")
+        if pa.types.is_large_list(cells.type):  # a key without captions has an empty one
+            of_cell, cells = keys.take(pc.list_parent_indices(cells)), cells.flatten()
+            keys, cells = pa.concat_arrays([of_cell, keys]), pa.concat_arrays([cells, pa.nulls(len(keys), cells.type)])
         with arrow_errors(Path(path)):  # text that is not UTF-8
-            super().__init__(Path(path), pc.fill_null(keys, b""), owner, cells.cast(pa.large_string()))
+            super().__init__(path, pa.table({"key": keys, "caption": cells.cast(pa.large_string())}))
 
     def at(self, place: int) -> list[str]:
         """The captions of the key at a place among `keys`; [] for -1. Raises: BadSample as `sample.clean`."""
@@ -155,9 +147,7 @@ class KeepList(Keyed):
         table = pa.table(columns, KEEP_COLUMNS)
         if empty := [name for name in KEEP_COLUMNS if table.column(name).null_count]:
             raise ValueError(f"{path}: the column {empty[0]} has an empty cell. Expected none.")
-        table = table.sort_by([(name, "ascending") for name in KEEP_COLUMNS[:2]])  # whatever the order of the rows
-        keys, *columns = (column.combine_chunks() for column in table.columns)
-        super().__init__(Path(path), keys, np.arange(len(keys)), *columns)
+        super().__init__(path, table.sort_by([(name, "ascending") for name in KEEP_COLUMNS[:2]]))
 
     def numbers(self) -> NDArray[np.int64]:
         """[3, K + 1]: rows, kept rows, and rows with a caption of each key; the last is of no key."""
@@ -167,28 +157,12 @@ class KeepList(Keyed):
         return np.stack([np.bincount(one, minlength=len(self.keys) + 1) for one in chosen])
 
 
-@dataclass
-class Omitted:
-    """What keep-lists omit of a source, and what it has."""
-
-    captions: int = 0
-    images: int = 0  # with all their captions
-    all_captions: int = 0
-    all_images: int = 0
-
-    def __str__(self) -> str:
-        return (
-            f"omits {self.captions:,} of {count(self.all_captions, 'caption')} (pairs), and with them "
-            f"{self.images:,} of {count(self.all_images, 'image')} that keep none"
-        )
-
-
 @dataclass(frozen=True)
 class _Keep:
     """Keeps what lists keep."""
 
     lists: Joined[KeepList]
-    omitted: Omitted
+    omitted: tuple[int, ...]  # captions; images with all their captions; and what there is of both
 
     def contents(self, of_source: frozenset[str]) -> frozenset[str]:
         """Those of the source: what a list omits needs no other features."""
@@ -234,7 +208,7 @@ def _kept(source: Source, lists: Joined[KeepList]) -> Source:
     if not len(rows):
         raise ValueError(f"{named} keeps no caption of {source.name}: there is nothing to train on.")
     left = np.minimum(texts, all_rows - kept_rows)
-    edit = _Keep(lists, Omitted(int(left.sum()), len(source) - len(rows), int(texts.sum()), len(source)))
+    edit = _Keep(lists, (int(left.sum()), len(source) - len(rows), int(texts.sum()), len(source)))
     prints = sorted(f"{source.fingerprint} kept {one.fingerprint}" for one, _ in lists)
     selection = Selection(source, source.name, digest(*prints), rows, edit)
     for row in spread(len(selection), COMPARED):
@@ -249,11 +223,17 @@ def _kept(source: Source, lists: Joined[KeepList]) -> Source:
     return selection
 
 
-def omitted(source: Source) -> Omitted | None:
-    """What keep-lists omit of a source or of all parts of a mixture; None without lists."""
+def omitted(source: Source) -> str:
+    """What keep-lists omit of a source or of all parts of a mixture; "" without lists."""
     edits = [part.edit for part in parts_of(source) if isinstance(part, Selection)]
-    counts = [vars(edit.omitted).values() for edit in edits if isinstance(edit, _Keep)]
-    return Omitted(*map(sum, zip(*counts, strict=True))) if counts else None
+    counts = [edit.omitted for edit in edits if isinstance(edit, _Keep)]
+    if not counts:
+        return ""
+    captions, images, all_captions, all_images = map(sum, zip(*counts, strict=True))
+    return (
+        f"omits {captions:,} of {count(all_captions, 'caption')} (pairs), and with them {images:,} of "
+        f"{count(all_images, 'image')} that keep none"
+    )
 
 
 def spread(rows: int, most: int) -> range:
@@ -317,7 +297,7 @@ def joined(source: Source, made: Sequence[Made], wrap: Callable[[Source, Joined[
     parts = [(part, key_column(part)) for part in parts_of(every_row(source))]
     of: dict[tuple[str, str], list[tuple[Made, NDArray[np.int64]]]] = {(p.name, p.fingerprint): [] for p, _ in parts}
     for one in made:
-        fits = [is_of(one.images, *part) for part in parts]
+        fits = [_is_of(one.images, *part) for part in parts]
         chosen = [part for part, fit in zip(parts, fits, strict=True) if fit is not False]
         if not chosen:
             raise ValueError(
@@ -362,11 +342,11 @@ def check_keys(source: Source, what: str, among: pa.Array | None = None) -> None
             )
 
 
-def is_of(images: Mapping[str, str], source: Source, keys: pa.Array) -> bool | None:
-    """Whether most of the `sampled_images` are those of a source; None where the source has none of their keys."""
+def _is_of(images: Mapping[str, str], source: Source, keys: pa.Array) -> bool | None:
+    """Whether most images are those of a source; None where it has none of their keys."""
     rows = places_of(pa.array(map(key_bytes, images), pa.large_binary()), keys).tolist()
     digests = {row: bytes.fromhex(image) for row, image in zip(rows, images.values(), strict=True) if row >= 0}
-    same = list(same_images(source, digests, drawn=False).values())
+    same = same_images(source, digests, drawn=False).values()
     return 2 * sum(same) > len(same) if same else None
 
 

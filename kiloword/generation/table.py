@@ -59,8 +59,9 @@ class CaptionWriter(PieceWriter[CaptionFile]):
             first = {key: n for n, key in reversed(list(enumerate(table.column("key").to_pylist())))}
             schema = SCHEMA.with_metadata({"kiloword": json.dumps(asdict(self.file))})
             table = table.take(sorted(first.values())).select(SCHEMA.names).cast(schema)
-            with atomic(self.out) as file:
+            with atomic(whole := self.folder / "captions.parquet") as file:  # the lock sweeps this folder alone
                 pq.write_table(table.combine_chunks(), file)
+            whole.replace(self.out)
         shutil.rmtree(self.folder, ignore_errors=True)
         whole = read_table(self.out, ["captions"]).column("captions").combine_chunks()
         return len(whole), len(whole.flatten())

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from kiloword.data.rows import key_bytes, key_text
-from kiloword.stores.joins import Places, lacking
+from kiloword.stores.joins import Places, check_captions
 from kiloword.stores.store import Store, key_digest
 from kiloword.types import Example, Source
 
@@ -84,15 +84,7 @@ class FeatureStore(Store):
 
     def of(self, source: Source) -> Features:
         """The features of a source. Raises: ValueError when the store was made from other data, see `Places`."""
-        places = Places([self], source)
-        features = Features(self, places)
-        if row := lacking([self], source, features.has):
-            raise ValueError(
-                f"the feature store {self.path} was made from {self.file.data} (fingerprint {self.file.fingerprint}), "
-                f"and lacks captions of {source.name} ({source.fingerprint}), such as one of {row}: make one from "
-                "the same data and extra captions by `kiloword embed MODEL --data SRC --out DIR`."
-            )
-        return features
+        return Features(self, source)
 
     def places(self, source: Source) -> NDArray[np.int64]:
         """The place of each row of a source [n]; -1 where it is bad. Raises: as `of`."""
@@ -100,20 +92,22 @@ class FeatureStore(Store):
         return np.array([features.place(source, row) for row in range(len(source))], np.int64)
 
 
-class Features:
+class Features(Places[FeatureStore]):
     """Features of a source's rows.
 
     A call adds `image_features[name]` [D] and `text_features[name]` [captions, D] (unit norm; zeros, which match
     nothing, where the store has none) and `image_features[name + ".texts"]` [D], the mean of the example's
-    `text_features` rows.
+    `text_features` rows. Raises: ValueError for a store of other images or captions.
     """
 
-    def __init__(self, store: FeatureStore, found: Places[FeatureStore]) -> None:
-        self.store, self.found = store, found
+    def __init__(self, store: FeatureStore, source: Source) -> None:
+        super().__init__([store], source)
+        self.store = store
+        check_captions([store], source, self.has)
 
     def place(self, source: Source, row: int) -> int:
         """The place of a row; -1 where it is bad."""
-        found = self.found.find(source, row)
+        found = self.find(source, row)
         return -1 if found is None else found[1]
 
     def captions(self, place: int, captions: Sequence[str]) -> Iterator[int | None]:

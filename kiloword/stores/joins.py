@@ -119,17 +119,23 @@ def caption_origins(source: Source) -> set[str]:
     return {one for one in contents(source) if not one.endswith(" images")}
 
 
-def lacking(stores: Sequence[Store], source: Source, has: Callable[[Source, int, list[str]], bool]) -> str:
-    """Which row has a caption that the stores lack; "" where they were made from all captions of a source.
+def check_captions(stores: Sequence[Store], source: Source, has: Callable[[Source, int, Sequence[str]], bool]) -> None:
+    """Raises: ValueError when stores were not made from all captions of a source.
 
     Data that is not theirs is known by rows that are spread over it. Args: has: whether they have a row's captions.
     """
     if not stores or caption_origins(source) <= {one for store in stores for one in store.file.captions}:
-        return ""
-    whole = every_row(source)
-    for row in spread(len(whole), CAPTIONS):
+        return
+    whole, row = every_row(source), ""
+    for n in spread(len(whole), CAPTIONS):
         with suppress(BadSample):
-            if not has(whole, row, captions_at(whole, row)):
-                return name_of(whole, row)
+            if not has(whole, n, captions_at(whole, n)):
+                row = name_of(whole, n)
+                break
     known = {one.fingerprint for store in stores for one in store.file.sources}
-    return "some row" if any(base.fingerprint in known for base in origins(whole)) else ""
+    if row or any(base.fingerprint in known for base in origins(whole)):
+        made = ", ".join(f"{store.path} (of {store.file.data})" for store in stores)
+        raise ValueError(
+            f"{made} lacks captions of {source.name} ({source.fingerprint[:16]}), such as one of {row or 'some row'}: "
+            f"make one from the same data and extra captions by `kiloword embed {stores[0].file.model} --data SRC`."
+        )

@@ -91,8 +91,9 @@ class Store:
     def __init__(self, folder: Path | str) -> None:
         self.path = place_of(folder, self.kind)
         if not (self.path / STORE).is_file():
-            holds = _holds(Path(folder))
-            raise ValueError(f"{folder} holds no {WHAT[self.kind]}: {holds}. Make them by `kiloword embed`.")
+            there = [WHAT[kind] for kind in WHAT if (place_of(folder, kind) / STORE).is_file()]
+            holds = f"{' and '.join(there)} alone" if there else f"no {STORE}"
+            raise ValueError(f"{folder} holds no {WHAT[self.kind]}: it has {holds}. Make them by `kiloword embed`.")
         self.file = store_file(self.path)
         if not (self.path / KEYS).is_file():
             raise ValueError(f"{folder} is not finished. Run the same `kiloword embed` command again to complete it.")
@@ -148,18 +149,7 @@ def check_alike(store: Store, whose: str, do: str, **wanted: Any) -> None:
             raise ValueError(f"{store.path} has {name} {made}, and {whose} {value}: {do}")
 
 
-WHAT = {"features": "features", "images": "tokens of images", "texts": "tokens of captions"}
-FLAGS = {"features": "features", "images": "image-features", "texts": "text-features"}
-
-
-def _holds(folder: Path) -> str:
-    """What a folder without store of a kind holds."""
-    kinds = [store_file(path).kind for path in (folder, *map(folder.joinpath, FLAGS)) if (path / STORE).is_file()]
-    if (folder / STORE).is_file() and kinds[0] != "features":
-        return f"it is a part of a folder of features, {folder.parent}: name that folder"
-    if (folder / "table.json").is_file() or list(folder.glob("*/table.json")):
-        return "an earlier version of kiloword wrote it, in another format"
-    return " and ".join(f"it has {WHAT[kind]}, which --{FLAGS[kind]} takes" for kind in kinds) or f"it has no {STORE}"
+WHAT: dict[Kind, str] = {"features": "features", "images": "tokens of images", "texts": "tokens of captions"}
 
 
 def key_digest(raw: bytes) -> int:

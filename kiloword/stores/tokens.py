@@ -20,8 +20,8 @@ from kiloword.config.recipes import TextConfig
 from kiloword.data.reading import EMBEDDED
 from kiloword.data.rows import key_bytes
 from kiloword.data.text.tokenizer import Tokenizer
-from kiloword.stores.joins import Places, lacking
-from kiloword.stores.store import WHAT, Store, check_alike, group_of, key_digest
+from kiloword.stores.joins import Places, check_captions
+from kiloword.stores.store import Store, check_alike, group_of, key_digest
 from kiloword.types import BadSample, Source, Texts
 
 Dtype = Literal["fp16", "fp32", "int8"]
@@ -113,20 +113,15 @@ def opened(folders: Sequence[str], kind: type[Kept]) -> list[Kept]:
     return stores
 
 
+def find(stores: Sequence[TextTokens], caption: str) -> tuple[TextTokens, int, int] | None:
+    """The store that has a caption, where its tokens begin, and their number."""
+    found = ((store, place) for store in stores if (place := store.find(caption)) is not None)
+    return next(((store, *place) for store, place in found), None)
+
+
 def check_texts(stores: Sequence[TextTokens], source: Source) -> None:
     """Raises: ValueError when the stores were not made from all captions of a source."""
-
-    def has(source: Source, row: int, captions: Sequence[str]) -> bool:
-        return all(any(store.find(caption) is not None for store in stores) for caption in captions)
-
-    if row := lacking(stores, source, has):
-        folders = " ".join(str(store.path.parent) for store in stores)
-        made = " + ".join(dict.fromkeys(store.file.data for store in stores))
-        raise ValueError(
-            f"the {WHAT['texts']} in {folders} were made from {made}, and lack those of {source.name} (fingerprint "
-            f"{source.fingerprint[:16]}), such as one of {row}: make them by `kiloword embed {stores[0].file.model} "
-            "--data SRC --out FOLDER --tokens`, from the same data and extra captions, and name that folder."
-        )
+    check_captions(stores, source, lambda _, row, captions: None not in (find(stores, one) for one in captions))
 
 
 def tokenizer_digest(tokenizer: Tokenizer) -> str:
@@ -153,7 +148,7 @@ class TokenizerWithTokens(Tokenizer):
     def encode(self, captions: Sequence[str], config: TextConfig) -> Texts:
         """As `Tokenizer.encode`, with `Texts.tokens` where the stores have all captions, of the same lengths."""
         texts = super().encode(captions, config)
-        stored = [self.find(caption) for caption in captions]
+        stored = [find(self.stores, caption) for caption in captions]
         starts, extra = texts.starts.tolist(), len(config.extra_tokens)
         lengths = [end - start - extra for start, end in pairwise(starts)]
         if any(text is None or text[2] != length for text, length in zip(stored, lengths, strict=True)):
@@ -167,14 +162,9 @@ class TokenizerWithTokens(Tokenizer):
             tokens[start : start + length] = store.read(first, length)
         return replace(texts, tokens=tokens)
 
-    def find(self, caption: str) -> tuple[TextTokens, int, int] | None:
-        """The store that has a caption, where its tokens begin, and their number."""
-        found = ((store, place) for store in self.stores if (place := store.find(caption)) is not None)
-        return next(((store, *place) for store, place in found), None)
-
     def check(self, caption: str, config: TextConfig) -> None:
         """Raises: BadSample when `encode` would not give this caption tokens."""
-        text = self.find(caption)
+        text = find(self.stores, caption)
         if text is None:
             raise BadSample(f"{EMBEDDED}a caption has no tokens in the text features")
         length = len(super().encode([caption], config).ids) - len(config.extra_tokens)

@@ -153,6 +153,6 @@ def _captions(source: Source, path: Path) -> tuple[Find, object, str]:
     """How a file finds the caption of an image by key and `Record.info`, its first key, and the name of its keys."""
     if path.suffix.lower() != ".json":
         table = CaptionTable(path)
-        return (lambda key, info: table.first(key)), table.first_key, "key"
+        return (lambda key, info: table.first(key)), next(iter(table.place_of)), "key"
     texts = read_results(path, IMAGE_ID, "caption")
     return (lambda key, info: texts.get(official_id(source.name, info, IMAGE_ID))), next(iter(texts)), IMAGE_ID
