@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from kiloword.data.classes.names import IMAGENET, names_of_wnids, places_among, spaced, templates
 from kiloword.data.columns import class_data, column_names, load_objects
@@ -34,6 +35,8 @@ LEAST = 2  # classes
 OF_DATA = ("classnames.txt", "zeroshot_classification_templates.txt", "tree.json")  # files about all images
 METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
 FILE_NAME = "file_name"  # the column of images in these
+_UNREADABLE = "cannot be read"
+_MARK = b'"kiloword-library-'
 _BESIDE = ("txt", "json", "cls")
 _OF_DEVICES = {
     *("@eadir", "#recycle", "@recycle", "@recently-snapshot", "#snapshot", "@__thumb", ".@__thumb"),  # network storage
@@ -53,9 +56,8 @@ def open_images(name: str, folder: Path, deep: bool = False) -> Rows:
     tables of metadata beside them. Errors: ValueError when the folder holds no images.
     """
     left, used = LeftOut("path"), {file for file in os.listdir(folder) if deep and file.endswith((".json", ".parquet"))}
-    return _rows(
-        name, folder, image_folders(folder, left, deep=deep, used={*OF_DATA, *used}), left, *class_data(folder)
-    )
+    found = image_folders(folder, left, deep=deep, used={*OF_DATA, *used})
+    return _rows(name, folder, found, left, *class_data(folder))
 
 
 def open_classes(name: str, folder: Path) -> Rows:
@@ -67,12 +69,11 @@ def open_classes(name: str, folder: Path) -> Rows:
     lie beside the images. The fingerprint covers names, sizes and labels. `notes` names empty folders and what is not
     used. Errors: ValueError for class names that do not fit.
     """
-    folders = sorted(_folders(folder))
+    folders, left = sorted(_folders(folder)), LeftOut("path")
     listed, prompts = class_data(folder)
     label_of, classnames = _labels(name, folders, listed)
     if prompts is None and listed is None and names_of_wnids(folders) is not None:
         prompts = templates(IMAGENET)
-    left = LeftOut("path")
 
     def classes() -> Iterator[tuple[str, list[str], set[str]]]:
         for inner in folders:
@@ -93,10 +94,10 @@ def open_metadata(name: str, folder: Path) -> Rows | None:
     for file in (folder / one for one in METADATA if (folder / one).is_file()):
         if FILE_NAME in (load_objects(file) if file.suffix == ".jsonl" else column_names(file)):
             source = open_table(name, file, TableOptions(image=FILE_NAME, images=str(folder.absolute())))
-            left, named = LeftOut("path"), set(source.table.column("file").to_pylist())
+            left, known = LeftOut("path"), set(source.table.column("file").to_pylist())
             for below, images, _ in image_folders(folder, left, used=(*OF_DATA, *METADATA)):
                 for image in images:
-                    if os.fsencode(below + image) not in named:
+                    if os.fsencode(below + image) not in known:
                         left.add(below + image, f"{file.name} does not name it")
             source.notes += [f"{name}: {line}" for line in left.lines()]
             return source
@@ -106,7 +107,7 @@ def open_metadata(name: str, folder: Path) -> Rows | None:
 def _rows(
     name: str,
     folder: Path,
-    listed: Iterable[tuple[str, list[str], set[str]]],
+    found: Iterable[tuple[str, list[str], set[str]]],
     left: LeftOut,
     classnames: list[str] | None,
     prompts: list[str] | None,
@@ -114,89 +115,73 @@ def _rows(
 ) -> Rows:
     """Images, with what lies beside them, which is read once.
 
-    Args: listed: as of `image_folders`; label_of: of the folders, in place of labels beside images.
+    Args: found: as of `image_folders`; label_of: of the folders, in place of labels beside images.
     """
-    images, present = list[str](), set[str]()
-    for below, names, files in listed:
+    images, stamps = list[str](), dict[str, tuple[int, int]]()
+    for below, names, files in found:
         images += [below + image for image in names]
         used = {f"{_stem(image)}.{suffix}" for image in names for suffix in _BESIDE} | set(names)
-        present |= {below + file for file in used & files}
+        stamps |= {below + file: _stamp(folder / below / file) for file in used & files}
     if not images:
         raise ValueError(no_images(folder, left))
     images.sort(key=lambda path: (_top(path), path))
-    status = {file: _status(folder / file) for file in sorted(present)}
-    lines = [f"{file} {one.st_size}" for file, one in status.items() if one and stat.S_ISREG(one.st_mode)]
-    if label_of is not None:
-        lines = [f"{file} {one.st_size if (one := status[file]) else 0} {label_of[_top(file)]}" for file in images]
-    texts = [f"{file} {one.st_size} {one.st_mtime_ns}" for file, one in status.items() if one and not is_image(file)]
-    identity = "\n".join([f"folder 1 {folder.absolute()}", *lines, *texts])
+    lines = [f"{file} {size}" for file, (size, _) in sorted(stamps.items())]
+    lines += [f"{inner} {label}" for inner, label in (label_of or {}).items()]
+    digest = hashlib.blake2b(os.fsencode("\n".join(lines)), digest_size=16).hexdigest()
+    shared = {stem for stem, n in Counter(map(_stem, images)).items() if n > 1}
 
-    unreadable = list[str]()
+    def row(image: str) -> dict[str, Any]:
+        stem = _stem(image)
+        made: dict[str, Any] = {"key": key_bytes(image if stem in shared else stem), "file": os.fsencode(image)}
+        try:
+            txt, meta, cls = (_beside(folder / f"{stem}.{s}", stamps.get(f"{stem}.{s}")) for s in _BESIDE)
+            made["captions"], info = parse_captions(txt, meta)
+            label = parse_label(cls) if label_of is None else label_of[_top(image)]
+        except BadSample as error:
+            return made | {"error": str(error)}
+        labels = {"labels": label.indices} if isinstance(label, LabelSet) else {"label": label}
+        return made | labels | {"info": json.dumps(info) if info else None}
 
     def make() -> pa.Table:
-        return _read(folder, images, status, label_of, unreadable)
+        return pa.Table.from_pylist([row(image) for image in images], SCHEMA)
 
-    table, path = made_once(identity, make) if texts else (make(), None)
-    if unreadable and path:  # they may be readable the next time
+    times = sorted(f"{file} {time}" for file, (_, time) in stamps.items() if not is_image(file))
+    identity = "\n".join(["folder 2", str(folder.absolute()), digest, *times])
+    table, path = made_once(identity, make) if times else (make(), None)
+    if path and pc.any(pc.match_substring(table.column("error"), _UNREADABLE)).as_py():  # it may be readable next time
         path.unlink(missing_ok=True)
         path = None
-    digest = hashlib.blake2b(os.fsencode("\n".join(lines)), digest_size=16).hexdigest()
     notes = [f"{name}: {line}" for line in left.lines()]
     return Rows(name, table, folder, digest, classnames=classnames, templates=prompts, notes=notes, path=path)
-
-
-def _read(
-    folder: Path,
-    images: Sequence[str],
-    there: Mapping[str, os.stat_result | None],
-    label_of: Mapping[str, int] | None,
-    unreadable: list[str],
-) -> pa.Table:
-    """The table of images. Args: there: files that exist; unreadable: gets those that cannot be read."""
-    shared = {stem for stem, n in Counter(map(_stem, images)).items() if n > 1}
-    columns: dict[str, list[Any]] = {name: [] for name in SCHEMA.names}
-    for image in images:
-        stem = _stem(image)
-        row: dict[str, Any] = {"key": key_bytes(image if stem in shared else stem), "file": os.fsencode(image)}
-        try:
-            txt, meta, cls = (_beside(folder, f"{stem}.{suffix}", there, unreadable) for suffix in _BESIDE)
-            row["captions"], info = parse_captions(txt, meta)
-            row["info"] = json.dumps(info) if info else None
-            label = parse_label(cls) if label_of is None else label_of[_top(image)]
-            row |= {"labels": label.indices} if isinstance(label, LabelSet) else {"label": label}
-        except BadSample as error:
-            row["error"] = str(error)
-        for name, values in columns.items():
-            values.append(row.get(name))
-    return pa.table(columns, SCHEMA)
 
 
 def _top(path: str) -> str:
     return path.partition("/")[0]
 
 
-def _status(path: Path) -> os.stat_result | None:
+def _stamp(path: Path) -> tuple[int, int]:
+    """Size and time of change of a file; (-1, 0) of anything else."""
     with suppress(OSError):
-        return os.stat(path)
-    return None
+        status = os.stat(path)
+        return (status.st_size, status.st_mtime_ns) if stat.S_ISREG(status.st_mode) else (-1, 0)
+    return -1, 0
 
 
-def _beside(folder: Path, file: str, there: Mapping[str, os.stat_result | None], unreadable: list[str]) -> bytes | None:
+def _beside(file: Path, stamp: tuple[int, int] | None) -> bytes | None:
     """The bytes of a file; None for a missing one. Raises BadSample."""
-    what, status = f"the {os.path.splitext(file)[1]}", there.get(file)
-    if status and not stat.S_ISREG(status.st_mode):
-        raise BadSample(f"{what} is no regular file")
+    if stamp == (-1, 0):
+        raise BadSample(f"the {file.suffix} is no regular file")
     try:
-        return read_whole(folder / file, what, MAX_TEXT) if status else None
+        return read_whole(file, f"the {file.suffix}", MAX_TEXT) if stamp else None
     except OSError as error:
-        unreadable.append(file)
-        raise BadSample(f"{what} cannot be read ({error.strerror})") from None
+        raise BadSample(f"the {file.suffix} {_UNREADABLE} ({error.strerror})") from None
 
 
 def has_class_folders(folder: Path) -> bool:
     """Whether a folder has class folders: at least two with images, none that has class folders itself."""
-    with_images = parents_of_images(folder)
-    return len(with_images) >= LEAST and not any(_is_parent(folder / inner) for inner in with_images)
+    inner = parents_of_images(folder)
+    parents = (one for one in inner if not any(map(is_image, os.listdir(folder / one))))
+    return len(inner) >= LEAST and not any(len(parents_of_images(folder / one)) >= LEAST for one in parents)
 
 
 def has_shards(folder: Path) -> bool:
@@ -211,16 +196,8 @@ def has_shards(folder: Path) -> bool:
 
 def parents_of_images(folder: Path) -> list[str]:
     """The inner folders that are data sets of images: class folders, or images."""
-    return sorted(inner for inner in _folders(folder) if _has_images(folder, inner))
-
-
-def _is_parent(folder: Path) -> bool:
-    """Whether a folder has no images itself, but two of its folders have."""
-    return not any(map(is_image, os.listdir(folder))) and len(parents_of_images(folder)) >= LEAST
-
-
-def _has_images(root: Path, inner: str) -> bool:
-    return any(images for _, images, _ in image_folders(root, LeftOut("path"), inner))
+    found = {inner: image_folders(folder, LeftOut("path"), inner) for inner in sorted(_folders(folder))}
+    return [inner for inner, folders in found.items() if any(images for _, images, _ in folders)]
 
 
 def _folders(folder: Path) -> list[str]:
@@ -251,19 +228,18 @@ def image_folders(
                 raise
             left.add(folder, f"it cannot be read ({error.strerror or error})")
             continue
-        if passed and _of_library(root / folder / passed):
+        if passed and os.path.isfile(library := root / folder / passed) and _MARK in library.read_bytes():
             left.add(folder or root.name, "a library of kiloword")
             continue
-        inner = [entry for entry in entries if entry.is_dir()]
-        reasons = {entry.name: _reason_of_folder(entry, deep) for entry in inner}
-        folders += [below + entry.name for entry in reversed(inner) if not reasons[entry.name]]
-        files = {entry.name: _reason_of_file(entry) for entry in entries if entry.name not in reasons}
-        images = [name for name, reason in files.items() if not reason]
+        reasons = {entry.name: _reason(entry, deep) for entry in entries}
+        inner = {entry.name for entry in entries if entry.is_dir()}
+        folders += [below + name for name in reversed(reasons) if name in inner and not reasons[name]]
+        images = [name for name, reason in reasons.items() if name not in inner and not reason]
         beside = {f"{_stem(name)}.{suffix}" for name in images for suffix in _BESIDE}
-        for name, reason in (reasons | files).items():
+        for name, reason in reasons.items():
             if reason and name not in beside and name not in used:
                 left.add(below + name, reason)
-        yield below, images, {*files, *reasons}
+        yield below, images, set(reasons)
 
 
 def no_images(folder: Path, left: LeftOut) -> str:
@@ -277,28 +253,17 @@ def of_device(folder: str) -> bool:
     return folder.casefold() in _OF_DEVICES or folder.startswith(".Trash")
 
 
-def _of_library(file: Path) -> bool:
-    with suppress(OSError, BadSample):
-        return b'"kiloword-library-' in read_whole(file, "it", MAX_TEXT)
-    return False
-
-
-def _reason_of_folder(entry: os.DirEntry[str], deep: bool) -> str:
-    """Why a folder is not searched; "" for one that is."""
-    if of_device(entry.name):
+def _reason(entry: os.DirEntry[str], deep: bool) -> str:
+    """Why a folder is not searched, or a file is not used as an image; "" for one that is."""
+    suffix, folder = os.path.splitext(entry.name)[1].lower(), entry.is_dir()
+    if folder and of_device(entry.name):
         return "thumbnails or trash of a device"
     if entry.name.startswith("."):
         return "hidden"
-    if entry.is_symlink():
+    if folder and entry.is_symlink():
         return "links to folders are not followed, name the folder itself"
-    return "" if deep else "subfolders are not searched"
-
-
-def _reason_of_file(entry: os.DirEntry[str]) -> str:
-    """Why a file is not used as an image; "" for an image."""
-    suffix = os.path.splitext(entry.name)[1].lower()
-    if entry.name.startswith("."):
-        return "hidden"
+    if folder:
+        return "" if deep else "subfolders are not searched"
     if entry.is_symlink() and not os.path.exists(entry):
         return "a link to nothing"
     if suffix in _PACKED:
@@ -319,38 +284,33 @@ def _stem(file: str) -> str:
     return os.path.splitext(file)[0]
 
 
-def _labels(name: str, folders: Sequence[str], classnames: list[str] | None) -> tuple[dict[str, int], list[str] | None]:
-    """The label of each folder, and the names of all classes; None where they are not known."""
+def _labels(name: str, folders: Sequence[str], listed: list[str] | None) -> tuple[dict[str, int], list[str] | None]:
+    """The label of each folder, and the names of all classes; None where they are not known.
+
+    Among the listed names folders have the place of their own name; else their number, or that in sorted order.
+    """
     numbered = all(folder.isdecimal() and len(folder) <= _DIGITS for folder in folders)
-    names = names_of_wnids(folders)
-    if classnames is not None:
-        return _labels_of_names(name, folders, classnames, names or folders, numbered), classnames
-    if numbered:
-        return {folder: int(folder) for folder in folders}, None
-    if names is None and not all(map(_WNID.fullmatch, folders)):
-        names = spaced(folders)
-    return {folder: label for label, folder in enumerate(folders)}, names
-
-
-def _labels_of_names(
-    name: str, folders: Sequence[str], classnames: list[str], names: Sequence[str], numbered: bool
-) -> dict[str, int]:
-    """Labels of folders by their names among the class names; else by number, or in sorted order."""
-    places = places_among(names, classnames)
-    by_name = {folder: place for folder, place in zip(folders, places, strict=True) if place is not None}
-    if len(by_name) == len(folders):
-        return by_name
-    if numbered and max(map(int, folders)) < len(classnames):
-        return {folder: int(folder) for folder in folders}
+    numbers = {folder: int(folder) for folder in folders} if numbered else {}
     in_order = {folder: label for label, folder in enumerate(folders)}
+    names = names_of_wnids(folders)
+    if listed is None:
+        if names is None and not numbered and not all(map(_WNID.fullmatch, folders)):
+            names = spaced(folders)
+        return numbers or in_order, names
+    places = zip(folders, places_among(names or folders, listed), strict=True)
+    by_name = {folder: place for folder, place in places if place is not None}
+    if len(by_name) == len(folders):
+        return by_name, listed
+    if numbered and max(numbers.values()) < len(listed):
+        return numbers, listed
     other = next(folder for folder in folders if folder not in by_name)
-    if len(folders) == len(classnames) and (names != folders or by_name.items() <= in_order.items()):
-        log.warning(
-            "%s: %d of its %d class folders are not in classnames.txt, so they are taken in sorted order: %r is %r.",
-            name, len(folders) - len(by_name), len(folders), shown(other), shown(classnames[in_order[other]]),
-        )  # fmt: skip
-        return in_order
-    raise ValueError(
-        f"{name} has {len(folders)} class folders, but classnames.txt names {len(classnames)} classes, of which none "
-        f"is {shown(other[:60])!r}: expected folders named like the classes, or as many in the same order."
-    )
+    if len(folders) != len(listed) or not (names or by_name.items() <= in_order.items()):
+        raise ValueError(
+            f"{name} has {len(folders)} class folders, but classnames.txt names {len(listed)} classes, of which none "
+            f"is {shown(other[:60])!r}: expected folders named like the classes, or as many in the same order."
+        )
+    log.warning(
+        "%s: %d of its %d class folders are not in classnames.txt, so they are taken in sorted order: %r is %r.",
+        name, len(folders) - len(by_name), len(folders), shown(other), shown(listed[in_order[other]]),
+    )  # fmt: skip
+    return in_order, listed
