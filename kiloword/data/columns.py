@@ -6,7 +6,7 @@ import csv
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from kiloword.types import BadSample, LabelSet
 
 JSON = (".json", ".jsonl")
 _CSV = (".csv", ".tsv", ".txt", ".token")
+LINES = "\n"  # in place of columns: the lines of a file
 _FIELDS = ("caption", "raw", "text", "answer")  # of an object that holds a text among others
 _LONGEST = 1 << 30  # characters of a cell
 _WHOLE = re.compile(r"-?\d{1,17}(\.0*)?", re.ASCII)  # also as pandas writes numbers beside empty cells: 3.0
@@ -66,6 +67,8 @@ def check_columns(path: Path, names: Sequence[str], *columns: str) -> None:
 def read_table(path: Path, columns: Sequence[str]) -> tuple[Cells, Malformed]:
     """Some columns of a csv, tsv or parquet; of the first, which names images, rows in a quoted cell are known."""
     wanted = list(dict.fromkeys(columns))
+    if LINES in wanted:
+        return {LINES: [[line] for line in path.read_bytes().splitlines() if line.strip()]}, []
     if path.suffix.lower() in _CSV:
         return _read_csv(path, wanted)
     table = pa.parquet.read_table(path, columns=wanted, partitioning=None)
@@ -140,13 +143,13 @@ def _header(path: Path) -> tuple[str, list[str]]:
     return delimiter, [name.strip(' "' if delimiter == "|" else '"') for name in line.split(delimiter)]
 
 
-def load_json(path: Path, hook: Callable[[dict[str, Any]], Any] | None = None) -> Any:
-    """The value of a file. Args: hook: `object_hook` of `json.loads`. Errors: ValueError for what is no JSON."""
+def load_json(path: Path) -> Any:
+    """The value of a file. Errors: ValueError for what is no JSON."""
     raw = path.read_bytes()
     if path.suffix.lower() == ".jsonl":  # an object in each line
         raw = b"[" + b",\n".join(line for line in raw.splitlines() if line.strip()) + b"]"
     try:
-        return json.loads(raw, object_hook=hook)
+        return json.loads(raw)
     except (ValueError, RecursionError) as error:  # the message has line and column, and nothing of the file
         reason = "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else error
         raise ValueError(f"{path} is no JSON: {reason}.") from None

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from sys import intern
 from typing import Any, NamedTuple
 
 import pyarrow as pa
@@ -36,10 +35,10 @@ class Layout(NamedTuple):
     """A file as columns, before they are chosen."""
 
     cells: Cells
+    malformed: Malformed
     options: TableOptions
     notes: Sequence[str] = ()
     subset: str = ""  # a folder that the images may be in
-    malformed: Malformed = []  # noqa: RUF012
 
 
 def beside(path: Path, options: TableOptions) -> Path | None:
@@ -86,15 +85,16 @@ def read_layout(path: Path, options: TableOptions, other: Path | None) -> Layout
     if path.suffix.lower() not in JSON:
         return _tokens(path, options, other) if _is_tokens(path) else None
     if isinstance(data, list):
-        return Layout(load_objects(path, data), options)
-    year = _SUBSET.search(path.name)
+        return Layout(load_objects(path, data), [], options)
     try:
         if "questions" in data:
             cells, subset = _vqa(data, other)
-            return Layout(cells, replace(options, question=options.question or "question"), subset=subset)
+            return Layout(cells, [], replace(options, question=options.question or "question"), subset=subset)
         if any("sentences" in image for image in data["images"][:1]):
-            return Layout(_karpathy(data["images"], options.split), options)
-        return Layout(*_coco(data["images"], data.get("annotations", []), options), year[0] if year else "")
+            return Layout(_karpathy(data["images"], options.split), [], options)
+        cells, unknown = _coco(data["images"], data.get("annotations", []))
+        note = f"{unknown:,} captions are of images that `images` does not list; they are not used."
+        return Layout(cells, [], options, [note] if unknown else [], "".join(_SUBSET.findall(path.name)[:1]))
     except (KeyError, TypeError, AttributeError) as error:
         reason = f"has no key {error} where one is" if isinstance(error, KeyError) else "has another form than"
         raise ValueError(f"{path} {shown(reason[:80])} expected. {_EXPECTED}") from None
@@ -102,20 +102,21 @@ def read_layout(path: Path, options: TableOptions, other: Path | None) -> Layout
         raise ValueError(f"{path}: {error}") from None
 
 
-def _coco(images: Any, rows: Any, options: TableOptions) -> tuple[Cells, TableOptions, list[str]]:
-    """Images in the order of the file, each with its captions; NoCaps' `domain` without "-domain". And notes."""
-    captions: dict[Any, list[str]] = {image["id"]: [] for image in images}
+def _coco(images: Any, rows: Any) -> tuple[Cells, int]:
+    """Images in the order of the file, each with its captions; NoCaps' `domain` without "-domain".
+
+    Returns: also the number of captions of other images.
+    """
+    captions: dict[Any, list[Any]] = {image["id"]: [] for image in images}
     if len(captions) < len(images):
         raise ValueError("two of its images have the same id.")
-    unknown = sum(row["image_id"] not in captions for row in rows)
+    unknown = [row["image_id"] for row in rows if row["image_id"] not in captions]
     for row in rows:
         captions.get(row["image_id"], []).append(row["caption"])
     cells: Cells = {"image": [image["file_name"] for image in images], "captions": [*captions.values()]}
-    cells["image_id"] = list(captions)
     if any("domain" in image for image in images):
         cells["domain"] = [str(image["domain"]).removesuffix("-domain") for image in images]
-    note = f"{unknown:,} captions are of images that `images` does not list; they are not used."
-    return cells, options, [note] if unknown else []
+    return cells | {"image_id": [*captions]}, len(unknown)
 
 
 def _karpathy(images: Any, split: str) -> Cells:
@@ -144,12 +145,7 @@ def _vqa(data: dict[str, Any], annotations: Path | None) -> tuple[Cells, str]:
     if annotations is None:
         return cells, subset
 
-    def short(row: dict[str, Any]) -> Any:
-        """An answer as its text alone: the file of VQAv2's training questions has 4.4 million, few different ones."""
-        answer = row.get("answer")
-        return intern(answer) if isinstance(answer, str) and "question_id" not in row else row
-
-    answers = load_json(annotations, short)["annotations"]
+    answers = load_json(annotations)["annotations"]
     by_id = {row["question_id"]: row for row in answers}
     missing = next((one for one in cells["question_id"] if one not in by_id), None)
     if missing is not None:
@@ -169,7 +165,7 @@ def _tokens(path: Path, options: TableOptions, split: Path | None) -> Layout:
     cells: Cells = {"image": [image for image, _ in found], "caption": [caption for _, caption in found]}
     cells["split"] = [options.split * (image in listed) for image in cells["image"]]
     reason = "line is not IMAGE#NUMBER, a tab and a caption"
-    return Layout(cells, options, malformed=[(f"line {line}", reason) for line in wrong])
+    return Layout(cells, [(f"line {line}", reason) for line in wrong], options)
 
 
 def images_folder(path: Path, option: str, names: pa.ChunkedArray, subset: str) -> Path:

@@ -25,7 +25,7 @@ from kiloword.data.folders import (
     parents_of_images,
 )
 from kiloword.data.joins import kept, with_captions
-from kiloword.data.query import FORM, TableOptions, parse_query, split_query
+from kiloword.data.query import FORM, parse_query, split_query
 from kiloword.data.rows import Rows
 from kiloword.data.sample import check_regular
 from kiloword.data.tables import open_table, open_tables
@@ -88,7 +88,7 @@ def _open(src: str, size: int | None) -> Source:
     if not path.exists():
         raise ValueError(f"{name}: no such file or folder.{_meant(name)} Expected {_KINDS}.")
     if path.suffix.lower() in (*_TABLES, *_JSON) and path.is_file():
-        return open_table(src, path, parse_query(name, query, TableOptions))
+        return open_table(src, path, parse_query(name, query))
     if query:
         raise ValueError(
             f"{name} takes no parameters, but ?{shown(query[:60])} follows it: only tables and json do ({FORM})."
@@ -133,7 +133,7 @@ def _open_pattern(src: str) -> Source:
             f"{src}: {len(missing)} of {len(files)} {kind} are missing, the first is {missing[0]}.{_meant(src)}"
         )
     if query or files[0].suffix.lower() in _TABLES:
-        return open_tables(src, files, parse_query(pattern, query, TableOptions))
+        return open_tables(src, files, parse_query(pattern, query))
     return _shards(src, files)
 
 

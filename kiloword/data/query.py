@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
-from pathlib import Path
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any
 from urllib.parse import unquote
 
 from kiloword.errors import suggestion
@@ -29,18 +29,16 @@ class TableOptions:
     annotations: str = ""  # file of the answers to a json of questions
 
 
-Options = TypeVar("Options", bound=TableOptions)
 Readers = Mapping[str, tuple[Callable[[str], Any], str]]
 """Options by name: what reads a value, raising ValueError or KeyError, and what is allowed, for messages."""
 
 
 def split_query(src: str) -> tuple[str, str]:
     """The path and the options of a source. A path that exists has none, even if it contains a question mark."""
-    places = [place for place, letter in enumerate(src) if letter == "?"]
-    if not places or Path(src).expanduser().exists():
-        return src, ""
-    first = next((place for place in places if Path(src[:place]).expanduser().exists()), places[0])
-    return src[:first], src[first + 1 :]
+    ends = [place for place, letter in enumerate(src) if letter == "?"]
+    there = (end for end in [len(src), *ends] if os.path.exists(os.path.expanduser(src[:end])))
+    end = next(there, ends[0] if ends else len(src))
+    return src[:end], src[end + 1 :]
 
 
 def read_options(what: str, query: str, readers: Readers) -> dict[str, Any]:
@@ -66,22 +64,19 @@ def read_options(what: str, query: str, readers: Readers) -> dict[str, Any]:
     return options
 
 
-def parse_query(path: str, query: str, kind: type[Options]) -> Options:
-    """The options of a file. `%26` in a value stands for `&`, `%2C` for a comma within a name, `%25` for `%`.
+def parse_query(path: str, query: str) -> TableOptions:
+    """The options of a table. `%26` in a value stands for `&`, `%2C` for a comma within a name, `%25` for `%`.
 
     Errors: as of `read_options`; ValueError for an empty value.
     """
-    several = {field.name for field in fields(kind) if str(field.type).startswith("tuple")}
-
-    def names(value: str) -> tuple[str, ...]:
-        return tuple(map(one, value.split(",")))
 
     def one(value: str) -> str:
         if not value:
             raise ValueError(value)
         return unquote(value)
 
-    allowed = f"a value, as in {FORM}"
-    return kind(
-        **read_options(path, query, {f.name: (names if f.name in several else one, allowed) for f in fields(kind)})
-    )
+    def several(value: str) -> tuple[str, ...]:
+        return tuple(map(one, value.split(",")))
+
+    kinds = {name: one if value == "" else several for name, value in vars(TableOptions()).items()}
+    return TableOptions(**read_options(path, query, {n: (k, f"a value, as in {FORM}") for n, k in kinds.items()}))

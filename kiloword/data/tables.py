@@ -25,6 +25,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet
 
 from kiloword.data.columns import (
+    LINES,
     Cells,
     Label,
     arrow_errors,
@@ -60,6 +61,7 @@ SCHEMA = pa.schema(
         "offset": pa.int64(), "size": pa.int64(),
     }
 )  # fmt: skip
+_BAD = pa.schema([SCHEMA.field("key"), SCHEMA.field("error")])
 _GROUPED = SCHEMA.append(pa.field("group", pa.large_binary()))  # equal for rows of one image; null: of its own
 
 
@@ -113,13 +115,15 @@ def choose(path: Path, names: Sequence[str], options: TableOptions) -> TableColu
     return TableColumns(image, columns, info, label)
 
 
-def open_table(name: str, path: Path, options: TableOptions = DEFAULTS, prefix: str = "") -> Rows:
+def open_table(
+    name: str, path: Path, options: TableOptions = DEFAULTS, prefix: str = "", columns: TableColumns | None = None
+) -> Rows:
     """The samples of one file; malformed lines come last, as bad samples.
 
     Of captions: one sample per image, in order of first appearance; of questions or labels alone: one per row. A key is
     the image's path without suffix, or the number of its first row where the table contains the images. Of questions,
     which may share an image, the path is followed by the number of the sample. The fingerprint covers the bytes of the
-    table and the options that select rows and texts. Args: prefix: of keys that are numbers.
+    table and the options that select rows and texts. Args: prefix: of keys that are numbers; columns: as of `choose`.
 
     Errors: ValueError for missing columns, an unreadable table; NoRows.
     """
@@ -127,10 +131,10 @@ def open_table(name: str, path: Path, options: TableOptions = DEFAULTS, prefix: 
         raise NoRows(f"{path} is empty.")
     contents, other, (classnames, templates) = fingerprint(path), beside(path, options), class_data(path.parent)
     chosen = replace(options, images="", annotations="")
-    digest = _digest(contents, fingerprint(other) if other else "", repr(chosen), prefix)
+    digest = _digest(contents, fingerprint(other) if other else "", repr(chosen), prefix, repr(columns))
     table, file = made_once(
         f"table 3 {digest} {path.name} {classnames} {cache_folder()}",
-        lambda: _table(name, path, options, other, contents, classnames, prefix),
+        lambda: _table(name, path, options, other, contents, classnames, prefix, columns),
     )
     told, folder = json.loads(table.schema.metadata[b"kiloword"]), path.parent
     if told["inside"]:
@@ -152,26 +156,24 @@ def _table(
     contents: str,
     listed: list[str] | None,
     prefix: str,
+    columns: TableColumns | None,
 ) -> pa.Table:
     """The rows of a file, and as metadata what is said of them all."""
-    layout = read_layout(path, options, other)
+    layout, left = read_layout(path, options, other) if columns is None else None, LeftOut("row")
     options = layout.options if layout else options
     names = list(layout.cells) if layout else column_names(path)
-    columns, left = choose(path, names, options), LeftOut("row")
+    columns = columns or choose(path, names, options)
     wanted = [columns.image, *columns.texts.values(), *columns.info, columns.label, options.split and SPLIT]
     with arrow_errors(path):
         place = _copied(path, columns.image, contents) if not layout and _inside(path, columns.image) else None
-        if layout:
-            cells, malformed = layout.cells, layout.malformed
-        else:
-            if place:
-                wanted = [*wanted[1:], STATUS if STATUS in names else ""]
-            cells, malformed = read_table(path, [*filter(None, wanted)])
+        if place:
+            wanted = [*wanted[1:], STATUS if STATUS in names else ""]
+        cells, malformed = layout[:2] if layout else read_table(path, [*filter(None, wanted)])
         where = _places(path, cells, columns.image, place, prefix)
         if columns.label and path.suffix.lower() == ".parquet":
             listed = class_label_names(path, columns.label) or listed
         labels, classnames = labels_of(name, cells[columns.label], listed) if columns.label else ([], None)
-    kept = list(range(len(where["key"])))
+    kept, parts = list(range(len(where["key"]))), list[str]()
     if options.split:
         parts = [os.fsdecode(part) if isinstance(part, bytes) else str(part) for part in cells[SPLIT]]
         kept = [n for n in kept if parts[n] == options.split]
@@ -182,23 +184,23 @@ def _table(
             left.add(str(n), f"the download failed ({status[n]})")
         kept = [n for n in kept if n not in failed]
     if not kept and not malformed:
-        raise NoRows(
-            f"{path} has no {f'rows whose {SPLIT} is {shown(options.split[:60])!r}' if options.split else 'rows'}. "
-            "Expected an image and a caption, or a question and its answers, in each row."
-            + (f" It has {shown(', '.join(dict.fromkeys(parts))[:200])}." if options.split else "")
-        )
+        which = f" whose {SPLIT} is {shown(options.split[:60])!r}" if options.split else ""
+        there = f" It has {shown(', '.join(dict.fromkeys(parts))[:200])}." if options.split else ""
+        raise NoRows(f"{path} has no rows{which}. Expected texts, and the image that they are of, in each row.{there}")
     where = {column: [values[n] for n in kept] for column, values in where.items()}
     if QUESTION in columns.texts and not place:
         where["key"] = [b"%b#%d" % (key, n) for n, key in enumerate(where["key"])]
     made = {column: pa.array(values, _GROUPED.field(column).type) for column, values in where.items()}
     table = pa.table(made | _parsed(cells, columns, kept, labels))
-    table = _merged(table) if columns.texts and QUESTION not in columns.texts else table
+    if columns.image and columns.texts and QUESTION not in columns.texts:
+        table = _merged(table)
     bad = [{"key": key_bytes(line), "error": reason} for line, reason in malformed]
     told = {
         "classnames": classnames, "labels": bool(columns.label), "inside": columns.image if place else "",
         "notes": [*(layout.notes if layout else ()), *left.lines()], "subset": layout.subset if layout else None,
     }  # fmt: skip
-    whole = pa.concat_tables([table, pa.Table.from_pylist(bad, SCHEMA)], promote_options="default").select(SCHEMA.names)
+    whole = pa.concat_tables([table, pa.Table.from_pylist(bad, _BAD)], promote_options="default")
+    whole = whole.select([name for name in whole.column_names if name != "group"])
     return whole.replace_schema_metadata({b"kiloword": json.dumps(told).encode()})
 
 
@@ -208,6 +210,8 @@ def _places(path: Path, cells: Cells, column: str, place: Path | None, prefix: s
         images: Cells = mapped(place.with_suffix(".arrow")).to_pydict()
         images["file"] = [file or os.fsencode(place) for file in images["file"]]
         return images | {"key": [b"%b%d" % (prefix.encode(), n) for n in range(len(images["file"]))]}
+    if not column:
+        return {"key": [b"%d" % n for n in range(len(next(iter(cells.values()))))]}
     if any(isinstance(cell, list | dict) for cell in cells[column]):
         raise ValueError(f"{path}: the column {column} holds lists or objects. Expected the name of an image.")
     names = (
@@ -237,6 +241,8 @@ def _parsed(cells: Cells, columns: TableColumns, kept: Sequence[int], labels: Se
                 raise BadSample(label)
         except BadSample as bad:
             error = str(bad)
+        if len(flat) == ends[-1] and not columns.image:
+            error = error or "no text"
         ends.append(len(flat))
         infos.append(json.dumps(info, default=str) if info else None)
         errors.append(error)
@@ -287,7 +293,7 @@ def _merged(table: pa.Table) -> pa.Table:
 
 def _inside(path: Path, column: str) -> bool:
     """Whether a parquet contains images, not paths alone."""
-    if path.suffix.lower() != ".parquet":
+    if path.suffix.lower() != ".parquet" or not column:
         return False
     kind, binary = pa.parquet.read_schema(path).field(column).type, (pa.binary(), pa.large_binary())
     if not pa.types.is_struct(kind):
@@ -338,19 +344,19 @@ def open_tables(name: str, paths: Sequence[Path], options: TableOptions = DEFAUL
             if path is paths[-1] and not parts:
                 raise
             left.add(path.name, "no rows in it")
-    first = parts[0]
+    first, tables = parts[0], list[pa.Table]()
     if any(part.classnames != first.classnames for part in parts):
         raise ValueError(f"{name}: its tables name different classes. Put classnames.txt with all beside them.")
-    notes = [note for part in parts for note in part.notes] + [f"{name}: {line}" for line in left.lines()]
-    digest, tables = _digest(*(f"{part.fingerprint} {os.path.abspath(part.folder)}" for part in parts)), []
     for part in parts:
-        files = part.table.column("file")
-        slash, inner = (pa.scalar(os.fsencode(one), files.type) for one in ("/", os.path.abspath(part.folder)))
-        below = pc.binary_join_element_wise(inner, files, slash)
-        absolute = pc.if_else(pc.starts_with(files, "/"), files, below)
-        tables.append(part.table.set_column(SCHEMA.get_field_index("file"), "file", absolute))
-    table, file = made_once(f"tables 2 {digest} {first.classnames} {cache_folder()}", lambda: pa.concat_tables(tables))
+        below = os.path.abspath(part.folder).replace("\\", r"\\")
+        files = pc.replace_substring_regex(part.table.column("file"), "^([^/])", rf"{below}/\1")
+        tables.append(part.table.set_column(part.table.column_names.index("file"), "file", files))
     digest = _digest(*(part.fingerprint for part in parts))
+    identity = (
+        f"tables 3 {digest} {[os.path.abspath(part.folder) for part in parts]} {first.classnames} {cache_folder()}"
+    )
+    table, file = made_once(identity, lambda: pa.concat_tables(tables, promote_options="default"))
+    notes = [*(note for part in parts for note in part.notes), *(f"{name}: {line}" for line in left.lines())]
     return Rows(
         name, table, folder, digest, classnames=first.classnames, templates=first.templates, notes=notes, path=file
     )
@@ -364,37 +370,20 @@ def open_texts(src: str) -> Rows | None:
     """
     name, query = split_query(src)
     path = Path(name).expanduser()
-    suffix = path.suffix.lower()
-    if not path.is_file() or suffix not in (".csv", ".tsv", ".parquet", ".txt"):
+    if not path.is_file() or path.suffix.lower() not in (".csv", ".tsv", ".parquet", ".txt"):
         return None
-    if suffix == ".txt":
+    if path.suffix.lower() == ".txt":
         if query:
             raise ValueError(f"{name} takes no options: it has a text in every line.")
-        columns: tuple[str, ...] = ("text",)
-        cells: Cells = {"text": [[line] for line in path.read_bytes().splitlines() if line.strip()]}
-    else:
-        options, names = parse_query(name, query, TableOptions), column_names(path)
-        if options.image or options.question or options.answer or set(IMAGE_COLUMNS) & set(names):
-            return None
-        columns = options.caption or tuple(c for c in (*CAPTION_COLUMNS, "text") if c in names)[:1]
-        if not columns or not set(columns) <= set(names) or options.split or options.images:
-            return None  # whose message names the columns
-        check_columns(path, names, *columns)
-        with arrow_errors(path):
-            cells = read_table(path, columns)[0]
-    rows = range(len(cells[columns[0]]))
-    if not rows:
-        raise ValueError(f"{name} has no rows. Expected a text in each, as in {FORM} without image.")
-    table = pa.table(_parsed(cells, TableColumns("", {column: column for column in columns}), rows, ()))
-    empty = pc.and_(pc.is_null(table.column("error")), pc.equal(pc.list_value_length(table.column("captions")), 0))
-    error = pc.if_else(empty, "no text", table.column("error"))
-    keys = pa.array([b"%d" % n for n in rows], pa.large_binary())
-    return Rows(
-        src,
-        pa.table({"key": keys, "captions": table.column("captions"), "error": error}),
-        path.parent,
-        fingerprint(path),
-    )
+        return open_table(src, path, columns=TableColumns("", {LINES: LINES}))
+    options, names = parse_query(name, query), column_names(path)
+    if options.image or options.question or options.answer or set(IMAGE_COLUMNS) & set(names):
+        return None
+    columns = options.caption or tuple(c for c in (*CAPTION_COLUMNS, "text") if c in names)[:1]
+    if not columns or not set(columns) <= set(names) or options.split or options.images:
+        return None  # whose message names the columns
+    check_columns(path, names, *columns)
+    return open_table(src, path, columns=TableColumns("", {column: column for column in columns}))
 
 
 def has_images(source: Source) -> bool:

@@ -13,6 +13,7 @@ selects among the 80. Table 14 of arXiv:2405.10286 has the templates of CLIP.
 from __future__ import annotations
 
 import json
+import os
 import unicodedata
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -21,8 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from kiloword.data.classes import Templates
-from kiloword.data.query import split_query
-from kiloword.data.sample import MAX_TEXT, check_regular
+from kiloword.data.query import read_options, split_query
 from kiloword.errors import suggestion
 from kiloword.terminal import shown
 
@@ -38,7 +38,6 @@ _FOLDERS = {  # of ObjectNet, which are not named like their classes
     "mixing salad bowl": "mixing / salad bowl",
     "weight exercise": "weight (exercise)",
 }
-_LONGEST_PATH = 255  # characters; longer text is a template
 _SUBSETS = {IMAGENET: "", "imagenetv2": "", "imagenet_sketch": "", "imagenet-a": "a", "imagenet-r": "r"}
 _FOLDER = Path(__file__).parent
 
@@ -127,22 +126,15 @@ def read_classnames(named: str) -> list[str]:
     (`FILE?set=NAME`); or the name of a data set.
     Errors: ValueError for what is none of these, and for a file of another form.
     """
-    file, chosen = _file(named)
-    if file is None:
-        if named in classname_sets():
-            return classnames(named)
+    names = _read(named, lambda _: True)
+    if names is None and named not in classname_sets():
         raise ValueError(
             f"{shown(named[:200])}: no such file, and no data set whose class names are known (`kiloword data names`)."
             f"{suggestion(named, classname_sets())}"
         )
-    names = (
-        _json(file, chosen, lambda _: True)
-        if file.suffix.lower() == ".json"
-        else text_lines(str(file), file.read_bytes())
-    )
-    if not _are_texts(names):
-        raise ValueError(f"{file}: expected a list of class names, or lists by data set with FILE?set=NAME.")
-    return list(names)
+    if names is not None and not _are_texts(names):
+        raise ValueError(f"{named}: expected a list of class names, or lists by data set with FILE?set=NAME.")
+    return classnames(named) if names is None else list(names)
 
 
 def read_templates(named: str) -> Templates:
@@ -153,26 +145,21 @@ def read_templates(named: str) -> Templates:
     `{}`.
     Errors: ValueError for what is none of these, for a file of another form, and for a template without slot.
     """
-    file, chosen = _file(named)
-    if file is None:
-        if named in template_sets():
-            return templates(named)
-        if not _has_slot(named):
-            raise ValueError(
-                f"{shown(named[:200])!r}: no such file, no data set whose templates are known (`kiloword data names`), "
-                f"and no template, which has {{c}} or {{}} for the class name.{suggestion(named, template_sets())}"
-            )
-        return slotted([named], named)
-    if file.suffix.lower() != ".json":
-        return slotted(text_lines(str(file), file.read_bytes()), str(file))
-    lists = _json(file, chosen, _of_sets)
+    lists = _read(named, _of_sets)
+    if lists is None and named in template_sets():
+        return templates(named)
+    if lists is None and not _has_slot(named):
+        raise ValueError(
+            f"{shown(named[:200])!r}: no such file, no data set whose templates are known (`kiloword data names`), "
+            f"and no template, which has {{c}} or {{}} for the class name.{suggestion(named, template_sets())}"
+        )
     if isinstance(lists, dict) and lists and all(map(_are_texts, lists.values())):
         return lists  # by class name
-    if not _are_texts(lists):
+    if lists is not None and not _are_texts(lists):
         raise ValueError(
-            f"{file}: expected a list of templates, lists by data set with FILE?set=NAME, or prompts by class name."
+            f"{named}: expected a list of templates, lists by data set with FILE?set=NAME, or prompts by class name."
         )
-    return slotted(lists, str(file))
+    return slotted([named] if lists is None else lists, named)
 
 
 def caseless(text: str) -> str:
@@ -256,37 +243,30 @@ def _list(kind: str, name: str, known: Sequence[str]) -> list[str]:
     return _list(kind, listed, known) if isinstance(listed, str) else list(listed)
 
 
-def _file(named: str) -> tuple[Path | None, str]:
-    """The file, None if there is none; and NAME of `FILE?set=NAME`. Errors: ValueError for a pipe, or a large file."""
-    if "\0" in named or len(named) > _LONGEST_PATH:
-        return None, ""
+def _read(named: str, of_sets: Callable[[dict[str, Any]], bool]) -> Any:
+    """The lines of a file, or its JSON; None if there is none. Of an object with an entry per data set that of
+    `FILE?set=NAME`, or the only one.
+    """
     name, query = split_query(named)
-    path = Path(name).expanduser()
-    if not path.exists():
-        return None, ""
-    key, _, chosen = query.partition("=")
-    if query and (key != "set" or not chosen):
-        raise ValueError(f"{path} is followed by ?{shown(query[:60])}: expected ?set=NAME, or nothing.")
-    check_regular(path)
-    if path.stat().st_size > MAX_TEXT:
-        raise ValueError(f"{path} has more than {MAX_TEXT:,} bytes: expected a list of texts.")
-    return path, chosen
-
-
-def _json(file: Path, chosen: str, of_sets: Callable[[dict[str, Any]], bool]) -> Any:
-    """The value in a JSON file; of an object with an entry per data set that of the chosen one, or the only one."""
+    file = os.path.expanduser(name)
+    if not os.path.isfile(file):
+        return None
+    chosen, raw = read_options(name, query, {"set": (str, "a name")}).get("set"), Path(file).read_bytes()
+    if not file.lower().endswith(".json"):
+        return text_lines(file, raw)
     try:
-        value = json.loads(file.read_bytes().decode("utf-8-sig"))
+        value = json.loads(raw.decode("utf-8-sig"))
     except (ValueError, RecursionError):
         raise ValueError(f"{file} cannot be parsed as JSON.") from None
     if not isinstance(value, dict) or not (chosen or of_sets(value)):
         return value
-    if chosen and chosen not in value:
-        raise ValueError(f"{file} has no set {shown(chosen[:60])!r}.{suggestion(chosen, value)}")
-    if not chosen and len(value) != 1:
+    if chosen is None and len(value) == 1:
+        return next(iter(value.values()))
+    if chosen not in value:
+        hint = suggestion(chosen or "", value)
         listed = ", ".join(shown(key[:60]) for key in list(value)[:8])
-        raise ValueError(f"{file} has lists of {len(value)} data sets ({listed}): name one by {file}?set=NAME.")
-    return value[chosen or next(iter(value))]
+        raise ValueError(f"{file} has lists of {len(value)} data sets ({listed}): name one by {file}?set=NAME.{hint}")
+    return value[chosen]
 
 
 def _of_sets(value: dict[str, Any]) -> bool:
@@ -302,10 +282,8 @@ def _are_texts(value: Any) -> bool:
 
 def prompts(classnames: Sequence[str], templates: Templates) -> tuple[list[str], list[int]]:
     """All prompts, class by class, and the class index of each."""
-    if isinstance(classnames, str) or not all(isinstance(name, str) for name in classnames):
-        raise ValueError(f"class names must be a list of strings, got {classnames!r}")
-    if not classnames:
-        raise ValueError("there are no class names: at least one is needed")
+    if isinstance(classnames, str) or not classnames or not all(isinstance(name, str) for name in classnames):
+        raise ValueError(f"no class names: they must be a list of strings, got {classnames!r}")
     if isinstance(templates, Mapping):
         missing = [name for name in classnames if not templates.get(name)]
         if missing:

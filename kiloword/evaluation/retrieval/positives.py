@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import torch
 from torch import Tensor
 
-from kiloword.data.query import TableOptions, parse_query, split_query
+from kiloword.data.query import read_options, split_query
 from kiloword.data.sample import check_regular, decode_text, read_whole
 from kiloword.data.source import keys, names_of, texts_of
 from kiloword.distributed.sharing import in_turns
@@ -43,11 +44,6 @@ class Positives:
     unmatched: int  # listed queries of which the data has nothing, or no positive
 
 
-@dataclass(frozen=True, kw_only=True)
-class _FileOptions(TableOptions):
-    captions: str = ""  # COCO's annotations, which have the ids of captions
-
-
 def read(src: str, data: CaptionedImages) -> Positives:
     """The positives that a file lists.
 
@@ -59,8 +55,8 @@ def read(src: str, data: CaptionedImages) -> Positives:
     """
     path, query = split_query(src)
     if path.lower().endswith(".json") and any(name in Path(path).name for name in FILES):
-        chosen = parse_query(path, query, _FileOptions)
-        positives = _of_coco(Path(path).expanduser(), chosen.captions, data)
+        chosen = read_options(path, query, {"captions": (unquote, "COCO's annotations")})
+        positives = _of_coco(Path(path).expanduser(), chosen.get("captions", ""), data)
     else:
         from kiloword.data.open import open_source
 
