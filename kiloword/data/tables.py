@@ -186,7 +186,7 @@ def _table(
     if not kept and not malformed:
         which = f" whose {SPLIT} is {shown(options.split[:60])!r}" if options.split else ""
         there = f" It has {shown(', '.join(dict.fromkeys(parts))[:200])}." if options.split else ""
-        raise NoRows(f"{path} has no rows{which}. Expected texts, and the image that they are of, in each row.{there}")
+        raise NoRows(f"{path} has no rows{which}. Expected a text in each, and its image.{there}")
     where = {column: [values[n] for n in kept] for column, values in where.items()}
     if QUESTION in columns.texts and not place:
         where["key"] = [b"%b#%d" % (key, n) for n, key in enumerate(where["key"])]
