@@ -104,14 +104,14 @@ def choose(path: Path, names: Sequence[str], options: TableOptions) -> TableColu
         columns = {c: c for c in options.caption or filter(None, [caption])}
     mixed = QUESTION not in columns and (options.answer or options.question)
     label = options.label or ("" if columns else label)
+    info = tuple(dict.fromkeys([*options.info, *(c for c in INFO_COLUMNS if names.count(c) == 1)]))
+    check_columns(path, names, *filter(None, [image, *columns.values(), *info, label, options.split and SPLIT]))
     if not image or not (columns or label) or mixed:
         raise ValueError(
             f"{path} has the columns {shown(', '.join(names)[:200]) or 'none'}. Expected `image` (or `filepath`) and "
             "`caption`, `captions` (or `title`) in its first line; or `image`, `question` and `answers` (or `answer`); "
             f"or `image` and `label`. Other columns are named by {FORM}, or by question= and answer=, without caption=."
         )
-    info = tuple(dict.fromkeys([*options.info, *(c for c in INFO_COLUMNS if names.count(c) == 1)]))
-    check_columns(path, names, image, *columns.values(), *info, *filter(None, [label, options.split and SPLIT]))
     return TableColumns(image, columns, info, label)
 
 

@@ -77,7 +77,7 @@ def test_bad_rows_are_named_and_bad_tables_refused(tmp_path: Path) -> None:
     (tmp_path / "b.csv").write_text("caption\n")
     (tmp_path / "c.txt").write_text("\n\n")
     (tmp_path / "d.csv").write_text("words\na dog\n")
-    pq.write_table(pa.table({"caption": [1, 2]}), tmp_path / "e.parquet")
+    pq.write_table(pa.table({"caption": [" ", ""]}), tmp_path / "e.parquet")
     for name, output in (
         ("b.csv", "has no rows. Expected a text in each"),
         ("c.txt", "has no rows. Expected a text in each"),
