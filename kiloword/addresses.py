@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import parse_qsl, unquote
@@ -39,8 +39,7 @@ _secrets: set[str] = set()
 class Address:
     """Where a file is. `url` is its identity: scheme, host, port and path; all else is used alone.
 
-    Two addresses are equal when their identities are. It prints as its identity, and is pickled with its credentials:
-    for processes of the same run, not for files.
+    Two addresses are equal when their identities are. It prints as its identity.
     """
 
     url: str
@@ -49,9 +48,6 @@ class Address:
 
     def __str__(self) -> str:
         return self.url
-
-    def __reduce__(self) -> tuple[Callable[[str, str, str], Address], tuple[str, str, str]]:
-        return _of_user, (self.url, self.login, self.query)  # the other process hides the same secrets
 
     @property
     def full(self) -> str:
@@ -123,20 +119,25 @@ def without_credentials(value: Any) -> Any:
 
 
 def remember(address: Address) -> None:
-    """Give the credentials of an address to `address_of`. Raises: ValueError where another query names another file."""
+    """Give the credentials of an address to `address_of`, and hide them in `scrubbed`.
+
+    Raises: ValueError where another query names another file.
+    """
     if _known.get(address.url, address).selector != address.selector:
         raise ValueError(
             f"{address.url} comes with two different queries. Data is told apart by its address without the query, "
             "which may be a signature: give the two files different paths, or fetch one of them first."
         )
-    _known[address.url] = _of_user(address.url, address.login, address.query)
+    _known[address.url] = address
+    _secrets.update(_secrets_of(address.login, address.query))
 
 
 def address_of(url: str) -> Address:
-    """A URL with its own credentials, else with those that were remembered for it. Raises: as `split`."""
+    """A URL with its own credentials, now remembered, else with those remembered for it. Raises: as `remember`."""
     address = split(url)
-    has_credentials = bool(address.login or address.query)
-    return _of_user(address.url, address.login, address.query) if has_credentials else _known.get(address.url, address)
+    if address.login or address.query:
+        remember(address)
+    return _known.get(address.url, address)
 
 
 def scrubbed(text: str) -> str:
@@ -158,12 +159,6 @@ def _identity(match: re.Match[str]) -> str:
         return split(match[0]).url
     except ValueError:  # it may be a login that is not quoted
         return match[0].partition("://")[0] + "://" + _HIDDEN
-
-
-def _of_user(url: str, login: str, query: str) -> Address:
-    """An address whose credentials `scrubbed` hides: not one of a server's, which would grow with every redirect."""
-    _secrets.update(_secrets_of(login, query))
-    return Address(url, login, query)
 
 
 def _secrets_of(login: str, query: str) -> Iterator[str]:

@@ -145,7 +145,7 @@ def test_a_traceback_has_no_secret(capfd: pytest.CaptureFixture[str]) -> None:
 @given(
     st.sampled_from(["http", "https", "s3", "ftp", "abfs", "hf"]),
     st.text("ab/?#@:%{}[] \n\u00e4", max_size=6),
-    st.text("ab/?#&=@:. \n", max_size=8).filter(lambda path: not ("@" in path and "://" in path)),  # a login: refused
+    st.text("ab/&=@:. \n", max_size=8).filter(lambda path: not ("@" in path and "://" in path)),  # a login: refused
 )
 def test_no_url_gives_its_secret_away(scheme: str, odd: str, path: str) -> None:
     """Whatever characters the secrets have, once they are quoted, and the path."""

@@ -80,17 +80,14 @@ class Rows:
     ) -> None:
         self.name, self.table, self.folder, self.fingerprint = name, table, str(folder), fingerprint
         self.classnames, self.templates, self.notes, self.path = classnames, templates, list(notes), path
-        self._columns = {column: table.column(column) for column in table.column_names}
 
     def __getstate__(self) -> dict[str, Any]:
-        sent = {name: value for name, value in self.__dict__.items() if name != "_columns"}
-        return {**sent, "table": None} if self.path else sent
+        return self.__dict__ | ({"table": None} if self.path else {})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         if self.path:
             self.table = mapped(self.path)
-        self._columns = {column: self.table.column(column) for column in self.table.column_names}
 
     def __len__(self) -> int:
         return int(self.table.num_rows)
@@ -98,8 +95,7 @@ class Rows:
     def _cell(self, column: str, row: int) -> Any:
         if not 0 <= row < len(self):
             raise IndexError(f"row {row} of {len(self)}")
-        cells = self._columns.get(column)
-        return None if cells is None else cells[row].as_py()
+        return self.table[column][row].as_py() if column in self.table.schema.names else None
 
     def _check(self, row: int) -> None:
         if error := self._cell("error", row):
@@ -134,9 +130,9 @@ class Rows:
     @property
     def labels(self) -> NDArray[np.int64]:
         """[N] class of each row; -1 for none, or several."""
-        if "label" not in self._columns:
+        if "label" not in self.table.schema.names:
             return np.full(len(self), -1)
-        return np.asarray(pyarrow.compute.fill_null(self._columns["label"], -1), np.int64)
+        return np.asarray(pyarrow.compute.fill_null(self.table["label"], -1), np.int64)
 
     def record(self, row: int) -> Record:
         """The stored sample. Raises BadSample with the reason."""
@@ -149,17 +145,16 @@ class Rows:
 
     def image(self, row: int) -> bytes:
         """The encoded image. Raises BadSample."""
-        name, size = self._cell("file", row), self._cell("size", row)
-        if not name:
+        place, size = self.remote_file(row), self._cell("size", row)
+        if not place:
             raise BadSample("no image")
-        path = os.path.join(self.folder, os.fsdecode(name))
         try:
             if size is None:
-                image = read_whole(Path(image_file(path)), "the image", MAX_IMAGE)
+                image = read_whole(Path(image_file(place)), "the image", MAX_IMAGE)
             else:
                 check_size("the image", size, MAX_IMAGE)
                 offset = self._cell("offset", row)
-                image = remote.read(path, offset, size) if self.remote else _opened(path).read(offset, size)
+                image = remote.read(place, offset, size) if self.remote else _opened(place).read(offset, size)
                 if len(image) < size:
                     raise BadSample("its file ends in the middle of the image")
         except remote.Unreachable:
@@ -167,7 +162,7 @@ class Rows:
         except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
             if getattr(error, "errno", None) in PASSING:
                 _opened.cache_clear()  # a stale handle of a network drive stays stale
-                raise OSError(error.errno, os.strerror(error.errno or 0), path) from error  # type: ignore[union-attr]
+                raise
             reason = error.strerror if isinstance(error, OSError) else "not a file name"
             raise BadSample(f"image cannot be read ({reason})") from None
         if not image:
@@ -180,7 +175,7 @@ class Rows:
         return is_url(self.folder)
 
     def remote_file(self, row: int) -> str:
-        """The file with the image of a row of remote data, as `remote.opened` takes it; "": none."""
+        """The file with the image of a row, as `remote.opened` takes it for remote data; "": none."""
         name = self._cell("file", row)
         return os.path.join(self.folder, os.fsdecode(name)) if name else ""
 
