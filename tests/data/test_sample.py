@@ -10,18 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from counting import calls
-from kiloword.config.recipes import TextConfig
 from kiloword.data.open import open_source
-from kiloword.data.sample import MAX_CAPTION, MAX_TEXT, make_record, parse_captions, parse_label, read_whole
-from kiloword.data.text.tokenizer import Tokenizer
+from kiloword.data.sample import MAX_CAPTION, make_record, parse_label
 from kiloword.types import BadSample, LabelSet
 from tars import photo, write_tar
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return Tokenizer.train(["a dog on the grass", "two cats and a dog"] * 20, 400)
 
 
 def outcome(text: bytes | None = None, meta: bytes | None = None) -> list[str] | str:
@@ -38,16 +30,11 @@ TEXTS: dict[bytes, list[str] | str] = {
     b"\xef\xbb\xbfmark": ["mark"],
     b"\xff\xfea\0": "caption is not UTF-8",
     b"caf\xe9": "caption is not UTF-8",
-    b"\xed\xa0\x80": "caption is not UTF-8",  # a surrogate, encoded
-    b"\xc0\x80": "caption is not UTF-8",  # an overlong zero
-    b"\x1b[2J\x07bell": ["\x1b[2J\x07bell"],
-    "\u202eright to left\u200f".encode(): ["\u202eright to left\u200f"],
     "👩‍👩‍👧‍👦 ".encode(): ["👩‍👩‍👧‍👦"],
     "\u00a0\u2003\u3000".encode(): "no caption",
     b" \r\n\t\v\f\n": "no caption",
     b"": "no caption",
     b"a\r\nb\rc\nd": ["a", "b\rc", "d"],
-    b"3": ["3"],
     b"x" * (MAX_CAPTION + 1): "caption has 1,000,001 characters, more than 1,000,000",
 }
 METAS: dict[bytes, list[str] | str] = {
@@ -57,18 +44,14 @@ METAS: dict[bytes, list[str] | str] = {
     b'{"caption": "x", "n": ' + b"9" * 5000 + b"}": "the json cannot be parsed",
     b'{"caption": "\\ud800"}': "caption is not UTF-8",
     b'{"captions": ["\\ud83d\\ude00"]}': ["😀"],
-    b'{"caption": "a", "caption": "b"}': ["b"],
     b'{"caption": 3}': "the captions of the json are not strings",
     b'{"captions": [null]}': "the captions of the json are not strings",
-    b'{"captions": {"a": "b"}}': "the captions of the json are not strings",
     b'{"captions": []}': "no caption",
-    b'{"caption": "a\\u0000b"}': ["a\0b"],
     b'\xef\xbb\xbf{"caption": "mark"}': ["mark"],
     b'{"caption": "x"} trailing': "the json cannot be parsed",
     b'"x"': "the json is not an object with `captions` or `caption`",
     b"": "the json cannot be parsed",
     b'{"question": ["x"], "answers": ["a"]}': "the question is not text",
-    b'{"question": "x", "answers": [[["a"]]]}': 'the answers are not strings (write "3" for 3)',
 }
 
 
@@ -97,24 +80,6 @@ def test_texts(raw: bytes) -> None:
 @pytest.mark.parametrize("raw", METAS, ids=range(len(METAS)))
 def test_metas(raw: bytes) -> None:
     assert outcome(b"text", raw) == METAS[raw]
-    assert calls(lambda: outcome(b"text", raw)) < 2000
-
-
-@pytest.mark.parametrize("text", ["word " * 200_000, "x" * 1_000_000, "\u0301" * 500_000, "\0" * 1_000_000])
-def test_the_longest_caption_is_truncated_in_time(tokenizer: Tokenizer, text: str) -> None:
-    """Work that grew as the square of its length would take hours."""
-    found = tokenizer.encode(parse_captions(text.encode(), None)[0], TextConfig(vocab=512))
-    assert (found.truncated, found.longest) == (1, 77)
-
-
-def test_limits_of_files(tmp_path: Path) -> None:
-    (tmp_path / "b.png").write_bytes(b"text")
-    assert read_whole(tmp_path / "b.png", "it", 4) == b"text"
-    with pytest.raises(BadSample, match="it has 4 bytes, more than 3"):
-        read_whole(tmp_path / "b.png", "it", 3)
-    (tmp_path / "b.txt").write_bytes(b"x " * (MAX_TEXT // 2 + 1))
-    with pytest.raises(BadSample, match=r"the \.txt has 8,388,610 bytes, more than 8,388,608"):
-        open_source(str(tmp_path)).record(0)
 
 
 # Labels

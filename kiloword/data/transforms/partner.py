@@ -76,7 +76,12 @@ def named(source: Source, path: str) -> Partners:
     if unknown := [other for other in others if other not in row_of]:
         raise ValueError(f"{path} names the partner {unknown[0]!r}, which {source.name} does not have.")
     rows = np.array([row_of[partner_of[key]] if key in partner_of else -1 for key in all_keys], np.int64)
-    _check_covered(source, rows < 0, path)
+    for row in np.flatnonzero(rows < 0).tolist():
+        with suppress(BadSample):  # bad rows are never composed
+            record = read(source, row)
+            decode(record.image)
+            if record.captions:
+                raise ValueError(f"{path} has no entry for {record.key!r} of {source.name}. Expected every key.")
     return rows
 
 
@@ -88,7 +93,6 @@ def similar(source: Source, table: Any, farthest: bool) -> Partners:
     places, means = table.places(source), table.text_means()
     norms = np.linalg.norm(means, axis=1, keepdims=True)
     embedded = (places >= 0) & (norms[places, 0] > 0)
-    _check_covered(source, ~embedded, "the partner table")
     rows, place = np.flatnonzero(embedded), places[embedded]
     if len(set(place.tolist())) < 2:
         raise ValueError(f"{source.name} has one sample with an embedding: nearest and farthest need at least two.")
@@ -107,13 +111,3 @@ def _best(queries: NDArray[np.float32], features: NDArray[np.float32], place: Pa
         product[place[start : start + step, None] == place[None]] = -np.inf
         best.append(product.argmax(1))
     return np.concatenate(best).astype(np.int64)
-
-
-def _check_covered(source: Source, missing: NDArray[np.bool_], where: str) -> None:
-    """Raises: ValueError for a missing row that is readable; bad rows are never composed."""
-    for row in np.flatnonzero(missing).tolist():
-        with suppress(BadSample):
-            record = read(source, row)
-            decode(record.image)
-            if record.captions:
-                raise ValueError(f"{where} has no entry for {record.key!r} of {source.name}. Expected every key.")

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -22,7 +22,6 @@ from torch import Tensor
 from cases import mostly_slow
 from kiloword.cli.main import main
 from kiloword.data.edits import MixtureSource
-from kiloword.data.source import keys
 from kiloword.data.transforms.mix import (
     Compose,
     Cutmix,
@@ -37,7 +36,7 @@ from kiloword.data.transforms.mix import (
     paste,
     share,
 )
-from kiloword.data.transforms.partner import cycle, either, named, similar
+from kiloword.data.transforms.partner import cycle, either, named
 from kiloword.data.transforms.settings import (
     ComposeSettings,
     CutmixSettings,
@@ -159,34 +158,6 @@ def test_fixed_partners_are_one_circle(n: int, seed: int) -> None:
     assert sorted(seen) == list(range(n))
 
 
-class Table:
-    """Mean embeddings [N, D] of the keys, in an order of its own."""
-
-    keys: ClassVar = [f"k{row}" for row in (3, 0, 4, 1, 2)]
-
-    def places(self, source: Any) -> np.ndarray:
-        return np.array([self.keys.index(key) if key in self.keys else -1 for key in keys(source)])
-
-    def text_means(self) -> np.ndarray:
-        angle = {"k0": 0.0, "k1": 0.3, "k2": 1.5, "k3": 1.6, "k4": 3.3}
-        return np.array([[2 * math.cos(angle[k]), 2 * math.sin(angle[k])] for k in self.keys], np.float32)
-
-
-def test_nearest_and_farthest_by_a_table() -> None:
-    """Rows that cannot be read need none; a sample that comes twice is not its own nearest."""
-    table: Any = Table()
-    assert similar(Rows(5), table, farthest=False).tolist() == [1, 0, 3, 2, 3]
-    assert similar(Rows(5), table, farthest=True).tolist() == [4, 4, 4, 4, 1]
-    for bad in ({"bad": (5,)}, {"silent": (5,)}):
-        assert similar(Rows(6, **bad), table, farthest=False).tolist() == [1, 0, 3, 2, 3, -1]  # type: ignore[arg-type]
-    twice = similar(MixtureSource([Rows(5)], [2.0]), table, farthest=False)
-    assert (twice % 5).tolist() == [1, 0, 3, 2, 3] * 2
-    with pytest.raises(ValueError, match="'k5'"):
-        similar(Rows(6), table, farthest=False)
-    with pytest.raises(ValueError, match="whole weights"):
-        Compose(ComposeSettings(partner="fixed")).bind(MixtureSource([Rows(5)], [1.4]), FeatureStore)
-
-
 def parquet(path: Path, **columns: list[str | None]) -> str:
     pa.parquet.write_table(pa.table(columns), path)
     return str(path)
@@ -239,16 +210,22 @@ class Angles:
         return torch.stack([angles.cos(), angles.sin()], 1)
 
 
-def test_a_table_that_embed_wrote(tmp_path: Path) -> None:
+def test_nearest_and_farthest_by_a_table_that_embed_wrote(tmp_path: Path) -> None:
+    """A row that cannot be read has any partner; a sample that comes twice is not its own nearest."""
     folder, data = tmp_path / "table", Rows(12, bad=(4,))
     embed(Angles(), data, folder, dtype="fp32", part=5)  # type: ignore[arg-type]
     near, far = [1, 0, 1, 2, -1, 6, 5, 6, 7, 8, 9, 10], [11, 11, 11, 11, -1, 11, 11, 11, 0, 0, 0, 0]
     for how, expected in (("nearest", near), ("farthest", far)):
-        transform = Compose(ComposeSettings(rho=1, partner=how, partner_table=str(folder))).bind(data, FeatureStore)
-        for one in (transform, pickle.loads(pickle.dumps(transform))):
-            found = [one.partner(row, 12, Draw(0, 0, row), np.random.default_rng(0)) for row in range(12)]
+        transform = Compose(ComposeSettings(rho=1, partner=how, partner_table=str(folder)))
+        bound, twice = (transform.bind(one, FeatureStore) for one in (data, MixtureSource([data], [2.0])))
+        for one in (bound, twice, pickle.loads(pickle.dumps(bound))):
+            found = [one.partner(row, 12, Draw(0, 0, row), np.random.default_rng(0)) % 12 for row in range(12)]
             assert found[:4] + found[5:] == expected[:4] + expected[5:]
-            assert found[4] != 4, "a row that cannot be read has any partner"
+            assert found[4] != 4
+        with pytest.raises(ValueError, match="'k12'"):
+            transform.bind(Rows(13, bad=(4,)), FeatureStore)
+    with pytest.raises(ValueError, match="whole weights"):
+        Compose(ComposeSettings(partner="fixed")).bind(MixtureSource([data], [1.4]), FeatureStore)
 
 
 TRANSFORMS = {
@@ -274,19 +251,15 @@ def test_transforms_from_a_file_of_rewrites(tmp_path: Path) -> None:
         Compose(ComposeSettings(rewrites=path)).bind(Rows(1), FeatureStore)
 
 
-@pytest.mark.parametrize(("partner", "share"), [("random", 14.3), ("fixed", None), ("file", 100), ("other", 0)])
-def test_rewrites_that_hardly_any_pair_has_are_noted(tmp_path: Path, partner: Any, share: float | None) -> None:
-    """4 of the 28 pairs of 8 rows have one; partners of a file are those pairs, or others."""
-    rows, away = Rows(8), 4 if partner == "file" else 2
-    own, others = [f"k{n}" for n in range(4)], [f"k{n + 4}" for n in range(4)]
+def test_rewrites_that_hardly_any_pair_has_are_noted(tmp_path: Path) -> None:
+    """4 of the 28 pairs of 8 rows have one; partners of a file are those pairs."""
+    rows, own, others = Rows(8), [f"k{n}" for n in range(4)], [f"k{n + 4}" for n in range(4)]
     path = parquet(tmp_path / "r.parquet", key=own, partner=others, caption=["both"] * 4)
-    named = parquet(tmp_path / "p.parquet", key=own + others, partner=[f"k{n ^ away}" for n in range(8)])
-    partner = "file" if partner == "other" else partner
-    settings = ComposeSettings(partner=partner, partner_file=named, rewrites=path)
-    note = Compose(settings).bind(rows, FeatureStore).note
-    assert bool(note) == (share != 100)
-    if note and share is not None:
-        assert float(re.findall(r"([\d.]+)%", note)[0]) == pytest.approx(share, abs=1)
+    pairs = parquet(tmp_path / "p.parquet", key=own + others, partner=others + own)
+    note = Compose(ComposeSettings(rewrites=path)).bind(rows, FeatureStore).note or ""
+    assert float(re.findall(r"([\d.]+)%", note)[0]) == pytest.approx(14.3, abs=1)
+    settings = ComposeSettings(partner="file", partner_file=pairs, rewrites=path)
+    assert Compose(settings).bind(rows, FeatureStore).note is None
     assert "never used" in (Compose(replace(settings, parts="images")).bind(rows, FeatureStore).note or "")
 
 
