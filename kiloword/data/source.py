@@ -2,27 +2,21 @@
 
 No source has all of these members:
 
-    natural         images may be cropped and mirrored at random; default True
-    notes           what a user should know of damaged parts of the data
-    classnames      of the classes that `Record.label` counts, and `templates`: their prompts, {c} for a class name
-    labels          [N] int64 class of each row, read without images; -1: none, or several
-    key(row), captions(row), info(row)      as in the `Record`, without reading the image. Raise BadSample
-    at(epoch)       the source of another epoch: as many rows, some of them others
-    remote          reading a row can need the network; `remote_file(row)`: the file with its image
-    relevance(captions, rows)               ground truth [T, I]: which captions are true of the images of which rows
-    scene(row)      what the image shows, a `kiloword.data.scenes.Scene`
-    hierarchies(row)                        chains of captions, from general to specific; default: of the info
-    image_levels()  the images at several levels of generality, with the info that HierarImgs has
-    answers         every answer that a question of the source can have; `majority()`: the most frequent one by type of
-                    question, and under None over all questions
+    natural, remote   images may be cropped and mirrored at random (default True); reading a row can need the network
+    notes             what a user should know of damaged parts of the data
+    classnames, templates, labels     names of the classes of `Record.label`; prompts, {c} for a name; [N] int64 class
+                      of each row, -1: none, or several
+    key(row), captions(row), info(row)     as in the `Record`, without reading the image. Raise BadSample
+    at(epoch)         the source of another epoch: as many rows, some of them others
+    remote_file(row)  the file with the image of a row of remote data
+    relevance(captions, rows)     ground truth [T, I]: which captions are true of the images of which rows
+    scene(row), hierarchies(row)  what the image shows; chains of captions, from general to specific
+    image_levels()    the images at several levels of generality, with the info that HierarImgs has
+    answers, majority()     every answer to a question; the most frequent one by type of question, None: over all
 
-Values of `Record.info` that are read; it may hold others:
-
-    question, answers (one per annotator); question_type, answer_type, for figures by type
-    image_id, question_id                   official ids, which result files name
-    domain          of NoCaps: in, near or out
-    hierarchies     chains of captions, from general to specific
-    group, level    shared by the levels of one image; 0: the most general
+`Record.info` may have: question and answers (one per annotator), question_type and answer_type for figures by type;
+image_id and question_id, which result files name; domain of NoCaps (in, near, out); hierarchies as above; group and
+level (0: the most general) of the levels of one image.
 """
 
 from __future__ import annotations

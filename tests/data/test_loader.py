@@ -185,13 +185,6 @@ def test_all_rows_bad_ends_with_a_sentence_also_from_a_worker() -> None:
         assert "Traceback" not in str(caught.value)
 
 
-def test_untouched_images_are_exact() -> None:
-    loader = make(augment=AugmentConfig())
-    _, rows = loader.order.batch_rows(1)
-    expected = [Images().record(r).image for r in rows.tolist()]
-    assert torch.equal(loader.batch(1).images, torch.from_numpy(np.stack(expected)).permute(0, 3, 1, 2))  # type: ignore[arg-type]
-
-
 def test_augmentation_changes_with_the_epoch_only() -> None:
     loader = make(Images(rows=BATCH))
     rows = [loader.order.batch_rows(s)[1].tolist() for s in (0, 1)]
@@ -233,13 +226,6 @@ def test_a_bad_row_of_a_part_is_the_same_one_in_every_epoch() -> None:
     assert len(skipped) > 3
     assert {bad.row for bad in skipped} == {len(Images()) + 3}
     assert len(BadRows(stored_rows(source), 0.05).count(skipped)) == 1
-
-
-def test_truncated_captions_are_counted() -> None:
-    short = replace(make(), text=replace(TEXT, context=5))
-    batch = short.batch(0)
-    assert batch.texts.truncated == BATCH
-    assert batch.texts.longest == 5
 
 
 def test_evaluation_reads_every_row_once_in_order() -> None:

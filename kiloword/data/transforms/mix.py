@@ -123,26 +123,23 @@ class WithPartner(_Mix):
             rows = named(source, str(s.partner_file))
         elif s.partner in ("nearest", "farthest"):
             rows = similar(source, open_store(str(s.partner_table)), farthest=s.partner == "farthest")
-        if s.rewrites is None:
-            return replace(self, rows=rows)
-        bound = replace(self, rows=rows, rewrites=read_rewrites(s.rewrites, source))
-        if s.parts == "images":
-            note = f"{s.rewrites} is never used: with parts images, captions do not change. Omit rewrites."
-            return replace(bound, note=note)
-        used = bound._rewritten(source)
-        note = (
-            f"{s.rewrites} has captions for about {used:.1%} of the pairs that partner {s.partner} makes; the others "
-            f"are joined by {s.merge!r}. To use them, name each sample's partner (partner file, partner_file)."
-        )
-        return replace(bound, note=note if used < FEW else None)
+        bound = replace(self, rows=rows)
+        return bound if s.rewrites is None else bound._rewriting(s.rewrites, source)
 
-    def _rewritten(self, source: Source) -> float:
-        """The share of the pairs of rows and their partners that have captions, of some rows in some epochs."""
-        names, n = keys(source), len(source)
-        draws = [Draw(0, epoch, row) for epoch in range(-(-TRIED // n)) for row in range(0, n, -(-n // TRIED))]
-        others = [self.partner(draw.row, n, draw, draw.rng("compose")) for draw in draws]
-        pairs = zip(draws, others, strict=True)
-        return sum(bool(either(self.rewrites, names[draw.row], names[row])) for draw, row in pairs) / len(draws)
+    def _rewriting(self, path: str, source: Source) -> WithPartner:
+        """With captions of pairs, and a note where few of them are used."""
+        s, rewrites, n, rng = self.settings, read_rewrites(path, source), len(source), np.random.default_rng(0)
+        names, rows = keys(source), range(0, n, -(-n // TRIED))
+        pairs = [(names[row], names[self.partner(row, n, Draw(0, 0, row), rng)]) for row in rows]
+        used, note = sum(bool(either(rewrites, *pair)) for pair in pairs) / len(pairs), None
+        if s.parts == "images":
+            note = f"{path} is never used: with parts images, captions do not change. Omit rewrites."
+        elif used < FEW and s.partner != "fixed":  # which depends on the run's seed
+            note = (
+                f"{path} has captions for about {used:.1%} of the pairs that partner {s.partner} makes; the others are "
+                f"joined by {s.merge!r}. To use them, name each sample's partner (partner file, partner_file)."
+            )
+        return replace(self, rewrites=rewrites, note=note)
 
     def partner(self, row: int, n: int, draw: Draw, rng: np.random.Generator) -> int:
         """The row of the partner among n rows; never `row` itself if there is another."""

@@ -252,12 +252,11 @@ def test_transforms_from_a_file_of_rewrites(tmp_path: Path) -> None:
 
 
 def test_rewrites_that_hardly_any_pair_has_are_noted(tmp_path: Path) -> None:
-    """4 of the 28 pairs of 8 rows have one; partners of a file are those pairs."""
-    rows, own, others = Rows(8), [f"k{n}" for n in range(4)], [f"k{n + 4}" for n in range(4)]
-    path = parquet(tmp_path / "r.parquet", key=own, partner=others, caption=["both"] * 4)
+    rows, own, others = Rows(80), [f"k{n}" for n in range(40)], [f"k{n + 40}" for n in range(40)]
+    path = parquet(tmp_path / "r.parquet", key=own, partner=others, caption=["both"] * 40)
     pairs = parquet(tmp_path / "p.parquet", key=own + others, partner=others + own)
     note = Compose(ComposeSettings(rewrites=path)).bind(rows, FeatureStore).note or ""
-    assert float(re.findall(r"([\d.]+)%", note)[0]) == pytest.approx(14.3, abs=1)
+    assert float(re.findall(r"([\d.]+)%", note)[0]) < 6, "40 of the 3160 pairs"
     settings = ComposeSettings(partner="file", partner_file=pairs, rewrites=path)
     assert Compose(settings).bind(rows, FeatureStore).note is None
     assert "never used" in (Compose(replace(settings, parts="images")).bind(rows, FeatureStore).note or "")
