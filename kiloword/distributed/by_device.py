@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from multiprocessing import get_start_method
-from typing import Literal, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 
@@ -31,17 +31,13 @@ def settle(recipe: Recipe, device: str, earlier: Recipe | None = None) -> Recipe
     Args: device: "cpu", "cuda" or "cuda:N"; earlier: the recipe of the run that is resumed.
     """
     if earlier is not None:
-        precision, matmul = earlier.precision, earlier.matmul
+        chosen: dict[str, Any] = {"precision": earlier.precision, "matmul": earlier.matmul}
     elif device.startswith("cuda"):
-        precision, matmul = "fp32" if recipe.size == "debug" else "bf16", "high"
+        chosen = {"precision": "fp32" if recipe.size == "debug" else "bf16", "matmul": "high"}
     else:
-        precision = "bf16" if recipe.size in ("tiny", "top") and cpu_has_bf16() else "fp32"
-        matmul = cast(Matmul, torch.get_float32_matmul_precision())
-    return replace(
-        recipe,
-        precision=precision if recipe.precision == "auto" else recipe.precision,
-        matmul=matmul if recipe.matmul == "auto" else recipe.matmul,
-    )
+        precise = recipe.size not in ("tiny", "top") or not cpu_has_bf16()
+        chosen = {"precision": "fp32" if precise else "bf16", "matmul": torch.get_float32_matmul_precision()}
+    return replace(recipe, **{name: value for name, value in chosen.items() if getattr(recipe, name) == "auto"})
 
 
 def encoder_precision(requested: str, config: ModelConfig, device: str) -> EncoderPrecision:

@@ -41,14 +41,13 @@ def method_of(file: ModelFile, folder: Path | str, trust: Trust = NONE) -> Metho
 
     stored, allowed = file.method, trust.method or trust.named
     covered = allowed is not None and modules_of(stored) <= modules_of(allowed)
-    named = covered and allowed in (stored, base_of(stored))  # "mine:preset" allows "mine:preset+compose"
-    if trust.method is not None and not named:
+    if trust.method is not None and not (covered and trust.method in (stored, base_of(stored))):
         warn(f"{folder} asks for the method {stored[:200]!r}: {allowed!r} is used, as --method says.")
         try:
             return preset(trust.method, _shared(file, trust.method))
         except ValueError as e:
             raise ValueError(f"{allowed} does not fit {folder}, which was trained by {stored[:200]}: {e}") from e
-    named = named or (allowed is not None and covered and base_of(allowed) == base_of(stored))
+    named = allowed is not None and covered and base_of(allowed) == base_of(stored)  # "mine:a" allows "mine:a+compose"
     if ":" in stored and not (named or trust.trust_code):
         raise ValueError(
             f"{folder} was trained by the method {stored[:200]!r}, which is code that its config.json names and "
@@ -59,9 +58,7 @@ def method_of(file: ModelFile, folder: Path | str, trust: Trust = NONE) -> Metho
     try:
         return preset(stored, file.settings)
     except ValueError as e:
-        hint = (
-            " Without its file, name a method with this head: --method." if isinstance(e.__cause__, ImportError) else ""
-        )
+        hint = " Without its file, name a method with this head: --method." * isinstance(e.__cause__, ImportError)
         raise ValueError(f"{Path(folder) / 'config.json'} cannot be used: {e}{hint}") from e
 
 
