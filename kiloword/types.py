@@ -176,9 +176,8 @@ class Texts(Tensors):
     def cut(self, first: int, end: int) -> Texts:
         """Texts `first` to `end`."""
         starts = self.starts[first : end + 1]
-        a, b = int(starts[0]), int(starts[-1])
-        tokens = None if self.tokens is None else self.tokens[a:b]
-        return Texts(self.ids[a:b], starts - a, int(starts.diff().max()) if end > first else 0, tokens=tokens)
+        part = self.at(slice(int(starts[0]), int(starts[-1])), starts - starts[0])
+        return replace(part, longest=int(starts.diff().max()) if end > first else 0)
 
     def spans(self, first: Tensor, lengths: Tensor, tokens: int) -> tuple[Tensor, Texts]:
         """Spans of tokens as texts: the places [tokens] of the tokens in `ids`, and the texts.
@@ -190,7 +189,7 @@ class Texts(Tensors):
         place = torch.arange(tokens, device=shift.device) + shift
         return place, self.at(place, starts)
 
-    def at(self, place: Tensor, starts: Tensor) -> Texts:
+    def at(self, place: Tensor | slice, starts: Tensor) -> Texts:
         """The tokens at places [n], or at those that are True [S], as texts with other `starts`; no text is longer."""
         tokens = None if self.tokens is None else self.tokens[place]
         return Texts(self.ids[place], starts, self.longest, tokens=tokens)

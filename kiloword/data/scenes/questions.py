@@ -142,13 +142,12 @@ def _changed(scene: Scene, pattern: Pattern, pick: StyleChoices) -> Pattern:
     false: dict[str, list[Pattern]] = {}
     for fact in (f for f in OF_A_THING if getattr(pattern, f) is not None):
         others = (pattern._replace(**{fact: value}) for value in range(len(WORDS[fact])))
-        false[fact] = [p for p in others if not _fitting(scene, p)]
-    possible = [fact for fact, patterns in false.items() if patterns]
-    if not possible:  # one fact of few values, which are all in the scene
+        if patterns := [p for p in others if not _fitting(scene, p)]:
+            false[fact] = patterns
+    if not false:  # one fact of few values, which are all in the scene
         return pattern
-    fact = pick(possible)
-    present = {getattr(t, fact) for t in scene.things}
-    near = [p for p in false[fact] if getattr(p, fact) in present]
+    fact = pick(list(false))
+    near = [p for p in false[fact] if getattr(p, fact) in [getattr(t, fact) for t in scene.things]]
     use_near = pick((True, False))
     return pick(near if near and use_near else false[fact])
 

@@ -50,7 +50,7 @@ class SceneSettings:
     size: int  # height and width in pixels
     seed: int = 0
     hard: bool = False  # groups of eight scenes that share all but shapes
-    task: str | None = None  # meaning of labels; vqa: questions and answers in place of captions
+    task: str = ""  # meaning of labels; vqa: questions and answers in place of captions
     inner: bool = False  # things within the centre half; captions of things only
 
     def identity(self) -> str:
@@ -61,7 +61,7 @@ class SceneSettings:
         return (
             f"Settings(selection=Selection(split={self.split!r}, n={self.n}, seed={self.seed}, objects={self.objects}, "
             f"near=0.0, heldout=False, hard={self.hard}), captions={self.captions}, levels={self.levels}, wrong=0.0, "
-            f"size=0, task={self.task!r})" + "inner" * self.inner
+            f"size=0, task={self.task or None!r})" + "inner" * self.inner
         )
 
 
@@ -80,7 +80,7 @@ def open_scenes(src: str, size: int = 64) -> ScenesSource | SceneQuestions:
     if name != "scenes" or (colon and split not in SPLITS):
         raise ValueError(f"'{src}' is no data set of scenes: expected scenes, or scenes:SPLIT with {', '.join(SPLITS)}")
     options = read_options("scenes", query, _READERS)
-    train, hard, task = split in ("", "train"), "hard" in options, options.get("task")
+    train, hard, task = split in ("", "train"), "hard" in options, options.get("task", "")
     known = TASKS[task].objects if task in TASKS else (1, 2, 3)
     objects = options.get("objects", known)
     defaults = {
@@ -155,7 +155,7 @@ class _Scenes:
     def __init__(self, settings: SceneSettings, name: str) -> None:
         self.settings, self.name = settings, name
         self.fingerprint = f"{self.version}-{key(settings.identity()):016x}"
-        task = TASKS.get(settings.task or "")
+        task = TASKS.get(settings.task)
         self.classnames = list(task.classnames) if task else None
         self.templates = list(task.templates) if task else []  # `{c}` stands for the class name
 
@@ -178,9 +178,26 @@ class _Scenes:
 
     def scene(self, row: int) -> Scene:
         """The scene of a row."""
-        if not 0 <= row < len(self):
-            raise IndexError(f"row {row} of {len(self)} scenes")
         return to_scene(self.rows[row])
+
+    def captions(self, row: int) -> list[str]:
+        """Captions or the answer of a row, without drawing its image."""
+        return self.content(self.scene(row), row)[0]
+
+    def info(self, row: int) -> dict[str, Any]:
+        """`Record.info` of a row, without drawing its image."""
+        return self.content(self.scene(row), row)[1]
+
+    def record(self, row: int) -> Record:
+        """Image, captions or answer, label, and what is known of a row."""
+        scene = self.scene(row)
+        found = label(self.settings.task, scene) if self.classnames else None
+        captions, info = self.content(scene, row)
+        return Record(self.key(row), self.draw(scene), captions, found, info)
+
+    def content(self, scene: Scene, row: int) -> tuple[list[str], dict[str, Any]]:
+        """Captions or answer of a row, and its `Record.info`."""
+        raise NotImplementedError
 
     def draw(self, scene: Scene) -> Pixels:
         """The image of a scene, uint8 [size, size, 3]."""
@@ -209,19 +226,8 @@ class ScenesSource(_Scenes):
         """The scenes' images from their largest thing alone to the whole."""
         return SceneParts(self)
 
-    def captions(self, row: int) -> list[str]:
-        """Captions of a row, without drawing its image."""
-        return self._captions(row, self.scene(row))[0]
-
-    def record(self, row: int) -> Record:
-        """Image, captions, label and scene of a row."""
-        scene, task = self.scene(row), self.settings.task
-        captions, levels = self._captions(row, scene)
-        info = {"levels": levels, "scene": scene.describe()} | ({"group": row // GROUP} if self.settings.hard else {})
-        return Record(self.key(row), self.draw(scene), captions, label(task, scene) if task else None, info)
-
-    def _captions(self, row: int, scene: Scene) -> tuple[list[str], list[int]]:
-        """Captions and their levels; the first ones do not depend on how many there are."""
+    def content(self, scene: Scene, row: int) -> tuple[list[str], dict[str, Any]]:
+        """Captions, of which the first do not depend on how many there are, and their levels."""
         s = self.settings
         numbers = self._rng(row, "captions").integers(2**63, size=(s.captions, 3)).tolist()
         edges = [edge / sum(s.levels) for edge in accumulate(s.levels)]
@@ -234,7 +240,8 @@ class ScenesSource(_Scenes):
                     break
                 choices, style = key(choices, again), key(style, again)
             captions.append(caption)
-        return captions, levels
+        info = {"levels": levels, "scene": scene.describe()}
+        return captions, info | ({"group": row // GROUP} if s.hard else {})
 
 
 class SceneQuestions(_Scenes):
@@ -247,25 +254,11 @@ class SceneQuestions(_Scenes):
         """Question and answer of a row."""
         return questions.ask(self.scene(row), int(self._rng(row, "question").integers(2**63)))
 
-    def captions(self, row: int) -> list[str]:
-        """The answer, without drawing the image."""
-        return [self.asked(row).answer]
-
-    def info(self, row: int) -> dict[str, Any]:
-        """Question, answers and scene, without drawing the image."""
+    def content(self, scene: Scene, row: int) -> tuple[list[str], dict[str, Any]]:
+        """The answer; the question and its type."""
         asked = self.asked(row)
-        return {
-            "question": asked.words,
-            "answers": [asked.answer],
-            "question_type": asked.kind,
-            "answer_type": asked.answer_type,
-            "scene": self.scene(row).describe(),
-        }
-
-    def record(self, row: int) -> Record:
-        """Image, question, answer and scene of a row."""
-        info = self.info(row)
-        return Record(self.key(row), self.draw(self.scene(row)), list(info["answers"]), info=info)
+        types = {"question_type": asked.kind, "answer_type": asked.answer_type, "scene": scene.describe()}
+        return [asked.answer], {"question": asked.words, "answers": [asked.answer], **types}
 
     def majority(self) -> Mapping[str | None, str]:
         """The most frequent answer to each kind of question of the train split, over all kinds under None."""
