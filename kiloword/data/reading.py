@@ -234,14 +234,17 @@ class BadRows:
         self.left_out = left_out(self._seen.values())
 
 
+_ADVICE = {
+    "image cannot be read (No such file or directory)": ". Images of a table are looked for in its folder: name another "
+    "one by FILE?images=FOLDER.",
+    "no caption": ". Captions are .txt or .json beside the images, or the column of FILE?caption=COLUMN.",
+}
+
+
 def advice(skipped: Iterable[Skipped]) -> str:
     """What to do where all samples are bad for one reason that the source's name can change, or nothing."""
-    distinct = {sample.reason for sample in skipped}
-    if distinct == {"image cannot be read (No such file or directory)"}:
-        return ". Images of a table are looked for in its folder: name another one by FILE?images=FOLDER."
-    if distinct == {"no caption"}:
-        return ". Captions are .txt or .json beside the images, or the column of FILE?caption=COLUMN."
-    return ""
+    reasons = {sample.reason for sample in skipped}
+    return _ADVICE.get(reasons.pop(), "") if len(reasons) == 1 else ""
 
 
 def left_out(skipped: Iterable[Skipped], most: int = NAMED) -> LeftOut:

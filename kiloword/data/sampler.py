@@ -88,19 +88,11 @@ class Order:
         return rows[start - offset : stop - offset]
 
 
-def share(rows: RowNumbers, rank: int = 0, ranks: int = 1, micro: int = 0, micros: int = 1) -> RowNumbers:
-    """The contiguous slice of a global batch [B] for one rank, or for one micro-batch of a rank.
-
-    Errors: ValueError when the batch does not divide evenly.
-    """
-    if len(rows) % (ranks * micros):
-        parts = f"{ranks} ranks" + (f" of {micros} micro-batches" if micros > 1 else "")
-        raise ValueError(
-            f"a global batch of {len(rows)} does not divide over {parts}; use a multiple of {ranks * micros}"
-        )
-    size = len(rows) // (ranks * micros)
-    start = (rank * micros + micro) * size
-    return rows[start : start + size]
+def share(rows: RowNumbers, rank: int = 0, ranks: int = 1) -> RowNumbers:
+    """The contiguous slice of a global batch [B] for one rank. Errors: ValueError when the batch does not divide."""
+    if len(rows) % ranks:
+        raise ValueError(f"a global batch of {len(rows)} does not divide over {ranks} ranks; use a multiple of {ranks}")
+    return np.split(rows, ranks)[rank]
 
 
 @lru_cache(maxsize=2)
