@@ -235,8 +235,8 @@ class BadRows:
 
 
 _ADVICE = {
-    "image cannot be read (No such file or directory)": ". Images of a table are looked for in its folder: name another "
-    "one by FILE?images=FOLDER.",
+    "image cannot be read (No such file or directory)": ". Images of a table are looked for in its folder: name "
+    "another one by FILE?images=FOLDER.",
     "no caption": ". Captions are .txt or .json beside the images, or the column of FILE?caption=COLUMN.",
 }
 

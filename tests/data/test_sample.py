@@ -99,18 +99,6 @@ def test_bad_classes(raw: bytes) -> None:
         parse_label(raw)
 
 
-def labels(source: Any) -> list[Any]:
-    """The labels of all rows, or why a row is bad."""
-
-    def label(row: int) -> Any:
-        try:
-            return source.record(row).label
-        except BadSample as error:
-            return str(error)
-
-    return [label(row) for row in range(len(source))]
-
-
 def vector(values: Any, dtype: str = "int64") -> bytes:
     out = io.BytesIO()
     np.save(out, np.array(values, dtype))
@@ -133,7 +121,7 @@ def test_tars_of_several_classes(tmp_path: Path) -> None:
     ]
     source: Any = open_source(str(write_tar(tmp_path / "0.tar", members)))
     assert [source.key(row) for row in range(4)] == list("abcd")
-    assert labels(source) == [LabelSet((1, 2), 3), LabelSet((0, 2)), None, 2]
+    assert [source.record(row).label for row in range(4)] == [LabelSet((1, 2), 3), LabelSet((0, 2)), None, 2]
     assert source.labels.tolist() == [-1, -1, -1, 2]
 
 
