@@ -53,14 +53,6 @@ def test_rows_that_are_tried_before_a_run(count: int, bad: set[int], good: list[
     source: Any = Rows(count, bad)
     found = sets._good_rows(source, "retrieval")
     assert list(found) == good
-    some = sets._ValidationRows(source, found)
-    assert (len(some), some.name, some.fingerprint, some.natural) == (len(good), "rows", "r", True)
-    assert [some.key(n) for n in range(len(some))] == [f"k{row}" for row in good]
-    assert not hasattr(some, "answers")
-    source.answers = ("yes", "no")
-    assert sets._ValidationRows(source, found).answers == ("yes", "no")
-    if not bad:
-        assert [some.record(n).key for n in range(len(some))] == [f"k{row}" for row in good]
 
 
 def test_no_more_rows_are_tried_than_a_few(monkeypatch: pytest.MonkeyPatch) -> None:

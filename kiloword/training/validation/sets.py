@@ -11,10 +11,13 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from kiloword.config.recipes import Recipe, sizes
+from kiloword.data.edits import Selection
 from kiloword.data.images.augmentation import EvalTransform
 from kiloword.data.open import open_source
-from kiloword.data.reading import captions_at, name_of, read, read_image
+from kiloword.data.reading import captions_at, read, read_image
 from kiloword.data.sample import question_in
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.methods.registry import preset
@@ -173,8 +176,8 @@ def _stand_in(recipe: Recipe, task: str, tokenizer: Tokenizer) -> Matcher:
     return Matcher(build(replace(small, text=text), method), tokenizer, method)
 
 
-def _few(source: Source, task: str) -> _ValidationRows:
-    return _ValidationRows(source, _good_rows(source, task))
+def _few(source: Source, task: str) -> Selection:
+    return Selection(source, source.name, source.fingerprint, np.array(_good_rows(source, task)))
 
 
 def _tried(source: Source) -> range:
@@ -202,34 +205,3 @@ def _fits(record: Record, task: str) -> bool:
     if task == "zeroshot":
         return record.label is not None
     return question_in(record.info) is not None if task == "vqa" else bool(record.captions)
-
-
-class _ValidationRows:
-    """Some rows of a source."""
-
-    natural = True
-
-    def __init__(self, source: Source, rows: Sequence[int]) -> None:
-        self.source, self.rows = source, rows
-        self.name, self.fingerprint = source.name, source.fingerprint
-        for name in ("answers", "classnames", "templates"):
-            if hasattr(source, name):
-                setattr(self, name, getattr(source, name))
-        for name in ("scene", "hierarchies"):
-            if hasattr(source, name):
-                setattr(self, name, self._of_row(getattr(source, name)))
-        if hasattr(source, "relevance"):
-            truth = source.relevance
-            self.relevance = lambda captions, rows: truth(captions, [self.rows[row] for row in rows])
-
-    def _of_row(self, get: Any) -> Any:
-        return lambda row: get(self.rows[row])
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def record(self, row: int) -> Record:
-        return self.source.record(self.rows[row])
-
-    def key(self, row: int) -> str:
-        return name_of(self.source, self.rows[row])
