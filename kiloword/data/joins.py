@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
@@ -37,10 +37,9 @@ from kiloword.data.sample import clean
 from kiloword.data.source import keys
 from kiloword.errors import count
 from kiloword.terminal import shown
-from kiloword.types import BadSample, NoCaption, Record, Source
+from kiloword.types import BadSample, NoCaption, Source
 
 SAMPLED = 64  # images of each source by which a file recognises it
-COMPARED = 1000  # rows whose captions are compared with a keep-list when it is opened; others when they are read
 KEEP_COLUMNS = ("key", "caption", "keep")
 _TEXTS, _BOOL = (pa.string(), pa.large_string(), pa.binary(), pa.large_binary()), (pa.bool_(),)
 AGAIN = "Make one of this data by `kiloword audit SRC --model MODEL --out DIR`."
@@ -76,7 +75,7 @@ class CaptionTable(Keyed):
     """Captions by key. Errors: ValueError for a file that cannot be read or has other columns."""
 
     def __init__(self, path: Path | str) -> None:
-        keys, cells = _read(path, "table of captions", ("key",), ("captions", "caption"))
+        keys, cells = _read(path, ("key",), ("captions", "caption"))
         keys = pc.fill_null(keys, b"")
         if pa.types.is_large_list(cells.type):  # a key without captions has an empty one
             of_cell, cells = keys.take(pc.list_parent_indices(cells)), cells.flatten()
@@ -143,8 +142,7 @@ class KeepList(Keyed):
     """Which captions are kept. Errors: ValueError for a file that cannot be read, or has other columns."""
 
     def __init__(self, path: Path | str) -> None:
-        columns = _read(path, "keep-list (`kiloword audit` makes one)", *((name,) for name in KEEP_COLUMNS))
-        table = pa.table(columns, KEEP_COLUMNS)
+        table = pa.table(_read(path, *((name,) for name in KEEP_COLUMNS)), KEEP_COLUMNS)
         if empty := [name for name in KEEP_COLUMNS if table.column(name).null_count]:
             raise ValueError(f"{path}: the column {empty[0]} has an empty cell. Expected none.")
         super().__init__(path, table.sort_by([(name, "ascending") for name in KEEP_COLUMNS[:2]]))
@@ -210,17 +208,7 @@ def _kept(source: Source, lists: Joined[KeepList]) -> Source:
     left = np.minimum(texts, all_rows - kept_rows)
     edit = _Keep(lists, (int(left.sum()), len(source) - len(rows), int(texts.sum()), len(source)))
     prints = sorted(f"{source.fingerprint} kept {one.fingerprint}" for one, _ in lists)
-    selection = Selection(source, source.name, digest(*prints), rows, edit)
-    for row in spread(len(selection), COMPARED):
-        try:
-            selection.captions(row)
-        except BadSample as error:
-            if str(error) == UNKNOWN:
-                raise ValueError(
-                    f"{named} lacks captions that {source.name} has, such as one of "
-                    f"{shown_key(keys[int(rows[row])])}: it was made of other captions. {AGAIN}"
-                ) from error
-    return selection
+    return Selection(source, source.name, digest(*prints), rows, edit)
 
 
 def omitted(source: Source) -> str:
@@ -253,28 +241,27 @@ def places_of(keys: pa.Array, among: pa.Array) -> NDArray[np.int64]:
     return np.asarray(pc.fill_null(pc.index_in(keys, value_set=among, skip_nulls=True), -1), np.int64)
 
 
-def same_images(source: Source, digests: Mapping[int, bytes], drawn: bool = True) -> dict[str, bool]:
-    """Whether images are those of the digests (`digest_of`), by key.
+def image_digests(source: Source, rows: Iterable[int], drawn: bool = False) -> dict[int, tuple[str, str]]:
+    """Key and digest of the images of rows, also without captions; none of bad rows.
 
-    Args: digests: by row, of which bad ones are not compared; drawn: compare images that are no encoded files too.
+    Args: drawn: also of images that are no encoded files.
     """
-    records = ((_record(source, row), one) for row, one in digests.items())
-    return {
-        record.key: digest_of(record.image) == one
-        for record, one in records
-        if record is not None and (drawn or isinstance(record.image, bytes))
-    }
+    found = dict[int, tuple[str, str]]()
+    for row in rows:
+        try:
+            record = source.record(row)
+        except NoCaption as error:
+            record = error.record
+        except BadSample:
+            continue
+        if drawn or isinstance(record.image, bytes):
+            found[row] = record.key, digest_of(record.image).hex()
+    return found
 
 
 def sampled_images(source: Source, most: int = SAMPLED) -> dict[str, str]:
     """Digests of up to `most` encoded images of each source of a mixture, by key; none of images that are drawn."""
-    digests = {}
-    for part in parts_of(source):
-        for row in spread(len(part), most):
-            record = _record(part, row)
-            if record is not None and isinstance(record.image, bytes):
-                digests[record.key] = digest_of(record.image).hex()
-    return digests
+    return dict(one for part in parts_of(source) for one in image_digests(part, spread(len(part), most)).values())
 
 
 def sampled(source: Source) -> str:
@@ -331,10 +318,7 @@ def check_keys(source: Source, what: str, among: pa.Array | None = None) -> None
         again &= places_of(keys, among) >= 0
     for row in np.flatnonzero(again).tolist():
         rows = int(first[row]), row
-        one, other = (
-            None if record is None else digest_of(record.image) for record in map(partial(_record, whole), rows)
-        )
-        if one != other:
+        if len({image for _, image in image_digests(whole, rows, drawn=True).values()}) > 1:
             names = [(whole.locate(n)[0] if isinstance(whole, MixtureSource) else whole).name for n in rows]
             raise ValueError(
                 f"two images of {' and '.join(dict.fromkeys(names))} have the key {shown_key(keys[row])} and differ, "
@@ -344,20 +328,9 @@ def check_keys(source: Source, what: str, among: pa.Array | None = None) -> None
 
 def _is_of(images: Mapping[str, str], source: Source, keys: pa.Array) -> bool | None:
     """Whether most images are those of a source; None where it has none of their keys."""
-    rows = places_of(pa.array(map(key_bytes, images), pa.large_binary()), keys).tolist()
-    digests = {row: bytes.fromhex(image) for row, image in zip(rows, images.values(), strict=True) if row >= 0}
-    same = same_images(source, digests, drawn=False).values()
+    rows = places_of(pa.array(map(key_bytes, images), pa.large_binary()), keys)
+    same = [images[key] == image for key, image in image_digests(source, rows[rows >= 0].tolist()).values()]
     return 2 * sum(same) > len(same) if same else None
-
-
-def _record(source: Source, row: int) -> Record | None:
-    """The record of a row, with or without captions; None for a bad row."""
-    try:
-        return source.record(row)
-    except NoCaption as error:
-        return error.record
-    except BadSample:
-        return None
 
 
 def shown_key(key: pa.Scalar) -> str:
@@ -365,11 +338,11 @@ def shown_key(key: pa.Scalar) -> str:
     return repr(shown(key_text(key.as_py())[:100]))
 
 
-def _read(path: Path | str, what: str, *wanted: tuple[str, ...]) -> list[pa.Array]:
+def _read(path: Path | str, *wanted: tuple[str, ...]) -> list[pa.Array]:
     """The first of the wanted columns each: texts or lists of them, large_binary; or `keep`, bool."""
     path = Path(path)
     if not path.is_file():
-        raise ValueError(f"{path}: no such file. Expected a {what}, a parquet.")
+        raise ValueError(f"{path}: no such file. Expected a parquet table.")
     with arrow_errors(path):
         names = pq.read_schema(path).names
         chosen = [next((name for name in some if name in names), some[0]) for some in wanted]

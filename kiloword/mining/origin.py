@@ -17,7 +17,7 @@ from kiloword.data.joins import CaptionTable
 from kiloword.data.reading import captions_at
 from kiloword.mining.corpus import Corpus, Ints
 from kiloword.stores.features import FeatureStore
-from kiloword.stores.joins import caption_origins
+from kiloword.stores.store import caption_origins
 from kiloword.types import BadSample, Source
 
 THUMB = 160  # longer side of images in the report, in pixels

@@ -8,9 +8,8 @@ rows.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, TextIO
@@ -28,7 +27,7 @@ from kiloword.data.images.views import PLAIN, Augmented
 from kiloword.data.open import open_data
 from kiloword.data.reading import EvalBatch, captions_at, eval_batches, name_of
 from kiloword.data.rows import key_bytes
-from kiloword.data.stored import STORE, StoredSource, StoreFile
+from kiloword.data.stored import STORE, Kind, StoredSource, StoreFile
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.distributed.by_device import announce, workers_of
 from kiloword.distributed.device import choose, precision_of
@@ -40,10 +39,9 @@ from kiloword.model.model import Model
 from kiloword.model.prefix import check_dim, check_prefix
 from kiloword.models.trust import NONE, Trust
 from kiloword.stores.features import FeatureStore, check_name
-from kiloword.stores.joins import caption_origins
 from kiloword.stores.pieces import PieceWriter, Rows, fill, read_table, resumed, rows_table, say_bad
 from kiloword.stores.runs import trunk_digest, trunk_of
-from kiloword.stores.store import KEYS, SCHEMA, WHAT, Store, columns_of, found_by, place_of
+from kiloword.stores.store import KEYS, SCHEMA, WHAT, Store, caption_origins, columns_of, found_by, place_of
 from kiloword.stores.teachers import (
     KilowordTeacher,
     SentenceTeacher,
@@ -104,24 +102,23 @@ def main(
     options.augmented.check()
     device = choose(device)
     with together(device):
-        makers = list[Callable[[Source, EmbedOptions], Maker]]()
+        note, reads = "", list[TokenKind](("images", "texts"))
         if tokens:
             model, tokenizer, note = open_tower(options.model, trust)
             model, size = model.to(device), model.config.image.size
-            reads: list[TokenKind] = [kind for kind in ("images", "texts") if trunk_of(model, kind) is not None]
-            makers = [partial(_token_maker, model, tokenizer, kind) for kind in reads]
+            reads = [kind for kind in reads if trunk_of(model, kind) is not None]
         else:
             teacher = open_teacher(options.model, device, options.precision, trust)
-            size, makers, reads, note = teacher.size, [partial(_Features, teacher)], ["images", "texts"], ""
+            size = teacher.size
+            if options.dim is not None:
+                note = "nothing says that the model was trained on prefixes of its features."
+                if isinstance(teacher, KilowordTeacher):
+                    note = check_prefix(teacher.model, options.dim)
             if isinstance(teacher, SentenceTeacher):
                 reads = ["texts"]
-                note = "note: the model encodes texts alone: features of images are zeros, which match nothing."
-            elif options.dim is not None:
-                unknown = "nothing says that the model was trained on prefixes of its features."
-                said = check_prefix(teacher.model, options.dim) if isinstance(teacher, KilowordTeacher) else unknown
-                note = f"note: {said}" if said else ""
+                note = "the model encodes texts alone: features of images are zeros, which match nothing."
         if note:
-            warn(note)
+            warn(f"note: {note}")
         if reads == ["texts"] and (options.resize is not None or options.augmented != PLAIN):
             raise ValueError(
                 f"{options.model} reads texts, which --resize, --views and --augment do not change: omit them."
@@ -131,10 +128,12 @@ def main(
         options = replace(options, workers=workers_of(workers, device, options.batch * options.augmented.views, size))
         announce(device, options.precision, "on every device, unless given", options.workers)
         source = open_data(data, size)
-        for make in makers:
-            maker = make(source, options)
-            if maker.write(out, sys.stderr):
-                say(f"{out}: {maker.store(out)}")
+        stores: list[Store | None]
+        if tokens:
+            stores = [embed_tokens(model, tokenizer, kind, source, out, options, sys.stderr) for kind in reads]
+        else:
+            stores = [embed(teacher, source, out, sys.stderr, **vars(options))]
+        say(*(f"{out}: {store}" for store in stores if store is not None))
 
 
 def embed(
@@ -164,23 +163,16 @@ def embed_tokens(
 
     Args: tokenizer: of texts; out: folder of features, which gets a folder `images` or `texts`.
     """
-    maker = _token_maker(model, tokenizer, kind, source, options)
-    return maker.store(out) if maker.write(out, report) else None
-
-
-def _token_maker(
-    model: Model, tokenizer: Tokenizer | None, kind: TokenKind, source: Source, options: EmbedOptions
-) -> _ImageTokens | _TextTokens:
     if kind == "images":
-        return _ImageTokens(model, source, options)
+        return ImageTokens(out) if _ImageTokens(model, source, options).write(out, report) else None
     assert tokenizer is not None
-    return _TextTokens(model, tokenizer, source, options)
+    return TextTokens(out) if _TextTokens(model, tokenizer, source, options).write(out, report) else None
 
 
-class Maker:
-    """What is made of the rows of a source: `file` says what, `store` reads it, `batch` rows are read at once."""
+class _Maker:
+    """What is made of the rows of a source: `file` says what, `batch` rows are read at once."""
 
-    store: type[Store]
+    kind: Kind
     views: Augmented
 
     def __init__(self, source: Source, options: EmbedOptions, batch: int, weights: str, **more: Any) -> None:
@@ -188,7 +180,7 @@ class Maker:
         bases = origins(self.source)
         self.numbers = {(base.name, base.fingerprint): n for n, base in enumerate(bases)}
         self.file = StoreFile(
-            kind=self.store.kind,
+            kind=self.kind,
             model=options.model,
             weights=weights,
             precision=options.precision,
@@ -197,25 +189,30 @@ class Maker:
             fingerprint=self.source.fingerprint,
             rows=len(self.source),
             sources=tuple(StoredSource(name=one.name, fingerprint=one.fingerprint, rows=len(one)) for one in bases),
-            captions=() if self.store.kind == "images" else tuple(sorted(caption_origins(self.source))),
+            captions=() if self.kind == "images" else tuple(sorted(caption_origins(self.source))),
             **more,
         )
 
     def read(self, batches: list[range]) -> Iterator[EvalBatch]:
         """Batches of rows. Args: batches: each within a piece."""
         how: dict[str, Any] = {"batch": self.batch, "workers": self.workers, "parts": batches, "transform": self.views}
-        return eval_batches(self.source, self.views.size, captions=self.store.kind == "features", **how)
+        return eval_batches(self.source, self.views.size, captions=self.kind == "features", **how)
 
     def rows(self, batch: EvalBatch) -> tuple[Cells, dict[str, Any]]:
-        """What is made of the rows of a batch that are not bad: cells, and values of the columns.
-
-        Raises: ValueError for values that cannot be stored.
-        """
+        """What is made of the rows of a batch that are not bad: cells, and values of the columns."""
         raise NotImplementedError
 
     def _placed(self, batch: EvalBatch) -> Rows:
-        """The rows of a batch in the store, also bad ones."""
-        cells, columns = self.rows(batch) if batch.rows else ([], None)
+        """The rows of a batch in the store, also bad ones. Raises: ValueError for values that cannot be stored."""
+        cells, columns = self.rows(batch) if batch.rows else ([], {})
+        for name, values in columns.items():
+            largest = float(np.abs(values).max(initial=0.0))
+            if not np.isfinite(largest):
+                raise ValueError(f"the model's {name} are NaN or infinite, near row {batch.rows[0]}.")
+            if largest > HALF_MAX and self.file.dtype != "fp32":
+                raise ValueError(f"the model's {name} reach {largest:.3g}, more than fp16 has: use --dtype fp32.")
+        if self.file.dtype == "int8" and columns:
+            columns = dict(zip(("tokens", "scales"), quantised(columns["tokens"]), strict=True))
         good = [{"row": row, **more} for row, more in zip(batch.rows, cells, strict=True)]
         for cell, key, image in zip(good, batch.keys, batch.stored, strict=False):  # captions alone have none
             cell |= {"key": key_bytes(key), "image": image}
@@ -253,8 +250,8 @@ class Maker:
         return True
 
 
-class _Features(Maker):
-    store = FeatureStore
+class _Features(_Maker):
+    kind = "features"
 
     def __init__(self, teacher: Teacher, source: Source, options: EmbedOptions) -> None:
         self.teacher, drawn = teacher, options.augmented
@@ -290,50 +287,35 @@ class _Features(Maker):
         features = {"images": torch.stack(of_views, 1), "texts": self.teacher.encode_texts(captions)}
         for name, values in features.items():
             if self.dim < values.shape[-1]:
-                features[name] = values = F.normalize(values[..., : self.dim], dim=-1)
-            if not bool(torch.isfinite(values).all()):
-                raise ValueError(f"the teacher's features of {name} are NaN or infinite, near {batch.keys[0]!r}.")
+                features[name] = F.normalize(values[..., : self.dim], dim=-1)
         cells = [{"captions": list(map(key_bytes, of_image))} for of_image in batch.captions]
         return cells, {name: values.numpy() for name, values in features.items()}
 
 
-class _Tokens(Maker):
+class _Tokens(_Maker):
     """Tokens of a trunk. `batch` and pieces are whole groups of TOGETHER rows."""
+
+    kind: TokenKind
 
     def __init__(self, model: Model, source: Source, options: EmbedOptions, **more: Any) -> None:
         self.model = model
         batch = -(-options.batch // TOGETHER) * TOGETHER
-        super().__init__(source, options, batch, trunk_digest(model, self.store.kind), **more)
+        super().__init__(source, options, batch, trunk_digest(model, self.kind), **more)
 
     def rows(self, batch: EvalBatch) -> tuple[Cells, dict[str, Any]]:
         with inference(self.model), precision_of(self.file.precision, self.model.device.type)():
             groups = groupby(range(len(batch.rows)), lambda n: batch.rows[n] // TOGETHER)
             made = [self.group(batch, list(group)) for _, group in groups]
-        tokens = np.concatenate([values for _, values in made])
-        columns = {"tokens": tokens}
-        if self.file.dtype == "int8":
-            columns["tokens"], columns["scales"] = quantised(tokens)
-        return [cell for cells, _ in made for cell in cells], columns
+        tokens = torch.cat([values for _, values in made]).float().cpu().numpy()
+        return [cell for cells, _ in made for cell in cells], {"tokens": tokens}
 
-    def group(self, batch: EvalBatch, which: list[int]) -> tuple[Cells, Any]:
-        """Further cells, and tokens [..., W], of some rows of a batch that lie together."""
+    def group(self, batch: EvalBatch, which: list[int]) -> tuple[Cells, Tensor]:
+        """Further cells, and tokens [m, W], of some rows of a batch that lie together."""
         raise NotImplementedError
-
-    def checked(self, tokens: Tensor, row: int) -> Any:
-        """Tokens as an array. Raises: ValueError for NaN, infinite and too large ones."""
-        values = tokens.float().cpu().numpy()
-        largest = float(np.abs(values).max(initial=0.0))
-        if not np.isfinite(largest):
-            raise ValueError(f"the tower's tokens are NaN or infinite, near row {row}.")
-        if largest > HALF_MAX and self.file.dtype != "fp32":
-            raise ValueError(
-                f"the tower's tokens reach {largest:.3g}, near row {row}, more than fp16 has: use --dtype fp32."
-            )
-        return values
 
 
 class _ImageTokens(_Tokens):
-    store: type[ImageTokens] = ImageTokens
+    kind = "images"
 
     def __init__(self, model: Model, source: Source, options: EmbedOptions) -> None:
         drawn, config = options.augmented, model.config
@@ -345,20 +327,18 @@ class _ImageTokens(_Tokens):
         more = {"views": drawn.views, "seed": drawn.seed, "augment": drawn.augment, "size": size, "resize": resize}
         super().__init__(model, source, options, width=trunk.width, part=part, tokens=tokens, **more)
 
-    def group(self, batch: EvalBatch, which: list[int]) -> tuple[Cells, Any]:
+    def group(self, batch: EvalBatch, which: list[int]) -> tuple[Cells, Tensor]:
         file, places = self.file, [batch.rows[n] % TOGETHER for n in which]
         trunk: Any = self.model.image_tower.trunk
-        tokens = np.empty((len(which), file.views, file.tokens, file.width), np.float32)
+        filled, tokens = torch.zeros(TOGETHER, *batch.images.shape[2:], dtype=torch.uint8), list[Tensor]()
         for view in range(file.views):
-            filled = torch.zeros(TOGETHER, *batch.images.shape[2:], dtype=torch.uint8)
             filled[places] = batch.images[which, view]
-            computed = trunk(self.model.normalise(filled.to(self.model.device)))
-            tokens[:, view] = self.checked(computed, batch.rows[which[0]])[places]
-        return [{} for _ in which], tokens.reshape(-1, file.width)
+            tokens.append(trunk(self.model.normalise(filled.to(self.model.device)))[places])
+        return [{} for _ in which], torch.stack(tokens, 1).flatten(0, 2)
 
 
 class _TextTokens(_Tokens):
-    store: type[TextTokens] = TextTokens
+    kind = "texts"
 
     def __init__(self, model: Model, tokenizer: Tokenizer, source: Source, options: EmbedOptions) -> None:
         self.tokenizer, config, part = tokenizer, model.config.text, options.part or TEXT_PART
@@ -380,9 +360,9 @@ class _TextTokens(_Tokens):
                 batch.rows.append(row)
             yield batch
 
-    def group(self, batch: EvalBatch, which: list[int]) -> tuple[Cells, Any]:
+    def group(self, batch: EvalBatch, which: list[int]) -> tuple[Cells, Tensor]:
         texts, computed = trunk_tokens(self.model, self.tokenizer, [t for n in which for t in batch.captions[n]])
         lengths = iter(texts.starts.diff().tolist())
         captions = [list(map(key_bytes, batch.captions[n])) for n in which]
         cells = [{"captions": of_row, "lengths": [next(lengths) for _ in of_row]} for of_row in captions]
-        return cells, self.checked(computed, batch.rows[which[0]])
+        return cells, computed

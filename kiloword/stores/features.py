@@ -12,8 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from kiloword.data.rows import key_bytes, key_text
-from kiloword.stores.joins import Places, check_captions
-from kiloword.stores.store import Store, key_digest
+from kiloword.stores.store import Places, Store, check_captions, key_digest
 from kiloword.types import Example, Source
 
 _CHUNK = 65536  # images whose captions are averaged at once

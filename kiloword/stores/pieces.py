@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import count
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, TextIO, TypeVar
 
 import numpy as np
@@ -36,7 +37,7 @@ class Rows(NamedTuple):
     """Computed rows of a batch, also the bad ones, and values of the others in columns."""
 
     table: pa.Table
-    columns: Mapping[str, NDArray[Any]] | None = None
+    columns: Mapping[str, NDArray[Any]] = MappingProxyType({})
 
 
 def rows_table(schema: pa.Schema, rows: Iterable[dict[str, Any]]) -> pa.Table:

@@ -25,7 +25,6 @@ from kiloword.stores.tokens import (
     TextTokens,
     TokenizerWithTokens,
     check_texts,
-    check_tokenizer,
     opened,
 )
 from kiloword.types import Input, Source, Transform
@@ -63,31 +62,25 @@ def check_trunk(model: Model, stores: Sequence[ImageTokens] | Sequence[TextToken
     Args: weights: False: the model's trunk is not filled yet, so that only its shape is compared.
     """
     for store in stores:
-        tower, kind = store.file.model, store.kind
+        tower, kind, config = store.file.model, store.kind, model.config
         if trunk_of(model, kind) is None:
             add = f"--init {tower}" if is_model_folder(tower) else f"--{kind[:-1]}-tower {tower}"
-            raise ValueError(
-                f"{store.path} has tokens of {tower}, but the model's own tower takes {kind}: train one by {add}, or "
-                f"omit --{kind[:-1]}-features."
-            )
-        image, text = model.config.image, model.config.text
-        wanted: dict[str, Any] = {"width": (image if kind == "images" else text).trunk.width}
-        if weights:
-            wanted["weights"] = trunk_digest(model, kind)
+            raise ValueError(f"{store.path} has tokens of {tower}, which the model has not: train one by {add}.")
+        wanted: dict[str, Any] = {"weights": trunk_digest(model, kind)} if weights else {}
         if kind == "images":
-            wanted |= {"size": image.size, "resize": model.config.preprocess.resize}
-        check_alike(store, "this model", REMAKE, **wanted)
+            wanted |= {"size": config.image.size, "resize": config.preprocess.resize}
+        width = (config.image if kind == "images" else config.text).trunk.width
+        check_alike(store, "this model", REMAKE, width=width, **wanted)
 
 
 def check_frozen(model: Model, stores: Sequence[ImageTokens] | Sequence[TextTokens]) -> None:
     """Raises: ValueError when a run trains the trunk of the stores."""
-    for kind in dict.fromkeys(store.kind for store in stores):
-        trunk = trunk_of(model, kind)
+    for store in stores:
+        trunk, tower = trunk_of(model, store.kind), store.kind[:-1]
         if trunk is not None and any(p.requires_grad for p in trunk.parameters()):
             raise ValueError(
-                f"--{kind[:-1]}-features has tokens of a frozen trunk, but the run trains weights of the {kind[:-1]} "
-                f"trunk: freeze it (--freeze {kind[:-1]}:trunk, and no --lora.targets of it), or omit "
-                f"--{kind[:-1]}-features."
+                f"--{tower}-features has tokens of a frozen trunk, but the run trains weights of the {tower} trunk: "
+                f"freeze it (--freeze {tower}:trunk, and no --lora.targets of it), or omit --{tower}-features."
             )
 
 
@@ -130,14 +123,13 @@ def reading_tokens(
     of_image, of_text = opened(images, ImageTokens), opened(texts, TextTokens)
     check_trunk(model, of_image)
     check_trunk(model, of_text)
-    check_tokenizer(tokenizer, of_text)
+    check_texts(of_text, source, tokenizer)
     plain = [store for store in of_image if not store.file.augmented] or (of_image if augmented else [])
     if of_image and not plain:
         raise ValueError(
-            f"{' '.join(images)} has augmented images alone ({in_words(of_image[0].file.augment)}): evaluate on "
-            "images, or on features that are made without --augment."
+            f"{' '.join(images)} has augmented images alone ({of_image[0].file.shown}): evaluate on images, or on "
+            "features that are made without --augment."
         )
-    check_texts(of_text, source)
     source = WithTokens(source, FoundImages(plain, source)) if plain else source
     return source, TokenizerWithTokens(tokenizer, of_text) if of_text else tokenizer
 
@@ -165,45 +157,37 @@ def stored(
 
     Raises: ValueError for stores of other data or another augmentation, and where captions or views change.
     """
-    features, shown = [store.of(source) for store in stores], None
-    found, told = None, list[str]()
-    if any(store.file.augmented for store in stores):
+    features = [store.of(source) for store in stores]
+    augmented, found, told = any(store.file.augmented for store in stores), None, list[str]()
+    if augmented:
         _check_shown(stores, data)
-        shown = stores[0].file
     if data.image_features:
-        if shown:
+        if augmented:
             raise ValueError(
-                f"--features has {shown.shown}, which the student must see, but --image-features gives tokens in place "
-                "of images: omit it, or make features without --augment."
+                f"--features has {stores[0].file.shown}, but with --image-features the student sees no images: omit "
+                "one of them, or make features without --augment."
             )
         makers = (*transforms, *(inputs or {}).values())
         if unfit := [reason for maker in makers if (reason := getattr(maker, "pixels", None))]:
             raise ValueError(unfit[0])
-        wanted = of_images(data.augment)
-        others_last = sorted(
-            opened(data.image_features, ImageTokens), key=lambda store: of_images(store.file.augment) != wanted
-        )
-        found = FoundImages(others_last, source)
+        tokens, wanted = opened(data.image_features, ImageTokens), of_images(data.augment)
+        found = FoundImages(sorted(tokens, key=lambda store: of_images(store.file.augment) != wanted), source)
         _check_shown(found.stores, data)
-        for store in found.stores:
-            if missing := store.file.rows - len(store):
-                told.append(
-                    f"{missing:,} of {store.file.rows:,} rows have no tokens, as `embed` said: others replace them."
-                )
+        missing = [(store.file.rows - len(store), store.file.rows) for store in found.stores]
+        told = [
+            f"{n:,} of {rows:,} rows have no tokens, as `embed` said: others replace them." for n, rows in missing if n
+        ]
     if data.text_features:
         texts = opened(data.text_features, TextTokens)
-        check_texts(texts, source)
-        check_tokenizer(tokenizer, texts)
-        drops = data.augment.drop_words > 0
+        check_texts(texts, source, tokenizer)
         mixing = [t for t in transforms if getattr(getattr(t, "settings", None), "parts", "") != "images"]
-        if drops or mixing:
-            what = "--augment.drop-words" if drops else f"the transform {type(mixing[0]).__name__.lower()}"
+        if data.augment.drop_words > 0 or mixing:
+            what = f"the transform {type(mixing[0]).__name__.lower()}" if mixing else "--augment.drop-words"
             raise ValueError(
-                f"{what} changes captions, but --text-features has tokens of whole captions alone: omit "
-                "--text-features, so that the text tower runs in every step, or omit what changes captions."
+                f"{what} changes captions, but --text-features has tokens of whole captions alone: omit one of them."
             )
         tokenizer = TokenizerWithTokens(tokenizer, texts)
-    return Stored(features, shown, found, tokenizer, told)
+    return Stored(features, stores[0].file if augmented else None, found, tokenizer, told)
 
 
 def _check_shown(stores: Sequence[Store], data: DataConfig) -> None:

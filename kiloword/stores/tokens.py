@@ -20,8 +20,7 @@ from kiloword.config.recipes import TextConfig
 from kiloword.data.reading import EMBEDDED
 from kiloword.data.rows import key_bytes
 from kiloword.data.text.tokenizer import Tokenizer
-from kiloword.stores.joins import Places, check_captions
-from kiloword.stores.store import Store, check_alike, group_of, key_digest
+from kiloword.stores.store import Places, Store, check_alike, check_captions, group_of, key_digest
 from kiloword.types import BadSample, Source, Texts
 
 Dtype = Literal["fp16", "fp32", "int8"]
@@ -119,20 +118,16 @@ def find(stores: Sequence[TextTokens], caption: str) -> tuple[TextTokens, int, i
     return next(((store, *place) for store, place in found), None)
 
 
-def check_texts(stores: Sequence[TextTokens], source: Source) -> None:
-    """Raises: ValueError when the stores were not made from all captions of a source."""
+def check_texts(stores: Sequence[TextTokens], source: Source, tokenizer: Tokenizer) -> None:
+    """Raises: ValueError when the stores lack captions of a source, or have them in another tokenizer's tokens."""
     check_captions(stores, source, lambda _, row, captions: None not in (find(stores, one) for one in captions))
+    for store in stores:
+        check_alike(store, "this model", REMAKE, tokenizer=tokenizer_digest(tokenizer))
 
 
 def tokenizer_digest(tokenizer: Tokenizer) -> str:
     """A digest of a tokenizer."""
     return hashlib.blake2b(tokenizer.to_bytes(), digest_size=16).hexdigest()
-
-
-def check_tokenizer(tokenizer: Tokenizer, stores: Sequence[TextTokens]) -> None:
-    """Raises: ValueError when the stores have captions in the tokens of another tokenizer."""
-    for store in stores:
-        check_alike(store, "this model", REMAKE, tokenizer=tokenizer_digest(tokenizer))
 
 
 class TokenizerWithTokens(Tokenizer):
