@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch import Tensor
 
-from kiloword.distributed import collectives, launch
+from kiloword.distributed import collectives
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -126,11 +126,7 @@ def together(device: str) -> Iterator[None]:
 
     The others wait at the end for as long as the first one takes.
     """
-    if dist.is_initialized() or launch.adopt() == 1:
-        yield
-        return
-    with collectives.process_group(device), ExitStack() as stack:
-        stack.enter_context(sharing())
+    with collectives.process_group(device), sharing(), ExitStack() as stack:
         if collectives.rank():
             nowhere = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
             stack.enter_context(redirect_stdout(nowhere))

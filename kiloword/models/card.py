@@ -19,8 +19,7 @@ from kiloword.models.model_folder import read_model_file
 from kiloword.terminal import shown
 
 CARD = "README.md"
-AVERAGED = "averaged: "  # start of `ModelFile.data` of a mean of models; each with its share follows
-LINE, PARTS = 500, 4000  # characters of a text that is shown, and of the parts of an average, at most
+LINE, DATA = 500, 4000  # characters of a text that is shown, and of the data, at most
 ROWS = 40  # of the table of figures, at most
 LIBRARIES = {"torch": "pytorch", "safetensors": "pytorch"}  # names on a hub, where they are not the target's
 LIMITS = (
@@ -116,7 +115,7 @@ def averaged(names: Sequence[str], files: Sequence[ModelFile], shares: Sequence[
     for name, file, share in zip(names, files, shares, strict=True):
         origin = (f"{file.steps:,} steps on " if file.steps else "") + file.data
         parts.append(f"{share:.4g} of {name}" + (f" ({origin})" if file.data else ""))
-    return AVERAGED + ", ".join(parts)
+    return "averaged: " + ", ".join(parts)
 
 
 def changed(old: ModelFile, new: ModelFile) -> str:
@@ -133,12 +132,10 @@ def line(value: str, longest: int = LINE) -> str:
 
 
 def _data(file: ModelFile) -> str:
-    if file.data.startswith(AVERAGED):
-        parts = line(file.data.removeprefix(AVERAGED), PARTS)
-        return f"The mean of the weights of several models, not trained further: {parts}."
-    if file.steps:
-        return f"Trained for {file.steps:,} steps on: {line(file.data)}."
-    return f"Not trained by kiloword: {line(file.data)}." if file.data else "No training is recorded."
+    if not file.data:
+        return "No training is recorded."
+    how = f"Trained for {file.steps:,} steps on" if file.steps else "Not trained further by kiloword"
+    return f"{how}: {line(file.data, DATA)}."
 
 
 def _load(method: str) -> list[str]:

@@ -91,7 +91,7 @@ def test_an_average_says_of_what(models: list[Path], tmp_path: Path, monkeypatch
     assert file["steps"] == 0
     assert file["data"] == "averaged: 0.75 of a (1,000 steps on shards-0), 0.25 of b (2,000 steps on shards-1)"
     text = Path("m/README.md").read_text()
-    assert "not trained further: 0.75 of a (1,000 steps on shards" in text
+    assert "averaged: 0.75 of a (1,000 steps on shards" in text
     assert text == model_card(Path("m"))
     changed(models[2], steps=0, data="open_clip ViT-B-32")
     average("m", "c", "--out", "again")
