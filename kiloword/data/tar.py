@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import re
 import sys
@@ -69,7 +68,7 @@ class Tar(NamedTuple):
 
     file: str  # NAME#VERSION, see `kiloword.data.rows`; the name is below the folder of the set
     rows: int
-    digest: str  # of names, places and sizes of all members
+    digest: str  # of its size, and of names, places and sizes of all members
     note: str  # what is wrong with it as a whole
     left_out: dict[str, int]  # number of members that are not read, by reason
     named: dict[str, list[str]]  # the first of them
@@ -173,9 +172,9 @@ def _rows(name: str, folder: str, wanted: list[str], index: Path | None, *classe
         table, path = made_once(identity, lambda: merged(list(_parts(name, folder, wanted, known))))
     lines, damaged, empty, members = list[str](), list[str](), LeftOut("tar"), LeftOut("member")
     for tar in _said(table):
-        place, version = os.path.join(folder, _name(tar.file)), tar.file.rpartition("#")[2]
+        place = os.path.join(folder, _name(tar.file))
         file = remote.name_of(place) if is_url(place) else os.path.basename(place)
-        lines.append(f"{file} {version.partition('-')[0]} {tar.digest}")
+        lines.append(f"{file} {tar.digest}")
         members.extend(LeftOut("member", counts=tar.left_out, first=tar.named))
         if tar.note:
             damaged.append(f"{place}: {tar.note}")
@@ -268,11 +267,7 @@ def scan(place: str) -> pa.Table:
         fd, total = file.fileno(), os.fstat(file.fileno()).st_size
         members, note = _members(name, file, total, left_out)
         samples = _samples(members, left_out)
-        names = [key.encode("utf-8", "surrogateescape") for key, _ in samples]
-        places = [place for _, parts in samples for part in _PARTS for place in parts.get(part, (-1, -1))]
-        ends = np.cumsum(list(map(len, names)), dtype="<i8")
-        numbers = np.column_stack([np.array(places, "<i8").reshape(-1, 2 * len(_PARTS)), ends])
-        digest = hashlib.blake2b(numbers.tobytes() + b"".join(names), digest_size=16).hexdigest()
+        digest = hashlib.blake2b(repr((total, samples)).encode(), digest_size=16).hexdigest()
         rows, batches = (_row(key, parts, fd, total) for key, parts in samples), list[pa.RecordBatch]()
         while together := list(islice(rows, _ROWS)):
             batches.append(pa.RecordBatch.from_pylist(together, _SCHEMA))
@@ -387,17 +382,17 @@ def expand(pattern: str) -> list[str]:
 
     Errors: ValueError for a range that is empty, and for more than a million names.
     """
-    sizes = [max(1, int(last) - int(first) + 1) for first, last in RANGE.findall(pattern)]
-    if math.prod(sizes) > _MOST_NAMES:
-        raise ValueError(f"{pattern} names {math.prod(sizes):,} files. Expected at most {_MOST_NAMES:,}.")
     match = RANGE.search(pattern)
     if match is None:
         return [pattern]
-    first, last = match[1], match[2]
-    if int(last) < int(first):
-        raise ValueError(f"{pattern}: the range {match[0]} is empty. Write the smaller number first.")
-    numbers = (str(n).zfill(len(first)) for n in range(int(first), int(last) + 1))
-    return [name for n in numbers for name in expand(pattern[: match.start()] + n + pattern[match.end() :])]
+    numbers = range(int(match[1]), int(match[2]) + 1)
+    if not 0 < len(numbers) <= _MOST_NAMES:
+        raise ValueError(
+            f"{pattern}: the range {match[0]} has {len(numbers):,} numbers. Expected at most {_MOST_NAMES:,}, and the "
+            "smaller one first."
+        )
+    before, after = pattern[: match.start()], expand(pattern[match.end() :])
+    return [f"{before}{n:0{len(match[1])}}{end}" for n in numbers for end in after]
 
 
 def natural(name: str) -> list[tuple[int, str]]:
