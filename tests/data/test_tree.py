@@ -68,9 +68,7 @@ def test_a_model_trains_on_it_and_is_judged_by_the_truth(photos: Path, tmp_path:
     base = default_recipe("siglip+exact+many", "debug", (src,))
     recipe = replace(base, batch=8, steps=3, data=replace(base.data, tokenizer_vocab=300))
     model = load(train(recipe, tmp_path / "run", options=RunOptions(quiet=True)))
-    metrics = evaluation.evaluate(model, "retrieval", src)
-    assert metrics["image_retrieval_true_map"] > 0.3
-    assert evaluation.evaluate(model, "zeroshot", src)["acc1"] >= 0
+    assert evaluation.evaluate(model, "retrieval", src)["image_retrieval_true_map"] > 0.3
     assert "precision" in " ".join(evaluation.evaluate(model, "hierarchy", src))
 
 
