@@ -40,8 +40,7 @@ class Loader:
     one in each epoch; notes: for the user, printed before the first step; truth: texts also carry which images of the
     global batch they describe; questions: every image has the question that its texts answer; timeout: in seconds per
     step.
-    Errors: ValueError when the batch does not divide over the ranks, the order is of other data, or the source has no
-    ground truth or no questions.
+    Errors: ValueError when the source has no ground truth or no questions.
     """
 
     source: Source
@@ -66,9 +65,6 @@ class Loader:
     augmented: TrainTransform = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        share(np.zeros(self.order.batch, np.int64), self.rank, self.ranks)
-        if len(self.source) != self.order.total:
-            raise ValueError(f"{self.source.name} has {len(self.source)} rows, but the order is for {self.order.total}")
         if isinstance(self.data.captions, int) and self.data.captions < 1:
             raise ValueError(f"captions is {self.data.captions}: expected at least 1, 'one' or 'all'")
         if self.truth and not hasattr(self.source, "relevance"):

@@ -286,7 +286,6 @@ def partly(example: Example, fetch: Fetch, draw: Draw) -> Example:
         ({"captions": 0}, "captions is 0"),
         ({"truth": True}, "ground truth"),
         ({"questions": True}, "no questions"),
-        ({"order": Order(41, BATCH)}, "40 rows, but the order is for 41"),
         ({"transforms": (partly,)}, "must cover every row"),
         ({"transforms": (lambda example, fetch, draw: replace(example, captions=[]),)}, r"k0\d\d without a caption"),
     ],

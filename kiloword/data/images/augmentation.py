@@ -33,15 +33,13 @@ class EvalTransform:
 
     size: int
     resize: Resize = "shortest"
-    decoder: Decoder = "pillow"
 
     def __post_init__(self) -> None:
-        check_decoder(self.decoder)
         check_resize(self.size, self.resize)
 
     def __call__(self, image: bytes | Pixels) -> Tensor:
         """Errors: BadSample for an image that cannot be decoded."""
-        return fit(Image.fromarray(decode(image, self.decoder)), self.size, self.resize)
+        return fit(Image.fromarray(decode(image)), self.size, self.resize)
 
 
 def fit(image: Image.Image, size: int, resize: Resize = "shortest") -> Tensor:
