@@ -91,31 +91,35 @@ def stats(source: Source, workers: int | None = None, decoded: bool = False) -> 
     if workers is None:
         workers = min(os.cpu_count() or 1, chunks // 10)
     for part in in_order(partial(_look, source, decoded), range(chunks), workers, timeout=0):
-        total.bad += [one for one in part if isinstance(one, Skipped)]
-        for texts, labels, (width, height) in (one for one in part if not isinstance(one, Skipped)):
-            words, letters = [len(text.split()) for text in texts], [len(text) for text in texts]
-            for name, values in zip(MEASURES, ([len(texts)], words, letters, [width], [height]), strict=True):
-                total.measures[name] += values
-            total.texts.update(texts)
-            total.labels.update(labels)
+        total.bad += part.bad
+        for name, values in part.measures.items():
+            total.measures[name] += values
+        total.texts.update(part.texts)
+        total.labels.update(part.labels)
     return total
 
 
-def _look(source: Source, decoded: bool, chunk: int) -> list[Skipped | tuple[list[str], list[int], tuple[int, int]]]:
-    """Bad samples of a chunk of rows; unless `decoded` the captions, classes, width and height of the others."""
-    names, found = getattr(source, "classnames", None), list[Skipped | tuple[list[str], list[int], tuple[int, int]]]()
-    for row in range(len(source))[chunk * _CHUNK : (chunk + 1) * _CHUNK]:
+def _look(source: Source, decoded: bool, chunk: int) -> Stats:
+    """Of a chunk of rows."""
+    names, rows = getattr(source, "classnames", None), range(len(source))[chunk * _CHUNK : (chunk + 1) * _CHUNK]
+    found = Stats(len(rows))
+    for row in rows:
         try:
             record = read(source, row)
-            labels = list(indices_of(record.label))
+            labels, texts = indices_of(record.label), record.captions
             if names and (highest := max(labels, default=0)) >= len(names):
                 raise BadSample(f"class index {highest}, but there are {len(names)} class names")
             if decoded:
                 decode(record.image)
-            else:
-                found.append((record.captions, labels, image_size(record.image)))
+                continue
+            words, letters = [len(text.split()) for text in texts], [len(text) for text in texts]
+            width, height = image_size(record.image)
+            for name, values in zip(MEASURES, ([len(texts)], words, letters, [width], [height]), strict=True):
+                found.measures[name] += values
+            found.texts.update(texts)
+            found.labels.update(labels)
         except BadSample as error:
-            found.append(Skipped(row, name_of(source, row), str(error)))
+            found.bad.append(Skipped(row, name_of(source, row), str(error)))
     return found
 
 

@@ -215,9 +215,10 @@ def mapped(path: Path) -> pa.Table:
 
 
 def made_once(identity: str, make: Callable[[], pa.Table | pa.RecordBatchReader]) -> tuple[pa.Table, Path | None]:
-    """A table and its Arrow file in the cache folder, made by one process for all; no file where none can be written.
+    """A table and its Arrow file in the cache folder, made by one process for all; no file where none may be written.
 
     Args: identity: whatever the table depends on, such as the path, size and time of change of its file.
+    Errors: ValueError for a full disk.
     """
     folder = cache_folder() / "rows"
     path = folder / f"{hashlib.blake2b(os.fsencode(identity), digest_size=16).hexdigest()}.arrow"
@@ -230,7 +231,10 @@ def made_once(identity: str, make: Callable[[], pa.Table | pa.RecordBatchReader]
                     write(path, make())
                 Path(lock).unlink(missing_ok=True)
         return mapped(touched(path)), path
-    except OSError:
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            with keeping(path):
+                raise
         made = make()
         return made if isinstance(made, pa.Table) else made.read_all(), None
 

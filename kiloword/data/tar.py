@@ -385,13 +385,15 @@ def expand(pattern: str) -> list[str]:
     match = RANGE.search(pattern)
     if match is None:
         return [pattern]
-    numbers = range(int(match[1]), int(match[2]) + 1)
-    if not 0 < len(numbers) <= _MOST_NAMES:
+    before, numbers, after = (
+        pattern[: match.start()],
+        range(int(match[1]), int(match[2]) + 1),
+        expand(pattern[match.end() :]),
+    )
+    if not 0 < (files := len(numbers) * len(after)) <= _MOST_NAMES:
         raise ValueError(
-            f"{pattern}: the range {match[0]} has {len(numbers):,} numbers. Expected at most {_MOST_NAMES:,}, and the "
-            "smaller one first."
+            f"{pattern} names {files:,} files. Expected at most {_MOST_NAMES:,}, and the smaller number first."
         )
-    before, after = pattern[: match.start()], expand(pattern[match.end() :])
     return [f"{before}{n:0{len(match[1])}}{end}" for n in numbers for end in after]
 
 

@@ -7,7 +7,6 @@ class labels become image-text data of which every match is known, at any level 
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -200,9 +199,9 @@ def tree_source(source: Source, folder: Path, query: str, name: str) -> TreeSour
 
 def _levels(value: str) -> tuple[tuple[int, float], ...]:
     """ "0:1,3:2" or "0,3" """
-    parts = [re.fullmatch(r"(\d{1,3})(?::(\d+\.?\d*))?", item) for item in value.split(",")]
-    levels = tuple((int(part[1]), float(part[2] or 1)) for part in parts if part)
-    if len(levels) < len(parts) or not all(weight > 0 for _, weight in levels):
+    parts = [item.partition(":") for item in value.split(",")]
+    levels = tuple((int(level), float(weight or 1)) for level, _, weight in parts)
+    if not all(level >= 0 and 0 < weight < np.inf for level, weight in levels):
         raise ValueError(value)
     return levels
 

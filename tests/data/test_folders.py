@@ -98,7 +98,7 @@ def test_what_a_folder_is_taken_for(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         (["train.csv"], "", r"is no data itself, but its tables train\.csv are: name one"),
         (["0/a/x.png", "0/b/x.png", "1/a/x.png", "1/b/x.png"], "", "its folders 0, 1 are: name one"),
         (["one/x.png"], "", "its folders one are: name one"),
-        (["0.tar"], "{2..0}.tar", "is empty"),
+        (["0.tar"], "{2..0}.tar", "names 0 files"),
         ([], "{0..9999}/{0..999}.tar", "at most 1,000,000"),
         (["classnames.txt", "a/x.png", "b/x.png"], "", "has 2 class folders, but classnames.txt names 3 classes"),
     ],
