@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from kiloword.data.rows import key_bytes, key_text
 from kiloword.stores.store import Places, Store, check_captions, key_digest
@@ -71,15 +72,12 @@ class FeatureStore(Store):
 
     def text_means(self) -> NDArray[np.float32]:
         """[N, D], the mean of each image's captions, float32, not of unit norm; zeros for one without captions."""
-        means = np.zeros((len(self.starts) - 1, self.dim), np.float32)
-        for first in range(0, len(means), _CHUNK):
+        means = list[Tensor]()
+        for first in range(0, len(self.starts) - 1, _CHUNK):
             starts = self.starts[first : first + _CHUNK + 1]
-            counts = np.diff(starts)
-            owner = torch.from_numpy(np.repeat(np.arange(len(counts)), counts))
             texts = torch.from_numpy(self.texts()[starts[0] : starts[-1]].astype(np.float32))
-            sums = torch.zeros(len(counts), self.dim).index_add_(0, owner, texts)
-            means[first : first + _CHUNK] = (sums / torch.from_numpy(counts).clamp(min=1)[:, None]).numpy()
-        return means
+            means.append(torch.segment_reduce(texts, "mean", lengths=torch.from_numpy(np.diff(starts)), initial=0))
+        return torch.cat(means).numpy()
 
     def of(self, source: Source) -> Features:
         """The features of a source. Raises: ValueError when the store was made from other data, see `Places`."""

@@ -47,8 +47,6 @@ SCHEMA = pa.schema(
 )
 IMAGES, CAPTIONS = 64, 1000  # rows of a source whose images, or captions, are compared with those of a store
 GROUP = 64  # channels of a token that share a minimum and a step
-AGAIN = "Make it again by `kiloword embed`."
-_DTYPES = {"fp16": "<f2", "fp32": "<f4", "int8": "|u1"}
 
 
 def group_of(width: int) -> int:
@@ -63,7 +61,7 @@ def place_of(folder: Path | str, kind: Kind) -> Path:
 
 def columns_of(file: StoreFile) -> dict[str, Shape]:
     """Shape and type of a row of each column that grows."""
-    dtype = np.dtype(_DTYPES[file.dtype])
+    dtype = np.dtype({"fp16": "<f2", "fp32": "<f4", "int8": "|u1"}[file.dtype])
     if file.kind == "features":
         return {"images": ((file.views, file.width), dtype), "texts": ((file.width,), dtype)}
     scales = {"scales": ((2 * file.width // group_of(file.width),), np.dtype("<f4"))} if file.dtype == "int8" else {}
@@ -97,7 +95,7 @@ class Store:
     kind: Kind
 
     def __init__(self, folder: Path | str) -> None:
-        self.path = place_of(folder, self.kind)
+        self.folder, self.path, self._maps = folder, place_of(folder, self.kind), dict[str, NDArray[Any]]()
         if not (self.path / STORE).is_file():
             there = [WHAT[kind] for kind in WHAT if (place_of(folder, kind) / STORE).is_file()]
             holds = f"{' and '.join(there)} alone" if there else f"no {STORE}"
@@ -105,19 +103,11 @@ class Store:
         self.file = store_file(self.path)
         if not (self.path / KEYS).is_file():
             raise ValueError(f"{folder} is not finished. Run the same `kiloword embed` command again to complete it.")
-        self._open()
-
-    def _open(self) -> None:
-        self._maps: dict[str, NDArray[Any]] = {}
         for name in columns_of(self.file):
             self.column(name)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"path": self.path, "file": self.file}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._open()
+    def __reduce__(self) -> Any:
+        return type(self), (self.folder,)
 
     def column(self, name: str) -> NDArray[Any]:
         """A column, memory-mapped."""
@@ -126,7 +116,7 @@ class Store:
             try:
                 self._maps[name] = np.asarray(np.load(path, mmap_mode="r"))
             except (OSError, ValueError, EOFError) as error:
-                raise ValueError(f"{path} is damaged ({error}): remove {self.path}. {AGAIN}") from None
+                raise ValueError(f"{path} is damaged ({error}): remove {self.path}, and make it again.") from None
         return self._maps[name]
 
     def cells(self, *names: str) -> pa.Table:
@@ -238,24 +228,21 @@ def _places(store: Store, base: Source, used: NDArray[np.int64]) -> NDArray[np.i
     names, keys = pa.chunked_array(table.column("key").cast(pa.large_binary())).combine_chunks(), key_column(base)
     found = places_of(keys, names.take(pa.array(order)))
     rows = np.where(found < 0, -1, order[found])
-    made = f"{store.path} was made from {store.file.data}"
-    do = f"Make one from the same data by `kiloword embed {store.file.model} --data SRC --out DIR`."
     missing = used[(rows[used] < 0) & keys.is_valid().to_numpy(False)[used]]
-    if len(missing):
-        raise ValueError(
-            f"{made}, and lacks {len(missing):,} images of {base.name} (fingerprint {base.fingerprint[:16]}), such as "
-            f"{shown_key(keys[int(missing[0])])}. {do}"
-        )
     by_key = pa.table({"key": names, "image": images}).filter(good).group_by("key")
     counts = by_key.aggregate([("image", "count_distinct")])
     differ = counts.column("key").filter(pc.greater(counts.column("image_count_distinct"), 1)).combine_chunks()
-    if (twice := places_of(keys, differ)).max(initial=-1) >= 0:
-        first = keys[int(np.flatnonzero(twice >= 0)[0])]
-        raise ValueError(f"{made}, in which two images have the key {shown_key(first)} and differ. {do}")
-    if others := other(rows, drawn=True):
+    twice, wrong = np.flatnonzero(places_of(keys, differ) >= 0), ""
+    if len(missing):
+        wrong = f"lacks {len(missing):,} images, such as {shown_key(keys[int(missing[0])])},"
+    elif len(twice):
+        wrong = f"has two images with the key {shown_key(keys[int(twice[0])])} that differ, a key"
+    elif others := other(rows, drawn=True):
+        wrong = f"has another image with the key {shown(others[0][:100])!r} than that"
+    if wrong:
         raise ValueError(
-            f"{made}, whose image {shown(others[0][:100])!r} is another one than that of {base.name}, with the same "
-            f"key. {do}"
+            f"{store.path} was made from {store.file.data}, and {wrong} of {base.name} ({base.fingerprint[:16]}). Make "
+            f"one from the same data by `kiloword embed {store.file.model} --data SRC --out DIR`."
         )
     return np.take(places, rows)
 

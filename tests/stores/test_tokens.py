@@ -174,7 +174,7 @@ def test_runs_that_tokens_do_not_fit_are_refused(tmp_path: Path) -> None:
 
     for n, (wrong, word) in enumerate((
         (on_tokens(run, stored(replace(run, seed=4), tmp_path / "tower")), "has weights"),
-        (data(good, sources=("scenes?n=48&captions=2&seed=9",)), "another one than that of"),
+        (data(good, sources=("scenes?n=48&captions=2&seed=9",)), "another image"),
         (data(good, augment=AugmentConfig(blur=0.5)), "asks for augment.blur 0.5"),
         (data(good, tokenizer_vocab=280), "has tokenizer"),
         (data(good, augment=replace(JITTER, drop_words=0.1)), "drop-words"),
