@@ -6,7 +6,6 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
@@ -40,11 +39,10 @@ def tar(tmp_path: Path) -> Path:
 @pytest.fixture
 def extra(tmp_path: Path) -> Path:
     """Rows of one key are merged; white space, nulls and what the image has already are left out."""
-    return table(
-        tmp_path / "extra.parquet",
-        key=["0003", "0000", "0003", "unheard", "0001"],
-        captions=[["c", " d "], ["a", "a", None, "", "image 0"], ["e"], ["x"], []],
+    texts = pa.array(
+        [["c", " d "], ["a", "a", None, "", "image 0"], ["e"], ["x"], []], pa.large_list(pa.large_string())
     )
+    return table(tmp_path / "extra.parquet", key=["0003", "0000", "0003", "unheard", "0001"], captions=texts)
 
 
 def test_captions_join_by_key(tar: Path, extra: Path) -> None:
@@ -59,7 +57,8 @@ def test_captions_join_by_key(tar: Path, extra: Path) -> None:
 
 
 def test_several_tables_of_both_forms(tar: Path, extra: Path, tmp_path: Path) -> None:
-    second = table(tmp_path / "b.parquet", caption=["c", "f", None], key=["0003", "0003", "0002"], score=[1, 2, 3])
+    keys: Any = pa.array(["0003", "0003", "0002"], pa.large_string()).dictionary_encode()
+    second = table(tmp_path / "b.parquet", caption=["c", "f", None], key=keys, score=[1, 2, 3])
     source = with_captions(open_source(str(tar)), [extra, str(second)])
     assert source.record(3).captions == ["image 3", "c", "d", "e", "f"]
     assert source.record(2).captions == ["image 2"]
@@ -86,17 +85,6 @@ def test_the_fingerprint_is_of_all_that_is_read(tar: Path, extra: Path, tmp_path
     prints = {with_captions(plain, paths, own).fingerprint for paths, own in ways}
     assert len(prints) == len(ways)
     assert with_captions(plain, [copy]).fingerprint in prints
-
-
-def test_what_else_a_source_knows_stays(tmp_path: Path) -> None:
-    scenes = parse_scenes("scenes?n=20&captions=2&task=colour")
-    source: Any = with_captions(scenes, [table(tmp_path / "t.parquet", key=[scenes.key(4)], captions=[["a circle"]])])
-    record, plain = source.record(4), scenes.record(4)
-    assert record.captions == [*plain.captions, "a circle"]
-    assert np.array_equal(record.image, plain.image)
-    assert (record.label, record.key, record.info) == (plain.label, plain.key, plain.info)
-    assert (source.natural, source.classnames) == (False, scenes.classnames)
-    assert source.relevance(record.captions, [4])[:-1].all()
 
 
 def test_mixtures_are_joined_part_by_part(tmp_path: Path) -> None:
@@ -126,15 +114,6 @@ def test_images_without_a_caption_get_those_of_the_table(tmp_path: Path) -> None
     assert (none.value.record.key, none.value.record.image) == ("b", photo())
     with pytest.raises(BadSample, match="zero bytes"):
         source.record(2)
-
-
-@pytest.mark.parametrize("kind", ["large", "dictionary"])
-def test_other_types_of_text(tar: Path, tmp_path: Path, kind: str) -> None:
-    of_key: Any = pa.array(["0000", "0001"], pa.large_string())
-    of_key = of_key.dictionary_encode() if kind == "dictionary" else of_key
-    lists = pa.array([["a"], ["b"]], pa.large_list(pa.large_string()))
-    source = with_captions(open_source(str(tar)), [table(tmp_path / "t.parquet", key=of_key, captions=lists)])
-    assert source.record(1).captions == ["image 1", "b"]
 
 
 LATIN = pa.Array.from_buffers(pa.string(), 1, pa.array([b"caf\xe9"]).buffers())

@@ -1,4 +1,4 @@
-"""`kiloword embed`: teachers of three kinds give what they give when asked directly; a run takes their table."""
+"""`kiloword embed`: teachers of four kinds give what they give when asked directly; first numbers of features."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet
+import pyarrow.parquet as pq
 import pytest
 import torch
 import torch.nn.functional as F
@@ -23,13 +22,14 @@ from folders import model_folder
 from kiloword.api import load
 from kiloword.cli.main import main
 from kiloword.data.open import open_source
+from kiloword.evaluation import evaluate
+from kiloword.model.trunks.libraries import torchvision_ready
 from kiloword.stores.embed import embed
 from kiloword.stores.features import FeatureStore
 from kiloword.stores.teachers import open_teacher
 from photo_folders import refused
-from tars import pairs, write_tar
 
-SCENES = "scenes?n=48&captions=3"
+SCENES, SHORT = "scenes?n=48&captions=3", "scenes?n=24&captions=2"
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(*words: object) -> None:
-    main([str(word) for word in words])
+    main([str(word) for word in (*words, "--device", "cpu")])
 
 
 def close(found: Any, expected: Tensor) -> bool:
@@ -47,7 +47,7 @@ def close(found: Any, expected: Tensor) -> bool:
 
 
 def test_our_own_model(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run("embed", model, "--data", SCENES, "--out", tmp_path / "t", "--batch", 7, "--workers", 2, "--device", "cpu")
+    run("embed", model, "--data", SCENES, "--out", tmp_path / "t", "--batch", 7, "--workers", 2)
     output = capsys.readouterr()
     assert "t: 48 images, 144 captions, 16 dimensions, " in output.out
     assert "images 100%" in output.err
@@ -60,34 +60,6 @@ def test_our_own_model(model: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert table.captions == texts
     assert close(table.texts(), matcher.encode_text(texts)["vec"])
     assert table.file.model == str(model)
-
-
-def test_several_sources_and_extra_captions(model: Path, tmp_path: Path) -> None:
-    data = [write_tar(tmp_path / f"{n}.tar", pairs(5, 5 * n)) for n in range(2)]
-    extra = tmp_path / "extra.parquet"
-    pa.parquet.write_table(pa.table({"key": ["0007"], "captions": [["a pseudo-caption"]]}), extra)
-    run("embed", model, "--data", *data, "--extra-captions", extra, "--out", tmp_path / "t", "--name", "seer")
-    table = FeatureStore(tmp_path / "t")
-    assert (table.name, table.keys) == ("seer", [f"{n:04d}" for n in range(10)])
-    assert table.captions[7:9] == ["image 7", "a pseudo-caption"]
-
-
-def test_the_command_refuses_with_a_sentence(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "bert").mkdir()
-    (tmp_path / "bert" / "config.json").write_text('{"model_type": "bert"}')
-    (tmp_path / "bert" / "model.safetensors").touch()
-    out = ("--data", SCENES, "--out", tmp_path / "t", "--device", "cpu")
-    for words, word in (
-        ((tmp_path / "none", *out), "expected a model folder"),
-        (("open_clip:ViT-B-32:nowhere.pt", *out), "no file of weights at nowhere.pt"),
-        ((f"hf:{tmp_path / 'bert'}", *out), "no tokenizer.json"),
-        ((model, "--data", "nothing", "--out", tmp_path / "t"), "no such file or folder"),
-        ((model, *out, "--dtype", "int8"), "--tokens"),
-    ):
-        assert word in refused(capsys, "embed", *words)
-    assert not (tmp_path / "t").exists()
-    run("embed", model, *out)
-    assert "precision fp32 there, bf16 here" in refused(capsys, "embed", model, *out, "--precision", "bf16")
 
 
 def test_other_weights_of_the_same_name_are_another_teacher(model: Path, tmp_path: Path) -> None:
@@ -144,3 +116,174 @@ def test_open_clip(open_clip: ModuleType, name: str, tmp_path: Path) -> None:
         texts = F.normalize(theirs.encode_text(open_clip.get_tokenizer(name)(table.captions)), dim=-1)
     assert torch.allclose(torch.from_numpy(np.array(table.images())), expected, atol=1e-5)
     assert torch.allclose(torch.from_numpy(np.array(table.texts())), texts, atol=1e-5)
+
+
+# The first numbers of features
+
+
+@pytest.fixture(scope="module")
+def prefixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_folder(tmp_path_factory.mktemp("models") / "model", "siglip+matryoshka")
+
+
+@pytest.fixture(scope="module")
+def stores(prefixed: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """Feature stores of all 16 numbers and of 8."""
+    found = {dim: tmp_path_factory.mktemp("stores") / str(dim) for dim in (16, 8)}
+    for dim, out in found.items():
+        run("embed", prefixed, "--data", SHORT, "--dtype", "fp32", "--out", out, "--dim", dim)
+    return found
+
+
+def test_a_store_has_the_first_numbers_and_remembers_how_many(
+    prefixed: Path, stores: dict[int, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, part = (FeatureStore(stores[dim]) for dim in (16, 8))
+    assert (whole.dim, part.dim) == (16, 8)
+    for a, b in ((whole.images(), part.images()), (whole.texts(), part.texts())):
+        torch.testing.assert_close(F.normalize(torch.tensor(a)[:, :8], dim=1), torch.tensor(b))
+    same = ("embed", prefixed, "--data", SHORT, "--dtype", "fp32", "--out", stores[8])
+    assert "holds other features" in refused(capsys, *same)
+    assert " dim 8 there, " in refused(capsys, *same, "--dim", 4)
+
+
+def test_an_audit_follows_the_store(
+    prefixed: Path, stores: dict[int, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("audit", SHORT, "--model", prefixed)
+    run(*words, "--out", tmp_path / "dim", "--dim", 8)
+    run(*words, "--out", tmp_path / "store", "--features", stores[8])
+    dim, store = (
+        [row["score"] for row in pq.read_table(tmp_path / n / "keep.parquet").to_pylist()] for n in ("dim", "store")
+    )
+    assert dim == pytest.approx(store, abs=1e-4)
+    said = refused(capsys, *words, "--out", tmp_path / "bad", "--features", stores[16], "--dim", 8)
+    assert "has features of 16 numbers, and --dim asks for 8" in said
+
+
+def test_an_evaluation_of_the_first_numbers(prefixed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "values.json"
+    run("eval", "retrieval", prefixed, "--data", SHORT, "--dim", 5, "--json", out)
+    assert "not on its first 5" in capsys.readouterr().err
+    assert json.loads(out.read_text()) == pytest.approx(dict(evaluate(load(prefixed, dim=5), "retrieval", SHORT)))
+
+
+def test_the_commands_refuse_with_a_sentence(
+    prefixed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "bert").mkdir()
+    (tmp_path / "bert" / "config.json").write_text('{"model_type": "bert"}')
+    (tmp_path / "bert" / "model.safetensors").touch()
+    llip, data = model_folder(tmp_path / "llip", "llip"), ("--data", SHORT)
+    out = (*data, "--out", tmp_path / "t")
+    for words, word in (
+        (("embed", tmp_path / "none", *out), "expected a model folder"),
+        (("embed", "open_clip:ViT-B-32:nowhere.pt", *out), "no file of weights at nowhere.pt"),
+        (("embed", f"hf:{tmp_path / 'bert'}", *out), "no tokenizer.json"),
+        (("embed", prefixed, "--data", "nothing", "--out", tmp_path / "t"), "no such file or folder"),
+        (("embed", prefixed, *out, "--dtype", "int8"), "--tokens"),
+        (("embed", prefixed, *out, "--dim", 0), "0 was asked for: expected 1 to 16"),
+        (("embed", prefixed, *out, "--tokens", "--dim", 8), "--dim are for features"),
+        (("embed", llip, *out, "--dim", 8), "more than the cosine"),
+        (("eval", "retrieval", prefixed, *data, "--dim", 17), "17 was asked for"),
+        (("eval", "retrieval", llip, *data, "--dim", 8), "more than the cosine"),
+    ):
+        assert word in refused(capsys, *words)
+    assert not (tmp_path / "t").exists()
+
+
+# Encoders of texts alone
+
+TEXTS = ["a red circle", "Two blue squares and a star", "a", "star " * 40]
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "red", "circle", "two", "blue", "squares", "and", "star"]
+MODULES = [("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize")]
+
+
+@pytest.fixture
+def bert(tmp_path: Path) -> tuple[Path, Any]:
+    """A tiny random BERT as sentence-transformers saves it, and what transformers makes of a text."""
+    torchvision_ready()
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    place = tmp_path / "minilm"
+    (place / "1_Pooling").mkdir(parents=True)
+    (tmp_path / "vocab.txt").write_text("\n".join(WORDS))
+    tokenizer = transformers.BertTokenizerFast(str(tmp_path / "vocab.txt"), do_lower_case=False)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    config = transformers.BertConfig(vocab_size=len(WORDS), max_position_embeddings=10, **sizes)
+    model = transformers.BertModel(config).eval()
+    for part in (model, tokenizer):
+        part.save_pretrained(str(place))
+    modules = [{"type": f"sentence_transformers.models.{kind}", "path": path} for kind, path in MODULES]
+    (place / "modules.json").write_text(json.dumps(modules))
+    (place / "sentence_bert_config.json").write_text('{"max_seq_length": 9, "do_lower_case": true}')
+    (place / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true}')
+
+    def tokens(text: str, length: int) -> torch.Tensor:
+        with torch.no_grad():
+            inputs = tokenizer([text], truncation=True, max_length=length, return_tensors="pt")
+            found: torch.Tensor = model(**inputs).last_hidden_state[0]
+            return found
+
+    return place, tokens
+
+
+def test_tokens_are_pooled_as_the_folder_says(bert: tuple[Path, Any]) -> None:
+    """Lower case and cut as it says too; without its files, the mean of all tokens that the encoder takes."""
+    folder, tokens = bert
+    fingerprints = set[str]()
+    for mode, pool in (
+        ("mean_tokens", lambda x: x.mean(0)),
+        ("cls_token", lambda x: x[0]),
+        ("max_tokens", lambda x: x.amax(0)),
+    ):
+        (folder / "1_Pooling" / "config.json").write_text(json.dumps({f"pooling_mode_{mode}": True, "other": 3}))
+        teacher = open_teacher(f"hf:{folder}", "cpu")
+        fingerprints.add(teacher.fingerprint)
+        for text, row in zip(TEXTS, teacher.encode_texts(TEXTS), strict=True):
+            expected = F.normalize(pool(tokens(text.lower(), 9)), dim=0)
+            torch.testing.assert_close(row, expected, atol=1e-5, rtol=1e-4)
+    assert len(fingerprints) == 3
+    for file in ("modules.json", "sentence_bert_config.json"):
+        (folder / file).unlink()
+    plain = open_teacher(f"hf:{folder}", "cpu")
+    for text, row in zip(TEXTS, plain.encode_texts(TEXTS), strict=True):
+        torch.testing.assert_close(row, F.normalize(tokens(text, 10).mean(0), dim=0), atol=1e-5, rtol=1e-4)
+    assert plain.encode_texts([]).shape == (0, 16)
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "word"),
+    [
+        ("config.json", '{"model_type": "gpt2"}', "gpt2"),
+        ("config.json", '{"model_type": "bert", "max_position_embeddings": 2}', "2 tokens"),
+        ("modules.json", "{}", "no json list"),
+        ("modules.json", '[{"type": "x.Transformer"}, {"type": "x.Dense"}]', "Dense"),
+        ("modules.json", '[{"type": "Transformer"}, {"type": "Pooling", "path": "../../secret"}]', "secret"),
+        ("1_Pooling/config.json", "{}", "nothing"),
+        ("1_Pooling/config.json", '{"pooling_mode_mean_tokens": true, "pooling_mode_cls_token": true}', "cls_token"),
+        ("1_Pooling/config.json", None, "1_Pooling/config.json"),
+    ],
+)
+def test_folders_that_cannot_be_used(bert: tuple[Path, Any], file: str, text: str | None, word: str) -> None:
+    if text is None:
+        (bert[0] / file).unlink()
+    else:
+        (bert[0] / file).write_text(text)
+    with pytest.raises(ValueError, match=word):
+        open_teacher(f"hf:{bert[0]}", "cpu")
+
+
+def test_partners_are_those_of_the_sentences(
+    bert: tuple[Path, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From the encoder to a run whose partners have the nearest captions (CLIP-C's ablation)."""
+    store = tmp_path / "store"
+    main(["embed", f"hf:{bert[0]}", "--data", "scenes?n=12", "--out", str(store), "--device", "cpu"])
+    assert "encodes texts alone" in capsys.readouterr().err
+    table = FeatureStore(store)
+    assert not np.asarray(table.images()).any()
+    np.testing.assert_allclose(np.linalg.norm(np.asarray(table.texts(), np.float32), axis=1), 1, atol=1e-3)
+    words = "train clip-c --data scenes?n=12 --size debug --batch 4 --steps 1 --vocab 300 --settings.partner nearest"
+    main([*words.split(), "--settings.partner-table", str(store), "--out", str(tmp_path / "run")])
+    assert (tmp_path / "run" / "model" / "model.safetensors").is_file()

@@ -18,10 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from holding import held_by_another
 from kiloword.config.options import RunOptions
 from kiloword.config.recipes import AugmentConfig, DataConfig, TextConfig
-from kiloword.data.edits import mix
 from kiloword.data.loader import Loader
 from kiloword.data.open import open_source
 from kiloword.data.sampler import Order
@@ -193,25 +191,6 @@ def test_another_teacher_data_or_option_is_refused(table: FeatureStore) -> None:
             embed(**{**given, **change})
 
 
-@dataclass
-class Second(Images):
-    """Other images under other keys."""
-
-    name: str = "second"
-    fingerprint: str = "s"
-
-    def key(self, row: int) -> str:
-        return f"second {row}"
-
-
-def test_what_is_missing_is_computed_from_sources_in_the_first_order_alone(tmp_path: Path) -> None:
-    """Pieces are ranges of rows: those of another order would hold other images."""
-    with pytest.raises(KeyboardInterrupt):
-        embed(Fake(stop_after=ROWS), mix([Images(), Second()]), tmp_path / "t", part=ROWS, batch=ROWS)
-    with pytest.raises(ValueError, match=r"fingerprint .* there"):
-        embed(Fake(), mix([Second(), Images()]), tmp_path / "t", part=ROWS)
-
-
 def test_bad_rows_are_counted_and_named(tmp_path: Path) -> None:
     for _ in range(2):  # also of a finished store
         lines = StringIO()
@@ -260,12 +239,6 @@ def test_folders_that_are_no_feature_store(tmp_path: Path, table: FeatureStore) 
     for name, word in (("photos", r"store\.json"), ("cut", "damaged")):
         with pytest.raises(ValueError, match=word):
             FeatureStore(tmp_path / name)
-
-
-def test_a_folder_that_another_process_writes_is_refused(tmp_path: Path) -> None:
-    with held_by_another(tmp_path / "t") as other, pytest.raises(ValueError, match=rf"process {other.pid} .* writing"):
-        embed(Fake(), Images(), tmp_path / "t")
-    embed(Fake(), Images(), tmp_path / "t")
 
 
 def test_a_table_of_another_teacher_at_the_same_path_is_no_resumption(tmp_path: Path) -> None:

@@ -283,19 +283,6 @@ def test_evaluation_reads_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.slow
-def test_mixed_tokens_do_not_depend_on_workers(tmp_path: Path) -> None:
-    run = recipe(steps=3)
-    images = on_tokens(run, stored(run, tmp_path / "f", views=2), text_features=())
-    mixed = replace(images, method="clip-c", settings={"rho": 0.8})
-    for workers in (0, 2):
-        train(mixed, tmp_path / str(workers), options=replace(QUIET, workers=workers))
-    assert losses(tmp_path / "0") == losses(tmp_path / "2")
-    crops = replace(images, method="siglip+stylistic")
-    with pytest.raises(ValueError, match="two crops of one image"):
-        train(crops, tmp_path / "crops", options=QUIET)
-
-
-@pytest.mark.slow
 def test_a_run_on_tokens_goes_on_exactly(tmp_path: Path) -> None:
     """Weights and all rows of metrics, bit for bit, over an epoch's end, with workers in the second part."""
     run = on_tokens(recipe(steps=8, micro=8), stored(recipe(), tmp_path / "f", views=2, dtype="int8"))
