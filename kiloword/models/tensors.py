@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load, load_file
 from torch import Tensor
 
 from kiloword.files import atomic
@@ -69,8 +70,9 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str,
 
 def open_tensors(path: Path) -> dict[str, Tensor]:
     """The tensors of a safetensors file. Raises: ValueError when it is damaged, or holds others than floats."""
+    odd = "\ufffd" in os.fsencode(path).decode(errors="replace")  # the library opens no path that is not UTF-8
     try:
-        tensors = load_file(path)
+        tensors = load(path.read_bytes()) if odd else load_file(path)
     except (SafetensorError, RuntimeError) as e:
         raise ValueError(f"{path} is damaged ({e}): copy it again, or use an earlier one.") from e
     for name, value in tensors.items():

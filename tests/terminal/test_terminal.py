@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import io
-import os
 import re
-import subprocess
 import sys
 import unicodedata
 from pathlib import Path
@@ -130,27 +128,6 @@ def test_pages_are_not_turned_around() -> None:
     for text in ("t\\u202e\\x9b", "i\\u2067\\udcff", "h\\x1b", "<p>\\u202d\u0645\u200c\u200f</p>"):
         assert text in html  # joiners and marks are spelling
     html.encode()
-
-
-ASCII = {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}
-
-
-@pytest.mark.slow
-def test_terminals_of_ascii(tmp_path: Path) -> None:
-    """Where nothing but ASCII can be written or named: no traceback, and escapes for the rest."""
-    (tmp_path / "é").mkdir()
-    verbs = [["methods"], ["doctor"], ["train", "--help"], ["x\udcff\x1b"], ["data", "stats", "scenes?n=4"]]
-    code = (
-        f"import sys; from kiloword.cli.main import main\nfor verb in [*{verbs!a}, ['data', 'stats', sys.argv[1]]]:\n"
-        "  try: main(verb)\n  except SystemExit as end: print(end.code)"
-    )
-    command = [sys.executable, "-c", code, str(tmp_path / "é")]
-    done = subprocess.run(command, capture_output=True, env={**os.environ, **ASCII}, check=True)
-    assert done.stdout.isascii()
-    assert done.stderr.isascii()
-    assert b"Traceback" not in done.stderr
-    assert b"\\udcc3\\udca9" in done.stderr
-    assert done.stdout.split()[-1] == b"2"
 
 
 def test_texts_of_a_locale_of_ascii_are_the_same_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
