@@ -19,6 +19,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeVar
@@ -116,14 +117,9 @@ def files_in(folder: Address) -> list[str]:
 
     def listed(_: int) -> Iterator[list[str]]:
         fs, path = _fsspec(folder)
-        yield [str(e["name"]).rpartition("/")[2] for e in fs.ls(path, detail=True) if e.get("type") != "directory"]
+        yield [os.path.basename(entry["name"]) for entry in fs.ls(path, detail=True) if entry["type"] != "directory"]
 
     return next(_asked(folder, listed))
-
-
-def name_of(url: str) -> str:
-    """The file's name: `0.tar` of `https://host/a/0.tar`."""
-    return unquote(urlsplit(url).path).rpartition("/")[2]
 
 
 # The folder of copies
@@ -133,7 +129,9 @@ def _copy(address: Address, version: str, wait: bool = True) -> Path:
     """Args: wait: for another process that fetches the file, and for space."""
     identity = f"{address.url}\n{address.selector}\n{version}"
     digest = hashlib.blake2b(os.fsencode(identity), digest_size=12).hexdigest()
-    path = cache_folder() / "remote" / f"{digest}-{re.sub(r'[^a-zA-Z0-9_.-]', '_', name_of(address.url))[-80:]}"
+    path = (
+        cache_folder() / "remote" / f"{digest}-{re.sub(r'[^a-zA-Z0-9_.-]', '_', os.path.basename(address.url))[-80:]}"
+    )
     try:
         if not path.exists():
             (path.parent / "locks").mkdir(parents=True, exist_ok=True)
@@ -266,8 +264,8 @@ def _is_http(address: Address) -> bool:
 
 def _http_version(address: Address) -> str:
     """By a GET of one byte: signed URLs refuse HEAD."""
-    with _response(address, {"Range": "bytes=0-0"}) as response:
-        size = _length(response)
+    response, size = _response(address, {"Range": "bytes=0-0"})
+    with response:
         tag = response.headers.get("ETag") or response.headers.get("Last-Modified", "")
     if not size.isdecimal():
         raise Unreachable(f"{address}: the server does not say how long it is. Expected a Content-Length.")
@@ -276,11 +274,10 @@ def _http_version(address: Address) -> str:
 
 def _http_bytes(address: Address, start: int, size: int) -> Iterator[bytes]:
     """The bytes of a file from `start` on, as they come."""
-    with _response(address, {"Range": f"bytes={start}-{size - 1}"} if start else {}) as response:
-        if (length := _length(response)) != str(size):
-            raise ConnectionError(
-                f"the server says that it has {length or 'any number of'} bytes, not {size:,} as in the index"
-            )
+    response, length = _response(address, {"Range": f"bytes={start}-{size - 1}"} if start else {})
+    with response:
+        if length != str(size):
+            raise ConnectionError(f"the server says that it has {length or 'some'} bytes, not {size:,} as in the index")
         skip = 0 if response.status == 206 else start  # of servers without ranges
         while chunk := response.read1(_CHUNK):
             if skip < len(chunk):
@@ -288,8 +285,11 @@ def _http_bytes(address: Address, start: int, size: int) -> Iterator[bytes]:
             skip = max(0, skip - len(chunk))
 
 
-def _response(address: Address, headers: dict[str, str]) -> Any:
-    """The answer to a GET, after redirects. The login of the address, or of .netrc, goes to its own host alone."""
+def _response(address: Address, headers: dict[str, str]) -> tuple[Any, str]:
+    """The answer to a GET, after redirects, and the length of the whole file, as the headers give it.
+
+    The login of the address, or of .netrc, goes to its own host alone.
+    """
     request = urllib.request.Request(quote(address.asked, safe=_SAFE), headers=headers)
     user, _, password = map(unquote, address.login.partition(":"))
     with suppress(OSError, netrc.NetrcParseError):
@@ -298,13 +298,10 @@ def _response(address: Address, headers: dict[str, str]) -> Any:
     if user or password:
         login = base64.b64encode(f"{user}:{password or ''}".encode()).decode()
         request.add_unredirected_header("Authorization", f"Basic {login}")
-    return urllib.request.build_opener(_Redirects).open(request, timeout=settings().timeout)
-
-
-def _length(response: Any) -> str:
-    """The length of the whole file, as the headers give it."""
-    span, length = response.headers.get("Content-Range", ""), response.headers.get("Content-Length", "")
-    return str(span.rpartition("/")[2] if response.status == 206 else length).strip()
+    response = urllib.request.build_opener(_Redirects).open(request, timeout=settings().timeout)
+    span = response.headers.get("Content-Range", "") if response.status == 206 else None
+    length = response.headers.get("Content-Length", "") if span is None else span.rpartition("/")[2]
+    return response, length.strip()
 
 
 class _Redirects(urllib.request.HTTPRedirectHandler):
@@ -378,16 +375,14 @@ def _file_of(source: Any, row: int) -> str:
     return str(source.remote_file(row)) if getattr(source, "remote", False) else ""
 
 
+@dataclass
 class Ahead:
-    """Fetches the files of the next steps, in threads of this process; the reader of a file reports what fails.
+    """Fetches the files of the next steps, in threads of this process; the reader of a file reports what fails."""
 
-    Args: rows_of: the rows of a step; most: steps to look ahead; stop: the step before which reading ends.
-    """
-
-    def __init__(
-        self, rows_of: Callable[[int], tuple[Source, Iterable[int]]], most: int, stop: int | None = None
-    ) -> None:
-        self.rows_of, self.most, self.stop, self._owner = rows_of, most, stop, 0
+    rows_of: Callable[[int], tuple[Source, Iterable[int]]]  # of a step
+    most: int  # steps to look ahead
+    stop: int | None  # the step before which reading ends
+    _owner: int = 0
 
     def at(self, step: int) -> None:
         """Request the files of this step and the next ones. Works in any process: a fork copies no threads."""

@@ -154,7 +154,7 @@ class Rows:
             else:
                 check_size("the image", size, MAX_IMAGE)
                 offset = self._cell("offset", row)
-                image = remote.read(place, offset, size) if self.remote else _opened(place).read(offset, size)
+                image = remote.read(place, offset, size) if self.remote else _opened(place).read_at(size, offset)
                 if len(image) < size:
                     raise BadSample("its file ends in the middle of the image")
         except remote.Unreachable:
@@ -163,7 +163,7 @@ class Rows:
             if getattr(error, "errno", None) in PASSING:
                 _opened.cache_clear()  # a stale handle of a network drive stays stale
                 raise
-            reason = error.strerror if isinstance(error, OSError) else "not a file name"
+            reason = os.strerror(error.errno or 0) if isinstance(error, OSError) else "not a file name"
             raise BadSample(f"image cannot be read ({reason})") from None
         if not image:
             raise BadSample("the image has zero bytes")
@@ -187,26 +187,10 @@ def image_file(path: str) -> str:
     return next((file for suffix in IMAGE_SUFFIXES if os.path.exists(file := f"{path}.{suffix}")), path)
 
 
-class OpenFile:
-    """An open file without a position, which processes and threads can share. Args: place: see `Rows`."""
-
-    def __init__(self, place: str) -> None:
-        self._fd = -1
-        self._fd = os.open(_VERSION.sub("", place), os.O_RDONLY)
-
-    def read(self, offset: int, size: int) -> bytes:
-        """`size` bytes from `offset`, fewer at the end of the file."""
-        raw = os.pread(self._fd, size, offset)
-        while len(raw) < size and (chunk := os.pread(self._fd, size - len(raw), offset + len(raw))):
-            raw += chunk  # one call may return less on some network file systems
-        return raw
-
-    def __del__(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-
-
-_opened = lru_cache(64)(OpenFile)  # files that stay open
+@lru_cache(64)
+def _opened(place: str) -> pa.OSFile:
+    """A file that stays open, which processes and threads can share, as it is read without a position."""
+    return pa.OSFile(os.fsencode(_VERSION.sub("", place)))
 
 
 def mapped(path: Path) -> pa.Table:

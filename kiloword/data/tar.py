@@ -173,7 +173,7 @@ def _rows(name: str, folder: str, wanted: list[str], index: Path | None, *classe
     lines, damaged, empty, members = list[str](), list[str](), LeftOut("tar"), LeftOut("member")
     for tar in _said(table):
         place = os.path.join(folder, _name(tar.file))
-        file = remote.name_of(place) if is_url(place) else os.path.basename(place)
+        file = os.path.basename(place)
         lines.append(f"{file} {tar.digest}")
         members.extend(LeftOut("member", counts=tar.left_out, first=tar.named))
         if tar.note:
