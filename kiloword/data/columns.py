@@ -214,8 +214,8 @@ def class_data(folder: Path) -> tuple[list[str] | None, list[str] | None]:
     return found[0], found[1]
 
 
-Label = int | LabelSet | str | None
-"""A label, or why there is none that can be used (a text)."""
+Label = int | LabelSet | str
+"""A label, -1 for none, or why there is none that can be used (a text)."""
 
 
 def labels_of(
@@ -245,7 +245,7 @@ def labels_of(
 
 def _label(value: Any, known: Mapping[str, int]) -> Label:
     if value is None or value == -1:
-        return None
+        return -1
     several = value if isinstance(value, list) else [value]
     for one in several:
         if isinstance(one, str) and one not in known:

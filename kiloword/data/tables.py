@@ -15,11 +15,10 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet
@@ -40,7 +39,7 @@ from kiloword.data.columns import (
 )
 from kiloword.data.layouts import beside, images_folder, named, read_layout
 from kiloword.data.query import FORM, TableOptions, parse_query, split_query
-from kiloword.data.rows import Rows, keeping, key_bytes, made_once, mapped, touched, write
+from kiloword.data.rows import Rows, keeping, key_bytes, made_once, touched
 from kiloword.data.sample import ANSWERS, QUESTION, clean, parse_answers, texts_in
 from kiloword.errors import LeftOut
 from kiloword.files import cache_folder, replacing
@@ -61,8 +60,6 @@ SCHEMA = pa.schema(
         "offset": pa.int64(), "size": pa.int64(),
     }
 )  # fmt: skip
-_BAD = pa.schema([SCHEMA.field("key"), SCHEMA.field("error")])
-_GROUPED = SCHEMA.append(pa.field("group", pa.large_binary()))  # equal for rows of one image; null: of its own
 
 
 def fingerprint(path: Path) -> str:
@@ -79,14 +76,14 @@ class NoRows(ValueError):
     """A table has no rows."""
 
 
-@dataclass(frozen=True)
-class TableColumns:
-    """Names of the columns that are read."""
+class TableColumns(NamedTuple):
+    """Names of the columns that are read; "": none."""
 
     image: str
-    texts: dict[str, str]  # column by key: of questions their key in `Record.info`, of captions the column itself
-    info: tuple[str, ...] = ()  # columns of other values of `Record.info`
-    label: str = ""  # column of labels; "": none
+    texts: tuple[str, ...]  # of captions, or of answers to a question
+    question: str = ""
+    info: tuple[str, ...] = ()  # other values of `Record.info`
+    label: str = ""
 
 
 def choose(path: Path, names: Sequence[str], options: TableOptions) -> TableColumns:
@@ -96,23 +93,22 @@ def choose(path: Path, names: Sequence[str], options: TableOptions) -> TableColu
         return next((column for column in known if column in names), "")
 
     image, question = options.image or first(*IMAGE_COLUMNS), options.question or first(QUESTION)
-    answers, caption, label = options.answer or first(*ANSWER_COLUMNS), first(*CAPTION_COLUMNS), first(*LABEL_COLUMNS)
-    if question and (answers or options.question) and not options.caption:
-        columns = {QUESTION: question, **({ANSWERS if options.answer else answers: answers} if answers else {})}
-    else:
-        caption = caption or ("" if label else first("text"))  # as the library datasets names it
-        columns = {c: c for c in options.caption or filter(None, [caption])}
-    mixed = QUESTION not in columns and (options.answer or options.question)
-    label = options.label or ("" if columns else label)
+    answers, label = options.answer or first(*ANSWER_COLUMNS), first(*LABEL_COLUMNS)
+    question = question if (answers or options.question) and not options.caption else ""
+    caption = first(*CAPTION_COLUMNS) or ("" if label else first("text"))  # as the library datasets names it
+    columns = tuple(filter(None, [answers] if question else options.caption or [caption]))
+    label = options.label or ("" if columns or question else label)
     info = tuple(dict.fromkeys([*options.info, *(c for c in INFO_COLUMNS if names.count(c) == 1)]))
-    check_columns(path, names, *filter(None, [image, *columns.values(), *info, label, options.split and SPLIT]))
-    if not image or not (columns or label) or mixed:
+    chosen = TableColumns(image, columns, question, info, label)
+    check_columns(path, names, *filter(None, [image, *columns, question, *info, label, options.split and SPLIT]))
+    mixed = not question and (options.answer or options.question)
+    if not image or not (columns or question or label) or mixed:
         raise ValueError(
             f"{path} has the columns {shown(', '.join(names)[:200]) or 'none'}. Expected `image` (or `filepath`) and "
             "`caption`, `captions` (or `title`) in its first line; or `image`, `question` and `answers` (or `answer`); "
             f"or `image` and `label`. Other columns are named by {FORM}, or by question= and answer=, without caption=."
         )
-    return TableColumns(image, columns, info, label)
+    return chosen
 
 
 def open_table(
@@ -132,13 +128,16 @@ def open_table(
     contents, other, (classnames, templates) = fingerprint(path), beside(path, options), class_data(path.parent)
     chosen = replace(options, images="", annotations="")
     digest = _digest(contents, fingerprint(other) if other else "", repr(chosen), prefix, repr(columns))
+    place = cache_folder() / "rows" / f"{_digest(contents, options.image)}.images"
     table, file = made_once(
         f"table 3 {digest} {path.name} {classnames} {cache_folder()}",
-        lambda: _table(name, path, options, other, contents, classnames, prefix, columns),
+        lambda: _table(name, path, options, other, place, classnames, prefix, columns),
     )
     told, folder = json.loads(table.schema.metadata[b"kiloword"]), path.parent
     if told["inside"]:
-        _copied(path, told["inside"], contents)
+        if not place.is_file():
+            _copied(path, told["inside"], place)
+        touched(place)
         folder = named(path, "images", options.images) if options.images else folder
     elif options.images or told["subset"] is not None:
         folder = images_folder(path, options.images, table.column("file"), told["subset"])
@@ -153,33 +152,38 @@ def _table(
     path: Path,
     options: TableOptions,
     other: Path | None,
-    contents: str,
+    place: Path,
     listed: list[str] | None,
     prefix: str,
     columns: TableColumns | None,
 ) -> pa.Table:
-    """The rows of a file, and as metadata what is said of them all."""
+    """The rows of a file, and as metadata what is said of them all. Args: place: for images that it contains."""
     layout, left = read_layout(path, options, other) if columns is None else None, LeftOut("row")
     options = layout.options if layout else options
     names = list(layout.cells) if layout else column_names(path)
     columns = columns or choose(path, names, options)
-    wanted = [columns.image, *columns.texts.values(), *columns.info, columns.label, options.split and SPLIT]
+    inside, parts = not layout and _inside(path, columns.image), list[str]()
+    wanted = [*columns.texts, columns.question, *columns.info, columns.label, options.split and SPLIT]
+    wanted = [*wanted, STATUS] if inside and STATUS in names else wanted if inside else [columns.image, *wanted]
     with arrow_errors(path):
-        place = _copied(path, columns.image, contents) if not layout and _inside(path, columns.image) else None
-        if place:
-            wanted = [*wanted[1:], STATUS if STATUS in names else ""]
         cells, malformed = layout[:2] if layout else read_table(path, [*filter(None, wanted)])
-        where = _places(path, cells, columns.image, place, prefix)
         if columns.label and path.suffix.lower() == ".parquet":
             listed = class_label_names(path, columns.label) or listed
         labels, classnames = labels_of(name, cells[columns.label], listed) if columns.label else ([], None)
-    kept, parts = list(range(len(where["key"]))), list[str]()
+        files = [_file(cell) for cell in cells.get(columns.image, [])]
+    where: Cells = {"file": files, "group": files} if columns.image else {}
+    where = _copied(path, columns.image, place) if inside else where
+    kept = list(range(len(next(iter((where or cells).values())))))
+    keys = [b"%b%d" % (prefix.encode(), n) for n in kept]
+    if files:
+        keys = [os.path.splitext(file)[0] if file else b"row " + key for file, key in zip(files, keys, strict=True)]
+        keys = [key if key.isascii() else key_bytes(os.fsdecode(key)) for key in keys]
     if options.split:
         parts = [os.fsdecode(part) if isinstance(part, bytes) else str(part) for part in cells[SPLIT]]
         kept = [n for n in kept if parts[n] == options.split]
-    if place and STATUS in cells:
-        status, groups = [decoded(cell) for cell in cells[STATUS]], where["group"]
-        failed = {n for n in kept if status[n] != "success" and groups[n] is None}
+    if inside and STATUS in cells:
+        status = [decoded(cell) for cell in cells[STATUS]]
+        failed = {n for n in kept if status[n] != "success" and where["group"][n] is None}
         for n in sorted(failed):
             left.add(str(n), f"the download failed ({status[n]})")
         kept = [n for n in kept if n not in failed]
@@ -187,84 +191,69 @@ def _table(
         which = f" whose {SPLIT} is {shown(options.split[:60])!r}" if options.split else ""
         there = f" It has {shown(', '.join(dict.fromkeys(parts))[:200])}." if options.split else ""
         raise NoRows(f"{path} has no rows{which}. Expected a text in each, and its image.{there}")
-    where = {column: [values[n] for n in kept] for column, values in where.items()}
-    if QUESTION in columns.texts and not place:
-        where["key"] = [b"%b#%d" % (key, n) for n, key in enumerate(where["key"])]
-    made = {column: pa.array(values, _GROUPED.field(column).type) for column, values in where.items()}
-    table = pa.table(made | _parsed(cells, columns, kept, labels))
-    if columns.image and columns.texts and QUESTION not in columns.texts:
-        table = _merged(table)
-    bad = [{"key": key_bytes(line), "error": reason} for line, reason in malformed]
+    images, one_each = dict[Any, list[int]](), columns.question or not columns.texts or not columns.image
+    groups = where.pop("group", [])
+    for n in kept:
+        images.setdefault(n if one_each else groups[n] or n, []).append(n)
+    samples = list(images.values())
+    made = {"key": keys, **where}
+    made = {column: [values[rows[0]] for rows in samples] for column, values in made.items()}
+    if columns.question and not inside:
+        made["key"] = [b"%b#%d" % (key, n) for n, key in enumerate(made["key"])]
+    captions, known = _parsed(cells, columns, samples, labels)
+    arrays = {column: pa.array(values, SCHEMA.field(column).type) for column, values in (made | known).items()}
+    bad = {"key": [key_bytes(line) for line, _ in malformed], "error": [reason for _, reason in malformed]}
     told = {
-        "classnames": classnames, "labels": bool(columns.label), "inside": columns.image if place else "",
+        "classnames": classnames, "labels": bool(columns.label), "inside": columns.image if inside else "",
         "notes": [*(layout.notes if layout else ()), *left.lines()], "subset": layout.subset if layout else None,
     }  # fmt: skip
-    whole = pa.concat_tables([table, pa.Table.from_pylist(bad, _BAD)], promote_options="default")
-    whole = whole.select([name for name in whole.column_names if name != "group"])
+    tables = [pa.table(arrays | {"captions": captions}), pa.table(bad, pa.schema([SCHEMA.field(one) for one in bad]))]
+    whole = pa.concat_tables(tables, promote_options="default")
     return whole.replace_schema_metadata({b"kiloword": json.dumps(told).encode()})
 
 
-def _places(path: Path, cells: Cells, column: str, place: Path | None, prefix: str) -> Cells:
-    """Where the image of each row is, its key, and what is equal for rows of one image."""
-    if place:
-        images: Cells = mapped(place.with_suffix(".arrow")).to_pydict()
-        images["file"] = [file or os.fsencode(place) for file in images["file"]]
-        return images | {"key": [b"%b%d" % (prefix.encode(), n) for n in range(len(images["file"]))]}
-    if not column:
-        return {"key": [b"%d" % n for n in range(len(next(iter(cells.values()))))]}
-    if any(isinstance(cell, list | dict) for cell in cells[column]):
-        raise ValueError(f"{path}: the column {column} holds lists or objects. Expected the name of an image.")
-    names = (
-        cell if isinstance(cell, bytes) or cell is None else key_bytes(str(decoded(cell))) for cell in cells[column]
-    )
-    files = [name or None for name in names]
-    keys = [os.path.splitext(file)[0] if file else b"row %b%d" % (prefix.encode(), n) for n, file in enumerate(files)]
-    keys = [key if key.isascii() else key_bytes(os.fsdecode(key)) for key in keys]
-    return {"key": keys, "file": files, "group": files}
+def _file(cell: Any) -> bytes | None:
+    """The name of an image; None for an empty cell."""
+    return (cell if isinstance(cell, bytes) else b"" if cell is None else key_bytes(str(decoded(cell)))) or None
 
 
-def _parsed(cells: Cells, columns: TableColumns, kept: Sequence[int], labels: Sequence[Label]) -> dict[str, pa.Array]:
-    """The columns of rows that say what is known of their images."""
-    flat, ends, infos, errors = list[str](), [0], list[str | None](), list[str | None]()
-    chosen = [labels[n] for n in kept] if columns.label else [None] * len(kept)
-    for n, label in zip(kept, chosen, strict=True):
-        info, error = dict[str, Any](), None
+def _parsed(
+    cells: Cells, columns: TableColumns, samples: Sequence[Sequence[int]], labels: Sequence[Label]
+) -> tuple[pa.Array, Cells]:
+    """Captions of samples, and the other columns that say what is known of their images."""
+    flat, ends, known = list[str](), [0], {name: list[Any]() for name in ("info", "error", "label", "labels")}
+    for rows in samples:
+        info, error, label = dict[str, Any](), None, labels[rows[0]] if columns.label else None
         try:
-            values = {column: decoded(cells[column][n]) for column in columns.info}
+            values = {column: decoded(cells[column][rows[0]]) for column in columns.info}
             info |= {column: value for column, value in values.items() if value is not None and value != ""}
-            if QUESTION in columns.texts:
-                flat += _answers(columns.texts, {column: cells[column][n] for column in columns.texts.values()}, info)
-            else:
-                for column in columns.texts:
+            for n in rows:
+                if columns.question:
+                    flat += _answers(cells, columns, n, info)
+                for column in () if columns.question else columns.texts:
                     flat += texts(cells[column][n], lines=column == "captions")
             if isinstance(label, str):
                 raise BadSample(label)
+            if len(flat) == ends[-1] and not columns.image:
+                raise BadSample("no text")
         except BadSample as bad:
             error = str(bad)
-        if len(flat) == ends[-1] and not columns.image:
-            error = error or "no text"
         ends.append(len(flat))
-        infos.append(json.dumps(info, default=str) if info else None)
-        errors.append(error)
-    none = -1 if columns.label else None
-    of_rows: Cells = {
-        "label": [one if isinstance(one, int) else none if one is None else None for one in chosen],
-        "labels": [one.indices if isinstance(one, LabelSet) else None for one in chosen],
-        "info": infos,
-        "error": errors,
-    }
-    made = {name: pa.array(column, SCHEMA.field(name).type) for name, column in of_rows.items()}
-    captions = pa.LargeListArray.from_arrays(pa.array(ends, pa.int64()), pa.array(flat, pa.large_string()))
-    return {"captions": captions, **made}
+        known["info"].append(json.dumps(info, default=str) if info else None)
+        known["error"].append(error)
+        known["label"].append(label if isinstance(label, int) else None)
+        known["labels"].append(label.indices if isinstance(label, LabelSet) else None)
+    return pa.LargeListArray.from_arrays(pa.array(ends, pa.int64()), pa.array(flat, pa.large_string())), known
 
 
-def _answers(columns: dict[str, str], cells: dict[str, Any], info: dict[str, Any]) -> list[str]:
+def _answers(cells: Cells, columns: TableColumns, row: int, info: dict[str, Any]) -> list[str]:
     """The answers to a question, which `info` gets with it; none to a test question. Raises BadSample."""
-    question, key = decoded(cells[columns[QUESTION]]), next((key for key in columns if key != QUESTION), "")
+    question = decoded(cells[columns.question][row])
     info[QUESTION] = "" if question is None else question  # an empty cell is bad, not a row without a question
-    if not key and isinstance(question, str) and question.strip():
+    if not columns.texts and isinstance(question, str) and question.strip():
         return []
-    answers = decoded(cells[columns[key]]) if key else None
+    key = "answer" if columns.texts == ("answer",) else ANSWERS
+    answers = decoded(cells[columns.texts[0]][row]) if columns.texts else None
     answers = answers.get("answer") if isinstance(answers, dict) else answers
     if isinstance(answers, str):
         listed = texts_in(answers, objects=key == ANSWERS)
@@ -272,23 +261,6 @@ def _answers(columns: dict[str, str], cells: dict[str, Any], info: dict[str, Any
     if answers is not None:
         info[key] = answers
     return clean(parse_answers(info) or [])
-
-
-def _merged(table: pa.Table) -> pa.Table:
-    """Samples from rows: those of one image are one, at the place of the first, with the captions of all."""
-    row = pa.array(np.arange(len(table)))
-    alone = pc.if_else(pc.is_null(table.column("group")), row, -1)
-    images = (
-        table.append_column("row", row).append_column("alone", alone).group_by(["group", "alone"], use_threads=False)
-    )
-    images = images.aggregate([("row", "list"), ("error", "first")])
-    rows = images.column("row_list").combine_chunks()
-    several = table.column("captions").combine_chunks().take(rows.values)
-    captions = pa.LargeListArray.from_arrays(several.offsets.take(rows.offsets), several.values)
-    merged = table.take(rows.values.take(rows.offsets[:-1]))
-    for name, column in (("captions", captions), ("error", images.column("error_first"))):
-        merged = merged.set_column(merged.column_names.index(name), SCHEMA.field(name), column)
-    return merged
 
 
 def _inside(path: Path, column: str) -> bool:
@@ -302,32 +274,24 @@ def _inside(path: Path, column: str) -> bool:
     return bool(fields.keys() & {"bytes", "path"}) and fields.get("bytes", pa.null()) in (*binary, pa.null())
 
 
-def _copied(path: Path, column: str, contents: str) -> Path:
-    """A file in the cache folder with the images of a parquet, whose single values cannot be read, end to end.
+def _copied(path: Path, column: str, place: Path) -> Cells:
+    """Write the images of a parquet, whose single values cannot be read, end to end.
 
-    Beside it is an Arrow file: `offset` and `size` of each image, the `file` of one without bytes, and their `group`.
+    Returns: `file`, `offset` and `size` of each row, and what is equal for equal images.
     """
-    place = cache_folder() / "rows" / f"{_digest(contents, column)}.images"
-    if not (place.is_file() and place.with_suffix(".arrow").is_file()):
-        known, rows, end = dict[bytes, int](), list[dict[str, Any]](), 0
-        with arrow_errors(path), keeping(place), replacing(place) as file, pa.parquet.ParquetFile(path) as parquet:
-            for batch in parquet.iter_batches(batch_size=256, columns=[column]):
-                for cell in batch.column(0).to_pylist():
-                    one = cell if isinstance(cell, dict) else {"bytes": cell}
-                    image = one.get("bytes") or b""
-                    if one.get("bytes") is None and one.get("path"):
-                        name = os.fsencode(one["path"])
-                        rows.append({"file": name, "group": name})
-                        continue
-                    digest = hashlib.blake2b(image, digest_size=16).digest()
-                    if digest not in known:
-                        known[digest], end = end, end + file.write(image)
-                    group = b"%d" % known[digest] if image else None
-                    rows.append({"offset": known[digest], "size": len(image), "group": group})
-            kinds = pa.schema([field for field in _GROUPED if field.name in ("file", "offset", "size", "group")])
-            write(place.with_suffix(".arrow"), pa.Table.from_pylist(rows, kinds))
-    touched(place.with_suffix(".arrow"))
-    return touched(place)
+    known, end, rows = dict[bytes, int](), 0, list[tuple[Any, ...]]()
+    with arrow_errors(path), keeping(place), replacing(place) as file, pa.parquet.ParquetFile(path) as parquet:
+        for batch in parquet.iter_batches(batch_size=256, columns=[column]):
+            for cell in batch.column(0).to_pylist():
+                image, name = (cell.get("bytes"), cell.get("path")) if isinstance(cell, dict) else (cell, None)
+                if image is None and name:
+                    rows.append((os.fsencode(name), None, None, os.fsencode(name)))
+                    continue
+                digest = hashlib.blake2b(image or b"", digest_size=16).digest()
+                if digest not in known:
+                    known[digest], end = end, end + file.write(image or b"")
+                rows.append((os.fsencode(place), known[digest], len(image or b""), digest if image else None))
+    return {name: [row[n] for row in rows] for n, name in enumerate(("file", "offset", "size", "group"))}
 
 
 def open_tables(name: str, paths: Sequence[Path], options: TableOptions = DEFAULTS) -> Rows:
@@ -375,7 +339,7 @@ def open_texts(src: str) -> Rows | None:
     if path.suffix.lower() == ".txt":
         if query:
             raise ValueError(f"{name} takes no options: it has a text in every line.")
-        return open_table(src, path, columns=TableColumns("", {LINES: LINES}))
+        return open_table(src, path, columns=TableColumns("", (LINES,)))
     options, names = parse_query(name, query), column_names(path)
     if options.image or options.question or options.answer or set(IMAGE_COLUMNS) & set(names):
         return None
@@ -383,7 +347,7 @@ def open_texts(src: str) -> Rows | None:
     if not columns or not set(columns) <= set(names) or options.split or options.images:
         return None  # whose message names the columns
     check_columns(path, names, *columns)
-    return open_table(src, path, columns=TableColumns("", {column: column for column in columns}))
+    return open_table(src, path, columns=TableColumns("", columns))
 
 
 def has_images(source: Source) -> bool:
