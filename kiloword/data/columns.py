@@ -6,7 +6,7 @@ import csv
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -78,19 +78,18 @@ def read_table(path: Path, columns: Sequence[str]) -> tuple[Cells, Malformed]:
 
 
 def read_columns(path: Path | str, *names: str) -> list[list[str]]:
-    """Columns of a csv, tsv, parquet, json or jsonl that names rows of data by texts, as they are written.
+    """Columns of a csv, tsv or parquet that names rows of data by texts, as they are written.
 
     Errors: ValueError for a table that cannot be read, for a column that is missing, for a row without text.
     """
     path = Path(path)
+    check_columns(path, column_names(path), *names)
     with arrow_errors(path):
-        known = load_objects(path) if path.suffix.lower() in JSON else None
-        check_columns(path, list(known or column_names(path)), *names)
-        table = known or read_table(path, names)[0]
-    columns = [[c.decode(errors="replace") if isinstance(c, bytes) else c for c in table[name]] for name in names]
+        columns = list(read_table(path, names)[0].values())
     for name, cells in zip(names, columns, strict=True):
         for n, cell in enumerate(cells):
-            if not isinstance(cell, str):
+            cells[n] = cell.decode(errors="replace") if isinstance(cell, bytes) else cell
+            if not isinstance(cells[n], str):
                 raise ValueError(f"{path}: row {n} has no {name}. Expected text in every row.")
     return columns
 
@@ -151,8 +150,7 @@ def load_json(path: Path) -> Any:
     try:
         return json.loads(raw)
     except (ValueError, RecursionError) as error:  # the message has line and column, and nothing of the file
-        reason = "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else error
-        raise ValueError(f"{path} is no JSON: {reason}.") from None
+        raise ValueError(f"{path} is no JSON: {error}.") from None
 
 
 def load_objects(path: Path, data: Any = None) -> Cells:
@@ -229,32 +227,29 @@ def labels_of(
     given = [_label_cell(value) for value in values]
     every = (one for value in given for one in (value if isinstance(value, list) else [value]))
     named = sorted({one for one in every if isinstance(one, str)})
-    if classnames is None:
-        known, classnames = {text: place for place, text in enumerate(named)}, spaced(named) if named else None
-    else:
-        places = zip(named, places_among(named, classnames), strict=True)
-        known = {text: place for text, place in places if place is not None}
-        known |= {text: place for place, text in enumerate(classnames)}
-    if named and not any(text in known for text in named):
+    listed = (spaced(named) if named else None) if classnames is None else list(classnames)
+    places = range(len(named)) if classnames is None else places_among(named, classnames)
+    known = {text: place for text, place in zip(named, places, strict=True) if place is not None}
+    if named and not known:
         raise ValueError(
             f"{name}: none of its {len(named)} labels is a class name, such as {shown(named[0][:60])!r}; the first of "
-            f"{len(known)} class names is {shown(str(next(iter(known), ''))[:60])!r}."
+            f"{len(listed or [])} class names is {shown((listed or [''])[0][:60])!r}."
         )
-    return [_label(value, known) for value in given], None if classnames is None else list(classnames)
 
+    def label(value: Any) -> Label:
+        if value is None or value == -1:
+            return -1
+        several = value if isinstance(value, list) else [value]
+        unknown = [one for one in several if isinstance(one, str) and one not in known]
+        if unknown:
+            return f"label {shown(unknown[0][:60])!r} is no class name.{suggestion(unknown[0], listed or [])}"
+        try:
+            found = label_set([known[one] if isinstance(one, str) else one for one in several])
+        except BadSample as error:
+            return str(error)
+        return found if isinstance(value, list) else found.indices[0]
 
-def _label(value: Any, known: Mapping[str, int]) -> Label:
-    if value is None or value == -1:
-        return -1
-    several = value if isinstance(value, list) else [value]
-    for one in several:
-        if isinstance(one, str) and one not in known:
-            return f"label {shown(one[:60])!r} is no class name.{suggestion(one, known)}"
-    try:
-        found = label_set([known[one] if isinstance(one, str) else one for one in several])
-    except BadSample as error:
-        return str(error)
-    return found if isinstance(value, list) else found.indices[0]
+    return [label(value) for value in given], listed
 
 
 def _label_cell(value: Any) -> Any:

@@ -186,12 +186,12 @@ def has_class_folders(folder: Path) -> bool:
 
 def has_shards(folder: Path) -> bool:
     """Whether the folders of a folder are shards of img2dataset: numbered, with a text beside the first image."""
-    folders = sorted(_folders(folder))
+    folders = _folders(folder)
     if not folders or not all(name.isdecimal() and len(name) >= _DIGITS for name in folders):
         return False
-    listed = (next(image_folders(folder, LeftOut("path"), inner, deep=False)) for inner in folders)
-    first = next(((images[0], files) for _, images, files in listed if images), ("", set[str]()))
-    return any(f"{_stem(first[0])}.{suffix}" in first[1] for suffix in ("txt", "json"))
+    found = image_folders(folder, LeftOut("path"))
+    image, files = next(((images[0], files) for _, images, files in found if images), ("", set[str]()))
+    return not files.isdisjoint((f"{_stem(image)}.txt", f"{_stem(image)}.json"))
 
 
 def parents_of_images(folder: Path) -> list[str]:

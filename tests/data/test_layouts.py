@@ -257,7 +257,7 @@ BAD: list[tuple[Any, str]] = [
     ({"annotations": [{"question_id": 1, "answers": []}]}, "annotations="),
     ({"images": []}, "no rows"),
     (b"{", "no JSON"),
-    (b"\xff", "UTF-8"),
+    (b"\xff", "no JSON"),
     (b"[" * 100_000, "no JSON"),
 ]
 

@@ -43,9 +43,10 @@ _FOLDER = Path(__file__).parent
 
 
 @cache
-def _imagenet() -> list[list[str]]:
+def _imagenet(name: str = IMAGENET) -> list[list[str]]:
     lines = (_FOLDER / "imagenet.tsv").read_text(encoding="utf-8").splitlines()
-    return [[*line.split("\t"), ""][:3] for line in lines]
+    rows = [[*line.split("\t"), ""][:3] for line in lines]
+    return [row for row in rows if _SUBSETS[name] in row[2]]
 
 
 @cache
@@ -66,23 +67,18 @@ def text_lines(where: str, raw: bytes) -> list[str]:
 
 
 def wnids(name: str = IMAGENET) -> list[str]:
-    """WordNet ids of the classes of ImageNet or of a subset (imagenet-a, imagenet-r), in order: n01440764, ...
-
-    Errors: ValueError for another name.
-    """
-    return [line[0] for line in _subset(name)]
+    """WordNet ids of the classes of ImageNet or of a subset (imagenet-a, imagenet-r), in order: n01440764, ..."""
+    return [wnid for wnid, _, _ in _imagenet(name)]
 
 
 def classnames(name: str) -> list[str]:
     """The class names of a data set, in the order of its labels. Errors: ValueError for an unknown name."""
-    if name in _SUBSETS:
-        return [line[1] for line in _subset(name)]
-    return _list("classnames", name, classname_sets())
+    return [text for _, text, _ in _imagenet(name)] if name in _SUBSETS else _list("classnames", name)
 
 
 def templates(name: str) -> list[str]:
     """The prompt templates of a data set, with `{c}` for the class name. Errors: ValueError for an unknown name."""
-    return _list("templates", name, template_sets())
+    return _list("templates", name)
 
 
 def classname_sets() -> list[str]:
@@ -100,17 +96,17 @@ def listing(name: str | None = None) -> list[str]:
 
     Errors: ValueError for an unknown name.
     """
+    sets = sorted({*classname_sets(), *template_sets()}) if name is None else [name]
+    known = [
+        (classnames(s) if s in classname_sets() else [], templates(s) if s in template_sets() else []) for s in sets
+    ]
     if name is None:
-        sets = sorted({*classname_sets(), *template_sets()})
-        counts = [(s, len(classnames(s)) if s in classname_sets() else 0, len(_templates_of(s))) for s in sets]
-        return [f"{'':30} classes templates", *(f"{s:30}{c or '-':>8}{t or '-':>10}" for s, c, t in counts)]
-    names = classnames(name) if name in classname_sets() or not _templates_of(name) else []
-    lines = [f"{index:4}  {text}" for index, text in enumerate(names)]
-    return [*([f"{len(names)} classes:"] if names else []), *lines, "templates:", *_templates_of(name)]
-
-
-def _templates_of(name: str) -> list[str]:
-    return templates(name) if name in template_sets() else []
+        counts = zip(sets, known, strict=True)
+        lines = (f"{s:30}{len(names) or '-':>8}{len(prompts) or '-':>10}" for s, (names, prompts) in counts)
+        return [f"{'':30} classes templates", *lines]
+    names, prompts = known[0] if any(known[0]) else (classnames(name), [])
+    lines = (f"{index:4}  {text}" for index, text in enumerate(names))
+    return [*([f"{len(names)} classes:"] if names else []), *lines, "templates:", *prompts]
 
 
 def names_of_wnids(ids: Sequence[str]) -> list[str] | None:
@@ -228,19 +224,14 @@ def _has_slot(template: str) -> bool:
     return SLOT in template or "{}" in template
 
 
-def _subset(name: str) -> list[list[str]]:
-    if name not in _SUBSETS:
-        raise ValueError(f"{name} is no subset of ImageNet; known: {', '.join(_SUBSETS)}.")
-    return [line for line in _imagenet() if _SUBSETS[name] in line[2]]
-
-
-def _list(kind: str, name: str, known: Sequence[str]) -> list[str]:
+def _list(kind: str, name: str) -> list[str]:
     """A list by name, or by the name that stands in its place."""
     lists = _lists(kind)
     if name not in lists:
+        known = [*_SUBSETS, *lists]
         raise ValueError(f"no {kind} are known by the name {shown(name[:200])!r}.{suggestion(name, known)}")
     listed = lists[name]
-    return _list(kind, listed, known) if isinstance(listed, str) else list(listed)
+    return _list(kind, listed) if isinstance(listed, str) else list(listed)
 
 
 def _read(named: str, of_sets: Callable[[dict[str, Any]], bool]) -> Any:
