@@ -81,7 +81,9 @@ class TextConfig(BaseSettings):
     mlp: int = setting(2048, "hidden width of the MLP", 1, 1 << 20)
     causal: bool = setting(True, "causal attention: a token attends only to earlier ones")
     pad_to_context: bool = setting(False, "attend to pads as to other tokens (SigLIP towers are trained so)")
-    extra_tokens: tuple[str, ...] = setting((), 'tokens after the end token: "unc", "cls", "pad"')
+    extra_tokens: tuple[Literal["unc", "cls", "pad"], ...] = setting(
+        (), 'tokens after the end token: "unc", "cls", "pad"'
+    )
     uncertainty_blocks: int = setting(
         0, 'blocks beside the tower\'s last ones that make the output of "unc"; 0: the tower itself', 0, DEPTH
     )

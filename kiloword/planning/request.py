@@ -99,9 +99,6 @@ def check(plan: Plan) -> None:
     if not plan.samples:
         raise ValueError("plan needs the length of the run: give --samples, images seen in all, such as 1.28e9.")
     check_settings(plan)
-    special = plan.model.text.special
-    if unknown := [name for name in ("start", "end", *plan.model.text.extra_tokens) if name not in special]:
-        raise ValueError(f"no special token {unknown[0]!r}: expected one of {', '.join(special)}.")
     if plan.batch % plan.gpus:
         raise ValueError(f"batch {plan.batch} does not divide over {plan.gpus} GPUs: choose a multiple of {plan.gpus}.")
     share = plan.batch // plan.gpus

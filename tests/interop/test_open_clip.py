@@ -224,7 +224,7 @@ def test_import_writes_a_folder_and_says_what_happened(
     assert model.head.log_scale.exp().item() == pytest.approx(112.3)
     assert model.head.bias is None or model.head.bias.item() == pytest.approx(-12.9)
     assert (model.text_tower.tokens == 1).all()
-    assert tokenizer.special("end") == 49407
+    assert tokenizer.roles.end == 49407
     with pytest.raises(ValueError, match="not an empty folder"):
         main("ViT-X", tmp_path / "w.pt", tmp_path / "out")
 

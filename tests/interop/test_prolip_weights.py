@@ -260,7 +260,7 @@ def test_what_the_folder_says(small: tuple[State, Path]) -> None:
     assert file.model.text.pad_to_context
     matcher = load(small[1])
     ids = matcher.tokenizer.encode(["a red dog"], matcher.model.config.text).ids.tolist()
-    assert ids == [3, 4, 5, 1, 1, 1, 1, 1, 1, matcher.tokenizer.special("unc"), matcher.tokenizer.special("cls")]
+    assert ids == [3, 4, 5, 1, 1, 1, 1, 1, 1, matcher.tokenizer.roles.unc, matcher.tokenizer.roles.cls]
     assert matcher.encode_text(["a red dog"])["log_var"].shape == (1, 128)
 
 

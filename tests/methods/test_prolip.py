@@ -60,7 +60,7 @@ def test_training_captions_end_with_the_tokens_that_are_read() -> None:
     loader = make_loader(recipe, source, preset("prolip"), tokenizer, RunOptions())
     texts = next(loader.batches()).texts
     last = torch.stack([texts.ids[texts.starts[1:] - place] for place in (3, 2, 1)])
-    assert torch.equal(last, torch.tensor([[tokenizer.special(n)] * 8 for n in ("end", "unc", "cls")]))
+    assert torch.equal(last, torch.tensor([[tokenizer.roles.ids()[n]] * 8 for n in ("end", "unc", "cls")]))
 
 
 def test_a_text_that_is_not_read_at_a_token_has_no_class_token() -> None:

@@ -84,7 +84,7 @@ def test_captions_by_their_text(tmp_path: Path) -> None:
     plain = tokenizer.encode(captions, model.config.text)
     with inference(model):
         expected = model.text_tower.trunk(plain, model.text_tower.packing(plain))[: len(plain.ids)]
-    extra = torch.isin(texts.ids, torch.tensor([tokenizer.special(name) for name in config.extra_tokens]))
+    extra = torch.isin(texts.ids, torch.tensor([tokenizer.roles.ids()[name] for name in config.extra_tokens]))
     assert extra.sum() == 6
     assert not texts.tokens[extra].any()
     assert torch.allclose(texts.tokens[~extra], expected, atol=1e-6)

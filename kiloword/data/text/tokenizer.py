@@ -156,7 +156,8 @@ class Tokenizer:
         for place, (length, room) in truncated.items():
             note_truncated(captions[place], length, room)
         room, head = self._room(config), [self.roles.start] * self.roles.prefix
-        extra, pad = [self.special(name) for name in config.extra_tokens], [self.roles.pad] * config.pad_to_context
+        pad, special = [self.roles.pad] * config.pad_to_context, self.roles.ids()
+        extra = [special[name] for name in config.extra_tokens]
         words = [self._words(caption) for caption in captions]
         rows = [[*head, *ids[:room], self.roles.end, *pad * (room - len(ids)), *extra] for ids in words]
         texts = Texts.pack(rows, len(truncated))
@@ -188,12 +189,6 @@ class Tokenizer:
         cleaned = CLEANERS[self.clean](caption)
         with _library("the tokenizer cannot read captions: its tokenizer.json is damaged"):
             return array("i", self._backend.encode_batch_fast([cleaned], add_special_tokens=False)[0].ids)
-
-    def special(self, name: str) -> int:
-        """The id of "start", "end", "pad", "mask", "cls" or "unc"; ValueError for another name."""
-        if name not in _ROLES:
-            raise ValueError(f"no special token {name!r}; expected one of {', '.join(_ROLES)}")
-        return self.roles.ids()[name]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids up to the first end token, without special tokens."""

@@ -67,7 +67,7 @@ def fast_document(source: Exported) -> dict[str, Any]:
     if clean != "encodable":
         document["normalizer"] = {"type": "Sequence", "normalizers": [*spaces, *([normalizer] if normalizer else [])]}
     names, roles = _names(source, document), source.tokenizer.roles
-    after = [roles.end, *(source.tokenizer.special(name) for name in source.config.text.extra_tokens)]
+    after = [roles.end, *(roles.ids()[name] for name in source.config.text.extra_tokens)]
     before = [roles.start] if roles.prefix else []
 
     def piece(token: int) -> dict[str, Any]:

@@ -154,10 +154,10 @@ def tokens(config: ModelConfig, settings: GaussianSettings = GaussianSettings())
     """
     image, text = config.image, config.text
     read = config.head.text_pool == "last" and not text.causal
-    extra_tokens = ("unc", "cls") if read or "cls" in text.extra_tokens else ("unc",)
+    text = replace(text, extra_tokens=("unc", "cls") if read or "cls" in text.extra_tokens else ("unc",))
     beside = settings.variance_blocks
     image = replace(image, uncertainty_token=True, uncertainty_blocks=beside)
-    return replace(config, image=image, text=replace(text, extra_tokens=extra_tokens, uncertainty_blocks=beside))
+    return replace(config, image=image, text=replace(text, uncertainty_blocks=beside))
 
 
 def log_variance(layer: nn.Linear, tokens: Tensor) -> Tensor:

@@ -136,7 +136,6 @@ def test_what_does_not_fit_is_refused(own: Tokenizer) -> None:
         (lambda: own.encode(["a"], config(context=2)), "no room"),
         (lambda: own.cut(["a"], config(context=2)), "no room"),
         (lambda: own.encode(["a red dog"], config(vocab=100)), "does not fit"),
-        (lambda: own.special("bos"), "'bos'"),
     ):
         with pytest.raises(ValueError, match=word):
             call()
