@@ -51,6 +51,9 @@ class NamedRecipe(BaseSettings):
     notes: tuple[str, ...] = ()
     paper: str = ""
     main: bool = False  # of the recipes of its method, the one named "paper"
+    steps: int | None = None
+    epochs: float | None = None
+    samples: int | None = None
     entries: dict[str, RecipeValue] = field(default_factory=dict)  # by dotted name, as in config.json; one of LENGTHS
     facts: dict[str, RecipeValue] = field(default_factory=dict)  # by the names in FACTS
 
@@ -72,7 +75,7 @@ class NamedRecipe(BaseSettings):
 
     def length(self) -> dict[str, Any]:
         """The length: steps, epochs or samples."""
-        return {name: self.entries[name].value for name in LENGTHS if name in self.entries}
+        return {name: length for name in LENGTHS if (length := getattr(self, name)) is not None}
 
 
 @cache
@@ -148,20 +151,21 @@ def read(path: Path) -> NamedRecipe:
 def _read(name: str, table: Mapping[str, Any]) -> NamedRecipe:
     """A table with what it inherits. Raises: ValueError for an unknown key."""
     every = _inherited(table)
-    words = {word: every.pop(word).value for word in WORDS if word in every}
+    words = {word: entry.value for word, entry in every.items() if word in (*WORDS, *LENGTHS)}
     facts = {path.removeprefix(PLAN): every.pop(path) for path in list(every) if path.startswith(PLAN)}
-    return replace(parse({"name": name, **words}, NamedRecipe, strict=True), entries=every, facts=facts)
+    return replace(
+        parse({"name": name, **words}, NamedRecipe, strict=True),
+        entries={path: entry for path, entry in every.items() if path not in WORDS},
+        facts=facts,
+    )
 
 
 def _inherited(table: Mapping[str, Any]) -> dict[str, RecipeValue]:
     """The values of a table and of those that it inherits from, by dotted name. Raises: as `_read`."""
     own = dict(_entries(table))
-    for path, entry in own.items():
+    for path in own:
         if path not in _known() and not path.startswith("settings."):
             raise ValueError(f"unknown setting {path!r}: expected one as in config.json.{suggestion(path, _known())}")
-        kinds = {"epochs": (int, float), "samples": (int,)}.get(path, (object,))
-        if not isinstance(entry.value, kinds) or (path in LENGTHS and isinstance(entry.value, bool)):
-            raise ValueError(f"{path} is {entry.value!r}: expected a {'' if float in kinds else 'whole '}number.")
     lengths = [key for key in LENGTHS if key in own]
     if len(lengths) > 1:
         raise ValueError(f"{' and '.join(lengths)} both say how long to train: expected one of them.")
