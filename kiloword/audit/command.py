@@ -183,10 +183,10 @@ def _stored(inputs: Inputs, model: str, folder: Path) -> tuple[AuditedData, Feat
     for row in range(len(source)):
         try:
             example = Example(key_of(source, row), row, torch.empty(0), texts_of(source, row))
+            features(example, source)
         except BadSample as error:
             data.skipped.append(Skipped(row, name_of(source, row), str(error)))
             continue
-        features(example, source)
         if not bool(example.image_features[store.name].any()):
             data.skipped.append(Skipped(row, example.key, "not in the feature store"))
             continue

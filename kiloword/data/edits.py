@@ -76,12 +76,6 @@ class Selection:
         source, place = self.locate(row)
         return texts_of(source, place) if self.edit is None else self.edit(place, texts_of(source, place))
 
-    @property
-    def contents(self) -> frozenset[str]:
-        """See `contents`."""
-        change: Callable[[frozenset[str]], frozenset[str]] | None = getattr(self.edit, "contents", None)
-        return contents(self.source) if change is None else change(contents(self.source))
-
     def record(self, row: int) -> Record:
         """The stored sample with its captions. Raises BadSample with the reason."""
         source, place = self.locate(row)
@@ -166,11 +160,6 @@ class MixtureSource:
         return self.sources[which], local
 
     @property
-    def contents(self) -> frozenset[str]:
-        """See `contents`."""
-        return frozenset().union(*map(contents, self.sources))
-
-    @property
     def stored_rows(self) -> int:
         """Number of rows of all sources, whatever their weights."""
         return sum(map(len, self.sources))
@@ -221,14 +210,6 @@ def origins(source: Source) -> list[Source]:
         return [source]
     inner = source.sources if isinstance(source, MixtureSource) else [source.source]
     return list({(one.name, one.fingerprint): one for each in inner for one in origins(each)}.values())
-
-
-def contents(source: Source) -> frozenset[str]:
-    """The origins of a source's captions, so that what is made from more data can serve a run on less.
-
-    A mixture has those of all its sources, whatever their weights.
-    """
-    return getattr(source, "contents", frozenset({f"{source.fingerprint} captions"}))
 
 
 def mix(sources: Sequence[Source], weights: Sequence[float] = ()) -> Source:

@@ -106,11 +106,6 @@ class _Extra:
     tables: Joined[CaptionTable]
     raw: bool
 
-    def contents(self, of_source: frozenset[str]) -> frozenset[str]:
-        """See `kiloword.data.edits.contents`."""
-        kept = {one for one in of_source if self.raw or not one.endswith(" captions")}
-        return frozenset(kept | {f"{sorted(of_source)[0]} + {table.fingerprint}" for table, _ in self.tables})
-
     def __call__(self, row: int, captions: list[str]) -> list[str]:
         own = captions if self.raw else []
         extra = dict.fromkeys(caption for table, places in self.tables for caption in table.at(int(places[row])))
@@ -161,10 +156,6 @@ class _Keep:
 
     lists: Joined[KeepList]
     omitted: tuple[int, ...]  # captions; images with all their captions; and what there is of both
-
-    def contents(self, of_source: frozenset[str]) -> frozenset[str]:
-        """Those of the source: what a list omits needs no other features."""
-        return of_source
 
     def __call__(self, row: int, captions: list[str]) -> list[str]:
         verdicts, kept = dict[bytes, list[bool]](), list[str]()

@@ -62,7 +62,6 @@ class StoreFile(TableSettings):
     context: int = 0  # of texts whose tokens are stored
     tokenizer: str = ""  # digest
     sources: tuple[StoredSource, ...]
-    captions: tuple[str, ...]  # origins of the captions, see `kiloword.data.edits.contents`
     format: Literal["kiloword-store-1"] = "kiloword-store-1"
 
     @property

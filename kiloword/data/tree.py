@@ -157,11 +157,6 @@ class TreeSource(Selection):
         fingerprint = digest(f"tree {source.fingerprint} {tree.digest} {levels} {captions} {seed}")
         super().__init__(source, name, fingerprint, edit=self._named)
 
-    @property
-    def contents(self) -> frozenset[str]:
-        """The origin of images and captions; see `kiloword.data.edits.contents`."""
-        return frozenset({f"{self.source.fingerprint} images", f"{self.fingerprint} captions"})
-
     def relevance(self, captions: Sequence[str], rows: Sequence[int]) -> NDArray[np.bool_]:
         """Which captions are true of which rows' images, bool [T, I]; ValueError for captions that name no node."""
         return self.tree.truth(captions, self.class_of[np.asarray(rows, np.int64)])

@@ -17,7 +17,6 @@ from kiloword.data.joins import CaptionTable
 from kiloword.data.reading import captions_at
 from kiloword.mining.corpus import Corpus, Ints
 from kiloword.stores.features import FeatureStore
-from kiloword.stores.store import caption_origins
 from kiloword.types import BadSample, Source
 
 THUMB = 160  # longer side of images in the report, in pixels
@@ -40,12 +39,12 @@ class Origin:
         rows = np.full(len(corpus.keys), -1, np.int64)
         found = np.flatnonzero(places >= 0)[::-1]  # of an image that has several rows, the first
         rows[places[found]] = found
-        if (rows < 0).any() or not set(table.file.captions) <= caption_origins(source):
-            captions = np.zeros(len(corpus.captions), bool)
-            for n in np.flatnonzero(rows >= 0).tolist():
-                source_captions = set(captions_at(source, int(rows[n])))
-                caption_rows = slice(int(corpus.starts[n]), int(corpus.starts[n + 1]))
-                captions[caption_rows] = [caption in source_captions for caption in corpus.captions[caption_rows]]
+        captions = np.zeros(len(corpus.captions), bool)
+        for n in np.flatnonzero(rows >= 0).tolist():
+            source_captions = set(captions_at(source, int(rows[n])))
+            caption_rows = slice(int(corpus.starts[n]), int(corpus.starts[n + 1]))
+            captions[caption_rows] = [caption in source_captions for caption in corpus.captions[caption_rows]]
+        if not captions.all() or (rows < 0).any():
             corpus = corpus.only(captions, rows >= 0)
         return Origin(source, rows[rows >= 0]), corpus
 

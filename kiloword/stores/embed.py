@@ -41,7 +41,7 @@ from kiloword.models.trust import NONE, Trust
 from kiloword.stores.features import FeatureStore, check_name
 from kiloword.stores.pieces import PieceWriter, Rows, fill, read_table, resumed, rows_table, say_bad
 from kiloword.stores.runs import trunk_digest, trunk_of
-from kiloword.stores.store import KEYS, SCHEMA, WHAT, Store, caption_origins, columns_of, found_by, place_of
+from kiloword.stores.store import KEYS, SCHEMA, WHAT, Store, columns_of, found_by, place_of
 from kiloword.stores.teachers import (
     KilowordTeacher,
     SentenceTeacher,
@@ -189,7 +189,6 @@ class _Maker:
             fingerprint=self.source.fingerprint,
             rows=len(self.source),
             sources=tuple(StoredSource(name=one.name, fingerprint=one.fingerprint, rows=len(one)) for one in bases),
-            captions=() if self.kind == "images" else tuple(sorted(caption_origins(self.source))),
             **more,
         )
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kiloword.data.rows import key_bytes, key_text
 from kiloword.stores.store import Places, Store, check_captions, key_digest
-from kiloword.types import Example, Source
+from kiloword.types import BadSample, Example, Source
 
 _CHUNK = 65536  # images whose captions are averaged at once
 
@@ -93,7 +93,7 @@ class Features(Places[FeatureStore]):
     """Features of a source's rows.
 
     A call adds `image_features[name]` [D] and `text_features[name]` [captions, D] (unit norm; zeros, which match
-    nothing, where the store has none) and `image_features[name + ".texts"]` [D], the mean of the example's
+    nothing, for a row that was bad) and `image_features[name + ".texts"]` [D], the mean of the example's
     `text_features` rows. Raises: ValueError for a store of other images or captions.
     """
 
@@ -121,7 +121,10 @@ class Features(Places[FeatureStore]):
         return place < 0 or None not in self.captions(place, captions)
 
     def __call__(self, example: Example, source: Source, view: int = 0) -> None:
-        """Add features to an example. Args: source: of which `example.row` is a row; view: the one of its image."""
+        """Add features to an example. Raises: BadSample for a caption that the store lacks.
+
+        Args: source: of which `example.row` is a row; view: the one of its image.
+        """
         store = self.store
         image = np.zeros(store.dim, np.float32)
         texts = np.zeros((len(example.captions), store.dim), np.float32)
@@ -129,8 +132,9 @@ class Features(Places[FeatureStore]):
         if place >= 0:
             image[:] = store.column("images")[place, view]
             for n, text in enumerate(self.captions(place, example.captions)):
-                if text is not None:
-                    texts[n] = store.column("texts")[text]
+                if text is None:
+                    raise BadSample(f"a caption has no features in {store.path}")
+                texts[n] = store.column("texts")[text]
         example.image_features[store.name] = torch.from_numpy(image)
         example.text_features[store.name] = torch.from_numpy(texts)
         example.image_features[store.name + ".texts"] = example.text_features[store.name].mean(0)

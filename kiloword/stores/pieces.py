@@ -28,7 +28,7 @@ from kiloword.types import Skipped, Source
 
 Settings = TypeVar("Settings", bound=TableSettings)
 COMMON = {"row": pa.int64(), "key": pa.binary(), "reason": pa.string()}  # why a row is bad; null: it is not
-FREE = ("data", "model", "part", "sources", "captions", "images")  # settings that the fingerprints cover
+FREE = ("data", "model", "part", "sources", "images")  # settings that the fingerprints cover
 Shape = tuple[tuple[int, ...], np.dtype[Any]]
 """Shape and type of a row of a column."""
 

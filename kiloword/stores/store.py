@@ -26,7 +26,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from kiloword.data.edits import contents, every_row, origin, origins, parts_of
+from kiloword.data.edits import every_row, origin, origins, parts_of
 from kiloword.data.joins import image_digests, key_column, places_of, shown_key, spread
 from kiloword.data.reading import captions_at, name_of
 from kiloword.data.stored import STORE, Kind, StoreFile, store_file
@@ -247,28 +247,20 @@ def _places(store: Store, base: Source, used: NDArray[np.int64]) -> NDArray[np.i
     return np.take(places, rows)
 
 
-def caption_origins(source: Source) -> set[str]:
-    """The origins of a source's captions, see `kiloword.data.edits.contents`."""
-    return {one for one in contents(source) if not one.endswith(" images")}
-
-
 def check_captions(stores: Sequence[Store], source: Source, has: Callable[[Source, int, Sequence[str]], bool]) -> None:
-    """Raises: ValueError when stores were not made from all captions of a source.
+    """Raises: ValueError where stores lack captions of a source, among some rows that are spread over it.
 
-    Data that is not theirs is known by rows that are spread over it. Args: has: whether they have a row's captions.
+    Args: has: whether they have a row's captions.
     """
-    if not stores or caption_origins(source) <= {one for store in stores for one in store.file.captions}:
+    whole = every_row(source)
+    if not stores or whole.fingerprint in {store.file.fingerprint for store in stores}:
         return
-    whole, row = every_row(source), ""
-    for n in spread(len(whole), CAPTIONS):
+    for row in spread(len(whole), CAPTIONS):
         with suppress(BadSample):
-            if not has(whole, n, captions_at(whole, n)):
-                row = name_of(whole, n)
-                break
-    known = {one.fingerprint for store in stores for one in store.file.sources}
-    if row or any(base.fingerprint in known for base in origins(whole)):
-        made = ", ".join(f"{store.path} (of {store.file.data})" for store in stores)
-        raise ValueError(
-            f"{made} lacks captions of {source.name} ({source.fingerprint[:16]}), such as one of {row or 'some row'}: "
-            f"make one from the same data and extra captions by `kiloword embed {stores[0].file.model} --data SRC`."
-        )
+            if not has(whole, row, captions_at(whole, row)):
+                made = ", ".join(f"{store.path} (of {store.file.data})" for store in stores)
+                raise ValueError(
+                    f"{made} lacks captions of {source.name} ({source.fingerprint[:16]}), such as one of "
+                    f"{name_of(whole, row)}: make one from the same data and extra captions by `kiloword embed "
+                    f"{stores[0].file.model} --data SRC`."
+                )
