@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,26 +60,27 @@ class MapStyleSource:
 
     def captions(self, row: int) -> list[str]:
         """Captions; none of class data. This reads the sample from the data set, but decodes no image."""
-        return [] if self._is_class_data else self._sample(row)[1]
+        return [] if self._is_class_data else self._sample(row, lambda image: b"")[1]
 
     def record(self, row: int) -> Record:
         """The sample as bytes or pixels. Raises BadSample with the reason."""
-        image, captions, label = self._sample(row)
-        record = Record(self.key(row), _stored(image), captions, label)
-        if not captions and not self._is_class_data:
+        record = Record(self.key(row), *self._sample(row, _stored))
+        if not record.captions and not self._is_class_data:
             raise NoCaption(record)
         return record
 
-    def _sample(self, row: int) -> tuple[AnyImage, list[str], int | LabelSet | None]:
+    def _sample(
+        self, row: int, stored: Callable[[AnyImage], bytes | Pixels]
+    ) -> tuple[bytes | Pixels, list[str], int | LabelSet | None]:
         try:
             image, text = self.dataset[row]
             if not self._is_class_data:
-                return image, clean([text] if isinstance(text, str) else list(text)), None
-            if isinstance(text, list | tuple):
-                return image, [], label_set([int(index) for index in text])
-            if text is None or (_is_label(text) and text >= 0):
-                return image, [], None if text is None else int(text)
-            raise BadSample(f"class index is not a whole number: {str(text)[:20]!r}")
+                return stored(image), clean([text] if isinstance(text, str) else list(text)), None
+            if text is None:
+                return stored(image), [], None
+            several = isinstance(text, list | tuple)
+            labels = label_set([operator.index(label) for label in (text if several else [text])])
+            return stored(image), [], labels if several else labels.indices[0]
         except (BadSample, MemoryError):
             raise
         except Exception as error:  # a user's class may raise anything; see `kiloword.data.reading.read`
@@ -123,14 +125,11 @@ def _is_label(value: Any) -> bool:
 
 
 def _stored(image: AnyImage) -> bytes | Pixels:
-    """The image of a `Record`. Raises BadSample for files that cannot be read."""
+    """The image of a `Record`. Raises BadSample; OSError."""
     if isinstance(image, bytes):
         return image
     if isinstance(image, str | Path):
-        try:
-            return read_whole(Path(image), "image", MAX_IMAGE)
-        except OSError as error:
-            raise BadSample(f"image cannot be read: {image} ({error.strerror})") from None
+        return read_whole(Path(image), "image", MAX_IMAGE)
     if isinstance(image, Image.Image):
         return np.array(to_rgb(image))  # a copy: an array of Pillow's own memory is read-only
     return np.repeat(image[:, :, None], 3, 2) if image.ndim == 2 else image

@@ -124,17 +124,14 @@ def _open_url(src: str) -> Source:
 def _open_pattern(src: str) -> Source:
     """Tars, or tables one after another, as of a brace pattern. Errors: ValueError for missing files."""
     pattern, _, query = src.partition("?")
-    if Path(pattern).suffix.lower() not in _TABLES:
-        pattern, query = src, ""
-    files = [Path(p) for p in expand(pattern)]
+    is_table = Path(pattern).suffix.lower() in _TABLES
+    files = [Path(name) for name in expand(pattern if is_table else src)]
     if missing := [file for file in files if not file.is_file()]:
-        kind = "tars" if files[0].suffix == ".tar" else "files"
         raise ValueError(
-            f"{src}: {len(missing)} of {len(files)} {kind} are missing, the first is {missing[0]}.{_meant(src)}"
+            f"{src}: {len(missing)} of {len(files)} {'files' if is_table else 'tars'} are missing, the first is "
+            f"{missing[0]}.{_meant(src)}"
         )
-    if query or files[0].suffix.lower() in _TABLES:
-        return open_tables(src, files, parse_query(pattern, query))
-    return _shards(src, files)
+    return open_tables(src, files, parse_query(pattern, query)) if is_table else _shards(src, files)
 
 
 def _meant(name: str) -> str:
