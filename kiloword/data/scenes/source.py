@@ -184,10 +184,6 @@ class _Scenes:
         """Captions or the answer of a row, without drawing its image."""
         return self.content(self.scene(row), row)[0]
 
-    def info(self, row: int) -> dict[str, Any]:
-        """`Record.info` of a row, without drawing its image."""
-        return self.content(self.scene(row), row)[1]
-
     def record(self, row: int) -> Record:
         """Image, captions or answer, label, and what is known of a row."""
         scene = self.scene(row)
@@ -253,6 +249,10 @@ class SceneQuestions(_Scenes):
     def asked(self, row: int) -> questions.Question:
         """Question and answer of a row."""
         return questions.ask(self.scene(row), int(self._rng(row, "question").integers(2**63)))
+
+    def info(self, row: int) -> dict[str, Any]:
+        """`Record.info` of a row, without drawing its image."""
+        return self.content(self.scene(row), row)[1]
 
     def content(self, scene: Scene, row: int) -> tuple[list[str], dict[str, Any]]:
         """The answer; the question and its type."""
