@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -12,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kiloword.data.rows import key_bytes, key_text
-from kiloword.stores.store import Places, Store, check_captions, key_digest
+from kiloword.data.rows import key_text
+from kiloword.stores.store import Places, Store, check_captions
 from kiloword.types import BadSample, Example, Source
 
 _CHUNK = 65536  # images whose captions are averaged at once
@@ -100,25 +99,12 @@ class Features(Places[FeatureStore]):
     def __init__(self, store: FeatureStore, source: Source) -> None:
         super().__init__([store], source)
         self.store = store
-        check_captions([store], source, self.has)
+        check_captions([store], source, lambda whole, row: self.place(whole, row) < 0)
 
     def place(self, source: Source, row: int) -> int:
         """The place of a row; -1 where it is bad."""
         found = self.find(source, row)
         return -1 if found is None else found[1]
-
-    def captions(self, place: int, captions: Sequence[str]) -> Iterator[int | None]:
-        """The place of each caption of an image; None where the store lacks it."""
-        first, end = self.store.starts[place : place + 2].tolist()
-        digests = self.store.column("captions")[first:end]
-        for caption in captions:
-            same = np.flatnonzero(digests == np.uint64(key_digest(key_bytes(caption))))
-            yield first + int(same[-1]) if len(same) else None
-
-    def has(self, source: Source, row: int, captions: Sequence[str]) -> bool:
-        """Whether the store has captions of a row, if that is not bad."""
-        place = self.place(source, row)
-        return place < 0 or None not in self.captions(place, captions)
 
     def __call__(self, example: Example, source: Source, view: int = 0) -> None:
         """Add features to an example. Raises: BadSample for a caption that the store lacks.
@@ -131,8 +117,8 @@ class Features(Places[FeatureStore]):
         place = self.place(source, example.row)
         if place >= 0:
             image[:] = store.column("images")[place, view]
-            for n, text in enumerate(self.captions(place, example.captions)):
-                if text is None:
+            for n, caption in enumerate(example.captions):
+                if (text := store.find(caption)) is None:
                     raise BadSample(f"a caption has no features in {store.path}")
                 texts[n] = store.column("texts")[text]
         example.image_features[store.name] = torch.from_numpy(image)

@@ -8,7 +8,7 @@ Format (a folder): `store.json` (`kiloword.data.stored.StoreFile`); `keys.parque
     tokens [m, W]       tokens of images (m = n * K * N) or of captions, as dtype says; int8 with
     scales [m, 2G]      the minimum and the step of each group of channels
     starts              [n + 1] captions of an image, or [T + 1] tokens of a caption: starts[i] to starts[i + 1]
-    captions            [T] digests of the captions; of tokens [2, T]: ascending, and their numbers
+    captions            [2, T] digests of the captions, ascending, and the numbers of the captions
 
 While it is written there are pieces in place of `keys.parquet`, see `pieces.PieceWriter`.
 """
@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from kiloword.data.edits import every_row, origin, origins, parts_of
 from kiloword.data.joins import image_digests, key_column, places_of, shown_key, spread
 from kiloword.data.reading import captions_at, name_of
+from kiloword.data.rows import key_bytes
 from kiloword.data.stored import STORE, Kind, StoreFile, store_file
 from kiloword.stores.pieces import COMMON, Shape, read_table
 from kiloword.terminal import shown
@@ -81,9 +82,10 @@ def found_by(table: pa.Table, kind: Kind) -> dict[str, NDArray[Any]]:
     texts = [text or b"" for text in captions.flatten().to_pylist()]
     digests, counts = np.fromiter(map(key_digest, texts), np.uint64, len(texts)), pc.list_value_length(captions)
     if kind == "texts":
-        order, counts = np.argsort(digests, kind="stable"), good.column("lengths").combine_chunks().flatten()
-        digests = np.stack([digests[order], order.astype(np.uint64)])
-    return {"captions": digests, "starts": np.concatenate([[0], np.cumsum(pc.fill_null(counts, 0), dtype=np.int64)])}
+        counts = good.column("lengths").combine_chunks().flatten()
+    order = np.argsort(digests, kind="stable")
+    starts = np.concatenate([[0], np.cumsum(pc.fill_null(counts, 0), dtype=np.int64)])
+    return {"captions": np.stack([digests[order], order.astype(np.uint64)]), "starts": starts}
 
 
 class Store:
@@ -118,6 +120,13 @@ class Store:
             except (OSError, ValueError, EOFError) as error:
                 raise ValueError(f"{path} is damaged ({error}): remove {self.path}, and make it again.") from None
         return self._maps[name]
+
+    def find(self, caption: str) -> int | None:
+        """The number of a caption; None where the store lacks it."""
+        digests, numbers = self.column("captions")
+        digest = np.uint64(key_digest(key_bytes(caption)))
+        place = int(np.searchsorted(digests, digest))
+        return int(numbers[place]) if place < len(digests) and digests[place] == digest else None
 
     def cells(self, *names: str) -> pa.Table:
         """Columns of `keys.parquet`, of the rows that are not bad, by place."""
@@ -247,17 +256,18 @@ def _places(store: Store, base: Source, used: NDArray[np.int64]) -> NDArray[np.i
     return np.take(places, rows)
 
 
-def check_captions(stores: Sequence[Store], source: Source, has: Callable[[Source, int, Sequence[str]], bool]) -> None:
+def check_captions(stores: Sequence[Store], source: Source, bad: Callable[[Source, int], bool]) -> None:
     """Raises: ValueError where stores lack captions of a source, among some rows that are spread over it.
 
-    Args: has: whether they have a row's captions.
+    Args: bad: whether they have nothing of a row, as it was bad.
     """
     whole = every_row(source)
     if not stores or whole.fingerprint in {store.file.fingerprint for store in stores}:
         return
     for row in spread(len(whole), CAPTIONS):
         with suppress(BadSample):
-            if not has(whole, row, captions_at(whole, row)):
+            found = [any(store.find(text) is not None for store in stores) for text in captions_at(whole, row)]
+            if not all(found) and not bad(whole, row):
                 made = ", ".join(f"{store.path} (of {store.file.data})" for store in stores)
                 raise ValueError(
                     f"{made} lacks captions of {source.name} ({source.fingerprint[:16]}), such as one of "
