@@ -172,31 +172,20 @@ def test_goes_on_after_an_interruption(tmp_path: Path, workers: int) -> None:
     embed(teacher, Images(), tmp_path / "cut", part=PART, batch=4, workers=workers)
     assert teacher.images == 1 + ROWS - PART  # and one to see how many numbers a feature has
     assert files_of(tmp_path / "cut") == files_of(whole)
-    teacher = Fake()
-    embed(teacher, Images(), tmp_path / "cut", batch=3)
+    teacher, lines = Fake(), StringIO()
+    embed(teacher, Images(), tmp_path / "cut", lines, batch=3)
     assert teacher.images == 1, "a finished store is left alone"
+    assert "1 of 40 rows are bad" in lines.getvalue()
+    assert "truncated image: k005\n" in lines.getvalue()
     assert files_of(tmp_path / "cut") == files_of(whole)
 
 
-def test_another_teacher_data_or_option_is_refused(table: FeatureStore) -> None:
-    given: dict[str, Any] = {"teacher": Fake(), "source": Images(), "out": table.path}
-    for change, word in (
-        ({"teacher": Fake("new")}, "new"),
-        ({"source": Images(fingerprint="q")}, "fingerprint p there, q here"),
-        ({"name": "second"}, "name teacher there, second here"),
-        ({"dtype": "fp32"}, "dtype fp16 there, fp32 here"),
-        ({"precision": "bf16"}, "precision fp32 there"),
-    ):
-        with pytest.raises(ValueError, match=word):
-            embed(**{**given, **change})
+class Wrong(Fake):
+    """Texts get NaN, or one number fewer than images."""
 
-
-def test_bad_rows_are_counted_and_named(tmp_path: Path) -> None:
-    for _ in range(2):  # also of a finished store
-        lines = StringIO()
-        embed(Fake(), Images(), tmp_path / "t", report=lines)
-        assert "1 of 40 rows are bad" in lines.getvalue()
-        assert "truncated image: k005\n" in lines.getvalue()
+    def encode_texts(self, texts: Sequence[str]) -> Tensor:
+        found = super().encode_texts(texts)
+        return found / 0 if self.fingerprint == "broken" else found[:, 1:]
 
 
 class Bad(Images):
@@ -204,36 +193,26 @@ class Bad(Images):
         raise BadSample("truncated image")
 
 
-class Broken(Fake):
-    def encode_texts(self, texts: Sequence[str]) -> Tensor:
-        return super().encode_texts(texts) / 0
-
-
-class Uneven(Fake):
-    def encode_texts(self, texts: Sequence[str]) -> Tensor:
-        return super().encode_texts(texts)[:, 1:]
-
-
-@pytest.mark.parametrize(
-    ("teacher", "source", "options", "word"),
-    [
-        (Fake(), Bad(), {}, "none of its 40 rows is a usable image: .*truncated im"),
-        (Broken(), Images(), {}, "texts are NaN or infinite, near row 0"),
-        (Uneven(), Images(), {}, f"images {DIM} dimensions and texts {DIM - 1}"),
-        (Fake(), Images(), {"name": "a.b"}, r"'a\.b'"),
-        (Fake(), Images(), {"batch": 0}, "--batch"),
-    ],
-)
-def test_what_makes_no_store(tmp_path: Path, teacher: Fake, source: Images, options: Any, word: str) -> None:
-    with pytest.raises(ValueError, match=word):
-        embed(teacher, source, tmp_path / "t", **options)
-
-
-def test_folders_that_are_no_feature_store(tmp_path: Path, table: FeatureStore) -> None:
+def test_what_makes_no_store(tmp_path: Path, table: FeatureStore) -> None:
+    """Another teacher, other data or options than what is there; values that cannot be stored; other folders."""
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "a.jpg").touch()
-    with pytest.raises(ValueError, match="photos exists and holds no features"):
-        embed(Fake(), Images(), tmp_path / "photos")
+    given: dict[str, Any] = {"teacher": Fake(), "source": Images(), "out": table.path}
+    for n, (change, word) in enumerate((
+        ({"teacher": Fake("new")}, "weights fake there, new here"),
+        ({"source": Images(fingerprint="q")}, "fingerprint p there, q here"),
+        ({"name": "second"}, "name teacher there, second here"),
+        ({"dtype": "fp32"}, "dtype fp16 there, fp32 here"),
+        ({"out": tmp_path / "photos"}, "photos exists and holds no features"),
+        ({"source": Bad()}, "none of its 40 rows is a usable image: .*truncated im"),
+        ({"teacher": Wrong("broken")}, "texts are NaN or infinite, near row 0"),
+        ({"teacher": Wrong()}, f"images {DIM} dimensions and texts {DIM - 1}"),
+        ({"name": "a.b"}, r"'a\.b'"),
+        ({"batch": 0}, "--batch"),
+    )):  # fmt: skip
+        out = {"out": tmp_path / str(n)} if n > 4 else {}
+        with pytest.raises(ValueError, match=word):
+            embed(**{**given, **out, **change})
     shutil.copytree(table.path, tmp_path / "cut")
     (tmp_path / "cut" / "texts.npy").write_bytes(b"")
     for name, word in (("photos", r"store\.json"), ("cut", "damaged")):
