@@ -18,7 +18,7 @@ import os
 import re
 import sys
 import tarfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from itertools import islice
@@ -50,8 +50,7 @@ _TOGETHER = 8  # tars for each process that reads
 _BATCH = 65_536  # rows, at least, of a record batch
 _ROWS = 8192  # that are parsed together
 _PADDING = 1 << 20  # zeros that may follow the end; tar itself writes at most 10 kB
-_PARTS = ("image", "txt", "json", "cls")
-_READ = (*IMAGE_SUFFIXES, *_PARTS[1:], "npy")  # suffixes
+_PART_OF = dict.fromkeys(IMAGE_SUFFIXES, "image") | {suffix: suffix for suffix in ("txt", "json", "cls", "npy")}
 _FIELD = re.compile(r"(?<=[^/])(\.[^\W\d][^./]*)+$")  # words between the key and the suffix
 _KIND = b"kiloword tars 2"  # of the metadata
 _SCHEMA = pa.schema(
@@ -61,6 +60,10 @@ _SCHEMA = pa.schema(
     }
 )  # fmt: skip
 _FILE = pa.field("file", pa.dictionary(pa.int32(), pa.binary()))
+
+
+Parts = dict[str, tuple[int, int]]
+"""Offset and size of the members of a sample: image, txt, json, cls."""
 
 
 class Tar(NamedTuple):
@@ -275,9 +278,9 @@ def scan(place: str) -> pa.Table:
     return pa.Table.from_batches(batches, _SCHEMA).replace_schema_metadata({_KIND: metadata})
 
 
-def _members(name: str, file: BinaryIO, total: int, left_out: LeftOut) -> tuple[list[tuple[str, int, int]], str]:
-    """Name, offset and size of the regular files in a tar, and what is wrong with the tar."""
-    found, before = list[tuple[str, int, int]](), -1
+def _members(name: str, file: BinaryIO, total: int, left_out: LeftOut) -> tuple[list[tuple[str, tuple[int, int]]], str]:
+    """Name, and offset and size, of the regular files in a tar, and what is wrong with the tar."""
+    found, before = list[tuple[str, tuple[int, int]]](), -1
     try:
         tar = tarfile.TarFile(fileobj=file, encoding="utf-8", errors="surrogateescape") if total else None
     except tarfile.ReadError:
@@ -290,7 +293,7 @@ def _members(name: str, file: BinaryIO, total: int, left_out: LeftOut) -> tuple[
             before = member.offset
             tar.members.clear()  # type: ignore[attr-defined]  # for memory
             if member.isreg() and not member.issparse():  # a sparse one does not lie in one piece
-                found.append((member.name, member.offset_data, min(member.size, total + 1)))
+                found.append((member.name, (member.offset_data, min(member.size, total + 1))))
             elif not member.isdir():
                 left_out.add(shown(member.name), "no file, but a link or the like")
     end = min(tar.offset if tar else 0, total)
@@ -301,51 +304,49 @@ def _members(name: str, file: BinaryIO, total: int, left_out: LeftOut) -> tuple[
     return found, f"read up to byte {end:,} of {total:,}: it is cut or damaged there, or goes on after its end"
 
 
-def _samples(members: list[tuple[str, int, int]], left_out: LeftOut) -> list[tuple[str, dict[str, tuple[int, int]]]]:
-    """The key of each sample, and the offset and size of those of `_PARTS` that it has."""
-    samples = list[tuple[str, dict[str, tuple[int, int]]]]()
-    current, seen = dict[str, int](), set[tuple[int, str]]()  # members of a sample need not be neighbours
-    named = [(name, *_split(name), (offset, size)) for name, offset, size in members]
-    key_of = _keys((stem, suffix) for _, stem, suffix, _ in named)
-    for name, stem, suffix, place in sorted(named, key=lambda one: one[2] == "npy"):
-        parts, kinds = dict[str, tuple[int, int]](), list[str]()  # the sample, and what the member may be of it
-        if suffix not in _READ:
-            reason = f".{suffix} is not read" if suffix else "the name is hidden or has no suffix"
-        elif suffix == "npy":  # alone it is no sample
-            if stem in current and place[1] <= MAX_LABEL:
-                parts, kinds = samples[current[stem]][1], ["cls", "json"]
-            reason = "a .npy that is too large, or whose sample lacks neither .cls nor .json"
-        elif not (key := key_of[stem]):
-            reason = "its sample has a member of this kind without a field's name"
+def _samples(members: list[tuple[str, tuple[int, int]]], left_out: LeftOut) -> list[tuple[str, Parts]]:
+    """The key and parts of each sample."""
+    named, kinds = list[tuple[str, str, str, tuple[int, int]]](), dict[str, set[bool]]()
+    for name, place in members:
+        path, suffix = os.path.splitext(name)
+        hidden = os.path.basename(name).startswith((".", "__")) or not suffix
+        if part := "" if hidden else _PART_OF.get(suffix[1:].lower(), ""):
+            named.append((name, path, part, place))
+            if part != "npy":
+                kinds.setdefault(path, set()).add(part == "image")
         else:
+            left_out.add(shown(name), "the name is hidden or has no suffix" if hidden else f"{suffix} is not read")
+    samples, key_of = list[tuple[str, Parts]](), _keys(kinds)
+    current, seen = dict[str, int](), set[tuple[int, str]]()  # members of a sample need not be neighbours
+    for name, stem, part, place in sorted(named, key=lambda one: one[2] == "npy"):
+        if part == "npy":  # alone it is no sample
+            is_read = stem in current and place[1] <= MAX_LABEL
+            parts = samples[current[stem]][1] if is_read else {"cls": place, "json": place}
+            free = [kind for kind in ("cls", "json") if kind not in parts]
+            reason = "a .npy that is too large, or whose sample lacks neither .cls nor .json"
+        elif key := key_of[stem]:
             number = current.get(key)
             if number is None or (number, name) in seen:  # the same member again: another sample of the same name
                 number = current[key] = len(samples)
                 samples.append((key, {}))
             seen.add((number, name))
-            parts, kinds = samples[number][1], ["image" if suffix in IMAGE_SUFFIXES else suffix]
-            reason = f"the sample has another {kinds[0]} before"
-        if free := [kind for kind in kinds if kind not in parts]:
+            parts = samples[number][1]
+            free, reason = [part] if part not in parts else [], f"the sample has another {part} before"
+        else:
+            free, reason = [], "its sample has a member of this kind without a field's name"
+        if free:
             parts[free[0]] = place
         else:
             left_out.add(shown(name), reason)
     return samples if any("image" in parts for _, parts in samples) else []
 
 
-def _split(name: str) -> tuple[str, str]:
-    """A member's name without its suffix, and the suffix; no suffix for names that are hidden or meant for others."""
-    folder, slash, base = name.rpartition("/")
-    stem, _, suffix = base.rpartition(".")
-    hidden = base.startswith((".", "__"))
-    return (name, "") if hidden or not stem else (folder + slash + stem, suffix.lower())
+def _keys(kinds: dict[str, set[bool]]) -> dict[str, str]:
+    """The key of the sample of each member, by the member's name without its suffix; "": the sample has its own.
 
-
-def _keys(members: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """The key of the sample of each member, by the member's name without its suffix; "": the sample has its own."""
-    kinds, joined = dict[str, set[bool]](), dict[str, set[bool]]()  # whether there are images, and texts
-    for stem, suffix in members:
-        if suffix in _READ[:-1]:
-            kinds.setdefault(stem, set()).add(suffix in IMAGE_SUFFIXES)
+    Args: kinds: whether there are images, and texts, of each name.
+    """
+    joined = dict[str, set[bool]]()
     key_of = {stem: stem if len(both) > 1 else _FIELD.sub("", stem) for stem, both in kinds.items()}
     key_of |= {stem: "" for stem, key in key_of.items() if key != stem and kinds[stem] <= kinds.get(key, set())}
     for stem, both in kinds.items():
@@ -353,7 +354,7 @@ def _keys(members: Iterable[tuple[str, str]]) -> dict[str, str]:
     return {stem: key if not key or len(joined[key]) > 1 else stem for stem, key in key_of.items()}
 
 
-def _row(key: str, parts: dict[str, tuple[int, int]], fd: int, total: int) -> dict[str, Any]:
+def _row(key: str, parts: Parts, fd: int, total: int) -> dict[str, Any]:
     """One sample as a row. Args: parts: as of `_samples`; fd, total: the tar, and its bytes."""
     row: dict[str, Any] = {"key": key_bytes(key)}
     if "image" in parts:
