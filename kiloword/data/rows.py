@@ -26,7 +26,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +82,8 @@ class Rows:
         self.classnames, self.templates, self.notes, self.path = classnames, templates, list(notes), path
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | ({"table": None} if self.path else {})
+        sent = {name: value for name, value in self.__dict__.items() if name != "_columns"}
+        return sent | ({"table": None} if self.path else {})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -92,10 +93,15 @@ class Rows:
     def __len__(self) -> int:
         return int(self.table.num_rows)
 
+    @cached_property
+    def _columns(self) -> dict[str, pa.ChunkedArray]:
+        return {name: self.table[name] for name in self.table.column_names}
+
     def _cell(self, column: str, row: int) -> Any:
         if not 0 <= row < len(self):
             raise IndexError(f"row {row} of {len(self)}")
-        return self.table[column][row].as_py() if column in self.table.schema.names else None
+        cells = self._columns.get(column)
+        return None if cells is None else cells[row].as_py()
 
     def _check(self, row: int) -> None:
         if error := self._cell("error", row):
