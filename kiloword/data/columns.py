@@ -15,7 +15,8 @@ import pyarrow as pa
 import pyarrow.parquet
 
 from kiloword.data.classes.names import places_among, spaced, text_lines
-from kiloword.data.sample import MAX_CAPTION, clean, decode_text, label_set, texts_in
+from kiloword.data.rows import key_bytes
+from kiloword.data.sample import clean, decode_text, label_set, texts_in
 from kiloword.errors import suggestion
 from kiloword.terminal import shown
 from kiloword.types import BadSample, LabelSet
@@ -28,7 +29,7 @@ _LONGEST = 1 << 30  # characters of a cell
 _WHOLE = re.compile(r"-?\d{1,17}(\.0*)?", re.ASCII)  # also as pandas writes numbers beside empty cells: 3.0
 
 Cells = dict[str, list[Any]]
-"""The columns of a table by name; texts of csv and parquet as bytes, which may not be UTF-8."""
+"""The columns of a table by name; bytes that are not UTF-8 are lone surrogates of texts (surrogateescape)."""
 Malformed = list[tuple[str, str]]
 """Names and reasons of lines that are no rows."""
 
@@ -68,13 +69,17 @@ def read_table(path: Path, columns: Sequence[str]) -> tuple[Cells, Malformed]:
     """Some columns of a csv, tsv or parquet; of the first, which names images, rows in a quoted cell are known."""
     wanted = list(dict.fromkeys(columns))
     if LINES in wanted:
-        return {LINES: [[line] for line in path.read_bytes().splitlines() if line.strip()]}, []
+        lines = path.read_text("utf-8-sig", "surrogateescape").split("\n")
+        return {LINES: [[line] for line in lines if line.strip()]}, []
     if path.suffix.lower() in _CSV:
         return _read_csv(path, wanted)
     table = pa.parquet.read_table(path, columns=wanted, partitioning=None)
-    text = (pa.string(), pa.large_string())
-    table = table.cast(pa.schema([(f.name, pa.large_binary() if f.type in text else f.type) for f in table.schema]))
-    return table.to_pydict(), []
+    kinds = {field.name: field.type for field in table.schema}
+    text = {name: pa.large_binary() for name, kind in kinds.items() if kind in (pa.string(), pa.large_string())}
+    cells: Cells = table.cast(pa.schema(kinds | text)).to_pydict()
+    for name, column in cells.items():
+        cells[name] = [c.decode(errors="surrogateescape") if isinstance(c, bytes) else c for c in column]
+    return cells, []
 
 
 def read_columns(path: Path | str, *names: str) -> list[list[str]]:
@@ -88,35 +93,33 @@ def read_columns(path: Path | str, *names: str) -> list[list[str]]:
         columns = list(read_table(path, names)[0].values())
     for name, cells in zip(names, columns, strict=True):
         for n, cell in enumerate(cells):
-            cells[n] = cell.decode(errors="replace") if isinstance(cell, bytes) else cell
-            if not isinstance(cells[n], str):
+            if not isinstance(cell, str):
                 raise ValueError(f"{path}: row {n} has no {name}. Expected text in every row.")
     return columns
 
 
 def _read_csv(path: Path, columns: list[str]) -> tuple[Cells, Malformed]:
     """Rows inside a quoted cell, whose quote is not closed, are malformed lines: they have as many cells, and a name
-    like others. Every byte is read as a letter, so that a caption that is not UTF-8 is one bad sample.
+    like others.
     """
     (mark, names), wrong, inner = _header(path), list[str](), list[str]()
     cells: Cells = {name: [] for name in columns}
     places = [(names.index(name), column) for name, column in cells.items()]
     csv.field_size_limit(_LONGEST)
-    with path.open(encoding="latin-1", newline="") as file:
+    with path.open(encoding="utf-8", errors="surrogateescape", newline="") as file:
         for n, row in enumerate(csv.reader(file, delimiter=mark)):
             if len(row) == len(names) and n:
                 for place, column in places:
-                    column.append(row[place].encode("latin-1"))
+                    column.append(row[place])
                 inner += [line for cell in row if "\n" in cell for line in cell.split("\n")[1:]]
             elif n and row:
                 wrong += mark.join(row).splitlines() or [""]
-    suffixes = {_suffix(name.decode("latin-1")) for name in cells[columns[0]] if inner} - {""}
+    suffixes = {_suffix(name) for name in cells[columns[0]] if inner} - {""}
     inner = [line for line in inner if line.count(mark) == len(names) - 1]
     inner = [line for line in inner if _suffix(line.split(mark)[places[0][0]]) in suffixes]
     reasons = (f"line without {len(names)} columns", "the line is inside a quoted cell that begins in an earlier one")
-    malformed = [(line, reason) for lines, reason in zip((wrong, inner), reasons, strict=True) for line in lines]
-    texts = ((line.encode("latin-1").decode(errors="replace"), reason) for line, reason in malformed)
-    return cells, [(f"line {shown(line[:60])}", reason) for line, reason in texts]
+    found = [(line, reason) for lines, reason in zip((wrong, inner), reasons, strict=True) for line in lines]
+    return cells, [(f"line {shown(line[:60])}", reason) for line, reason in found]
 
 
 def _suffix(name: str) -> str:
@@ -162,11 +165,13 @@ def load_objects(path: Path, data: Any = None) -> Cells:
 
 
 def decoded(value: Any) -> Any:
-    """A value whose bytes are texts, whose whole numbers are integers. Raises BadSample."""
+    """A value whose texts are UTF-8, whose whole numbers are integers. Raises BadSample."""
     if isinstance(value, list):
         return [decoded(one) for one in value]
     if isinstance(value, float) and value.is_integer():  # as pandas writes numbers beside empty cells
         return int(value)
+    if isinstance(value, str):
+        value = key_bytes(value)
     return decode_text(value) if isinstance(value, bytes) else value
 
 
@@ -175,10 +180,8 @@ def texts(cell: Any, lines: bool = False) -> list[str]:
 
     Args: lines: a text that is no list has one text a line. Raises BadSample.
     """
-    if isinstance(cell, bytes):  # nearly every cell is one text
-        cell = decode_text(cell).strip()
-        if cell and cell[0] != "[" and "\n" not in cell and len(cell) <= MAX_CAPTION:
-            return [cell]
+    if isinstance(cell, str) and "\n" not in cell and not cell.lstrip().startswith("["):  # nearly every cell
+        return clean([cell])
     if isinstance(cell, dict):
         named = next((name for name in _FIELDS if name in cell), None)
         if not named and len(cell) != 1:

@@ -21,7 +21,7 @@ from kiloword.data.query import TableOptions
 from kiloword.data.rows import image_file
 from kiloword.terminal import shown
 
-_TOKEN = re.compile(rb"([^\t\r\n#]+)#\w+\t([^\r\n]*)")  # of Flickr: IMAGE#NUMBER, a tab, a caption
+_TOKEN = re.compile(r"([^\t\r\n#]+)#\w+\t([^\r\n]*)")  # of Flickr: IMAGE#NUMBER, a tab, a caption
 _SUBSET = re.compile(r"(?:train|val|test)\d{4}")  # of COCO, and its folder
 _TRIED = 8  # images by which a folder is recognised
 _EXPECTED = (
@@ -69,9 +69,8 @@ def named(path: Path, option: str, name: str) -> Path:
 
 
 def _is_tokens(path: Path) -> bool:
-    with path.open("rb") as file:
-        line = file.readline(1 << 20).rstrip(b"\r\n")
-    return path.suffix.lower() in (".txt", ".token") and _TOKEN.fullmatch(line) is not None
+    with path.open(encoding="utf-8", errors="surrogateescape") as file:
+        return path.suffix.lower() in (".txt", ".token") and bool(_TOKEN.fullmatch(file.readline(1 << 20).rstrip("\n")))
 
 
 def read_layout(path: Path, options: TableOptions, other: Path | None) -> Layout | None:
@@ -147,23 +146,26 @@ def _vqa(data: dict[str, Any], annotations: Path | None) -> tuple[Cells, str]:
 
     answers = load_json(annotations)["annotations"]
     by_id = {row["question_id"]: row for row in answers}
-    missing = next((one for one in cells["question_id"] if one not in by_id), None)
-    if missing is not None:
-        question = shown(str(missing)[:60])
-        raise ValueError(f"{annotations.name} has no answers to the question {question}: is it of other questions?")
+    missing = [str(one) for one in cells["question_id"] if one not in by_id]
+    if missing:
+        raise ValueError(f"{annotations.name} has no answers to the question {shown(missing[0])}. Is it of others?")
     of = [by_id[one] for one in cells["question_id"]]
     kinds = [kind for kind in ("question_type", "answer_type") if any(kind in row for row in answers)]
     return cells | {key: [row[key] for row in of] for key in ("answers", *kinds)}, subset
 
 
+def _lines(path: Path) -> list[str]:
+    return list(filter(None, map(str.strip, path.read_text("utf-8-sig", "surrogateescape").split("\n"))))
+
+
 def _tokens(path: Path, options: TableOptions, split: Path | None) -> Layout:
     """Captions of Flickr8k or Flickr30k. Args: split: a file that lists images, as Flickr_8k.testImages.txt."""
-    listed = set(map(bytes.strip, split.read_bytes().splitlines())) if split else set()
-    lines = [line for line in path.read_bytes().splitlines() if line.strip()]
-    found = [(match[1], match[2]) for match in map(_TOKEN.fullmatch, lines) if match]
-    wrong = [shown(line.decode(errors="replace")[:60]) for line in lines if not _TOKEN.fullmatch(line)]
+    listed, lines = (_lines(one) if one else [] for one in (split, path))
+    found = [match.groups() for match in map(_TOKEN.fullmatch, lines) if match]
+    wrong = [shown(line[:60]) for line in lines if not _TOKEN.fullmatch(line)]
     cells: Cells = {"image": [image for image, _ in found], "caption": [caption for _, caption in found]}
-    cells["split"] = [options.split * (image in listed) for image in cells["image"]]
+    among = set(listed)
+    cells["split"] = [options.split * (image in among) for image in cells["image"]]
     reason = "line is not IMAGE#NUMBER, a tab and a caption"
     return Layout(cells, [(f"line {line}", reason) for line in wrong], options)
 

@@ -170,22 +170,23 @@ def _table(
         if columns.label and path.suffix.lower() == ".parquet":
             listed = class_label_names(path, columns.label) or listed
         labels, classnames = labels_of(name, cells[columns.label], listed) if columns.label else ([], None)
-        files = [_file(cell) for cell in cells.get(columns.image, [])]
-    where: Cells = {"file": files, "group": files} if columns.image else {}
-    where = _copied(path, columns.image, place) if inside else where
+        named_by = cells.get(columns.image, [])
+        files = [cell if isinstance(cell, str | None) else str(decoded(cell)) for cell in named_by]
+    lone = "surrogatepass" if layout else "surrogateescape"
+    where: Cells = {"file": [file.encode(errors=lone) if file else None for file in files], "group": files}
+    if inside or not columns.image:
+        where = _copied(path, columns.image, place) if inside else {}
     kept = list(range(len(next(iter((where or cells).values())))))
-    keys = [b"%b%d" % (prefix.encode(), n) for n in kept]
+    keys = [f"{prefix}{n}" for n in kept]
     if files:
-        keys = [os.path.splitext(file)[0] if file else b"row " + key for file, key in zip(files, keys, strict=True)]
-        keys = [key if key.isascii() else key_bytes(os.fsdecode(key)) for key in keys]
+        keys = [os.path.splitext(file)[0] if file else f"row {key}" for file, key in zip(files, keys, strict=True)]
     if options.split:
-        parts = [os.fsdecode(part) if isinstance(part, bytes) else str(part) for part in cells[SPLIT]]
+        parts = list(map(str, cells[SPLIT]))
         kept = [n for n in kept if parts[n] == options.split]
     if inside and STATUS in cells:
-        status = [decoded(cell) for cell in cells[STATUS]]
-        failed = {n for n in kept if status[n] != "success" and where["group"][n] is None}
+        failed = {n for n in kept if cells[STATUS][n] != "success" and where["group"][n] is None}
         for n in sorted(failed):
-            left.add(str(n), f"the download failed ({status[n]})")
+            left.add(str(n), f"the download failed ({cells[STATUS][n]})")
         kept = [n for n in kept if n not in failed]
     if not kept and not malformed:
         which = f" whose {SPLIT} is {shown(options.split[:60])!r}" if options.split else ""
@@ -196,10 +197,9 @@ def _table(
     for n in kept:
         images.setdefault(n if one_each else groups[n] or n, []).append(n)
     samples = list(images.values())
-    made = {"key": keys, **where}
-    made = {column: [values[rows[0]] for rows in samples] for column, values in made.items()}
-    if columns.question and not inside:
-        made["key"] = [b"%b#%d" % (key, n) for n, key in enumerate(made["key"])]
+    made = {column: [values[rows[0]] for rows in samples] for column, values in where.items()}
+    ends = [f"#{n}" if columns.question and not inside else "" for n in range(len(samples))]
+    made["key"] = [key_bytes(keys[rows[0]] + end) for rows, end in zip(samples, ends, strict=True)]
     captions, known = _parsed(cells, columns, samples, labels)
     arrays = {column: pa.array(values, SCHEMA.field(column).type) for column, values in (made | known).items()}
     bad = {"key": [key_bytes(line) for line, _ in malformed], "error": [reason for _, reason in malformed]}
@@ -210,11 +210,6 @@ def _table(
     tables = [pa.table(arrays | {"captions": captions}), pa.table(bad, pa.schema([SCHEMA.field(one) for one in bad]))]
     whole = pa.concat_tables(tables, promote_options="default")
     return whole.replace_schema_metadata({b"kiloword": json.dumps(told).encode()})
-
-
-def _file(cell: Any) -> bytes | None:
-    """The name of an image; None for an empty cell."""
-    return (cell if isinstance(cell, bytes) else b"" if cell is None else key_bytes(str(decoded(cell)))) or None
 
 
 def _parsed(
