@@ -244,20 +244,15 @@ def test_where_images_are(folder: Path) -> None:
 
 BAD: list[tuple[Any, str]] = [
     (3, "COCO"),
-    (["x"], "list of objects"),
-    ({"info": {}, "data": []}, "'images'"),
-    ({"images": {}}, "COCO"),
     ({"images": ["x"]}, "COCO"),
     ({"images": [*images(), {"file_name": "x"}]}, "'id'"),
     ({"images": images(), "annotations": [{"image_id": 42}]}, "'caption'"),
     ({"images": [images()[0]] * 2}, "same id"),
-    ({"images": [{"sentences": [], "split": "test"}]}, "'filename'"),
     ({"images": [{"filename": "x", "sentences": [{}], "split": "test"}]}, "'raw'"),
     ({"questions": [{"question_id": 1, "image_id": 1}]}, "'question'"),
     ({"annotations": [{"question_id": 1, "answers": []}]}, "annotations="),
     ({"images": []}, "no rows"),
     (b"{", "no JSON"),
-    (b"\xff", "no JSON"),
     (b"[" * 100_000, "no JSON"),
 ]
 

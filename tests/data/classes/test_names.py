@@ -24,11 +24,6 @@ from kiloword.data.classes.names import (
     wnids,
 )
 
-TABLE_14 = {"CIFAR 10 & CIFAR 100": ("cifar10", "cifar100"), "Food101": ("food101",), "Caltech101": ("caltech101",)}
-TABLE_14 |= {"Stanford Cars": ("cars",), "DTD": ("dtd",), "FGVC Aircraft": ("fgvc_aircraft",), "Pets": ("pets",)}
-TABLE_14 |= {"Flowers102": ("flowers",), "SUN39": ("sun397",)}  # of arXiv:2405.10286: its headings
-TABLE_14["ImageNet"] = ("imagenet1k", "imagenet-a", "imagenet-r", "imagenetv2", "imagenet_sketch", "objectnet")
-
 
 def test_every_shipped_list_is_usable() -> None:
     for name in classname_sets():
@@ -51,22 +46,6 @@ def test_imagenet_is_in_the_order_of_its_wnids() -> None:
         assert set(wnids(name)) < set(ids)
     assert wnids("imagenet-a")[:2] == ["n01498041", "n01531178"]
     assert wnids("imagenet-r")[:2] == ["n01443537", "n01484850"]
-
-
-def test_templates_are_those_of_table_14_of_fff(shared: Path) -> None:
-    paper = shared.parent / "papers" / "fff.txt"
-    if not paper.is_file():
-        pytest.skip("no text of arXiv:2405.10286 beside the data")
-    lines = paper.read_text(encoding="utf-8").splitlines()
-    end = next(n for n, line in enumerate(lines) if line.startswith("Table 14: The list of prompts"))
-    heading, table = "", dict[str, list[str]]()
-    for line in lines[lines.index("CIFAR 10 & CIFAR 100", end - 100) : end]:
-        heading = line if line in TABLE_14 else heading
-        table.setdefault(heading, []).extend(re.findall(r"\S[^.!]*?\{label\}[^.!]*[.!]", line))
-    assert table.keys() == TABLE_14.keys()
-    for heading, names in TABLE_14.items():
-        for name in names:
-            assert {t.replace("{label}", SLOT) for t in table[heading]} == set(templates(name)), name
 
 
 def test_files_of_users(tmp_path: Path) -> None:
