@@ -115,6 +115,7 @@ def _moon() -> Floats:
 
 _TURN = np.arange(48) * (2 * np.pi / 48)
 _TENTHS = np.arange(10) * (np.pi / 5) - np.pi / 2
+_ARM = np.array([(-0.34, -0.95), (0.34, -0.95), (0.34, -0.34)])
 _OUTLINES = {  # corners of the shapes in the square from -1 to 1, y downward, [N, 2]
     "circle": _polar(0.96, _TURN),
     "star": _polar(np.where(np.arange(10) % 2 == 0, 1.06, 0.44), _TENTHS) + np.array([0, 0.08]),
@@ -123,10 +124,5 @@ _OUTLINES = {  # corners of the shapes in the square from -1 to 1, y downward, [
     "square": np.array([(-0.84, -0.84), (0.84, -0.84), (0.84, 0.84), (-0.84, 0.84)]),
     "triangle": np.array([(0, -0.92), (1, 0.82), (-1, 0.82)]),
     "diamond": np.array([(0, -1), (0.7, 0), (0, 1), (-0.7, 0)]),
-    "cross": np.array(
-        [
-            *[(-0.34, -0.95), (0.34, -0.95), (0.34, -0.34), (0.95, -0.34), (0.95, 0.34), (0.34, 0.34)],
-            *[(0.34, 0.95), (-0.34, 0.95), (-0.34, 0.34), (-0.95, 0.34), (-0.95, -0.34), (-0.34, -0.34)],
-        ]
-    ),
+    "cross": np.concatenate([_ARM, _ARM[:, ::-1] * (-1, 1), -_ARM, _ARM[:, ::-1] * (1, -1)]),
 }

@@ -99,22 +99,18 @@ def draw_scenes(split: str, n: int, seed: int, objects: tuple[int, ...], hard: b
     Args: objects: numbers of things, equally often; hard: in groups of GROUP scenes that share all but shapes.
     """
     wanted = n // GROUP if hard else n
-    blocks, seen = list[SceneRows](), set[int]()
+    rows: SceneRows = np.empty((0, 1 + 5 * MOST), np.int8)
     for block in _blocks(split, seed, objects):
-        block = block[splits(block) == SPLITS.index(split)]
-        fresh = []
-        for place, code in enumerate(codes(block, shapes=not hard).tolist()):
-            if code not in seen:
-                seen.add(code)
-                fresh.append(place)
-        blocks.append(block[fresh])
-        if len(seen) >= wanted:
+        rows = np.concatenate([rows, block[splits(block) == SPLITS.index(split)]])
+        if len(rows) >= wanted:  # the first of equal scenes stay, in order
+            rows = rows[np.sort(np.unique(codes(rows, shapes=not hard), return_index=True)[1])]
+        if len(rows) >= wanted:
             break
     else:
         raise ValueError(
-            f"scenes: only {len(seen)} different scenes fit these settings, {wanted} were asked; ask for a smaller n"
+            f"scenes: only {len(rows)} different scenes fit these settings, {wanted} were asked; ask for a smaller n"
         )
-    rows = np.concatenate(blocks)[:wanted]
+    rows = rows[:wanted]
     if hard:  # every thing takes every shape once
         rng, rows = generator(VERSION, seed, split, "shapes"), rows.repeat(GROUP, axis=0)
         for k in range(2, 1 + 5 * MOST, 5):
