@@ -60,8 +60,6 @@ TEXT_PART = 512  # of tokens of captions
 PART_BYTES = 1 << 25  # of tokens of images in a piece, at most
 TOGETHER = 32  # rows of the data whose tokens are computed together
 HALF_MAX = 65504.0
-Cells = list[dict[str, Any]]
-"""Of each row of a batch that is not bad, further cells of `store.SCHEMA`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,13 +195,13 @@ class _Maker:
         how: dict[str, Any] = {"batch": self.batch, "workers": self.workers, "parts": batches, "transform": self.views}
         return eval_batches(self.source, self.views.size, captions=self.kind == "features", **how)
 
-    def rows(self, batch: EvalBatch) -> tuple[Cells, dict[str, Any]]:
-        """What is made of the rows of a batch that are not bad: cells, and values of the columns."""
+    def rows(self, batch: EvalBatch) -> tuple[dict[str, Any], list[int]]:
+        """Values of the columns, of the rows that are not bad, and how many tokens each caption has, if it has some."""
         raise NotImplementedError
 
     def _placed(self, batch: EvalBatch) -> Rows:
         """The rows of a batch in the store, also bad ones. Raises: ValueError for values that cannot be stored."""
-        cells, columns = self.rows(batch) if batch.rows else ([], {})
+        columns, lengths = self.rows(batch) if batch.rows else ({}, [])
         for name, values in columns.items():
             largest = float(np.abs(values).max(initial=0.0))
             if not np.isfinite(largest):
@@ -212,14 +210,20 @@ class _Maker:
                 raise ValueError(f"the model's {name} reach {largest:.3g}, more than fp16 has: use --dtype fp32.")
         if self.file.dtype == "int8" and columns:
             columns = dict(zip(("tokens", "scales"), quantised(columns["tokens"]), strict=True))
-        good = [{"row": row, **more} for row, more in zip(batch.rows, cells, strict=True)]
-        for cell, key, image in zip(good, batch.keys, batch.stored, strict=False):  # captions alone have none
+        cells: list[dict[str, Any]]
+        cells = [{"row": one.row, "key": key_bytes(one.key), "reason": one.reason} for one in batch.skipped]
+        for row, texts in zip(batch.rows, batch.captions, strict=True):
+            cells.append({"row": row})
+            if self.kind != "images":
+                cells[-1]["captions"] = list(map(key_bytes, texts))
+            if self.kind == "texts":
+                cells[-1]["lengths"], lengths = lengths[: len(texts)], lengths[len(texts) :]
+        for cell, key, image in zip(cells[len(batch.skipped) :], batch.keys, batch.stored, strict=False):
             cell |= {"key": key_bytes(key), "image": image}
-        bad = [{"row": one.row, "key": key_bytes(one.key), "reason": one.reason} for one in batch.skipped]
-        for cell in (*good, *bad):
+        for cell in cells:
             base, cell["at"] = origin(self.source, cell["row"])
             cell["source"] = self.numbers[base.name, base.fingerprint]
-        return Rows(rows_table(SCHEMA, [*good, *bad]), columns)
+        return Rows(rows_table(SCHEMA, cells), columns)
 
     def write(self, out: Path | str, report: TextIO | None) -> bool:
         """Fill and finish the store in a folder. Returns: whether this rank, the first one, has written it."""
@@ -280,15 +284,14 @@ class _Features(_Maker):
         more = {"views": drawn.views, "seed": drawn.seed, "augment": drawn.augment, "name": options.name}
         super().__init__(source, options, options.batch, weights, width=self.dim, part=part, **more)
 
-    def rows(self, batch: EvalBatch) -> tuple[Cells, dict[str, Any]]:
+    def rows(self, batch: EvalBatch) -> tuple[dict[str, Any], list[int]]:
         captions = [caption for of_image in batch.captions for caption in of_image]
         of_views = [self.teacher.encode_images(view.contiguous()) for view in batch.images.unbind(1)]
         features = {"images": torch.stack(of_views, 1), "texts": self.teacher.encode_texts(captions)}
         for name, values in features.items():
             if self.dim < values.shape[-1]:
                 features[name] = F.normalize(values[..., : self.dim], dim=-1)
-        cells = [{"captions": list(map(key_bytes, of_image))} for of_image in batch.captions]
-        return cells, {name: values.numpy() for name, values in features.items()}
+        return {name: values.numpy() for name, values in features.items()}, []
 
 
 class _Tokens(_Maker):
@@ -301,15 +304,15 @@ class _Tokens(_Maker):
         batch = -(-options.batch // TOGETHER) * TOGETHER
         super().__init__(source, options, batch, trunk_digest(model, self.kind), **more)
 
-    def rows(self, batch: EvalBatch) -> tuple[Cells, dict[str, Any]]:
+    def rows(self, batch: EvalBatch) -> tuple[dict[str, Any], list[int]]:
         with inference(self.model), precision_of(self.file.precision, self.model.device.type)():
             groups = groupby(range(len(batch.rows)), lambda n: batch.rows[n] // TOGETHER)
             made = [self.group(batch, list(group)) for _, group in groups]
-        tokens = torch.cat([values for _, values in made]).float().cpu().numpy()
-        return [cell for cells, _ in made for cell in cells], {"tokens": tokens}
+        tokens = torch.cat([values for values, _ in made]).float().cpu().numpy()
+        return {"tokens": tokens}, [length for _, lengths in made for length in lengths]
 
-    def group(self, batch: EvalBatch, which: list[int]) -> tuple[Cells, Tensor]:
-        """Further cells, and tokens [m, W], of some rows of a batch that lie together."""
+    def group(self, batch: EvalBatch, which: list[int]) -> tuple[Tensor, list[int]]:
+        """As `rows`, tokens [m, W] of some rows of a batch that lie together."""
         raise NotImplementedError
 
 
@@ -326,14 +329,14 @@ class _ImageTokens(_Tokens):
         more = {"views": drawn.views, "seed": drawn.seed, "augment": drawn.augment, "size": size, "resize": resize}
         super().__init__(model, source, options, width=trunk.width, part=part, tokens=tokens, **more)
 
-    def group(self, batch: EvalBatch, which: list[int]) -> tuple[Cells, Tensor]:
+    def group(self, batch: EvalBatch, which: list[int]) -> tuple[Tensor, list[int]]:
         file, places = self.file, [batch.rows[n] % TOGETHER for n in which]
         trunk: Any = self.model.image_tower.trunk
         filled, tokens = torch.zeros(TOGETHER, *batch.images.shape[2:], dtype=torch.uint8), list[Tensor]()
         for view in range(file.views):
             filled[places] = batch.images[which, view]
             tokens.append(trunk(self.model.normalise(filled.to(self.model.device)))[places])
-        return [{} for _ in which], torch.stack(tokens, 1).flatten(0, 2)
+        return torch.stack(tokens, 1).flatten(0, 2), []
 
 
 class _TextTokens(_Tokens):
@@ -359,9 +362,6 @@ class _TextTokens(_Tokens):
                 batch.rows.append(row)
             yield batch
 
-    def group(self, batch: EvalBatch, which: list[int]) -> tuple[Cells, Tensor]:
-        texts, computed = trunk_tokens(self.model, self.tokenizer, [t for n in which for t in batch.captions[n]])
-        lengths = iter(texts.starts.diff().tolist())
-        captions = [list(map(key_bytes, batch.captions[n])) for n in which]
-        cells = [{"captions": of_row, "lengths": [next(lengths) for _ in of_row]} for of_row in captions]
-        return cells, computed
+    def group(self, batch: EvalBatch, which: list[int]) -> tuple[Tensor, list[int]]:
+        texts, tokens = trunk_tokens(self.model, self.tokenizer, [t for n in which for t in batch.captions[n]])
+        return tokens, texts.starts.diff().tolist()

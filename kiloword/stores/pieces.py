@@ -109,12 +109,9 @@ def _grow(path: Path, shape: Shape, length: int, values: Sequence[NDArray[Any]])
 
 
 def read_table(path: Path, columns: list[str] | None = None) -> pa.Table:
-    """A parquet table. Raises: ValueError for a file that is damaged."""
-    try:
-        with path.open("rb") as file:  # pyarrow takes no path that is not UTF-8
-            return pq.read_table(file, columns=columns)
-    except (OSError, pa.ArrowException) as error:
-        raise ValueError(f"{path} cannot be read ({error}): remove it, and run the same command again.") from None
+    """A parquet table."""
+    with path.open("rb") as file:  # pyarrow takes no path that is not UTF-8
+        return pq.read_table(file, columns=columns)
 
 
 def bad_rows(table: pa.Table) -> list[Skipped]:

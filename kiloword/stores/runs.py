@@ -56,32 +56,29 @@ def trunk_digest(model: Model, kind: Kind) -> str:
     return digest.hexdigest()
 
 
-def check_trunk(model: Model, stores: Sequence[ImageTokens] | Sequence[TextTokens], weights: bool = True) -> None:
+def check_trunk(
+    model: Model, stores: Sequence[ImageTokens] | Sequence[TextTokens], weights: bool = True, frozen: bool = False
+) -> None:
     """Raises: ValueError when the stores have tokens of another trunk than the model's, or of images of another size.
 
-    Args: weights: False: the model's trunk is not filled yet, so that only its shape is compared.
+    Args: weights: False: the model's trunk is not filled yet, so that only its shape is compared; frozen: a run reads
+    the tokens, so that it may not train the trunk.
     """
     for store in stores:
-        tower, kind, config = store.file.model, store.kind, model.config
-        if trunk_of(model, kind) is None:
-            add = f"--init {tower}" if is_model_folder(tower) else f"--{kind[:-1]}-tower {tower}"
-            raise ValueError(f"{store.path} has tokens of {tower}, which the model has not: train one by {add}.")
+        name, kind, config, trunk = store.file.model, store.kind, model.config, trunk_of(model, store.kind)
+        if trunk is None:
+            add = f"--init {name}" if is_model_folder(name) else f"--{kind[:-1]}-tower {name}"
+            raise ValueError(f"{store.path} has tokens of {name}, which the model has not: train one by {add}.")
+        if frozen and any(p.requires_grad for p in trunk.parameters()):  # adapters change the weights
+            raise ValueError(
+                f"{store.path} has tokens of a frozen trunk, but the run trains weights of the {kind[:-1]} trunk: "
+                f"freeze it (--freeze {kind[:-1]}:trunk, and no --lora.targets of it), or omit --{kind[:-1]}-features."
+            )
         wanted: dict[str, Any] = {"weights": trunk_digest(model, kind)} if weights else {}
         if kind == "images":
             wanted |= {"size": config.image.size, "resize": config.preprocess.resize}
         width = (config.image if kind == "images" else config.text).trunk.width
         check_alike(store, "this model", REMAKE, width=width, **wanted)
-
-
-def check_frozen(model: Model, stores: Sequence[ImageTokens] | Sequence[TextTokens]) -> None:
-    """Raises: ValueError when a run trains the trunk of the stores."""
-    for store in stores:
-        trunk, tower = trunk_of(model, store.kind), store.kind[:-1]
-        if trunk is not None and any(p.requires_grad for p in trunk.parameters()):
-            raise ValueError(
-                f"--{tower}-features has tokens of a frozen trunk, but the run trains weights of the {tower} trunk: "
-                f"freeze it (--freeze {tower}:trunk, and no --lora.targets of it), or omit --{tower}-features."
-            )
 
 
 def towers_of(images: Sequence[str], texts: Sequence[str]) -> tuple[str, str]:

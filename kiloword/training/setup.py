@@ -22,7 +22,7 @@ from kiloword.model.model import initialise
 from kiloword.model.resnet import batch_statistics
 from kiloword.models.build import build
 from kiloword.models.states import drop_old, steps_done
-from kiloword.stores.runs import check_frozen, check_trunk
+from kiloword.stores.runs import check_trunk
 from kiloword.stores.tokens import ImageTokens, TextTokens, opened
 from kiloword.training import compilation, effects, engine, start, tuning
 from kiloword.training.engine import Reducer
@@ -84,8 +84,8 @@ def prepare(recipe: Recipe, out: Path, source: Source, *, device: str, options: 
     bare = options.parallel == "fsdp" and collectives.ranks() > 1
     learner, started = make_learner(recipe, resolved.method, options.trust_code, bare, steps_done(out / "state") > 0)
     for stores in (opened(recipe.data.image_features, ImageTokens), opened(recipe.data.text_features, TextTokens)):
-        check_frozen(learner.model, stores)  # first, as adapters change the weights that are compared
-        check_trunk(learner.model, stores, weights=not holds_run(out))  # a run that is resumed compares their origin
+        weights = not holds_run(out)  # a run that is resumed compares their origin
+        check_trunk(learner.model, stores, weights, frozen=True)
     learner._apply(lambda x: x if x.is_meta else x.to(device))  # type: ignore[no-untyped-call]
     spread(learner, recipe, options)
     main = collectives.rank() == 0

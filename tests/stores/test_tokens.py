@@ -26,7 +26,6 @@ from kiloword.model.encoding import inference
 from kiloword.randomness import Draw
 from kiloword.stores import runs as token_runs
 from kiloword.stores.embed import EmbedOptions, embed_tokens
-from kiloword.stores.teachers import open_tower
 from kiloword.stores.tokens import FoundImages, ImageTokens, TextTokens, TokenizerWithTokens, quantised, restored
 from kiloword.training.log import read_metrics
 from kiloword.training.loop import RunOptions, train
@@ -204,18 +203,6 @@ def test_training_reads_augmented_stores_whatever_their_order(tmp_path: Path) ->
         data = replace(found.data, text_features=(str(views),))
         train(replace(found, data=data), tmp_path / str(n), options=QUIET)
         assert losses(tmp_path / str(n)) == losses(tmp_path / "one")
-
-
-def test_towers_of_no_kind_are_refused(tmp_path: Path) -> None:
-    """Both kinds are named, as the verb takes both; random weights are none."""
-    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
-    for tower, word in (
-        ("minilmm", "minilmm.*mean minilm"),
-        (f"hf:{tmp_path}", "Of images: .*vit.* Of texts: .*albert"),
-        ("timm:test_vit", "timm:test_vit:FILE"),
-    ):
-        with pytest.raises(ValueError, match=word):
-            open_tower(tower)
 
 
 def test_tokens_too_large_for_halves(tmp_path: Path) -> None:
