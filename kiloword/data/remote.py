@@ -72,19 +72,14 @@ def settings() -> Settings:
 
 @lru_cache(1)
 def _parsed(text: str) -> Settings:
-    words = text.lower().replace(",", " ").split()
-    found = [match for word in words if (match := _SETTING.fullmatch(word))]
-    if len(found) < len(words):
+    found = map(_SETTING.fullmatch, text.lower().replace(",", " ").split())
+    try:
+        return Settings(**{m[1]: float(m[2]) * 1000 ** " kmgt".index(m[3] or " ") for m in found})  # type: ignore[index]
+    except (TypeError, ValueError):
         raise ValueError(
             f"{VARIABLE}: {scrubbed(text)[:100]!r} has another setting than {', '.join(Settings._fields)}. Expected "
             "limit=200GB timeout=60."
-        )
-    return Settings(
-        **{
-            name: float(number) * 1000 ** " kmgt".index(unit or " ")
-            for name, number, unit in (m.groups() for m in found)
-        }
-    )
+        ) from None
 
 
 def local(address: Address) -> Path:
@@ -129,9 +124,7 @@ def _copy(address: Address, version: str, wait: bool = True) -> Path:
     """Args: wait: for another process that fetches the file, and for space."""
     identity = f"{address.url}\n{address.selector}\n{version}"
     digest = hashlib.blake2b(os.fsencode(identity), digest_size=12).hexdigest()
-    path = (
-        cache_folder() / "remote" / f"{digest}-{re.sub(r'[^a-zA-Z0-9_.-]', '_', os.path.basename(address.url))[-80:]}"
-    )
+    path = cache_folder() / "remote" / f"{digest}{os.path.splitext(address.url)[1][:10]}"
     try:
         if not path.exists():
             (path.parent / "locks").mkdir(parents=True, exist_ok=True)
