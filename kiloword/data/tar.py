@@ -100,7 +100,6 @@ def open_remote_tars(src: str) -> Rows:
     address = address_of(src)
     folder = address.url.partition("{")[0].rpartition("/")[0] + "/"
     names = [] if address.url == folder else [url.removeprefix(folder) for url in expand(address.url)]
-    made = f"by `kiloword data index FOLDER` where the data lie, and put it beside them: {folder}{INDEX}."
 
     def at(name: str, place: str = folder) -> Address:
         return Address(place + name, address.login, address.query)
@@ -116,32 +115,26 @@ def open_remote_tars(src: str) -> Rows:
     try:
         index = remote.local(at(INDEX))
     except remote.Missing:
-        names = names or _listed(at(""))
-        if len(names) > _FEW:
-            raise ValueError(f"{address} are {len(names):,} tars without an index. Make it {made}") from None
-        wanted = [f"{name}#{remote.version_of(at(name))}" for name in names]
-    else:
-        indexed = {unquote(_name(tar.file)): tar.file for tar in _said(_mapped(index))}
-        if missing := [name for name in names if unquote(name) not in indexed]:
+        if not names and not folder.startswith("http"):  # which has no folders
+            names = sorted((name for name in remote.files_in(at("")) if name.lower().endswith(".tar")), key=natural)
+        if not 0 < len(names) <= _FEW:
             raise ValueError(
-                f"{folder}{INDEX} lacks {len(missing):,} of {len(names):,} tars, the first is {missing[0]}. Make it "
-                f"again {made}"
-            )
-        wanted = [indexed[unquote(name)] for name in names] or list(indexed.values())
+                f"{address}: {len(names):,} tars without an index. Expected 1 to {_FEW}, or the index that `kiloword "
+                f"data index FOLDER` makes where the data lie: {folder}{INDEX}."
+            ) from None
+        files = {unquote(name): f"{name}#{remote.version_of(at(name))}" for name in names}
+    else:
+        files = {unquote(_name(tar.file)): tar.file for tar in _said(_mapped(index))}
+    if missing := [name for name in names if unquote(name) not in files]:
+        raise ValueError(
+            f"{folder}{INDEX} lacks {len(missing):,} of {len(names):,} tars, the first is {missing[0]}. Make it again "
+            "by `kiloword data index FOLDER` where the data lie."
+        )
+    wanted = [files[unquote(name)] for name in names] or list(files.values())
     for file in wanted:
         addresses.remember(at(_name(file)))
     classes = lines("classnames.txt"), lines("zeroshot_classification_templates.txt")
     return _rows(address.url, folder, wanted, index, *classes)
-
-
-def _listed(folder: Address) -> list[str]:
-    """The tars in a folder, in natural order. Errors: ValueError without any."""
-    if folder.url.startswith("http"):
-        raise ValueError(f"{folder}: http has no folders. Expected a brace pattern, or an index {INDEX} in it.")
-    tars = sorted((name for name in remote.files_in(folder) if name.lower().endswith(".tar")), key=natural)
-    if not tars:
-        raise ValueError(f"{folder} is a folder without tars. Expected a .tar, or a folder of tars.")
-    return tars
 
 
 def index_beside(rows: Rows) -> tuple[Path, int] | None:

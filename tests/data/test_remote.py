@@ -254,7 +254,7 @@ def test_damaged_tars_and_class_data(tmp_path: Path) -> None:
         assert check(source) == check(local) != []
         assert [note.partition(": ")[2] for note in source.notes] == [n.partition(": ")[2] for n in local.notes] != []  # type: ignore[attr-defined]
         for name, said in (
-            ("", "http has no folders. Expected a brace pattern"),
+            ("", "0 tars without an index"),
             ("empty.tar", "holds no images"),
             ("no.tar", "no.tar cannot be read as a plain tar"),
         ):
