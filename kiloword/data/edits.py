@@ -159,11 +159,6 @@ class MixtureSource:
         which, local = self._place(row)
         return self.sources[which], local
 
-    @property
-    def stored_rows(self) -> int:
-        """Number of rows of all sources, whatever their weights."""
-        return sum(map(len, self.sources))
-
     def stored_row(self, row: int) -> int:
         """The number of a row among those of all sources: the same in each pass and epoch."""
         which, local = self._place(row)
@@ -187,13 +182,8 @@ class MixtureSource:
         return source.record(local)
 
 
-def stored_rows(source: Source) -> int:
-    """Number of rows of a source, in a mixture without repetitions by weights."""
-    return int(getattr(source, "stored_rows", len(source)))
-
-
 def stored_row(source: Source, row: int) -> int:
-    """A number of a row that each pass and epoch of a mixture has alike, below `stored_rows`."""
+    """A number of a row that each pass and epoch of a mixture has alike."""
     return int(source.stored_row(row)) if hasattr(source, "stored_row") else row
 
 

@@ -68,9 +68,13 @@ def parse_captions(text: bytes | None, meta: bytes | None) -> tuple[list[str], d
     """
     info = {} if meta is None else _parse_json(meta)
     named = parse_answers(info)
-    named = _json_captions(info) if named is None else named
+    if named is None:
+        several, one = info.pop("captions", None), info.pop("caption", None)
+        named = [one] if several is None and one is not None else several
     if named is None:
         named = [] if text is None else decode_text(text).split("\n")
+    if not (isinstance(named, list) and all(isinstance(caption, str) for caption in named)):
+        raise BadSample("the captions of the json are not strings")
     return clean(named), info
 
 
@@ -172,15 +176,6 @@ def label_set(values: list[Any]) -> LabelSet:
     return LabelSet(tuple(sorted(set(values))))
 
 
-def _groups(raw: bytes) -> dict[str, Any]:
-    """The numbers of an array [n], such as the metadata of DataComp's data sets; nothing for another array."""
-    vector = _vector(raw)
-    if vector is None or len(vector) > _MOST_GROUPS:
-        return {}
-    numbers = vector.tolist()
-    return {GROUPS: [int(one) if isinstance(one, float) and one.is_integer() else one for one in numbers]}
-
-
 def _vector(raw: bytes) -> NDArray[Any] | None:
     """The numbers [n] of a .npy; None for another array."""
     try:
@@ -191,8 +186,11 @@ def _vector(raw: bytes) -> NDArray[Any] | None:
 
 
 def _parse_json(meta: bytes) -> dict[str, Any]:
-    if meta.startswith(_NUMPY):
-        return _groups(meta)
+    if meta.startswith(_NUMPY):  # such as the metadata of DataComp's data sets
+        vector = _vector(meta)
+        numbers = [] if vector is None or len(vector) > _MOST_GROUPS else vector.tolist()
+        whole = [int(one) if isinstance(one, float) and one.is_integer() else one for one in numbers]
+        return {GROUPS: whole} if whole else {}
     try:
         info = json.loads(decode_text(meta))
     except (ValueError, RecursionError):  # the second: thousands of nested brackets
@@ -200,12 +198,3 @@ def _parse_json(meta: bytes) -> dict[str, Any]:
     if not isinstance(info, dict):
         raise BadSample("the json is not an object with `captions` or `caption`")
     return info
-
-
-def _json_captions(info: dict[str, Any]) -> list[str] | None:
-    """Remove the captions from `info` and return them; None without any."""
-    several, one = info.pop("captions", None), info.pop("caption", None)
-    captions = [one] if several is None and one is not None else several
-    if captions is not None and not (isinstance(captions, list) and all(isinstance(c, str) for c in captions)):
-        raise BadSample("the captions of the json are not strings")
-    return captions

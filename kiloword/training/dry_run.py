@@ -15,7 +15,7 @@ from PIL import Image
 from kiloword.config import papers
 from kiloword.config.options import RunOptions
 from kiloword.config.recipes import HeadConfig, ImageConfig, LoraConfig, OptimConfig, Recipe, TextConfig, TrunkConfig
-from kiloword.data.edits import stored_rows
+from kiloword.data.edits import every_row
 from kiloword.data.images.contact import TILES, draw_tiles
 from kiloword.data.loader import Loader
 from kiloword.data.reading import BadRows
@@ -62,7 +62,7 @@ def rehearse(recipe: Recipe, source: Source, out: Path, options: RunOptions) -> 
         run = resolve(recipe, source, out, options, device, dry_run=True)
         if recipe.init is not None:
             make_learner(run.recipe, run.method, options.trust_code)
-        batch, bad = _first_batch(run.loader)
+        batch, bad = _first_batch(run.loader, len(every_row(source)))
         messages = [run.frozen, *run.loader.notes] if run.frozen else run.loader.notes
         notes = [*_wrapped("device", run.chosen), *(f"note       {note}" for note in messages)]
         if collectives.rank() == 0:
@@ -72,12 +72,12 @@ def rehearse(recipe: Recipe, source: Source, out: Path, options: RunOptions) -> 
             say(*describe(run.file, source, out, options), *notes, read)
 
 
-def _first_batch(loader: Loader) -> tuple[Batch, int]:
+def _first_batch(loader: Loader, rows: int) -> tuple[Batch, int]:
     """This rank's part of the first batch, at most MOST images, and its number of bad samples on all ranks."""
     share = loader.order.batch // loader.ranks
     parts = next(n for n in range(1, share + 1) if share % n == 0 and share // n <= MOST)
     batch = next(replace(loader, workers=0, rank=loader.rank * parts, ranks=loader.ranks * parts).batches(0, 1))
-    bad = BadRows(stored_rows(loader.source), loader.data.bad_share)
+    bad = BadRows(rows, loader.data.bad_share)
     bad.count(collectives.all_lists(batch.skipped))
     return batch, len(bad)
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kiloword.data.edits import HELD_OUT, is_held_out, mix
+from kiloword.data.edits import HELD_OUT, every_row, is_held_out, mix
 from kiloword.data.open import open_source
 from kiloword.data.reading import eval_batches
 from kiloword.data.source import keys
@@ -52,7 +52,7 @@ def test_rows_stand_source_by_source_each_as_often_as_its_weight() -> None:
     assert [mixture.key(row) for row in range(8)] == ["a 0", "a 1", "a 2"] * 2 + ["key 0", "key 1"]
     assert [mixture.captions(row)[0] for row in (0, 5, 6, 7)] == ["read 0", "read 2", "said 0", "said 1"]
     assert [mixture.info(row)["question"] for row in (0, 5, 6, 7)] == ["ask 0", "ask 2", "asked 0", "asked 1"]
-    assert (mixture.stored_rows, [mixture.stored_row(row) for row in range(8)]) == (5, [0, 1, 2, 0, 1, 2, 3, 4])
+    assert (len(every_row(mixture)), [mixture.stored_row(row) for row in range(8)]) == (5, [0, 1, 2, 0, 1, 2, 3, 4])
     assert (mixture.natural, mix([Bare("a", 3), Bare("b", 2)]).natural, mixture.notes) == (False, True, ["cut"])
 
 
