@@ -122,7 +122,7 @@ class Pace:
         self._rates: deque[float] = deque(maxlen=RECENT)
 
     def add(self, row: Mapping[str, Any]) -> None:
-        if rate := row.get("pairs_per_s"):
+        if 1e-9 < (rate := row.get("pairs_per_s") or 0) < math.inf:
             self._rates.append(rate)
 
     @property
