@@ -117,9 +117,9 @@ def _read_csv(path: Path, columns: list[str]) -> tuple[Cells, Malformed]:
     suffixes = {_suffix(name) for name in cells[columns[0]] if inner} - {""}
     inner = [line for line in inner if line.count(mark) == len(names) - 1]
     inner = [line for line in inner if _suffix(line.split(mark)[places[0][0]]) in suffixes]
-    reasons = (f"line without {len(names)} columns", "the line is inside a quoted cell that begins in an earlier one")
-    found = [(line, reason) for lines, reason in zip((wrong, inner), reasons, strict=True) for line in lines]
-    return cells, [(f"line {shown(line[:60])}", reason) for line, reason in found]
+    malformed = [(line, f"line without {len(names)} columns") for line in wrong]
+    malformed += [(line, "the line is inside a quoted cell that begins in an earlier one") for line in inner]
+    return cells, [(f"line {shown(line[:60])}", reason) for line, reason in malformed]
 
 
 def _suffix(name: str) -> str:
@@ -181,12 +181,12 @@ def texts(cell: Any, lines: bool = False) -> list[str]:
     Args: lines: a text that is no list has one text a line. Raises BadSample.
     """
     if isinstance(cell, str) and "\n" not in cell and not cell.lstrip().startswith("["):  # nearly every cell
-        return clean([cell])
+        return clean([cell.removeprefix("\ufeff")])
     if isinstance(cell, dict):
-        named = next((name for name in _FIELDS if name in cell), None)
-        if not named and len(cell) != 1:
+        named = [cell[name] for name in _FIELDS if name in cell] or [*cell.values()]
+        if len(named) != 1 and not set(_FIELDS) & set(cell):
             raise BadSample("a caption is not text")
-        return texts(cell[named] if named else next(iter(cell.values())), lines)
+        return texts(named[0], lines)
     if isinstance(cell, str):
         listed = texts_in(cell)
         cell = cell.split("\n") if lines and listed == [cell] else listed

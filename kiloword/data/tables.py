@@ -37,7 +37,7 @@ from kiloword.data.columns import (
     read_table,
     texts,
 )
-from kiloword.data.layouts import beside, images_folder, named, read_layout
+from kiloword.data.layouts import beside, images_folder, read_layout
 from kiloword.data.query import FORM, TableOptions, parse_query, split_query
 from kiloword.data.rows import Rows, keeping, key_bytes, made_once, touched
 from kiloword.data.sample import ANSWERS, QUESTION, clean, parse_answers, texts_in
@@ -138,9 +138,9 @@ def open_table(
         if not place.is_file():
             _copied(path, told["inside"], place)
         touched(place)
-        folder = named(path, "images", options.images) if options.images else folder
-    elif options.images or told["subset"] is not None:
-        folder = images_folder(path, options.images, table.column("file"), told["subset"])
+    if options.images or told["subset"] is not None:
+        files = table.column("file")[: 0 if told["inside"] else None]
+        folder = images_folder(path, options.images, files, told["subset"])
     return Rows(
         name, table, folder, digest, classnames=told["classnames"], templates=templates if told["labels"] else None,
         notes=[f"{name}: {line}" for line in told["notes"]], path=file,
@@ -247,14 +247,13 @@ def _answers(cells: Cells, columns: TableColumns, row: int, info: dict[str, Any]
     info[QUESTION] = "" if question is None else question  # an empty cell is bad, not a row without a question
     if not columns.texts and isinstance(question, str) and question.strip():
         return []
-    key = "answer" if columns.texts == ("answer",) else ANSWERS
     answers = decoded(cells[columns.texts[0]][row]) if columns.texts else None
     answers = answers.get("answer") if isinstance(answers, dict) else answers
     if isinstance(answers, str):
-        listed = texts_in(answers, objects=key == ANSWERS)
-        answers = [a for a in answers.split("\n") if a.strip()] if key == ANSWERS and listed == [answers] else listed
+        listed = texts_in(answers, objects=True)
+        answers = [a for a in answers.split("\n") if a.strip()] if listed == [answers] else listed
     if answers is not None:
-        info[key] = answers
+        info[ANSWERS] = answers
     return clean(parse_answers(info) or [])
 
 
