@@ -62,9 +62,13 @@ class PieceWriter(Generic[Settings]):
         columns: Mapping[str, Shape] | None = None,
     ) -> None:
         self.folder, self.file, self.columns = folder, existing or settings, columns or {}
+        self.lengths = dict[str, int]()
         if existing is None:
             write_json(folder / name, asdict(settings))
         self.done = self.file.parts if finished else next(n for n in count() if not self.path(n).is_file())
+        if self.done and not finished:
+            last = read_table(self.path(self.done - 1)).schema.metadata or {}
+            self.lengths = {name: int(last[name.encode()]) for name in self.columns}
 
     def path(self, number: int) -> Path:
         """The file of a piece."""
@@ -72,13 +76,12 @@ class PieceWriter(Generic[Settings]):
 
     def write(self, rows: Sequence[Rows]) -> None:
         """Write the next piece; columns first, as what they hold beyond the last piece is written again."""
-        last = pq.read_schema(self.path(self.done - 1)).metadata if self.done and self.columns else {}
-        table, lengths = pa.concat_tables([one.table for one in rows]), dict[str, str]()
         for name, shape in self.columns.items():
             values = [one.columns[name] for one in rows if one.columns]
-            lengths[name] = str(_grow(self.folder / f"{name}.npy", shape, int(last.get(name.encode(), 0)), values))
+            self.lengths[name] = _grow(self.folder / f"{name}.npy", shape, self.lengths.get(name, 0), values)
+        table = pa.concat_tables([one.table for one in rows]).combine_chunks()
         with atomic(self.path(self.done)) as file:
-            pq.write_table(table.replace_schema_metadata(lengths).combine_chunks(), file)
+            pq.write_table(table.replace_schema_metadata({name: str(n) for name, n in self.lengths.items()}), file)
         self.done += 1
 
     def table(self) -> pa.Table:

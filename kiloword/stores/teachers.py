@@ -108,8 +108,7 @@ class OpenClip:
         try:
             model.load_state_dict(state)
         except RuntimeError as error:
-            reason = str(error).split("\n")[1].strip() if "\n" in str(error) else str(error)
-            raise ValueError(f"{weights} does not hold the weights of open_clip's {name}: {reason[:200]}") from None
+            raise ValueError(f"{weights} does not hold the weights of open_clip's {name}: {error}"[:400]) from None
         check_finite(state, str(weights))
         published = {**open_clip.get_model_preprocess_cfg(model), **raw.get("preprocess_cfg", {})}
         shown, size = preprocess_of(name, published), published["size"]
@@ -119,13 +118,11 @@ class OpenClip:
         self._model = model.to(device=device, dtype=self._dtype).eval()
 
     def encode_images(self, images: Tensor) -> Tensor:
-        """uint8 [n, 3, size, size] to float32 [n, D] on the CPU, unit norm."""
         with torch.inference_mode():
             pixels = (images.to(self._device) / 255 - self._mean) / self._std
             return _unit(self._model.encode_image(pixels.to(self._dtype)))
 
     def encode_texts(self, texts: Sequence[str]) -> Tensor:
-        """t texts to float32 [t, D] on the CPU, unit norm; t may be 0."""
         with torch.inference_mode():
             return _in_parts(lambda part: self._model.encode_text(self._tokenizer(part).to(self._device)), texts)
 
@@ -148,11 +145,9 @@ class SentenceTeacher:
         self._model, self._precision = model.to(device), precision_of(precision, device)
 
     def encode_images(self, images: Tensor) -> Tensor:
-        """Zeros [n, W]."""
         return torch.zeros(len(images), self._model.config.text.trunk.width)
 
     def encode_texts(self, texts: Sequence[str]) -> Tensor:
-        """t texts to float32 [t, W] on the CPU, unit norm; t may be 0."""
         return _in_parts(self._pooled, texts)
 
     def _pooled(self, texts: list[str]) -> Tensor:
