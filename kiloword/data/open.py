@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import pyarrow.compute
 
@@ -104,7 +103,7 @@ def _open(src: str, size: int | None) -> Source:
 def _open_url(src: str) -> Source:
     """Tars, or a table whose images lie in it. Errors: ValueError for other data; Unreachable."""
     address = address_of(src)
-    url, suffix = address.url, Path(urlsplit(address.url).path).suffix.lower()
+    url, suffix = address.url, os.path.splitext(address.url)[1].lower()
     if suffix in _TABLES[:3]:
         table = open_table(url, remote.local(address))
         if not pyarrow.compute.all(pyarrow.compute.starts_with(table.table.column("file"), "/")).as_py():

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from itertools import islice
 from pathlib import Path
 from textwrap import wrap
 
@@ -26,10 +25,15 @@ _INK, _FAINT, _EDGE = (20, 20, 20), (130, 130, 130), (215, 215, 215)
 def contact_sheet(source: Source, path: Path) -> None:
     """Write a PNG of up to 24 samples with a caption each, the same ones every time; bad samples are skipped.
 
-    Errors: ValueError when no sample is readable, or the file cannot be written.
+    Errors: ValueError when none of 240 samples is readable, or the file cannot be written.
     """
-    readable = islice(_readable(source), TILES)
-    shown = [(image, _caption(source, record), len(record.captions)) for image, record in readable]
+    rng = np.random.Generator(np.random.Philox(key(source.fingerprint, "contact sheet")))
+    rows, shown = iter(rng.permutation(len(source))[: 10 * TILES].tolist()), list[tuple[Image.Image, str, int]]()
+    while len(shown) < TILES and (row := next(rows, None)) is not None:
+        with suppress(BadSample):
+            record = source.record(row)
+            image = Image.fromarray(decode(record.image, at_least=max(_IMAGE)))
+            shown.append((image, _caption(source, record), len(record.captions)))
     if not shown:
         raise ValueError(f"{source.name}: none of the samples that were tried is readable.")
     draw_tiles(shown, path)
@@ -48,15 +52,6 @@ def draw_tiles(shown: Sequence[tuple[Image.Image, str, int]], path: Path) -> Non
     file = io.BytesIO()
     sheet.save(file, "PNG")
     write_atomic(path, file.getvalue())
-
-
-def _readable(source: Source) -> Iterator[tuple[Image.Image, Record]]:
-    """Samples in an order given by the fingerprint; of ten times as many as are shown."""
-    rng = np.random.Generator(np.random.Philox(key(source.fingerprint, "contact sheet")))
-    for row in rng.permutation(len(source))[: 10 * TILES].tolist():
-        with suppress(BadSample):
-            record = source.record(row)
-            yield Image.fromarray(decode(record.image, at_least=max(_IMAGE))), record
 
 
 def _caption(source: Source, record: Record) -> str:
