@@ -13,8 +13,11 @@ import torch
 from kiloword.config.recipes import AugmentConfig, DataConfig, TextConfig
 from kiloword.data.edits import MixtureSource, every_row
 from kiloword.data.loader import ATTEMPTS, Loader
+from kiloword.data.open import open_source
 from kiloword.data.reading import BadRows, eval_batches
+from kiloword.data.sample import question_in
 from kiloword.data.sampler import Order
+from kiloword.data.stored import WithTokens
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.randomness import Draw
 from kiloword.types import BadSample, Batch, Example, Fetch, Record, Skipped
@@ -250,6 +253,13 @@ def test_what_transforms_make_is_stacked() -> None:
 def test_words_are_dropped() -> None:
     said = [len(make(augment=AugmentConfig(drop_words=share)).batch(0).texts.ids) for share in (0.0, 0.6)]
     assert said[1] < said[0]
+
+
+def test_stored_tokens_keep_the_question_of_a_row() -> None:
+    """Training on them reads no image."""
+    source = open_source("scenes:train?task=vqa&n=4")
+    lean = WithTokens(source, lambda *_: object(), lean=True)  # type: ignore[arg-type, return-value]
+    assert [question_in(lean.record(n).info) for n in range(4)] == [source.record(n).info["question"] for n in range(4)]
 
 
 class Truthful(Images):
