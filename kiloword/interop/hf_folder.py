@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,7 +13,6 @@ from kiloword.model.trunks.libraries import check_numbers
 
 TEXT_TYPES = ("bert", "roberta", "xlm-roberta", "mpnet", "distilbert", "albert", "electra", "deberta-v2")
 """Encoders of texts alone: their `model_type`."""
-OFFSET = {"roberta": 2, "xlm-roberta": 2, "mpnet": 2}  # positions that no token has
 POOLINGS = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls", "pooling_mode_max_tokens": "max"}
 LARGEST = 1 << 24  # bytes of a JSON file
 _BICUBIC = 3  # Pillow's number in `resample`
@@ -22,40 +20,20 @@ _STEPS = ("do_resize", "do_center_crop", "do_rescale", "do_normalize", "do_conve
 _NESTED = "image_processor"  # key of processor_config.json
 
 
-@dataclass(frozen=True)
-class SentenceFolder:
-    """A sentence encoder: how it reads texts and pools its tokens, and its files."""
-
-    pooling: Literal["mean", "cls", "max"]
-    context: int  # tokens
-    lower: bool  # texts are lower-cased first
-    files: list[Path]
-
-
 def is_sentence_encoder(folder: Path) -> bool:
     """Whether a folder holds an encoder of texts alone. Raises: ValueError without a readable config.json."""
     return json_object(folder / "config.json").get("model_type") in TEXT_TYPES
 
 
-def read_sentence_folder(folder: Path) -> SentenceFolder:
-    """An encoder as transformers or sentence-transformers saves it; without modules.json tokens are averaged.
+def read_sentence_folder(folder: Path) -> tuple[Literal["mean", "cls", "max"], list[Path]]:
+    """How a folder of transformers or sentence-transformers pools tokens, by default by their mean; its files.
 
     Raises: ValueError when files are missing or damaged, or a module other than pooling and normalisation follows.
     """
-    config = json_object(folder / "config.json")
-    check_strangers(folder)
-    weights = weight_files(folder)
-    positions = int(config.get("max_position_embeddings") or 512) - OFFSET.get(config["model_type"], 0)
-    optional = [folder / name for name in ("modules.json", "sentence_bert_config.json") if (folder / name).is_file()]
-    sentence = json_object(optional[-1]) if optional and optional[-1].name.startswith("sentence") else {}
-    longest = sentence.get("max_seq_length")
-    context = min(positions, longest) if isinstance(longest, int) and longest > 0 else positions
-    if context < 3:
-        raise ValueError(f"{folder} reads {context} tokens of a text: expected 3 or more.")
     pooling, read = _pooling(folder)
-    extra = [p for p in (folder / "tokenizer.json", folder / "vocab.txt", folder / "vocab.json") if p.is_file()]
-    files = [folder / "config.json", *optional, *read, *weights, *extra]
-    return SentenceFolder(pooling, context, sentence.get("do_lower_case") is True, files)
+    names = ("modules.json", "sentence_bert_config.json", "tokenizer.json", "vocab.txt", "vocab.json")
+    optional = [folder / name for name in names if (folder / name).is_file()]
+    return pooling, [folder / "config.json", *optional, *read, *weight_files(folder)]
 
 
 def _pooling(folder: Path) -> tuple[Any, list[Path]]:

@@ -137,8 +137,8 @@ class SentenceTeacher:
     resize: Resize = "shortest"
 
     def __init__(self, folder: Path, device: str, precision: str) -> None:
-        read = read_sentence_folder(folder)
-        self.fingerprint, self._pooling = digest(read.files), read.pooling
+        self._pooling, files = read_sentence_folder(folder)
+        self.fingerprint = digest(files)
         model, tokenizer, _ = open_tower(f"hf:{folder}")
         assert tokenizer is not None
         self._tokenizer = tokenizer

@@ -64,15 +64,11 @@ def test_our_own_model(model: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
 
 def test_other_weights_of_the_same_name_are_another_teacher(model: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(model, tmp_path / "model")
-    first = open_teacher(str(copy), "cpu")
-    assert first.fingerprint == open_teacher(str(model), "cpu").fingerprint
+    assert open_teacher(str(copy), "cpu").fingerprint == open_teacher(str(model), "cpu").fingerprint
     weights = load_file(copy / "model.safetensors")
     weights["head.log_scale"] += 1
     save_file(weights, copy / "model.safetensors")
-    source = open_source(SCENES, size=32)
-    embed(first, source, tmp_path / "t", model="m")
-    with pytest.raises(ValueError, match=r"weights \w+ there, \w+ here"):
-        embed(open_teacher(str(copy), "cpu"), source, tmp_path / "t", model="m")
+    assert open_teacher(str(copy), "cpu").fingerprint != open_teacher(str(model), "cpu").fingerprint
 
 
 VIT = {"image_size": 32, "layers": 2, "width": 32, "head_width": 16, "patch_size": 16}
