@@ -6,7 +6,7 @@ import hashlib
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any
@@ -33,6 +33,7 @@ def digest(*texts: str) -> str:
     return hashlib.blake2b("\n".join(texts).encode(), digest_size=16).hexdigest()
 
 
+@dataclass(eq=False, repr=False)
 class Selection:
     """Some rows of a source, or other captions; all else is that of the source.
 
@@ -40,15 +41,11 @@ class Selection:
     of the source. A row without a caption gets what `edit` gives it; other bad rows stay bad.
     """
 
-    def __init__(
-        self,
-        source: Source,
-        name: str,
-        fingerprint: str,
-        rows: NDArray[np.integer[Any]] | None = None,
-        edit: Edit | None = None,
-    ) -> None:
-        self.source, self.name, self.fingerprint, self.rows, self.edit = source, name, fingerprint, rows, edit
+    source: Source
+    name: str
+    fingerprint: str
+    rows: NDArray[np.integer[Any]] | None = None
+    edit: Edit | None = None
 
     def __getattr__(self, name: str) -> Any:
         if name not in _OF_A_ROW | _OF_ALL_ROWS:

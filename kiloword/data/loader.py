@@ -171,12 +171,14 @@ class Loader:
         return TextGroup(texts, torch.from_numpy(rows))
 
 
+@dataclass
 class BatchReader:
     """Reads examples of one batch, also for transforms, and lists bad samples in `skipped`."""
 
-    def __init__(self, loader: Loader, source: Source, batch: RowNumbers) -> None:
-        self.loader, self.source, self.batch = loader, source, batch
-        self.skipped: list[Skipped] = []
+    loader: Loader
+    source: Source
+    batch: RowNumbers
+    skipped: list[Skipped] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.source)

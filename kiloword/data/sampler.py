@@ -98,7 +98,7 @@ def share(rows: RowNumbers, rank: int = 0, ranks: int = 1) -> RowNumbers:
 @lru_cache(maxsize=2)
 def subset(rows: int, of: int) -> RowNumbers:
     """A fixed subset of a data set, ascending: the same for every seed, so that runs of several seeds compare."""
-    return _frozen(np.sort(permutation(of, of, "subset")[:rows]).astype(np.int64))
+    return np.sort(permutation(of, of, "subset")[:rows]).astype(np.int64)
 
 
 def _generator(order: Order, epoch: int, *purpose: int | str) -> np.random.Generator:
@@ -107,12 +107,12 @@ def _generator(order: Order, epoch: int, *purpose: int | str) -> np.random.Gener
 
 @lru_cache(maxsize=2)
 def _permutation(order: Order, epoch: int) -> RowNumbers:
-    return _frozen(_generator(order, epoch).permutation(order.rows))
+    return _generator(order, epoch).permutation(order.rows)
 
 
 @lru_cache(maxsize=2)
 def _blocks(order: Order, epoch: int) -> RowNumbers:
-    return _frozen(_generator(order, epoch, "blocks").permutation(-(-order.rows // order.block)))
+    return _generator(order, epoch, "blocks").permutation(-(-order.rows // order.block))
 
 
 @lru_cache(maxsize=2)
@@ -121,7 +121,7 @@ def _group_ends(order: Order, epoch: int) -> RowNumbers:
     blocks = _blocks(order, epoch)
     sizes = np.minimum(order.block, order.rows - blocks * order.block)
     firsts = np.arange(0, len(blocks), order.group)
-    return _frozen(np.cumsum(np.add.reduceat(sizes, firsts)))
+    return np.cumsum(np.add.reduceat(sizes, firsts))
 
 
 @lru_cache(maxsize=4)
@@ -129,13 +129,7 @@ def _group_rows(order: Order, epoch: int, group: int) -> RowNumbers:
     blocks = _blocks(order, epoch)[group * order.group : (group + 1) * order.group]
     rows = (blocks[:, None] * order.block + np.arange(order.block)).ravel()
     rows = rows[rows < order.rows]
-    return _frozen(_generator(order, epoch, "group", group).permutation(rows))
-
-
-def _frozen(rows: RowNumbers) -> RowNumbers:
-    """Make a cached array read-only, as callers get slices of it."""
-    rows.setflags(write=False)
-    return rows
+    return _generator(order, epoch, "group", group).permutation(rows)
 
 
 def choose_captions(

@@ -41,10 +41,8 @@ _LATE = (b"eXIf", b"Raw profile type exif", b"XML:com.adobe.xmp")
 _TURNS = ("FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE", "ROTATE_270", "TRANSVERSE", "ROTATE_90")
 
 
-def check_decoder(decoder: str) -> None:
-    """Errors: ValueError when the decoder is unknown or its package is not installed."""
-    if decoder != "pillow" and decoder not in _PACKAGES:
-        raise ValueError(f"unknown decoder '{decoder}'. Expected pillow, opencv or simplejpeg.")
+def check_decoder(decoder: Decoder) -> None:
+    """Errors: ValueError when the package of the decoder is not installed."""
     if decoder != "pillow" and find_spec({"opencv": "cv2"}.get(decoder, decoder)) is None:
         raise ValueError(needs(f"decoder '{decoder}'", _PACKAGES[decoder], "fast"))
 

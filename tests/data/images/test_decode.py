@@ -233,5 +233,3 @@ def test_what_cannot_be_decoded() -> None:
     for wrong in (noise(8, 9)[..., 0], noise(8, 9).astype(np.float32), np.zeros((0, 4, 3), np.uint8)):
         with pytest.raises(BadSample, match=r"uint8 \[H, W, 3\]"):
             decode(wrong)
-    with pytest.raises(ValueError, match=r"gdal.*pillow, opencv or simplejpeg"):
-        TrainTransform(8, decoder="gdal")  # type: ignore[arg-type]
