@@ -6,7 +6,6 @@ A folder with `metadata.csv`, `metadata.jsonl` or `metadata.parquet`, as the lib
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import os
 import re
@@ -25,11 +24,11 @@ from kiloword.data.columns import class_data, column_names, load_objects
 from kiloword.data.images.decode import missing_package
 from kiloword.data.query import TableOptions
 from kiloword.data.rows import Rows, key_bytes, made_once
-from kiloword.data.sample import IMAGE_SUFFIXES, MAX_TEXT, parse_captions, parse_label, read_whole
+from kiloword.data.sample import IMAGE_SUFFIXES, MAX_TEXT, parse_beside, read_whole
 from kiloword.data.tables import SCHEMA, open_table
 from kiloword.errors import LeftOut
 from kiloword.terminal import shown
-from kiloword.types import BadSample, LabelSet
+from kiloword.types import BadSample
 
 LEAST = 2  # classes
 OF_DATA = ("classnames.txt", "zeroshot_classification_templates.txt", "tree.json")  # files about all images
@@ -128,19 +127,17 @@ def _rows(
     lines = [f"{file} {size}" for file, (size, _) in sorted(stamps.items())]
     lines += [f"{inner} {label}" for inner, label in (label_of or {}).items()]
     digest = hashlib.blake2b(os.fsencode("\n".join(lines)), digest_size=16).hexdigest()
-    shared = {stem for stem, n in Counter(map(_stem, images)).items() if n > 1}
+    stems = Counter(map(_stem, images))
 
     def row(image: str) -> dict[str, Any]:
         stem = _stem(image)
-        made: dict[str, Any] = {"key": key_bytes(image if stem in shared else stem), "file": os.fsencode(image)}
+        made: dict[str, Any] = {"key": key_bytes(image if stems[stem] > 1 else stem), "file": os.fsencode(image)}
         try:
             txt, meta, cls = (_beside(folder / f"{stem}.{s}", stamps.get(f"{stem}.{s}")) for s in _BESIDE)
-            made["captions"], info = parse_captions(txt, meta)
-            label = parse_label(cls) if label_of is None else label_of[_top(image)]
+            made |= parse_beside(txt, meta, cls if label_of is None else b"%d" % label_of[_top(image)])
         except BadSample as error:
-            return made | {"error": str(error)}
-        labels = {"labels": label.indices} if isinstance(label, LabelSet) else {"label": label}
-        return made | labels | {"info": json.dumps(info) if info else None}
+            made["error"] = str(error)
+        return made
 
     def make() -> pa.Table:
         return pa.Table.from_pylist([row(image) for image in images], SCHEMA)

@@ -60,6 +60,14 @@ def make_record(key: str, image: bytes, text: bytes | None, meta: bytes | None, 
     return Record(key, image, captions, label, info)
 
 
+def parse_beside(text: bytes | None, meta: bytes | None, cls: bytes | None) -> dict[str, Any]:
+    """What is known of an image, as columns of `kiloword.data.rows`. Raises BadSample."""
+    captions, info = parse_captions(text, meta)
+    label = parse_label(cls)
+    labels = {"labels": label.indices, "of": label.classes} if isinstance(label, LabelSet) else {"label": label}
+    return {"captions": captions, "info": json.dumps(info) if info else None, **labels}
+
+
 def parse_captions(text: bytes | None, meta: bytes | None) -> tuple[list[str], dict[str, Any]]:
     """Captions, and the other fields of the json. Empty captions are dropped.
 

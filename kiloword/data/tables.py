@@ -335,10 +335,8 @@ def open_texts(src: str) -> Rows | None:
             raise ValueError(f"{name} takes no options: it has a text in every line.")
         return open_table(src, path, columns=TableColumns("", (LINES,)))
     options, names = parse_query(name, query), column_names(path)
-    if options.image or options.question or options.answer or set(IMAGE_COLUMNS) & set(names):
-        return None
     columns = options.caption or tuple(c for c in (*CAPTION_COLUMNS, "text") if c in names)[:1]
-    if not columns or not set(columns) <= set(names) or options.split or options.images:
+    if set(IMAGE_COLUMNS) & set(names) or not columns or options != TableOptions(caption=options.caption):
         return None  # whose message names the columns
     check_columns(path, names, *columns)
     return open_table(src, path, columns=TableColumns("", columns))

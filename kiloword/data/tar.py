@@ -35,11 +35,11 @@ from kiloword.addresses import Address, address_of, is_url
 from kiloword.data import remote
 from kiloword.data.classes.names import text_lines
 from kiloword.data.rows import Rows, key_bytes, made_once, mapped, write
-from kiloword.data.sample import IMAGE_SUFFIXES, MAX_TEXT, check_size, parse_captions, parse_label
+from kiloword.data.sample import IMAGE_SUFFIXES, MAX_TEXT, check_size, parse_beside
 from kiloword.errors import LeftOut
 from kiloword.terminal import shown
 from kiloword.terminal.progress import ProgressLine
-from kiloword.types import BadSample, LabelSet
+from kiloword.types import BadSample
 
 INDEX = "kiloword-index.arrow"  # the file of a set, beside its tars
 MAX_LABEL = 1 << 17  # bytes of a .npy
@@ -359,10 +359,7 @@ def _row(key: str, parts: Parts, fd: int, total: int) -> dict[str, Any]:
         for part in sorted(parts.keys() - {"image"}):
             check_size(f"the .{part}", parts[part][1], MAX_TEXT)
             texts[part] = os.pread(fd, *reversed(parts[part]))
-        captions, info = parse_captions(texts.get("txt"), texts.get("json"))
-        row |= {"captions": captions, "info": json.dumps(info) if info else None}
-        label = parse_label(texts.get("cls"))
-        row |= {"labels": label.indices, "of": label.classes} if isinstance(label, LabelSet) else {"label": label}
+        row |= parse_beside(texts.get("txt"), texts.get("json"), texts.get("cls"))
     except BadSample as error:
         row["error"] = str(error)
     return row
