@@ -50,6 +50,8 @@ def column_names(path: Path) -> list[str]:
     """Errors: ValueError when the table cannot be read."""
     if path.suffix.lower() in _CSV:
         return _header(path)[1]
+    if path.suffix.lower() in JSON:
+        return list(load_objects(path))
     with arrow_errors(path):
         return list(pa.parquet.read_schema(path).names)
 
@@ -175,6 +177,12 @@ def decoded(value: Any) -> Any:
     return decode_text(value) if isinstance(value, bytes) else value
 
 
+def several(cell: str, lines: bool, objects: bool = False) -> list[Any]:
+    """The texts of a cell, of a list as of `texts_in`. Args: lines: other text has one a line. Raises BadSample."""
+    listed = texts_in(cell, objects)
+    return [line for line in cell.split("\n") if line.strip()] if lines and listed == [cell] else listed
+
+
 def texts(cell: Any, lines: bool = False) -> list[str]:
     """The texts of a cell: of a text or a number, of a list, or of an object that holds one of these.
 
@@ -188,8 +196,7 @@ def texts(cell: Any, lines: bool = False) -> list[str]:
             raise BadSample("a caption is not text")
         return texts(named[0], lines)
     if isinstance(cell, str):
-        listed = texts_in(cell)
-        cell = cell.split("\n") if lines and listed == [cell] else listed
+        cell = several(cell, lines)
     found = list[str]()
     for one in cell if isinstance(cell, list) else [cell]:
         one = decoded(one)

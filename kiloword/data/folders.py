@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from kiloword.data.classes.names import IMAGENET, names_of_wnids, places_among, spaced, templates
-from kiloword.data.columns import class_data, column_names, load_objects
+from kiloword.data.columns import class_data, column_names
 from kiloword.data.images.decode import missing_package
 from kiloword.data.query import TableOptions
 from kiloword.data.rows import Rows, key_bytes, made_once
@@ -91,7 +91,7 @@ def open_metadata(name: str, folder: Path) -> Rows | None:
     Errors: as of `open_table`.
     """
     for file in (folder / one for one in METADATA if (folder / one).is_file()):
-        if FILE_NAME in (load_objects(file) if file.suffix == ".jsonl" else column_names(file)):
+        if FILE_NAME in column_names(file):
             source = open_table(name, file, TableOptions(image=FILE_NAME, images=str(folder.absolute())))
             left, known = LeftOut("path"), set(source.table.column("file").to_pylist())
             for below, images, _ in image_folders(folder, left, used=(*OF_DATA, *METADATA)):

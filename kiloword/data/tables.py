@@ -35,12 +35,13 @@ from kiloword.data.columns import (
     decoded,
     labels_of,
     read_table,
+    several,
     texts,
 )
 from kiloword.data.layouts import beside, images_folder, read_layout
 from kiloword.data.query import FORM, TableOptions, parse_query, split_query
 from kiloword.data.rows import Rows, keeping, key_bytes, made_once, touched
-from kiloword.data.sample import ANSWERS, QUESTION, clean, parse_answers, texts_in
+from kiloword.data.sample import ANSWERS, QUESTION, clean, parse_answers
 from kiloword.errors import LeftOut
 from kiloword.files import cache_folder, replacing
 from kiloword.terminal import shown
@@ -163,10 +164,10 @@ def _table(
     names = list(layout.cells) if layout else column_names(path)
     columns = columns or choose(path, names, options)
     inside, parts = not layout and _inside(path, columns.image), list[str]()
-    wanted = [*columns.texts, columns.question, *columns.info, columns.label, options.split and SPLIT]
-    wanted = [*wanted, STATUS] if inside and STATUS in names else wanted if inside else [columns.image, *wanted]
+    wanted = [columns.image * (not inside), *columns.texts, columns.question, *columns.info, columns.label]
+    wanted += [SPLIT * bool(options.split), STATUS * inside]
     with arrow_errors(path):
-        cells, malformed = layout[:2] if layout else read_table(path, [*filter(None, wanted)])
+        cells, malformed = layout[:2] if layout else read_table(path, [c for c in wanted if c in (*names, LINES)])
         if columns.label and path.suffix.lower() == ".parquet":
             listed = class_label_names(path, columns.label) or listed
         labels, classnames = labels_of(name, cells[columns.label], listed) if columns.label else ([], None)
@@ -189,9 +190,9 @@ def _table(
             left.add(str(n), f"the download failed ({cells[STATUS][n]})")
         kept = [n for n in kept if n not in failed]
     if not kept and not malformed:
-        which = f" whose {SPLIT} is {shown(options.split[:60])!r}" if options.split else ""
-        there = f" It has {shown(', '.join(dict.fromkeys(parts))[:200])}." if options.split else ""
-        raise NoRows(f"{path} has no rows{which}. Expected a text in each, and its image.{there}")
+        there = shown(", ".join(dict.fromkeys(parts))[:200])
+        which = f" whose {SPLIT} is {shown(options.split[:60])!r}, but {there}" if options.split else ""
+        raise NoRows(f"{path} has no rows{which}. Expected a text in each, and its image.")
     images, one_each = dict[Any, list[int]](), columns.question or not columns.texts or not columns.image
     groups = where.pop("group", [])
     for n in kept:
@@ -249,11 +250,8 @@ def _answers(cells: Cells, columns: TableColumns, row: int, info: dict[str, Any]
         return []
     answers = decoded(cells[columns.texts[0]][row]) if columns.texts else None
     answers = answers.get("answer") if isinstance(answers, dict) else answers
-    if isinstance(answers, str):
-        listed = texts_in(answers, objects=True)
-        answers = [a for a in answers.split("\n") if a.strip()] if listed == [answers] else listed
     if answers is not None:
-        info[ANSWERS] = answers
+        info[ANSWERS] = several(answers, lines=True, objects=True) if isinstance(answers, str) else answers
     return clean(parse_answers(info) or [])
 
 

@@ -143,7 +143,7 @@ def test_splits_of_karpathy(folder: Path) -> None:
     src = karpathy(folder, ["train", "restval", "test"], coco=True)
     for split, captions in (("train", CAPTIONS[:2]), ("restval", CAPTIONS[1:2]), ("test", CAPTIONS[2:])):
         assert [r.captions for r in records(open_source(f"{src}?split={split}"))] == captions
-    with pytest.raises(ValueError, match=r"no rows whose split is 'tset'.* It has train, restval, test"):
+    with pytest.raises(ValueError, match="train, restval, test"):
         open_source(src + "?split=tset")
 
 

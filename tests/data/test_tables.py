@@ -253,7 +253,6 @@ REFUSED: list[tuple[str, str | bytes, str]] = [  # what follows the path of a cs
     ("", "image,caption\tx\na.png,y\n", "has the columns"),  # commas decide, and there is no caption
     ("", "image,question\n0.png,why?\n", "`answers`"),
     ("", "image,caption,caption\na.png,x,y\n", "2 columns"),
-    ("", "image,question,answer,answer\na,x,y,z\n", "2 columns"),
     ("", "", "is empty"),
     ("", HEAD, "no rows"),
     ("", b"\xff\xfe,caption\n", "not UTF-8"),
@@ -262,14 +261,11 @@ REFUSED: list[tuple[str, str | bytes, str]] = [  # what follows the path of a cs
     ("?image=imag", HEAD, "no column 'imag'.*Did you mean image"),
     ("?image=image&image=image", HEAD, "twice"),
     ("?caption=", HEAD, "expected a value"),
-    ("?caption=caption,", HEAD, "expected a value"),
     ("?images=png", HEAD + b"a,x\n", "images=png. Looked for"),
     ("?images=../tables", HEAD + b"a,x\n", "none of its images, such as a, .*Name their folder"),
     ("?answer=caption", HEAD, "question= and answer="),
     ("?question=image&answer=image&caption=caption", HEAD, "without caption="),
-    ("?annotations=x.tsv", HEAD, "annotations= is not read"),
-    ("?split=dev", b"image,caption,split\na,x,train\na,x,test\n", "'dev'.*It has train, test"),
-    (".csv", HEAD, "no such file or folder"),
+    ("?split=dev", b"image,caption,split\na,x,train\na,x,test\n", "'dev'.*train, test"),
     (";y.csv", HEAD, "name each data set by itself"),
 ]
 
@@ -409,13 +405,11 @@ def test_class_label_of_hugging_face(tmp_path: Path, listed: bool) -> None:
     feature: Any = {"_type": "ClassLabel", "names": ["cat", "dog"]}
     features = {"label": {"_type": "Sequence", "feature": feature} if listed else feature}
     path = table(tmp_path / "x.parquet", label=[[1], [0, 1]] if listed else [1, 5])
-    for metadata in (json.dumps({"info": {"features": features}}).encode(), b"[", b'{"info": 3}', b"[" * 9999):
+    for metadata in (json.dumps({"info": {"features": features}}).encode(), b'{"info": 3}'):
         pq.write_table(pq.read_table(path).replace_schema_metadata({b"huggingface": metadata}), path)
         source: Any = open_source(str(path))
         assert source.classnames == (["cat", "dog"] if b"names" in metadata else None)
         assert labels(source) == ([LabelSet((1,)), LabelSet((0, 1))] if listed else [1, 5])
-        if b"names" in metadata and not listed:
-            assert [bad.reason for bad in check(source)] == ["class index 5, but there are 2 class names"]
 
 
 def test_tables_in_shards(tmp_path: Path) -> None:
@@ -455,11 +449,5 @@ def test_texts_without_images(tmp_path: Path) -> None:
     assert ([source.captions(row) for row in range(2)], source.key(1)) == ([["one"], ["[two]"]], "1")
     with pytest.raises(BadSample, match="not UTF-8"):
         source.captions(2)
-    (tmp_path / "x.csv").write_text("caption\n ['a']\n \n")
-    source = open_texts(str(tmp_path / "x.csv"))
-    assert source.captions(0) == ["a"]
-    for call in (source.captions, source.record):
-        with pytest.raises(BadSample, match="no text"):
-            call(1)
     (tmp_path / "x.csv").write_text("image,caption\n")
     assert open_texts(str(tmp_path / "x.csv")) is open_texts(str(tmp_path)) is None

@@ -212,10 +212,10 @@ def slotted(listed: Sequence[str], where: str) -> list[str]:
     Args: where: they come from, for the message. Errors: ValueError for a template without either.
     """
     plain = [template for template in listed if not _has_slot(template)]
-    if plain:
+    if plain or not listed:
         raise ValueError(
             f"{shown(where[:200])}: {len(plain)} of {len(listed)} templates have no slot for the class name, {{c}} or "
-            f"{{}}: {shown(plain[0][:100])!r}."
+            f"{{}}: {shown(', '.join(plain[:1])[:100])!r}."
         )
     return [template.replace("{}", SLOT) for template in listed]
 
@@ -281,8 +281,6 @@ def prompts(classnames: Sequence[str], templates: Templates) -> tuple[list[str],
             raise ValueError(f"templates give no prompts for the class {missing[0]!r} ({len(missing)} such classes)")
         lists = [list(templates[name]) for name in classnames]
     else:
-        if not templates or isinstance(templates, str):
-            raise ValueError(f"templates must be a list of prompts with {{c}} for the class name, got {templates!r}")
         # open_clip's templates are functions of the name
         written: list[str] = [template(SLOT) if callable(template) else template for template in templates]
         with_slot = slotted(written, "templates")
