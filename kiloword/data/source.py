@@ -21,7 +21,7 @@ level (0: the most general) of the levels of one image.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -94,16 +94,3 @@ def check_asks(source: Source) -> None:
                 "scenes:train?task=vqa, tars whose json holds `question` and `answers`, or a table with these columns."
             )
         return
-
-
-def majority(pairs: Iterable[tuple[str | None, str]]) -> Mapping[str | None, str]:
-    """The most frequent answer by question type, and under None over all questions; the first of equal ones.
-
-    Args: pairs: (question type, answer), one per question.
-    """
-    counts: dict[str | None, dict[str, int]] = {None: {}}
-    for kind, answer in pairs:
-        for group in {None, kind}:
-            totals = counts.setdefault(group, {})
-            totals[answer] = totals.get(answer, 0) + 1
-    return {kind: max(sorted(totals), key=totals.__getitem__) for kind, totals in counts.items() if totals}

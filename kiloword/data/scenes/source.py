@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -28,7 +29,6 @@ from kiloword.data.scenes.world import (
     label,
     to_scene,
 )
-from kiloword.data.source import majority
 from kiloword.randomness import generator, key
 from kiloword.types import Record
 
@@ -268,8 +268,11 @@ class SceneQuestions(_Scenes):
 @lru_cache(maxsize=8)
 def _majority(settings: SceneSettings) -> Mapping[str | None, str]:
     train = SceneQuestions(settings, "scenes")
-    asked = (train.asked(row) for row in range(len(train)))
-    return majority((question.kind, question.answer) for question in asked)
+    counts: dict[str | None, Counter[str]] = {None: Counter()}
+    for asked in map(train.asked, range(len(train))):
+        for kind in (None, asked.kind):
+            counts.setdefault(kind, Counter())[asked.answer] += 1
+    return {kind: max(sorted(answers), key=answers.__getitem__) for kind, answers in counts.items()}
 
 
 class SceneParts:
