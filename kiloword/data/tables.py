@@ -171,12 +171,11 @@ def _table(
         if columns.label and path.suffix.lower() == ".parquet":
             listed = class_label_names(path, columns.label) or listed
         labels, classnames = labels_of(name, cells[columns.label], listed) if columns.label else ([], None)
-        named_by = cells.get(columns.image, [])
-        files = [cell if isinstance(cell, str | None) else str(decoded(cell)) for cell in named_by]
+        cells_of_images = cells.get(columns.image, [])
+        files = [cell if isinstance(cell, str | None) else str(decoded(cell)) for cell in cells_of_images]
     lone = "surrogatepass" if layout else "surrogateescape"
     where: Cells = {"file": [file.encode(errors=lone) if file else None for file in files], "group": files}
-    if inside or not columns.image:
-        where = _copied(path, columns.image, place) if inside else {}
+    where = _copied(path, columns.image, place) if inside else where if columns.image else {}
     kept = list(range(len(next(iter((where or cells).values())))))
     keys = [f"{prefix}{n}" for n in kept]
     if files:
