@@ -216,8 +216,7 @@ def class_data(folder: Path) -> tuple[list[str] | None, list[str] | None]:
     """
     found: list[list[str] | None] = []
     for name in ("classnames.txt", "zeroshot_classification_templates.txt"):
-        places = (folder / name, folder.absolute().parent / name)
-        path = next((place for place in places if place.is_file()), None)
+        path = next(filter(Path.is_file, (folder / name, folder.absolute().parent / name)), None)
         found.append(text_lines(str(path), path.read_bytes()) if path else None)
     return found[0], found[1]
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -181,22 +180,20 @@ def images_folder(path: Path, option: str, names: pa.ChunkedArray, subset: str) 
         for parent in (above, above.parent)
         for place in (parent, *sorted(parent.glob("[!.]*")), parent / "images" / subset)
     ]  # fmt: skip
+
+    def holds(place: Path, some: pa.ChunkedArray) -> bool:
+        return any(os.path.exists(image_file(os.path.join(place, os.fsdecode(name.as_py())))) for name in some)
+
     tried = names[:: -(-len(names) // _TRIED) or 1]
-    found = [place for place in dict.fromkeys(places) if _holds(place, tried)]
+    found = [place for place in dict.fromkeys(places) if holds(place, tried)]
     found = [place for place in found if place.name == subset] or found
     if len(found) > 1 and found[0] != above:
         listed = " and in ".join(map(str, found[:3]))
         raise ValueError(f"{path}: its images are in {listed}. Choose one: {path.name}?images=FOLDER.")
-    if not found and len(names) and not _holds(places[0], names):
+    if not found and len(names) and not holds(places[0], names):
         looked = places[0] if option else f"{above}, {above.parent} and their folders"
         raise ValueError(
             f"{path}: none of its images, such as {shown(os.fsdecode(names[0].as_py())[:200])}, is in {looked}. Name "
             f"their folder: {path.name}?images=FOLDER."
         )
     return (found or places)[0]
-
-
-def _holds(folder: Path, names: Iterable[pa.Scalar]) -> bool:
-    with suppress(ValueError):  # a zero byte in a name
-        return any(os.path.exists(image_file(os.path.join(folder, os.fsdecode(name.as_py())))) for name in names)
-    return False

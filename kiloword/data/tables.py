@@ -278,10 +278,11 @@ def _copied(path: Path, column: str, place: Path) -> Cells:
                 if image is None and name:
                     rows.append((os.fsencode(name), None, None, os.fsencode(name)))
                     continue
-                digest = hashlib.blake2b(image or b"", digest_size=16).digest()
+                image = image or b""
+                digest = hashlib.blake2b(image, digest_size=16).digest()
                 if digest not in known:
-                    known[digest], end = end, end + file.write(image or b"")
-                rows.append((os.fsencode(place), known[digest], len(image or b""), digest if image else None))
+                    known[digest], end = end, end + file.write(image)
+                rows.append((os.fsencode(place), known[digest], len(image), digest if image else None))
     return {name: [row[n] for row in rows] for n, name in enumerate(("file", "offset", "size", "group"))}
 
 

@@ -149,17 +149,6 @@ def test_numbers_are_labels(tmp_path: Path) -> None:
     assert labels(open_source(str(signs))) == {"00007/0": 7, "00042/1": 42}
 
 
-def test_class_names_beside_folders(tmp_path: Path) -> None:
-    folders(tmp_path, ["b_b", "a"])
-    plain = open_source(str(tmp_path))
-    (tmp_path / "classnames.txt").write_text("B b\nc\na\n")
-    source: Any = open_source(str(tmp_path))
-    assert (labels(source), source.classnames) == ({"a/1": 2, "b_b/0": 0}, ["B b", "c", "a"])
-    assert source.fingerprint != plain.fingerprint
-    (tmp_path / "classnames.txt").write_text("x\ny\n")
-    assert labels(open_source(str(tmp_path))) == {"a/1": 0, "b_b/0": 1}
-
-
 def test_empty_class_folders_keep_their_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folders(tmp_path, ["a", "c"])
     (tmp_path / "b").mkdir()
