@@ -30,7 +30,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from kiloword.data.columns import arrow_errors, check_columns
-from kiloword.data.edits import MixtureSource, Selection, digest, each_part, every_row, mix, parts_of
+from kiloword.data.edits import Selection, digest, each_part, every_row, mix, origin, parts_of
 from kiloword.data.reading import digest_of
 from kiloword.data.rows import Rows, key_bytes, key_text
 from kiloword.data.sample import clean
@@ -275,23 +275,22 @@ def joined(source: Source, made: Sequence[Made], wrap: Callable[[Source, Joined[
     parts = [(part, key_column(part)) for part in parts_of(every_row(source))]
     of: dict[tuple[str, str], list[tuple[Made, NDArray[np.int64]]]] = {(p.name, p.fingerprint): [] for p, _ in parts}
     for one in made:
-        fits = [_is_of(one.images, *part) for part in parts]
-        chosen = [part for part, fit in zip(parts, fits, strict=True) if fit is not False]
+        fits = [(part, keys, _is_of(one.images, part, keys)) for part, keys in parts]
+        chosen = [(part, places_of(keys, one.keys)) for part, keys, fit in fits if fit is not False]
         if not chosen:
             raise ValueError(
                 f"{one} was made from other images than those of {source.name}, which have the same keys: name the "
                 "data that it was made from, or make it again from this data."
             )
-        places = [places_of(keys, one.keys) for _, keys in chosen]
-        if not any((at >= 0).any() for at in places):
-            other = next(iter(chosen[0][1].drop_null()), one.keys[0])
+        if not any((at >= 0).any() for _, at in chosen):
+            other = next(iter(parts[0][1].drop_null()), one.keys[0])
             raise ValueError(
                 f"{one} is of another data set: it has none of the {len(source):,} images of {source.name}. Its keys "
                 f"are such as {shown_key(one.keys[0])}, the images' such as {shown_key(other)}."
             )
-        if len(chosen) > 1 or True not in fits:
+        if len(chosen) > 1 or not any(fit for *_, fit in fits):
             check_keys(mix([part for part, _ in chosen]), str(one), one.keys)
-        for (part, _), at in zip(chosen, places, strict=True):
+        for part, at in chosen:
             of[part.name, part.fingerprint].append((one, at))
     return each_part(source, lambda part: wrap(part, of[part.name, part.fingerprint]))
 
@@ -310,10 +309,10 @@ def check_keys(source: Source, what: str, among: pa.Array | None = None) -> None
     for row in np.flatnonzero(again).tolist():
         rows = int(first[row]), row
         if len({image for _, image in image_digests(whole, rows, drawn=True).values()}) > 1:
-            names = [(whole.locate(n)[0] if isinstance(whole, MixtureSource) else whole).name for n in rows]
+            names = dict.fromkeys(origin(whole, n)[0].name for n in rows)
             raise ValueError(
-                f"two images of {' and '.join(dict.fromkeys(names))} have the key {shown_key(keys[row])} and differ, "
-                f"but {what} is joined by key: give each image a unique key, or use one source at a time."
+                f"two images of {' and '.join(names)} have the key {shown_key(keys[row])} and differ, but {what} is "
+                "joined by key: give each image a unique key, or use one source at a time."
             )
 
 

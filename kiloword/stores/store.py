@@ -177,7 +177,13 @@ class Places(Generic[Kept]):
 
     def __init__(self, stores: Sequence[Kept], source: Source) -> None:
         whole, self._of = every_row(source), dict[tuple[str, str], tuple[Kept, NDArray[np.int64]]]()
-        used = base_rows(whole)
+        used: dict[tuple[str, str], list[int]] = {(base.name, base.fingerprint): [] for base in origins(whole)}
+        for part in parts_of(whole):
+            if origins(part) == [part]:
+                used[part.name, part.fingerprint] += range(len(part))
+            else:
+                for base, at in (origin(part, row) for row in range(len(part))):
+                    used[base.name, base.fingerprint].append(at)
         for base in origins(whole):
             errors = list[ValueError]()
             for store in stores:
@@ -200,18 +206,6 @@ class Places(Generic[Kept]):
         base, at = origin(source, row)
         store, places = self._of[base.name, base.fingerprint]
         return (store, int(places[at])) if places[at] >= 0 else None
-
-
-def base_rows(source: Source) -> dict[tuple[str, str], list[int]]:
-    """Which rows of each data set a source uses, by its name and fingerprint, see `kiloword.data.edits.origin`."""
-    used: dict[tuple[str, str], list[int]] = {(base.name, base.fingerprint): [] for base in origins(source)}
-    for part in parts_of(source):
-        if origins(part) == [part]:
-            used[part.name, part.fingerprint] += range(len(part))
-        else:
-            for base, at in (origin(part, row) for row in range(len(part))):
-                used[base.name, base.fingerprint].append(at)
-    return used
 
 
 def _places(store: Store, base: Source, used: NDArray[np.int64]) -> NDArray[np.int64]:
