@@ -114,9 +114,8 @@ def read_image(data: bytes, folder: Path) -> None:
             raise Broken("the decoders disagree on whether this is an image")
         if pixels is not None and (pixels.dtype != np.uint8 or pixels.shape != (size[1], size[0], 3)):
             raise Broken(f"{pixels.dtype} {pixels.shape}, the header says {size}")
-    decoder = DECODERS[choice // 2 % 3]
     augment = AugmentConfig(crop=0.5, flip=0.5)
-    for make in (lambda: EvalTransform(32, decoder=decoder)(body), lambda: TrainTransform(32, augment)(body, DRAW)):
+    for make in (lambda: EvalTransform(32)(body), lambda: TrainTransform(32, augment)(body, DRAW)):
         tensor = result_of(make)
         if tensor is not None and tuple(tensor.shape) != (3, 32, 32):
             raise Broken(f"an image of {tuple(tensor.shape)}")

@@ -62,7 +62,7 @@ class Order:
 
     @property
     def total(self) -> int:
-        """RowNumbers of the data set."""
+        """Rows of the data set."""
         return self.of or self.rows
 
     def batch_rows(self, step: int) -> tuple[int, RowNumbers]:
@@ -76,7 +76,7 @@ class Order:
         return epoch, self.rows_at(places)
 
     def rows_at(self, places: RowNumbers) -> RowNumbers:
-        """RowNumbers of the data set at places, each below `rows`, in the subset that is visited."""
+        """Rows of the data set at places, each below `rows`, in the subset that is visited."""
         return subset(self.rows, self.of)[places] if self.of > self.rows else places
 
     def _from_groups(self, epoch: int, start: int, stop: int) -> RowNumbers:

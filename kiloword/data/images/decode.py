@@ -9,6 +9,7 @@ OpenCV decodes plain 8-bit JPEG and PNG, simplejpeg plain JPEG, Pillow everythin
 from __future__ import annotations
 
 import io
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -33,6 +34,7 @@ _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "JPEG2000", "PPM")
 _HEIF = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")  # brands
 _PACKAGES = {"opencv": "opencv-python-headless", "simplejpeg": "simplejpeg"}
 _SCAN, _END = b"\xff\xda", b"\xff\xd9"  # markers of JPEG (ITU-T T.81, B.1)
+_MARKER = re.compile(rb"\xff[^\0\xd0-\xd7\xff]")  # no stuffed byte, restart or fill byte
 _PNG, _PNG_END = b"\x89PNG\r\n\x1a\n", b"IEND\xaeB`\x82"
 _ORIENTATION = 0x0112
 _EXIF = {"exif", "Raw profile type exif", "XML:com.adobe.xmp", "xmp"}  # keys of `Image.info` with an orientation
@@ -176,8 +178,14 @@ def _fast(image: bytes, opened: ImageFile.ImageFile, decoder: Decoder, factor: i
             return pixels
         return None
     start = opened.fp.tell() if opened.fp else 0  # OpenCV fills what a cut image lacks
-    whole = image.endswith(_PNG_END) and getattr(opened, "n_frames", 1) == 1
-    if not (whole if opened.format == "PNG" else image.find(_END, start) > 0):
+    if opened.format == "PNG":
+        whole = image.endswith(_PNG_END) and getattr(opened, "n_frames", 1) == 1
+    elif "progressive" in opened.info:
+        whole = image.find(_END, start) > 0
+    else:
+        marker = _MARKER.search(image, start)
+        whole = marker is not None and marker[0] == _END
+    if not whole:
         return None
     import cv2
 
