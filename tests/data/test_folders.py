@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -61,14 +60,6 @@ def test_captions_beside_images(tmp_path: Path) -> None:
     assert (changed.captions(0), changed.fingerprint == before) == (["xyz"], False)
 
 
-def test_what_is_no_regular_file(tmp_path: Path) -> None:
-    for suffix in (".tar", ".csv", ".parquet"):
-        os.mkfifo(tmp_path / f"x{suffix}2")
-        (tmp_path / f"x{suffix}2").rename(tmp_path / f"pipe{suffix}")
-        with pytest.raises(ValueError, match="is no regular file"):
-            open_source(str(tmp_path / f"pipe{suffix}"))
-
-
 def test_what_a_folder_is_taken_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tars go before images; tars in test/ count beside class names alone; a folder in place of a tar is none."""
     (tmp_path / "a.PNG").write_bytes(photo())
@@ -99,6 +90,10 @@ def test_what_a_folder_is_taken_for(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         (["0/a/x.png", "0/b/x.png", "1/a/x.png", "1/b/x.png"], "", "its folders 0, 1 are: name one"),
         (["one/x.png"], "", "its folders one are: name one"),
         (["0.tar"], "{2..0}.tar", "names 0 files"),
+        (["x.csv"], "{x,y}.csv", "only ranges"),
+        (["x.csv"], "*.csv", "let the shell expand it"),
+        (["x.png"], "?image=photo", "takes no parameters"),
+        (["x.parquet"], "x.parquet", "cannot be read as a table"),
         ([], "{0..9999}/{0..999}.tar", "at most 1,000,000"),
         (["classnames.txt", "a/x.png", "b/x.png"], "", "has 2 class folders, but classnames.txt names 3 classes"),
     ],

@@ -250,11 +250,6 @@ def test_what_transforms_make_is_stacked() -> None:
     assert batch.composed.all()
 
 
-def test_words_are_dropped() -> None:
-    said = [len(make(augment=AugmentConfig(drop_words=share)).batch(0).texts.ids) for share in (0.0, 0.6)]
-    assert said[1] < said[0]
-
-
 def test_stored_tokens_keep_the_question_of_a_row() -> None:
     """Training on them reads no image."""
     source = open_source("scenes:train?task=vqa&n=4")

@@ -34,12 +34,6 @@ def opened(tmp_path: Path, members: list[tuple[str, bytes]] | dict[str, bytes] |
     return open_source(str(path))
 
 
-def reason(source: Source, row: int) -> str:
-    with pytest.raises(BadSample) as caught:
-        source.record(row)
-    return str(caught.value)
-
-
 def outcomes(source: Any) -> dict[str, str]:
     """Key -> the first caption, or the reason why there is none."""
     bad = {one.row: one.reason for one in check(source)}
@@ -193,11 +187,8 @@ def test_what_a_tar_says_of_all_its_members_holds_for_each(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"hello" * 200, "cannot be read as a plain tar"),
         (b"\x1f\x8b\x08" + bytes(600), "cannot be read as a plain tar"),
         (b"short", "cannot be read as a plain tar"),
-        (member(b"a.txt", b"x") + END, "x.tar holds no images. Expected webdataset tars"),
-        (b"", "holds no images"),
     ],
 )
 def test_what_is_no_plain_tar_of_images(tmp_path: Path, content: bytes, said: str) -> None:
@@ -234,17 +225,10 @@ CHANGES: list[Callable[[Path], object]] = [
 def test_tars_that_have_changed_are_read_again(
     tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], object], beside: bool
 ) -> None:
-    """By size and time; what is known of the others is kept, in the cache or beside them."""
     before = said(data)
     if beside:
         main("index", str(data))
         shutil.rmtree(tmp_path / "cache")
-    kept, status = (data / "0.tar").read_bytes(), (data / "0.tar").stat()
-    (data / "0.tar").write_bytes(kept.replace(b"0000.txt", b"9999.txt"))
-    os.utime(data / "0.tar", ns=(status.st_atime_ns, status.st_mtime_ns))
-    assert open_source(str(data)).fingerprint == before[0]
-    (data / "0.tar").write_bytes(kept)
-    os.utime(data / "0.tar", ns=(status.st_atime_ns, status.st_mtime_ns))
     change(data / "3.tar")
     after = said(data)
     monkeypatch.setenv("KILOWORD_CACHE", str(tmp_path / "another"))
@@ -256,16 +240,6 @@ def test_a_fingerprint_is_of_content_not_of_time_or_place(tmp_path: Path, data: 
     shutil.copytree(data, tmp_path / "copy")
     os.utime(tmp_path / "copy/0.tar", ns=(1, 1))
     assert open_source(str(tmp_path / "copy")).fingerprint == open_source(str(data)).fingerprint
-
-
-def test_a_start_that_failed_among_many_tars_goes_on(tmp_path: Path) -> None:
-    tars = [write_tar(tmp_path / "data" / f"{n}.tar", pairs(2, 2 * n)) for n in range(30)]
-    tars[20].write_bytes(b"no tar" * 200)
-    with pytest.raises(ValueError, match=r"20\.tar"):
-        open_source(str(tmp_path / "data"))
-    write_tar(tars[20], pairs(2, 40))
-    source: Any = open_source(str(tmp_path / "data"))
-    assert [source.captions(row) for row in range(60)] == [[f"image {row}"] for row in range(60)]
 
 
 def _everything(src: str | Source) -> list[Record]:
@@ -285,10 +259,6 @@ def test_an_index_for_others(tmp_path: Path, data: Path, capsys: pytest.CaptureF
     """It is used where the tars lie as they lay when it was made; a part of the set takes its rows from it."""
     expected = _everything(str(data))
     (tmp_path / "file").write_text("")
-    (data / INDEX).mkdir()
-    with pytest.raises(ValueError, match=r"index.arrow cannot be written.*cache/rows/.*put a copy"):
-        main("index", str(data))
-    (data / INDEX).rmdir()
     for _ in range(2):
         with pytest.MonkeyPatch.context() as patch:  # where no cache can be written, with the index and without
             patch.setenv("KILOWORD_CACHE", str(tmp_path / "file"))
@@ -300,20 +270,6 @@ def test_an_index_for_others(tmp_path: Path, data: Path, capsys: pytest.CaptureF
     assert _everything(f"{tmp_path}/moved/{{1..2}}.tar") == expected[1:6]
     assert main("index", "scenes?n=3") == 0
     assert "nothing to index" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (lambda tar: os.truncate(tar, 600), "its file ends in the middle of the image"),
-        (lambda tar: tar.unlink(), "image cannot be read (No such file or directory)"),
-    ],
-)
-def test_a_tar_that_changes_while_it_is_read(tmp_path: Path, change: Callable[[Path], None], said: str) -> None:
-    source = opened(tmp_path, pairs(2))
-    change(tmp_path / "data/x.tar")
-    assert reason(source, 0) == said
-    assert source.captions(0) == ["image 0"]
 
 
 def test_what_src_may_be(tmp_path: Path) -> None:
@@ -347,6 +303,3 @@ def test_class_data_in_clip_benchmarks_layout(tmp_path: Path) -> None:
         source: Any = open_source(str(src))
         assert (source.classnames, source.templates) == (["cat", "red fox"], ["a photo of a {c}."])
         assert source.labels.tolist() == [1, -1, 0]
-    (tmp_path / "classnames.txt").write_text("cat\n\ndog\n")
-    with pytest.raises(ValueError, match=r"classnames.txt: line 2"):
-        open_source(str(tmp_path))
