@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import shutil
@@ -166,19 +165,22 @@ def test_a_shard_that_changes(
     assert bad - 1 <= len(reasons) <= bad + 1
 
 
-@pytest.mark.parametrize("times", [2, 99])
-def test_a_read_error_that_passes(shards: list[Path], monkeypatch: pytest.MonkeyPatch, times: int) -> None:
-    source, failures, real = open_source(str(shards[0].parent)), iter(range(times)), os.pread
+@pytest.mark.parametrize("passes", [True, False])
+def test_a_read_error_that_passes(
+    shards: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, passes: bool
+) -> None:
+    source, tar = open_source(str(shards[0])), tmp_path / "kept.tar"
+    shards[0].rename(tar)
+    shards[0].symlink_to("/proc/self/mem")  # at its beginning reading is an input/output error
 
-    def stutter(fd: int, size: int, offset: int) -> bytes:
-        if next(failures, None) is not None:
-            raise OSError(errno.EIO, "Input/output error")
-        return real(fd, size, offset)
+    def wait(_: float) -> None:
+        if passes:
+            shards[0].unlink()
+            shards[0].symlink_to(tar)
 
-    monkeypatch.setattr(os, "pread", stutter)
-    monkeypatch.setattr(time, "sleep", lambda _: None)
-    if times == 2:
+    monkeypatch.setattr(time, "sleep", wait)
+    if passes:
         assert read(source, 3).captions
         return
-    with pytest.raises(BadSample, match=r"Input/output error: '.*0000.tar"):
+    with pytest.raises(BadSample, match="Input/output error"):
         read(source, 3)

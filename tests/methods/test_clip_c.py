@@ -154,8 +154,6 @@ def test_a_subset_of_rows_has_partners_from_the_whole_data_set() -> None:
         partners |= set(images[:, 0, -1, -1].tolist())
     assert len(visited) == 40
     assert len(partners) > ROWS // 2  # of which 40 are visited
-    with pytest.raises(ValueError, match="maps has 200 rows, but the order is for 150"):
-        replace(part, order=Order(40, BATCH, 1, of=150))
 
 
 def test_examples_keep_their_number_of_captions() -> None:
