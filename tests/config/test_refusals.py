@@ -40,8 +40,8 @@ class Plain:
 
     name, fingerprint = "plain", "plain"
 
-    def __init__(self, bad: tuple[int, ...] = (), captions: bool = True) -> None:
-        self.bad, self.captioned = bad, captions
+    def __init__(self, bad: tuple[int, ...] = ()) -> None:
+        self.bad = bad
 
     def __len__(self) -> int:
         return 3
@@ -49,7 +49,7 @@ class Plain:
     def record(self, row: int) -> Record:
         if row in self.bad:
             raise BadSample(f"row {row} is broken")
-        return Record(f"k{row}", noise(8, 8, row), [f"caption {row}"] if self.captioned else [])
+        return Record(f"k{row}", noise(8, 8, row), [f"caption {row}"])
 
 
 def describer(method: str) -> KilowordCaptioner:
@@ -61,9 +61,7 @@ REFUSED: dict[str, Callable[[], object]] = {
     "one text per image": lambda: matcher().score_pairs(FEATURES, {"vec": torch.ones(1, 2)}),
     "none of the first 2 rows": lambda: baseline.read(Plain(bad=ALL), 2),
     "--samples is 1": lambda: evaluate(matcher(), "spectrum", Plain(), samples=1),
-    "plain has 1 usable vector": lambda: evaluate(matcher(), "spectrum", Plain(bad=(0, 2))),
     "because: row 0 is broken": lambda: evaluate(matcher(), "retrieval", Plain(bad=ALL)),
-    "has no captions": lambda: evaluate(matcher(), "retrieval", Plain(captions=False)),
     "0 images and 2 texts": lambda: check_pairs({"vec": torch.zeros(0, 2)}, FEATURES, torch.arange(2)),
     "one of the 2 images": lambda: check_pairs(FEATURES, FEATURES, torch.tensor([0, 2])),
     "each of the 2 texts": lambda: check_pairs(FEATURES, FEATURES, torch.arange(1)),

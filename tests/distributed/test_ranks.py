@@ -19,10 +19,10 @@ from safetensors.torch import load_file
 from kiloword.distributed import launch
 from kiloword.training.log import read_metrics
 from states import load_state
+from torchrun import torchrun
 
 TRAIN = ["train", "siglip", "--size", "debug", "--data", "scenes?levels=1&n=200", "--batch", "16", "--log-every", "1"]
 TRAIN += ["--model.text.context", "5", "--vocab", "300"]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 
 
 FAULT = """
@@ -49,7 +49,8 @@ main()
 def test_torchrun_reports_the_rank_that_failed_and_the_same_command_goes_on(tmp_path: Path) -> None:
     script, out = tmp_path / "train.py", tmp_path / "out"
     script.write_text(FAULT)
-    command = [*TORCHRUN, "2", str(script), *TRAIN, "--steps", "6", "--save-every", "1", "--out", str(out)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    command += [*TRAIN, "--steps", "6", "--save-every", "1", "--out", str(out)]
     for fault, why in (("refuses", "0007.tar cannot be read"), ("killed", "Signal 9")):
         done = subprocess.run(command, env={**os.environ, "FAULT": fault}, capture_output=True, text=True, timeout=240)
         cause = done.stderr.partition("Root Cause")[2]
@@ -61,9 +62,7 @@ def test_torchrun_reports_the_rank_that_failed_and_the_same_command_goes_on(tmp_
 
 
 def trained(ranks: int, out: Path, *more: str) -> dict[str, torch.Tensor]:
-    run = [*TORCHRUN, str(ranks), "-m"] if ranks > 1 else [sys.executable, "-m"]
-    command = [*run, "kiloword", *TRAIN, "--precision", "fp64", "--out", str(out), *more]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = torchrun(ranks, *TRAIN, "--precision", "fp64", "--out", out, *more)
     assert done.returncode == 0, done.stderr[-3000:]
     return load_file(out / "model" / "model.safetensors")
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pickle
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -39,6 +37,7 @@ from kiloword.stores.teachers import KilowordTeacher as Teacher
 from kiloword.types import BadSample, Record, Skipped
 from kiloword.verify.suite import over_ranks
 from threads import over_threads
+from torchrun import torchrun
 
 SHORT = GenerationOptions(method="greedy", longest=6)
 TASKS: dict[str, tuple[str, str, str, dict[str, Any]]] = {  # by name: method, task, data, options
@@ -194,16 +193,10 @@ def test_commands_over_ranks(tmp_path: Path) -> None:
     save_model(model, matcher("coca").model, matcher("coca").tokenizer, ModelFile(
         method="coca", settings={}, model=matcher("coca").model.config
     ))  # fmt: skip
-    words = ["eval", "retrieval", str(model), "--data", data, "--batch", "4"]
+    words = ["eval", "retrieval", model, "--data", data, "--batch", 4]
     one, two = torchrun(1, *words), torchrun(2, *words)
     assert one.returncode == two.returncode == 0, two.stderr[-3000:]
     assert one.stdout == two.stdout
-    failed = torchrun(2, "eval", "retrieval", str(tmp_path / "none"), "--data", data)
+    failed = torchrun(2, "eval", "retrieval", tmp_path / "none", "--data", data)
     assert failed.returncode != 0
     assert failed.stderr.count("kiloword: ") == 1
-
-
-def torchrun(ranks: int, *words: str) -> subprocess.CompletedProcess[str]:
-    run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    command_ = [sys.executable, *run, "-m", "kiloword", *words]
-    return subprocess.run(command_, capture_output=True, text=True, timeout=300)

@@ -6,17 +6,12 @@ import io
 import re
 import sys
 import unicodedata
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
 from rich.text import Text
 
-import kiloword
-from folders import model_folder
-from kiloword.cli.main import main
 from kiloword.report import page
 from kiloword.terminal import say, show_traceback, shown, warn_once
 from kiloword.terminal.screen import Screen, plain_table
@@ -128,17 +123,3 @@ def test_pages_are_not_turned_around() -> None:
     for text in ("t\\u202e\\x9b", "i\\u2067\\udcff", "h\\x1b", "<p>\\u202d\u0645\u200c\u200f</p>"):
         assert text in html  # joiners and marks are spelling
     html.encode()
-
-
-def test_texts_of_a_locale_of_ascii_are_the_same_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Python hands over the bytes of such a command line as lone surrogates."""
-    Image.new("RGB", (32, 32), "red").save(tmp_path / "a.png")
-    model_folder(tmp_path / "model")
-
-    def score(text: str) -> str:
-        main(["score", str(tmp_path / "model"), "--images", str(tmp_path / "a.png"), "--texts", text])
-        return capsys.readouterr().out
-
-    assert score("läuft".encode().decode("ascii", "surrogateescape")) == score("läuft")
-    main(["--version"])
-    assert capsys.readouterr().out == kiloword.__version__ + "\n"
