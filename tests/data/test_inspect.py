@@ -145,7 +145,6 @@ def test_pairs_are_rewritten_from_end_to_end(red_and_blue: str, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("words", "output"),
     [
-        ("check scenes?n=4 --as clip --png a", "data stats SRC --as METHOD --png FILE"),
         ("stats scenes?n=4 --as clip", "data stats SRC --as METHOD --png FILE"),
         ("stats scenes?n=4 --as . --png a", "config.json"),
         ("pairs scenes?n=4", "data pairs SRC --as RUN --out"),

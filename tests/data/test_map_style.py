@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-import kiloword
 from kiloword.data.map_style import MapStyleSource
 from kiloword.methods.defaults import default_recipe
-from kiloword.models.model_folder import read_model_file
 from kiloword.training.log import read_metrics
 from kiloword.training.loop import train
 from kiloword.types import BadSample, LabelSet
@@ -46,21 +43,6 @@ class Photos:
         path = self.folder / f"{i}.png"
         path.write_bytes(raw)
         return (path if self.kind == "path" else str(path)), captions
-
-
-def test_ten_lines_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
-    code = re.search(r"```python\n(# Train on your own data set.*?)```", readme, re.DOTALL)
-    assert code, "the README has lost its example"
-    assert len([line for line in code[1].splitlines() if line.strip()]) <= 10
-    monkeypatch.chdir(tmp_path)
-    short = code[1].replace("steps=2000", "steps=3").replace('"tiny"', '"debug"').replace("batch=128", "batch=8")
-    assert short.count("steps=3") == short.count('"debug"') == short.count("batch=8") == 1
-    exec(short, {"dataset": Photos()})
-    model = kiloword.load(tmp_path / "runs" / "mine" / "model")
-    assert model.score([Photos()[0][0]], ["a red thing"]).shape == (1, 1)
-    file = read_model_file(tmp_path / "runs" / "mine" / "model")
-    assert (file.steps, file.data) == (3, "dataset")
 
 
 @pytest.mark.parametrize("kind", ["pillow", "array", "bytes", "path", "string"])

@@ -19,6 +19,7 @@ from kiloword.generation.captioners import open_captioner
 from kiloword.models.model_folder import load_model
 from kiloword.models.trust import Trust
 from kiloword.stores.teachers import open_teacher
+from photo_folders import refused
 from tars import photo
 
 OWN = """
@@ -68,16 +69,6 @@ def ran() -> bool:
     return Path("imported").exists() or "own" in sys.modules
 
 
-def ends(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """What a command that is refused prints."""
-    with pytest.raises(SystemExit) as end:
-        main(list(words))
-    said = capsys.readouterr()
-    assert end.value.code == 2, said
-    assert "Traceback" not in said.err
-    return said.err
-
-
 VERBS = [
     ("eval", "retrieval", "asks", *SCENES),
     ("eval", "spectrum", "plain", "asks", *SCENES),
@@ -90,7 +81,7 @@ VERBS = [
 
 @pytest.mark.parametrize("words", VERBS, ids=lambda words: f"{words[0]}-{words[2]}")
 def test_no_verb_imports_what_a_model_names(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
-    said = ends(capsys, *words)
+    said = refused(capsys, *words)
     assert "asks was trained by the method 'own:preset', which is code" in said
     assert "--method MODULE:PRESET" in said
     assert "--trust-code" in said
@@ -104,7 +95,7 @@ NAMES = dict.fromkeys(CODE, "which is code") | dict.fromkeys(("siglip+own", "own
 @pytest.mark.parametrize("name", NAMES)
 def test_no_name_is_imported(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     asks_for(name)
-    said = ends(capsys, "score", "asks", *SCORE)
+    said = refused(capsys, "score", "asks", *SCORE)
     assert NAMES[name] in said
     assert len(said) < 1000
     for opens in (load, load_model, open_teacher, open_captioner):
@@ -123,7 +114,7 @@ def test_code_runs_when_the_user_says_so(word: tuple[str, ...], capsys: pytest.C
     main(["embed", "asks", *SCENES, "--out", "features", *word])
     assert "is used" not in capsys.readouterr().err
     words = ("caption", "asks", *SCENES, "--out", "c.parquet", word[0].replace("--method", "--model-method"), *word[1:])
-    assert "no text decoder" in ends(capsys, *words)  # it was loaded
+    assert "no text decoder" in refused(capsys, *words)  # it was loaded
 
 
 def test_an_average_runs_no_code() -> None:
@@ -136,7 +127,7 @@ def test_a_model_of_code_that_is_not_there(capsys: pytest.CaptureFixture[str]) -
     config = json.loads(Path("plain/config.json").read_text())
     config |= {"method": "gone:preset", "settings": {"gamma": 2.0, "bias": -10.0}}
     Path("plain/config.json").write_text(json.dumps(config))
-    message = ends(capsys, "score", "plain", *SCORE, "--method", "gone:preset")
+    message = refused(capsys, "score", "plain", *SCORE, "--method", "gone:preset")
     assert "No module named 'gone'" in message
     assert "--method" in message
     main(["score", "plain", *SCORE, "--method", "siglip"])
@@ -152,7 +143,7 @@ def test_naming_one_method_does_not_trust_another(capsys: pytest.CaptureFixture[
         load_model("asks", trust=Trust(named="own:other"))
     assert not ran()
     words = ("eval", "spectrum", "plain", "asks", *SCENES, "--method", "siglip")
-    assert "asks: asks was trained by the method 'own:preset', which is code" in ends(capsys, *words)
+    assert "asks: asks was trained by the method 'own:preset', which is code" in refused(capsys, *words)
     assert not ran()
 
 
@@ -166,7 +157,7 @@ def test_training_starts_from_a_model_of_its_own_method(
     main(["train", *words, *more, "--steps", "2", "--extend"])
     assert json.loads(Path("run/model/config.json").read_text())["steps"] == 2
     if words[0] != "siglip":
-        assert "is code" in ends(capsys, "score", "run/model", *SCORE)
+        assert "is code" in refused(capsys, "score", "run/model", *SCORE)
         main(["score", "run/model", *SCORE, "--method", "own:preset"])
 
 

@@ -12,7 +12,6 @@ import pytest
 
 from kiloword.cli.main import main
 from kiloword.data.classes.names import (
-    SLOT,
     classname_sets,
     classnames,
     listing,
@@ -23,14 +22,6 @@ from kiloword.data.classes.names import (
     templates,
     wnids,
 )
-
-
-def test_every_shipped_list_is_usable() -> None:
-    for name in classname_sets():
-        assert all(text == text.strip() for text in classnames(name)), name
-    for name in template_sets():
-        assert all(SLOT in text for text in templates(name)), name
-        assert len(set(templates(name))) == len(templates(name)), name
 
 
 def test_imagenet_is_in_the_order_of_its_wnids() -> None:

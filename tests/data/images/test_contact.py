@@ -51,8 +51,6 @@ def test_a_sheet_shows_24_samples_and_tries_ten_times_as_many(tmp_path: Path) ->
         assert (tmp_path / "sheet.png").read_bytes() == (tmp_path / "again.png").read_bytes()
         with Image.open(tmp_path / "sheet.png") as image:
             assert image.height == height
-    with pytest.raises(ValueError, match="cannot write"):
-        contact_sheet(Sampled(5, 5), tmp_path / "sheet.png" / "b.png")
     with pytest.raises(ValueError, match="none of the samples"):
         contact_sheet(Sampled(5, 0), tmp_path / "c.png")
 

@@ -141,16 +141,11 @@ def kinds() -> dict[str, tuple[bytes, Expected, int]]:
             png(bytes_of(pixels), 8, 2, last=chunk(b"eXIf", orientation(6)[6:])), np.rot90(pixels, -1), 0),
         "PNG, animated": (saved(rgb, "PNG", **anim), pixels, 0),
         "PNG, cut": (saved(rgb, "PNG")[:2000], "truncated", 0),
-        "WebP, lossless": (saved(rgb, "WEBP", lossless=True), pixels, 0),
         "WebP, alpha": (saved(Image.fromarray(alpha), "WEBP", lossless=True, exact=True), over_white(alpha), 1),
         "WebP, animated": (saved(rgb, "WEBP", lossless=True, **anim), pixels, 0),
         "GIF, animated": (saved(palette, "GIF", **anim), coloured, 0),
-        "BMP": (saved(rgb, "BMP"), pixels, 0),
-        "TIFF": (saved(rgb, "TIFF"), pixels, 0),
         "TIFF, 16-bit grey": (saved(Image.fromarray(grey16), "TIFF"), scaled, 0),
         "TIFF, floating point": (saved(rgb.convert("F"), "TIFF"), "floating-point images are not supported", 0),
-        "JPEG 2000": (saved(rgb, "JPEG2000"), pixels, 0),
-        "PPM": (saved(rgb, "PPM"), pixels, 0),
         "EPS (starts other programs)": (b"%!PS-Adobe-3.0 EPSF-3.0\n", unknown, 0),
         "text": (b"hello", unknown, 0),
         "50,000 x 50,000": (claimed(50_000, 50_000), f"more than {MAX_PIXELS:,} pixels", 0),
@@ -199,14 +194,6 @@ def test_exif_orientation(kind: str, value: int, decoder: Decoder) -> None:
     found = outcome(raw, decoder)
     assert isinstance(found, np.ndarray)
     assert far(found, upright) <= (4 if kind == "JPEG" else 0)
-
-
-@pytest.mark.parametrize("exif", [orientation(6)[:12], b"Exif\0\0" + b"\xff" * 100], ids=["cut", "no EXIF"])
-def test_damaged_exif_costs_nothing(exif: bytes) -> None:
-    for decoder in DECODERS:
-        found = outcome(encode(noise(HIGH, WIDE), "JPEG", exif=exif), decoder)
-        assert isinstance(found, np.ndarray)
-        assert found.shape == (HIGH, WIDE, 3)
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 65_000), (3, 20_000)])

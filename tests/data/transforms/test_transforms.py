@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cases import mostly_slow
-from kiloword.cli.main import main
 from kiloword.data.edits import MixtureSource
 from kiloword.data.transforms.mix import (
     Compose,
@@ -260,13 +259,6 @@ def test_rewrites_that_hardly_any_pair_has_are_noted(tmp_path: Path) -> None:
     settings = ComposeSettings(partner="file", partner_file=pairs, rewrites=path)
     assert Compose(settings).bind(rows, FeatureStore).note is None
     assert "never used" in (Compose(replace(settings, parts="images")).bind(rows, FeatureStore).note or "")
-
-
-def test_a_run_begins_with_the_notes_of_its_transforms(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = parquet(tmp_path / "r.parquet", key=["train-000000"], partner=["train-000001"], caption=["both"])
-    words = f"train clip-c --size debug --data scenes?levels=1&n=16 --steps 1 --batch 8 --out {tmp_path / 'out'}"
-    main([*words.split(), "--device", "cpu", "--workers", "0", "--settings.rewrites", path, "--dry-run"])
-    assert "".join(capsys.readouterr()).count(f"{path} has captions for about 0.") == 1
 
 
 @pytest.mark.parametrize("name", mostly_slow(TRANSFORMS, 0, 1))
