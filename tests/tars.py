@@ -24,6 +24,12 @@ def noise(height: int, width: int, seed: int = 0) -> np.ndarray:
     return np.asarray(Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC)).copy()
 
 
+def far(a: np.ndarray, b: np.ndarray) -> int:
+    """The greatest difference, in levels."""
+    assert a.shape == b.shape
+    return int(np.abs(a.astype(int) - b.astype(int)).max())
+
+
 def photo(seed: int = 0) -> bytes:
     return encode(noise(12, 16, seed))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 
-import numpy as np
 import pytest
 import torch
 
@@ -21,7 +20,6 @@ from kiloword.generation.captioners import KilowordCaptioner
 from kiloword.generation.command import write_captions
 from kiloword.generation.options import GenerationOptions
 from kiloword.methods.registry import preset
-from kiloword.mining.calibrate import some
 from kiloword.models.build import build
 from kiloword.planning.request import card
 from kiloword.types import BadSample, Record
@@ -119,10 +117,3 @@ def test_what_is_left_out_is_counted_and_the_first_named() -> None:
         left.add("z", f"reason {n}")
     assert (len(left), len(left.lines())) == (38, 21)
     assert left.lines()[-1] == "12 samples skipped for 12 other reasons"
-
-
-def test_some_of_many_items_are_drawn_by_a_number() -> None:
-    items = np.arange(100) * 3
-    drawn = some(items, 10, 7)
-    assert len(set(drawn.tolist()) & set(items.tolist())) == 10
-    assert drawn.tolist() == sorted(drawn.tolist()) == some(items, 10, 7).tolist() != some(items, 10, 8).tolist()

@@ -12,23 +12,8 @@ import torch
 from torch import Tensor
 
 from kiloword.distributed.device import on_device
-from kiloword.types import Batch, Texts
-
-
-def batch(images: int = 4, captions: int = 2) -> Batch:
-    """`captions` of one word for each image, with every optional field."""
-    count = images * captions
-    return Batch(
-        images=torch.zeros(images, 3, 2, 2, dtype=torch.uint8),
-        texts=Texts.pack([[n] for n in range(count)]),
-        image_of_text=torch.arange(images).repeat_interleave(captions),
-        seeds=torch.arange(images),
-        position=torch.arange(images),
-        composed=torch.zeros(images, dtype=torch.bool),
-        image_features={"teacher": torch.rand(images, 3)},
-        text_features={"truth": torch.rand(count, images)},
-        questions=Texts.pack([[n] for n in range(images)]),
-    )
+from kiloword.types import Batch
+from kiloword.verify.batch import batch
 
 
 def tensors(of: Batch) -> list[Tensor]:
@@ -55,7 +40,7 @@ def test_a_gpu_copies_micro_batches_beside_the_computation(monkeypatch: pytest.M
     monkeypatch.setattr(torch.cuda, "current_stream", current)
     monkeypatch.setattr(Tensor, "to", lambda x, *to, **how: events.append(("copied", on[0])) or x)  # type: ignore[func-returns-value]
     monkeypatch.setattr(Tensor, "record_stream", lambda x, stream: events.append(("kept for", stream.name)))
-    whole, asked = batch(), list[int]()
+    whole, asked = batch(0, 4), list[int]()
     count = 2 * len(tensors(whole))  # of both halves: none may be freed while the step still reads it
     for step, (given, micro) in enumerate(
         on_device((asked.append(n) or whole for n in range(3)), torch.device("cuda"), 2)  # type: ignore[func-returns-value]
@@ -69,7 +54,7 @@ def test_a_gpu_copies_micro_batches_beside_the_computation(monkeypatch: pytest.M
 
 
 def test_on_the_cpu_nothing_is_copied() -> None:
-    whole = batch()
+    whole = batch(0, 4)
     [(_, micro)] = on_device(iter([whole]), torch.device("cpu"), 2)
     assert micro[0].images.data_ptr() == whole.images.data_ptr()
     assert torch.equal(torch.cat([piece.texts.ids for piece in micro]), whole.texts.ids)

@@ -243,7 +243,6 @@ def test_tokens_are_pooled_as_the_folder_says(bert: tuple[Path, Any]) -> None:
 @pytest.mark.parametrize(
     ("file", "text", "word"),
     [
-        ("config.json", '{"model_type": "gpt2"}', "gpt2"),
         ("config.json", '{"model_type": "bert", "max_position_embeddings": 2}', "2 tokens"),
         ("modules.json", "{}", "no json list"),
         ("modules.json", '[{"type": "x.Transformer"}, {"type": "x.Dense"}]', "Dense"),

@@ -16,13 +16,7 @@ from kiloword.data.images.augmentation import EvalTransform, TrainTransform, fit
 from kiloword.data.images.decode import MAX_PIXELS, Decoder
 from kiloword.interop.open_clip_config import torchvision_ready
 from kiloword.randomness import Draw
-from tars import encode, noise
-
-
-def far(a: np.ndarray, b: np.ndarray) -> int:
-    """The greatest difference, in levels."""
-    assert a.shape == b.shape
-    return int(np.abs(a.astype(int) - b.astype(int)).max())
+from tars import encode, far, noise
 
 
 def literal_eval(image: Image.Image, size: int) -> np.ndarray:

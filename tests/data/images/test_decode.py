@@ -16,7 +16,7 @@ from kiloword.data.images.augmentation import EvalTransform, TrainTransform
 from kiloword.data.images.decode import MAX_PIXELS, Decoder, decode, image_size
 from kiloword.randomness import Draw
 from kiloword.types import BadSample
-from tars import encode, noise
+from tars import encode, far, noise
 
 DECODERS: tuple[Decoder, ...] = ("pillow", "opencv", "simplejpeg")
 HIGH, WIDE = 40, 60
@@ -30,12 +30,6 @@ def outcome(image: bytes, decoder: Decoder = "pillow", at_least: int | None = No
         return decode(image, decoder, at_least)
     except BadSample as error:
         return str(error)
-
-
-def far(a: np.ndarray, b: np.ndarray) -> int:
-    """The greatest difference, in levels."""
-    assert a.shape == b.shape
-    return int(np.abs(a.astype(int) - b.astype(int)).max())
 
 
 def chunk(kind: bytes, body: bytes) -> bytes:
