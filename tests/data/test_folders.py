@@ -75,6 +75,15 @@ def test_what_a_folder_is_taken_for(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert len(open_source("~/9.tar")) == 1
 
 
+def test_a_file_named_scenes_goes_before_the_drawn_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert len(open_source("scenes?n=3", 32)) == 3
+    write_tar(tmp_path / "scenes" / "0.tar", pairs(2))
+    assert len(open_source("scenes")) == 2
+    with pytest.raises(ValueError, match="no such file"):
+        open_source("scenesque")
+
+
 @pytest.mark.parametrize(
     ("files", "name", "message"),
     [

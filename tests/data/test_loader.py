@@ -15,6 +15,7 @@ from kiloword.data.edits import MixtureSource, every_row
 from kiloword.data.loader import ATTEMPTS, Loader
 from kiloword.data.open import open_source
 from kiloword.data.reading import BadRows, eval_batches
+from kiloword.data.reading import captions_of as all_captions
 from kiloword.data.sample import question_in
 from kiloword.data.sampler import Order
 from kiloword.data.stored import WithTokens
@@ -234,6 +235,12 @@ def test_evaluation_reads_every_row_once_in_order() -> None:
         assert [p.labels.tolist() for p in parts if p.labels is not None] == [[0, 1, 0], [1, 2, 0, 1], [2, 1]]
     empty = next(eval_batches(Images({0: "sample"}, rows=1), SIZE))
     assert empty.images.shape == (0, 3, SIZE, SIZE)
+    some = eval_batches(Images({4: "sample"}), SIZE, batch=2, parts=[range(1, 4), range(5, 5), range(3, 7, 2)])
+    assert [batch.rows for batch in some] == [[1, 2], [3], [3, 5]]
+    with pytest.raises(ValueError, match="batch is 0"):
+        eval_batches(source, SIZE, batch=0)
+    texts = list(all_captions(Images({4: "sample", 6: "silent"}, rows=7), 3))
+    assert texts == [text for row in (0, 2) for text in Images().record(row).captions], "every second, but bad ones"
 
 
 @pytest.mark.parametrize("change", ["flip", "jitter", "grayscale", "blur", "crop"])

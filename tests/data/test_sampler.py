@@ -54,15 +54,6 @@ def test_shares_partition_the_batch_in_order(ranks: int, size: int) -> None:
     np.testing.assert_array_equal(np.concatenate(parts), rows)
 
 
-def test_the_order_depends_on_seed_and_epoch_alone() -> None:
-    small, large = Order(1000, 10, seed=1), Order(1000, 10, seed=1, full=0, block=16, group=4)
-    for order in (small, large):
-        first, second = order.batch_rows(0)[1].tolist(), order.batch_rows(order.steps_per_epoch)[1].tolist()
-        assert first != second
-        other = Order(1000, 10, seed=2, full=order.full, block=order.block, group=order.group)
-        assert other.batch_rows(0)[1].tolist() != first
-
-
 def test_large_data_is_read_in_few_blocks_yet_well_mixed() -> None:
     order = Order(1_000_000, 4096, full=0)
     rows = order.batch_rows(7)[1]
@@ -96,6 +87,8 @@ def test_one_caption_is_redrawn_each_epoch_and_differs_between_rows() -> None:
     assert len(one) > 50
     assert choose_captions(captions, "all", Draw(0, 3, 4)) == captions
     assert choose_captions([], "one", Draw(0, 0, 0)) == []
+    for epoch, (how, first) in enumerate(((2, ["a", "b"]), ("one", ["a"]), (9, captions), ("all", captions))):
+        assert choose_captions(captions, how, Draw(0, epoch, 5), first=True) == first  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("full", [0, 1000])

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kiloword.data.inspect import check, main
-from kiloword.data.open import expand, open_source
+from kiloword.data.open import open_source
 from kiloword.data.tar import natural
 from kiloword.types import BadSample, LabelSet, NoCaption, Record, Source
 from tars import pairs, photo, write_tar
@@ -286,8 +286,6 @@ def test_what_src_may_be(tmp_path: Path) -> None:
     assert keys("data") == keys("unpadded") == ["0000", "0002", "0010"]
     assert keys("data/x-10.tar") == ["0010"]
     assert keys("unpadded/{2..2}.tar") == ["0002"]
-    assert (expand("{3..3}"), expand("plain {a}.tar")) == (["3"], ["plain {a}.tar"])
-    assert expand("a{08..10}b{0..1}") == [f"a{i}b{j}" for i in ("08", "09", "10") for j in (0, 1)]
     names = ["9", "10", "2" * 5000, "a", "a9", "a9b", "a10", "b2", "x²", "x٢"]
     assert sorted(set(names), key=natural) == names
 

@@ -18,9 +18,8 @@ from torch.distributed.checkpoint import load as dcp_load
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.multiprocessing.spawn import spawn
 
-from kiloword.distributed import collectives, launch
+from kiloword.distributed import collectives
 from kiloword.models.states import copy_part, newest, shards_folder, steps_done, write_numbers, write_part
 from kiloword.models.tensors import spec_of, write_tensors
 from kiloword.training.loop import RunOptions, train
@@ -233,29 +232,3 @@ def test_states_of_any_number_of_ranks_are_read_on_any_other(tmp_path: Path) -> 
     """The newest one is damaged in a file that another rank than 0 checks: all take the one before."""
     for n, ranks in enumerate((4, 3)):
         over_ranks(ranks, on_rank, tmp_path, n > 0)
-
-
-def with_a_full_disk(rank: int, port: int, out: Path) -> None:
-    """Rank 1 cannot write its part of the second state."""
-    torch.set_num_threads(1)
-    os.environ |= launch.announced(rank, 2, port)
-
-    def full(number: int) -> None:
-        if rank == 1 and number == 2:
-            raise OSError(28, "No space left on device")
-
-    at_saves(pytest.MonkeyPatch(), full)
-    try:
-        train(recipe(), out, options=EVERY)
-    except ValueError as e:
-        (out / f"said-{rank}").write_text(str(e))
-
-
-@pytest.mark.slow
-def test_a_full_disk_of_one_rank_ends_all_with_a_sentence(tmp_path: Path) -> None:
-    spawn(with_a_full_disk, (launch.free_port(), tmp_path), nprocs=2)  # type: ignore[no-untyped-call]
-    for rank in (0, 1):
-        assert "No space left on device" in (tmp_path / f"said-{rank}").read_text()
-    assert steps_done(tmp_path / "state") == 2
-    train(recipe(), tmp_path, options=EVERY)
-    assert steps(tmp_path) == 8

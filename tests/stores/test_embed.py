@@ -103,6 +103,20 @@ def test_open_clip(open_clip: ModuleType, name: str, tmp_path: Path) -> None:
     assert torch.allclose(torch.from_numpy(np.array(table.texts())), texts, atol=1e-5)
 
 
+def test_features_of_images_resized_otherwise_are_others(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A teacher's features never mix with those of its images resized to more than the crop (FFF's teacher)."""
+    words = ("embed", model, "--data", "scenes?n=6", "--out")
+    run(*words, tmp_path / "plain")
+    run(*words, tmp_path / "wide", "--resize", 40)
+    features = [(tmp_path / name / "images.npy").read_bytes() for name in ("plain", "wide")]
+    assert features[0] != features[1]
+    for name, resize, word in (("plain", 40, "resize 40"), ("small", 30, "resize 30 is smaller")):
+        assert word in refused(capsys, *words, tmp_path / name, "--resize", resize)
+    run(*words, tmp_path / "plain", "--resize", "shortest")  # as the model has it
+
+
 # The first numbers of features
 
 
