@@ -132,7 +132,7 @@ class MixtureSource:
         self.natural = all(getattr(s, "natural", True) for s in sources)
         self.classnames, self.templates = (_common(sources, name) for name in ("classnames", "templates"))
         self.notes = [note for s in sources for note in getattr(s, "notes", [])]
-        self._parts = [_part(len(s), s.fingerprint, math.modf(w)[0], epoch) for s, w in pairs]
+        self._parts = _parts(epoch, *((len(s), s.fingerprint, math.modf(w)[0]) for s, w in pairs))
         self._ends = list(accumulate(int(w) * len(s) + len(p) for (s, w), p in zip(pairs, self._parts, strict=True)))
 
     def at(self, epoch: int) -> MixtureSource:
@@ -238,7 +238,11 @@ def _common(sources: Sequence[Source], name: str) -> list[str] | None:
     return first if all(other == first for other in others) else None
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=4)  # a run reads at the end of an epoch what is in the next one, too
+def _parts(epoch: int, *sources: tuple[int, str, float]) -> list[NDArray[np.integer[Any]]]:
+    return [_part(*source, epoch) for source in sources]
+
+
 def _part(n: int, fingerprint: str, share: float, epoch: int) -> NDArray[np.integer[Any]]:
     """[round(share n)] of n rows, ascending so that reading stays sequential."""
     count = round(share * n)

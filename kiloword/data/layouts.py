@@ -60,10 +60,11 @@ def named(path: Path, option: str, name: str) -> Path:
     Errors: ValueError where nothing is there.
     """
     places = [parent / Path(name).expanduser() for parent in (path.parent, path.absolute().parent.parent, Path())]
-    found = next(filter(Path.exists, places), None)
+    kind, fits = ("folder", Path.is_dir) if option == "images" else ("file", Path.is_file)
+    found = next(filter(fits, places), None)
     if found is None:
         listed = ", ".join(dict.fromkeys(map(str, places)))
-        raise ValueError(f"{path}: nothing is named {option}={shown(name[:200])}. Looked for {listed}.")
+        raise ValueError(f"{path}: no {kind} is named {option}={shown(name[:200])}. Looked for {listed}.")
     return found
 
 
@@ -175,25 +176,25 @@ def images_folder(path: Path, option: str, names: pa.ChunkedArray, subset: str) 
     Errors: ValueError when not one image is there, or several folders hold some.
     """
     above, names = path.absolute().parent, names.drop_null()
-    places = [named(path, "images", option)] if option else [
-        place
+    places = [[named(path, "images", option)]] if option else [
+        level
         for parent in (above, above.parent)
-        for place in (parent, *sorted(parent.glob("[!.]*")), parent / "images" / subset)
+        for level in ([parent], [*sorted(parent.glob("[!.]*")), parent / "images" / subset])
     ]  # fmt: skip
 
     def holds(place: Path, some: pa.ChunkedArray) -> bool:
         return any(os.path.exists(image_file(os.path.join(place, os.fsdecode(name.as_py())))) for name in some)
 
     tried = names[:: -(-len(names) // _TRIED) or 1]
-    found = [place for place in dict.fromkeys(places) if holds(place, tried)]
+    found = next(filter(None, ([one for one in dict.fromkeys(level) if holds(one, tried)] for level in places)), [])
     found = [place for place in found if place.name == subset] or found
-    if len(found) > 1 and found[0] != above:
+    if len(found) > 1:
         listed = " and in ".join(map(str, found[:3]))
         raise ValueError(f"{path}: its images are in {listed}. Choose one: {path.name}?images=FOLDER.")
-    if not found and len(names) and not holds(places[0], names):
-        looked = places[0] if option else f"{above}, {above.parent} and their folders"
+    if not found and len(names) and not holds(places[0][0], names):
+        looked = places[0][0] if option else f"{above}, {above.parent} and their folders"
         raise ValueError(
             f"{path}: none of its images, such as {shown(os.fsdecode(names[0].as_py())[:200])}, is in {looked}. Name "
             f"their folder: {path.name}?images=FOLDER."
         )
-    return (found or places)[0]
+    return (found or places[0])[0]

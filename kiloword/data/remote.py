@@ -172,16 +172,22 @@ def _reserve(address: Address, fd: int, folder: Path, size: int, wait: bool) -> 
         )
     while size:
         with FileLock(folder / "locks" / "all"):
-            total = size
-            for is_fetched, _, count, path in sorted(_kept(folder), reverse=True):  # the most recently used first
-                if is_fetched or total + count <= limit:
-                    total += count
-                else:
-                    Path(path).unlink(missing_ok=True)
-            if total <= limit:
-                os.posix_fallocate(fd, 0, size)
-                return
-        if not wait:
+            kept = sorted(_kept(folder))  # the least recently used first, then what is fetched
+            total = size + sum(count for *_, count, _ in kept)
+            for is_fetched, _, count, path in [*kept, (True, 0.0, 0, "")]:
+                try:
+                    if total <= limit:
+                        os.posix_fallocate(fd, 0, size)
+                        return
+                except OSError as error:  # the disk may have less space than the limit
+                    os.ftruncate(fd, 0)
+                    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                        raise
+                if is_fetched:
+                    break
+                Path(path).unlink(missing_ok=True)
+                total -= count
+        if not wait or not any(is_fetched and count for is_fetched, _, count, _ in kept):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         time.sleep(0.05)  # others fetch files, which may be deleted soon
 
@@ -267,7 +273,7 @@ def _http_version(address: Address) -> str:
 
 def _http_bytes(address: Address, start: int, size: int) -> Iterator[bytes]:
     """The bytes of a file from `start` on, as they come."""
-    response, length = _response(address, {"Range": f"bytes={start}-{size - 1}"} if start else {})
+    response, length = _response(address, {"Range": f"bytes={start}-{size - 1}"} if 0 < start < size else {})
     with response:
         if length != str(size):
             raise ConnectionError(f"the server says that it has {length or 'some'} bytes, not {size:,} as in the index")

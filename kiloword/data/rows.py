@@ -213,20 +213,29 @@ def made_once(identity: str, make: Callable[[], pa.Table | pa.RecordBatchReader]
     folder = cache_folder() / "rows"
     path = folder / f"{hashlib.blake2b(os.fsencode(identity), digest_size=16).hexdigest()}.arrow"
     try:
-        if not path.exists():
+        if (table := known(path)) is None:
             folder.mkdir(parents=True, exist_ok=True)
             _sweep(folder)
             with FileLock(lock := f"{path}.lock"):
-                if not path.exists():
+                if (table := known(path)) is None:
                     write(path, make())
+                    table = mapped(path)
                 Path(lock).unlink(missing_ok=True)
-        return mapped(touched(path)), path
+        touched(path)
+        return table, path
     except OSError as error:
         if error.errno == errno.ENOSPC:
             with keeping(path):
                 raise
         made = make()
         return made if isinstance(made, pa.Table) else made.read_all(), None
+
+
+def known(path: Path) -> pa.Table | None:
+    """As `mapped`; None for a file that is missing, or damaged, as after a crash of the machine."""
+    with suppress(OSError, pa.ArrowInvalid):
+        return mapped(path)
+    return None
 
 
 @contextmanager

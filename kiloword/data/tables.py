@@ -24,6 +24,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet
 
 from kiloword.data.columns import (
+    JSON,
     LINES,
     Cells,
     Label,
@@ -173,7 +174,12 @@ def _table(
         labels, classnames = labels_of(name, cells[columns.label], listed) if columns.label else ([], None)
         cells_of_images = cells.get(columns.image, [])
         files = [cell if isinstance(cell, str | None) else str(decoded(cell)) for cell in cells_of_images]
-    lone = "surrogatepass" if layout else "surrogateescape"
+    if any(isinstance(cell, list | dict) for cell in cells_of_images):
+        raise ValueError(
+            f"{path}: the column {columns.image} holds lists or objects. Expected paths; in a parquet also bytes, or a "
+            "struct with `bytes` or `path`."
+        )
+    lone = "surrogatepass" if path.suffix.lower() in JSON else "surrogateescape"
     where: Cells = {"file": [file.encode(errors=lone) if file else None for file in files], "group": files}
     where = _copied(path, columns.image, place) if inside else where if columns.image else {}
     kept = list(range(len(next(iter((where or cells).values())))))

@@ -34,7 +34,7 @@ from kiloword import addresses
 from kiloword.addresses import Address, address_of, is_url
 from kiloword.data import remote
 from kiloword.data.classes.names import text_lines
-from kiloword.data.rows import Rows, key_bytes, made_once, mapped, write
+from kiloword.data.rows import Rows, key_bytes, known, made_once, mapped, write
 from kiloword.data.sample import IMAGE_SUFFIXES, MAX_TEXT, check_size, parse_beside
 from kiloword.errors import LeftOut
 from kiloword.terminal import shown
@@ -190,10 +190,7 @@ def _name(file: str) -> str:
 
 def _mapped(index: Path | None) -> pa.Table:
     """The rows of an index; none where there is no such file."""
-    with suppress(OSError, pa.ArrowInvalid):
-        if index:
-            return mapped(index)
-    return _SCHEMA.empty_table()
+    return (known(index) if index else None) or _SCHEMA.empty_table()
 
 
 def _said(table: pa.Table) -> list[Tar]:

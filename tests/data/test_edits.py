@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kiloword.data import edits
 from kiloword.data.edits import HELD_OUT, every_row, is_held_out, mix
 from kiloword.data.open import open_source
 from kiloword.data.reading import eval_batches
 from kiloword.data.source import keys
+from kiloword.randomness import permutation
 from kiloword.types import Record
 from tars import pairs, write_tar
 
@@ -67,6 +69,15 @@ def test_another_epoch_changes_which_rows_the_part_has_and_nothing_else() -> Non
         assert rows[3:] == [0, 1]
         seen += [now.key(row) for row in range(3)]
     assert {key: seen.count(key) for key in seen} == {f"key {n}": 3 for n in range(10)}
+
+
+def test_a_large_mixture_draws_its_parts_once_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = list[str]()
+    monkeypatch.setattr(edits, "permutation", lambda n, name, what: [permutation(n, name, what), drawn.append(name)][0])
+    mixture: Any = mix([Rich(f"many {n}", 10) for n in range(30)], [0.5] * 30)
+    for epoch in (0, 1, 0, 1):  # batches around the end of an epoch
+        mixture.at(epoch)
+    assert len(drawn) == 2 * 30
 
 
 def test_weights_are_one_each_or_none_and_take_at_least_a_row() -> None:

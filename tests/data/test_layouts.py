@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -157,13 +158,17 @@ def test_tokens_equal_a_table(folder: Path, name: str) -> None:
     (folder / "Flickr_8k.testImages.txt").write_text(f"{FILES[2]}\n{FILES[0]}\n")
     part = open_source(f"{folder / name}?split=Flickr_8k.testImages.txt")
     assert [r.captions for r in records(part)] == [one_line[0], one_line[2]]
-    with pytest.raises(ValueError, match="split=dev"):
-        open_source(f"{folder / name}?split=dev.txt")
+    for split in ("dev.txt", "val2014"):  # nothing, and a folder
+        with pytest.raises(ValueError, match=f"no file is named split={split}"):
+            open_source(f"{folder / name}?split={split}")
     (folder / name).write_text(f"{FILES[0]}#0\tx\nnothing\n")
     source = open_source(str(folder / name))
     assert len(source) == 2
     with pytest.raises(BadSample, match="line is not IMAGE#NUMBER"):
         source.record(1)
+    (folder / os.fsdecode(b"caf\xe9.jpg")).write_bytes(photo())
+    (folder / name).write_bytes(b"caf\xe9.jpg#0\tx\n")
+    assert open_source(str(folder / name)).record(0).image == photo()
 
 
 def test_the_csv_of_flickr(folder: Path) -> None:
@@ -229,6 +234,13 @@ def test_where_images_are(folder: Path) -> None:
         open_source(src)
     with pytest.raises(BadSample, match="image cannot be read"):  # missing images are bad samples
         open_source(src + "?images=copy").record(1)
+    nearer = folder / "annotations" / FILES[0]  # goes before the folders beside that of the file
+    nearer.write_bytes(photo(9))
+    assert open_source(src).record(0).image == photo(9)
+    nearer.unlink()
+    (folder / FILES[0]).write_bytes(photo(8))
+    assert open_source(src).record(0).image == photo(8)
+    (folder / FILES[0]).unlink()
     many = images() + [{"id": n, "file_name": f"{n}.jpg"} for n in range(100, 104)]
     later = dump(folder / "annotations" / "later.json", {"images": many[::-1], "annotations": annotations()})
     (folder / "copy" / FILES[0]).unlink()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import time
@@ -88,6 +89,28 @@ def test_remote_equals_local_under_every_fault(tmp_path: Path, monkeypatch: pyte
             server.faults[name] = [fault, "500", fault]
         assert everything(source) == everything(local)
         assert not any(server.faults.values())
+
+
+def test_a_disk_with_less_space_than_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was used least recently is deleted, until there is nothing left to delete."""
+    files, allocate, peaks = shards(tmp_path / "data", 4), os.posix_fallocate, list[int]()
+    space = int(2.5 * len(files["00.tar"]))
+
+    def allocated(fd: int, start: int, size: int) -> None:
+        if (used := sum(path.stat().st_size for path in copies(tmp_path)) + size) > space:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        peaks.append(used)
+        allocate(fd, start, size)
+
+    monkeypatch.setattr(os, "posix_fallocate", allocated)
+    with Server(files) as server:
+        source = open_source(f"{server.url}/{{00..03}}.tar")
+        assert everything(source) == everything(open_source(str(tmp_path / "data")))
+        assert max(peaks) > space / 2
+        forget(tmp_path)
+        space = 100
+        with pytest.raises(Unreachable, match="No space left on device"):
+            source.record(0)
 
 
 @pytest.mark.parametrize("ranges", [True, False])

@@ -171,6 +171,13 @@ def test_a_parquet_without_bytes_reads_paths(folder: Path) -> None:
     assert source.record(0).image == photo(2)
 
 
+@pytest.mark.parametrize("image", [{"height": 3}, {"bytes": "a.png"}, ["a.png"]])
+def test_a_parquet_whose_images_are_no_images(tmp_path: Path, image: Any) -> None:
+    pq.write_table(pa.table({"image": [image], "caption": ["x"]}), tmp_path / "x.parquet")
+    with pytest.raises(ValueError, match="column image holds lists or objects"):
+        open_source(f"{tmp_path}/x.parquet")
+
+
 def test_downloads_that_failed_are_no_bad_rows(tmp_path: Path) -> None:
     """As img2dataset writes parquet: a folder of them is one data set, whose keys name their file."""
     for n in range(2):

@@ -236,6 +236,14 @@ def test_tars_that_have_changed_are_read_again(
     assert said(data) == after != before
 
 
+@pytest.mark.parametrize("left", [0, 100])
+def test_a_damaged_cache_is_made_again(tmp_path: Path, data: Path, left: int) -> None:
+    before = said(data)
+    for path in (tmp_path / "cache/rows").iterdir():
+        os.truncate(path, left)
+    assert said(data) == said(data) == before
+
+
 def test_a_fingerprint_is_of_content_not_of_time_or_place(tmp_path: Path, data: Path) -> None:
     shutil.copytree(data, tmp_path / "copy")
     os.utime(tmp_path / "copy/0.tar", ns=(1, 1))
