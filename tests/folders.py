@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from functools import reduce
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,3 +28,13 @@ def model_folder(
     file = ModelFile(method=method, settings=settings or {}, model=replace(config, text=text, head=head), size="debug")
     save_model(out, build(file.model, preset(method, settings), seed=1), tokenizer, file)
     return out
+
+
+def changed(folder: Path, file: str, **values: Any) -> Path:
+    """The folder with other values in one of its json files, by their names; __ stands for the dots between."""
+    document = json.loads((folder / file).read_text(encoding="utf-8"))
+    for name, value in values.items():
+        *parts, last = name.split("__")
+        reduce(lambda inner, part: inner[part], parts, document)[last] = value
+    (folder / file).write_text(json.dumps(document), encoding="utf-8")
+    return folder

@@ -10,6 +10,7 @@ import torch
 
 from kiloword.api import Matcher
 from kiloword.config.recipes import sizes
+from kiloword.data.map_style import MapStyleSource
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.errors import LeftOut, sentence_of
 from kiloword.evaluation import baseline, evaluate
@@ -22,7 +23,6 @@ from kiloword.generation.options import GenerationOptions
 from kiloword.methods.registry import preset
 from kiloword.models.build import build
 from kiloword.planning.request import card
-from kiloword.types import BadSample, Record
 from tars import noise
 
 
@@ -33,38 +33,23 @@ def matcher(method: str = "siglip") -> Matcher:
     )
 
 
-class Plain:
-    """A source that can do no more than it must: no captions without their image."""
-
-    name, fingerprint = "plain", "plain"
-
-    def __init__(self, bad: tuple[int, ...] = ()) -> None:
-        self.bad = bad
-
-    def __len__(self) -> int:
-        return 3
-
-    def record(self, row: int) -> Record:
-        if row in self.bad:
-            raise BadSample(f"row {row} is broken")
-        return Record(f"k{row}", noise(8, 8, row), [f"caption {row}"])
-
-
 def describer(method: str) -> KilowordCaptioner:
     return KilowordCaptioner(Captioner(matcher(method).model, matcher(method).tokenizer), "d")
 
 
-ALL, FEATURES, OPTIONS = (0, 1, 2), {"vec": torch.eye(2)}, GenerationOptions()
+GOOD = MapStyleSource([(noise(8, 8, row), f"caption {row}") for row in range(3)])
+BROKEN = MapStyleSource([(b"broken", "x")] * 3)
+FEATURES, OPTIONS = {"vec": torch.eye(2)}, GenerationOptions()
 REFUSED: dict[str, Callable[[], object]] = {
     "one text per image": lambda: matcher().score_pairs(FEATURES, {"vec": torch.ones(1, 2)}),
-    "none of the first 2 rows": lambda: baseline.read(Plain(bad=ALL), 2),
-    "--samples is 1": lambda: evaluate(matcher(), "spectrum", Plain(), samples=1),
-    "because: row 0 is broken": lambda: evaluate(matcher(), "retrieval", Plain(bad=ALL)),
+    "none of the first 2 rows": lambda: baseline.read(BROKEN, 2),
+    "--samples is 1": lambda: evaluate(matcher(), "spectrum", GOOD, samples=1),
+    "none of its 3 rows": lambda: evaluate(matcher(), "retrieval", BROKEN),
     "0 images and 2 texts": lambda: check_pairs({"vec": torch.zeros(0, 2)}, FEATURES, torch.arange(2)),
     "one of the 2 images": lambda: check_pairs(FEATURES, FEATURES, torch.tensor([0, 2])),
     "each of the 2 texts": lambda: check_pairs(FEATURES, FEATURES, torch.arange(1)),
     "coeff is nan": lambda: PromptOptions(coeff=float("nan")).check("filter"),
-    "--batch is 0": lambda: write_captions(describer("coca"), Plain(), "none", OPTIONS, batch=0),
+    "--batch is 0": lambda: write_captions(describer("coca"), GOOD, "none", OPTIONS, batch=0),
     "longest is 40 tokens": lambda: describer("coca").check(GenerationOptions(longest=40)),
     "answers questions": lambda: describer("vqa").check(OPTIONS),
     "num is 0": lambda: describer("coca").check(GenerationOptions(num=0)),

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from contents import decoded
 from kiloword.config.recipes import AugmentConfig, DataConfig, TextConfig
 from kiloword.data.edits import mix
 from kiloword.data.loader import Loader
@@ -144,20 +145,17 @@ def loader_of(source: Source, batch: int = 8, questions: bool = True, **more: An
     return Loader(source, order, DataConfig(), TEXT, 32, tokenizer, questions=questions, **more)
 
 
-def words(loader: Loader, texts: Any) -> list[str]:
-    return [loader.tokenizer.decode(texts.cut(t, t + 1).ids.tolist()) for t in range(len(texts))]
-
-
 def test_a_batch_carries_one_question_a_image() -> None:
     source = open_source("scenes:train?task=vqa&n=64", 32)
     loader = loader_of(source)
     batch = loader.batch(1)
     assert batch.questions is not None
     rows = loader.order.batch_rows(1)[1].tolist()
-    assert words(loader, batch.questions) == [source.record(row).info["question"] for row in rows]
-    assert words(loader, batch.texts) == [source.record(row).captions[0] for row in rows]
+    asked = decoded(loader.tokenizer, batch.questions)
+    assert asked == [source.record(row).info["question"] for row in rows]
+    assert decoded(loader.tokenizer, batch.texts) == [source.record(row).captions[0] for row in rows]
     halves: list[Batch] = batch.split(2)
-    assert [q for half in halves for q in words(loader, half.questions)] == words(loader, batch.questions)
+    assert [question for half in halves for question in decoded(loader.tokenizer, half.questions)] == asked
     assert loader_of(source, questions=False).batch(1).questions is None
 
 
@@ -167,7 +165,7 @@ def test_answers_take_turns_over_the_epochs_and_keep_their_words(tmp_path: Path)
     source = open_source(str(write_tar(tmp_path / "0.tar", members)))
     loader = loader_of(source, 4)
     loader.data = DataConfig(augment=AugmentConfig(drop_words=0.9))
-    drawn = Counter(answer for epoch in range(3) for answer in words(loader, loader.batch(epoch).texts))
+    drawn = Counter(answer for epoch in range(3) for answer in decoded(loader.tokenizer, loader.batch(epoch).texts))
     assert drawn == dict.fromkeys(answers, 4)
 
 

@@ -11,15 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from contents import tensors
 from kiloword.distributed.device import on_device
-from kiloword.types import Batch
 from kiloword.verify.batch import batch
-
-
-def tensors(of: Batch) -> list[Tensor]:
-    found = list[Tensor]()
-    of.each(lambda x: found.append(x) or x)  # type: ignore[func-returns-value]
-    return found
 
 
 def test_a_gpu_copies_micro_batches_beside_the_computation(monkeypatch: pytest.MonkeyPatch) -> None:

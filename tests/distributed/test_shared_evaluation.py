@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from contents import files_of
 from corpora import LOW, random_corpus
 from kiloword.api import Matcher
 from kiloword.config.recipes import ModelFile
@@ -124,10 +125,6 @@ def some_truth(captions: Any, images: Any) -> torch.Tensor:
     return torch.from_numpy((captions[:, None] * 7 + images) % 5 == 0)
 
 
-def files(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
-
-
 def same_found(alone: Any, found: Any) -> None:
     """What a search found, every number and table of it."""
     for name, value in vars(alone).items():
@@ -183,7 +180,7 @@ def test_every_task_and_file_over_three_ranks(tmp_path: Path) -> None:
                 assert found[name] == judged(name), name
     write_files(tmp_path / "one")
     assert len(FeatureStore(tmp_path / "one" / "side")) == 7
-    assert files(tmp_path / "one") == files(tmp_path / "files")
+    assert files_of(tmp_path / "one") == files_of(tmp_path / "files")
 
 
 @pytest.mark.slow

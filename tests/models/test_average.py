@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from folders import model_folder
+from folders import changed, model_folder
 from kiloword.cli.main import main
 from kiloword.models.card import model_card
 from kiloword.models.model_folder import load_model
@@ -85,7 +85,7 @@ def test_an_average_says_of_what(models: list[Path], tmp_path: Path, monkeypatch
     """In its card, in its config.json, and in the cards of what is made of it."""
     monkeypatch.chdir(tmp_path)
     for n, folder in enumerate(models):
-        changed(folder, steps=1000 * (n + 1), data=f"shards-{n}", size=f"size-{n}")
+        changed(folder, "config.json", steps=1000 * (n + 1), data=f"shards-{n}", size=f"size-{n}")
     average("a", "b", "--alpha", "0.25", "--out", "m")
     file = json.loads(Path("m/config.json").read_text())
     assert file["steps"] == 0
@@ -95,18 +95,6 @@ def test_an_average_says_of_what(models: list[Path], tmp_path: Path, monkeypatch
     assert text == model_card(Path("m"))
     average("m", "c", "--out", "again")
     assert "0.5 of m (averaged: 0.75 of a (" in Path("again/README.md").read_text()
-
-
-def changed(folder: Path, **values: object) -> Path:
-    """The folder with other values in its config.json."""
-    file = json.loads((folder / "config.json").read_text())
-    for name, value in values.items():
-        part, at = file, name.split("__")
-        for key in at[:-1]:
-            part = part[key]
-        part[at[-1]] = value
-    (folder / "config.json").write_text(json.dumps(file))
-    return folder
 
 
 def test_what_is_refused(models: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -122,16 +110,15 @@ def test_what_is_refused(models: list[Path], tmp_path: Path, capsys: pytest.Capt
         ((a, model_folder(tmp_path / "clip", "clip"), *out), "method is 'siglip' and 'clip'"),
     ):
         assert says in refused(capsys, "average", *words)
-    changed(c, settings={"scale": 5.0})
+    changed(c, "config.json", settings={"scale": 5.0})
     assert "settings.scale is 10.0 and 5.0" in refused(capsys, "average", a, b, c, *out)
-    changed(c, settings={}, model__image__heads=4)
+    changed(c, "config.json", settings={}, model__image__heads=4)
     assert "model.image.heads is 2 and 4" in refused(capsys, "average", a, c, *out)
     whole = load_file(b / "model.safetensors")
     for wrong in ({"head.bias": whole["head.bias"] * torch.nan}, {"head.scale": whole["head.bias"]}):
         save_file({k: v for k, v in whole.items() if k != "head.bias"} | wrong, b / "model.safetensors")
         assert "head.bias" in refused(capsys, "average", a, b, *out)
-    words = json.loads((a / "tokenizer.json").read_text())
-    words["added_tokens"][0]["content"] = "<other>"
-    (a / "tokenizer.json").write_text(json.dumps(words))
+    added = json.loads((a / "tokenizer.json").read_text())["added_tokens"]
+    changed(a, "tokenizer.json", added_tokens=[{**added[0], "content": "<other>"}, *added[1:]])
     assert refused(capsys, "average", a, b, *out)
     assert not (tmp_path / "m").exists()

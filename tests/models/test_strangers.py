@@ -10,7 +10,6 @@ import struct
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import reduce
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from folders import model_folder
+from folders import changed, model_folder
 from kiloword.api import load
 from kiloword.config.recipes import ModelFile, TextConfig
 from kiloword.data.text.tokenizer import LARGEST, Tokenizer
@@ -39,16 +38,6 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def folder(base: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(base, tmp_path / "model"))
-
-
-def change(folder: Path, what: str, at: str, value: Any) -> Path:
-    """Set one value of a json file by its dotted name."""
-    path = folder / what
-    document = json.loads(path.read_text(encoding="utf-8"))
-    *parts, last = at.split(".")
-    reduce(lambda inner, part: inner[part], parts, document)[last] = value
-    path.write_text(json.dumps(document), encoding="utf-8")
-    return folder
 
 
 @pytest.mark.parametrize(
@@ -76,15 +65,15 @@ def change(folder: Path, what: str, at: str, value: Any) -> Path:
 def test_declared_sizes(folder: Path, at: str, value: Any, says: str) -> None:
     at, _, method = at.partition("+")
     if method:
-        change(folder, "config.json", "settings", value)
+        changed(folder, "config.json", settings=value)
         value = method
     with pytest.raises(ValueError, match=says) as caught:
-        load(change(folder, "config.json", at, value))
+        load(changed(folder, "config.json", **{at.replace(".", "__"): value}))
     assert len(str(caught.value)) < 600
 
 
 def test_a_run_does_not_start_from_a_model_that_declares_too_much(folder: Path) -> None:
-    change(folder, "config.json", "model.text.vocab", 4_000_000)
+    changed(folder, "config.json", model__text__vocab=4_000_000)
     with pytest.raises(ValueError, match=r"text_tower.tokens is .* instead of \[4000000, 32\]"):
         start.settle(start.defaults("clip", str(folder), "debug"), Tokenizer.load(folder))
 
@@ -128,15 +117,15 @@ def test_weights(folder: Path, damage: Callable[[Path], None], says: str) -> Non
 
 def test_damaged_tokenizers(folder: Path) -> None:
     for part, value in (
-        ("post_processor.special_tokens.mask.ids", [2**31]),  # it decides how large a table of tokens is
-        ("post_processor.special_tokens.mask.ids", ["x"]),
+        ("post_processor__special_tokens__mask__ids", [2**31]),  # it decides how large a table of tokens is
+        ("post_processor__special_tokens__mask__ids", ["x"]),
         ("normalizer", {"type": "Precompiled", "precompiled_charsmap": "////"}),
         ("model", 3),
         ("model", {"type": "WordPiece", "vocab": {"a": 0}, "unk_token": "a"}),
         ("post_processor", None),
     ):
         with pytest.raises(ValueError, match=r"token|special ids") as caught:
-            Tokenizer.load(change(folder, "tokenizer.json", part, value))
+            Tokenizer.load(changed(folder, "tokenizer.json", **{part: value}))
         assert len(str(caught.value)) <= 600
     with (folder / "tokenizer.json").open("ab") as file:
         file.truncate(LARGEST + 1)
@@ -146,7 +135,7 @@ def test_damaged_tokenizers(folder: Path) -> None:
 
 def test_a_vocabulary_that_drops_merges_at_random_does_not(folder: Path) -> None:
     before = Tokenizer.load(folder).encode(["a dog on the grass"] * 9, TextConfig(vocab=512)).ids
-    again = Tokenizer.load(change(folder, "tokenizer.json", "model.dropout", 0.9))
+    again = Tokenizer.load(changed(folder, "tokenizer.json", model__dropout=0.9))
     assert again.encode(["a dog on the grass"] * 9, TextConfig(vocab=512)).ids.equal(before)
 
 

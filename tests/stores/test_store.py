@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from io import StringIO
-from itertools import chain, pairwise
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from contents import decoded, files_of
 from kiloword.config.options import RunOptions
 from kiloword.config.recipes import AugmentConfig, DataConfig, TextConfig
 from kiloword.data.loader import Loader
@@ -141,8 +142,7 @@ def test_a_batch_carries_the_features_of_its_whole_captions(
     whole = replace(plain, data=replace(plain.data, augment=AugmentConfig()))
     for step in range(6):
         batch, undropped = plain.batch(step), whole.batch(step)
-        edges = undropped.texts.starts.tolist()
-        texts = [TOKENIZER.decode(undropped.texts.ids[a:b].tolist()) for a, b in pairwise(edges)]
+        texts = decoded(TOKENIZER, undropped.texts)
         assert torch.equal(batch.text_features["teacher"], rounded(teacher.encode_texts(texts)))
         rows = [int(text.split()[1]) for text in texts]
         images = torch.cat([rounded(teacher.encode_images(pixels(Images(), row))) for row in rows])
@@ -152,10 +152,6 @@ def test_a_batch_carries_the_features_of_its_whole_captions(
             assert torch.allclose(batch.image_features["teacher.texts"][n], own.mean(0), atol=1e-7)
         dropped += len(undropped.texts.ids) - len(batch.texts.ids)
     assert dropped > 0
-
-
-def files_of(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import pickle
@@ -16,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from cases import mostly_slow
+from contents import files_of
 from kiloword.cli.main import main
 from kiloword.config.recipes import AugmentConfig, LoraConfig, Recipe, TextConfig
 from kiloword.data.images.augmentation import TrainTransform
@@ -35,15 +35,6 @@ from tiny_trunks import JITTER, KINDS, SCENES, SIZE, TinyTrunk, recipe, stored, 
 __all__ = ["tiny_trunks"]
 pytestmark = pytest.mark.usefixtures("tiny_trunks")
 QUIET = RunOptions(log_every=1, quiet=True, device="cpu")
-
-
-def digests(folder: Path) -> dict[str, str]:
-    """Every file of a store."""
-    return {
-        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(folder.rglob("*"))
-        if path.suffix in (".parquet", ".npy", ".json")
-    }
 
 
 def on_tokens(run: Recipe, folder: Path, **data: Any) -> Recipe:
@@ -137,7 +128,7 @@ def test_the_same_bytes_whatever_happens(tmp_path: Path, dtype: Any) -> None:
         with pytest.raises(ValueError, match="is not finished"):
             (ImageTokens if kind == "images" else TextTokens)(tmp_path / "b")
         embed_tokens(model, tokenizer, kind, source, tmp_path / "b", replace(other, batch=100))
-    assert digests(tmp_path / "a") == digests(tmp_path / "b")
+    assert files_of(tmp_path / "a") == files_of(tmp_path / "b")
     with pytest.raises(ValueError, match="seed 5 there, 6 here"):
         embed_tokens(model, None, "images", source, tmp_path / "a", replace(options, augmented=Augmented(2, JITTER, 6)))
 
