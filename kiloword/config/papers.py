@@ -171,7 +171,7 @@ def _inherited(table: Mapping[str, Any]) -> dict[str, RecipeValue]:
         raise ValueError(f"{' and '.join(lengths)} both say how long to train: expected one of them.")
     if "base" not in own:
         return own
-    base, none = own.pop("base").value, RecipeValue(())
+    base, none = str(own.pop("base").value), RecipeValue(())
     if base not in _tables():
         expected = f"expected one of {', '.join(names())}.{suggestion(base, names())}"
         raise ValueError(f"its base is {base!r}: {expected}")

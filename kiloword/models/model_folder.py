@@ -62,6 +62,8 @@ def open_model(
     Raises: ValueError when a file is missing or damaged, does not fit its config, or needs untrusted code (`Trust`).
     """
     device = choose(device, mps=True)
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype is {dtype!r}: expected one of {', '.join(DTYPES)}.")
     folder, file, weights = open_weights(folder, base)
     computing = encoder_precision(precision, file.model, device)
     method = method_of(file, folder, trust)

@@ -9,7 +9,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from statistics import harmonic_mean
 from types import SimpleNamespace
 from typing import Any, TextIO, TypeVar
@@ -43,7 +43,10 @@ class ProgressLine:
         if not self._live:
             say(line, to=self.out)
             return
-        columns = shutil.get_terminal_size().columns - 1
+        size = (80, 24)
+        with suppress(OSError, ValueError):  # where stdout is a pipe, the size is that of stderr
+            size = os.get_terminal_size(self.out.fileno())
+        columns = shutil.get_terminal_size(size).columns - 1
         text = shown(line, self.out.encoding)[:columns]
         room = columns - len(text) - len(" []")
         bar = f" [{'=' * min(room, room * done // of):{room}}]" if room >= LEAST_BAR else ""

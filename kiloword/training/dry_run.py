@@ -15,7 +15,7 @@ from PIL import Image
 from kiloword.config import papers
 from kiloword.config.options import RunOptions
 from kiloword.config.recipes import HeadConfig, ImageConfig, LoraConfig, OptimConfig, Recipe, TextConfig, TrunkConfig
-from kiloword.data.edits import every_row
+from kiloword.data.edits import parts_of
 from kiloword.data.images.contact import TILES, draw_tiles
 from kiloword.data.loader import Loader
 from kiloword.data.reading import BadRows
@@ -62,7 +62,7 @@ def rehearse(recipe: Recipe, source: Source, out: Path, options: RunOptions) -> 
         run = resolve(recipe, source, out, options, device, dry_run=True)
         if recipe.init is not None:
             make_learner(run.recipe, run.method, options.trust_code)
-        batch, bad = _first_batch(run.loader, len(every_row(source)))
+        batch, bad = _first_batch(run.loader, sum(map(len, parts_of(source))))
         messages = [run.frozen, *run.loader.notes] if run.frozen else run.loader.notes
         notes = [*_wrapped("device", run.chosen), *(f"note       {note}" for note in messages)]
         if collectives.rank() == 0:

@@ -9,7 +9,7 @@ import torch
 
 from kiloword.config.options import RunOptions
 from kiloword.config.recipes import Recipe
-from kiloword.data.edits import every_row
+from kiloword.data.edits import parts_of
 from kiloword.data.loader import Loader
 from kiloword.data.reading import BadRows
 from kiloword.data.text.tokenizer import Tokenizer
@@ -98,7 +98,7 @@ def prepare(recipe: Recipe, out: Path, source: Source, *, device: str, options: 
         average=Average(learner, recipe.optim.ema),
         tokenizer=resolved.tokenizer,
         loader=resolved.loader,
-        bad=BadRows(len(every_row(source)), recipe.data.bad_share),
+        bad=BadRows(sum(map(len, parts_of(source))), recipe.data.bad_share),
         log=Log(None, recipe.steps, quiet=options.quiet or not main),
         device=torch.device(device),
         val=resolved.val,

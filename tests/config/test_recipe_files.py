@@ -214,6 +214,7 @@ def test_bad_flags(words: str, capsys: pytest.CaptureFixture[str]) -> None:
 BAD_FILES = {
     "bacth = 3": "unknown setting 'bacth'",
     'base = "llip-b23"': "its base is 'llip-b23'",
+    "base = 3": "its base is '3'",
     'batch = "many"': "batch: input should be a valid integer",
     "batch = -3": "batch is -3: expected at least 1",
     "[settings]\nkk = 3": "unknown setting 'settings.kk'",

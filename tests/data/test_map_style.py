@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from kiloword.data.edits import mix
 from kiloword.data.map_style import MapStyleSource
 from kiloword.methods.defaults import default_recipe
 from kiloword.training.log import read_metrics
@@ -92,6 +93,9 @@ def test_rows_that_raise_are_bad_samples(tmp_path: Path) -> None:
     run = default_recipe("siglip", "debug", data=("own",))
     train(replace(run, steps=3, batch=8, data=replace(run.data, bad_share=0.2)), tmp_path, source=source)
     assert read_metrics(tmp_path / "metrics.jsonl")[-1]["skipped"] == 4
+    twice = replace(run, steps=6, batch=8, data=replace(run.data, bad_share=0.17))
+    train(twice, tmp_path / "twice", source=mix([source, source]))
+    assert read_metrics(tmp_path / "twice" / "metrics.jsonl")[-1]["skipped"] == 8
 
 
 @pytest.mark.parametrize(

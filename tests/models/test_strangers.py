@@ -78,6 +78,11 @@ def test_a_run_does_not_start_from_a_model_that_declares_too_much(folder: Path) 
         start.settle(start.defaults("clip", str(folder), "debug"), Tokenizer.load(folder))
 
 
+def test_an_unknown_dtype(folder: Path) -> None:
+    with pytest.raises(ValueError, match="dtype is 'fp16': expected one of fp32"):
+        load(folder, dtype="fp16")
+
+
 def rewrite(path: Path, change: Callable[[dict[str, Any]], object], more: int = 0) -> None:
     """Change the header of a file. Args: more: bytes of a hole behind its tensors."""
     raw = path.read_bytes()

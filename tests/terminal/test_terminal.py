@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 import sys
+import termios
 import unicodedata
 
 import pytest
@@ -14,6 +16,7 @@ from rich.text import Text
 
 from kiloword.report import page
 from kiloword.terminal import say, show_traceback, shown, warn_once
+from kiloword.terminal.progress import ProgressLine
 from kiloword.terminal.screen import Screen, plain_table
 from terminals import Terminal
 
@@ -115,6 +118,19 @@ def test_a_table_loses_no_letter(paths: int, file: type[io.StringIO], monkeypatc
     lines = io.StringIO()
     Screen(80, file=lines).print_table(table, [Text("in lines")])
     assert ("in lines" in lines.getvalue()) is (paths == 3)
+
+
+def test_progress_fits_its_own_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of stderr where stdout is a pipe."""
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.setattr(sys, "__stdout__", None)
+    ours, theirs = os.openpty()
+    termios.tcsetwinsize(theirs, (24, 40))
+    with open(theirs, "w", encoding="utf-8") as out:
+        ProgressLine(out, at_once=True).show("texts " * 20, 1, 2)
+        assert len(os.read(ours, 1000)) == 40
+    os.close(ours)
 
 
 def test_pages_are_not_turned_around() -> None:
