@@ -118,7 +118,6 @@ def test_examples_are_those_of_a_run(red_and_blue: str, tmp_path: Path, capsys: 
 
 
 def test_pairs_are_rewritten_from_end_to_end(red_and_blue: str, tmp_path: Path) -> None:
-    """Write the pairs that a run composes, rewrite their captions, and draw what it then composes."""
     recipe, table = tmp_path / "fixed.toml", tmp_path / "pairs.parquet"
     text = 'method = "clip-c"\nsize = "debug"\nseed = 5\nsettings.partner = "fixed"\nsettings.rho = 1.0\n'
     recipe.write_text(text)

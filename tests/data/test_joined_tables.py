@@ -127,12 +127,10 @@ LATIN = pa.Array.from_buffers(pa.string(), 1, pa.array([b"caf\xe9"]).buffers())
         ({"key": [1, 2], "caption": ["a", "b"]}, "int64"),
         ({"key": ["a"], "captions": [[1]]}, "int64"),
         ({"key": ["a"], "caption": [1.5]}, "double"),
-        ({"key": ["a"], "captions": [[]]}, "null"),
         ({"key": pa.array([], pa.string()), "caption": pa.array([], pa.string())}, "no rows"),
         ({"key": ["0", "1"], "caption": ["a", "b"]}, "none of the 6 images .* such as '0', .* as '0000'"),
         ({"key": ["0000"], "caption": LATIN}, "UTF"),
         (b"", "table"),
-        (b"key,caption\na,b\n", "table"),
         (None, "no such file"),
     ],
 )

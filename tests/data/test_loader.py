@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import chain, islice
 from typing import Any
 
@@ -22,40 +22,13 @@ from kiloword.data.sampler import Order
 from kiloword.data.stored import WithTokens
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.randomness import Draw
-from kiloword.types import BadSample, Batch, Example, Fetch, Record, Skipped
+from kiloword.types import Batch, Example, Fetch, Skipped
+from sources import Images
 
 SIZE, ROWS, BATCH = 8, 40, 8
 TEXT = TextConfig(context=24, vocab=400)
 AUGMENT = AugmentConfig(crop=0.5, flip=0.5, jitter=0.5)
 TOKENIZER = Tokenizer.train([f"image {i} caption {j}" for i in range(ROWS) for j in range(4)], 320)
-
-
-@dataclass
-class Images:
-    """Row i holds a noisy image and 1 + i % 4 captions that name it; chosen rows are bad in several ways."""
-
-    bad: dict[int, str] = field(default_factory=dict)
-    rows: int = ROWS
-    side: int = SIZE
-    name: str = "images"
-    fingerprint: str = "f"
-
-    def __len__(self) -> int:
-        return self.rows
-
-    def key(self, row: int) -> str:
-        return f"k{row:03}"
-
-    def record(self, row: int) -> Record:
-        how = self.bad.get(row)
-        if how == "sample":
-            raise BadSample("truncated image")
-        if how == "crash":
-            raise KeyError("column")
-        pixels = np.random.default_rng(row).integers(0, 256, (self.side, self.side, 3), dtype=np.uint8)
-        captions = [] if how == "silent" else [f"image {row} caption {j}" for j in range(1 + row % 4)]
-        image = b"no image" if how == "bytes" else pixels
-        return Record(self.key(row), image, captions, label=row % 3)
 
 
 def make(source: Images | None = None, augment: AugmentConfig = AUGMENT, **changes: object) -> Loader:

@@ -39,7 +39,6 @@ TEXTS: dict[bytes, list[str] | str] = {
 }
 METAS: dict[bytes, list[str] | str] = {
     NESTED: "the json cannot be parsed",
-    b'{"a":' * 100_000: "the json cannot be parsed",
     b'{"caption": "x", "a": NaN, "b": Infinity, "c": -1e999}': ["x"],
     b'{"caption": "x", "n": ' + b"9" * 5000 + b"}": "the json cannot be parsed",
     b'{"caption": "\\ud800"}': "caption is not UTF-8",

@@ -207,7 +207,6 @@ def data(tmp_path: Path) -> Path:
 
 
 def said(data: Path) -> Any:
-    """All that opening tells."""
     source: Any = open_source(str(data))
     return source.fingerprint, source.notes, outcomes(source)
 

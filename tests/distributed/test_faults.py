@@ -101,7 +101,6 @@ def test_two_runs_in_one_folder(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 @pytest.fixture
 def shards(tmp_path: Path) -> list[Path]:
-    """Twenty tars of ten images."""
     (tmp_path / "data").mkdir()
     return [write_tar(tmp_path / "data" / f"{n:04d}.tar", pairs(10, 10 * n)) for n in range(20)]
 

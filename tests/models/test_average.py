@@ -19,7 +19,6 @@ MODEL = ("config.json", "model.safetensors", "tokenizer.json")
 
 
 def other(folder: Path, seed: int) -> Path:
-    """The model in `folder`, with other weights."""
     generator = torch.Generator().manual_seed(seed)
     weights = load_file(folder / "model.safetensors")
     moved = {name: value + torch.randn(value.shape, generator=generator) for name, value in weights.items()}

@@ -24,7 +24,6 @@ def written(path: Path, value: Any) -> Path:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """The model of a run's folder."""
     written(tmp_path / "run" / "config.json", RUN)
     return model_folder(tmp_path / "run" / "model")
 

@@ -124,7 +124,6 @@ def test_damaged_tokenizers(folder: Path) -> None:
     for part, value in (
         ("post_processor__special_tokens__mask__ids", [2**31]),  # it decides how large a table of tokens is
         ("post_processor__special_tokens__mask__ids", ["x"]),
-        ("normalizer", {"type": "Precompiled", "precompiled_charsmap": "////"}),
         ("model", 3),
         ("model", {"type": "WordPiece", "vocab": {"a": 0}, "unk_token": "a"}),
         ("post_processor", None),
@@ -177,7 +176,6 @@ TEXT: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def with_trunks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with trunks below both towers."""
     folder = tmp_path_factory.mktemp("stranger")
     small = learner("siglip", trunks="frozen").float().model
     file = ModelFile(method="siglip", settings={}, model=config("frozen"), size="debug")

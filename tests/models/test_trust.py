@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import kiloword
-from folders import model_folder
+from folders import changed, model_folder
 from kiloword.api import load
 from kiloword.cli.main import main
 from kiloword.generation.captioners import open_captioner
@@ -60,9 +60,7 @@ def place(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def asks_for(method: str) -> None:
     """The folder `asks`, whose config names a method."""
-    shutil.copytree("plain", "asks", dirs_exist_ok=True)
-    config = json.loads(Path("plain/config.json").read_text()) | {"method": method}
-    Path("asks/config.json").write_text(json.dumps(config))
+    changed(Path(shutil.copytree("plain", "asks", dirs_exist_ok=True)), "config.json", method=method)
 
 
 def ran() -> bool:
@@ -124,9 +122,7 @@ def test_an_average_runs_no_code() -> None:
 
 def test_a_model_of_code_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     """Its scores need the head alone: with a built-in method, settings of the loss are left out, and named."""
-    config = json.loads(Path("plain/config.json").read_text())
-    config |= {"method": "gone:preset", "settings": {"gamma": 2.0, "bias": -10.0}}
-    Path("plain/config.json").write_text(json.dumps(config))
+    changed(Path("plain"), "config.json", method="gone:preset", settings={"gamma": 2.0, "bias": -10.0})
     message = refused(capsys, "score", "plain", *SCORE, "--method", "gone:preset")
     assert "No module named 'gone'" in message
     assert "--method" in message

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from io import StringIO
 from itertools import chain
 from pathlib import Path
@@ -30,7 +31,8 @@ from kiloword.randomness import key
 from kiloword.stores.embed import embed
 from kiloword.stores.features import FeatureStore
 from kiloword.training.loop import train
-from kiloword.types import BadSample, Record, Source
+from kiloword.types import Source
+from sources import Images
 
 SIZE, DIM, ROWS, PART = 16, 6, 40, 16
 WEIGHTS = torch.randn(3 * SIZE * SIZE, DIM, generator=torch.Generator().manual_seed(0))
@@ -56,26 +58,9 @@ class Fake:
         return F.normalize(torch.stack(rows), dim=-1) if rows else torch.empty(0, DIM)
 
 
-@dataclass
-class Images:
-    """Row i holds noise and 1 + i % 3 captions; row 5 is bad, rows 7 and 8 have odd keys, row 9 has no caption."""
-
-    rows: int = ROWS
-    name: str = "images"
-    fingerprint: str = "p"
-
-    def __len__(self) -> int:
-        return self.rows
-
-    def key(self, row: int) -> str:
-        return {7: "folder/ünï.cöde", 8: "no \udcff utf-8"}.get(row, f"k{row:03}")
-
-    def record(self, row: int) -> Record:
-        if row == 5:
-            raise BadSample("truncated image")
-        pixels = np.random.default_rng(row).integers(0, 256, (SIZE, SIZE, 3), dtype=np.uint8)
-        captions = [f"image {row} caption {n}" for n in range(1 + row % 3)]
-        return Record(self.key(row), pixels, [] if row == 9 else captions, label=0)
+# Row 5 is bad, rows 7 and 8 have odd keys, row 9 has no caption.
+ODD = {7: "folder/ünï.cöde", 8: "no \udcff utf-8"}
+images = partial(Images, bad={5: "sample", 9: "silent"}, side=SIZE, most=3, keys=ODD)
 
 
 def rounded(features: Tensor) -> Tensor:
@@ -89,11 +74,11 @@ def pixels(source: Source, row: int) -> Tensor:
 @pytest.fixture(scope="module")
 def table(tmp_path_factory: pytest.TempPathFactory) -> FeatureStore:
     """Three pieces: of 16, 16 and 8 rows."""
-    return embed(Fake(), Images(), tmp_path_factory.mktemp("features") / "t", batch=5, part=PART)
+    return embed(Fake(), images(), tmp_path_factory.mktemp("features") / "t", batch=5, part=PART)
 
 
 def test_round_trip(table: FeatureStore) -> None:
-    source, teacher = Images(), Fake()
+    source, teacher = images(), Fake()
     assert (table.name, table.dim) == ("teacher", DIM)
     good = [row for row in range(ROWS) if row != 5]
     assert table.keys == [source.key(row) for row in good]
@@ -120,7 +105,7 @@ def test_files_are_those_of_the_format(table: FeatureStore) -> None:
     assert [row["reason"] for row in rows if row["at"] in (4, 5)] == [None, "truncated image"]
     assert rows[2]["captions"] == [b"image 2 caption 0", b"image 2 caption 1", b"image 2 caption 2"]
     file = json.loads((table.path / "store.json").read_text())
-    assert file["sources"] == [{"name": "images", "fingerprint": "p", "rows": ROWS}]
+    assert file["sources"] == [{"name": "images", "fingerprint": "f", "rows": ROWS}]
 
 
 TOKENIZER = Tokenizer.train([f"image {i} caption {j}" for i in range(ROWS) for j in range(3)], 320)
@@ -128,7 +113,7 @@ TOKENIZER = Tokenizer.train([f"image {i} caption {j}" for i in range(ROWS) for j
 
 def loader(table: FeatureStore, captions: int | Literal["one", "all"]) -> Loader:
     data = DataConfig(captions=captions, augment=AugmentConfig(crop=0.5, flip=0.5, drop_words=0.3))
-    order, text, source = Order(ROWS, 8, seed=3), TextConfig(context=24, vocab=400), Images()
+    order, text, source = Order(ROWS, 8, seed=3), TextConfig(context=24, vocab=400), images()
     return Loader(source, order, data, text, SIZE, TOKENIZER, stores=[table.of(source)], seed=5)
 
 
@@ -145,8 +130,8 @@ def test_a_batch_carries_the_features_of_its_whole_captions(
         texts = decoded(TOKENIZER, undropped.texts)
         assert torch.equal(batch.text_features["teacher"], rounded(teacher.encode_texts(texts)))
         rows = [int(text.split()[1]) for text in texts]
-        images = torch.cat([rounded(teacher.encode_images(pixels(Images(), row))) for row in rows])
-        assert torch.equal(batch.image_features["teacher"][batch.image_of_text], images)
+        expected = torch.cat([rounded(teacher.encode_images(pixels(images(), row))) for row in rows])
+        assert torch.equal(batch.image_features["teacher"][batch.image_of_text], expected)
         for n in range(len(batch)):
             own = batch.text_features["teacher"][batch.image_of_text == n]
             assert torch.allclose(batch.image_features["teacher.texts"][n], own.mean(0), atol=1e-7)
@@ -157,19 +142,19 @@ def test_a_batch_carries_the_features_of_its_whole_captions(
 @pytest.mark.parametrize("workers", [0, 2])
 def test_goes_on_after_an_interruption(tmp_path: Path, workers: int) -> None:
     """Whole pieces are not made again, and the result is that of one run, byte for byte."""
-    whole = embed(Fake(), Images(), tmp_path / "whole", part=PART, batch=4).path
+    whole = embed(Fake(), images(), tmp_path / "whole", part=PART, batch=4).path
     with pytest.raises(KeyboardInterrupt):
-        embed(Fake(stop_after=1 + 23), Images(), tmp_path / "cut", part=PART, batch=4)  # within the second piece
+        embed(Fake(stop_after=1 + 23), images(), tmp_path / "cut", part=PART, batch=4)  # within the second piece
     with pytest.raises(ValueError, match="not finished"):
         FeatureStore(tmp_path / "cut")
     with (tmp_path / "cut" / "images.npy").open("ab") as file:
         file.write(b"of a piece that was not finished")
     teacher = Fake()
-    embed(teacher, Images(), tmp_path / "cut", part=PART, batch=4, workers=workers)
+    embed(teacher, images(), tmp_path / "cut", part=PART, batch=4, workers=workers)
     assert teacher.images == 1 + ROWS - PART  # and one to see how many numbers a feature has
     assert files_of(tmp_path / "cut") == files_of(whole)
     teacher, lines = Fake(), StringIO()
-    embed(teacher, Images(), tmp_path / "cut", lines, batch=3)
+    embed(teacher, images(), tmp_path / "cut", lines, batch=3)
     assert teacher.images == 1, "a finished store is left alone"
     assert "1 of 40 rows are bad" in lines.getvalue()
     assert "truncated image: k005\n" in lines.getvalue()
@@ -184,23 +169,19 @@ class Wrong(Fake):
         return found / 0 if self.fingerprint == "broken" else found[:, 1:]
 
 
-class Bad(Images):
-    def record(self, row: int) -> Record:
-        raise BadSample("truncated image")
-
-
 def test_what_makes_no_store(tmp_path: Path, table: FeatureStore) -> None:
     """Another teacher, other data or options than what is there; values that cannot be stored; other folders."""
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "a.jpg").touch()
-    given: dict[str, Any] = {"teacher": Fake(), "source": Images(), "out": table.path}
+    broken = images(bad=dict.fromkeys(range(ROWS), "sample"))
+    given: dict[str, Any] = {"teacher": Fake(), "source": images(), "out": table.path}
     for n, (change, word) in enumerate((
         ({"teacher": Fake("new")}, "weights fake there, new here"),
-        ({"source": Images(fingerprint="q")}, "fingerprint p there, q here"),
+        ({"source": images(fingerprint="q")}, "fingerprint f there, q here"),
         ({"name": "second"}, "name teacher there, second here"),
         ({"dtype": "fp32"}, "dtype fp16 there, fp32 here"),
         ({"out": tmp_path / "photos"}, "photos exists and holds no features"),
-        ({"source": Bad()}, "none of its 40 rows is a usable image: .*truncated im"),
+        ({"source": broken}, "none of its 40 rows is a usable image: .*truncated im"),
         ({"teacher": Wrong("broken")}, "texts are NaN or infinite, near row 0"),
         ({"teacher": Wrong()}, f"images {DIM} dimensions and texts {DIM - 1}"),
         ({"name": "a.b"}, r"'a\.b'"),

@@ -62,7 +62,6 @@ def test_files_of_users(tmp_path: Path) -> None:
     ("read", "named", "word"),
     [
         (read_templates, "a photo", "{c} or {}"),
-        (read_templates, "imagenet1", "imagenet1k?"),
         (read_templates, "plain.txt", "'a photo'"),
         (read_templates, "sets.json", "(pets, cars)"),
         (read_templates, "sets.json?set=pet", "Did you mean pets?"),
