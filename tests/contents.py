@@ -1,4 +1,4 @@
-"""All that is in a folder or a batch."""
+"""All that is in a folder, a batch or a data set."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from torch import Tensor
 
 from kiloword.data.text.tokenizer import Tokenizer
-from kiloword.types import Batch, Texts
+from kiloword.types import Batch, Record, Source, Texts
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
@@ -22,3 +22,7 @@ def tensors(of: Batch) -> list[Tensor]:
 
 def decoded(tokenizer: Tokenizer, texts: Texts) -> list[str]:
     return [tokenizer.decode(texts.cut(t, t + 1).ids.tolist()) for t in range(len(texts))]
+
+
+def records(source: Source) -> list[Record]:
+    return [source.record(row) for row in range(len(source))]

@@ -95,6 +95,7 @@ def test_a_file_named_scenes_goes_before_the_drawn_ones(tmp_path: Path, monkeypa
         (["9.tar"], "{9..11}.tar", r"2 of 3 tars are missing, the first is .*10\.tar"),
         (["0.tar.gz"], "", r"0\.tar\.gz is a compressed tar, .* Unpack it"),
         (["0.tar.gz"], "0.tar.gz", "is a compressed tar"),
+        (["0.tar"], "0.tar", "cannot be read as a plain tar"),
         (["train.csv"], "", r"is no data itself, but its tables train\.csv are: name one"),
         (["0/a/x.png", "0/b/x.png", "1/a/x.png", "1/b/x.png"], "", "its folders 0, 1 are: name one"),
         (["one/x.png"], "", "its folders one are: name one"),

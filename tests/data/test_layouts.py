@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from contents import records
 from kiloword.data.open import open_source
-from kiloword.types import BadSample, LabelSet, NoCaption, Record, Source
+from kiloword.types import BadSample, LabelSet, NoCaption, Record
 from tars import photo
 
 CAPTIONS = [["a dog", "a brown dog, running"], ["two\ncats"], ["a red bus", "a bus"]]
@@ -86,10 +87,6 @@ def vqa(folder: Path, answered: bool = True, subtype: str = "val2014") -> str:
         dump(folder / "v2_mscoco_val2014_annotations.json", {"annotations": rows})
     questions = {"questions": QUESTIONS, "data_subtype": subtype, "task_type": "Open-Ended"}
     return dump(folder / "v2_OpenEnded_mscoco_val2014_questions.json", questions)
-
-
-def records(source: Source) -> list[Record]:
-    return [source.record(row) for row in range(len(source))]
 
 
 def same(src: str, table: str, *ignored: str) -> Any:

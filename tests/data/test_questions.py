@@ -42,7 +42,6 @@ def where(thing: dict[str, str]) -> str:
 
 
 def fitting(words: str, things: Sequence[dict[str, str]], form: re.Pattern[str]) -> list[dict[str, str]]:
-    """The things that a phrase describes."""
     said = form.match(words)
     assert said, words
     facts = {k: v for k, v in said.groupdict().items() if v and v not in NOUNS.split("|")}

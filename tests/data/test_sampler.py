@@ -46,14 +46,6 @@ def test_a_step_does_not_depend_on_what_was_asked_before(order: Order, steps: li
     assert {step: again.batch_rows(step)[1].tolist() for step in reversed(steps)} == forward
 
 
-@given(st.integers(1, 6), st.integers(1, 6))
-def test_shares_partition_the_batch_in_order(ranks: int, size: int) -> None:
-    rows = np.arange(100, 100 + ranks * size)
-    parts = [share(rows, rank, ranks) for rank in range(ranks)]
-    assert {len(p) for p in parts} == {size}
-    np.testing.assert_array_equal(np.concatenate(parts), rows)
-
-
 def test_large_data_is_read_in_few_blocks_yet_well_mixed() -> None:
     order = Order(1_000_000, 4096, full=0)
     rows = order.batch_rows(7)[1]

@@ -50,8 +50,3 @@ def test_rows_arrive_in_rank_order_and_gradients_are_sums_over_ranks(counts: lis
         expected = torch.stack([weight(rank, whole) for rank in range(3)]).sum(0).split(counts)
         assert all(torch.equal(ranks[rank][1][name], expected[rank]) for rank in range(3)), name
     assert all(not gradients["log_var"].any() for _, gradients in ranks if "log_var" in gradients)
-
-
-def test_one_rank_gathers_nothing() -> None:
-    mine = features(0, 2)
-    assert gather_features(mine) is mine

@@ -126,7 +126,6 @@ def some_truth(captions: Any, images: Any) -> torch.Tensor:
 
 
 def same_found(alone: Any, found: Any) -> None:
-    """What a search found, every number and table of it."""
     for name, value in vars(alone).items():
         theirs = getattr(found, name)
         if name == "scores":

@@ -69,17 +69,6 @@ def test_the_mean(
     assert {path.name for path in (tmp_path / "m").iterdir()} == {"README.md", *MODEL}
 
 
-def test_the_mean_of_two_states_of_a_run(tmp_path: Path) -> None:
-    run = "train siglip --data scenes?n=32 --size debug --batch 8 --save-every 1 --keep-states 2 --quiet --steps 2"
-    main([*run.split(), "--out", str(tmp_path / "run")])
-    states = [tmp_path / "run" / "state" / f"step-{step:09d}" for step in (1, 2)]
-    average(*states, "--alpha", 0.25, "--out", tmp_path / "m")
-    a, b = (load_model(state)[0].state_dict() for state in states)
-    assert not torch.equal(a["head.log_scale"], b["head.log_scale"])
-    for name, value in load_file(tmp_path / "m" / "model.safetensors").items():
-        assert torch.equal(value, (0.75 * a[name].double() + 0.25 * b[name].double()).float()), name
-
-
 def test_an_average_says_of_what(models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In its card, in its config.json, and in the cards of what is made of it."""
     monkeypatch.chdir(tmp_path)

@@ -71,7 +71,6 @@ TEXT = {"context_length": 77, "vocab_size": 49408, "width": 32, "heads": 2, "lay
 
 @pytest.fixture(scope="module")
 def open_clip(open_clip: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
-    """open_clip with three small models of our own."""
     folder = tmp_path_factory.mktemp("configs")
     for name, vision in VISION.items():
         config = {"embed_dim": 16, "vision_cfg": vision, "text_cfg": TEXT}
@@ -127,7 +126,6 @@ def prefixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def stores(prefixed: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
-    """Feature stores of all 16 numbers and of 8."""
     found = {dim: tmp_path_factory.mktemp("stores") / str(dim) for dim in (16, 8)}
     for dim, out in found.items():
         run("embed", prefixed, "--data", SHORT, "--dtype", "fp32", "--out", out, "--dim", dim)

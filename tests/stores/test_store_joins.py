@@ -89,7 +89,6 @@ def right(store: FeatureStore, source: Source) -> bool:
 
 @pytest.fixture
 def data(tmp_path: Path) -> list[str]:
-    """Two tars with equal keys and other photos."""
     return [tar(tmp_path / f"{seed}.tar", range(12), seed) for seed in range(2)]
 
 
@@ -170,14 +169,12 @@ def test_other_pixels_behind_the_same_names_and_sizes_are_refused(tmp_path: Path
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> list[Source]:
-    """Two tars of 12 photos with captions."""
     folder = tmp_path_factory.mktemp("photos")
     return [open_source(str(write_tar(folder / f"{n}.tar", pairs(12, 12 * n)))) for n in range(2)]
 
 
 @pytest.fixture(scope="module")
 def store(sources: list[Source], tmp_path_factory: pytest.TempPathFactory) -> FeatureStore:
-    """The features of both tars, in parts."""
     return stored(tmp_path_factory.mktemp("features") / "t", sources)
 
 

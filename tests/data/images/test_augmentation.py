@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from kiloword.config.recipes import AugmentConfig
-from kiloword.data.images.augmentation import EvalTransform, TrainTransform, fit, random_box
-from kiloword.data.images.decode import MAX_PIXELS, Decoder
+from kiloword.data.images.augmentation import EvalTransform, TrainTransform, random_box
+from kiloword.data.images.decode import Decoder
 from kiloword.interop.open_clip_config import torchvision_ready
 from kiloword.randomness import Draw
 from tars import encode, far, noise
@@ -127,12 +127,3 @@ def test_training_without_a_random_crop_sees_the_same_part() -> None:
     assert [int(squashed[:, :, x].max()) for x in (0, 27, -1)] == [0, 255, 0], "the whole image"
     with pytest.raises(ValueError, match=r"resize 200 .* 224"):
         EvalTransform(224, resize=200)
-
-
-def test_an_extremely_narrow_image_is_cropped_in_its_middle() -> None:
-    line = Image.new("RGB", (2 * MAX_PIXELS // 64, 1), (7, 8, 9))
-    line.paste((9, 9, 9), (line.width // 2, 0, line.width, 1))
-    shown = fit(line, 64)
-    assert shown.shape == (3, 64, 64)
-    assert shown[:, 0, 0].tolist() == [7, 8, 9]
-    assert (shown[0, 0] + shown[0, 0].flip(0) == 16).all(), "its middle"
