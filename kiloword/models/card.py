@@ -187,15 +187,15 @@ def _evaluation(label: str, record: dict[str, Any]) -> list[Figure]:
     if record.keys() == {"data", "images", "step", "metrics"}:
         label = f"{label}: {record['data']}, {record['images']:,} images, at step {record['step']:,}"
         record = record["metrics"]
-    elif "skipped" not in record:
+    elif not isinstance(record.get("skipped"), float):
         return []
     return [(label, name, value) for name, value in record.items() if isinstance(value, int | float)]
 
 
 def _objects(path: Path) -> Iterator[dict[str, Any]]:
     """The objects in a JSON or JSON lines file; a killed run may have cut the last one."""
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     for part in [text] if path.suffix == ".json" else text.splitlines():
-        with suppress(ValueError):
+        with suppress(ValueError, RecursionError):
             if isinstance(value := json.loads(part), dict):
                 yield value

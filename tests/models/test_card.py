@@ -41,12 +41,15 @@ def test_files_beside_a_model_of_no_run_stay_out_of_its_card(tmp_path: Path) -> 
     [
         {"query": "a dog", "photos": 55, "results": [{"score": 0.5}]},  # search --json
         {"anna": 51000},
+        {"pages": 51000, "skipped": []},
         {"a": {"acc1": 0.5, "skipped": 0.0}},  # of several models
         {"data": "d", "images": 5, "step": 1, "metrics": {"a": 1.0}, "owner": 3},
     ],
 )
 def test_other_json_in_the_folder_of_a_run_stays_out_of_the_card(model: Path, value: Any) -> None:
     written(model.parent / "other.json", value)
+    (model.parent / "latin.json").write_bytes(b'{"skipped": "caf\xe9"}')
+    (model.parent / "folder.json").mkdir()
     assert NONE in model_card(model)
 
 
