@@ -283,14 +283,14 @@ def tokenizer_from(document: str) -> Tokenizer:
     if None not in names.values() and all(value < n + 16 for value in names.values()):  # at most 16 follow the words
         prefix = "start" not in stored or "SpecialToken" in (template["single"] or [""])[0]
         return Tokenizer(backend, Roles(**names, prefix=prefix, verbatim=_VERBATIM in stored))
-    if model["type"] == "Unigram":
+    if model.get("type") == "Unigram":
         return Tokenizer(backend, Roles(start=n + 3, end=1, pad=1, mask=n, cls=n + 1, unc=n + 2, prefix=False))
     if model.get("end_of_word_suffix") == "</w>":
         merges = [pair.split() if isinstance(pair, str) else pair for pair in model["merges"]]
         return clip_tokenizer_from([(first, second) for first, second in merges])
     raise ValueError(
-        f"this tokenizer.json holds a {model['type']} model of another kind: expected one of kiloword, whose special "
-        "ids follow its words, CLIP's or SigLIP's (a sentencepiece unigram model)."
+        f"this tokenizer.json holds a {model.get('type', 'nameless')} model of another kind: expected one of kiloword, "
+        "whose special ids follow its words, CLIP's or SigLIP's (a sentencepiece unigram model)."
     )
 
 

@@ -223,6 +223,7 @@ def test_clip_as_the_hub_has_it(clip: Tokenizer, tmp_path: Path) -> None:
     """The same ids from a tokenizer.json with another pattern and without kiloword's special ids."""
     document = json.loads(clip.to_bytes())
     document["post_processor"] = None
+    del document["model"]["type"]
     document["pre_tokenizer"]["pretokenizers"][0]["pattern"] = {"Regex": HUB}
     (tmp_path / "hub.json").write_text(json.dumps(document))
     assert ids(vocabulary(str(tmp_path / "hub.json"))) == ids(clip)
@@ -248,6 +249,7 @@ def test_siglip_by_file_and_among_downloads(tmp_path: Path, monkeypatch: pytest.
         ("merges.txt", b"\xff\xfe\xff", "cannot be read"),
         ("tokenizer.json", b"{}", "damaged tokenizer file"),
         ("word.json", WORD_LEVEL.to_str().encode(), "of another kind"),
+        ("untyped.json", b'{"version": "1.0", "model": {"vocab": {"a": 0}, "merges": []}}', "of another kind"),
     ],
 )
 def test_bad_files(name: str, content: bytes | None, message: str, tmp_path: Path) -> None:
