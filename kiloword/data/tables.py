@@ -162,13 +162,13 @@ def _table(
     """The rows of a file, and as metadata what is said of them all. Args: place: for images that it contains."""
     layout, left = read_layout(path, options, other) if columns is None else None, LeftOut("row")
     options = layout.options if layout else options
-    names = list(layout.cells) if layout else column_names(path)
+    names = list(layout.cells) if layout else columns.texts if columns else column_names(path)
     columns = columns or choose(path, names, options)
     inside, parts = not layout and _inside(path, columns.image), list[str]()
     wanted = [columns.image * (not inside), *columns.texts, columns.question, *columns.info, columns.label]
     wanted += [SPLIT * bool(options.split), STATUS * inside]
     with arrow_errors(path):
-        cells, malformed = layout[:2] if layout else read_table(path, [c for c in wanted if c in (*names, LINES)])
+        cells, malformed = layout[:2] if layout else read_table(path, [c for c in wanted if c in names])
         if columns.label and path.suffix.lower() == ".parquet":
             listed = class_label_names(path, columns.label) or listed
         labels, classnames = labels_of(name, cells[columns.label], listed) if columns.label else ([], None)

@@ -412,10 +412,10 @@ def test_tables_of_several_folders(tmp_path: Path) -> None:
 
 
 def test_texts_without_images(tmp_path: Path) -> None:
-    (tmp_path / "x.txt").write_bytes(b"one\n\n[two]\n\xff\n")
+    (tmp_path / "x.txt").write_bytes(b"\xff\none\n\n[two]\n")
     source: Any = open_texts(str(tmp_path / "x.txt"))
-    assert ([source.captions(row) for row in range(2)], source.key(1)) == ([["one"], ["[two]"]], "1")
+    assert ([source.captions(row) for row in (1, 2)], source.key(1)) == ([["one"], ["[two]"]], "1")
     with pytest.raises(BadSample, match="not UTF-8"):
-        source.captions(2)
+        source.captions(0)
     (tmp_path / "x.csv").write_text("image,caption\n")
     assert open_texts(str(tmp_path / "x.csv")) is open_texts(str(tmp_path)) is None
