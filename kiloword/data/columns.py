@@ -26,6 +26,7 @@ _CSV = (".csv", ".tsv", ".txt", ".token")
 LINES = "\n"  # in place of columns: the lines of a file
 _FIELDS = ("caption", "raw", "text", "answer")  # of an object that holds a text among others
 _LONGEST = 1 << 30  # characters of a cell
+_LONE = re.compile(r"[\ud800-\udfff]")  # surrogates, of bytes that are not UTF-8
 _WHOLE = re.compile(r"-?\d{1,17}(\.0*)?", re.ASCII)  # also as pandas writes numbers beside empty cells: 3.0
 
 Cells = dict[str, list[Any]]
@@ -235,7 +236,7 @@ def labels_of(
     """
     given = [_label_cell(value) for value in values]
     every = (one for value in given for one in (value if isinstance(value, list) else [value]))
-    named = sorted({one for one in every if isinstance(one, str)})
+    named = sorted({one for one in every if isinstance(one, str) and not _LONE.search(one)})
     listed = (spaced(named) if named else None) if classnames is None else list(classnames)
     places = range(len(named)) if classnames is None else places_among(named, classnames)
     known = {text: place for text, place in zip(named, places, strict=True) if place is not None}

@@ -356,6 +356,11 @@ def test_labels_beside_captions_and_in_csv(folder: Path) -> None:
     assert source.classnames == ["x"]
     assert labels(source) == [7, LabelSet((1, 2)), GONE, None]
     assert (source.record(0).info, source.labels.tolist()) == ({"region": "Asia"}, [7, -1, 0, -1])
+    (folder / "x.csv").write_bytes(b"image,label\np/0.png,caf\xe9\np/1.png,x\n")
+    source = open_source(str(folder / "x.csv"))
+    assert (source.classnames, source.record(1).label) == (["x"], 0)
+    with pytest.raises(BadSample, match="is no class name"):
+        source.record(0)
 
 
 def test_class_names_of_tables(tmp_path: Path) -> None:
