@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal
 from tyro.conf import arg
 
 from kiloword.config.options import Mixing, RecipeFlags
-from kiloword.config.recipes import NO_MICRO, ModelConfig, OptimConfig
+from kiloword.config.recipes import NO_MICRO, OWN_SPECIAL, ModelConfig, OptimConfig
 from kiloword.config.settings import ABOVE_0, BaseSettings, about, setting
 from kiloword.config.settings import check as check_settings
 
@@ -99,6 +99,8 @@ def check(plan: Plan) -> None:
     if not plan.samples:
         raise ValueError("plan needs the length of the run: give --samples, images seen in all, such as 1.28e9.")
     check_settings(plan)
+    if missing := OWN_SPECIAL.keys() - plan.model.text.special.keys():
+        raise ValueError(f"model.text.special has no {min(missing)!r}: expected an id for each special token.")
     if plan.batch % plan.gpus:
         raise ValueError(f"batch {plan.batch} does not divide over {plan.gpus} GPUs: choose a multiple of {plan.gpus}.")
     share = plan.batch // plan.gpus

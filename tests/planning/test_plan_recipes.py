@@ -34,6 +34,9 @@ def test_own_file_without_a_length_is_refused(tmp_path: Path, capsys: pytest.Cap
     assert "plan needs the length of the run" in capsys.readouterr().err
     path.write_text('method = "clip"\nsize = "debug"\nsteps = 3\nbatch = 64\n')
     assert planner_of(["--config", str(path)]).plan.samples == 192
+    path.write_text('method = "clip"\nsteps = 3\nmodel.text.special.end = 1\n')
+    with pytest.raises(ValueError, match="special has no 'cls'"):
+        planner_of(["--config", str(path)])
 
 
 @pytest.mark.parametrize("name", [name for name in papers.names() if papers.load(name).paper != "this project"])
