@@ -163,7 +163,7 @@ WHAT: dict[Kind, str] = {"features": "features", "images": "tokens of images", "
 
 
 def key_digest(raw: bytes) -> int:
-    """Unsigned 64-bit hash; two of a million keys collide with probability 3e-8, so callers compare the key itself."""
+    """Unsigned 64-bit hash; two of a million captions collide with probability 3e-8."""
     return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little")
 
 
