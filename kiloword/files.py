@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
-import secrets
 import shutil
 import socket
 from collections.abc import Iterator
@@ -27,16 +27,30 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     Raises: OSError, for callers with their own message; see `atomic`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{TEMPORARY}")
-    try:
-        with temporary.open("xb") as file:
+    temporary = path.with_name(f".{path.name}{TEMPORARY}")
+    with _alone(temporary) as file:
+        try:
+            file.truncate()  # what a killed process left
             yield file
             file.flush()
             os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+            temporary.replace(path)  # while it is locked
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
     sync(path.parent)
+
+
+def _alone(path: Path) -> BinaryIO:
+    """A file that is open and locked, and still at its path: another process may have moved it before it was locked."""
+    while True:
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(handle), path.stat()):
+                return os.fdopen(handle, "wb")
+        os.close(handle)
 
 
 @contextmanager
