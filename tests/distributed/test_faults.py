@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,8 @@ def test_sigusr1_saves_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_the_terminal_goes(tmp_path: Path) -> None:
     """SIGHUP, and nobody reads what the run says any more: the state is saved."""
     words = [sys.executable, "-m", "kiloword", *train(tmp_path, steps=100_000)]
-    with subprocess.Popen(words, stderr=subprocess.PIPE) as process:
+    heard = partial(signal.signal, signal.SIGHUP, signal.SIG_DFL)  # nohup, under which the tests may run, ignores it
+    with subprocess.Popen(words, stderr=subprocess.PIPE, preexec_fn=heard) as process:
         while not (rows := read_metrics(tmp_path / "metrics.jsonl")) or rows[-1]["step"] < 3:
             assert process.poll() is None
             time.sleep(0.05)
