@@ -101,7 +101,7 @@ class CaptionTable(Keyed):
 
 @dataclass(frozen=True)
 class _Extra:
-    """Adds captions of tables that are not among those of the image."""
+    """Adds to the captions of an image those of tables that it lacks."""
 
     tables: Joined[CaptionTable]
     raw: bool
@@ -216,7 +216,7 @@ def omitted(source: Source) -> str:
 
 
 def spread(rows: int, most: int) -> range:
-    """At most so many of some rows, spread over them."""
+    """At most `most` of the rows of a data set, evenly spread."""
     return range(0, rows, max(1, -(-rows // most)))
 
 
@@ -317,7 +317,7 @@ def check_keys(source: Source, what: str, among: pa.Array | None = None) -> None
 
 
 def _is_of(images: Mapping[str, str], source: Source, keys: pa.Array) -> bool | None:
-    """Whether most images are those of a source; None where it has none of their keys."""
+    """Whether a source has most of `images` under their keys; None where it has none of the keys."""
     rows = places_of(pa.array(map(key_bytes, images), pa.large_binary()), keys)
     same = [images[key] == image for key, image in image_digests(source, rows[rows >= 0].tolist()).values()]
     return 2 * sum(same) > len(same) if same else None

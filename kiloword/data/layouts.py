@@ -170,7 +170,7 @@ def _tokens(path: Path, options: TableOptions, split: Path | None) -> Layout:
 
 
 def images_folder(path: Path, option: str, names: pa.ChunkedArray, subset: str) -> Path:
-    """The folder of the images of a file: the named one, else that of the file, a folder in it, or the same one higher.
+    """The folder of a file's images: of `option`; else the file's own, a folder in that, its parent, a folder in that.
 
     Args: names: of the images, [N] binary; subset: the folder that is taken where several hold some.
     Errors: ValueError when not one image is there, or several folders hold some.

@@ -39,8 +39,10 @@ from kiloword.data.columns import (
     several,
     texts,
 )
+from kiloword.data.edits import digest
 from kiloword.data.layouts import beside, images_folder, read_layout
 from kiloword.data.query import FORM, TableOptions, parse_query, split_query
+from kiloword.data.reading import digest_of
 from kiloword.data.rows import Rows, keeping, key_bytes, made_once, touched
 from kiloword.data.sample import ANSWERS, QUESTION, clean, parse_answers
 from kiloword.errors import LeftOut
@@ -68,10 +70,6 @@ def fingerprint(path: Path) -> str:
     """A digest of a file's bytes, 32 hexadecimal digits. Errors: OSError when it cannot be read."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
-
-
-def _digest(*lines: str) -> str:
-    return hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
 
 
 class NoRows(ValueError):
@@ -129,10 +127,10 @@ def open_table(
         raise NoRows(f"{path} is empty.")
     contents, other, (classnames, templates) = fingerprint(path), beside(path, options), class_data(path.parent)
     chosen = replace(options, images="", annotations="")
-    digest = _digest(contents, fingerprint(other) if other else "", repr(chosen), prefix, repr(columns))
-    place = cache_folder() / "rows" / f"{_digest(contents, options.image)}.images"
+    of_rows = digest(contents, fingerprint(other) if other else "", repr(chosen), prefix, repr(columns))
+    place = cache_folder() / "rows" / f"{digest(contents, options.image)}.images"
     table, file = made_once(
-        f"table 3 {digest} {path.name} {classnames} {cache_folder()}",
+        f"table 3 {of_rows} {path.name} {classnames} {cache_folder()}",
         lambda: _table(name, path, options, other, place, classnames, prefix, columns),
     )
     told, folder = json.loads(table.schema.metadata[b"kiloword"]), path.parent
@@ -144,7 +142,7 @@ def open_table(
         files = table.column("file")[: 0 if told["inside"] else None]
         folder = images_folder(path, options.images, files, told["subset"])
     return Rows(
-        name, table, folder, digest, classnames=told["classnames"], templates=templates if told["labels"] else None,
+        name, table, folder, of_rows, classnames=told["classnames"], templates=templates if told["labels"] else None,
         notes=[f"{name}: {line}" for line in told["notes"]], path=file,
     )  # fmt: skip
 
@@ -285,10 +283,10 @@ def _copied(path: Path, column: str, place: Path) -> Cells:
                     rows.append((os.fsencode(name), None, None, os.fsencode(name)))
                     continue
                 image = image or b""
-                digest = hashlib.blake2b(image, digest_size=16).digest()
-                if digest not in known:
-                    known[digest], end = end, end + file.write(image)
-                rows.append((os.fsencode(place), known[digest], len(image), digest if image else None))
+                same = digest_of(image)
+                if same not in known:
+                    known[same], end = end, end + file.write(image)
+                rows.append((os.fsencode(place), known[same], len(image), same if image else None))
     return {name: [row[n] for row in rows] for n, name in enumerate(("file", "offset", "size", "group"))}
 
 
@@ -313,14 +311,14 @@ def open_tables(name: str, paths: Sequence[Path], options: TableOptions = DEFAUL
         below = os.path.abspath(part.folder).replace("\\", r"\\")
         files = pc.replace_substring_regex(part.table.column("file"), "^([^/])", rf"{below}/\1")
         tables.append(part.table.set_column(part.table.column_names.index("file"), "file", files))
-    digest = _digest(*(part.fingerprint for part in parts))
+    of_rows = digest(*(part.fingerprint for part in parts))
     identity = (
-        f"tables 3 {digest} {[os.path.abspath(part.folder) for part in parts]} {first.classnames} {cache_folder()}"
+        f"tables 3 {of_rows} {[os.path.abspath(part.folder) for part in parts]} {first.classnames} {cache_folder()}"
     )
     table, file = made_once(identity, lambda: pa.concat_tables(tables, promote_options="default"))
     notes = [*(note for part in parts for note in part.notes), *(f"{name}: {line}" for line in left.lines())]
     return Rows(
-        name, table, folder, digest, classnames=first.classnames, templates=first.templates, notes=notes, path=file
+        name, table, folder, of_rows, classnames=first.classnames, templates=first.templates, notes=notes, path=file
     )
 
 

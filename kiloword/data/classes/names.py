@@ -235,8 +235,9 @@ def _list(kind: str, name: str) -> list[str]:
 
 
 def _read(named: str, of_sets: Callable[[dict[str, Any]], bool]) -> Any:
-    """The lines of a file, or its JSON; None if there is none. Of an object with an entry per data set that of
-    `FILE?set=NAME`, or the only one.
+    """The lines of a text file, or the value of a JSON file; None where `named` is no file.
+
+    Where the value has an entry for each data set, the entry that `FILE?set=NAME` chooses, or the only entry.
     """
     name, query = split_query(named)
     file = os.path.expanduser(name)
