@@ -99,7 +99,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--steps", type=int, default=5, help="steps of each, after the warm-up")
     args = parser.parse_args()
-    args.compile = args.cudagraphs = False
+    args.compile = False
     torch.set_num_threads(1)
     by_context = models(args)
     sides = {context: our_side(model, args) for context, model in by_context.items()}

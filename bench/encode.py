@@ -31,7 +31,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=32, help="images, and captions")
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--turns", type=int, default=7, help="calls of each, after one that is not counted")
-    parser.set_defaults(compile=False, cudagraphs=False)
+    parser.set_defaults(compile=False)
     args = parser.parse_args()
     encoders = pairs(args)
     with torch.no_grad():

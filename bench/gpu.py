@@ -77,7 +77,6 @@ steps
 150 step --size b32 --batch 256 {timed} --captions 6
 200 kiloword train siglip --size s16 --data {train} --val {dev} --epochs 30 --out {trained}
 60  kiloword eval retrieval {s16} --data {dev} --json {out}/s16-retrieval.json
-150 step --size b32 --batch 1024 {timed} --cudagraphs
 150 step --size b16 --batch 512 {timed} --compile
 150 step --size l14 --batch 256 {timed} --compile
 150 step --size b32 --batch 256 {timed} --captions 6 --compile

@@ -90,7 +90,7 @@ def pair_loss(name: str, square: bool = False) -> Ready:
 
 def captions(n: int, folder: Path) -> Call:
     """A step of clip, `tiny`, 16 images with n captions each."""
-    args = argparse.Namespace(size="tiny", device="cpu", dtype="fp32", compile=False, cudagraphs=False)
+    args = argparse.Namespace(size="tiny", device="cpu", dtype="fp32", compile=False)
     model, side = alone(args)
     batch = given(model, 16, n, 0, "cpu")
     return quiet(lambda: step(side, batch, args))
@@ -112,7 +112,7 @@ def llip_step(n: int, folder: Path) -> Call:
 def long_captions(n: int, folder: Path) -> Call:
     """A step of clip, `tiny`, 16 images, captions of n tokens each, at context 512."""
     args = argparse.Namespace(size="tiny", batch=16, context=512, device="cpu", dtype="fp32")
-    args.compile = args.cudagraphs = False
+    args.compile = False
     side, batch = our_side(context.models(args)[512], args), context.captions(args, [n] * 16)
     return quiet(lambda: step(side, batch, args))
 

@@ -1,9 +1,9 @@
 """One training step (forward, backward, AdamW) of ours and of open_clip's: same weights, images and captions.
 
 First asserts, in single precision, that loss and gradients agree; then takes turns and prints the ratios as JSON. Both
-sides get the same bytes of images on the device, and normalise them in the step. With --compile or --cudagraphs (both
-sides compiled, with CUDA graphs) nothing is asserted (each check would compile anew), and all batches have as many
-tokens, so that shapes are static. --alone times ours, where open_clip is not installed.
+sides get the same bytes of images on the device, and normalise them in the step. With --compile (both
+sides) nothing is asserted (each check would compile anew), and all batches have as many tokens, so that shapes are
+static. --alone times ours, where open_clip is not installed.
 
     python bench/step.py --size b32 --device cpu
     python bench/step.py --size debug --alone
@@ -101,10 +101,7 @@ def alone(args: argparse.Namespace) -> tuple[Model, Side]:
 
 def our_side(model: Model, args: argparse.Namespace) -> Side:
     learner = Learner(model, preset("clip"))
-    if args.cudagraphs:
-        compilation.compile_with_graph(learner, args.batch)
-    else:
-        compilation.compile_model(model, "towers" if args.compile else "none")
+    compilation.compile_model(model, "towers" if args.compile else "none")
 
     def our_loss(batch: Given) -> Tensor:
         loss: Tensor = learner(batch.ours, {})["loss"]
@@ -124,12 +121,9 @@ def contestants(args: argparse.Namespace) -> tuple[Model, Side, Side, Any]:
     ours = Model(imported.config, preset("clip").head(imported.config))
     ours.load_state_dict(imported.state)
     theirs, ours = theirs.to(args.device).train(), ours.to(args.device).train()
-    mode = "reduce-overhead" if args.cudagraphs else None
-    run = torch.compile(theirs, mode=mode) if args.compile or args.cudagraphs else theirs
+    run = torch.compile(theirs) if args.compile else theirs
 
     def their_loss(batch: Given) -> Tensor:
-        if args.cudagraphs:
-            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
         normalised = ours.normalise(batch.ours.images)
         if len(batch.padded) == len(normalised):
             images, texts, scale = run(normalised, batch.padded)[:3]
@@ -253,7 +247,6 @@ def main() -> None:
     parser.add_argument("--captions", type=int, default=1, help="captions an image")
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--cudagraphs", action="store_true", help="compile with CUDA graphs; needs cuda")
     parser.add_argument("--alone", action="store_true", help="without open_clip; any size")
     parser.add_argument("--steps", type=int, default=5, help="steps of each, after the warm-up")
     parser.add_argument("--warmup", type=int, default=2)
@@ -267,7 +260,7 @@ def main() -> None:
     else:
         ours, our, their, theirs = contestants(args)
         sides = {"ours": our, "open_clip": their}
-        agreement = {} if args.compile or args.cudagraphs else agreements(ours, our, their, theirs, args)
+        agreement = {} if args.compile else agreements(ours, our, their, theirs, args)
     print(json.dumps(measured(ours, sides, args) | {"agreement": agreement}))
 
 
@@ -283,7 +276,7 @@ def agreements(
 def measured(ours: Model, sides: dict[str, Side], args: argparse.Namespace) -> dict[str, Any]:
     """Times and memory of all sides, which take turns; ratios above 1 where ours is the better."""
     # several batches, so that caption lengths change from step to step as they do in training
-    lengths_of, numbers = 0 if args.compile or args.cudagraphs else None, range(min(args.steps, 4))
+    lengths_of, numbers = 0 if args.compile else None, range(min(args.steps, 4))
     batches = [given(ours, args.batch, args.captions, seed, args.device, lengths_of) for seed in numbers]
     for n in range(args.warmup):
         for contestant in sides.values():

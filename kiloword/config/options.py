@@ -12,7 +12,7 @@ from kiloword.config.settings import BaseSettings, check, leaves, setting
 Parallel = Literal["ddp", "fsdp"]
 Checkpointing = Literal["none", "whole", "selective"]
 Trackers = Literal["wandb", "mlflow"]
-Compile = Literal["none", "blocks", "towers", "cudagraphs"]
+Compile = Literal["none", "blocks", "towers"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ class RunOptions:
     checkpointing: Checkpointing = setting(
         "none", "activation checkpointing: whole blocks, or all except matrix products"
     )
-    compile: Compile = setting("none", "torch.compile blocks or towers; cudagraphs: towers, images by a CUDA graph")
+    compile: Compile = setting("none", "torch.compile blocks or towers")
     extend: bool = setting(False, "continue the run in --out to another length")
     trust_code: bool = setting(False, "import the module that config.json of --init names, if METHOD does not name it")
     quiet: bool = setting(False, "print only warnings and errors")

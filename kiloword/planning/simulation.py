@@ -32,7 +32,7 @@ from kiloword.model.heads import Head
 from kiloword.model.resnet import batch_statistics
 from kiloword.model.trunks.trunk import trunks
 from kiloword.planning.tracer import HEAD, Tracer, storage_of
-from kiloword.training.compilation import recomputed_blocks, replace_forward
+from kiloword.training.compilation import recomputed_blocks
 from kiloword.training.learner import learner_of
 from kiloword.types import Batch, Encoded, Features
 
@@ -150,7 +150,7 @@ class Simulation:
         for name, part in (*model.more.items(), *self.learner.terms.items(), *self.learner.contrasts.items()):
             self._name(part, lambda _, name=name: name.replace("_", " "))
         for block in recomputed_blocks(model):
-            replace_forward(block, partial(self._run_block, block, block.forward))
+            block.forward = partial(self._run_block, block, block.forward)
 
     def _name(self, module: nn.Module, name: Any) -> None:
         """Attribute what a module runs to a part. Args: name: makes the part's name from that around it."""

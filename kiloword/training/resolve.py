@@ -27,7 +27,6 @@ from kiloword.methods.registry import preset
 from kiloword.stores.features import FeatureStore
 from kiloword.stores.runs import stored
 from kiloword.training import start, tuning
-from kiloword.training.compilation import check_graphs
 from kiloword.training.run_folder import (
     RunFile,
     check_same_run,
@@ -72,9 +71,8 @@ def resolve(
             f"--batch 1: {recipe.method} compares an image with the texts of other images in its batch, and has none. "
             "Use a larger batch; --micro 1 needs as little memory."
         )
-    check_graphs(options, micro_batches(recipe), device)
     check_best(options, recipe)
-    tuning.check(recipe, options)
+    tuning.check(recipe)
     trains_norms = recipe.model.image.tower != "vit" and ("image" not in recipe.freeze or bool(recipe.unfreeze))
     if micro_batches(recipe) > 1 and trains_norms:
         raise ValueError(f"micro {recipe.micro} splits a batch of {recipe.batch} images, but {NO_MICRO}")

@@ -180,10 +180,7 @@ def spread(learner: Learner, recipe: Recipe, options: RunOptions) -> None:
     if options.parallel == "fsdp" and options.compile == "towers":
         raise ValueError("--compile towers and --parallel fsdp exclude each other: with fsdp, compile blocks.")
     compilation.recompute(learner.model, options.checkpointing)
-    if options.compile == "cudagraphs":
-        compilation.compile_with_graph(learner, recipe.batch // collectives.ranks())
-    else:
-        compilation.compile_model(learner.model, options.compile)
+    compilation.compile_model(learner.model, options.compile)
     if options.parallel == "fsdp":
         engine.check_same(learner)  # while every rank holds whole matrices
         engine.shard(learner, half=recipe.precision == "bf16")

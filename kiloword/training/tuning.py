@@ -8,7 +8,6 @@ from pathlib import Path
 
 from torch.distributed.tensor import DTensor
 
-from kiloword.config.options import RunOptions
 from kiloword.config.recipes import Recipe
 from kiloword.errors import suggestion
 from kiloword.model import adapters
@@ -38,7 +37,7 @@ def _trunks(recipe: Recipe) -> list[str]:
     return [tower for tower in TOWERS if getattr(recipe.model, tower).trunk.name]
 
 
-def check(recipe: Recipe, options: RunOptions) -> None:
+def check(recipe: Recipe) -> None:
     """Raises: ValueError for settings of freezing and of LoRA that contradict each other."""
     if recipe.lora.rank:
         _check_adapters(recipe)
@@ -52,8 +51,6 @@ def check(recipe: Recipe, options: RunOptions) -> None:
         raise ValueError(f"{flag} without frozen blocks: name them by --freeze, or omit it.")
     if len(shares) > 2 or list(shares) != sorted(shares):
         raise ValueError(f"{flag}: expected one share of the steps, or two, the first not above the second.")
-    if options.compile == "cudagraphs":
-        raise ValueError(f"{flag} and --compile cudagraphs exclude each other: use --compile blocks.")
 
 
 def _check_adapters(recipe: Recipe) -> None:

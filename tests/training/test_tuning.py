@@ -137,11 +137,6 @@ def test_a_run_without_anything_to_train_is_refused() -> None:
         tuning.freeze(made, recipe("image", "text"))
 
 
-def test_unfreezing_needs_no_cuda_graph() -> None:
-    with pytest.raises(ValueError, match="--compile cudagraphs exclude each other"):
-        tuning.check(recipe("image", unfreeze=(0.5,)), RunOptions(compile="cudagraphs"))
-
-
 def test_dry_run_says_what_is_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--freeze", "image", "text:0", "--unfreeze", "0.2", "0.8", "--dry-run", "--out", str(tmp_path / "run")]
     main(["train", "siglip", "--data", *SCENES, "--size", "debug", "--batch", "8", "--steps", "10", *words])
