@@ -94,4 +94,4 @@ def _resized(model: Model, size: int | None, context: int | None) -> Model:
     resized.load_state_dict(state)
     resized.precision = model.precision
     parameter = next(model.parameters())
-    return resized.to(parameter.device, parameter.dtype)
+    return resized.to(parameter.device, parameter.dtype).eval()

@@ -113,7 +113,7 @@ def image_flops(config: ModelConfig) -> int:
 def _counted_flops(config: ModelConfig) -> int:
     """FLOPs of the forward pass of one image, counted on the meta device."""
     with torch.device("meta"), FlopCounterMode(display=False) as counter:
-        model = Model(config, _head(preset("clip"), config))
+        model = Model(config, _head(preset("clip"), config)).to("meta")
         model.encode_image(torch.empty(1, 3, config.image.size, config.image.size, dtype=torch.uint8))
     return int(counter.get_total_flops())
 

@@ -72,7 +72,11 @@ class SelfAttention(nn.Module):
         return out
 
 
-class Block(nn.Module):
+class Unit(nn.Module):
+    """A part of a tower that is recomputed, compiled and sharded by itself."""
+
+
+class Block(Unit):
     """Pre-norm transformer block; x is dense [N, L, W] or, with a packing, [S, W]."""
 
     def __init__(self, width: int, heads: int, mlp: int, activation: Activation, eps: float, depth: int) -> None:
@@ -129,7 +133,7 @@ class CrossAttention(nn.Module):
         return out
 
 
-class CrossBlock(nn.Module):
+class CrossBlock(Unit):
     """Pre-norm block of cross-attention and MLP; x is dense [N, L, W] or, with a packing, [S, W]."""
 
     def __init__(

@@ -130,7 +130,7 @@ class ImageTower(nn.Module):
         assert self.trunk is not None
         trunk, places = self.config.trunk, grid(self.config) ** 2
         if images.dim() == 4:
-            self._check_pixels(images)
+            check_pixels(images, self.config.size)
         tokens = self.trunk(images) if images.dim() == 4 else images
         if tokens.shape[1:] != (trunk.prefix + places, trunk.width):
             raise ValueError(
@@ -142,21 +142,9 @@ class ImageTower(nn.Module):
         joins = trunk.prefix > 0 and self.class_token is not None
         return x, self.patches(tokens[:, :1].to(dtype)) if joins else None
 
-    def _check_pixels(self, images: Tensor) -> None:
-        if not images.is_floating_point():
-            raise ValueError(
-                f"the image tower takes normalised images, not {images.dtype}: give it model.normalise(images), or "
-                "call model.image_tokens(images)."
-            )
-        if images.shape[1:] != (3, self.config.size, self.config.size):
-            raise ValueError(
-                f"images have shape {tuple(images.shape[1:])}, but the tower expects (3, {self.config.size}, "
-                f"{self.config.size}): resize the images, or the tower by kiloword.model.model.resize"
-            )
-
     def _patches(self, images: Tensor, keep: Tensor | None, masked: Tensor | None) -> Tensor:
         """[I, P or k, W], without positions."""
-        self._check_pixels(images)
+        check_pixels(images, self.config.size)
         pixels = unfold(images, self.config.patch)
         unseen, used = _unseen(pixels, keep, masked), grid(self.config) * self.config.patch
         images = images[..., :used, :used]
@@ -208,6 +196,20 @@ def _check(config: ImageConfig) -> None:
         raise ValueError(
             f"without a block nothing fills the {' and the '.join(needed)} of the image tower: choose "
             f"--model.image.depth 1 or more{without}."
+        )
+
+
+def check_pixels(images: Tensor, size: int) -> None:
+    """Raises: ValueError for other than normalised images of this size in pixels."""
+    if not images.is_floating_point():
+        raise ValueError(
+            f"the image tower takes normalised images, not {images.dtype}: give it model.normalise(images), or call "
+            "model.image_tokens(images)."
+        )
+    if images.shape[1:] != (3, size, size):
+        raise ValueError(
+            f"images have shape {tuple(images.shape[1:])}, but the tower expects (3, {size}, {size}): resize the "
+            "images, or the tower by kiloword.model.model.resize"
         )
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -12,7 +9,8 @@ from torch import Tensor, nn
 from kiloword.config.recipes import ImageConfig
 from kiloword.distributed.collectives import ranks
 from kiloword.distributed.gather import gather_one_row
-from kiloword.model.blocks import Init
+from kiloword.model.blocks import Init, Unit
+from kiloword.model.image import check_pixels
 
 STRIDE = 32  # pixels of an output position, which is a patch to all other code
 STAGES = {  # depth -> blocks of the four stages
@@ -30,8 +28,8 @@ MOMENTUM, EPS = 0.1, 1e-5  # as torch's batch norm
 class BatchNorm(nn.Module):
     """Batch norm over the images of all ranks: a result does not depend on how a batch is dealt to them.
 
-    Statistics of the batch are used inside `batch_statistics`, where the weight is trained, and the running ones
-    elsewhere. `commit` adds the statistics of the last pass to the running ones, so that a skipped step leaves them.
+    In training mode it uses the statistics of the batch, where the weight is trained, and elsewhere the running ones.
+    `commit` adds those of the last pass to the running ones, so that a skipped step leaves them.
     """
 
     running_mean: Tensor
@@ -39,17 +37,18 @@ class BatchNorm(nn.Module):
 
     def __init__(self, channels: int, zero: bool = False) -> None:
         super().__init__()
-        self.zero, self.from_batch = zero, False
+        self.zero = zero
         self.weight = nn.Parameter(torch.empty(channels))
         self.bias = nn.Parameter(torch.empty(channels))
-        self.register_buffer("running_mean", torch.zeros(channels))
-        self.register_buffer("running_var", torch.ones(channels))
+        # with storage where parameters get none, as no rule fills it later
+        self.register_buffer("running_mean", torch.zeros(channels, device="cpu"))
+        self.register_buffer("running_var", torch.ones(channels, device="cpu"))
         self.last: Tensor | None = None  # mean and unbiased variance [2, C] of the last pass with statistics of a batch
 
     def forward(self, x: Tensor) -> Tensor:
         """[I, C, H, W] -> the same."""
         mean, var = self.running_mean, self.running_var
-        if not (self.from_batch and self.weight.requires_grad):
+        if not (self.training and self.weight.requires_grad):
             return F.batch_norm(x, mean, var, self.weight, self.bias, False, 0.0, EPS)
         if ranks() > 1:
             return self._over_ranks(x)
@@ -67,55 +66,27 @@ class BatchNorm(nn.Module):
         out = values * scale[:, None, None] + (self.bias - mean * scale)[:, None, None]
         return out.to(x.dtype)
 
-    @torch.no_grad()
-    def commit(self, skipped: Tensor | None) -> None:
-        """Move the running statistics toward the last pass. Args: skipped: scalar, 1: leave them."""
-        if self.last is None:
-            return
-        for running, last in zip((self.running_mean, self.running_var), self.last, strict=True):
-            moved = running.lerp(last, MOMENTUM)
-            running.copy_(moved if skipped is None else torch.where(skipped > 0, running, moved))
-        self.last = None
-
-    def reset(self) -> None:
-        """Fill the running statistics with their initial values."""
-        self.running_mean.zero_()
-        self.running_var.fill_(1.0)
-
     def initial(self) -> dict[str, Init]:
         return {"weight": Init(0.0 if self.zero else 1.0), "bias": Init()}
 
 
-def batch_norms(module: nn.Module) -> dict[str, BatchNorm]:
-    """The batch norms of a module, by name."""
-    return {name: part for name, part in module.named_modules() if isinstance(part, BatchNorm)}
-
-
-def running(module: nn.Module) -> dict[str, Tensor]:
+def statistics(module: nn.Module) -> dict[str, Tensor]:
     """Running statistics of all batch norms, by name of the buffer."""
-    return {f"{name}.{x}": getattr(norm, x) for name, norm in batch_norms(module).items() for x in norm._buffers}
+    norms = {name: part for name, part in module.named_modules() if isinstance(part, BatchNorm)}
+    return {f"{name}.{x}": value for name, norm in norms.items() for x, value in norm.named_buffers()}
 
 
-@contextmanager
-def batch_statistics(module: nn.Module) -> Iterator[None]:
-    """Inside, batch norms use the statistics of the batch: a training step."""
-    norms = batch_norms(module).values()
-    for norm in norms:
-        norm.from_batch = True
-    try:
-        yield
-    finally:
-        for norm in norms:
-            norm.from_batch = False
+@torch.no_grad()
+def commit(module: nn.Module, skipped: Tensor) -> None:
+    """After a training step: move running statistics toward the last pass. Args: skipped: scalar, 1: leave them."""
+    for norm in module.modules():
+        if isinstance(norm, BatchNorm) and norm.last is not None:
+            for running, last in zip((norm.running_mean, norm.running_var), norm.last, strict=True):
+                running.copy_(torch.where(skipped > 0, running, running.lerp(last, MOMENTUM)))
+            norm.last = None
 
 
-def commit(module: nn.Module, skipped: Tensor | None = None) -> None:
-    """After a training step: update the running statistics of all batch norms, see `BatchNorm.commit`."""
-    for norm in batch_norms(module).values():
-        norm.commit(skipped)
-
-
-class Bottleneck(nn.Module):
+class Bottleneck(Unit):
     """1x1, 3x3 and 1x1 convolutions and a shortcut.
 
     Args: pooled: average pooling in place of strided convolutions (CLIP's), so that a shift of the image moves the
@@ -176,11 +147,7 @@ class ResNet(nn.Module):
         """Images [I, 3, H, W], normalised, to [I, P, W]. Raises: ValueError for dropped or masked patches."""
         if keep is not None or masked is not None:
             raise ValueError(f"a ResNet cannot drop or mask patches: {VIT}.")
-        if images.shape[1:] != (3, self.config.size, self.config.size):
-            raise ValueError(
-                f"images have shape {tuple(images.shape[1:])}, but the tower expects (3, {self.config.size}, "
-                f"{self.config.size}): resize the images, or the tower by kiloword.model.model.resize"
-            )
+        check_pixels(images, self.config.size)
         x = images
         for convolution, norm in zip(self.stem, self.stem_norms, strict=True):
             x = F.relu(norm(convolution(x)))
@@ -197,20 +164,13 @@ VIT = "choose a vision transformer, such as --size b16, or omit what needs it"
 
 def check(config: ImageConfig) -> None:
     """Raises: ValueError for a shape that no ResNet has, or a method that needs tokens of a transformer."""
-    tokens = {
-        "class token": config.class_token,
-        "extra tokens (registers, mixture tokens)": config.extra_tokens > 0,
-        "token for the variance": config.uncertainty_token,
-        "mask tokens": config.mask_token,
-    }
-    if needed := [what for what, is_set in tokens.items() if is_set]:
-        raise ValueError(f"a ResNet has no {' and no '.join(needed)}: {VIT}.")
-    if config.depth not in STAGES:
-        raise ValueError(f"a ResNet of {config.depth} blocks is unknown: expected one of {sorted(STAGES)}.")
-    if config.patch != STRIDE or config.width % (2 * STRIDE) or config.size % STRIDE:
+    if config.class_token or config.extra_tokens or config.uncertainty_token or config.mask_token:
+        raise ValueError(f"a ResNet has no class, extra (registers, mixture), variance or mask tokens: {VIT}.")
+    if config.depth not in STAGES or config.patch != STRIDE or config.width % (2 * STRIDE) or config.size % STRIDE:
         raise ValueError(
-            f"a ResNet has patches of {STRIDE} pixels and a width and image size in multiples of {2 * STRIDE} and "
-            f"{STRIDE}, but got patch {config.patch}, width {config.width} and size {config.size}."
+            f"a ResNet has {', '.join(map(str, STAGES))} blocks, patches of {STRIDE} pixels, and a width and image "
+            f"size in multiples of {2 * STRIDE} and {STRIDE}, but got depth {config.depth}, patch {config.patch}, "
+            f"width {config.width} and size {config.size}."
         )
 
 

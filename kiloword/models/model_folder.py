@@ -71,7 +71,7 @@ def open_model(
     model = build(file.model, method, seed=0)
     load_weights(model, weights, str(folder))
     model.precision = computing
-    return model.to(device=device, dtype=DTYPES[dtype]), Tokenizer.load(folder), method
+    return model.to(device=device, dtype=DTYPES[dtype]).eval(), Tokenizer.load(folder), method
 
 
 def open_weights(path: Path | str, base: Path | str | None = None) -> tuple[Path, ModelFile, dict[str, Tensor]]:

@@ -29,7 +29,6 @@ from kiloword.losses.pairs import Blocks
 from kiloword.methods.method import Method
 from kiloword.model.decoder import Layer
 from kiloword.model.heads import Head
-from kiloword.model.resnet import batch_statistics
 from kiloword.model.trunks.trunk import trunks
 from kiloword.planning.tracer import HEAD, Tracer, storage_of
 from kiloword.training.compilation import recomputed_blocks
@@ -186,7 +185,7 @@ class Simulation:
         """
         with self._traced() as tracer:
             tracer.count.forward.update(dict.fromkeys(("image tower", "text tower", HEAD), 0))  # listed in this order
-            with precision_of(self.precision, "cpu")(), batch_statistics(self.learner):
+            with precision_of(self.precision, "cpu")():
                 batch = self.learner.above_trunks(batch)
                 encoded = self.learner.encode(batch)
                 inputs = self.learner.pair_inputs(encoded, batch)

@@ -12,11 +12,9 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from kiloword.config.recipes import NO_MICRO
 from kiloword.distributed.collectives import ranks, sum_over_ranks
 from kiloword.distributed.device import PrecisionContext
 from kiloword.losses.inputs import PairInputs
-from kiloword.model.resnet import batch_norms, batch_statistics
 from kiloword.training.engine import Reducer
 from kiloword.training.learner import PAIR, Learner, Replay
 from kiloword.types import Batch, Features
@@ -30,15 +28,8 @@ def backward(
     Args: micro: this rank's share of the batch as one or more micro-batches; precision: a context for the towers
     (autocast); reducer: the learner's reducer, to reuse over many steps.
     Returns: mean losses over the global batch, detached: "loss", "pair" and every term.
-    Raises: ValueError for several micro-batches of a model with batch norm.
     """
-    if len(micro) > 1 and any(norm.weight.requires_grad for norm in batch_norms(learner).values()):
-        raise ValueError(NO_MICRO)
-    with batch_statistics(learner):
-        return _backward(learner, micro, precision, reducer or Reducer(learner, overlap=False))
-
-
-def _backward(learner: Learner, micro: list[Batch], precision: PrecisionContext, reducer: Reducer) -> dict[str, Tensor]:
+    reducer = reducer or Reducer(learner, overlap=False)
     counts = learner.counts(micro)
     totals: dict[str, Tensor] = {}
     replays: Sequence[dict[str, Replay] | None] = [None] * len(micro)

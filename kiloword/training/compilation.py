@@ -15,10 +15,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from kiloword.config.options import Checkpointing, Compile
 from kiloword.model.attention import old_card
-from kiloword.model.blocks import Block, CrossBlock
+from kiloword.model.blocks import Unit
 from kiloword.model.decoder import TextDecoder
 from kiloword.model.model import Model
-from kiloword.model.resnet import Bottleneck
 from kiloword.model.text import TextTower
 
 RECOMPILE = 64  # graphs of a function; all blocks of a model are one function to dynamo, whose default limit is 8
@@ -43,7 +42,7 @@ def recompute(model: Model, kind: Checkpointing) -> None:
 
 def recomputed_blocks(model: Model) -> list[nn.Module]:
     """The modules that activation checkpointing recomputes."""
-    return [part for part in model.modules() if isinstance(part, Block | CrossBlock | Bottleneck)]
+    return [part for part in model.modules() if isinstance(part, Unit)]
 
 
 def _recomputed(forward: Callable[..., Any], again: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

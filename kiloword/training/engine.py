@@ -18,10 +18,9 @@ from torch.distributed.tensor import DTensor
 
 from kiloword.distributed import collectives
 from kiloword.model.adapters import MARK
-from kiloword.model.blocks import Block, CrossBlock
+from kiloword.model.blocks import Unit
 from kiloword.model.decoder import Layer
 from kiloword.model.model import Model, first_values
-from kiloword.model.resnet import Bottleneck, batch_norms
 from kiloword.training.learner import Learner
 
 BUCKET = 1 << 22  # elements reduced at once: 16 MiB of fp32
@@ -136,9 +135,7 @@ def units(model: Model) -> list[nn.Module]:
     towers = [model.image_tower, model.text_tower, *model.more.values()]
     layers = [m for tower in towers for m in tower.modules() if isinstance(m, Layer)]
     inside = {m for layer in layers for m in layer.modules()}
-    blocks = [
-        m for t in towers for m in t.modules() if isinstance(m, Block | CrossBlock | Bottleneck) and m not in inside
-    ]
+    blocks = [m for t in towers for m in t.modules() if isinstance(m, Unit) and m not in inside]
     return [*blocks, *layers]
 
 
@@ -151,10 +148,7 @@ def materialise(learner: Learner, seed: int) -> None:
     """
     model = learner.model
     bare = [name for name, p in model.named_parameters() if p.is_meta]
-    norms_without_storage = [norm for norm in batch_norms(model).values() if norm.running_mean.is_meta]
     model._apply(lambda x: torch.empty_like(x, device=model.mean.device) if x.is_meta else x)  # type: ignore[no-untyped-call]
-    for norm in norms_without_storage:
-        norm.reset()
     parameters, norms = dict(model.named_parameters()), {}
     for name, values in first_values(model, seed, bare):
         collectives.fill(parameters[name], values)

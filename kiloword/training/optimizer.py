@@ -18,7 +18,7 @@ from kiloword.model.adapters import MARK
 from kiloword.model.blocks import STACKED
 from kiloword.model.heads import Head
 from kiloword.model.layers import layer_factors
-from kiloword.model.resnet import running
+from kiloword.model.resnet import statistics
 from kiloword.training.adamp import AdamP
 from kiloword.training.engine import settle
 from kiloword.training.muon import Muon
@@ -282,7 +282,7 @@ class Average:
     def __init__(self, module: nn.Module, decay: float) -> None:
         self.decay = decay
         settle(module)  # reshard parameters that a forward pass gathered
-        live = {n: p for n, p in module.named_parameters() if p.requires_grad} | running(module)
+        live = {n: p for n, p in module.named_parameters() if p.requires_grad} | statistics(module)
         self.shadow = {n: p.detach().clone() for n, p in live.items()} if decay else {}
 
     @torch.no_grad()
@@ -295,7 +295,7 @@ class Average:
         if not self.decay:
             return
         decay = min(self.decay, (1 + step) / (10 + step))
-        live = dict(module.named_parameters()) | running(module)
+        live = dict(module.named_parameters()) | statistics(module)
         means, now = [local(x) for x in self.shadow.values()], [local(live[name]) for name in self.shadow]
         if means[0].is_cuda:
             _fused_lerp(means, now, 1 - decay, skipped)
@@ -317,7 +317,7 @@ class Average:
     def swap(self, module: nn.Module) -> None:
         """Exchange live and averaged weights; call again to exchange them back."""
         settle(module)
-        live = dict(module.named_parameters()) | running(module)
+        live = dict(module.named_parameters()) | statistics(module)
         for name, mean in self.shadow.items():
             current = local(live[name]).clone()
             local(live[name]).copy_(local(mean))

@@ -19,7 +19,6 @@ from kiloword.files import Lock, write_json
 from kiloword.interop.towers import check_declared
 from kiloword.methods.method import Method
 from kiloword.model.model import initialise
-from kiloword.model.resnet import batch_statistics
 from kiloword.models.build import build
 from kiloword.models.states import drop_old, steps_done
 from kiloword.stores.runs import check_trunk
@@ -143,7 +142,7 @@ def _begin(run: Run, started: str, notes: list[str]) -> None:
     if started:
         run.log.say(started)
     if run.learner.method.prepare is not None:
-        with products(run.recipe.matmul), batch_statistics(run.learner):
+        with products(run.recipe.matmul):
             run.log.say(run.learner.method.prepare(run.learner, (b.to(run.device) for b in run.loader.batches())))
         run.average = Average(run.learner, run.recipe.optim.ema)  # of the prepared weights
     for change in run.learner.method.after_step:

@@ -27,7 +27,7 @@ from kiloword.distributed import launch
 from kiloword.losses.pairs import Blocks
 from kiloword.methods.defaults import MUON
 from kiloword.model.model import initialise
-from kiloword.model.resnet import batch_norms
+from kiloword.model.resnet import Bottleneck
 from kiloword.model.trunks.trunk import trunks as trunks_of
 from kiloword.models.build import build
 from kiloword.models.model_folder import load_model, save_model
@@ -111,9 +111,9 @@ def learner(
     initialise(made.contrasts, 0, "contrasts.")
     for trunk in trunks_of(made):
         trunk.requires_grad_(trunks == "tuned")
-    for norm in batch_norms(made).values():
-        if norm.zero:  # blocks of a ResNet start as their shortcuts, without gradients inside
-            norm.weight.data.fill_(0.3)
+    for part in made.modules():
+        if isinstance(part, Bottleneck):  # starts as its shortcut, without gradients inside
+            part.bn3.weight.data.fill_(0.3)
     made.to(dtype).done = 0.5  # where weights that rise or fall over the run are above 0
     for change in slots.after_step:
         change(made, 0)
