@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from kiloword.config.recipes import Recipe
-from kiloword.config.settings import BaseSettings, check, leaves, setting
+from kiloword.config.settings import BaseSettings, check, setting
 
 Parallel = Literal["ddp", "fsdp"]
 Checkpointing = Literal["none", "whole", "selective"]
@@ -73,34 +72,18 @@ class RunOptions:
         check(self)
 
 
-NEEDED: tuple[tuple[str, str, Callable[[Recipe], bool]], ...] = (  # flags that are read only with other settings
-    (
-        "vocab",
-        "a tokenizer of the run's own, without --init, --text-tower and --tokenizer",
-        lambda r: r.init is None and not r.text_tower and r.data.tokenizer == "own",
-    ),
-    ("first-captions", "--captions one or N", lambda r: r.data.captions != "all"),
-    ("optim.muon-lr optim.muon-weight-decay optim.momentum", "--optim.name muon", lambda r: r.optim.name == "muon"),
-    ("optim.delta optim.wd-ratio", "--optim.name adamp", lambda r: r.optim.name == "adamp"),
-    ("optim.text-lr", "a text tower that is trained", lambda r: "text" not in r.freeze or bool(r.unfreeze)),
-    (
-        "optim.trunk-lr",
-        "a trunk (--image-tower or --text-tower) that is trained (--freeze none)",
-        lambda r: (
-            bool(r.model.image.trunk.name or r.model.text.trunk.name) and bool(r.freeze or r.unfreeze or r.lora.rank)
-        ),
-    ),
-    ("lora.alpha lora.targets lora.save", "--lora.rank above 0", lambda r: r.lora.rank > 0),
-    ("augment.ratio", "--augment.crop below 1", lambda r: r.data.augment.crop < 1),
-    ("augment.jitter-strength", "--augment.jitter above 0", lambda r: r.data.augment.jitter > 0),
-    ("augment.blur-sigma", "--augment.blur above 0", lambda r: r.data.augment.blur > 0),
-)
-
-
-def unread(recipe: Recipe, usual: Recipe) -> Iterator[str]:
-    """The settings of a recipe that differ from the usual ones, and that the run would not read."""
-    theirs = {leaf.flag: leaf.value for leaf in leaves(usual)}
-    unread = {flag: needed for flags, needed, read in NEEDED if not read(recipe) for flag in flags.split()}
-    for leaf in leaves(recipe):
-        if leaf.flag in unread and leaf.value != theirs[leaf.flag]:
-            yield f"--{leaf.flag} is {leaf.value}, which has an effect only with {unread[leaf.flag]}"
+def missing(recipe: Recipe) -> dict[str, str]:
+    """Flags without effect in a recipe -> what they need of settings elsewhere in it."""
+    model, trains = recipe.model, bool(recipe.unfreeze)
+    trunks = model.image.trunk.name or model.text.trunk.name
+    read = {
+        "vocab": recipe.init is None and not recipe.text_tower and recipe.data.tokenizer == "own",
+        "optim.text-lr": trains or "text" not in recipe.freeze,
+        "optim.trunk-lr": trunks and (trains or recipe.freeze or recipe.lora.rank),
+    }
+    needs = {
+        "vocab": "a tokenizer of the run's own, without --init, --text-tower and --tokenizer",
+        "optim.text-lr": "a text tower that is trained",
+        "optim.trunk-lr": "a trunk (--image-tower or --text-tower) that is trained (--freeze none)",
+    }
+    return {flag: needs[flag] for flag in needs if not read[flag]}

@@ -106,12 +106,20 @@ class HeadConfig(BaseSettings):
     image_pool: Literal["cls", "mean", "max", "map", "attention", "attentional"] = setting(
         "cls", "pooling of image tokens; attention: of CLIP's resnets, map: SigLIP's, attentional: CoCa's"
     )
-    pool_queries: int = setting(256, "attentional: queries for captions; one more for the image feature", 1, 1 << 16)
-    pool_width: int = setting(0, "attentional: width of the queries; 0: the image tower's", 0, 1 << 16)
-    pool_heads: int = setting(8, "attentional: attention heads", 1, DEPTH)
+    pool_queries: int = setting(
+        256,
+        "attentional: queries for captions; one more for the image feature",
+        1,
+        1 << 16,
+        needs="image_pool=attentional",
+    )
+    pool_width: int = setting(
+        0, "attentional: width of the queries; 0: the image tower's", 0, 1 << 16, needs="image_pool=attentional"
+    )
+    pool_heads: int = setting(8, "attentional: attention heads", 1, DEPTH, needs="image_pool=attentional")
     text_pool: Literal["last", "mean", "max"] = setting("last", "pooling of text tokens; last: the last token only")
     image_projection: bool = setting(True, "a linear layer after pooling")
-    image_projection_bias: bool = setting(False, "bias of that layer (CLIP's resnets)")
+    image_projection_bias: bool = setting(False, "bias of that layer (CLIP's resnets)", needs="image_projection=True")
     text_projection_bias: bool = setting(False, "bias of the linear layer after pooling")
 
 
@@ -151,15 +159,19 @@ class OptimConfig(BaseSettings):
         "adamw", "adamp: PCME++'s; muon: hidden matrices by Muon, the rest by AdamW"
     )
     lr: float = setting(1e-3, "learning rate of AdamW", 0, 100)
-    muon_lr: float = setting(0.02, "learning rate of Muon", 0, 100)
+    muon_lr: float = setting(0.02, "learning rate of Muon", 0, 100, needs="name=muon")
     weight_decay: float = setting(0.1, "AdamW; vectors, embeddings and positions have none", 0, 100)
-    muon_weight_decay: float = setting(0.0, "weight decay of Muon", 0, 100)
+    muon_weight_decay: float = setting(0.0, "weight decay of Muon", 0, 100, needs="name=muon")
     beta1: float = setting(0.9, "AdamW: decay of the mean gradient", 0, BELOW_1)
     beta2: float = setting(0.95, "AdamW: decay of the mean squared gradient", 0, BELOW_1)
     eps: float = setting(1e-8, "AdamW: added to the root of the mean squared gradient", 1e-20, 1)
-    delta: float = setting(0.1, "AdamP: cosine of weights and gradient below which it projects, times sqrt(n)", 0, 100)
-    wd_ratio: float = setting(0.1, "AdamP: share of the weight decay that projected weights get", 0, 1)
-    momentum: float = setting(0.95, "momentum of Muon", 0, BELOW_1)
+    delta: float = setting(
+        0.1, "AdamP: cosine of weights and gradient below which it projects, times sqrt(n)", 0, 100, needs="name=adamp"
+    )
+    wd_ratio: float = setting(
+        0.1, "AdamP: share of the weight decay that projected weights get", 0, 1, needs="name=adamp"
+    )
+    momentum: float = setting(0.95, "momentum of Muon", 0, BELOW_1, needs="name=muon")
     warmup: float = setting(0.05, "below 1: share of the steps, at most 2,000; else number of steps", 0, 1e12)
     final_lr: float = setting(0.0, "learning rate at the end of the cosine, as share of lr", 0, 100)
     clip: float = setting(1.0, "clip the gradient to this norm; 0: no clipping", 0, 1e12)
@@ -183,11 +195,15 @@ class LoraConfig(BaseSettings):
     """Low-rank adapters of pretrained towers (LoRA, arXiv:2106.09685)."""
 
     rank: int = setting(0, "rank of the change of each adapted matrix; 0: no adapters", 0, 1 << 16)
-    alpha: float = setting(16.0, "adapters are multiplied by alpha / rank", ABOVE_0, 1e6)
+    alpha: float = setting(16.0, "adapters are multiplied by alpha / rank", ABOVE_0, 1e6, needs="rank!=0")
     targets: tuple[str, ...] = setting(
-        ("qkv,out",), "layers, [image:|text:][BLOCKS:]NAME,..., by the ends of their names: qkv, image:8-11:qkv,fc"
+        ("qkv,out",),
+        "layers, [image:|text:][BLOCKS:]NAME,..., by the ends of their names: qkv, image:8-11:qkv,fc",
+        needs="rank!=0",
     )
-    save: Literal["merged", "apart"] = setting("merged", "apart: also write the adapters alone, to OUT/adapter")
+    save: Literal["merged", "apart"] = setting(
+        "merged", "apart: also write the adapters alone, to OUT/adapter", needs="rank!=0"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,15 +211,19 @@ class AugmentConfig(BaseSettings):
     """Augmentation of training images and captions, drawn per (seed, epoch, row)."""
 
     crop: float = setting(1.0, "smallest share of the area in a RandomResizedCrop; 1: no random crop", 0.001, 1)
-    ratio: float = setting(4 / 3, "largest aspect ratio of a crop; the smallest is its inverse", 1, 100)
+    ratio: float = setting(
+        4 / 3, "largest aspect ratio of a crop; the smallest is its inverse", 1, 100, needs="crop!=1.0"
+    )
     flip: float = setting(0.0, "probability of a horizontal flip", 0, 1)
     jitter: float = setting(0.0, "probability of colour jitter", 0, 1)
     jitter_strength: tuple[float, float, float, float] = setting(
-        (0.4, 0.4, 0.4, 0.1), "brightness, contrast, saturation, hue", 0, 100
+        (0.4, 0.4, 0.4, 0.1), "brightness, contrast, saturation, hue", 0, 100, needs="jitter!=0.0"
     )
     grayscale: float = setting(0.0, "probability of conversion to grayscale", 0, 1)
     blur: float = setting(0.0, "probability of a Gaussian blur", 0, 1)
-    blur_sigma: tuple[float, float] = setting((0.1, 2.0), "range of its deviation in pixels", 0, 1000)
+    blur_sigma: tuple[float, float] = setting(
+        (0.1, 2.0), "range of its deviation in pixels", 0, 1000, needs="blur!=0.0"
+    )
     drop_words: float = setting(0.0, "probability of dropping a word of a caption; at least one stays", 0, 1)
     drop_patches: float = setting(
         0.0, "share of its patches (with a trunk: places of the map of tokens) that an image loses", 0, BELOW_1
@@ -241,7 +261,9 @@ class DataConfig(BaseSettings):
         0, "train on a fixed subset of this many rows, transforms take partners from all; 0: all rows", 0
     )
     first_captions: bool = setting(
-        False, "of N captions, the first N of an image in every epoch (its own, then extra ones), not others each epoch"
+        False,
+        "of N captions, the first N of an image in every epoch (its own, then extra ones), not others each epoch",
+        needs="captions!=all",
     )
     together: int = setting(1, "group size: consecutive rows that always share a batch (hard negatives)", 1)
     decoder: Literal["pillow", "opencv", "simplejpeg"] = setting("pillow", "decoder of images; the others are faster")

@@ -36,21 +36,37 @@ def setting(default: T, text: str, low: float | None = None, high: float = UNLIM
 
 
 def about(
-    text: str = "", low: float | None = None, high: float = UNLIMITED, *, flag: str | None = None, hint: str = ""
+    text: str = "",
+    low: float | None = None,
+    high: float = UNLIMITED,
+    *,
+    flag: str | None = None,
+    hint: str = "",
+    needs: str = "",
+    initial: str = "",
 ) -> Mapping[str, Any]:
     """Metadata of a field of settings.
 
     Args: text: help of the flag; low, high: limits of each of its numbers, included; flag: its name where that is not
-    the field's; "": none, or of nested settings no prefix; hint: end of the error message, what to do.
+    the field's; "": none, or of nested settings no prefix; hint: end of the error message, what to do; needs: the
+    setting beside it without which it has no effect, "name=muon" or "rank!=0"; initial: the weight whose initial value
+    it is, "head.bias".
     """
     limits = {} if low is None else {"limits": (low, high)}
-    return {"help": text, "hint": hint, **limits, **({} if flag is None else {"flag": flag})}
+    return {
+        "help": text,
+        "hint": hint,
+        "needs": needs,
+        "initial": initial,
+        **limits,
+        **({} if flag is None else {"flag": flag}),
+    }
 
 
 class Leaf(NamedTuple):
     """A setting inside nested settings."""
 
-    owner: type
+    owner: Any  # the settings that have it
     field: Field[Any]
     value: Any
     path: str  # as in a file, "data.tokenizer_vocab"
@@ -65,7 +81,28 @@ def leaves(settings: Any, path: str = "", flag: str = "") -> Iterator[Leaf]:
         if is_dataclass(value):
             yield from leaves(value, f"{path}{f.name}.", flag if declared == "" else f"{flag}{declared or name}.")
         else:
-            yield Leaf(type(settings), f, value, path + f.name, flag + (declared or name))
+            yield Leaf(settings, f, value, path + f.name, flag + (declared or name))
+
+
+def unread(settings: Any, usual: Any, prefix: str = "--", missing: Mapping[str, str] | None = None) -> Iterator[str]:
+    """Messages about settings that differ from the usual ones and have no effect, as what they need is not set.
+
+    Args: prefix: of flags; missing: what a flag lacks beside what its field declares.
+    """
+    theirs = {leaf.path: leaf.value for leaf in leaves(usual)}
+    for leaf in leaves(settings):
+        if leaf.value != theirs.get(leaf.path) and (lacks := (missing or {}).get(leaf.flag) or _lacks(leaf, prefix)):
+            yield f"{prefix}{leaf.flag} is {leaf.value}, which has an effect only with {lacks}"
+
+
+def _lacks(leaf: Leaf, prefix: str) -> str:
+    """The flag that a setting needs and that is not set so; "" for none."""
+    name, _, value = leaf.field.metadata.get("needs", "").partition("=")
+    other = name.removesuffix("!")
+    if not name or (str(getattr(leaf.owner, other)) == value) == (name == other):
+        return ""
+    above = leaf.flag[: leaf.flag.rfind(".") + 1]
+    return f"{prefix}{above}{other.replace('_', '-')} {'' if name == other else 'other than '}{value}"
 
 
 def check(settings: Any, prefix: str = "--") -> None:

@@ -15,7 +15,7 @@ from kiloword.model.heads import Head
 class Settings(BaseSettings):
     """The scale of the cosine: its start, its limit, whether it is trained."""
 
-    scale: float = setting(1 / 0.07, "initial scale of the cosine")
+    scale: float = setting(1 / 0.07, "initial scale of the cosine", initial="head.log_scale")
     max_scale: float = setting(100.0, "upper limit in training; a checkpoint's larger scale is kept")
     fixed_scale: bool = setting(False, "do not train the scale, for controlled ablations")
 

@@ -13,8 +13,8 @@ from kiloword.methods.method import Component, Method
 class Settings(BaseSettings):
     """The logit of a pair, scale * cosine + bias, before training."""
 
-    scale: float = setting(10.0, "initial scale of the cosine")
-    bias: float = setting(-10.0, "initial bias; the logit is scale * cosine + bias")
+    scale: float = setting(10.0, "initial scale of the cosine", initial="head.log_scale")
+    bias: float = setting(-10.0, "initial bias; the logit is scale * cosine + bias", initial="head.bias")
 
 
 def preset(settings: Settings) -> Method:

@@ -19,6 +19,7 @@ from kiloword.interop.towers import LITES, parse, with_image_tower
 from kiloword.interop.towers import load as load_weights_of
 from kiloword.methods.defaults import default_recipe, tuned
 from kiloword.methods.registry import find, preset
+from kiloword.model.heads import Head
 from kiloword.model.model import Model, resize, resize_text
 from kiloword.model.trunks.kinds import resized_trunk
 from kiloword.model.trunks.trunk import Trunk
@@ -256,7 +257,7 @@ def _read(folder: str, model: Model, trust: Trust) -> _Brought:
     """Weights of a folder, adapted to the positions and tokens of `model`."""
     old, new = _shape(folder, trust), model.config
     brought = _Brought(open_tensors(Path(folder) / WEIGHTS))
-    if not same_scale(folder, model, brought.weights, trust):
+    if not same_scale(folder, model.head, brought.weights, trust):
         brought.weights = {k: v for k, v in brought.weights.items() if k not in ("head.log_scale", "head.bias")}
     for name, limit in model.state_dict().items():
         if name.endswith("log_limit") and name in brought.weights:
@@ -275,12 +276,12 @@ def _read(folder: str, model: Model, trust: Trust) -> _Brought:
     return brought
 
 
-def same_scale(folder: str, model: Model, weights: Container[str], trust: Trust) -> bool:
+def same_scale(folder: str, head: Head, weights: Container[str], trust: Trust) -> bool:
     """Whether the scale of the folder applies: both use distances or neither does, and a needed bias is present."""
     file = read_model_file(folder)
     method = method_of(file, folder, trust)
-    same = method.head(method.shape(file.model)).distance == model.head.distance
-    return same and (model.head.bias is None or "head.bias" in weights)
+    same = method.head(method.shape(file.model)).distance == head.distance
+    return same and (head.bias is None or "head.bias" in weights)
 
 
 def _resize(brought: _Brought, old: ModelConfig, new: ModelConfig) -> None:

@@ -244,12 +244,6 @@ def test_no_share_is_refused(share: float, expected: str) -> None:
         made("coca", {"caption_mask": "random", "caption_share": share})
 
 
-@pytest.mark.parametrize("said", [{"caption_share": 0.25}, {"caption_op": "token"}])
-def test_what_hides_nothing_is_refused(said: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="choose a caption_mask too"):
-        preset("coca", said)
-
-
 def test_what_shows_a_word_to_itself_is_refused() -> None:
     with pytest.raises(
         ValueError, match=r"attends to later words: use a causal one.*\(--settings\.bidirectional False"

@@ -46,8 +46,10 @@ class CaptionSettings(MaskSettings):
     caption_mask: Literal["none", "attentive", "random"] = setting(
         "none", "attentive: the patches least similar to the caption"
     )
-    caption_share: float = setting(0.5, "share of masked patches: r_l", ABOVE_0, BELOW_1)
-    caption_op: Literal["drop", "token"] = setting("drop", "drop masked patches (cheaper), or replace by a token")
+    caption_share: float = setting(0.5, "share of masked patches: r_l", ABOVE_0, BELOW_1, needs="caption_mask!=none")
+    caption_op: Literal["drop", "token"] = setting(
+        "drop", "drop masked patches (cheaper), or replace by a token", needs="caption_mask!=none"
+    )
 
 
 def captioned(method: Method, settings: CaptionSettings) -> Method:
@@ -59,8 +61,6 @@ def captioned(method: Method, settings: CaptionSettings) -> Method:
         raise ValueError(
             f"{method.name} predicts captions already: omit +caption, its settings are those of {method.name}."
         )
-    if settings.caption_mask == "none" and (settings.caption_share, settings.caption_op) != (0.5, "drop"):
-        raise ValueError("caption_share and caption_op configure masking of patches: choose a caption_mask too.")
     masking.in_window(1.0, settings)
 
     def shape(config: ModelConfig) -> ModelConfig:

@@ -38,10 +38,9 @@ class ContextualSettings(BaseSettings):
 
 
 def tokens(config: ModelConfig, settings: ContextualSettings) -> ModelConfig:
-    """The configuration with K mixture tokens in place of the class token and of attentional pooling queries."""
+    """The configuration with K mixture tokens in place of the class token and of the pooling."""
     image = replace(config.image, class_token=False, extra_tokens=settings.k)
-    head = replace(config.head, image_pool="mean") if config.head.image_pool == "attentional" else config.head
-    return replace(config, image=image, head=head)
+    return replace(config, image=image, head=replace(config.head, image_pool="mean"))  # which nothing reads
 
 
 def pooling(config: ModelConfig, settings: ContextualSettings) -> Pooling:

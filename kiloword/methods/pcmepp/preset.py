@@ -20,8 +20,13 @@ from kiloword.model.heads import Head, Single, cosine_head
 class Matching(BaseSettings):
     """Logit of a pair: -scale * CSD + bias."""
 
-    scale: float = setting(5.0, "initial scale; its logarithm is trained (the authors train the scale itself)", ABOVE_0)
-    bias: float = setting(5.0, "initial bias")
+    scale: float = setting(
+        5.0,
+        "initial scale; its logarithm is trained (the authors train the scale itself)",
+        ABOVE_0,
+        initial="head.log_scale",
+    )
+    bias: float = setting(5.0, "initial bias", initial="head.bias")
     pseudo: float = setting(0.1, "weight of the loss with pseudo-positives (as close as annotated pairs); 0: off", 0)
     reduction: Literal["pairs", "images"] = setting("pairs", "the loss is a mean over pairs (authors' code) or images")
 

@@ -33,7 +33,7 @@ from kiloword.types import Features, Texts
 class Settings(prolip.Settings):
     """ProLIP's settings where the authors' code differs from the paper."""
 
-    scale: float = setting(1 / 0.07, "initial scale of the score")
+    scale: float = setting(1 / 0.07, "initial scale of the score", initial="head.log_scale")
     vib_form: Literal["textbook", "released"] = setting("released", "released: sigma instead of the variance")
     drop_patches: float = setting(0.25, "share of patches dropped from a masked copy", 0, 1)
     c: float = setting(1000.0, "sharpness of the inclusion loss", ABOVE_0)
