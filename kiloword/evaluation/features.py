@@ -15,7 +15,7 @@ from kiloword.data.reading import EvalBatch, eval_batches, left_out
 from kiloword.distributed.sharing import gathered, lockstep, own, share
 from kiloword.evaluation.classes import NONE, NOT_AMONG, OTHER, Classes
 from kiloword.evaluation.task import Inputs
-from kiloword.model.encoding import chunks, encode_tokens, join, moved
+from kiloword.model.encoding import chunks, inference, join, moved
 from kiloword.terminal.progress import track
 from kiloword.types import Features, Skipped
 
@@ -136,7 +136,11 @@ def seen(
     of_pixels = partial(inputs.matcher.encode_image, batch=inputs.batch)
 
     def encode_usual(images: Tensor) -> Features:
-        return encode_tokens(inputs.matcher.model, images) if images.is_floating_point() else of_pixels(images)
+        model = inputs.matcher.model
+        if not images.is_floating_point():
+            return of_pixels(images)
+        with inference(model):
+            return model.encode_image(images.to(model.device))[1]
 
     encode = encode or encode_usual
     device, ranks = inputs.matcher.model.device, share()[1]

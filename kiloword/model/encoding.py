@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from kiloword.distributed import collectives
 from kiloword.distributed.sharing import in_turns, share
@@ -59,13 +58,6 @@ def inference(model: Model) -> Iterator[None]:
             yield
     finally:
         model.train(training)
-
-
-def encode_tokens(model: Model, tokens: Tensor) -> Features:
-    """Features of n images by the tokens of the model's trunk [n, N, W], on the model's device."""
-    with inference(model):
-        features: Features = model.encode_image(tokens.to(model.device))[1]
-        return features
 
 
 def encode_texts(model: Model, tokenizer: Tokenizer, captions: Sequence[str], batch: int = TEXTS) -> Features:

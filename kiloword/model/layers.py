@@ -15,10 +15,13 @@ def layers_of(tower: nn.Module) -> list[list[str]]:
     """
     trunk = getattr(tower, TRUNK, None)
     below = [] if trunk is None else [[f"{TRUNK}.{prefix}" for prefix in layer] for layer in trunk.blocks()]
-    layers: list[list[str]] = [[block] for block in _blocks(tower)] or [[]]
-    if beside := getattr(tower, BESIDE, None):
-        for n in range(len(beside)):
-            layers[n - len(beside)].append(f"{BESIDE}.{n}")
+    stages = enumerate(getattr(tower, STAGES, ()))  # of a ResNet
+    own = [f"{STAGES}.{n}.{block}" for n, stage in stages for block in range(len(stage))]
+    own += [f"{BLOCKS}.{n}" for n in range(len(getattr(tower, BLOCKS, ())))]
+    layers: list[list[str]] = [[block] for block in own] or [[]]
+    beside = len(getattr(tower, BESIDE, ()))
+    for n in range(beside):
+        layers[n - beside].append(f"{BESIDE}.{n}")
     tops = {name.partition(".")[0] for name, _ in tower.named_parameters()}
     layers[0] += sorted(tops - {BLOCKS, BESIDE, STAGES, TRUNK, NORM})
     if NORM in tops:
@@ -26,23 +29,11 @@ def layers_of(tower: nn.Module) -> list[list[str]]:
     return below + layers
 
 
-def _blocks(tower: nn.Module) -> list[str]:
-    """Names of a tower's own blocks, a ResNet's included."""
-    if stages := getattr(tower, STAGES, None):
-        return [f"{STAGES}.{n}.{block}" for n, stage in enumerate(stages) for block in range(len(stage))]
-    return [f"{BLOCKS}.{n}" for n in range(len(getattr(tower, BLOCKS, ())))]
-
-
 def depths(tower: nn.Module) -> dict[str, int]:
     """Parameter name -> its layer in `layers_of`; 0 for one that no layer names."""
-    layers = {prefix.rstrip("."): depth for depth, layer in enumerate(layers_of(tower)) for prefix in layer}
-    return {name: next((layers[p] for p in _prefixes(name) if p in layers), 0) for name, _ in tower.named_parameters()}
-
-
-def _prefixes(name: str) -> list[str]:
-    """ "blocks.1.norm1.weight" -> itself, "blocks.1.norm1", "blocks.1", "blocks"."""
-    parts = name.split(".")
-    return [".".join(parts[:n]) for n in range(len(parts), 0, -1)]
+    layers = {f"{prefix.rstrip('.')}.": depth for depth, layer in enumerate(layers_of(tower)) for prefix in layer}
+    names = [name for name, _ in tower.named_parameters()]
+    return {name: next((n for prefix, n in layers.items() if f"{name}.".startswith(prefix)), 0) for name in names}
 
 
 def trunk_layers(tower: nn.Module) -> int:

