@@ -1,8 +1,9 @@
-"""The pair loss alone: memory that does not grow with the number of texts, and how often ranks talk in one step."""
+"""Pair losses: memory that does not grow with the number of texts, and how often ranks talk in one step."""
 
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -10,40 +11,48 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from kiloword.distributed import collectives, gather
+from kiloword.distributed import collectives
 from kiloword.distributed.gather import gather_features
+from kiloword.methods.prolip.gaussian import csd_matrix, inclusion_matrix
 from kiloword.training.accumulate import backward
-from kiloword.types import Features
+from kiloword.types import Batch, Features, Texts
 from kiloword.verify.batch import IMAGES, batch
-from kiloword.verify.suite import learner, over_ranks
+from kiloword.verify.suite import over_ranks
 from modules import module_at
+from parts import Largest, learner, losses, size
+from threads import over_threads
 
 SETTINGS = argparse.Namespace(images=128, dim=64, chunk=128, device="cpu")
-PAIR_BLOCK = 4 * SETTINGS.chunk**2  # bytes of the logits of a block
+DIM = 64
 
 
 @pytest.fixture(scope="module")
 def bench() -> ModuleType:
-    path = Path(__file__).parents[2] / "bench" / "loss.py"
-    return module_at(path, "bench_loss")
+    return module_at(Path(__file__).parents[2] / "bench" / "loss.py", "bench_loss")
 
 
-def test_the_measure_sees_all_pairs_at_once(bench: ModuleType) -> None:
-    """What is held at once, and what was freed before; and a plain formula that holds [I, T] is found out."""
+def largest(run: Callable[[], Any]) -> int:
+    with Largest() as watched:
+        run()
+    return watched.numbers
+
+
+def test_the_measures_see_all_pairs_at_once(bench: ModuleType) -> None:
+    """What is held at once, and what was freed before; in backward passes too."""
     numbers = 1 << 16
-
-    def one_after_the_other() -> None:
-        for _ in range(3):
-            torch.ones(numbers)
-
-    assert 4 * numbers <= bench.peak(one_after_the_other, "cpu") < 5 * numbers
     assert 12 * numbers <= bench.peak(lambda: [torch.ones(numbers) for _ in range(3)], "cpu") < 13 * numbers
+    assert 4 * numbers <= bench.peak(lambda: [torch.ones(numbers).sum() for _ in range(3)], "cpu") < 5 * numbers
     row = bench.measure(SETTINGS, "single", "sigmoid", 4096)
     assert row["full"] > 2 * 4 * SETTINGS.images * 4096
     assert row["full_over_blocks"] > 2
+    a, b = torch.ones(10, DIM), torch.ones(12, DIM, requires_grad=True)
+    assert largest(lambda: (a[:, None] - b).square().sum(-1)) == 10 * 12 * DIM
+    written = (a.sum(1)[:, None] * b.sum(1)).sum()
+    assert largest(lambda: torch.autograd.grad(written, b)) == 10 * 12
+    assert largest(lambda: torch.ones(3).expand(1000, 3) + 0) == 3000
 
 
 ALL = [(head, loss) for head in ("single", "gaussian") for loss in ("softmax", "sigmoid", "matching", "balanced")]
@@ -57,7 +66,52 @@ def test_memory_beyond_features_and_gradients_is_flat(bench: ModuleType, head: s
     few, many = (bench.measure(SETTINGS, head, loss, texts) for texts in (512, 2048))
     assert many["blocks_beyond"] - few["blocks_beyond"] <= 40 * (2048 - 512)  # ten numbers a text
     if head != "contextual":  # whose block is more than its logits
-        assert few["blocks_beyond"] < 12 * PAIR_BLOCK
+        assert few["blocks_beyond"] < 12 * 4 * SETTINGS.chunk**2
+
+
+def noise(n: int, made: Any) -> Batch:
+    """Noise, and a caption of four words an image."""
+    text, numbers, generator = made.model.config.text, torch.arange(n), torch.Generator().manual_seed(0)
+    tail = [text.special["end"], *(text.special[name] for name in text.extra_tokens)]
+    words = torch.randint(6, text.vocab, (n, 4), generator=generator).tolist()
+    images = torch.randint(256, (n, 3, 32, 32), generator=generator, dtype=torch.uint8)
+    texts = Texts.pack([[text.special["start"], *some, *tail] for some in words])
+    return Batch(images, texts, numbers, seeds=numbers, position=numbers, composed=torch.zeros(n, dtype=torch.bool))
+
+
+def step(method: str, n: int, pair_loss_alone: bool = False) -> int:
+    """Numbers of the largest tensor of a whole step, or of the pair loss of n x n pairs and its gradients."""
+    made = learner(method, shape=size(head__dim=DIM), chunk=32)
+    some = noise(n, made)
+    if not pair_loss_alone:
+        return largest(lambda: losses(made, some)["loss"].backward())
+    with torch.no_grad():
+        encoded = made.encode(some)
+    for side in (encoded.images, encoded.texts):
+        side |= {name: value.requires_grad_() for name, value in side.items()}
+    return largest(lambda: made.pair_losses(made.all_inputs(encoded, some))["pair"].backward())
+
+
+@pytest.mark.parametrize("method", ["prolip", "prolip-released", "pcme++", "pcme+++deterministic", "clip+gaussian"])
+def test_a_pair_loss_makes_no_tensor_of_all_pairs(method: str) -> None:
+    assert step(method, 128, pair_loss_alone=True) <= 128 * DIM < 128 * 128
+
+
+@pytest.mark.parametrize("n", [64, 128])
+def test_gaussians_make_nothing_larger_of_llip(n: int) -> None:
+    assert step("llip+gaussian", n, True) <= step("llip", n, True) < n * n * DIM
+
+
+@pytest.mark.parametrize("method", ["prolip", "prolip-released", "pcme++", "llip+gaussian+inclusion"])
+def test_a_step_s_largest_tensor_grows_as_the_batch_does(method: str) -> None:
+    few, many = step(method, 32), step(method, 128)
+    assert many <= 4 * few < 128 * 128 * DIM  # of every image with every text it were sixteen times as large
+
+
+def test_matrices_of_all_pairs_hold_no_dimensions() -> None:
+    a, b = ({"vec": torch.ones(n, DIM), "log_var": torch.ones(n, DIM)} for n in (300, 400))
+    assert largest(lambda: csd_matrix(a, b)) == 300 * 400
+    assert largest(lambda: inclusion_matrix(a, b)) < 300 * 400 * DIM / 4
 
 
 def test_backward_twice_through_a_graph_that_is_kept(bench: ModuleType) -> None:
@@ -68,13 +122,11 @@ def test_backward_twice_through_a_graph_that_is_kept(bench: ModuleType) -> None:
     second = torch.autograd.grad(3 * total.sum, inputs)
     for a, b in zip(first, second, strict=True):
         torch.testing.assert_close(3 * a, b)
-    with pytest.raises(
-        (RuntimeError, AssertionError), match=r"second backward|second time"
-    ):  # never a gradient times another
+    with pytest.raises((RuntimeError, AssertionError)):  # never a gradient times another
         torch.autograd.grad(total.sum, inputs)
 
 
-def _features(rank: int, n: int) -> Features:
+def rows_of(rank: int, n: int) -> Features:
     generator = torch.Generator().manual_seed(rank)
     learned = {"vec": (n, 5), "tokens": (n, 2, 3), "number": (n,)}
     floats = {k: torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for k, s in learned.items()}
@@ -87,10 +139,10 @@ def _features(rank: int, n: int) -> Features:
     }
 
 
-def _gathers(sizes: list[int]) -> None:
+def gathers(sizes: list[int]) -> None:
     """Values and gradients are those of one process that has all rows."""
     rank = collectives.rank()
-    every = [_features(r, n) for r, n in enumerate(sizes)]
+    every = [rows_of(r, n) for r, n in enumerate(sizes)]
     found = gather_features(every[rank])
     for name, value in found.items():
         expected = torch.cat([one[name] for one in every])
@@ -105,40 +157,47 @@ def _gathers(sizes: list[int]) -> None:
         torch.testing.assert_close(grad, torch.zeros_like(grad) if expected is None else expected)
 
 
-def _step() -> None:
-    """What the ranks say to each other in one step of a softmax loss."""
-    rank = collectives.rank()
-    said: list[tuple[str, int]] = []
+class Said(TorchDispatchMode):
+    """Collectives by the numbers of their largest tensor."""
 
-    def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*tensors: Any, **more: Any) -> Any:
-            said.append((name, max(x.numel() for x in tensors if isinstance(x, Tensor))))
-            return function(*tensors, **more)
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = Counter[tuple[str, int]]()
 
-        return call
-
-    gather._all_gather = counted("gather", gather._all_gather)
-    gather._reduce_scatter = counted("scatter", gather._reduce_scatter)
-    dist.all_reduce = counted("sum", dist.all_reduce)
-    share = IMAGES // 2
-    model = learner("clip")
-    mine = batch(rank * share, (rank + 1) * share, method="clip")
-    most = max(len(batch(r * share, (r + 1) * share, method="clip").texts) for r in (0, 1))
-    backward(model, mine.split(1))
-    every = sum(len(batch(r * share, (r + 1) * share, method="clip").texts) for r in (0, 1))
-    features = 2 * most * model.model.config.head.dim
-    assert [size for name, size in said if name == "gather"] == [2, 2 * most * 16, features]  # counts, bytes, floats
-    assert [size for name, size in said if name == "scatter"] == [features]
-    columns = [size for name, size in said if name == "sum" and size in (every, 2 * every)]
-    assert columns == [every, 2 * every]  # one number a text, and with it the number of positives
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            flat = torch.utils._pytree.tree_leaves((args, kwargs))
+            self.calls[func._opname, max(x.numel() for x in flat if isinstance(x, Tensor))] += 1
+        return func(*args, **(kwargs or {}))
 
 
-def _gathers_and_step() -> None:
+def talks() -> None:
+    """What the ranks say to each other in one step of a softmax loss: one gather and one scatter of features."""
+    share, rank = IMAGES // 2, collectives.rank()
+    made, shares = learner("clip"), [batch(r * share, (r + 1) * share) for r in (0, 1)]
+    most, every = (f(len(one.texts) for one in shares) for f in (max, sum))
+    features = 2 * most * made.model.config.head.dim
+    with Said() as said:
+        backward(made, shares[rank].split(1))
+    gathered = {n for (name, n), times in said.calls.items() if "gather" in name for _ in range(times)}
+    assert gathered == {2, 2 * most * 16, features}  # counts, bytes, floats
+    scattered = [n for (name, n), times in said.calls.items() if "scatter" in name for _ in range(times)]
+    assert scattered == [features]
+    columns = {n: times for (name, n), times in said.calls.items() if "reduce_" in name and n in (every, 2 * every)}
+    assert columns == {every: 1, 2 * every: 1}  # one number a text, and with it the number of positives
+
+
+def gathers_and_talks() -> None:
     for sizes in ([3, 3], [2, 4], [4, 2], [3, 0]):
-        _gathers(sizes)
-    _step()
+        gathers(sizes)
+    talks()
+
+
+@pytest.mark.parametrize("sizes", [[3, 3], [2, 4], [3, 0]])
+def test_rows_of_all_ranks_carry_gradients(sizes: list[int]) -> None:
+    over_threads(2, lambda: gathers(sizes))
 
 
 @pytest.mark.slow
 def test_one_gather_and_one_reduce_scatter_a_step() -> None:
-    over_ranks(2, _gathers_and_step)
+    over_ranks(2, gathers_and_talks)

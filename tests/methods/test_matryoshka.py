@@ -2,101 +2,51 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kiloword.losses.pairs import Blocks
-from kiloword.methods.registry import preset
-from kiloword.model.model import initialise
-from kiloword.training.accumulate import backward
-from kiloword.verify.batch import batch, config
-from kiloword.verify.suite import learner
+from kiloword.verify.batch import batch
+from parts import agree, gradients, learner, losses
 
 SCALES = {16: 5.0, 8: 3.0, 4: 2.0}
 
 
-def one(name: str, x: Tensor, y: Tensor, scale: float, bias: float) -> Tensor:
-    """The pair loss of N pairs, by loops over normalised vectors."""
+def one(name: str, x: Tensor, y: Tensor, of: list[int], scale: Tensor, bias: Tensor | float) -> Tensor:
+    """The pair loss of N images and T texts, by loops over normalised vectors; several texts of an image share it."""
     x, y = (v / (v * v).sum(1, keepdim=True).sqrt() for v in (x, y))
-    z = scale * (x @ y.T) + bias
-    n, total = len(x), z.new_zeros(())
-    for i in range(n):
-        for j in range(n):
+    z, total = scale * (x @ y.T) + bias, x.new_zeros(())
+    for i in range(len(x)):
+        own = [t for t in range(len(y)) if of[t] == i]
+        for t in range(len(y)):
             if name == "siglip":
-                total = total - F.logsigmoid(z[i, j] if i == j else -z[i, j])
-        if name == "clip":
-            total = total - z[i].log_softmax(0)[i] / 2 - z[:, i].log_softmax(0)[i] / 2
-    return total / n
+                total = total - F.logsigmoid(z[i, t] if t in own else -z[i, t]) / len(x)
+            elif t in own:
+                total = total - z[i].log_softmax(0)[t] / len(own) / len(x) / 2 - z[:, t].log_softmax(0)[i] / len(y) / 2
+    return total
 
 
 @pytest.mark.parametrize("name", ["siglip", "clip"])
 @pytest.mark.parametrize("chunk", [0, 3])
-def test_the_loss_and_its_gradients_are_the_papers(name: str, chunk: int) -> None:
-    method = preset(f"{name}+matryoshka", {"matryoshka": {"smallest": 4, "weight": 0.7}})
-    head = method.head(config()).double()
-    initialise(head, 0)
-    dims = {config().head.dim: head} | {part.pooling.dim: part for part in map(_any, head.inner().values())}
+@pytest.mark.parametrize("weight", [0.7, 0.0])
+def test_the_loss_and_its_gradients_are_the_papers(name: str, chunk: int, weight: float) -> None:
+    made = learner(f"{name}+matryoshka", {"matryoshka": {"smallest": 4, "weight": weight}}, chunk=chunk)
+    head, some = made.model.head, batch()
+    dims = {16: head, 8: head.get_submodule("prefix_8"), 4: head.get_submodule("prefix_4")}
     for dim, part in dims.items():
-        part.log_scale.data.fill_(torch.tensor(SCALES.get(dim, 4.0)).double().log())
-    generator = torch.Generator().manual_seed(0)
-    x, y = F.normalize(torch.randn(2, 7, config().head.dim, generator=generator, dtype=torch.float64), dim=-1)
-    results = []
-    for fast in (True, False):
-        leaves = [v.clone().requires_grad_() for v in (x, y)]
-        if fast:
-            sides = [{"vec": F.normalize(leaf, dim=-1), "position": torch.arange(7)} for leaf in leaves]
-            total = method.pair_loss(Blocks(head, sides[0], sides[1], chunk), method.positives)
-            loss = total.sum / total.count
-            assert total.rows is not None
-            torch.testing.assert_close(total.rows.sum(), total.sum.detach(), rtol=1e-12, atol=0)
-        else:
-            parts = []
-            for dim, part in dims.items():
-                bias = 0.0 if part.bias is None else float(part.bias.detach())
-                value = one(name, leaves[0][:, :dim], leaves[1][:, :dim], float(part.log_scale.detach().exp()), bias)
-                parts.append(value * (1 if part is head else 0.7))
-            loss = torch.stack(parts).sum()
-        results.append([loss.detach(), *torch.autograd.grad(loss, leaves)])
-    assert sorted(dims) == [4, 8, 16]
-    torch.testing.assert_close(results[0], results[1], rtol=1e-10, atol=1e-12)
-
-
-def _any(part: Any) -> Any:
-    return part
+        part.log_scale.data.fill_(torch.tensor(SCALES[dim]).double().log())
+    encoded, expected = made.encode(some), torch.zeros((), dtype=torch.float64)
+    for dim, part in dims.items():
+        sides = encoded.images["vec"][:, :dim], encoded.texts["vec"][:, :dim]
+        bias = 0.0 if part.bias is None else part.bias
+        value = one(name, *sides, some.image_of_text.tolist(), part.log_scale.exp(), bias).squeeze()
+        expected = expected + value * (1 if dim == 16 else weight)
+    agree(losses(made, some)["pair"], expected, [p for p in made.parameters() if p.requires_grad])
 
 
 def test_scale_and_bias_of_every_prefix_learn() -> None:
-    made = learner("siglip+matryoshka")
-    backward(made, [batch(method="siglip+matryoshka")])
-    for head in made.model.head.inner().values():
-        assert head.log_scale.grad is not None
-        assert float(head.log_scale.grad.abs()) > 0
-
-
-def test_weight_0_is_the_method_itself() -> None:
-    choice = preset("siglip+matryoshka", {"matryoshka": {"weight": 0.0}})
-    made = learner("siglip")
-    some = batch()
-    expected = backward(made, [some])["pair"]
-    plain = made.pair_inputs(made.encode(some), some)
-    head = choice.head(config()).double()
-    initialise(head, 0)
-    for name in ("log_scale", "bias"):
-        getattr(head, name).data.copy_(getattr(made.model.head, name).data)
-    total = choice.pair_loss(Blocks(head, plain.rows, plain.gathered()), choice.positives)
-    torch.testing.assert_close((total.sum / total.count).detach(), expected, rtol=1e-12, atol=0)
-
-
-@pytest.mark.parametrize("name", ["llip", "prolip", "pcme++"])
-def test_other_poolings_are_refused(name: str) -> None:
-    with pytest.raises(ValueError, match="by more than the cosine of one vector"):
-        preset(f"{name}+matryoshka")
-
-
-def test_a_prefix_larger_than_half_is_refused() -> None:
-    with pytest.raises(ValueError, match="have no prefix of at least 5000"):
-        preset("siglip+matryoshka", {"matryoshka": {"smallest": 5000}}).head(config())
+    found = gradients(learner("siglip+matryoshka"), batch())
+    scales = [name for name in found if "prefix_" in name]
+    assert scales == [f"model.head.prefix_8.{name}" for name in ("log_scale", "bias")]
+    assert all(found[name].abs() > 0 for name in scales)

@@ -1,130 +1,159 @@
-"""Methods made of a preset and components: names, settings, flags, and what may not go together."""
+"""Methods made of a preset and components: settings, flags, that every mix trains, however its batch is cut."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
+import torch
+from PIL import Image
 
-from kiloword.cli.describe import slots
+from cases import mostly_slow
 from kiloword.cli.main import main
 from kiloword.cli.words import mixed
-from kiloword.config.recipes import sizes
-from kiloword.losses.pairs import sigmoid_loss, softmax_loss
-from kiloword.methods.registry import components, names, preset
-from kiloword.models.build import build
+from kiloword.methods.defaults import MUON, default_recipe
+from kiloword.methods.registry import names
+from kiloword.training.accumulate import backward
+from kiloword.training.optimizer import Optimizer
+from kiloword.verify import suite
+from kiloword.verify.batch import MethodChoice, batch
+from kiloword.verify.checks import compare
+from kiloword.verify.loading import made_otherwise
+from parts import learner, model
+from states import whole_and_cut
 
-DEBUG = sizes()["debug"]
+SIDES = ("none", "text")
+SYCOCA: list[dict[str, Any]] = [  # rows of tables 5 to 7 of arXiv:2401.02137
+    *({"guide": guide, "mim_mask": mask} for guide in SIDES for mask in ("random", "attentive")),
+    *({"caption_share": low, "mim_share": high} for low, high in ((0.25, 0.75), (0.75, 0.25))),
+    {"mim_weight": 0.1},
+    {"mim_op": "drop", "caption_op": "token"},
+]
+MIXES: list[tuple[str, dict[str, Any]]] = [
+    *((name, {}) for name in names()),
+    *(("sycoca", said) for said in SYCOCA),
+    ("coca", {"caption_mask": "attentive", "parallel": 0.75}),
+    ("vqa", {"question_sees": "all"}),
+    ("llip", {"per_token_projections": True, "patch_keys": True, "form": "gram"}),
+    ("llip", {"pool": "learned_average"}),
+    ("pcme++", {"variance_blocks": 1}),
+    ("flair", {"other_texts": "all"}),
+    *((f"{name}+caption", {}) for name in ("siglip", "llip", "clip-c", "siglip+gaussian")),
+    *((f"{name}+gaussian+inclusion", {}) for name in ("siglip", "clip", "llip", "fff", "clip-c")),
+    *((f"clip+{part}", {}) for part in ("contextual", "negatives", "clic", "superclass", "reinforced", "text-crops")),
+    *((f"siglip+{part}", {}) for part in ("mim", "mined", "exact", "supcon", "self-distill", "matryoshka", "concepts")),
+    *((f"siglip+{part}", {}) for part in ("attended", "maxsim", "stylistic", "compose+negatives", "softmax")),
+    *((f"pcme++{part}", {}) for part in ("+inclusion", "+ppcl", "+deterministic")),
+    *((f"prolip{part}", {}) for part in ("+matching", "+deterministic", "+clic")),
+    ("clip+mined", {"mined": {"balance": True}}),
+    ("siglip+exact", {"exact": {"balance": True}}),
+    ("siglip+mined+supcon", {"supcon": {"form": "in"}}),
+    ("llip+caption+mim", {}),
+    ("coca+contextual", {}),
+    ("coca+gaussian", {"parallel": 0.5}),
+    ("clip+sub-captions+compose", {}),
+]
 
 
-def test_a_piece_replaces_its_slot_and_no_other() -> None:
-    mix, base = preset("clip+sigmoid"), preset("clip")
-    assert (mix.name, mix.pair_loss, base.pair_loss) == ("clip+sigmoid", sigmoid_loss, softmax_loss)
-    same = set(slots(mix).items()) & set(slots(base).items())
-    assert {name for name, _ in same} == set(slots(base)) - {"method", "pair loss"}
+@pytest.mark.parametrize(("name", "settings"), MIXES)
+def test_every_preset_and_mix_trains(name: str, settings: dict[str, Any]) -> None:
+    """Every parameter gets a gradient, no cut of the batch changes it, and steps on the same images lower the loss."""
+    choice = MethodChoice(name, settings)
+    without = next(iter(suite.verify(choice, ())))
+    assert without.passed, without
+    reference = suite.gradients(choice)
+    cut = compare("", suite.gradients(choice, suite.Way(micro=4, chunk=3)), reference)
+    assert cut.passed, cut
+    made, some, losses = learner(name, settings), batch(method=choice), []
+    optimizer = Optimizer(made, replace(MUON, lr=1e-3, muon_lr=2e-3, warmup=0.0), 3)
+    for step in range(3):
+        losses.append(float(backward(made, [some])["loss"]))
+        optimizer.step(step)
+        made.zero_grad()
+    assert losses[2] < losses[0]
 
 
-def test_a_module_that_hides_that_of_this_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("json.py").touch()  # of the standard library, which Python finds first
-    with pytest.raises(ValueError, match=r"cannot load method json:preset .*json.__init__\.py hides json\.py of this"):
-        preset("json:preset")
+VERIFIED: list[tuple[str, dict[str, Any]]] = [  # beside those of the conformity suite's own tests
+    *((f"{name}+negatives", {}) for name in ("clip", "prolip", "siglip+compose")),
+    *((f"{name}+superclass", {}) for name in ("llip", "siglip+compose")),
+    *((f"siglip+reinforced+{part}", {}) for part in ("compose", "self-distill")),
+    ("llip+self-distill", {}),
+    ("coca+sub-captions+text-crops", {"text_crops": {"small": 2, "parts": 2, "heads": 4}}),
+    ("coca", {"parallel": 0.75, "caption_mask": "attentive"}),
+    ("sycoca", {"parallel": 0.5}),
+    ("llip+caption", {"caption": {"parallel": 0.5}}),
+    ("coca+gaussian", {"parallel": 0.5}),
+    ("flair", {"other_texts": "all"}),
+    ("pcme++", {"variance_blocks": 1}),
+    ("llip", {"form": "gram", "k": 3, "heads": 4}),
+    ("siglip+exact", {"exact": {"balance": True}}),
+    ("clip+mined", {"mined": {"balance": True}}),
+    ("siglip+mined+supcon", {"supcon": {"form": "in"}}),
+]
 
 
-def test_a_replaced_pair_loss_is_named_before_the_first_step() -> None:
-    (note,) = preset("siglip+softmax").notes[len(preset("siglip").notes) :]
-    assert note(cast(Any, None)).startswith("softmax replaces the pair loss of siglip: settings that only that loss ")
-    assert len(preset("siglip+compose").notes) == len(preset("siglip").notes)
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "settings"), VERIFIED)
+def test_every_check_of_further_mixes(name: str, settings: dict[str, Any]) -> None:
+    assert not [check for check in suite.verify(MethodChoice(name, settings), (1, 2)) if not check.passed]
 
 
-def test_settings_of_a_mix_are_the_base_s_and_its_pieces_own() -> None:
-    method = preset("clip+sigmoid", {"scale": 5.0, "sigmoid": {"scale": 2.0, "bias": -3.0}})
-    head = build(DEBUG, method, 0).head
-    assert head.bias is not None
+@pytest.mark.parametrize("name", ["clip-c", "siglip+mixup", "siglip+cutmix", "siglip+stylistic", "slip"])
+def test_ranks_and_workers_change_no_batch(name: str) -> None:
+    assert made_otherwise(name) == 0
+
+
+SMALL = {
+    "clip+superclass": ("superclass.seen", {}),
+    "siglip+self-distill": ("self_distill.centre", {"self_distill": {"large": 2, "prototypes": 24}}),
+    "clip+text-crops": ("text_crops.teacher.text_tower.positions", {"text_crops": {"small": 2, "parts": 2}}),
+}
+
+
+@pytest.mark.parametrize("name", mostly_slow(list(SMALL), 0))
+def test_what_a_method_remembers_is_resumed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = default_recipe(name, "debug", ("scenes?n=64",))
+    data = replace(base.data, tokenizer_vocab=300)
+    remembered, settings = SMALL[name]
+    run = replace(base, settings=settings, batch=8, micro=4, steps=4, data=data)
+    whole, cut = whole_and_cut(run, tmp_path, monkeypatch)
+    assert any(key.endswith(remembered) and value.any() for key, value in whole.items())
+    assert whole.keys() == cut.keys()
+    assert all(torch.equal(whole[key], cut[key]) for key in whole)
+
+
+def test_settings_of_a_mix_are_the_base_s_and_its_parts_own() -> None:
+    head = model("clip+sigmoid", {"scale": 5.0, "sigmoid": {"scale": 2.0, "bias": -3.0}}).head
     assert (head.log_scale.exp().item(), head.bias.item()) == (pytest.approx(2.0), -3.0)
 
 
 def test_a_scale_that_softmax_limits_is_limited_in_a_mix_too() -> None:
-    head = build(DEBUG, preset("siglip+softmax"), 0).head
+    head = model("siglip+softmax").head
     assert head.bias is None
     head.log_scale.data.fill_(9.0)
     head.clamp_()
     assert head.log_scale.exp().item() == pytest.approx(100.0)
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("clip+softmx", "cannot be mixed with 'softmx'.*Did you mean softmax"),
-        ("clip+sigmoid+softmax", "sigmoid and softmax both fill the slot 'pair loss' of clip"),
-        ("pcme+++softmx", "pcme\\+\\+ cannot be mixed with 'softmx'.*Did you mean softmax"),
-        ("clp+softmax", "unknown method 'clp'.*Did you mean clip"),
-        ("siglop", "unknown method 'siglop'.*Did you mean siglop:preset, of siglop.py in this folder?"),
-    ],
-)
-def test_what_cannot_mix_gets_a_sentence(
-    name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("siglop.py").touch()
-    with pytest.raises(ValueError, match=message):
-        preset(name)
-
-
-@pytest.mark.parametrize("part", ["clic", "concepts", "negatives", "reinforced", "text-crops"])
-@pytest.mark.parametrize("pooling", ["attended", "contextual", "maxsim"])
-def test_a_pooling_that_does_not_fit_is_refused_in_any_order(part: str, pooling: str) -> None:
-    for name in (f"siglip+{part}+{pooling}", f"siglip+{pooling}+{part}"):
-        with pytest.raises(ValueError, match=rf"{part} compares one vector per image with one per"):
-            preset(name)
-
-
-@pytest.mark.parametrize(
-    ("name", "settings", "message"),
-    [
-        ("cappa+softmax", {}, "cappa has no pair loss, which softmax would change"),
-        ("vqa+mined", {}, "vqa has no pair loss, which mined would change"),
-        ("coca+sigmoid+bias-search", {"contrast_weight": 0.0}, "coca has no pair loss, which sigmoid would change"),
-        ("cappa+clic", {}, "cappa has not: without a pair loss"),
-        ("cappa+text-crops", {}, "cappa has not: without a pair loss.*such as coca for cappa"),
-        ("vqa+negatives", {}, "vqa has not: without a pair loss"),
-        ("vqa+superclass", {}, "texts of vqa are answers"),
-        ("flair+softmax", {}, "flair scores pairs in several ways, each with a loss, of which softmax would keep one"),
-        ("filip+sigmoid", {"whole": 0.5}, "filip scores pairs in several ways"),
-        ("filip+bias-search", {}, "filip has no bias for bias-search"),
-        ("flair+bias-search", {}, "of which bias-search would prepare one"),
-        ("siglip+bias-search+attended", {}, "of which bias-search would prepare one"),
-        ("slip+simclr", {}, "slip has the contrast simclr already"),
-    ],
-)
-def test_what_would_not_be_trained_is_refused(name: str, settings: dict[str, float], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        preset(name, settings)
-
-
-def test_a_pair_loss_that_is_trained_takes_components() -> None:
-    assert preset("cappa+negatives+softmax", {"contrast_weight": 1.0}).contrasts.keys() == {"negatives"}
-    assert preset("flair+softmax", {"whole": 0.0}).pair_loss is softmax_loss
-
-
-def test_unknown_settings_of_a_piece_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"sigmoid.*bais"):
-        preset("clip+sigmoid", {"sigmoid": {"bais": -3.0}})
+@pytest.mark.parametrize(("name", "part"), [("clip", ""), ("siglip+softmax", "softmax"), ("siglip+supcon", "supcon")])
+def test_a_fixed_scale_does_not_learn(name: str, part: str) -> None:
+    given = [{"fixed_scale": fixed, "scale": 5.0} for fixed in (False, True)]
+    scales = [model(name, {part: one} if part else one).head.log_scale for one in given]
+    assert [scale.requires_grad for scale in scales] == [True, False]
+    assert [scale.exp().item() for scale in scales] == pytest.approx([5.0, 5.0])
 
 
 def test_flags_name_components() -> None:
     assert mixed("clip", ["--pair-loss", "sigmoid", "--out", "x"]) == "clip+sigmoid"
     assert mixed("clip", ["--pair_loss=sigmoid"]) == "clip+sigmoid"
     assert mixed("clip", ["--out", "x"]) == "clip"
-    with pytest.raises(ValueError, match="--transforms is 'sigmoid': expected"):
-        mixed("clip", ["--transforms", "sigmoid"])
     assert mixed("clip", ["--terms", "caption", "mim"]) == "clip+caption+mim"
-    with pytest.raises(ValueError, match="--terms has no value"):
-        mixed("clip", ["--terms", "--out", "x"])
-    with pytest.raises(ValueError, match="--contrasts has no value: expected"):
-        mixed("clip", ["--contrasts", "--out", "x"])
+    for flags in (["--transforms", "sigmoid"], ["--terms", "--out", "x"], ["--contrasts", "--out", "x"]):
+        with pytest.raises(ValueError, match=flags[0]):
+            mixed("clip", flags)
 
 
 def test_a_mix_trains_from_the_command_line_and_its_model_loads(tmp_path: Path) -> None:
@@ -133,29 +162,5 @@ def test_a_mix_trains_from_the_command_line_and_its_model_loads(tmp_path: Path) 
     file = json.loads((tmp_path / "model" / "config.json").read_text())
     assert file["method"] == "clip+sigmoid"
     assert file["settings"]["sigmoid"]["bias"] == -4
-    main(["score", str(tmp_path / "model"), "--images", str(_image(tmp_path)), "--texts", "a red star"])
-
-
-def _image(folder: Path) -> Path:
-    from PIL import Image
-
-    Image.new("RGB", (40, 30), "red").save(folder / "red.png")
-    return folder / "red.png"
-
-
-@pytest.mark.slow
-def test_every_piece_fits_some_method_and_says_what_it_is() -> None:
-    for name, component in components().items():
-        assert component.summary
-        said = [_refusal(f"{base}+{name}") for base in names()]
-        assert None in said, f"no method takes {name}"
-        assert all(name in sentence for sentence in said if sentence is not None), said
-
-
-def _refusal(method: str) -> str | None:
-    """What is said of a method that cannot be; None of one that can."""
-    try:
-        preset(method)
-    except ValueError as error:
-        return str(error)
-    return None
+    Image.new("RGB", (40, 30), "red").save(tmp_path / "red.png")
+    main(["score", str(tmp_path / "model"), "--images", str(tmp_path / "red.png"), "--texts", "a red star"])

@@ -8,15 +8,9 @@ import torch
 from torch import Tensor
 
 from kiloword.data.open import open_source
-from kiloword.losses.pairs import Blocks
-from kiloword.methods.negatives import SWAPPED, contrast, swapped, without
-from kiloword.methods.registry import preset
-from kiloword.model.heads import cosine_head
-from kiloword.model.model import initialise
-from kiloword.training.accumulate import backward
-from kiloword.types import BadSample, Record, TextGroup
-from kiloword.verify.batch import batch
-from kiloword.verify.suite import learner, verify
+from kiloword.methods.negatives import contrast, swapped, without
+from kiloword.types import BadSample, Record
+from parts import agree, blocks, cosine, drawn, mean
 
 
 def draws(caption: str, n: int = 50) -> set[str | None]:
@@ -50,21 +44,11 @@ def literal(rows: Tensor, columns: Tensor, of: list[int], swaps: list[bool]) -> 
 
 @pytest.mark.parametrize("chunk", [0, 2])
 def test_the_loss_and_its_gradient_are_the_literal_ones(chunk: int) -> None:
-    generator = torch.Generator().manual_seed(0)
     of, swaps = [0, 0, 1, 2, 0, 2], [False, False, False, False, True, True]
-    rows, columns = (torch.randn(n, 5, generator=generator, dtype=torch.float64) for n in (3, 6))
-    head = cosine_head(1.0, fixed=True).double()
-    initialise(head, 0)
-    measured = []
-    for fast in (True, False):
-        a, b = rows.clone().requires_grad_(), columns.clone().requires_grad_()
-        left = {"vec": a, "position": torch.arange(3)}
-        right = {"vec": b, "position": torch.tensor(of), "swapped": torch.tensor(swaps)}
-        total = contrast(Blocks(head, left, right, chunk))
-        loss = total.sum / total.count if fast else literal(a, b, of, swaps)
-        measured.append([loss.detach(), *torch.autograd.grad(loss, [a, b])])
-    for a, b in zip(*measured, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+    rows, columns = drawn(3, 5).requires_grad_(), drawn(6, 5, seed=1).requires_grad_()
+    right = {"vec": columns, "position": torch.tensor(of), "swapped": torch.tensor(swaps)}
+    total = contrast(blocks(cosine(), {"vec": rows}, right, chunk))
+    agree(mean(total), literal(rows, columns, of, swaps), [rows, columns])
 
 
 @pytest.mark.parametrize("length", [2, 5, 12])
@@ -90,24 +74,6 @@ def test_a_caption_of_a_book_is_swapped_at_once() -> None:
     assert swapped(caption, np.random.default_rng(0)) != caption
 
 
-def test_micro_batches_without_a_swapped_caption_leave_the_gradient() -> None:
-    gradients = []
-    for parts in (1, 16):
-        made, some = learner("clip+negatives"), batch(method="clip+negatives")
-        group = some.inputs[SWAPPED]
-        assert isinstance(group, TextGroup)
-        assert set(group.image_of_text.tolist()) < set(range(16))
-        backward(made, some.split(parts))
-        gradients.append([p.grad for p in made.parameters() if p.requires_grad])
-    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-10, atol=1e-12)
-
-
-def test_a_pooling_without_one_vector_is_refused() -> None:
-    for name in ("llip+negatives", "flair+negatives"):
-        with pytest.raises(ValueError, match="compares one vector per image with one per text"):
-            preset(name)
-
-
 def test_captions_without_negatives_are_counted() -> None:
     class Few:
         name, fingerprint = "few", "0"
@@ -120,11 +86,5 @@ def test_captions_without_negatives_are_counted() -> None:
                 raise BadSample("gone")
             return Record("k", b"", [["a dog", "dogs run"], ["it is"]][row])
 
-    assert without(Few()).startswith("negatives: 2 of the first 3 captions have no two words to swap")
+    assert "2 of the first 3 captions" in without(Few())
     assert "of the first 64 captions" in without(open_source("scenes:train?n=64&captions=1", 32))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["clip+negatives", "prolip+negatives", "siglip+compose+negatives"])
-def test_it_is_verified(method: str) -> None:
-    assert not [check for check in verify(method, (1, 2)) if not check.passed]
