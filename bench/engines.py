@@ -47,7 +47,7 @@ class Steps:
         compilation.recompute(self.learner.model, kept)  # type: ignore[arg-type]
         if way == "fsdp":
             engine.shard(self.learner, half=args.dtype == "bf16")
-        self.reducer = engine.Reducer(self.learner)
+        self.reducer = engine.replicated(self.learner)
         self.optimizer = Optimizer(self.learner, OptimConfig(lr=1e-4), 1000)
         self.batch = share(args, self.learner).to(args.device)
 

@@ -10,41 +10,38 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kiloword.distributed.collectives import ranks, sum_over_ranks
 from kiloword.distributed.device import PrecisionContext
 from kiloword.losses.inputs import PairInputs
-from kiloword.training.engine import Reducer
+from kiloword.training.engine import replicated
 from kiloword.training.learner import PAIR, Learner, Replay
 from kiloword.types import Batch, Features
 
 
 def backward(
-    learner: Learner, micro: list[Batch], precision: PrecisionContext = nullcontext, reducer: Reducer | None = None
+    learner: Learner, micro: list[Batch], precision: PrecisionContext = nullcontext, reducer: nn.Module | None = None
 ) -> dict[str, Tensor]:
     """Compute the gradient of the mean loss over the `micro` of all ranks; it is added to the parameters' `grad`.
 
     Args: micro: this rank's share of the batch as one or more micro-batches; precision: a context for the towers
-    (autocast); reducer: the learner's reducer, to reuse over many steps.
+    (autocast); reducer: `engine.replicated(learner)`, to reuse over many steps.
     Returns: mean losses over the global batch, detached: "loss", "pair" and every term.
     """
-    reducer = reducer or Reducer(learner, overlap=False)
+    reducer = reducer or replicated(learner)
     counts = learner.counts(micro)
     totals: dict[str, Tensor] = {}
     replays: Sequence[dict[str, Replay] | None] = [None] * len(micro)
     if len(micro) > 1 and (learner.method.pair_weight or learner.contrasts):
         totals, replays = _pair_gradients(learner, micro, precision)
-    reducer.begin()
     reports = []
     for n, (batch, replay) in enumerate(zip(micro, replays, strict=True), 1):
-        if n == len(micro):
-            reducer.last()
+        reducer.require_backward_grad_sync = n == len(micro)  # type: ignore[assignment]  # read by DDP
         with precision():
-            out = learner(batch, counts, replay)
+            out = reducer(batch, counts, replay)
         out["loss"].backward()
         reports.append(_complete(learner, out, totals, len(micro)))
-    reducer.finish()
     names = list(reports[0])
     local = torch.stack([torch.stack([report[n].detach() for report in reports]).sum() for n in names])
     means = sum_over_ranks(local)

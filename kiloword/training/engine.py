@@ -1,20 +1,19 @@
 """Parallelism of a learner over ranks: replicated (ddp), or with sharded towers (fsdp). Results are the same.
 
-FSDP2 averages the gradients of the parameters that it shards; `Reducer` averages those of replicated parameters.
+FSDP2 averages the gradients of the parameters that it shards; DDP averages those of replicated parameters.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
-from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from kiloword.distributed import collectives
 from kiloword.model.adapters import MARK
@@ -32,74 +31,25 @@ ENTRIES = (
 )  # by which callers enter a model; none calls another
 
 
-class Reducer:
-    """Mean over ranks of the gradients of replicated parameters, in buckets that never change.
+def replicated(learner: Learner) -> nn.Module:
+    """What runs a learner so that the gradients of its replicated parameters become means over ranks.
 
-    Torch's DDP rebuilds its buckets after the first step, so that a resumed run would add in another order; here the
-    order is that of the parameters, last ones first, as the backward pass finishes them. Gradients are views of the
-    buckets, so that nothing is copied.
-
-    Args: overlap: reduce a bucket as soon as the backward pass has finished it and those before it.
+    Torch's DDP, which reduces a bucket as soon as the last backward pass of a step has finished it. As it looks for
+    unused parameters, it never rebuilds its buckets, so that a resumed run adds in the same order. It begins with the
+    first rank's weights, and has a group of its own, so that gathers and reductions may interleave in any order.
     """
-
-    def __init__(self, module: nn.Module, overlap: bool = True, bucket: int = BUCKET) -> None:
-        replicated = [p for p in module.parameters() if p.requires_grad and not isinstance(p, DTensor)]
-        self.buckets = list(_buckets(replicated[::-1], bucket)) if collectives.ranks() > 1 else []
-        self.flats = [b[0].new_zeros(sum(p.numel() for p in b)) for b in self.buckets]
-        self._ready = [0] * len(self.buckets)
-        self._works: list[dist.Work | None] = []
-        self._last = False
-        # a separate group, so that gathers and reductions of the backward pass may interleave in any order
-        self._group = dist.new_group() if overlap and self.buckets else None
-        for n, members in enumerate(self.buckets):
-            for p in members if overlap else ():
-                p.register_post_accumulate_grad_hook(partial(self._arrived, n))  # type: ignore[no-untyped-call]
-
-    def begin(self) -> None:
-        """Before the first backward pass of a step."""
-        for members, flat in zip(self.buckets, self.flats, strict=True):
-            flat.zero_()
-            parts = torch.split(flat, [p.numel() for p in members])
-            for p, part in zip(members, parts, strict=True):
-                p.grad = part.view_as(p)
-
-    def last(self) -> None:
-        """Before the last backward pass of a step, which may reduce the buckets that it finishes."""
-        self._last, self._ready, self._works = True, [0] * len(self.buckets), []
-
-    def finish(self) -> None:
-        """After the last backward pass: all gradients are means over ranks when this returns."""
-        self._last = False
-        while len(self._works) < len(self.buckets):  # buckets with parameters that got no gradient on this rank
-            self._send()
-        for work, flat in zip(self._works, self.flats, strict=True):
-            if work is not None:
-                work.wait()
-            flat /= collectives.ranks()
-        self._works = []
-
-    def _arrived(self, bucket: int, p: Tensor) -> None:
-        if not self._last:
-            return
-        self._ready[bucket] += 1
-        # in order, so that every rank reduces the same bucket
-        while (n := len(self._works)) < len(self.buckets) and self._ready[n] == len(self.buckets[n]):
-            self._send()
-
-    def _send(self) -> None:
-        self._works.append(dist.all_reduce(self.flats[len(self._works)], group=self._group, async_op=True))
-
-
-def _buckets(parameters: Sequence[Tensor], most: int) -> Iterator[list[Tensor]]:
-    """Parameters in order, split where the number of elements exceeds `most` or the dtype changes."""
-    group: list[Tensor] = []
-    for p in parameters:
-        if group and (sum(q.numel() for q in group) + p.numel() > most or p.dtype != group[0].dtype):
-            yield group
-            group = []
-        group.append(p)
-    if group:
-        yield group
+    if collectives.ranks() == 1:
+        return learner
+    sharded = [name for name, p in learner.named_parameters() if isinstance(p, DTensor)]
+    ignored = sharded + [name for name, _ in learner.named_buffers()]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(learner, ignored)  # type: ignore[no-untyped-call]
+    return DistributedDataParallel(
+        learner,
+        process_group=dist.new_group(),
+        bucket_cap_mb=BUCKET >> 18,
+        find_unused_parameters=True,
+        gradient_as_bucket_view=True,
+    )
 
 
 def shard(learner: Learner, half: bool = False) -> None:
@@ -143,46 +93,13 @@ def materialise(learner: Learner, seed: int) -> None:
     """Allocate the shards of towers that were built without storage, and give them the initial values of ddp.
 
     Each rank computes the whole values of one parameter at a time. Towers with storage are left unchanged.
-
-    Raises: ValueError on all ranks, naming a parameter whose initial values differ between ranks.
     """
     model = learner.model
     bare = [name for name, p in model.named_parameters() if p.is_meta]
     model._apply(lambda x: torch.empty_like(x, device=model.mean.device) if x.is_meta else x)  # type: ignore[no-untyped-call]
-    parameters, norms = dict(model.named_parameters()), {}
+    parameters = dict(model.named_parameters())
     for name, values in first_values(model, seed, bare):
         collectives.fill(parameters[name], values)
-        norms[f"model.{name}"] = _norm(values)
-    _compare(norms)
-
-
-def check_same(module: nn.Module) -> None:
-    """Check that all ranks have the same replicated weights; call it before sharding too, to check all of them.
-
-    Raises: ValueError on all ranks, naming a parameter that differs. `materialise` checks those without storage.
-    """
-    if collectives.ranks() > 1:
-        held = {n: p.detach() for n, p in module.named_parameters() if not (isinstance(p, DTensor) or p.is_meta)}
-        _compare({name: _norm(p) for name, p in held.items()})
-
-
-def _norm(x: Tensor) -> float:
-    """The norm in fp64, without a whole fp64 copy. A float, as small tensors among large ones fragment memory."""
-    return float(torch.stack([part.double().norm() for part in torch.split(x.flatten(), BUCKET)]).norm())
-
-
-def _compare(norms: dict[str, float]) -> None:
-    """Compare the norms of parameters over ranks. Raises: ValueError as `check_same`."""
-    if not norms:
-        return
-    values = torch.tensor(list(norms.values()), dtype=torch.float64).nan_to_num()
-    most, least = (collectives.extreme_over_ranks(values, which) for which in ("most", "least"))
-    differing = [name for name, other in zip(norms, (most != least).tolist(), strict=True) if other]
-    if differing:
-        raise ValueError(
-            f"{differing[0]} is not the same on all ranks ({len(differing)} of {len(norms)} parameters differ): start "
-            "all of them with one version of kiloword and torch, from the same files."
-        )
 
 
 def settle(module: nn.Module) -> None:

@@ -236,8 +236,12 @@ class Optimizer:
         return norm
 
     def zero_grad(self) -> None:
-        for p in (*self.names, *self.sharded.values()):
-            p.grad = None
+        """Drop the gradients; of replicated parameters they are views of DDP's buckets, which stay."""
+        for p, name in self.names.items():
+            if name in self.sharded or p.grad is None or collectives.ranks() == 1:
+                self.sharded.get(name, p).grad = p.grad = None
+            else:
+                p.grad.zero_()
 
     def state_dict(self) -> dict[str, Tensor]:
         """Flat state: "exp_avg:NAME" and so on; entries of sharded parameters are sharded like these."""

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from kiloword.config.options import RunOptions
 from kiloword.config.recipes import Recipe
@@ -24,7 +25,6 @@ from kiloword.models.states import drop_old, steps_done
 from kiloword.stores.runs import check_trunk
 from kiloword.stores.tokens import ImageTokens, TextTokens, opened
 from kiloword.training import compilation, effects, engine, start, tuning
-from kiloword.training.engine import Reducer
 from kiloword.training.learner import Learner
 from kiloword.training.log import Log, SinceRow, open_log
 from kiloword.training.optimizer import Average, Optimizer
@@ -45,7 +45,7 @@ class Run:
     recipe: Recipe
     out: Path
     learner: Learner
-    reducer: Reducer
+    reducer: nn.Module  # see `engine.replicated`
     optimizer: Optimizer
     average: Average
     tokenizer: Tokenizer
@@ -92,7 +92,7 @@ def prepare(recipe: Recipe, out: Path, source: Source, *, device: str, options: 
         recipe=recipe,
         out=out,
         learner=learner,
-        reducer=Reducer(learner),
+        reducer=engine.replicated(learner),
         optimizer=Optimizer(learner, recipe.optim, recipe.steps),
         average=Average(learner, recipe.optim.ema),
         tokenizer=resolved.tokenizer,
@@ -117,7 +117,6 @@ def prepare(recipe: Recipe, out: Path, source: Source, *, device: str, options: 
         elif main and run.step == steps_done(out / "state"):
             # a run that was killed before this leaves one too many
             drop_old(out / "state", options.keep_states, run.step)
-        engine.check_same(learner)
         run.log = open_log(out, recipe, run.step, options, learner.model.head.log_limit)
     if run.device.type == "cuda" or (run.loader.workers and options.workers == "auto"):  # else no default depends on it
         run.log.say(f"device {resolved.chosen}")
@@ -181,6 +180,5 @@ def spread(learner: Learner, recipe: Recipe, options: RunOptions) -> None:
     compilation.recompute(learner.model, options.checkpointing)
     compilation.compile_model(learner.model, options.compile)
     if options.parallel == "fsdp":
-        engine.check_same(learner)  # while every rank holds whole matrices
         engine.shard(learner, half=recipe.precision == "bf16")
         engine.materialise(learner, recipe.seed)

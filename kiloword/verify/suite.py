@@ -137,7 +137,7 @@ def gradients(
     compilation.recompute(model.model, way.checkpointing)
     if way.parallel == "fsdp":
         engine.shard(model)
-    report = backward(model, data.split(way.micro), reducer=engine.Reducer(model))
+    report = backward(model, data.split(way.micro), reducer=engine.replicated(model))
     measured = {name: parallel.whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
     return {**measured, **{f"loss:{name}": value for name, value in report.items()}, **_state(model)}
 

@@ -106,7 +106,7 @@ def three_steps(kind: str, folder: Path) -> None:
     optimizer = torch.optim.SGD([p for p in made.parameters() if p.requires_grad], lr=0.1)
     for step in range(3):
         optimizer.zero_grad()
-        backward(made, data.split(2), reducer=engine.Reducer(made))
+        backward(made, data.split(2), reducer=engine.replicated(made))
         optimizer.step()
         after_step(made, step + 1)
     state = {name: x for name, x in term.state_dict().items() if not name.startswith("projection.")}

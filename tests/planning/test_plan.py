@@ -377,7 +377,7 @@ def send(folder: str) -> None:
             engine.shard(learner, half=precision == "bf16")
         batch = batch_of(learner.model.config, 8, 1, method)
         batch.position = torch.arange(8) + 8 * rank
-        reducer = engine.Reducer(learner)
+        reducer = engine.replicated(learner)
         with Sent() as sent:
             backward(
                 learner,

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 import plan_allocated
@@ -19,7 +18,6 @@ from kiloword.config.recipes import OptimConfig, Recipe
 from kiloword.distributed import collectives
 from kiloword.methods.defaults import MUON, default_recipe
 from kiloword.methods.registry import preset
-from kiloword.randomness import key
 from kiloword.training import compilation, engine
 from kiloword.training.accumulate import backward
 from kiloword.training.learner import Learner
@@ -43,7 +41,7 @@ def trained(way: str) -> dict[str, Tensor]:
         assert whole == {
             n for n, p in model.named_parameters() if p.dim() < 2 or n.startswith(("model.head.", "terms."))
         }
-    optimizer, reducer = Optimizer(model, CONFIG, STEPS), engine.Reducer(model)
+    optimizer, reducer = Optimizer(model, CONFIG, STEPS), engine.replicated(model)
     seen(model)  # as a method does that prepares itself
     average = Average(model, 0.5)
     share = IMAGES // collectives.ranks()
@@ -71,24 +69,6 @@ def seen(model: Learner) -> dict[str, Tensor]:
     """Features of images and texts: of the weights as they are now, whatever was gathered of others."""
     found = model.encode(batch(0, 3, method="sycoca"))
     return {"image": found.images["vec"], "text": found.texts["vec"]}
-
-
-def differing_in_one() -> str:
-    """What `check_same` says when the last rank's copy of one bias is another one."""
-    module = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
-    for p in module.parameters():
-        nn.init.ones_(p)
-    engine.check_same(module)
-    if collectives.rank() == collectives.ranks() - 1:
-        nn.init.zeros_(module["b"].bias)
-    with pytest.raises(ValueError, match="start all of them with one version") as said:
-        engine.check_same(module)
-    return str(said.value)
-
-
-def test_ranks_that_hold_different_weights_are_refused() -> None:
-    for said in over_threads(3, differing_in_one):
-        assert said.startswith("b.bias is not the same on all ranks (1 of 4 parameters differ)")
 
 
 def recipe(**changes: Any) -> Recipe:
@@ -127,24 +107,6 @@ def test_fsdp_begins_with_the_shards_of_the_weights_of_ddp() -> None:
     assert sum(sharded for _, _, sharded in ranks[0].values()) > 20
 
 
-def sharded_otherwise(way: str) -> str:
-    """The error of the last rank, which starts from another seed, and of all others before the first step."""
-    own = recipe(seed=collectives.rank() // 2)
-    made, _ = make_learner(own, preset("sycoca"), bare=way == "built bare")
-    with pytest.raises(ValueError, match="is not the same on all ranks") as said:
-        spread(made, own, RunOptions(parallel="fsdp"))
-    return str(said.value)
-
-
-@pytest.mark.parametrize("way", ["built bare", "built whole"])
-def test_matrices_are_compared_before_they_are_sharded(way: str) -> None:
-    """The head alone is made alike, so that nothing but what is sharded differs."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kiloword.model.model.key", lambda seed, name: key(seed if "tower" in name else 0, name))
-        for said in over_threads(3, partial(sharded_otherwise, way)):
-            assert said.startswith("model.image_tower.")
-
-
 def in_half(way: str) -> dict[str, Tensor]:
     """Gradients of fsdp, whose blocks are gathered in bf16, or of ddp, under autocast."""
     model = learner("prolip", dtype=torch.float32)
@@ -152,7 +114,7 @@ def in_half(way: str) -> dict[str, Tensor]:
         engine.shard(model, half=True)
     first = 8 * collectives.rank()
     autocast = partial(torch.autocast, "cpu", torch.bfloat16)
-    backward(model, [batch(first, first + 8, method="prolip")], autocast, engine.Reducer(model))
+    backward(model, [batch(first, first + 8, method="prolip")], autocast, engine.replicated(model))
     return {name: collectives.whole(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -174,46 +136,6 @@ def test_three_ranks_move_the_weights_of_one() -> None:
             assert found.keys() == one.keys()
             for name, value in one.items():
                 torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-9, msg=f"{way}: {name}")
-
-
-@pytest.mark.parametrize("half", [False, True])
-def test_what_is_sharded_and_how(monkeypatch: pytest.MonkeyPatch, half: bool) -> None:
-    """Blocks and layers one by one, freed after their pass; the rest once a micro-batch. Vectors and the head stay."""
-    parts: list[tuple[nn.Module, dict[str, Any]]] = []
-    entries: list[tuple[nn.Module, str]] = []
-    monkeypatch.setattr(collectives, "ranks", lambda: 2)
-    monkeypatch.setattr(engine, "init_device_mesh", lambda kind, shape: (kind, shape))
-    monkeypatch.setattr(engine, "fully_shard", lambda part, **how: parts.append((part, how)))
-    monkeypatch.setattr(engine, "register_fsdp_forward_method", lambda part, name: entries.append((part, name)))
-    made = learner("sycoca")
-    engine.shard(made, half=half)
-    model = made.model
-    *units, (last, rest) = parts
-    assert last is model
-    assert rest["reshard_after_forward"] is False
-    names = {id(part): name for name, part in model.named_modules()}
-    kinds = [names[id(part)].rpartition(".")[0] for part, _ in units]
-    assert {kind: kinds.count(kind) for kind in kinds} == {
-        "image_tower.blocks": 2,
-        "text_tower.blocks": 2,
-        **{f"more.{name}.layers": len(tower.layers) for name, tower in model.more.items()},
-    }
-    kept = {p for p in model.parameters() if p.dim() < 2} | set(model.head.parameters())
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
-    for _, how in units:
-        assert how == {
-            "mesh": ("cpu", (2,)),
-            "mp_policy": policy if half else MixedPrecisionPolicy(),
-            "ignored_params": kept,
-        }
-    assert rest == {"mesh": ("cpu", (2,)), "reshard_after_forward": False, "ignored_params": kept}
-    assert {name for part, name in entries if part is model} == set(engine.ENTRIES)
-    keyed = [part for part, _ in units if hasattr(part, "keys")]
-    assert [part for part, name in entries if name == "keys"] == keyed
-    parts.clear()
-    monkeypatch.setattr(collectives, "ranks", lambda: 1)
-    engine.shard(made)
-    assert parts == []
 
 
 def gradients_of(module: nn.Module, value: float) -> None:
@@ -293,15 +215,6 @@ def test_checkpointing_keeps_less_the_more_it_repeats() -> None:
         kept[kind] = plan_allocated.kept(lambda: model.encode(some))  # noqa: B023
     assert kept["whole"] < 0.4 * kept["none"]
     assert kept["whole"] < 0.6 * kept["selective"] < 0.6 * 0.85 * kept["none"]
-
-
-def test_buckets_hold_every_parameter_once_in_an_order_that_is_fixed() -> None:
-    parameters = list(learner("clip").parameters())
-    found = list(engine._buckets(parameters[::-1], 2000))
-    assert [id(p) for group in found for p in group] == [id(p) for p in parameters[::-1]]
-    assert len(found) > 3
-    assert list(engine._buckets([], 2000)) == []
-    assert all(len(group) == 1 or sum(p.numel() for p in group) <= 2000 for group in found)
 
 
 @pytest.mark.slow

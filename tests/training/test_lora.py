@@ -60,7 +60,7 @@ def gradients(way: Way, spread: Callable[[Learner], object] = lambda made: None)
     if way.parallel == "fsdp":
         engine.shard(made)
     micro = batch(rank * share, (rank + 1) * share, method="llip").split(way.micro)
-    report = backward(made, micro, reducer=engine.Reducer(made))
+    report = backward(made, micro, reducer=engine.replicated(made))
     found = {n: collectives.whole(p.grad).clone() for n, p in made.named_parameters() if p.grad is not None}
     return {**found, "loss": report["loss"]}
 

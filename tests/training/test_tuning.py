@@ -314,7 +314,7 @@ def unfrozen(way: str, micro: int = 1, trunks: Trunks = "none") -> dict[str, Ten
     plan = recipe("image", "text", unfreeze=(0.25, 0.5), steps=4)
     unfreezing = tuning.Unfreezing(model, plan)
     config = replace(MUON, lr=1e-2, warmup=0, layer_decay=0.5, clip=0.5)
-    optimizer, reducer, average = Optimizer(model, config, 4), engine.Reducer(model), Average(model, 0.5)
+    optimizer, reducer, average = Optimizer(model, config, 4), engine.replicated(model), Average(model, 0.5)
     share = 12 // collectives.ranks()
     mine = batch(collectives.rank() * share, (collectives.rank() + 1) * share, trunks=trunks)
     out: dict[str, Tensor] = {}

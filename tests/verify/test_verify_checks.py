@@ -129,7 +129,7 @@ def test_a_way_is_the_way_that_gradients_are_made(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(collectives, "ranks", lambda: ranks)
     monkeypatch.setattr(compilation, "recompute", lambda model, kind: calls.append(("recompute", kind)))
     monkeypatch.setattr(engine, "shard", lambda learner: calls.append(("shard",)))
-    monkeypatch.setattr(engine, "Reducer", lambda learner: "reducer")
+    monkeypatch.setattr(engine, "replicated", lambda learner: "reducer")
 
     def backward(learner: Any, micro: list[Any], *, reducer: str) -> Gradients:
         calls.extend([reducer, learner.chunk, [b.position.tolist() for b in micro]])
