@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from kiloword.distributed import collectives
 from kiloword.distributed.gather import gather_features
@@ -157,8 +158,8 @@ def gathers(sizes: list[int]) -> None:
         torch.testing.assert_close(grad, torch.zeros_like(grad) if expected is None else expected)
 
 
-class Said(TorchDispatchMode):
-    """Collectives by the numbers of their largest tensor."""
+class Collectives(TorchDispatchMode):
+    """What this rank says to others: how often, by the operation's name and the numbers of its largest tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -166,18 +167,18 @@ class Said(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
-            flat = torch.utils._pytree.tree_leaves((args, kwargs))
-            self.calls[func._opname, max(x.numel() for x in flat if isinstance(x, Tensor))] += 1
+            sizes = [x.numel() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+            self.calls[func._opname, max(sizes, default=0)] += 1
         return func(*args, **(kwargs or {}))
 
 
 def talks() -> None:
-    """What the ranks say to each other in one step of a softmax loss: one gather and one scatter of features."""
+    """What the ranks say to each other in one step of a softmax loss: a gather and a scatter of what it reads."""
     share, rank = IMAGES // 2, collectives.rank()
-    made, shares = learner("clip"), [batch(r * share, (r + 1) * share) for r in (0, 1)]
+    made, shares = learner("clip"), [batch(r * share, (r + 1) * share, method="clip+mined") for r in (0, 1)]
     most, every = (f(len(one.texts) for one in shares) for f in (max, sum))
     features = 2 * most * made.model.config.head.dim
-    with Said() as said:
+    with Collectives() as said:
         backward(made, shares[rank].split(1))
     gathered = {n for (name, n), times in said.calls.items() if "gather" in name for _ in range(times)}
     assert gathered == {2, 2 * most * 16, features}  # counts, bytes, floats

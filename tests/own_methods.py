@@ -1,0 +1,164 @@
+"""Methods and components as users write them, in a module of their own: right ones, and ones that go wrong."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from kiloword.config.settings import BaseSettings, setting
+from kiloword.losses.pairs import sigmoid_loss
+from kiloword.methods.method import Component, Method, annotated, follow
+from kiloword.methods.registry import preset as built_in
+from kiloword.model.heads import cosine_head
+from kiloword.model.image import ImageTower
+from kiloword.types import Input, Total
+
+
+class Texts(nn.Module):
+    """Captions against captions of the same image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = cosine_head(5.0, bias=-1.0)
+
+    def features(self, model: Any, batch: Any, encoded: Any) -> Any:
+        return {"vec": encoded.texts["vec"]}, {"vec": encoded.texts["vec"]}
+
+    def loss(self, pairs: Any) -> Any:
+        return sigmoid_loss(pairs, annotated)
+
+
+class Norms(nn.Module):
+    """A term without a meaning."""
+
+    def count(self, batch: Any) -> Any:
+        return batch.position.new_full((), len(batch))
+
+    def forward(self, model: Any, batch: Any, encoded: Any) -> Any:
+        return encoded.images["vec"].sum()
+
+
+class Headless(Texts):
+    def __init__(self) -> None:
+        super().__init__()
+        del self.head
+
+
+class Three(Texts):
+    def features(self, model: Any, batch: Any, encoded: Any) -> Any:
+        return {"vec": encoded.texts["vec"][:3]}, {"vec": encoded.texts["vec"]}
+
+
+class Unnamed(Texts):
+    def features(self, model: Any, batch: Any, encoded: Any) -> Any:
+        return {"vector": encoded.texts["vec"]}, encoded.texts
+
+
+class Summed(Texts):
+    def loss(self, pairs: Any) -> Any:
+        return sigmoid_loss(pairs, annotated).sum
+
+
+class Reading(Texts):
+    def loss(self, pairs: Any) -> Any:
+        pairs.column("image_features.teacher")
+
+
+class Negative(Texts):
+    def loss(self, pairs: Any) -> Any:
+        total = sigmoid_loss(pairs, annotated)
+        return Total(-total.sum, total.count)
+
+
+class Flat(Texts):
+    def loss(self, pairs: Any) -> Any:
+        total = sigmoid_loss(pairs, annotated)
+        return Total(0 * total.sum + 5, total.count)
+
+
+class Slow(Texts):
+    def lr_factors(self) -> dict[str, float]:
+        return {"head.bias": 0.1}
+
+
+class Number(Norms):
+    def count(self, batch: Any) -> Any:
+        return len(batch)
+
+
+class Masked(Norms):
+    def forward(self, model: Any, batch: Any, encoded: Any) -> Any:
+        return model.image_tokens(batch.images, masked=torch.ones(len(batch), 4, dtype=torch.bool)).sum()
+
+
+class Raw(Norms):
+    def forward(self, model: Any, batch: Any, encoded: Any) -> Any:
+        return model.image_tower(batch.images).sum()
+
+
+class Normalised(Norms):
+    def forward(self, model: Any, batch: Any, encoded: Any) -> Any:
+        return model.normalise(batch.images).sum()
+
+
+class NoModule:
+    def count(self, batch: Any) -> Any:
+        return None
+
+
+class Distilled(Texts):
+    """With a teacher that follows the image tower."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.teacher = ImageTower(config.image).requires_grad_(False)
+        self.register_buffer("seen", torch.zeros(()))
+
+
+def after(learner: Any, step: int) -> None:
+    contrast = learner.contrasts["texts"]
+    follow(contrast.teacher, learner.model.image_tower, 0.9 if step else 0.0)
+    contrast.seen += step
+
+
+def with_loss(slot: str, make: Any, weight: Any = 1.0, name: str = "texts") -> Method:
+    """SigLIP with one further loss. Args: slot: "contrasts" or "terms"."""
+    changed: dict[str, Any] = {slot: {name: (weight, lambda config: make())}}
+    return replace(built_in("siglip"), **changed)
+
+
+def negative() -> Method:
+    return with_loss("contrasts", Negative)
+
+
+def flat() -> Method:
+    return with_loss("contrasts", Flat)
+
+
+def distilled() -> Method:
+    return replace(built_in("siglip"), contrasts={"texts": (1.0, Distilled)}, after_step=(after,))
+
+
+def by_chance() -> Method:
+    """Inputs by global randomness."""
+
+    def halves(example: Any, fetch: Any, draw: Any) -> list[str]:
+        return random.sample(example.captions[0].split(), 2)
+
+    return replace(built_in("siglip"), inputs={"halves": Input(halves)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(BaseSettings):
+    weight: float = setting(1.0, "weight of the contrast", 0)
+
+
+def apply(method: Method, settings: Settings) -> Method:
+    return replace(method, contrasts={**method.contrasts, "texts": (settings.weight, lambda config: Texts())})
+
+
+texts = Component("contrasts", "texts of an image are alike", Settings, apply)
