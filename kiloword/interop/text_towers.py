@@ -15,7 +15,7 @@ from kiloword.data.text.vocabularies import encoder_tokenizer
 from kiloword.errors import suggestion
 from kiloword.interop.hf_folder import check_strangers, json_object, weight_files
 from kiloword.interop.open_clip import read
-from kiloword.model.trunks.bert import Bert, converted, positions_of, rows_of, width_of
+from kiloword.model.trunks.bert import Bert, converted, positions_of, value
 from kiloword.model.trunks.libraries import check_like, folders_of, kept, quiet, transformers
 from kiloword.model.trunks.padded import ENCODERS, bare, made
 from kiloword.model.trunks.trunk import Trunk
@@ -92,7 +92,7 @@ def with_text_tower(model: ModelConfig, text: str) -> ModelConfig:
     Raises: ValueError as `read_text_folder`.
     """
     source = read_text_folder(text)
-    trunk = TrunkConfig(name="hf", width=width_of(source.config), config=source.config)
+    trunk = TrunkConfig(name="hf", width=value(source.config, "hidden_size"), config=source.config)
     tower = replace(model.text, trunk=trunk, context=source.context, causal=False, pad_to_context=source.siglip)
     return replace(model, text=tower)
 
@@ -110,7 +110,8 @@ def tokenizer_of(text: str) -> Tokenizer:
         if source.siglip:
             return tokenizer_from(document)
         pad = source.config.get("pad_token_id")
-        return encoder_tokenizer(document, rows_of(source.config), pad if isinstance(pad, int) else None, source.lower)
+        rows = value(source.config, "vocab_size")
+        return encoder_tokenizer(document, rows, pad if isinstance(pad, int) else None, source.lower)
     except ValueError as error:
         reason = str(error).rstrip(".")
         raise ValueError(f"{path} cannot be used: {reason}.") from error

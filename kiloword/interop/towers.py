@@ -18,9 +18,21 @@ from kiloword.errors import suggestion
 from kiloword.interop import hf_folder
 from kiloword.interop.open_clip import read
 from kiloword.interop.open_clip_config import Unlike, translate
-from kiloword.model.trunks.kinds import HF, OPEN_CLIP, TIMM, image_trunk, measured, resized_trunk
 from kiloword.model.trunks.libraries import check_like, folders_of, kept, quiet, transformers
-from kiloword.model.trunks.library import ANY_SIZE, HF_TYPES, HfVision, TimmVision, check_hf, open_clip_config
+from kiloword.model.trunks.library import (
+    ANY_SIZE,
+    HF,
+    HF_TYPES,
+    OPEN_CLIP,
+    TIMM,
+    HfVision,
+    TimmVision,
+    check_hf,
+    image_trunk,
+    measured,
+    open_clip_config,
+    resized_trunk,
+)
 from kiloword.model.trunks.lite import DEBUG, VARIANTS, WIDTH
 from kiloword.model.trunks.padded import text_trunk
 from kiloword.model.trunks.trunk import Trunk
@@ -198,7 +210,10 @@ def check_declared(model: ModelConfig, image_tower: str = "", text_tower: str = 
         if kind not in FOLDERS or not place or not (folder / "config.json").is_file():
             continue
         with torch.device("meta"):
-            trunk = image_trunk(tower) if isinstance(tower, ImageConfig) else text_trunk(replace(tower, context=1))
+            if isinstance(tower, ImageConfig):
+                trunk = image_trunk(tower.trunk)
+            else:
+                trunk = text_trunk(replace(tower, context=1))
         declared = sum(p.numel() for p in trunk.parameters())
         stored = sum(path.stat().st_size for path in hf_folder.weight_files(folder))
         if declared > stored:

@@ -77,11 +77,20 @@ class Unit(nn.Module):
 
 
 class Block(Unit):
-    """Pre-norm transformer block; x is dense [N, L, W] or, with a packing, [S, W]."""
+    """Pre-norm transformer block, or post-norm as in BERT; x is dense [N, L, W] or, with a packing, [S, W]."""
 
-    def __init__(self, width: int, heads: int, mlp: int, activation: Activation, eps: float, depth: int) -> None:
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        mlp: int,
+        activation: Activation,
+        eps: float,
+        depth: int,
+        post_norm: bool = False,
+    ) -> None:
         super().__init__()
-        self.depth = depth  # of the tower; scales the initial weights of residual branches
+        self.depth, self.post_norm = depth, post_norm  # depth of the tower scales initial weights of residual branches
         self.norm1 = nn.LayerNorm(width, eps)
         self.attention = SelfAttention(width, heads)
         self.norm2 = nn.LayerNorm(width, eps)
@@ -96,6 +105,10 @@ class Block(Unit):
         only: Tensor | None = None,
     ) -> Tensor:
         """only [N, n] int64: for dense x, return only these tokens [N, n, W]; all are attended to."""
+        if self.post_norm:
+            x = self.norm1(x + self.attention(x, packing, causal, cache))
+            normed: Tensor = self.norm2(x + self.mlp(x))
+            return normed
         x = x + self.attention(self.norm1(x), packing, causal, cache)
         x = x if only is None else take(x, only)
         out: Tensor = x + self.mlp(self.norm2(x))

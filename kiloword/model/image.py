@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from kiloword.config.recipes import ImageConfig
 from kiloword.model.blocks import Block, Init, take
-from kiloword.model.trunks.kinds import image_trunk
+from kiloword.model.trunks.library import image_trunk
 
 
 def grid(config: ImageConfig) -> int:
@@ -61,7 +61,7 @@ class ImageTower(nn.Module):
         _check(config)
         self.config = config
         width, places = config.width, grid(config) ** 2 + int(config.class_token)
-        self.trunk = image_trunk(config) if config.trunk.name else None
+        self.trunk = image_trunk(config.trunk) if config.trunk.name else None
         incoming = config.trunk.width if self.trunk is not None else 3 * config.patch**2
         self.patches = nn.Linear(incoming, width, bias=config.stem_bias)
         self.stem = ConvStem(config) if config.stem == "conv" and self.trunk is None else None

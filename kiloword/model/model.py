@@ -18,7 +18,7 @@ from kiloword.model.image import ImageTower, grid
 from kiloword.model.pooling import at_least_float
 from kiloword.model.resnet import ResNet, check_vit
 from kiloword.model.text import TextTower
-from kiloword.model.trunks.kinds import resized_trunk
+from kiloword.model.trunks.library import resized_trunk
 from kiloword.randomness import key
 from kiloword.types import Features, Texts
 

@@ -21,7 +21,7 @@ from kiloword.methods.defaults import default_recipe, tuned
 from kiloword.methods.registry import find, preset
 from kiloword.model.heads import Head
 from kiloword.model.model import Model, resize, resize_text
-from kiloword.model.trunks.kinds import resized_trunk
+from kiloword.model.trunks.library import resized_trunk
 from kiloword.model.trunks.trunk import Trunk
 from kiloword.models.model_folder import WEIGHTS, check_weights, load_weights, read_model_file
 from kiloword.models.tensors import open_tensors

@@ -94,7 +94,8 @@ def test_tokens_are_those_of_timm(name: str, size: int) -> None:
     with torch.no_grad():
         expected = theirs.forward_features(same_kernels).flatten(2).transpose(1, 2)
         tokens = trunk(images)
-    assert EfficientNetLite.shape(size) == (tokens.shape[2], 0, int(tokens.shape[1] ** 0.5))
+    measured = towers.resized_trunk(TrunkConfig(name=name), size)
+    assert (measured.width, measured.prefix, measured.grid) == (tokens.shape[2], 0, int(tokens.shape[1] ** 0.5))
     torch.testing.assert_close(tokens, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
 
 
@@ -165,8 +166,9 @@ def test_a_tower_of_depth_0_projects_tokens() -> None:
 
 
 def test_a_config_that_does_not_fit_its_trunk_is_refused() -> None:
-    with pytest.raises(ValueError, match="map of 2 x 2, but its config says 1280, 0 and 3 x 3"):
-        model(trunk=replace(config().image.trunk, grid=3))
+    wrong = model(trunk=replace(config().image.trunk, grid=3))
+    with pytest.raises(ValueError, match=r"tokens have shape \(4, 1280\).*\(9, 1280\)"):
+        wrong.image_tokens(torch.zeros(1, 3, 64, 64, dtype=torch.uint8))
     with pytest.raises(ValueError, match="'os' is unknown"):
         model(trunk=replace(config().image.trunk, name="os"))
 

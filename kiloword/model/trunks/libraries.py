@@ -7,6 +7,7 @@ import importlib.util
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -78,10 +79,7 @@ def quiet(library: Any) -> Iterator[None]:
 def unfilled() -> AbstractContextManager[None]:
     """Models of transformers that are made inside get no initial values: kiloword draws its own, by name."""
     version_5 = importlib.util.find_spec("transformers.initialization") is not None
-    if version_5:
-        module = importlib.import_module("transformers.initialization")
-    else:
-        module = importlib.import_module("transformers.modeling_utils")
+    module = importlib.import_module(f"transformers.{'initialization' if version_5 else 'modeling_utils'}")
     none: AbstractContextManager[None] = module.no_init_weights()
     return none
 
@@ -116,21 +114,24 @@ def kept(config: dict[str, Any]) -> dict[str, Any]:
     return out
 
 
-def check_numbers(config: dict[str, Any], what: str) -> None:
-    """Raises: ValueError for towers beyond all limits."""
-    for name, value in _numbers(config):
+def check_numbers(config: Any, what: str, name: str = "") -> None:
+    """Raises: ValueError for towers beyond all limits. Args: config: a JSON value; name: of its field."""
+    if isinstance(config, dict | list):
+        for key, inner in config.items() if isinstance(config, dict) else zip(repeat(name), config):
+            check_numbers(inner, what, key)
+    elif isinstance(config, int | float):
         most = DEPTH if "layers" in name or "depth" in name else MOST
-        if not -MOST <= value <= most:  # False for NaN
-            raise ValueError(f"{what} cannot be used: {name} is {value}: expected at most {most}.")
+        if not -MOST <= config <= most:  # False for NaN
+            raise ValueError(f"{what} cannot be used: {name} is {config}: expected at most {most}.")
 
 
-def _numbers(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
-    """All numbers in a JSON value with the names of their fields."""
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            yield from _numbers(inner, key)
-    elif isinstance(value, list):
-        for inner in value:
-            yield from _numbers(inner, name)
-    elif isinstance(value, int | float):
-        yield name, value
+@contextmanager
+def unusable(what: str) -> Iterator[None]:
+    """Turn whatever a library raises for a model that it cannot make or run into a ValueError."""
+    try:
+        yield
+    except ValueError:
+        raise
+    except Exception as error:  # of a tag, a config or an architecture
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(f"{what} cannot be used ({type(error).__name__}: {reason}): name another tower.") from error

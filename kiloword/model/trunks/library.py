@@ -1,4 +1,4 @@
-"""Trunks whose code is another library's: image towers of timm, open_clip and transformers.
+"""Image trunks: ours, and towers of timm, open_clip and transformers; from a config, and what their tokens look like.
 
 Names come from files of strangers too: each is looked up in its library's registry and imports nothing.
 """
@@ -7,16 +7,22 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import math
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from kiloword.config.recipes import TrunkConfig
 from kiloword.errors import needs, suggestion
-from kiloword.model.trunks.libraries import check_numbers, kept, torchvision_ready, transformers, unfilled
+from kiloword.model.trunks.libraries import check_numbers, kept, torchvision_ready, transformers, unfilled, unusable
+from kiloword.model.trunks.lite import VARIANTS, EfficientNetLite
 from kiloword.model.trunks.trunk import Trunk
 
+TIMM, OPEN_CLIP, HF = "timm:", "open_clip:", "hf"
 HF_TYPES = ("vit", "dinov2", "dinov2_with_registers", "siglip_vision_model", "clip_vision_model")
 ANY_SIZE = ("dinov2", "dinov2_with_registers")  # interpolate their positions to the size of an image
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)  # of a model: no address, no path
@@ -26,23 +32,57 @@ INDEXED = re.compile(r"^(?!net\.conv1\b|.*\b(?:stem|patch_embed)\b)(.*?(?<![A-Za
 INSTALL = {"timm": ("timm", "timm"), "open_clip": ("open_clip_torch", "openclip")}  # package, extra of kiloword
 
 
-class LibraryTrunk(Trunk):
-    """A trunk whose module is `net`.
+def image_trunk(config: TrunkConfig) -> Trunk:
+    """The trunk of an image tower. Raises: ValueError for one that does not exist, or whose library is missing."""
+    name = config.name
+    with unusable(f"the trunk {name[:200]}"):
+        if name in VARIANTS:
+            return EfficientNetLite(name)
+        if name.startswith(TIMM):
+            return TimmVision(name.removeprefix(TIMM))
+        if name.startswith(OPEN_CLIP):
+            return OpenClipVision(name.removeprefix(OPEN_CLIP))
+        if name == HF:
+            return HfVision(config.config)
+    kinds = (*VARIANTS, "timm:NAME", "open_clip:NAME", HF)
+    raise ValueError(f"the image trunk {name[:200]!r} is unknown: expected one of {', '.join(kinds)}.")
 
-    Attributes: prefix: number of tokens before the map; size: of the images that it was made for.
+
+def resized_trunk(config: TrunkConfig, size: int) -> TrunkConfig:
+    """The config of an image trunk for images of another size; unchanged without a trunk.
+
+    Raises: ValueError for a trunk whose size is fixed.
     """
+    return measured(config, size)[0] if config.name else config
+
+
+def measured(config: TrunkConfig, size: int | None) -> tuple[TrunkConfig, int]:
+    """The config of a trunk with the shape of its tokens, and the image size in pixels, without weights.
+
+    Args: size: in pixels; None: the trunk's own. Raises: ValueError for a size that it cannot take.
+    """
+    with torch.device("meta"), unusable(f"the trunk {config.name[:200]}"):
+        trunk = image_trunk(config)
+        size = size or trunk.size
+        tokens = trunk(torch.empty(1, 3, size, size))
+    places = tokens.shape[1] - trunk.prefix
+    side = math.isqrt(max(places, 0))
+    if side < 1 or side * side != places:
+        raise ValueError(f"the trunk {config.name} has {places} tokens: expected a square map of them.")
+    return replace(config, width=int(tokens.shape[2]), prefix=trunk.prefix, grid=side), size
+
+
+class LibraryTrunk(Trunk):
+    """A trunk whose module is `net`."""
 
     net: Any
-    prefix: int
-    size: int
 
     def blocks(self) -> list[list[str]]:
         """Blocks by the numbers in the names of parameters; parameters without go to the first or the last block."""
         groups: dict[str, list[str]] = {}
         for name, _ in self.named_parameters():
             match = INDEXED.match(name)
-            group = match[1] if match else next(reversed(groups), "")
-            groups.setdefault(group if match or groups else "", []).append(name)
+            groups.setdefault(match[1] if match else next(reversed(groups), ""), []).append(name)
         stem = groups.pop("", [])
         first, *rest = groups.values() if groups else ([],)
         return [[*stem, *first], *rest]
@@ -51,24 +91,15 @@ class LibraryTrunk(Trunk):
 class TimmVision(LibraryTrunk):
     """Tokens of timm's `forward_features`; a feature map [I, C, H, W] or [I, H, W, C] row by row."""
 
-    def __init__(self, name: str, size: int | None = None) -> None:
-        """Args: size: of images in pixels; None: the model's own. Raises: ValueError for a size that it cannot take."""
+    def __init__(self, name: str) -> None:
         super().__init__()
         timm = _library("timm")
         if not NAME.fullmatch(name) or not timm.is_model(name):
-            raise ValueError(
-                f"timm has no model {name[:200]!r}: expected one of timm.list_models()."
-                f"{suggestion(name, timm.list_models())}"
-            )
-        net = timm.create_model(name, pretrained=False, num_classes=0)
-        usual = net.pretrained_cfg["input_size"][-1]
-        self.size = size or usual
-        if self.size != usual and net.pretrained_cfg.get("fixed_input_size"):
-            raise ValueError(f"timm's {name} takes images of {usual} pixels, not of {size}: omit --model.image.size.")
-        for part in HEADS:
-            if isinstance(getattr(net, part, None), nn.Module):
-                setattr(net, part, nn.Identity())
-        self.net, self.prefix, self.width = net, int(getattr(net, "num_prefix_tokens", 0)), int(net.num_features)
+            raise ValueError(_unknown("timm", name, timm.list_models()))
+        self.net = timm.create_model(name, pretrained=False, num_classes=0)
+        _behead(self.net)
+        self.size = self.net.pretrained_cfg["input_size"][-1]
+        self.prefix, self.width = int(getattr(self.net, "num_prefix_tokens", 0)), int(self.net.num_features)
         self.only_floats()
 
     def tokens(self, *inputs: Tensor) -> Tensor:
@@ -87,20 +118,16 @@ class OpenClipVision(LibraryTrunk):
         from open_clip.model import _build_vision_tower
 
         vision = {**config["vision_cfg"], "timm_model_pretrained": False}
-        net = _build_vision_tower(config["embed_dim"], vision, bool(config.get("quick_gelu", False)))
-        self.timm = hasattr(net, "trunk")
-        self.size = int(vision.get("image_size", 224))
+        net = self.net = _build_vision_tower(config["embed_dim"], vision, bool(config.get("quick_gelu", False)))
+        self.timm, self.size = hasattr(net, "trunk"), int(vision.get("image_size", 224))
         if self.timm:
             net.head = nn.Identity()
-            for part in HEADS:
-                if isinstance(getattr(net.trunk, part, None), nn.Module):
-                    setattr(net.trunk, part, nn.Identity())
+            _behead(net.trunk)
         elif not hasattr(net, "transformer"):
             raise ValueError(f"open_clip's {name} has a ResNet: import it whole, kiloword import open_clip {name}.")
         else:
             net.proj = net.attn_pool = None
         self.prefix = int(getattr(net.trunk, "num_prefix_tokens", 0)) if self.timm else 1
-        self.net = net
         self.only_floats()
 
     def tokens(self, *inputs: Tensor) -> Tensor:
@@ -120,10 +147,6 @@ class HfVision(LibraryTrunk):
         kind = check_hf(config, HF_TYPES)
         if kind == "siglip_vision_model":
             config = {**config, "vision_use_head": False}
-        if config.get("num_channels", 3) != 3:
-            raise ValueError(
-                f"the trunk hf takes images of {config['num_channels']} channels: expected 3; name another tower."
-            )
         library = transformers()
         made = library.AutoConfig.for_model(**kept(dict(config)))
         more = {"add_pooling_layer": False} if kind == "vit" else {}
@@ -141,11 +164,8 @@ class HfVision(LibraryTrunk):
 def open_clip_config(name: str) -> dict[str, Any]:
     """The configuration of open_clip's model `name`. Raises: ValueError for a name that it does not know."""
     library = _library("open_clip")
-    known = library.list_models()
-    if name not in known:
-        raise ValueError(
-            f"open_clip has no model {name[:200]!r}: expected one of open_clip.list_models().{suggestion(name, known)}"
-        )
+    if name not in library.list_models():
+        raise ValueError(_unknown("open_clip", name, library.list_models()))
     config: dict[str, Any] = library.get_model_config(name)
     return config
 
@@ -165,3 +185,15 @@ def _library(name: str) -> Any:
         raise ValueError(needs(f"a tower of {name}", *INSTALL[name]))
     torchvision_ready()
     return importlib.import_module(name)
+
+
+def _unknown(library: str, name: str, known: list[str]) -> str:
+    expected = f"expected one of {library}.list_models()"
+    return f"{library} has no model {name[:200]!r}: {expected}.{suggestion(name, known)}"
+
+
+def _behead(net: nn.Module) -> None:
+    """Remove the parts of a model of timm after its tokens."""
+    for part in HEADS:
+        if isinstance(getattr(net, part, None), nn.Module):
+            setattr(net, part, nn.Identity())

@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from kiloword.config.recipes import TextConfig
-from kiloword.model.trunks.bert import TYPES, Bert, is_bert, kind_of, positions_of, width_of
-from kiloword.model.trunks.libraries import check_numbers, kept, quiet, transformers
+from kiloword.model.trunks.bert import TYPES, Bert, is_bert, positions_of
+from kiloword.model.trunks.libraries import check_numbers, kept, quiet, transformers, unusable
 from kiloword.model.trunks.trunk import Trunk
 
 CLASSES = {"clip_text_model": "CLIPTextModel", "siglip_text_model": "SiglipTextModel"}
@@ -21,34 +21,36 @@ def text_trunk(config: TextConfig) -> Trunk:
 
     Raises: ValueError for a trunk that does not exist, or that does not fit the config.
     """
-    name, width, described = config.trunk.name, config.trunk.width, config.trunk.config
-    if name != "hf" or kind_of(described) not in ENCODERS:
-        raise ValueError(
-            f"the text trunk {f'{name} {kind_of(described)}'[:200]!r} is unknown: expected hf, and one of "
-            f"{', '.join(ENCODERS)}"
-        )
-    if width != width_of(described):
-        raise ValueError(f"the text trunk has tokens of width {width_of(described)}, but its config says {width}")
-    longest = positions_of(described)
-    if config.context - len(config.extra_tokens) > longest:
-        raise ValueError(
-            f"the text trunk reads {longest} tokens of a text: choose a --model.text.context of {longest}, or less"
-        )
-    return (Bert(described) if is_bert(described) else PaddedText(described)).eval()
+    name, described = config.trunk.name, config.trunk.config
+    kind = described.get("model_type")
+    if name != "hf" or kind not in ENCODERS:
+        raise ValueError(f"the text trunk {f'{name} {kind}'[:200]!r} is unknown: expected hf, {', '.join(ENCODERS)}")
+    with unusable(f"the text trunk {kind}"):
+        longest = positions_of(described)
+        if config.context - len(config.extra_tokens) > longest:
+            raise ValueError(
+                f"the text trunk reads {longest} tokens of a text: choose a --model.text.context of {longest}, or less"
+            )
+        return (Bert(described) if is_bert(described) else PaddedText(described)).eval()
 
 
 class PaddedText(Trunk):
-    """An encoder of texts that transformers runs: packed texts to tokens [S, W'].
+    """An encoder of texts that transformers runs, with random weights: packed texts to tokens [S, W'].
 
+    No code but transformers' own runs, and nothing is downloaded.
     Attributes: rows, padding: rows that it computed so far, and those of them that were padding.
 
     Args: config: a config.json of transformers whose `model_type` is one of ENCODERS.
-    Raises: ValueError without transformers, and for a config that it cannot use.
     """
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__()
-        self.encoder = encoder_of(config)
+        check_numbers(config, "the config of the text trunk")
+        library = transformers()
+        maker, settings = made(library, config)
+        with quiet(library):
+            make = getattr(maker, "from_config", None)
+            self.encoder = bare(make(settings, trust_remote_code=False) if make else maker(settings))
         self.pad = int(config.get("pad_token_id") or 0)
         self.rows = self.padding = 0
         self.eval()
@@ -63,13 +65,12 @@ class PaddedText(Trunk):
         return tokens
 
     def blocks(self) -> list[list[str]]:
-        parts = [(name, part) for name, part in self.named_modules() if isinstance(part, nn.ModuleList)]
-        name, layers = max(parts, key=lambda part: len(part[1]))
+        counts = {name: len(part) for name, part in self.named_modules() if isinstance(part, nn.ModuleList)}
+        name = max(counts, key=counts.__getitem__)
         beside = [n for n, _ in self.named_parameters() if not n.startswith(f"{name}.")]
-        last = [n for n in beside if ".final_" in n]
-        blocks = [[f"{name}.{n}."] for n in range(len(layers))]
-        blocks[0] = [*(n for n in beside if n not in last), *blocks[0]]
-        blocks[-1] += last
+        blocks = [[f"{name}.{n}."] for n in range(counts[name])]
+        blocks[0] = [*(n for n in beside if ".final_" not in n), *blocks[0]]
+        blocks[-1] += [n for n in beside if ".final_" in n]
         return blocks
 
 
@@ -78,31 +79,9 @@ def padding_of(trunk: nn.Module | None) -> float:
     return trunk.padding / max(trunk.rows, 1) if isinstance(trunk, PaddedText) else 0.0
 
 
-def encoder_of(config: dict[str, Any]) -> Any:
-    """The encoder of a config.json of transformers, with random weights; poolings behind the tokens are removed.
-
-    No code but transformers' own runs, and nothing is downloaded.
-    Raises: ValueError as `PaddedText`.
-    """
-    check_numbers(config, "the config of the text trunk")
-    library = transformers()
-    try:
-        maker, settings = made(library, config)
-        with quiet(library):
-            if hasattr(maker, "from_config"):
-                return bare(maker.from_config(settings, trust_remote_code=False))
-            return bare(maker(settings))
-    except Exception as error:  # a config of a stranger can make almost anything fail
-        reason = " ".join(str(error).split())[:200]
-        kind = str(config.get("model_type"))[:100]
-        raise ValueError(
-            f"transformers cannot make a {kind!r} of its config ({type(error).__name__}: {reason})"
-        ) from error
-
-
 def made(library: Any, config: dict[str, Any]) -> tuple[Any, Any]:
-    """The class of transformers, and its settings, for a config.json. Raises: KeyError for one not in ENCODERS."""
-    kind = {name: name for name in ENCODERS}[config["model_type"]]
+    """The class of transformers, and its settings, for a config.json whose `model_type` is one of ENCODERS."""
+    kind = config["model_type"]
     return getattr(library, CLASSES.get(kind, "AutoModel")), library.CONFIG_MAPPING[kind].from_dict(kept(config))
 
 

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kiloword.config.recipes import TrunkConfig
 from kiloword.distributed.device import device_type
 from kiloword.model.blocks import Init
 
@@ -21,7 +20,12 @@ class Trunk(nn.Module):
 
     It always is in eval mode: batch norm uses its running statistics and nothing is dropped, so that results do not
     depend on how a batch is dealt to ranks. While none of its parameters is trained it keeps no activations.
+
+    Attributes: prefix: number of tokens before the map; size: of the images that it was made for.
     """
+
+    prefix = 0
+    size: int
 
     def only_floats(self) -> None:
         """Leave counts and indices, which nothing learned, out of what is saved. Call it after adding modules."""
@@ -70,17 +74,3 @@ def _init(name: str, p: Tensor) -> Init:
 def trunks(module: nn.Module) -> list[Trunk]:
     """All trunks inside a module, the image tower's first."""
     return [part for part in module.modules() if isinstance(part, Trunk)]
-
-
-def fitting(trunk: Trunk, config: TrunkConfig, shape: tuple[int, int, int]) -> Trunk:
-    """The trunk, whose config says what its tokens are. Args: shape: width, prefix and grid.
-
-    Raises: ValueError where they are other ones.
-    """
-    declared = (config.width, config.prefix, config.grid)
-    if declared != shape:
-        raise ValueError(
-            f"the trunk {config.name} has tokens of width {shape[0]}, {shape[1]} before a map of {shape[2]} x "
-            f"{shape[2]}, but its config says {declared[0]}, {declared[1]} and {declared[2]} x {declared[2]}"
-        )
-    return trunk
