@@ -26,8 +26,9 @@ from kiloword.distributed.device import precision_of
 from kiloword.methods.defaults import default_recipe
 from kiloword.training.accumulate import backward
 from kiloword.training.resolve import open_sources
+from kiloword.training.run import Run
 from kiloword.training.saving import Saver
-from kiloword.training.setup import Run, prepare
+from kiloword.training.setup import prepare
 
 
 def ready(size: str, device: str, out: Path) -> Run:

@@ -17,8 +17,8 @@ from torch import Tensor
 from kiloword.distributed import collectives
 from kiloword.training.log import SinceRow
 from kiloword.training.optimizer import schedule
+from kiloword.training.run import Run
 from kiloword.training.saving import what_is_left
-from kiloword.training.setup import Run
 
 
 class _Seen(NamedTuple):

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -32,9 +32,7 @@ from kiloword.models.states import (
     write_part,
 )
 from kiloword.models.tensors import spec_of, write_tensors
-
-if TYPE_CHECKING:
-    from kiloword.training.setup import Run
+from kiloword.training.run import Run
 
 POLL_S = 0.01  # seconds between checks of the other ranks while waiting for a save
 LONG_S = 60.0  # seconds of waiting for a save, after which a message says so
