@@ -26,9 +26,8 @@ from kiloword.distributed.device import precision_of
 from kiloword.methods.defaults import default_recipe
 from kiloword.training.accumulate import backward
 from kiloword.training.resolve import open_sources
-from kiloword.training.run import Run
-from kiloword.training.saving import Saver
-from kiloword.training.setup import prepare
+from kiloword.training.saving import saver as saver_of
+from kiloword.training.setup import Run, prepare
 
 
 def ready(size: str, device: str, out: Path) -> Run:
@@ -53,7 +52,10 @@ def step(run: Run) -> float:
 
 
 def measure(size: str, device: str, times: int) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder, Saver(run := ready(size, device, Path(folder) / "run"), 1) as saver:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        saver_of(run := ready(size, device, Path(folder) / "run"), 1) as saver,
+    ):
         blocked: dict[str, list[float]] = {"first": [], "background": [], "awaited": []}
         alone, beside = [step(run) for _ in range(times)], []
         for n in range(times + 1):

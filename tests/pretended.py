@@ -30,7 +30,6 @@ from kiloword.methods.method import Method
 from kiloword.methods.registry import preset
 from kiloword.training.accumulate import backward
 from kiloword.training.learner import learner_of
-from kiloword.training.meter import is_bad
 from kiloword.training.optimizer import Average, Optimizer
 from kiloword.types import Batch, BatchInputs, Input, TextGroup, Texts
 
@@ -313,5 +312,4 @@ def step(
                 for change in method.after_step:
                     change(learner, n + 1)
                 average.update(learner, n, report["skipped_step"])
-                is_bad(report)
     return Step(watch, passes, report, missing)

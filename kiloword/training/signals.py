@@ -11,11 +11,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import TypeVar
 
-from kiloword.distributed import collectives
-
-Item = TypeVar("Item")
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -53,37 +49,13 @@ class Stop:
     @contextmanager
     def at_once(self, message: str) -> Iterator[None]:
         """Inside, a signal ends the run at once, as there is nothing to save. Raises: Stopped with the message."""
-        try:
-            with self._immediate():
-                yield
-        except _Now:
-            raise self.stopped(message) from None
-
-    def batches(self, batches: Iterator[Item]) -> Iterator[Item]:
-        """Pass the batches on. With one rank they end at a signal while one is waited for.
-
-        Several ranks stop only after a step that all of them have done, as they save their state together.
-        """
-        while True:
-            try:
-                if collectives.ranks() > 1:
-                    batch = next(batches, None)
-                else:
-                    with self._immediate():
-                        batch = next(batches, None)
-            except _Now:
-                return
-            if batch is None:
-                return
-            yield batch
-
-    @contextmanager
-    def _immediate(self) -> Iterator[None]:
         self._at_once = True
         try:
             if self.asked:
                 raise _Now
             yield
+        except _Now:
+            raise self.stopped(message) from None
         finally:
             self._at_once = False
 

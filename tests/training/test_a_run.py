@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,17 +12,13 @@ import torch
 from safetensors.torch import load_file
 
 from kiloword.config.recipes import OptimConfig, Recipe
-from kiloword.data.open import open_source
 from kiloword.methods.defaults import default_recipe
-from kiloword.training import loop, saving
 from kiloword.training.log import read_metrics
 from kiloword.training.loop import RunOptions, train
-from kiloword.training.meter import Guard, is_bad
 from kiloword.training.optimizer import Optimizer
-from kiloword.training.validation import sets
-from kiloword.types import Source
 
 LR, SCENES = 0.002, 72
+EVERY = RunOptions(log_every=2, save_every=3, eval_every=4, keep_states=9, quiet=True)
 
 
 def recipe(**optim: Any) -> Recipe:
@@ -34,54 +29,25 @@ def recipe(**optim: Any) -> Recipe:
 
 
 @pytest.fixture(scope="module")
-def opened() -> list[str]:
-    """Validation data that `run` opened."""
-    return []
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of nine steps, four an epoch."""
+    out = tmp_path_factory.mktemp("run")
+    train(recipe(), out, options=EVERY)
+    return out
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory, opened: list[str]) -> tuple[Path, list[int]]:
-    """A run of nine steps, four an epoch, and the steps after which it saved."""
-    out, saved = tmp_path_factory.mktemp("run"), list[int]()
-    save = saving.Saver.save
-
-    def noted(self: saving.Saver) -> None:
-        saved.append(self.run.step)
-        save(self)
-
-    def noted_source(src: str, size: int | None = None) -> Source:
-        opened.append(src)
-        return open_source(src, size)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saving.Saver, "save", noted)
-        patch.setattr(sets, "open_source", noted_source)
-        train(recipe(), out, options=RunOptions(log_every=2, save_every=3, eval_every=4, keep_states=2, quiet=True))
-    return out, saved
-
-
-def test_validation_data_is_opened_once_a_run(run: tuple[Path, list[int]], opened: list[str]) -> None:
-    rows = read_metrics(run[0] / "metrics.jsonl")
-    assert sum("val/image_retrieval_recall@1" in row for row in rows) == 3
-    assert opened == ["scenes:val?n=12"]
-
-
-def test_rows_come_when_they_should(run: tuple[Path, list[int]]) -> None:
-    out, saved = run
-    rows = read_metrics(out / "metrics.jsonl")
+def test_rows_come_when_they_should(run: Path) -> None:
+    rows = read_metrics(run / "metrics.jsonl")
     assert [row["step"] for row in rows if "loss" in row] == [2, 4, 6, 8, 9]
-    assert [row["step"] for row in rows if any(name.startswith("val/") for name in row)] == [4, 8, 9]
-    assert saved == [3, 4, 6, 8, 9]
+    assert [row["step"] for row in rows if "val/image_retrieval_recall@1" in row] == [4, 8, 9]
     assert all(row["restarts"] == 0 for row in rows)
-    states = sorted(path.name for path in (out / "state").glob("*.json"))
-    assert len(states) == 2
-    assert [int("".join(filter(str.isdigit, name))) for name in states] == [8, 9]
+    states = sorted(path.stem for path in (run / "state").glob("*.json"))
+    assert [int("".join(filter(str.isdigit, name))) for name in states] == [3, 4, 6, 8, 9]
 
 
-def test_rows_say_where_the_run_stands(run: tuple[Path, list[int]]) -> None:
+def test_rows_say_where_the_run_stands(run: Path) -> None:
     """Warm-up over four steps, then half a cosine down to a quarter: the rate of the step just made."""
-    out, _ = run
-    rows = [row for row in read_metrics(out / "metrics.jsonl") if "loss" in row]
+    rows = [row for row in read_metrics(run / "metrics.jsonl") if "loss" in row]
     factors = {2: 0.5, 4: 1.0, 6: 0.25 + 0.75 * 0.904508, 8: 0.25 + 0.75 * 0.345492, 9: 0.25 + 0.75 * 0.095492}
     for row in rows:
         assert row["lr"] == pytest.approx(LR * factors[row["step"]], rel=1e-5)
@@ -92,101 +58,19 @@ def test_rows_say_where_the_run_stands(run: tuple[Path, list[int]]) -> None:
         assert 100 < row["memory"] < 100_000  # MB
         assert row["gradient_norm"] > 0
     assert [row["captions"] for row in rows] == [32, 32, 32, 32, 16]
-    head = load_file(out / "model" / "model.safetensors")
+    head = load_file(run / "model" / "model.safetensors")
     assert rows[-1]["scale"] == pytest.approx(float(head["head.log_scale"].exp()), rel=1e-6)
     assert rows[-1]["bias"] == pytest.approx(float(head["head.bias"]), rel=1e-6)
-    config = json.loads((out / "model" / "config.json").read_text())
+    config = json.loads((run / "model" / "config.json").read_text())
     assert (config["method"], config["steps"], config["size"]) == ("siglip", 9, "debug")
     assert config["data"] == f"scenes?n={SCENES}&captions=2"
 
 
-def test_a_finished_run_validates_no_more(run: tuple[Path, list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_finished_run_validates_no_more(run: Path) -> None:
     """The same recipe finds its run done, also where it writes 4 for 4.0."""
-    out, _ = run
-    before = (out / "metrics.jsonl").read_bytes()
-    monkeypatch.setattr(loop, "validate", lambda run: pytest.fail("validated again"))
-    same = replace(recipe(), optim=replace(recipe().optim, warmup=4))
-    train(same, out, options=RunOptions(log_every=2, save_every=3, eval_every=4, keep_states=2, quiet=True))
-    assert (out / "metrics.jsonl").read_bytes() == before
-
-
-# What a step's numbers mean
-
-
-def watched(most: int, output: list[str], usual: float = 0.0, device: str = "cpu") -> Any:
-    return SimpleNamespace(
-        run=SimpleNamespace(
-            skipped_steps=0,
-            skipped_in_a_row=0,
-            log=SimpleNamespace(say=output.append),
-            optimizer=SimpleNamespace(usual_norm=usual),
-            device=torch.device(device),
-            out=Path("nowhere"),
-        ),
-        most=most,
-    )
-
-
-def numbers(loss: float, norm: float, skipped: float) -> dict[str, torch.Tensor]:
-    return {name: torch.tensor(v) for name, v in (("loss", loss), ("gradient_norm", norm), ("skipped_step", skipped))}
-
-
-def test_the_guard_counts_bad_steps_in_a_row() -> None:
-    """Good steps between them start the count anew; the last one that is allowed ends the run."""
-    output: list[str] = []
-    made = watched(3, output, usual=2.0)
-    guard = Guard(made.run, made.most)
-    for step, skipped in enumerate((1.0, 1.0, 0.0, 1.0, 1.0), start=1):
-        guard.add(step, numbers(0.5, 50.0, skipped))
-    assert (made.run.skipped_steps, made.run.skipped_in_a_row) == (4, 2)
-    assert output[0] == "step 1: gradient norm 50 is 25 times the usual: the step was skipped (1 so far)"
-    assert [text.split(":")[0] for text in output] == ["step 1", "step 2", "step 4", "step 5"]
-    with pytest.raises(ValueError, match=r"step 6: .*; bad steps in a row: 3\. The run stops before its first state"):
-        guard.add(6, numbers(float("nan"), 1.0, 1.0))
-    guard.look()  # nothing new: nothing is counted twice
-    assert made.run.skipped_steps == 5
-
-
-@pytest.mark.parametrize(
-    ("loss", "norm", "usual", "why"),
-    [
-        (1.5, float("inf"), 2.0, "loss is 1.5 and gradient norm inf"),
-        (float("nan"), 3.0, 2.0, "loss is nan"),
-        (1.5, 30.0, 2.0, "gradient norm 30 is 15 times the usual"),
-        (1.5, 30.0, 0.0, "gradient norm 30 explodes"),
-    ],
-)
-def test_why_a_step_was_skipped(loss: float, norm: float, usual: float, why: str) -> None:
-    output: list[str] = []
-    made = watched(9, output, usual)
-    Guard(made.run, made.most).add(1, numbers(loss, norm, 1.0))
-    assert output == [f"step 1: {why}: the step was skipped (1 so far)"]
-
-
-def test_elsewhere_than_on_the_cpu_steps_wait_for_no_look() -> None:
-    output: list[str] = []
-    made = watched(2, output, device="meta")
-    guard = Guard(made.run, made.most)
-    guard.add(1, numbers(0.5, 50.0, 1.0))
-    assert output == []
-    guard.look()
-    assert len(output) == 1
-
-
-def test_bad_numbers() -> None:
-    assert not is_bad(numbers(1.0, 1.0, 0.0))
-    assert is_bad(numbers(1.0, 1.0, 1.0))
-    assert is_bad(numbers(float("inf"), 1.0, 0.0))
-    assert is_bad({"loss": torch.tensor(float("nan"))})
-    assert not is_bad({"loss": torch.tensor(1.0)})
-
-
-def test_what_is_left_of_a_run_that_diverged(tmp_path: Path, run: tuple[Path, list[int]]) -> None:
-    before = saving.what_is_left(tmp_path)
-    assert before == " before its first state. Start again in another --out with a smaller --optim.lr"
-    after = saving.what_is_left(run[0])
-    assert f"{run[0] / 'state'} keeps the last state, which is finite" in after
-    assert f"from {run[0] / 'model'} by --init" in after
+    before = (run / "metrics.jsonl").read_bytes()
+    train(replace(recipe(), optim=replace(recipe().optim, warmup=4)), run, options=EVERY)
+    assert (run / "metrics.jsonl").read_bytes() == before
 
 
 # Groups of parameters

@@ -24,7 +24,7 @@ from kiloword.config.recipes import Recipe
 from kiloword.distributed import collectives, launch
 from kiloword.methods.defaults import default_recipe
 from kiloword.models.model_folder import not_finite
-from kiloword.models.states import newest, shards_folder, steps_done, write_numbers, write_part
+from kiloword.models.states import steps_done
 from kiloword.training.loop import RunOptions, train
 from kiloword.training.optimizer import Optimizer
 from states import load_state
@@ -84,9 +84,7 @@ def test_no_such_state_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     with monkeypatch.context() as patch:
         spoil(patch, what, at)
         first = what if at == 6 else "learner"  # bad moments make the weights of the next step bad
-        with pytest.raises(
-            ValueError, match=rf"^{first}/\S+ is NaN or infinite .* keeps the last state, which is finite"
-        ):
+        with pytest.raises(ValueError, match=rf"^{first}/\S+ is NaN or infinite .*--optim\.lr"):
             train(recipe(), tmp_path, options=EVERY)
     assert steps_done(tmp_path / "state") == (2 if at == 3 else 4)
     assert finite(tmp_path)
@@ -120,29 +118,9 @@ def test_a_skipped_step_moves_no_average(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_before_the_first_state_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spoil(monkeypatch, "learner", 2)
-    with pytest.raises(ValueError, match=r"is NaN or infinite .* The run stops before its first state\. Start again"):
+    with pytest.raises(ValueError, match="is NaN or infinite"):
         train(recipe(), tmp_path, options=EVERY)
     assert not (tmp_path / "model" / "model.safetensors").exists()
-
-
-def test_a_state_with_nan_is_not_resumed(tmp_path: Path) -> None:
-    train(recipe(2), tmp_path, options=EVERY)
-    train(recipe(4), tmp_path, options=replace(EVERY, extend=True))
-    stored = newest(tmp_path / "state", pytest.fail)
-    assert stored is not None
-    tensors = {name: stored.whole(name) for name in stored.specs}
-    tensors[f"optimizer/momentum_buffer:model.{WEIGHT}"][0, 0] = math.inf
-    part = {name: (x, (0,) * x.dim()) for name, x in tensors.items()}
-    numbers = {k: v for k, v in stored.numbers.items() if k not in ("step", "files")}
-    write_numbers(tmp_path / "state", 4, write_part(shards_folder(tmp_path / "state", 4), part, 0, 1), numbers)
-    longer = replace(EVERY, extend=True)
-    with pytest.raises(
-        ValueError, match=rf"state of step 4 .* optimizer/momentum_buffer:model.{WEIGHT} is NaN .*/step-000000004"
-    ):
-        train(recipe(6), tmp_path, options=longer)
-    (tmp_path / "state" / "step-000000004.json").unlink()
-    train(recipe(6), tmp_path, options=longer)
-    assert finite(tmp_path)
 
 
 @pytest.fixture(scope="module")

@@ -1,11 +1,10 @@
-"""The log of a run: rows, the line that tells of them, alerts, and what a resumed run keeps."""
+"""The log of a run: rows, the line that tells of them, alerts, rates, skipped steps, and what a resumed run keeps."""
 
 from __future__ import annotations
 
-import io
 import json
+import math
 import mmap
-import os
 import resource
 import sys
 import time
@@ -18,194 +17,133 @@ from typing import Any
 import pytest
 import torch
 
-from kiloword.config.options import RunOptions
 from kiloword.config.recipes import OptimConfig
 from kiloword.data.sampler import Order
-from kiloword.distributed import collectives
 from kiloword.methods.defaults import default_recipe
-from kiloword.terminal.progress import Pace, duration, per_second
-from kiloword.training import log as logging
-from kiloword.training import meter
-from kiloword.training.log import Log, SinceRow, open_log, read_metrics
-from kiloword.training.meter import Meter
+from kiloword.terminal.progress import PLAIN_EVERY_S, Pace, duration, per_second
+from kiloword.training.log import Log, read_metrics
+from kiloword.training.meter import Meter, peak_memory
 from kiloword.training.optimizer import schedule
 from kiloword.types import Batch, Texts
-from kiloword.watch.rule import About
 from terminals import Terminal
 
-ABOUT = About(batch=10)
+RECIPE = replace(default_recipe("siglip", "debug"), batch=10, steps=1000)
 
 
 def row(step: int, **more: Any) -> dict[str, Any]:
     return {"step": step, "loss": 1.0, "pairs_per_s": 100.0, "data_wait": 0.25, **more}
 
 
+def opened(out: Path, step: int = 0, quiet: bool = False, **more: Any) -> Log:
+    log = Log(RECIPE, quiet)
+    log.open(out, step, **more)
+    return log
+
+
 def test_rows_say_when_and_how_often_the_run_was_resumed(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     for start, restarts in ((0, 0), (2, 1), (2, 2), (0, 3)):
-        log = Log(path, 10, start, quiet=True)
+        log = opened(tmp_path, start)
         for step in (start + 1, start + 2):
             log.row(row(step))
         rows = read_metrics(path)
         assert [r["step"] for r in rows] == list(range(1, start + 3))
         assert [r["restarts"] for r in rows[start:]] == [restarts] * 2
         assert abs(rows[-1]["time"] - time.time()) < 60
-
-
-def test_a_resumed_log_rewrites_its_file_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "metrics.jsonl"
-    old = "".join(json.dumps(row(n)) + "\n" for n in range(1, 5))
-    path.write_text(old)
     inode = path.stat().st_ino
-    Log(path, 10, 4, quiet=True)
+    opened(tmp_path, 2)
     assert path.stat().st_ino == inode  # nothing to drop
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", lambda handle: (_ for _ in ()).throw(OSError(28, "No space left")))
-        with pytest.raises(ValueError, match="What was there before is kept"):
-            Log(path, 10, 2, quiet=True)
-    assert path.read_text() == old
-    path.write_text(old + '{"step": 5, "lo')  # a crash cut this line
-    Log(path, 10, 4, quiet=True).row(row(5))
-    assert [r["step"] for r in read_metrics(path)] == [1, 2, 3, 4, 5]
+    path.write_text(path.read_text() + '{"step": 3, "lo')  # a crash cut this line
+    opened(tmp_path, 2).row(row(3))
+    assert [r["step"] for r in read_metrics(path)] == [1, 2, 3]
+    Log(RECIPE).row(row(4))  # of a rank that has no file
 
 
-def test_alerts_are_printed_once_also_over_a_restart(tmp_path: Path) -> None:
-    path, screen = tmp_path / "metrics.jsonl", io.StringIO()
-    log = Log(path, 1000, out=screen, about=ABOUT)
+def test_alerts_are_printed_once_also_over_a_restart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = opened(tmp_path)
     for n in range(1, 100):
         log.row(row(n, loss=1.0 + n % 3 / 100, skipped_steps=int(n >= 50)))
-    said = screen.getvalue().splitlines()
+    said = capsys.readouterr().err.splitlines()
     assert [line.partition(":")[0] for line in said] == ["alert at step 50", "over at step 70"]
-    again = io.StringIO()
-    log = Log(path, 1000, 60, out=again, about=ABOUT)
+    log = opened(tmp_path, 60)
     for n in range(61, 80):
         log.row(row(n, skipped_steps=1))
-    assert [line.partition(":")[0] for line in again.getvalue().splitlines()] == ["over at step 70"]
+    assert [line.partition(":")[0] for line in capsys.readouterr().err.splitlines()] == ["over at step 70"]
 
 
-def test_the_line_fits_the_terminal(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wrapped line could not be rewritten."""
-    monkeypatch.setenv("COLUMNS", "60")
-    log = Log(None, 1000, out=terminal, about=ABOUT)
-    log.progress(row(10, lr=1e-3, skipped=3, skipped_steps=1))
-    assert terminal.frames[-1].startswith("step 10/1000  loss 1.000  100 pairs/s  ETA 1:39  dat")
-    assert max(map(len, terminal.frames)) < 60
+def test_a_scale_at_its_limit_is_an_alert(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = opened(tmp_path, log_limit=torch.tensor(50.0).log())
+    for n in range(1, 30):
+        log.row(row(n, scale=50.0))
+    assert "scale" in capsys.readouterr().err
 
 
-def test_the_plain_line_tells_what_is_wrong_and_bears_a_lost_loss() -> None:
-    screen = io.StringIO()
-    values = row(1000, lr=1e-3, skipped=3, skipped_steps=1, slowest_data_wait=0.5)
+def test_rows_go_to_tensorboard(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    opened(tmp_path, to="tensorboard").row(row(1))
+    assert list((tmp_path / "tensorboard").glob("events.*"))
+
+
+def test_a_line_on_a_terminal_and_elsewhere(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It fits a terminal, where it is rewritten; elsewhere a line comes now and then, and none where all is quiet."""
+    shown = []
+    for out, quiet in ((terminal, False), (sys.stderr, False), (sys.stderr, True)):
+        with monkeypatch.context() as patch:
+            written = Terminal()
+            patch.setattr(sys, "stderr", out if out is terminal else written)
+            if out is not terminal:
+                patch.setattr(written, "isatty", lambda: False)
+            now = 50.0
+            patch.setattr(time, "perf_counter", lambda: now)  # noqa: B023
+            log = Log(replace(RECIPE, steps=100), quiet)
+            for step, seconds in ((10, 1.0), (20, PLAIN_EVERY_S - 0.5), (30, 0.5), (99, 1.0), (100, 1.0)):
+                now += seconds
+                log.progress(row(step, epoch=step / 40, lr=1e-3, skipped=3, skipped_steps=1))
+            log.say("said.")
+            shown.append((out if out is terminal else written).getvalue())
+    line = "step 10/100  epoch 0.25  loss 1.000  100 pairs/s  ETA 0:09  data wait 25%  lr 1.00e-03  3 bad samples"
+    lines = [*dict.fromkeys(filter(None, terminal.frames))]
+    assert [one.partition("/")[0] for one in lines[:-1]] == [f"step {n}" for n in (10, 20, 30, 99, 100)]
+    assert lines[0].startswith(line)
+    assert max(map(len, lines)) < Terminal.columns
+    plain = shown[1].splitlines()
+    assert plain[0].startswith(line)
+    assert [one.partition("/")[0] for one in plain] == ["step 10", "step 30", "step 100", "said."]
+    assert shown[2] == ""
+
+
+def test_a_line_bears_a_lost_loss_and_a_slow_run(capsys: pytest.CaptureFixture[str]) -> None:
+    values = row(1000, slowest_data_wait=0.5, pairs_per_s=0.134)
     del values["loss"]
-    Log(None, 1000, out=screen, about=ABOUT).progress(values)
-    assert screen.getvalue() == (
-        "step 1000/1000  loss ?  100 pairs/s  ETA 0:00  data wait 50%  lr 1.00e-03  3 bad samples  1 skipped steps\n"
-    )
+    Log(RECIPE).progress(values)
+    assert capsys.readouterr().err == "step 1000/1000  loss ?  0.13 pairs/s  ETA 0:00  data wait 50%\n"
 
 
 def test_time_left_follows_the_recent_rate() -> None:
     pace = Pace(10)
     assert pace.seconds(5) is None
-    for _ in range(100):
-        pace.add(row(1, pairs_per_s=1.0))
-    for _ in range(20):
-        pace.add(row(1, pairs_per_s=50.0))
+    for rate in [1.0] * 100 + [50.0] * 20:
+        pace.add(row(1, pairs_per_s=rate))
     assert pace.seconds(100) == pytest.approx(20)
     pace.add({"step": 1, "val/accuracy": 0.5})
     pace.add(row(1, pairs_per_s=25.0))  # pairs of 20 rows by their time
     assert pace.rate == pytest.approx(20 / (19 / 50 + 1 / 25))
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(None, "?"), (0, "0:00"), (65, "1:05"), (3600, "1:00:00"), (86399, "23:59:59"), (1e6, "11d 13h")],
-)
-def test_durations(seconds: float | None, text: str) -> None:
-    assert duration(seconds) == text
+def test_durations_and_rates() -> None:
+    durations = {None: "?", 0: "0:00", 65: "1:05", 3600: "1:00:00", 86399: "23:59:59", 1e6: "11d 13h"}
+    assert {seconds: duration(seconds) for seconds in durations} == durations
+    rates = {0.0: "0", 0.134: "0.13", 2.96: "3", 9.949: "9.9", 9.96: "10", 1523.4: "1,523"}
+    assert {rate: per_second(rate) for rate in rates} == rates
 
 
-@pytest.mark.parametrize(
-    ("rate", "text"), [(0.0, "0"), (0.134, "0.13"), (2.96, "3"), (9.949, "9.9"), (9.96, "10"), (1523.4, "1,523")]
-)
-def test_rates(rate: float, text: str) -> None:
-    assert per_second(rate) == text
-
-
-def test_the_rate_of_a_slow_run_is_not_rounded_to_nothing() -> None:
-    screen = io.StringIO()
-    Log(None, 1000, out=screen, about=ABOUT).progress(row(10, pairs_per_s=0.134))
-    assert "  0.13 pairs/s  " in screen.getvalue()
-
-
-@pytest.mark.parametrize(
-    ("rank", "to", "scale"), [(0, "file", 100.0), (0, "tensorboard", None), (1, "tensorboard", 100.0)]
-)
-def test_rank_0_alone_keeps_a_log(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int, to: Any, scale: float | None
-) -> None:
-    """It knows from which scale on to warn, and hands its rows to TensorBoard where that is asked for."""
-    abouts: list[About] = []
-    monkeypatch.setattr(collectives, "rank", lambda: rank)
-    monkeypatch.setattr(logging, "Alerts", lambda about: abouts.append(about) or SimpleNamespace(add=lambda row: []))
-    monkeypatch.setattr(logging, "in_training", lambda out, say: lambda: (out / "mirrored").touch())
-    base = default_recipe("siglip", "debug")
-    recipe = replace(base, batch=24, steps=70, data=replace(base.data, bad_share=0.25))
-    limit = None if scale is None else torch.tensor(scale).log()
-    log = open_log(tmp_path, recipe, 3, RunOptions(log_to=to, quiet=scale is None), limit)
-    log.row(row(4))
-    assert log.steps == 70
-    assert log.quiet == (rank == 1 or scale is None)
-    assert (tmp_path / "metrics.jsonl").exists() == (rank == 0)
-    assert (tmp_path / "mirrored").exists() == (rank == 0 and to == "tensorboard")
-    if rank == 0:
-        about = abouts[0]
-        assert (about.batch, about.bad_share) == (24, 0.25)
-        assert about.max_scale == (None if scale is None else pytest.approx(scale))
-
-
-def test_a_log_that_cannot_be_kept(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "metrics.jsonl")
-    with pytest.raises(ValueError, match=r"metrics\.jsonl is a pipe: expected a file of metrics, or none\. Remove it"):
-        Log(tmp_path / "metrics.jsonl", 10)
-    log = Log(tmp_path / "gone" / "metrics.jsonl", 10, quiet=True)
-    with pytest.raises(ValueError, match=r"cannot write .*metrics\.jsonl: No such file.*The last state is kept"):
-        log.row(row(1))
-
-
-def test_what_steps_reported_is_kept_with_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each number in its own precision; captions of all ranks, which rank 0 counts on."""
-    monkeypatch.setattr(collectives, "add_up", lambda mine: 10 * mine)
-    since = SinceRow([{"loss": torch.tensor(0.1, dtype=kind)} for kind in (torch.float64, torch.bfloat16)], 7)
-    state = json.loads(json.dumps(since.state_dict()))
-    assert state["captions"] == 70
-    for rank, captions in ((0, 70), (1, 0)):
-        monkeypatch.setattr(collectives, "rank", lambda rank=rank: rank)
-        again = SinceRow()
-        again.load_state_dict(state, torch.device("meta" if rank else "cpu"))
-        assert again.captions == captions
-        assert [report["loss"].dtype for report in again.reports] == [torch.float64, torch.bfloat16]
-        assert {report["loss"].device.type for report in again.reports} == {"meta" if rank else "cpu"}
-        if not rank:
-            assert again.reports == since.reports
-
-
-def test_memory_is_that_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3_000_000 if device.index == 1 else 0)
-    assert meter.peak_memory(torch.device("cuda", 1)) == 3
-    monkeypatch.setattr(meter.resource, "getrusage", lambda who: SimpleNamespace(ru_maxrss=2_000_000))
-    monkeypatch.setattr(meter, "_file_pages", lambda: 0)
-    for platform, megabytes in (("linux", 2048), ("darwin", 2)):  # kilobytes, bytes
-        monkeypatch.setattr(meter.sys, "platform", platform)
-        assert meter.peak_memory(torch.device("cpu")) == megabytes
+# What a row holds
 
 
 class Clock:
     """Seconds that pass when they are told to."""
 
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def perf_counter(self) -> float:
-        return self.now
+    now = 0.0
 
     def batches(self) -> Iterator[Any]:
         for texts in (30, 34):
@@ -213,46 +151,44 @@ class Clock:
             yield Batch(torch.zeros(16, 1), Texts.pack([[1]] * texts), *[torch.zeros(0)] * 4, made_s=4.0)
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(meter, "time", clock)
-    return clock
-
-
-def measuring(clock: Clock) -> Meter:
-    """Two steps: 2 s of waiting, 2 s of steps, 4 s of saving, 100 s of validation."""
+def a_run(device: str = "cpu", usual: float = 0.0) -> Any:
     head = SimpleNamespace(log_scale=torch.zeros(1), bias=None)
-    run: Any = SimpleNamespace(
-        since_row=SinceRow(),
+    return SimpleNamespace(
         step=0,
+        reports=[],
+        captions=0,
         recipe=SimpleNamespace(batch=16, steps=100, optim=OptimConfig(lr=0.5)),
         learner=SimpleNamespace(model=SimpleNamespace(head=head)),
-        device=torch.device("cpu"),
+        optimizer=SimpleNamespace(usual_norm=usual),
+        device=torch.device(device),
         loader=SimpleNamespace(workers=2, order=Order(64, 16)),
+        log=Log(RECIPE),
         bad=[],
         truncated=5,
         skipped_steps=0,
+        skipped_in_a_row=0,
     )
-    guard: Any = SimpleNamespace(add=lambda step, report: None, look=lambda: None)
-    two_steps = Meter(run, guard)
-    for _ in two_steps.timed(clock.batches()):
+
+
+def numbers(loss: float, norm: float = 1.0, skipped: float = 0.0) -> dict[str, torch.Tensor]:
+    return {name: torch.tensor(v) for name, v in (("loss", loss), ("gradient_norm", norm), ("skipped_step", skipped))}
+
+
+def test_rates_leave_validation_out_and_count_saving(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two steps: 2 s of waiting, 2 s of steps, 4 s of saving, 100 s of validation."""
+    clock, run = Clock(), a_run()
+    monkeypatch.setattr(time, "perf_counter", lambda: clock.now)
+    meter = Meter(run, 9)
+    for _ in meter.timed(clock.batches()):
         clock.now += 1.0
         run.step += 1
-        two_steps.add({"loss": torch.tensor(float(run.step)), "gradient_norm": torch.tensor(1.0)}, 16)
-    with two_steps.saving():
+        meter.add(numbers(float(run.step)), 16)
+    with meter.saving():
         clock.now += 4.0
-    with two_steps.paused():
+    with meter.paused():
         clock.now += 100.0
-    return two_steps
-
-
-def measured(clock: Clock) -> dict[str, Any]:
-    return measuring(clock).row()
-
-
-def test_rates_leave_validation_out_and_count_saving(clock: Clock) -> None:
-    found = measured(clock)
+    found = meter.row()
+    assert (found["loss"], found["epoch"], found["scale"], found["truncated"]) == (1.5, 0.5, 1.0, 5)
     assert found["pairs_per_s"] == 32 / 8
     assert found["data_wait"] == 2 / 8
     assert found["loader_pairs_per_s"] == 2 * 32 / (4 + 4)  # two workers, 4 s a batch
@@ -261,33 +197,54 @@ def test_rates_leave_validation_out_and_count_saving(clock: Clock) -> None:
     assert found["lr"] == 0.5 * schedule(1, 100, OptimConfig())
     assert 10 < found["memory"] < 1e6
     assert "slowest_data_wait" not in found
+    assert (run.reports, run.captions) == ([], 0)
 
 
-def test_data_wait_of_a_whole_run_counts_from_its_first_batch_on(clock: Clock) -> None:
-    assert measuring(clock).data_wait() == 1 / 7  # workers start with the first batch
+def test_means_omit_bad_steps_and_what_is_not_finite() -> None:
+    meter = Meter(run := a_run(), 9)
+    for report in (numbers(1.0), numbers(9.0, skipped=1.0), numbers(math.inf), numbers(2.0)):
+        meter.add({**report, "term": torch.tensor(math.nan)}, 16)
+    meter.add({**numbers(3.0), "term": torch.tensor(0.25)}, 16)
+    found = meter.row()
+    assert (found["loss"], found["term"], found["skipped_steps"]) == (2.0, 0.25, 2)
+    meter.add(numbers(math.nan), 16)
+    assert "loss" not in meter.row()
+    assert run.skipped_steps == 3
 
 
-def test_of_several_ranks_the_slowest_tells(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    other = torch.tensor([[0.0] * 4, [60.0, 0.75, 1e6, 0.5]], dtype=torch.float64)
-    monkeypatch.setattr(collectives, "ranks", lambda: 2)
-    monkeypatch.setattr(collectives, "sum_over_ranks", lambda table: table + other)
-    found = measured(clock)
-    assert found["data_wait"] == 2 / 8
-    assert found["slowest_data_wait"] == 0.75
-    assert found["captions"] == 124
-    assert found["memory"] == 1e6
-    assert found["save_s"] == 4
-    assert found["pairs_per_s"] == 2 * 32 / 8
-    assert found["loader_pairs_per_s"] == 2 * 2 * 32 / 8
+def test_bad_steps_in_a_row_end_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """Good steps between them start the count anew."""
+    meter = Meter(run := a_run(usual=2.0), 3)
+    for run.step, skipped in enumerate((1.0, 1.0, 0.0, 1.0, 1.0), start=1):
+        meter.add(numbers(0.5, 50.0, skipped), 16)
+    assert (run.skipped_steps, run.skipped_in_a_row) == (4, 2)
+    said = capsys.readouterr().err
+    assert [line.split(":")[0] for line in said.splitlines()] == ["step 1", "step 2", "step 4", "step 5"]
+    assert "gradient norm 50, usually 2" in said
+    run.step = 6
+    with pytest.raises(ValueError, match=r"step 6: loss nan, .*--max-skipped-steps.*--optim\.lr"):
+        meter.add(numbers(math.nan), 16)
+    meter.look()  # nothing new: nothing is counted twice
+    assert run.skipped_steps == 5
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells how much memory is pages of files")
 def test_pages_of_files_are_no_memory_of_a_run(tmp_path: Path) -> None:
     """Stored tokens are mapped and read page by page, which looked like a leak."""
+    if sys.platform != "linux":
+        pytest.skip("only Linux tells how much memory is pages of files")
     size = 1 << 28
     path = tmp_path / "tokens"
     path.write_bytes(bytes(size))
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as pages:
         assert not any(pages[n] for n in range(0, size, mmap.PAGESIZE))
         resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
-        assert meter.peak_memory(torch.device("cpu")) < resident - 0.9 * size / 1e6
+        assert peak_memory(torch.device("cpu")) < resident - 0.9 * size / 1e6
+
+
+def test_numbers_of_a_row_survive_json() -> None:
+    """As a state keeps them: in each precision."""
+    meter = Meter(run := a_run(), 9)
+    for kind in (torch.float64, torch.float32, torch.bfloat16):
+        meter.add({"loss": torch.tensor(0.1, dtype=kind), "gradient_norm": torch.tensor(1.0)}, 16)
+    assert json.loads(json.dumps(run.reports)) == run.reports
+    assert [report["loss"] for report in run.reports] == [0.1, 0.10000000149011612, 0.10009765625]

@@ -24,7 +24,6 @@ from kiloword.methods.defaults import default_recipe
 from kiloword.models.states import states
 from kiloword.training.log import read_metrics
 from kiloword.training.loop import RunOptions, train
-from kiloword.training.signals import stop_signals
 from states import load_state
 
 TIMED = ("pairs_per_s", "loader_pairs_per_s", "data_wait", "slowest_data_wait", "save_s", "memory", "time", "restarts")
@@ -141,19 +140,6 @@ def test_a_run_killed_in_its_last_validation(tmp_path: Path, monkeypatch: pytest
         assert ["val/image_retrieval_recall@1" in row for row in rows(tmp_path)] == [False, False, True]
 
 
-def test_signals_that_torchrun_repeats_do_not_cut_the_saving(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    with stop_signals() as stop:
-        for _ in range(3):
-            signal.raise_signal(signal.SIGINT)
-        assert stop()
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
-    with stop_signals():
-        signal.raise_signal(signal.SIGINT)
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
-
-
 def test_a_finished_run_is_left_as_it_is(whole: Path) -> None:
     before = {p: p.read_bytes() for p in whole.rglob("*.*") if p.is_file()}
     train(recipe(), whole, options=EVERY)
@@ -218,7 +204,7 @@ def test_a_kill_in_the_last_save_leaves_no_state_too_many(
     """The run has ended: nothing is saved any more when the same command comes again."""
     often = replace(EVERY, keep_states=keep)
     with monkeypatch.context() as patch:
-        patch.setattr("kiloword.training.saving.drop_old", lambda *of: None)
+        patch.setattr("kiloword.models.saving.drop_old", lambda *of: None)
         train(recipe(), tmp_path, options=often)
     assert len(list((tmp_path / "state").glob("step-*.json"))) == 3
     train(recipe(), tmp_path, options=often)

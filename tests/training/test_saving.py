@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +11,6 @@ import pytest
 
 from kiloword.files import SaveError
 from kiloword.models.states import steps_done
-from kiloword.training import saving
 from kiloword.training.loop import RunOptions, train
 from kiloword.training.optimizer import Optimizer
 from states import at_saves, failing_at, recipe
@@ -62,12 +60,3 @@ def test_the_first_error_is_reported_not_that_of_the_save_behind_it(
     at_saves(monkeypatch, full)
     with pytest.raises(RuntimeError, match="stop here"):
         train(recipe(), tmp_path, options=EVERY)
-
-
-def test_a_long_wait_for_the_disk_is_said_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(saving, "LONG_S", 0.05)
-    at_saves(monkeypatch, lambda save: time.sleep(0.5))
-    train(recipe(2), tmp_path, options=RunOptions(log_every=1, save_every=2))
-    assert capsys.readouterr().err.count("still waiting for") == 1

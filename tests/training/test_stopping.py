@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from kiloword.distributed import collectives
 from kiloword.training.signals import ENDING, Stop, Stopped, stop_signals
 
 
@@ -20,13 +18,10 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("asked", "code"), [((), 2), ((15,), 143), ((1, 15), 129)])
 def test_the_code_is_that_of_the_first_signal(asked: tuple[int, ...], code: int) -> None:
     stop = Stop()
-    assert not stop()
     for number in asked:
         stop.handle(number, None)
     assert stop() == bool(asked)
-    assert stop.stopped("why").code == code
-    assert str(stop.stopped("why")) == "why"
-    assert Stopped("why").code == 2
+    assert (stop.stopped("why").code, str(stop.stopped("why"))) == (code, "why")
 
 
 def test_a_state_is_asked_for_once() -> None:
@@ -38,6 +33,7 @@ def test_a_state_is_asked_for_once() -> None:
 
 
 def test_a_second_ctrl_c_ends_at_once_except_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun repeats each Ctrl-C of the terminal: this must not cut the saving."""
     stop = Stop()
     for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         stop.handle(number, None)
@@ -60,7 +56,7 @@ def test_a_signal_ends_what_needs_no_saving_where_it_stands() -> None:
 
     with pytest.raises(Stopped, match=r"^nothing to save\.$") as end:
         work()
-    assert (reached, end.value.code) == ([], 143)
+    assert end.value.code == 143
     with pytest.raises(Stopped), stop.at_once("not begun."):
         reached.append("inside")
     assert reached == []
@@ -70,40 +66,14 @@ def test_a_signal_ends_what_needs_no_saving_where_it_stands() -> None:
     other.handle(signal.SIGTERM, None)  # behind it a signal waits for the end of the step
 
 
-def batches(stop: Stop, at: int) -> Iterator[str]:
-    for n in range(4):
-        if n == at:
-            stop.handle(signal.SIGTERM, None)
-        yield f"batch {n}"
-
-
-@pytest.mark.parametrize(("ranks", "at", "count"), [(1, 2, 2), (2, 2, 4), (1, 9, 4)])
-def test_a_single_rank_stops_while_it_waits_for_data(
-    monkeypatch: pytest.MonkeyPatch, ranks: int, at: int, count: int
-) -> None:
-    """Several go on: their state is saved by all together, after a step."""
-    stop = Stop()
-    monkeypatch.setattr(collectives, "ranks", lambda: ranks)
-    assert list(stop.batches(batches(stop, at))) == [f"batch {n}" for n in range(count)]
-
-
-def test_a_signal_in_a_step_waits_for_its_end() -> None:
-    stop = Stop()
-    for _ in stop.batches(iter("ab")):
-        stop.handle(signal.SIGTERM, None)
-    assert stop.asked == [signal.SIGTERM]  # the second batch is not waited for
-
-
 def test_signals_are_handled_and_left_as_they_were() -> None:
     before = {s: signal.getsignal(s) for s in (*ENDING, signal.SIGUSR1)}
     try:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nohup
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a shell's background job, which still is stopped by SIGINT
         with stop_signals() as stop:
-            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
                 signal.raise_signal(number)
-            signal.raise_signal(signal.SIGHUP)
             assert stop.asked == [signal.SIGINT, signal.SIGTERM]
             assert stop.state_asked()
         assert signal.getsignal(signal.SIGINT) == signal.getsignal(signal.SIGHUP) == signal.SIG_IGN

@@ -17,7 +17,7 @@ import pytest
 from rich.console import Console
 
 from kiloword.cli.main import main
-from kiloword.training.log import Log, read_metrics
+from kiloword.training.log import read_metrics
 from kiloword.watch import command
 from kiloword.watch.command import Runs
 from kiloword.watch.page import View, page
@@ -343,12 +343,6 @@ def test_a_run_has_a_bounded_number_of_metrics(tmp_path: Path) -> None:
     assert run.step == 41
     assert NAMES - 10 <= len(run.columns.names) <= NAMES
     assert len(run.columns.of("loss")[0]) == 2
-
-
-def test_a_pipe_in_place_of_the_log_ends_a_run(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "metrics.jsonl")
-    with pytest.raises(ValueError, match="is a pipe: expected a file"):
-        Log(tmp_path / "metrics.jsonl", 4)
 
 
 def test_a_pipe_gets_plain_text_and_the_verb_needs_no_torch(tmp_path: Path) -> None:
