@@ -36,6 +36,7 @@ class AdamP(torch.optim.Optimizer):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, {**defaults, "delta": delta, "wd_ratio": wd_ratio})
         self.sharded = {id(p) for p in sharded}
+        fill_moments(self)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -46,29 +47,20 @@ class AdamP(torch.optim.Optimizer):
                     self._move(p, p.grad, group)
 
     def _move(self, p: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        state, (beta1, beta2) = self.state[p], group["betas"]
         skip = torch.zeros((), device=p.device) if self.found_inf is None else self.found_inf
         gradient = torch.where(skip > 0, 0.0, gradient)
-        change = self._adam(p, gradient, group, 1 - skip)
-        ratio: Tensor | float = 1.0
-        if p.dim() > 1:
-            change, ratio = self._projected(p, gradient, change, group)
+        state["step"] += 1 - skip
         taken = (1 - skip).to(p.dtype)
-        p.mul_(1 - taken * (group["lr"] * group["weight_decay"] * ratio)).sub_(change * (group["lr"] * taken))
-
-    def _adam(self, p: Tensor, gradient: Tensor, group: dict[str, Any], taken: Tensor) -> Tensor:
-        """Adam's step for a learning rate of 1. Args: taken: scalar, 0: leave the state."""
-        state, (beta1, beta2) = self.state[p], group["betas"]
-        if not state:
-            state["step"] = torch.zeros((), device=p.device)
-            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
-        state["step"] += taken
-        taken = taken.to(p.dtype)
         state["exp_avg"].lerp_(gradient, (1 - beta1) * taken)
         state["exp_avg_sq"].lerp_(gradient.square(), (1 - beta2) * taken)
         n = state["step"].double().clamp_min(1)  # of a skipped first step
         first, second = (1 - beta1**n).to(p.dtype), (1 - beta2**n).to(p.dtype)
-        change: Tensor = state["exp_avg"] / first / ((state["exp_avg_sq"] / second).sqrt() + group["eps"])
-        return change
+        change = state["exp_avg"] / first / ((state["exp_avg_sq"] / second).sqrt() + group["eps"])
+        ratio: Tensor | float = 1.0
+        if p.dim() > 1:
+            change, ratio = self._projected(p, gradient, change, group)
+        p.mul_(1 - taken * (group["lr"] * group["weight_decay"] * ratio)).sub_(change * (group["lr"] * taken))
 
     def _projected(
         self, p: Tensor, gradient: Tensor, change: Tensor, group: dict[str, Any]
@@ -94,3 +86,11 @@ def _cosine(sums: Tensor, eps: float) -> Tensor:
     """|cosine| of weights and gradients from their sums of products [4, n], as torch's cosine similarity: [n]."""
     weights, gradients = sums[0].sqrt().clamp_min(eps), sums[1].sqrt().clamp_min(eps)
     return (sums[2] / (weights * gradients)).abs()
+
+
+def fill_moments(adam: torch.optim.Optimizer) -> None:
+    """Begin the state of an Adam before its first step, with zeros."""
+    for group in adam.param_groups:
+        for p in group["params"]:
+            adam.state[p]["step"] = torch.zeros((), device=p.device)
+            adam.state[p] |= {key: torch.zeros_like(p) for key in ("exp_avg", "exp_avg_sq")}

@@ -33,7 +33,6 @@ class Muon(torch.optim.Optimizer):
     """
 
     found_inf: Tensor | None = None  # 1.0 skips the step (the name is that of torch's fused optimizers)
-    _skip: Tensor | None = None  # bool, computed once a step
 
     def __init__(
         self,
@@ -45,66 +44,46 @@ class Muon(torch.optim.Optimizer):
         rows: Mapping[Tensor, int] | None = None,
     ) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
-        self.stacked = {id(p): parts for p, parts in (stacked or {}).items()}
-        self.rows = {id(p): n for p, n in (rows or {}).items()}
+        self.stacked, self.rows = stacked or {}, rows or {}
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         assert closure is None
-        self._skip = None if self.found_inf is None else self.found_inf > 0
         for group in self.param_groups:
-            by_shape: dict[tuple[int, int, int], list[Tensor]] = {}
+            alike: dict[tuple[torch.Size, int, int | None], list[Tensor]] = {}
             for p in group["params"]:
-                if p.grad is None:
-                    continue
-                if p.dim() == 3:
-                    self._turn_several(p, group)
-                    continue
-                key = (self.stacked.get(id(p), 1), self.rows.get(id(p), len(p)), p.shape[1])
-                by_shape.setdefault(key, []).append(p)
-            for (parts, rows, columns), members in by_shape.items():
-                most = max(1, AT_ONCE // (rows * columns))
+                if p.grad is not None:
+                    rows = self.rows.get(p) if p.dim() == 2 else None  # of several matrices a rank has some whole
+                    alike.setdefault((p.shape, self.stacked.get(p, 1), rows), []).append(p)
+            for (shape, parts, rows), members in alike.items():
+                most = AT_ONCE // max(1, rows * shape[1] if rows else shape.numel()) or 1
                 for n in range(0, len(members), most):
                     self._turn(members[n : n + most], parts, rows, group)
 
-    def _turn(self, members: list[Tensor], parts: int, rows: int, group: dict[str, Any]) -> None:
-        """Update the weights of n parameters of one shape."""
-        mine = self._momentum(members, group["momentum"])
-        whole = gather_rows(mine, rows) if id(members[0]) in self.rows else mine  # [n, rows, columns]
-        height, columns = rows // parts, whole.shape[2]
-        changes = orthogonal(whole.reshape(-1, height, columns)).reshape(whole.shape)
-        sharded, count = id(members[0]) in self.rows, mine.shape[1]
-        first = min(collectives.rank() * share(rows), rows) if sharded else 0  # this rank's first row
-        if count:  # 0 where a matrix has fewer rows than there are ranks
-            step = group["lr"] * math.sqrt(max(1.0, height / columns))
-            self._move(members, changes[:, first : first + count], step, group)
-
-    def _turn_several(self, p: Tensor, group: dict[str, Any]) -> None:
-        """Update the weights of a parameter [n, inputs, outputs]."""
-        changes = orthogonal(self._momentum([p], group["momentum"])[0])
-        step = group["lr"] * math.sqrt(max(1.0, p.shape[2] / p.shape[1]))
-        self._move([p], changes[None], step, group)
-
-    def _momentum(self, members: list[Tensor], momentum: float) -> Tensor:
-        """The Nesterov momentum to orthogonalize, this rank's rows: [n, *shape of a parameter]."""
-        for p in members:
-            if "momentum_buffer" not in self.state[p]:
-                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+    def _turn(self, members: list[Tensor], parts: int, rows: int | None, group: dict[str, Any]) -> None:
+        """Update n parameters of one shape, unless the step is skipped."""
         buffers = [self.state[p]["momentum_buffer"] for p in members]
         gradients, before = torch.stack([p.grad for p in members if p.grad is not None]), torch.stack(buffers)
-        now = self._unless_skipped(before.lerp(gradients, 1 - momentum), before)
+        skip = before.new_zeros((), dtype=torch.bool) if self.found_inf is None else self.found_inf > 0
+        now = torch.where(skip, before, before.lerp(gradients, 1 - group["momentum"]))
         torch._foreach_copy_(buffers, now.unbind())
-        return gradients.lerp(now, momentum)
-
-    def _move(self, members: list[Tensor], changes: Tensor, step: float, group: dict[str, Any]) -> None:
-        """Apply weight decay and subtract the changes [n, rows, columns], unless the step is skipped."""
+        whole = nesterov = gradients.lerp(now, group["momentum"])
+        if rows is not None:
+            whole = gather_rows(nesterov, rows)
+        height, columns = whole.shape[-2] // parts, whole.shape[-1]
+        matrices = whole.unflatten(-2, (parts, height)).flatten(0, -3)
+        changes = orthogonal(matrices).reshape(whole.shape)
+        if rows is not None:  # this rank's, none where a matrix has fewer rows than there are ranks
+            changes = changes[:, collectives.rank() * share(rows) :][:, : nesterov.shape[1]]
+        wide = columns / height if whole.dim() == 4 else height / columns  # outputs over inputs
         weights = [p.detach() for p in members]
-        shrink = self._unless_skipped(weights[0].new_full((), 1 - group["lr"] * group["weight_decay"]), 1.0)
+        shrink = torch.where(skip, 1.0, weights[0].new_full((), 1 - group["lr"] * group["weight_decay"]))
         torch._foreach_mul_(weights, shrink)
-        torch._foreach_add_(weights, self._unless_skipped(changes, 0.0).to(shrink.dtype).unbind(), alpha=-step)
-
-    def _unless_skipped(self, x: Tensor, otherwise: Tensor | float) -> Tensor:
-        return x if self._skip is None else torch.where(self._skip, otherwise, x)
+        changes = torch.where(skip, 0.0, changes).to(shrink.dtype)
+        torch._foreach_add_(weights, changes.unbind(), alpha=-group["lr"] * math.sqrt(max(1.0, wide)))
 
 
 def share(rows: int) -> int:

@@ -46,15 +46,10 @@ def resume(run: Run) -> None:
     stored = newest(run.out / "state", run.log.say)
     if stored is None:
         return
-    tensors = {k: v for k, v in snapshot(run).tensors.items() if not k.startswith("optimizer/")}
-    # the optimizer creates its own tensors only at its first step
-    names = [k.removeprefix("optimizer/") for k in stored.specs if k.startswith("optimizer/")]
-    moments = run.optimizer.empty_state(names)
-    whole = tensors | {f"optimizer/{k}": v for k, v in moments.items()}
+    tensors = snapshot(run).tensors
     what = f"tensors in {run.out / 'state'}"
-    check_fit({k: spec_of(v) for k, v in whole.items()}, stored.specs, what, "this run")
-    stored.load(whole)
-    run.optimizer.load_state_dict(moments)
+    check_fit({k: spec_of(v) for k, v in tensors.items()}, stored.specs, what, "this run")
+    stored.load(tensors)
     numbers = stored.numbers
     run.bad.load_state_dict(numbers["bad"])
     run.step, run.truncated, run.reports = numbers["step"], numbers["truncated"], numbers["reports"]
