@@ -74,7 +74,7 @@ class Muon(torch.optim.Optimizer):
         if rows is not None:
             whole = gather_rows(nesterov, rows)
         height, columns = whole.shape[-2] // parts, whole.shape[-1]
-        matrices = whole.unflatten(-2, (parts, height)).flatten(0, -3)
+        matrices = whole.reshape(whole.shape[:-2].numel() * parts, height, columns)
         changes = orthogonal(matrices).reshape(whole.shape)
         if rows is not None:  # this rank's, none where a matrix has fewer rows than there are ranks
             changes = changes[:, collectives.rank() * share(rows) :][:, : nesterov.shape[1]]

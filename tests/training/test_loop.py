@@ -163,7 +163,7 @@ def test_what_a_step_does(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch, options(), step=4)
     done = world.go()
     for step, at in ((4, 0), (5, 3)):
-        assert world.given[at : at + 3] == [[f"{step}.0", f"{step}.1"], (step, "loss"), (step, "skipped")]
+        assert world.given[at : at + 3] == [[f"{step}.0", f"{step}.1"], (step, "loss"), (step,)]
     assert [name for name, _ in world.calls[:3]] == ["clamp", "average", "add"]
     assert (done["clamp"], done["average"], done["add"]) == ([4, 5], [4, 5], [5, 6])
     assert world.run.truncated == 4
