@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import kiloword
 from folders import model_folder
@@ -18,147 +15,114 @@ from kiloword.api import batches
 from kiloword.distributed.device import simulated
 from kiloword.evaluation.retrieval.shortlist import shortlisted
 from kiloword.methods.maxsim import scores
-from kiloword.methods.maxsim.pooling import MaxSim, MaxSimSettings
 from kiloword.methods.maxsim.scores import Sides
-from kiloword.methods.registry import preset
 from kiloword.model.heads import unit
 from kiloword.model.image import extra
-from kiloword.model.model import initialise
-from kiloword.types import Features, Texts
-from kiloword.verify.batch import MethodChoice, batch, config
-from kiloword.verify.suite import learner
+from kiloword.types import Features
+from kiloword.verify.batch import batch
+from literal import CAPTIONS, captions_of, made, pairs
+from parts import Largest, agree, drawn, learner, losses
 
-SETTINGS = [
-    MaxSimSettings(),
-    MaxSimSettings(words=3),
-    MaxSimSettings(sides="text"),
-    MaxSimSettings(sides="text", reduce="sum", words=2),
-]
+SETTINGS: list[dict[str, Any]] = [{}, {"words": 3}, {"sides": "text"}, {"sides": "text", "reduce": "sum", "words": 2}]
 
 
-def literal(made: MaxSim, tokens: Tensor, packed: Tensor, texts: Texts) -> Tensor:
-    """Scores [I, T], of one pair, patch and word after the other. Texts end in one class token, which is not read."""
-    settings, rows = made.settings, []
-    for image in tokens:
-        patches = [made.image_projection(x) for x in image[made.extra :]]
+def encoded(settings: dict[str, Any] = SETTINGS[0]) -> tuple[Any, Any, Any]:
+    """A learner, a batch and its features; texts end in one class token, which is not read."""
+    maxsim = made("coca+maxsim", {"maxsim": settings})
+    some = pairs(maxsim.model, CAPTIONS)
+    return maxsim, some, maxsim.encode(some)
+
+
+def literal(maxsim: Any, some: Any, tokens: Any, settings: dict[str, Any]) -> Tensor:
+    """Scores [I, T], of one pair, patch and word after the other."""
+    pooling, rows, lengths = maxsim.model.head.pooling, [], [len(ids) for ids in captions_of(some.texts)]
+    for image in tokens.image_tokens:
+        patches = [pooling.image_projection(x) for x in image[extra(maxsim.model.config.image) :]]
         patches = [x / x.norm() for x in patches]
         row = []
-        for t in range(len(texts)):
-            own = packed[int(texts.starts[t]) : int(texts.starts[t + 1]) - 1][: settings.words]
-            words = [made.text_projection(x) for x in own]
+        for own in tokens.text_tokens.split(lengths):
+            words = [pooling.text_projection(x) for x in own[:-1][: settings.get("words", 32)]]
             words = [x / x.norm() for x in words]
             by_word = torch.stack([torch.stack([p @ w for p in patches]).max() for w in words]).sum()
             by_patch = torch.stack([torch.stack([p @ w for w in words]).max() for p in patches]).sum() / len(patches)
-            by_word = by_word if settings.reduce == "sum" else by_word / len(words)
-            row.append(by_word if settings.sides == "text" else (by_word + by_patch) / 2)
+            by_word = by_word if settings.get("reduce") == "sum" else by_word / len(words)
+            row.append(by_word if settings.get("sides") == "text" else (by_word + by_patch) / 2)
         rows.append(torch.stack(row))
     return torch.stack(rows)
 
 
-def sides(settings: MaxSimSettings = SETTINGS[0]) -> tuple[MaxSim, Tensor, Tensor, Texts]:
-    """A pooling, tokens of images, and packed tokens of texts, each of which ends in a class token."""
-    generator, size = torch.Generator().manual_seed(0), config()
-    size = replace(size, text=replace(size.text, extra_tokens=("cls",)))
-    made = MaxSim(size, settings).double()
-    initialise(made, 3)
-    count = extra(size.image) + (size.image.size // size.image.patch) ** 2
-    tokens = torch.randn(3, count, size.image.width, generator=generator, dtype=torch.float64)
-    texts = Texts.pack([[7, 8, 5], [9, 7, 8, 6, 5], [8, 5], [7, 7, 9, 5]])
-    packed = torch.randn(len(texts.ids), size.text.width, generator=generator, dtype=torch.float64)
-    return made, tokens, packed, texts
-
-
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_scores_and_gradients_are_the_literal_ones(settings: MaxSimSettings) -> None:
-    made, tokens, packed, texts = sides(settings)
-    weight, measured = torch.linspace(-1, 1, 12, dtype=torch.float64).view(3, 4), []
-    for fast in (True, False):
-        a, b = tokens.clone().requires_grad_(), packed.clone().requires_grad_()
-        score = made.score(made.image(a), made.text(b, texts)) if fast else literal(made, a, b, texts)
-        measured.append([score.detach(), *torch.autograd.grad((weight * score).sum(), [a, b, *made.parameters()])])
-    for x, y in zip(*measured, strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-13)
+def test_scores_and_gradients_are_the_literal_ones(settings: dict[str, Any]) -> None:
+    maxsim, some, features = encoded(settings)
+    head, weights = maxsim.model.head, torch.linspace(-1, 1, 28, dtype=torch.float64).view(4, 7)
+    found, expected = head.score(features.images, features.texts), literal(maxsim, some, features, settings)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-13)
+    leaves = list(maxsim.model.parameters())
+    agree((weights * found).sum(), (weights * expected).sum(), leaves, atol=1e-11)
+    alone = head.score_pairs(features.images, {name: value[:4] for name, value in features.texts.items()})
+    torch.testing.assert_close(alone, found.diagonal(), rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("both", [Sides(0.5, 0.5), Sides(0.0, 1.0)])
 def test_tiles_do_not_change_scores_and_gradients(device: str, both: Sides, monkeypatch: pytest.MonkeyPatch) -> None:
-    made, tokens, packed, texts = sides()
-    images, written = made.image(tokens), made.text(packed, texts)
-    patches, words = (x.detach().requires_grad_() for x in (images["patches"], written["words"]))
+    _, _, features = encoded()
+    share = features.texts["share"]
+    patches, words = (x.detach().requires_grad_() for x in (features.images["patches"], features.texts["words"]))
     measured = []
     for most in (1 << 20, 40):
         monkeypatch.setitem(scores.TILE, device, most)
         with simulated(device):
-            score = scores.similarity(patches, words, written["share"], both)
+            score = scores.similarity(patches, words, share, both)
         measured.append([score.detach(), *torch.autograd.grad(score.square().sum(), (patches, words))])
     for x, y in zip(*measured, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-14)
 
 
-class Largest(TorchDispatchMode):
-    """The number of elements of the largest tensor that anything returns."""
-
-    most = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        self.most = max(self.most, *(x.numel() for x in tree_leaves(out) if isinstance(x, Tensor)), 0)
-        return out
-
-
 def test_nothing_larger_than_a_tile_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     images, texts, patches, words, dim = 24, 30, 8, 6, 2
     monkeypatch.setitem(scores.TILE, "cpu", 400)
-    generator = torch.Generator().manual_seed(0)
-    p = torch.randn(images, patches, dim, generator=generator).requires_grad_()
-    w = torch.randn(texts, words, dim, generator=generator).requires_grad_()
+    p, w = drawn(images, patches, dim).requires_grad_(), drawn(texts, words, dim).requires_grad_()
+    share = torch.full((texts, words), 1 / words, dtype=torch.float64)
     with Largest() as seen:
-        scores.similarity(p, w, torch.full((texts, words), 1 / words), Sides(0.5, 0.5)).sum().backward()
-    assert seen.most <= max(400, images * texts, images * patches * dim, texts * words * dim)
-    assert seen.most < images * texts * patches * words // 40
+        scores.similarity(p, w, share, Sides(0.5, 0.5)).sum().backward()
+    assert seen.numbers <= max(400, images * texts, images * patches * dim, texts * words * dim)
+    assert seen.numbers < images * texts * patches * words // 40
     rows, columns = scores.block(196, 32, "cuda")
     assert rows * columns * (196 + 32) <= scores.SAVED["cuda"]
 
 
-def test_pairs_one_by_one_agree() -> None:
-    made, tokens, packed, texts = sides()
-    images, written = made.image(tokens), made.text(packed, texts)
-    alone = made.score_pairs(images, {name: value[:3] for name, value in written.items()})
-    torch.testing.assert_close(alone, made.score(images, written).diagonal(), rtol=1e-12, atol=1e-13)
-
-
 def test_vectors_of_shortlists_are_means() -> None:
-    made, tokens, packed, texts = sides()
-    images, written = made.image(tokens), made.text(packed, texts)
-    torch.testing.assert_close(images["vec"], unit(images["patches"].mean(1)))
-    torch.testing.assert_close(written["vec"][2], written["words"][2, 0])  # of one word
-    assert not images["vec"].requires_grad
+    _, _, features = encoded()
+    torch.testing.assert_close(features.images["vec"], unit(features.images["patches"].mean(1)))
+    words = features.texts["words"][1, :3]  # the start, one word and the end
+    torch.testing.assert_close(features.texts["vec"][1], unit(words.mean(0)))
+    assert not features.images["vec"].requires_grad
 
 
-def test_a_class_is_the_words_of_its_prompts() -> None:
-    made, tokens, packed, texts = sides(MaxSimSettings(sides="text"))
-    images, written = made.image(tokens), made.text(packed, texts)
-    one = written["vec"].new_tensor([3.0, 1.0, 2.0, 5.0])
-    classes = made.ensemble(written, torch.tensor([1, 0, 1, 1]), 2, one)
-    of_prompts = made.score(images, written)
-    expected = torch.stack([of_prompts[:, 1], of_prompts[:, [0, 2, 3]] @ one[[0, 2, 3]] / 10], 1)
-    torch.testing.assert_close(made.score(images, classes), expected)
-    both = sides()[0]
-    made.sides = both.sides
-    patches = torch.einsum("ipd,twd->ipwt", images["patches"], written["words"])  # [I, P, W, T]
-    there = (written["share"] > 0).T
-    best = patches.masked_fill(~there, -2)[..., [0, 2, 3]].amax((2, 3)).mean(1)
-    torch.testing.assert_close(made.score(images, classes)[:, 1], (expected[:, 1] + best) / 2)
+@pytest.mark.parametrize("settings", [{"sides": "text"}, {}])
+def test_a_class_is_the_words_of_its_prompts(settings: dict[str, Any]) -> None:
+    maxsim, _, features = encoded(settings)
+    head, weights = maxsim.model.head, torch.tensor([3.0, 1.0, 2.0, 5.0], dtype=torch.float64)
+    prompts = {name: value[:4] for name, value in features.texts.items()}
+    found = head.score(features.images, head.ensemble(prompts, torch.tensor([1, 0, 1, 1]), 2, weights))
+    side = maxsim.model.head.pooling.side
+    of_prompts = side(features.images, prompts, Sides(1.0, 0.0))
+    expected = torch.stack([of_prompts[:, 1], of_prompts[:, [0, 2, 3]] @ weights[[0, 2, 3]] / 10], 1)
+    if not settings:
+        best = torch.einsum("ipd,twd->ipwt", features.images["patches"], prompts["words"])  # [I, P, W, T]
+        best = best.masked_fill(~(prompts["share"] > 0).T, -2)
+        of_patches = [best[..., own].amax((2, 3)).mean(1) for own in ([1], [0, 2, 3])]
+        expected = (expected + torch.stack(of_patches, 1)) / 2
+    torch.testing.assert_close(found, expected)
 
 
 def test_the_loss_of_filip_is_the_literal_one() -> None:
-    made, some = learner("filip"), batch(end=4)
-    encoded, head = made.encode(some), made.model.head
-    pooling: Any = head.pooling
-    by_word = pooling.side(encoded.images, encoded.texts, Sides(1.0, 0.0))
-    by_patch = pooling.side(encoded.images, encoded.texts, Sides(0.0, 1.0))
-    torch.testing.assert_close(head.score(encoded.images, encoded.texts), (by_word + by_patch) / 2)
+    filip, some = learner("filip"), batch(end=4)
+    features, head = filip.encode(some), filip.model.head
+    side: Any = head.get_submodule("pooling").side
+    by_word, by_patch = (side(features.images, features.texts, Sides(*one)) for one in ((1.0, 0.0), (0.0, 1.0)))
+    torch.testing.assert_close(head.score(features.images, features.texts), (by_word + by_patch) / 2)
     own, scale = some.image_of_text.tolist(), head.log_scale.exp()
     of_images = []
     for i in range(4):
@@ -169,27 +133,16 @@ def test_the_loss_of_filip_is_the_literal_one() -> None:
         column = (scale * by_word[:, t]).exp()
         of_texts.append(-(column[image] / column.sum()).log())
     expected = (torch.stack(of_images).mean() + torch.stack(of_texts).mean()) / 2
-    measured = made.pair_losses(made.all_inputs(encoded, some))["pair"]
-    torch.testing.assert_close(measured, expected, rtol=1e-12, atol=0)
-    weights = [head.log_scale, pooling.image_projection.weight, pooling.text_projection.weight]
-    gradients = [torch.autograd.grad(value, weights, retain_graph=True) for value in (measured, expected)]
-    for a, b in zip(*gradients, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-15)
+    agree(losses(filip, some)["pair"], expected, list(filip.model.parameters()))
 
 
 @pytest.mark.parametrize("name", ["filip", "siglip+maxsim"])
 def test_the_second_loss_is_of_means(name: str) -> None:
     settings: dict[str, Any] = {"whole": 0.5}
-    weighted = learner(MethodChoice(name, {"maxsim": settings} if "+" in name else settings))
-    plain, some = learner(name), batch(end=4)
-    losses = []
-    for made in (weighted, plain):
-        encoded = made.encode(some)
-        losses.append(made.pair_losses(made.all_inputs(encoded, some))["pair"])
-        assert encoded.images["vec"].requires_grad == (made is weighted)
-    whole: Any = weighted.model.head.whole
-    encoded = weighted.encode(some)
-    logits = whole.logits(encoded.images["vec"] @ encoded.texts["vec"].T)
+    weighted, some = learner(name, {"maxsim": settings} if "+" in name else settings), batch(end=4)
+    difference = losses(weighted, some)["pair"] - losses(learner(name), some)["pair"]
+    features, whole = weighted.encode(some), weighted.model.head.get_submodule("whole")
+    logits = whole.logits(features.images["vec"] @ features.texts["vec"].T)
     own = torch.arange(4)[:, None] == some.image_of_text
     if name == "filip":
         share = own.double() / own.sum(1, keepdim=True)
@@ -197,50 +150,29 @@ def test_the_second_loss_is_of_means(name: str) -> None:
         expected = means / 2
     else:
         expected = -torch.nn.functional.logsigmoid((2.0 * own - 1) * logits).sum() / 4
-    torch.testing.assert_close(losses[0] - losses[1], 0.5 * expected, rtol=1e-10, atol=0)
+    torch.testing.assert_close(difference, 0.5 * expected, rtol=1e-10, atol=0)
+    assert features.images["vec"].requires_grad
 
 
 def test_a_model_scores_explains_classifies_and_is_found_by_its_shortlist(tmp_path: Path) -> None:
     matcher = kiloword.load(model_folder(tmp_path / "m", "filip"))
     pixels = torch.randint(0, 256, (3, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
     texts = ["a red star", "two circles", "one star"]
-    found = matcher.score(pixels, texts)
     images, written = matcher.encode_image(pixels), matcher.encode_text(texts)
-    torch.testing.assert_close(matcher.score(images, written), found)
-    explained = matcher.explain(pixels, texts)
-    assert explained.about == MaxSim.attends_to_patches
-    torch.testing.assert_close(explained.maps.sum(2), torch.ones(3, 3))
+    torch.testing.assert_close(matcher.score(images, written), matcher.score(pixels, texts))
+    maps = matcher.explain(pixels, texts).maps
+    torch.testing.assert_close(maps.sum(2), torch.ones(3, 3))
     best = (images["patches"][1] @ written["words"][2].T).argmax(0)
-    expected = torch.zeros(explained.maps.shape[2]).index_add(0, best, written["share"][2])
-    torch.testing.assert_close(explained.maps[1, 2], expected)
+    expected = torch.zeros(maps.shape[2]).index_add(0, best, written["share"][2])
+    torch.testing.assert_close(maps[1, 2], expected)
     assert matcher.classify(pixels, ["star", "circle"], ("a {c}.", "one small {c}.")).shape == (3, 2)
     exact, short = (dict(shortlisted(matcher.score_pairs, images, written, torch.arange(3), n, (1,))) for n in (3, 1))
     assert exact["text_retrieval_shortlist_recall@3"] == 1
     assert short.keys() == {name.replace("@3", "@1") for name in exact}
 
 
-def test_features_beyond_the_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_features_beyond_the_memory_are_refused() -> None:
     few: Features = {"vec": torch.zeros(2, 128), "patches": torch.zeros(2, 49, 128)}
-    monkeypatch.setattr(batches, "free_bytes", lambda device: 8 << 30)
-    device = torch.device("cpu")
-    batches.check_room(few, 300_000, "images", device)
-    with pytest.raises(ValueError, match=r"1,000,000 images take 23\.8 GiB, mostly patches of 49 x 128 .*shortlist"):
-        batches.check_room(few, 1_000_000, "images", device)
-
-
-@pytest.mark.parametrize(
-    ("name", "settings", "message"),
-    [
-        ("llip+maxsim", {}, "does not pool images and texts into one vector"),
-        ("prolip+maxsim", {}, "does not pool images and texts into one vector"),
-        ("siglip+gaussian+maxsim", {}, "does not pool images and texts into one vector"),
-        ("filip+gaussian", {}, "scores pairs in several ways, of which gaussian"),
-        ("siglip+maxsim+matryoshka", {}, "of which matryoshka would take prefixes"),
-        ("vqa+maxsim", {}, "has no pair loss, whose score maxsim"),
-        ("fff+maxsim", {"maxsim": {"whole": 1.0}}, "prepares one head before training"),
-        ("siglip+maxsim", {"maxsim": {"reduce": "sum"}}, "expected sides text"),
-    ],
-)
-def test_what_does_not_mix_is_refused(name: str, settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        preset(name, settings)
+    batches.check_room(few, 3_000, "images", torch.device("cpu"))
+    with pytest.raises(ValueError, match="shortlist"):
+        batches.check_room(few, 10**12, "images", torch.device("cpu"))
