@@ -189,14 +189,12 @@ def _without_tokens(command: MethodCommand, stored: tuple[str, str] = ("", "")) 
     towers = tuple((words or (tower,))[0] for words, tower in zip(flagged, stored, strict=True))
     if named is None:
         tune = not values_of(flags, "--lora.rank")  # adapters start at 0, and take larger rates
-        plain = _plain_defaults(command.method, size, init, data, towers, tune, _earlier(flags, towers))
+        plain = _plain_defaults(command.method, size, init, data, towers, tune)
         return plain, plain
     data = values_of(flags, "--data") or tuple(named.value("data.sources", ("scenes",)))
     start = init or named.value("init")
     towers = tuple(x or named.value(name, "") for x, name in zip(towers, ("image_tower", "text_tower"), strict=True))
-    plain = _plain_defaults(
-        command.method, size or named.value("size"), start, data, towers, False, _earlier(flags, towers)
-    )
+    plain = _plain_defaults(command.method, size or named.value("size"), start, data, towers, False)
     filled = fill(plain, named, towers=start is None and not towers_flag(named, values_of(flags, "--size"), ()))
     if start is not None:  # whose tokenizer and weights it takes
         model = replace(filled.model, init_std=plain.model.init_std)
@@ -211,7 +209,6 @@ def _plain_defaults(
     data: tuple[str, ...],
     towers: tuple[str, ...] = (),
     tune: bool = True,
-    before: Recipe | None = None,
 ) -> Recipe:
     if init is None and not any(towers):
         return default_recipe(method, size or "tiny", data)
@@ -219,14 +216,4 @@ def _plain_defaults(
 
     if init is not None:
         return start.with_towers(start.defaults(method, init, size, data, tune), *towers)
-    return start.with_towers(default_recipe(method, size or "top", data), *towers, before=before)
-
-
-def _earlier(flags: Sequence[str], towers: Sequence[str]) -> Recipe | None:
-    """The recipe of the run that --out holds, where towers of other libraries are named: their folders may be gone."""
-    out = values_of(flags, "--out")
-    if not (any(towers) and out):
-        return None
-    from kiloword.training.run_folder import earlier
-
-    return earlier(Path(out[0]))
+    return start.with_towers(default_recipe(method, size or "top", data), *towers)

@@ -19,7 +19,6 @@ from kiloword.methods.registry import find, preset
 from kiloword.model.attention import HEAD, OLDEST, WIDEST_HEAD, bad_heads, old_card
 from kiloword.models.model_folder import WEIGHTS
 from kiloword.models.tensors import open_tensors
-from kiloword.models.trust import Trust
 from kiloword.training import start
 from kiloword.training.optimizer import schedule, warmup_steps
 
@@ -72,9 +71,10 @@ def _loaded(recipe: Recipe, settings: Any, usual: Any, trust_code: bool) -> Iter
     changed = [leaf for leaf in leaves(settings) if leaf.value != theirs[leaf.path] and leaf.field.metadata["initial"]]
     if recipe.init is None or not changed:
         return
-    method, weights = preset(recipe.method, recipe.settings), set(open_tensors(Path(recipe.init) / WEIGHTS))
-    head = method.head(method.shape(recipe.model))
-    if not start.same_scale(recipe.init, head, weights, Trust(named=recipe.method, trust_code=trust_code)):
+    (file, before), method = start.folder_of(recipe, trust_code), preset(recipe.method, recipe.settings)
+    weights = set(open_tensors(Path(recipe.init) / WEIGHTS))
+    old, new = before.head(before.shape(file.model)), method.head(method.shape(recipe.model))
+    if not start.same_scale(old, new, weights):
         weights -= {"head.log_scale", "head.bias"}
     for leaf in changed:
         if (name := leaf.field.metadata["initial"]) in weights:

@@ -105,7 +105,7 @@ def test_a_recipe_starts_from_another_model(tmp_path: Path, capsys: pytest.Captu
     words = ("train", "--recipe", "sycoca-cc3m", *init, *DEBUG[2:-2], "--out", tmp_path)
     run(*words, "--dry-run")
     assert "here 0; section 4.1: all parameters of mean 0" in capsys.readouterr().out
-    assert "--model.init-std has no effect with --init" in refused(capsys, *words, "--model.init-std", "0.1")
+    assert "--model.init-std" in refused(capsys, *words, "--model.init-std", "0.1")
 
 
 def test_dry_run_prints_sources(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch) -> None:

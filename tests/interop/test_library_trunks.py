@@ -283,16 +283,10 @@ def test_adapters_of_a_library_trunk_have_the_rate_of_their_layer() -> None:
         assert factors[name] == 0.5 ** (layers - block), name
 
 
-def test_a_folder_without_pooling_and_a_run_without_its_folder(tmp_path: Path) -> None:
-    """ViT is also published without the pooling that its class has; a run that goes on needs no folder."""
+def test_a_folder_without_pooling(tmp_path: Path) -> None:
+    """ViT is also published without the pooling that its class has."""
     transformers = library("transformers")
     config = transformers.ViTConfig(**SMALL)
     transformers.ViTModel(config, add_pooling_layer=False).save_pretrained(tmp_path / "vit")
     tower = f"hf:{tmp_path / 'vit'}"
     assert made(tower).config.image.trunk.name == "hf"
-    usual = default_recipe("siglip", "debug", ("scenes",))
-    recipe = start.with_towers(usual, image_tower=tower)
-    (tmp_path / "vit" / "config.json").unlink()
-    assert start.with_towers(usual, image_tower=tower, before=recipe) == recipe
-    with pytest.raises(ValueError, match=r"there is no .*config.json"):
-        start.with_towers(usual, image_tower=tower, before=replace(recipe, image_tower="hf:other"))
