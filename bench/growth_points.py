@@ -305,7 +305,7 @@ def checkpoint(which: int, folder: Path) -> Call:
     parameters = sum(p.numel() for p in run.learner.parameters())
 
     def call() -> Mapping[str, float]:
-        with saving.saver(run, 1) as saver:
+        with saving.saver(run) as saver:
             saver.save()
         state = (path for path in (run.out / "state").rglob("*") if path.is_file())
         return {"work": parameters, "disk_mb": round(sum(path.stat().st_size for path in state) / 1e6, 3)}

@@ -26,14 +26,15 @@ from kiloword.distributed.device import precision_of
 from kiloword.methods.defaults import default_recipe
 from kiloword.training.accumulate import backward
 from kiloword.training.resolve import open_sources
+from kiloword.training.run import Run
 from kiloword.training.saving import saver as saver_of
-from kiloword.training.setup import Run, prepare
+from kiloword.training.setup import prepare
 
 
 def ready(size: str, device: str, out: Path) -> Run:
     base = default_recipe("siglip", size, ("scenes?n=256",))
     recipe = replace(base, batch=4, steps=1000, optim=replace(base.optim, ema=0.99))
-    run = prepare(recipe, out, open_sources(recipe), device=device, options=RunOptions(quiet=True))
+    run = prepare(recipe, out, open_sources(recipe), device=device, options=RunOptions(quiet=True, keep_states=1))
     step(run)
     return run
 
@@ -52,10 +53,7 @@ def step(run: Run) -> float:
 
 
 def measure(size: str, device: str, times: int) -> dict[str, Any]:
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        saver_of(run := ready(size, device, Path(folder) / "run"), 1) as saver,
-    ):
+    with tempfile.TemporaryDirectory() as folder, saver_of(run := ready(size, device, Path(folder) / "run")) as saver:
         blocked: dict[str, list[float]] = {"first": [], "background": [], "awaited": []}
         alone, beside = [step(run) for _ in range(times)], []
         for n in range(times + 1):

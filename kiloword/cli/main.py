@@ -203,7 +203,7 @@ def data(
         if is_idle:
             raise ValueError(f"--{flag} changes nothing in data {what}: expected kiloword {use}.")
     if what == "pairs":
-        from kiloword.training.dry_run import write_pairs
+        from kiloword.cli.examples import write_pairs
 
         say(write_pairs(str(source), str(as_), size or "tiny", Path(str(out))))
         return
@@ -216,7 +216,7 @@ def data(
         raise ValueError(f"data {what} needs a data set: kiloword data {what} SRC.")
     drawn = []
     if as_ is not None and png is not None:  # first, as a name that is misspelled ends the command
-        from kiloword.training.dry_run import draw_examples
+        from kiloword.cli.examples import draw_examples
 
         drawn.append(draw_examples(source, as_, size or "tiny", png))
     if inspect.main(what, source, None if drawn else png):

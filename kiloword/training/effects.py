@@ -23,17 +23,27 @@ from kiloword.training import start
 from kiloword.training.optimizer import schedule, warmup_steps
 
 
-def notes(recipe: Recipe, options: RunOptions) -> list[str]:
+def notes(recipe: Recipe, options: RunOptions) -> Iterator[str]:
     """Notes for the user before a run starts, one message each. Call it inside the process group, if there is one."""
-    messages = [] if (warmup := _warmup(recipe)) is None else [warmup]
+    steps, optim, image, text = recipe.steps, recipe.optim, recipe.model.image, recipe.model.text
+    if steps < (warmup := warmup_steps(steps, optim)):
+        highest = optim.lr * schedule(steps - 1, steps, optim)
+        yield (
+            f"the warm-up takes {warmup:g} steps and the run has {steps}: the learning rate reaches {highest:.2g} "
+            f"instead of {optim.lr:g}. Set a share of the run, such as --optim.warmup 0.05, or fewer warm-up steps."
+        )
     if options.parallel == "fsdp" and collectives.ranks() == 1:
-        messages.append("--parallel fsdp shards nothing in one process: start several by torchrun.")
-    image = recipe.model.image
+        yield "--parallel fsdp shards nothing in one process: start several by torchrun."
     if not image.trunk.name and (rest := image.size % image.patch):
-        messages.append(f"the last {rest} of {image.size} rows and columns of pixels fill no patch and are not used.")
-    padded = _padded(recipe, torch.device(choose(options.device)))
-    of_methods = [note for of_method in preset(recipe.method, recipe.settings).notes if (note := of_method(recipe))]
-    return [*messages, *([] if padded is None else [padded]), *of_methods]
+        yield f"the last {rest} of {image.size} rows and columns of pixels fill no patch and are not used."
+    device, head = torch.device(choose(options.device)), text.width // text.heads
+    if device.type == "cuda" and recipe.precision == "bf16" and (old_card(device.index) or bad_heads(head)):
+        yield (
+            "captions are padded to the longest of a batch, which costs time and memory: attention without pads needs "
+            f"a compute capability of {'.'.join(map(str, OLDEST))}, and heads (--model.text.heads) of a multiple of "
+            f"{HEAD} dimensions up to {WIDEST_HEAD}."
+        )
+    yield from filter(None, (note(recipe) for note in preset(recipe.method, recipe.settings).notes))
 
 
 def check(recipe: Recipe, usual: Recipe, trust_code: bool = False) -> None:
@@ -79,30 +89,3 @@ def _loaded(recipe: Recipe, settings: Any, usual: Any, trust_code: bool) -> Iter
     for leaf in changed:
         if (name := leaf.field.metadata["initial"]) in weights:
             yield f"--settings.{leaf.flag} is {leaf.value}, but {name} comes from {recipe.init}"
-
-
-def _padded(recipe: Recipe, device: torch.device) -> str | None:
-    """Why attention pads texts on a CUDA device despite half precision; None where it does not."""
-    if device.type != "cuda" or recipe.precision != "bf16":
-        return None
-    head = recipe.model.text.width // recipe.model.text.heads
-    if old_card(device.index):
-        why = f"this GPU has a compute capability below {'.'.join(map(str, OLDEST))}"
-    elif bad_heads(head):
-        why = f"heads of {head} dimensions are no multiple of {HEAD} up to {WIDEST_HEAD} (--model.text.heads)"
-    else:
-        return None
-    return f"captions are padded to the longest of a batch, which costs time and memory: {why}."
-
-
-def _warmup(recipe: Recipe) -> str | None:
-    """A note for a run that ends within its warm-up, and so never reaches its learning rate."""
-    steps, optim = recipe.steps, recipe.optim
-    warmup = warmup_steps(steps, optim)
-    if steps >= warmup:
-        return None
-    highest = optim.lr * schedule(steps - 1, steps, optim)
-    return (
-        f"the warm-up takes {warmup:g} steps and the run has {steps}: the learning rate reaches {highest:.2g} instead "
-        f"of {optim.lr:g}. Set a share of the run, such as --optim.warmup 0.05, or fewer warm-up steps."
-    )

@@ -16,15 +16,15 @@ from kiloword.distributed.allocator import keep_freed_memory
 from kiloword.distributed.by_device import products
 from kiloword.distributed.device import choose, on_device, precision_of
 from kiloword.model.resnet import commit
-from kiloword.model.trunks.padded import padding_of
 from kiloword.models.saving import Saver
 from kiloword.training import report
 from kiloword.training.accumulate import backward
 from kiloword.training.meter import Meter
 from kiloword.training.resolve import micro_batches, open_sources
+from kiloword.training.run import Run
 from kiloword.training.run_folder import error_kept
 from kiloword.training.saving import saver
-from kiloword.training.setup import Run, prepare
+from kiloword.training.setup import prepare
 from kiloword.training.signals import Stop, stop_signals
 from kiloword.training.validation.evaluate import validate, validated
 from kiloword.types import Batch, Source
@@ -52,9 +52,9 @@ def train(recipe: Recipe, out: Path | str, source: Source | None = None, options
             report.reported(run, options),
             error_kept(run.out),
             products(run.recipe.matmul),
-            saver(run, options.keep_states) as saves,
+            saver(run) as saves,
         ):
-            _loop(run, Cadence(run, saves, options, stop))
+            _loop(run, Cadence(run, saves, stop))
         return run.out / "model"
 
 
@@ -82,9 +82,9 @@ def _loop(run: Run, cadence: Cadence) -> None:
 class Cadence:
     """Logs, saves, validates and stops a run, each after the steps where it is due, on all ranks alike."""
 
-    def __init__(self, run: Run, saver: Saver, options: RunOptions, stop: Stop) -> None:
-        self.run, self.saver, self.options, self.stop = run, saver, options, stop
-        self.meter = Meter(run, options.max_skipped_steps)
+    def __init__(self, run: Run, saver: Saver, stop: Stop) -> None:
+        self.run, self.saver, self.stop = run, saver, stop
+        self.meter = Meter(run)
         self._saved = time.perf_counter()
 
     def begin(self) -> None:
@@ -93,13 +93,12 @@ class Cadence:
         with self.meter.paused():
             if run.best.resume(run.step):
                 self._keep_best()
-            if validates := self._validates() and not validated(run):
+            if self._validates() and not validated(run):
                 self._validate()
-        if validates:
-            return
+                return
         if run.best.stalled:
             run.log.say(f"{run.out} was finished at step {run.step}: {run.best}. A larger --patience continues it.")
-        elif run.step == run.recipe.steps:
+        elif run.finished:
             run.log.say(f"{run.out} was finished at step {run.step}: nothing to do.")
         elif run.step:
             run.log.say(f"{run.out} goes on from step {run.step} of {run.recipe.steps}.")
@@ -122,7 +121,7 @@ class Cadence:
         run.step += 1
         self.meter.add(values, pairs)
         last = run.step == run.recipe.steps
-        if last or run.step % self.options.log_every == 0:
+        if last or run.step % run.options.log_every == 0:
             row = self.meter.row()
             run.log.row(row)
             run.log.progress(row)
@@ -136,14 +135,9 @@ class Cadence:
             raise self.stop.stopped(f"stopped after step {run.step}; the state is saved. {GOES_ON}")
 
     def end(self) -> None:
-        """Print what was skipped or padded."""
-        run = self.run
-        for line in run.bad.left_out.lines():
-            run.log.say(line)
-        if padding := padding_of(run.learner.model.text_tower.trunk):
-            run.log.say(
-                f"{padding:.0%} of the rows that the text tower's trunk computed were padding: transformers pads."
-            )
+        """Print what was skipped."""
+        for line in self.run.bad.left_out.lines():
+            self.run.log.say(line)
 
     def _count(self, batch: Batch) -> Batch:
         """Count bad samples and truncated captions of all ranks. Raises: ValueError for too many bad samples."""
@@ -158,26 +152,26 @@ class Cadence:
 
         Returns: whether any rank was asked to stop.
         """
-        every, validates = self.options.save_every, self._validates()
+        every, validates = self.run.options.save_every, self._validates()
         due = self.run.step % every == 0 if every else time.perf_counter() - self._saved > SAVE_SECONDS
         due, stopping, writing = collectives.any_rank(due or self.stop.state_asked(), self.stop(), self.saver.writing)
         if not writing:
             self.saver.advance()
-        if last or stopping or due or validates:
+        ending = last or stopping or validates
+        if due or ending:
             self.meter.look()
             with self.meter.saving():
                 self.saver.save()
+                if ending:
+                    self.saver.finish()
             self._saved = time.perf_counter()
-        if last or stopping or validates:
-            with self.meter.saving():
-                self.saver.finish()
         return stopping
 
     def _validates(self) -> bool:
         """Whether a validation is due after the last step."""
-        run, every = self.run, self.options.eval_every
+        run, every = self.run, self.run.options.eval_every
         due = every > 0 and run.step % every == 0
-        if epochs := self.options.eval_epochs:
+        if epochs := run.options.eval_epochs:
             between = epochs * run.loader.order.steps_per_epoch  # steps, perhaps not a whole number
             due = run.step // between > (run.step - 1) // between
         return bool(run.recipe.data.val) and ((due and run.step > 0) or run.step == run.recipe.steps)

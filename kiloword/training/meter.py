@@ -17,18 +17,18 @@ from torch import Tensor
 from kiloword.distributed import collectives
 from kiloword.models.saving import STOPS
 from kiloword.training.optimizer import schedule
-from kiloword.training.setup import Run
+from kiloword.training.run import Run
 
 
 class Meter:
     """Collects the values of a log row and counts skipped steps, without waiting for the device between rows.
 
     The counts are `run.skipped_steps` and `run.skipped_in_a_row`, the same on all ranks; on a CPU each step counts at
-    once. Args: most: number of steps in a row that may be skipped.
+    once.
     """
 
-    def __init__(self, run: Run, most: int) -> None:
-        self.run, self.most = run, most
+    def __init__(self, run: Run) -> None:
+        self.run = run
         self._new: list[tuple[int, dict[str, Tensor]]] = []  # steps that `look` has not seen, and their reports
         self._restart()
 
@@ -70,7 +70,7 @@ class Meter:
             self.look()
 
     def look(self) -> None:
-        """Count the skipped ones among the steps since the last call. Raises: ValueError after `most` in a row."""
+        """Count the skipped ones of the steps since the last call. Raises: ValueError for too many in a row."""
         run, new, self._new = self.run, self._new, []
         values = iter(on_host([x for _, report in new for x in report.values()]))
         for step, scalars in new:
@@ -84,8 +84,8 @@ class Meter:
             why = f"step {step}: loss {report['loss']:.3g}, gradient norm {report['gradient_norm']:.3g}"
             why += f", usually {usual:.3g}" if usual else ""
             run.log.say(f"{why}: the step was skipped ({run.skipped_steps} so far)")
-            if run.skipped_in_a_row >= self.most:
-                raise ValueError(f"{why}: bad step {self.most} in a row (--max-skipped-steps). {STOPS}")
+            if run.skipped_in_a_row >= run.options.max_skipped_steps:
+                raise ValueError(f"{why}: bad step {run.skipped_in_a_row} in a row (--max-skipped-steps). {STOPS}")
 
     def row(self) -> dict[str, Any]:
         """Means since the last row, and current values. Raises: ValueError as `look`."""

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
 from kiloword.config.options import RunOptions
 from kiloword.config.recipes import NO_MICRO, Recipe
 from kiloword.config.settings import check
@@ -26,47 +28,41 @@ from kiloword.methods.method import Method
 from kiloword.methods.registry import preset
 from kiloword.stores.features import FeatureStore
 from kiloword.stores.runs import stored
-from kiloword.training import start, tuning
-from kiloword.training.run_folder import (
-    RunFile,
-    check_same_run,
-    check_utf8,
-    earlier,
-    holds_run,
-    make_folder,
-    run_file,
-)
+from kiloword.training import effects, start, tuning
+from kiloword.training.run_folder import RunFile, check_same_run, earlier, holds_run, run_file
 from kiloword.training.validation.best import Best, check_best, check_metric
 from kiloword.training.validation.sets import ValSet, check_val, open_val
 from kiloword.types import Source, Transform
 
 
-@dataclass
-class Resolved:
-    """A run that nothing refuses."""
+@dataclass(kw_only=True)
+class Plan:
+    """A run that nothing refuses: `--dry-run` prints it, training carries it out."""
 
     recipe: Recipe  # the whole recipe
     method: Method
+    source: Source
+    out: Path
+    options: RunOptions
+    device: torch.device
     tokenizer: Tokenizer
     loader: Loader
     val: list[ValSet]
     best: Best
     file: RunFile  # the future config.json of the run
     chosen: str  # the defaults of the device, with their reasons
-    frozen: str  # what is frozen by default, and why
+    notes: list[str]  # for the user
 
 
-def resolve(
-    recipe: Recipe, source: Source, out: Path, options: RunOptions, device: str, dry_run: bool = False
-) -> Resolved:
-    """Resolve a recipe for a run in `out`, a folder that is made unless it is a dry run. A collective.
+def resolve(recipe: Recipe, source: Source, out: Path, options: RunOptions, device: str) -> Plan:
+    """Resolve a recipe for a run in `out`; no file is written. A collective.
 
     Raises: ValueError for settings, data, feature stores or validation data that cannot be used, and when `out` holds a
-    run of another recipe (naming what differs) or cannot be written.
+    run of another recipe (naming what differs).
     """
     check(recipe)
-    slots = preset(recipe.method, recipe.settings)
-    if recipe.batch == 1 and (slots.pair_weight or slots.contrasts):
+    method, parts = preset(recipe.method, recipe.settings), micro_batches(recipe)
+    if recipe.batch == 1 and (method.pair_weight or method.contrasts):
         raise ValueError(
             f"--batch 1: {recipe.method} compares an image with the texts of other images in its batch, and has none. "
             "Use a larger batch; --micro 1 needs as little memory."
@@ -74,25 +70,32 @@ def resolve(
     check_best(options, recipe)
     tuning.check(recipe)
     trains_norms = recipe.model.image.tower != "vit" and ("image" not in recipe.freeze or bool(recipe.unfreeze))
-    if micro_batches(recipe) > 1 and trains_norms:
+    if parts > 1 and trains_norms:
         raise ValueError(f"micro {recipe.micro} splits a batch of {recipe.batch} images, but {NO_MICRO}")
     val = open_val(recipe)  # a wrong name, and below what cannot be used, is refused now, not after hours
-    if dry_run:
-        check_utf8(out)
-    else:
-        make_folder(out)
     requested, before = recipe, earlier(out)
-    recipe, tokenizer = _with_tokenizer(settle(recipe, device, before), source, out / "model", options.trust_code)
+    recipe, tokenizer = _with_tokenizer(settle(recipe, device, before), source, out, options.trust_code)
     frozen = tuning.reason(recipe)
     recipe = replace(recipe, freeze=tuning.frozen(recipe))
-    file = run_file(recipe, source)
+    method, file = preset(recipe.method, recipe.settings), run_file(recipe, source)
     check_same_run(out, file, options.extend)
-    method = preset(recipe.method, recipe.settings)
     loader = make_loader(recipe, source, method, tokenizer, options, device)
     way = check_metric(options.keep_best, check_val(recipe, val, tokenizer, source))
-    best = Best(out, options.keep_best, way, options.patience)
-    chosen = summary(requested, recipe, device, loader.workers, before is not None)
-    return Resolved(recipe, method, tokenizer, loader, val, best, file, chosen, frozen)
+    return Plan(
+        recipe=recipe,
+        method=method,
+        source=source,
+        out=out,
+        options=options,
+        device=torch.device(device),
+        tokenizer=tokenizer,
+        loader=loader,
+        val=val,
+        best=Best(out, options.keep_best, way, options.patience),
+        file=file,
+        chosen=summary(requested, recipe, device, loader.workers, before is not None),
+        notes=[note for note in (frozen, *effects.notes(recipe, options), *loader.notes) if note],
+    )
 
 
 def open_sources(recipe: Recipe) -> Source:
@@ -137,33 +140,24 @@ def micro_batches(recipe: Recipe) -> int:
     return share // micro
 
 
-def _with_tokenizer(recipe: Recipe, source: Source, folder: Path, trust_code: bool) -> tuple[Recipe, Tokenizer]:
-    """The recipe with its vocabulary, and with `init` the shape of the model; the tokenizer, read from `folder` if a
-    run is there."""
-    if recipe.init is not None:
-        if recipe.data.tokenizer != "own":
-            raise ValueError(
-                f"--tokenizer {recipe.data.tokenizer}: a run with --init has the tokenizer of {recipe.init}."
-            )
+def _with_tokenizer(recipe: Recipe, source: Source, out: Path, trust_code: bool) -> tuple[Recipe, Tokenizer]:
+    """The recipe with its vocabulary, and with `init` the shape of the model; and the tokenizer, that of the run in
+    `out` if there is one."""
+    given = f"--init {recipe.init}" if recipe.init else recipe.text_tower and f"--text-tower {recipe.text_tower}"
+    if given and recipe.data.tokenizer != "own":
+        raise ValueError(f"--tokenizer {recipe.data.tokenizer}: a run with {given} has the tokenizer of that model.")
+    if holds_run(out):
+        tokenizer = Tokenizer.load(out / "model")
+    elif recipe.init is not None:
         tokenizer = Tokenizer.load(recipe.init)
-        if holds_run(folder.parent) and Tokenizer.load(folder).to_bytes() != tokenizer.to_bytes():
-            raise ValueError(
-                f"the tokenizer of --init {recipe.init} has changed since {folder.parent} began: choose another --out, "
-                "or give it the model that it began with."
-            )
-        return start.settle(recipe, tokenizer, trust_code), tokenizer
-    if recipe.text_tower and recipe.data.tokenizer != "own":
-        raise ValueError(
-            f"--tokenizer {recipe.data.tokenizer}: a run with --text-tower has the tokenizer of that tower."
-        )
-    if holds_run(folder.parent):
-        tokenizer = Tokenizer.load(folder)
     elif recipe.text_tower:
         tokenizer = tokenizer_of(recipe.text_tower)
     elif recipe.data.tokenizer == "own":
         tokenizer = Tokenizer.train(captions_of(source), recipe.data.tokenizer_vocab)
     else:
         tokenizer = vocabulary(recipe.data.tokenizer)
+    if recipe.init is not None:
+        return start.settle(recipe, tokenizer, trust_code), tokenizer
     text = replace(recipe.model.text, vocab=tokenizer.vocab, special=tokenizer.roles.ids())
     return replace(recipe, model=replace(recipe.model, text=text)), tokenizer
 
@@ -176,8 +170,8 @@ def make_loader(
     read = stored(_stores(recipe, method), recipe.data, source, tokenizer, method.transforms, method.inputs)
     natural = getattr(source, "natural", True)
     lists, transforms = omitted(source), bound(method.transforms, source)
-    makers = [getattr(transform, "note", None) for transform in transforms]
-    makers += [one.note(source) for one in method.inputs.values() if one.note]
+    notes = [f"--keep {lists}" if lists else "", *read.told, *(getattr(one, "note", None) for one in transforms)]
+    notes += [one.note(source) for one in method.inputs.values() if one.note]
     return Loader(
         WithTokens(source, read.image_tokens, lean=True) if read.image_tokens else source,
         _order(recipe, source),
@@ -189,7 +183,7 @@ def make_loader(
         inputs=method.inputs,
         stores=read.stores,
         shown=read.shown,
-        notes=[*([f"--keep {lists}"] if lists else []), *read.told, *filter(None, makers)],
+        notes=list(filter(None, notes)),
         truth="truth" in method.needs,
         questions="questions" in method.needs,
         seed=recipe.seed,
@@ -207,16 +201,14 @@ def bound(transforms: Sequence[Transform], source: Source) -> list[Transform]:
 
 
 def _stores(recipe: Recipe, method: Method) -> list[FeatureStore]:
-    """The recipe's feature stores. Raises: ValueError when the method needs one that is missing."""
+    """The recipe's feature stores. Raises: ValueError for those that the method does not read, and those it lacks."""
     stores = [FeatureStore(path) for path in recipe.data.features]
     names = [store.name for store in stores]
-    twice = [name for name in names if names.count(name) > 1]
-    if twice:
-        raise ValueError(f"two feature stores are named {twice[0]!r}: name them apart (`embed --name`).")
+    if len({*names}) < len(names):
+        raise ValueError(f"feature stores have the same name, of {', '.join(names)}: name them apart (`embed --name`).")
     if unread := [store.name for store in stores if store.name not in method.needs and not store.file.augmented]:
         raise ValueError(f"{recipe.method} reads no features named {unread[0]!r}: omit --features, or name others.")
-    missing = [name for name in method.needs if name not in (*names, "truth", "questions")]
-    if missing:
+    if missing := [name for name in method.needs if name not in (*names, "truth", "questions")]:
         raise ValueError(
             f"{recipe.method} needs precomputed features named {missing[0]!r}: make them once by `kiloword embed "
             f"MODEL --data SRC --out DIR`, then train with --features DIR."
@@ -242,10 +234,9 @@ def _order(recipe: Recipe, source: Source) -> Order:
     together, rows = recipe.data.together, visited(recipe, source)
     if together == 1:
         far = any(getattr(part, "remote", False) for part in parts_of(source))
-        blocks = (
-            {"block": 8 * BLOCK, "group": GROUP // 8} if far else {}
-        )  # fewer shards at a time: they are fetched whole
-        return Order(rows, recipe.batch, recipe.seed, of=len(source) if rows < len(source) else 0, **blocks)
+        block, group = (8 * BLOCK, GROUP // 8) if far else (BLOCK, GROUP)  # fewer shards at a time: they come whole
+        of = len(source) if rows < len(source) else 0
+        return Order(rows, recipe.batch, recipe.seed, of=of, block=block, group=group)
     if recipe.batch % together:
         raise ValueError(
             f"groups of {together} rows do not fill a batch of {recipe.batch}: choose a multiple of {together}."

@@ -1,13 +1,12 @@
-"""The folder of a run: check that it is writable, whether it holds a run, and whether that is the same run."""
+"""The folder of a run: whether it holds a run, and whether that is the same run."""
 
 from __future__ import annotations
 
 import json
-import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from kiloword.data.joins import sampled
 from kiloword.distributed import collectives
 from kiloword.errors import sentence_of
 from kiloword.files import SaveError, utf8, write_json
-from kiloword.methods.registry import find, preset
+from kiloword.methods.registry import preset
 from kiloword.models.states import steps_done
 from kiloword.stores.features import FeatureStore
 from kiloword.stores.tokens import ImageTokens, TextTokens, opened
@@ -26,15 +25,12 @@ from kiloword.training.signals import Stopped
 from kiloword.types import Source
 from kiloword.watch.runs import ERROR
 
-FREE = (
-    "micro",
-    "chunk",
-    "data.val",
-    "data.bad_share",
-    "lora.save",
-)  # settings that change no weight: a resumed run may change them
-
-COMPARED = ("data_sampled", "features")  # compared where both runs have them
+FREE = ("micro", "chunk", "data.val", "data.bad_share", "lora.save")  # change no weight: a resumed run may change them
+DIGESTS = {  # what it means that they differ
+    "data_fingerprint": "the data is not what the run began with (a file is missing, new, cut or replaced); ",
+    "data_sampled": "the data is not what the run began with (images or texts were changed or replaced); ",
+    "features": "a feature store was replaced at its path by features of another model; ",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,27 +61,6 @@ def run_file(recipe: Recipe, source: Source) -> RunFile:
     )
 
 
-def make_folder(out: Path) -> None:
-    """Create the folder. Raises: ValueError when a run cannot be written there."""
-    check_utf8(out)
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"--out {out} is a file: expected a folder to be made, or one that holds this run.")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        raise ValueError(f"--out {out} cannot be made ({e.strerror}): choose another folder.") from e
-    if not os.access(out, os.W_OK | os.X_OK):
-        raise ValueError(f"--out {out} cannot be written: choose another folder, or change its permissions.")
-
-
-def check_utf8(out: Path) -> None:
-    """Raises: ValueError for a path that is not UTF-8, from which safetensors and pyarrow cannot read."""
-    try:
-        os.fsencode(out.absolute()).decode()
-    except UnicodeDecodeError:
-        raise ValueError(f"--out {out} is not UTF-8: choose a folder whose path is.") from None
-
-
 @contextmanager
 def error_kept(out: Path) -> Iterator[None]:
     """Write an error raised inside to the folder of the run, so that `watch` shows it."""
@@ -99,11 +74,6 @@ def error_kept(out: Path) -> Iterator[None]:
             with suppress(SaveError):  # the first error is the one to report
                 write_json(out / ERROR, {"error": scrubbed(message), "time": round(time.time(), 3)})
         raise
-
-
-def forget_error(out: Path) -> None:
-    """Remove the error of an earlier process: the run continues."""
-    (out / ERROR).unlink(missing_ok=True)
 
 
 def holds_run(out: Path) -> bool:
@@ -121,47 +91,20 @@ def check_same_run(out: Path, file: RunFile, extend: bool) -> None:
     """Raises: ValueError when `out` holds a run of another recipe or of other data."""
     if not holds_run(out):
         return
-    if not (out / "config.json").is_file():
-        raise ValueError(f"--out {out} holds a run that lacks its config.json: put it back, or choose another folder.")
-    existing = _with_defaults(read_config(out / "config.json", RunFile))
-    differences = differing(_plain(existing), _plain(_with_defaults(file)))
     free = {f"recipe.{name}" for name in FREE} | ({"recipe.steps"} if extend else set())
-    differences = {k: v for k, v in differences.items() if k not in free and not k.startswith("model")}
-    if "data_fingerprint" in differences:
-        differences = {k: v for k, v in differences.items() if k != "data_sampled"}
-    differences = {k: v for k, v in differences.items() if k not in COMPARED or all(v)}
+    found = differing(_plain(read_config(out / "config.json", RunFile)), _plain(file))
+    differences = {k: v for k, v in found.items() if k not in free and not k.startswith("model")}
     done, steps = steps_done(out / "state"), file.recipe.steps
     if not differences and steps < done:
         raise ValueError(f"--out {out} has done {done} steps already: it cannot end after {steps}.")
     if not differences:
         return
+    cause = "" if "recipe.data.sources" in differences else next((DIGESTS[k] for k in DIGESTS if k in differences), "")
     shown = "; ".join(f"{k.removeprefix('recipe.')} is {a!r} there, {b!r} here" for k, (a, b) in differences.items())
-    longer = set(differences) == {"recipe.steps"} and steps >= done
-    hint = " Use --extend to run it for another length." if longer else ""
+    hint = " Use --extend to run it for another length." if {*differences} == {"recipe.steps"} and steps >= done else ""
     raise ValueError(
-        f"--out {out} holds another run: {_cause(differences)}{shown}. Choose another folder, or repeat its settings."
-        f"{hint}"
+        f"--out {out} holds another run: {cause}{shown}. Choose another folder, or repeat its settings.{hint}"
     )
-
-
-def _with_defaults(file: RunFile) -> RunFile:
-    """The file with all settings of its method: one that is newer than a run has its default there."""
-    kind: Any = find(file.recipe.method)[1]
-    settings = file.recipe.settings if kind is None else asdict(kind()) | file.recipe.settings
-    return replace(file, recipe=replace(file.recipe, settings=settings))
-
-
-def _cause(differences: Mapping[str, Any]) -> str:
-    """The meaning of digests that differ; "" where settings explain the difference."""
-    if "recipe.data.sources" in differences:
-        return ""
-    if "data_fingerprint" in differences:
-        return "the data is not what the run began with (a file is missing, new, cut or replaced); "
-    if "data_sampled" in differences:
-        return "the data is not what the run began with (images or texts were changed or replaced); "
-    if "features" in differences:
-        return "a feature store was replaced at its path by features of another model; "
-    return ""
 
 
 def _plain(file: RunFile) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from kiloword.config.recipes import ModelFile
 from kiloword.distributed import collectives
@@ -12,17 +11,14 @@ from kiloword.models.model_folder import check_fit
 from kiloword.models.saving import Saver, Snapshot
 from kiloword.models.states import newest
 from kiloword.models.tensors import spec_of
-
-if TYPE_CHECKING:
-    from kiloword.training.setup import Run
+from kiloword.training.run import Run
 
 
-def saver(run: Run, keep: int) -> Saver:
-    """What saves a run. Args: keep: number of states to keep, the newest ones."""
+def saver(run: Run) -> Saver:
+    """What saves a run."""
     lora, init = run.recipe.lora, run.recipe.init
-    return Saver(
-        run.out, keep, partial(snapshot, run), Path(init) if init and lora.rank and lora.save == "apart" else None
-    )
+    base = Path(init) if init and lora.rank and lora.save == "apart" else None
+    return Saver(run.out, run.options.keep_states, partial(snapshot, run), base)
 
 
 def snapshot(run: Run) -> Snapshot:

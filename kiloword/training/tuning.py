@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from torch.distributed.tensor import DTensor
@@ -141,21 +142,28 @@ def freeze(learner: Learner, recipe: Recipe) -> None:
             p.requires_grad_(False)
 
 
+def by_part(sizes: Iterable[tuple[str, int]]) -> Counter[str]:
+    """Sums of sizes by the part of the learner that their names begin with: "image tower"."""
+    counts: Counter[str] = Counter()
+    for name, size in sizes:
+        counts[name.removeprefix("model.").removeprefix("more.").split(".")[0].replace("_", " ")] += size
+    return counts
+
+
 def summary(learner: Learner, recipe: Recipe) -> str:
     """What is frozen, and how many parameters are trained, in total and by part; "" where nothing is frozen."""
-    members, counts = _members(learner, recipe), dict[str, list[int]]()
+    members, every = _members(learner, recipe), list(learner.named_parameters())
     if not members:
         return ""
-    for name, p in learner.named_parameters():
-        part = name.removeprefix("model.").removeprefix("more.").split(".")[0].replace("_", " ")
-        count = counts.setdefault(part, [0, 0])
-        count[0] += p.numel() if p.requires_grad and name not in members else 0
-        count[1] += p.numel()
-    trained, whole = (sum(count[n] for count in counts.values()) for n in (0, 1))
-    parts = ", ".join(f"{part} {a:,} of {b:,}" for part, (a, b) in counts.items())
-    later = [round(share * recipe.steps) for share in recipe.unfreeze]
-    until = f", the rest from step {' to '.join(map(str, later))} on" if later else ""
-    return f"frozen {' '.join(frozen(recipe))}: {trained:,} of {whole:,} parameters are trained ({parts}){until}"
+    whole = by_part((name, p.numel()) for name, p in every)
+    trained = by_part((name, p.numel() * (p.requires_grad and name not in members)) for name, p in every)
+    parts = ", ".join(f"{part} {trained[part]:,} of {count:,}" for part, count in whole.items())
+    later = " to ".join(str(round(share * recipe.steps)) for share in recipe.unfreeze)
+    until = f", the rest from step {later} on" if later else ""
+    return (
+        f"frozen {' '.join(frozen(recipe))}: {trained.total():,} of {whole.total():,} parameters are trained "
+        f"({parts}){until}"
+    )
 
 
 def adapt(model: Model, recipe: Recipe) -> str:

@@ -388,9 +388,8 @@ def test_images_to_score(refused: Refused, model: Path, tmp_path: Path) -> None:
 
 def test_out_cannot_be_written(refused: Refused, model: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
-    assert "is a file: expected a folder" in refused(*train(SCENES, tmp_path / "file"))
-    assert "cannot be made (Not a directory)" in refused(*train(SCENES, tmp_path / "file" / "below"))
-    assert "--out /proc/none cannot be made" in refused(*train(SCENES, Path("/proc/none")))
+    for out in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/none")):
+        assert f"--out {out} cannot be written" in refused(*train(SCENES, out))
     json_out = ("--data", "scenes:test?n=4", "--json", tmp_path / "file" / "r.json")
     assert "cannot be written" in refused("eval", "retrieval", model, *json_out)
 
@@ -426,7 +425,7 @@ def test_run_without_its_config(refused: Refused, a_run: Path, tmp_path: Path) -
     """Nothing says whose state it is: it is not continued under another recipe."""
     out = Path(shutil.copytree(a_run, tmp_path / "out"))
     (out / "config.json").unlink()
-    assert "lacks its config.json" in refused(*train(SCENES, out, "--seed", 3))
+    assert "config.json" in refused(*train(SCENES, out, "--seed", 3))
 
 
 def test_run_without_its_states(capsys: pytest.CaptureFixture[str], a_run: Path, tmp_path: Path) -> None:

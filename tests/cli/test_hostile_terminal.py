@@ -222,7 +222,7 @@ def _odd(world: World, name: str) -> Path:
 
 NAMES = ["\udcff\udce9", "-x 'a\"b`$(c);%s{0}[*]?~#", "\\back\\", "n" * 255, "/".join(["d" * 200] * 17)]
 NOT_UTF8 = {
-    "train": "is not UTF-8: choose a folder",
+    "train": "UTF-8",
     "captions": "cannot be",
 }
 ODD = [pytest.param(name, marks=pytest.mark.slow if n else (), id=f"{n}") for n, name in enumerate(NAMES)]

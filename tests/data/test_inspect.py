@@ -12,12 +12,12 @@ import pytest
 from PIL import Image
 
 from cases import mostly_slow
+from kiloword.cli.examples import draw_examples
 from kiloword.cli.main import main as cli
 from kiloword.data.inspect import main, stats
 from kiloword.data.map_style import MapStyleSource
 from kiloword.data.open import open_source
 from kiloword.data.transforms.partner import cycle
-from kiloword.training.dry_run import draw_examples
 from tars import encode, noise, pairs, photo, write_tar
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,7 @@ import pytest
 from safetensors import safe_open
 
 from kiloword.cli.main import main
-from kiloword.config.options import RunOptions
-from kiloword.config.recipes import AugmentConfig, ImageConfig, OptimConfig, TrunkConfig
-from kiloword.methods.defaults import default_recipe
 from kiloword.methods.registry import names
-from kiloword.training import dry_run
-from kiloword.training.resolve import open_sources
-from kiloword.training.run_folder import run_file
 from kiloword.training.validation import sets
 from tars import photo
 
@@ -185,21 +178,18 @@ def test_a_few_bad_rows_of_the_validation_data_are_no_reason(tmp_path: Path, mon
         train("clip", "--data", "scenes?n=64", "--val", images, *SMALL, "--out", tmp_path / "run", "--dry-run")
 
 
-def test_settings_as_they_are_typed() -> None:
-    assert dry_run._listed({"a_b": 0.1 + 0.2, "c": (), "d": ("x", 2.0), "e": None, "f": "", "g": " x", "h": True}) == (
-        "a-b=0.3 c=none d=x,2 e=none f=none g=' x' h=True"
-    )
-    assert dry_run._flat({"a": {"b": {"c": 1}, "d": 2}, "e": {}}) == {"a.b.c": 1, "a.d": 2, "e": {}}
-    muon, adamw = (dry_run.settings_of(OptimConfig(name=name, clip=5.0, eps=1e-3)) for name in ("muon", "adamw"))
-    assert set(values(muon)) == {*dry_run.ALWAYS[OptimConfig].replace("_", "-").split(), "eps", "muon-lr"}
-    assert set(values(adamw)) == set(values(muon)) - {"muon-lr"}
-    assert dry_run.settings_of(AugmentConfig()) == ""
-    above = ImageConfig(trunk=TrunkConfig(name="timm:resnet50", width=2048, config={"a": 1}))
-    assert dry_run.settings_of(above).startswith("trunk=timm:resnet50 size=")
-    lines = list(dry_run._wrapped("name", "word " * 60))
-    assert [line[:11].strip() for line in lines] == ["name", *[""] * (len(lines) - 1)]
-    assert all(line[11:].startswith("word") for line in lines)
-    assert dry_run.WIDE - 5 < max(map(len, lines)) <= dry_run.WIDE
+def test_settings_that_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Those of another optimizer only where it is used; others where they are set; long lines are wrapped."""
+    words = ("clip", "--data", "scenes?n=64", *SMALL, "--out", tmp_path / "run", "--dry-run", "--optim.name")
+    shown = {}
+    for name in ("muon", "adamw"):
+        train(*words, name, "--optim.eps", "1e-3")
+        output = capsys.readouterr().out
+        shown[name] = values(planned(output)["optimizer"])
+        assert 100 < max(map(len, output.splitlines())) <= 110
+    assert shown["adamw"]["eps"] == "0.001"
+    assert "muon-lr" in shown["muon"]
+    assert not {"delta", "momentum"} & shown["muon"].keys()
 
 
 def test_lines_of_a_dry_run_that_are_not_always_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -215,9 +205,5 @@ def test_lines_of_a_dry_run_that_are_not_always_there(tmp_path: Path, capsys: py
     assert plan["augment"].strip() == "none"
     assert plan["out"].strip() == str(out)
     (out / "state").mkdir(parents=True)
-    recipe = default_recipe("clip", "debug", ("scenes?n=64",))
-    source = open_sources(recipe)
-    file = run_file(recipe, source)
-    output = dry_run.describe(replace(file, model=recipe.model), source, out, RunOptions())
-    assert f"out        {out} (resumes)" in output
-    assert not any(line.startswith("val ") for line in output)
+    train(*words, "--dry-run")
+    assert planned(capsys.readouterr().out)["out"].strip() == f"{out} (resumes)"

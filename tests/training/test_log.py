@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from kiloword.config.options import RunOptions
 from kiloword.config.recipes import OptimConfig
 from kiloword.data.sampler import Order
 from kiloword.methods.defaults import default_recipe
@@ -151,7 +152,7 @@ class Clock:
             yield Batch(torch.zeros(16, 1), Texts.pack([[1]] * texts), *[torch.zeros(0)] * 4, made_s=4.0)
 
 
-def a_run(device: str = "cpu", usual: float = 0.0) -> Any:
+def a_run(usual: float = 0.0, most: int = 9) -> Any:
     head = SimpleNamespace(log_scale=torch.zeros(1), bias=None)
     return SimpleNamespace(
         step=0,
@@ -160,7 +161,8 @@ def a_run(device: str = "cpu", usual: float = 0.0) -> Any:
         recipe=SimpleNamespace(batch=16, steps=100, optim=OptimConfig(lr=0.5)),
         learner=SimpleNamespace(model=SimpleNamespace(head=head)),
         optimizer=SimpleNamespace(usual_norm=usual),
-        device=torch.device(device),
+        device=torch.device("cpu"),
+        options=RunOptions(max_skipped_steps=most),
         loader=SimpleNamespace(workers=2, order=Order(64, 16)),
         log=Log(RECIPE),
         bad=[],
@@ -178,7 +180,7 @@ def test_rates_leave_validation_out_and_count_saving(monkeypatch: pytest.MonkeyP
     """Two steps: 2 s of waiting, 2 s of steps, 4 s of saving, 100 s of validation."""
     clock, run = Clock(), a_run()
     monkeypatch.setattr(time, "perf_counter", lambda: clock.now)
-    meter = Meter(run, 9)
+    meter = Meter(run)
     for _ in meter.timed(clock.batches()):
         clock.now += 1.0
         run.step += 1
@@ -201,7 +203,7 @@ def test_rates_leave_validation_out_and_count_saving(monkeypatch: pytest.MonkeyP
 
 
 def test_means_omit_bad_steps_and_what_is_not_finite() -> None:
-    meter = Meter(run := a_run(), 9)
+    meter = Meter(run := a_run())
     for report in (numbers(1.0), numbers(9.0, skipped=1.0), numbers(math.inf), numbers(2.0)):
         meter.add({**report, "term": torch.tensor(math.nan)}, 16)
     meter.add({**numbers(3.0), "term": torch.tensor(0.25)}, 16)
@@ -214,7 +216,7 @@ def test_means_omit_bad_steps_and_what_is_not_finite() -> None:
 
 def test_bad_steps_in_a_row_end_the_run(capsys: pytest.CaptureFixture[str]) -> None:
     """Good steps between them start the count anew."""
-    meter = Meter(run := a_run(usual=2.0), 3)
+    meter = Meter(run := a_run(usual=2.0, most=3))
     for run.step, skipped in enumerate((1.0, 1.0, 0.0, 1.0, 1.0), start=1):
         meter.add(numbers(0.5, 50.0, skipped), 16)
     assert (run.skipped_steps, run.skipped_in_a_row) == (4, 2)
@@ -243,7 +245,7 @@ def test_pages_of_files_are_no_memory_of_a_run(tmp_path: Path) -> None:
 
 def test_numbers_of_a_row_survive_json() -> None:
     """As a state keeps them: in each precision."""
-    meter = Meter(run := a_run(), 9)
+    meter = Meter(run := a_run())
     for kind in (torch.float64, torch.float32, torch.bfloat16):
         meter.add({"loss": torch.tensor(0.1, dtype=kind), "gradient_norm": torch.tensor(1.0)}, 16)
     assert json.loads(json.dumps(run.reports)) == run.reports

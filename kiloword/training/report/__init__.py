@@ -30,7 +30,7 @@ from kiloword.watch import history
 from kiloword.watch.runs import ERROR, Watched
 
 if TYPE_CHECKING:
-    from kiloword.training.setup import Run
+    from kiloword.training.run import Run
 
 NAME = "report.html"
 SAMPLES = 8  # examples of the training data that are drawn

@@ -19,7 +19,7 @@ from kiloword.training.validation.sets import LOCKSTEP, ValSet, judged, prefix
 
 if TYPE_CHECKING:
     from kiloword.data.text.tokenizer import Tokenizer
-    from kiloword.training.setup import Run
+    from kiloword.training.run import Run
 
 HEADLINES = {  # metrics in the message about a set; of other tasks the first two
     "retrieval": ("text_retrieval_recall@1", "image_retrieval_recall@1"),
