@@ -1,4 +1,4 @@
-"""The preset pcme++, its components, and what they refuse."""
+"""The preset pcme++ and its components; variances from a second path through the towers, written out."""
 
 from __future__ import annotations
 
@@ -8,37 +8,23 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
+from torch import Tensor
 
-from kiloword.config.recipes import ModelConfig, ModelFile, sizes
+from kiloword.config.recipes import ModelFile, sizes
 from kiloword.data.text.tokenizer import Tokenizer
-from kiloword.losses.pairs import Blocks, sigmoid_loss
 from kiloword.methods.defaults import MUON, default_recipe
-from kiloword.methods.method import annotated
-from kiloword.methods.pcmepp.matching import matching_loss
 from kiloword.methods.registry import preset
-from kiloword.model.heads import Head, cosine_head
 from kiloword.models.build import build
 from kiloword.models.model_folder import save_model
 from kiloword.training import start
-from kiloword.training.learner import Learner
 from kiloword.training.optimizer import groups
-from kiloword.types import Features, PairBlocks, Positives, Total
 from kiloword.verify.batch import batch
 from kiloword.verify.checks import EXACT
-from kiloword.verify.suite import Way, _least, gradients, gradients_over_ranks, learner, verify
+from kiloword.verify.suite import Way, gradients, gradients_over_ranks
+from literal import CAPTIONS, captions_of, linear, made, norm, pairs, self_block, small
+from parts import learner, losses, model, size
 
 DEBUG = sizes()["debug"]
-
-
-def head_of(name: str, settings: dict[str, Any] | None = None) -> Head:
-    return build(DEBUG, preset(name, settings), 0).head.requires_grad_(False)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["pcme++", "pcme+++deterministic"])
-def test_conforms_on_one_rank(method: str) -> None:
-    assert not [check for check in verify(method, ranks=(1,)) if not check.passed]
 
 
 def test_thresholds_and_counts_are_those_of_all_ranks() -> None:
@@ -51,86 +37,52 @@ def test_thresholds_and_counts_are_those_of_all_ranks() -> None:
     assert max(float((found[name] - g).abs().max()) for name, g in reference.items()) < EXACT * largest
 
 
-def test_equal_captions_are_equally_near_however_the_pairs_are_cut() -> None:
-    """In single precision, where the same product of matrices of other shapes has other last bits."""
-
-    def side(n: int, seed: int) -> Features:
-        vec, log_var = torch.randn(2, n, 96, generator=torch.Generator().manual_seed(seed))
-        return {"vec": F.normalize(vec, dim=1), "log_var": log_var - 6, "position": torch.arange(n)}
-
-    head, images, texts = head_of("pcme++"), side(48, 0), side(48, 1)
-    for name in ("vec", "log_var"):
-        texts[name] = texts[name][torch.arange(48) % 5]
-    with torch.no_grad():
-        losses = [
-            float(matching_loss(Blocks(head, images, texts, chunk), annotated, 1.0).sum) for chunk in (0, 3, 5, 7)
-        ]
-    assert losses == pytest.approx([losses[0]] * 4, rel=2e-5)
+def logit_of(name: str, settings: dict[str, Any] | None = None) -> tuple[float, float]:
+    """The logits of the scores 0 and 1."""
+    head = model(name, settings).head
+    low, high = head.logits(torch.tensor([0.0, 1.0], dtype=torch.float64)).tolist()
+    return low, high
 
 
 def test_settings_reach_their_places() -> None:
-    method = preset("pcme++", {"scale": 3.0, "bias": 2.0, "pseudo": 0.0, "reduction": "images", "vib": 0.0})
-    head = build(DEBUG, method, 0).head.requires_grad_(False)
-    assert head.bias is not None
-    assert (head.distance, float(head.log_scale.exp()), float(head.bias)) == (True, pytest.approx(3.0), 2.0)
-    assert method.pair_loss.keywords == {"pseudo": 0.0, "reduction": "images"}  # type: ignore[attr-defined]
-    assert not method.terms
-    assert {name: weight for name, (weight, _) in preset("pcme++").terms.items()} == dict.fromkeys(
-        ("vib_image", "vib_text"), 1e-4
-    )
-
-
-def test_text_towers_look_both_ways_by_default() -> None:
-    shapes = [preset("pcme++", {"bidirectional": both}).shape(DEBUG).text.causal for both in (True, False)]
-    assert shapes == [False, DEBUG.text.causal]
-    assert DEBUG.text.causal
+    settings = {"scale": 3.0, "bias": 2.0, "pseudo": 0.0, "reduction": "images", "vib": 0.0}
+    assert logit_of("pcme++", settings) == pytest.approx((2 - 3 * 2, 2))  # of a distance 2 - 2 score
+    some, made = batch(method="pcme++"), learner("pcme++", settings)
+    with_pseudo = learner("pcme++", settings | {"pseudo": 0.1})
+    assert losses(made, some)["pair"] != losses(with_pseudo, some)["pair"]
+    by_pairs = losses(learner("pcme++", settings | {"reduction": "pairs"}), some)["pair"]
+    torch.testing.assert_close(losses(made, some)["pair"], by_pairs * len(some.texts))
+    assert not made.terms
+    weights = {name: weight for name, (weight, _) in preset("pcme++").terms.items()}
+    assert weights == {"vib_image": 1e-4, "vib_text": 1e-4}
+    for both in (True, False):
+        assert preset("pcme++", {"bidirectional": both}).shape(DEBUG).text.causal != both
 
 
 @pytest.mark.parametrize("name", ["pcme+++ppcl", "prolip+ppcl", "clip+gaussian+ppcl", "clip+ppcl+gaussian"])
 def test_ppcl_scales_scores(name: str) -> None:
-    head = head_of(name)
-    assert head.bias is not None
-    assert (head.distance, float(head.log_scale.exp()), float(head.bias)) == (False, pytest.approx(10), -10)
-    assert head.uncertainty is not None
+    assert logit_of(name) == pytest.approx((-10, 0), abs=1e-5)
+    assert model(name).head.uncertainty is not None
 
 
 def test_a_deterministic_head_has_its_own_scale_and_limit() -> None:
-    head = head_of("prolip+deterministic", {"deterministic": {"max_scale": 50.0}})
-    assert head.deterministic.bias is None
-    head.deterministic.log_scale.data.fill_(9.0)
-    head.log_scale.data.fill_(9.0)
+    head = model("prolip+deterministic", {"deterministic": {"max_scale": 50.0}}).head
+    inner = head.get_submodule("deterministic")
+    assert inner.bias is None
+    for one in (inner, head):
+        one.log_scale.data.fill_(9.0)
     head.clamp_()
-    assert float(head.deterministic.log_scale.exp()) == pytest.approx(50.0)
-    assert float(head.log_scale) == 9.0
-    sigmoid = head_of("prolip+deterministic", {"deterministic": {"loss": "sigmoid", "bias": -7.0}}).deterministic
-    assert (float(sigmoid.log_scale.exp()), float(sigmoid.bias)) == (pytest.approx(10.0), -7.0)
-    model = learner("prolip+deterministic")
-    scales = [name for name, _ in groups(model, MUON)["scale"]]
+    assert inner.log_scale.exp().item() == pytest.approx(50.0)
+    assert head.log_scale.item() == 9.0
+    sigmoid = model("prolip+deterministic", {"deterministic": {"loss": "sigmoid", "bias": -7.0}}).head.deterministic
+    assert (sigmoid.log_scale.exp().item(), sigmoid.bias.item()) == (pytest.approx(10.0), -7.0)
+    scales = [name for name, _ in groups(learner("prolip+deterministic"), MUON)["scale"]]
     assert scales == [f"model.head.{name}" for name in ("log_scale", "bias", "deterministic.log_scale")]
-
-
-def test_a_head_in_a_head_may_have_any_name() -> None:
-    def head(config: ModelConfig) -> Head:
-        made = preset("prolip").head(config)
-        made.second = cosine_head(10.0, bias=-10.0)
-        return made
-
-    def loss(pairs: PairBlocks, positives: Positives) -> Total:
-        return sigmoid_loss(pairs.beside("second"), positives)
-
-    method = replace(preset("prolip"), head=head, pair_loss=loss)
-    learned = Learner(build(DEBUG, method), method)
-    scales = [name for name, _ in groups(learned, MUON)["scale"]]
-    assert scales == [f"model.head.{name}" for name in ("log_scale", "bias", "second.log_scale", "second.bias")]
-    assert _least(learned, batch(method="prolip")) == pytest.approx(0, abs=1e-3)
 
 
 def test_the_weight_of_the_deterministic_loss() -> None:
     def loss(name: str, settings: dict[str, Any] | None = None) -> float:
-        model, some = learner(name), batch(method=name)
-        model.method = preset(name, settings)
-        with torch.no_grad():
-            return float(model.pair_loss(model.pair_inputs(model.encode(some), some))["pair"])
+        return losses(learner(name, settings), batch(method=name))["pair"].item()
 
     plain, once = loss("pcme++"), loss("pcme+++deterministic")
     twice = loss("pcme+++deterministic", {"deterministic": {"weight": 2.0}})
@@ -138,40 +90,102 @@ def test_the_weight_of_the_deterministic_loss() -> None:
     assert twice - plain == pytest.approx(2 * (once - plain), rel=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("name", "settings", "message"),
-    [
-        ("clip+matching", {}, "matching compares Gaussians, but clip has none: add \\+gaussian"),
-        ("siglip+ppcl", {}, "ppcl compares Gaussians, but siglip has none: add \\+gaussian, or use \\+sigmoid"),
-        ("clip+deterministic", {}, "on the means of Gaussians, but clip has no Gaussians"),
-        ("llip+gaussian+deterministic", {}, r"the pooling of llip\+gaussian does not give one vector"),
-        ("prolip+deterministic+contextual", {}, r"the pooling of prolip\+contextual does not give one vector"),
-        ("pcme+++gaussian", {}, "pcme\\+\\+ has Gaussians already"),
-        ("pcme+++fff", {}, "no sigmoid loss"),
-        ("pcme+++matching+ppcl", {}, "matching and ppcl both fill the slot 'pair loss'"),
-        ("pcme++", {"scale": 0.0}, "scale is 0.0: expected above 0"),
-        ("pcme++", {"pseudo": -0.1}, "pseudo is -0.1: expected at least 0"),
-        ("pcme++", {"pseudo": float("nan")}, "pseudo is nan"),
-        ("prolip+deterministic", {"deterministic": {"weight": 0.0}}, "deterministic.weight is 0.0: expected above 0"),
-        ("prolip+deterministic", {"deterministic": {"scale": -1.0}}, "scale is -1.0: expected at least 0"),
-    ],
-)
-def test_what_cannot_be_gets_a_sentence(name: str, settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        preset(name, settings)
-
-
 def test_a_scale_of_scores_is_none_of_distances(tmp_path: Path) -> None:
     """Starting from another method's weights, only a scale of the same kind is taken over."""
-    model = build(DEBUG, preset("siglip"), 3)
-    file = ModelFile(method="siglip", settings={}, model=model.config, size="debug")
-    save_model(tmp_path, model, Tokenizer.train(["a small red star"], 300), file)
+    old = build(DEBUG, preset("siglip"), 3)
+    file = ModelFile(method="siglip", settings={}, model=old.config, size="debug")
+    save_model(tmp_path, old, Tokenizer.train(["a small red star"], 300), file)
     recipe = replace(default_recipe("pcme++", "debug"), init=str(tmp_path))
     for name, taken in (("pcme++", False), ("prolip", True)):
         fresh = build(DEBUG, preset(name), 0)
-        said = start.load(fresh, replace(recipe, method=name))
-        new = said.split("new: ")[1].split(";")[0]
-        assert ("head.log_scale, head.bias" in new) != taken
-        assert float(fresh.head.log_scale.detach().exp()) == pytest.approx(10.0 if taken else 5.0)
+        start.load(fresh, replace(recipe, method=name))
+        assert fresh.head.log_scale.exp().item() == pytest.approx(10.0 if taken else 5.0)
         weight = "text_tower.blocks.0.attention.qkv.weight"
-        assert torch.equal(fresh.state_dict()[weight], model.state_dict()[weight])
+        assert torch.equal(fresh.state_dict()[weight], old.state_dict()[weight])
+
+
+# A second path, "multi-head"
+
+CAUSAL = {"variance_blocks": 1, "bidirectional": False}
+
+
+def image_path(image: Tensor, model: Any, blocks: int) -> tuple[Tensor, Tensor]:
+    """The class token of the tower, normed, and that of the second path, which is not.
+
+    naver-ai/pcmepp, hf_models/transformer.py, VisionTransformer: both paths share all blocks but the last ones.
+    """
+    tower, patch = model.image_tower, model.config.image.patch
+    rows = [tower.class_token + tower.positions[0]]
+    side = model.config.image.size // patch
+    for n in range(side**2):
+        r, c = divmod(n, side)
+        pixels = image[:, r * patch : (r + 1) * patch, c * patch : (c + 1) * patch]
+        rows.append(tower.patches.weight @ pixels.flatten() + tower.positions[1 + n])
+    x = torch.stack(rows)
+    x = norm(x, tower.pre_norm) if tower.pre_norm is not None else x
+    return two_paths(x, tower, blocks, False, 0)
+
+
+def text_path(words: list[int], model: Any, blocks: int, causal: bool) -> tuple[Tensor, Tensor]:
+    """The same of the last token of a text (hf_models/hf_clip.py, encode_text); `words` without [UNC]."""
+    tower = model.text_tower
+    x = torch.stack([tower.tokens[i] + tower.positions[n] for n, i in enumerate(words)])
+    return two_paths(x, tower, blocks, causal, len(words) - 1)
+
+
+def two_paths(x: Tensor, tower: Any, blocks: int, causal: bool, place: int) -> tuple[Tensor, Tensor]:
+    shared = len(tower.blocks) - blocks
+    for block in tower.blocks[:shared]:
+        x = self_block(x, block, causal)
+    mean = beside = x
+    for own, other in zip(tower.blocks[shared:], tower.uncertainty_blocks, strict=True):
+        mean, beside = self_block(mean, own, causal), self_block(beside, other, causal)
+    return norm(mean, tower.norm)[place], beside[place]
+
+
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_both_paths_written_out(blocks: int) -> None:
+    base = small()
+    shape = replace(base, image=replace(base.image, depth=2), text=replace(base.text, depth=2))
+    model: Any = made("pcme++", {**CAUSAL, "variance_blocks": blocks}, shape).model
+    some, pooling, gaussian = pairs(model, CAPTIONS), model.head.pooling, model.head.uncertainty
+    ids = captions_of(some.texts)
+    assert all(own[-1] == model.config.text.special["unc"] for own in ids)
+    images = [image_path(image, model, blocks) for image in model.normalise(some.images)]
+    texts = [text_path(own[:-1], model, blocks, True) for own in ids]
+    for found, paths, projection, layer in (
+        (model.encode_image(some.images)[1], images, pooling.image_projection, gaussian.image_log_var),
+        (model.encode_text(some.texts)[1], texts, pooling.text_projection, gaussian.text_log_var),
+    ):
+        for n, (mean, beside) in enumerate(paths):
+            projected = mean @ projection.weight.T
+            torch.testing.assert_close(found["vec"][n], projected / projected.norm(), rtol=1e-10, atol=1e-12)
+            torch.testing.assert_close(found["log_var"][n], linear(beside, layer), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_the_means_are_those_of_a_model_without_variances(bidirectional: bool) -> None:
+    """No token of a tower attends to [UNC], in a bidirectional one neither."""
+    model: Any = made("pcme++", {**CAUSAL, "bidirectional": bidirectional}).model
+    some = pairs(model, CAPTIONS)
+    before = model.encode_text(some.texts)[1], model.encode_image(some.images)[1]
+    with torch.no_grad():
+        model.text_tower.tokens[model.config.text.special["unc"]] += 1.0
+        for name, p in model.named_parameters():
+            if "uncertainty_blocks" in name:
+                p += 1.0
+    after = model.encode_text(some.texts)[1], model.encode_image(some.images)[1]
+    for old, new in zip(before, after, strict=True):
+        assert torch.equal(old["vec"], new["vec"])
+        assert not torch.equal(old["log_var"], new["log_var"])
+
+
+def test_with_clips_loss() -> None:
+    """The row "PCME++ + CLIP, multi-head" of ProLIP's table C.3."""
+    both = learner("pcme+++deterministic", CAUSAL, size())
+    losses(both, pairs(both.model, CAPTIONS))["loss"].backward()
+    parts = dict(both.model.named_parameters())
+    for name in ("head.deterministic.log_scale", "head.log_scale", "image_tower.uncertainty_blocks.0.mlp.fc.weight"):
+        gradient = parts[name].grad
+        assert gradient is not None
+        assert gradient.abs().max() > 0, name
