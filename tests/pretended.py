@@ -311,5 +311,5 @@ def step(
                 learner.model.head.clamp_()
                 for change in method.after_step:
                     change(learner, n + 1)
-                average.update(learner, n)
+                average.update(n)
     return Step(watch, passes, report, missing)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kiloword.distributed import collectives
@@ -39,15 +40,14 @@ class AdamP(torch.optim.Optimizer):
         fill_moments(self)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        assert closure is None
+    def step(self) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
                     self._move(p, p.grad, group)
 
     def _move(self, p: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-        state, (beta1, beta2) = self.state[p], group["betas"]
+        state, (beta1, beta2), eps = self.state[p], group["betas"], group["eps"]
         skip = torch.zeros((), device=p.device) if self.found_inf is None else self.found_inf
         gradient = torch.where(skip > 0, 0.0, gradient)
         state["step"] += 1 - skip
@@ -56,36 +56,26 @@ class AdamP(torch.optim.Optimizer):
         state["exp_avg_sq"].lerp_(gradient.square(), (1 - beta2) * taken)
         n = state["step"].double().clamp_min(1)  # of a skipped first step
         first, second = (1 - beta1**n).to(p.dtype), (1 - beta2**n).to(p.dtype)
-        change = state["exp_avg"] / first / ((state["exp_avg_sq"] / second).sqrt() + group["eps"])
-        ratio: Tensor | float = 1.0
+        change = state["exp_avg"] / first / ((state["exp_avg_sq"] / second).sqrt() + eps)
+        ratio = taken.new_ones(())
         if p.dim() > 1:
-            change, ratio = self._projected(p, gradient, change, group)
+            x, g, u = p.flatten(1), gradient.flatten(1), change.flatten(1)
+            by_row = torch.stack([(x * x).sum(1), (g * g).sum(1), (x * g).sum(1), (x * u).sum(1)])  # [4, rows]
+            whole, count = by_row.sum(1), p.numel()
+            if id(p) in self.sharded:
+                whole, count = collectives.sum_over_ranks(whole), collectives.add_up(count)
+            along = x.new_zeros(1)
+            for sums, n in ((whole[:, None], count), (by_row, x.shape[1])):  # rows have precedence
+                weights, gradients = sums[0].sqrt(), sums[1].sqrt()
+                cosines = (sums[2] / (weights.clamp_min(eps) * gradients.clamp_min(eps))).abs()
+                most = F.pad(cosines, (0, 1), value=-1.0).amax(0, keepdim=True)  # a rank may have no row
+                if id(p) in self.sharded:
+                    most = collectives.extreme_over_ranks(most, "most")
+                projected = most < group["delta"] / n**0.5
+                along = torch.where(projected, sums[3] / (weights + eps).square(), along)
+                ratio = torch.where(projected, group["wd_ratio"], ratio)
+            change = (u - x * along[:, None]).view_as(p)
         p.mul_(1 - taken * (group["lr"] * group["weight_decay"] * ratio)).sub_(change * (group["lr"] * taken))
-
-    def _projected(
-        self, p: Tensor, gradient: Tensor, change: Tensor, group: dict[str, Any]
-    ) -> tuple[Tensor, Tensor | float]:
-        """The change without its part along the weights, where that applies, and the factor of the weight decay."""
-        x, g, u, eps = p.flatten(1), gradient.flatten(1), change.flatten(1), group["eps"]
-        sums = torch.stack([(x * x).sum(1), (g * g).sum(1), (x * g).sum(1), (x * u).sum(1)])  # [4, rows]
-        most, total = _cosine(sums, eps).amax(0, keepdim=True) if len(x) else sums.new_full((1,), -1.0), sums.sum(1)
-        count = float(p.numel())
-        if id(p) in self.sharded:
-            most = collectives.extreme_over_ranks(most, "most")
-            total = collectives.sum_over_ranks(total)
-            count = collectives.add_up(p.numel())
-        by_row = most < group["delta"] / x.shape[1] ** 0.5
-        whole = ~by_row & (_cosine(total[:, None], eps) < group["delta"] / count**0.5)
-        row_part = sums[3] / (sums[0].sqrt() + eps).square()
-        part = torch.where(by_row, row_part, torch.where(whole, total[3] / (total[0].sqrt() + eps).square(), 0.0))
-        ratio = torch.where(by_row | whole, p.new_full((), group["wd_ratio"]), p.new_ones(()))
-        return (u - x * part[:, None]).view_as(change), ratio
-
-
-def _cosine(sums: Tensor, eps: float) -> Tensor:
-    """|cosine| of weights and gradients from their sums of products [4, n], as torch's cosine similarity: [n]."""
-    weights, gradients = sums[0].sqrt().clamp_min(eps), sums[1].sqrt().clamp_min(eps)
-    return (sums[2] / (weights * gradients)).abs()
 
 
 def fill_moments(adam: torch.optim.Optimizer) -> None:

@@ -70,7 +70,7 @@ def _loop(run: Run, cadence: Cadence) -> None:
         values |= run.optimizer.step(run.step, values["loss"])
         learner.clamp_()
         commit(learner, values["skipped_step"])
-        run.average.update(learner, run.step)
+        run.average.update(run.step)
         for change in learner.method.after_step:
             change(learner, run.step + 1)
         cadence.after_step(values, len(batch))

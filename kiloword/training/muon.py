@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -50,8 +50,7 @@ class Muon(torch.optim.Optimizer):
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        assert closure is None
+    def step(self) -> None:  # type: ignore[override]
         for group in self.param_groups:
             alike: dict[tuple[torch.Size, int, int | None], list[Tensor]] = {}
             for p in group["params"]:
@@ -99,7 +98,7 @@ def gather_rows(mine: Tensor, rows: int) -> Tensor:
     return torch.cat(parts, 1)[:, :rows]
 
 
-def orthogonal(matrices: Tensor, rounds: int = 5) -> Tensor:
+def orthogonal(matrices: Tensor) -> Tensor:
     """U V^T of each matrix U S V^T, roughly (singular values end between 0.7 and 1.2), in bfloat16 where that is fast.
 
     Args: matrices [n, a, b]. Source: Newton-Schulz iteration of Muon (Jordan et al., 2024).
@@ -109,7 +108,7 @@ def orthogonal(matrices: Tensor, rounds: int = 5) -> Tensor:
     tall = x.shape[1] > x.shape[2]
     x = x.mT if tall else x
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp_min(1e-7)
-    for _ in range(rounds):
+    for _ in range(5):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if tall else x

@@ -204,15 +204,16 @@ class Optimizer:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Flat state, to read and to fill: "exp_avg:NAME" and so on; of sharded parameters sharded like these."""
-        states = ((self.names[p], state) for part in self.parts for p, state in part.state.items())
-        flat = {f"{key}:{name}": self._as_parameter(name, x) for name, state in states for key, x in state.items()}
-        return {**flat, USUAL: self.usual}
-
-    def _as_parameter(self, name: str, x: Tensor) -> Tensor:
-        if name not in self.sharded or x.dim() == 0:
-            return x
-        like = self.sharded[name]
-        return DTensor.from_local(x, like.device_mesh, like.placements, shape=like.shape, stride=like.stride())
+        flat = {USUAL: self.usual}
+        for part in self.parts:
+            for p, state in part.state.items():
+                like = self.sharded.get(self.names[p])
+                for key, x in state.items():
+                    if like is not None and x.dim():
+                        mesh, place = like.device_mesh, like.placements
+                        x = DTensor.from_local(x, mesh, place, shape=like.shape, stride=like.stride())
+                    flat[f"{key}:{self.names[p]}"] = x
+        return flat
 
 
 class Average:
@@ -221,16 +222,14 @@ class Average:
     def __init__(self, module: nn.Module, decay: float) -> None:
         self.decay = decay
         settle(module)  # reshard parameters that a forward pass gathered
-        live = {n: x for n, x in _averaged(module).items() if x.requires_grad or not isinstance(x, nn.Parameter)}
-        self.shadow = {n: x.detach().clone() for n, x in live.items()} if decay else {}
+        learned = {n: p for n, p in module.named_parameters() if p.requires_grad} | statistics(module) if decay else {}
+        self.shadow = {n: x.detach().clone() for n, x in learned.items()}
+        self._means, self._live = ([local(x.detach()) for x in of.values()] for of in (self.shadow, learned))
 
-    @torch.no_grad()
-    def update(self, module: nn.Module, step: int) -> None:
+    def update(self, step: int) -> None:
         """Update after `step` (from 0); the decay warms up so that early weights are forgotten."""
         if self.decay:
-            decay, live = min(self.decay, (1 + step) / (10 + step)), _averaged(module)
-            now = [local(live[name]) for name in self.shadow]
-            torch._foreach_lerp_([local(x) for x in self.shadow.values()], now, 1 - decay)
+            torch._foreach_lerp_(self._means, self._live, 1 - min(self.decay, (1 + step) / (10 + step)))
 
     @contextmanager
     def in_place(self, module: nn.Module) -> Iterator[None]:
@@ -241,15 +240,9 @@ class Average:
         finally:
             self._swap(module)
 
-    @torch.no_grad()
     def _swap(self, module: nn.Module) -> None:
         settle(module)
-        live = _averaged(module)
-        for name, mean in self.shadow.items():
-            current = local(live[name]).clone()
-            local(live[name]).copy_(local(mean))
-            local(mean).copy_(current)
-
-
-def _averaged(module: nn.Module) -> dict[str, Tensor]:
-    return dict(module.named_parameters()) | statistics(module)
+        for mean, live in zip(self._means, self._live, strict=True):
+            current = live.clone()
+            live.copy_(mean)
+            mean.copy_(current)

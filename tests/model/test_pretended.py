@@ -77,7 +77,7 @@ def test_launches_of_averaged_weights_do_not_grow_with_depth() -> None:
         module = torch.nn.ModuleList([torch.nn.Linear(6, 4, device="cuda:0") for _ in range(depth)])
         average = Average(module, 0.99)
         with Watch() as watch:
-            average.update(module, 0)
+            average.update(0)
         assert not watch.waits
         return sum(watch.kernels.values())
 

@@ -52,7 +52,7 @@ def trained(way: str) -> dict[str, Tensor]:
         report = backward(model, [mine], reducer=reducer)
         assert ("mim" in report) == (step == 1)
         report |= optimizer.step(step)
-        average.update(model, step)
+        average.update(step)
         out |= {f"{step}:{name}": report[name].double() for name in ("loss", "gradient_norm", "skipped_step")}
     seen(model)
     with average.in_place(model):

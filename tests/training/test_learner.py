@@ -397,7 +397,7 @@ def test_average_of_weights() -> None:
     for step in range(8):
         with torch.no_grad():
             module.weight.fill_(float(step))
-        average.update(module, step)
+        average.update(step)
         decay = min(0.5, (1 + step) / (10 + step))
         expected = decay * expected + (1 - decay) * step
     assert average.shadow["weight"] == pytest.approx(expected)

@@ -319,7 +319,7 @@ def unfrozen(way: str, micro: int = 1, trunks: Trunks = "none") -> dict[str, Ten
         unfreezing.before(step, optimizer)
         backward(model, mine.split(share // micro), reducer=reducer)
         out[f"norm {step}"] = optimizer.step(step)["gradient_norm"]
-        average.update(model, step)
+        average.update(step)
         for name, p in model.named_parameters():
             if step in (0, 1):
                 out[f"{step}:{name}"] = p.detach().clone()
