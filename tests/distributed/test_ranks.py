@@ -79,7 +79,6 @@ def test_two_ranks_make_the_model_that_one_makes(tmp_path: Path) -> None:
     assert alone["truncated"] == both["truncated"] > 0
     assert alone["captions"] == both["captions"] == 16
     assert both["slowest_data_wait"] >= both["data_wait"]
-    assert both["slowest_data_wait"] >= both["data_wait"]
     for name, value in one.items():
         torch.testing.assert_close(two[name], value, rtol=0, atol=1e-6, msg=name)
         torch.testing.assert_close(rest[name], value, rtol=0, atol=1e-6, msg=name)

@@ -8,14 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
-from kiloword.config.recipes import OptimConfig, Recipe
+from kiloword.config.recipes import Recipe
 from kiloword.methods.defaults import default_recipe
 from kiloword.training.log import read_metrics
 from kiloword.training.loop import RunOptions, train
-from kiloword.training.optimizer import Optimizer
 
 LR, SCENES = 0.002, 72
 EVERY = RunOptions(log_every=2, save_every=3, eval_every=4, keep_states=9, quiet=True)
@@ -71,43 +69,3 @@ def test_a_finished_run_validates_no_more(run: Path) -> None:
     before = (run / "metrics.jsonl").read_bytes()
     train(replace(recipe(), optim=replace(recipe().optim, warmup=4)), run, options=EVERY)
     assert (run / "metrics.jsonl").read_bytes() == before
-
-
-# Groups of parameters
-
-
-@pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_what_each_group_of_parameters_is_moved_by(name: Any) -> None:
-    """Learning rate and decay of every kind of parameter, at the first step of a warm-up over two."""
-    model = torch.nn.ModuleDict(
-        {
-            tower: torch.nn.ModuleDict({"blocks": torch.nn.Linear(4, 4), "out": torch.nn.Linear(4, 2)})
-            for tower in ("image_tower", "text_tower")
-        }
-    )
-    config = OptimConfig(
-        name=name, lr=0.5, text_lr=0.1, weight_decay=0.25, muon_lr=0.02, muon_weight_decay=0.125, warmup=2, beta1=0.5,
-        beta2=0.75, eps=1e-3,
-    )  # fmt: skip
-    optimizer = Optimizer(model, config, 10)
-    model["text_tower"]["out"](model["image_tower"]["blocks"](torch.ones(1, 4))).sum().backward()
-    optimizer.step(0)
-    moved = {}
-    for part in optimizer.parts:
-        for group in part.param_groups:
-            for p in group["params"]:
-                moved[optimizer.names[p]] = (round(group["lr"], 6), group["weight_decay"])
-    hidden = (0.01, 0.125) if name == "muon" else (0.25, 0.25)
-    assert moved == {
-        "image_tower.blocks.weight": hidden,
-        "image_tower.blocks.bias": (0.25, 0.0),
-        "image_tower.out.weight": (0.25, 0.25),
-        "image_tower.out.bias": (0.25, 0.0),
-        "text_tower.blocks.weight": (round(hidden[0] * 0.1, 6), hidden[1]),
-        "text_tower.blocks.bias": (0.025, 0.0),
-        "text_tower.out.weight": (0.025, 0.25),
-        "text_tower.out.bias": (0.025, 0.0),
-    }
-    adam = optimizer.parts[0].param_groups[0]
-    assert (adam["betas"], adam["eps"]) == ((0.5, 0.75), 1e-3)
-    assert all(p.grad is None for p in model.parameters())

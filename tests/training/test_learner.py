@@ -208,78 +208,37 @@ def test_step_against_plain_autograd(name: str, micro: int) -> None:
         assert (found[n] - gradient).abs().max() < 1e-10 * largest, n
 
 
-def test_frozen_tower_keeps_its_weights() -> None:
-    learned = learner("siglip", dtype=torch.float32)
-    learned.model.image_tower.requires_grad_(False)
-    before = {n: p.clone() for n, p in learned.named_parameters()}
-    optimizer = Optimizer(learned, OptimConfig(name="muon"), 4)
-    for step in range(2):
-        backward(learned, batch(0, 8).split(2))
-        optimizer.step(step)
-    moved = {n.split(".")[1] for n, p in learned.named_parameters() if not torch.equal(p, before[n])}
-    assert moved == {"text_tower", "head"}
-
-
 # How weights change
-
-
-def matrices(*shapes: tuple[int, int]) -> list[nn.Parameter]:
-    generator = torch.Generator().manual_seed(0)
-    return [nn.Parameter(torch.randn(shape, generator=generator) / 8) for shape in shapes]
 
 
 @pytest.mark.parametrize("half", [False, True])
 def test_muon_is_torch_s_muon(half: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the rounding of its products in bfloat16; a fused [3 W, W] is three matrices, an MLP of that shape is one."""
+    """To the rounding of products in bfloat16, of a fused [3 W, W], an MLP of that shape, several with inputs first."""
     monkeypatch.setattr(muon, "cpu_has_bf16", lambda: half)
-    assert muon.orthogonal(torch.eye(2)[None]).dtype == (torch.bfloat16 if half else torch.float32)
-    shapes = [(32, 32), (32, 32), (64, 32), (32, 64), (96, 32), (96, 32)]
-    ours = matrices(*shapes)
-    theirs = [nn.Parameter(piece.clone()) for p in ours for piece in p.detach().chunk(3 if p is ours[-1] else 1)]
+
+    def pieces(x: Tensor, n: int) -> list[Tensor]:
+        return [matrix.T for matrix in x] if x.dim() == 3 else list(x.chunk(3 if n == 5 else 1))
+
+    shapes = [(32, 32), (32, 32), (64, 32), (32, 64), (96, 32), (96, 32), (3, 32, 64)]
+    generator = torch.Generator().manual_seed(0)
+    ours = [nn.Parameter(torch.randn(shape, generator=generator) / 8) for shape in shapes]
+    theirs = [nn.Parameter(piece.clone()) for n, p in enumerate(ours) for piece in pieces(p.detach(), n)]
     settings = {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.1}
-    mine, reference = Muon(ours, **settings, stacked={ours[-1]: 3}), torch.optim.Muon(theirs, **settings)
+    mine, reference = Muon(ours, **settings, stacked={ours[5]: 3}), torch.optim.Muon(theirs, **settings)
     start = [p.detach().clone() for p in theirs]
-    for step in range(3):
-        gradients = [torch.randn(p.shape, generator=torch.Generator().manual_seed(step)) for p in ours]
-        for p, g in zip(ours, gradients, strict=True):
-            p.grad = g
-        split = [piece for g in gradients for piece in g.chunk(3 if g is gradients[-1] else 1)]
+    for _ in range(3):
+        for p in ours:
+            p.grad = torch.randn(p.shape, generator=generator)
+        split = [piece for n, p in enumerate(ours) for piece in pieces(p.grad, n)]  # type: ignore[arg-type]
         for p, g in zip(theirs, split, strict=True):
             p.grad = g.clone()
         mine.step()
         reference.step()
-    flat = [piece for p in ours for piece in p.detach().chunk(3 if p is ours[-1] else 1)]
+    flat = [piece for n, p in enumerate(ours) for piece in pieces(p.detach(), n)]
     for a, b, s in zip(flat, theirs, start, strict=True):
         moved = (b.detach() - s).abs().max()
         assert moved > 0.01
         assert (a - b.detach()).abs().max() < 0.03 * moved
-
-
-def test_several_matrices_with_inputs_first_are_moved_as_each_alone() -> None:
-    generator = torch.Generator().manual_seed(0)
-    several = nn.Parameter(torch.randn(3, 32, 64, generator=generator) / 8)
-    alone = [nn.Parameter(matrix.T.contiguous().clone()) for matrix in several.detach()]
-    settings = {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.1}
-    mine, reference = Muon([several], **settings), torch.optim.Muon(alone, **settings)
-    start = several.detach().clone()
-    for _ in range(3):
-        several.grad = torch.randn(several.shape, generator=generator)
-        for p, gradient in zip(alone, several.grad, strict=True):
-            p.grad = gradient.T.clone()
-        mine.step()
-        reference.step()
-    moved = (several.detach() - start).abs().max()
-    assert moved > 0.01
-    assert (several.detach() - torch.stack([p.detach().T for p in alone])).abs().max() < 0.03 * moved
-
-
-def test_muon_s_update_is_nearly_orthogonal() -> None:
-    [p] = matrices((48, 48))
-    before = p.detach().clone()
-    p.grad = torch.randn(48, 48, generator=torch.Generator().manual_seed(1))
-    Muon([p], lr=1.0).step()
-    values = torch.linalg.svdvals(before - p.detach())
-    assert 0.6 < float(values.min()) <= float(values.max()) < 1.3
 
 
 @pytest.mark.parametrize("warmup", [0.1, 10])
@@ -313,16 +272,13 @@ def test_positions_of_any_library_do_not_decay_and_kernels_do() -> None:
     assert [name for name, _ in kinds["decay"]] == ["trunk.patch_embeddings.weight", "trunk.tokens.weight"]
 
 
-@pytest.mark.parametrize("size", ["debug", "tiny", "s16", "b32", "h14"])
-def test_the_default_warmup_is_a_share_of_the_run_and_at_most_2000_steps(size: str) -> None:
-    config = default_recipe("clip", size).optim
+def test_the_default_warmup_is_a_share_of_the_run_and_at_most_2000_steps() -> None:
+    config = default_recipe("clip", "b32").optim
     assert schedule(0, 3, config) == 1  # three steps of fine-tuning
     for steps, warmup in ((1000, 50), (40_000, 2000), (400_000, 2000)):
         assert schedule(warmup // 2 - 1, steps, config) == pytest.approx(0.5)
         assert schedule(warmup - 1, steps, config) == 1 > schedule(warmup + 1, steps, config)
-    own = replace(config, warmup=10_000)
-    assert schedule(4999, 400_000, own) == pytest.approx(0.5)  # a number of steps stays what it is
-    assert schedule(2, 3, own) == pytest.approx(3e-4)
+    assert schedule(4999, 400_000, replace(config, warmup=10_000)) == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
@@ -348,28 +304,15 @@ def test_who_decays_and_who_is_orthogonalised(name: Any) -> None:
             assert seen[n] == ("AdamW", 1e-3, 0 if plain else 0.1), n
 
 
-def test_clipping() -> None:
+@pytest.mark.parametrize(("clip", "left"), [(0.5, 0.5), (0, None), (1e12, None)])
+def test_clipping(clip: float, left: float | None) -> None:
     learned = learner("clip", dtype=torch.float32)
-    optimizer = Optimizer(learned, OptimConfig(clip=0.5), 10)
     for p in learned.parameters():
         p.grad = torch.ones_like(p)
-    n = sum(p.numel() for p in learned.parameters())
-    assert float(optimizer.clip()) == pytest.approx(n**0.5, rel=1e-5)
+    before = sum(p.numel() for p in learned.parameters()) ** 0.5
+    assert float(Optimizer(learned, OptimConfig(clip=clip), 10).clip()) == pytest.approx(before, rel=1e-5)
     after = torch.cat([p.grad.flatten() for p in learned.parameters() if p.grad is not None])
-    assert float(after.norm()) == pytest.approx(0.5, rel=1e-4)
-
-
-def test_clip_0_clips_nothing() -> None:
-    def after_a_step(clip: float) -> dict[str, Tensor]:
-        learned = learner("clip", dtype=torch.float32)
-        backward(learned, [batch(0, 8)])
-        report = Optimizer(learned, OptimConfig(clip=clip, eps=1.0, weight_decay=0), 1).step(0)
-        assert float(report["gradient_norm"]) > 1e-3
-        return {name: p.detach() for name, p in learned.named_parameters()}
-
-    off, far, near = (after_a_step(clip) for clip in (0, 1e12, 1e-3))
-    assert all(torch.equal(off[name], far[name]) for name in far)
-    assert not any(torch.equal(off[name], near[name]) for name in near if "head" in name)
+    assert float(after.norm()) == pytest.approx(left or before, rel=1e-4)
 
 
 def test_scale_is_held_to_its_limit() -> None:
