@@ -14,6 +14,7 @@ from kiloword.types import Texts
 
 HEAD, WIDEST_HEAD = 8, 256  # head sizes of variable-length kernels: multiples of 8, at most 256
 UNEVEN = 2.5  # padded rows for each token above which texts on a CPU are padded in groups of similar length
+HALF = (torch.float16, torch.bfloat16)
 OLDEST = (8, 0)  # compute capability that variable-length kernels need
 
 
@@ -129,58 +130,40 @@ def attention(
     key; queries that are `free` in their packing attend to all of their text. cache: dense only.
     Returns: the shape of q.
     """
+    if cache is not None:
+        k, v = cache.extend(k, v)
     if causal and packing_q is not None and packing_q.free is not None:
-        whole, before = (_attention(q, k, v, packing_q, packing_k, c, cache) for c in (False, True))
+        whole, before = (_attention(q, k, v, packing_q, packing_k, c) for c in (False, True))
         return torch.where(packing_q.free[:, None, None], whole, before)
-    return _attention(q, k, v, packing_q, packing_k, causal, cache)
+    return _attention(q, k, v, packing_q, packing_k, causal)
 
 
 def _attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    packing_q: Packing | None,
-    packing_k: Packing | None,
-    causal: bool,
-    cache: KeyValueCache | None = None,
+    q: Tensor, k: Tensor, v: Tensor, packing_q: Packing | None, packing_k: Packing | None, causal: bool
 ) -> Tensor:
-    if cache is not None:
-        assert packing_q is None, "decoding with a cache is dense"
-        k, v = cache.extend(k, v)
-    assert not causal or packing_k is packing_q, "causal attention is within one text"
+    within = packing_k is packing_q  # one text, or one row
+    assert within or not causal, "causal attention is within one text"
     if packing_q is None and packing_k is None:
         return _dense(q, k, v, None, causal)
     unseen = None if packing_k is None else packing_k.unseen
-    half = q.dtype in (torch.float16, torch.bfloat16)
-    if (
-        device_type(q.device) == "cuda"
-        and half
-        and unseen is None
-        and not (bad_heads(q.shape[-1]) or old_card(q.device.index))
-    ):
+    half_on_gpu = device_type(q.device) == "cuda" and q.dtype in HALF
+    if half_on_gpu and unseen is None and not (bad_heads(q.shape[-1]) or old_card(q.device.index)):
         return _varlen(q, k, v, packing_q, packing_k, causal)
-    if packing_k is not None and packing_q is packing_k and packing_k.uneven:
-        return _in_groups(q, k, v, packing_k, causal)
+    if packing_k is not None and within and packing_k.uneven:
+        out = q.new_zeros(q.shape)
+        for tokens, part in packing_k.groups:  # each is padded to its own longest text
+            out = out.index_copy(0, tokens, _attention(q[tokens], k[tokens], v[tokens], part, part, causal))
+        return out
     valid = None
     if packing_k is not None:
-        # right padding comes after every query of the same text: the causal mask excludes it already
         if unseen is not None:
             valid = packing_k.valid & ~packing_k.pad(unseen)
-        elif not packing_k.full and not (causal and packing_k is packing_q):
+        elif not packing_k.full and not causal:  # causal queries do not see the padding, which comes after them
             valid = packing_k.valid
         k, v = packing_k.pad(k), packing_k.pad(v)
     if packing_q is None:
         return _dense(q, k, v, valid, causal)
     return packing_q.unpad(_dense(packing_q.pad(q), k, v, valid, causal))
-
-
-def _in_groups(q: Tensor, k: Tensor, v: Tensor, packing: Packing, causal: bool) -> Tensor:
-    """Packed [S + tail, H, d]: attention within texts, of which each group is padded to its own longest text."""
-    out = q.new_zeros(q.shape)
-    for tokens, part in packing.groups:
-        of_group = _attention(q[tokens], k[tokens], v[tokens], part, part, causal)
-        out = out.index_copy(0, tokens, of_group)
-    return out
 
 
 def bad_heads(width: int) -> bool:
@@ -190,12 +173,7 @@ def bad_heads(width: int) -> bool:
 
 def old_card(index: int | None) -> bool:
     """Whether a CUDA device is too old for variable-length kernels. A simulated device is not."""
-    capability = _capability(index)
-    return capability is not None and capability < OLDEST
-
-
-def _capability(index: int | None) -> tuple[int, int] | None:
-    return torch.cuda.get_device_capability(index) if torch.cuda.is_available() else None
+    return torch.cuda.is_available() and torch.cuda.get_device_capability(index) < OLDEST
 
 
 def _varlen(
@@ -207,8 +185,7 @@ def _varlen(
     assert not any(packing is not None and packing.tail for packing in (packing_q, packing_k))
     (starts_q, longest_q), (starts_k, longest_k) = _lengths(q, packing_q), _lengths(k, packing_k)
     shape = q.shape
-    q = q if packing_q is not None else q.flatten(0, 1)
-    k, v = (k, v) if packing_k is not None else (k.flatten(0, 1), v.flatten(0, 1))
+    q, k, v = (x.reshape(-1, *x.shape[-2:]) for x in (q, k, v))
     window = (-1, 0) if causal else (-1, -1)
     out = varlen_attn(q, k, v, starts_q, starts_k, longest_q, longest_k, window_size=window)
     assert isinstance(out, Tensor)
@@ -226,27 +203,19 @@ def _lengths(x: Tensor, packing: Packing | None) -> tuple[Tensor, int]:
 def _dense(q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, causal: bool) -> Tensor:
     """q [N, Lq, H, d], k and v [N, Lk, H, d], valid [N, Lk] or None -> [N, Lq, H, d]."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    mask = None if valid is None else valid[:, None, None]
-    if q.shape[2] == 1:  # the last query attends to all; a branch, as an expression would be symbolic when compiled
+    mask, rows, columns = None if valid is None else valid[:, None, None], q.shape[2], k.shape[2]
+    if rows == 1:  # the last query attends to all; a branch, as an expression would be symbolic when compiled
         causal = False
     # in half precision torch's CPU kernel is 3 to 9 times slower than plain products; in single precision it is faster
-    plain = device_type(q.device) == "cpu" and q.dtype in (torch.float16, torch.bfloat16)
-    if causal and (plain or mask is not None or q.shape[2] != k.shape[2]):
-        lower = _lower(q.shape[2], k.shape[2], q.device)
+    plain = device_type(q.device) == "cpu" and q.dtype in HALF
+    if causal and (plain or mask is not None or rows != columns):
+        # the last query attends to every key, the one before to all but the last, ...
+        lower = torch.ones(rows, columns, dtype=torch.bool, device=q.device).tril(columns - rows)
         mask, causal = lower if mask is None else mask & lower, False
-    if plain:
-        return _plain(q, k, v, mask).transpose(1, 2)
-    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal).transpose(1, 2)
-
-
-def _plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    if not plain:
+        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal).transpose(1, 2)
     scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)  # scale q: [Lq, d] is smaller than [Lq, Lk]
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
     mixed: Tensor = scores.softmax(-1).to(v.dtype) @ v
-    return mixed
-
-
-def _lower(rows: int, columns: int, device: torch.device) -> Tensor:
-    """Causal mask [rows, columns] bool: the last query attends to every key, the one before to all but the last, ..."""
-    return torch.ones(rows, columns, dtype=torch.bool, device=device).tril(columns - rows)
+    return mixed.transpose(1, 2)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kiloword.config.recipes import Activation
+from kiloword.config.recipes import Activation, ImageConfig, TextConfig
 from kiloword.model.attention import KeyValueCache, Packing, attention
 
 STACKED = {".qkv.weight": 3, ".kv.weight": 2}  # parameters of several stacked matrices, and their number
@@ -124,8 +124,6 @@ class CrossAttention(nn.Module):
 
     def __init__(self, width: int, heads: int, memory: int) -> None:
         super().__init__()
-        if width % heads:
-            raise ValueError(f"width {width} cannot be split into {heads} heads; choose heads that divide it")
         self.heads = heads
         self.q = nn.Linear(width, width)
         self.kv = nn.Linear(memory, 2 * width)
@@ -180,3 +178,38 @@ def _residual(width: int, depth: int) -> dict[str, Init]:
     """Initial distributions of the residual branches of a tower of `depth` blocks."""
     add = Init(std=(2 * depth * width) ** -0.5)
     return {"attention.out.weight": add, "mlp.fc.weight": Init(std=(2 * width) ** -0.5), "mlp.proj.weight": add}
+
+
+class Tower(nn.Module):
+    """Blocks, their norm, and a second path: blocks beside the last ones."""
+
+    def add_blocks(self, config: ImageConfig | TextConfig, beside: int, learned: list[str]) -> None:
+        """Args: beside: number of blocks of the second path; learned: tokens that the tower learns, for messages.
+
+        Raises: ValueError for fewer blocks than beside, or none where words, patches or learned tokens need some.
+        """
+        kind = "image" if isinstance(config, ImageConfig) else "text"
+        if not config.depth and not config.trunk.name:
+            raise ValueError(f"a {kind} tower of depth 0 needs a trunk below it: --{kind}-tower, or a larger depth.")
+        if not config.depth and learned:
+            raise ValueError(
+                f"without a block nothing fills the {' and the '.join(learned)} of the {kind} tower: choose "
+                f"--model.{kind}.depth 1 or more, or omit them."
+            )
+        if beside > config.depth:
+            raise ValueError(f"{beside} blocks for the variance beside a tower of {config.depth}: expected no more.")
+        shape = (config.width, config.heads, config.mlp, config.activation, config.norm_eps, config.depth)
+        self.blocks = nn.ModuleList(Block(*shape) for _ in range(config.depth))
+        self.norm = nn.LayerNorm(config.width, config.norm_eps)
+        self.uncertainty_blocks = nn.ModuleList(Block(*shape) for _ in range(beside))
+
+    def through_blocks(self, x: Tensor, *args: object) -> tuple[Tensor, Tensor | None]:
+        """What the last blocks of both paths give, not normed; None without a second path."""
+        beside = None
+        for n, block in enumerate(self.blocks):
+            if self.uncertainty_blocks and n == len(self.blocks) - len(self.uncertainty_blocks):
+                beside = x
+                for other in self.uncertainty_blocks:
+                    beside = other(beside, *args)
+            x = block(x, *args)
+        return x, beside

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kiloword.config.recipes import ImageConfig, ModelConfig, TextConfig
@@ -56,10 +55,7 @@ class Layer(nn.Module):
 def predicted(config: TextConfig) -> int:
     """Number of ids that can be predicted: all but trailing special ids of the vocabulary, which never occur next."""
     silent = {i for name, i in config.special.items() if name != "end"}
-    words = config.vocab
-    while words - 1 in silent:
-        words -= 1
-    return words
+    return max(set(range(config.vocab)) - silent) + 1
 
 
 class TextDecoder(nn.Module):
@@ -180,32 +176,23 @@ class DecoderMemory:
     """Memory of a text decoder for B images (or questions about them): keys and values of each layer."""
 
     keys: list[Keys]  # each [B, M, H, d], or packed [S, H, d]
-    starts: Tensor | None = None  # [B + 1] int64, if packed
-    longest: int | None = None  # if packed; None: read from the device
+    texts: Texts | None = None  # B texts whose tokens they belong to, if packed
 
     def __len__(self) -> int:
-        return len(self.keys[0][0]) if self.starts is None else len(self.starts) - 1
+        return len(self.keys[0][0]) if self.texts is None else len(self.texts)
 
     def take(self, which: Tensor, tokens: int | None = None) -> DecoderMemory:
         """Select rows by index [b] int64, in that order, with repeats.
 
-        Args: tokens: total number of tokens of the result, if known and every row is selected at least once; avoids
-        synchronising with the device.
+        Args: tokens: total number of tokens of the result; None: read from the device.
         """
-        if self.starts is None:
-            return DecoderMemory([(k[which], v[which]) for k, v in self.keys])
-        lengths = self.starts.diff()[which]
-        starts = F.pad(lengths.cumsum(0), (1, 0))
-        shift = torch.repeat_interleave(self.starts[:-1][which] - starts[:-1], lengths, output_size=tokens)
-        place = torch.arange(len(shift), device=shift.device) + shift
-        return DecoderMemory(
-            [(k[place], v[place]) for k, v in self.keys], starts, None if tokens is None else self.longest
-        )
+        place, texts = which, self.texts
+        if texts is not None:
+            lengths = texts.starts.diff()[which]
+            count = int(lengths.sum()) if tokens is None else tokens
+            place, texts = texts.spans(texts.starts[:-1][which], lengths, count)
+        return DecoderMemory([(k[place], v[place]) for k, v in self.keys], texts)
 
     def packing(self) -> Packing | None:
         """Packing of the memory, if packed."""
-        if self.starts is None:
-            return None
-        ids = torch.empty(len(self.keys[0][0]), dtype=torch.int64, device=self.starts.device)
-        longest = int(self.starts.diff().max()) if self.longest is None else self.longest
-        return Packing.of(Texts(ids, self.starts, longest))
+        return None if self.texts is None else Packing.of(self.texts)

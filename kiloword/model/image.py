@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kiloword.config.recipes import ImageConfig
-from kiloword.model.blocks import Block, Init, take
+from kiloword.model.blocks import Init, Tower, take
 from kiloword.model.trunks.library import image_trunk
 
 
@@ -50,7 +51,7 @@ class ConvStem(nn.Module):
         return out.flatten(2).transpose(1, 2)
 
 
-class ImageTower(nn.Module):
+class ImageTower(Tower):
     """Vision transformer: images to tokens. With a trunk, the trunk's tokens take the place of the patches.
 
     The first token before the trunk's map (its class token) joins the tower's class token; others are not used.
@@ -58,7 +59,11 @@ class ImageTower(nn.Module):
 
     def __init__(self, config: ImageConfig) -> None:
         super().__init__()
-        _check(config)
+        if not config.trunk.name and config.size < config.patch:
+            raise ValueError(
+                f"patch {config.patch} is larger than the image size {config.size}: choose another "
+                "--model.image.patch or --model.image.size."
+            )
         self.config = config
         width, places = config.width, grid(config) ** 2 + int(config.class_token)
         self.trunk = image_trunk(config.trunk) if config.trunk.name else None
@@ -73,10 +78,12 @@ class ImageTower(nn.Module):
         self.mask_token = nn.Parameter(torch.empty(width)) if config.mask_token else None
         self.positions = nn.Parameter(torch.empty(places, width))  # class token first; other tokens have none
         self.pre_norm = nn.LayerNorm(width, config.norm_eps) if config.pre_norm else None
-        shape = (width, config.heads, config.mlp, config.activation, config.norm_eps, config.depth)
-        self.blocks = nn.ModuleList(Block(*shape) for _ in range(config.depth))
-        self.norm = nn.LayerNorm(width, config.norm_eps)
-        self.uncertainty_blocks = nn.ModuleList(Block(*shape) for _ in range(check_beside(beside, config.depth)))
+        tokens = {
+            "class token (--model.image.no-class-token)": config.class_token and not config.trunk.prefix,
+            "extra tokens (registers, mixture tokens)": config.extra_tokens > 0,
+            "token for the variance": config.uncertainty_token,
+        }
+        self.add_blocks(config, beside, [what for what, is_set in tokens.items() if is_set])
 
     def forward(self, images: Tensor, keep: Tensor | None = None, masked: Tensor | None = None) -> Tensor:
         """Encode images.
@@ -90,28 +97,17 @@ class ImageTower(nn.Module):
         x = self._embed(images, keep, masked)
         if self.pre_norm is not None:
             x = self.pre_norm(x)
-        beside = None
-        for n, block in enumerate(self.blocks):
-            if self.uncertainty_blocks and n == self.config.depth - len(self.uncertainty_blocks):
-                beside = self._beside(x)
-            x = block(x)
+        x, beside = self.through_blocks(x)
         out: Tensor = self.norm(x)
         if beside is None:
             return out
-        place = extra(self.config) - 1
-        return torch.cat([out[:, :place], beside.to(out.dtype), out[:, place:]], 1)
-
-    def _beside(self, x: Tensor) -> Tensor:
-        """The uncertainty token [I, 1, W] of a second path: its class token, or the mean of its patches; not normed."""
-        for block in self.uncertainty_blocks:
-            x = block(x)
-        return x[:, :1] if self.config.class_token else x[:, self.config.extra_tokens :].mean(1, keepdim=True)
+        # the class token of the second path, or the mean of its patches, is the uncertainty token
+        first, place = self.config.extra_tokens, extra(self.config) - 1
+        token = beside[:, :1] if self.config.class_token else beside[:, first:].mean(1, keepdim=True)
+        return torch.cat([out[:, :place], token.to(out.dtype), out[:, place:]], 1)
 
     def _embed(self, images: Tensor, keep: Tensor | None, masked: Tensor | None) -> Tensor:
-        if self.trunk is None:
-            x, prefix = self._patches(images, keep, masked), None
-        else:
-            x, prefix = self._trunk_tokens(images, keep, masked)
+        x, prefix = self._patches(images, keep, masked)
         first = int(self.config.class_token)
         places = self.positions[first:].expand(x.shape[0], -1, -1)
         x = x + (places if keep is None else take(places, keep))
@@ -125,49 +121,38 @@ class ImageTower(nn.Module):
             before.append(self.uncertainty_token.expand(x.shape[0], 1, -1))
         return torch.cat([*(b.to(x.dtype) for b in before), x], 1) if before else x
 
-    def _trunk_tokens(self, images: Tensor, keep: Tensor | None, masked: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """The map [I, P or k, W] of images or of the trunk's tokens, without positions; its class token [I, 1, W]."""
-        assert self.trunk is not None
-        trunk, places = self.config.trunk, grid(self.config) ** 2
+    def _patches(self, images: Tensor, keep: Tensor | None, masked: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Patches or the trunk's map [I, P or k, W], without positions; the class token of the trunk [I, 1, W]."""
         if images.dim() == 4:
             check_pixels(images, self.config.size)
-        tokens = self.trunk(images) if images.dim() == 4 else images
-        if tokens.shape[1:] != (trunk.prefix + places, trunk.width):
-            raise ValueError(
-                f"tokens have shape {tuple(tokens.shape[1:])}, but the tower expects those of {trunk.name}: "
-                f"({trunk.prefix + places}, {trunk.width})"
-            )
-        x, dtype = tokens[:, trunk.prefix :], self.patches.weight.dtype  # stored tokens may be of half precision
-        x = self._hidden(self.patches((x if keep is None else take(x, keep)).to(dtype)), keep, masked)
-        joins = trunk.prefix > 0 and self.class_token is not None
-        return x, self.patches(tokens[:, :1].to(dtype)) if joins else None
-
-    def _patches(self, images: Tensor, keep: Tensor | None, masked: Tensor | None) -> Tensor:
-        """[I, P or k, W], without positions."""
-        check_pixels(images, self.config.size)
-        pixels = unfold(images, self.config.patch)
-        unseen, used = _unseen(pixels, keep, masked), grid(self.config) * self.config.patch
-        images = images[..., :used, :used]
-        if self.stem is not None and unseen is not None:  # so that convolutions do not leak hidden neighbours
-            pixels = pixels.masked_fill(unseen[..., None], 0.0)
-            images = fold(pixels, self.config.patch)
-        x: Tensor = self.patches(pixels if keep is None else take(pixels, keep))
+        if self.trunk is None:
+            inputs, prefix = unfold(images, self.config.patch), None
+        else:
+            tokens, trunk, dtype = images, self.config.trunk, self.patches.weight.dtype
+            if images.dim() == 4:
+                tokens = self.trunk(images)
+            if tokens.shape[1:] != (expected := (trunk.prefix + grid(self.config) ** 2, trunk.width)):
+                raise ValueError(
+                    f"tokens have shape {tuple(tokens.shape[1:])}, but the tower expects those of {trunk.name}: "
+                    f"{expected}"
+                )
+            joins = trunk.prefix > 0 and self.class_token is not None
+            # stored tokens may be of half precision
+            inputs, prefix = tokens[:, trunk.prefix :].to(dtype), tokens[:, :1].to(dtype) if joins else None
+        x: Tensor = self.patches(inputs if keep is None else take(inputs, keep))
         if self.stem is not None:  # added to the linear stem: convolutions alone start slowly
-            fine = self.stem(images)
+            unseen, used = _unseen(inputs, keep, masked), grid(self.config) * self.config.patch
+            seen = images[..., :used, :used]
+            if unseen is not None:  # so that convolutions do not leak hidden neighbours
+                seen = fold(inputs.masked_fill(unseen[..., None], 0.0), self.config.patch)
+            fine = self.stem(seen)
             x = x + (fine if keep is None else take(fine, keep))
-        return self._hidden(x, keep, masked)
-
-    def _hidden(self, x: Tensor, keep: Tensor | None, masked: Tensor | None) -> Tensor:
-        """Replace masked ones of patches [I, P or k, W] by the mask token."""
-        if masked is None:
-            return x
-        if self.mask_token is None:
-            raise ValueError(
-                "patches are masked, but this image tower has no mask token: the method's `shape` sets mask_token of "
-                "the image's configuration to True."
-            )
-        hidden = masked if keep is None else masked.gather(1, keep)
-        return torch.where(hidden[..., None], self.mask_token.to(x.dtype), x)
+        if masked is not None:
+            if self.mask_token is None:
+                raise ValueError("patches are masked, but this image tower has no mask token: set config.mask_token.")
+            hidden = masked if keep is None else masked.gather(1, keep)
+            x = torch.where(hidden[..., None], self.mask_token.to(x.dtype), x)
+        return x, None if prefix is None else self.patches(prefix)
 
     def initial(self) -> dict[str, Init]:
         std = self.config.init_std or self.config.width**-0.5
@@ -175,49 +160,13 @@ class ImageTower(nn.Module):
         return {name: Init(std=std) for name in names if getattr(self, name) is not None}
 
 
-def _check(config: ImageConfig) -> None:
-    """Raises: ValueError for a tower without a whole patch, or whose tokens attend to nothing."""
-    if not config.trunk.name and config.size < config.patch:
-        raise ValueError(
-            f"patch {config.patch} is larger than the image size {config.size}: choose another "
-            "--model.image.patch or --model.image.size."
-        )
-    if config.depth:
-        return
-    if not config.trunk.name:
-        raise ValueError("an image tower of depth 0 needs a trunk below it: choose --image-tower, or a larger depth.")
-    learned = {
-        "class token": config.class_token and not config.trunk.prefix,
-        "extra tokens (registers, mixture tokens)": config.extra_tokens > 0,
-        "token for the variance": config.uncertainty_token,
-    }
-    if needed := [what for what, is_set in learned.items() if is_set]:
-        without = ", or --model.image.no-class-token" if needed == ["class token"] else ""
-        raise ValueError(
-            f"without a block nothing fills the {' and the '.join(needed)} of the image tower: choose "
-            f"--model.image.depth 1 or more{without}."
-        )
-
-
 def check_pixels(images: Tensor, size: int) -> None:
     """Raises: ValueError for other than normalised images of this size in pixels."""
-    if not images.is_floating_point():
+    if not images.is_floating_point() or images.shape[1:] != (3, size, size):
         raise ValueError(
-            f"the image tower takes normalised images, not {images.dtype}: give it model.normalise(images), or call "
-            "model.image_tokens(images)."
+            f"images are {images.dtype} of shape {tuple(images.shape[1:])}, but the tower expects normalised ones "
+            f"(model.normalise) of (3, {size}, {size}): resize them, or the tower by kiloword.model.model.resize"
         )
-    if images.shape[1:] != (3, size, size):
-        raise ValueError(
-            f"images have shape {tuple(images.shape[1:])}, but the tower expects (3, {size}, {size}): resize the "
-            "images, or the tower by kiloword.model.model.resize"
-        )
-
-
-def check_beside(blocks: int, depth: int) -> int:
-    """The number of blocks beside the last ones of a tower. Raises: ValueError for more than it has."""
-    if blocks > depth:
-        raise ValueError(f"{blocks} blocks for the variance beside a tower of {depth}: expected at most {depth}.")
-    return blocks
 
 
 def unfold(images: Tensor, patch: int) -> Tensor:
@@ -229,10 +178,8 @@ def unfold(images: Tensor, patch: int) -> Tensor:
 
 def fold(pixels: Tensor, patch: int) -> Tensor:
     """The inverse of `unfold` for square images."""
-    n, places = pixels.shape[:2]
-    side = int(places**0.5)
-    x = pixels.reshape(n, side, side, 3, patch, patch).permute(0, 3, 1, 4, 2, 5)
-    return x.reshape(n, 3, side * patch, side * patch)
+    side = int(pixels.shape[1] ** 0.5)
+    return F.pixel_shuffle(pixels.transpose(1, 2).reshape(len(pixels), -1, side, side), patch)
 
 
 def _unseen(pixels: Tensor, keep: Tensor | None, masked: Tensor | None) -> Tensor | None:

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from kiloword.config.recipes import TextConfig
 from kiloword.distributed.device import device_type
 from kiloword.model.attention import KeyValueCache, Packing
-from kiloword.model.blocks import Block, Init
-from kiloword.model.image import check_beside
+from kiloword.model.blocks import Init, Tower
 from kiloword.model.pooling import place_from_end
 from kiloword.model.trunks.padded import text_trunk
 from kiloword.types import Texts
@@ -37,20 +36,7 @@ def is_special(ids: Tensor, config: TextConfig) -> Tensor:
     return special
 
 
-def _check(config: TextConfig) -> None:
-    """Raises: ValueError for a tower without blocks whose words or extra tokens attend to nothing."""
-    if config.depth:
-        return
-    if not config.trunk.name:
-        raise ValueError("a text tower of depth 0 needs a trunk below it: choose --text-tower, or a larger depth.")
-    if config.extra_tokens:
-        raise ValueError(
-            f"without a block nothing fills the tokens {', '.join(config.extra_tokens)} of the text tower: choose "
-            "--model.text.depth 1 or more."
-        )
-
-
-class TextTower(nn.Module):
+class TextTower(Tower):
     """Transformer: packed texts to tokens.
 
     With a trunk, words are the trunk's tokens through a linear layer, and `tokens` are the learned vectors of LEARNED.
@@ -59,28 +45,19 @@ class TextTower(nn.Module):
     def __init__(self, config: TextConfig) -> None:
         super().__init__()
         self.config = config
-        _check(config)
         special = config.class_place == "last" or not config.class_sees_itself or not config.norm_words
         if special and "cls" not in config.extra_tokens:
             raise ValueError(
-                "class_place last, class_sees_itself False and norm_words False need a class token, but extra_tokens "
-                "has none: add cls, or use the defaults of these options"
+                "class_place last, class_sees_itself False and norm_words False need a class token: add cls to "
+                "extra_tokens"
             )
         self.trunk = text_trunk(config) if config.trunk.name else None
         self.stem = nn.Linear(config.trunk.width, config.width) if config.trunk.name else None
         rows = config.vocab if self.trunk is None else len(LEARNED)
         self.tokens = nn.Parameter(torch.empty(rows, config.width))
         self.positions = nn.Parameter(torch.empty(config.context, config.width))
-        self.blocks = nn.ModuleList(
-            Block(config.width, config.heads, config.mlp, config.activation, config.norm_eps, config.depth)
-            for _ in range(config.depth)
-        )
-        self.norm = nn.LayerNorm(config.width, config.norm_eps)
-        beside = config.uncertainty_blocks if "unc" in config.extra_tokens else 0
-        self.uncertainty_blocks = nn.ModuleList(
-            Block(config.width, config.heads, config.mlp, config.activation, config.norm_eps, config.depth)
-            for _ in range(check_beside(beside, config.depth))
-        )
+        learned = [f"tokens {', '.join(config.extra_tokens)}"] if config.extra_tokens else []
+        self.add_blocks(config, config.uncertainty_blocks if "unc" in config.extra_tokens else 0, learned)
 
     def forward(self, texts: Texts) -> Tensor:
         """Encode packed texts, or their trunk's tokens where they have them.
@@ -98,25 +75,17 @@ class TextTower(nn.Module):
         if self.uncertainty_blocks:  # "unc" is a place of the output alone: nothing attends to it
             unseen = texts.ids == self.config.special["unc"]
             packing = replace(packing, unseen=unseen if packing.unseen is None else packing.unseen | unseen)
-        x, beside = self.embed(texts, packing), None
-        for n, block in enumerate(self.blocks):
-            if self.uncertainty_blocks and n == self.config.depth - len(self.uncertainty_blocks):
-                beside = self._beside(x, texts, packing)
-            x = block(x, packing, self.config.causal)
+        x, beside = self.through_blocks(self.embed(texts, packing), packing, self.config.causal)
         out: Tensor = self.norm(x)[: len(texts.ids)]
         if not self.config.norm_words:
             out = torch.where(self._classes(texts)[:, None], out, x[: len(out)].to(out.dtype))
         if beside is None:
             return out
-        return out.index_copy(0, texts.starts[1:] - place_from_end(self.config, "unc"), beside.to(out.dtype))
-
-    def _beside(self, x: Tensor, texts: Texts, packing: Packing) -> Tensor:
-        """Outputs [T, W] of a second path, not normed: its class tokens, or without any its end tokens."""
-        for block in self.uncertainty_blocks:
-            x = block(x, packing, self.config.causal)
-        has_class = "cls" in self.config.extra_tokens
-        from_end = place_from_end(self.config, "cls") if has_class else len(self.config.extra_tokens) + 1
-        return x.index_select(0, texts.starts[1:] - from_end)
+        # the second path's class tokens, or without any its end tokens, are the outputs of "unc"; not normed
+        extra = self.config.extra_tokens
+        from_end = place_from_end(self.config, "cls") if "cls" in extra else len(extra) + 1
+        tokens = beside.index_select(0, texts.starts[1:] - from_end)
+        return out.index_copy(0, texts.starts[1:] - place_from_end(self.config, "unc"), tokens.to(out.dtype))
 
     def packing(self, texts: Texts) -> Packing:
         """Packing of texts for this tower and its decoders."""
@@ -136,20 +105,12 @@ class TextTower(nn.Module):
         if self.trunk is None or texts.tokens is not None:
             return texts
         extra = len(self.config.extra_tokens)
-        if not extra:
-            return replace(texts, tokens=self._trunk_tokens(texts))
         count = len(texts.ids) - extra * len(texts)
         place, words = texts.spans(texts.starts[:-1], texts.starts.diff() - extra, count)
-        of_words = self._trunk_tokens(replace(words, longest=max(texts.longest - extra, 0)))
-        return replace(
-            texts, tokens=of_words.new_zeros(len(texts.ids), of_words.shape[1]).index_copy(0, place, of_words)
-        )
-
-    def _trunk_tokens(self, words: Texts) -> Tensor:
-        """[S, W'] of the trunk: texts without extra tokens."""
-        assert self.trunk is not None
-        out: Tensor = self.trunk(words, self.packing(words))[: len(words.ids)]
-        return out
+        words = replace(words, longest=max(texts.longest - extra, 0))
+        of_words = self.trunk(words, self.packing(words))[:count]
+        tokens = of_words.new_zeros(len(texts.ids), of_words.shape[1]).index_copy(0, place, of_words)
+        return replace(texts, tokens=tokens)
 
     def _above_trunk(self, texts: Texts, packing: Packing) -> Tensor:
         """[S, W]: the trunk's tokens through the stem, and learned vectors for hidden words and extra tokens."""

@@ -26,6 +26,7 @@ from kiloword.methods.registry import preset
 from kiloword.model.model import Model
 from kiloword.models.build import build
 from kiloword.randomness import key
+from kiloword.types import Texts
 from whole_decoding import WholeDecoding
 
 START, END, PAD, VOCAB = 0, 1, 2, 6
@@ -398,9 +399,9 @@ def test_logits_step_by_step(
     model = make(tokenizer, sharp=sharp).to(dtype)
     memory = Captioner(model, tokenizer).memory(images)
     if packed:
-        starts = torch.tensor([0, 3, 5, 6, 9, 11])
+        texts = Texts(torch.zeros(11, dtype=torch.int64), torch.tensor([0, 3, 5, 6, 9, 11]), 3)
         keys = [(k[0, torch.arange(11) % 5], v[0, torch.arange(11) % 5]) for k, v in memory.keys]
-        memory = replace(memory, keys=keys, starts=starts)
+        memory = replace(memory, keys=keys, texts=texts)
     cached, whole = ModelDecoding(model, memory), WholeDecoding(model, memory)
     generator = torch.Generator().manual_seed(1)
     rows = 5
@@ -426,7 +427,6 @@ def test_logits_step_by_step(
 def test_a_text_is_as_likely_as_the_caption_loss_says(tokenizer: Tokenizer, images: Tensor) -> None:
     """What training measures, on the captions that were generated."""
     from kiloword.methods.coca.captioning import caption_loss
-    from kiloword.types import Texts
 
     model = make(tokenizer)
     captioner = Captioner(model, tokenizer)

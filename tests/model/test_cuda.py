@@ -222,20 +222,6 @@ def test_texts_are_padded_where_a_card_or_a_width_has_no_variable_length_kernel(
     assert any("padded" in line for line in said) == (note is not None)
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the compiler's own
-def test_a_compiled_block_asks_a_card_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a graph break."""
-    asked: list[tuple[int, int]] = []
-    compilation.compile_model(learner("clip").model, "blocks")
-    for capability in ((7, 5), (8, 6)):
-        monkeypatch.setattr(attention, "_capability", lambda index, c=capability: asked.append(c) or c)
-        torch._dynamo.reset()
-        run = torch.compile(lambda x: x + attention.old_card(x.device.index), backend="eager", fullgraph=True)
-        assert [run(torch.zeros(())).item() for _ in range(3)] == [capability < (8, 0)] * 3
-    assert asked == [(7, 5), (8, 6)]
-
-
 def test_the_gpus_that_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert [choose(name) for name in ("cuda", "cuda:0")] == ["cuda", "cuda:0"]

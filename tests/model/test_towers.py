@@ -282,7 +282,7 @@ def test_errors_say_what_to_do() -> None:
         ImageTower(replace(SMALL, patch=SMALL.size + 1))
     with pytest.raises(ValueError, match="16 cannot be split into 3 heads"):
         ImageTower(replace(SMALL, heads=3))
-    with pytest.raises(ValueError, match=r"\(3, 8, 8\), but the tower expects \(3, 16, 16\)"):
+    with pytest.raises(ValueError, match=r"\(3, 8, 8\), .* \(3, 16, 16\)"):
         image_tower(SMALL)(numbers(1, 3, 8, 8))
 
 

@@ -127,6 +127,4 @@ def fused(model: Model, questions: Texts, image_tokens: Tensor) -> DecoderMemory
         raise ValueError("this model cannot answer questions: train vqa from it with --init.")
     tokens = model.more["fuser"](model.text_tower, questions, model.memory(image_tokens))
     keys = decoder_of(model).remember(tokens)
-    return DecoderMemory(
-        [(k[: len(questions.ids)], v[: len(questions.ids)]) for k, v in keys], questions.starts, questions.longest
-    )
+    return DecoderMemory([(k[: len(questions.ids)], v[: len(questions.ids)]) for k, v in keys], questions)
