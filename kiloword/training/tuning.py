@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 from torch.distributed.tensor import DTensor
 
 from kiloword.config.recipes import Recipe
-from kiloword.errors import suggestion
 from kiloword.model import adapters
 from kiloword.model.adapters import MARK
 from kiloword.model.layers import depths, layers_of, trunk_layers
@@ -20,8 +19,7 @@ from kiloword.training.learner import Learner
 from kiloword.training.optimizer import Optimizer
 
 TOWERS = ("image", "text")
-SPEC = re.compile(r"([^:]*)(?::(?:(trunk)|(\d{1,9})(?:-(\d{1,9}))?))?")
-EXPECTED = "expected none, image, text, image:trunk, image:3 or image:0-8, and so for text"
+SPEC = re.compile(r"(image|text)(?::(?:(trunk)|(\d{1,9})(?:-(\d{1,9}))?))?")
 
 
 def frozen(recipe: Recipe) -> tuple[str, ...]:
@@ -34,48 +32,37 @@ def frozen(recipe: Recipe) -> tuple[str, ...]:
 
 
 def _trunks(recipe: Recipe) -> list[str]:
-    """The towers that have a trunk."""
     return [tower for tower in TOWERS if getattr(recipe.model, tower).trunk.name]
 
 
 def check(recipe: Recipe) -> None:
     """Raises: ValueError for settings of freezing and of LoRA that contradict each other."""
-    if recipe.lora.rank:
-        _check_adapters(recipe)
-    specs, shares = frozen(recipe), recipe.unfreeze
-    if "none" in specs and len(specs) > 1:
-        raise ValueError(f"--freeze {' '.join(specs)}: none excludes the others.")
-    if not shares:
-        return
-    flag = f"--unfreeze {' '.join(f'{share:g}' for share in shares)}"
-    if specs == ("none",):
-        raise ValueError(f"{flag} without frozen blocks: name them by --freeze, or omit it.")
-    if len(shares) > 2 or list(shares) != sorted(shares):
-        raise ValueError(f"{flag}: expected one share of the steps, or two, the first not above the second.")
-
-
-def _check_adapters(recipe: Recipe) -> None:
-    wrong = {"--freeze none": "none" in recipe.freeze, "--unfreeze": bool(recipe.unfreeze)}
-    if excluded := [flag for flag, is_set in wrong.items() if is_set]:
-        raise ValueError(
-            f"{' and '.join(excluded)} and --lora.rank exclude each other: LoRA freezes the towers that it adapts. "
-            "Omit one of them."
-        )
-    if recipe.lora.save == "apart" and recipe.init is None:
-        raise ValueError("--lora.save apart needs --init MODEL: it saves what the run changes of that model.")
+    specs, shares, lora = frozen(recipe), recipe.unfreeze, recipe.lora
+    wrong = {
+        "--freeze none excludes others": "none" in specs and len(specs) > 1,
+        "--unfreeze needs frozen blocks, which --freeze names": shares and specs == ("none",),
+        "--unfreeze is one share of the steps, or two, the first not above the second": len(shares) > 2
+        or list(shares) != sorted(shares),
+        "--lora.rank freezes the towers that it adapts: omit --freeze none and --unfreeze": lora.rank
+        and ("none" in recipe.freeze or shares),
+        "--lora.save apart saves what a run changes of a model: it needs --init MODEL": lora.rank
+        and lora.save == "apart"
+        and recipe.init is None,
+    }
+    if told := [message for message, is_wrong in wrong.items() if is_wrong]:
+        raise ValueError(f"{'; '.join(told)}.")
 
 
 def reason(recipe: Recipe) -> str:
     """Defaults that hold for the trunks of a recipe, and why, in sentences; "" without trunks."""
-    specs, messages = frozen(recipe), list[str]()
-    if not recipe.freeze and specs not in ((), ("none",)):
+    specs, lora, trunks, messages = set(frozen(recipe)), recipe.lora.rank, _trunks(recipe), list[str]()
+    if trunks and not recipe.freeze:
         thaw = "--freeze none trains all, --unfreeze 0.3 from that share of the steps on."
         messages.append(
             "Trunks are frozen by default: their features are pretrained, the layers above are not, and large first "
-            f"gradients would spoil them. {'LoRA trains its adapters alone in them.' if recipe.lora.rank else thaw}"
+            f"gradients would spoil them. {'LoRA trains its adapters alone in them.' if lora else thaw}"
         )
-    tuned = [tower for tower in _trunks(recipe) if not {tower, f"{tower}:trunk"} & set(specs) or recipe.unfreeze]
-    if tuned and not recipe.lora.rank:
+    if not lora and any(recipe.unfreeze or not {tower, f"{tower}:trunk"} & specs for tower in trunks):
         messages.append(
             f"Trunks are trained by AdamW at {recipe.optim.trunk_lr:g} of its learning rate (--optim.trunk-lr): they "
             "are pretrained."
@@ -83,46 +70,26 @@ def reason(recipe: Recipe) -> str:
     return " ".join(messages)
 
 
-def layers_named(specs: Sequence[str], model: Model) -> dict[str, set[int]]:
-    """Tower -> the layers that `specs` name. Raises: ValueError for a spec that names no tower or no block of it."""
-    named: dict[str, set[int]] = {}
-    for spec in specs:
-        if spec != "none":
-            tower, layers = _named(spec, model)
-            named.setdefault(tower, set()).update(layers)
-    return named
-
-
-def _named(spec: str, model: Model) -> tuple[str, range]:
-    match = SPEC.fullmatch(spec)
-    if match is None or match[1] not in TOWERS:
-        near = suggestion(spec.partition(":")[0], (*TOWERS, "none"))
-        raise ValueError(f"--freeze {spec}: {EXPECTED}.{near}")
-    tower, trunk, first, last = match.groups()
-    part = getattr(model, f"{tower}_tower")
-    below, count = trunk_layers(part), len(layers_of(part))
-    there = f"the {tower} tower has the blocks 0 to {count - 1}" if count > 1 else f"the {tower} tower is one block, 0"
-    if below:
-        there += f", of which 0 to {below - 1} are its trunk"
-    if trunk:
-        if not below:
-            raise ValueError(f"--freeze {spec}: {there}, and no trunk (--{tower}-tower).")
-        return tower, range(below)
-    if first is None:
-        return tower, range(count)
-    low, high = int(first), int(last or first)
-    if not low <= high < count:
-        raise ValueError(f"--freeze {spec}: {there}.")
-    return tower, range(low, high + 1)
-
-
-def _members(learner: Learner, recipe: Recipe) -> dict[str, str]:
-    """Frozen parameters by name, with their blocks: "image 3"."""
-    named: dict[str, str] = {}
-    for tower, layers in layers_named(frozen(recipe), learner.model).items():
-        of = depths(getattr(learner.model, f"{tower}_tower"))
-        inside = {name: n for name, n in of.items() if n in layers and MARK not in name}
-        named |= {f"model.{tower}_tower.{name}": f"{tower} {n}" for name, n in inside.items()}
+def _members(learner: Learner, recipe: Recipe) -> dict[str, tuple[str, int]]:
+    """Frozen parameters by name, with their tower and block. Raises: ValueError for a block that is not there."""
+    named: dict[str, tuple[str, int]] = {}
+    for spec in frozen(recipe):
+        if spec == "none":
+            continue
+        match = SPEC.fullmatch(spec)
+        if match is None:
+            raise ValueError(
+                f"--freeze {spec}: expected none, image, text, image:trunk, image:3, image:0-8, text:3, ..."
+            )
+        tower, trunk, first, last = match.groups()
+        part = getattr(learner.model, f"{tower}_tower")
+        below, count = trunk_layers(part), len(layers_of(part))
+        low, high = (0, below - 1) if trunk else (0, count - 1) if first is None else (int(first), int(last or first))
+        if not low <= high < count:
+            there = f"{count} blocks, 0 to {count - 1}, of which the first {below} are its trunk"
+            raise ValueError(f"--freeze {spec}: the {tower} tower has {there}.")
+        inside = {name: n for name, n in depths(part).items() if low <= n <= high and MARK not in name}
+        named |= {f"model.{tower}_tower.{name}": (tower, n) for name, n in inside.items()}
     return named
 
 
@@ -130,7 +97,7 @@ def freeze(learner: Learner, recipe: Recipe) -> None:
     """Freeze what the recipe freezes for the whole run; what it unfreezes later is left to `Unfreezing`.
 
     Autograd then saves no activations below the first block that is trained.
-    Raises: ValueError as `layers_named`, and when nothing but the scale of the scores is left to train.
+    Raises: ValueError for blocks that are not there, and when nothing but the scale of the scores is left to train.
     """
     members, scales = _members(learner, recipe), {id(p) for p in learner.model.head.scales()}
     rest = [p for name, p in learner.named_parameters() if p.requires_grad and name not in members]
@@ -160,10 +127,8 @@ def summary(learner: Learner, recipe: Recipe) -> str:
     parts = ", ".join(f"{part} {trained[part]:,} of {count:,}" for part, count in whole.items())
     later = " to ".join(str(round(share * recipe.steps)) for share in recipe.unfreeze)
     until = f", the rest from step {later} on" if later else ""
-    return (
-        f"frozen {' '.join(frozen(recipe))}: {trained.total():,} of {whole.total():,} parameters are trained "
-        f"({parts}){until}"
-    )
+    sums = f"{trained.total():,} of {whole.total():,} parameters are trained ({parts})"
+    return f"frozen {' '.join(frozen(recipe))}: {sums}{until}"
 
 
 def adapt(model: Model, recipe: Recipe) -> str:
@@ -171,10 +136,9 @@ def adapt(model: Model, recipe: Recipe) -> str:
 
     Returns: a note about them. Raises: ValueError as `adapters.attach`.
     """
-    loaded = None if recipe.init is None else open_tensors(Path(recipe.init) / "model.safetensors")
-    new = [] if loaded is None else [name for name, _ in model.named_parameters() if name not in loaded]
-    pretrained = [t for t in TOWERS if loaded is not None or trunk_layers(getattr(model, f"{t}_tower"))]
-    note = adapters.attach(model, recipe.lora, recipe.seed, pretrained, new)
+    loaded = recipe.init and open_tensors(Path(recipe.init) / "model.safetensors")
+    new = [name for name, _ in model.named_parameters() if loaded and name not in loaded]
+    note = adapters.attach(model, recipe.lora, recipe.seed, TOWERS if loaded else _trunks(recipe), new)
     trained, whole = (sum(p.numel() for p in model.parameters() if p.requires_grad or every) for every in (False, True))
     return f"{note} {trained:,} of {whole:,} parameters of the model are trained."
 
@@ -185,37 +149,32 @@ class Unfreezing:
     `unfreeze` (a, b): the uppermost frozen block of a tower begins at the share a of the steps, the lowest at b; one
     share: all at once, a linear probe and then fine-tuning (arXiv:2202.10054). The step alone decides, so that a
     resumed run goes on exactly. A frozen parameter has no gradient, whatever the ranks and micro-batches.
+
+    Attributes: blocks: tower and block -> the step from which it is trained.
     """
 
     def __init__(self, learner: Learner, recipe: Recipe) -> None:
-        self.begins: dict[str, int] = {}  # name of a frozen parameter -> step from which it is trained
-        self.blocks: dict[str, int] = {}  # its block -> that step
+        members = _members(learner, recipe) if recipe.unfreeze else {}
+        trained = [(name, p) for name, p in learner.named_parameters() if name in members and p.requires_grad]
+        self.blocks: dict[tuple[str, int], int] = {}
+        for tower in sorted({tower for tower, _ in members.values()}):
+            first, last = recipe.unfreeze[0], recipe.unfreeze[-1]
+            layers = sorted({layer for of, layer in members.values() if of == tower}, reverse=True)
+            for n, layer in enumerate(layers):
+                share = first + (last - first) * n / max(len(layers) - 1, 1)
+                self.blocks[tower, layer] = round(share * recipe.steps)
+        self._members = {name: (p, self.blocks[members[name]]) for name, p in trained}
         self._still: frozenset[str] | None = None
-        if not recipe.unfreeze:
-            return
-        for tower, layers in layers_named(frozen(recipe), learner.model).items():
-            steps = begins(layers, recipe.unfreeze, recipe.steps)
-            self.blocks |= {f"{tower} {layer}": step for layer, step in steps.items()}
-        members = _members(learner, recipe)
-        trained = {name: p for name, p in learner.named_parameters() if name in members and p.requires_grad}
-        self.begins = {name: self.blocks[members[name]] for name in trained}
-        # FSDP reads once which parameters are trained: those that it shards have gradients, which are dropped
-        self._plain = {name: p for name, p in trained.items() if not isinstance(p, DTensor)}
 
     def before(self, step: int, optimizer: Optimizer) -> str:
         """Freeze and unfreeze before the forward pass of `step`; returns a message about blocks that begin with it."""
-        still = frozenset(name for name, first in self.begins.items() if step < first)
-        if not self.begins or still == self._still:
+        still = frozenset(name for name, (_, first) in self._members.items() if step < first)
+        if not self._members or still == self._still:
             return ""
-        for name, p in self._plain.items():
-            p.requires_grad_(name not in still)
+        for name, (p, _) in self._members.items():
+            # FSDP reads once which parameters are trained: those that it shards have gradients, which are dropped
+            if not isinstance(p, DTensor):
+                p.requires_grad_(name not in still)
         self._still = optimizer.frozen = still
-        now = [block for block, first in self.blocks.items() if first == step]
+        now = [f"{tower} {layer}" for (tower, layer), first in self.blocks.items() if first == step]
         return f"from step {step} on, {', '.join(now)} {'is' if len(now) == 1 else 'are'} trained" if now else ""
-
-
-def begins(layers: set[int], shares: Sequence[float], steps: int) -> Mapping[int, int]:
-    """Layer -> the step from which it is trained, of a run of `steps`; see `Unfreezing`."""
-    first, last, most = shares[0], shares[-1], max(len(layers) - 1, 1)
-    order = sorted(layers, reverse=True)
-    return {layer: round((first + (last - first) * n / most) * steps) for n, layer in enumerate(order)}

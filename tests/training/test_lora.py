@@ -276,12 +276,9 @@ WORDS = ["train", "clip", "--data", "scenes?n=64", "--batch", "8", "--steps", "1
     ("words", "message"),
     [
         (["--init", "BASE", "--lora.rank", "2", "--lora.targets", "image:qvk"], "Did you mean qkv?"),
-        (["--init", "BASE", "--lora.rank", "2", "--freeze", "none"], "LoRA freezes the towers that it adapts"),
-        (
-            ["--init", "BASE", "--lora.rank", "2", "--freeze", "image", "--unfreeze", "0.5"],
-            "--unfreeze and --lora.rank",
-        ),
-        (["--lora.rank", "2", "--lora.save", "apart", "--size", "debug"], "--lora.save apart needs --init"),
+        (["--init", "BASE", "--lora.rank", "2", "--freeze", "none"], "--freeze none"),
+        (["--init", "BASE", "--lora.rank", "2", "--freeze", "image", "--unfreeze", "0.5"], "--unfreeze"),
+        (["--lora.rank", "2", "--lora.save", "apart", "--size", "debug"], "--lora.save apart"),
         (["--init", "BASE", "--lora.alpha", "32"], "--lora.alpha is 32.0, which has an effect only with --lora.rank"),
         (["--init", "BASE", "--lora.rank", "-1"], "--lora.rank is -1: expected"),
         (["--lora.rank", "2", "--size", "debug"], "LoRA adapts pretrained weights"),
