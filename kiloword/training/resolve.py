@@ -108,35 +108,29 @@ def with_length(
 ) -> Recipe:
     """The recipe with its number of steps. Raises: ValueError for more than one length, or a length below one step."""
     check(recipe)
-    lengths = {k: v for k, v in (("--steps", steps), ("--epochs", epochs), ("--samples", samples)) if v is not None}
+    given = {"--steps": steps, "--epochs": epochs, "--samples": samples}
+    lengths = {flag: value for flag, value in given.items() if value is not None}
     if len(lengths) > 1:
         raise ValueError(f"{' and '.join(lengths)} both say how long to train: give one of them.")
-    if epochs is not None and not math.isfinite(epochs):
-        raise ValueError(f"--epochs is {epochs}: expected a number.")
+    made: float = recipe.steps if steps is None else steps
     if epochs is not None:
-        steps = round(epochs * steps_per_epoch(rows, recipe.batch))
+        made = epochs * steps_per_epoch(rows, recipe.batch)
     elif samples is not None:
-        steps = samples // recipe.batch
-    steps = recipe.steps if steps is None else steps
-    if steps < 1:
-        length = " ".join(f"{k} {v:g}" for k, v in lengths.items())
-        raise ValueError(f"{length} is {steps} steps of batch {recipe.batch} on {rows} images: expected at least 1.")
-    return replace(recipe, steps=steps)
+        made = samples // recipe.batch
+    if not 0.5 < made < math.inf:
+        length = " ".join(f"{flag} {value:g}" for flag, value in lengths.items())
+        raise ValueError(f"{length} is {made:g} steps of batch {recipe.batch} on {rows} images: expected at least 1.")
+    return replace(recipe, steps=round(made))
 
 
 def micro_batches(recipe: Recipe) -> int:
     """Micro-batches of one rank's share. Raises: ValueError when they would not be equal."""
-    share = recipe.batch // collectives.ranks()
-    if recipe.batch % collectives.ranks():
-        raise ValueError(
-            f"batch {recipe.batch} does not divide over {collectives.ranks()} ranks: choose a multiple of "
-            f"{collectives.ranks()}."
-        )
-    micro = recipe.micro or share
-    if share % micro:
-        raise ValueError(
-            f"micro {micro} does not divide a rank's share of {share} images: choose a divisor of {share}."
-        )
+    ranks, batch = collectives.ranks(), recipe.batch
+    if batch % ranks:
+        raise ValueError(f"batch {batch} does not divide over {ranks} ranks: choose a multiple of {ranks}.")
+    share = batch // ranks
+    if share % (micro := recipe.micro or share):
+        raise ValueError(f"micro {micro} does not divide a rank's share of {share} images: choose a divisor.")
     return share // micro
 
 
@@ -217,30 +211,28 @@ def _stores(recipe: Recipe, method: Method) -> list[FeatureStore]:
 
 
 def visited(recipe: Recipe, source: Source) -> int:
-    """Number of rows that a run visits. Raises: ValueError for more rows than there are, or with groups of rows."""
-    rows, n = recipe.data.rows, len(source)
-    if rows > n:
-        raise ValueError(f"--rows is {rows}, but {source.name} has {n} rows: expected at most {n}, or 0 for all.")
-    if rows and recipe.data.together > 1:
-        raise ValueError(f"--rows {rows} and --together {recipe.data.together} exclude each other: give one of them.")
-    if rows and isinstance(source, MixtureSource) and any(weight % 1 for weight in source.weights):
-        raise ValueError(
-            f"{source.name}: rows change between epochs, so that --rows cannot fix them. Use whole weights."
-        )
+    """Number of rows that a run visits. Raises: ValueError for rows and groups of rows that there are not."""
+    rows, together, n = recipe.data.rows, recipe.data.together, len(source)
+    changing = isinstance(source, MixtureSource) and any(weight % 1 for weight in source.weights)
+    wrong = {
+        f"--rows is {rows}, but {source.name} has {n} rows: expected at most {n}, or 0 for all": rows > n,
+        f"--rows {rows} and --together {together} exclude each other": rows and together > 1,
+        f"{source.name}: rows change between epochs, which --rows cannot fix: use whole weights": rows and changing,
+        f"--together {together} does not fill a batch of {recipe.batch}: choose a multiple of it": recipe.batch
+        % together,
+        # a shorter group would shift all later groups across the borders of batches
+        f"{source.name}: {n} rows are no multiple of --together {together}": n % together,
+    }
+    if told := [message for message, is_wrong in wrong.items() if is_wrong]:
+        raise ValueError(f"{told[0]}.")
     return rows or n
 
 
 def _order(recipe: Recipe, source: Source) -> Order:
-    together, rows = recipe.data.together, visited(recipe, source)
-    if together == 1:
-        far = any(getattr(part, "remote", False) for part in parts_of(source))
-        block, group = (8 * BLOCK, GROUP // 8) if far else (BLOCK, GROUP)  # fewer shards at a time: they come whole
-        of = len(source) if rows < len(source) else 0
-        return Order(rows, recipe.batch, recipe.seed, of=of, block=block, group=group)
-    if recipe.batch % together:
-        raise ValueError(
-            f"groups of {together} rows do not fill a batch of {recipe.batch}: choose a multiple of {together}."
-        )
-    if len(source) % together:  # a shorter group would shift all later groups across the borders of batches
-        raise ValueError(f"{source.name}: {len(source)} rows are not a multiple of the group size {together}.")
-    return Order(len(source), recipe.batch, recipe.seed, full=0, block=together, group=1)
+    rows, together = visited(recipe, source), recipe.data.together
+    if together > 1:
+        return Order(rows, recipe.batch, recipe.seed, full=0, block=together, group=1)
+    far = any(getattr(part, "remote", False) for part in parts_of(source))
+    block, group = (8 * BLOCK, GROUP // 8) if far else (BLOCK, GROUP)  # fewer shards at a time: they come whole
+    of = len(source) if rows < len(source) else 0
+    return Order(rows, recipe.batch, recipe.seed, of=of, block=block, group=group)

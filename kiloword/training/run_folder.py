@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from kiloword.addresses import scrubbed
 from kiloword.config.recipes import ModelConfig, Recipe
@@ -27,9 +26,9 @@ from kiloword.watch.runs import ERROR
 
 FREE = ("micro", "chunk", "data.val", "data.bad_share", "lora.save")  # change no weight: a resumed run may change them
 DIGESTS = {  # what it means that they differ
-    "data_fingerprint": "the data is not what the run began with (a file is missing, new, cut or replaced); ",
-    "data_sampled": "the data is not what the run began with (images or texts were changed or replaced); ",
-    "features": "a feature store was replaced at its path by features of another model; ",
+    "data_fingerprint": " (a file of the data is missing, new, cut or replaced)",
+    "data_sampled": " (images or texts were changed or replaced)",
+    "features": " (a feature store was replaced by features of another model)",
 }
 
 
@@ -91,22 +90,17 @@ def check_same_run(out: Path, file: RunFile, extend: bool) -> None:
     """Raises: ValueError when `out` holds a run of another recipe or of other data."""
     if not holds_run(out):
         return
+    files = read_config(out / "config.json", RunFile), file
+    there, here = (json.loads(utf8(json.dumps(asdict(one), ensure_ascii=False))) for one in files)  # as in any locale
     free = {f"recipe.{name}" for name in FREE} | ({"recipe.steps"} if extend else set())
-    found = differing(_plain(read_config(out / "config.json", RunFile)), _plain(file))
-    differences = {k: v for k, v in found.items() if k not in free and not k.startswith("model")}
+    found = {k: v for k, v in differing(there, here).items() if k not in free and not k.startswith("model")}
     done, steps = steps_done(out / "state"), file.recipe.steps
-    if not differences and steps < done:
+    if not found and steps < done:
         raise ValueError(f"--out {out} has done {done} steps already: it cannot end after {steps}.")
-    if not differences:
-        return
-    cause = "" if "recipe.data.sources" in differences else next((DIGESTS[k] for k in DIGESTS if k in differences), "")
-    shown = "; ".join(f"{k.removeprefix('recipe.')} is {a!r} there, {b!r} here" for k, (a, b) in differences.items())
-    hint = " Use --extend to run it for another length." if {*differences} == {"recipe.steps"} and steps >= done else ""
-    raise ValueError(
-        f"--out {out} holds another run: {cause}{shown}. Choose another folder, or repeat its settings.{hint}"
-    )
-
-
-def _plain(file: RunFile) -> Any:
-    """The file as JSON holds it, with strings as they are in a UTF-8 locale."""
-    return json.loads(utf8(json.dumps(asdict(file), ensure_ascii=False)))
+    if found:
+        told = (
+            f"{k.removeprefix('recipe.')} is {a!r} there, {b!r} here{DIGESTS.get(k, '')}" for k, (a, b) in found.items()
+        )
+        hint = " Use --extend to run it for another length." if {*found} == {"recipe.steps"} and steps >= done else ""
+        again = f"Choose another folder, or repeat its settings.{hint}"
+        raise ValueError(f"--out {out} holds another run: {'; '.join(told)}. {again}")

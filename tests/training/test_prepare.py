@@ -48,7 +48,7 @@ def test_lengths(options: dict[str, Any], steps: int) -> None:
     ("options", "message"),
     [
         ({"steps": 7, "epochs": 1.0}, "--steps and --epochs both say how long"),
-        ({"epochs": float("nan")}, "--epochs is nan"),
+        ({"epochs": float("nan")}, "--epochs nan"),
         ({"samples": 15}, "--samples 15 is 0 steps of batch 16 on 70 images"),
         ({"steps": 0}, "--steps 0 is 0 steps"),
     ],
