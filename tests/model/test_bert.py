@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -115,20 +116,8 @@ def tower(extra: tuple[str, ...] = (), depth: int = 1, seed: int = 0) -> TextTow
     torch.manual_seed(seed)
     special = {"start": 2, "end": 3, "pad": 0, "mask": 4, "cls": 90, "unc": 91}
     trunk = TrunkConfig(name="hf", width=24, config=BERT)
-    made = TextTower(
-        TextConfig(
-            trunk=trunk,
-            context=30,
-            width=16,
-            depth=depth,
-            heads=2,
-            mlp=32,
-            causal=False,
-            special=special,
-            vocab=92,
-            extra_tokens=extra,
-        )
-    )
+    small = TextConfig(trunk=trunk, context=30, width=16, depth=depth, heads=2, mlp=32, causal=False, vocab=92)
+    made = TextTower(replace(small, special=special, extra_tokens=extra))
     for name, p in made.named_parameters():
         torch.nn.init.normal_(p, 1.0 if name.endswith("norm.weight") else 0.0, 0.2)
     assert made.trunk is not None
@@ -180,11 +169,9 @@ def test_extra_tokens_are_learned_and_hidden_words_masked() -> None:
 
 
 def test_depth_0_has_no_place_for_extra_tokens() -> None:
-    with pytest.raises(
-        ValueError, match=r"nothing fills the tokens unc, cls of the text tower: choose --model.text.depth 1"
-    ):
+    with pytest.raises(ValueError, match=r"unc, cls .*--model.text.depth 1"):
         tower(("unc", "cls"), depth=0)
-    with pytest.raises(ValueError, match="a text tower of depth 0 needs a trunk below it"):
+    with pytest.raises(ValueError, match="needs a trunk"):
         TextTower(TextConfig(depth=0))
 
 

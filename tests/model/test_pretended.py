@@ -91,32 +91,3 @@ def test_a_row_of_the_log_waits_once() -> None:
         found = on_host([torch.zeros(()), away, away.double()])
         assert [x.device.type for x in found] == ["cpu"] * 3
     assert dict(watch.waits) == {"cuda to cpu in training.meter.on_host": 1}
-
-
-def test_waits_are_seen() -> None:
-    with pretended(), Watch() as watch:
-        x = torch.ones(4, device="cuda:0")
-        float(x.sum())
-        x.nonzero()
-        x[x > 0].sum()
-        torch.repeat_interleave(x.long())
-        x.new_tensor(1.0)
-        x.cpu()
-    waits = "item", "nonzero", "boolean index", "repeat_interleave", "cpu to cuda", "cuda to cpu"
-    assert dict(watch.waits) == {f"{why} in torch": 1 for why in waits}
-    assert not +watch.on_cpu
-
-
-def test_work_on_the_cpu_and_lost_gradients_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kiloword.model.heads import Single
-
-    project = Single.project_text_tokens
-
-    def leaky(self: Single, tokens: torch.Tensor) -> torch.Tensor:
-        torch.zeros(3) + 1
-        return project(self, tokens).detach()
-
-    monkeypatch.setattr(Single, "project_text_tokens", leaky)
-    made = step("siglip", "fp32", 1, "adamw", {})
-    assert set(made.watch.on_cpu) == {"zeros in model.heads.text", "add in model.heads.text"}
-    assert "model.text_tower.tokens" in made.missing

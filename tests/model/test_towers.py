@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kiloword.config.recipes import HeadConfig, ImageConfig, ModelConfig, TextConfig, sizes
-from kiloword.model import attention as attend
 from kiloword.model.attention import KeyValueCache, Packing, attention
 from kiloword.model.blocks import Init, activate
 from kiloword.model.decoder import ImageDecoder
@@ -71,30 +71,27 @@ def test_packed_attention_is_each_text_alone(ls: list[int], causal: bool) -> Non
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("unseen", [False, True])
-def test_one_long_text_does_not_pad_the_others(causal: bool, unseen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Texts of similar lengths are padded together, so that at most half of what attention sees is padding."""
-    ls = [2, 3, 1, 40, 0, 2, 3, 1, 4, 2, 3, 33, 0]
+def test_one_long_text_among_short_ones(causal: bool) -> None:
+    """Texts of similar lengths are padded together; rows behind the last text stay zero."""
+    ls = [2, 3, 1, 40, 2, 3, 1, 4, 2, 3, 33]
     packing, total = Packing.of(packed(ls), 8), sum(ls)
-    assert len(ls) * packing.longest > 5 * total
-    assert packing.tail
-    hidden = torch.zeros(total, dtype=torch.bool).index_fill(0, torch.tensor([1, 30, 46]), True)
-    packing = replace(packing, unseen=hidden if unseen else None)
     q, k, v = (numbers(total + packing.tail, 2, 4, seed=s).requires_grad_() for s in range(3))
-    dense, rows = attend._dense, []
-
-    def counted(q: Tensor, *args: Any) -> Tensor:
-        rows.append(q.shape[0] * q.shape[1])
-        return dense(q, *args)
-
-    monkeypatch.setattr(attend, "_dense", counted)
+    own = [x[:total].split(ls) for x in (q, k, v)]
+    literal = [one(a, b, c, causal) for a, b, c in zip(*own, strict=True)]
     ours = attention(q, k, v, packing, packing, causal)
-    assert total <= sum(rows) <= 2 * total
-    monkeypatch.setattr(attend, "UNEVEN", 1000)
-    rows.clear()
-    literal = attention(q, k, v, packing, packing, causal)
-    assert sum(rows) == len(ls) * packing.longest
-    agree(ours, literal, q, k, v)
+    assert not ours[total:].any()
+    agree(ours[:total], torch.cat(literal), q, k, v)
+
+
+@pytest.mark.parametrize("ls", [[3, 2, 4], [2, 3, 1, 40, 4]])
+def test_tokens_that_nothing_attends_to(ls: list[int]) -> None:
+    packing, total = Packing.of(packed(ls)), sum(ls)
+    seen = torch.ones(total, dtype=torch.bool).index_fill(0, torch.tensor([1, 3]), False)
+    q, k, v = (numbers(total, 2, 4, seed=s).requires_grad_() for s in range(3))
+    own = [[x[s] for x, s in zip(y.split(ls), seen.split(ls), strict=True)] for y in (k, v)]
+    literal = [one(a, b, c, False) for a, b, c in zip(q.split(ls), *own, strict=True)]
+    packing = replace(packing, unseen=~seen)
+    agree(attention(q, k, v, packing, packing), torch.cat(literal), q, k, v)
 
 
 @settings(max_examples=20, deadline=None)
@@ -140,19 +137,6 @@ def test_cached_decoding_is_causal_attention(dtype: torch.dtype) -> None:
         parts.append(attention(some[0], some[1], some[2], causal=True, cache=cache))
     tolerance = 1e-12 if dtype == torch.float64 else 0.02
     assert (torch.cat(parts, 1) - attention(q, k, v, causal=True)).abs().max() < tolerance
-
-
-@settings(max_examples=30, deadline=None)
-@given(lengths)
-def test_padding_and_back(ls: list[int]) -> None:
-    packing = Packing.of(packed(ls))
-    x = numbers(sum(ls), 3)
-    padded = packing.pad(x, -1.0)
-    for row, part in zip(padded, x.split(ls), strict=True):
-        assert torch.equal(row[: len(part)], part)
-        assert (row[len(part) :] == -1).all()
-    assert torch.equal(packing.unpad(padded), x)
-    assert packing.place.tolist() == [i for n in ls for i in range(n)]
 
 
 def test_activations() -> None:
@@ -275,15 +259,23 @@ def test_towers_compile_to_one_graph_each() -> None:
     assert torch.allclose(run_image(images), image(images), atol=1e-5)
 
 
-def test_errors_say_what_to_do() -> None:
-    with pytest.raises(ValueError, match="9 tokens, but the tower's context is 8"):
-        TextTower(TEXT)(Texts.pack([[1] * 9]))
-    with pytest.raises(ValueError, match="larger than the image size"):
-        ImageTower(replace(SMALL, patch=SMALL.size + 1))
-    with pytest.raises(ValueError, match="16 cannot be split into 3 heads"):
-        ImageTower(replace(SMALL, heads=3))
-    with pytest.raises(ValueError, match=r"\(3, 8, 8\), .* \(3, 16, 16\)"):
-        image_tower(SMALL)(numbers(1, 3, 8, 8))
+@pytest.mark.parametrize(
+    ("use", "word"),
+    [
+        (lambda: TextTower(TEXT)(Texts.pack([[1] * 9])), "context is 8"),
+        (lambda: ImageTower(replace(SMALL, patch=SMALL.size + 1)), "image size"),
+        (lambda: ImageTower(replace(SMALL, heads=3)), "3 heads"),
+        (lambda: image_tower(SMALL)(numbers(1, 3, 8, 8)), "16, 16"),
+        (lambda: image_tower(SMALL)(torch.zeros(1, 3, 16, 16, dtype=torch.uint8)), "normalise"),
+        (lambda: ImageTower(replace(SMALL, depth=0)), "needs a trunk"),
+        (lambda: ImageTower(replace(SMALL, uncertainty_token=True, uncertainty_blocks=3)), "3 blocks"),
+        (lambda: TextTower(replace(TEXT, class_place="last")), "class token"),
+        (lambda: image_tower(SMALL)(numbers(1, 3, 16, 16), masked=torch.eye(1, 16) > 0), "mask token"),
+    ],
+)
+def test_refused(use: Callable[[], object], word: str) -> None:
+    with pytest.raises(ValueError, match=word):
+        use()
 
 
 def model(config: ModelConfig, seed: int = 0) -> Model:
@@ -305,84 +297,57 @@ def test_same_names_start_equal() -> None:
 
 
 class Gate(torch.nn.Module):
-    """A part of one's own that forgets how it starts; `says`: what it says of it."""
+    """A part of one's own: `says` is how it starts."""
 
     def __init__(self, **says: Init) -> None:
         super().__init__()
-        self.strength = torch.nn.Parameter(torch.full((2,), 7.0))
-        self.names = torch.nn.Embedding(3, 2)
-        self.says = says
+        self.strength, self.says = torch.nn.Parameter(torch.full((2,), 7.0)), says
 
     def initial(self) -> dict[str, Init]:
-        return {name.replace("__", "."): init for name, init in self.says.items()}
+        return self.says
 
 
 def test_a_parameter_without_an_initial_value_is_named_with_its_class() -> None:
-    """Nothing is filled before; of a class of torch, a module around it may say it."""
-    config, own = sizes()["debug"], Init(mean=0.5)
-    forgot = Gate()
-    with pytest.raises(ValueError, match=r"'strength' of Gate \(more\.gate\.strength\) has no .* Gate.* initial\(\)"):
+    config, forgot = sizes()["debug"], Gate()
+    with pytest.raises(ValueError, match=r"'strength' of Gate"):
         initialise(Model(config, Head(Single(config)), {"gate": forgot}), 0)
-    assert forgot.strength.tolist() == [7.0, 7.0]
-    with pytest.raises(ValueError, match=r"'weight' of Embedding \(names\.weight\) .* contains it, .* initial\(\)"):
-        initialise(Gate(strength=own), 0)
-    complete = Gate(strength=own, names__weight=Init(std=1.0))
+    complete = Gate(strength=Init(mean=0.5))
     initialise(complete, 0)
     assert complete.strength.tolist() == [0.5, 0.5]
-    assert complete.names.weight.std() > 0
-
-
-def test_starting_deviations_of_queries_that_gather_tokens() -> None:
-    config = replace(sizes()["debug"].image, width=64)
-    for head, width in ((HeadConfig(pool_queries=64), 64), (HeadConfig(pool_queries=64, pool_width=32), 32)):
-        pool = AttentionalPool(config, head)
-        initialise(pool, 0)
-        assert pool.probes.shape == (65, width)
-        assert pool.probes.std().item() == pytest.approx(width**-0.5, rel=0.05)
-
-
-def test_starting_deviations() -> None:
-    config = replace(sizes()["debug"], text=TextConfig(context=64, vocab=512, width=64, depth=2, heads=2, mlp=256))
-    text = model(config).text_tower
-    assert text.tokens.std().item() == pytest.approx(0.02, rel=0.05)
-    assert text.positions.std().item() == pytest.approx(0.01, rel=0.05)
-    block = text.blocks[1]
-    for got, std in (
-        (block.attention.qkv.weight, 64**-0.5),
-        (block.attention.out.weight, (4 * 64) ** -0.5),
-        (block.mlp.fc.weight, 128**-0.5),
-        (block.mlp.proj.weight, (4 * 64) ** -0.5),
-    ):
-        assert got.std().item() == pytest.approx(std, rel=0.05)
-    assert (block.norm1.weight == 1).all()
-    assert (block.mlp.fc.bias == 0).all()
 
 
 @pytest.mark.parametrize("init_std", [None, 0.1])
-def test_starting_deviations_of_image_tower_and_decoder(init_std: float | None) -> None:
+def test_starting_deviations(init_std: float | None) -> None:
     """1 over the root of the inputs for what multiplies them; what adds to the stream over that of its blocks too."""
     image = ImageConfig(size=64, patch=8, width=64, depth=2, heads=2, mlp=256, extra_tokens=64, init_std=init_std)
-    config = replace(sizes()["debug"], image=image)
-    tower, decoder = ImageTower(image), ImageDecoder(config, 3, dropped=True)
-    initialise(tower, 0)
-    initialise(decoder, 0)
-    assert decoder.mask_token is not None
-    assert decoder.positions is not None
-    cross = decoder.layers[2].cross
-    added = init_std or 64**-0.5
-    for got, std in (
-        (tower.patches.weight, (3 * 8 * 8) ** -0.5),
-        (tower.positions, added),
-        (tower.class_token, added),
-        (tower.extra_tokens, added),
-        (decoder.mask_token, added),
-        (decoder.positions, added),
-        (decoder.pixels.weight, 64**-0.5),
-        (decoder.layers[2].own.mlp.proj.weight, (2 * 6 * 64) ** -0.5),
-        (cross.mlp.proj.weight, (2 * 6 * 64) ** -0.5),
-    ):
-        assert got.std().item() == pytest.approx(std, rel=0.25 if got.dim() == 1 else 0.05)
-    assert (decoder.pixels.bias == 0).all()
+    text = TextConfig(context=64, vocab=512, width=64, depth=2, heads=2, mlp=256)
+    config = replace(sizes()["debug"], image=image, text=text)
+    tower, decoder, pool = (
+        ImageTower(image),
+        ImageDecoder(config, 3, dropped=True),
+        AttentionalPool(image, HeadConfig()),
+    )
+    for part in (tower, decoder, pool):
+        initialise(part, 0)
+    words: Any = model(config).text_tower
+    block, last, added = words.blocks[1], decoder.layers[2], init_std or 64**-0.5
+    expected = {
+        (4 * 64) ** -0.5: (block.attention.out.weight, block.mlp.proj.weight),
+        64**-0.5: (block.attention.qkv.weight, decoder.pixels.weight, pool.probes),
+        128**-0.5: (block.mlp.fc.weight,),
+        0.02: (words.tokens,),
+        0.01: (words.positions,),
+        (3 * 8 * 8) ** -0.5: (tower.patches.weight,),
+        (2 * 6 * 64) ** -0.5: (last.own.mlp.proj.weight, last.cross.mlp.proj.weight),
+    }
+    expected[added] = (*expected.get(added, ()), tower.positions, tower.extra_tokens, decoder.positions)
+    for std, weights in expected.items():
+        for weight in weights:
+            assert weight.std().item() == pytest.approx(std, rel=0.05)
+    for token in (tower.class_token, decoder.mask_token):
+        assert token is not None
+        assert token.std().item() == pytest.approx(added, rel=0.25)
+    assert not decoder.pixels.bias.any()
 
 
 def test_images_are_normalised_once() -> None:
