@@ -36,7 +36,7 @@ class AdamP(torch.optim.Optimizer):
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, {**defaults, "delta": delta, "wd_ratio": wd_ratio})
-        self.sharded = {id(p) for p in sharded}
+        self.sharded = set(sharded)
         fill_moments(self)
 
     @torch.no_grad()
@@ -62,14 +62,14 @@ class AdamP(torch.optim.Optimizer):
             x, g, u = p.flatten(1), gradient.flatten(1), change.flatten(1)
             by_row = torch.stack([(x * x).sum(1), (g * g).sum(1), (x * g).sum(1), (x * u).sum(1)])  # [4, rows]
             whole, count = by_row.sum(1), p.numel()
-            if id(p) in self.sharded:
+            if p in self.sharded:
                 whole, count = collectives.sum_over_ranks(whole), collectives.add_up(count)
             along = x.new_zeros(1)
             for sums, n in ((whole[:, None], count), (by_row, x.shape[1])):  # rows have precedence
                 weights, gradients = sums[0].sqrt(), sums[1].sqrt()
                 cosines = (sums[2] / (weights.clamp_min(eps) * gradients.clamp_min(eps))).abs()
                 most = F.pad(cosines, (0, 1), value=-1.0).amax(0, keepdim=True)  # a rank may have no row
-                if id(p) in self.sharded:
+                if p in self.sharded:
                     most = collectives.extreme_over_ranks(most, "most")
                 projected = most < group["delta"] / n**0.5
                 along = torch.where(projected, sums[3] / (weights + eps).square(), along)

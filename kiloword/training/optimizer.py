@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -107,35 +106,39 @@ class Optimizer:
             for path, owner in module.named_modules()
             for name, factor in getattr(owner, "lr_factors", dict)().items()
         }
-        muon, adam = list[dict[str, Any]](), list[dict[str, Any]]()
+        alike: dict[tuple[bool, float, float], list[Tensor]] = {}  # by Muon or not, learning rate, weight decay
+        rates = {
+            "muon": (config.muon_lr, config.muon_weight_decay),
+            "decay": (config.lr, config.weight_decay),
+            "plain": (config.lr, 0.0),
+            "scale": (config.lr * config.scale_lr, 0.0),
+        }
         for group, members in groups(module, config).items():
-            of_muon, decay = group.endswith("muon"), config.weight_decay if group.endswith("decay") else 0.0
-            rate = config.muon_lr if of_muon else config.lr
-            rate *= config.text_lr if group.startswith("text ") else config.scale_lr if group == "scale" else 1.0
-            by_factor: dict[float, list[Tensor]] = {}
+            rate, decay = rates[group.removeprefix("text ")]
+            rate *= config.text_lr if group.startswith("text ") else 1.0
             for name, p in members:
                 leaf = local(p.detach()) if name in self.sharded else p
                 self.names[leaf] = name
                 trunk = config.trunk_lr if ".trunk." in name and MARK not in name else 1.0
-                by_factor.setdefault(by_layer.get(name, 1.0) * trunk * stated.get(name, 1.0), []).append(leaf)
-            for factor, leaves in by_factor.items():
-                decayed = {} if of_muon else {"weight_decay": decay}
-                (muon if of_muon else adam).append({"params": leaves, "base_lr": rate * factor, **decayed})
+                factor = by_layer.get(name, 1.0) * trunk * stated.get(name, 1.0)
+                alike.setdefault((group.endswith("muon"), rate * factor, decay), []).append(leaf)
+        adam, muon = (
+            [{"params": p, "base_lr": lr, "weight_decay": decay} for (of, lr, decay), p in alike.items() if of == which]
+            for which in (False, True)
+        )
+        rows = {p: len(self.sharded[name]) for p, name in self.names.items() if name in self.sharded}
         self.parts: list[torch.optim.Optimizer] = []
         betas = (float(config.beta1), float(config.beta2))  # torch refuses the integer 0
         if adam and config.name == "adamp":
-            rows = [p for p, name in self.names.items() if name in self.sharded]
             self.parts.append(AdamP(adam, config.lr, betas, config.eps, 0.0, config.delta, config.wd_ratio, rows))
         elif adam:
             self.parts.append(torch.optim.AdamW(adam, lr=config.lr, betas=betas, eps=config.eps, fused=True))
             fill_moments(self.parts[0])
         if muon:
             stacked = {p: n for p, name in self.names.items() for end, n in STACKED.items() if name.endswith(end)}
-            heights = {p: len(self.sharded[name]) for p, name in self.names.items() if name in self.sharded}
-            decay = config.muon_weight_decay
-            self.parts.append(Muon(muon, config.muon_lr, config.momentum, decay, stacked, heights))
-        device = next(iter(self.names)).device
-        self.usual = torch.zeros(2, dtype=torch.float64, device=device)  # running sums of norms and of their weights
+            self.parts.append(Muon(muon, config.muon_lr, config.momentum, stacked=stacked, rows=rows))
+        some = next(iter(self.names))
+        self.usual = some.new_zeros(2, dtype=torch.float64)  # running sums of norms and of their weights
 
     def step(self, step: int, loss: Tensor | None = None) -> dict[str, Tensor]:
         """Clip the gradients, update the weights, drop the gradients.
@@ -164,7 +167,7 @@ class Optimizer:
     def _judge(self, norm: Tensor, loss: Tensor | None) -> Tensor:
         """1.0 for a step to skip, else 0.0 and the norm enters the usual one; does not wait for the device."""
         norm = norm.double()
-        mean = self.usual[0] / self.usual[1].clamp_min(1e-12)
+        mean = self.usual[0] / self.usual[1]
         settled = self.usual[1] > 1 - MEMORY**SETTLED
         limit = self.config.explode or math.inf
         skip = ~torch.isfinite(norm) | (settled & (norm > limit * mean))
