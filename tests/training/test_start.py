@@ -124,11 +124,8 @@ def test_scores_hardly_change_and_more_with_tokens_that_start_anew(
 def test_new_tokens_start_as_those_whose_place_they_take(words: Tokenizer, tmp_path: Path) -> None:
     """Of a text: pads that are attended to, and the mean of all where there is no row; of an image: the class token."""
     path = folder(words, "siglip", tmp_path / "siglip")
-    old, new, ids = (
-        load_model(path)[0].text_tower.tokens,
-        begin("prolip", path, words)[0].text_tower.tokens,
-        words.roles,
-    )
+    ids, old = words.roles, load_model(path)[0].text_tower.tokens
+    new = begin("prolip", path, words)[0].text_tower.tokens
     assert torch.equal(new[: len(old)], old)
     assert torch.allclose(new[ids.mask], old.mean(0))
     assert torch.equal(new[[ids.cls, ids.unc]], old[[ids.pad, ids.pad]])
@@ -161,22 +158,33 @@ def test_a_trained_prolip_starts_from_itself_as_it_is(words: Tokenizer, tmp_path
     assert "new: none; left over: none." in said
 
 
-def test_a_scale_without_its_bias_is_none(words: Tokenizer, tmp_path: Path) -> None:
-    """CLIP's scale of up to 100 beside a new bias of -10 would call every pair a match; the authors reset both."""
-    model, _, said = begin("prolip", folder(words, "clip", tmp_path), words)
+@pytest.mark.parametrize(
+    ("before", "kind", "new", "left"),
+    [
+        (
+            "",
+            "clip",
+            "head.log_scale head.bias",
+            "",
+        ),  # a scale of 100 beside a bias of -10 would call each pair a match
+        ("prolip-released", "own", "head.uncertainty.text_log_var.weight", "head.uncertainty.mean_log_var.weight"),
+    ],
+)
+def test_what_is_not_started_from_what_means_something_else(
+    before: str, kind: str, new: str, left: str, words: Tokenizer, tmp_path: Path
+) -> None:
+    path = folder(words, kind, tmp_path / "a")
+    if before:
+        model, recipe, _ = begin(before, path, words)
+        path = tmp_path / "b"
+        save_model(path, model, words, ModelFile(method=before, settings={}, model=recipe.model))
+    model, _, said = begin("prolip", path, words)
     assert model.head.log_scale.exp().item() == pytest.approx(10)
-    assert {"head.log_scale", "head.bias"} <= set(said.partition("new: ")[2].partition("; ")[0].split(", "))
-
-
-def test_the_log_variance_of_texts_is_not_started_from_another_kind(words: Tokenizer, tmp_path: Path) -> None:
-    """prolip-released reads it from the mean: where width and dimension agree, nothing else would notice."""
-    model, recipe, _ = begin("prolip-released", folder(words, "own", tmp_path / "own"), words)
-    save_model(
-        tmp_path / "released", model, words, ModelFile(method="prolip-released", settings={}, model=recipe.model)
-    )
-    said = begin("prolip", tmp_path / "released", words)[2]
-    assert "head.uncertainty.text_log_var.weight" in said.partition("new: ")[2].partition("; ")[0]
-    assert "head.uncertainty.mean_log_var.weight" in said.partition("left over: ")[2]
+    parts = [
+        set(said.partition(f"{name}: ")[2].partition("; ")[0].rstrip(".").split(", ")) for name in ("new", "left over")
+    ]
+    assert parts[0] >= set(new.split())
+    assert parts[1] >= set(left.split())
 
 
 RAMP = torch.arange(32.0)[:, None] * torch.tensor([1.0, -2.0])
@@ -222,14 +230,6 @@ def test_a_longer_context_has_the_positions_of_long_clip(words: Tokenizer) -> No
     assert resize_text(shape, {"text_tower.positions": positions}, 512)[1]["text_tower.positions"].shape == (512, 5)
 
 
-@pytest.mark.parametrize("kind", ["clip", "own"])
-def test_texts_that_fit_score_the_same_with_a_shorter_context(kind: str, words: Tokenizer, tmp_path: Path) -> None:
-    path = folder(words, kind, tmp_path)
-    before, after = load(path), load(path, context=12)
-    a, b = (matcher.encode_text(SHORT)["vec"] for matcher in (before, after))
-    assert torch.equal(a, b)
-
-
 def test_a_context_that_leaves_nothing_is_refused(words: Tokenizer, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="at least 23"):
         load(folder(words, "siglip", tmp_path), context=22)
@@ -238,18 +238,20 @@ def test_a_context_that_leaves_nothing_is_refused(words: Tokenizer, tmp_path: Pa
         resize_text(small, {"text_tower.positions": RAMP[:21]}, 64)
 
 
+@pytest.mark.parametrize("context", [12, 256])
 @pytest.mark.parametrize("kind", ["clip", "own"])
-def test_short_texts_score_the_same_with_a_longer_context(kind: str, words: Tokenizer, tmp_path: Path) -> None:
+def test_texts_that_fit_score_the_same_with_another_context(
+    kind: str, context: int, words: Tokenizer, tmp_path: Path
+) -> None:
     """Without pads, they stand on positions that are kept; longer ones do not."""
     path = folder(words, kind, tmp_path)
-    before, after = load(path), load(path, context=256)
+    before, after = load(path), load(path, context=context)
     a, b = (matcher.encode_text(SHORT)["vec"] for matcher in (before, after))
     assert torch.equal(a, b)
-    long = [" ".join(WORDS[:28])]
-    assert not torch.allclose(before.encode_text(long)["vec"], after.encode_text(long)["vec"], atol=1e-3)
-    many = [" ".join(WORDS * 6)]
-    assert after.tokenizer.encode(many, after.model.config.text).truncated == 0
-    assert after.encode_text(many)["vec"].isfinite().all()
+    many = " ".join(WORDS * 6)
+    a, b = (matcher.encode_text([many])["vec"] for matcher in (before, after))
+    assert b.isfinite().all()
+    assert not torch.allclose(a, b, atol=1e-3)
 
 
 def test_training_starts_with_a_longer_context(words: Tokenizer, tmp_path: Path) -> None:
@@ -289,33 +291,26 @@ def test_optimizer_and_batch_are_those_of_the_size_most_like_the_model(
         )
 
 
-def test_rates_of_trained_weights() -> None:
-    """A tenth of those from scratch in small sizes, WiSE-FT's in others; images of scenes are not augmented."""
-    for size in ("tiny", "b32"):
-        scratch = default_recipe("siglip", size, ("a.tar",))
-        gentle = tuned(scratch)
-        augment = gentle.data.augment
-        assert augment == AugmentConfig(crop=0.8 if size == "tiny" else 0.9, flip=0.5)
-        assert augment.crop > scratch.data.augment.crop
-        rates = {"lr": 1e-4, "muon_lr": 5e-4} if size == "tiny" else {"lr": 3e-5, "muon_lr": 2e-3, "weight_decay": 0.1}
-        rates |= {} if size == "tiny" else {"warmup": 0.02}
-        expected = replace(scratch, optim=replace(scratch.optim, **rates))
-        assert gentle.optim.lr == pytest.approx(rates["lr"])
-        gentle = replace(gentle, optim=replace(gentle.optim, **rates))
-        assert gentle == replace(expected, data=replace(scratch.data, augment=augment))
+@pytest.mark.parametrize(
+    ("size", "crop", "rates"),
+    [
+        ("tiny", 0.8, {"lr": 1e-4, "muon_lr": 5e-4}),  # a tenth of those from scratch
+        ("b32", 0.9, {"lr": 3e-5, "muon_lr": 2e-3, "weight_decay": 0.1, "warmup": 0.02}),  # WiSE-FT's
+    ],
+)
+def test_rates_of_trained_weights(size: str, crop: float, rates: dict[str, Any]) -> None:
+    scratch = default_recipe("siglip", size, ("a.tar",))
+    gentle, data = tuned(scratch), replace(scratch.data, augment=AugmentConfig(crop=crop, flip=0.5))
+    assert {name: getattr(gentle.optim, name) for name in rates} == pytest.approx(rates)
+    assert replace(gentle, optim=scratch.optim) == replace(scratch, data=data)
     assert tuned(default_recipe("siglip")).data == default_recipe("siglip").data
 
 
 def test_a_method_with_a_tower_that_the_weights_lack_has_the_rates_from_scratch(tmp_path: Path) -> None:
-    clip, sycoca = model_folder(tmp_path / "clip", "clip"), model_folder(tmp_path / "sycoca", "sycoca")
-    for folder, method, gentle in (
-        (clip, "siglip", True),
-        (clip, "coca", False),
-        (sycoca, "vqa", False),
-        (sycoca, "coca", True),
-    ):
+    folders = {name: str(model_folder(tmp_path / name, name)) for name in ("clip", "sycoca")}
+    for base, method, gentle in (("clip", "siglip", True), ("clip", "coca", False), ("sycoca", "vqa", False)):
         scratch = default_recipe(method, "debug")
-        assert start.defaults(method, str(folder)).optim == (tuned(scratch) if gentle else scratch).optim, method
+        assert start.defaults(method, folders[base]).optim == (tuned(scratch) if gentle else scratch).optim, method
 
 
 @pytest.mark.parametrize(
@@ -368,10 +363,8 @@ def test_what_is_loaded_is_counted_and_the_rest_named(words: Tokenizer, tmp_path
 
 
 def test_a_large_module_that_is_new_or_left_over_is_counted(words: Tokenizer, tmp_path: Path) -> None:
-    """A decoder has hundreds of tensors: their names were a line of 6,000 characters."""
     model, recipe, said = begin("coca", folder(words, "clip", tmp_path / "clip"), words)
-    added = [name for name in model.state_dict() if name.startswith("more.text_decoder.")]
-    assert f"; new: more.text_decoder ({len(added)} tensors); left over: none" in said
+    count = sum(name.startswith("more.text_decoder.") for name in model.state_dict())
+    assert f"; new: more.text_decoder ({count} tensors); left over: none" in said
     save_model(tmp_path / "coca", model, words, ModelFile(method="coca", settings={}, model=recipe.model))
-    said = begin("clip", tmp_path / "coca", words)[2]
-    assert f"; new: none; left over: more.text_decoder ({len(added)} tensors)" in said
+    assert f"; new: none; left over: more.text_decoder ({count} tensors)" in begin("clip", tmp_path / "coca", words)[2]
