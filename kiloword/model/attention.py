@@ -95,22 +95,22 @@ class KeyValueCache:
     """Keys and values of the decoded tokens of one layer, dense [N, L, H, d]."""
 
     def __init__(self) -> None:
-        self.k: Tensor | None = None
-        self.v: Tensor | None = None
+        self.kept: tuple[Tensor, Tensor] | None = None
 
     def __len__(self) -> int:
-        return 0 if self.k is None else self.k.shape[1]
+        return 0 if self.kept is None else self.kept[0].shape[1]
 
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Append new keys and values; returns all of them."""
-        self.k = k if self.k is None else torch.cat([self.k, k], 1)
-        self.v = v if self.v is None else torch.cat([self.v, v], 1)
-        return self.k, self.v
+        if self.kept is not None:
+            k, v = (torch.cat(pair, 1) for pair in zip(self.kept, (k, v), strict=True))
+        self.kept = k, v
+        return self.kept
 
     def take(self, rows: Tensor) -> None:
         """Reorder: row n becomes what was row rows[n]; rows [M] int64."""
-        if self.k is not None and self.v is not None:
-            self.k, self.v = self.k[rows], self.v[rows]
+        if self.kept is not None:
+            self.kept = self.kept[0][rows], self.kept[1][rows]
 
 
 def attention(

@@ -52,14 +52,18 @@ class Mlp(nn.Module):
         return out
 
 
+def _dividing(heads: int, width: int) -> int:
+    if width % heads:
+        raise ValueError(f"width {width} cannot be split into {heads} heads; choose heads that divide it")
+    return heads
+
+
 class SelfAttention(nn.Module):
     """Multi-head self-attention with one fused projection; rows of its weight: q, k, v, each head by head."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        if width % heads:
-            raise ValueError(f"width {width} cannot be split into {heads} heads; choose heads that divide it")
-        self.heads = heads
+        self.heads = _dividing(heads, width)
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
 
@@ -79,22 +83,14 @@ class Unit(nn.Module):
 class Block(Unit):
     """Pre-norm transformer block, or post-norm as in BERT; x is dense [N, L, W] or, with a packing, [S, W]."""
 
-    def __init__(
-        self,
-        width: int,
-        heads: int,
-        mlp: int,
-        activation: Activation,
-        eps: float,
-        depth: int,
-        post_norm: bool = False,
-    ) -> None:
+    def __init__(self, config: ImageConfig | TextConfig, depth: int, post_norm: bool = False) -> None:
+        """Args: depth: of the tower; it scales the initial weights of residual branches."""
         super().__init__()
-        self.depth, self.post_norm = depth, post_norm  # depth of the tower scales initial weights of residual branches
-        self.norm1 = nn.LayerNorm(width, eps)
-        self.attention = SelfAttention(width, heads)
-        self.norm2 = nn.LayerNorm(width, eps)
-        self.mlp = Mlp(width, mlp, activation)
+        self.depth, self.post_norm, width = depth, post_norm, config.width
+        self.norm1 = nn.LayerNorm(width, config.norm_eps)
+        self.attention = SelfAttention(width, config.heads)
+        self.norm2 = nn.LayerNorm(width, config.norm_eps)
+        self.mlp = Mlp(width, config.mlp, config.activation)
 
     def forward(
         self,
@@ -124,7 +120,7 @@ class CrossAttention(nn.Module):
 
     def __init__(self, width: int, heads: int, memory: int) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads = _dividing(heads, width)
         self.q = nn.Linear(width, width)
         self.kv = nn.Linear(memory, 2 * width)
         self.out = nn.Linear(width, width)
@@ -147,16 +143,15 @@ class CrossAttention(nn.Module):
 class CrossBlock(Unit):
     """Pre-norm block of cross-attention and MLP; x is dense [N, L, W] or, with a packing, [S, W]."""
 
-    def __init__(
-        self, width: int, heads: int, mlp: int, activation: Activation, eps: float, depth: int, memory: int
-    ) -> None:
+    def __init__(self, config: ImageConfig | TextConfig, depth: int, memory: int) -> None:
+        """Args: depth: as of `Block`; memory: its width."""
         super().__init__()
-        self.depth = depth
-        self.norm1 = nn.LayerNorm(width, eps)
-        self.norm_memory = nn.LayerNorm(memory, eps)
-        self.attention = CrossAttention(width, heads, memory)
-        self.norm2 = nn.LayerNorm(width, eps)
-        self.mlp = Mlp(width, mlp, activation)
+        self.depth, width = depth, config.width
+        self.norm1 = nn.LayerNorm(width, config.norm_eps)
+        self.norm_memory = nn.LayerNorm(memory, config.norm_eps)
+        self.attention = CrossAttention(width, config.heads, memory)
+        self.norm2 = nn.LayerNorm(width, config.norm_eps)
+        self.mlp = Mlp(width, config.mlp, config.activation)
 
     def keys(self, memory: Tensor) -> Keys:
         """Keys and values for `forward`, from a memory [N, M, W'] or packed [S, W']."""
@@ -198,10 +193,9 @@ class Tower(nn.Module):
             )
         if beside > config.depth:
             raise ValueError(f"{beside} blocks for the variance beside a tower of {config.depth}: expected no more.")
-        shape = (config.width, config.heads, config.mlp, config.activation, config.norm_eps, config.depth)
-        self.blocks = nn.ModuleList(Block(*shape) for _ in range(config.depth))
+        self.blocks = nn.ModuleList(Block(config, config.depth) for _ in range(config.depth))
         self.norm = nn.LayerNorm(config.width, config.norm_eps)
-        self.uncertainty_blocks = nn.ModuleList(Block(*shape) for _ in range(beside))
+        self.uncertainty_blocks = nn.ModuleList(Block(config, config.depth) for _ in range(beside))
 
     def through_blocks(self, x: Tensor, *args: object) -> tuple[Tensor, Tensor | None]:
         """What the last blocks of both paths give, not normed; None without a second path."""

@@ -24,9 +24,8 @@ class Layer(nn.Module):
     def __init__(self, config: TextConfig | ImageConfig, depth: int, memory: int | None) -> None:
         super().__init__()
         blocks = depth if memory is None else 2 * depth  # number of residual blocks
-        dims = (config.width, config.heads, config.mlp, config.activation, config.norm_eps, blocks)
-        self.own = Block(*dims)
-        self.cross = None if memory is None else CrossBlock(*dims, memory=memory)
+        self.own = Block(config, blocks)
+        self.cross = None if memory is None else CrossBlock(config, blocks, memory)
 
     def forward(
         self,

@@ -35,9 +35,8 @@ class BatchNorm(nn.Module):
     running_mean: Tensor
     running_var: Tensor
 
-    def __init__(self, channels: int, zero: bool = False) -> None:
+    def __init__(self, channels: int) -> None:
         super().__init__()
-        self.zero = zero
         self.weight = nn.Parameter(torch.empty(channels))
         self.bias = nn.Parameter(torch.empty(channels))
         # with storage where parameters get none, as no rule fills it later
@@ -67,13 +66,13 @@ class BatchNorm(nn.Module):
         return out.to(x.dtype)
 
     def initial(self) -> dict[str, Init]:
-        return {"weight": Init(0.0 if self.zero else 1.0), "bias": Init()}
+        return {"weight": Init(1.0), "bias": Init()}
 
 
 def statistics(module: nn.Module) -> dict[str, Tensor]:
     """Running statistics of all batch norms, by name of the buffer."""
-    norms = {name: part for name, part in module.named_modules() if isinstance(part, BatchNorm)}
-    return {f"{name}.{x}": value for name, norm in norms.items() for x, value in norm.named_buffers()}
+    parts = [(name, part) for name, part in module.named_modules() if isinstance(part, BatchNorm)]
+    return {buffer: x for name, norm in parts for buffer, x in norm.named_buffers(name)}
 
 
 @torch.no_grad()
@@ -81,7 +80,7 @@ def commit(module: nn.Module, skipped: Tensor) -> None:
     """After a training step: move running statistics toward the last pass. Args: skipped: scalar, 1: leave them."""
     for norm in module.modules():
         if isinstance(norm, BatchNorm) and norm.last is not None:
-            for running, last in zip((norm.running_mean, norm.running_var), norm.last, strict=True):
+            for running, last in zip(norm.buffers(), norm.last, strict=True):
                 running.copy_(torch.where(skipped > 0, running, running.lerp(last, MOMENTUM)))
             norm.last = None
 
@@ -102,7 +101,7 @@ class Bottleneck(Unit):
         self.bn2 = BatchNorm(channels)
         self.pool = nn.AvgPool2d(stride) if pooled and stride > 1 else nn.Identity()
         self.conv3 = nn.Conv2d(channels, out, 1, bias=False)
-        self.bn3 = BatchNorm(out, zero=True)  # a block begins as its shortcut (arXiv:1706.02677)
+        self.bn3 = BatchNorm(out)
         self.downsample = None
         if stride > 1 or before != out:
             self.downsample = nn.Sequential(nn.Conv2d(before, out, 1, step, bias=False), BatchNorm(out))
@@ -113,6 +112,9 @@ class Bottleneck(Unit):
         y = self.bn3(self.conv3(y))
         shortcut = x if self.downsample is None else self.downsample(self.pool(x))
         return F.relu(y + shortcut)
+
+    def initial(self) -> dict[str, Init]:
+        return {"bn3.weight": Init()}  # a block begins as its shortcut (arXiv:1706.02677)
 
 
 class ResNet(nn.Module):
@@ -168,9 +170,8 @@ def check(config: ImageConfig) -> None:
         raise ValueError(f"a ResNet has no class, extra (registers, mixture), variance or mask tokens: {VIT}.")
     if config.depth not in STAGES or config.patch != STRIDE or config.width % (2 * STRIDE) or config.size % STRIDE:
         raise ValueError(
-            f"a ResNet has {', '.join(map(str, STAGES))} blocks, patches of {STRIDE} pixels, and a width and image "
-            f"size in multiples of {2 * STRIDE} and {STRIDE}, but got depth {config.depth}, patch {config.patch}, "
-            f"width {config.width} and size {config.size}."
+            f"depth {config.depth}, patch {config.patch}, width {config.width} and size {config.size} are not those of "
+            f"a ResNet: one of {', '.join(map(str, STAGES))}; {STRIDE}; multiples of {2 * STRIDE} and {STRIDE}."
         )
 
 

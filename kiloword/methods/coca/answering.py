@@ -39,8 +39,7 @@ class Fuser(nn.Module):
     def __init__(self, config: TextConfig, memory: int, causal: bool = True) -> None:
         super().__init__()
         self.causal = causal
-        dims = (config.width, config.heads, config.mlp, config.activation, config.norm_eps, 2 * config.depth)
-        self.blocks = nn.ModuleList(CrossBlock(*dims, memory=memory) for _ in range(config.depth))
+        self.blocks = nn.ModuleList(CrossBlock(config, 2 * config.depth, memory) for _ in range(config.depth))
         self.bridge = None if config.width == memory else nn.Linear(config.width, memory)
 
     def forward(self, tower: TextTower, texts: Texts, memory: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kiloword.config.recipes import Activation
+from kiloword.config.recipes import Activation, TextConfig
 from kiloword.model.blocks import Block
 from kiloword.model.trunks.libraries import check_numbers, surplus
 from kiloword.model.trunks.trunk import Trunk
@@ -67,8 +67,8 @@ class Bert(Trunk):
         self.token_embeddings = nn.Parameter(torch.empty(value(config, "vocab_size"), width))
         self.position_embeddings = nn.Parameter(torch.empty(positions_of(config), width))
         self.norm = nn.LayerNorm(width, eps)
-        blocks = (Block(width, heads, mlp, activation, eps, depth, post_norm=True) for _ in range(depth))
-        self.layers = nn.ModuleList(blocks)
+        shape = TextConfig(width=width, heads=heads, mlp=mlp, activation=activation, norm_eps=eps)
+        self.layers = nn.ModuleList(Block(shape, depth, post_norm=True) for _ in range(depth))
 
     def tokens(self, *inputs: Any) -> Tensor:
         """Tokens [S + tail, W'] of texts and their packing; ids are in the vocabulary, and texts fit the positions."""

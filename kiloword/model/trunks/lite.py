@@ -108,8 +108,10 @@ def normed(convolution: nn.Conv2d, norm: nn.BatchNorm2d, x: Tensor) -> Tensor:
 
     Padding is TensorFlow's "SAME": output places are ceil(places / stride).
     """
-    pads = _pads(convolution, x)
-    y: Tensor = convolution(F.pad(x, pads) if any(pads) else x)
+    size, (kernel, _), (stride, _) = x.shape[-1], convolution.kernel_size, convolution.stride  # all are square
+    missing = (math.ceil(size / stride) - 1) * stride + kernel - size - 2 * int(convolution.padding[0])
+    pads = (missing // 2, missing - missing // 2) * 2
+    y: Tensor = convolution(F.pad(x, pads) if missing > 0 else x)
     if torch.is_grad_enabled():
         return norm(y)  # type: ignore[no-any-return]
     mean, var = norm.running_mean, norm.running_var
@@ -118,17 +120,6 @@ def normed(convolution: nn.Conv2d, norm: nn.BatchNorm2d, x: Tensor) -> Tensor:
     scale = norm.weight * (var + norm.eps).rsqrt()
     shift = norm.bias - mean * scale
     return torch.addcmul(shift[:, None, None], y, scale[:, None, None].to(y.dtype), out=y)
-
-
-def _pads(convolution: nn.Conv2d, x: Tensor) -> list[int]:
-    """Places to add at the left, right, top and bottom, beyond the padding of the convolution itself."""
-    pads = []
-    for axis in (-1, -2):
-        kernel, stride = convolution.kernel_size[axis], convolution.stride[axis]
-        missing = (math.ceil(x.shape[axis] / stride) - 1) * stride + kernel - x.shape[axis]
-        missing = max(missing - 2 * int(convolution.padding[axis]), 0)
-        pads += [missing // 2, missing - missing // 2]
-    return pads
 
 
 def _rounded(channels: float) -> int:

@@ -1,4 +1,4 @@
-"""Text trunks that transformers runs: it pads, so padding is counted."""
+"""Text trunks: ours, and those that transformers runs, which pads."""
 
 from __future__ import annotations
 
@@ -38,7 +38,6 @@ class PaddedText(Trunk):
     """An encoder of texts that transformers runs, with random weights: packed texts to tokens [S, W'].
 
     No code but transformers' own runs, and nothing is downloaded.
-    Attributes: rows, padding: rows that it computed so far, and those of them that were padding.
 
     Args: config: a config.json of transformers whose `model_type` is one of ENCODERS.
     """
@@ -52,14 +51,11 @@ class PaddedText(Trunk):
             make = getattr(maker, "from_config", None)
             self.encoder = bare(make(settings, trust_remote_code=False) if make else maker(settings))
         self.pad = int(config.get("pad_token_id") or 0)
-        self.rows = self.padding = 0
         self.eval()
 
     def tokens(self, *inputs: Any) -> Tensor:
         """Tokens [S + tail, W'] of texts and their packing."""
         texts, packing = inputs
-        rows = len(texts) * texts.longest
-        self.rows, self.padding = self.rows + rows, self.padding + rows - len(texts.ids)
         out = self.encoder(input_ids=packing.pad(texts.ids, self.pad), attention_mask=packing.valid.long())
         tokens: Tensor = packing.unpad(out.last_hidden_state)
         return tokens
@@ -72,11 +68,6 @@ class PaddedText(Trunk):
         blocks[0] = [*(n for n in beside if ".final_" not in n), *blocks[0]]
         blocks[-1] += [n for n in beside if ".final_" in n]
         return blocks
-
-
-def padding_of(trunk: nn.Module | None) -> float:
-    """The share of padding in the rows that a trunk has computed so far; 0 for one that does not pad."""
-    return trunk.padding / max(trunk.rows, 1) if isinstance(trunk, PaddedText) else 0.0
 
 
 def made(library: Any, config: dict[str, Any]) -> tuple[Any, Any]:
