@@ -7,81 +7,99 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from cases import mostly_slow
 from kiloword.cli.main import main
 from kiloword.distributed import collectives
-from kiloword.verify.batch import batch
-from kiloword.verify.suite import _least, learner, over_ranks, verify
+from kiloword.verify.checks import EXACT, Check, compare
+from kiloword.verify.suite import over_ranks, verify
 
-RIGHT = """
-from dataclasses import replace
-from kiloword.methods.registry import preset as built_in
-
-def preset():
-    return replace(built_in("siglip"), name="mine")
-"""
-HEADER = """
+MODULE = """
 import torch
 from dataclasses import replace
 from kiloword.model.heads import Head, Single
 from kiloword.losses.pairs import softmax_loss
 from kiloword.methods.registry import preset as built_in
-from kiloword.types import Total
+from kiloword.types import Input, Total
 
-def sigmoid(pairs, positives, weigh, count):
+def sigmoid(pairs, positives, weigh, count, sign=1):
     def loss(block, rows, columns):
         y, z = positives(block), block.logits
         weight = weigh(rows, columns).to(z)
         value = torch.nn.functional.softplus(z) - y * z
-        return (weight * value).sum(1), weight * (z.sigmoid() - y)
+        return (weight * value).sum(1), sign * weight * (z.sigmoid() - y)
 
     total = pairs.total(loss)
     return Total(total, total.new_tensor(float(count)))
 
 def height(part):
     return part.stop - part.start
+
+def ones(rows, columns):
+    return torch.ones(())
+
+class Term(torch.nn.Module):
+    def count(self, batch):
+        return torch.tensor(len(batch))
+
+    def forward(self, model, batch, encoded):
+        return self.of(encoded.images["vec"])
+
+class Unlike(Term):
+    def of(self, vec):
+        return torch.logsumexp(vec @ vec.T, 1).sum()
+
+class Negative(Term):
+    def of(self, vec):
+        return -(vec + 1).square().sum()
+
+class Half(Term):
+    def of(self, vec):
+        return (vec - 1).square().sum() * (-100 if torch.is_autocast_enabled("cpu") else 100)
+
+class Forgetful(Head):
+    def _load_from_state_dict(self, state, prefix, *more):
+        state.update({name: x - 0.5 for name, x in state.items()})
+        super()._load_from_state_dict(state, prefix, *more)
+
+def zeros(example, fetch, draw):
+    return torch.zeros(3, 16, 32)
+
+def drawn(example, fetch, draw):
+    return torch.randint(256, (3, 32, 32), dtype=torch.uint8)
 """
-# What people get wrong, and the check that must notice.
+TERM, INPUT = "terms={'own': (1.0, lambda config: %s())}", "inputs={'view': Input(%s, lambda config: (3, 32, 32))}"
+
+
+def own(slots: str = "pair_loss=loss", loss: str = "ones, pairs.shape[0]") -> str:
+    """A user's module whose preset is siglip with these slots; its loss has this weight, count and sign."""
+    return f"""{MODULE}
+def loss(pairs, positives):
+    return sigmoid(pairs, positives, {loss})
+
+def preset():
+    return replace(built_in("siglip"), name="mine", {slots})
+"""
+
+
+# What people get wrong, by the check that must notice and a word of the cause that it names.
 WRONG = {
-    "mean of block means": (
-        """
-def loss(pairs, positives):
-    return sigmoid(pairs, positives, lambda r, c: torch.tensor(1.0 / height(r)), len(list(pairs.blocks())))
-
-def preset():
-    return replace(built_in("siglip"), pair_loss=loss)
-""",
-        "blocks of 3 x 3 pairs",
+    ("blocks of 3 x 3 pairs", ""): own(loss="lambda r, c: torch.tensor(1.0 / height(r)), len(list(pairs.blocks()))"),
+    ("samples in another order", ""): own(
+        loss="lambda r, c: 1 + torch.arange(r.start, r.stop)[:, None] % 2, pairs.shape[0]"
     ),
-    "weights by place in the batch": (
-        """
-def loss(pairs, positives):
-    weigh = lambda r, c: 1 + torch.arange(r.start, r.stop)[:, None] % 2
-    return sigmoid(pairs, positives, weigh, pairs.shape[0])
-
-def preset():
-    return replace(built_in("siglip"), pair_loss=loss)
-""",
-        "samples in another order",
-    ),
-    "a bias that softmax cannot teach": (
-        """
-def preset():
-    return replace(built_in("clip"), head=lambda config: Head(Single(config), bias=0.0))
-""",
-        "parameters without a gradient",
-    ),
-    "texts counted on every rank": (
-        """
-def loss(pairs, positives):
-    return sigmoid(pairs, positives, lambda r, c: torch.ones(()), pairs.shape[1])
-
-def preset():
-    return replace(built_in("siglip"), pair_loss=loss)
-""",
-        "2 ranks, ddp, 1 micro-batch",
-    ),
+    ("2 ranks, ddp, 1 micro-batch", ""): own(loss="ones, pairs.shape[1]"),  # texts are counted on every rank
+    ("the same step again", "global generator"): own(loss="lambda r, c: torch.rand(()), pairs.shape[0]"),
+    ("slope of the loss along its gradient", "derivative"): own(loss="ones, pairs.shape[0], 2"),
+    ("toy problem: loss left after 60 steps", ""): own(loss="ones, pairs.shape[0], -1"),
+    ("parameters without a gradient", ""): own("pair_loss=softmax_loss"),  # which teaches no bias
+    ("term own: sum over the parts of a batch", "a contrast of images with images"): own(TERM % "Unlike"),
+    ("own alone: loss left after 20 steps", "sign"): own(TERM % "Negative"),
+    ("bf16 against fp32: 1 - cosine of gradients", ""): own(TERM % "Half"),
+    ("score after save and load", ""): own("head=lambda config: Forgetful(Single(config), bias=0.0)"),
+    ("inputs of another kind or shape than stated", ""): own(INPUT % "zeros"),
+    ("bytes of a batch that are made otherwise on other ranks or workers", "draw.rng"): own(INPUT % "drawn"),
 }
 
 
@@ -103,30 +121,64 @@ def test_presets_over_two_ranks(name: str, capsys: pytest.CaptureFixture[str]) -
     assert "2 ranks, fsdp, 4 micro-batches, whole checkpointing" in said
 
 
-@pytest.mark.parametrize("module", [RIGHT], indirect=True, ids=["right"])
+@pytest.mark.parametrize("module", [own()], indirect=True, ids=["right"])
 def test_a_user_s_own_method(module: str) -> None:
     assert all(check.passed for check in verify(module, ranks=(1,)))
 
 
 @pytest.mark.parametrize(
-    ("module", "notices"),
-    [(HEADER + code, check) for code, check in WRONG.values()],
+    ("module", "notices", "cause"),
+    [(code, *check) for check, code in WRONG.items()],
     indirect=["module"],
-    ids=list(WRONG),
+    ids=[name for name, _ in WRONG],
 )
-def test_a_wrong_method_is_noticed(module: str, notices: str) -> None:
-    check = next(check for check in verify(module, ranks=(1, 2)) if check.name == notices)
+def test_a_wrong_method_is_noticed(module: str, notices: str, cause: str) -> None:
+    check = next(check for check in verify(module, (1, 2) if "ranks, " in notices else (1,)) if check.name == notices)
     assert not check.passed
+    assert cause in check.cause
 
 
-@pytest.mark.parametrize("module", [HEADER + WRONG["mean of block means"][0]], indirect=True, ids=["wrong"])
+@pytest.mark.parametrize("module", [WRONG["blocks of 3 x 3 pairs", ""]], indirect=True, ids=["wrong"])
 def test_the_command_names_what_failed(module: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(["verify", module, "--ranks", "1"])
     assert end.value.code == 2
     said = capsys.readouterr()
     assert "FAIL  blocks of 3 x 3 pairs" in said.out
-    assert "fails 2 of its checks: blocks of 3 x 3 pairs, blocks of 7 x 7 pairs." in said.err
+    assert "blocks of 3 x 3 pairs, blocks of 7 x 7 pairs" in said.err
+
+
+REFERENCE = {"a": torch.tensor([1.0, -4.0], dtype=torch.float64), "b": torch.zeros(2), "loss:loss": torch.tensor(-8.0)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "value"),
+    [
+        ({}, 0.0),
+        ({"a": torch.tensor([1.0, -4.0 + 0.5])}, 0.125),  # of the largest gradient
+        ({"b": torch.tensor([0.0, -0.5])}, 0.125),
+        ({"loss:loss": torch.tensor(-6.0)}, 0.25),  # of itself
+        ({"b": torch.tensor([0.0, math.nan])}, math.nan),
+        ({"c": torch.zeros(1)}, math.inf),
+    ],
+)
+def test_differences_are_relative(changes: dict[str, torch.Tensor], value: float) -> None:
+    found = compare("x", REFERENCE | changes, REFERENCE)
+    assert found.limit == EXACT
+    assert found.value == pytest.approx(value, nan_ok=True)
+    assert found.passed == (value == 0)
+    assert not compare("x", {"a": REFERENCE["a"]}, REFERENCE).passed  # where a parameter lost its gradient
+
+
+def test_a_measure_may_be_at_its_limit_and_no_nan() -> None:
+    assert [Check("x", value, 0.25).passed for value in (0.25, 0.2500001, math.nan)] == [True, False, False]
+
+
+def test_a_state_that_differs_is_named_with_its_cause() -> None:
+    state = {"state:terms.own.centre": torch.ones(2, dtype=torch.float64)}
+    found = compare("2 ranks", REFERENCE | {name: 2 * x for name, x in state.items()}, REFERENCE | state)
+    assert found.where == "largest in state:terms.own.centre"
+    assert "sum_over_ranks" in found.cause
 
 
 def write_start(folder: Path) -> None:
@@ -146,44 +198,3 @@ def test_ranks_are_forks_of_one_server_and_know_what_the_caller_knows(
     assert {text[1] for text in texts.values()} == {"2"}
     (server,) = {int(text[0]) for text in texts.values()}
     assert server != os.getpid()
-
-
-CONTRAST = """
-import torch
-from dataclasses import replace
-from kiloword.methods.registry import preset as built_in
-
-class Contrast(torch.nn.Module):
-    def count(self, batch):
-        return torch.tensor(len(batch))
-
-    def forward(self, model, batch, encoded):
-        vec = encoded.images["vec"]
-        return torch.logsumexp(vec @ vec.T, 1).sum()
-
-def preset():
-    return replace(built_in("siglip"), terms={"contrast": (1.0, lambda config: Contrast())})
-"""
-
-
-@pytest.mark.parametrize("module", [CONTRAST], indirect=True, ids=["contrast"])
-def test_why_a_contrast_cannot_be_a_term(
-    module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("kiloword.verify.suite._toy", lambda *_: 0.0)  # slow, and another question
-    with pytest.raises(SystemExit) as end:
-        main(["verify", module, "--ranks", "1"])
-    assert end.value.code == 2
-    said = capsys.readouterr()
-    assert "FAIL  term contrast: sum over the parts of a batch" in said.out
-    assert "fails 3 of its checks: term contrast" in said.err
-    assert (
-        "4 micro-batches. The value of the term contrast for a batch is not the sum of those for its parts" in said.err
-    )
-    assert "like a contrast of images with images" in said.err
-
-
-def test_the_least_loss_of_several_positives_is_their_entropy() -> None:
-    captions = [1 + row % 3 for row in range(16)]  # of each image, which share its probability equally
-    assert _least(learner("clip"), batch()) == pytest.approx(sum(map(math.log, captions)) / 16 / 2, abs=1e-4)
-    assert _least(learner("siglip"), batch()) == pytest.approx(0, abs=1e-3)
