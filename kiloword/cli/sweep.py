@@ -20,7 +20,6 @@ from kiloword.terminal import say, warn
 
 if TYPE_CHECKING:
     from kiloword.sweep.run import Results
-    from kiloword.training.validation.sets import ValSet
 
 OWN = ("--vary", "--seeds", "--eval", "--metric", "--out", "--dry-run")  # the other flags are those of train
 
@@ -115,7 +114,6 @@ def _run(options: SweepOptions, command: MethodCommand, every: Sequence[Arm]) ->
     results = Results(options.out, every, options.eval)
     results.read()
     data = _training_data(flags) if any(one.task == "vqa" for one in sets) else None
-    _check_sets(command.method, sets, data)
     try:
         run_all(
             results,
@@ -127,16 +125,6 @@ def _run(options: SweepOptions, command: MethodCommand, every: Sequence[Arm]) ->
         _write(options, results)
     if results.errors:
         raise SystemExit(1)
-
-
-def _check_sets(method: str, sets: Sequence[ValSet], data: Any) -> None:
-    """Raises: ValueError for data that the evaluation would refuse, before any arm is trained."""
-    from kiloword.config.recipes import Recipe
-    from kiloword.data.text.tokenizer import Tokenizer
-    from kiloword.training.validation.sets import check_val
-
-    if sets:
-        check_val(Recipe(method=method), sets, Tokenizer.train(["a"], 262), data or sets[0].source, "--eval")
 
 
 def _training_data(flags: Sequence[str]) -> Any:

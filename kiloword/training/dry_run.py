@@ -39,9 +39,8 @@ ALWAYS = {  # settings that are shown even where they have the default of their 
 def rehearse(recipe: Recipe, source: Source, out: Path, options: RunOptions) -> None:
     """Do everything before the first step except writing files and building large towers, and print what would run.
 
-    The first batch is read and decoded, at most MOST images on each rank; two rows of the validation data are evaluated
-    by a small stand-in model. Raises: ValueError for anything that training would refuse: settings, data, feature
-    stores, a model to start from, validation data, `out`.
+    The first batch is read and decoded, at most MOST images on each rank. Raises: ValueError for anything that training
+    would refuse before its first evaluation: settings, data, feature stores, a model to start from, `out`.
     """
     with collectives.process_group(timeout_s=options.timeout):
         plan = resolve(recipe, source, out, options, choose(options.device))

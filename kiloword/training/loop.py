@@ -26,7 +26,8 @@ from kiloword.training.run_folder import error_kept
 from kiloword.training.saving import saver
 from kiloword.training.setup import prepare
 from kiloword.training.signals import Stop, stop_signals
-from kiloword.training.validation.evaluate import validate, validated
+from kiloword.training.validation.best import logged
+from kiloword.training.validation.evaluate import first_look, validate
 from kiloword.types import Batch, Source
 
 GOES_ON = "The same command goes on from there."
@@ -91,9 +92,11 @@ class Cadence:
         """Run the validation that a stopped run did not finish, or print the step from which the run continues."""
         run = self.run
         with self.meter.paused():
-            if run.best.resume(run.step):
+            if run.step == 0:
+                first_look(run)
+            elif run.best.step == run.step and not run.best.kept():
                 self._keep_best()
-            if self._validates() and not validated(run):
+            if self._validates() and not logged(run.out, run.step):
                 self._validate()
                 return
         if run.best.stalled:

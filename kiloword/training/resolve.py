@@ -30,8 +30,8 @@ from kiloword.stores.features import FeatureStore
 from kiloword.stores.runs import stored
 from kiloword.training import effects, start, tuning
 from kiloword.training.run_folder import RunFile, check_same_run, earlier, holds_run, run_file
-from kiloword.training.validation.best import Best, check_best, check_metric
-from kiloword.training.validation.sets import ValSet, check_val, open_val
+from kiloword.training.validation.best import Best, check_best
+from kiloword.training.validation.sets import ValSet, open_val, prefix
 from kiloword.types import Source, Transform
 
 
@@ -72,7 +72,7 @@ def resolve(recipe: Recipe, source: Source, out: Path, options: RunOptions, devi
     trains_norms = recipe.model.image.tower != "vit" and ("image" not in recipe.freeze or bool(recipe.unfreeze))
     if parts > 1 and trains_norms:
         raise ValueError(f"micro {recipe.micro} splits a batch of {recipe.batch} images, but {NO_MICRO}")
-    val = open_val(recipe)  # a wrong name, and below what cannot be used, is refused now, not after hours
+    val = open_val(recipe)  # a wrong name is refused now, not after hours
     requested, before = recipe, earlier(out)
     recipe, tokenizer = _with_tokenizer(settle(recipe, device, before), source, out, options.trust_code)
     frozen = tuning.reason(recipe)
@@ -80,7 +80,6 @@ def resolve(recipe: Recipe, source: Source, out: Path, options: RunOptions, devi
     method, file = preset(recipe.method, recipe.settings), run_file(recipe, source)
     check_same_run(out, file, options.extend)
     loader = make_loader(recipe, source, method, tokenizer, options, device)
-    way = check_metric(options.keep_best, check_val(recipe, val, tokenizer, source))
     return Plan(
         recipe=recipe,
         method=method,
@@ -91,7 +90,7 @@ def resolve(recipe: Recipe, source: Source, out: Path, options: RunOptions, devi
         tokenizer=tokenizer,
         loader=loader,
         val=val,
-        best=Best(out, options.keep_best, way, options.patience),
+        best=Best(out, options.keep_best, options.patience, [prefix(one, val) for one in val]),
         file=file,
         chosen=summary(requested, recipe, device, loader.workers, before is not None),
         notes=[note for note in (frozen, *effects.notes(recipe, options), *loader.notes) if note],

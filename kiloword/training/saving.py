@@ -32,6 +32,7 @@ def snapshot(run: Run) -> Snapshot:
         "bad": run.bad.state_dict(),
         "reports": list(run.reports),
         "captions": collectives.add_up(run.captions),
+        "best": run.best.state,
     }
     same = {name: getattr(run.recipe, name) for name in ("method", "settings", "model", "size")}
     return Snapshot(run.step, tensors, numbers, ModelFile(**same, steps=run.step, data=run.loader.source.name))
@@ -50,4 +51,5 @@ def resume(run: Run) -> None:
     run.bad.load_state_dict(numbers["bad"])
     run.step, run.truncated, run.reports = numbers["step"], numbers["truncated"], numbers["reports"]
     run.skipped_steps, run.skipped_in_a_row = numbers["skipped_steps"]
+    run.best.resume(numbers["best"], run.step)
     run.captions = 0 if collectives.rank() else numbers["captions"]

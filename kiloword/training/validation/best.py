@@ -1,14 +1,10 @@
-"""The best model of a run by a metric of its validation, kept as OUT/best; and the end of a run that stalls.
-
-What the run knows of it follows from OUT/best/best.json and `metrics.jsonl`, so that a resumed run goes on exactly.
-"""
+"""The best model of a run by a metric of its validation, kept as OUT/best; and the end of a run that stalls."""
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +14,8 @@ from kiloword.distributed import collectives
 from kiloword.errors import suggestion
 from kiloword.files import SaveError, atomic, write_json
 from kiloword.training.log import read_metrics
+from kiloword.watch.runs import read_best
 
-NAME, FILE = "best", "best.json"
 MODEL = ("tokenizer.json", "config.json", "model.safetensors")  # in the order of writing, as in `save_model`
 HIGHER = re.compile(
     r"recall|precision|accuracy|acc\d|(^|_)map(@|$)|ndcg|hit$|f1|jaccard|cider|bleu|meteor|rouge|spice|score|right_beats|true(@|$)"
@@ -34,89 +30,73 @@ def direction(metric: str) -> int:
 
 def check_best(options: RunOptions, recipe: Recipe) -> None:
     """Raises: ValueError for options of validation that need others, or exclude each other."""
-    if options.eval_every and options.eval_epochs:
-        raise ValueError("--eval-every and --eval-epochs both say how often to validate: give one of them.")
-    if (options.eval_every or options.eval_epochs) and not recipe.data.val:
-        flag = "--eval-every" if options.eval_every else "--eval-epochs"
-        raise ValueError(f"{flag} needs data to evaluate on: add --val SRC.")
-    if options.keep_best and not recipe.data.val:
-        raise ValueError(f"--keep-best {options.keep_best} needs data to evaluate on: add --val SRC.")
-    if options.patience and not options.keep_best:
-        raise ValueError("--patience counts validations without a better metric: name the metric by --keep-best.")
-    if options.patience and not (options.eval_every or options.eval_epochs):
-        raise ValueError("--patience counts validations, but there is only one, at the end: add --eval-every STEPS.")
+    often = options.eval_every or options.eval_epochs
+    for wrong, message in (
+        (options.eval_every and options.eval_epochs, "--eval-every and --eval-epochs exclude each other: give one."),
+        ((often or options.keep_best) and not recipe.data.val, "there is no data to evaluate on: add --val SRC."),
+        (options.patience and not options.keep_best, "--patience needs a metric: name it by --keep-best."),
+        (options.patience and not often, "--patience needs more than one validation: add --eval-every STEPS."),
+    ):
+        if wrong:
+            raise ValueError(message)
 
 
-def check_metric(keep_best: str, names: Mapping[str, str]) -> int:
-    """The direction of `--keep-best`, 0 without one.
-
-    Args: names: metrics of the validation, by name in `metrics.jsonl` -> name as of their task.
-    Raises: ValueError for a metric that the validation does not compute, or of which neither way is better.
-    """
-    if not keep_best:
-        return 0
-    way = direction(names.get(full_name(keep_best), ""))
-    if not way:
-        problem = "is no metric of this validation" if full_name(keep_best) not in names else "has no better direction"
-        usable = [name.removeprefix("val/") for name, metric in names.items() if direction(metric)]
-        hint = suggestion(keep_best.removeprefix("val/"), usable)
-        raise ValueError(f"--keep-best {keep_best} {problem}: expected one of {', '.join(usable)}.{hint}")
-    return way
-
-
-def full_name(metric: str) -> str:
-    """The name in `metrics.jsonl`, which `--keep-best` may shorten by its "val/"."""
-    return metric if metric.startswith("val/") else f"val/{metric}"
+def logged(out: Path, step: int) -> dict[str, float]:
+    """The metrics of the validation after `step` in the run's log, {} where there is none. A collective."""
+    rows = read_metrics(out / "metrics.jsonl") if collectives.rank() == 0 else []
+    pairs = [pair for row in rows if row["step"] == step for pair in row.items() if pair[0].startswith("val/")]
+    return dict(collectives.all_lists(pairs))
 
 
 class Best:
-    """The best validation of a run so far. All ranks hold the same; rank 0 reads and writes.
+    """The best validation of a run so far, the same on all ranks.
 
-    Args: out: folder of the run; metric: `--keep-best`, "" to keep nothing; way: its `direction`; patience: number of
-    validations without a better one that end the run, 0: none do.
+    Args: out: folder of the run; keep: `--keep-best`, "" to keep nothing; patience: number of validations without a
+    better one that end the run, 0: none do; starts: how the metrics of each set begin.
+    Raises: ValueError for a metric of no set, or of which neither way is better.
     """
 
-    def __init__(self, out: Path, metric: str, way: int, patience: int) -> None:
-        self.folder, self.metric, self.way, self.patience = out / NAME, metric and full_name(metric), way, patience
+    def __init__(self, out: Path, keep: str, patience: int, starts: Sequence[str] = ("val/",)) -> None:
+        self.out, self.metric, self.patience = out, keep and f"val/{keep.removeprefix('val/')}", patience
+        self.way = max(
+            (direction(self.metric.removeprefix(s)) for s in starts if self.metric.startswith(s)), key=abs, default=0
+        )
+        if keep and not self.way:
+            raise ValueError(f"--keep-best {keep}: expected a metric of the validation that is better higher or lower.")
         self.step: int | None = None  # of the best validation
         self.value = 0.0
         self.stale = 0  # number of validations since then
 
-    def resume(self, step: int) -> bool:
-        """Continue after `step`. A collective. Returns: whether its validation is the best, but its model not kept."""
-        if not self.metric:
-            return False
-        stored = _read(self.folder / FILE, self.metric) if collectives.rank() == 0 else {}
-        rows = self._rows() if collectives.rank() == 0 else []
-        stored, rows = collectives.all_lists([stored])[0], collectives.all_lists([rows])[0]
-        if stored:
-            self.step, self.value = stored["step"], stored["value"]
-            self.stale = sum(stored["step"] < at <= step and not self._better(value) for at, value in rows)
-        return any(self.take({self.metric: value}, step) for at, value in rows if at == step and self._better(value))
+    @property
+    def state(self) -> list[Any]:
+        """What `resume` reads, as JSON holds it."""
+        return [self.metric, self.step, self.value, self.stale]
 
-    def _rows(self) -> list[tuple[int, float]]:
-        rows = read_metrics(self.folder.parent / "metrics.jsonl")
-        return [(row["step"], row[self.metric]) for row in rows if self.metric in row]
+    def resume(self, state: Sequence[Any], step: int) -> None:
+        """Continue from a state of `step`, and the validation that came behind it. A collective."""
+        if self.metric == state[0]:
+            _, self.step, self.value, self.stale = state
+        if self.metric and self.step != step and self.metric in (found := logged(self.out, step)):
+            self.take(found, step)
 
-    def _better(self, value: float) -> bool:
-        """Whether a value is better than all before; NaN is not."""
-        return value == value and (self.step is None or self.way * (value - self.value) > 0)
+    def of(self, metrics: Mapping[str, float]) -> float:
+        """The value of the metric. Raises: ValueError where the validation lacks it."""
+        if self.metric not in metrics:
+            usable = [name.removeprefix("val/") for name in metrics if direction(name)]
+            hint = suggestion(self.metric.removeprefix("val/"), usable)
+            raise ValueError(f"--keep-best {self.metric}: expected one of {', '.join(usable)}.{hint}")
+        return metrics[self.metric]
 
     def take(self, metrics: Mapping[str, float], step: int) -> bool:
-        """Take in the validation after `step`. Returns: whether it is the best, so that `keep` is to be called.
-
-        Raises: ValueError where it lacks the metric.
-        """
+        """Take in the validation after `step`. Returns: whether it is the best, so that `keep` is to be called."""
         if not self.metric:
             return False
-        if self.metric not in metrics:
-            raise ValueError(f"--keep-best {self.metric}: the validation has only {', '.join(metrics)}.")
-        if better := self._better(metrics[self.metric]):
-            self.step, self.value = step, metrics[self.metric]
-        if self.step is None or step > self.step:
+        value = self.of(metrics)
+        better = value == value and (self.step is None or self.way * (value - self.value) > 0)  # NaN is not
+        if better:
+            self.step, self.value, self.stale = step, value, 0
+        else:
             self.stale += 1
-        else:  # after a damaged state, the best step may still come
-            self.stale = 0
         return better
 
     @property
@@ -124,35 +104,29 @@ class Best:
         """Whether the run ends by `--patience`."""
         return 0 < self.patience <= self.stale
 
+    def kept(self) -> bool:
+        """Whether OUT/best holds the best model. A collective."""
+        found = (self.metric, self.value, self.step)
+        return collectives.any_rank(collectives.rank() == 0 and read_best(self.out) == found)[0]
+
     def keep(self) -> None:
         """Copy OUT/model, which must be of the best step, to OUT/best. A collective. Raises: SaveError on all ranks."""
-        problem = self._copy() if collectives.rank() == 0 else ""
-        if problems := [one for one in collectives.all_lists([problem]) if one]:
+        problems = [] if collectives.rank() else self._copy()
+        if problems := collectives.all_lists(problems):
             raise SaveError(problems[0])
 
-    def _copy(self) -> str:
-        """Write the files; a reader sees weights that are whole, and `best.json` last. Returns: what went wrong."""
+    def _copy(self) -> list[str]:
+        """Write the files, `best.json` last. Returns: what went wrong."""
         try:
             for name in MODEL:
-                with (self.folder.parent / "model" / name).open("rb") as model, atomic(self.folder / name) as file:
+                with (self.out / "model" / name).open("rb") as model, atomic(self.out / "best" / name) as file:
                     shutil.copyfileobj(model, file)
-            write_json(self.folder / FILE, {"metric": self.metric, "step": self.step, "value": self.value})
-        except OSError as e:
-            return f"cannot read {e.filename}: {e.strerror}. {self.folder} is kept as it was."
-        except SaveError as e:
-            return str(e)
-        return ""
+            values = {"metric": self.metric, "step": self.step, "value": self.value}
+            write_json(self.out / "best" / "best.json", values)
+        except (OSError, SaveError) as e:
+            return [str(e)]
+        return []
 
     def __str__(self) -> str:
-        best = "none" if self.step is None else f"{self.value:.4g} after step {self.step}, in {self.folder}"
+        best = "none" if self.step is None else f"{self.value:.4g} after step {self.step}, in {self.out / 'best'}"
         return f"{self.stale} validations without a better {self.metric.removeprefix('val/')} (best: {best})"
-
-
-def _read(path: Path, metric: str) -> dict[str, Any]:
-    """The contents of `best.json`; {} where there is none of this metric."""
-    try:
-        stored = json.loads(path.read_text(encoding="utf-8"))
-        fits = stored["metric"] == metric and type(stored["step"]) is int and type(stored["value"]) in (int, float)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return {}
-    return stored if fits else {}

@@ -1,4 +1,4 @@
-"""The validation sets of a run: what `--val` names, by which task each is evaluated, and a check before the run."""
+"""The validation sets of a run: what `--val` names, and by which task each is evaluated."""
 
 from __future__ import annotations
 
@@ -6,30 +6,20 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from itertools import islice
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from kiloword.config.recipes import Recipe, sizes
-from kiloword.data.edits import Selection
-from kiloword.data.images.augmentation import EvalTransform
+from kiloword.config.recipes import Recipe
 from kiloword.data.open import open_source
-from kiloword.data.reading import captions_at, read, read_image
-from kiloword.data.sample import question_in
-from kiloword.data.text.tokenizer import Tokenizer
+from kiloword.data.reading import captions_at
 from kiloword.methods.registry import preset
-from kiloword.models.build import build
-from kiloword.types import BadSample, Record, Source
+from kiloword.types import BadSample, Source
 
 if TYPE_CHECKING:
     from kiloword.api import Matcher
 
-TRIED = 32  # rows searched for those that are evaluated before a run
-ROWS = {"retrieval": 2, "zeroshot": 2, "vqa": 2}  # number of these rows by task, and
-MORE_ROWS = 8  # of other tasks, which compare images with each other
+TRIED = 32  # rows searched for captions
 LOCKSTEP = ("retrieval", "zeroshot", "vqa")  # tasks whose ranks can share the work on a sharded model
 NEED_MORE = {"probe": "a training set: evaluate a state by `kiloword eval probe OUT --train SRC`"}
 ENDINGS = (".tar", ".csv", ".tsv", ".parquet", ".json", ".jsonl")  # of files, left off in names
@@ -66,7 +56,12 @@ def open_sets(words: Sequence[str], asks: bool, size: int | None, flag: str) -> 
     opened = []
     for task, src in [_parsed(word, flag) for word in words]:
         source = open_source(src, size=size)
-        opened.append((task or _task_of(source, asks), src, source))
+        task = task or _task_of(source, asks)
+        if task in ("retrieval", "caption") and not _has_captions(source):
+            raise ValueError(f"{flag} {src}: no caption in the rows that were tried. Name another task by TASK=SRC.")
+        if task == "zeroshot" and not getattr(source, "classnames", None):
+            raise ValueError(f"{flag} {src} has no class names: put classnames.txt in its folder or the one above.")
+        opened.append((task, src, source))
     names = set_names([(task, src) for task, src, _ in opened], flag)
     return [ValSet(name, task, source) for name, (task, _, source) in zip(names, opened, strict=True)]
 
@@ -97,7 +92,7 @@ def _task_of(source: Source, asks: bool) -> str:
 
 
 def _has_captions(source: Source) -> bool:
-    for row in _tried(source):
+    for row in range(0, len(source), max(1, len(source) // TRIED))[:TRIED]:
         with suppress(BadSample):
             if captions_at(source, row):
                 return True
@@ -141,67 +136,3 @@ def judged(matcher: Matcher, one: ValSet, train: Source) -> dict[str, float]:
         options["judge"] = CaptionOptions(meteor=False)  # its Java program takes longer than the other metrics
     metrics = evaluate(matcher, one.task, one.source, **options)
     return {name: v for name, v in metrics.items() if isinstance(v, float) and find(one.task).prints(name)}
-
-
-def check_val(
-    recipe: Recipe, val: Sequence[ValSet], tokenizer: Tokenizer, source: Source, flag: str = "--val"
-) -> dict[str, str]:
-    """Evaluate a few rows of the validation sets with a small stand-in model, before hours of training.
-
-    Args: val: result of `open_val`; tokenizer: of the run; source: the training data; flag: for messages.
-    Returns: the metrics, by name in `metrics.jsonl` -> name as of their task.
-    Raises: ValueError for data that the validation of the run would refuse.
-    """
-    names: dict[str, str] = {}
-    for one in val:
-        few = replace(one, source=_few(one.source, one.task))
-        try:
-            metrics = judged(_stand_in(recipe, one.task, tokenizer), few, _few(source, one.task))
-        except ValueError as e:
-            raise ValueError(f"{flag} {one.source.name}, {one.task}: {e}" if len(val) > 1 else str(e)) from e
-        names |= {f"{prefix(one, val)}{name}": name for name in metrics}
-    return names
-
-
-def _stand_in(recipe: Recipe, task: str, tokenizer: Tokenizer) -> Matcher:
-    """A model of size debug: of the run's method where the task depends on it."""
-    from kiloword.api import Matcher
-
-    small, method = sizes()["debug"], preset(recipe.method, recipe.settings)
-    if "questions" in method.needs:
-        method = preset("vqa")
-    elif task in ("retrieval", "zeroshot"):
-        method = preset("clip")
-    text = replace(small.text, vocab=tokenizer.vocab, special=tokenizer.roles.ids())
-    return Matcher(build(replace(small, text=text), method), tokenizer, method)
-
-
-def _few(source: Source, task: str) -> Selection:
-    return Selection(source, source.name, source.fingerprint, np.array(_good_rows(source, task)))
-
-
-def _tried(source: Source) -> range:
-    return range(0, len(source), max(1, len(source) // TRIED))[:TRIED]
-
-
-def _good_rows(source: Source, task: str) -> Sequence[int]:
-    """The first usable rows, or all rows that were tried."""
-    transform = EvalTransform(sizes()["debug"].image.size)
-
-    def is_good(row: int) -> bool:
-        try:
-            record = read_image(source, row) if task == "zeroshot" else read(source, row)
-            transform(record.image)
-        except BadSample:
-            return False
-        return _fits(record, task)
-
-    good = list(islice(filter(is_good, _tried(source)), ROWS.get(task, MORE_ROWS)))
-    return good or _tried(source)
-
-
-def _fits(record: Record, task: str) -> bool:
-    """Whether a task can use a row."""
-    if task == "zeroshot":
-        return record.label is not None
-    return question_in(record.info) is not None if task == "vqa" else bool(record.captions)
