@@ -91,11 +91,11 @@ def unread(settings: Any, usual: Any, prefix: str = "--", missing: Mapping[str, 
     """
     theirs = {leaf.path: leaf.value for leaf in leaves(usual)}
     for leaf in leaves(settings):
-        if leaf.value != theirs.get(leaf.path) and (lacks := (missing or {}).get(leaf.flag) or _lacks(leaf, prefix)):
-            yield f"{prefix}{leaf.flag} is {leaf.value}, which has an effect only with {lacks}"
+        if leaf.value != theirs.get(leaf.path) and (other := (missing or {}).get(leaf.flag) or lacks(leaf, prefix)):
+            yield f"{prefix}{leaf.flag} is {leaf.value}, which has an effect only with {other}"
 
 
-def _lacks(leaf: Leaf, prefix: str) -> str:
+def lacks(leaf: Leaf, prefix: str = "--") -> str:
     """The flag that a setting needs and that is not set so; "" for none."""
     name, _, value = leaf.field.metadata.get("needs", "").partition("=")
     other = name.removesuffix("!")

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import fields, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
 from kiloword.config.options import RunOptions
-from kiloword.config.recipes import HeadConfig, ImageConfig, LoraConfig, OptimConfig, Recipe, TextConfig, TrunkConfig
-from kiloword.config.settings import leaves, parse
+from kiloword.config.recipes import Recipe
+from kiloword.config.settings import lacks, leaves, parse
 from kiloword.data.edits import parts_of
 from kiloword.data.loader import Loader
 from kiloword.data.reading import BadRows
@@ -27,13 +27,6 @@ from kiloword.types import Batch, Source
 
 MOST = 256  # largest number of images decoded of a rank's first batch
 WIDE = 110  # columns
-ALWAYS = {  # settings that are shown even where they have the default of their class
-    ImageConfig: "size patch width depth heads mlp class_token extra_tokens uncertainty_token",
-    TextConfig: "context vocab width depth heads mlp causal extra_tokens",
-    HeadConfig: "dim image_pool text_pool",
-    OptimConfig: "name lr weight_decay beta1 beta2 warmup final_lr clip ema",
-    LoraConfig: "rank alpha targets",
-}
 
 
 def rehearse(recipe: Recipe, source: Source, out: Path, options: RunOptions) -> None:
@@ -67,13 +60,12 @@ def _first_batch(loader: Loader, rows: int) -> tuple[Batch, int]:
 
 def _lines(plan: Plan) -> Iterator[tuple[str, str]]:
     """A plan as names and texts."""
-    recipe, model, options, rows = plan.recipe, plan.file.model, plan.options, visited(plan.recipe, plan.source)
+    recipe, options, rows = plan.recipe, plan.options, visited(plan.recipe, plan.source)
     ranks, parts = collectives.ranks(), micro_batches(recipe)
     kind: Any = find(recipe.method)[1]
-    settings = {} if kind is None else {leaf.flag: leaf.value for leaf in leaves(parse(recipe.settings, kind))}
     learner = learner_of(recipe.model, plan.method)
     counts = tuning.by_part((f"model.{name}", x.numel()) for name, x in learner.model.state_dict().items())
-    yield "method", f"{recipe.method} {_listed(settings)}"
+    yield "method", f"{recipe.method} {_settings(parse(recipe.settings, kind)) if kind else ''}"
     part = "" if rows == len(plan.source) else f", {rows} visited"
     yield "data", f"{' '.join(recipe.data.sources)}: {len(plan.source)} images{part}"
     for one in plan.val:
@@ -88,33 +80,27 @@ def _lines(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "model", f"{recipe.size}{init}, {sum(counts.values()):,} parameters: {listed}"
     tuning.freeze(learner, recipe)
     yield "tuning", tuning.summary(learner, recipe)
-    yield "lora", settings_of(recipe.lora) if recipe.lora.rank else ""
+    yield "lora", _settings(recipe.lora) if recipe.lora.rank else ""
     for name in ("image", "text", "head"):
-        yield f"  {name}", settings_of(getattr(model, name))
-    yield "optimizer", settings_of(recipe.optim)
-    yield "augment", settings_of(recipe.data.augment) or "none"
+        yield f"  {name}", _settings(getattr(plan.file.model, name))
+    yield "optimizer", _settings(recipe.optim)
+    yield "augment", _settings(recipe.data.augment, every=False) or "none"
     yield "out", f"{plan.out}{' (resumes)' if (plan.out / 'state').is_dir() else ''}"
     yield "device", plan.chosen
     yield from (("note", note) for note in plan.notes)
 
 
-def settings_of(config: Any) -> str:
-    """A dataclass of settings as `name=value`, spelled as its flags: those in ALWAYS, and others that differ from
-    their defaults."""
-    always, usual = ALWAYS.get(type(config), "").split(), type(config)()
-    if isinstance(config, OptimConfig) and config.name == "muon":
-        always.append("muon_lr")
-    values = {f.name: getattr(config, f.name) for f in fields(config) if f.name != "special"}  # token ids
-    return _listed({name: v for name, v in values.items() if v != getattr(usual, name) or name in always})
-
-
-def _listed(values: Mapping[str, Any]) -> str:
-    return " ".join(f"{name.replace('_', '-')}={_value(value)}" for name, value in values.items())
+def _settings(config: Any, every: bool = True) -> str:
+    """Settings that are read as `flag=value`, but for tables. Args: every: also flags that have their defaults."""
+    usual = {leaf.path: leaf.value for leaf in leaves(type(config)())}
+    read = [leaf for leaf in leaves(config) if not (lacks(leaf) or isinstance(leaf.value, dict))]
+    shown = [
+        leaf for leaf in read if leaf.value != usual[leaf.path] or (every and leaf.field.metadata.get("flag") != "")
+    ]
+    return " ".join(f"{leaf.flag}={_value(leaf.value)}" for leaf in shown)
 
 
 def _value(value: Any) -> str:
-    if isinstance(value, TrunkConfig):
-        return value.name
     if isinstance(value, tuple | list):
         return ",".join(map(_value, value)) or "none"
     if isinstance(value, float):

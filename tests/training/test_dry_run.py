@@ -155,8 +155,8 @@ def test_settings_that_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[s
         shown[name] = values(planned(output)["optimizer"])
         assert 100 < max(map(len, output.splitlines())) <= 110
     assert shown["adamw"]["eps"] == "0.001"
-    assert "muon-lr" in shown["muon"]
-    assert not {"delta", "momentum"} & shown["muon"].keys()
+    assert shown["muon"].keys() - shown["adamw"].keys() == {"muon-lr", "muon-weight-decay", "momentum"}
+    assert not shown["adamw"].keys() - shown["muon"].keys()
 
 
 def test_lines_of_a_dry_run_that_are_not_always_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
