@@ -181,39 +181,37 @@ def _defaults(command: MethodCommand) -> tuple[Recipe, Recipe]:
 def _without_tokens(command: MethodCommand, stored: tuple[str, str] = ("", "")) -> tuple[Recipe, Recipe]:
     """As `_defaults`. Args: stored: towers of the tokens, where the flags name none."""
     named, flags = command.recipe, command.flags
-    size, init = ((values_of(flags, flag) or (None,))[0] for flag in ("--size", "--init"))
-    data = values_of(flags, "--data") or ("scenes",)
-    if init or (named is not None and named.value("init")):
-        stored = ("", "")  # the folder that the run starts from has them
-    flagged = (values_of(flags, flag) for flag in ("--image-tower", "--text-tower"))
-    towers = tuple((words or (tower,))[0] for words, tower in zip(flagged, stored, strict=True))
+
+    def given(flag: str, name: str, usual: Any = None) -> Any:
+        """The value of a flag, or else of the recipe by name."""
+        words = values_of(flags, f"--{flag}")
+        return words[0] if words else usual if named is None else named.value(name, usual)
+
+    data = values_of(flags, "--data") or tuple(
+        ("scenes",) if named is None else named.value("data.sources", ("scenes",))
+    )
+    size, init = given("size", "size"), given("init", "init")
+    of_stores = ("", "") if init else stored  # the folder that the run starts from has them
+    image_tower, text_tower = (
+        own if own and not values_of(flags, f"--{kind}-tower") else given(f"{kind}-tower", f"{kind}_tower", "")
+        for kind, own in zip(("image", "text"), of_stores, strict=True)
+    )
+    tune = named is None and not values_of(flags, "--lora.rank")  # adapters start at 0, and take larger rates
+    if init is None and not (image_tower or text_tower):
+        plain = default_recipe(command.method, size or "tiny", data)
+    else:
+        from kiloword.training import start
+
+        above = (
+            default_recipe(command.method, size or "top", data)
+            if init is None
+            else start.defaults(command.method, init, size, data, tune)
+        )
+        plain = start.with_towers(above, image_tower, text_tower)
     if named is None:
-        tune = not values_of(flags, "--lora.rank")  # adapters start at 0, and take larger rates
-        plain = _plain_defaults(command.method, size, init, data, towers, tune)
         return plain, plain
-    data = values_of(flags, "--data") or tuple(named.value("data.sources", ("scenes",)))
-    start = init or named.value("init")
-    towers = tuple(x or named.value(name, "") for x, name in zip(towers, ("image_tower", "text_tower"), strict=True))
-    plain = _plain_defaults(command.method, size or named.value("size"), start, data, towers, False)
-    filled = fill(plain, named, towers=start is None and not towers_flag(named, values_of(flags, "--size"), ()))
-    if start is not None:  # whose tokenizer and weights it takes
+    filled = fill(plain, named, towers=init is None and not towers_flag(named, values_of(flags, "--size"), ()))
+    if init is not None:  # whose tokenizer and weights it takes
         model = replace(filled.model, init_std=plain.model.init_std)
         filled = replace(filled, data=replace(filled.data, tokenizer="own"), model=model)
-    return plain, replace(filled, method=command.method, size=plain.size, init=start)
-
-
-def _plain_defaults(
-    method: str,
-    size: str | None,
-    init: str | None,
-    data: tuple[str, ...],
-    towers: tuple[str, ...] = (),
-    tune: bool = True,
-) -> Recipe:
-    if init is None and not any(towers):
-        return default_recipe(method, size or "tiny", data)
-    from kiloword.training import start
-
-    if init is not None:
-        return start.with_towers(start.defaults(method, init, size, data, tune), *towers)
-    return start.with_towers(default_recipe(method, size or "top", data), *towers)
+    return plain, replace(filled, method=command.method, size=plain.size, init=init)

@@ -364,7 +364,7 @@ def test_the_last_of_a_flag_counts_for_defaults_too(tmp_path: Path, capsys: pyte
     output = capsys.readouterr().out
     assert "3 steps of 4 images" in output
     assert "model      debug, " in output
-    assert "image    size=32" in output
+    assert " size=32 patch=16" in output
 
 
 @pytest.mark.parametrize(
@@ -483,7 +483,7 @@ def test_a_model_to_start_from_brings_its_towers(
     run(*words, "--dry-run")
     output = capsys.readouterr().out
     assert f"model      debug from {model}" in output
-    assert "image    size=32 patch=16 width=32" in output
+    assert " size=32 patch=16 width=32" in output
     run(*words, "--model.image.size", 48)
     assert "(images of 48 pixels instead of 32)" in capsys.readouterr().err
     for flag, value in (("--model.text.width", 16), ("--model.head.dim", 8)):
