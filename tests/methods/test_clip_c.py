@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from kiloword.cli.main import main
 from kiloword.config.recipes import DataConfig
 from kiloword.data.loader import Loader
 from kiloword.data.sampler import Order
@@ -177,13 +176,6 @@ def test_training_logs_plain_and_composed_examples_apart(tmp_path: Path) -> None
     assert not any("pair_plain" in r for r in clip)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("method", "settings"), [("clip-c", {"rho": 0.5}), ("clip+mixup", {})])
-def test_a_fixed_scale_stays_fixed(method: str, settings: dict[str, Any], tmp_path: Path) -> None:
-    rows = rows_of(tmp_path, method, fixed_scale=True, scale=20.0, **settings)
-    assert rows[-1]["scale"] == pytest.approx(20.0)
-
-
 @pytest.mark.parametrize("name", ["siglip+compose", "pcme+++compose", "pcme+++deterministic+compose", "fff+compose"])
 def test_both_kinds_together_are_the_pair_loss(name: str) -> None:
     """Whatever the loss is divided by: images, pairs, or texts; and whether or not it says something of images."""
@@ -193,13 +185,3 @@ def test_both_kinds_together_are_the_pair_loss(name: str) -> None:
     found = {k: float(v) for k, v in backward(learner(name), [some]).items()}
     both = composed * found["pair_composed"] + (1 - composed) * found["pair_plain"]
     assert both == pytest.approx(found["pair"], rel=1e-5)
-
-
-def test_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = ["--data", "scenes?n=64", "--size", "debug", "--batch", "8", "--steps", "2", "--dry-run", "--out"]
-    main(["train", "clip-c", *run, str(tmp_path), "--settings.rho", "0.25", "--settings.crop", "squash"])
-    output = capsys.readouterr().out
-    assert "rho=0.25" in output
-    assert "crop=squash" in output
-    main(["train", "siglip", *run, str(tmp_path), "--transforms", "stylistic", "--settings.stylistic.edits", "0.3"])
-    assert "siglip+stylistic" in capsys.readouterr().out

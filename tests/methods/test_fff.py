@@ -251,11 +251,6 @@ def test_pairs_of_one_kind_are_warned_of(how: Any, p1: float, word: str) -> None
     assert f"nearly {word} pair" in search(made, itertools.repeat(some), how, 1)
 
 
-def test_a_method_whose_loss_took_the_bias_away() -> None:
-    prepare: Any = preset("fff+softmax").prepare
-    assert "no bias" in prepare(learner("fff+softmax"), itertools.repeat(batch()))
-
-
 def test_a_run_searches_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base = default_recipe("fff", "debug", ("scenes?n=32&captions=3",))
     run = replace(base, data=replace(base.data, tokenizer_vocab=300), settings={"positives": "annotated"}, batch=8)

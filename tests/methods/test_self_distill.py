@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
 from kiloword.data.open import open_source
-from kiloword.distributed import collectives
 from kiloword.methods.registry import preset
 from kiloword.methods.self_distill import CROPS, cross_entropy
-from kiloword.training import engine
 from kiloword.training.accumulate import backward
 from kiloword.verify.batch import MethodChoice, batch
-from kiloword.verify.suite import over_ranks
 from parts import after_step, agree, drawn, learner, loader
 
 NAME = "siglip+self-distill"
@@ -93,35 +88,3 @@ def test_small_crops_are_windows_of_the_image() -> None:
     assert torch.equal(first, crops(0))
     assert not torch.equal(first, crops(1))
     assert not torch.equal(first[:, 2], first[:, 3])
-
-
-def three_steps(kind: str, folder: Path) -> None:
-    """Teacher and centre after three steps; written by the first rank."""
-    made, term, _ = made_and_data()
-    share = 16 // collectives.ranks()
-    if kind == "fsdp":
-        engine.shard(made)
-    first = collectives.rank() * share
-    data = batch(first, first + share, method=MethodChoice(NAME, SETTINGS))
-    optimizer = torch.optim.SGD([p for p in made.parameters() if p.requires_grad], lr=0.1)
-    for step in range(3):
-        optimizer.zero_grad()
-        backward(made, data.split(2), reducer=engine.replicated(made))
-        optimizer.step()
-        after_step(made, step + 1)
-    state = {name: x for name, x in term.state_dict().items() if not name.startswith("projection.")}
-    if collectives.rank() == 0:
-        torch.save(state, folder / f"{kind}{collectives.ranks()}.pt")
-
-
-@pytest.mark.slow
-def test_teacher_and_centre_do_not_depend_on_the_partition(tmp_path: Path) -> None:
-    three_steps("ddp", tmp_path)
-    reference: dict[str, Any] = torch.load(tmp_path / "ddp1.pt")
-    assert reference["centre"].any()
-    for kind in ("ddp", "fsdp"):
-        over_ranks(2, three_steps, kind, tmp_path)
-        measured = torch.load(tmp_path / f"{kind}2.pt")
-        assert measured.keys() == reference.keys()
-        for name, value in reference.items():
-            torch.testing.assert_close(measured[name], value, rtol=1e-10, atol=1e-10)

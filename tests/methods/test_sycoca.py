@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -15,14 +14,11 @@ from torch import Tensor
 from kiloword.config.recipes import OptimConfig, TextConfig, TrunkConfig
 from kiloword.methods.coca import masking
 from kiloword.methods.coca.masking import MaskSettings, countable, similarity
-from kiloword.methods.defaults import default_recipe
 from kiloword.methods.registry import preset
 from kiloword.model.attention import Packing
 from kiloword.models.build import build
 from kiloword.randomness import uniform
-from kiloword.training import start
 from kiloword.training.accumulate import backward
-from kiloword.training.loop import RunOptions, train
 from kiloword.training.optimizer import Optimizer
 from kiloword.types import Batch, Texts
 from literal import (
@@ -320,12 +316,3 @@ def test_all_weights_start_with_one_deviation() -> None:
             assert (p == (1.0 if name.endswith("weight") else 0.0)).all(), name
         elif name != "head.log_scale":
             assert (p == 0).all(), name
-
-
-def test_initial_weights_of_a_model_that_is_loaded(tmp_path: Path) -> None:
-    base = default_recipe("clip", "debug", ("scenes?n=32",))
-    recipe = replace(base, data=replace(base.data, tokenizer_vocab=300), batch=8, steps=1)
-    some = start.defaults("clip", str(train(recipe, tmp_path / "first", options=RunOptions(quiet=True))))
-    start.check(some)
-    with pytest.raises(ValueError, match="init-std"):
-        start.check(replace(some, model=replace(some.model, init_std=0.01)))

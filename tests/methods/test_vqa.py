@@ -29,7 +29,6 @@ from kiloword.methods.registry import preset
 from kiloword.models.build import build
 from kiloword.models.tensors import open_tensors
 from kiloword.randomness import key
-from kiloword.training.log import read_metrics
 from kiloword.training.loop import RunOptions, train
 from kiloword.training.setup import make_learner, resolve
 from kiloword.types import BadSample, Batch, Record
@@ -252,13 +251,6 @@ def test_on_the_command_line(trained: Path, tmp_path: Path, capsys: pytest.Captu
 def test_options_that_make_no_sense(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"--vqa.{min(options).replace('_', '-') if len(options) == 1 else 'decode'}"):
         VqaOptions(**options).check()
-
-
-def test_validation_is_of_answers(tmp_path: Path) -> None:
-    recipe = recipe_of("vqa", 1, DATA + "&n=64")
-    data = replace(recipe.data, val=("scenes:val?task=vqa&objects=1&n=20",))
-    train(replace(recipe, data=data), tmp_path, options=QUIET)
-    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl") if "val/accuracy" in row] == [1]
 
 
 def test_fine_tuning_brings_towers_and_decoder(tmp_path: Path) -> None:
