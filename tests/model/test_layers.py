@@ -71,11 +71,7 @@ def test_layers_of_a_trunk_are_below_those_of_the_tower() -> None:
     assert trunk_layers(tower) == 2
     of = depths(tower)
     assert [of[name] for name in ("trunk.stem.bias", "trunk.parts.0.bias", "trunk.odd.bias")] == [0, 1, 0]
-    assert [of[name] for name in ("positions", "blocks.0.norm1.bias", "blocks.2.norm1.bias", "norm.bias")] == [
-        2,
-        2,
-        4,
-        4,
-    ]
+    names = ("positions", "blocks.0.norm1.bias", "blocks.2.norm1.bias", "norm.bias")
+    assert [of[name] for name in names] == [2, 2, 4, 4]
     tower.blocks = nn.ModuleList()
     assert layers_of(tower)[2:] == [["class_token", "patches", "positions", "pre_norm", "norm"]]
