@@ -45,7 +45,8 @@ def rehearse(recipe: Recipe, source: Source, out: Path, options: RunOptions) -> 
             kind = f", {bad} bad samples" if bad else ""
             read = f"{len(batch)} images of the first batch, {len(batch.texts)} captions{cut}{kind}"
             for name, text in (*_lines(plan), ("read", read)):
-                say(*_wrapped(name, text))
+                indents = {"initial_indent": f"{name:10} ", "subsequent_indent": " " * 11}
+                say(*wrap(text, WIDE, break_long_words=False, break_on_hyphens=False, **indents))  # type: ignore[arg-type]
 
 
 def _first_batch(loader: Loader, rows: int) -> tuple[Batch, int]:
@@ -106,9 +107,3 @@ def _value(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:g}"
     return str(value) if value not in (None, "") else "none"
-
-
-def _wrapped(name: str, text: str) -> list[str]:
-    """Lines of at most WIDE columns; the first starts with the name."""
-    indents = {"initial_indent": f"{name:10} ", "subsequent_indent": " " * 11}
-    return wrap(text, WIDE, break_long_words=False, break_on_hyphens=False, **indents)  # type: ignore[arg-type]

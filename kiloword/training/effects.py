@@ -78,7 +78,9 @@ def _replaced(recipe: Recipe, usual: ModelConfig) -> Iterator[str]:
 def _loaded(recipe: Recipe, settings: Any, usual: Any, trust_code: bool) -> Iterator[str]:
     """Settings for initial values of weights that come from `init`."""
     theirs = {leaf.path: leaf.value for leaf in leaves(usual)}
-    changed = [leaf for leaf in leaves(settings) if leaf.value != theirs[leaf.path] and leaf.field.metadata["initial"]]
+    changed = [
+        leaf for leaf in leaves(settings) if leaf.value != theirs[leaf.path] and leaf.field.metadata.get("initial")
+    ]
     if recipe.init is None or not changed:
         return
     (file, before), method = start.folder_of(recipe, trust_code), preset(recipe.method, recipe.settings)

@@ -74,11 +74,14 @@ def resolve(recipe: Recipe, source: Source, out: Path, options: RunOptions, devi
         raise ValueError(f"micro {recipe.micro} splits a batch of {recipe.batch} images, but {NO_MICRO}")
     val = open_val(recipe)  # a wrong name is refused now, not after hours
     requested, before = recipe, earlier(out)
-    recipe, tokenizer = _with_tokenizer(settle(recipe, device, before), source, out, options.trust_code)
+    recipe, tokenizer = _with_tokenizer(
+        settle(recipe, device, before.recipe if before else None), source, out, options.trust_code
+    )
     frozen = tuning.reason(recipe)
     recipe = replace(recipe, freeze=tuning.frozen(recipe))
     method, file = preset(recipe.method, recipe.settings), run_file(recipe, source)
-    check_same_run(out, file, options.extend)
+    if before is not None:
+        check_same_run(out, before, file, options.extend)
     loader = make_loader(recipe, source, method, tokenizer, options, device)
     return Plan(
         recipe=recipe,
@@ -161,7 +164,6 @@ def make_loader(
     """The loader of this rank's batches. Args: device: the device that trains on them."""
     images, size = recipe.batch // collectives.ranks(), recipe.model.image.size
     read = stored(_stores(recipe, method), recipe.data, source, tokenizer, method.transforms, method.inputs)
-    natural = getattr(source, "natural", True)
     lists, transforms = omitted(source), bound(method.transforms, source)
     notes = [f"--keep {lists}" if lists else "", *read.told, *(getattr(one, "note", None) for one in transforms)]
     notes += [one.note(source) for one in method.inputs.values() if one.note]
@@ -182,7 +184,7 @@ def make_loader(
         seed=recipe.seed,
         rank=collectives.rank(),
         ranks=collectives.ranks(),
-        workers=workers_of(options.workers, device, images, size, train=natural),
+        workers=workers_of(options.workers, device, images, size, train=getattr(source, "natural", True)),
         timeout=options.timeout,
         resize=recipe.model.preprocess.resize,
     )

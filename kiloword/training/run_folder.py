@@ -80,17 +80,14 @@ def holds_run(out: Path) -> bool:
     return (out / "model" / "model.safetensors").exists() or any((out / "state").glob("step-*.json"))
 
 
-def earlier(out: Path) -> Recipe | None:
-    """The recipe of the run that `out` holds, or None."""
-    file = out / "config.json"
-    return read_config(file, RunFile).recipe if holds_run(out) and file.is_file() else None
+def earlier(out: Path) -> RunFile | None:
+    """The file of the run that `out` holds, or None."""
+    return read_config(out / "config.json", RunFile) if holds_run(out) else None
 
 
-def check_same_run(out: Path, file: RunFile, extend: bool) -> None:
-    """Raises: ValueError when `out` holds a run of another recipe or of other data."""
-    if not holds_run(out):
-        return
-    files = read_config(out / "config.json", RunFile), file
+def check_same_run(out: Path, before: RunFile, file: RunFile, extend: bool) -> None:
+    """Raises: ValueError when `out` holds a run of another recipe or of other data. Args: before: the file there."""
+    files = before, file
     there, here = (json.loads(utf8(json.dumps(asdict(one), ensure_ascii=False))) for one in files)  # as in any locale
     free = {f"recipe.{name}" for name in FREE} | ({"recipe.steps"} if extend else set())
     found = {k: v for k, v in differing(there, here).items() if k not in free and not k.startswith("model")}

@@ -23,7 +23,7 @@ from kiloword.training import compilation, engine, start, tuning
 from kiloword.training.learner import Learner
 from kiloword.training.log import Log
 from kiloword.training.optimizer import Average, Optimizer
-from kiloword.training.resolve import Plan, resolve
+from kiloword.training.resolve import resolve
 from kiloword.training.run import Run
 from kiloword.training.run_folder import error_kept, holds_run
 from kiloword.training.saving import resume
@@ -59,8 +59,12 @@ def prepare(recipe: Recipe, out: Path, source: Source, *, device: str, options: 
         unfreezing=tuning.Unfreezing(learner, recipe),
         bad=BadRows(sum(map(len, parts_of(source))), recipe.data.bad_share),
         log=Log(recipe, quiet=options.quiet or not main),
-        lock=_claim(plan) if main else None,  # after everything that can refuse the recipe
+        lock=Lock(out) if main else None,  # after everything that can refuse the recipe
     )
+    if main:
+        plan.tokenizer.save(out / "model")
+        write_json(out / "config.json", asdict(plan.file))
+        (out / ERROR).unlink(missing_ok=True)  # of an earlier process
     with error_kept(out):
         resume(run)
         if run.step == 0:
@@ -73,15 +77,6 @@ def prepare(recipe: Recipe, out: Path, source: Source, *, device: str, options: 
     if run.device.type == "cuda" or (run.loader.workers and options.workers == "auto"):  # else no default depends on it
         run.log.say(f"device {plan.chosen}")
     return run
-
-
-def _claim(plan: Plan) -> Lock:
-    """Lock the folder and write the run's files. Raises: ValueError when another process trains in it."""
-    lock = Lock(plan.out)
-    plan.tokenizer.save(plan.out / "model")
-    write_json(plan.out / "config.json", asdict(plan.file))
-    (plan.out / ERROR).unlink(missing_ok=True)  # of an earlier process
-    return lock
 
 
 def _begin(run: Run, started: str) -> None:

@@ -283,6 +283,20 @@ def test_settings_that_change_nothing_are_refused(
     assert bool(told) == ("Omit settings without effect." in output.err) == (not output.out)
 
 
+def test_settings_of_a_method_of_users(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Plain fields, which declare nothing."""
+    (tmp_path / "plain_fields.py").write_text(
+        "from dataclasses import dataclass\nfrom kiloword.methods import siglip\n\n"
+        "@dataclass(frozen=True)\nclass Mine:\n    x: int = 1\n\n"
+        "def preset(settings: Mine):\n    return siglip.preset(siglip.Settings())\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    run("train", "plain_fields:preset", *RUN, "--settings.x", "3", "--out", tmp_path / "out", "--dry-run")
+    assert "plain_fields:preset x=3" in capsys.readouterr().out
+
+
 def test_sharding_over_one_process_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run("train", "clip", *RUN, "--out", tmp_path / "out", "--dry-run", "--parallel", "fsdp")
     assert (
