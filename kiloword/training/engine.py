@@ -23,12 +23,6 @@ from kiloword.model.model import Model, first_values
 from kiloword.training.learner import Learner
 
 BUCKET = 1 << 22  # elements reduced at once: 16 MiB of fp32
-ENTRIES = (
-    "image_tokens",
-    "encode_text",
-    "image_trunk",
-    "with_tokens",
-)  # by which callers enter a model; none calls another
 
 
 def replicated(learner: Learner) -> nn.Module:
@@ -76,17 +70,17 @@ def shard(learner: Learner, half: bool = False) -> None:
         if hasattr(part, "keys"):  # keys of a memory, computed outside a layer's forward pass
             register_fsdp_forward_method(part, "keys")
     fully_shard(model, mesh=mesh, reshard_after_forward=False, ignored_params=replicated)
-    for entry in ENTRIES:
+    # by which callers enter a model; none calls another
+    for entry in ("image_tokens", "encode_text", "image_trunk", "with_tokens"):
         register_fsdp_forward_method(model, entry)
 
 
 def units(model: Model) -> list[nn.Module]:
     """The modules that are sharded separately: blocks of the towers, layers of the decoders."""
     towers = [model.image_tower, model.text_tower, *model.more.values()]
-    layers = [m for tower in towers for m in tower.modules() if isinstance(m, Layer)]
-    inside = {m for layer in layers for m in layer.modules()}
-    blocks = [m for t in towers for m in t.modules() if isinstance(m, Unit) and m not in inside]
-    return [*blocks, *layers]
+    parts = [m for tower in towers for m in tower.modules() if isinstance(m, Unit | Layer)]
+    inside = {block for layer in parts if isinstance(layer, Layer) for block in layer.children()}
+    return [part for part in parts if part not in inside]
 
 
 def materialise(learner: Learner, seed: int) -> None:
