@@ -107,6 +107,12 @@ class Example:
     text_features: dict[str, Tensor] = field(default_factory=dict)  # every value [captions, ...]
     inputs: dict[str, Tensor | Sequence[str]] = field(default_factory=dict)  # of the method, by name
 
+    @property
+    def words(self) -> str:
+        """The captions, or the question with its answers; composed examples are named so."""
+        question = f"{self.question} " if self.question else ""
+        return f"{'composed: ' if self.composed else ''}{question}{' | '.join(self.captions)}"
+
 
 class Fetch(Protocol):
     """Access of a transform to the data: any other row of the data set, decoded and augmented."""

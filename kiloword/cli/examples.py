@@ -20,7 +20,6 @@ from kiloword.methods.defaults import default_recipe
 from kiloword.methods.registry import preset
 from kiloword.stores.features import FeatureStore
 from kiloword.training.resolve import bound, open_sources
-from kiloword.types import Example
 
 
 def draw_examples(src: str, like: str, size: str, png: Path) -> str:
@@ -46,7 +45,7 @@ def draw_examples(src: str, like: str, size: str, png: Path) -> str:
         resize=recipe.model.preprocess.resize,
     )
     examples = loader.examples(0)[0]
-    draw_tiles([(Image.fromarray(e.image.permute(1, 2, 0).numpy()), _caption(e), 1) for e in examples], png)
+    draw_tiles([(Image.fromarray(e.image.permute(1, 2, 0).numpy()), e.words, 1) for e in examples], png)
     composed = sum(e.composed for e in examples)
     return f"{len(examples)} examples as {like} at size {recipe.size} sees them, {composed} composed: {png}"
 
@@ -85,9 +84,3 @@ def _recipe_like(src: str, like: str, size: str) -> Recipe:
     plain = default_recipe(named.method, named.value("size", size), (src,))
     recipe = papers.fill(plain, named, towers=True)
     return replace(recipe, data=replace(recipe.data, sources=(src,), weights=()))
-
-
-def _caption(example: Example) -> str:
-    """The captions, or the question with its answers; composed examples are named so."""
-    question = f"{example.question} " if example.question else ""
-    return f"{'composed: ' if example.composed else ''}{question}{' | '.join(example.captions)}"

@@ -50,7 +50,7 @@ def train(recipe: Recipe, out: Path | str, source: Source | None = None, options
         with (
             run.lock or nullcontext(),  # an error may live on, with all that it refers to
             run.log,
-            report.reported(run, options),
+            report.reported(run),
             error_kept(run.out),
             products(run.recipe.matmul),
             saver(run) as saves,

@@ -346,7 +346,7 @@ def test_every_module_that_makes_a_page_signs_it() -> None:
     texts = {file.relative_to(kiloword).as_posix(): file.read_text("utf-8") for file in kiloword.rglob("*.py")}
     makes = re.compile(r"\breport\.page\(|from kiloword\.report import (\([^)]*|[^\n(]*)\bpage\b")
     makers = {name for name, text in texts.items() if makes.search(text)}
-    assert {"sweep/summary.py", "explain/plane.py", "training/report/page.py", "evaluation/zeroshot/page.py"} <= makers
+    assert {"sweep/summary.py", "explain/plane.py", "watch/run_page.py", "evaluation/zeroshot/page.py"} <= makers
     unsigned = {name for name in makers if "signed(" not in texts[name] and not name.startswith("evaluation/")}
     assert unsigned == {"audit/page.py", "search/site.py"}
 

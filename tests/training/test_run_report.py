@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
+import signal
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-import kiloword.training.loop as loop
 from kiloword.cli.main import main
 from kiloword.methods.defaults import default_recipe
 from kiloword.training import report
 from kiloword.training.loop import RunOptions, train
+from kiloword.training.optimizer import Optimizer
+from kiloword.training.signals import Stopped
 from kiloword.watch import history
 from pages import sections
 
@@ -58,45 +58,44 @@ def test_the_page_shows_the_run(out: Path) -> None:
 
 
 def test_a_finished_run_keeps_its_page_and_history(out: Path) -> None:
-    assert "Trained for 4 steps on: scenes" in (out / "model" / "README.md").read_text()
-    assert "| scenes:test?n=8, 8 images, at step 4 | text\\_retrieval" in (out / "model" / "README.md").read_text()
-    before = {name: (out / name).read_bytes() for name in (report.NAME, history.FILE)}
-    main([*WORDS, "--out", str(out)])
-    assert {name: (out / name).read_bytes() for name in before} == before
-    assert not report._outdated(out)
+    """What a kill cut off, the page or the card, is written by the same command."""
     card = (out / "model" / "README.md").read_text()
-    (out / "model" / "README.md").unlink()  # killed before its card was written
-    main([*WORDS, "--out", str(out)])
-    assert (out / "model" / "README.md").read_text() == card
-    newest = (out / "metrics.jsonl").stat().st_mtime_ns
-    os.utime(out / report.NAME, ns=(newest - 1, newest - 1))  # killed before its page was written again
-    assert report._outdated(out)
+    assert "Trained for 4 steps on: scenes" in card
+    assert "| scenes:test?n=8, 8 images, at step 4 | text\\_retrieval" in card
+    before = {name: (out / name).read_bytes() for name in (report.NAME, history.FILE)}
+    for lost in (None, out / "model" / "README.md", out / report.NAME):
+        if lost is not None:
+            lost.unlink()
+        main([*WORDS, "--out", str(out)])
+        assert {name: (out / name).read_bytes() for name in before} == before
+        assert (out / "model" / "README.md").read_text() == card
 
 
 def test_a_stopped_run_is_reported_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = replace(default_recipe("siglip", "debug", ("scenes?n=32",)), steps=4, batch=8, precision="fp32")
-    save = loop.Cadence._save
-    monkeypatch.setattr(loop.Cadence, "_save", lambda self, last: save(self, last) or self.run.step == 2)
-    with pytest.raises(loop.Stopped):
-        train(recipe, tmp_path, options=RunOptions(log_every=1, save_every=2, quiet=True))
+    options = RunOptions(log_every=1, save_every=2, quiet=True)
+    step = Optimizer.step
+
+    def signalled(self: Optimizer, n: int, loss: Any = None) -> Any:
+        if n == 1:
+            signal.raise_signal(signal.SIGTERM)
+        return step(self, n, loss)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Optimizer, "step", signalled)
+        with pytest.raises(Stopped):
+            train(recipe, tmp_path, options=options)
     assert "trained for 2 of 4 steps. It is not finished." in sections((tmp_path / report.NAME).read_text())[""].text
-    monkeypatch.undo()
-    train(recipe, tmp_path, options=RunOptions(log_every=1, quiet=True))
+    train(recipe, tmp_path, options=options)
     assert "trained for 4 of 4 steps. It is finished." in sections((tmp_path / report.NAME).read_text())[""].text
     assert [process.step for process in history.processes(tmp_path)] == [0, 2]
 
 
-def test_a_page_that_cannot_be_written_costs_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: object) -> str:
-        raise RuntimeError("no page today")
-
-    said: list[str] = []
-    monkeypatch.setattr(report, "Watched", fails)
-    run: Any = SimpleNamespace(out=tmp_path, finished=False, log=SimpleNamespace(say=said.append))
-    report.write(run)
-    (line,) = said
-    assert "report.html was not written (RuntimeError: no page today)" in line
-    assert not list(tmp_path.iterdir())
+def test_a_page_that_cannot_be_written_costs_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / report.NAME).mkdir()
+    recipe = replace(default_recipe("siglip", "debug", ("scenes?n=32",)), steps=1, batch=8)
+    train(recipe, tmp_path, options=RunOptions(log_every=1))
+    assert "report.html or the model card was not written" in capsys.readouterr().err
 
 
 def test_history_of_strangers(tmp_path: Path) -> None:

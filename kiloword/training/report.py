@@ -1,0 +1,121 @@
+"""OUT/report.html: what a run did, written by rank 0 when it ends, is stopped or fails.
+
+Nothing of it is read again: model, states and rows are the same with and without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from kiloword import report
+from kiloword.addresses import scrubbed
+from kiloword.config.options import RunOptions
+from kiloword.config.recipes import Recipe
+from kiloword.config.settings import leaves
+from kiloword.data.sampler import Order
+from kiloword.distributed import collectives
+from kiloword.errors import count
+from kiloword.methods.defaults import default_recipe
+from kiloword.models.card import CARD, write_card
+from kiloword.report import Html
+from kiloword.training import start
+from kiloword.training.run import Run
+from kiloword.watch import history
+from kiloword.watch.run_page import Differs, page
+from kiloword.watch.runs import ERROR, Watched
+
+NAME = "report.html"
+SAMPLES = 8  # examples of the training data that are drawn
+ELSEWHERE = ("method", "size", "data.sources", "data.val", "settings", "model.text.vocab")  # shown, or resolved
+
+
+@contextmanager
+def reported(run: Run) -> Iterator[None]:
+    """Note in the run's history that this process began, and write its report when it ends in any way.
+
+    A finished run that has its report and its card is left as it is.
+    """
+    if not (collectives.rank() or run.finished):
+        threads = f"{run.device} ({count(torch.get_num_threads(), 'thread')})"
+        history.began(
+            run.out,
+            step=run.step,
+            torch=torch.__version__,
+            device=torch.cuda.get_device_name(run.device) if run.device.type == "cuda" else threads,
+            ranks=collectives.ranks(),
+            images=len(run.loader.source),
+            val={one.name: [scrubbed(one.source.name), len(one.source)] for one in run.val},
+            options={flag: value for flag, value, _ in _differing(run.options, RunOptions())},
+        )
+    try:
+        yield
+    finally:
+        path = run.out / NAME
+        known = path.stat().st_mtime_ns if path.is_file() else 0
+        files = [file for file in (run.out / "metrics.jsonl", run.out / ERROR) if file.is_file()]
+        news = any(file.stat().st_mtime_ns > known for file in files)
+        if news or (run.finished and not (run.out / "model" / CARD).is_file()):
+            write(run)
+
+
+def write(run: Run) -> None:
+    """Write the report, and the model card of a finished run; an error is printed, and does not end the run."""
+    if collectives.rank():
+        return
+    try:
+        watched = Watched(run.out, run.out.absolute().name)
+        watched.update()
+        report.write(run.out / NAME, page(watched, unusual(run.recipe), _samples(run), run.recipe.settings))
+        if run.finished:
+            write_card(run.out / "model")
+    except Exception as e:
+        run.log.say(f"{run.out / NAME} or the model card was not written ({type(e).__name__}: {e}).")
+
+
+def unusual(recipe: Recipe) -> list[Differs]:
+    """Settings that differ from the defaults of the run's method, size and data: (flag, value, default).
+
+    Defaults that a run resolves by itself ("auto") are omitted.
+    """
+    usual = recipe  # of a size or folder that is gone
+    try:
+        if recipe.init is not None:
+            usual = start.defaults(recipe.method, recipe.init, None, recipe.data.sources)
+        else:
+            trunks = recipe.model.image.trunk.name or recipe.model.text.trunk.name
+            usual = default_recipe(recipe.method, recipe.size, recipe.data.sources)
+            usual = replace(usual, model=recipe.model) if trunks else usual
+    except ValueError:
+        pass
+    return [one for one in _differing(recipe, usual) if one[2] != "auto"]
+
+
+def _differing(settings: Any, usual: Any) -> Iterator[Differs]:
+    defaults = {leaf.flag: leaf.value for leaf in leaves(usual)}
+    for leaf in leaves(settings):
+        if leaf.path not in ELSEWHERE and leaf.value != (default := defaults.get(leaf.flag)):
+            yield leaf.flag, leaf.value, default
+
+
+def _samples(run: Run) -> Html:
+    """The first examples of the run as training sees them; nothing where it reads stored tokens in place of images."""
+    loader = run.loader
+    if loader.data.image_features or loader.data.text_features or len(loader.source) < SAMPLES:
+        return Html()
+    order = Order(len(loader.source), SAMPLES, loader.seed)
+    few = replace(loader, order=order, inputs={}, stores=(), truth=False, rank=0, ranks=1)
+    try:
+        examples = few.examples(0)[0]
+    except ValueError:  # bad data ended the run: its error says which
+        return Html()
+    images = [e.image.permute(1, 2, 0).contiguous().numpy() for e in examples]
+    return report.tiles([(image, _cut(e.words)) for image, e in zip(images, examples, strict=True)], columns=4)
+
+
+def _cut(words: str) -> str:
+    return words if len(words) <= 160 else words[:160] + "…"
