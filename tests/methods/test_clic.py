@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kiloword.data.open import open_source
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.methods.clic import (
     IMAGES,
@@ -21,7 +20,6 @@ from kiloword.methods.clic import (
     clic_loss,
     joined,
     swapped_across,
-    without,
 )
 from kiloword.methods.registry import preset
 from kiloword.types import Record, TextGroup
@@ -128,11 +126,3 @@ def test_a_batch_has_both_images_in_one_and_both_captions() -> None:
     assert all(re.fullmatch("a (dog|cat). a (dog|cat).", text) for text in wrong)
     assert positives.image_of_text.tolist() == [0, 0, 1, 1]
     assert negatives.image_of_text.tolist() == [0, 1]
-
-
-def test_captions_without_a_word_to_swap_are_counted() -> None:
-    class Few(Two):
-        said = (["a dog", "it is"], ["12"])
-
-    assert "2 of the first 3 captions" in without(Few())
-    assert "0 of the first 64 captions" in without(open_source("scenes:train?n=64&captions=1", 32))

@@ -10,11 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from cases import mostly_slow
 from kiloword.config.recipes import ModelConfig, TextConfig
 from kiloword.methods.coca import masking
+from kiloword.methods.coca.captioning import word_loss
 from kiloword.methods.registry import preset
 from kiloword.model.decoder import predicted
 from kiloword.randomness import uniform
@@ -39,7 +42,7 @@ from literal import (
     text_tokens,
     word_logits,
 )
-from parts import gradients, learner
+from parts import Largest, drawn, gradients, learner
 
 
 def expected(learner: Any, batch: Batch, memory: Callable[[int], Tensor], smoothing: float = 0.0) -> Tensor:
@@ -235,22 +238,6 @@ def test_only_what_texts_say_has_logits() -> None:
         assert term(coca, "caption", pairs(coca.model, [[[299]]])).isfinite()
 
 
-@pytest.mark.parametrize(
-    ("method", "said", "blocks"),
-    [
-        ("coca", {"decoder_depth": 3}, 6),
-        ("clip+mim", {"mim": {"guide": "none", "mim_mask": "random", "image_decoder_depth": 3}}, 3),
-    ],
-)
-def test_decoders_start_as_towers_of_as_many_blocks(method: str, said: dict[str, Any], blocks: int) -> None:
-    """A layer adds to the stream twice as often as a tower's block; the painter without text as often."""
-    (decoder,) = made(method, said).model.more.values()
-    added = [p for name, p in decoder.named_parameters() if name.endswith(("attention.out.weight", "mlp.proj.weight"))]
-    assert len(added) == 2 * blocks
-    for p in added:
-        assert p.std().item() == pytest.approx((2 * blocks * 32) ** -0.5, rel=0.08)
-
-
 @pytest.mark.parametrize("weight", [0.0, 0.5])
 def test_weights_and_micro_batches(weight: float) -> None:
     """contrast_weight ITC + caption_weight IC; without ITC the head stays, but for what captions look through."""
@@ -286,3 +273,62 @@ def test_texts_end_in_a_class_token_where_the_last_is_read() -> None:
     assert extra("coca", small(), class_token=False) == ()
     assert extra("coca", replace(small(), head=replace(small().head, text_pool="max"))) == ()
     assert extra("siglip+caption", small()) == ()
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    n=st.integers(1, 12), vocab=st.integers(2, 9), chunk=st.integers(1, 13), smoothing=st.sampled_from([0, 0.1, 0.9])
+)
+def test_word_loss_in_chunks(n: int, vocab: int, chunk: int, smoothing: float) -> None:
+    x, table = drawn(n, 5).requires_grad_(), drawn(vocab, 5, seed=1).requires_grad_()
+    targets = torch.randint(-1, vocab, (n,), generator=torch.Generator().manual_seed(n))
+    fast = 3 * word_loss(x, table, targets, smoothing, chunk)
+    slow = 3 * F.cross_entropy(x @ table.T, targets, ignore_index=-1, reduction="sum", label_smoothing=smoothing)
+    torch.testing.assert_close(fast, slow, rtol=1e-12, atol=1e-12)
+    found, wanted = (torch.autograd.grad(loss, (x, table)) for loss in (fast, slow))
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_word_loss_of_what_is_frozen() -> None:
+    """The same value and gradients where a side, or both, learn nothing."""
+    x, table, targets = drawn(7, 5), drawn(6, 5, seed=1), torch.tensor([0, 5, -1, 2, 2, 1, 4])
+    free = [side.clone().requires_grad_() for side in (x, table)]
+    both = word_loss(free[0], free[1], targets, 0.1, 3)
+    wanted = torch.autograd.grad(both, free)
+    for sides, free_one, expected in (((free[0], table), free[0], wanted[0]), ((x, free[1]), free[1], wanted[1])):
+        found = word_loss(*sides, targets, 0.1, 3)
+        assert torch.equal(found, both)
+        assert torch.equal(torch.autograd.grad(found, free_one)[0], expected)
+    assert torch.equal(word_loss(x, table, targets, 0.1, 3), both)
+
+
+def test_word_loss_under_autocast() -> None:
+    """Logits in half precision, their exponents and sums in single."""
+    x, table = drawn(300, 64).float().requires_grad_(), (drawn(500, 64, seed=1) / 8).float().requires_grad_()
+    targets = torch.randint(-1, 500, (300,), generator=torch.Generator().manual_seed(0))
+    exact = word_loss(x, table, targets, 0.1)
+    with torch.autocast("cpu", torch.bfloat16):
+        near = word_loss(x, table, targets, 0.1)
+    assert near.dtype == torch.float32
+    assert near.item() == pytest.approx(exact.item(), rel=1e-3)
+    assert near.item() != exact.item()
+    for a, b in zip(torch.autograd.grad(near, (x, table)), torch.autograd.grad(exact, (x, table)), strict=True):
+        assert a.dtype == torch.float32
+        assert float((a - b).norm() / b.norm()) < 0.01
+
+
+@pytest.mark.parametrize("n", [64, 256])
+def test_word_loss_never_holds_all_logits(n: int) -> None:
+    """The largest tensor, and what is kept for the backward pass, do not grow with words times vocabulary."""
+    vocab, width, chunk, kept = 700, 8, 16, list[int]()
+    x, table = drawn(n, width).requires_grad_(), drawn(vocab, width, seed=1).requires_grad_()
+    targets = torch.randint(0, vocab, (n,), generator=torch.Generator().manual_seed(0))
+
+    def keep(x: Tensor) -> Any:
+        kept.append(x.numel())
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t), Largest() as seen:
+        word_loss(x, table, targets, 0.1, chunk).backward()
+    assert seen.numbers == chunk * vocab < n * vocab
+    assert sum(kept) == (n + vocab) * width

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -192,28 +191,6 @@ def test_what_the_presets_need() -> None:
 # Bias search
 
 
-def flat(shift: float) -> Any:
-    """A learner all of whose scores are the sign of `shift`, and all of whose logits without bias are `shift`."""
-    made = learner("siglip")
-    with torch.no_grad():
-        made.model.head.log_scale.fill_(math.log(abs(shift)))
-        projection = made.model.head.get_submodule("pooling")
-        for side in (projection.image_projection, projection.text_projection):
-            side.weight.zero_()
-            side.bias = torch.nn.Parameter(torch.ones(len(side.weight), dtype=torch.float64))
-        projection.text_projection.bias.mul_(math.copysign(1, shift))
-    return made
-
-
-@pytest.mark.parametrize("shift", [7.0, -3.0])
-@pytest.mark.parametrize("how", ["grid", "gradient"])
-def test_bias_of_equal_logits_is_known_exactly(how: Any, shift: float) -> None:
-    made = flat(shift)
-    search(made, itertools.repeat(batch()), how, 2)
-    share = 1 / 16  # each text is of one of the images
-    assert made.model.head.bias.item() == pytest.approx(math.log(share / (1 - share)) - shift, abs=1e-3)
-
-
 @pytest.mark.parametrize("method", ["fff", "siglip+exact"])
 def test_grid_and_gradient_agree_and_nothing_else_changes(method: str) -> None:
     found, name = {}, method if method == "fff" else f"{method}+bias-search"
@@ -237,18 +214,6 @@ def test_the_bias_found_has_the_least_loss() -> None:
         bias.data += move
         found.append(float(losses(made, some)["pair"].detach()))
     assert found[1] == min(found)
-
-
-@pytest.mark.parametrize("how", ["grid", "gradient"])
-@pytest.mark.parametrize(("p1", "word"), [(1e-9, "every"), (1.0, "no")])
-def test_pairs_of_one_kind_are_warned_of(how: Any, p1: float, word: str) -> None:
-    """A teacher for which all is alike matches every pair; one whose cosines do not exceed the threshold, none."""
-    made, some = learner("siglip+mined", {"mined": {"p1": p1, "annotated_always": False}}), batch(method="siglip+mined")
-    if p1 == 1:
-        made = learner("siglip+mined", {"mined": {"p1": 1.0, "p2": 1.0, "p3": 1.0, "annotated_always": False}})
-    for known in (some.image_features, some.text_features):
-        known |= {name: torch.ones_like(value) * 8**-0.5 for name, value in known.items()}
-    assert f"nearly {word} pair" in search(made, itertools.repeat(some), how, 1)
 
 
 def test_a_run_searches_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -238,37 +238,6 @@ def test_captions_of_an_image_get_masks_of_their_own() -> None:
 # Which rows, and how they are drawn
 
 
-def seen(some: Batch, prolip: Any, every: int = 3) -> tuple[dict[int, Any], dict[tuple[int, ...], list[int]]]:
-    """Patches kept of each chosen image, by position; and the masked copy of each of its captions, by the caption."""
-    chosen = some.position[some.position % every == 0].tolist()
-    if not chosen:
-        return {}, {}
-    images, texts = (run(prolip, name, some)[1] for name in ("masked_image", "masked_text"))
-    own = [ids for ids, i in zip(ids_of(some.texts), some.image_of_text, strict=True) if some.position[i] in chosen]
-    kept = dict(zip(chosen, images.images[0][1].tolist(), strict=True))
-    return kept, {tuple(ids): copy for ids, copy in zip(own, ids_of(texts.texts[0]), strict=True)}
-
-
-def test_one_image_in_eight_by_its_place_in_the_global_batch() -> None:
-    some, prolip = batch(), made(masked_every=8)
-    assert set(seen(some, prolip, 8)[0]) == {0, 8}
-    assert set(seen(replace(some, position=some.position + 3), prolip, 8)[0]) == {8, 16}
-
-
-def test_masks_do_not_depend_on_neighbours() -> None:
-    """The same in another order and in micro-batches; others when an image's seed is another."""
-    prolip, order = made(masked_every=3), [(7 * row + 3) % 16 for row in range(16)]
-    some, other = batch(), small_batch(order=order, method="prolip")
-    reference = seen(some, prolip)
-    assert seen(other, prolip) == reference
-    parts = [seen(piece, prolip) for piece in some.split(4)]
-    for n in range(2):
-        assert {k: v for part in parts for k, v in part[n].items()} == reference[n]
-    reseeded = seen(replace(some, seeds=some.seeds + 1), prolip)
-    assert all(reseeded[0][k] != v for k, v in reference[0].items())
-    assert reseeded[1] != reference[1]
-
-
 @pytest.mark.parametrize("name", ["masked_image", "masked_text"])
 def test_a_share_without_chosen_images_still_passes_the_towers(name: str) -> None:
     """One row of weight 0: its loss and gradients are zeros, of every parameter that a chosen row would reach."""

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from kiloword.config.options import RunOptions
-from kiloword.config.recipes import sizes
 from kiloword.data.reading import captions_of
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.methods.defaults import default_recipe
@@ -80,11 +79,6 @@ def test_the_uncertainty_token_is_seen_and_sees() -> None:
     assert torch.autograd.grad(images.sum(), prolip.image_tower.uncertainty_token)[0].abs().max() > 1e-6
     by_word = torch.autograd.grad(texts.sum(), prolip.text_tower.tokens)[0]
     assert by_word[some.texts.ids.unique()].abs().amax(1).min() > 0
-
-
-@pytest.mark.parametrize("name", ["debug", "tiny", "s16", "l14"])
-def test_every_size_has_a_shape(name: str) -> None:
-    assert preset("prolip").shape(sizes()[name]).text.extra_tokens[0] == "unc"
 
 
 # Settings

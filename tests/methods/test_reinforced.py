@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from kiloword.config.options import RunOptions
-from kiloword.config.recipes import AugmentConfig
-from kiloword.methods.defaults import default_recipe
 from kiloword.methods.registry import preset
 from kiloword.methods.reinforced import distillation
-from kiloword.training import effects
 from kiloword.verify.batch import MethodChoice, batch
 from parts import agree, blocks, cosine, learner, losses, mean, units
 
@@ -92,18 +87,3 @@ def test_features_of_every_teacher_are_needed() -> None:
     assert preset("fff+reinforced+exact").needs == ("truth", "teacher")  # whatever positives needed before
     with pytest.raises(ValueError, match="teacher 'a'"):
         losses(learner("siglip+reinforced", settings), batch())
-
-
-@pytest.mark.parametrize(
-    ("augment", "named"),
-    [
-        (AugmentConfig(flip=0.5, drop_patches=0.5), ""),
-        (AugmentConfig(crop=0.5, flip=0.5), "augment.crop 0.5"),
-        (AugmentConfig(jitter=0.3, grayscale=0.1), "augment.jitter 0.3, augment.grayscale 0.1"),
-    ],
-)
-def test_a_run_on_images_that_no_teacher_saw_begins_with_a_note(augment: AugmentConfig, named: str) -> None:
-    base = default_recipe("clip+reinforced", "debug", ("scenes?n=16",))
-    recipe = replace(base, data=replace(base.data, augment=augment))
-    told = [note for note in effects.notes(recipe, RunOptions(device="cpu")) if "teacher saw" in note]
-    assert [named in note for note in told] == [True] * bool(named)

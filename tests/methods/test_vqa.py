@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kiloword.api import Matcher, load
-from kiloword.cli import main as cli
 from kiloword.config.recipes import Recipe, sizes
 from kiloword.data.open import open_source
 from kiloword.data.text.tokenizer import Tokenizer
@@ -234,15 +232,6 @@ def test_closed_lists_from_files_and_data(trained: Path, tmp_path: Path) -> None
     for source, options, word in wrong:
         with pytest.raises(ValueError, match=word):
             evaluate(matcher, "vqa", source, **options)
-
-
-@pytest.mark.slow
-def test_on_the_command_line(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["eval", "vqa", str(trained), "--data", "scenes:test?task=vqa&n=8", "--vqa.decode", "rank", "--json"]
-    cli.main([*command, str(tmp_path / "found.json")])
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert (found["questions"], found["answers"], found["outside"]) == (8, 42, 0)
-    assert "majority_accuracy" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
