@@ -178,18 +178,18 @@ def _residual(width: int, depth: int) -> dict[str, Init]:
 class Tower(nn.Module):
     """Blocks, their norm, and a second path: blocks beside the last ones."""
 
-    def add_blocks(self, config: ImageConfig | TextConfig, beside: int, learned: list[str]) -> None:
-        """Args: beside: number of blocks of the second path; learned: tokens that the tower learns, for messages.
+    def add_blocks(self, config: ImageConfig | TextConfig, beside: int, learns: bool) -> None:
+        """Args: beside: number of blocks of the second path; learns: whether the tower has tokens of its own.
 
-        Raises: ValueError for fewer blocks than beside, or none where words, patches or learned tokens need some.
+        Raises: ValueError for fewer blocks than beside, or none where words, patches or own tokens need some.
         """
         kind = "image" if isinstance(config, ImageConfig) else "text"
         if not config.depth and not config.trunk.name:
             raise ValueError(f"a {kind} tower of depth 0 needs a trunk below it: --{kind}-tower, or a larger depth.")
-        if not config.depth and learned:
+        if not config.depth and learns:
             raise ValueError(
-                f"without a block nothing fills the {' and the '.join(learned)} of the {kind} tower: choose "
-                f"--model.{kind}.depth 1 or more, or omit them."
+                f"without a block nothing fills the tokens of the {kind} tower (class, mixture, variance): choose "
+                f"--model.{kind}.depth 1 or more, or omit them (--model.image.no-class-token)."
             )
         if beside > config.depth:
             raise ValueError(f"{beside} blocks for the variance beside a tower of {config.depth}: expected no more.")

@@ -78,12 +78,8 @@ class ImageTower(Tower):
         self.mask_token = nn.Parameter(torch.empty(width)) if config.mask_token else None
         self.positions = nn.Parameter(torch.empty(places, width))  # class token first; other tokens have none
         self.pre_norm = nn.LayerNorm(width, config.norm_eps) if config.pre_norm else None
-        tokens = {
-            "class token (--model.image.no-class-token)": config.class_token and not config.trunk.prefix,
-            "extra tokens (registers, mixture tokens)": config.extra_tokens > 0,
-            "token for the variance": config.uncertainty_token,
-        }
-        self.add_blocks(config, beside, [what for what, is_set in tokens.items() if is_set])
+        own_class = config.class_token and not config.trunk.prefix
+        self.add_blocks(config, beside, own_class or config.extra_tokens > 0 or config.uncertainty_token)
 
     def forward(self, images: Tensor, keep: Tensor | None = None, masked: Tensor | None = None) -> Tensor:
         """Encode images.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from torch import nn
 
-BLOCKS, BESIDE, STAGES, TRUNK, NORM = "blocks", "uncertainty_blocks", "stages", "trunk", "norm"
-
 
 def layers_of(tower: nn.Module) -> list[list[str]]:
     """Prefixes of parameter names by depth: those of a trunk, then those of the tower itself.
@@ -13,19 +11,19 @@ def layers_of(tower: nn.Module) -> list[list[str]]:
     The first layer of the tower itself also holds its stem and embeddings, the last one its final norm; blocks beside
     the last ones are of their depth. A tower without blocks of its own is one layer.
     """
-    trunk = getattr(tower, TRUNK, None)
-    below = [] if trunk is None else [[f"{TRUNK}.{prefix}" for prefix in layer] for layer in trunk.blocks()]
-    stages = enumerate(getattr(tower, STAGES, ()))  # of a ResNet
-    own = [f"{STAGES}.{n}.{block}" for n, stage in stages for block in range(len(stage))]
-    own += [f"{BLOCKS}.{n}" for n in range(len(getattr(tower, BLOCKS, ())))]
+    trunk = getattr(tower, "trunk", None)
+    below = [] if trunk is None else [[f"trunk.{prefix}" for prefix in layer] for layer in trunk.blocks()]
+    stages = enumerate(getattr(tower, "stages", ()))  # of a ResNet
+    own = [f"stages.{n}.{block}" for n, stage in stages for block in range(len(stage))]
+    own += [f"blocks.{n}" for n in range(len(getattr(tower, "blocks", ())))]
     layers: list[list[str]] = [[block] for block in own] or [[]]
-    beside = len(getattr(tower, BESIDE, ()))
+    beside = len(getattr(tower, "uncertainty_blocks", ()))
     for n in range(beside):
-        layers[n - beside].append(f"{BESIDE}.{n}")
+        layers[n - beside].append(f"uncertainty_blocks.{n}")
     tops = {name.partition(".")[0] for name, _ in tower.named_parameters()}
-    layers[0] += sorted(tops - {BLOCKS, BESIDE, STAGES, TRUNK, NORM})
-    if NORM in tops:
-        layers[-1].append(NORM)
+    layers[0] += sorted(tops - {"blocks", "uncertainty_blocks", "stages", "trunk", "norm"})
+    if "norm" in tops:
+        layers[-1].append("norm")
     return below + layers
 
 
@@ -38,7 +36,7 @@ def depths(tower: nn.Module) -> dict[str, int]:
 
 def trunk_layers(tower: nn.Module) -> int:
     """Number of layers of the tower's trunk, the first ones of `layers_of`; 0 without a trunk."""
-    trunk = getattr(tower, TRUNK, None)
+    trunk = getattr(tower, "trunk", None)
     return 0 if trunk is None else len(trunk.blocks())
 
 

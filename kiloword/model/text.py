@@ -56,8 +56,8 @@ class TextTower(Tower):
         rows = config.vocab if self.trunk is None else len(LEARNED)
         self.tokens = nn.Parameter(torch.empty(rows, config.width))
         self.positions = nn.Parameter(torch.empty(config.context, config.width))
-        learned = [f"tokens {', '.join(config.extra_tokens)}"] if config.extra_tokens else []
-        self.add_blocks(config, config.uncertainty_blocks if "unc" in config.extra_tokens else 0, learned)
+        beside = config.uncertainty_blocks if "unc" in config.extra_tokens else 0
+        self.add_blocks(config, beside, bool(config.extra_tokens))
 
     def forward(self, texts: Texts) -> Tensor:
         """Encode packed texts, or their trunk's tokens where they have them.

@@ -271,7 +271,7 @@ def test_a_message_ends_in_one_dot(folder: Path, tmp_path: Path) -> None:
         (["coca"], "a text tower of another library has neither: omit --text-tower and --text-features"),
         (["vqa"], "omit --text-tower"),
         (["siglip+caption"], "omit --text-tower"),
-        (["prolip", "--model.text.depth", "0"], "nothing fills the tokens unc, cls of the text tower"),
+        (["prolip", "--model.text.depth", "0"], "nothing fills the tokens of the text tower"),
         (["clip", "--tokenizer", "clip"], "a run with --text-tower has the tokenizer of that tower"),
         (["clip", "--model.text.context", "60"], "reads 40 tokens of a text"),
     ],

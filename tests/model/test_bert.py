@@ -169,7 +169,7 @@ def test_extra_tokens_are_learned_and_hidden_words_masked() -> None:
 
 
 def test_depth_0_has_no_place_for_extra_tokens() -> None:
-    with pytest.raises(ValueError, match=r"unc, cls .*--model.text.depth 1"):
+    with pytest.raises(ValueError, match=r"nothing fills .*--model.text.depth 1"):
         tower(("unc", "cls"), depth=0)
     with pytest.raises(ValueError, match="needs a trunk"):
         TextTower(TextConfig(depth=0))

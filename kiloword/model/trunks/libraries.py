@@ -86,11 +86,11 @@ def unfilled() -> AbstractContextManager[None]:
 
 def check_like(folder: Path, info: Mapping[str, Any], expected: Iterable[str], base: str) -> None:
     """Raises: ValueError for other weights, by transformers' loading info, where `base` may stand before names."""
-    other = {name: f"{name[:200]} is missing" for name in info["missing_keys"]}
-    for name, there, here in info["mismatched_keys"]:
-        other[name] = f"{name[:200]} is {list(there)} instead of {list(here)}"
-    more = [f"{name[:200]} is not in the config" for name in surplus(info["unexpected_keys"], expected, base)]
-    if found := [other[name] for name in expected if name in other] + more:
+    other = dict.fromkeys(info["missing_keys"], "missing")
+    other |= {name: f"{list(there)} instead of {list(here)}" for name, there, here in info["mismatched_keys"]}
+    found = [f"{name[:200]} is {other[name]}" for name in expected if name in other]
+    found += [f"{name[:200]} is not in the config" for name in surplus(info["unexpected_keys"], expected, base)]
+    if found:
         raise ValueError(
             f"the weights in {folder} do not fit its config.json: {found[0]} ({len(found)} of its tensors). "
             "Save both by one save_pretrained."

@@ -25,7 +25,6 @@ from kiloword.model.trunks.trunk import Trunk
 TIMM, OPEN_CLIP, HF = "timm:", "open_clip:", "hf"
 HF_TYPES = ("vit", "dinov2", "dinov2_with_registers", "siglip_vision_model", "clip_vision_model")
 ANY_SIZE = ("dinov2", "dinov2_with_registers")  # interpolate their positions to the size of an image
-NAME = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)  # of a model: no address, no path
 HEADS = ("attn_pool", "fc_norm", "head", "head_drop", "head_norm")  # parts of timm's models after their tokens
 # a number that is a part of the name: `layer1.0.` and `blocks.3.`, not `bn1.`
 INDEXED = re.compile(r"^(?!net\.conv1\b|.*\b(?:stem|patch_embed)\b)(.*?(?<![A-Za-z\d])\d+\.(?:(?:blocks\.)?\d+\.)?)")
@@ -94,7 +93,7 @@ class TimmVision(LibraryTrunk):
     def __init__(self, name: str) -> None:
         super().__init__()
         timm = _library("timm")
-        if not NAME.fullmatch(name) or not timm.is_model(name):
+        if not timm.is_model(name):
             raise ValueError(_unknown("timm", name, timm.list_models()))
         self.net = timm.create_model(name, pretrained=False, num_classes=0)
         _behead(self.net)
