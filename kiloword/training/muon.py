@@ -14,7 +14,6 @@ from torch import Tensor
 from kiloword.distributed import collectives
 from kiloword.distributed.device import cpu_has_bf16
 
-NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # quintic that raises small singular values fast; 5 rounds suffice
 AT_ONCE = 1 << 26  # elements of matrices that are gathered and orthogonalized at once
 
 
@@ -71,12 +70,16 @@ class Muon(torch.optim.Optimizer):
         torch._foreach_copy_(buffers, now.unbind())
         whole = nesterov = gradients.lerp(now, group["momentum"])
         if rows is not None:
-            whole = gather_rows(nesterov, rows)
+            share = -(-rows // collectives.ranks())  # rows of each rank but the last ones, as FSDP2 shards them
+            padded = F.pad(nesterov, (0, 0, 0, share - nesterov.shape[1]))
+            everyone = [torch.empty_like(padded) for _ in range(collectives.ranks())]
+            dist.all_gather(everyone, padded)
+            whole = torch.cat(everyone, 1)[:, :rows]
         height, columns = whole.shape[-2] // parts, whole.shape[-1]
         matrices = whole.reshape(whole.shape[:-2].numel() * parts, height, columns)
         changes = orthogonal(matrices).reshape(whole.shape)
         if rows is not None:  # this rank's, none where a matrix has fewer rows than there are ranks
-            changes = changes[:, collectives.rank() * share(rows) :][:, : nesterov.shape[1]]
+            changes = changes[:, collectives.rank() * share :][:, : nesterov.shape[1]]
         wide = columns / height if whole.dim() == 4 else height / columns  # outputs over inputs
         weights = [p.detach() for p in members]
         shrink = torch.where(skip, 1.0, weights[0].new_full((), 1 - group["lr"] * group["weight_decay"]))
@@ -85,25 +88,12 @@ class Muon(torch.optim.Optimizer):
         torch._foreach_add_(weights, changes.unbind(), alpha=-group["lr"] * math.sqrt(max(1.0, wide)))
 
 
-def share(rows: int) -> int:
-    """Rows of a sharded matrix on each rank except the last ones, as FSDP2 shards them."""
-    return -(-rows // collectives.ranks())
-
-
-def gather_rows(mine: Tensor, rows: int) -> Tensor:
-    """Gather n matrices [n, rows, b], of which each rank holds its share of rows, by one collective."""
-    padded = F.pad(mine, (0, 0, 0, share(rows) - mine.shape[1]))
-    parts = [torch.empty_like(padded) for _ in range(collectives.ranks())]
-    dist.all_gather(parts, padded)
-    return torch.cat(parts, 1)[:, :rows]
-
-
 def orthogonal(matrices: Tensor) -> Tensor:
     """U V^T of each matrix U S V^T, roughly (singular values end between 0.7 and 1.2), in bfloat16 where that is fast.
 
     Args: matrices [n, a, b]. Source: Newton-Schulz iteration of Muon (Jordan et al., 2024).
     """
-    a, b, c = NEWTON_SCHULZ
+    a, b, c = 3.4445, -4.7750, 2.0315  # quintic that raises small singular values fast; 5 rounds suffice
     x = matrices.bfloat16() if matrices.device.type != "cpu" or cpu_has_bf16() else matrices.float()
     tall = x.shape[1] > x.shape[2]
     x = x.mT if tall else x

@@ -137,8 +137,7 @@ class Optimizer:
         if muon:
             stacked = {p: n for p, name in self.names.items() for end, n in STACKED.items() if name.endswith(end)}
             self.parts.append(Muon(muon, config.muon_lr, config.momentum, stacked=stacked, rows=rows))
-        some = next(iter(self.names))
-        self.usual = some.new_zeros(2, dtype=torch.float64)  # running sums of norms and of their weights
+        self.usual = next(iter(self.names)).new_zeros(2, dtype=torch.float64)  # running sums: norms, and their weights
 
     def step(self, step: int, loss: Tensor | None = None) -> dict[str, Tensor]:
         """Clip the gradients, update the weights, drop the gradients.
