@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 
 from kiloword.config.options import RunOptions, missing
 from kiloword.config.recipes import ModelConfig, Recipe
-from kiloword.config.settings import leaves, parse, unread
+from kiloword.config.settings import differing, leaves, parse, unread
 from kiloword.distributed import collectives
 from kiloword.distributed.device import choose
 from kiloword.methods.registry import find, preset
@@ -64,30 +64,27 @@ def check(recipe: Recipe, usual: Recipe, trust_code: bool = False) -> None:
 def _replaced(recipe: Recipe, usual: ModelConfig) -> Iterator[str]:
     """Settings of the model that the method replaces by its own."""
     shape = preset(recipe.method, recipe.settings).shape
-    for part in ("image", "text", "head"):
-        mine, theirs = getattr(recipe.model, part), getattr(usual, part)
-        for name in (f.name for f in fields(mine)):
-            value, other = getattr(mine, name), getattr(theirs, name)
-            without = replace(recipe.model, **{part: replace(mine, **{name: other})})
-            with suppress(ValueError):  # the model without it is invalid
-                if value != other and shape(recipe.model) == shape(without):
-                    flag = f"--model.{part}.{name.replace('_', '-')}"
+    for path, (value, other) in differing(asdict(recipe.model), asdict(usual)).items():
+        part, _, name = path.rpartition(".")
+        with suppress(ValueError):  # the model without it is invalid
+            if part in ("image", "text", "head"):
+                without = replace(recipe.model, **{part: replace(getattr(recipe.model, part), **{name: other})})
+                if shape(recipe.model) == shape(without):
+                    flag = f"--model.{path.replace('_', '-')}"
                     yield f"{flag} is {value}, but {recipe.method} builds the same model with {other}"
 
 
 def _loaded(recipe: Recipe, settings: Any, usual: Any, trust_code: bool) -> Iterator[str]:
     """Settings for initial values of weights that come from `init`."""
-    theirs = {leaf.path: leaf.value for leaf in leaves(usual)}
-    changed = [
-        leaf for leaf in leaves(settings) if leaf.value != theirs[leaf.path] and leaf.field.metadata.get("initial")
-    ]
-    if recipe.init is None or not changed:
+    changed = differing(asdict(settings), asdict(usual))
+    starts = {leaf.path: leaf.field.metadata.get("initial") for leaf in leaves(settings) if leaf.path in changed}
+    if recipe.init is None or not any(starts.values()):
         return
     (file, before), method = start.folder_of(recipe, trust_code), preset(recipe.method, recipe.settings)
     weights = set(open_tensors(Path(recipe.init) / WEIGHTS))
     old, new = before.head(before.shape(file.model)), method.head(method.shape(recipe.model))
     if not start.same_scale(old, new, weights):
         weights -= {"head.log_scale", "head.bias"}
-    for leaf in changed:
-        if (name := leaf.field.metadata["initial"]) in weights:
-            yield f"--settings.{leaf.flag} is {leaf.value}, but {name} comes from {recipe.init}"
+    for path, name in starts.items():
+        if name in weights:
+            yield f"--settings.{path.replace('_', '-')} is {changed[path][0]}, but {name} comes from {recipe.init}"

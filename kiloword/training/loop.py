@@ -109,9 +109,8 @@ class Cadence:
     def batches(self) -> Iterator[Batch]:
         """The batches of the steps that remain. Raises: ValueError for too many bad samples."""
         run = self.run
-        if run.best.stalled:
-            return iter(())
-        batches = run.loader.batches(run.step, run.recipe.steps, pin=run.device.type == "cuda")
+        end = run.step if run.best.stalled else run.recipe.steps
+        batches = run.loader.batches(run.step, end, pin=run.device.type == "cuda")
         return map(self._count, self.meter.timed(batches))
 
     def after_step(self, values: dict[str, Tensor], pairs: int) -> None:
