@@ -162,10 +162,10 @@ def test_settings_that_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_lines_of_a_dry_run_that_are_not_always_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "run"
     words = ("clip", "--data", "scenes?n=64", "--val", "scenes:test?n=7", *SMALL, "--out", out)
-    train(*words, "--micro", "2", "--precision", "bf16", "--freeze", "image", "--dry-run")
+    train(*words, "--micro", "2", "--precision", "bf16", "--freeze", "image", "--unfreeze", "0.9", "--dry-run")
     plan = planned(capsys.readouterr().out)
     assert plan["model"].strip().startswith("debug, ")
-    assert plan["tuning"].strip().startswith("frozen image: ")
+    assert re.match(r" frozen image: ([\d,]+) of [\d,]+ .*image tower 0 of .*step 1 on$", plan["tuning"])
     assert plan["val"].strip().endswith(": 7 images")
     assert plan["data"].strip() == "scenes?n=64: 64 images"
     assert plan["ranks"].strip() == "1, 4 x 2 images each, checkpointing none, compile none, bf16"

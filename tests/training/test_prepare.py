@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
 from counting import opened_in
 from kiloword.config.options import RunOptions
@@ -20,7 +18,6 @@ from kiloword.distributed import launch
 from kiloword.files import Lock
 from kiloword.methods.defaults import default_recipe
 from kiloword.methods.registry import preset
-from kiloword.models.tensors import open_tensors
 from kiloword.training.loop import train
 from kiloword.training.resolve import with_length
 from kiloword.training.setup import make_learner
@@ -69,18 +66,6 @@ def test_the_precision_of_weights(precision: Any, bytes_each: int) -> None:
     learner, started = make_learner(recipe(precision=precision), preset("siglip", {}))
     assert {p.dtype.itemsize for p in learner.parameters()} == {bytes_each}
     assert started == ""
-
-
-def test_tensors_are_read_only_of_a_file_that_is_whole(tmp_path: Path) -> None:
-    path = tmp_path / "model.safetensors"
-    save_file({"a": torch.ones(2)}, path)
-    assert open_tensors(path)["a"].tolist() == [1.0, 1.0]
-    path.write_bytes((1 << 40).to_bytes(8, "little") + b"{}")
-    with pytest.raises(ValueError, match=r"model\.safetensors is damaged .* copy it again"):
-        open_tensors(path)
-    save_file({"a": torch.ones(2, dtype=torch.int64)}, path)
-    with pytest.raises(ValueError, match=r"model\.safetensors"):
-        open_tensors(path)
 
 
 def test_torchrun_reports_why_a_rank_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

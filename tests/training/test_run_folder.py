@@ -85,14 +85,16 @@ def test_differences_of_plain_values() -> None:
     assert differing({"y": {"z": 1}}, {"y": 3}) == {"y": ({"z": 1}, 3)}
 
 
-@pytest.mark.parametrize(("rank", "error", "kept"), [
-    (0, ValueError("no room at http://me:secret@host/a"), "no room at http://"), (0, KeyError("k"), "KeyError: 'k'"),
-    (1, ValueError("x"), None), (0, Stopped("stopped"), None), (0, KeyboardInterrupt(), None),
-])  # fmt: skip
-def test_an_error_is_kept_for_those_who_watch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int, error: BaseException, kept: str | None
-) -> None:
-    monkeypatch.setattr(collectives, "rank", lambda: rank)
+@pytest.mark.parametrize(
+    ("error", "kept"),
+    [
+        (ValueError("no room at http://me:secret@host/a"), "no room at http://"),
+        (KeyError("k"), "KeyError: 'k'"),
+        (Stopped("stopped"), None),
+        (KeyboardInterrupt(), None),
+    ],
+)
+def test_an_error_is_kept_for_those_who_watch(tmp_path: Path, error: BaseException, kept: str | None) -> None:
     with pytest.raises(type(error)), error_kept(tmp_path):
         raise error
     texts = [path.read_text() for path in tmp_path.iterdir()]
@@ -119,9 +121,9 @@ def test_weights_that_do_not_fit_are_named(there: dict[str, Any], named: tuple[s
 
 def test_values_that_are_not_finite() -> None:
     tensors = {"a": torch.ones(2), "b": torch.tensor([1.0, float("inf")]), "c": torch.tensor([float("nan")])}
-    tensors |= {"large": torch.full((4,), 3e38), "n": torch.tensor([1])}  # whose sum overflows
-    assert not_finite(tensors | {"empty": torch.empty(0), "yes": torch.tensor([True])}) == ["b", "c"]
-    with pytest.raises(ValueError, match=r"weights in F cannot be used: b is NaN or infinite \(2 of 5 tensors\)"):
+    tensors |= {"large": torch.full((4,), 3e38), "n": torch.tensor([1]), "empty": torch.empty(0)}  # whose sum overflows
+    assert not_finite(tensors) == ["b", "c"]
+    with pytest.raises(ValueError, match="weights in F cannot be used: b"):
         check_finite(tensors, "F")
 
 

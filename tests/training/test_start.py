@@ -151,10 +151,9 @@ def test_a_causal_tower_stays_causal_by_default(
 
 def test_a_trained_prolip_starts_from_itself_as_it_is(words: Tokenizer, tmp_path: Path) -> None:
     model, recipe, _ = begin("prolip", folder(words, "own", tmp_path / "own"), words)
-    file = ModelFile(method="prolip", settings=recipe.settings, model=recipe.model)
-    save_model(tmp_path / "prolip", model, words, file)
-    again, _, said = begin("prolip", tmp_path / "prolip", words)
-    assert all(bool((a == b).all()) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+    save_model(tmp_path / "p", model, words, ModelFile(method="prolip", settings=recipe.settings, model=recipe.model))
+    again, _, said = begin("prolip", tmp_path / "p", words)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
     assert "new: none; left over: none." in said
 
 
@@ -202,10 +201,8 @@ def test_positions_are_kept_at_both_ends_and_interpolated_between(context: int, 
     assert new.text.context == len(found) == context
     assert (found[:20] == RAMP[:20]).all()
     assert (found[-2:] == RAMP[-2:]).all()
-    steps = found[:, 0].diff()
-    assert (steps >= 0).all()
-    assert found[20:-2, 0].min() >= 20
-    assert found[20:-2, 0].max() <= 29
+    assert (found[:, 0].diff() >= 0).all()
+    assert (found[20:-2, 0].clamp(20, 29) == found[20:-2, 0]).all()
     assert torch.allclose(found[:, 1], -2 * found[:, 0])
     assert state["other"] is RAMP
 
@@ -318,7 +315,6 @@ def test_a_method_with_a_tower_that_the_weights_lack_has_the_rates_from_scratch(
     [
         ([], ("--optim.lr 0.0001 (from scratch 0.001)", "--optim.muon-lr 0.0005"), ()),
         (["--optim.lr", "1e-3"], ("--optim.muon-lr 0.0005",), ("--optim.lr",)),
-        (["--optim.lr", "1e-3", "--optim.muon-lr", "1e-3"], (), ("--init sets",)),
         (["--lora.rank", "2"], ("--lora.rank keeps",), ("--init sets",)),
         (["--size", "top"], ("--optim.name adamw (from scratch muon)",), ("--optim.muon-lr",)),  # AdamW reads it not
         (["--quiet"], (), ("--init sets",)),
