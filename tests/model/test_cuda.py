@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import varlen
 
@@ -56,13 +57,11 @@ class Kernel(torch.autograd.Function):
 def each(q: Tensor, k: Tensor, v: Tensor, starts_q: Tensor, starts_k: Tensor, causal: bool) -> Tensor:
     """Attention of one sequence after the other."""
     own = [x.tensor_split(starts[1:].tolist())[:-1] for x, starts in ((q, starts_q), (k, starts_k), (v, starts_k))]
-    return torch.cat([attention._dense(*(x[None] for x in one), None, causal)[0] for one in zip(*own, strict=True)])
+    return torch.cat([attention.attention(*(x[None] for x in one), causal=causal)[0] for one in zip(*own, strict=True)])
 
 
 def unwritten(x: Tensor, like: Tensor) -> Tensor:
-    out = torch.full_like(like, GARBAGE)
-    out[: len(x)] = x
-    return out
+    return F.pad(x, (0, 0, 0, 0, 0, len(like) - len(x)), value=GARBAGE)
 
 
 def stand_in(q: Tensor, k: Tensor, v: Tensor, *lengths: Any, window_size: tuple[int, int]) -> Tensor:

@@ -231,27 +231,6 @@ def test_a_text_does_not_depend_on_its_neighbours(sequences: list[list[int]], ca
     assert torch.allclose(tower(Texts.pack(sequences)), torch.cat(alone), rtol=0, atol=1e-10)
 
 
-def test_causal_text_does_not_see_ahead() -> None:
-    tower = TextTower(TEXT).double()
-    initialise(tower, 0)
-    a, b = tower(Texts.pack([[1, 2, 3, 4]])), tower(Texts.pack([[1, 2, 9, 9]]))
-    assert torch.allclose(a[:2], b[:2], rtol=0, atol=1e-12)
-    assert not torch.allclose(a[2:], b[2:])
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the compiler's own
-def test_towers_compile_to_one_graph_each() -> None:
-    text, image = TextTower(TEXT), image_tower(SMALL).float()
-    initialise(text, 0)
-    run_text, run_image = torch.compile(text, fullgraph=True), torch.compile(image, fullgraph=True)
-    for ls in ([3, 5], [8, 2], [4, 7, 1]):
-        sequences = packed(ls)
-        assert torch.allclose(run_text(sequences), text(sequences), atol=1e-5)
-    images = numbers(2, 3, 16, 16).float()
-    assert torch.allclose(run_image(images), image(images), atol=1e-5)
-
-
 @pytest.mark.parametrize(
     ("use", "word"),
     [
