@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
+from kiloword.model.blocks import Unit
+
 
 def layers_of(tower: nn.Module) -> list[list[str]]:
     """Prefixes of parameter names by depth: those of a trunk, then those of the tower itself.
@@ -13,15 +15,13 @@ def layers_of(tower: nn.Module) -> list[list[str]]:
     """
     trunk = getattr(tower, "trunk", None)
     below = [] if trunk is None else [[f"trunk.{prefix}" for prefix in layer] for layer in trunk.blocks()]
-    stages = enumerate(getattr(tower, "stages", ()))  # of a ResNet
-    own = [f"stages.{n}.{block}" for n, stage in stages for block in range(len(stage))]
-    own += [f"blocks.{n}" for n in range(len(getattr(tower, "blocks", ())))]
-    layers: list[list[str]] = [[block] for block in own] or [[]]
-    beside = len(getattr(tower, "uncertainty_blocks", ()))
-    for n in range(beside):
-        layers[n - beside].append(f"uncertainty_blocks.{n}")
+    units = [name for name, part in tower.named_modules() if isinstance(part, Unit) and not name.startswith("trunk.")]
+    beside = [name for name in units if name.startswith("uncertainty_blocks.")]
+    layers: list[list[str]] = [[name] for name in units if name not in beside] or [[]]
+    for n, name in enumerate(beside):
+        layers[n - len(beside)].append(name)
     tops = {name.partition(".")[0] for name, _ in tower.named_parameters()}
-    layers[0] += sorted(tops - {"blocks", "uncertainty_blocks", "stages", "trunk", "norm"})
+    layers[0] += sorted(tops - {name.partition(".")[0] for name in units} - {"trunk", "norm"})
     if "norm" in tops:
         layers[-1].append("norm")
     return below + layers
