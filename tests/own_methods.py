@@ -15,7 +15,7 @@ from kiloword.methods.method import Component, Method, annotated, follow
 from kiloword.methods.registry import preset as built_in
 from kiloword.model.heads import cosine_head
 from kiloword.model.image import ImageTower
-from kiloword.types import Input, Total
+from kiloword.types import Input, Pairs, Total
 
 
 class Texts(nn.Module):
@@ -162,3 +162,20 @@ def apply(method: Method, settings: Settings) -> Method:
 
 
 texts = Component("contrasts", "texts of an image are alike", Settings, apply)
+
+
+def bare(settings):  # type: ignore[no-untyped-def]
+    """A preset whose settings have no class."""
+    return flat()
+
+
+def of_pairs(pairs: Pairs) -> Method:
+    return flat()
+
+
+def undefined(settings: Nowhere) -> Method:  # type: ignore[name-defined]  # noqa: F821
+    return flat()
+
+
+def number() -> int:
+    return 3

@@ -11,10 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kiloword.config.recipes import OptimConfig
 from kiloword.losses.many import Balanced, supcon_loss
 from kiloword.losses.pairs import Blocks, sigmoid_loss, softmax_loss
+from kiloword.methods.defaults import default_recipe
+from kiloword.training.optimizer import Optimizer
 from kiloword.types import Features, PairBlocks, Pairs, Positives, Total
-from parts import agree, blocks, cosine, mean, units
+from kiloword.verify.batch import batch
+from parts import agree, blocks, cosine, gradients, learner, mean, units
 
 CHUNKS = [0, 1, 3]
 OF = [0, 0, 1, 2, 2, 3, 4, 4]
@@ -147,3 +151,34 @@ def test_balanced_positives_of_a_text_sum_to_one() -> None:
         sums[columns] += bound(pairs.block(rows, columns)).sum(0)
     assert sums.tolist() == pytest.approx([1, 1, 1, 1])
     assert float(bound(pairs.block(slice(0, 1), slice(0, 1)))) == 0.5  # images 0 and 3 share it
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+def test_losses_and_gradients_are_linear_in_the_weight(parts: int) -> None:
+    def found(weight: float, parts: int = 1) -> Any:
+        return gradients(learner("coca", {"contrast_weight": weight}), batch(method="coca"), parts)
+
+    none, whole, some = found(0.0), found(1.0), found(0.3, parts)
+    expected = 0.3 * some.pop("loss:pair") + 2 * some.pop("loss:caption")
+    torch.testing.assert_close(some.pop("loss:loss"), expected, rtol=0, atol=1e-12)
+    for name, value in some.items():
+        expected = 0.3 * whole[name] + 0.7 * none.get(name, torch.zeros_like(value))
+        torch.testing.assert_close(value, expected, rtol=0, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_without_a_pair_loss_the_head_stays(parts: int) -> None:
+    made = learner("coca", {"contrast_weight": 0.0})
+    before = {name: p.detach().clone() for name, p in made.named_parameters()}
+    optimizer = Optimizer(made, OptimConfig(weight_decay=0.5), steps=10)
+    losses = gradients(made, batch(method="coca"), parts)
+    optimizer.step(5)
+    assert losses["loss:pair"] == 0
+    torch.testing.assert_close(losses["loss:loss"], 2 * losses["loss:caption"])
+    moved = {name for name, p in made.named_parameters() if not torch.equal(before[name], p)}
+    assert moved == {name for name in before if ".head." not in name}
+
+
+def test_who_writes_captions_sees_whole_ones() -> None:
+    dropped = {name: default_recipe(name, "tiny", ("photos",)).data.augment.drop_words for name in ("clip", "sycoca")}
+    assert dropped == {"clip": 0.1, "sycoca": 0.0}

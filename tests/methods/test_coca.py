@@ -253,18 +253,6 @@ def test_weights_and_micro_batches(weight: float) -> None:
     assert all("image_pool.attentional" in name for name in head) == (weight == 0)
 
 
-@pytest.mark.parametrize("pool", ["cls", "attentional"])
-@pytest.mark.parametrize(
-    "method",
-    ["siglip+caption", "llip+caption", "coca+contextual", "coca+gaussian", "siglip+gaussian+caption", "clip-c+caption"],
-)
-def test_any_causal_method_may_write(method: str, pool: Any) -> None:
-    shape = small()
-    coca = made(method, shape=replace(shape, head=replace(shape.head, image_pool=pool, pool_width=24, pool_heads=2)))
-    assert backward(coca, [pairs(coca.model, CAPTIONS)])["caption"].isfinite()
-    assert not [n for n, p in coca.model.named_parameters() if p.requires_grad and p.grad is None]
-
-
 def test_texts_end_in_a_class_token_where_the_last_is_read() -> None:
     def extra(method: str, shape: ModelConfig, **said: Any) -> tuple[str, ...]:
         return preset(method, said).shape(shape).text.extra_tokens

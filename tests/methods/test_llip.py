@@ -21,7 +21,6 @@ from kiloword.losses.pairs import sigmoid_loss
 from kiloword.methods.llip import scores as mixing
 from kiloword.methods.llip.scores import ScoreForm, cosine
 from kiloword.methods.method import annotated
-from kiloword.methods.registry import preset
 from kiloword.verify import suite
 from kiloword.verify.batch import MethodChoice, batch
 from literal import CAPTIONS, pairs, small
@@ -166,20 +165,6 @@ def test_the_gram_form_is_cut_in_any_way_too() -> None:
     for way, permute in ((suite.Way(), True), (suite.Way(micro=4), False), (suite.Way(chunk=3), False)):
         found = suite.gradients(gram, way, permute)
         assert all(float((found[name] - value).abs().max()) < 1e-10 for name, value in reference.items())
-
-
-def test_any_method_can_take_the_pooling() -> None:
-    """Scale, limit and bias stay; at a size whose own pool reads the class token too."""
-    mix = model("clip+contextual", {"contextual": {"k": 4}}, size(head__image_pool="cls"))
-    assert preset("clip+contextual").pair_loss is preset("clip").pair_loss
-    assert mix.head.bias is None
-    assert mix.config.image.extra_tokens == 4
-    mix.head.log_scale.data.fill_(9.0)
-    mix.head.clamp_()
-    assert mix.head.log_scale.exp().item() == pytest.approx(100.0)
-    score = mix.score(*encoded(mix))
-    assert score.shape == (16, len(batch().texts))
-    assert float(score.detach().abs().max()) <= 1 + 1e-5
 
 
 FORMS: tuple[ScoreForm, ...] = ("direct", "gram")

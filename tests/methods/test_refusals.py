@@ -168,53 +168,26 @@ def refusal(method: str) -> str | None:
     return None
 
 
-OWN = """
-from dataclasses import replace
-from kiloword.methods import siglip
-from kiloword.types import Pairs
-
-def good():
-    return replace(siglip.preset(siglip.Settings()), name="good")
-
-def bare(settings):
-    return good()
-
-def number():
-    return 3
-
-def positives(pairs: Pairs):
-    return good()
-
-def undefined(settings: "Nowhere"):
-    return good()
-
-part = 3
-"""
-
-
 @pytest.mark.parametrize(
     ("name", "word"),
     [
-        ("own:bare", "'settings'"),
-        ("own:positives", "Pairs"),
-        ("own:undefined", "'settings'"),
-        ("own:number", "Method"),
-        ("own:missing", "'missing'"),
-        ("siglip+own:part", "Component"),
-        ("siglip+own:missing", "own:missing"),
-        ("own:good", ""),
+        ("own_methods:bare", "'settings'"),
+        ("own_methods:of_pairs", "Pairs"),
+        ("own_methods:undefined", "'settings'"),
+        ("own_methods:number", "Method"),
+        ("own_methods:missing", "'missing'"),
+        ("siglip+own_methods:number", "Component"),
+        ("siglip+own_methods:missing", "own_methods:missing"),
     ],
 )
-def test_a_user_s_own_is_found_in_the_working_folder_or_refused(
-    name: str, word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The path is that of the installed command, which does not look there."""
-    (tmp_path / "own.py").write_text(OWN)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [p for p in sys.path if p])
-    monkeypatch.delitem(sys.modules, "own", raising=False)
-    if not word:
-        assert preset(name).name == "good"
-        return
+def test_what_is_no_method_of_a_user(name: str, word: str) -> None:
     with pytest.raises(ValueError, match=word):
         preset(name)
+
+
+def test_a_method_of_a_user_is_found_in_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The path is that of the installed command, which does not look there."""
+    (tmp_path / "mine.py").write_text("from own_methods import flat as method")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p])
+    assert preset("mine:method").contrasts.keys() == {"texts"}
