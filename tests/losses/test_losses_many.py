@@ -13,8 +13,7 @@ from torch import Tensor
 
 from kiloword.config.recipes import OptimConfig
 from kiloword.losses.many import Balanced, supcon_loss
-from kiloword.losses.pairs import Blocks, sigmoid_loss, softmax_loss
-from kiloword.methods.defaults import default_recipe
+from kiloword.losses.pairs import sigmoid_loss, softmax_loss
 from kiloword.training.optimizer import Optimizer
 from kiloword.types import Features, PairBlocks, Pairs, Positives, Total
 from kiloword.verify.batch import batch
@@ -143,16 +142,6 @@ def test_supcon_of_one_text_an_image_is_clip_s_loss_and_finite(loss: Any) -> Non
     assert torch.autograd.grad(total.sum, images["vec"])[0].isfinite().all()
 
 
-def test_balanced_positives_of_a_text_sum_to_one() -> None:
-    images, texts = {"vec": units(6, 6)}, {"vec": units(4, 6, seed=1)}
-    pairs: Blocks = blocks(cosine(), images, texts, 4)
-    bound, sums = Balanced(POSITIVES["many"]).bind(pairs), torch.zeros(4, dtype=torch.float64)
-    for rows, columns in pairs.blocks():
-        sums[columns] += bound(pairs.block(rows, columns)).sum(0)
-    assert sums.tolist() == pytest.approx([1, 1, 1, 1])
-    assert float(bound(pairs.block(slice(0, 1), slice(0, 1)))) == 0.5  # images 0 and 3 share it
-
-
 @pytest.mark.parametrize("parts", [1, 4])
 def test_losses_and_gradients_are_linear_in_the_weight(parts: int) -> None:
     def found(weight: float, parts: int = 1) -> Any:
@@ -177,8 +166,3 @@ def test_without_a_pair_loss_the_head_stays(parts: int) -> None:
     torch.testing.assert_close(losses["loss:loss"], 2 * losses["loss:caption"])
     moved = {name for name, p in made.named_parameters() if not torch.equal(before[name], p)}
     assert moved == {name for name in before if ".head." not in name}
-
-
-def test_who_writes_captions_sees_whole_ones() -> None:
-    dropped = {name: default_recipe(name, "tiny", ("photos",)).data.augment.drop_words for name in ("clip", "sycoca")}
-    assert dropped == {"clip": 0.1, "sycoca": 0.0}

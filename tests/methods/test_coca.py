@@ -157,14 +157,6 @@ def test_captions_that_are_predicted_all_at_once(method: str, said: dict[str, An
     assert_equal(coca, term(coca, "caption", batch), torch.stack(losses).sum())
 
 
-def test_a_share_of_0_is_word_by_word_and_draws_differ_by_image() -> None:
-    values = []
-    for share in (0.0, 1e-9):
-        coca = made("coca", {"parallel": share})
-        values.append(term(coca, "caption", pairs(coca.model, CAPTIONS)))
-    assert torch.equal(*values)
-
-
 def test_cappa_trains_captions_alone() -> None:
     cappa = made("cappa")
     report = backward(cappa, pairs(cappa.model, CAPTIONS).split(2))
@@ -197,15 +189,6 @@ def test_a_word_sees_what_is_before_it(method: str, extra: int) -> None:
     term(coca, "caption", batch)
     said = [ids[: len(ids) - extra] for ids in captions_of(batch.texts)]
     assert read_by(coca, batch, out[0]) == [set(ids[:j]) for ids in said for j in range(1, len(ids))]
-
-
-def test_a_caption_all_at_once_sees_no_word() -> None:
-    coca, out = made("coca", {"parallel": 1.0}), list[Tensor]()
-    batch = pairs(coca.model, [[[9, 30, 17, 40]], [[50]]])
-    coca.model.more["text_decoder"].register_forward_hook(lambda *args: out.append(args[-1]))
-    term(coca, "caption", batch)
-    mask = coca.model.config.text.special["mask"]
-    assert all(ids == {mask} for ids in read_by(coca, batch, out[0]))
 
 
 @pytest.mark.parametrize("stem", ["linear", "conv"])

@@ -115,13 +115,6 @@ def test_texts_of_another_image_as_one_are_the_mean_over_all_draws_of_one() -> N
     assert not [name for name, _ in flair.named_parameters() if "whole" in name]
 
 
-def test_attention_of_a_text_goes_to_patches_and_to_nothing() -> None:
-    flair, some = model("flair"), batch(method="flair")
-    weights = flair.head.explain(flair.encode_image(some.images)[1], flair.encode_text(some.texts)[1])
-    assert weights.shape == (16, len(some.texts), 8, (flair.config.image.size // flair.config.image.patch) ** 2)
-    assert 0 < float(weights.detach().sum(-1).max()) < 1
-
-
 def test_a_model_scores_explains_and_classifies(tmp_path: Path) -> None:
     matcher = kiloword.load(model_folder(tmp_path / "m", "flair"))
     pixels = torch.randint(0, 256, (3, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))

@@ -21,8 +21,7 @@ from kiloword.losses.pairs import sigmoid_loss
 from kiloword.methods.llip import scores as mixing
 from kiloword.methods.llip.scores import ScoreForm, cosine
 from kiloword.methods.method import annotated
-from kiloword.verify import suite
-from kiloword.verify.batch import MethodChoice, batch
+from kiloword.verify.batch import batch
 from literal import CAPTIONS, pairs, small
 from parts import Largest, agree, blocks, drawn, learner, losses, model, size
 
@@ -158,15 +157,6 @@ def test_shortlist_vector_is_the_equal_mixture_and_tokens_are_projected() -> Non
     assert head.project_text_tokens(tokens).shape == (3, K + 4, DIM)
 
 
-def test_the_gram_form_is_cut_in_any_way_too() -> None:
-    """Models as small as those of the conformity suite would never choose it."""
-    direct, gram = (MethodChoice("llip", {"form": form, "k": 3, "heads": 4}) for form in ("direct", "gram"))
-    reference = suite.gradients(direct)
-    for way, permute in ((suite.Way(), True), (suite.Way(micro=4), False), (suite.Way(chunk=3), False)):
-        found = suite.gradients(gram, way, permute)
-        assert all(float((found[name] - value).abs().max()) < 1e-10 for name, value in reference.items())
-
-
 FORMS: tuple[ScoreForm, ...] = ("direct", "gram")
 Inputs = tuple[Tensor, ...]
 
@@ -263,19 +253,6 @@ def test_nothing_of_pairs_times_dimensions_is_ever_made(form: ScoreForm, monkeyp
     with Largest() as seen:  # the watch itself: all at once does make them
         sigmoid_loss(blocks(head, images, texts, 512), annotated).sum.backward()
     assert seen.numbers >= 64 * 512 * 128
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_blocks_do_not_change_the_loss(form: ScoreForm) -> None:
-    """Three ways to cut the same pairs, against autograd through the whole score."""
-    head, images, texts = pairs_of(form, 6, 11, 4)
-    leaves = [images["keys"], images["values"], texts["vec"], texts["query"], head.log_scale, head.pooling.out.weight]
-    found = []
-    for chunk in (0, 3, 5):
-        loss = sigmoid_loss(blocks(head, images, texts, chunk), annotated).sum
-        found.append([loss, *torch.autograd.grad(loss, leaves)])
-    for other in found[1:]:
-        torch.testing.assert_close(other, found[0], rtol=0, atol=1e-12)
 
 
 def test_explain_gives_the_weights_of_the_mixture() -> None:

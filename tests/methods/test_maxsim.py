@@ -16,7 +16,6 @@ from kiloword.distributed.device import simulated
 from kiloword.evaluation.retrieval.shortlist import shortlisted
 from kiloword.methods.maxsim import scores
 from kiloword.methods.maxsim.scores import Sides
-from kiloword.model.heads import unit
 from kiloword.model.image import extra
 from kiloword.types import Features
 from kiloword.verify.batch import batch
@@ -90,14 +89,6 @@ def test_nothing_larger_than_a_tile_is_made(monkeypatch: pytest.MonkeyPatch) -> 
     assert seen.numbers < images * texts * patches * words // 40
     rows, columns = scores.block(196, 32, "cuda")
     assert rows * columns * (196 + 32) <= scores.SAVED["cuda"]
-
-
-def test_vectors_of_shortlists_are_means() -> None:
-    _, _, features = encoded()
-    torch.testing.assert_close(features.images["vec"], unit(features.images["patches"].mean(1)))
-    words = features.texts["words"][1, :3]  # the start, one word and the end
-    torch.testing.assert_close(features.texts["vec"][1], unit(words.mean(0)))
-    assert not features.images["vec"].requires_grad
 
 
 @pytest.mark.parametrize("settings", [{"sides": "text"}, {}])

@@ -17,7 +17,6 @@ from kiloword.methods.coca.masking import MaskSettings, countable, similarity
 from kiloword.methods.registry import preset
 from kiloword.model.attention import Packing
 from kiloword.models.build import build
-from kiloword.randomness import uniform
 from kiloword.training.accumulate import backward
 from kiloword.training.optimizer import Optimizer
 from kiloword.types import Batch, Texts
@@ -123,23 +122,6 @@ def test_how_many(share: float, n: int) -> None:
     assert masking.number(share, 16) == n
 
 
-def test_random_masks_are_an_image_s_own() -> None:
-    """Whatever stands beside it, in whichever micro-batch; captions and images are masked apart."""
-    batch = pairs(made("sycoca").model, CAPTIONS)
-    whole = masking.noise(batch, "mim.mask", 16)
-    assert torch.equal(whole, torch.cat([masking.noise(piece, "mim.mask", 16) for piece in batch.split(4)]))
-    assert torch.equal(whole, uniform(batch.seeds, "mim.mask", 16))
-    assert not torch.equal(whole, masking.noise(batch, "caption.mask", 16))
-
-
-def test_terms_of_other_settings_have_scores_of_their_own() -> None:
-    sycoca = made("clip+caption+mim", {"caption": {"caption_mask": "attentive"}, "mim": {"similarity": "dot"}})
-    batch = pairs(sycoca.model, CAPTIONS)
-    encoded = sycoca.encode(batch)
-    for name in ("caption", "mim"):
-        assert torch.equal(term(sycoca, name, batch, encoded), term(sycoca, name, batch))
-
-
 # Masked images
 
 
@@ -220,16 +202,6 @@ def test_paint_does_not_see_hidden_patches(mask: str, op: str, stem: Any) -> Non
     (by_pixel,) = torch.autograd.grad(found.sum(), given)
     by_patch = by_pixel.abs().unfold(2, 8, 8).unfold(3, 8, 8).sum((1, 4, 5)).flatten(1)
     assert torch.equal(by_patch == 0, masking.as_bool(hidden, 16))
-
-
-@pytest.mark.parametrize("guide", ["text", "none"])
-def test_guides(guide: str) -> None:
-    """What is painted depends on the caption's every token where it guides, and else on none."""
-    sycoca = made("sycoca", {"guide": guide, "mim_mask": "random"})
-    batch, tokens = pairs(sycoca.model, [[[9, 30]], [[40]]]), sycoca.model.text_tower.tokens
-    (found,) = torch.autograd.grad(term(sycoca, "mim", batch), tokens, allow_unused=True)
-    read = set() if found is None else set(found.abs().sum(1).nonzero()[:, 0].tolist())
-    assert read == (set(batch.texts.ids.tolist()) if guide == "text" else set())
 
 
 def passes(sycoca: Any) -> tuple[list[int], list[int]]:
