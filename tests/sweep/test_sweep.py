@@ -182,7 +182,7 @@ REFUSED = [
     ([], "sweep needs a setting to vary: --vary SETTING=VALUE,VALUE"),
     (["--vary", "settings.k=1", "--seeds", "0"], "--seeds is 0: expected 1 to 1000"),
     (["--vary", "settings.k=1", "--seed", "x"], "--seed is 'x': expected a whole number"),
-    (["--vary", "settings.k=1", "--eval", "zeroshoot=scenes"], "--eval zeroshoot=scenes: unknown task 'zeroshoot'"),
+    (["--vary", "settings.k=1", "--eval", "zeroshoot=scenes"], "unknown task 'zeroshoot'"),
     (["--vary", "settings.k=1", "--eval", "zeroshot=scenes:test"], "has no class names"),
     (["--vary", "settings.k=1", "--eval", "no/such"], "no/such: no such file or folder"),
 ]

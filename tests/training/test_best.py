@@ -226,7 +226,7 @@ def test_credentials_of_data_are_not_kept() -> None:
 
 REFUSED: list[tuple[list[str], str]] = [
     (["--val", "zeroshoot=scenes"], "zeroshoot"),
-    (["--val", "zeroshot="], "names no data"),
+    (["--val", "zeroshot="], "zeroshot="),
     (["--val", "probe=scenes?task=colour"], "probe"),
     (["--val", "caption=scenes:test?n=8"], "has no text decoder"),
     (["--val", "scenes:test?n=8", "zeroshot=scenes:test?n=9"], "no class names"),

@@ -111,21 +111,18 @@ class Best:
 
     def keep(self) -> None:
         """Copy OUT/model, which must be of the best step, to OUT/best. A collective. Raises: SaveError on all ranks."""
-        problems = [] if collectives.rank() else self._copy()
+        problems = []
+        if collectives.rank() == 0:
+            try:
+                for name in MODEL:
+                    with (self.out / "model" / name).open("rb") as model, atomic(self.out / "best" / name) as file:
+                        shutil.copyfileobj(model, file)
+                values = {"metric": self.metric, "step": self.step, "value": self.value}
+                write_json(self.out / "best" / "best.json", values)
+            except (OSError, SaveError) as e:
+                problems.append(str(e))
         if problems := collectives.all_lists(problems):
             raise SaveError(problems[0])
-
-    def _copy(self) -> list[str]:
-        """Write the files, `best.json` last. Returns: what went wrong."""
-        try:
-            for name in MODEL:
-                with (self.out / "model" / name).open("rb") as model, atomic(self.out / "best" / name) as file:
-                    shutil.copyfileobj(model, file)
-            values = {"metric": self.metric, "step": self.step, "value": self.value}
-            write_json(self.out / "best" / "best.json", values)
-        except (OSError, SaveError) as e:
-            return [str(e)]
-        return []
 
     def __str__(self) -> str:
         best = "none" if self.step is None else f"{self.value:.4g} after step {self.step}, in {self.out / 'best'}"

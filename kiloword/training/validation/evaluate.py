@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from kiloword.api import Matcher
 from kiloword.data.edits import Selection
 from kiloword.data.stored import WithTokens
 from kiloword.distributed import collectives
@@ -17,11 +18,9 @@ from kiloword.distributed.sharing import alone, gathered, lockstep, sharing
 from kiloword.errors import count
 from kiloword.evaluation.task import TOKEN_TASKS
 from kiloword.stores.tokens import FoundImages, ImageTokens, TextTokens, TokenizerWithTokens, opened
+from kiloword.training.run import Run
 from kiloword.training.validation.sets import LOCKSTEP, ValSet, judged, prefix
 from kiloword.watch.curves import MAIN
-
-if TYPE_CHECKING:
-    from kiloword.training.run import Run
 
 FEW = 16  # rows of each set that are evaluated before the first step
 
@@ -52,8 +51,6 @@ def validate(run: Run) -> dict[str, float]:
 
 
 def _metrics(run: Run, sets: Sequence[ValSet]) -> dict[str, float]:
-    from kiloword.api import Matcher
-
     values: dict[str, float] = {}
     with _evaluating(run):
         images, texts = [], []

@@ -8,21 +8,19 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from kiloword.api import Matcher
 from kiloword.config.recipes import Recipe
 from kiloword.data.open import open_source
 from kiloword.data.reading import captions_at
+from kiloword.evaluation import evaluate, find
+from kiloword.evaluation.caption import CaptionOptions
 from kiloword.methods.registry import preset
 from kiloword.types import BadSample, Source
 
-if TYPE_CHECKING:
-    from kiloword.api import Matcher
-
 TRIED = 32  # rows searched for captions
 LOCKSTEP = ("retrieval", "zeroshot", "vqa")  # tasks whose ranks can share the work on a sharded model
-NEED_MORE = {"probe": "a training set: evaluate a state by `kiloword eval probe OUT --train SRC`"}
-ENDINGS = (".tar", ".csv", ".tsv", ".parquet", ".json", ".jsonl")  # of files, left off in names
 
 
 @dataclass(frozen=True)
@@ -51,44 +49,25 @@ def open_sets(words: Sequence[str], asks: bool, size: int | None, flag: str) -> 
     """The data sets that SRC or TASK=SRC name, and the tasks to evaluate them by.
 
     Args: asks: whether the method answers questions; size: of drawn images in pixels; flag: for messages.
-    Raises: ValueError for an unknown task, one set twice, and as `open_source`.
+    Raises: ValueError for an unknown task, one set twice, data without captions or classes, and as `open_source`.
     """
-    opened = []
-    for task, src in [_parsed(word, flag) for word in words]:
+    sets, sources = list[tuple[str, str]](), list[Source]()
+    for word in words:
+        task, _, src = word.partition("=")
+        if src and re.fullmatch(r"[A-Za-z][\w+-]*", task) and not Path(word).exists():
+            find(task)
+        else:
+            task, src = "", word
         source = open_source(src, size=size)
-        task = task or _task_of(source, asks)
+        classes = getattr(source, "classnames", None)
+        task = task or ("vqa" if asks else "zeroshot" if classes and not _has_captions(source) else "retrieval")
         if task in ("retrieval", "caption") and not _has_captions(source):
             raise ValueError(f"{flag} {src}: no caption in the rows that were tried. Name another task by TASK=SRC.")
-        if task == "zeroshot" and not getattr(source, "classnames", None):
+        if task == "zeroshot" and not classes:
             raise ValueError(f"{flag} {src} has no class names: put classnames.txt in its folder or the one above.")
-        opened.append((task, src, source))
-    names = set_names([(task, src) for task, src, _ in opened], flag)
-    return [ValSet(name, task, source) for name, (task, _, source) in zip(names, opened, strict=True)]
-
-
-def _parsed(word: str, flag: str) -> tuple[str | None, str]:
-    """The task that a word names, if any, and its SRC."""
-    task, _, src = word.partition("=")
-    if task == word or not re.fullmatch(r"[A-Za-z][\w+-]*", task) or Path(word).exists():
-        return None, word
-    from kiloword.evaluation import find
-
-    try:
-        find(task)
-    except ValueError as e:
-        raise ValueError(f"{flag} {word}: {e} Expected SRC or TASK=SRC.") from None
-    if task in NEED_MORE:
-        raise ValueError(f"{flag} {word}: {task} needs {NEED_MORE[task]}.")
-    if not src:
-        raise ValueError(f"{flag} {word} names no data: expected TASK=SRC, such as {task}=photos/dev.")
-    return task, src
-
-
-def _task_of(source: Source, asks: bool) -> str:
-    """The task of a source that names none. Args: asks: whether the method of the run answers questions."""
-    if asks:
-        return "vqa"
-    return "zeroshot" if getattr(source, "classnames", None) and not _has_captions(source) else "retrieval"
+        sets.append((task, src))
+        sources.append(source)
+    return [ValSet(*one) for one in zip(set_names(sets, flag), [task for task, _ in sets], sources, strict=True)]
 
 
 def _has_captions(source: Source) -> bool:
@@ -112,7 +91,7 @@ def set_names(sets: Sequence[tuple[str, str]], flag: str) -> list[str]:
 
 
 def _told_apart(sources: Sequence[str]) -> list[str]:
-    plain = [_without_ending(src.partition("?")[0].rstrip("/")) for src in sources]
+    plain = [re.sub(r"\.(tar|csv|tsv|parquet|jsonl?)$", "", src.partition("?")[0].rstrip("/")) for src in sources]
     for parts in range(1, 1 + max((path.count("/") for path in plain), default=0)):
         names = ["/".join(path.split("/")[-parts:]) for path in plain]
         if len(set(names)) == len(names):
@@ -120,15 +99,8 @@ def _told_apart(sources: Sequence[str]) -> list[str]:
     return [path if plain.count(path) == 1 else src for path, src in zip(plain, sources, strict=True)]
 
 
-def _without_ending(path: str) -> str:
-    return next((path.removesuffix(end) for end in ENDINGS if path.endswith(end)), path)
-
-
 def judged(matcher: Matcher, one: ValSet, train: Source) -> dict[str, float]:
     """The metrics of one set that its task prints. Args: train: training data, for the answers that vqa may give."""
-    from kiloword.evaluation import evaluate, find
-    from kiloword.evaluation.caption import CaptionOptions
-
     options: dict[str, Any] = {}
     if one.task == "vqa" and not hasattr(one.source, "answers"):
         options["train"] = train
