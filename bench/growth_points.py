@@ -36,8 +36,8 @@ from kiloword.data.tar import open_tars as open_all
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.data.transforms.mix import Compose
 from kiloword.data.transforms.settings import ComposeSettings
+from kiloword.losses.pertext import PairSizes, choose
 from kiloword.methods.fff.preset import Mined
-from kiloword.methods.llip.scores import PairSizes, choose
 from kiloword.mining import analyses, calibrate, pairs
 from kiloword.mining.corpus import Corpus
 from kiloword.randomness import Draw

@@ -25,10 +25,10 @@ from torch import Tensor
 
 from kiloword.config.recipes import sizes
 from kiloword.losses.pairs import Blocks, sigmoid_loss
-from kiloword.methods.llip.pooling import Contextual, ContextualSettings, tokens
-from kiloword.methods.llip.scores import PairSizes, choose
+from kiloword.losses.pertext import choose
+from kiloword.methods.llip import Contextual, ContextualSettings, with_tokens
 from kiloword.methods.method import annotated
-from kiloword.model.heads import Head
+from kiloword.model.heads import Head, Scale
 from kiloword.model.model import initialise
 from kiloword.types import Features
 
@@ -43,7 +43,7 @@ def make(args: argparse.Namespace, images: int, texts: int, dtype: torch.dtype, 
     size = sizes()["debug"]
     config = replace(size, head=replace(size.head, dim=args.dim))
     mixture = ContextualSettings(k=args.k, heads=args.heads, form="gram" if form == "gram" else "direct")
-    head = Head(Contextual(tokens(config, mixture), mixture), scale=10.0, bias=-10.0)
+    head = Head(Contextual(with_tokens(config, mixture), mixture), scale=Scale(10.0, -10.0))
     initialise(head, 0)
     head.to(args.device, dtype)
     image_features, text_features = features(args, images, texts, dtype)
@@ -137,7 +137,7 @@ def compare(args: argparse.Namespace, texts: int) -> dict[str, float | str | Non
             if n:  # the first warms up
                 times[form].append(took)
     middle = {form: statistics.median(t) for form, t in times.items()}
-    auto = choose(PairSizes(args.k, args.heads, args.dim), texts)
+    auto = choose((args.k, args.heads, args.dim // args.heads), texts)
     over = {f: round(statistics.median(a / b for a, b in zip(times[f], times["gram"], strict=True)), 2) for f in forms}
     return {
         "texts": texts,

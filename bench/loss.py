@@ -26,7 +26,7 @@ from kiloword.config.recipes import sizes
 from kiloword.losses.many import Balanced, supcon_loss
 from kiloword.losses.pairs import Blocks, sigmoid_loss, softmax_loss
 from kiloword.methods.method import annotated
-from kiloword.methods.pcmepp.matching import matching_loss
+from kiloword.methods.pcmepp import matching_loss
 from kiloword.methods.registry import preset
 from kiloword.model.heads import Head
 from kiloword.model.model import initialise

@@ -27,11 +27,11 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parent))
 from kiloword.config.recipes import ModelConfig, sizes
 from kiloword.losses.pairs import Blocks, sigmoid_loss
+from kiloword.methods.filip import MaxSim, MaxSimSettings
 from kiloword.methods.flair import Attended
-from kiloword.methods.llip.pooling import Contextual, ContextualSettings, tokens
-from kiloword.methods.maxsim.pooling import MaxSim, MaxSimSettings
+from kiloword.methods.llip import Contextual, ContextualSettings, with_tokens
 from kiloword.methods.method import annotated
-from kiloword.model.heads import Cosine, Head
+from kiloword.model.heads import Head, Pooling, Scale
 from kiloword.model.model import initialise
 from kiloword.types import Features
 
@@ -49,7 +49,7 @@ def pooling_of(name: str, args: argparse.Namespace) -> Any:
     if name == "flair":
         return Attended(wide, args.heads)
     mixture = ContextualSettings(k=args.k, heads=args.heads, form="gram" if "gram" in name else "direct")
-    return Cosine() if name == "cosine" else Contextual(tokens(wide, mixture), mixture)
+    return Pooling() if name == "cosine" else Contextual(with_tokens(wide, mixture), mixture)
 
 
 def features(name: str, args: argparse.Namespace, images: int, texts: int) -> tuple[Features, Features]:
@@ -78,7 +78,7 @@ def features(name: str, args: argparse.Namespace, images: int, texts: int) -> tu
 
 def make(name: str, args: argparse.Namespace, images: int, texts: int, stored: bool = False) -> Run:
     """One contestant. Args: stored: all products of patches and words held at once, by plain autograd."""
-    head = Head(pooling_of(name, args), scale=10.0, bias=-10.0)
+    head = Head(pooling_of(name, args), scale=Scale(10.0, -10.0))
     initialise(head, 0)
     head.to(args.device)
     image, text = features(name, args, images, texts)

@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 sys.path.insert(0, str(Path(__file__).parent))
 from kiloword.config.recipes import sizes
-from kiloword.methods.coca.captioning import CHUNK, word_loss
+from kiloword.methods.coca.coca import CHUNK, word_loss
 from kiloword.model.attention import Packing
 from kiloword.model.decoder import TextDecoder
 from kiloword.model.image import grid

@@ -317,10 +317,24 @@ class Pairs:
 
 
 Positives = Callable[[Pairs], Tensor]
-"""How far the pairs of a block match: [i, t] in [0, 1].
+"""How far the pairs of a block match: [i, t] in [0, 1]."""
 
-Positives that depend on all pairs also have `bind(blocks) -> Positives`, called once per step.
-"""
+
+class Rule:
+    """Base of positives that depend on all pairs, or that are mined."""
+
+    @property
+    def mined(self) -> bool:
+        """Whether to log the share of pairs that match without being annotated."""
+        return False
+
+    def bind(self, pairs: PairBlocks) -> Positives:
+        """The positives of these pairs, once per step."""
+        return self
+
+    def __call__(self, pairs: Pairs) -> Tensor:
+        """[i, t] in [0, 1]."""
+        raise NotImplementedError
 
 
 @dataclass
@@ -342,7 +356,7 @@ class PairBlocks(Protocol):
         """Rows and columns of every block."""
 
     def beside(self, name: str) -> PairBlocks:
-        """The same pairs, scored by the auxiliary head that is the attribute `name` of the model's head."""
+        """The same pairs with another score: a head inside the model's head, or a side of its pooling."""
 
     def row(self, name: str) -> Tensor:
         """A feature of the local images, [I, ...], without scoring anything."""

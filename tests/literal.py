@@ -224,7 +224,7 @@ def attentive(learner: Learner, batch: Batch, n: int, similarity: str = "cosine"
     head, extra = model.head, len(model.config.text.extra_tokens)
     patches = image_tokens(inputs(model, batch)[int(batch.image_of_text[n])], model)[-16:]
     words = text_tokens(ids, model)[: len(ids) - extra]
-    return scores(head.project_image_tokens(patches), head.project_text_tokens(words), similarity)
+    return scores(head.pooling.project_image_tokens(patches), head.pooling.project_text_tokens(words), similarity)
 
 
 def assert_equal(learner: Learner, fast: Tensor, slow: Tensor) -> None:

@@ -7,23 +7,22 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from kiloword.config.settings import BaseSettings, setting
 from kiloword.losses.pairs import sigmoid_loss
-from kiloword.methods.method import Component, Method, annotated, follow
+from kiloword.methods.method import Component, Contrast, Method, Part, Term, annotated, follow
 from kiloword.methods.registry import preset as built_in
-from kiloword.model.heads import cosine_head
+from kiloword.model.heads import Head, Pooling, Scale
 from kiloword.model.image import ImageTower
 from kiloword.types import Input, Pairs, Total
 
 
-class Texts(nn.Module):
+class Texts(Contrast):
     """Captions against captions of the same image."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__()
-        self.head = cosine_head(5.0, bias=-1.0)
+        self.head = Head(Pooling(), scale=Scale(5.0, -1.0))
 
     def features(self, model: Any, batch: Any, encoded: Any) -> Any:
         return {"vec": encoded.texts["vec"]}, {"vec": encoded.texts["vec"]}
@@ -32,8 +31,11 @@ class Texts(nn.Module):
         return sigmoid_loss(pairs, annotated)
 
 
-class Norms(nn.Module):
+class Norms(Term):
     """A term without a meaning."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
 
     def count(self, batch: Any) -> Any:
         return batch.position.new_full((), len(batch))
@@ -42,20 +44,9 @@ class Norms(nn.Module):
         return encoded.images["vec"].sum()
 
 
-class Headless(Texts):
-    def __init__(self) -> None:
-        super().__init__()
-        del self.head
-
-
 class Three(Texts):
     def features(self, model: Any, batch: Any, encoded: Any) -> Any:
         return {"vec": encoded.texts["vec"][:3]}, {"vec": encoded.texts["vec"]}
-
-
-class Unnamed(Texts):
-    def features(self, model: Any, batch: Any, encoded: Any) -> Any:
-        return {"vector": encoded.texts["vec"]}, encoded.texts
 
 
 class Summed(Texts):
@@ -114,20 +105,18 @@ class Distilled(Texts):
     """With a teacher that follows the image tower."""
 
     def __init__(self, config: Any) -> None:
-        super().__init__()
+        super().__init__(config)
         self.teacher = ImageTower(config.image).requires_grad_(False)
         self.register_buffer("seen", torch.zeros(()))
 
-
-def after(learner: Any, step: int) -> None:
-    contrast = learner.contrasts["texts"]
-    follow(contrast.teacher, learner.model.image_tower, 0.9 if step else 0.0)
-    contrast.seen += step
+    def after_step(self, model: Any, step: int, done: float) -> None:
+        follow(self.teacher, model.image_tower, 0.9 if step else 0.0)
+        self.seen += step
 
 
 def with_loss(slot: str, make: Any, weight: Any = 1.0, name: str = "texts") -> Method:
     """SigLIP with one further loss. Args: slot: "contrasts" or "terms"."""
-    changed: dict[str, Any] = {slot: {name: (weight, lambda config: make())}}
+    changed: dict[str, Any] = {slot: {name: (weight, Part(make))}}
     return replace(built_in("siglip"), **changed)
 
 
@@ -140,7 +129,7 @@ def flat() -> Method:
 
 
 def distilled() -> Method:
-    return replace(built_in("siglip"), contrasts={"texts": (1.0, Distilled)}, after_step=(after,))
+    return replace(built_in("siglip"), contrasts={"texts": (1.0, Part(Distilled))})
 
 
 def by_chance() -> Method:
@@ -158,7 +147,7 @@ class Settings(BaseSettings):
 
 
 def apply(method: Method, settings: Settings) -> Method:
-    return replace(method, contrasts={**method.contrasts, "texts": (settings.weight, lambda config: Texts())})
+    return replace(method, contrasts={**method.contrasts, "texts": (settings.weight, Part(Texts))})
 
 
 texts = Component("contrasts", "texts of an image are alike", Settings, apply)

@@ -21,7 +21,7 @@ from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.losses.pairs import Blocks
 from kiloword.methods.method import Method
 from kiloword.methods.registry import preset
-from kiloword.model.heads import cosine_head
+from kiloword.model.heads import Head, Pooling, Scale
 from kiloword.model.model import initialise
 from kiloword.models.build import build
 from kiloword.training.accumulate import backward
@@ -72,13 +72,12 @@ def gradients(made: Learner, some: Batch, parts: int = 1) -> dict[str, Tensor]:
 
 def after_step(made: Learner, steps: int) -> None:
     """What teachers, centres and counts do after a number of steps; 0: before the first."""
-    for change in made.method.after_step:
-        change(made, steps)
+    made.after_step(steps)
 
 
 def cosine(scale: float = 1.0, bias: float | None = None) -> Any:
     """A head of cosines of features that are made elsewhere, in double precision."""
-    made = cosine_head(scale, bias).double()
+    made = Head(Pooling(), scale=Scale(scale, bias)).double()
     initialise(made, 0)
     made.log_scale.data.fill_(math.log(scale))  # not rounded to single precision
     return made

@@ -309,7 +309,6 @@ def step(
                 passes = sum(watch.kernels.values())
                 report |= moving.step(n, report["loss"])
                 learner.model.head.clamp_()
-                for change in method.after_step:
-                    change(learner, n + 1)
+                learner.after_step(n + 1)
                 average.update(n)
     return Step(watch, passes, report, missing)

@@ -73,12 +73,12 @@ def test_a_pair_loss_without_its_derivative() -> None:
     exec(python("hinge.py"), example)
     method, batch = example["preset"](), verify_batch.batch()
     learner = Learner(build(verify_batch.config(), method), method)
-    inputs = learner.pair_inputs(learner.encode(batch), batch)
-    images, texts = inputs.rows, inputs.here()
+    inputs = learner.inputs(batch, learner.encode(batch))["pair"]
+    images, texts = inputs.rows, inputs.columns
     head = learner.model.head
     logits, matches = head.logits(head.score(images, texts)), images["position"][:, None] == texts["position"]
     expected = (1 - torch.where(matches, logits, -logits)).clamp(min=0).sum() / len(batch)
-    losses = learner.pair_loss(inputs)["pair"], expected
+    losses = learner.pair_losses({"pair": inputs})["pair"], expected
     gradients = [torch.autograd.grad(loss, head.log_scale, retain_graph=True) for loss in losses]
     torch.testing.assert_close(*losses)
     torch.testing.assert_close(*gradients)

@@ -130,11 +130,6 @@ def _range(low: float, high: float) -> str:
     return f"at least {low:g}" if high == UNLIMITED else f"{low:g} to {most}"
 
 
-def only(settings: Any, kind: type[T]) -> T:
-    """The fields of a method's settings that belong to one of its dataclasses."""
-    return kind(**{f.name: getattr(settings, f.name) for f in fields(kind)})  # type: ignore[arg-type]
-
-
 def read_config(path: Path, kind: type[T]) -> T:
     """Read and validate a JSON file as a settings dataclass. Raises: ValueError naming the file and the bad keys."""
     try:

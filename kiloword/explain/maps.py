@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from kiloword.methods.llip.pooling import OneVector
+from kiloword.methods.llip import OneVector
 from kiloword.model.attention import Packing
 from kiloword.model.blocks import CrossAttention, Keys, SelfAttention
 from kiloword.model.heads import Single
@@ -78,8 +78,8 @@ def explain(model: Model, pixels: Tensor, texts: Features, maps: Maps = "last") 
     if isinstance(pooling, Single):
         text_maps, about = single_maps(pooling, tokens, texts, attention, e)
         return Explanation(scores, text_maps, sides, about)
-    weights = at_least_float(model.head.explain(images, texts))
-    if of_patches := getattr(pooling, "attends_to_patches", ""):
+    weights = at_least_float(model.head.pooling.explain(images, texts))
+    if of_patches := pooling.attends_to_patches:
         return Explanation(scores, weights.mean(2), sides, of_patches)
     looks = token_maps(attention, e, weights.shape[-1])
     mixed = torch.einsum("itn,inp->itp", weights.mean(2), looks)

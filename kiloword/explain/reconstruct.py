@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kiloword.methods.coca import masked_images, masking
-from kiloword.methods.coca.captioning import CaptionSettings
-from kiloword.methods.coca.masked_images import MimSettings
+from kiloword.methods.coca import masking
+from kiloword.methods.coca import sycoca as masked_images
+from kiloword.methods.coca.coca import CaptionSettings
 from kiloword.methods.coca.masking import MaskSettings
+from kiloword.methods.coca.sycoca import MimSettings
 from kiloword.model.image import fold, grid, unfold
 from kiloword.model.pooling import at_least_float
 from kiloword.randomness import uniform

@@ -26,8 +26,9 @@ from kiloword.explain.reconstruct import (
     reconstruct,
 )
 from kiloword.explain.words import END, explain_words
-from kiloword.methods.coca import masked_images, masking
-from kiloword.methods.coca.masked_images import MimSettings
+from kiloword.methods.coca import masking
+from kiloword.methods.coca import sycoca as masked_images
+from kiloword.methods.coca.sycoca import MimSettings
 from kiloword.model.encoding import inference
 from kiloword.model.image import grid
 from kiloword.report.images import Pixels

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kiloword.explain.maps import attentions
 from kiloword.generation.decoding import writer
-from kiloword.methods.coca.captioning import decoded, prefixes
+from kiloword.methods.coca.coca import decoded, prefixes
 from kiloword.model.attention import Packing
 from kiloword.model.blocks import CrossAttention, Keys
 from kiloword.model.decoder import Layer, TextDecoder

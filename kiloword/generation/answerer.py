@@ -14,8 +14,8 @@ from kiloword.generation.captioner import Captioner
 from kiloword.generation.decoding import next_logits, table_of
 from kiloword.generation.options import GenerationOptions
 from kiloword.generation.rules import Trie
-from kiloword.methods.coca.answering import fused
-from kiloword.methods.coca.captioning import decoded
+from kiloword.methods.coca.coca import decoded
+from kiloword.methods.coca.vqa import fused
 from kiloword.model.decoder import DecoderMemory
 from kiloword.model.encoding import chunks, inference
 from kiloword.model.model import Model

@@ -19,7 +19,7 @@ from kiloword.interop import folder
 from kiloword.interop.folder import Imported, ImportReport
 from kiloword.interop.open_clip_config import raw_config, translate
 from kiloword.methods.registry import preset
-from kiloword.model.heads import Head, Single
+from kiloword.model.heads import Head, Scale, Single
 from kiloword.model.model import Model
 from kiloword.models.model_folder import check_fit
 from kiloword.terminal import say
@@ -127,8 +127,8 @@ def import_as(config: ModelConfig, origin: str, state: Mapping[str, Tensor], dec
     translated, unused = placed(state, coca)
     settings = {"decoder_depth": decoder_depth} if coca and decoder_depth != config.text.depth else {}
     with torch.device("meta"):
-        head = Head(Single(config), bias=0.0 if siglip else None)
-        towers = preset("coca", settings).towers if coca else {}
+        head = Head(Single(config), scale=Scale(bias=0.0 if siglip else None))
+        towers = preset("coca", settings).decoders if coca else {}
         expected = Model(config, head, {tower: make(config) for tower, make in towers.items()}).state_dict()
     unused += [translated.pop(ours)[0] for ours in list(translated) if ours not in expected]
     check_translated(origin, expected, translated, unused)

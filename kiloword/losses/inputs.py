@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from kiloword.distributed.collectives import rank, ranks
-from kiloword.distributed.gather import gather_features, row_counts
+from kiloword.distributed.gather import gather_features
 from kiloword.types import Features
 
 CONSTANT = "_features."  # in the names of precomputed features, which have no gradient
@@ -26,21 +25,12 @@ class LazyFeatures(dict[str, Tensor]):
     Args: ready: features that are there; later: makes one by its name, or raises KeyError.
     """
 
-    def __init__(self, ready: Mapping[str, Tensor], later: Callable[[str], Tensor] | None = None) -> None:
+    def __init__(self, ready: Mapping[str, Tensor], later: Callable[[str], Tensor]) -> None:
         super().__init__(ready)
         self.later = later
 
     def __missing__(self, name: str) -> Tensor:
-        try:
-            if self.later is None:
-                raise KeyError(name)
-            value = self.later(name)
-        except KeyError:
-            raise ValueError(
-                f"the loss reads {name!r}, which nothing provides: this batch has {', '.join(map(repr, self))}. "
-                "Precomputed features come from --features and the method's `needs`."
-            ) from None
-        self[name] = value
+        value = self[name] = self.later(name)
         return value
 
     def part(self, rows: slice, change: Callable[[str, Tensor], Tensor] = lambda _, x: x) -> LazyFeatures:
@@ -56,46 +46,31 @@ class PairInputs:
     rows: Features  # [R, ...] with "vec" and "position"
     columns: Features  # [C, ...] likewise, gathered over ranks with their gradients
     constants: Features = field(default_factory=dict)  # [C, ...] precomputed, gathered when a loss reads them
-    row_of_column: Tensor | None = None  # [C] int64: a column has the precomputed features of this row, too
 
     def gathered(self) -> LazyFeatures:
         """The columns of all ranks. A collective call, and so is the first reading of every constant."""
-        return LazyFeatures(gather_features(self.columns), self._gathered_constant)
 
-    def here(self) -> Features:
-        """The columns of this rank with all their constants."""
-        of = {} if self.row_of_column is None else {k: self.rows[k][self.row_of_column] for k in self._of_rows()}
-        return {**self.columns, **of, **self.constants}
+        def later(name: str) -> Tensor:
+            return gather_features({name: self._constant(name)})[name]
 
-    def _of_rows(self) -> list[str]:
-        return [name for name in self.rows if CONSTANT in name]
+        return LazyFeatures(gather_features(self.columns), later)
 
-    def _gathered_constant(self, name: str) -> Tensor:
-        if name in self.constants:
-            return gather_features({name: self.constants[name]})[name]
-        if self.row_of_column is None or CONSTANT not in name:
-            raise KeyError(name)
-        before = sum(row_counts(len(self.rows["position"]))[: rank()]) if ranks() > 1 else 0
-        row = gather_features({"row": self.row_of_column + before})["row"]
-        return gather_features({name: self.rows[name]})[name][row]
+    def _constant(self, name: str) -> Tensor:
+        if name not in self.constants:
+            there = ", ".join(map(repr, {**self.columns, **self.constants}))
+            raise ValueError(
+                f"the loss reads {name!r}, which nothing provides: this batch has {there}. Precomputed features come "
+                "from --features and the method's `needs`."
+            )
+        return self.constants[name]
 
     @staticmethod
     def join(parts: list[PairInputs]) -> PairInputs:
         """The inputs of several micro-batches as one, features as leaves of a new graph."""
-        first, ofs = parts[0], list[Tensor]()
-        before = 0
-        for part in parts if first.row_of_column is not None else ():
-            assert part.row_of_column is not None
-            ofs.append(part.row_of_column + before)
-            before += len(part.rows["position"])
-        return PairInputs(
-            _leaves([part.rows for part in parts]),
-            _leaves([part.columns for part in parts]),
-            _leaves([part.constants for part in parts]),
-            torch.cat(ofs) if ofs else None,
-        )
+        rows, columns, constants = zip(*((part.rows, part.columns, part.constants) for part in parts), strict=True)
+        return PairInputs(_leaves(rows), _leaves(columns), _leaves(constants))
 
 
-def _leaves(parts: list[Features]) -> Features:
+def _leaves(parts: Sequence[Features]) -> Features:
     whole = {k: torch.cat([p[k] for p in parts]) for k in parts[0]}
     return {k: v.requires_grad_() if learns(k, v) else v for k, v in whole.items()}

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from kiloword.distributed.collectives import sum_over_ranks
 from kiloword.losses.pairs import anchor_weights, log_sums, softmax_loss
-from kiloword.types import PairBlocks, Pairs, Positives, Total
+from kiloword.types import PairBlocks, Pairs, Positives, Rule, Total
 
 
 @dataclass(frozen=True)
-class Balanced:
+class Balanced(Rule):
     """Positives divided by their sum over the images of all ranks, so that those of each text sum to one.
 
     Without this, a text that matches half of the images ("a scene") outweighs specific texts. Texts without a positive
@@ -26,8 +26,7 @@ class Balanced:
 
     @property
     def mined(self) -> bool:
-        """Whether the positives are mined."""
-        return getattr(self.positives, "mined", False)
+        return isinstance(self.positives, Rule) and self.positives.mined
 
     def bind(self, pairs: PairBlocks) -> Balanced:
         """A copy with the sums over these pairs."""

@@ -71,12 +71,12 @@ class Blocks:
         """images: features of this rank, every value [I, ...] with "position" [I]; texts: features of all ranks,
         with the "position" [T] of the image of each text; chunk: rows and columns per block, 0: the head's choice."""
         column = torch.arange(len(texts["vec"]), device=texts["vec"].device)
-        later = texts.later if isinstance(texts, LazyFeatures) else None
-        self.head, self.images, self.chunk = head, LazyFeatures(images), chunk
-        self.texts = LazyFeatures({**texts, "column": column}, later)
+        self.head, self.chunk = head, chunk
+        self.images, self.texts = (LazyFeatures(side, side.__getitem__) for side in (images, texts))
+        self.texts["column"] = column
         self.shape = (len(images["vec"]), len(texts["vec"]))
         self.step = (chunk, chunk) if chunk else head.block(images, texts)
-        self.rows, self.annotated_sum, self.annotated_count = (images["vec"].new_zeros(self.shape[0]) for _ in range(3))
+        self.rows = images["vec"].new_zeros(self.shape[0])
         self._whole = self.shape[0] <= self.step[0] and self.shape[1] <= self.step[1]
         self._weights = [p for p in head.parameters() if p.requires_grad]
         self._only: tuple[Pairs, list[Tensor]] | None = None  # a single block is scored once, not once per pass
@@ -91,15 +91,15 @@ class Blocks:
                 )
 
     def beside(self, name: str) -> Blocks:
-        """The same pairs, scored by the auxiliary head that is the attribute `name` of this head."""
-        return Blocks(getattr(self.head, name), self.images, self.texts, self.chunk)
+        """The same pairs, scored by another head: `Head.beside`."""
+        return Blocks(self.head.beside(name), self.images, self.texts, self.chunk)
 
     def row(self, name: str) -> Tensor:
-        """A feature of this rank's rows, [I, ...]. Raises: ValueError when nothing provides it."""
+        """A feature of this rank's rows, [I, ...]."""
         return self.images[name]
 
     def column(self, name: str) -> Tensor:
-        """A feature of all ranks' columns, [T, ...]; nothing is scored. Raises: ValueError as `row`."""
+        """A feature of all ranks' columns, [T, ...]; nothing is scored. Raises: ValueError when nothing provides it."""
         return self.texts[name]
 
     def block(self, rows: slice, columns: slice) -> Pairs:
@@ -110,13 +110,14 @@ class Blocks:
             return self._pairs(*self._leaves(rows, columns))
 
     def total(self, loss: BlockLoss) -> Tensor:
-        """Sum of `loss` over all blocks, with gradients for features and head weights; fills the sums per image."""
+        """Sum of `loss` over all blocks, with gradients for features and head weights; fills `rows`."""
         inputs = [*self._floats(self.images), *self._floats(self.texts), *self._weights]
-        self.rows, self.annotated_sum, self.annotated_count = (torch.zeros_like(self.rows) for _ in range(3))
+        self.rows = torch.zeros_like(self.rows)
         if not (torch.is_grad_enabled() and any(x.requires_grad for x in inputs)):
             for rows, columns in self.blocks():
                 pairs = self.block(rows, columns)
-                self._note(pairs, _values(loss(pairs, rows, columns)), rows)
+                result = loss(pairs, rows, columns)
+                self._add(result if isinstance(result, Tensor) else result[0], rows)
             return self.rows.sum()
         sums: list[Tensor | None] = [torch.zeros_like(x) if x.requires_grad else None for x in inputs]
         for rows, columns in self.blocks():
@@ -124,22 +125,20 @@ class Blocks:
         out: Tensor = _WithGradient.apply(self.rows.sum(), sums, *inputs)  # type: ignore[no-untyped-call]
         return out
 
-    def _note(self, pairs: Pairs, values: Tensor, rows: slice) -> None:
-        """Add to each image's sum of the loss, sum of the logits of its annotated texts, and their number."""
+    def _add(self, values: Tensor, rows: slice) -> None:
+        """Add to each image's part of the loss."""
         if values.shape != self.rows[rows].shape:
             raise ValueError(
                 f"a pair loss returned values {list(values.shape)} for {len(self.rows[rows])} images: expected one per "
                 "image, summed over its texts."
             )
         self.rows[rows] += values.detach()
-        self.annotated_sum[rows] += (pairs.logits.detach() * pairs.annotated).sum(1)
-        self.annotated_count[rows] += pairs.annotated.sum(1)
 
     def _add_gradients(self, loss: BlockLoss, rows: slice, columns: slice, sums: list[Tensor | None]) -> None:
         """Add the gradients of one block to `sums` (images, texts, weights) in place."""
         pairs, leaves = self._scored(rows, columns)
         values, by_logits = _with_derivative(loss, pairs, rows, columns)
-        self._note(pairs, values, rows)
+        self._add(values, rows)
         targets = [*leaves, *self._weights]
         gradients = torch.autograd.grad(pairs.logits, targets, by_logits, allow_unused=True)
         self._only = None
@@ -175,10 +174,6 @@ class Blocks:
     @staticmethod
     def _floats(features: Features) -> Iterator[Tensor]:
         return (v for k, v in features.items() if learns(k, v))
-
-
-def _values(result: Tensor | tuple[Tensor, Tensor]) -> Tensor:
-    return result if isinstance(result, Tensor) else result[0]
 
 
 def sigmoid_loss(pairs: PairBlocks, positives: Positives, reduction: Literal["images", "texts"] = "images") -> Total:

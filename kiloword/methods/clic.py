@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from kiloword.config.recipes import ModelConfig
 from kiloword.config.settings import BaseSettings, setting
@@ -21,10 +21,10 @@ from kiloword.data.transforms.mix import halves
 from kiloword.data.transforms.partner import another
 from kiloword.distributed.collectives import sum_over_ranks
 from kiloword.losses.pairs import logsumexp_over_ranks
-from kiloword.methods.method import Component, Method, check_vectors
+from kiloword.methods.method import Component, Contrast, Method, Part, check_vectors
 from kiloword.methods.negatives import content_words, counted
 from kiloword.methods.sub_captions import sentences_of
-from kiloword.model.heads import cosine_head
+from kiloword.model.heads import Head, Pooling, Scale
 from kiloword.model.model import Model
 from kiloword.randomness import Draw
 from kiloword.types import (
@@ -79,7 +79,7 @@ def clic(method: Method, settings: ClicSettings) -> Method:
 
     return replace(
         method,
-        contrasts={**method.contrasts, "clic": (settings.weight, lambda config: ClicContrast(settings))},
+        contrasts={**method.contrasts, "clic": (settings.weight, Part(ClicContrast, settings))},
         inputs={**method.inputs, **{name: made(name) for name in (IMAGES, POSITIVES, NEGATIVES)}},
     )
 
@@ -148,13 +148,13 @@ def without(source: Source) -> str:
     return f"clic: {lacking} of the first {captions:,} captions have no word to swap, and no negative"
 
 
-class ClicContrast(nn.Module):
+class ClicContrast(Contrast):
     """Composed images against their positives and negatives, with the scale of the model's head."""
 
-    def __init__(self, settings: ClicSettings) -> None:
+    def __init__(self, config: ModelConfig, settings: ClicSettings) -> None:
         super().__init__()
         self.settings = settings
-        self.head = cosine_head(1.0, fixed=True)  # rows carry the scale
+        self.head = Head(Pooling(), scale=Scale(1.0, trained=False))  # rows carry the scale
 
     def features(self, model: Model, batch: Batch, encoded: Encoded) -> tuple[Features, Features]:
         """Composed images as rows, with the squared distance "apart" [I] of the first two positives (or 0).

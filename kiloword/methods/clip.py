@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from kiloword.config.recipes import ModelConfig
 from kiloword.config.settings import BaseSettings, setting
 from kiloword.losses.pairs import softmax_loss
 from kiloword.methods.method import Component, Method
-from kiloword.model.heads import Head
+from kiloword.model.heads import Scale
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,14 +26,8 @@ def preset(settings: Settings) -> Method:
 
 def softmax(method: Method, settings: Settings) -> Method:
     """Use CLIP's loss, scale and limit; several positives of a row or column share its probability."""
-
-    def head(config: ModelConfig) -> Head:
-        """Without bias, as softmax gives a bias no gradient."""
-        scaled = method.head(config).rescale(settings.scale, max_scale=settings.max_scale)
-        scaled.log_scale.requires_grad_(not settings.fixed_scale)
-        return scaled
-
-    return replace(method, pair_loss=softmax_loss, head=head)
+    scale = Scale(settings.scale, limit=settings.max_scale, trained=not settings.fixed_scale)
+    return replace(method, pair_loss=softmax_loss, scale=scale)
 
 
 COMPONENTS = {"softmax": Component("pair loss", "symmetric softmax", Settings, softmax)}

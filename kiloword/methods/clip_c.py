@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kiloword.config.settings import only
 from kiloword.data.transforms.mix import Compose, Cutmix, Mixup, Stylistic
 from kiloword.data.transforms.settings import ComposeSettings, CutmixSettings, MixupSettings, StylisticSettings
 from kiloword.methods import clip
@@ -20,7 +19,7 @@ class Settings(ComposeSettings, clip.Settings):
 
 
 def preset(settings: Settings) -> Method:
-    method = _transformed(Compose)(clip.preset(only(settings, clip.Settings)), only(settings, ComposeSettings))
+    method = _transformed(Compose)(clip.preset(settings), settings)
     summary = "CLIP, some examples composed of two halves"
     return replace(method, name="clip-c", source="arXiv:2407.01408", summary=summary)
 

@@ -7,21 +7,19 @@ the scale and bias are the model's, and the attention is the dot product of the 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kiloword.config.recipes import ModelConfig
 from kiloword.config.settings import BaseSettings, setting
 from kiloword.data.joins import CaptionTable
 from kiloword.distributed.collectives import ranks
-from kiloword.distributed.device import device_type
 from kiloword.losses.pairs import sigmoid_loss
-from kiloword.methods.llip import scores as mixing
-from kiloword.methods.method import Component, Method, annotated, check_vectors, small_head
+from kiloword.losses.pertext import PerText
+from kiloword.methods.method import Component, Contrast, Method, Part, annotated, check_vectors
 from kiloword.methods.negatives import content_words
-from kiloword.model.heads import cosine_head, unit
+from kiloword.model.heads import Head, Pooling, Scale, Single, unit
 from kiloword.model.image import extra
 from kiloword.model.model import Model
 from kiloword.randomness import Draw
@@ -59,10 +57,9 @@ def phrases_of(caption: str) -> list[str]:
 def concepts(method: Method, settings: ConceptSettings) -> Method:
     """Add both losses. Raises: ValueError for a method whose scores are not one cosine with a scale and a bias."""
     check_vectors(method, "concepts", "phrase")
-    plain = small_head(method)
-    if plain.uncertainty is not None:
+    if method.uncertainty is not None:
         raise ValueError(f"concepts compares one vector per image with one per phrase, which {method.name} has not.")
-    if plain.bias is None:
+    if method.scale.bias is None:
         raise ValueError(
             f"{method.name} has no bias, which the sigmoid of concepts needs: add +sigmoid, or use siglip."
         )
@@ -76,22 +73,18 @@ def concepts(method: Method, settings: ConceptSettings) -> Method:
         chosen = draw.rng("phrases").choice(len(phrases), settings.most, replace=False)
         return [phrases[n] for n in sorted(chosen.tolist())]
 
-    losses: dict[str, Any] = {"phrases": (settings.weight, PhraseContrast)}
+    contrasts = {**method.contrasts, "phrases": (settings.weight, Part(PhraseContrast, settings))}
     if settings.attended:
-        losses["attended_phrases"] = settings.attended, AttendedContrast
-    return replace(
-        method,
-        contrasts={**method.contrasts, **losses},
-        inputs={**method.inputs, PHRASES: Input(make)},
-    )
+        contrasts["attended_phrases"] = settings.attended, Part(AttendedContrast, settings)
+    return replace(method, contrasts=contrasts, inputs={**method.inputs, PHRASES: Input(make)})
 
 
-class PhraseContrast(nn.Module):
+class PhraseContrast(Contrast):
     """Every image against all phrases of the batch: those of its captions are positives (NPC)."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, settings: ConceptSettings) -> None:
         super().__init__()
-        self.head = cosine_head(1.0, fixed=True)  # rows carry scale and bias
+        self.head = Head(Pooling(), scale=Scale(1.0, trained=False))  # rows carry scale and bias
 
     def features(self, model: Model, batch: Batch, encoded: Encoded) -> tuple[Features, Features]:
         """Images "vec" [I, D + 1], times the scale, and the bias; phrases "vec" [C, D + 1], and ones."""
@@ -102,60 +95,53 @@ class PhraseContrast(nn.Module):
         return {"vec": rows, "position": batch.position}, columns
 
     def loss(self, pairs: PairBlocks) -> Total:
-        return over_phrases(pairs)
+        """Sigmoid loss of all images and phrases, the mean over phrases; 0 where there is none."""
+        total = sigmoid_loss(pairs, annotated, reduction="texts")
+        return replace(total, count=total.count.clamp_min(1 / ranks()))
 
 
-class AttendedContrast(nn.Module):
+class AttendedContrast(PhraseContrast):
     """Every phrase against what it finds among the patches of every image (XAC)."""
 
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
+    def __init__(self, config: ModelConfig, settings: ConceptSettings) -> None:
+        super().__init__(config, settings)
         if config.head.image_pool not in _POOLS:
             raise ValueError(
                 f"concepts pools each patch alone, which --model.head.image-pool {config.head.image_pool} does not: "
                 f"use {', '.join(_POOLS)}."
             )
         self.extra = extra(config.image)
-        self.head = cosine_head(1.0, fixed=True)
-        scored: Any = ByPhrase()
-        self.head.pooling = scored
+        self.head = Head(ByPhrase(), scale=Scale(1.0, trained=False))
 
     def features(self, model: Model, batch: Batch, encoded: Encoded) -> tuple[Features, Features]:
-        """Images "vec" [I, D], "patches" [I, P, D], "scale" and "bias" [I, 1]; phrases "vec" [C, D]."""
+        """Images "vec" [I, D], "keys" and "values" [I, P, 1, D], "scale" and "bias" [I, 1]; phrases "vec" [C, D]."""
         columns = encoded_phrases(model, batch, encoded)
-        pooling: Any = model.head.pooling
+        pooling = model.head.pooling
+        assert isinstance(pooling, Single)
         patches = encoded.image_tokens[:, self.extra :]
         pool = pooling.image_pool.map
         alone = patches if pool is None else pool(patches.flatten(0, 1)[:, None]).view_as(patches)
-        rows = {"vec": encoded.images["vec"].detach(), "patches": unit(pooling.project_image_tokens(alone))}
+        keys = unit(pooling.project_image_tokens(alone))[:, :, None]
+        rows = {"vec": encoded.images["vec"].detach(), "keys": keys}
         names = zip(("scale", "bias"), scale_and_bias(model), strict=True)
         rows |= {name: value.expand(len(patches), 1) for name, value in names}
         return {**rows, "position": batch.position}, columns
 
-    def loss(self, pairs: PairBlocks) -> Total:
-        return over_phrases(pairs)
 
-
-class ByPhrase(nn.Module):
+class ByPhrase(PerText):
     """Scores a pair by the cosine of a phrase with the mean of patches, weighted by the softmax of their products."""
+
+    @property
+    def factor(self) -> float:
+        return 1.0
+
+    def output(self, texts: Features) -> Tensor:
+        return torch.eye(texts["vec"].shape[1], dtype=texts["vec"].dtype, device=texts["vec"].device)
 
     def score(self, images: Features, texts: Features) -> Tensor:
         """[i, t], times the scale of each image's row, plus its bias."""
-        patches, phrases = images["patches"][:, :, None], texts["vec"]
-        identity = torch.eye(phrases.shape[1], dtype=phrases.dtype, device=phrases.device)
-        form = mixing.choose(_sizes(images), len(phrases))
-        cosine = mixing.cosine(patches, patches, phrases[:, None], phrases, identity, 1.0, form)
-        return images["scale"] * cosine + images["bias"]
-
-    def block(self, images: Features, texts: Features) -> tuple[int, int]:
-        """Rows and columns of one block."""
-        sizes = _sizes(images)
-        form = mixing.choose(sizes, len(texts["vec"]))
-        return mixing.block(sizes, form, device_type(images["patches"].device))
-
-
-def _sizes(images: Features) -> mixing.PairSizes:
-    return mixing.PairSizes(images["patches"].shape[1], 1, images["patches"].shape[2])
+        phrases = {"vec": texts["vec"], "query": texts["vec"][:, None]}
+        return images["scale"] * super().score({**images, "values": images["keys"]}, phrases) + images["bias"]
 
 
 def encoded_phrases(model: Model, batch: Batch, encoded: Encoded) -> Features:
@@ -170,12 +156,6 @@ def scale_and_bias(model: Model) -> tuple[Tensor, Tensor]:
     """Of the model's head, with gradient: [1] each."""
     assert model.head.bias is not None
     return model.head.log_scale.exp(), model.head.bias
-
-
-def over_phrases(pairs: PairBlocks) -> Total:
-    """Sigmoid loss of all images and phrases, the mean over phrases; 0 where there is none."""
-    total = sigmoid_loss(pairs, annotated, reduction="texts")
-    return replace(total, count=total.count.clamp_min(1 / ranks()))
 
 
 COMPONENTS = {

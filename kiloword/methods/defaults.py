@@ -35,7 +35,7 @@ def default_recipe(method: str, size: str = "tiny", data: tuple[str, ...] = ("sc
     small = size in ("debug", "tiny", "top")
     optim = MUON if small else FIELD
     drawn = all(d == "scenes" or d.startswith(("scenes:", "scenes?")) for d in data)
-    writes = method_slots is not None and "text_decoder" in method_slots.towers  # learns to write captions
+    writes = method_slots is not None and "text_decoder" in method_slots.decoders  # learns to write captions
     exact = all(d.startswith("tree:") for d in data)  # captions whose truth is known
     few_photos = replace(FEW_PHOTOS, drop_words=0.0) if writes or exact else FEW_PHOTOS
     recipe = Recipe(

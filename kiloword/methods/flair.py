@@ -1,7 +1,7 @@
 """FLAIR: patches pooled separately for every text, and a second loss of whole images. Source: arXiv:2412.03561.
 
 The score of a pair is the cosine of a text with the image's patches as that text attends to them. That is Llip's score
-(`llip.scores`) over patches and one token of zeros, to which a text attends that finds nothing.
+(`losses/pertext.py`) over patches and one token of zeros, to which a text attends that finds nothing.
 """
 
 from __future__ import annotations
@@ -13,21 +13,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kiloword.config.recipes import ModelConfig, sizes
-from kiloword.config.settings import BaseSettings, only, setting
+from kiloword.config.recipes import ModelConfig
+from kiloword.config.settings import BaseSettings, setting
 from kiloword.distributed.collectives import ranks, sum_over_ranks
-from kiloword.distributed.device import device_type
 from kiloword.losses.pairs import sigmoid_loss
+from kiloword.losses.pertext import PerText
 from kiloword.methods import siglip
-from kiloword.methods.llip import scores as mixing
-from kiloword.methods.llip.pooling import Contextual
-from kiloword.methods.method import Component, Method
-from kiloword.model.heads import Cosine, Head, Single, unit
+from kiloword.methods.matryoshka import WHOLE, whole_head
+from kiloword.methods.method import Component, Method, Part
+from kiloword.model.heads import Single, unit
 from kiloword.model.image import extra
-from kiloword.model.pooling import ImagePool, TextPool, at_least_float
+from kiloword.model.pooling import ImagePool, TextPool
 from kiloword.types import Features, PairBlocks, Pairs, Positives, Texts, Total
-
-WHOLE = "whole"  # the head of the second loss: the cosine of the whole image and the text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +46,8 @@ class Settings(FlairSettings, siglip.Settings):
 
 
 def preset(settings: Settings) -> Method:
-    method = attended(siglip.preset(only(settings, siglip.Settings)), only(settings, FlairSettings))
     summary = "patches pooled for every text, and a loss of whole images"
+    method = attended(siglip.preset(settings), settings)
     return replace(method, name="flair", source="arXiv:2412.03561", summary=summary)
 
 
@@ -61,20 +58,17 @@ def attended(method: Method, settings: FlairSettings) -> Method:
     """
     if method.pair_loss is not sigmoid_loss:
         raise ValueError(f"{method.name} has no sigmoid loss, which flair has twice: add +sigmoid, or use siglip.")
-    plain = method.head(method.shape(sizes()["debug"]))
-    if type(plain.pooling) is not Single or plain.uncertainty is not None:
+    if method.pooling.kind is not Single or method.uncertainty is not None:
         raise ValueError(
             f"{method.name} does not pool images into one vector each: flair replaces such a pooling alone."
         )
-
-    def head(config: ModelConfig) -> Head:
-        made = method.head(config)
-        made.pooling = Attended(config, settings.heads)
-        if settings.whole:
-            made.whole = made.twin(Cosine())
-        return made
-
-    return replace(method, head=head, pair_loss=FlairLoss(settings.whole, settings.other_texts), captions="all")
+    return replace(
+        method,
+        pooling=Part(Attended, settings),
+        further=(*method.further, whole_head) if settings.whole else method.further,
+        pair_loss=FlairLoss(settings.whole, settings.other_texts),
+        captions="all",
+    )
 
 
 @dataclass(frozen=True)
@@ -122,24 +116,25 @@ def as_one_text(pairs: PairBlocks, positives: Positives) -> Total:
     return Total(total, (images + pairs.shape[1] / images - 1) / ranks(), pairs.rows)
 
 
-class Attended(nn.Module):
+class Attended(PerText):
     """Text-conditioned attention pooling of arXiv:2412.03561, with heads of d = D / M dimensions.
 
     Tokens and texts share a space before the attention: projected to D, and normalised by a layer norm as queries, keys
     and values. Biases of queries, keys and values, which the authors' attention has, are those of the norms, multiplied
     by square matrices; the bias of their output is omitted.
-    Attributes: attends_to_patches: what the maps of `explain` are, which is of the patches alone.
     "vec" of an image is its pooled vector in the same projection: for the loss of whole images, and for shortlists.
     """
 
     attends_to_patches = "Where each text attends: the rest goes to no patch."
+    form = "direct"
 
-    def __init__(self, config: ModelConfig, heads: int) -> None:
+    def __init__(self, config: ModelConfig, settings: FlairSettings) -> None:
         super().__init__()
-        dim = config.head.dim
-        if dim % heads:
-            raise ValueError(f"--settings.heads {heads} does not divide the embedding size {dim} (--model.head.dim).")
-        self.heads, self.extra = heads, extra(config.image)
+        dim, self.heads, self.extra = config.head.dim, settings.heads, extra(config.image)
+        if dim % self.heads:
+            raise ValueError(
+                f"--settings.heads {self.heads} does not divide the embedding size {dim} (--model.head.dim)."
+            )
         self.image_pool = ImagePool(config.image, config.head)
         self.text_pool = TextPool(config.text, config.head.text_pool)
         if self.image_pool.width != config.image.width:
@@ -153,15 +148,21 @@ class Attended(nn.Module):
 
     @property
     def factor(self) -> float:
-        """Factor of the products of queries and keys."""
         return float((self.out.in_features // self.heads) ** -0.5)
+
+    def output(self, texts: Features) -> Tensor:
+        return self.out.weight
+
+    def pooled(self, tokens: Tensor) -> Tensor:
+        out: Tensor = self.image_pool(tokens)
+        return out
 
     def image(self, tokens: Tensor) -> Features:
         """[I, E + P, W] to "vec" [I, D], "keys" and "values" [I, P + 1, M, d]; the last token is of zeros."""
         patches = self.image_projection(tokens[:, self.extra :])
         keys, values = self.key(self.norm_key(patches)), self.value(self.norm_value(patches))
         keys, values = (F.pad(x.unflatten(-1, (self.heads, -1)), (0, 0, 0, 0, 0, 1)) for x in (keys, values))
-        return {"vec": unit(self.image_projection(self.image_pool(tokens))), "keys": keys, "values": values}
+        return {"vec": unit(self.image_projection(self.pooled(tokens))), "keys": keys, "values": values}
 
     def text(self, tokens: Tensor, texts: Texts) -> Features:
         """[S, W] to "vec" [T, D] and "query" [T, M, d]."""
@@ -169,43 +170,17 @@ class Attended(nn.Module):
         query = self.query(self.norm_query(projected)).unflatten(-1, (self.heads, -1))
         return {"vec": unit(projected), "query": query}
 
-    def score(self, images: Features, texts: Features) -> Tensor:
-        """[i, t]: the cosine of every text with every image's patches as the text attends to them."""
-        keys, values, query, vec = self._floats(images, texts)
-        return mixing.cosine(keys, values, query, vec, at_least_float(self.out.weight), self.factor, "direct")
-
-    def score_pairs(self, images: Features, texts: Features) -> Tensor:
-        """Scores [n] of image n with text n."""
-        keys, values, query, vec = self._floats(images, texts)
-        weights = torch.einsum("nkmd,nmd->nmk", keys, query * self.factor).softmax(-1)
-        mixed = torch.einsum("nmk,nkmd->nmd", weights, values).flatten(1)
-        return (unit(mixed @ at_least_float(self.out.weight).T) * vec).sum(1)
-
-    def block(self, images: Features, texts: Features) -> tuple[int, int]:
-        """Rows and columns of one block: what is saved for its gradient is bounded."""
-        keys = images["keys"]
-        pair = mixing.PairSizes(tokens=keys.shape[1], heads=self.heads, dim=self.out.in_features)
-        return mixing.block(pair, "direct", device_type(keys.device))
-
-    ensemble = Contextual.ensemble  # means of each class's vectors and queries
-
     def project_image_tokens(self, tokens: Tensor) -> Tensor:
-        """[..., W] -> [..., D]."""
         out: Tensor = self.image_projection(tokens)
         return out
 
     def project_text_tokens(self, tokens: Tensor) -> Tensor:
-        """[..., W] -> [..., D]."""
         out: Tensor = self.text_projection(tokens)
         return out
 
     def explain(self, images: Features, texts: Features) -> Tensor:
         """Attention of every text to the patches of every image, [i, t, M, P]: what goes to no patch is omitted."""
-        return mixing.weights(at_least_float(images["keys"]), at_least_float(texts["query"]), self.factor)[..., :-1]
-
-    @staticmethod
-    def _floats(images: Features, texts: Features) -> tuple[Tensor, ...]:
-        return tuple(at_least_float(x) for x in (images["keys"], images["values"], texts["query"], texts["vec"]))
+        return super().explain(images, texts)[..., :-1]
 
 
 COMPONENTS = {

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from kiloword.config.recipes import ModelConfig, sizes
+from kiloword.config.recipes import ModelConfig
 from kiloword.config.settings import BaseSettings, setting
 from kiloword.methods.method import Component, Method
-from kiloword.model.heads import Head, Single, unit
+from kiloword.model.heads import Head, Pooling, Scale, Single, unit
 from kiloword.types import Features, PairBlocks, PairLoss, Positives, Total
 
 
@@ -31,7 +30,7 @@ def prefixes(dim: int, smallest: int) -> list[int]:
     return smaller
 
 
-class Prefix(nn.Module):
+class Prefix(Pooling):
     """Scores features by the cosine of the first `dim` numbers of their vectors."""
 
     def __init__(self, dim: int) -> None:
@@ -49,28 +48,29 @@ def matryoshka(method: Method, settings: Settings) -> Method:
         raise ValueError(f"{method.name} prepares one head before training, not those of the prefixes of matryoshka.")
     if method.pair_weight == 0:
         raise ValueError(f"{method.name} has no pair loss, of which matryoshka would take prefixes.")
+    if method.pooling.kind is not Single or method.uncertainty is not None or method.several_scores:
+        raise ValueError(
+            f"{method.name} scores pairs by more than the cosine of one vector each, of which matryoshka would take "
+            "prefixes."
+        )
 
-    def head(config: ModelConfig) -> Head:
-        whole = method.head(config)
-        _check(method.name, whole)
-        for dim in prefixes(config.head.dim, settings.smallest):
-            setattr(whole, f"prefix_{dim}", whole.twin(Prefix(dim)))
-        return whole
+    def heads(config: ModelConfig, scale: Scale) -> dict[str, Head]:
+        dims = prefixes(config.head.dim, settings.smallest)
+        return {f"prefix_{dim}": Head(Prefix(dim), scale=scale) for dim in dims}
 
-    def heads(pairs: PairBlocks) -> list[str]:
+    def names(pairs: PairBlocks) -> list[str]:
         return [f"prefix_{dim}" for dim in prefixes(pairs.row("vec").shape[1], settings.smallest)]
 
-    with torch.device("meta"):
-        _check(method.name, method.head(method.shape(sizes()["debug"])))
-    return replace(method, head=head, pair_loss=nested(method.pair_loss, heads, settings.weight))
+    loss = nested(method.pair_loss, names, settings.weight)
+    return replace(method, further=(*method.further, heads), pair_loss=loss)
 
 
-def _check(name: str, head: Head) -> None:
-    """Raises: ValueError for a head whose vectors have no prefix with the same meaning."""
-    if type(head.pooling) is not Single or head.uncertainty is not None or head.inner():
-        raise ValueError(
-            f"{name} scores pairs by more than the cosine of one vector each, of which matryoshka would take prefixes."
-        )
+WHOLE = "whole"  # the head of a second loss of whole images and texts
+
+
+def whole_head(config: ModelConfig, scale: Scale) -> dict[str, Head]:
+    """A head for the cosine of the vectors "vec" of whole images and texts."""
+    return {WHOLE: Head(Pooling(), scale=scale)}
 
 
 def nested(

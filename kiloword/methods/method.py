@@ -1,4 +1,4 @@
-"""The slots of a method, and the interfaces of what fills them: pair losses, contrasts, terms, components.
+"""The slots of a method, and the base classes of what fills them: contrasts, terms, components.
 
 A method never sees a rank, a device, a precision or a micro-batch. A pair loss or contrast sees pairs, gathered over
 ranks; a term sees the local batch of one rank. docs/methods.md has a table of needs and slots, and worked examples.
@@ -8,23 +8,51 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from kiloword.config.recipes import ModelConfig, Recipe, sizes
+from kiloword.config.recipes import ModelConfig, Recipe
 from kiloword.distributed.collectives import whole
-from kiloword.model.heads import Head, Single
+from kiloword.losses.inputs import PairInputs
+from kiloword.model.heads import Head, Piece, Pooling, Scale, Single, Uncertainty
+from kiloword.model.model import Model
+from kiloword.model.pooling import at_least_float
 from kiloword.types import Batch, Encoded, Features, Input, PairBlocks, PairLoss, Pairs, Positives, Total, Transform
 
 if TYPE_CHECKING:
-    from kiloword.model.model import Model
     from kiloword.training.learner import Learner
 
+PAIR = "pair"  # the name of the main pair loss
+M = TypeVar("M", bound=Piece, covariant=True)
 
-class Term(Protocol):
-    """A local loss: sees one micro-batch of one rank. Implemented as an nn.Module that may have parameters.
+
+@dataclass(frozen=True)
+class Part(Generic[M]):
+    """A module of a method: its class, and its settings. `Part(Contextual, s)(config)` is `Contextual(config, s)`."""
+
+    kind: type[M]
+    settings: Any = None
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.kind, type) and issubclass(self.kind, Piece)):
+            raise ValueError(
+                f"{self.kind} cannot be part of a method: expected a subclass of Contrast, "
+                "Term, Pooling or Uncertainty."
+            )
+
+    def __call__(self, config: ModelConfig) -> M:
+        make: Callable[..., M] = self.kind
+        return make(config) if self.settings is None else make(config, self.settings)
+
+    def shape(self, config: ModelConfig) -> ModelConfig:
+        """The configuration of the towers that the module needs."""
+        return self.kind.towers(config, self.settings)
+
+
+class Term(Piece):
+    """A local loss: sees one micro-batch of one rank. It may have parameters.
 
     It must be additive over examples: a loss that compares examples with each other cannot be a term. Parameters are
     initialised as `initial()` specifies, from the seed of the run and their names; torch's linear layers, convolutions
@@ -33,19 +61,21 @@ class Term(Protocol):
 
     def count(self, batch: Batch) -> Tensor:
         """Scalar: the number of items to divide the sum by (images, caption tokens, selected rows)."""
+        raise NotImplementedError
 
-    def __call__(self, model: Model, batch: Batch, encoded: Encoded) -> Tensor:
+    def forward(self, model: Model, batch: Batch, encoded: Encoded) -> Tensor:
         """Scalar sum over this batch."""
+        raise NotImplementedError
 
 
-class Contrast(Protocol):
+class Contrast(Piece):
     """A further pair loss, of features of its own: image and image, text and text, student and teacher.
 
-    Implemented as an nn.Module; its parameters start as those of terms do. Rows and columns are gathered over ranks and
-    accumulated over micro-batches like those of the main pair loss, so that it is exact.
+    Rows and columns are gathered over ranks and accumulated over micro-batches, so that it is exact. Parameters start
+    as those of terms do.
     """
 
-    head: Head  # scores rows against columns: an nn.Module with `score`, `logits` and `block`
+    head: Head  # scores rows against columns
 
     def features(self, model: Model, batch: Batch, encoded: Encoded) -> tuple[Features, Features]:
         """Features of R rows and C columns, each with "vec".
@@ -54,9 +84,33 @@ class Contrast(Protocol):
         the number is that of the images or of the captions; for a `TextGroup` return
         `batch.position[group.image_of_text]`. Rows and columns of one position are annotated pairs.
         """
+        raise NotImplementedError
 
     def loss(self, pairs: PairBlocks) -> Total:
         """The sum over this rank's rows, and the count to divide by."""
+        raise NotImplementedError
+
+    def inputs(self, model: Model, batch: Batch, encoded: Encoded) -> PairInputs:
+        """`features` in at least fp32, with the position of each image. Raises: ValueError where it cannot be told."""
+        return PairInputs(*(self._placed(side, batch) for side in self.features(model, batch, encoded)))
+
+    def _placed(self, features: Features, batch: Batch) -> Features:
+        placed = {k: at_least_float(v) for k, v in features.items()}
+        n = len(placed["vec"])
+        if "position" not in placed and n == len(batch):
+            placed["position"] = batch.position
+        elif "position" not in placed and n == len(batch.texts):
+            placed["position"] = batch.position[batch.image_of_text]
+        if "position" not in placed:
+            raise ValueError(
+                f"{type(self).__name__} returned {n} features, neither one for each of {len(batch)} images nor for "
+                f"each of {len(batch.texts)} texts: add 'position' [{n}], the place of each one's image in the batch."
+            )
+        return placed
+
+    def figures(self, inputs: PairInputs, total: Total) -> dict[str, Tensor]:
+        """Further figures for the log: shares whose sums over ranks are the values."""
+        return {}
 
 
 @dataclass(frozen=True)
@@ -118,26 +172,6 @@ def annotated(pairs: Pairs) -> Tensor:
     return pairs.annotated.to(pairs.logits.dtype)
 
 
-Encode = Callable[["Model", Batch, Tensor | None], Encoded]
-"""Runs the towers in place of `encode_all`, such as on masked images. Args: the patches that images keep by
-`--augment.drop-patches`, [I, k] int64, or None."""
-
-
-def encode_all(model: Model, batch: Batch, keep: Tensor | None) -> Encoded:
-    """Run both towers on whole images and texts. Args: keep: [I, k] patches that images keep, None: all."""
-    image_tokens, images = model.encode_image(batch.images, keep)
-    text_tokens, texts = model.encode_text(batch.texts)
-    return Encoded(image_tokens, text_tokens, images, texts)
-
-
-AfterStep = Callable[["Learner", int], None]
-"""Changes what has no gradient (teachers, centres, queues: buffers of contrasts and terms) identically on every rank.
-
-Args: the learner, with `model`, `contrasts`, `terms` and `done`; the number of steps done: 0 before the first, to copy
-initial weights. Buffers and frozen parameters are saved and resumed. `follow` is the step of an EMA teacher.
-"""
-
-
 @torch.no_grad()
 def follow(teacher: nn.Module, student: nn.Module, momentum: float) -> None:
     """Move the weights of a teacher towards those of the student, which may be sharded: t = m t + (1 - m) s.
@@ -163,37 +197,69 @@ Args: an endless iterator of batches on the learner's device. Returns: a message
 """
 
 
+Weighted = Mapping[str, tuple[Weight, Part[M]]]
+
+
+SINGLE, PLAIN = Part(Single), Scale()  # one vector per image and text, CLIP's scale
+
+
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """A training method. Replace a slot (`dataclasses.replace`) to make a new method."""
+    """A training method: slots, all of them data. Replace a slot (`dataclasses.replace`) to make a new method."""
 
     name: str
     source: str  # the paper, "arXiv:..."
     summary: str  # one line for `kiloword methods`
+    # scores
+    pooling: Part[Pooling] = SINGLE
+    uncertainty: Part[Uncertainty] | None = None
+    scale: Scale = PLAIN
+    further: tuple[Callable[[ModelConfig, Scale], Mapping[str, Head]], ...] = ()  # further scores, by name
+    towers: Callable[[ModelConfig], ModelConfig] = lambda config: config  # adapts the configuration, before all parts
+    # losses
     pair_loss: PairLoss
-    head: Callable[[ModelConfig], Head] = lambda config: Head(Single(config))
     pair_weight: Weight = 1.0  # 0 disables the pair loss; only the captioning pooler of the head is trained
     positives: Positives = annotated
+    contrasts: Weighted[Contrast] = field(default_factory=dict)  # further pair losses
+    terms: Weighted[Term] = field(default_factory=dict)
+    decoders: Mapping[str, Callable[[ModelConfig], nn.Module]] = field(default_factory=dict)  # `Model.more`
+    # data
     transforms: tuple[Transform, ...] = ()
-    contrasts: Mapping[str, tuple[Weight, Callable[[ModelConfig], nn.Module]]] = field(default_factory=dict)
-    terms: Mapping[str, tuple[Weight, Callable[[ModelConfig], nn.Module]]] = field(default_factory=dict)
     inputs: Mapping[str, Input] = field(default_factory=dict)  # further fields of a batch
-    encode: Encode = encode_all
     captions: int | Literal["one", "all"] = "one"
-    shape: Callable[[ModelConfig], ModelConfig] = lambda config: config  # adapts the configuration of the towers
-    towers: Mapping[str, Callable[[ModelConfig], nn.Module]] = field(default_factory=dict)  # additional: `Model.more`
     needs: tuple[str, ...] = ()  # names of precomputed features; "questions"; "truth": the images each text is true of
+    # the run
     notes: tuple[Callable[[Recipe], str], ...] = ()  # for the user, printed before the first step; "": none
     prepare: Prepare | None = None  # called before the first step of a new run (bias search)
-    after_step: tuple[AfterStep, ...] = ()  # called after every step, and before the first
-    stops_gradient: bool = False  # parts of a loss are detached on purpose: `verify` does not compare its slope
 
     def __post_init__(self) -> None:
-        twice = ({"pair", "loss"} | self.terms.keys()) & self.contrasts.keys() or {"pair", "loss"} & self.terms.keys()
+        twice = ({PAIR, "loss"} | self.terms.keys()) & self.contrasts.keys() or {PAIR, "loss"} & self.terms.keys()
         if twice:
             raise ValueError(f"{self.name} has two losses named {sorted(twice)[0]!r}: rename one.")
+        for name, (_, part) in (*self.terms.items(), *self.contrasts.items()):
+            if not isinstance(part, Part):
+                raise ValueError(f"the loss {name} is a {type(part).__name__}: expected kiloword.methods.method.Part.")
         if self.transforms and "questions" in self.needs:
             raise ValueError(f"{self.name} needs unmixed images: it cannot be combined with transforms that mix them.")
+
+    @property
+    def several_scores(self) -> bool:
+        """Whether the pair loss reads further scores, each of which it trains."""
+        return bool(self.further) or self.pooling.kind.several
+
+    def shape(self, config: ModelConfig) -> ModelConfig:
+        """The configuration of the towers that the parts of this method need."""
+        config = self.towers(config)
+        losses = (part for _, part in (*self.terms.values(), *self.contrasts.values()))
+        for part in (self.uncertainty, self.pooling, *losses):
+            config = config if part is None else part.shape(config)
+        return config
+
+    def head(self, config: ModelConfig) -> Head:
+        """The head of a model, for a configuration that `shape` made; without values, until `initialise`."""
+        further = {name: head for make in self.further for name, head in make(config, self.scale).items()}
+        uncertainty = None if self.uncertainty is None else self.uncertainty(config)
+        return Head(self.pooling(config), uncertainty, self.scale, further)
 
 
 @dataclass(frozen=True)
@@ -206,24 +272,13 @@ class Component:
     apply: Callable[[Method, Any], Method]  # takes the method and the settings; raises ValueError for incompatible ones
 
 
-def small_head(method: Method) -> Head:
-    """The head of a small model, without values."""
-    with torch.device("meta"):
-        return method.head(method.shape(sizes()["debug"]))
-
-
-def scored_in_several_ways(head: Head) -> bool:
-    """Whether a loss of its own trains a further head inside, as that of whole images in flair."""
-    return any(isinstance(part, Head) for part in head.children())
-
-
 def check_vectors(method: Method, component: str, text: str) -> None:
     """Check that a method has what a component compares: a trained vector per image and per text.
 
     Args: text: what a text is there, such as "caption". Raises: ValueError where it has not.
     """
     lacks = f"{component} compares one vector per image with one per {text}, which {method.name} has not"
-    if type(small_head(method).pooling) is not Single:
+    if method.pooling.kind is not Single:
         raise ValueError(f"{lacks}.")
     if method.pair_weight == 0:
         raise ValueError(

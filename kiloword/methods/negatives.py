@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kiloword.config.recipes import ModelConfig
 from kiloword.config.settings import BaseSettings, setting
 from kiloword.data.source import texts_of
 from kiloword.losses.pairs import row_log_sums
-from kiloword.methods.method import Component, Method, check_vectors
-from kiloword.model.heads import cosine_head
+from kiloword.methods.method import Component, Contrast, Method, Part, check_vectors
+from kiloword.model.heads import Head, Pooling, Scale
 from kiloword.model.model import Model
 from kiloword.randomness import Draw
 from kiloword.types import (
@@ -101,7 +101,7 @@ def negatives(method: Method, settings: NegativeSettings) -> Method:
 
     return replace(
         method,
-        contrasts={**method.contrasts, "negatives": (settings.weight, NegativesContrast)},
+        contrasts={**method.contrasts, "negatives": (settings.weight, Part(NegativesContrast))},
         inputs={**method.inputs, SWAPPED: Input(make, note=without)},
     )
 
@@ -122,12 +122,12 @@ def counted(source: Source, lacks: Callable[[str], bool]) -> tuple[int, int]:
     return sum(map(lacks, captions)), len(captions)
 
 
-class NegativesContrast(nn.Module):
+class NegativesContrast(Contrast):
     """Every image against the captions and the swapped captions of all images, with the scale of the model's head."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.head = cosine_head(1.0, fixed=True)  # rows carry the scale
+        self.head = Head(Pooling(), scale=Scale(1.0, trained=False))  # rows carry the scale
 
     def features(self, model: Model, batch: Batch, encoded: Encoded) -> tuple[Features, Features]:
         """Images as rows; captions, then swapped captions as columns, "swapped" [C] bool."""

@@ -20,9 +20,9 @@ from pathlib import PurePath
 from types import ModuleType
 from typing import Any
 
-from kiloword.config.settings import BaseSettings, check, only, parse
+from kiloword.config.settings import BaseSettings, check, parse
 from kiloword.errors import article, suggestion
-from kiloword.methods.method import Component, Method, scored_in_several_ways, small_head
+from kiloword.methods.method import Component, Method
 
 SEVERAL = ("terms", "contrasts")  # slots that take more than one component
 OF_PAIRS = ("pair loss", "positives", "prepare")  # slots that say nothing without a pair loss
@@ -43,10 +43,10 @@ PRESETS = {  # a new method is one line here
     "clip-c": "clip_c",
     "coca": "coca.coca",
     "fff": "fff.preset",
-    "filip": "maxsim.preset",
+    "filip": "filip",
     "flair": "flair",
-    "llip": "llip.preset",
-    "pcme++": "pcmepp.preset",
+    "llip": "llip",
+    "pcme++": "pcmepp",
     "prolip": "prolip.preset",
     "prolip-released": "prolip.released",
     "siglip": "siglip",
@@ -154,7 +154,7 @@ def _mixed(name: str, base: str, added: list[str]) -> tuple[Callable[..., Method
     mixed.__module__ = __name__
 
     def build(settings: Any) -> Method:
-        method = make() if kind is None else make(only(settings, kind))
+        method = make() if kind is None else make(settings)
         turns = {word: ORDER.index(part.slot if part.slot in ORDER else "") for word, part in chosen.items()}
         for word in sorted(chosen, key=turns.__getitem__):
             method = _with(method, word, chosen[word], getattr(settings, _field(word)))
@@ -167,7 +167,7 @@ def _with(method: Method, word: str, part: Component, settings: Any) -> Method:
     """The method with a component. Raises: ValueError where it would change nothing, or leave a head without a loss."""
     if part.slot in OF_PAIRS and method.pair_weight == 0:
         raise ValueError(f"{method.name} has no pair loss, which {word} would change: omit +{word}.")
-    if part.slot == "pair loss" and scored_in_several_ways(small_head(method)):
+    if part.slot == "pair loss" and method.further:
         raise ValueError(
             f"{method.name} scores pairs in several ways, each with a loss, of which {word} would keep one."
         )

@@ -7,16 +7,16 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from kiloword.config.recipes import AugmentConfig, ModelConfig, Recipe, sizes
+from kiloword.config.recipes import AugmentConfig, ModelConfig, Recipe
 from kiloword.config.settings import BELOW_1, BaseSettings, setting
 from kiloword.data.images.views import in_words
 from kiloword.data.stored import store_file
 from kiloword.distributed.collectives import sum_over_ranks
 from kiloword.losses.pairs import logsumexp_over_ranks
-from kiloword.methods.method import Component, Method
-from kiloword.model.heads import Single, cosine_head
+from kiloword.methods.method import Component, Contrast, Method, Part
+from kiloword.model.heads import Head, Pooling, Scale
 from kiloword.model.model import Model
 from kiloword.types import Batch, Encoded, Features, PairBlocks, Pairs, Total
 
@@ -41,7 +41,7 @@ def reinforced(method: Method, settings: Reinforced) -> Method:
     Raises: ValueError for settings or methods that it does not fit.
     """
     _check(method, settings)
-    contrast = settings.weight, lambda config: ReinforcedContrast(config, settings)
+    contrast = settings.weight, Part(ReinforcedContrast, settings)
     return replace(
         method,
         pair_weight=_scaled(method, 1 - settings.weight),
@@ -81,11 +81,11 @@ def _check(method: Method, settings: Reinforced) -> None:
         raise ValueError(f"{len(names)} teachers have {len(scales)} scales: expected one, or one for each teacher.")
     if not all(scale > 0 for scale in scales):
         raise ValueError(f"a teacher's scale is {min(scales):g}: expected a number above 0.")
-    if not isinstance(method.head(method.shape(sizes()["debug"])).pooling, Single):
+    if not method.pooling.kind.one_vector:
         raise ValueError(POOLING)
 
 
-class ReinforcedContrast(nn.Module):
+class ReinforcedContrast(Contrast):
     """Student and teachers agree which text of the batch belongs to an image, and which image to a text.
 
     The student's scale is that of the model's head, as in the paper; its features are unit vectors "vec".
@@ -95,7 +95,7 @@ class ReinforcedContrast(nn.Module):
         super().__init__()
         scales = settings.scales * (len(settings.teachers) if len(settings.scales) == 1 else 1)
         self.teachers = dict(zip(settings.teachers, scales, strict=True))
-        self.head = cosine_head(1.0, fixed=True)  # rows carry the scale of the model's head
+        self.head = Head(Pooling(), scale=Scale(1.0, trained=False))  # rows carry the scale of the model's head
 
     def features(self, model: Model, batch: Batch, encoded: Encoded) -> tuple[Features, Features]:
         """Images as rows, times the head's scale; texts as columns; each with the features of every teacher.
@@ -103,7 +103,7 @@ class ReinforcedContrast(nn.Module):
         Features of examples that a transform mixed are zeros: no teacher has seen them, and the loss omits them.
         Raises: ValueError for a pooling without one vector per image.
         """
-        if not isinstance(model.head.pooling, Single):
+        if not model.head.pooling.one_vector:
             raise ValueError(POOLING)  # a component may have replaced the pooling afterwards
         rows = {"vec": encoded.images["vec"] * model.head.log_scale.exp()}
         columns = {"vec": encoded.texts["vec"], "position": batch.position[batch.image_of_text]}

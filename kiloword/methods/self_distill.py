@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from kiloword.config.recipes import AugmentConfig, ModelConfig
 from kiloword.config.settings import ABOVE_0, BELOW_1, BaseSettings, setting
 from kiloword.distributed.collectives import sum_over_ranks
-from kiloword.methods.method import Component, Method, Ramp, follow
+from kiloword.methods.method import Component, Method, Part, Ramp, Term, follow
 from kiloword.model.blocks import Init
 from kiloword.model.heads import unit
 from kiloword.model.image import ImageTower
@@ -24,9 +23,6 @@ from kiloword.model.model import Model
 from kiloword.model.resnet import check_vit
 from kiloword.randomness import Draw
 from kiloword.types import Batch, Encoded, Example, Fetch, Input
-
-if TYPE_CHECKING:
-    from kiloword.training.learner import Learner
 
 CROPS = "self_distill_crops"  # the input: uint8 [I, global + local, 3, H, W]
 
@@ -56,9 +52,8 @@ def self_distill(method: Method, settings: SelfDistill) -> Method:
     weight = Ramp(settings.weight, 0, settings.rise) if settings.rise else settings.weight
     return replace(
         method,
-        terms={**method.terms, "self_distill": (weight, lambda config: SelfDistillTerm(config, settings))},
+        terms={**method.terms, "self_distill": (weight, Part(SelfDistillTerm, settings))},
         inputs={**method.inputs, CROPS: _crops(settings)},
-        after_step=(*method.after_step, after_step),
     )
 
 
@@ -121,7 +116,7 @@ class DistillHead(nn.Module):
             return vec @ unit(self.prototypes).T
 
 
-class SelfDistillTerm(nn.Module):
+class SelfDistillTerm(Term):
     """Cross-entropy of the student's small crops with the teacher's large ones; the mean over pairs of crops.
 
     The teacher has the tower and the projection. Three choices differ from SILC: crops of all kinds have the model's
@@ -151,7 +146,7 @@ class SelfDistillTerm(nn.Module):
         pairs = len(batch) * self.settings.large * self.settings.small
         return batch.position.new_full((), pairs)
 
-    def __call__(self, model: Model, batch: Batch, encoded: Encoded) -> Tensor:
+    def forward(self, model: Model, batch: Batch, encoded: Encoded) -> Tensor:
         """The sum over pairs of crops."""
         crops = batch.inputs[CROPS]
         assert isinstance(crops, Tensor)
@@ -171,31 +166,28 @@ class SelfDistillTerm(nn.Module):
         sharp: Tensor = (cosines - self.centre) / self.settings.teacher_temperature
         return sharp.softmax(1).unflatten(0, large.shape[:2])  # type: ignore[no-any-return, no-untyped-call]
 
+    @torch.no_grad()
+    def after_step(self, model: Model, step: int, done: float) -> None:
+        """Move the teacher towards the student, and the centre towards the mean of the teacher's outputs of the step.
+
+        At step 0 the teacher becomes the student. Raises: ValueError for an adapted tower.
+        """
+        settings = self.settings
+        momentum = 1 - (1 - settings.momentum) * (math.cos(math.pi * done) + 1) / 2 if step else 0.0
+        follow(self.teacher_tower, model.image_tower, momentum)
+        follow(self.teacher_projection, self.projection, momentum)
+        counted = sum_over_ranks(torch.cat([self.seen, self.count_seen[None]]))
+        mean = counted[:-1] / counted[-1]
+        usable = mean.isfinite().all() & (counted[-1] > 0)
+        if step:
+            self.centre.copy_(torch.where(usable, self.centre.lerp(mean, 1 - settings.centre), self.centre))
+        self.seen.zero_()
+        self.count_seen.zero_()
+
 
 def cross_entropy(target: Tensor, logits: Tensor) -> Tensor:
     """Sum over large crops g and small crops l of -p_g log q_l. Args: target [I, G, K]; logits [I, L, K]."""
     return -(target.sum(1) * logits.log_softmax(2).sum(1)).sum()
-
-
-@torch.no_grad()
-def after_step(learner: Learner, step: int) -> None:
-    """Move the teacher towards the student, and the centre towards the mean of the teacher's outputs of the step.
-
-    Args: step: steps done; at 0 the teacher becomes the student. Raises: ValueError for an adapted tower.
-    """
-    term = learner.terms["self_distill"]
-    assert isinstance(term, SelfDistillTerm)
-    settings = term.settings
-    momentum = 1 - (1 - settings.momentum) * (math.cos(math.pi * learner.done) + 1) / 2 if step else 0.0
-    follow(term.teacher_tower, learner.model.image_tower, momentum)
-    follow(term.teacher_projection, term.projection, momentum)
-    counted = sum_over_ranks(torch.cat([term.seen, term.count_seen[None]]))
-    mean = counted[:-1] / counted[-1]
-    usable = mean.isfinite().all() & (counted[-1] > 0)
-    if step:
-        term.centre.copy_(torch.where(usable, term.centre.lerp(mean, 1 - settings.centre), term.centre))
-    term.seen.zero_()
-    term.count_seen.zero_()
 
 
 COMPONENTS = {

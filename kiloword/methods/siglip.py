@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from kiloword.config.settings import BaseSettings, setting
 from kiloword.losses.pairs import sigmoid_loss
 from kiloword.methods.method import Component, Method
+from kiloword.model.heads import Scale
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,11 +25,7 @@ def preset(settings: Settings) -> Method:
 
 def sigmoid(method: Method, settings: Settings) -> Method:
     """Use SigLIP's loss, scale and bias."""
-    return replace(
-        method,
-        pair_loss=sigmoid_loss,
-        head=lambda config: method.head(config).rescale(settings.scale, settings.bias),
-    )
+    return replace(method, pair_loss=sigmoid_loss, scale=Scale(settings.scale, settings.bias))
 
 
 COMPONENTS = {"sigmoid": Component("pair loss", "binary classification of all pairs", Settings, sigmoid)}

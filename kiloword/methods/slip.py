@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from kiloword.config.recipes import AugmentConfig, ModelConfig
-from kiloword.config.settings import ABOVE_0, BaseSettings, only, setting
+from kiloword.config.settings import ABOVE_0, BaseSettings, setting
 from kiloword.losses.pairs import row_log_sums
 from kiloword.methods import clip
-from kiloword.methods.method import Component, Method
-from kiloword.model.heads import cosine_head, unit
+from kiloword.methods.method import Component, Contrast, Method, Part
+from kiloword.model.heads import Head, Pooling, Scale, unit
 from kiloword.model.model import Model
 from kiloword.randomness import Draw
 from kiloword.types import Batch, Encoded, Example, Features, Fetch, Input, PairBlocks, Pairs, Total
@@ -37,7 +37,7 @@ class Settings(SimclrSettings, clip.Settings):
 
 
 def preset(settings: Settings) -> Method:
-    method = simclr(clip.preset(only(settings, clip.Settings)), only(settings, SimclrSettings))
+    method = simclr(clip.preset(settings), settings)
     return replace(method, name="slip", source="arXiv:2112.12750", summary="CLIP, and two views of an image alike")
 
 
@@ -58,15 +58,14 @@ def simclr(method: Method, settings: SimclrSettings) -> Method:
     def shape(config: ModelConfig) -> tuple[int, ...]:
         return 2, 3, config.image.size, config.image.size
 
-    contrast = settings.weight, lambda config: SimclrContrast(config, settings)
     return replace(
         method,
-        contrasts={**method.contrasts, "simclr": contrast},
+        contrasts={**method.contrasts, "simclr": (settings.weight, Part(SimclrContrast, settings))},
         inputs={**method.inputs, VIEWS: Input(views, shape)},
     )
 
 
-class SimclrContrast(nn.Module):
+class SimclrContrast(Contrast):
     """Every view against all views of all images: the other view of its image is its positive.
 
     Two choices differ from SLIP's code: the projection has layer norms, as batch norms would relate the examples of a
@@ -82,14 +81,14 @@ class SimclrContrast(nn.Module):
             nn.Linear(hidden, hidden), nn.LayerNorm(hidden), nn.ReLU(),
             nn.Linear(hidden, settings.dim),
         )  # fmt: skip
-        self.head = cosine_head(1 / settings.temperature, fixed=True)
+        self.head = Head(Pooling(), scale=Scale(1 / settings.temperature, trained=False))
 
     def features(self, model: Model, batch: Batch, encoded: Encoded) -> tuple[Features, Features]:
         """Both views of every image as rows and columns: "vec" [2 I, dim]; "place" [2 I] tells a view from others."""
         views = batch.inputs[VIEWS]
         assert isinstance(views, Tensor)
         tokens = model.image_tokens(views.flatten(0, 1))
-        vec = unit(self.projection(pooled(model, tokens)))  # [2 I, dim]
+        vec = unit(self.projection(model.head.pooling.pooled(tokens)))  # [2 I, dim]
         position = batch.position.repeat_interleave(2)
         of_image = torch.arange(2, device=position.device).repeat(len(batch))
         side = {"vec": vec, "position": position, "place": 2 * position + of_image}
@@ -97,12 +96,6 @@ class SimclrContrast(nn.Module):
 
     def loss(self, pairs: PairBlocks) -> Total:
         return nt_xent(pairs)
-
-
-def pooled(model: Model, tokens: Tensor) -> Tensor:
-    """One vector [I, W] of tokens [I, E + P, W], before the projection to the shared space."""
-    pool = getattr(model.head.pooling, "image_pool", None)
-    return tokens.mean(1) if pool is None else pool(tokens)
 
 
 def nt_xent(pairs: PairBlocks) -> Total:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -12,17 +12,13 @@ from torch import Tensor, nn
 from kiloword.config.recipes import ModelConfig
 from kiloword.config.settings import BaseSettings, setting
 from kiloword.distributed.collectives import sum_over_ranks
-from kiloword.methods.method import Component, Method
-from kiloword.methods.slip import pooled
+from kiloword.methods.method import Component, Method, Part, Term
 from kiloword.model.attention import Packing
 from kiloword.model.decoder import predicted
 from kiloword.model.model import Model
 from kiloword.model.pooling import at_least_float
 from kiloword.model.text import is_special
 from kiloword.types import Batch, Encoded, Texts
-
-if TYPE_CHECKING:
-    from kiloword.training.learner import Learner
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,11 +35,10 @@ def superclass(method: Method, settings: ClassSettings) -> Method:
         raise ValueError(
             f"superclass predicts tokens of captions, but texts of {method.name} are answers to questions."
         )
-    term = settings.weight, lambda config: ClassTerm(config, settings)
-    return replace(method, terms={**method.terms, "superclass": term}, after_step=(*method.after_step, count_step))
+    return replace(method, terms={**method.terms, "superclass": (settings.weight, Part(ClassTerm, settings))})
 
 
-class ClassTerm(nn.Module):
+class ClassTerm(Term):
     """Softmax cross-entropy of an image's classes with the tokens of each of its captions; the mean over captions.
 
     Frequencies are those of all captions before this step: sums of integers over ranks, so that no partition of a batch
@@ -71,7 +66,7 @@ class ClassTerm(nn.Module):
 
     def forward(self, model: Model, batch: Batch, encoded: Encoded) -> Tensor:
         """The sum over captions."""
-        logits = self.classes(self.norm(pooled(model, encoded.image_tokens)))
+        logits = self.classes(self.norm(model.head.pooling.pooled(encoded.image_tokens)))
         token, text, counts = self.distinct(batch.texts)
         if torch.is_grad_enabled():
             self.seen_now.index_add_(0, token, counts.long())
@@ -80,6 +75,15 @@ class ClassTerm(nn.Module):
             logits = at_least_float(logits)
             target = shares(token, text, counts * self.weights(logits.dtype)[token], len(batch.texts))
             return cross_entropy(logits, token, batch.image_of_text[text], target)
+
+    @torch.no_grad()
+    def after_step(self, model: Model, step: int, done: float) -> None:
+        """Add the captions of the step, of all ranks, to those that were counted."""
+        counted = sum_over_ranks(torch.cat([self.seen_now, self.captions_now[None]]))
+        self.seen += counted[:-1]
+        self.captions += counted[-1]
+        self.seen_now.zero_()
+        self.captions_now.zero_()
 
     def weights(self, dtype: torch.dtype) -> Tensor:
         """The weight of every class [V]: log((captions + 1) / (captions with it + 1)), 1 before the first step."""
@@ -107,18 +111,6 @@ def shares(token: Tensor, text: Tensor, weights: Tensor, texts: int) -> Tensor:
 def cross_entropy(logits: Tensor, token: Tensor, image: Tensor, target: Tensor) -> Tensor:
     """Sum of -target log p. Args: logits [I, V]; target [S], the probability of class `token` of `image`."""
     return (target * (logits.logsumexp(1)[image] - logits[image, token])).sum()
-
-
-@torch.no_grad()
-def count_step(learner: Learner, step: int) -> None:
-    """Add the captions of the step, of all ranks, to those that were counted."""
-    term = learner.terms["superclass"]
-    assert isinstance(term, ClassTerm)
-    counted = sum_over_ranks(torch.cat([term.seen_now, term.captions_now[None]]))
-    term.seen += counted[:-1]
-    term.captions += counted[-1]
-    term.seen_now.zero_()
-    term.captions_now.zero_()
 
 
 COMPONENTS = {

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -16,22 +15,19 @@ from torch import Tensor, nn
 from kiloword.config.recipes import ModelConfig
 from kiloword.config.settings import ABOVE_0, BELOW_1, BaseSettings, setting
 from kiloword.losses.pairs import logsumexp_over_ranks
-from kiloword.methods.coca.captioning import longest_row
-from kiloword.methods.method import Component, Method, check_vectors, follow
+from kiloword.methods.coca.coca import longest_row
+from kiloword.methods.method import Component, Contrast, Method, Part, check_vectors, follow
 from kiloword.methods.self_distill import check_areas, window
 from kiloword.methods.sub_captions import sentences_of
 from kiloword.model.attention import Packing
 from kiloword.model.blocks import CrossAttention
-from kiloword.model.heads import Single, cosine_head, unit
+from kiloword.model.heads import Head, Pooling, Scale, Single, unit
 from kiloword.model.image import ImageTower, extra
 from kiloword.model.model import Model
 from kiloword.model.resnet import check_vit
 from kiloword.model.text import TextTower
 from kiloword.randomness import Draw
 from kiloword.types import Batch, Encoded, Example, Features, Fetch, Input, PairBlocks, Pairs, TextGroup, Texts, Total
-
-if TYPE_CHECKING:
-    from kiloword.training.learner import Learner
 
 CROPS, PARTS = "text_crops_images", "text_crops_texts"  # inputs: uint8 [I, small, 3, H, W]; texts
 TOKENS = "text-crops crops images, but --image-features gives tokens in their place: omit it, so that they are read."
@@ -57,12 +53,8 @@ def text_crops(method: Method, settings: TextCropSettings) -> Method:
     check_vectors(method, "text-crops", "caption")
     return replace(
         method,
-        contrasts={
-            **method.contrasts,
-            "text_crops": (settings.weight, lambda config: TextCropsContrast(config, settings)),
-        },
+        contrasts={**method.contrasts, "text_crops": (settings.weight, Part(TextCropsContrast, settings))},
         inputs={**method.inputs, CROPS: _crops(settings), PARTS: _parts(settings)},
-        after_step=(*method.after_step, after_step),
     )
 
 
@@ -143,7 +135,7 @@ class CrossPool(nn.Module):
         return unit(vec + self.attention(self.norm_query(vec), keys, packing, packing_k))
 
 
-class TextCropsContrast(nn.Module):
+class TextCropsContrast(Contrast):
     """All views of the student against the teacher's images and captions; the mean over pairs of views of InfoNCE.
 
     Not as published: one large crop and one caption take the place of two each, those of the batch, so that both come
@@ -159,7 +151,7 @@ class TextCropsContrast(nn.Module):
         self.teacher = AveragedTowers(config)
         self.from_words = CrossPool(config.head.dim, config.text.width, settings.heads)
         self.from_patches = CrossPool(config.head.dim, config.image.width, settings.heads)
-        self.head = cosine_head(settings.scale, max_scale=100)
+        self.head = Head(Pooling(), scale=Scale(settings.scale, limit=100))
 
     def features(self, model: Model, batch: Batch, encoded: Encoded) -> tuple[Features, Features]:
         """Rows: views of images, captions, their parts; columns: images and captions of the teacher.
@@ -225,6 +217,10 @@ class TextCropsContrast(nn.Module):
             for tokens, texts, owner, here in sides
         )
         return images, captions, parts
+
+    def after_step(self, model: Model, step: int, done: float) -> None:
+        """Move the teacher towards the student; at step 0 it becomes the student."""
+        self.teacher.follow(model, self.settings.momentum if step else 0.0)
 
     def loss(self, pairs: PairBlocks) -> Total:
         return by_view(pairs, self.settings.small + 1 + 1 + self.settings.parts)
@@ -296,13 +292,6 @@ def _log_sums(x: Tensor, kind: Tensor, n: int) -> Tensor:
     """[r, c] -> [n, c]: log-sum-exp over the rows of each kind; -inf without any."""
     top = x.new_full((n, x.shape[1]), -torch.inf).scatter_reduce(0, kind[:, None].expand_as(x), x, "amax")
     return torch.zeros_like(top).index_add(0, kind, (x - top[kind]).exp()).log() + top
-
-
-def after_step(learner: Learner, step: int) -> None:
-    """Move the teacher towards the student. Args: step: steps done; at 0 the teacher becomes the student."""
-    contrast = learner.contrasts["text_crops"]
-    assert isinstance(contrast, TextCropsContrast)
-    contrast.teacher.follow(learner.model, contrast.settings.momentum if step else 0.0)
 
 
 COMPONENTS = {

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Protocol
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +17,7 @@ from kiloword.model.blocks import Init
 from kiloword.model.pooling import ImagePool, TextPool, at_least_float
 from kiloword.types import Features, Texts
 
-BLOCK = {"cpu": 1024, "cuda": 4096}  # rows and columns of pairs scored at once, unless the pooling defines `block`
+BLOCK = {"cpu": 1024, "cuda": 4096}  # rows and columns of pairs that are scored at once
 
 
 def unit(x: Tensor) -> Tensor:
@@ -23,32 +25,135 @@ def unit(x: Tensor) -> Tensor:
     return F.normalize(at_least_float(x), dim=-1)
 
 
-class Pooling(Protocol):
-    """How tokens become features, and features a similarity. Implemented as an nn.Module."""
+@dataclass(frozen=True)
+class Scale:
+    """How scores become logits, exp(log_scale) * score + bias.
 
-    def image(self, tokens: Tensor) -> Features: ...
-    def text(self, tokens: Tensor, texts: Texts) -> Features: ...
-    def project_image_tokens(self, tokens: Tensor) -> Tensor: ...
-    def project_text_tokens(self, tokens: Tensor) -> Tensor: ...
-    def score(self, images: Features, texts: Features) -> Tensor: ...
-    def ensemble(self, texts: Features, group: Tensor, n: int, weights: Tensor | None) -> Features: ...
-    def explain(self, images: Features, texts: Features) -> Any: ...
+    Args: start: initial scale; bias: initial bias, None: no bias (softmax gives it no gradient); limit: upper limit of
+    the scale, None: unlimited; distance: scale minus the squared distance 2 - 2 score in place of the score; trained:
+    whether scale and bias are trained. Raises: ValueError for a scale or limit that is not above 0.
+    """
+
+    start: float = 1 / 0.07
+    bias: float | None = None
+    limit: float | None = None
+    distance: bool = False
+    trained: bool = True
+
+    def __post_init__(self) -> None:
+        for name, value in (("scale", self.start), ("max_scale", self.limit)):
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name} is {value:g}: expected a number above 0.")
+        if self.bias is not None and not math.isfinite(self.bias):
+            raise ValueError(f"bias is {self.bias:g}: expected a number.")
 
 
-class Uncertainty(Protocol):
+class Piece(nn.Module):
+    """Base of the modules that fill the slots of a method."""
+
+    @staticmethod
+    def towers(config: ModelConfig, settings: Any) -> ModelConfig:
+        """The configuration of the towers that this module needs, such as a further token."""
+        return config
+
+    def after_step(self, model: Any, step: int, done: float) -> None:
+        """Change what has no gradient (teachers, centres, queues: buffers and frozen parameters), alike on every rank.
+
+        Called before the first step, and after every one. Buffers and frozen parameters are saved and resumed.
+
+        Args: step: number of steps done, 0: to copy initial weights; done: share of the run, in [0, 1].
+        """
+
+
+class Pooling(Piece):
+    """How tokens become features, and features a similarity: by default the cosine of one vector each.
+
+    Attributes: one_vector: whether the score is the cosine of one vector per image and one per text;
+    several: whether the pair loss reads its `sides`; attends_to_patches: for a reader, what the maps of `explain` are,
+    where they are of patches.
+    """
+
+    one_vector = False
+    several = False
+    attends_to_patches = ""
+
+    def image(self, tokens: Tensor) -> Features:
+        """Tokens [I, E + P, W] -> features of images, every value [I, ...], with unit vectors "vec" [I, D]."""
+        raise NotImplementedError
+
+    def text(self, tokens: Tensor, texts: Texts) -> Features:
+        """Packed tokens [S, W] -> features of texts, every value [T, ...], with unit vectors "vec" [T, D]."""
+        raise NotImplementedError
+
+    def project_image_tokens(self, tokens: Tensor) -> Tensor:
+        """[..., W] -> [..., D], the shared dimension; not normalised."""
+        raise NotImplementedError
+
+    def project_text_tokens(self, tokens: Tensor) -> Tensor:
+        """[..., W] -> [..., D], the shared dimension; not normalised."""
+        raise NotImplementedError
+
+    def pooled(self, tokens: Tensor) -> Tensor:
+        """One vector [I, W] of tokens [I, E + P, W], before the projection to the shared space."""
+        return tokens.mean(1)
+
+    def memory(self, tokens: Tensor) -> Tensor:
+        """Input of a text decoder's cross-attention: [I, E + P, W] -> [I, Q, W']."""
+        return tokens
+
+    def score(self, images: Features, texts: Features) -> Tensor:
+        """Similarities [i, t]."""
+        return at_least_float(images["vec"]) @ at_least_float(texts["vec"]).T
+
+    def score_pairs(self, images: Features, texts: Features) -> Tensor:
+        """Similarities [n] of image n with text n."""
+        return (at_least_float(images["vec"]) * at_least_float(texts["vec"])).sum(1)
+
+    def block(self, images: Features, texts: Features) -> tuple[int, int]:
+        """Rows and columns of pairs to score at once; fewer where pairs are expensive."""
+        side = BLOCK.get(device_type(images["vec"].device), BLOCK["cuda"])
+        return side, side
+
+    def sides(self) -> Mapping[str, Pooling]:
+        """Other similarities of the same features by name, which a pair loss reads with the same scale."""
+        return {}
+
+    def ensemble(self, texts: Features, group: Tensor, n: int, weights: Tensor | None) -> Features:
+        """Normalised (weighted) mean of the unit vectors of each class (arXiv:2103.00020, section 3.1.4)."""
+        vec = texts["vec"] if weights is None else texts["vec"] * weights[:, None]
+        return {"vec": unit(vec.new_zeros(n, vec.shape[1]).index_add(0, group, vec))}
+
+    def explain(self, images: Features, texts: Features) -> Tensor:
+        """Share of each token of the images in the match with each text: [i, t, heads, tokens]."""
+        raise ValueError(
+            "this model pools each image into one vector, so it cannot explain which part of an image matched"
+        )
+
+
+class Uncertainty(Piece):
     """How features get an uncertainty, and the penalty that it subtracts from similarities."""
 
-    def image(self, tokens: Tensor, pooling: Pooling) -> Features: ...
-    def text(self, tokens: Tensor, texts: Texts, pooling: Pooling) -> Features: ...
-    def penalty(self, features: Features) -> Tensor: ...
-    def ensemble(self, texts: Features, group: Tensor, n: int, weights: Tensor | None) -> Features: ...
+    def image(self, tokens: Tensor, pooling: Pooling) -> Features:
+        """Tokens [I, E + P, W] -> further features of images."""
+        raise NotImplementedError
+
+    def text(self, tokens: Tensor, texts: Texts, pooling: Pooling) -> Features:
+        """Packed tokens [S, W] -> further features of texts."""
+        raise NotImplementedError
+
+    def penalty(self, features: Features) -> Tensor:
+        """[N], subtracted from every similarity of an image or a text."""
+        raise NotImplementedError
+
+    def ensemble(self, texts: Features, group: Tensor, n: int, weights: Tensor | None) -> Features:
+        """The uncertainty of each class, of its prompts."""
+        raise NotImplementedError
 
 
 class Head(nn.Module):
-    """Pooling and uncertainty, and the scale and bias that turn scores into logits.
+    """Pooling and uncertainty, the scale that turns scores into logits, and further scores of the same pairs.
 
-    Args: scale: initial scale of scores; bias: initial bias, None: no bias (softmax gives it no gradient); max_scale:
-    upper limit of the scale, None: unlimited.
+    Args: further: heads by name that a pair loss reads beside this one (`PairBlocks.beside`).
     """
 
     log_limit: Tensor | None
@@ -57,44 +162,19 @@ class Head(nn.Module):
         self,
         pooling: Pooling,
         uncertainty: Uncertainty | None = None,
-        scale: float = 1 / 0.07,
-        bias: float | None = None,
-        max_scale: float | None = None,
+        scale: Scale = Scale(),
+        further: Mapping[str, Head] | None = None,
     ) -> None:
         super().__init__()
-        self.pooling = pooling
+        self.pooling, self.scale = pooling, scale
         self.uncertainty = uncertainty
-        self.log_scale = nn.Parameter(torch.full((1,), torch.nan))  # until `initialise`
-        self.rescale(scale, bias, max_scale)
-
-    def rescale(
-        self, scale: float, bias: float | None = None, max_scale: float | None = None, distance: bool = False
-    ) -> Head:
-        """Set other initial values and limit of scale and bias, as a pair loss needs; call before initialisation.
-
-        Args: distance: scale minus the squared distance 2 - 2 score in place of the score.
-        Raises: ValueError for a scale or limit that is not positive, or a bias that is NaN or infinite.
-        """
-        for name, value in (("scale", scale), ("max_scale", max_scale)):
-            if value is not None and not 0 < value < math.inf:
-                raise ValueError(f"{name} is {value:g}: expected a number above 0.")
-        if bias is not None and not math.isfinite(bias):
-            raise ValueError(f"bias is {bias:g}: expected a number.")
-        self.distance = distance
-        self.bias = None if bias is None else nn.Parameter(torch.full((1,), torch.nan))
-        self._start = (math.log(scale), bias or 0.0)
+        self.log_scale = nn.Parameter(torch.full((1,), torch.nan), scale.trained)  # until `initialise`
+        self.bias = None if scale.bias is None else nn.Parameter(torch.full((1,), torch.nan), scale.trained)
         # rounded like the buffer: otherwise the limit would change on resuming in double precision
-        self._limit = math.inf if max_scale is None else float(torch.tensor(math.log(max_scale), device="cpu"))
-        self.register_buffer("log_limit", None if max_scale is None else torch.tensor([self._limit]))
-        return self
-
-    def twin(self, pooling: Any) -> Head:
-        """A head whose scale and bias start, and are trained, as those of this one. Args: pooling: with `score`."""
-        limit = None if self._limit == math.inf else math.exp(self._limit)
-        bias = None if self.bias is None else self._start[1]
-        made = Head(pooling).rescale(math.exp(self._start[0]), bias, limit, self.distance)
-        made.log_scale.requires_grad_(self.log_scale.requires_grad)
-        return made
+        self._limit = math.inf if scale.limit is None else float(torch.tensor(math.log(scale.limit), device="cpu"))
+        self.register_buffer("log_limit", None if scale.limit is None else torch.tensor([self._limit]))
+        for name, head in (further or {}).items():
+            self.add_module(name, head)
 
     def image(self, tokens: Tensor) -> Features:
         """Tokens [I, E + P, W] -> features of images."""
@@ -106,14 +186,6 @@ class Head(nn.Module):
         uncertain = {} if self.uncertainty is None else self.uncertainty.text(tokens, texts, self.pooling)
         return {**self.pooling.text(tokens, texts), **uncertain}
 
-    def project_image_tokens(self, tokens: Tensor) -> Tensor:
-        """[..., W] -> [..., D], the shared dimension; not normalised."""
-        return self.pooling.project_image_tokens(tokens)
-
-    def project_text_tokens(self, tokens: Tensor) -> Tensor:
-        """[..., W] -> [..., D], the shared dimension; not normalised."""
-        return self.pooling.project_text_tokens(tokens)
-
     def score(self, images: Features, texts: Features) -> Tensor:
         """[i, t], higher is a better match; at least single precision, under autocast too."""
         with torch.autocast(images["vec"].device.type, enabled=False):
@@ -123,24 +195,16 @@ class Head(nn.Module):
             return score - self.uncertainty.penalty(images)[:, None] - self.uncertainty.penalty(texts)
 
     def score_pairs(self, images: Features, texts: Features) -> Tensor:
-        """Scores [n] of image i with text i; in one batch if the pooling defines `score_pairs`."""
-        pooling_score = getattr(self.pooling, "score_pairs", None)
-        if pooling_score is None:
-            pairs = (
-                [{k: v[[n]] for k, v in side.items()} for side in (images, texts)] for n in range(len(images["vec"]))
-            )
-            return torch.cat([self.score(*pair)[0] for pair in pairs])
+        """Scores [n] of image n with text n."""
         with torch.autocast(images["vec"].device.type, enabled=False):
-            score: Tensor = pooling_score(images, texts)
+            score = self.pooling.score_pairs(images, texts)
             if self.uncertainty is None:
                 return score
             return score - self.uncertainty.penalty(images) - self.uncertainty.penalty(texts)
 
     def block(self, images: Features, texts: Features) -> tuple[int, int]:
-        """Rows and columns of pairs to score at once; a pooling with expensive pairs defines `block`."""
-        pooling_block = getattr(self.pooling, "block", None)
-        side = BLOCK.get(device_type(images["vec"].device), BLOCK["cuda"])
-        return (side, side) if pooling_block is None else pooling_block(images, texts)
+        """Rows and columns of pairs to score at once."""
+        return self.pooling.block(images, texts)
 
     def ensemble(self, texts: Features, group: Tensor, n: int, weights: Tensor | None = None) -> Features:
         """Combine the prompts of each class into one row.
@@ -151,32 +215,32 @@ class Head(nn.Module):
         uncertain = {} if uncertainty is None else uncertainty.ensemble(texts, group, n, weights)
         return {**self.pooling.ensemble(texts, group, n, weights), **uncertain}
 
-    def explain(self, images: Features, texts: Features) -> Any:
-        """Contribution of image tokens to a match, if the pooling defines it."""
-        return self.pooling.explain(images, texts)
-
     def logits(self, score: Tensor) -> Tensor:
         """exp(log_scale) * score + bias; of distances -exp(log_scale) * (2 - 2 score) + bias."""
-        scaled = at_least_float(self.log_scale).exp() * (2 * score - 2 if self.distance else score)
+        scaled = at_least_float(self.log_scale).exp() * (2 * score - 2 if self.scale.distance else score)
         return scaled if self.bias is None else scaled + at_least_float(self.bias)
-
-    def score_of(self, logits: Tensor) -> Tensor:
-        """Inverse of `logits`: the scores."""
-        shifted = logits if self.bias is None else logits - at_least_float(self.bias)
-        scored = shifted / at_least_float(self.log_scale).exp()
-        return 1 + 0.5 * scored if self.distance else scored
 
     @torch.no_grad()
     def clamp_(self) -> None:
         """Clamp the scale to its limit, after each optimizer step. A larger loaded scale becomes the limit."""
         if self._limit < math.inf:
             self.log_scale.clamp_(max=self._limit)
-        for head in self.inner().values():
+        for head in self.further().values():
             head.clamp_()
 
-    def inner(self) -> dict[str, Head]:
-        """Auxiliary heads by attribute name: other scores of the same pairs (`PairBlocks.beside`)."""
+    def further(self) -> dict[str, Head]:
+        """The heads inside, by name."""
         return {name: part for name, part in self.named_children() if isinstance(part, Head)}
+
+    def beside(self, name: str) -> Head:
+        """Another score of the same pairs: a head inside, or a side of the pooling with the scale of this head."""
+        inside = self.further()
+        if name in inside:
+            return inside[name]
+        with torch.device("meta"):
+            head = Head(self.pooling.sides()[name], scale=self.scale)
+        head.log_scale, head.bias = self.log_scale, self.bias
+        return head
 
     def scales(self) -> list[nn.Parameter]:
         """Scale and bias, which form a separate parameter group of the optimizer."""
@@ -194,8 +258,8 @@ class Head(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def initial(self) -> dict[str, Init]:
-        log_scale = {"log_scale": Init(self._start[0])}
-        return log_scale if self.bias is None else {**log_scale, "bias": Init(self._start[1])}
+        log_scale = {"log_scale": Init(math.log(self.scale.start))}
+        return log_scale if self.bias is None else {**log_scale, "bias": Init(self.scale.bias or 0.0)}
 
 
 def _number(x: Tensor) -> float:
@@ -204,8 +268,10 @@ def _number(x: Tensor) -> float:
     return float(full.detach())
 
 
-class Single(nn.Module):
+class Single(Pooling):
     """One vector per image and per text; the score is their cosine."""
+
+    one_vector = True
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -220,13 +286,16 @@ class Single(nn.Module):
         self.text_projection = nn.Linear(config.text.width, dim, bias=config.head.text_projection_bias)
 
     def image(self, tokens: Tensor) -> Features:
-        return {"vec": unit(self.project_image_tokens(self.image_pool(tokens)))}
+        return {"vec": unit(self.project_image_tokens(self.pooled(tokens)))}
 
     def text(self, tokens: Tensor, texts: Texts) -> Features:
         return {"vec": unit(self.project_text_tokens(self.text_pool(tokens, texts)))}
 
+    def pooled(self, tokens: Tensor) -> Tensor:
+        out: Tensor = self.image_pool(tokens)
+        return out
+
     def memory(self, tokens: Tensor) -> Tensor:
-        """Input of a text decoder's cross-attention."""
         return self.image_pool.memory(tokens)
 
     def project_image_tokens(self, tokens: Tensor) -> Tensor:
@@ -235,35 +304,3 @@ class Single(nn.Module):
     def project_text_tokens(self, tokens: Tensor) -> Tensor:
         out: Tensor = self.text_projection(tokens)
         return out
-
-    def score(self, images: Features, texts: Features) -> Tensor:
-        return at_least_float(images["vec"]) @ at_least_float(texts["vec"]).T
-
-    def score_pairs(self, images: Features, texts: Features) -> Tensor:
-        return (at_least_float(images["vec"]) * at_least_float(texts["vec"])).sum(1)
-
-    def ensemble(self, texts: Features, group: Tensor, n: int, weights: Tensor | None) -> Features:
-        """Normalised (weighted) mean of the unit vectors of each class (arXiv:2103.00020, section 3.1.4)."""
-        vec = texts["vec"] if weights is None else texts["vec"] * weights[:, None]
-        return {"vec": unit(vec.new_zeros(n, vec.shape[1]).index_add(0, group, vec))}
-
-    def explain(self, images: Features, texts: Features) -> Any:
-        raise ValueError(
-            "this model pools each image into one vector, so it cannot explain which part of an image matched"
-        )
-
-
-class Cosine(nn.Module):
-    """Pooling of a head whose features are made elsewhere, such as an auxiliary one: it scores them by their cosine."""
-
-    def score(self, images: Features, texts: Features) -> Tensor:
-        return at_least_float(images["vec"]) @ at_least_float(texts["vec"]).T
-
-
-def cosine_head(scale: float, bias: float | None = None, max_scale: float | None = None, fixed: bool = False) -> Head:
-    """A head with the scale and bias of cosines of features that are made elsewhere. Args: fixed: train neither."""
-    pooling: Any = Cosine()
-    head = Head(pooling, scale=scale, bias=bias, max_scale=max_scale)
-    for p in head.scales() if fixed else ():
-        p.requires_grad_(False)
-    return head

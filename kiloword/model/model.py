@@ -88,8 +88,7 @@ class Model(nn.Module):
 
     def memory(self, image_tokens: Tensor) -> Tensor:
         """Memory of a decoder: all tokens [I, E + P, W], or the pooling's `memory` [I, Q, W] if it defines one."""
-        pooled_memory = getattr(self.head.pooling, "memory", None)
-        return image_tokens if pooled_memory is None else pooled_memory(image_tokens)
+        return self.head.pooling.memory(image_tokens)
 
     def encode_text(self, texts: Texts) -> tuple[Tensor, Features]:
         """Packed tokens [S, W] and features of texts."""

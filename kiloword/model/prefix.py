@@ -76,7 +76,7 @@ def keep_prefix_(model: Model, dim: int) -> str:
 
 def _prefixes(head: Head) -> list[str]:
     """Names of the heads of prefixes."""
-    return [name for name in head.inner() if name.startswith(PREFIX)]
+    return [name for name in head.further() if name.startswith(PREFIX)]
 
 
 def _first(layer: nn.Linear, dim: int) -> nn.Linear:

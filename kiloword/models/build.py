@@ -29,5 +29,5 @@ def shapes(config: ModelConfig, method: Method) -> dict[str, tuple[int, ...]]:
 def _empty(config: ModelConfig, method: Method, bare: bool = False) -> Model:
     config = method.shape(config)
     with storage(bare):
-        more = {name: make(config) for name, make in method.towers.items()}
+        more = {name: make(config) for name, make in method.decoders.items()}
     return Model(config, method.head(config), more, bare)

@@ -26,13 +26,13 @@ from kiloword.distributed import collectives
 from kiloword.distributed.device import precision_of, simulated
 from kiloword.losses.inputs import learns
 from kiloword.losses.pairs import Blocks
-from kiloword.methods.method import Method
+from kiloword.methods.method import PAIR, Method
 from kiloword.model.decoder import Layer
 from kiloword.model.heads import Head
 from kiloword.model.trunks.trunk import trunks
 from kiloword.planning.tracer import HEAD, Tracer, storage_of
 from kiloword.training.compilation import recomputed_blocks
-from kiloword.training.learner import learner_of
+from kiloword.training.learner import MainContrast, learner_of
 from kiloword.types import Batch, Encoded, Features
 
 PAIRS, TRUNK = "pair loss", " (trunk)"
@@ -183,13 +183,14 @@ class Simulation:
 
         Returns: what it takes, and the features of one image and one text as the pair loss takes them.
         """
+        model = self.learner.model
         with self._traced() as tracer:
             tracer.count.forward.update(dict.fromkeys(("image tower", "text tower", HEAD), 0))  # listed in this order
             with precision_of(self.precision, "cpu")():
                 batch = self.learner.above_trunks(batch)
                 encoded = self.learner.encode(batch)
-                inputs = self.learner.pair_inputs(encoded, batch)
-                images, texts = inputs.rows, inputs.here()
+                inputs = MainContrast(model, self.method).inputs(model, batch, encoded)
+                images, texts = inputs.rows, {**inputs.columns, **inputs.constants}
                 contrasts = self._contrast_features(batch, encoded)
                 self.captions = len(batch.texts) / len(batch)
                 encoding, blocks = Counter(tracer.count.forward), len(tracer.calls)
@@ -207,8 +208,9 @@ class Simulation:
     def _contrast_features(self, batch: Batch, encoded: Encoded) -> list[tuple[Features, Features]]:
         """Rows and columns of every contrast. Keeps one of each, and their numbers for each image."""
         made = []
-        for name, contrast in self.learner.contrasts.items():
-            rows, columns = contrast.features(self.learner.model, batch, encoded)  # type: ignore[operator]
+        for name in self.method.contrasts:
+            contrast: Any = self.learner.contrasts[name]
+            rows, columns = contrast.features(self.learner.model, batch, encoded)
             made.append((rows, columns))
             placed = [{**side, "position": torch.zeros(len(side["vec"]), dtype=torch.int64)} for side in made[-1]]
             shares = [len(side["vec"]) / len(batch) for side in placed]
@@ -287,9 +289,8 @@ class Simulation:
             reduced = collectives.reduced = list[int]()
             try:
                 if self.method.pair_weight:
-                    pairs = self._pairs(self.learner.model.head, _rows(images, n_images), _rows(texts, n_texts), chunk)
-                    positives = self.method.positives
-                    self.method.pair_loss(pairs, positives.bind(pairs) if hasattr(positives, "bind") else positives)
+                    main: Any = self.learner.contrasts[PAIR]
+                    main.loss(self._pairs(main.head, _rows(images, n_images), _rows(texts, n_texts), chunk))
                 for name, (row, column) in self.contrasts.items():
                     of_batch = round(column.an_image * n_texts / self.captions)
                     contrast: Any = self.learner.contrasts[name]
@@ -318,7 +319,7 @@ class _OfEachShape(Blocks):
     tracer: Tracer
 
     def beside(self, name: str) -> _OfEachShape:
-        inner = _OfEachShape(getattr(self.head, name), self.images, self.texts, self.chunk)
+        inner = _OfEachShape(self.head.beside(name), self.images, self.texts, self.chunk)
         inner.tracer = self.tracer
         return inner
 

@@ -16,7 +16,7 @@ from kiloword.distributed.collectives import ranks, sum_over_ranks
 from kiloword.distributed.device import PrecisionContext
 from kiloword.losses.inputs import PairInputs
 from kiloword.training.engine import replicated
-from kiloword.training.learner import PAIR, Learner, Replay
+from kiloword.training.learner import Learner, Replay
 from kiloword.types import Batch, Features
 
 
@@ -33,7 +33,7 @@ def backward(
     counts = learner.counts(micro)
     totals: dict[str, Tensor] = {}
     replays: Sequence[dict[str, Replay] | None] = [None] * len(micro)
-    if len(micro) > 1 and (learner.method.pair_weight or learner.contrasts):
+    if len(micro) > 1 and learner.contrasts:
         totals, replays = _pair_gradients(learner, micro, precision)
     reports = []
     for n, (batch, replay) in enumerate(zip(micro, replays, strict=True), 1):
@@ -54,7 +54,7 @@ def _complete(learner: Learner, report: dict[str, Tensor], totals: dict[str, Ten
     if not totals:
         return report
     shares, weights = {name: value / parts for name, value in totals.items()}, learner.weights()
-    missing = [weights[name] * (shares[name] - report[name].detach()) for name in (PAIR, *learner.contrasts)]
+    missing = [weights[name] * (shares[name] - report[name].detach()) for name in learner.contrasts if name in weights]
     loss = report["loss"].detach() + torch.stack(missing).sum() * ranks()
     return {**report, **shares, "loss": loss}
 
@@ -64,17 +64,12 @@ def _pair_gradients(
 ) -> tuple[dict[str, Tensor], list[dict[str, Replay]]]:
     """The pair losses (and metrics reported with them) over all micro-batches, and the gradients each one replays."""
     with torch.no_grad(), precision():
-        parts = [learner.all_inputs(learner.encode(b), b) for b in map(learner.above_trunks, micro)]
+        parts = [learner.inputs(b, learner.encode(b)) for b in map(learner.above_trunks, micro)]
     joined = {name: PairInputs.join([part[name] for part in parts]) for name in parts[0]}
     losses = learner.pair_losses(joined)
-    heads = {PAIR: learner.model.head, **{name: contrast.head for name, contrast in learner.contrasts.items()}}
     replays: list[dict[str, Replay]] = [{} for _ in micro]
     for name, inputs in joined.items():
-        if name == PAIR and not learner.method.pair_weight:
-            for replayed in replays:
-                replayed[name] = Replay({}, {}, [])
-            continue
-        weights = [p for p in heads[name].parameters() if p.requires_grad]  # type: ignore[union-attr]
+        weights = [p for p in learner.contrasts[name].head.parameters() if p.requires_grad]  # type: ignore[union-attr]
         each = _replays(losses[name], inputs, weights, [part[name] for part in parts])
         for replayed, replay in zip(replays, each, strict=True):
             replayed[name] = replay

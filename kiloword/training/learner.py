@@ -1,8 +1,7 @@
-"""The learner: a model and a method's slots -> dict of losses. It is the one module that is wrapped for parallelism."""
+"""The learner: a model and the losses of a method. It is the one module that is wrapped for parallelism."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,13 +12,14 @@ from kiloword.config.recipes import ModelConfig
 from kiloword.distributed.collectives import ranks, sum_over_ranks
 from kiloword.losses.inputs import PairInputs
 from kiloword.losses.pairs import Blocks
-from kiloword.methods.method import Between, Method, Weight, weight_at
+from kiloword.methods.method import PAIR, Between, Contrast, Method, Weight, weight_at
+from kiloword.model.heads import Head, Piece
 from kiloword.model.image import grid
 from kiloword.model.model import Model
 from kiloword.model.pooling import AttentionalPool, at_least_float
 from kiloword.model.resnet import check_vit
 from kiloword.randomness import uniform
-from kiloword.types import Batch, Encoded, Features, Pairs, Positives, Total
+from kiloword.types import Batch, Encoded, Features, PairBlocks, Pairs, Positives, Rule, Total
 
 
 @dataclass
@@ -38,7 +38,63 @@ class Replay:
         return torch.stack(parts).sum() if parts else inputs.rows["vec"].new_zeros(())
 
 
-PAIR = "pair"  # the name of the main pair loss
+class MainContrast(Contrast):
+    """The main pair loss of a method: images and texts as the towers encode them, scored by the head of the model."""
+
+    def __init__(self, model: Model, method: Method) -> None:
+        super().__init__()
+        self.method, self.model = method, (model,)  # in a tuple: its weights are not those of this module
+        self.mined: Tensor | None = None
+
+    @property
+    def head(self) -> Head:  # type: ignore[override]
+        """The head of the model."""
+        return self.model[0].head
+
+    def inputs(self, model: Model, batch: Batch, encoded: Encoded) -> PairInputs:
+        """Features of at least fp32, positions, precomputed features."""
+        of, mineable = batch.image_of_text, ~batch.composed
+        images = {k: at_least_float(v) for k, v in encoded.images.items()}
+        texts = {k: at_least_float(v) for k, v in encoded.texts.items()}
+        images |= {"position": batch.position, "mineable": mineable}
+        texts |= {"position": batch.position[of], "mineable": mineable[of]}
+        of_images = {f"image_features.{name}": value for name, value in batch.image_features.items()}
+        constants = {f"text_features.{name}": value for name, value in batch.text_features.items()}
+        return PairInputs(images | of_images, texts, constants | {name: value[of] for name, value in of_images.items()})
+
+    def loss(self, pairs: PairBlocks) -> Total:
+        """The pair loss of the method, with its positives of these pairs."""
+        rule = self.method.positives
+        bound = rule.bind(pairs) if isinstance(rule, Rule) else rule
+        counted = _Counted(bound) if isinstance(rule, Rule) and rule.mined else None
+        total = self.method.pair_loss(pairs, counted or bound)
+        if counted is not None:
+            self.mined = counted.share()
+        if isinstance(total, Total) and total.rows is None:
+            total.rows = pairs.rows
+        return total
+
+    @torch.no_grad()
+    def figures(self, inputs: PairInputs, total: Total) -> dict[str, Tensor]:
+        """Shares of further figures: "mined_share", the share of pairs that match though the data does not annotate
+        them; with transforms, loss by image and score of an image with its own texts, separately for plain and composed
+        examples. Both losses are in the unit of "pair": their mean over all images is "pair". A value is NaN where the
+        batch has no example of that kind.
+        """
+        shares = {} if self.mined is None else {"mined_share": self.mined}
+        if not self.method.transforms or total.rows is None:
+            return shares
+        plain, order = inputs.rows["mineable"], inputs.rows["position"].argsort()
+        of = order[torch.searchsorted(inputs.rows["position"], inputs.columns["position"], sorter=order)]
+        images = sum_over_ranks(total.count.new_full((), float(len(plain))))
+        by_image = total.rows * (images / sum_over_ranks(total.count))
+        scores = self.head.score_pairs({k: v[of] for k, v in inputs.rows.items()}, inputs.columns)
+        own = scores.new_zeros(len(plain)).index_add(0, of, scores) / of.bincount(minlength=len(plain))
+        for name, mask in (("plain", plain), ("composed", ~plain)):
+            count = sum_over_ranks(mask.sum().to(own.dtype))
+            shares[f"pair_{name}"] = (by_image * mask).sum() / count
+            shares[f"score_{name}"] = (own * mask).sum() / count
+        return shares
 
 
 class _Counted:
@@ -67,11 +123,12 @@ def kept(seeds: Tensor, patches: int, share: float) -> Tensor:
 
 
 class Learner(nn.Module):
-    """Forward of one (micro-)batch: towers, head, pair loss, contrasts and terms.
+    """Forward of one (micro-)batch: towers, head, pair losses and terms.
 
     Args: chunk: rows and columns of a block of pairs, 0: automatic; drop_patches: share of its patches that each image
     loses, drawn anew in every epoch (arXiv:2212.00794, section 3.1).
-    Attributes: done: share of the run that is done, for the weights of losses that depend on it.
+    Attributes: contrasts: every pair loss by name, the main one first, as "pair", unless its weight is 0; done: share
+    of the run that is done, for the weights of losses that depend on it.
     """
 
     done = 0.0
@@ -81,8 +138,9 @@ class Learner(nn.Module):
         self.model, self.method, self.chunk, self.drop_patches = model, method, chunk, drop_patches
         if drop_patches:
             check_vit(model.config.image, "--augment.drop-patches")
-        self.terms = _modules("term", method.terms, model.config)
-        self.contrasts = _modules("contrast", method.contrasts, model.config)
+        self.terms = nn.ModuleDict({name: make(model.config) for name, (_, make) in method.terms.items()})
+        self.contrasts = nn.ModuleDict({PAIR: MainContrast(model, method)} if method.pair_weight else {})
+        self.contrasts.update({name: make(model.config) for name, (_, make) in method.contrasts.items()})
         if method.pair_weight == 0:
             model.head.requires_grad_(False)
             for part in model.head.modules():
@@ -93,6 +151,12 @@ class Learner(nn.Module):
         """Clamp the scales of the head and of the contrasts to their limits, after each optimizer step."""
         for head in (self.model.head, *(contrast.head for contrast in self.contrasts.values())):
             head.clamp_()  # type: ignore[operator]
+
+    def after_step(self, step: int) -> None:
+        """Let every part change what has no gradient. Args: step: number of steps done, 0 before the first."""
+        for part in self.modules():
+            if isinstance(part, Piece):
+                part.after_step(self.model, step, self.done)
 
     def above_trunks(self, batch: Batch) -> Batch:
         """The batch with tokens of the trunks: for its images, and beside the ids of its texts; else the same batch.
@@ -111,79 +175,32 @@ class Learner(nn.Module):
         return above
 
     def encode(self, batch: Batch) -> Encoded:
-        """Run the towers, on all patches or on those that images keep."""
+        """Run both towers, on all patches or on those that images keep."""
         keep = kept(batch.seeds, grid(self.model.config.image) ** 2, self.drop_patches) if self.drop_patches else None
-        encoded = self.method.encode(self.model, batch, keep)
-        encoded.done = self.done
-        return encoded
+        image_tokens, images = self.model.encode_image(batch.images, keep)
+        text_tokens, texts = self.model.encode_text(batch.texts)
+        return Encoded(image_tokens, text_tokens, images, texts, done=self.done)
 
-    def pair_inputs(self, encoded: Encoded, batch: Batch) -> PairInputs:
-        """What the main pair loss takes: features of at least fp32, positions, precomputed features."""
-        of, mineable = batch.image_of_text, ~batch.composed
-        images = {k: at_least_float(v) for k, v in encoded.images.items()}
-        texts = {k: at_least_float(v) for k, v in encoded.texts.items()}
-        images |= {"position": batch.position, "mineable": mineable}
-        texts |= {"position": batch.position[of], "mineable": mineable[of]}
-        images |= {f"image_features.{name}": value for name, value in batch.image_features.items()}
-        constants = {f"text_features.{name}": value for name, value in batch.text_features.items()}
-        return PairInputs(images, texts, constants, of)
-
-    def all_inputs(self, encoded: Encoded, batch: Batch) -> dict[str, PairInputs]:
-        """What every pair loss takes: "pair", the main one, and the contrasts."""
-        inputs = {PAIR: self.pair_inputs(encoded, batch)}
-        for name, contrast in self.contrasts.items():
-            sides = contrast.features(self.model, batch, encoded)  # type: ignore[operator]
-            rows, columns = (_placed(side, batch, name) for side in sides)
-            inputs[name] = PairInputs(rows, columns)
-        return inputs
+    def inputs(self, batch: Batch, encoded: Encoded) -> dict[str, PairInputs]:
+        """What every pair loss takes."""
+        weights = self.weights()
+        losses = {name: loss for name, loss in self.contrasts.items() if name in weights}
+        return {name: loss.inputs(self.model, batch, encoded) for name, loss in losses.items()}  # type: ignore[operator]
 
     def pair_losses(self, inputs: dict[str, PairInputs]) -> dict[str, Tensor]:
-        """Shares of the main pair loss, as `pair_loss` returns them, and of every contrast."""
-        out = self.pair_loss(inputs[PAIR])
-        for name, contrast in self.contrasts.items():
+        """Shares of every pair loss, and of the figures logged with them: their sums over ranks are the values."""
+        out: dict[str, Tensor] = {}
+        for name, mine in inputs.items():
+            contrast: Any = self.contrasts[name]
             with torch.autocast(self.model.device.type, enabled=False):
-                pairs = Blocks(contrast.head, inputs[name].rows, inputs[name].gathered(), self.chunk)  # type: ignore[arg-type]
-                total = _total(contrast.loss(pairs), f"the contrast {name}")  # type: ignore[operator]
+                total = contrast.loss(Blocks(contrast.head, mine.rows, mine.gathered(), self.chunk))
+                if not isinstance(total, Total):
+                    raise ValueError(
+                        f"the loss {name} returned a {type(total).__name__}: expected kiloword.types.Total(sum, count)."
+                    )
                 out[name] = total.sum / sum_over_ranks(total.count)
+                out |= contrast.figures(mine, total)
         return out
-
-    def pair_loss(self, inputs: PairInputs) -> dict[str, Tensor]:
-        """Shares whose sums over ranks are the values: "pair", the mean pair loss; with transforms also `_apart`'s.
-
-        With mined positives also "mined_share": the share of pairs that match though the data does not annotate them.
-        """
-        images = inputs.rows
-        if self.method.pair_weight == 0:
-            return {"pair": images["vec"].new_zeros(())}
-        with torch.autocast(images["vec"].device.type, enabled=False):
-            pairs = Blocks(self.model.head, images, inputs.gathered(), self.chunk)
-            positives = self.method.positives
-            positives = positives.bind(pairs) if hasattr(positives, "bind") else positives
-            counted = _Counted(positives) if getattr(self.method.positives, "mined", False) else None
-            total = _total(self.method.pair_loss(pairs, counted or positives), "the pair loss")
-            shares = {"pair": total.sum / sum_over_ranks(total.count)}
-            if counted is not None:
-                shares["mined_share"] = counted.share()
-            if self.method.transforms:
-                shares |= self._apart(pairs, total, images["mineable"])
-        return shares
-
-    @torch.no_grad()
-    def _apart(self, pairs: Blocks, total: Total, plain: Tensor) -> dict[str, Tensor]:
-        """Loss by image and score of an image with its own texts, separately for plain and composed examples.
-
-        Args: plain: bool [I]. Both losses are in the unit of "pair": their mean over all images is "pair". A value is
-        NaN where the batch has no example of that kind.
-        """
-        images = sum_over_ranks(total.count.new_full((), float(len(plain))))
-        by_image = (pairs.rows if total.rows is None else total.rows) * (images / sum_over_ranks(total.count))
-        own_scores = self.model.head.score_of(pairs.annotated_sum / pairs.annotated_count)
-        shares = {}
-        for name, mask in (("plain", plain), ("composed", ~plain)):
-            count = sum_over_ranks(mask.sum().to(own_scores.dtype))
-            shares[f"pair_{name}"] = (by_image * mask).sum() / count
-            shares[f"score_{name}"] = (own_scores * mask).sum() / count
-        return shares
 
     def counts(self, batches: list[Batch]) -> dict[str, Tensor]:
         """Divisors of the terms' sums, summed over micro-batches and ranks."""
@@ -195,54 +212,31 @@ class Learner(nn.Module):
         return dict(zip(self.terms, sum_over_ranks(local), strict=True))
 
     def weights(self) -> dict[str, float]:
-        """The weight of every loss that is computed at this point of the run: "pair", the terms, the contrasts."""
+        """The weight of every loss that is computed at this point of the run."""
         method = self.method
-        every: dict[str, Weight] = {PAIR: method.pair_weight}
+        every: dict[str, Weight] = {PAIR: method.pair_weight} if PAIR in self.contrasts else {}
         every |= {name: weight for name, (weight, _) in (*method.terms.items(), *method.contrasts.items())}
-        outside = self._outside()
+        outside = {name for name, weight in every.items() if isinstance(weight, Between) and not weight(self.done)}
         return {name: weight_at(weight, self.done) for name, weight in every.items() if name not in outside}
-
-    def _outside(self) -> set[str]:
-        """The terms whose window the run is not in: they have no weight, and are not computed."""
-        weights = ((name, weight) for name, (weight, _) in self.method.terms.items())
-        return {name for name, weight in weights if isinstance(weight, Between) and not weight(self.done)}
 
     def forward(
         self, batch: Batch, counts: dict[str, Tensor], replays: dict[str, Replay] | None = None
     ) -> dict[str, Tensor]:
-        """Shares of the losses: "pair", terms and contrasts, and "loss", whose gradients the reducer averages.
+        """Shares of the losses, by name, and "loss", whose gradients the reducer averages.
 
         With `replays`, pair losses are the surrogates whose gradients are those computed in the first pass.
         """
         batch = self.above_trunks(batch)
         encoded = self.encode(batch)
-        inputs = self.all_inputs(encoded, batch)
-        outside = self._outside()
-        terms = {name: term for name, term in self.terms.items() if name not in outside}
+        inputs, weights = self.inputs(batch, encoded), self.weights()
+        terms = {name: term for name, term in self.terms.items() if name in weights}
         out = {name: term(self.model, batch, encoded) / counts[name].clamp_min(1) for name, term in terms.items()}
         if replays is None:
             out |= self.pair_losses(inputs)
         else:
             out |= {name: replay.surrogate(inputs[name]) for name, replay in replays.items()}
-        out["loss"] = torch.stack([weight * out[name] for name, weight in self.weights().items()]).sum() * ranks()
+        out["loss"] = torch.stack([weight * out[name] for name, weight in weights.items()]).sum() * ranks()
         return out
-
-
-MEMBERS = {"term": ("count",), "contrast": ("head", "features", "loss")}  # of each kind of further losses
-
-
-def _modules(
-    kind: str, losses: Mapping[str, tuple[Weight, Callable[[ModelConfig], nn.Module]]], config: ModelConfig
-) -> nn.ModuleDict:
-    """The modules of a method's terms or contrasts. Raises: ValueError for what is none, or lacks a member."""
-    made = {name: make(config) for name, (_, make) in losses.items()}
-    for name, loss in made.items():
-        of = f"the {kind} {name} is made as a {type(loss).__name__}"
-        if not isinstance(loss, nn.Module):
-            raise ValueError(f"{of}: expected a torch.nn.Module.")
-        if lacking := [member for member in MEMBERS[kind] if not hasattr(loss, member)]:
-            raise ValueError(f"{of} without {', '.join(lacking)}: see {kind.capitalize()} of kiloword.methods.method.")
-    return nn.ModuleDict(made)
 
 
 def _count(term: nn.Module, name: str, batch: Batch) -> Tensor:
@@ -256,39 +250,9 @@ def _count(term: nn.Module, name: str, batch: Batch) -> Tensor:
     return count.to(torch.float64)
 
 
-def _total(made: Any, what: str) -> Total:
-    """What a pair loss returned. Raises: ValueError for anything but a total."""
-    if not isinstance(made, Total):
-        raise ValueError(f"{what} returned a {type(made).__name__}: expected kiloword.types.Total(sum, count).")
-    return made
-
-
-def _placed(features: Features, batch: Batch, name: str) -> Features:
-    """Features of a contrast's side as its loss takes them: at least fp32, with the position of each image.
-
-    Raises: ValueError where "vec" is missing, or "position" and it cannot be told from the number of rows.
-    """
-    if "vec" not in features:
-        raise ValueError(
-            f"the contrast {name} returned features {sorted(features)} for a side: 'vec' [N, D] is missing."
-        )
-    placed = {k: at_least_float(v) for k, v in features.items()}
-    if "position" in placed:
-        return placed
-    n = len(placed["vec"])
-    if n == len(batch):
-        return placed | {"position": batch.position}
-    if n == len(batch.texts):
-        return placed | {"position": batch.position[batch.image_of_text]}
-    raise ValueError(
-        f"the contrast {name} returned {n} features, neither one for each of {len(batch)} images nor for each of "
-        f"{len(batch.texts)} texts: add 'position' [{n}], the place of each one's image in the global batch."
-    )
-
-
 def learner_of(config: ModelConfig, method: Method, device: str = "meta") -> Learner:
     """The learner of a method with uninitialised parameters; on torch's meta device: shapes without storage."""
     with torch.device(device):
         shaped = method.shape(config)
-        model = Model(shaped, method.head(shaped), {name: make(shaped) for name, make in method.towers.items()})
+        model = Model(shaped, method.head(shaped), {name: make(shaped) for name, make in method.decoders.items()})
         return Learner(model, method)

@@ -72,8 +72,7 @@ def _loop(run: Run, cadence: Cadence) -> None:
         learner.clamp_()
         commit(learner, values["skipped_step"])
         run.average.update(run.step)
-        for change in learner.method.after_step:
-            change(learner, run.step + 1)
+        learner.after_step(run.step + 1)
         cadence.after_step(values, len(batch))
         if run.best.stalled:
             break

@@ -92,8 +92,7 @@ def _begin(run: Run, started: str) -> None:
         with products(run.recipe.matmul):
             say(run.method.prepare(run.learner, (b.to(run.device) for b in run.loader.batches())))
         run.average = Average(run.learner, run.recipe.optim.ema)  # of the prepared weights
-    for change in run.method.after_step:
-        change(run.learner, 0)
+    run.learner.after_step(0)
 
 
 def make_learner(

@@ -43,7 +43,7 @@ def defaults(
     that the model lacks, which is trained from scratch as are all with False.
     Raises: ValueError for an unknown size, or when `init` is not a model folder.
     """
-    model, named, own = read_model_file(init).model, recipes.sizes(), preset(method).towers.keys()
+    model, named, own = read_model_file(init).model, recipes.sizes(), preset(method).decoders.keys()
 
     def unlike(name: str) -> tuple[int, int]:
         image = named[name].image
@@ -211,7 +211,7 @@ def _summary(names: Iterable[str]) -> str:
 
 def same_scale(old: Head, new: Head, weights: Container[str]) -> bool:
     """Whether the scale of weights applies to a new head: both use distances or neither, and a needed bias is there."""
-    return old.distance == new.distance and (new.bias is None or "head.bias" in weights)
+    return old.scale.distance == new.scale.distance and (new.bias is None or "head.bias" in weights)
 
 
 def _add_tokens(weights: dict[str, Tensor], old: ModelConfig, new: ModelConfig) -> list[str]:

@@ -53,7 +53,7 @@ def config(trunks: Trunks = "none", method: str | MethodChoice = "siglip") -> Mo
     if trunks == "none":
         return small
     on_trunk = replace(small, image=replace(small.image, trunk=TRUNK, size=SIZE_ON_TRUNK))
-    writes = "text_decoder" in slots_of(method).towers
+    writes = "text_decoder" in slots_of(method).decoders
     return on_trunk if writes else replace(on_trunk, text=replace(small.text, trunk=TEXT_TRUNK))
 
 

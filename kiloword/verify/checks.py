@@ -29,8 +29,7 @@ RANDOM_LOSS = (
 )
 NO_DERIVATIVE = (
     "The gradient is not the derivative of the loss: the gradient that a pair loss returns beside its values is wrong, "
-    "or a part of a loss is detached (where that is meant, set `stops_gradient=True` in the Method), or it computes in "
-    "single precision."
+    "or a part of a loss is detached, or it computes in single precision."
 )
 OTHER_STATE = (
     "What after_step leaves depends on the ranks or micro-batches: it adds up over ranks what each has seen, by "

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import get_context
@@ -26,6 +26,7 @@ from kiloword.distributed import collectives as parallel
 from kiloword.distributed import launch
 from kiloword.losses.pairs import Blocks
 from kiloword.methods.defaults import MUON
+from kiloword.methods.method import PAIR
 from kiloword.model.model import initialise
 from kiloword.model.resnet import Bottleneck
 from kiloword.model.trunks.trunk import trunks as trunks_of
@@ -36,7 +37,7 @@ from kiloword.training import compilation, engine
 from kiloword.training.accumulate import backward
 from kiloword.training.learner import Learner
 from kiloword.training.optimizer import Optimizer
-from kiloword.types import Batch, Features, Pairs, Positives
+from kiloword.types import Batch, Features, Pairs, Positives, Rule
 from kiloword.verify.batch import IMAGES, MethodChoice, Trunks, batch, config, slots_of
 from kiloword.verify.checks import EXACT, NO_DERIVATIVE, NOT_ADDITIVE, WRONG_SIGN, Check, again, compare, most, some
 from kiloword.verify.loading import what_is_loaded
@@ -75,7 +76,7 @@ def verify(method: str | MethodChoice, ranks: Sequence[int] = (1, 2, 4), trunks:
     yield (repeated := again(made(method), reference))
     if repeated.cause:
         return
-    if trunks != "tuned" and not slots_of(method).stops_gradient:  # a trunk's ReLUs get exact zeros: no derivative
+    if trunks != "tuned":  # a trunk's ReLUs get exact zeros: no derivative
         yield _slope(method, trunks)
     yield from what_is_loaded(method)
     if trunks == "cached":
@@ -115,8 +116,7 @@ def learner(
         if isinstance(part, Bottleneck):  # starts as its shortcut, without gradients inside
             part.bn3.weight.data.fill_(0.3)
     made.to(dtype).done = 0.5  # where weights that rise or fall over the run are above 0
-    for change in slots.after_step:
-        change(made, 0)
+    made.after_step(0)
     return made
 
 
@@ -144,10 +144,7 @@ def gradients(
 
 def _state(model: Learner) -> dict[str, Tensor]:
     """What `after_step` leaves after a step in the contrasts and terms, as "state:NAME"."""
-    for change in model.method.after_step:
-        change(model, 1)
-    if not model.method.after_step:
-        return {}
+    model.after_step(1)
     parts = ((f"state:{name}", getattr(model, name)) for name in ("terms", "contrasts"))
     values = (pair for name, part in parts for pair in (*part.named_parameters(name), *part.named_buffers(name)))
     return {n: x.detach().clone() for n, x in values if not x.requires_grad}
@@ -278,14 +275,11 @@ def _toy(method: str | MethodChoice, trunks: Trunks = "none", steps: int = TOY) 
 def _alone(method: str | MethodChoice, name: str) -> Check:
     """Train one term or contrast alone: its loss must fall, and never below 0, as the negative of a loss would."""
     slots = slots_of(method)
-    weighted = {
-        n: (1.0 if n == name else 0.0, make) for n, (_, make) in (*slots.terms.items(), *slots.contrasts.items())
-    }
     alone = replace(
         slots,
         pair_weight=lambda _: 0.0,  # a number would freeze the head
-        terms={n: weighted[n] for n in slots.terms},
-        contrasts={n: weighted[n] for n in slots.contrasts},
+        terms={n: (float(n == name), make) for n, (_, make) in slots.terms.items()},
+        contrasts={n: (float(n == name), make) for n, (_, make) in slots.contrasts.items()},
     )
     model, data = learner(method, dtype=torch.float32), batch(method=method)
     model.method = alone
@@ -301,12 +295,12 @@ def _alone(method: str | MethodChoice, name: str) -> Check:
 @torch.no_grad()
 def _least(model: Learner, data: Batch) -> float:
     """The pair loss of logits whose probabilities are the positives; 0 where there is one positive a row."""
-    pairs = model.pair_inputs(model.encode(data), data)
+    pairs = model.inputs(data, model.encode(data))[PAIR]
     images, texts = pairs.rows, pairs.gathered()
     positives = model.method.positives
-    if hasattr(positives, "bind"):
+    if isinstance(positives, Rule):
         positives = positives.bind(Blocks(model.model.head, images, texts))
-    ideal: Any = _Ideal(positives, model.model.head.inner())
+    ideal: Any = _Ideal(positives)
     total = model.method.pair_loss(Blocks(ideal, images, texts), positives)
     return float(total.sum / total.count)
 
@@ -314,11 +308,12 @@ def _least(model: Learner, data: Batch) -> float:
 class _Ideal(torch.nn.Module):
     """A head that knows the positives."""
 
-    def __init__(self, positives: Positives, inner: Iterable[str]) -> None:
-        """Args: inner: names of the heads in the model's, each of which knows the positives too."""
+    def __init__(self, positives: Positives) -> None:
         super().__init__()
         self.positives = positives
-        self.__dict__.update(dict.fromkeys(inner, self))
+
+    def beside(self, name: str) -> _Ideal:
+        return self
 
     def block(self, images: Features, texts: Features) -> tuple[int, int]:
         return len(images["vec"]), len(texts["vec"])

@@ -24,7 +24,8 @@ from kiloword.evaluation.reconstruction.page import report
 from kiloword.evaluation.reconstruction.task import Judge, values, wrong_captions
 from kiloword.explain.reconstruct import caption_similarity, fill, mask_settings, mean_colour, mim_settings, reconstruct
 from kiloword.explain.strips import possible
-from kiloword.methods.coca import masked_images, masking
+from kiloword.methods.coca import masking
+from kiloword.methods.coca import sycoca as masked_images
 from kiloword.methods.coca.masking import MaskSettings
 from kiloword.methods.registry import preset
 from kiloword.model.image import unfold
@@ -127,8 +128,8 @@ def test_caption_similarity_is_the_greatest_similarity() -> None:
         found = caption_similarity(m, pixels(), packed(model, CAPTIONS), MaskSettings())
         for n, caption in enumerate(CAPTIONS):
             texts = packed(model, [caption])
-            words = m.head.project_text_tokens(m.text_tower(texts))[: -len(m.config.text.extra_tokens)]
-            patches = m.head.project_image_tokens(m.image_tokens(pixels()[n : n + 1])[0, 1:])
+            words = m.head.pooling.project_text_tokens(m.text_tower(texts))[: -len(m.config.text.extra_tokens)]
+            patches = m.head.pooling.project_image_tokens(m.image_tokens(pixels()[n : n + 1])[0, 1:])
             literal = [max(float(torch.cosine_similarity(p, w, dim=0)) for w in words) for p in patches]
             torch.testing.assert_close(found[n], torch.tensor(literal), atol=1e-5, rtol=1e-4)
 

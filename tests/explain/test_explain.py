@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image, ImageFont
-from torch import Tensor, nn
+from torch import Tensor
 
 from kiloword.api import Matcher
 from kiloword.cli.main import main
@@ -21,7 +21,7 @@ from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.explain.maps import Explanation, attentions, probabilities, rollout, token_maps
 from kiloword.explain.sheets import TOP, _large, file_names, write
 from kiloword.methods.registry import preset
-from kiloword.model.heads import Single
+from kiloword.model.heads import Pooling, Single
 from kiloword.models.build import build
 from kiloword.models.model_folder import save_model
 from kiloword.report.overlay import SIDE, SMALL, Row, TokenMap, figure, overlay, square, wrap
@@ -33,7 +33,7 @@ CAPTIONS = ["a red circle", "two blue squares", "a green star left of a circle"]
 IMAGE = ImageConfig(size=48, patch=16, width=32, depth=3, heads=2, mlp=64, extra_tokens=2)  # 3 + 9 tokens
 
 
-class Mixing(nn.Module):
+class Mixing(Pooling):
     """A pooling that mixes tokens by what a text says: the least that `explain` asks of one."""
 
     def __init__(self, inner: Single, tokens: int, heads: int = 2) -> None:

@@ -16,7 +16,7 @@ from kiloword.api import Matcher
 from kiloword.config.recipes import HeadConfig, ImageConfig, sizes
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.explain.words import END, explain_words, log_probabilities, words_of
-from kiloword.methods.coca.captioning import caption_loss
+from kiloword.methods.coca.coca import caption_loss
 from kiloword.methods.registry import preset
 from kiloword.model.attention import Packing
 from kiloword.model.decoder import TextDecoder

@@ -15,7 +15,7 @@ from kiloword.api import Matcher
 from kiloword.config.recipes import HeadConfig, ImageConfig, sizes
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.explain.gradcam import TOGETHER, gradcam
-from kiloword.methods.coca.captioning import caption_loss
+from kiloword.methods.coca.coca import caption_loss
 from kiloword.methods.registry import preset
 from kiloword.model.decoder import TextDecoder
 from kiloword.models.build import build

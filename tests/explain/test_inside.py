@@ -21,7 +21,7 @@ from kiloword.explain import strips
 from kiloword.explain.reconstruct import fill, mim_settings, reconstruct
 from kiloword.explain.sheets import _cut, _large, write
 from kiloword.explain.strips import LARGE, WORD, possible
-from kiloword.methods.coca import masked_images
+from kiloword.methods.coca import sycoca as masked_images
 from kiloword.methods.registry import preset
 from kiloword.models.build import build
 from kiloword.models.model_folder import save_model

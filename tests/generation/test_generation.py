@@ -426,7 +426,7 @@ def test_logits_step_by_step(
 
 def test_a_text_is_as_likely_as_the_caption_loss_says(tokenizer: Tokenizer, images: Tensor) -> None:
     """What training measures, on the captions that were generated."""
-    from kiloword.methods.coca.captioning import caption_loss
+    from kiloword.methods.coca.coca import caption_loss
 
     model = make(tokenizer)
     captioner = Captioner(model, tokenizer)

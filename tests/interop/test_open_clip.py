@@ -18,7 +18,7 @@ from cases import mostly_slow
 from kiloword.config.recipes import ModelConfig, sizes
 from kiloword.interop.open_clip import import_as, import_state, main, place, read
 from kiloword.interop.open_clip_config import model_config
-from kiloword.model.heads import Head, Single
+from kiloword.model.heads import Head, Scale, Single
 from kiloword.model.model import Model
 from kiloword.models.model_folder import load_model, read_model_file
 from kiloword.types import Texts
@@ -51,7 +51,9 @@ def convert(config: ModelConfig, theirs: Any) -> tuple[Model, str]:
         if parameter.ndim == 1:
             parameter.data.add_(0.05 * torch.randn_like(parameter))
     imported = import_as(config, "open_clip", theirs.state_dict())
-    ours = Model(imported.config, Head(Single(imported.config), bias=0.0 if imported.method == "siglip" else None))
+    ours = Model(
+        imported.config, Head(Single(imported.config), scale=Scale(bias=0.0 if imported.method == "siglip" else None))
+    )
     ours.load_state_dict(imported.state)
     assert imported.report.new == []
     assert imported.report.left_over == []
@@ -164,7 +166,7 @@ def test_configurations(open_clip: ModuleType, name: str, width: int, heads: int
 
 def test_scale_above_the_limit_is_kept() -> None:
     config = sizes()["debug"]
-    head = Head(Single(config), max_scale=100.0)
+    head = Head(Single(config), scale=Scale(limit=100.0))
     head.load_state_dict({**head.state_dict(), "log_scale": torch.tensor([math.log(112.3)])})
     head.clamp_()
     assert head.log_scale.exp().item() == pytest.approx(112.3)

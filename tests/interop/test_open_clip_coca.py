@@ -16,7 +16,7 @@ from torch import Tensor
 from kiloword.config.recipes import sizes
 from kiloword.interop.open_clip import import_as, main, placed
 from kiloword.interop.open_clip_config import Unlike, model_config, translate
-from kiloword.methods.coca.captioning import decoded
+from kiloword.methods.coca.coca import decoded
 from kiloword.methods.registry import preset
 from kiloword.model.model import Model
 from kiloword.models.build import build

@@ -78,7 +78,7 @@ def step(method: str, n: int, pair_loss_alone: bool = False) -> int:
         encoded = made.encode(some)
     for side in (encoded.images, encoded.texts):
         side |= {name: value.requires_grad_() for name, value in side.items()}
-    return largest(lambda: made.pair_losses(made.all_inputs(encoded, some))["pair"].backward())
+    return largest(lambda: made.pair_losses(made.inputs(some, encoded))["pair"].backward())
 
 
 @pytest.mark.parametrize("method", ["prolip", "prolip-released", "pcme++", "pcme+++deterministic", "clip+gaussian"])

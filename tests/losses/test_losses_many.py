@@ -162,7 +162,6 @@ def test_without_a_pair_loss_the_head_stays(parts: int) -> None:
     optimizer = Optimizer(made, OptimConfig(weight_decay=0.5), steps=10)
     losses = gradients(made, batch(method="coca"), parts)
     optimizer.step(5)
-    assert losses["loss:pair"] == 0
     torch.testing.assert_close(losses["loss:loss"], 2 * losses["loss:caption"])
     moved = {name for name, p in made.named_parameters() if not torch.equal(before[name], p)}
     assert moved == {name for name in before if ".head." not in name}

@@ -15,7 +15,7 @@ from kiloword.config.recipes import ModelFile, sizes
 from kiloword.data.open import open_source
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.methods.defaults import FIELD, default_recipe
-from kiloword.methods.method import Ramp
+from kiloword.methods.method import Part, Ramp
 from kiloword.methods.registry import preset
 from kiloword.methods.slip import VIEWS
 from kiloword.models.trust import Trust, method_of
@@ -54,12 +54,10 @@ def test_the_weight_of_a_loss_follows_the_run() -> None:
 
 
 WRONG: list[tuple[str, Any, str]] = [  # of which a step or the method says what is missing
-    ("contrasts", own.Headless, "head"),
     ("contrasts", own.Three, "3 features"),
-    ("contrasts", own.Unnamed, "'vec'"),
     ("contrasts", own.Summed, "Total"),
     ("contrasts", own.Reading, "image_features.teacher"),
-    ("terms", own.NoModule, "Module"),
+    ("terms", own.NoModule, "subclass"),
     ("terms", own.Number, "count"),
     ("terms", own.Masked, "mask token"),
     ("terms", own.Raw, "normalise"),
@@ -82,7 +80,7 @@ def test_a_pair_loss_that_is_no_total_or_reads_what_nobody_makes_says_so() -> No
 def test_losses_have_names_of_their_own() -> None:
     for base, name in (("siglip", "pair"), ("coca", "caption")):
         with pytest.raises(ValueError, match=name):
-            replace(preset(base), contrasts={name: (1.0, lambda _: own.Texts())})
+            replace(preset(base), contrasts={name: (1.0, Part(own.Texts))})
 
 
 def test_tokens_of_a_trunk_are_no_pixels() -> None:

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from cases import mostly_slow
 from kiloword.config.recipes import HeadConfig, sizes
+from kiloword.losses import pertext as mixing
 from kiloword.losses.pairs import sigmoid_loss
-from kiloword.methods.llip import scores as mixing
-from kiloword.methods.llip.scores import ScoreForm, cosine
+from kiloword.losses.pertext import ScoreForm, cosine
 from kiloword.methods.method import annotated
 from kiloword.verify.batch import batch
 from literal import CAPTIONS, pairs, small
@@ -101,7 +101,7 @@ def test_attention_starts_open(mode: str, temperature: float) -> None:
     pooling = llip.head.pooling
     images = pooling.image(drawn(4, 16, llip.config.image.width))
     query = pooling.query(drawn(50, llip.config.text.width, seed=1)).view(50, 8, -1)
-    logits = llip.head.explain(images, {"query": query, "vec": query}).log().detach()
+    logits = llip.head.pooling.explain(images, {"query": query, "vec": query}).log().detach()
     assert 0.7 < float((logits - logits.mean(-1, keepdim=True)).std()) < 1.4
 
 
@@ -141,7 +141,7 @@ def test_baselines_read_the_same_tokens_into_one_vector(pool: str) -> None:
     images, texts = encoded(llip)
     torch.testing.assert_close(llip.score(images, texts), images["vec"] @ texts["vec"].T)
     with pytest.raises(ValueError, match="one vector"):
-        llip.head.explain(images, texts)
+        llip.head.pooling.explain(images, texts)
 
 
 def test_shortlist_vector_is_the_equal_mixture_and_tokens_are_projected() -> None:
@@ -153,8 +153,8 @@ def test_shortlist_vector_is_the_equal_mixture_and_tokens_are_projected() -> Non
     assert not got.requires_grad
     head = model("llip", {"k": K, "heads": M}).head
     expected = head.pooling.out(tokens @ head.pooling.value[0])
-    torch.testing.assert_close(head.project_image_tokens(tokens), expected)
-    assert head.project_text_tokens(tokens).shape == (3, K + 4, DIM)
+    torch.testing.assert_close(head.pooling.project_image_tokens(tokens), expected)
+    assert head.pooling.project_text_tokens(tokens).shape == (3, K + 4, DIM)
 
 
 FORMS: tuple[ScoreForm, ...] = ("direct", "gram")
@@ -257,7 +257,7 @@ def test_nothing_of_pairs_times_dimensions_is_ever_made(form: ScoreForm, monkeyp
 
 def test_explain_gives_the_weights_of_the_mixture() -> None:
     head, images, texts = pairs_of("auto", 3, 4, 5)
-    phi = head.explain(images, texts)  # [i, t, M, N]
+    phi = head.pooling.explain(images, texts)  # [i, t, M, N]
     assert phi.shape == (3, 4, 8, 5)
     torch.testing.assert_close(phi.sum(-1), torch.ones_like(phi[..., 0]))
     mixed = torch.einsum("itmn,inmd->itmd", phi, images["values"]).flatten(2)

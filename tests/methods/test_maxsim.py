@@ -14,8 +14,8 @@ from folders import model_folder
 from kiloword.api import batches
 from kiloword.distributed.device import simulated
 from kiloword.evaluation.retrieval.shortlist import shortlisted
-from kiloword.methods.maxsim import scores
-from kiloword.methods.maxsim.scores import Sides
+from kiloword.losses import maxsim as scores
+from kiloword.losses.maxsim import Sides
 from kiloword.model.image import extra
 from kiloword.types import Features
 from kiloword.verify.batch import batch

@@ -17,7 +17,7 @@ from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.losses.pairs import sigmoid_loss
 from kiloword.methods.defaults import MUON, default_recipe
 from kiloword.methods.method import annotated
-from kiloword.methods.pcmepp.matching import WithDeterministic, matching_loss
+from kiloword.methods.pcmepp import WithDeterministic, matching_loss
 from kiloword.methods.registry import preset
 from kiloword.models.build import build
 from kiloword.models.model_folder import save_model
@@ -47,7 +47,6 @@ def logit_of(name: str, settings: dict[str, Any] | None = None) -> tuple[float, 
     """The logits of the scores 0 and 1."""
     head = model(name, settings).head
     score = torch.tensor([0.0, 1.0], dtype=torch.float64)
-    torch.testing.assert_close(head.score_of(head.logits(score)), score)
     low, high = head.logits(score).tolist()
     return low, high
 

@@ -81,7 +81,7 @@ NAMES = {  # what must be named, of these
     "one vector": "llip+matryoshka prolip+matryoshka pcme+++matryoshka llip+attended prolip+attended llip+maxsim "
     "prolip+maxsim siglip+gaussian+maxsim prolip+concepts llip+gaussian+deterministic prolip+deterministic+contextual",
     r"add \+gaussian": "siglip+inclusion clip+matching siglip+ppcl",
-    "no Gaussians": "clip+deterministic",
+    "Gaussians": "clip+deterministic",
 }
 TOGETHER += [(name, {}, word) for word, listed in NAMES.items() for name in listed.split()]
 TOGETHER += [

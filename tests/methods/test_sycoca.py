@@ -69,9 +69,9 @@ def test_scores_by_the_class_token(method: str) -> None:
         measured = masking.scores(model, batch, sycoca.encode(batch), MaskSettings(similar_to="class"))
         token = model.config.text.special["cls" if cls else "end"]
         for n, ids in enumerate(captions_of(batch.texts)):
-            word = model.head.project_text_tokens(text_tokens(ids, model)[ids.index(token)])
+            word = model.head.pooling.project_text_tokens(text_tokens(ids, model)[ids.index(token)])
             image = model.normalise(batch.images)[batch.image_of_text[n]]
-            for place, one in enumerate(model.head.project_image_tokens(image_tokens(image, model)[-16:])):
+            for place, one in enumerate(model.head.pooling.project_image_tokens(image_tokens(image, model)[-16:])):
                 expected = (one @ word / (one.norm() * word.norm())).detach()
                 torch.testing.assert_close(measured[n, place], expected, rtol=1e-10, atol=1e-12)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from kiloword.config.recipes import HeadConfig, ModelConfig, TextConfig, sizes
-from kiloword.model.heads import Head, Pooling, Single
+from kiloword.model.heads import Head, Pooling, Scale, Single, Uncertainty
 from kiloword.model.model import Model, initialise
 from kiloword.model.pooling import ImagePool, TextPool, place_from_end
 from kiloword.types import Features, Texts
@@ -24,7 +24,8 @@ def numbers(*shape: int, seed: int = 0) -> Tensor:
 
 
 def head(config: ModelConfig = DEBUG, **kwargs: Any) -> Head:
-    made = Head(Single(config), **kwargs).double()
+    uncertainty = kwargs.pop("uncertainty", None)
+    made = Head(Single(config), uncertainty, Scale(**kwargs)).double()
     initialise(made, 0)
     return made
 
@@ -76,7 +77,7 @@ def test_place_from_end() -> None:
 
 
 def test_features_are_unit_vectors_and_scores_their_cosines() -> None:
-    h = head(scale=5.0, bias=-3.0)
+    h = head(start=5.0, bias=-3.0)
     texts = Texts.pack([[0] * n for n in (2, 4, 3)])
     images, words = h.image(numbers(2, 5, 32)), h.text(numbers(9, 32, seed=1), texts)
     for f in (images, words):
@@ -120,7 +121,7 @@ def test_half_precision_features_are_scored_in_single() -> None:
 
 def test_limit_of_the_scale_is_the_same_after_loading() -> None:
     """In double precision too: a resumed run is held to the same number."""
-    h, resumed = head(max_scale=100.0), head(max_scale=100.0)
+    h, resumed = head(limit=100.0), head(limit=100.0)
     with torch.no_grad():
         h.log_scale.fill_(1.0)
     resumed.load_state_dict(h.state_dict())
@@ -132,7 +133,7 @@ def test_limit_of_the_scale_is_the_same_after_loading() -> None:
 
 
 def test_scale_is_held_to_its_limit() -> None:
-    h = head(max_scale=100.0)
+    h = head(limit=100.0)
     h.log_scale.data.fill_(5.0)
     h.clamp_()
     assert h.log_scale.item() == pytest.approx(math.log(100))
@@ -142,20 +143,20 @@ def test_scale_is_held_to_its_limit() -> None:
     assert free.log_scale.item() == 5.0
 
 
-@pytest.mark.parametrize("said", [{"scale": 0.0}, {"scale": -1.0}, {"max_scale": -5.0}, {"bias": math.nan}])
+@pytest.mark.parametrize("said", [{"start": 0.0}, {"start": -1.0}, {"limit": -5.0}, {"bias": math.nan}])
 def test_scale_and_bias_out_of_range_are_refused(said: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match=rf"{next(iter(said))} is (0|-1|-5|nan): expected a number"):
+    with pytest.raises(ValueError, match=r"is (0|-1|-5|nan): expected a number"):
         head(**said)
 
 
 def test_a_larger_loaded_scale_is_its_own_limit_also_after_a_resume() -> None:
-    h = head(max_scale=100.0)
+    h = head(limit=100.0)
     foreign = {k: v for k, v in h.state_dict().items() if k != "log_limit"}
     h.load_state_dict({**foreign, "log_scale": torch.tensor([math.log(112.3)])})
     h.clamp_()
     assert h.log_scale.exp().item() == pytest.approx(112.3)
     h.log_scale.data.fill_(math.log(105.0))  # trained down, saved, resumed: the limit is still 112.3
-    resumed = head(max_scale=100.0)
+    resumed = head(limit=100.0)
     resumed.load_state_dict(h.state_dict())
     resumed.log_scale.data.fill_(5.0)
     resumed.clamp_()
@@ -164,7 +165,7 @@ def test_a_larger_loaded_scale_is_its_own_limit_also_after_a_resume() -> None:
     unlimited.load_state_dict(h.state_dict())
 
 
-class Uncertainty(nn.Module):
+class Penalty(Uncertainty):
     """A stand-in for an uncertainty: one number a row, subtracted."""
 
     def image(self, tokens: Tensor, pooling: Pooling) -> Features:
@@ -181,7 +182,7 @@ class Uncertainty(nn.Module):
 
 
 def test_an_uncertainty_wraps_any_pooling() -> None:
-    plain, uncertain = head(), head(uncertainty=Uncertainty())
+    plain, uncertain = head(), head(uncertainty=Penalty())
     texts = Texts.pack([[0, 0], [0, 0, 0]])
     image_tokens, text_tokens = numbers(2, 5, 32), numbers(5, 32, seed=1)
     images, words = uncertain.image(image_tokens), uncertain.text(text_tokens, texts)
@@ -197,7 +198,7 @@ def test_every_parameter_learns(
     image_pool: Literal["cls", "mean", "max", "map"], text_pool: Literal["last", "mean", "max"]
 ) -> None:
     config = replace(DEBUG, head=HeadConfig(dim=16, image_pool=image_pool, text_pool=text_pool))
-    model = Model(config, Head(Single(config), bias=-10.0))
+    model = Model(config, Head(Single(config), scale=Scale(bias=-10.0)))
     initialise(model, 0)
     images = torch.randint(0, 256, (3, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     texts = Texts.pack([[1, 2, 3], [4, 5], [6, 7, 8, 9]])
@@ -213,4 +214,4 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match="must be the tower's width 32"):
         Single(replace(DEBUG, head=HeadConfig(dim=16, image_projection=False)))
     with pytest.raises(ValueError, match="cannot explain which part of an image"):
-        head().explain({}, {})
+        head().pooling.explain({}, {})

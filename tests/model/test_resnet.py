@@ -26,7 +26,7 @@ from kiloword.methods.clip import preset as clip
 from kiloword.methods.defaults import default_recipe
 from kiloword.methods.method import Method
 from kiloword.methods.registry import preset
-from kiloword.model.heads import Head, Single
+from kiloword.model.heads import Head, Scale, Single
 from kiloword.model.model import Model, initialise, resize
 from kiloword.model.resnet import BatchNorm, ResNet, commit, statistics
 from kiloword.models.build import build
@@ -54,13 +54,10 @@ def small() -> ModelConfig:
 def resnet_of_32_pixels() -> Method:
     """CLIP with a ResNet for the batch of the suite, whose shortcuts do not hide the blocks at the start."""
 
-    def shape(config: ModelConfig) -> ModelConfig:
+    def towers(config: ModelConfig) -> ModelConfig:
         return replace(small(), image=replace(SMALL, size=32))
 
-    def head(config: ModelConfig) -> Head:
-        return Head(Single(config))
-
-    return replace(clip(Settings()), shape=shape, head=head)
+    return replace(clip(Settings()), towers=towers, scale=Scale())
 
 
 METHOD = "test_resnet:resnet_of_32_pixels"

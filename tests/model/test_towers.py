@@ -18,7 +18,7 @@ from kiloword.config.recipes import HeadConfig, ImageConfig, ModelConfig, TextCo
 from kiloword.model.attention import KeyValueCache, Packing, attention
 from kiloword.model.blocks import Init, activate
 from kiloword.model.decoder import ImageDecoder
-from kiloword.model.heads import Head, Single
+from kiloword.model.heads import Head, Scale, Single
 from kiloword.model.image import ConvStem, ImageTower, fold, unfold
 from kiloword.model.model import Model, initialise, resize
 from kiloword.model.pooling import AttentionalPool
@@ -251,7 +251,7 @@ def test_refused(use: Callable[[], object], word: str) -> None:
 
 
 def model(config: ModelConfig, seed: int = 0) -> Model:
-    made = Model(config, Head(Single(config), bias=-10.0))
+    made = Model(config, Head(Single(config), scale=Scale(bias=-10.0)))
     initialise(made, seed)
     return made
 
@@ -263,7 +263,7 @@ def test_same_names_start_equal() -> None:
     for name, parameter in plain.named_parameters():
         assert torch.equal(parameter, other[name]), name
     assert not torch.equal(plain.image_tower.positions, model(config, 1).image_tower.positions)
-    double = Model(config, Head(Single(config), bias=-10.0)).double()
+    double = Model(config, Head(Single(config), scale=Scale(bias=-10.0))).double()
     initialise(double, 0)
     assert torch.equal(double.text_tower.tokens.float(), plain.text_tower.tokens)
 

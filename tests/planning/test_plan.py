@@ -25,9 +25,9 @@ from cases import mostly_slow
 from kiloword.cli.main import main
 from kiloword.cli.plan import planner_of
 from kiloword.config import recipes
-from kiloword.config.recipes import OptimConfig, sizes
+from kiloword.config.recipes import ModelConfig, OptimConfig, sizes
 from kiloword.distributed import collectives
-from kiloword.methods.method import Method
+from kiloword.methods.method import Method, Part, Term
 from kiloword.methods.registry import names, preset
 from kiloword.model.model import Model
 from kiloword.models.build import build
@@ -211,11 +211,12 @@ def test_indices_among_the_features_of_pairs_are_valid() -> None:
         assert not x.any()
 
 
-class Brightness(torch.nn.Module):
+class Brightness(Term):
     """A term that kiloword does not know: predicts the mean of each patch from its token."""
 
-    def __init__(self, width: int, reads_values: bool = False) -> None:
+    def __init__(self, config: ModelConfig, reads_values: bool) -> None:
         super().__init__()
+        width = config.image.width
         self.hidden, self.out = torch.nn.Linear(width, 2 * width), torch.nn.Linear(2 * width, 1)
         self.reads_values = reads_values
 
@@ -235,7 +236,7 @@ def half_squares(pairs: PairBlocks, positives: Positives) -> Total:
 
 
 def strange(reads_values: bool = False) -> Method:
-    terms = {"brightness": (1.0, lambda config: Brightness(config.image.width, reads_values))}
+    terms = {"brightness": (1.0, Part(Brightness, reads_values))}
     return replace(preset("siglip"), name="strange", pair_loss=half_squares, terms=terms)
 
 

@@ -10,7 +10,7 @@ import torch
 from cases import mostly_slow
 from kiloword.losses import many as losses_many
 from kiloword.losses import pairs
-from kiloword.methods.pcmepp import matching as losses_matching
+from kiloword.methods import pcmepp as losses_matching
 from kiloword.methods.registry import preset
 from kiloword.models.build import build
 from kiloword.planning.simulation import Simulation
@@ -47,5 +47,5 @@ def test_numbers_of_every_text_that_a_loss_sums(
     for module in (pairs, losses_many, losses_matching):
         for function in ("sum_over_ranks", "extreme_over_ranks"):
             monkeypatch.setattr(module, function, count, raising=False)
-    learner.pair_loss(learner.pair_inputs(learner.encode(batch), batch))
+    learner.pair_losses(learner.inputs(batch, learner.encode(batch)))
     assert planned == numbers == counted / len(batch.texts)

@@ -14,7 +14,7 @@ from kiloword.data.open import open_source
 from kiloword.data.tree import ClassTree, TreeSource
 from kiloword.losses.pairs import Blocks
 from kiloword.methods.registry import preset
-from kiloword.model.heads import cosine_head, unit
+from kiloword.model.heads import Head, Pooling, Scale, unit
 from kiloword.model.model import initialise
 from research.mined import IGNORED, Oracle
 from trees import write_photos
@@ -66,7 +66,7 @@ def test_ignored_pairs_do_not_count() -> None:
     columns["text_features.truth"] = true.T
     rows["mineable"], columns["mineable"] = torch.ones(3, dtype=torch.bool), torch.ones(5, dtype=torch.bool)
     rows["vec"].requires_grad_()
-    head = cosine_head(10.0, bias=-3.0).double()
+    head = Head(Pooling(), scale=Scale(10.0, -3.0)).double()
     initialise(head, 0)
     method = preset(IGNORED)
     total = method.pair_loss(Blocks(head, rows, columns, chunk=2), method.positives)

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from kiloword.config.recipes import OptimConfig, sizes
 from kiloword.losses.pairs import Blocks, sigmoid_loss, softmax_loss
 from kiloword.methods.defaults import default_recipe
-from kiloword.methods.method import Method, annotated
+from kiloword.methods.method import Method, Part, Term, annotated
 from kiloword.methods.registry import preset
 from kiloword.model.blocks import Init
-from kiloword.model.heads import Head, Single
+from kiloword.model.heads import Head, Scale, Single
 from kiloword.model.model import initialise
 from kiloword.models.build import build
 from kiloword.training import muon, optimizer
@@ -87,7 +87,7 @@ def features(n: int, position: list[int], seed: int) -> Features:
 @pytest.mark.parametrize(("loss", "literal"), [(softmax_loss, literal_softmax), (sigmoid_loss, literal_sigmoid)])
 def test_pair_loss_and_its_gradients(loss: Any, literal: Any, which: str, chunk: int) -> None:
     images, texts = features(5, [0, 1, 2, 3, 4], 0), features(8, [0, 0, 1, 2, 2, 3, 4, 4], 1)
-    head = Head(Single(CONFIG), scale=7.0, bias=-2.0).double()
+    head = Head(Single(CONFIG), scale=Scale(7.0, -2.0)).double()
     initialise(head, 0)
     parameters = [images["vec"], texts["vec"], head.log_scale, head.bias]
     total = loss(Blocks(head, images, texts, chunk), POSITIVES[which])
@@ -105,7 +105,7 @@ def test_pair_loss_and_its_gradients(loss: Any, literal: Any, which: str, chunk:
 def test_gradient_of_soft_positives(loss: Any) -> None:
     """Positives may lie anywhere in [0, 1], their sum over a row below 1."""
     images, texts = features(3, [0, 1, 2], 0), features(4, [0, 1, 1, 2], 1)
-    head = Head(Single(CONFIG), scale=2.0).double()
+    head = Head(Single(CONFIG), scale=Scale(2.0)).double()
     initialise(head, 0)
 
     def value(image: Tensor, text: Tensor) -> Tensor:
@@ -119,7 +119,7 @@ def test_gradient_of_soft_positives(loss: Any) -> None:
 @pytest.mark.parametrize("loss", [softmax_loss, sigmoid_loss])
 def test_large_logits_stay_finite(loss: Any) -> None:
     images, texts = features(3, [0, 1, 2], 0), features(3, [0, 1, 2], 1)
-    head = Head(Single(CONFIG), scale=1e4, bias=0.0).double()
+    head = Head(Single(CONFIG), scale=Scale(1e4, 0.0)).double()
     initialise(head, 0)
     total = loss(Blocks(head, images, texts), annotated)
     assert total.sum.isfinite()
@@ -129,7 +129,7 @@ def test_large_logits_stay_finite(loss: Any) -> None:
 # Learner and accumulation
 
 
-class Words(nn.Module):
+class Words(Term):
     """A term with a parameter, whose count differs between micro-batches: mean square of the text tokens."""
 
     def __init__(self, config: Any) -> None:
@@ -157,7 +157,7 @@ class Projected(Words):
 
 def test_parameters_of_a_term_start_from_the_seed_and_their_names() -> None:
     method = preset("siglip")
-    own = replace(method, terms={"a": (1.0, Projected), "b": (1.0, Projected)})
+    own = replace(method, terms={"a": (1.0, Part(Projected)), "b": (1.0, Part(Projected))})
 
     def started(seed: int, method: Method) -> dict[str, Tensor]:
         return dict(make_learner(replace(default_recipe("siglip", "debug"), seed=seed), method)[0].state_dict())
@@ -174,7 +174,7 @@ def test_parameters_of_a_term_start_from_the_seed_and_their_names() -> None:
 
 
 def with_term(name: str, weight: float = 0.3) -> Method:
-    return replace(preset(name), terms={"words": (weight, Words)})
+    return replace(preset(name), terms={"words": (weight, Part(Words))})
 
 
 def reference_gradients(name: str, some: Batch) -> tuple[dict[str, Tensor], Tensor]:

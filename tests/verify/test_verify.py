@@ -18,7 +18,8 @@ from kiloword.verify.suite import over_ranks, verify
 MODULE = """
 import torch
 from dataclasses import replace
-from kiloword.model.heads import Head, Single
+from kiloword.methods.method import Part, Term
+from kiloword.model.heads import Single
 from kiloword.losses.pairs import softmax_loss
 from kiloword.methods.registry import preset as built_in
 from kiloword.types import Input, Total
@@ -39,26 +40,29 @@ def height(part):
 def ones(rows, columns):
     return torch.ones(())
 
-class Term(torch.nn.Module):
+class Own(Term):
+    def __init__(self, config):
+        super().__init__()
+
     def count(self, batch):
         return torch.tensor(len(batch))
 
     def forward(self, model, batch, encoded):
         return self.of(encoded.images["vec"])
 
-class Unlike(Term):
+class Unlike(Own):
     def of(self, vec):
         return torch.logsumexp(vec @ vec.T, 1).sum()
 
-class Negative(Term):
+class Negative(Own):
     def of(self, vec):
         return -(vec + 1).square().sum()
 
-class Half(Term):
+class Half(Own):
     def of(self, vec):
         return (vec - 1).square().sum() * (-100 if torch.is_autocast_enabled("cpu") else 100)
 
-class Forgetful(Head):
+class Forgetful(Single):
     def _load_from_state_dict(self, state, prefix, *more):
         state.update({name: x - 0.5 for name, x in state.items()})
         super()._load_from_state_dict(state, prefix, *more)
@@ -69,7 +73,7 @@ def zeros(example, fetch, draw):
 def drawn(example, fetch, draw):
     return torch.randint(256, (3, 32, 32), dtype=torch.uint8)
 """
-TERM, INPUT = "terms={'own': (1.0, lambda config: %s())}", "inputs={'view': Input(%s, lambda config: (3, 32, 32))}"
+TERM, INPUT = "terms={'own': (1.0, Part(%s))}", "inputs={'view': Input(%s, lambda config: (3, 32, 32))}"
 
 
 def own(slots: str = "pair_loss=loss", loss: str = "ones, pairs.shape[0]") -> str:
@@ -97,7 +101,7 @@ WRONG = {
     ("term own: sum over the parts of a batch", "a contrast of images with images"): own(TERM % "Unlike"),
     ("own alone: loss left after 20 steps", "sign"): own(TERM % "Negative"),
     ("bf16 against fp32: 1 - cosine of gradients", ""): own(TERM % "Half"),
-    ("score after save and load", ""): own("head=lambda config: Forgetful(Single(config), bias=0.0)"),
+    ("score after save and load", ""): own("pooling=Part(Forgetful)"),
     ("inputs of another kind or shape than stated", ""): own(INPUT % "zeros"),
     ("bytes of a batch that are made otherwise on other ranks or workers", "draw.rng"): own(INPUT % "drawn"),
 }

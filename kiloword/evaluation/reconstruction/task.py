@@ -23,7 +23,8 @@ from kiloword.evaluation.reconstruction import ReconstructionTaskOptions
 from kiloword.evaluation.reconstruction.page import SHOWN, PaintedExample, worse_than_flat
 from kiloword.evaluation.task import Inputs, Values
 from kiloword.explain.reconstruct import fill, masked_patches, mean_colour, mim_settings, reconstruct
-from kiloword.methods.coca import masked_images, masking
+from kiloword.methods.coca import masking
+from kiloword.methods.coca import sycoca as masked_images
 from kiloword.model.encoding import inference
 from kiloword.model.image import grid, unfold
 from kiloword.randomness import key

@@ -20,7 +20,7 @@ from kiloword.errors import count
 from kiloword.evaluation.features import per_batch
 from kiloword.evaluation.spectrum import Of, SpectrumTaskOptions
 from kiloword.evaluation.task import Inputs, Results, Values
-from kiloword.methods.llip.pooling import OneVector
+from kiloword.methods.llip import OneVector
 from kiloword.model.encoding import inference
 from kiloword.model.heads import Single
 from kiloword.model.image import extra

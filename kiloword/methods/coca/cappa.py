@@ -26,15 +26,15 @@ def preset(settings: Settings) -> Method:
     """CoCa without its pair loss, and images pooled by the mean of their tokens in place of a class token."""
     method = coca.preset(settings)
 
-    def shape(config: ModelConfig) -> ModelConfig:
-        shaped = method.shape(config)
+    def towers(config: ModelConfig) -> ModelConfig:
+        shaped = method.towers(config)
         # as in big_vision's evaluations: no loss makes a class token the vector of its image
         pool = "mean" if shaped.head.image_pool == "cls" and not settings.contrast_weight else shaped.head.image_pool
         return replace(shaped, head=replace(shaped.head, image_pool=pool))
 
     return replace(
         method,
-        shape=shape,
+        towers=towers,
         name="cappa",
         source="arXiv:2306.07915",
         summary="captions alone, most of them predicted in parallel (no retrieval)",

@@ -54,9 +54,10 @@ def scores(model: Model, batch: Batch, encoded: Encoded, settings: MaskSettings)
         config = model.config
         if encoded.image_tokens.shape[1] < extra(config.image) + grid(config.image) ** 2:
             raise ValueError("masks by attention compare a caption with all patches: omit --augment.drop-patches.")
+        pooling = model.head.pooling
         with torch.autocast(batch.images.device.type, enabled=False):
-            patches = model.head.project_image_tokens(_as(model, encoded.image_tokens[:, extra(config.image) :]))
-            tokens = model.head.project_text_tokens(_as(model, encoded.text_tokens))
+            patches = pooling.project_image_tokens(_as(model, encoded.image_tokens[:, extra(config.image) :]))
+            tokens = pooling.project_text_tokens(_as(model, encoded.text_tokens))
             packing = Packing.of(batch.texts)
             words, counted = packing.pad(tokens), packing.pad(countable(batch.texts, packing, config.text, settings))
             parts = zip(*(torch.split(x, CAPTIONS) for x in (batch.image_of_text, words, counted)), strict=True)

@@ -1,8 +1,10 @@
 """SyCoCa: captioning and text-guided masked image modelling, both with attentive masks. Source: arXiv:2401.02137.
 
-The rows of its table 5 are `clip`; `coca`; `coca --settings.caption-mask attentive`; and this preset with
-`--settings.guide none|text --settings.mim-mask random|attentive`. Table 6: `caption_share` and `mim_share`; table 7:
-`mim_weight`. The paper's initial weights: `--model.init-std 0.01`.
+Masked image modelling (section 3.2, TG-MIM, eq. 5 and 6) predicts masked patches from the visible ones and, if guided,
+from the caption; above a frozen trunk, the trunk's tokens at masked places. The rows of the paper's table 5 are `clip`;
+`coca`; `coca --settings.caption-mask attentive`; and this preset with `--settings.guide none|text --settings.mim-mask
+random|attentive`. Table 6: `caption_share` and `mim_share`; table 7: `mim_weight`. The paper's initial weights:
+`--model.init-std 0.01`.
 """
 
 from __future__ import annotations
@@ -10,10 +12,42 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from kiloword.config.settings import only, setting
-from kiloword.methods.coca import coca
-from kiloword.methods.coca.masked_images import MimSettings, masked
-from kiloword.methods.method import Component, Method
+from torch import Tensor
+
+from kiloword.config.recipes import DEPTH, ImageConfig, ModelConfig
+from kiloword.config.settings import ABOVE_0, BELOW_1, setting
+from kiloword.methods.coca import coca, masking
+from kiloword.methods.coca.masking import Mask, MaskSettings
+from kiloword.methods.method import Component, Method, Part, Term
+from kiloword.model.attention import Packing
+from kiloword.model.blocks import take
+from kiloword.model.decoder import ImageDecoder
+from kiloword.model.image import unfold
+from kiloword.model.model import Model
+from kiloword.model.pooling import at_least_float
+from kiloword.types import Batch, Encoded
+
+EPSILON = 1e-6  # added to the variance of a patch, as in MAE (arXiv:2111.06377, its public code)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MimSettings(MaskSettings):
+    """Which patches are masked, and what they are predicted from."""
+
+    mim_weight: float = setting(
+        1.0, "weight of the masked image loss: lambda_TM", ABOVE_0, hint="; to disable it, choose a method without"
+    )
+    guide: Literal["text", "none"] = setting("text", "text: the decoder attends to the caption too (TG-MIM)")
+    mim_mask: Mask = setting("attentive", "attentive: the patches most similar to the caption")
+    mim_share: float = setting(0.5, "share of masked patches: r_h", ABOVE_0, BELOW_1)
+    mim_op: Literal["token", "drop"] = setting("token", "replace masked patches by a learned token, or drop them")
+    mim_target: Literal["pixels", "tokens"] = setting(
+        "pixels",
+        "pixels of masked patches; tokens: those of a frozen trunk (--image-tower), each less its mean, over "
+        "its deviation",
+    )
+    norm_pix: bool = setting(False, "normalise the target pixels of each patch by their mean and deviation")
+    image_decoder_depth: int = setting(0, "layers of the image decoder; 0: as many as the text tower's", 0, DEPTH)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,13 +60,141 @@ class Settings(MimSettings, coca.Settings):
 
 
 def preset(settings: Settings) -> Method:
-    method = masked(coca.preset(only(settings, coca.Settings)), only(settings, MimSettings))
     return replace(
-        method,
+        masked(coca.preset(settings), settings),
         name="sycoca",
         source="arXiv:2401.02137",
         summary="CoCa that also reconstructs patches masked by the caption",
     )
+
+
+def masked(method: Method, settings: MimSettings) -> Method:
+    """Add an image decoder and the L1 loss of the pixels, or the trunk's tokens, of masked patches.
+
+    Raises: ValueError for a method that has them already, or settings out of range.
+    """
+    if "image_decoder" in method.decoders:
+        raise ValueError(f"{method.name} predicts patches already: omit +mim, its settings are those of {method.name}.")
+    if settings.norm_pix and settings.mim_target == "tokens":
+        raise ValueError("norm_pix is about pixels; tokens are normalised always: omit it, or mim_target tokens.")
+    weight = masking.in_window(settings.mim_weight, settings)
+
+    def image_decoder(config: ModelConfig) -> ImageDecoder:
+        depth = settings.image_decoder_depth or max(config.text.depth, 1)
+        out = config.image.trunk.width if settings.mim_target == "tokens" else 0
+        return ImageDecoder(config, depth, guided=settings.guide == "text", dropped=settings.mim_op == "drop", out=out)
+
+    return replace(
+        method,
+        decoders={**method.decoders, "image_decoder": image_decoder},
+        terms={**method.terms, "mim": (weight, Part(MaskedImages, settings))},
+    )
+
+
+def check_pixels(image: ImageConfig) -> None:
+    """Raises: ValueError for a trunk, which has seen all pixels."""
+    if image.trunk.name:
+        raise ValueError(
+            f"masked image modelling (sycoca, +mim) reconstructs masked pixels, but the trunk {image.trunk.name} has "
+            "seen the whole image, so that its other tokens tell what is masked: predict its tokens (--settings."
+            "mim-target tokens), omit --image-tower, or choose a method without it, such as coca."
+        )
+
+
+class MaskedImages(Term):
+    """L1 between masked patches and their prediction; mean over masked patches and their pixels, or channels of tokens.
+
+    The text tower's output and the scores are computed once per batch and shared with the caption term. The image tower
+    runs once per mask: per image for random masks, per caption for attentive ones. Only masked patches are predicted.
+    """
+
+    @staticmethod
+    def towers(config: ModelConfig, settings: MimSettings) -> ModelConfig:
+        if settings.mim_target == "pixels":
+            check_pixels(config.image)
+        if settings.mim_mask == "attentive":
+            masking.check(config)
+        return masking.with_token(config) if settings.mim_op == "token" else config
+
+    def __init__(self, config: ModelConfig, settings: MimSettings) -> None:
+        """Raises: ValueError for tokens of a trunk that is not there."""
+        super().__init__()
+        if settings.mim_target == "tokens" and not config.image.trunk.name:
+            raise ValueError(
+                "mim_target tokens are those of a frozen trunk, which this image tower lacks: add --image-tower, or "
+                "choose pixels."
+            )
+        self.settings = settings
+        self.patches = masking.patches_of(config)
+        self.hidden = masking.number(settings.mim_share, self.patches)
+        self.by_caption = settings.guide == "text" or settings.mim_mask == "attentive"
+
+    def count(self, batch: Batch) -> Tensor:
+        rows = len(batch.texts) if self.by_caption else len(batch)
+        return batch.position.new_full((), rows * self.hidden)
+
+    def forward(self, model: Model, batch: Batch, encoded: Encoded) -> Tensor:
+        of, attentive = batch.image_of_text, self.settings.mim_mask == "attentive"
+        if attentive:
+            images, scored = batch.images[of], masking.scores(model, batch, encoded, self.settings)
+        else:
+            images, scored = batch.images, masking.noise(batch, "mim.mask", self.patches)
+        hidden = masking.select(scored, self.hidden, most=True)
+        tokens = masking.visible(model, images, hidden, self.settings.mim_op)
+        if self.by_caption and not attentive and len(of) != len(batch):
+            images, hidden, tokens = images[of], hidden[of], tokens.index_select(0, of)
+        guide = (encoded.text_tokens, model.text_tower.packing(batch.texts)) if self.settings.guide == "text" else None
+        predicted = predict(model, tokens, hidden, guide)
+        if self.settings.mim_target == "tokens":
+            return distance(predicted, trunk_tokens(model, images, hidden)).sum()
+        return distance(predicted, pixels(model, images, hidden, self.settings.norm_pix)).sum()
+
+
+def predict(model: Model, tokens: Tensor, hidden: Tensor, guide: tuple[Tensor, Packing] | None) -> Tensor:
+    """Predicted pixels [N, m, 3 * patch^2] of masked patches, or their tokens [N, m, W'].
+
+    Args: tokens [N, E + P, W]: of the image tower; hidden [N, m]; guide: packed text tokens [S, W], text n for image n.
+    """
+    decoder = model.more["image_decoder"]
+    assert isinstance(decoder, ImageDecoder)
+    predicted: Tensor = decoder(tokens, hidden, *(guide or (None, None)))
+    return predicted
+
+
+def pixels(model: Model, images: Tensor, hidden: Tensor, norm_pix: bool) -> Tensor:
+    """The targets, normalised pixels of masked patches: [N, m, 3 * patch^2], at least fp32."""
+    patch = model.config.image.patch
+    raw = take(unfold(images, patch), hidden).view(*hidden.shape, 3, patch, patch)
+    target = at_least_float(model.normalise(raw)).flatten(2)
+    return standardised(target) if norm_pix else target
+
+
+def trunk_tokens(model: Model, tokens: Tensor, hidden: Tensor) -> Tensor:
+    """The targets, the trunk's tokens at masked places: [N, m, W'], at least fp32, without gradient.
+
+    Each has mean 0 and deviation 1 over its channels, as features of a teacher have in arXiv:2202.03555 (section 3.3)
+    and arXiv:2205.14141 (section 3): a few channels of large values would be most of the loss otherwise.
+
+    Args: tokens [N, prefix + P, W'] of the trunk; hidden [N, m]. Raises: ValueError for a trunk that is trained.
+    """
+    trunk = model.config.image.trunk
+    if any(p.requires_grad for p in model.image_tower.get_submodule("trunk").parameters()):
+        raise ValueError(
+            f"mim_target tokens needs a frozen trunk, but the run trains weights of {trunk.name}, which could make all "
+            "tokens alike: freeze it (--freeze image:trunk, and no --lora.targets of it), or choose another method."
+        )
+    return standardised(at_least_float(take(tokens[:, trunk.prefix :], hidden)).detach())
+
+
+def standardised(target: Tensor) -> Tensor:
+    """Targets [N, m, W'] less their mean over the last dimension, over their deviation."""
+    deviation = target.var(-1, keepdim=True) + EPSILON
+    return (target - target.mean(-1, keepdim=True)) / deviation.sqrt()
+
+
+def distance(predicted: Tensor, target: Tensor) -> Tensor:
+    """L1 of each masked patch, mean over its values: [N, m]."""
+    return (at_least_float(predicted) - target).abs().mean(-1)
 
 
 COMPONENTS = {

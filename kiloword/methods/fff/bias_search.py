@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kiloword.distributed.collectives import sum_over_ranks
 from kiloword.losses.inputs import PairInputs
+from kiloword.methods.method import PAIR
 from kiloword.types import Batch
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def search(learner: Learner, batches: Iterator[Batch], how: Literal["grid", "gra
     if bias is None:
         return "no bias was searched: the pair loss has none."
     with torch.no_grad():
-        inputs = [learner.pair_inputs(learner.encode(b), b) for b in islice(batches, n)]
+        inputs = [learner.contrasts[PAIR].inputs(learner.model, b, learner.encode(b)) for b in islice(batches, n)]  # type: ignore[operator]
     before, losses = float(bias.detach()), partial(_losses, learner, inputs, bias)
     if how == "grid":
         best = _by_grid(losses)
@@ -63,7 +64,7 @@ def _losses(learner: Learner, inputs: Inputs, bias: Tensor, at: list[float]) -> 
     with torch.no_grad():
         for value in at:
             bias.fill_(value)
-            shares.append(torch.stack([learner.pair_loss(one)["pair"] for one in inputs]).mean())
+            shares.append(torch.stack([learner.pair_losses({PAIR: one})[PAIR] for one in inputs]).mean())
     losses: list[float] = sum_over_ranks(torch.stack(shares).double()).tolist()
     return losses
 
@@ -72,7 +73,7 @@ def _slope(learner: Learner, inputs: Inputs, bias: Tensor, at: float) -> float:
     """Derivative of the mean loss by the bias."""
     with torch.no_grad():
         bias.fill_(at)
-    shares = [torch.autograd.grad(learner.pair_loss(one)["pair"], bias)[0].sum() for one in inputs]
+    shares = [torch.autograd.grad(learner.pair_losses({PAIR: one})[PAIR], bias)[0].sum() for one in inputs]
     return float(sum_over_ranks(torch.stack(shares).mean().double()))
 
 

@@ -9,20 +9,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
-from kiloword.config.settings import ABOVE_0, BaseSettings, only, setting
+from kiloword.config.settings import ABOVE_0, BaseSettings, setting
 from kiloword.config.settings import check as check_limits
 from kiloword.losses.many import Balanced, supcon_loss
 from kiloword.losses.pairs import sigmoid_loss, softmax_loss
 from kiloword.methods import clip, siglip
 from kiloword.methods.fff import bias_search
-from kiloword.methods.method import Component, Method, scored_in_several_ways, small_head
+from kiloword.methods.method import Component, Method
 from kiloword.model.pooling import at_least_float
-from kiloword.types import Batch, Pairs, Positives
+from kiloword.types import Batch, Pairs, Positives, Rule
 
 if TYPE_CHECKING:
     from kiloword.training.learner import Learner
@@ -126,11 +126,14 @@ def matches(settings: Mined, it: Tensor | None, ii: Tensor | None, tt: Tensor | 
 
 
 @dataclass(frozen=True)
-class MinedPositives:
+class MinedPositives(Rule):
     """Positives by eq. 2. Pairs without teacher features (composed examples, missing rows) match if annotated."""
 
     settings: Mined
-    mined: ClassVar[bool] = True  # logged as a share of all pairs
+
+    @property
+    def mined(self) -> bool:
+        return True
 
     def __call__(self, pairs: Pairs) -> Tensor:
         """[i, t] in {0, 1}."""
@@ -164,9 +167,8 @@ def exact(pairs: Pairs) -> Tensor:
 
 def preset(settings: Settings) -> Method:
     """All captions of an image, positives by the settings, the sigmoid loss and the searched bias."""
-    base = siglip.preset(only(settings, siglip.Settings))
     summary = "all captions, mined positives, searched bias"
-    return fixed(replace(base, name="fff", source="arXiv:2405.10286", summary=summary), settings)
+    return fixed(replace(siglip.preset(settings), name="fff", source="arXiv:2405.10286", summary=summary), settings)
 
 
 def fixed(method: Method, settings: Slots) -> Method:
@@ -209,10 +211,9 @@ def searched(method: Method, settings: BiasSearch) -> Method:
         return method
     if getattr(method.pair_loss, "func", method.pair_loss) in (softmax_loss, supcon_loss):
         raise ValueError(f"{method.name} has no bias to search, as softmax gives it no gradient: add +sigmoid.")
-    head = small_head(method)
-    if head.bias is None:
+    if method.scale.bias is None:
         raise ValueError(f"{method.name} has no bias for bias-search to set.")
-    if scored_in_several_ways(head):
+    if method.several_scores:
         raise ValueError(
             f"{method.name} scores pairs in several ways, of which bias-search would prepare one: omit it."
         )

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from kiloword.config.recipes import DEPTH, ModelConfig
 from kiloword.config.settings import BaseSettings, setting
 from kiloword.model.blocks import Init
-from kiloword.model.heads import Pooling
+from kiloword.model.heads import Pooling, Uncertainty
 from kiloword.model.image import extra
 from kiloword.model.pooling import at_least_float, place_from_end
 from kiloword.types import Features, Texts
@@ -165,13 +165,13 @@ def log_variance(layer: nn.Linear, tokens: Tensor) -> Tensor:
     return at_least_float(F.linear(tokens, layer.weight)) + at_least_float(layer.bias)
 
 
-class Gaussian(nn.Module):
+class Gaussian(Uncertainty):
     """Diagonal Gaussians: log variance from an uncertainty token by one linear layer per tower (section 3.1)."""
+
+    towers = staticmethod(tokens)
 
     def __init__(self, config: ModelConfig, settings: GaussianSettings) -> None:
         super().__init__()
-        if not config.image.uncertainty_token or "unc" not in config.text.extra_tokens:
-            raise ValueError("a Gaussian needs an uncertainty token in both towers: configure them by gaussian.tokens")
         self.settings = settings
         self.image_place = extra(config.image) - 1
         self.text_place = place_from_end(config.text, "unc")

@@ -6,13 +6,14 @@ They compare matched pairs of the local batch, never all pairs. Source: arXiv:24
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from kiloword.config.recipes import ModelConfig, TextConfig
 from kiloword.config.settings import ABOVE_0, BaseSettings, setting
+from kiloword.methods.method import Part, Term, Weighted
 from kiloword.methods.prolip.gaussian import Form, inclusion_loss, rows, vib
 from kiloword.model.image import grid
 from kiloword.model.model import Model
@@ -44,26 +45,28 @@ class InclusionSettings(BaseSettings):
     hide_words: Literal["mask", "drop"] = setting("mask", "replace words by the mask token, or drop them")
 
 
-def terms(settings: InclusionSettings) -> dict[str, tuple[float, Any]]:
+def terms(settings: InclusionSettings) -> Weighted[Term]:
     """`Method.terms` for these settings, each with its weight; terms of weight 0 are omitted."""
-    s = settings
     every = {
-        "image_in_text": (s.image_in_text, lambda config: ImageInText(s)),
-        "masked_image": (s.masked, lambda config: MaskedImage(s, config)),
-        "masked_text": (s.masked, lambda config: MaskedText(s, config)),
-        "spread": (s.spread, lambda config: Spread()),
-        "vib_image": (s.vib, lambda config: Vib(s, "image")),
-        "vib_text": (s.vib, lambda config: Vib(s, "text")),
+        "image_in_text": (settings.image_in_text, ImageInText),
+        "masked_image": (settings.masked, MaskedImage),
+        "masked_text": (settings.masked, MaskedText),
+        "spread": (settings.spread, Spread),
+        "vib_image": (settings.vib, VibImage),
+        "vib_text": (settings.vib, VibText),
     }
-    return {name: term for name, term in every.items() if term[0]}
+    return {name: (weight, Part(kind, settings)) for name, (weight, kind) in every.items() if weight}
 
 
-class _Inclusion(nn.Module):
-    """Base of the inclusion terms."""
+class _OfGaussians(Term):
+    """Base of the terms over Gaussians; their mean is over captions."""
 
-    def __init__(self, settings: InclusionSettings) -> None:
+    def __init__(self, config: ModelConfig, settings: InclusionSettings) -> None:
         super().__init__()
-        self.settings = settings
+        self.settings, self.config = settings, config
+
+    def count(self, batch: Batch) -> Tensor:
+        return batch.position.new_full((), len(batch.texts))
 
     def loss(self, a: Features, b: Features) -> Tensor:
         """[N]: loss of each a that does not lie within its b."""
@@ -79,41 +82,31 @@ class _Inclusion(nn.Module):
         return self.selected(batch)[batch.image_of_text]
 
 
-class ImageInText(_Inclusion):
+class ImageInText(_OfGaussians):
     """Every image lies within each of its captions; mean over captions."""
-
-    def count(self, batch: Batch) -> Tensor:
-        return batch.position.new_full((), len(batch.texts))
 
     def forward(self, model: Model, batch: Batch, encoded: Encoded) -> Tensor:
         return self.loss(rows(encoded.images, batch.image_of_text), encoded.texts).sum()
 
 
-class MaskedImage(_Inclusion):
+class MaskedImage(_OfGaussians):
     """Images lie within their copies of few patches; mean over the selected images."""
-
-    def __init__(self, settings: InclusionSettings, config: ModelConfig) -> None:
-        super().__init__(settings)
-        patches = grid(config.image) ** 2
-        self.patches, self.kept = patches, max(1, round(patches * (1 - settings.drop_patches)))
 
     def count(self, batch: Batch) -> Tensor:
         return self.selected(batch).sum()
 
     def forward(self, model: Model, batch: Batch, encoded: Encoded) -> Tensor:
         which, weight = at_least_one(self.selected(batch), int(self.selected(batch.host).sum()))
-        noise = uniform(batch.seeds[which], "masked.image", self.patches)
-        keep = noise.argsort(dim=1, stable=True)[:, : self.kept].sort(1).values
+        patches = grid(self.config.image) ** 2
+        kept = max(1, round(patches * (1 - self.settings.drop_patches)))
+        noise = uniform(batch.seeds[which], "masked.image", patches)
+        keep = noise.argsort(dim=1, stable=True)[:, :kept].sort(1).values
         _, copies = model.encode_image(batch.images[which], keep=keep)
         return self.loss(rows(encoded.images, which), copies).sum() * weight
 
 
-class MaskedText(_Inclusion):
+class MaskedText(_OfGaussians):
     """Captions lie within their copies of few words; mean over the captions of the selected images."""
-
-    def __init__(self, settings: InclusionSettings, config: ModelConfig) -> None:
-        super().__init__(settings)
-        self.config = config.text
 
     def count(self, batch: Batch) -> Tensor:
         return self.selected_texts(batch).sum()
@@ -123,7 +116,7 @@ class MaskedText(_Inclusion):
         of = batch.image_of_text[which]
         caption = which - torch.searchsorted(batch.image_of_text, of)  # index among the captions of its image
         hide = drop_words if self.settings.hide_words == "drop" else mask_words
-        copies = hide(texts, batch.seeds[of] + caption, self.settings.mask_words, self.config)
+        copies = hide(texts, batch.seeds[of] + caption, self.settings.mask_words, self.config.text)
         return self.loss(rows(encoded.texts, which), model.encode_text(copies)[1]).sum() * weight
 
     def _whole(self, batch: Batch) -> tuple[Tensor, float, Texts]:
@@ -137,16 +130,13 @@ class MaskedText(_Inclusion):
         return which, weight, texts.spans(texts.starts[which], texts.starts.diff()[which], tokens)[1]
 
 
-class Spread(nn.Module):
+class Spread(_OfGaussians):
     """The variance of a caption fits its distance to its images: mean over captions of -log of the integral of p_v p_t.
 
     Without constants; mean over dimensions. Only variances get a gradient: means would only be drawn together. A
     caption that is true of many scenes is far from each, whatever its length, so that its variance grows with the
     number of scenes. Not in the paper, which leaves this to the pair loss.
     """
-
-    def count(self, batch: Batch) -> Tensor:
-        return batch.position.new_full((), len(batch.texts))
 
     def forward(self, model: Model, batch: Batch, encoded: Encoded) -> Tensor:
         images, texts = rows(encoded.images, batch.image_of_text), encoded.texts
@@ -155,18 +145,21 @@ class Spread(nn.Module):
         return 0.5 * (both + gap.square() * (-both).exp()).mean(-1).sum()
 
 
-class Vib(nn.Module):
-    """KL divergence of image or text Gaussians to N(0, 1), against vanishing variances; mean over images or texts."""
-
-    def __init__(self, settings: InclusionSettings, side: Literal["image", "text"]) -> None:
-        super().__init__()
-        self.settings, self.side = settings, side
-
-    def count(self, batch: Batch) -> Tensor:
-        return batch.position.new_full((), len(batch) if self.side == "image" else len(batch.texts))
+class VibText(_OfGaussians):
+    """KL divergence of text Gaussians to N(0, 1), against vanishing variances; mean over texts."""
 
     def forward(self, model: Model, batch: Batch, encoded: Encoded) -> Tensor:
-        return vib(encoded.images if self.side == "image" else encoded.texts, self.settings.vib_form).sum()
+        return vib(encoded.texts, self.settings.vib_form).sum()
+
+
+class VibImage(_OfGaussians):
+    """KL divergence of image Gaussians to N(0, 1); mean over images."""
+
+    def count(self, batch: Batch) -> Tensor:
+        return batch.position.new_full((), len(batch))
+
+    def forward(self, model: Model, batch: Batch, encoded: Encoded) -> Tensor:
+        return vib(encoded.images, self.settings.vib_form).sum()
 
 
 def at_least_one(chosen: Tensor, n: int) -> tuple[Tensor, float]:

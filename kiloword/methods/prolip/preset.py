@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from kiloword.config.recipes import ModelConfig, sizes
-from kiloword.config.settings import only, setting
+from kiloword.config.recipes import ModelConfig
+from kiloword.config.settings import setting
 from kiloword.methods import siglip
-from kiloword.methods.method import Component, Method
-from kiloword.methods.prolip import gaussian
+from kiloword.methods.method import Component, Method, Part
 from kiloword.methods.prolip.gaussian import Gaussian, GaussianSettings
 from kiloword.methods.prolip.inclusion import InclusionSettings, terms
-from kiloword.model.heads import Head
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,8 +20,7 @@ class Settings(GaussianSettings, InclusionSettings, siglip.Settings):
 
 
 def preset(settings: Settings) -> Method:
-    base = siglip.preset(only(settings, siglip.Settings))
-    method = included(with_gaussian(base, only(settings, GaussianSettings)), only(settings, InclusionSettings))
+    method = included(with_gaussian(siglip.preset(settings), settings), settings)
     return replace(
         bidirectional(method) if settings.bidirectional is not False else method,
         name="prolip",
@@ -35,28 +32,22 @@ def preset(settings: Settings) -> Method:
 def bidirectional(method: Method) -> Method:
     """Use a text tower without causal mask."""
 
-    def shape(config: ModelConfig) -> ModelConfig:
-        return method.shape(replace(config, text=replace(config.text, causal=False)))
+    def towers(config: ModelConfig) -> ModelConfig:
+        return method.towers(replace(config, text=replace(config.text, causal=False)))
 
-    return replace(method, shape=shape)
+    return replace(method, towers=towers)
 
 
 def with_gaussian(method: Method, settings: GaussianSettings) -> Method:
     """Make features Gaussians: half of each variance sum is subtracted from the score (PPCL, eq. 2, with sigmoid).
 
-    Raises: ValueError for a method that has an uncertainty already, or a variance out of range.
+    Raises: ValueError for a method that has an uncertainty already, or several scores.
     """
-    if is_gaussian(method):
+    if method.uncertainty is not None:
         raise ValueError(f"{method.name} has Gaussians already: omit +gaussian.")
-    if method.head(method.shape(sizes()["debug"])).inner():
+    if method.several_scores:
         raise ValueError(f"{method.name} scores pairs in several ways, of which gaussian would change one: omit it.")
-
-    def head(config: ModelConfig) -> Head:
-        gaussian_head = method.head(config)
-        gaussian_head.uncertainty = Gaussian(config, settings)
-        return gaussian_head
-
-    return replace(method, head=head, shape=lambda config: gaussian.tokens(method.shape(config), settings))
+    return replace(method, uncertainty=Part(Gaussian, settings))
 
 
 def included(method: Method, settings: InclusionSettings) -> Method:
@@ -64,26 +55,22 @@ def included(method: Method, settings: InclusionSettings) -> Method:
 
     Raises: ValueError for a method without Gaussians, or with inclusion terms already.
     """
-    if not is_gaussian(method):
-        raise ValueError(f"inclusion compares Gaussians, but {method.name} has none: add +gaussian.")
+    check_gaussian(method, "inclusion compares Gaussians")
     if "image_in_text" in method.terms:
         raise ValueError(f"{method.name} has inclusion terms already: omit +inclusion, they are in its settings.")
     return replace(method, terms={**method.terms, **terms(settings)})
 
 
 def ppcl(method: Method, settings: siglip.Settings) -> Method:
-    """Use SigLIP's loss, scale and bias over Gaussians (eq. 2).
-
-    Raises: ValueError for a method without Gaussians.
-    """
-    if not is_gaussian(method):
-        raise ValueError(f"ppcl compares Gaussians, but {method.name} has none: add +gaussian, or use +sigmoid.")
+    """Use SigLIP's loss, scale and bias over Gaussians (eq. 2). Raises: ValueError for a method without Gaussians."""
+    check_gaussian(method, "ppcl compares Gaussians")
     return siglip.sigmoid(method, settings)
 
 
-def is_gaussian(method: Method) -> bool:
-    """Whether the features of a method are Gaussians."""
-    return method.head(method.shape(sizes()["debug"])).uncertainty is not None
+def check_gaussian(method: Method, why: str) -> None:
+    """Raises: ValueError for a method whose features are no Gaussians."""
+    if method.uncertainty is None:
+        raise ValueError(f"{why}, but {method.name} has none: add +gaussian.")
 
 
 COMPONENTS = {

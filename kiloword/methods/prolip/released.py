@@ -21,11 +21,11 @@ from typing import Literal, cast
 from torch import Tensor, nn
 
 from kiloword.config.recipes import ModelConfig
-from kiloword.config.settings import ABOVE_0, only, setting
-from kiloword.methods.method import Method
+from kiloword.config.settings import ABOVE_0, setting
+from kiloword.methods.method import Method, Part
 from kiloword.methods.prolip import preset as prolip
 from kiloword.methods.prolip.gaussian import Gaussian, GaussianSettings, log_variance
-from kiloword.model.heads import Head, Pooling, Single, unit
+from kiloword.model.heads import Pooling, Single, unit
 from kiloword.types import Features, Texts
 
 
@@ -41,24 +41,20 @@ class Settings(prolip.Settings):
 
 def preset(settings: Settings) -> Method:
     """ProLIP as its authors' code computes it: twice normalised means, variances from means."""
-    base = prolip.preset(only(settings, prolip.Settings))
+    base = prolip.preset(settings)
 
-    def head(config: ModelConfig) -> Head:
-        head = base.head(config)
-        head.pooling, head.uncertainty = TwiceNormalised(config), FromMean(config, only(settings, GaussianSettings))
-        return head
-
-    def shape(config: ModelConfig) -> ModelConfig:
+    def towers(config: ModelConfig) -> ModelConfig:
         image, text = replace(config.image, class_token=True), replace(config.text, pad_to_context=True)
         pools = replace(config.head, image_pool="cls", text_pool="last", text_projection_bias=True)
-        return base.shape(replace(config, image=image, text=text, head=pools))
+        return base.towers(replace(config, image=image, text=text, head=pools))
 
     return replace(
         base,
         name="prolip-released",
         summary="prolip as in its authors' code, for their weights",
-        head=head,
-        shape=shape,
+        pooling=Part(TwiceNormalised),
+        uncertainty=Part(FromMean, settings),
+        towers=towers,
     )
 
 
@@ -70,7 +66,7 @@ class TwiceNormalised(Single):
         self.norm = nn.LayerNorm(config.image.width, config.image.norm_eps)
 
     def image(self, tokens: Tensor) -> Features:
-        return {"vec": unit(self.project_image_tokens(self.norm(self.image_pool(tokens))))}
+        return {"vec": unit(self.project_image_tokens(self.norm(self.pooled(tokens))))}
 
 
 class FromMean(Gaussian):

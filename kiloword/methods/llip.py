@@ -1,4 +1,4 @@
-"""Llip's pooling: mixture tokens become image features separately for every text (arXiv:2405.00740)."""
+"""Llip: mixture tokens become image features separately for every text. Source: arXiv:2405.00740."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from kiloword.config.recipes import ModelConfig
 from kiloword.config.settings import ABOVE_0, BaseSettings, setting
-from kiloword.distributed.device import device_type
-from kiloword.methods.llip import scores as mixing
+from kiloword.losses.pertext import PerText, weights
+from kiloword.methods import siglip
+from kiloword.methods.method import Component, Method, Part
 from kiloword.model.blocks import Init
 from kiloword.model.heads import Pooling, Single, unit
 from kiloword.model.image import extra
@@ -37,23 +38,37 @@ class ContextualSettings(BaseSettings):
     form: Literal["auto", "direct", "gram"] = setting("auto", "computation of the exact score; auto: the cheaper")
 
 
-def tokens(config: ModelConfig, settings: ContextualSettings) -> ModelConfig:
+@dataclass(frozen=True, kw_only=True)
+class Settings(ContextualSettings, siglip.Settings):
+    """Mixture tokens and their pooling, and the logit before training."""
+
+
+def preset(settings: Settings) -> Method:
+    method, summary = mixed(siglip.preset(settings), settings), "tokens mixed for every text, sigmoid over all pairs"
+    return replace(method, name="llip", source="arXiv:2405.00740", summary=summary)
+
+
+def mixed(method: Method, settings: ContextualSettings) -> Method:
+    """Replace the pooling of a method by mixture tokens and theirs; scale, bias and uncertainty stay.
+
+    Raises: ValueError for a method that does not pool each image and each text into one vector.
+    """
+    if method.pooling.kind is not Single:
+        raise ValueError(f"{method.name} has a pooling that contextual cannot replace: choose one of them.")
+    kinds = {"contextual": Contextual, "learned_average": LearnedAverage}
+    return replace(method, pooling=Part(kinds.get(settings.pool, OneVector), settings))
+
+
+def with_tokens(config: ModelConfig, settings: ContextualSettings) -> ModelConfig:
     """The configuration with K mixture tokens in place of the class token and of the pooling."""
     image = replace(config.image, class_token=False, extra_tokens=settings.k)
     return replace(config, image=image, head=replace(config.head, image_pool="mean"))  # which nothing reads
 
 
-def pooling(config: ModelConfig, settings: ContextualSettings) -> Pooling:
-    """The pooling selected by `settings.pool`, for towers configured by `tokens`."""
-    if settings.pool == "contextual":
-        return Contextual(config, settings)
-    if settings.pool == "learned_average":
-        return LearnedAverage(config, settings)
-    return OneVector(config, settings)
-
-
 class OneVector(Single):
     """Baselines of the paper: the tower has K extra tokens; the first one, or the mean of all, is the image vector."""
+
+    towers = staticmethod(with_tokens)
 
     def __init__(self, config: ModelConfig, settings: ContextualSettings) -> None:
         super().__init__(replace(config, head=replace(config.head, image_pool="mean")))  # unused; has no parameters
@@ -63,11 +78,13 @@ class OneVector(Single):
         return {"vec": unit(self.project_image_tokens(tokens[:, : self.read].mean(1)))}
 
 
-class Attention(nn.Module):
+class Attention(Pooling):
     """Base of both attention poolings: keys and values of tokens, output and text projections.
 
     No layer has a bias: softmax would give a bias of the keys no gradient.
     """
+
+    towers = staticmethod(with_tokens)
 
     def __init__(self, config: ModelConfig, settings: ContextualSettings) -> None:
         super().__init__()
@@ -139,7 +156,7 @@ class Attention(nn.Module):
         return float((self.factor * (self.dim // self.settings.heads) ** 0.5) ** -0.5)
 
 
-class Contextual(Attention):
+class Contextual(Attention, PerText):
     """Mixes the tokens of every image for every text by the query of the text (arXiv:2405.00740, eq. 1 and 2).
 
     "vec" of an image does not depend on a text: it is the mean of the values, used for shortlists and without gradient
@@ -149,6 +166,7 @@ class Contextual(Attention):
     def __init__(self, config: ModelConfig, settings: ContextualSettings) -> None:
         super().__init__(config, settings)
         self.query = nn.Linear(config.text.width, self.dim, bias=False)  # W_Q
+        self.form = settings.form
 
     def image(self, tokens: Tensor) -> Features:
         keys, values = self.keys_and_values(tokens)
@@ -160,47 +178,8 @@ class Contextual(Attention):
         query = self.query(pooled).view(pooled.shape[0], self.settings.heads, -1)
         return {"vec": unit(self.project_text_tokens(pooled)), "query": query}
 
-    def score(self, images: Features, texts: Features) -> Tensor:
-        form = self._form(images, texts)
-        keys, values, query, vec = (
-            at_least_float(x) for x in (images["keys"], images["values"], texts["query"], texts["vec"])
-        )
-        return mixing.cosine(keys, values, query, vec, at_least_float(self.out.weight), self.factor, form)
-
-    def score_pairs(self, images: Features, texts: Features) -> Tensor:
-        """Scores [n] of image i mixed for text i, in the direct form."""
-        keys, values, query = (at_least_float(x) for x in (images["keys"], images["values"], texts["query"]))
-        phi = torch.einsum("nkmd,nmd->nmk", keys, query * self.factor).softmax(-1)
-        mixed = torch.einsum("nmk,nkmd->nmd", phi, values).flatten(1)  # C
-        image_vectors = unit(mixed @ at_least_float(self.out.weight).T)
-        return (image_vectors * at_least_float(texts["vec"])).sum(1)
-
-    def block(self, images: Features, texts: Features) -> tuple[int, int]:
-        """Rows and columns of one block: few images, many texts."""
-        return mixing.block(self._sizes(images), self._form(images, texts), device_type(images["keys"].device))
-
-    def _sizes(self, images: Features) -> mixing.PairSizes:
-        return mixing.PairSizes(images["keys"].shape[1], self.settings.heads, self.dim)
-
-    def _form(self, images: Features, texts: Features) -> mixing.ScoreForm:
-        form = self.settings.form
-        return mixing.choose(self._sizes(images), len(texts["vec"])) if form == "auto" else form
-
-    def ensemble(self, texts: Features, group: Tensor, n: int, weights: Tensor | None) -> Features:
-        """Means of the prompts' unit vectors, normalised again, and of their queries (arXiv:2405.00740, appendix A)."""
-        share = texts["vec"].new_ones(len(group)) if weights is None else weights.to(texts["vec"])
-        total = share.new_zeros(n).index_add(0, group, share)
-        vec = texts["vec"] * share[:, None]
-        query = at_least_float(texts["query"]) * share[:, None, None]
-        query = query.new_zeros(n, *query.shape[1:]).index_add(0, group, query)
-        return {
-            "vec": unit(vec.new_zeros(n, vec.shape[1]).index_add(0, group, vec)),
-            "query": query / total[:, None, None],
-        }
-
-    def explain(self, images: Features, texts: Features) -> Tensor:
-        """Mixing weights [i, t, M, N] of eq. 1: mixture tokens first, then patches (with `patch_keys`)."""
-        return mixing.weights(at_least_float(images["keys"]), at_least_float(texts["query"]), self.factor)
+    def output(self, texts: Features) -> Tensor:
+        return self.out.weight
 
     def initial(self) -> dict[str, Init]:
         return {**super().initial(), "query.weight": Init(std=self.shrink * self.query.in_features**-0.5)}
@@ -208,6 +187,8 @@ class Contextual(Attention):
 
 class LearnedAverage(Attention):
     """One learned query for all texts, so that an image is one vector (arXiv:2405.00740, section 5)."""
+
+    one_vector = True
 
     def __init__(self, config: ModelConfig, settings: ContextualSettings) -> None:
         super().__init__(config, settings)
@@ -217,18 +198,17 @@ class LearnedAverage(Attention):
         """[I, N, W] to "vec" [I, D]: mixture tokens averaged by learned queries, whatever the text."""
         keys, values = self.keys_and_values(tokens)
         query = self.query.view(1, self.settings.heads, -1)
-        phi = mixing.weights(at_least_float(keys), at_least_float(query), self.factor)[:, 0]  # [I, M, N]
+        phi = weights(at_least_float(keys), at_least_float(query), self.factor)[:, 0]  # [I, M, N]
         mixed = torch.einsum("imn,inmd->imd", phi.to(values.dtype), values).flatten(1)
         return {"vec": unit(self.out(mixed))}
 
     def text(self, tokens: Tensor, texts: Texts) -> Features:
         return {"vec": unit(self.project_text_tokens(self.text_pool(tokens, texts)))}
 
-    # one vector per image and text from here on
-    score = Single.score
-    score_pairs = Single.score_pairs
-    ensemble = Single.ensemble
-    explain = Single.explain
-
     def initial(self) -> dict[str, Init]:
         return {**super().initial(), "query": Init(std=self.shrink)}
+
+
+COMPONENTS = {
+    "contextual": Component("pooling", "mixture tokens, mixed separately for every text", ContextualSettings, mixed)
+}

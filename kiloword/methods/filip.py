@@ -1,9 +1,12 @@
-"""Every patch and every word is a vector; a pair is scored by their maxima (arXiv:2111.07783, arXiv:2004.12832)."""
+"""FILIP, and late interaction as the pooling of other methods: every patch and every word is a vector.
+
+Source: FILIP (arXiv:2111.07783), ColBERT (arXiv:2004.12832), ColPali (arXiv:2407.01449).
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -12,13 +15,17 @@ from torch import Tensor, nn
 from kiloword.config.recipes import ModelConfig
 from kiloword.config.settings import BaseSettings, setting
 from kiloword.distributed.device import device_type
-from kiloword.methods.maxsim import scores
-from kiloword.methods.maxsim.scores import Sides
+from kiloword.losses import maxsim as scores
+from kiloword.losses.maxsim import Sides
+from kiloword.losses.pairs import softmax_loss
+from kiloword.methods import clip
+from kiloword.methods.matryoshka import WHOLE, nested, whole_head
+from kiloword.methods.method import Component, Method, Part
 from kiloword.model.attention import Packing
-from kiloword.model.heads import unit
+from kiloword.model.heads import Pooling, Single, unit
 from kiloword.model.image import extra
 from kiloword.model.pooling import at_least_float
-from kiloword.types import Features, Texts
+from kiloword.types import Features, PairBlocks, Positives, Texts, Total
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,21 +53,86 @@ class MaxSimSettings(TokenSettings):
             raise ValueError("reduce is sum, which grows with the words: expected sides text beside it, not both.")
 
 
-class MaxSim(nn.Module):
+@dataclass(frozen=True, kw_only=True)
+class Settings(TokenSettings, clip.Settings):
+    """The vectors that are compared, and the scale of their score."""
+
+    sides: ClassVar[str] = "both"
+    reduce: ClassVar[str] = "mean"
+
+
+def preset(settings: Settings) -> Method:
+    """FILIP: softmax of both sides of the score, each over what is compared with it."""
+    plain = Method(
+        name="filip",
+        source="arXiv:2111.07783",
+        summary="maxima of every patch over words and of every word over patches, softmax of each",
+        pair_loss=softmax_loss,
+        pooling=Part(BothSides, settings),
+    )
+    return with_whole(replace(clip.softmax(plain, settings), pair_loss=filip_loss), settings.whole)
+
+
+def maxsim(method: Method, settings: MaxSimSettings) -> Method:
+    """Compare all patches with all words in place of one vector each.
+
+    Raises: ValueError for a method that does not pool each image and each text into one vector, or without pair loss.
+    """
+    if method.pooling.kind is not Single or method.uncertainty is not None or method.several_scores:
+        raise ValueError(
+            f"{method.name} does not pool images and texts into one vector each: maxsim replaces such a pooling alone."
+        )
+    if method.pair_weight == 0:
+        raise ValueError(f"{method.name} has no pair loss, whose score maxsim would change.")
+    return with_whole(replace(method, pooling=Part(MaxSim, settings)), settings.whole)
+
+
+def with_whole(method: Method, weight: float) -> Method:
+    """Add the pair loss of the means of patches and words, if its weight is above 0.
+
+    Raises: ValueError for a method that prepares one head before training.
+    """
+    if not weight:
+        return method
+    if method.prepare is not None:
+        raise ValueError(
+            f"{method.name} prepares one head before training, not that of --settings.maxsim.whole: use 0."
+        )
+    plain = softmax_loss if method.pair_loss is filip_loss else method.pair_loss
+    loss = nested(method.pair_loss, lambda _: [WHOLE], weight, plain)
+    return replace(method, further=(*method.further, whole_head), pair_loss=loss)
+
+
+def filip_loss(pairs: PairBlocks, positives: Positives) -> Total:
+    """Softmax of an image over texts by its patches' maxima, and of a text over images by its words' maxima.
+
+    The mean of both, each a mean over images or texts. Source: arXiv:2111.07783, eq. 1 to 5; the published MindSpore
+    code of its authors' company (mindformers).
+    """
+    of_images, of_texts = pairs.beside("by_patch"), pairs.beside("by_word")
+    image, text = softmax_loss(of_images, positives, "images"), softmax_loss(of_texts, positives, "texts")
+    return Total(image.sum + text.sum, image.count, of_images.rows + of_texts.rows)
+
+
+class MaxSim(Pooling):
     """Unit vectors of patches and words, which one linear layer for each tower makes; the score is that of `scores`.
 
     Class tokens, registers and other extra tokens are not compared. "vec" is the mean of an image's patches or a text's
     words, normalised: for shortlists, and with gradient only for a second loss (`TokenSettings.whole`).
-    Attributes: attends_to_patches: what the maps of `explain` are.
     """
 
     attends_to_patches = "The share of a text's words that are most like each patch."
+
+    @staticmethod
+    def towers(config: ModelConfig, settings: MaxSimSettings) -> ModelConfig:
+        """An embedding of at most `dim` numbers, as one is kept for every patch and word."""
+        return replace(config, head=replace(config.head, dim=min(config.head.dim, settings.dim)))
 
     def __init__(self, config: ModelConfig, settings: MaxSimSettings) -> None:
         super().__init__()
         self.settings, self.extra, self.text_extra = settings, extra(config.image), len(config.text.extra_tokens)
         self.words = min(settings.words, config.text.context)
-        self.sides = Sides(0.5, 0.5) if settings.sides == "both" else Sides(1.0, 0.0)
+        self.weights = Sides(0.5, 0.5) if settings.sides == "both" else Sides(1.0, 0.0)
         self.image_projection = nn.Linear(config.image.width, config.head.dim, bias=False)
         self.text_projection = nn.Linear(config.text.width, config.head.dim, bias=False)
 
@@ -84,7 +156,7 @@ class MaxSim(nn.Module):
 
     def score(self, images: Features, texts: Features) -> Tensor:
         """[i, t], the mean of both sides, or the text's."""
-        return self.side(images, texts, self.sides)
+        return self.side(images, texts, self.weights)
 
     def side(self, images: Features, texts: Features, sides: Sides) -> Tensor:
         """[i, t] with other weights of both sides."""
@@ -92,7 +164,7 @@ class MaxSim(nn.Module):
 
     def score_pairs(self, images: Features, texts: Features) -> Tensor:
         """Scores [n] of image n with text n."""
-        return scores.of_pairs(*_floats(images, texts), self.sides)
+        return scores.of_pairs(*_floats(images, texts), self.weights)
 
     def block(self, images: Features, texts: Features) -> tuple[int, int]:
         """Rows and columns of one block: what is saved for its gradient is bounded."""
@@ -115,8 +187,7 @@ class MaxSim(nn.Module):
         words[of, place] = texts["words"][there][order]
         share = texts["share"].new_zeros(shape)
         share[of, place] = (texts["share"] * weight[:, None])[there][order]
-        vec = texts["vec"] * weight[:, None]
-        return {"vec": unit(vec.new_zeros(n, vec.shape[1]).index_add(0, group, vec)), "words": words, "share": share}
+        return {**super().ensemble(texts, group, n, weight), "words": words, "share": share}
 
     def explain(self, images: Features, texts: Features) -> Tensor:
         """How much of each text's words takes its maximum at each patch: [i, t, 1, P], sums to 1. For few pairs."""
@@ -136,17 +207,32 @@ class MaxSim(nn.Module):
         return out
 
 
-class OneSide(nn.Module):
+class BothSides(MaxSim):
+    """FILIP's: a pair loss reads the words' and the patches' side apart."""
+
+    several = True
+
+    def sides(self) -> dict[str, Pooling]:
+        """ "by_patch": mean over patches of the maximum over words; "by_word": mean over words, over patches."""
+        return {"by_patch": OneSide(self, Sides(0.0, 1.0)), "by_word": OneSide(self, Sides(1.0, 0.0))}
+
+
+class OneSide(Pooling):
     """The words' or the patches' side of the score of a `MaxSim`."""
 
-    def __init__(self, both: MaxSim, sides: Sides) -> None:
+    def __init__(self, both: MaxSim, weights: Sides) -> None:
         super().__init__()
-        self.both, self.sides, self.block = both, sides, both.block
+        self.both, self.weights = both, weights
 
     def score(self, images: Features, texts: Features) -> Tensor:
-        """[i, t]."""
-        return self.both.side(images, texts, self.sides)
+        return self.both.side(images, texts, self.weights)
+
+    def block(self, images: Features, texts: Features) -> tuple[int, int]:
+        return self.both.block(images, texts)
 
 
 def _floats(images: Features, texts: Features) -> tuple[Tensor, Tensor, Tensor]:
     return at_least_float(images["patches"]), at_least_float(texts["words"]), at_least_float(texts["share"])
+
+
+COMPONENTS = {"maxsim": Component("pooling", "patches and words compared one by one", MaxSimSettings, maxsim)}

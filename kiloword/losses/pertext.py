@@ -1,7 +1,8 @@
-"""Llip's pair score: cosines of text-conditioned image features with texts (arXiv:2405.00740, eq. 1 and 2).
+"""Scores whose image vector depends on the text: attention from each text to the tokens of each image.
 
-With row vectors, the values V_m [N, d] of an image, the mixing weights p_m [N] of a pair and C = concat_m(p_m V_m),
-the image feature for a text is z = C W_O. Its cosine with the text's unit target t is
+Of Llip (arXiv:2405.00740, eq. 1 and 2), FLAIR (arXiv:2412.03561) and C2LIP (arXiv:2603.25722). With row vectors, the
+values V_m [N, d] of an image, the mixing weights p_m [N] of a pair and C = concat_m(p_m V_m), the image feature for a
+text is z = C W_O. Its cosine with the text's unit target t is
 
     cosine = z . t / |z|,     z . t = C . y  with  y = t W_O^T,     |z|^2 = C A C^T  with  A = W_O W_O^T.
 
@@ -12,7 +13,7 @@ many texts. Both process tiles of pairs, and save for backward the derivatives t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,6 +22,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from kiloword.distributed.device import device_type
+from kiloword.model.heads import Pooling, unit
+from kiloword.model.pooling import at_least_float
+from kiloword.types import Features
 
 ScoreForm = Literal["direct", "gram"]
 
@@ -28,39 +32,82 @@ TILE = 1 << 18  # mixing weights per tile on a CPU: 1 MB in single precision, wh
 SAVED = {"cpu": 1 << 26, "cuda": 1 << 28}  # saved activations per block, in numbers: 256 MB and 1 GB
 
 
-@dataclass(frozen=True)
-class PairSizes:
-    """The sizes that determine the cost of a pair."""
+class PerText(Pooling):
+    """Base of poolings whose image vector depends on the text.
 
-    tokens: int  # N, mixture tokens (and patches) of an image
-    heads: int  # M
-    dim: int  # D = M d
+    Images have "keys" and "values" [i, N, M, d], texts "query" [t, M, d] and the unit target "vec" [t, D], D = M d.
+    Attributes: form: of the computation, "auto": the cheaper.
+    """
+
+    form: Literal["auto", "direct", "gram"] = "auto"
 
     @property
-    def weights(self) -> int:
-        return self.tokens * self.heads
+    def factor(self) -> float:
+        """Factor of the products of queries and keys."""
+        raise NotImplementedError
+
+    def output(self, texts: Features) -> Tensor:
+        """W_O transposed, as the weight of a linear layer: [D, D]."""
+        raise NotImplementedError
+
+    def score(self, images: Features, texts: Features) -> Tensor:
+        """[i, t]: the cosine of every text with every image as the text attends to its tokens."""
+        keys, values, query, target = _floats(images, texts)
+        out = at_least_float(self.output(texts))
+        return cosine(keys, values, query, target, out, self.factor, self._form(images, texts))
+
+    def score_pairs(self, images: Features, texts: Features) -> Tensor:
+        """Scores [n] of image n as text n attends to its tokens."""
+        keys, values, query, target = _floats(images, texts)
+        phi = torch.einsum("nkmd,nmd->nmk", keys, query * self.factor).softmax(-1)
+        mixed = torch.einsum("nmk,nkmd->nmd", phi, values).flatten(1)  # C
+        return (unit(mixed @ at_least_float(self.output(texts)).T) * target).sum(1)
+
+    def block(self, images: Features, texts: Features) -> tuple[int, int]:
+        """Rows and columns of one block: few images, many texts."""
+        return block(images["keys"].shape[1:], self._form(images, texts), device_type(images["keys"].device))
+
+    def _form(self, images: Features, texts: Features) -> ScoreForm:
+        return choose(images["keys"].shape[1:], len(texts["vec"])) if self.form == "auto" else self.form
+
+    def ensemble(self, texts: Features, group: Tensor, n: int, weights: Tensor | None) -> Features:
+        """Means of the prompts' unit vectors, normalised again, and of their queries (arXiv:2405.00740, appendix A)."""
+        share = texts["vec"].new_ones(len(group)) if weights is None else weights.to(texts["vec"])
+        total = share.new_zeros(n).index_add(0, group, share)
+        query = at_least_float(texts["query"]) * share[:, None, None]
+        query = query.new_zeros(n, *query.shape[1:]).index_add(0, group, query)
+        return {**super().ensemble(texts, group, n, share), "query": query / total[:, None, None]}
+
+    def explain(self, images: Features, texts: Features) -> Tensor:
+        """Mixing weights [i, t, M, N] of eq. 1."""
+        return weights(at_least_float(images["keys"]), at_least_float(texts["query"]), self.factor)
 
 
-def choose(sizes: PairSizes, texts: int) -> ScoreForm:
-    """The faster form for a number of texts per image.
+def _floats(images: Features, texts: Features) -> tuple[Tensor, ...]:
+    return tuple(at_least_float(x) for x in (images["keys"], images["values"], texts["query"], texts["vec"]))
+
+
+def choose(shape: Sequence[int], texts: int) -> ScoreForm:
+    """The faster form for a number of texts per image. Args: shape: N, M, d of the keys.
 
     Counts multiplications, forward and backward: a pair costs 4 (D^2 - (M N)^2) more in the direct form; the Gram
     matrix of an image costs 6 (N D^2 + (M N)^2 d) once.
     """
-    n, w, d = sizes.tokens, sizes.weights, sizes.dim
-    once = 6 * (n * d * d + w * w * d // sizes.heads)
+    n, heads, per_head = shape
+    w, d = n * heads, heads * per_head
+    once = 6 * (n * d * d + w * w * per_head)
     return "gram" if 4 * (d * d - w * w) * texts > once else "direct"
 
 
-def block(sizes: PairSizes, form: ScoreForm, device: str) -> tuple[int, int]:
-    """Rows and columns of a block, chosen such that the memory saved for backward is bounded.
+def block(shape: Sequence[int], form: ScoreForm, device: str) -> tuple[int, int]:
+    """Rows and columns of a block, chosen such that the memory saved for backward is bounded; arguments as `choose`.
 
     A Gram matrix is computed per image and y per text; the ratio of columns to rows makes both cost the same.
     """
-    n, w, d = sizes.tokens, sizes.weights, sizes.dim
+    n, heads, per_head = shape
+    w, d = n * heads, heads * per_head
     pairs = SAVED.get(device, SAVED["cuda"]) // (2 * w + (2 * d if form == "direct" else 0))
-    ratio = n + w * w / (sizes.heads * d)
-    columns = max(1, int((pairs * ratio) ** 0.5))
+    columns = max(1, int((pairs * (n + w * w / (heads * d))) ** 0.5))
     return max(1, pairs // columns), columns
 
 

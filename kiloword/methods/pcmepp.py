@@ -1,0 +1,172 @@
+"""PCME++: images and captions are Gaussians matched by their distance. Source: arXiv:2305.18171."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kiloword.config.recipes import ModelConfig
+from kiloword.config.settings import ABOVE_0, BaseSettings, setting
+from kiloword.distributed.collectives import extreme_over_ranks, sum_over_ranks
+from kiloword.losses.pairs import sigmoid_loss, softmax_loss
+from kiloword.methods.method import Component, Method
+from kiloword.methods.prolip.gaussian import GaussianSettings
+from kiloword.methods.prolip.inclusion import InclusionSettings
+from kiloword.methods.prolip.preset import bidirectional, check_gaussian, included, with_gaussian
+from kiloword.model.heads import Head, Pooling, Scale
+from kiloword.types import PairBlocks, PairLoss, Pairs, Positives, Total
+
+ROUNDING = 1e3  # margin in machine epsilons: ties of equal captions do not depend on the number of ranks
+MEANS = "deterministic"  # the head of the auxiliary loss: the cosine of means
+
+
+@dataclass(frozen=True, kw_only=True)
+class Matching(BaseSettings):
+    """Logit of a pair: -scale * CSD + bias."""
+
+    scale: float = setting(
+        5.0,
+        "initial scale; its logarithm is trained (the authors train the scale itself)",
+        ABOVE_0,
+        initial="head.log_scale",
+    )
+    bias: float = setting(5.0, "initial bias", initial="head.bias")
+    pseudo: float = setting(0.1, "weight of the loss with pseudo-positives (as close as annotated pairs); 0: off", 0)
+    reduction: Literal["pairs", "images"] = setting("pairs", "the loss is a mean over pairs (authors' code) or images")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(GaussianSettings, Matching):
+    """Gaussians, the matching loss, and the divergence to the prior."""
+
+    vib: float = setting(1e-4, "weight of the divergence to N(0, 1); 0: off; 5e-5 in the authors' code", 0)
+    bidirectional: bool | None = setting(None, "text tower without causal mask; None: True unless --init is causal")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deterministic(BaseSettings):
+    """An auxiliary loss on the means of Gaussians."""
+
+    loss: Literal["softmax", "sigmoid"] = setting("softmax", "CLIP's or SigLIP's, with separate scale (and bias)")
+    weight: float = setting(1.0, "weight of the auxiliary loss", ABOVE_0)
+    scale: float = setting(0.0, "initial scale of the cosine; 0: 1 / 0.07 for softmax, 10 for sigmoid", 0)
+    max_scale: float = setting(100.0, "softmax: upper limit in training")
+    bias: float = setting(-10.0, "sigmoid: initial bias")
+
+
+def preset(settings: Settings) -> Method:
+    """Gaussians on both sides, the matching loss and the divergence to the prior."""
+    plain = Method(
+        name="pcme++",
+        source="arXiv:2305.18171",
+        summary="Gaussians, sigmoid over their distances; pseudo-positives",
+        pair_loss=matching_loss,
+    )
+    method = matched(with_gaussian(plain, settings), settings)
+    method = included(method, InclusionSettings(image_in_text=0, masked=0, vib=settings.vib))
+    return bidirectional(method) if settings.bidirectional is not False else method
+
+
+def matched(method: Method, settings: Matching) -> Method:
+    """Use PCME++'s loss, with its scale and bias of distances. Raises: ValueError for a method without Gaussians."""
+    check_gaussian(method, "matching compares Gaussians")
+    loss = partial(matching_loss, pseudo=settings.pseudo, reduction=settings.reduction)
+    return replace(method, pair_loss=loss, scale=Scale(settings.scale, settings.bias, distance=True))
+
+
+def deterministic(method: Method, settings: Deterministic) -> Method:
+    """Add a loss on the means of Gaussians: PCME++ and CLIP, or ProLIP and SigLIP.
+
+    Raises: ValueError for a method without Gaussians or with several vectors per image.
+    """
+    check_gaussian(method, "deterministic adds a loss on the means of Gaussians")
+    if not method.pooling.kind.one_vector:
+        raise ValueError(
+            "deterministic compares one mean per image with one per text, but the pooling of "
+            f"{method.name} does not give one vector per image: omit +deterministic."
+        )
+    if settings.loss == "softmax":
+        scale = Scale(settings.scale or 1 / 0.07, limit=settings.max_scale)
+    else:
+        scale = Scale(settings.scale or 10.0, settings.bias)
+
+    def means(config: ModelConfig, _: Scale) -> dict[str, Head]:
+        return {MEANS: Head(Pooling(), scale=scale)}
+
+    loss = WithDeterministic(method.pair_loss, settings.loss, settings.weight)
+    return replace(method, pair_loss=loss, further=(*method.further, means))
+
+
+def matching_loss(
+    pairs: PairBlocks, positives: Positives, pseudo: float = 0.1, reduction: Literal["pairs", "images"] = "pairs"
+) -> Total:
+    """PCME++: binary classification of every pair with logit -a CSD + b; mean over all pairs, or sum per image.
+
+    A second loss of weight `pseudo` adds pseudo-positives, in the mean of two directions: texts at least as close to
+    an image as the farthest of its captions, and images at least as close to a text as its own image. Their target is
+    1; the selection has no gradient. The authors' code sums both directions, hence twice this loss, and compares with
+    the first caption of an image. Source: arXiv:2305.18171, eq. 2 to 4.
+
+    Args: pseudo: weight of the loss with pseudo-positives, 0: off; reduction: what the sum is divided by.
+    """
+    nearest = _thresholds(pairs) if pseudo else None
+
+    def loss(block: Pairs, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
+        z, y = block.logits, positives(block)
+        target = y
+        if nearest is not None:
+            of_image, of_text = (z >= nearest[0][rows, None]), (z >= nearest[1][columns])
+            target = y + 0.5 * pseudo * (y.maximum(of_image.to(y)) + y.maximum(of_text.to(y)))
+        values = (1 + pseudo) * F.softplus(z) - target * z
+        return values.sum(1), (1 + pseudo) * z.sigmoid() - target
+
+    total = pairs.total(loss)
+    count = pairs.shape[0] * (pairs.shape[1] if reduction == "pairs" else 1)
+    return Total(total, total.new_full((), float(count)), pairs.rows)
+
+
+def _thresholds(pairs: PairBlocks) -> tuple[Tensor, Tensor]:
+    """Least logit of the annotated pairs of each image [I] and, over all ranks, each text [T]; infinite without any."""
+    least_logits: list[Tensor] = []
+    for rows, columns in pairs.blocks():
+        block = pairs.block(rows, columns)
+        annotated = block.logits.detach().masked_fill(~block.annotated, torch.inf)
+        least_logits = least_logits or [annotated.new_full((size,), torch.inf) for size in pairs.shape]
+        for least, part, dim in ((least_logits[0], rows, 1), (least_logits[1], columns, 0)):
+            least[part] = least[part].minimum(annotated.amin(dim))
+    margin = ROUNDING * torch.finfo(least_logits[0].dtype).eps
+    return least_logits[0] - margin, extreme_over_ranks(least_logits[1], "least") - margin
+
+
+@dataclass(frozen=True)
+class WithDeterministic:
+    """A pair loss plus a softmax or sigmoid loss of the means, scored by the auxiliary head "deterministic".
+
+    The second sum is scaled such that dividing by the first count gives both means.
+    Source: arXiv:2410.18857, table C.3.
+    """
+
+    main: PairLoss
+    loss: Literal["softmax", "sigmoid"]
+    weight: float
+
+    def __call__(self, pairs: PairBlocks, positives: Positives) -> Total:
+        means = softmax_loss if self.loss == "softmax" else sigmoid_loss
+        first, second = self.main(pairs, positives), means(pairs.beside(MEANS), positives)
+        factor = self.weight * sum_over_ranks(first.count) / sum_over_ranks(second.count)
+        assert first.rows is not None
+        assert second.rows is not None
+        return Total(first.sum + factor * second.sum, first.count, first.rows + factor * second.rows)
+
+
+COMPONENTS = {
+    "matching": Component("pair loss", "binary classification by the distance of Gaussians", Matching, matched),
+    "deterministic": Component(
+        "deterministic", "auxiliary loss on the means of Gaussians", Deterministic, deterministic
+    ),
+}
