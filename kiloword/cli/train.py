@@ -18,7 +18,7 @@ from kiloword.cli.words import MethodCommand, method_command, values_of
 from kiloword.config.options import Mixing, RecipeFlags, RunOptions
 from kiloword.config.papers import LENGTHS, fill
 from kiloword.config.recipes import Recipe
-from kiloword.config.settings import BaseSettings, about, check, leaves, setting
+from kiloword.config.settings import BaseSettings, about, check, lacks, leaves, setting
 from kiloword.methods.defaults import WHY_TUNED, default_recipe, tuned
 from kiloword.terminal import say
 
@@ -69,9 +69,7 @@ def main(argv: Sequence[str]) -> None:
 
     recipe = start.fitted(recipe)
     start.check(recipe)
-    if args.origin.config:
-        effects.check(replace(usual, settings=recipe.settings), plain, args.options.trust_code)
-    effects.check(recipe, usual, args.options.trust_code)
+    effects.check(recipe, plain if args.origin.config else usual, args.options.trust_code)
     _say_tuned(command, args, recipe)
     source = open_sources(recipe)
     recipe = with_length(recipe, visited(recipe, source), args.steps, args.epochs, args.samples)
@@ -150,12 +148,12 @@ def _say_tuned(command: MethodCommand, args: Train, recipe: Recipe) -> None:
         say("note       --lora.rank keeps the learning rates and augmentation from scratch: adapters start at 0.")
         return
     scratch = default_recipe(recipe.method, recipe.size, recipe.data.sources)
-    usual, now = ({leaf.flag: leaf.value for leaf in leaves(r)} for r in (scratch, recipe))
-    default = {leaf.flag: leaf.value for leaf in leaves(tuned(scratch))}
-    unread = "optim.muon-lr" if recipe.optim.name != "muon" else ""
-    kept = [f for f, value in default.items() if value != usual[f] and now[f] == value and f != unread]
+    usual, gentle = ({leaf.flag: leaf.value for leaf in leaves(r)} for r in (scratch, tuned(scratch)))
+    kept = [leaf for leaf in leaves(recipe) if leaf.value == gentle[leaf.flag] != usual[leaf.flag] and not lacks(leaf)]
     if kept:
-        shown = ", ".join(f"--{flag} {_value(now[flag])} (from scratch {_value(usual[flag])})" for flag in kept)
+        shown = ", ".join(
+            f"--{leaf.flag} {_value(leaf.value)} (from scratch {_value(usual[leaf.flag])})" for leaf in kept
+        )
         say(f"note       --init sets {shown}: {WHY_TUNED}. Flags override.")
 
 
