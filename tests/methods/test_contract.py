@@ -197,10 +197,6 @@ def test_what_follows_a_step_is_saved_and_resumed(tmp_path: Path, monkeypatch: p
     assert all(torch.equal(whole[name], cut[name]) for name in whole)
 
 
-def test_a_loss_that_rises_is_verified_where_it_has_a_weight() -> None:
-    assert suite.learner("siglip+self-distill").weights()["self_distill"] == 1
-
-
 def test_modules_state_the_rates_of_their_parameters() -> None:
     optimizer = Optimizer(learner(own.with_loss("contrasts", own.Slow)), FIELD, 10)
     rates = {

@@ -88,6 +88,8 @@ def test_loss_is_the_paper_s(mode: str, per_token: bool, patch_keys: bool, form:
     temperature = 5 / math.sqrt(DIM / M) if mode == "multiply" else 1 / 5
     cosines = literal(head.pooling, h, g, temperature)
     torch.testing.assert_close(head.score(encoded.images, encoded.texts), cosines, rtol=0, atol=1e-10)
+    alone = head.score_pairs(encoded.images, {name: value[:4] for name, value in encoded.texts.items()})
+    torch.testing.assert_close(alone, cosines.diagonal(), rtol=0, atol=1e-10)
     expected = eq3(cosines, head.log_scale.exp(), head.bias, some.image_of_text.tolist())
     agree(losses(llip, some)["pair"], expected, list(llip.model.parameters()), atol=1e-10)
 

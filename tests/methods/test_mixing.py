@@ -25,9 +25,8 @@ from kiloword.verify.loading import made_otherwise
 from parts import learner, model
 from states import whole_and_cut
 
-SIDES = ("none", "text")
 SYCOCA: list[dict[str, Any]] = [  # rows of tables 5 to 7 of arXiv:2401.02137
-    *({"guide": guide, "mim_mask": mask} for guide in SIDES for mask in ("random", "attentive")),
+    *({"guide": guide, "mim_mask": mask} for guide in ("none", "text") for mask in ("random", "attentive")),
     *({"caption_share": low, "mim_share": high} for low, high in ((0.25, 0.75), (0.75, 0.25))),
     {"mim_weight": 0.1},
     {"mim_op": "drop", "caption_op": "token"},
@@ -82,10 +81,8 @@ VERIFIED: list[tuple[str, dict[str, Any]]] = [  # beside those of the conformity
     *((f"siglip+reinforced+{part}", {}) for part in ("compose", "self-distill")),
     ("llip+self-distill", {}),
     ("coca+sub-captions+text-crops", {"text_crops": {"small": 2, "parts": 2, "heads": 4}}),
-    ("coca", {"parallel": 0.75, "caption_mask": "attentive"}),
     ("sycoca", {"parallel": 0.5}),
     ("llip+caption", {"caption": {"parallel": 0.5}}),
-    ("coca+gaussian", {"parallel": 0.5}),
     ("flair", {"other_texts": "all"}),
     ("pcme++", {"variance_blocks": 1}),
     ("llip", {"form": "gram", "k": 3, "heads": 4}),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kiloword.config.recipes import OptimConfig, TextConfig, TrunkConfig
 from kiloword.methods.coca import masking
-from kiloword.methods.coca.masking import MaskSettings, countable, similarity
+from kiloword.methods.coca.masking import MaskSettings, countable
 from kiloword.methods.registry import preset
 from kiloword.model.attention import Packing
 from kiloword.models.build import build
@@ -33,12 +33,11 @@ from literal import (
     pairs,
     patch,
     pixels,
-    scores,
     small,
     term,
     text_tokens,
 )
-from parts import drawn, losses
+from parts import losses
 from tiny_trunks import WIDTH, tiny_trunks
 
 __all__ = ["tiny_trunks"]
@@ -74,17 +73,6 @@ def test_scores_by_the_class_token(method: str) -> None:
             for place, one in enumerate(model.head.pooling.project_image_tokens(image_tokens(image, model)[-16:])):
                 expected = (one @ word / (one.norm() * word.norm())).detach()
                 torch.testing.assert_close(measured[n, place], expected, rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.parametrize("similar", ["cosine", "dot"])
-def test_tokens_that_do_not_count_do_not_matter(similar: Literal["cosine", "dot"]) -> None:
-    """Also where all similarities are negative, and beside a caption of another length."""
-    patches, tokens = drawn(2, 3, 4).abs(), -drawn(2, 5, 4, seed=1).abs()
-    counted = torch.tensor([[True] * 5, [True, False, True, False, False]])
-    tokens[~counted] = 100.0
-    found = similarity(patches, tokens, counted, MaskSettings(similarity=similar))
-    for n in range(2):
-        torch.testing.assert_close(found[n].tolist(), scores(patches[n], tokens[n][counted[n]], similar))
 
 
 def test_what_counts() -> None:
