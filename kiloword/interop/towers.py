@@ -22,7 +22,6 @@ from kiloword.model.trunks.libraries import check_like, folders_of, kept, quiet,
 from kiloword.model.trunks.library import (
     ANY_SIZE,
     HF,
-    HF_TYPES,
     OPEN_CLIP,
     TIMM,
     HfVision,
@@ -103,7 +102,7 @@ def vision_config(folder: Path) -> dict[str, Any]:
     if raw.get("model_type") in WHOLE:
         raw = {**(raw.get("vision_config") or {}), "model_type": WHOLE[raw["model_type"]]}
     config = {k: v for k, v in kept(raw).items() if k not in ("transformers_version", "id2label", "label2id")}
-    check_hf(config, HF_TYPES)
+    check_hf(config)
     return config
 
 

@@ -272,7 +272,7 @@ def test_a_message_ends_in_one_dot(folder: Path, tmp_path: Path) -> None:
         (["vqa"], "omit --text-tower"),
         (["siglip+caption"], "omit --text-tower"),
         (["prolip", "--model.text.depth", "0"], "nothing fills the tokens of the text tower"),
-        (["clip", "--tokenizer", "clip"], "a run with --text-tower has the tokenizer of that tower"),
+        (["clip", "--tokenizer", "clip"], "has the tokenizer of that model"),
         (["clip", "--model.text.context", "60"], "reads 40 tokens of a text"),
     ],
 )

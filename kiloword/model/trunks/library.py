@@ -143,7 +143,7 @@ class HfVision(LibraryTrunk):
     def __init__(self, config: Mapping[str, Any]) -> None:
         """Args: config: as config.json of transformers. Raises: ValueError for other models, and beyond all limits."""
         super().__init__()
-        kind = check_hf(config, HF_TYPES)
+        kind = check_hf(config)
         if kind == "siglip_vision_model":
             config = {**config, "vision_use_head": False}
         library = transformers()
@@ -169,11 +169,11 @@ def open_clip_config(name: str) -> dict[str, Any]:
     return config
 
 
-def check_hf(config: Mapping[str, Any], types: tuple[str, ...]) -> str:
-    """The type of a model of transformers. Raises: ValueError for other types, and for numbers beyond all limits."""
+def check_hf(config: Mapping[str, Any]) -> str:
+    """The type of an image tower of transformers. Raises: ValueError for others, and for numbers beyond all limits."""
     kind = str(config.get("model_type"))[:200]
-    if kind not in types:
-        raise ValueError(f"the model of transformers is a {kind!r}: expected one of {', '.join(types)}.")
+    if kind not in HF_TYPES:
+        raise ValueError(f"the model of transformers is a {kind!r}: expected one of {', '.join(HF_TYPES)}.")
     check_numbers(dict(config), f"the config of {kind}")
     return kind
 
