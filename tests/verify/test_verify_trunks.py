@@ -99,7 +99,11 @@ def test_a_frozen_trunk_keeps_no_activations() -> None:
 
 @pytest.mark.parametrize(
     ("method", "of", "word"),
-    [("sycoca", "sycoca", "masked pixels"), ("siglip+mim", "sycoca", "masked pixels"), ("coca", "siglip", "--text-tower")],
+    [
+        ("sycoca", "sycoca", "masked pixels"),
+        ("siglip+mim", "sycoca", "masked pixels"),
+        ("coca", "siglip", "--text-tower"),
+    ],
 )
 def test_what_a_trunk_cannot_do_is_refused(method: str, of: str, word: str) -> None:
     with pytest.raises(ValueError, match=word):
