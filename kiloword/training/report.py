@@ -6,16 +6,14 @@ Nothing of it is read again: model, states and rows are the same with and withou
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from kiloword import report
 from kiloword.addresses import scrubbed
 from kiloword.config.options import RunOptions
-from kiloword.config.recipes import Recipe
 from kiloword.config.settings import leaves
 from kiloword.data.sampler import Order
 from kiloword.distributed import collectives
@@ -50,7 +48,6 @@ def reported(run: Run) -> Iterator[None]:
             ranks=collectives.ranks(),
             images=len(run.loader.source),
             val={one.name: [scrubbed(one.source.name), len(one.source)] for one in run.val},
-            options={flag: value for flag, value, _ in _differing(run.options, RunOptions())},
         )
     try:
         yield
@@ -70,36 +67,32 @@ def write(run: Run) -> None:
     try:
         watched = Watched(run.out, run.out.absolute().name)
         watched.update()
-        report.write(run.out / NAME, page(watched, unusual(run.recipe), _samples(run), run.recipe.settings))
+        report.write(run.out / NAME, page(watched, list(unusual(run)), _samples(run), run.recipe.settings))
         if run.finished:
             write_card(run.out / "model")
     except Exception as e:
         run.log.say(f"{run.out / NAME} or the model card was not written ({type(e).__name__}: {e}).")
 
 
-def unusual(recipe: Recipe) -> list[Differs]:
+def unusual(run: Run) -> Iterator[Differs]:
     """Settings that differ from the defaults of the run's method, size and data: (flag, value, default).
 
-    Defaults that a run resolves by itself ("auto") are omitted.
+    Defaults that a recipe resolves by itself ("auto") are omitted.
     """
-    usual = recipe  # of a size or folder that is gone
-    try:
+    recipe, usual = run.recipe, run.recipe
+    trunks = recipe.model.image.trunk.name or recipe.model.text.trunk.name
+    with suppress(ValueError):  # of a size or folder that is gone
         if recipe.init is not None:
             usual = start.defaults(recipe.method, recipe.init, None, recipe.data.sources)
         else:
-            trunks = recipe.model.image.trunk.name or recipe.model.text.trunk.name
             usual = default_recipe(recipe.method, recipe.size, recipe.data.sources)
             usual = replace(usual, model=recipe.model) if trunks else usual
-    except ValueError:
-        pass
-    return [one for one in _differing(recipe, usual) if one[2] != "auto"]
-
-
-def _differing(settings: Any, usual: Any) -> Iterator[Differs]:
-    defaults = {leaf.flag: leaf.value for leaf in leaves(usual)}
-    for leaf in leaves(settings):
-        if leaf.path not in ELSEWHERE and leaf.value != (default := defaults.get(leaf.flag)):
-            yield leaf.flag, leaf.value, default
+    for mine, plain in ((recipe, usual), (run.options, RunOptions())):
+        defaults = {leaf.flag: leaf.value for leaf in leaves(plain)}
+        for leaf in leaves(mine):
+            default = defaults.get(leaf.flag)
+            if leaf.path not in ELSEWHERE and leaf.value != default and (mine is not recipe or default != "auto"):
+                yield leaf.flag, leaf.value, default
 
 
 def _samples(run: Run) -> Html:

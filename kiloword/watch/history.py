@@ -33,7 +33,6 @@ class Process:
     ranks: int = 1
     images: int = 0  # of the training data
     val: Mapping[str, Any] = field(default_factory=dict)  # validation sets: name -> [data, number of images]
-    options: Mapping[str, Any] = field(default_factory=dict)  # flags of the run that differ from their defaults
 
 
 def began(folder: Path, **facts: Any) -> None:

@@ -7,8 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from kiloword import report
-from kiloword.config.options import RunOptions
-from kiloword.config.settings import leaves
 from kiloword.report import Html, duration, grid, section, table
 from kiloword.terminal.progress import per_second
 from kiloword.watch import curves, history
@@ -46,7 +44,7 @@ def page(run: Watched, unusual: Sequence[Differs], samples: Html, method: Mappin
             section("Data", table(_data(run, last.images), ["", "in this run"])),
             section("Samples", samples and SEEN, samples),
             section("Alerts", (run.alerts.all and report.bullets(alerts)) or None),
-            section("Settings", *_settings(unusual, method, last)),
+            section("Settings", *_settings(unusual, method)),
             section(
                 "Processes", table(began, ["from step", "began", "version", "device"]), *map(report.code, commands)
             ),
@@ -128,11 +126,9 @@ def _data(run: Watched, images: int) -> Iterator[tuple[str, str]]:
             yield words, f"{value:,.2f}" if isinstance(value, float) else f"{value:,}"
 
 
-def _settings(unusual: Sequence[Differs], method: Mapping[str, Any], last: history.Process) -> Iterator[str]:
+def _settings(unusual: Sequence[Differs], method: Mapping[str, Any]) -> Iterator[str]:
     """What differs from defaults; the method's own settings are shown as they are."""
-    usual = {leaf.flag: leaf.value for leaf in leaves(RunOptions())}
-    options = [(flag, value, usual.get(flag)) for flag, value in last.options.items()]
-    rows = [[f"--{flag}", value_of(value), value_of(default)] for flag, value, default in (*unusual, *options)]
+    rows = [[f"--{flag}", value_of(value), value_of(default)] for flag, value, default in unusual]
     rows = [row for row in rows if row[1] != row[2]]  # "" and () are both none
     yield table(rows, ["differs from its default", "run", "default"]) or "Every setting has its default."
     own = [(name.replace("_", "-"), value_of(value)) for name, value in method.items()]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -51,13 +51,17 @@ def validate(run: Run) -> dict[str, float]:
 
 
 def _metrics(run: Run, sets: Sequence[ValSet]) -> dict[str, float]:
+    """The ranks share work on the averaged weights; on CUDA in the precision of the run, on a CPU in fp32, so that runs
+    can be compared. Scores are in fp32 everywhere."""
     values: dict[str, float] = {}
-    with _evaluating(run):
-        images, texts = [], []
-        if not lockstep():  # ranks with shares of the weights all run the trunk
-            stored = opened(run.recipe.data.image_features, ImageTokens)
-            images = [store for store in stored if not store.file.augmented]
-            texts = opened(run.recipe.data.text_features, TextTokens)
+    sharded = any(collectives.sharded(p) for p in run.learner.parameters())
+    precision: Any = precision_of(run.recipe.precision, "cuda") if run.device.type == "cuda" else nullcontext
+    run.learner.eval()
+    with run.average.in_place(run.learner), sharing(lockstep=sharded), precision():
+        folders = run.recipe.data.image_features, run.recipe.data.text_features
+        stored = ((), ()) if lockstep() else folders  # ranks with shares of the weights all run the trunk
+        images = [store for store in opened(stored[0], ImageTokens) if not store.file.augmented]
+        texts = opened(stored[1], TextTokens)
         tokenizer = TokenizerWithTokens(run.tokenizer, texts) if texts else run.tokenizer
         matcher = Matcher(run.learner.model, tokenizer, run.learner.method)
         for one in sets:
@@ -72,19 +76,8 @@ def _metrics(run: Run, sets: Sequence[ValSet]) -> dict[str, float]:
             except ValueError as e:
                 raise ValueError(f"--val {one.source.name}, {one.task}: {e}") from e
             values |= {f"{prefix(one, sets)}{name}": value for name, value in gathered(metrics)[0].items()}
-    return values
-
-
-@contextmanager
-def _evaluating(run: Run) -> Iterator[None]:
-    """Inside, the ranks share work on the averaged weights; on CUDA in the precision of the run, on a CPU in fp32, so
-    that runs can be compared. Scores are in fp32 everywhere."""
-    run.learner.eval()
-    sharded = any(collectives.sharded(p) for p in run.learner.parameters())
-    precision: Any = precision_of(run.recipe.precision, "cuda") if run.device.type == "cuda" else nullcontext
-    with run.average.in_place(run.learner), sharing(lockstep=sharded), precision():
-        yield
     run.learner.train()
+    return values
 
 
 def _summary(values: dict[str, float], one: ValSet, start: str) -> str:
