@@ -201,10 +201,7 @@ def _common(run: Any) -> type:
         entries: list[tuple[str, Any, Any]] = []
         for n, flag in enumerate(flags.split()):
             leaf = by_flag[flag]
-            hint, text = (
-                get_type_hints(type(leaf.owner), include_extras=True)[leaf.field.name],
-                leaf.field.metadata["help"],
-            )
+            hint, text = get_type_hints(leaf.owner, include_extras=True)[leaf.field.name], leaf.field.metadata["help"]
             entries.append((f"flag_{n}", Annotated[hint, arg(name=flag, help=text)], field(default=leaf.value)))
         group: Any = make_dataclass(title, entries, frozen=True)
         group.__doc__ = ""

@@ -66,11 +66,12 @@ def about(
 class Leaf(NamedTuple):
     """A setting inside nested settings."""
 
-    owner: Any  # the settings that have it
+    owner: type
     field: Field[Any]
     value: Any
     path: str  # as in a file, "data.tokenizer_vocab"
     flag: str  # as on the command line, "vocab"
+    beside: Any  # the settings that have it
 
 
 def leaves(settings: Any, path: str = "", flag: str = "") -> Iterator[Leaf]:
@@ -81,7 +82,7 @@ def leaves(settings: Any, path: str = "", flag: str = "") -> Iterator[Leaf]:
         if is_dataclass(value):
             yield from leaves(value, f"{path}{f.name}.", flag if declared == "" else f"{flag}{declared or name}.")
         else:
-            yield Leaf(settings, f, value, path + f.name, flag + (declared or name))
+            yield Leaf(type(settings), f, value, path + f.name, flag + (declared or name), settings)
 
 
 def unread(settings: Any, usual: Any, prefix: str = "--", missing: Mapping[str, str] | None = None) -> Iterator[str]:
@@ -99,7 +100,7 @@ def lacks(leaf: Leaf, prefix: str = "--") -> str:
     """The flag that a setting needs and that is not set so; "" for none."""
     name, _, value = leaf.field.metadata.get("needs", "").partition("=")
     other = name.removesuffix("!")
-    if not name or (str(getattr(leaf.owner, other)) == value) == (name == other):
+    if not name or (str(getattr(leaf.beside, other)) == value) == (name == other):
         return ""
     above = leaf.flag[: leaf.flag.rfind(".") + 1]
     return f"{prefix}{above}{other.replace('_', '-')} {'' if name == other else 'other than '}{value}"
