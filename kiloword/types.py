@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, Protocol, Self, cast, runtime_checkable
 
 import numpy as np
 import torch
@@ -223,6 +223,14 @@ class BatchInputs(dict[str, Tensor | TextGroup]):
         raise ValueError(
             f"a loss reads the input {name!r}, which nothing makes: this batch {has}. See `Method.inputs`."
         )
+
+    def tensor(self, name: str) -> Tensor:
+        """An input that is a tensor, [I, ...]."""
+        return cast(Tensor, self[name])
+
+    def texts(self, name: str) -> TextGroup:
+        """An input of texts."""
+        return cast(TextGroup, self[name])
 
 
 @dataclass

@@ -7,7 +7,7 @@ of both; its negative swaps a word of one caption with a word of the other.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -21,10 +21,9 @@ from kiloword.data.transforms.mix import halves
 from kiloword.data.transforms.partner import another
 from kiloword.distributed.collectives import sum_over_ranks
 from kiloword.losses.pairs import logsumexp_over_ranks
-from kiloword.methods.method import Component, Contrast, Method, Part, check_vectors
+from kiloword.methods.method import Component, Method, Part, ScaledContrast
 from kiloword.methods.negatives import content_words, counted
 from kiloword.methods.sub_captions import sentences_of
-from kiloword.model.heads import Head, Pooling, Scale
 from kiloword.model.model import Model
 from kiloword.randomness import Draw
 from kiloword.types import (
@@ -37,7 +36,6 @@ from kiloword.types import (
     PairBlocks,
     Pairs,
     Source,
-    TextGroup,
     Total,
 )
 
@@ -62,7 +60,6 @@ class ClicSettings(BaseSettings):
 
 def clic(method: Method, settings: ClicSettings) -> Method:
     """Add the loss, which costs one more pass of each tower. Raises: ValueError for a method that it does not fit."""
-    check_vectors(method, "clic", "caption")
 
     def made(name: str) -> Input:
         def make(example: Example, fetch: Fetch, draw: Draw) -> Tensor | Sequence[str]:
@@ -77,10 +74,9 @@ def clic(method: Method, settings: ClicSettings) -> Method:
             return Input(make, shape, pixels=PIXELS)
         return Input(make, note=without if name == NEGATIVES else None)
 
-    return replace(
-        method,
-        contrasts={**method.contrasts, "clic": (settings.weight, Part(ClicContrast, settings))},
-        inputs={**method.inputs, **{name: made(name) for name in (IMAGES, POSITIVES, NEGATIVES)}},
+    return method.plus(
+        contrasts={"clic": (settings.weight, Part(ClicContrast, settings))},
+        inputs={name: made(name) for name in (IMAGES, POSITIVES, NEGATIVES)},
     )
 
 
@@ -148,37 +144,24 @@ def without(source: Source) -> str:
     return f"clic: {lacking} of the first {captions:,} captions have no word to swap, and no negative"
 
 
-class ClicContrast(Contrast):
-    """Composed images against their positives and negatives, with the scale of the model's head."""
-
-    def __init__(self, config: ModelConfig, settings: ClicSettings) -> None:
-        super().__init__()
-        self.settings = settings
-        self.head = Head(Pooling(), scale=Scale(1.0, trained=False))  # rows carry the scale
+class ClicContrast(ScaledContrast):
+    """Composed images against their positives and negatives."""
 
     def features(self, model: Model, batch: Batch, encoded: Encoded) -> tuple[Features, Features]:
         """Composed images as rows, with the squared distance "apart" [I] of the first two positives (or 0).
 
         Positives, then negatives as columns: "set" [C] int64, the place of a positive among those of its image; -1.
         """
-        images, positives, negatives = (batch.inputs[name] for name in (IMAGES, POSITIVES, NEGATIVES))
-        assert isinstance(images, Tensor)
-        assert isinstance(positives, TextGroup)
-        assert isinstance(negatives, TextGroup)
-        groups = positives, negatives
+        groups = [batch.inputs.texts(name) for name in (POSITIVES, NEGATIVES)]
         vec = [model.encode_text(group.texts)[1]["vec"] for group in groups]
-        of = positives.image_of_text
+        of, of_negative = (group.image_of_text for group in groups)
         place = torch.arange(len(of), device=of.device) - torch.searchsorted(of, of)
-        row_scale = model.head.log_scale.exp()
-        rows = {
-            "vec": model.encode_image(images)[1]["vec"] * row_scale,
-            "position": batch.position,
-            "apart": apart(vec[0], of, place, len(batch)),
-        }
+        images = model.encode_image(batch.inputs.tensor(IMAGES))[1]["vec"]
+        rows = {"vec": images * model.head.log_scale.exp(), "apart": apart(vec[0], of, place, len(batch))}
         columns = {
             "vec": torch.cat(vec),
-            "position": batch.position[torch.cat([group.image_of_text for group in groups])],
-            "set": torch.cat([place, torch.full_like(negatives.image_of_text, -1)]),
+            "position": batch.position[torch.cat([of, of_negative])],
+            "set": torch.cat([place, torch.full_like(of_negative, -1)]),
         }
         return rows, columns
 
@@ -266,5 +249,7 @@ def _logits(pairs: PairBlocks) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
 
 
 COMPONENTS = {
-    "clic": Component("contrasts", "two images in one, words swapped across their captions", ClicSettings, clic)
+    "clic": Component(
+        "contrasts", "two images in one, words swapped across their captions", ClicSettings, clic, "caption"
+    )
 }

@@ -17,13 +17,13 @@ from kiloword.data.joins import CaptionTable
 from kiloword.distributed.collectives import ranks
 from kiloword.losses.pairs import sigmoid_loss
 from kiloword.losses.pertext import PerText
-from kiloword.methods.method import Component, Contrast, Method, Part, annotated, check_vectors
+from kiloword.methods.method import Component, Method, Part, ScaledContrast, annotated
 from kiloword.methods.negatives import content_words
-from kiloword.model.heads import Head, Pooling, Scale, Single, unit
+from kiloword.model.heads import Head, Scale, Single, unit
 from kiloword.model.image import extra
 from kiloword.model.model import Model
 from kiloword.randomness import Draw
-from kiloword.types import Batch, Encoded, Example, Features, Fetch, Input, PairBlocks, TextGroup, Total
+from kiloword.types import Batch, Encoded, Example, Features, Fetch, Input, PairBlocks, Total
 
 PHRASES = "phrases"  # the input: texts
 _POOLS = ("cls", "mean", "max", "map")  # by which a patch alone can be pooled
@@ -56,12 +56,10 @@ def phrases_of(caption: str) -> list[str]:
 
 def concepts(method: Method, settings: ConceptSettings) -> Method:
     """Add both losses. Raises: ValueError for a method whose scores are not one cosine with a scale and a bias."""
-    check_vectors(method, "concepts", "phrase")
-    if method.uncertainty is not None:
-        raise ValueError(f"concepts compares one vector per image with one per phrase, which {method.name} has not.")
-    if method.scale.bias is None:
+    if method.uncertainty is not None or method.scale.bias is None:
         raise ValueError(
-            f"{method.name} has no bias, which the sigmoid of concepts needs: add +sigmoid, or use siglip."
+            f"concepts compares one vector per image and phrase by a sigmoid, but {method.name} has no bias, or an "
+            "uncertainty: add +sigmoid, or use siglip."
         )
     table = CaptionTable(settings.table) if settings.table else None
 
@@ -73,18 +71,14 @@ def concepts(method: Method, settings: ConceptSettings) -> Method:
         chosen = draw.rng("phrases").choice(len(phrases), settings.most, replace=False)
         return [phrases[n] for n in sorted(chosen.tolist())]
 
-    contrasts = {**method.contrasts, "phrases": (settings.weight, Part(PhraseContrast, settings))}
+    contrasts = {"phrases": (settings.weight, Part(PhraseContrast))}
     if settings.attended:
-        contrasts["attended_phrases"] = settings.attended, Part(AttendedContrast, settings)
-    return replace(method, contrasts=contrasts, inputs={**method.inputs, PHRASES: Input(make)})
+        contrasts["attended_phrases"] = settings.attended, Part(AttendedContrast)
+    return method.plus(contrasts=contrasts, inputs={PHRASES: Input(make)})
 
 
-class PhraseContrast(Contrast):
-    """Every image against all phrases of the batch: those of its captions are positives (NPC)."""
-
-    def __init__(self, config: ModelConfig, settings: ConceptSettings) -> None:
-        super().__init__()
-        self.head = Head(Pooling(), scale=Scale(1.0, trained=False))  # rows carry scale and bias
+class PhraseContrast(ScaledContrast):
+    """Every image against all phrases of the batch: those of its captions are positives (NPC). Rows carry the bias."""
 
     def features(self, model: Model, batch: Batch, encoded: Encoded) -> tuple[Features, Features]:
         """Images "vec" [I, D + 1], times the scale, and the bias; phrases "vec" [C, D + 1], and ones."""
@@ -92,7 +86,7 @@ class PhraseContrast(Contrast):
         vec = encoded.images["vec"]
         rows = torch.cat([scale * vec, bias.expand(len(vec), 1)], 1)
         columns["vec"] = torch.cat([columns["vec"], columns["vec"].new_ones(len(columns["vec"]), 1)], 1)
-        return {"vec": rows, "position": batch.position}, columns
+        return {"vec": rows}, columns
 
     def loss(self, pairs: PairBlocks) -> Total:
         """Sigmoid loss of all images and phrases, the mean over phrases; 0 where there is none."""
@@ -103,8 +97,8 @@ class PhraseContrast(Contrast):
 class AttendedContrast(PhraseContrast):
     """Every phrase against what it finds among the patches of every image (XAC)."""
 
-    def __init__(self, config: ModelConfig, settings: ConceptSettings) -> None:
-        super().__init__(config, settings)
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
         if config.head.image_pool not in _POOLS:
             raise ValueError(
                 f"concepts pools each patch alone, which --model.head.image-pool {config.head.image_pool} does not: "
@@ -125,7 +119,7 @@ class AttendedContrast(PhraseContrast):
         rows = {"vec": encoded.images["vec"].detach(), "keys": keys}
         names = zip(("scale", "bias"), scale_and_bias(model), strict=True)
         rows |= {name: value.expand(len(patches), 1) for name, value in names}
-        return {**rows, "position": batch.position}, columns
+        return rows, columns
 
 
 class ByPhrase(PerText):
@@ -146,8 +140,7 @@ class ByPhrase(PerText):
 
 def encoded_phrases(model: Model, batch: Batch, encoded: Encoded) -> Features:
     """The phrases "vec" [C, D] and "position" [C] of their images; they pass the text tower once for both losses."""
-    group = batch.inputs[PHRASES]
-    assert isinstance(group, TextGroup)
+    group = batch.inputs.texts(PHRASES)
     vec = encoded.once(PHRASES, lambda: model.encode_text(group.texts)[1]["vec"])
     return {"vec": vec, "position": batch.position[group.image_of_text]}
 
@@ -160,6 +153,6 @@ def scale_and_bias(model: Model) -> tuple[Tensor, Tensor]:
 
 COMPONENTS = {
     "concepts": Component(
-        "contrasts", "noun phrases of captions, and the patches they attend to", ConceptSettings, concepts
+        "contrasts", "noun phrases of captions, and the patches they attend to", ConceptSettings, concepts, "phrase"
     )
 }

@@ -10,7 +10,7 @@ from torch import Tensor
 from kiloword.config.recipes import ModelConfig
 from kiloword.config.settings import BaseSettings, setting
 from kiloword.methods.method import Component, Method
-from kiloword.model.heads import Head, Pooling, Scale, Single, unit
+from kiloword.model.heads import Head, Pooling, Scale, unit
 from kiloword.types import Features, PairBlocks, PairLoss, Positives, Total
 
 
@@ -44,14 +44,10 @@ class Prefix(Pooling):
 
 def matryoshka(method: Method, settings: Settings) -> Method:
     """Add the pair loss on prefixes, each with a scale and a bias of its own. Raises: ValueError for other poolings."""
-    if method.prepare is not None:
-        raise ValueError(f"{method.name} prepares one head before training, not those of the prefixes of matryoshka.")
-    if method.pair_weight == 0:
-        raise ValueError(f"{method.name} has no pair loss, of which matryoshka would take prefixes.")
-    if method.pooling.kind is not Single or method.uncertainty is not None or method.several_scores:
+    if method.prepare or method.uncertainty or method.further:
         raise ValueError(
             f"{method.name} scores pairs by more than the cosine of one vector each, of which matryoshka would take "
-            "prefixes."
+            "prefixes, or prepares its one head before training."
         )
 
     def heads(config: ModelConfig, scale: Scale) -> dict[str, Head]:
@@ -95,5 +91,5 @@ def nested(
 
 
 COMPONENTS = {
-    "matryoshka": Component("prefixes", "the pair loss on prefixes of the embedding too", Settings, matryoshka)
+    "matryoshka": Component("prefixes", "the pair loss on prefixes of the embedding too", Settings, matryoshka, "text")
 }

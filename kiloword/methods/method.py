@@ -7,7 +7,7 @@ ranks; a term sees the local batch of one rank. docs/methods.md has a table of n
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 import torch
@@ -111,6 +111,15 @@ class Contrast(Piece):
     def figures(self, inputs: PairInputs, total: Total) -> dict[str, Tensor]:
         """Further figures for the log: shares whose sums over ranks are the values."""
         return {}
+
+
+class ScaledContrast(Contrast):
+    """A contrast by the scale of the model's head, which its rows carry: their vectors times `log_scale.exp()`."""
+
+    def __init__(self, config: ModelConfig, settings: Any = None) -> None:
+        super().__init__()
+        self.settings = settings
+        self.head = Head(Pooling(), scale=Scale(1.0, trained=False))
 
 
 @dataclass(frozen=True)
@@ -242,6 +251,14 @@ class Method:
         if self.transforms and "questions" in self.needs:
             raise ValueError(f"{self.name} needs unmixed images: it cannot be combined with transforms that mix them.")
 
+    def plus(self, **slots: Mapping[str, Any]) -> Method:
+        """The method with further terms, contrasts or inputs by name. Raises: ValueError for a name that it has."""
+        for slot, more in slots.items():
+            if twice := getattr(self, slot).keys() & more.keys():
+                raise ValueError(f"{self.name} has {min(twice)} already: omit it, and set that of {self.name}.")
+        merged: dict[str, Any] = {slot: {**getattr(self, slot), **more} for slot, more in slots.items()}
+        return replace(self, **merged)
+
     @property
     def several_scores(self) -> bool:
         """Whether the pair loss reads further scores, each of which it trains."""
@@ -270,6 +287,7 @@ class Component:
     summary: str  # one line for `kiloword methods`
     settings: type  # frozen dataclass of its settings
     apply: Callable[[Method, Any], Method]  # takes the method and the settings; raises ValueError for incompatible ones
+    vectors: str = ""  # what a text is, as "caption", where it compares a trained vector of each with one of each image
 
 
 def check_vectors(method: Method, component: str, text: str) -> None:
@@ -277,11 +295,8 @@ def check_vectors(method: Method, component: str, text: str) -> None:
 
     Args: text: what a text is there, such as "caption". Raises: ValueError where it has not.
     """
-    lacks = f"{component} compares one vector per image with one per {text}, which {method.name} has not"
-    if method.pooling.kind is not Single:
-        raise ValueError(f"{lacks}.")
-    if method.pair_weight == 0:
+    if method.pooling.kind is not Single or method.pair_weight == 0:
         raise ValueError(
-            f"{lacks}: without a pair loss its vectors are not trained. Use a method that has one, such as coca for "
-            "cappa (--settings.parallel)."
+            f"{component} compares one vector per image with one per {text}, which {method.name} has not, or which no "
+            "pair loss trains: coca has them, for cappa (--settings.parallel)."
         )

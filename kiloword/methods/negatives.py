@@ -6,18 +6,16 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kiloword.config.recipes import ModelConfig
 from kiloword.config.settings import BaseSettings, setting
 from kiloword.data.source import texts_of
 from kiloword.losses.pairs import row_log_sums
-from kiloword.methods.method import Component, Contrast, Method, Part, check_vectors
-from kiloword.model.heads import Head, Pooling, Scale
+from kiloword.methods.method import Component, Method, Part, ScaledContrast
 from kiloword.model.model import Model
 from kiloword.randomness import Draw
 from kiloword.types import (
@@ -31,7 +29,6 @@ from kiloword.types import (
     PairBlocks,
     Pairs,
     Source,
-    TextGroup,
     Total,
 )
 
@@ -92,18 +89,14 @@ def _different(words: list[re.Match[str]], rng: np.random.Generator) -> tuple[re
 
 
 def negatives(method: Method, settings: NegativeSettings) -> Method:
-    """Add the contrast. Raises: ValueError for a method that does not pool each image and text into one vector."""
-    check_vectors(method, "negatives", "text")
+    """Add the contrast."""
 
     def make(example: Example, fetch: Fetch, draw: Draw) -> list[str]:
         rng = draw.rng("swapped captions")
         return [text for caption in example.captions if (text := swapped(caption, rng)) is not None]
 
-    return replace(
-        method,
-        contrasts={**method.contrasts, "negatives": (settings.weight, Part(NegativesContrast))},
-        inputs={**method.inputs, SWAPPED: Input(make, note=without)},
-    )
+    contrast = settings.weight, Part(NegativesContrast)
+    return method.plus(contrasts={"negatives": contrast}, inputs={SWAPPED: Input(make, note=without)})
 
 
 def without(source: Source) -> str:
@@ -122,22 +115,17 @@ def counted(source: Source, lacks: Callable[[str], bool]) -> tuple[int, int]:
     return sum(map(lacks, captions)), len(captions)
 
 
-class NegativesContrast(Contrast):
-    """Every image against the captions and the swapped captions of all images, with the scale of the model's head."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.head = Head(Pooling(), scale=Scale(1.0, trained=False))  # rows carry the scale
+class NegativesContrast(ScaledContrast):
+    """Every image against the captions and the swapped captions of all images."""
 
     def features(self, model: Model, batch: Batch, encoded: Encoded) -> tuple[Features, Features]:
         """Images as rows; captions, then swapped captions as columns, "swapped" [C] bool."""
-        group = batch.inputs[SWAPPED]
-        assert isinstance(group, TextGroup)
+        group = batch.inputs.texts(SWAPPED)
         texts = torch.cat([encoded.texts["vec"], model.encode_text(group.texts)[1]["vec"]])
         of = torch.cat([batch.image_of_text, group.image_of_text])
         is_swapped = torch.arange(len(of), device=of.device) >= len(batch.texts)
         columns = {"vec": texts, "position": batch.position[of], "swapped": is_swapped}
-        return {"vec": encoded.images["vec"] * model.head.log_scale.exp(), "position": batch.position}, columns
+        return {"vec": encoded.images["vec"] * model.head.log_scale.exp()}, columns
 
     def loss(self, pairs: PairBlocks) -> Total:
         return contrast(pairs)
@@ -163,5 +151,7 @@ def contrast(pairs: PairBlocks) -> Total:
 
 
 COMPONENTS = {
-    "negatives": Component("contrasts", "captions with swapped words are negatives", NegativeSettings, negatives)
+    "negatives": Component(
+        "contrasts", "captions with swapped words are negatives", NegativeSettings, negatives, "text"
+    )
 }

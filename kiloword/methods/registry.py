@@ -22,7 +22,7 @@ from typing import Any
 
 from kiloword.config.settings import BaseSettings, check, parse
 from kiloword.errors import article, suggestion
-from kiloword.methods.method import Component, Method
+from kiloword.methods.method import Component, Method, check_vectors
 
 SEVERAL = ("terms", "contrasts")  # slots that take more than one component
 OF_PAIRS = ("pair loss", "positives", "prepare")  # slots that say nothing without a pair loss
@@ -167,6 +167,8 @@ def _with(method: Method, word: str, part: Component, settings: Any) -> Method:
     """The method with a component. Raises: ValueError where it would change nothing, or leave a head without a loss."""
     if part.slot in OF_PAIRS and method.pair_weight == 0:
         raise ValueError(f"{method.name} has no pair loss, which {word} would change: omit +{word}.")
+    if part.vectors:
+        check_vectors(method, word, part.vectors)
     if part.slot == "pair loss" and method.further:
         raise ValueError(
             f"{method.name} scores pairs in several ways, each with a loss, of which {word} would keep one."

@@ -10,20 +10,14 @@ import torch
 from torch import Tensor
 
 from kiloword.config.recipes import AugmentConfig, ModelConfig, Recipe
-from kiloword.config.settings import BELOW_1, BaseSettings, setting
+from kiloword.config.settings import ABOVE_0, BELOW_1, BaseSettings, setting
 from kiloword.data.images.views import in_words
 from kiloword.data.stored import store_file
 from kiloword.distributed.collectives import sum_over_ranks
 from kiloword.losses.pairs import logsumexp_over_ranks
-from kiloword.methods.method import Component, Contrast, Method, Part
-from kiloword.model.heads import Head, Pooling, Scale
+from kiloword.methods.method import Component, Method, Part, ScaledContrast
 from kiloword.model.model import Model
 from kiloword.types import Batch, Encoded, Features, PairBlocks, Pairs, Total
-
-POOLING = (
-    "reinforced compares one vector per image with one per text, but this pooling does not give one vector per image: "
-    "omit +reinforced."
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +25,9 @@ class Reinforced(BaseSettings):
     """Distillation from precomputed features; the scales are those of MobileCLIP2's published script."""
 
     teachers: tuple[str, ...] = setting(("teacher",), "names of the precomputed features, one for each teacher")
-    scales: tuple[float, ...] = setting((70.0,), "each teacher's scale of cosines, 1 / temperature; one: of all", 0)
+    scales: tuple[float, ...] = setting(
+        (70.0,), "each teacher's scale of cosines, 1 / temperature; one: of all", ABOVE_0
+    )
     weight: float = setting(0.75, "weight of the distillation; the pair loss keeps the rest of 1", 0, BELOW_1)
 
 
@@ -40,12 +36,20 @@ def reinforced(method: Method, settings: Reinforced) -> Method:
 
     Raises: ValueError for settings or methods that it does not fit.
     """
-    _check(method, settings)
-    contrast = settings.weight, Part(ReinforcedContrast, settings)
+    names, scales = settings.teachers, settings.scales
+    if not names or len(set(names)) < len(names) or len(scales) not in (1, len(names)):
+        raise ValueError(
+            f"{len(names)} teachers {', '.join(names)} have {len(scales)} scales: expected different names, at least "
+            "one, and one scale, or one for each teacher."
+        )
+    if callable(method.pair_weight) or not method.pair_weight or not method.pooling.kind.one_vector:
+        raise ValueError(
+            f"reinforced compares one vector per image with one per text and shares the weight of the pair loss, which "
+            f"{method.name} has not, or changes."
+        )
     return replace(
-        method,
-        pair_weight=_scaled(method, 1 - settings.weight),
-        contrasts={**method.contrasts, "reinforced": contrast},
+        method.plus(contrasts={"reinforced": (settings.weight, Part(ReinforcedContrast, settings))}),
+        pair_weight=(1 - settings.weight) * method.pair_weight,
         notes=(*method.notes, partial(unlike, teachers=settings.teachers)),
         needs=(*(name for name in method.needs if name not in settings.teachers), *settings.teachers),
     )
@@ -66,52 +70,29 @@ def unlike(recipe: Recipe, teachers: tuple[str, ...]) -> str:
     )
 
 
-def _scaled(method: Method, share: float) -> float:
-    if callable(method.pair_weight) or not method.pair_weight:
-        raise ValueError(f"reinforced shares the weight of the pair loss, which {method.name} has not, or changes.")
-    return share * method.pair_weight
-
-
-def _check(method: Method, settings: Reinforced) -> None:
-    """Raises: ValueError for settings or methods that distillation does not fit."""
-    names, scales = settings.teachers, settings.scales
-    if not names or len(set(names)) < len(names):
-        raise ValueError(f"the teachers are {', '.join(names) or 'none'}: expected different names, at least one.")
-    if len(scales) not in (1, len(names)):
-        raise ValueError(f"{len(names)} teachers have {len(scales)} scales: expected one, or one for each teacher.")
-    if not all(scale > 0 for scale in scales):
-        raise ValueError(f"a teacher's scale is {min(scales):g}: expected a number above 0.")
-    if not method.pooling.kind.one_vector:
-        raise ValueError(POOLING)
-
-
-class ReinforcedContrast(Contrast):
+class ReinforcedContrast(ScaledContrast):
     """Student and teachers agree which text of the batch belongs to an image, and which image to a text.
 
     The student's scale is that of the model's head, as in the paper; its features are unit vectors "vec".
     """
 
     def __init__(self, config: ModelConfig, settings: Reinforced) -> None:
-        super().__init__()
+        super().__init__(config)
         scales = settings.scales * (len(settings.teachers) if len(settings.scales) == 1 else 1)
         self.teachers = dict(zip(settings.teachers, scales, strict=True))
-        self.head = Head(Pooling(), scale=Scale(1.0, trained=False))  # rows carry the scale of the model's head
 
     def features(self, model: Model, batch: Batch, encoded: Encoded) -> tuple[Features, Features]:
         """Images as rows, times the head's scale; texts as columns; each with the features of every teacher.
 
         Features of examples that a transform mixed are zeros: no teacher has seen them, and the loss omits them.
-        Raises: ValueError for a pooling without one vector per image.
         """
-        if not model.head.pooling.one_vector:
-            raise ValueError(POOLING)  # a component may have replaced the pooling afterwards
         rows = {"vec": encoded.images["vec"] * model.head.log_scale.exp()}
-        columns = {"vec": encoded.texts["vec"], "position": batch.position[batch.image_of_text]}
+        columns = {"vec": encoded.texts["vec"]}
         plain = ~batch.composed[:, None]
         for name in self.teachers:
             rows[f"image_features.{name}"] = _of(batch.image_features, name) * plain
             columns[f"text_features.{name}"] = _of(batch.text_features, name) * plain[batch.image_of_text]
-        return rows | {"position": batch.position}, columns
+        return rows, columns
 
     def loss(self, pairs: PairBlocks) -> Total:
         return distillation(pairs, self.teachers)

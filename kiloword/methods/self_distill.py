@@ -6,7 +6,7 @@ Source: SILC (arXiv:2310.13355); the loss is DINO's (arXiv:2104.14294, eq. 1 to 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -50,11 +50,8 @@ def self_distill(method: Method, settings: SelfDistill) -> Method:
     """Add the loss, whose crops cost passes of the image tower. Raises: ValueError for areas that do not ascend."""
     check_areas(settings.least, settings.area)
     weight = Ramp(settings.weight, 0, settings.rise) if settings.rise else settings.weight
-    return replace(
-        method,
-        terms={**method.terms, "self_distill": (weight, Part(SelfDistillTerm, settings))},
-        inputs={**method.inputs, CROPS: _crops(settings)},
-    )
+    term = weight, Part(SelfDistillTerm, settings)
+    return method.plus(terms={"self_distill": term}, inputs={CROPS: _crops(settings)})
 
 
 def _crops(settings: SelfDistill) -> Input:
@@ -148,8 +145,7 @@ class SelfDistillTerm(Term):
 
     def forward(self, model: Model, batch: Batch, encoded: Encoded) -> Tensor:
         """The sum over pairs of crops."""
-        crops = batch.inputs[CROPS]
-        assert isinstance(crops, Tensor)
+        crops = batch.inputs.tensor(CROPS)
         large, small = crops[:, : self.settings.large], crops[:, self.settings.large :]
         target = self._taught(model, large)
         tokens = model.image_tokens(small.flatten(0, 1))

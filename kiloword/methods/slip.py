@@ -46,10 +46,6 @@ def simclr(method: Method, settings: SimclrSettings) -> Method:
 
     Raises: ValueError for a method that has it.
     """
-    if "simclr" in method.contrasts:
-        raise ValueError(
-            f"{method.name} has the contrast simclr already: omit it, its settings are those of the method."
-        )
     augment = AugmentConfig(crop=settings.crop, flip=0.5, jitter=0.8, grayscale=0.2, blur=0.5)
 
     def views(example: Example, fetch: Fetch, draw: Draw) -> Tensor:
@@ -58,11 +54,8 @@ def simclr(method: Method, settings: SimclrSettings) -> Method:
     def shape(config: ModelConfig) -> tuple[int, ...]:
         return 2, 3, config.image.size, config.image.size
 
-    return replace(
-        method,
-        contrasts={**method.contrasts, "simclr": (settings.weight, Part(SimclrContrast, settings))},
-        inputs={**method.inputs, VIEWS: Input(views, shape)},
-    )
+    contrast = settings.weight, Part(SimclrContrast, settings)
+    return method.plus(contrasts={"simclr": contrast}, inputs={VIEWS: Input(views, shape)})
 
 
 class SimclrContrast(Contrast):
@@ -85,9 +78,7 @@ class SimclrContrast(Contrast):
 
     def features(self, model: Model, batch: Batch, encoded: Encoded) -> tuple[Features, Features]:
         """Both views of every image as rows and columns: "vec" [2 I, dim]; "place" [2 I] tells a view from others."""
-        views = batch.inputs[VIEWS]
-        assert isinstance(views, Tensor)
-        tokens = model.image_tokens(views.flatten(0, 1))
+        tokens = model.image_tokens(batch.inputs.tensor(VIEWS).flatten(0, 1))
         vec = unit(self.projection(model.head.pooling.pooled(tokens)))  # [2 I, dim]
         position = batch.position.repeat_interleave(2)
         of_image = torch.arange(2, device=position.device).repeat(len(batch))

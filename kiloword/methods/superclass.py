@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -35,7 +35,7 @@ def superclass(method: Method, settings: ClassSettings) -> Method:
         raise ValueError(
             f"superclass predicts tokens of captions, but texts of {method.name} are answers to questions."
         )
-    return replace(method, terms={**method.terms, "superclass": (settings.weight, Part(ClassTerm, settings))})
+    return method.plus(terms={"superclass": (settings.weight, Part(ClassTerm, settings))})
 
 
 class ClassTerm(Term):

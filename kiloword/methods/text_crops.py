@@ -7,7 +7,8 @@ text to the patches of its image; what they find is compared with the teacher's 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from kiloword.config.recipes import ModelConfig
 from kiloword.config.settings import ABOVE_0, BELOW_1, BaseSettings, setting
 from kiloword.losses.pairs import logsumexp_over_ranks
 from kiloword.methods.coca.coca import longest_row
-from kiloword.methods.method import Component, Contrast, Method, Part, check_vectors, follow
+from kiloword.methods.method import Component, Contrast, Method, Part, follow
 from kiloword.methods.self_distill import check_areas, window
 from kiloword.methods.sub_captions import sentences_of
 from kiloword.model.attention import Packing
@@ -30,7 +31,6 @@ from kiloword.randomness import Draw
 from kiloword.types import Batch, Encoded, Example, Features, Fetch, Input, PairBlocks, Pairs, TextGroup, Texts, Total
 
 CROPS, PARTS = "text_crops_images", "text_crops_texts"  # inputs: uint8 [I, small, 3, H, W]; texts
-TOKENS = "text-crops crops images, but --image-features gives tokens in their place: omit it, so that they are read."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,20 +50,14 @@ class TextCropSettings(BaseSettings):
 def text_crops(method: Method, settings: TextCropSettings) -> Method:
     """Add the loss, which costs passes of both towers. Raises: ValueError for a method that it does not fit."""
     check_areas(settings.least, settings.area)
-    check_vectors(method, "text-crops", "caption")
-    return replace(
-        method,
-        contrasts={**method.contrasts, "text_crops": (settings.weight, Part(TextCropsContrast, settings))},
-        inputs={**method.inputs, CROPS: _crops(settings), PARTS: _parts(settings)},
-    )
+    contrast = settings.weight, Part(TextCropsContrast, settings)
+    return method.plus(contrasts={"text_crops": contrast}, inputs={CROPS: _crops(settings), PARTS: _parts(settings)})
 
 
 def _crops(settings: TextCropSettings) -> Input:
     """Windows of the batch's image, so that they fit its captions where a transform composed it."""
 
     def make(example: Example, fetch: Fetch, draw: Draw) -> Tensor:
-        if example.image.dim() == 2:
-            raise ValueError(TOKENS)
         draws = (draw.other(f"text crops {n}") for n in range(settings.small))
         return torch.stack([window(example.image, settings.least, settings.area, one) for one in draws])
 
@@ -84,31 +78,8 @@ def _parts(settings: TextCropSettings) -> Input:
     return Input(make)
 
 
-class AveragedTowers(nn.Module):
-    """Averages of the towers and of their pooling; frozen."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.image_tower, self.text_tower, self.pooling = (
-            ImageTower(config.image),
-            TextTower(config.text),
-            Single(config),
-        )
-        self.requires_grad_(False)
-
-    def follow(self, model: Model, momentum: float) -> None:
-        """Move towards the model."""
-        assert isinstance(model.head.pooling, Single)
-        follow(self.image_tower, model.image_tower, momentum)
-        follow(self.text_tower, model.text_tower, momentum)
-        follow(self.pooling, model.head.pooling, momentum)
-
-    @torch.no_grad()
-    def forward(self, model: Model, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Unit vectors of the batch's images [I, D] and captions [T, D]."""
-        images = self.pooling.image(self.image_tower(model.normalise(batch.images)))
-        texts = self.pooling.text(self.text_tower(batch.texts), batch.texts)
-        return images["vec"], texts["vec"]
+def _towers(images: nn.Module, texts: nn.Module, pooling: nn.Module) -> nn.ModuleDict:
+    return nn.ModuleDict({"image_tower": images, "text_tower": texts, "pooling": pooling})
 
 
 class CrossPool(nn.Module):
@@ -148,7 +119,7 @@ class TextCropsContrast(Contrast):
         if config.image.trunk.name or config.text.trunk.name:
             raise ValueError("text-crops averages both towers, which cannot stand on trunks: omit one of both.")
         self.settings, self.extra = settings, extra(config.image)
-        self.teacher = AveragedTowers(config)
+        self.teacher = _towers(ImageTower(config.image), TextTower(config.text), Single(config)).requires_grad_(False)
         self.from_words = CrossPool(config.head.dim, config.text.width, settings.heads)
         self.from_patches = CrossPool(config.head.dim, config.image.width, settings.heads)
         self.head = Head(Pooling(), scale=Scale(settings.scale, limit=100))
@@ -159,8 +130,7 @@ class TextCropsContrast(Contrast):
         "view" of a row and "group" of a column: what is normalised together; "weight": that of a pair is the product
         of its row's and its column's.
         """
-        group = batch.inputs[PARTS]
-        assert isinstance(group, TextGroup)
+        group = batch.inputs.texts(PARTS)
         caption, position = batch.image_of_text, batch.position
         images, captions, parts = self._views(model, batch, group, encoded)
         views, n = images.shape[1], self.settings.parts
@@ -182,9 +152,12 @@ class TextCropsContrast(Contrast):
             )
             / 4,
         }
-        seen = self.teacher(model, batch)
+        teacher: Any = self.teacher
+        with torch.no_grad():
+            of_images = teacher.pooling.image(teacher.image_tower(model.normalise(batch.images)))
+            of_texts = teacher.pooling.text(teacher.text_tower(batch.texts), batch.texts)
         columns = {
-            "vec": torch.cat(seen),
+            "vec": torch.cat([of_images["vec"], of_texts["vec"]]),
             "position": torch.cat([position, position[caption]]),
             "group": torch.cat([torch.zeros_like(position), torch.ones_like(caption)]),
             "weight": torch.cat([torch.ones_like(position, dtype=images.dtype), per_caption]),
@@ -193,11 +166,8 @@ class TextCropsContrast(Contrast):
 
     def _views(self, model: Model, batch: Batch, group: TextGroup, encoded: Encoded) -> tuple[Tensor, Tensor, Tensor]:
         """Unit vectors of images and their crops [I, 1 + small, D], of captions [T, D], of their parts [T', D]."""
-        pooling, crops, host = model.head.pooling, batch.inputs[CROPS], batch.host
-        on_host = host.inputs[PARTS]
+        pooling, crops, host = model.head.pooling, batch.inputs.tensor(CROPS), batch.host
         assert isinstance(pooling, Single)
-        assert isinstance(crops, Tensor)
-        assert isinstance(on_host, TextGroup)
         of_crops = pooling.image_pool(model.image_tokens(crops.flatten(0, 1))).unflatten(0, crops.shape[:2])
         pooled = torch.cat([pooling.image_pool(encoded.image_tokens)[:, None], of_crops], 1)
         words = self.from_words.keys(encoded.text_tokens)
@@ -205,7 +175,12 @@ class TextCropsContrast(Contrast):
         patches = self.from_patches.keys(encoded.image_tokens[:, self.extra :])
         sides = (
             (encoded.text_tokens, batch.texts, batch.image_of_text, host.image_of_text),
-            (model.encode_text(group.texts)[0], group.texts, group.image_of_text, on_host.image_of_text),
+            (
+                model.encode_text(group.texts)[0],
+                group.texts,
+                group.image_of_text,
+                host.inputs.texts(PARTS).image_of_text,
+            ),
         )
         captions, parts = (
             self.from_patches(
@@ -220,7 +195,8 @@ class TextCropsContrast(Contrast):
 
     def after_step(self, model: Model, step: int, done: float) -> None:
         """Move the teacher towards the student; at step 0 it becomes the student."""
-        self.teacher.follow(model, self.settings.momentum if step else 0.0)
+        student = _towers(model.image_tower, model.text_tower, model.head.pooling)
+        follow(self.teacher, student, self.settings.momentum if step else 0.0)
 
     def loss(self, pairs: PairBlocks) -> Total:
         return by_view(pairs, self.settings.small + 1 + 1 + self.settings.parts)
@@ -300,5 +276,6 @@ COMPONENTS = {
         "parts of images and captions find averaged towers' image and caption",
         TextCropSettings,
         text_crops,
+        "caption",
     )
 }

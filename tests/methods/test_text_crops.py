@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -126,6 +125,4 @@ def test_parts_are_sentences_and_crops_windows_of_the_image() -> None:
     assert (len(parts), set(parts)) == (5, {"It is red!", "One dog runs.", "a hill"})
     assert crops.shape == (3, 3, 4, 4)
     assert not torch.equal(crops[0], crops[1])
-    with pytest.raises(ValueError, match="--image-features"):
-        made(CROPS, replace(example, image=torch.zeros(5, 8)))
     assert made(PARTS, replace(example, captions=[""])) == [""] * 5
