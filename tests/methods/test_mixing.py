@@ -28,7 +28,6 @@ from states import whole_and_cut
 SYCOCA: list[dict[str, Any]] = [  # rows of tables 5 to 7 of arXiv:2401.02137
     *({"guide": guide, "mim_mask": mask} for guide in ("none", "text") for mask in ("random", "attentive")),
     *({"caption_share": low, "mim_share": high} for low, high in ((0.25, 0.75), (0.75, 0.25))),
-    {"mim_weight": 0.1},
     {"mim_op": "drop", "caption_op": "token"},
 ]
 MIXES: list[tuple[str, dict[str, Any]]] = [
@@ -51,7 +50,6 @@ MIXES: list[tuple[str, dict[str, Any]]] = [
     ("siglip+exact", {"exact": {"balance": True}}),
     ("siglip+mined+supcon", {"supcon": {"form": "in"}}),
     ("llip+caption+mim", {}),
-    ("coca+contextual", {}),
     ("coca+gaussian", {"parallel": 0.5}),
     ("clip+sub-captions+compose", {}),
 ]
@@ -86,8 +84,6 @@ VERIFIED: list[tuple[str, dict[str, Any]]] = [  # beside those of the conformity
     ("flair", {"other_texts": "all"}),
     ("pcme++", {"variance_blocks": 1}),
     ("llip", {"form": "gram", "k": 3, "heads": 4}),
-    ("siglip+exact", {"exact": {"balance": True}}),
-    ("clip+mined", {"mined": {"balance": True}}),
     ("siglip+mined+supcon", {"supcon": {"form": "in"}}),
 ]
 
