@@ -41,7 +41,7 @@ class RunFile(BaseSettings):
     data_sampled: str = ""  # digest of some images (`kiloword.data.joins.sampled`)
     features: tuple[str, ...] = ()  # name, model, precision, type and dimension of each feature store
     model: ModelConfig | None = None  # the model that is trained: recipe.model as the method shapes it
-    format: str = "kiloword-run-1"
+    format: str = "kiloword-run-2"
 
 
 def run_file(recipe: Recipe, source: Source) -> RunFile:
