@@ -80,10 +80,8 @@ def _loaded(recipe: Recipe, settings: Any, usual: Any, trust_code: bool) -> Iter
     starts = {leaf.path: leaf.field.metadata.get("initial") for leaf in leaves(settings) if leaf.path in changed}
     if recipe.init is None or not any(starts.values()):
         return
-    (file, before), method = start.folder_of(recipe, trust_code), preset(recipe.method, recipe.settings)
-    weights = set(open_tensors(Path(recipe.init) / WEIGHTS))
-    old, new = before.head(before.shape(file.model)), method.head(method.shape(recipe.model))
-    if not start.same_scale(old, new, weights):
+    weights, (_, before) = set(open_tensors(Path(recipe.init) / WEIGHTS)), start.folder_of(recipe, trust_code)
+    if not start.same_scale(before.scale, preset(recipe.method, recipe.settings).scale, weights):
         weights -= {"head.log_scale", "head.bias"}
     for path, name in starts.items():
         if name in weights:

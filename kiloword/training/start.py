@@ -19,7 +19,7 @@ from kiloword.interop.towers import load as load_weights_of
 from kiloword.methods.defaults import default_recipe, tuned
 from kiloword.methods.method import Method
 from kiloword.methods.registry import find, preset
-from kiloword.model.heads import Head
+from kiloword.model.heads import Scale
 from kiloword.model.model import Model, resize, resize_text
 from kiloword.model.trunks.library import resized_trunk
 from kiloword.model.trunks.trunk import Trunk
@@ -164,7 +164,7 @@ def load(model: Model, recipe: Recipe, trust_code: bool = False) -> str:
     file, method = folder_of(recipe, trust_code)
     old, new, current = method.shape(file.model), model.config, model.state_dict()
     weights, place = dict(open_tensors(Path(recipe.init) / WEIGHTS)), "image_tower.positions"
-    if not same_scale(method.head(old), model.head, weights):
+    if not same_scale(method.scale, model.head.scale, weights):
         weights = {k: v for k, v in weights.items() if k not in ("head.log_scale", "head.bias")}
     # the limit is this run's setting; a larger scale raises it
     weights |= {k: v for k, v in current.items() if k in weights and k.endswith("log_limit")}
@@ -187,17 +187,11 @@ def load(model: Model, recipe: Recipe, trust_code: bool = False) -> str:
     fit = current | {k: v for k, v in weights.items() if k in current}
     load_weights(model, fit, recipe.init, f"its config and the settings of {recipe.method}")
     of_sizes = f" ({', '.join(sizes)})" if sizes else ""
-    return (
-        "; ".join(
-            [
-                f"started from {recipe.init}{of_sizes}: {count} tensors loaded",
-                f"new: {_summary(k for k in current if k not in weights)}",
-                f"left over: {_summary(k for k in sorted(weights) if k not in current)}",
-                *notes,
-            ]
-        )
-        + "."
+    new_names, left = (
+        _summary(k for k in x if k not in y) for x, y in ((current, weights), (sorted(weights), current))
     )
+    told = f"started from {recipe.init}{of_sizes}: {count} tensors loaded; new: {new_names}; left over: {left}"
+    return "; ".join([told, *notes]) + "."
 
 
 def _summary(names: Iterable[str]) -> str:
@@ -209,9 +203,9 @@ def _summary(names: Iterable[str]) -> str:
     return ", ".join(parts) or "none"
 
 
-def same_scale(old: Head, new: Head, weights: Container[str]) -> bool:
-    """Whether the scale of weights applies to a new head: both use distances or neither, and a needed bias is there."""
-    return old.scale.distance == new.scale.distance and (new.bias is None or "head.bias" in weights)
+def same_scale(old: Scale, new: Scale, weights: Container[str]) -> bool:
+    """Whether the scale of weights applies to another: both use distances or neither, and a needed bias is there."""
+    return old.distance == new.distance and (new.bias is None or "head.bias" in weights)
 
 
 def _add_tokens(weights: dict[str, Tensor], old: ModelConfig, new: ModelConfig) -> list[str]:
