@@ -6,8 +6,8 @@ through the score of the head to features and head weights immediately, and free
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kiloword.distributed.collectives import extreme_over_ranks, ranks, sum_over_ranks
-from kiloword.losses.inputs import LazyFeatures, learns
+from kiloword.distributed.gather import gather_features
 from kiloword.types import Features, Pairs, Positives, Total
 
 if TYPE_CHECKING:
@@ -33,18 +33,70 @@ blocks contribute, such as the sums of a softmax, autograd does not see: such a 
 """
 
 
-def _with_derivative(loss: BlockLoss, block: Pairs, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
-    """Values [i] and gradient [i, t] of a block."""
-    with torch.no_grad():
-        result = loss(block, rows, columns)
-    if not isinstance(result, Tensor):
-        return result
-    with torch.enable_grad():
-        logits = block.logits.detach().requires_grad_()
-        values = loss(replace(block, logits=logits), rows, columns)
-        assert isinstance(values, Tensor)
-        (gradient,) = torch.autograd.grad(values.sum(), logits)
-    return values.detach(), gradient
+CONSTANT = "_features."  # in the names of precomputed features, which have no gradient
+
+
+def learns(name: str, value: Tensor) -> bool:
+    """Whether a feature can have a gradient: precomputed features are constants."""
+    return value.is_floating_point() and CONSTANT not in name
+
+
+class LazyFeatures(dict[str, Tensor]):
+    """Features, of which some are made when they are first read.
+
+    Args: ready: features that are there; later: makes one by its name, or raises KeyError.
+    """
+
+    def __init__(self, ready: Mapping[str, Tensor], later: Callable[[str], Tensor]) -> None:
+        super().__init__(ready)
+        self.later = later
+
+    def __missing__(self, name: str) -> Tensor:
+        value = self[name] = self.later(name)
+        return value
+
+    def part(self, rows: slice) -> tuple[LazyFeatures, list[Tensor]]:
+        """Some rows of every feature, and those of them that can have a gradient, as leaves of a graph."""
+        ready = {name: value[rows] for name, value in self.items()}
+        leaves = {name: x.detach().requires_grad_() for name, x in ready.items() if learns(name, x)}
+        return LazyFeatures(ready | leaves, lambda name: self[name][rows]), list(leaves.values())
+
+
+@dataclass
+class PairInputs:
+    """This rank's side of the pairs: R rows, and C columns that every rank needs."""
+
+    rows: Features  # [R, ...] with "vec" and "position"
+    columns: Features  # [C, ...] likewise, gathered over ranks with their gradients
+    constants: Features = field(default_factory=dict)  # [C, ...] precomputed, gathered when a loss reads them
+
+    def gathered(self) -> LazyFeatures:
+        """The columns of all ranks. A collective call, and so is the first reading of every constant."""
+
+        def later(name: str) -> Tensor:
+            return gather_features({name: self._constant(name)})[name]
+
+        return LazyFeatures(gather_features(self.columns), later)
+
+    def _constant(self, name: str) -> Tensor:
+        if name not in self.constants:
+            there = ", ".join(map(repr, {**self.columns, **self.constants}))
+            raise ValueError(
+                f"the loss reads {name!r}, which nothing provides: this batch has {there}. Precomputed features come "
+                "from --features and the method's `needs`."
+            )
+        return self.constants[name]
+
+    @staticmethod
+    def join(parts: list[PairInputs]) -> PairInputs:
+        """The inputs of several micro-batches as one, features as leaves of a new graph."""
+        rows, columns, constants = zip(*((part.rows, part.columns, part.constants) for part in parts), strict=True)
+        return PairInputs(_leaves(rows), _leaves(columns), _leaves(constants))
+
+
+def _leaves(parts: Sequence[Features]) -> Features:
+    whole = {k: torch.cat([p[k] for p in parts]) for k in parts[0]}
+    return {k: v.requires_grad_() if learns(k, v) else v for k, v in whole.items()}
 
 
 class _WithGradient(torch.autograd.Function):
@@ -78,7 +130,6 @@ class Blocks:
         self.step = (chunk, chunk) if chunk else head.block(images, texts)
         self.rows = images["vec"].new_zeros(self.shape[0])
         self._whole = self.shape[0] <= self.step[0] and self.shape[1] <= self.step[1]
-        self._weights = [p for p in head.parameters() if p.requires_grad]
         self._only: tuple[Pairs, list[Tensor]] | None = None  # a single block is scored once, not once per pass
 
     def blocks(self) -> Iterator[tuple[slice, slice]]:
@@ -104,76 +155,66 @@ class Blocks:
 
     def block(self, rows: slice, columns: slice) -> Pairs:
         """One block, logits without gradient."""
-        if self._whole:
-            return self._scored(rows, columns)[0]
-        with torch.no_grad():
-            return self._pairs(*self._leaves(rows, columns))
+        return self._scored(rows, columns, self._whole)[0]
 
     def total(self, loss: BlockLoss) -> Tensor:
         """Sum of `loss` over all blocks, with gradients for features and head weights; fills `rows`."""
-        inputs = [*self._floats(self.images), *self._floats(self.texts), *self._weights]
+        images, texts = ([v for k, v in side.items() if learns(k, v)] for side in (self.images, self.texts))
+        inputs = [*images, *texts, *(p for p in self.head.parameters() if p.requires_grad)]
+        learned = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+        sums = [torch.zeros_like(x) if learned and x.requires_grad else None for x in inputs]
         self.rows = torch.zeros_like(self.rows)
-        if not (torch.is_grad_enabled() and any(x.requires_grad for x in inputs)):
-            for rows, columns in self.blocks():
-                pairs = self.block(rows, columns)
-                result = loss(pairs, rows, columns)
-                self._add(result if isinstance(result, Tensor) else result[0], rows)
-            return self.rows.sum()
-        sums: list[Tensor | None] = [torch.zeros_like(x) if x.requires_grad else None for x in inputs]
         for rows, columns in self.blocks():
-            self._add_gradients(loss, rows, columns, sums)
+            pairs, leaves = self._scored(rows, columns, learned or self._whole)
+            values, by_logits = self._values(loss, pairs, rows, columns, learned)
+            self.rows[rows] += values
+            if by_logits is None:
+                continue
+            targets = [*leaves, *inputs[len(leaves) :]]
+            gradients = torch.autograd.grad(pairs.logits, targets, by_logits, allow_unused=True)
+            self._only = None
+            places = [rows] * len(images) + [columns] * len(texts)
+            for n, (total, gradient) in enumerate(zip(sums, gradients, strict=True)):
+                if total is not None and gradient is not None:
+                    part = total[places[n]] if n < len(places) else total
+                    part += gradient
+        if not learned:
+            return self.rows.sum()
         out: Tensor = _WithGradient.apply(self.rows.sum(), sums, *inputs)  # type: ignore[no-untyped-call]
         return out
 
-    def _add(self, values: Tensor, rows: slice) -> None:
-        """Add to each image's part of the loss."""
-        if values.shape != self.rows[rows].shape:
+    @staticmethod
+    def _values(
+        loss: BlockLoss, block: Pairs, rows: slice, columns: slice, learned: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Values [i] of a block, and their gradient by the logits [i, t], which autograd finds if the loss does not."""
+        with torch.no_grad():
+            result = loss(block, rows, columns)
+        values, gradient = (result, None) if isinstance(result, Tensor) else result
+        if values.shape != (rows.stop - rows.start,):
             raise ValueError(
-                f"a pair loss returned values {list(values.shape)} for {len(self.rows[rows])} images: expected one per "
-                "image, summed over its texts."
+                f"a pair loss returned values {list(values.shape)} for {rows.stop - rows.start} images: expected one "
+                "per image, summed over its texts."
             )
-        self.rows[rows] += values.detach()
+        if gradient is None and learned:
+            with torch.enable_grad():
+                logits = block.logits.detach().requires_grad_()
+                again: Any = loss(replace(block, logits=logits), rows, columns)
+                (gradient,) = torch.autograd.grad(again.sum(), logits)
+        return values.detach(), gradient if learned else None
 
-    def _add_gradients(self, loss: BlockLoss, rows: slice, columns: slice, sums: list[Tensor | None]) -> None:
-        """Add the gradients of one block to `sums` (images, texts, weights) in place."""
-        pairs, leaves = self._scored(rows, columns)
-        values, by_logits = _with_derivative(loss, pairs, rows, columns)
-        self._add(values, rows)
-        targets = [*leaves, *self._weights]
-        gradients = torch.autograd.grad(pairs.logits, targets, by_logits, allow_unused=True)
-        self._only = None
-        n_images = len(list(self._floats(self.images)))
-        for n, (total, gradient) in enumerate(zip(sums, gradients, strict=True)):
-            if total is None or gradient is None:
-                continue
-            part = total[rows] if n < n_images else total[columns] if n < len(leaves) else total
-            part += gradient
-
-    def _scored(self, rows: slice, columns: slice) -> tuple[Pairs, list[Tensor]]:
-        """A block whose logits carry a graph to the returned leaves (images, then texts)."""
+    def _scored(self, rows: slice, columns: slice, graph: bool) -> tuple[Pairs, list[Tensor]]:
+        """A block whose logits carry a graph, if any, to the returned leaves (images, then texts)."""
         if self._only is not None:
             return self._only
-        with torch.enable_grad():
-            images, texts = self._leaves(rows, columns)
-            leaves = [*self._floats(images), *self._floats(texts)]
-            scored = (self._pairs(images, texts), leaves)
+        (images, of_images), (texts, of_texts) = self.images.part(rows), self.texts.part(columns)
+        with torch.set_grad_enabled(graph):
+            logits = self.head.logits(self.head.score(images, texts))
+        pairs = Pairs(logits, images["position"][:, None] == texts["position"][None], images, texts)
+        scored = pairs, [*of_images, *of_texts]
         if self._whole:
             self._only = scored
         return scored
-
-    def _leaves(self, rows: slice, columns: slice) -> tuple[Features, Features]:
-        def leaf(name: str, value: Tensor) -> Tensor:
-            return value.detach().requires_grad_() if learns(name, value) else value
-
-        return self.images.part(rows, leaf), self.texts.part(columns, leaf)
-
-    def _pairs(self, images: Features, texts: Features) -> Pairs:
-        logits = self.head.logits(self.head.score(images, texts))
-        return Pairs(logits, images["position"][:, None] == texts["position"][None], images, texts)
-
-    @staticmethod
-    def _floats(features: Features) -> Iterator[Tensor]:
-        return (v for k, v in features.items() if learns(k, v))
 
 
 def sigmoid_loss(pairs: PairBlocks, positives: Positives, reduction: Literal["images", "texts"] = "images") -> Total:

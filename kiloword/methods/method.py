@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from kiloword.config.recipes import ModelConfig, Recipe
 from kiloword.distributed.collectives import whole
-from kiloword.losses.inputs import PairInputs
+from kiloword.losses.pairs import PairInputs
 from kiloword.model.heads import Head, Piece, Pooling, Scale, Single, Uncertainty
 from kiloword.model.model import Model
 from kiloword.model.pooling import at_least_float

@@ -24,8 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from kiloword.config.recipes import ModelConfig
 from kiloword.distributed import collectives
 from kiloword.distributed.device import precision_of, simulated
-from kiloword.losses.inputs import learns
-from kiloword.losses.pairs import Blocks
+from kiloword.losses.pairs import Blocks, learns
 from kiloword.methods.method import PAIR, Method
 from kiloword.model.decoder import Layer
 from kiloword.model.heads import Head

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from kiloword.distributed.collectives import ranks, sum_over_ranks
 from kiloword.distributed.device import PrecisionContext
-from kiloword.losses.inputs import PairInputs
+from kiloword.losses.pairs import PairInputs
 from kiloword.training.engine import replicated
 from kiloword.training.learner import Learner, Replay
 from kiloword.types import Batch, Features

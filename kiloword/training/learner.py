@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from kiloword.config.recipes import ModelConfig
 from kiloword.distributed.collectives import ranks, sum_over_ranks
-from kiloword.losses.inputs import PairInputs
-from kiloword.losses.pairs import Blocks
+from kiloword.losses.pairs import Blocks, PairInputs
 from kiloword.methods.method import PAIR, Between, Contrast, Method, Weight, weight_at
 from kiloword.model.heads import Head, Piece
 from kiloword.model.image import grid

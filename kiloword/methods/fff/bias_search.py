@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kiloword.distributed.collectives import sum_over_ranks
-from kiloword.losses.inputs import PairInputs
+from kiloword.losses.pairs import PairInputs
 from kiloword.methods.method import PAIR
 from kiloword.types import Batch
 
