@@ -23,7 +23,7 @@ from kiloword.config.recipes import sizes
 from kiloword.methods.registry import preset
 from kiloword.model.model import Model
 from kiloword.models.build import build
-from kiloword.training.learner import Learner
+from kiloword.training.step import Learner
 from kiloword.types import Texts
 from step import Given, Side, given, side
 from step import step as timed

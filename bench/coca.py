@@ -30,7 +30,7 @@ from kiloword.methods.registry import preset
 from kiloword.model.model import Model
 from kiloword.models.build import build
 from kiloword.randomness import key
-from kiloword.training.learner import Learner
+from kiloword.training.step import Learner
 from kiloword.types import Texts
 from prolip import in_turns, ratio
 from step import Given, Side, cast, given, memory, side

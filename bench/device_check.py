@@ -26,8 +26,7 @@ from kiloword.methods.registry import names, preset
 from kiloword.model.model import initialise
 from kiloword.models.build import build
 from kiloword.training import compilation
-from kiloword.training.accumulate import backward
-from kiloword.training.learner import Learner
+from kiloword.training.step import Learner, backward
 from kiloword.types import Batch
 from plan_measure import batch_of
 

@@ -29,9 +29,8 @@ from kiloword.distributed import collectives, launch
 from kiloword.methods.registry import preset
 from kiloword.models.build import build
 from kiloword.training import compilation, engine
-from kiloword.training.accumulate import backward
-from kiloword.training.learner import Learner
 from kiloword.training.optimizer import Optimizer
+from kiloword.training.step import Learner, backward
 from kiloword.types import Batch, Texts
 
 LENGTHS = (9, 14, 21, 12, 17)  # tokens of captions, in turn

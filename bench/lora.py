@@ -23,9 +23,8 @@ from kiloword.methods.defaults import FIELD
 from kiloword.methods.registry import preset
 from kiloword.model.adapters import attach
 from kiloword.models.build import build
-from kiloword.training.accumulate import backward
-from kiloword.training.learner import Learner
 from kiloword.training.optimizer import Optimizer
+from kiloword.training.step import Learner, backward
 from kiloword.types import Batch, Texts
 
 MIB, STEPS = 1 << 20, 3

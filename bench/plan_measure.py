@@ -25,10 +25,9 @@ from kiloword.planning import gpu
 from kiloword.planning.advice import step_of
 from kiloword.planning.simulation import Simulation
 from kiloword.planning.tracer import IN_PLACE
-from kiloword.training.accumulate import backward
 from kiloword.training.compilation import recompute
-from kiloword.training.learner import Learner
 from kiloword.training.optimizer import Optimizer
+from kiloword.training.step import Learner, backward
 from kiloword.types import Batch, BatchInputs, Input, TextGroup, Texts
 
 TEACHER = 16  # width of made-up precomputed features

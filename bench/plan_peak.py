@@ -17,7 +17,7 @@ from kiloword.methods.defaults import default_recipe
 from kiloword.planning import gpu
 from kiloword.planning.simulation import Simulation
 from kiloword.training.compilation import recompute
-from kiloword.training.learner import Learner, learner_of
+from kiloword.training.step import Learner, learner_of
 from kiloword.types import Batch
 from plan_measure import Case, batch_of, method_of, share_of, without_content
 

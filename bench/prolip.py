@@ -32,8 +32,7 @@ from kiloword.methods.registry import preset
 from kiloword.model.image import grid
 from kiloword.model.model import Model
 from kiloword.models.build import build
-from kiloword.training.accumulate import backward
-from kiloword.training.learner import Learner
+from kiloword.training.step import Learner, backward
 from kiloword.types import Batch, Texts
 from step import LENGTHS, wait
 

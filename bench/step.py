@@ -33,7 +33,7 @@ from kiloword.methods.registry import preset
 from kiloword.model.model import Model
 from kiloword.models.build import build
 from kiloword.training import compilation
-from kiloword.training.learner import Learner
+from kiloword.training.step import Learner
 from kiloword.types import Batch, Texts
 
 NAMES = {

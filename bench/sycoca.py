@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from kiloword.config.recipes import ModelConfig, sizes
 from kiloword.methods.registry import preset
 from kiloword.models.build import build
-from kiloword.training.learner import Learner
+from kiloword.training.step import Learner
 from kiloword.types import Batch, Texts
 from prolip import Arm as Steps
 from prolip import in_turns, ratio

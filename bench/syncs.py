@@ -20,9 +20,8 @@ from kiloword.config.recipes import OptimConfig, sizes
 from kiloword.distributed.device import precision_of
 from kiloword.methods.registry import names, preset
 from kiloword.models.build import build
-from kiloword.training.accumulate import backward
-from kiloword.training.learner import Learner
 from kiloword.training.optimizer import Optimizer
+from kiloword.training.step import Learner, backward
 from plan_measure import batch_of
 
 

@@ -20,7 +20,7 @@ import torch
 from kiloword.config.recipes import ModelConfig, sizes
 from kiloword.methods.registry import preset
 from kiloword.models.build import build
-from kiloword.training.learner import Learner
+from kiloword.training.step import Learner
 from kiloword.types import Batch, Texts
 
 

@@ -18,7 +18,7 @@ from kiloword.methods.registry import preset
 from kiloword.model.model import Model
 from kiloword.models.build import build
 from kiloword.randomness import key
-from kiloword.training.learner import Learner
+from kiloword.training.step import Learner
 from kiloword.types import Batch, Encoded, Texts
 from kiloword.verify.batch import config
 

@@ -24,8 +24,7 @@ from kiloword.methods.registry import preset
 from kiloword.model.heads import Head, Pooling, Scale
 from kiloword.model.model import initialise
 from kiloword.models.build import build
-from kiloword.training.accumulate import backward
-from kiloword.training.learner import Learner
+from kiloword.training.step import Learner, backward
 from kiloword.types import Batch, Features, Source, Texts, Total
 from kiloword.verify import suite
 from kiloword.verify.batch import MethodChoice, config

@@ -28,9 +28,8 @@ from kiloword.config.recipes import ModelConfig, OptimConfig, sizes
 from kiloword.distributed.device import precision_of
 from kiloword.methods.method import Method
 from kiloword.methods.registry import preset
-from kiloword.training.accumulate import backward
-from kiloword.training.learner import learner_of
 from kiloword.training.optimizer import Average, Optimizer
+from kiloword.training.step import backward, learner_of
 from kiloword.types import Batch, BatchInputs, Input, TextGroup, Texts
 
 GUARDS = "_ZN3c104impl26device_guard_impl_registryE"  # of libc10: a guard a device type

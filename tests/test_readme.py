@@ -23,9 +23,8 @@ from kiloword.config.recipes import Recipe
 from kiloword.distributed import collectives
 from kiloword.methods.registry import names, preset
 from kiloword.models.build import build
-from kiloword.training.accumulate import backward
-from kiloword.training.learner import Learner
 from kiloword.training.resolve import micro_batches
+from kiloword.training.step import Learner, backward
 from kiloword.types import TextGroup
 from kiloword.verify import batch as verify_batch
 from kiloword.verify.suite import learner, verify

@@ -159,29 +159,35 @@ class Blocks:
 
     def total(self, loss: BlockLoss) -> Tensor:
         """Sum of `loss` over all blocks, with gradients for features and head weights; fills `rows`."""
-        images, texts = ([v for k, v in side.items() if learns(k, v)] for side in (self.images, self.texts))
-        inputs = [*images, *texts, *(p for p in self.head.parameters() if p.requires_grad)]
+        inputs = [v for side in (self.images, self.texts) for k, v in side.items() if learns(k, v)]
+        inputs += [p for p in self.head.parameters() if p.requires_grad]
         learned = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
         sums = [torch.zeros_like(x) if learned and x.requires_grad else None for x in inputs]
         self.rows = torch.zeros_like(self.rows)
         for rows, columns in self.blocks():
-            pairs, leaves = self._scored(rows, columns, learned or self._whole)
-            values, by_logits = self._values(loss, pairs, rows, columns, learned)
-            self.rows[rows] += values
-            if by_logits is None:
-                continue
-            targets = [*leaves, *inputs[len(leaves) :]]
-            gradients = torch.autograd.grad(pairs.logits, targets, by_logits, allow_unused=True)
-            self._only = None
-            places = [rows] * len(images) + [columns] * len(texts)
-            for n, (total, gradient) in enumerate(zip(sums, gradients, strict=True)):
-                if total is not None and gradient is not None:
-                    part = total[places[n]] if n < len(places) else total
-                    part += gradient
+            self._add(loss, rows, columns, inputs, sums if learned else [])
         if not learned:
             return self.rows.sum()
         out: Tensor = _WithGradient.apply(self.rows.sum(), sums, *inputs)  # type: ignore[no-untyped-call]
         return out
+
+    def _add(
+        self, loss: BlockLoss, rows: slice, columns: slice, inputs: list[Tensor], sums: list[Tensor | None]
+    ) -> None:
+        """Add the values of one block to `rows`, and their gradients by `inputs` to `sums` where there are any."""
+        pairs, leaves = self._scored(rows, columns, bool(sums) or self._whole)
+        values, by_logits = self._values(loss, pairs, rows, columns, bool(sums))
+        self.rows[rows] += values
+        if by_logits is None:
+            return
+        targets = [*leaves, *inputs[len(leaves) :]]
+        gradients = torch.autograd.grad(pairs.logits, targets, by_logits, allow_unused=True)
+        self._only = None
+        of_images = sum(learns(name, value) for name, value in self.images.items())
+        for n, (total, gradient) in enumerate(zip(sums, gradients, strict=True)):
+            if total is not None and gradient is not None:
+                part = total[rows] if n < of_images else total[columns] if n < len(leaves) else total
+                part += gradient
 
     @staticmethod
     def _values(

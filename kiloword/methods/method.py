@@ -22,7 +22,7 @@ from kiloword.model.pooling import at_least_float
 from kiloword.types import Batch, Encoded, Features, Input, PairBlocks, PairLoss, Pairs, Positives, Total, Transform
 
 if TYPE_CHECKING:
-    from kiloword.training.learner import Learner
+    from kiloword.training.step import Learner
 
 PAIR = "pair"  # the name of the main pair loss
 M = TypeVar("M", bound=Piece, covariant=True)

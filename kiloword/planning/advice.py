@@ -17,8 +17,8 @@ from kiloword.model.blocks import STACKED
 from kiloword.planning.gpu import EXPOSED, Layout, Share, memory, traffic
 from kiloword.planning.request import NODE, Card, Plan
 from kiloword.planning.simulation import PAIRS, TRUNK, MicroBatch, PairLoss, Simulation
-from kiloword.training.learner import Learner
 from kiloword.training.optimizer import groups
+from kiloword.training.step import Learner
 from kiloword.types import Batch, BatchInputs, Features, Input, TextGroup, Texts
 
 CAPTIONS = 6  # of methods that take all: one from the web and five generated ones (arXiv:2405.10286)

@@ -11,8 +11,8 @@ from kiloword.distributed.gather import ALIGNED
 from kiloword.planning.request import GIB
 from kiloword.planning.simulation import MicroBatch, PairLoss, Simulation, matrices
 from kiloword.training.engine import BUCKET, units
-from kiloword.training.learner import Learner
 from kiloword.training.optimizer import groups
+from kiloword.training.step import Learner
 
 CONTEXT = 1.0 * GIB  # of CUDA, of its libraries' workspaces and of communication: an allowance
 FRAGMENTS = 0.05  # of everything else: what the allocator holds and cannot use: an allowance

@@ -29,10 +29,9 @@ from kiloword.methods.registry import preset
 from kiloword.models.build import build
 from kiloword.planning.advice import Option, Planner
 from kiloword.planning.request import GIB, Plan, card, check
-from kiloword.training.accumulate import backward
-from kiloword.training.learner import Learner
 from kiloword.training.optimizer import Optimizer
 from kiloword.training.resolve import make_loader, open_sources
+from kiloword.training.step import Learner, backward
 from kiloword.types import BadSample, Batch, Source
 
 SIDE = 2048  # of the matrices whose product is the limit

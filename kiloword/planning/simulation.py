@@ -31,7 +31,7 @@ from kiloword.model.heads import Head
 from kiloword.model.trunks.trunk import trunks
 from kiloword.planning.tracer import HEAD, Tracer, storage_of
 from kiloword.training.compilation import recomputed_blocks
-from kiloword.training.learner import MainContrast, learner_of
+from kiloword.training.step import MainContrast, learner_of
 from kiloword.types import Batch, Encoded, Features
 
 PAIRS, TRUNK = "pair loss", " (trunk)"

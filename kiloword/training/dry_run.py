@@ -20,9 +20,9 @@ from kiloword.distributed.device import choose
 from kiloword.methods.registry import find
 from kiloword.terminal import say
 from kiloword.training import tuning
-from kiloword.training.learner import learner_of
 from kiloword.training.resolve import Plan, micro_batches, resolve, visited
 from kiloword.training.setup import make_learner
+from kiloword.training.step import learner_of
 from kiloword.types import Batch, Source
 
 MOST = 256  # largest number of images decoded of a rank's first batch

@@ -6,6 +6,7 @@ FSDP2 averages the gradients of the parameters that it shards; DDP averages thos
 from __future__ import annotations
 
 import warnings
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,9 @@ from kiloword.model.adapters import MARK
 from kiloword.model.blocks import Unit
 from kiloword.model.decoder import Layer
 from kiloword.model.model import Model, first_values
-from kiloword.training.learner import Learner
+
+if TYPE_CHECKING:
+    from kiloword.training.step import Learner
 
 BUCKET = 1 << 22  # elements reduced at once: 16 MiB of fp32
 

@@ -18,7 +18,6 @@ from kiloword.distributed.device import choose, on_device, precision_of
 from kiloword.model.resnet import commit
 from kiloword.models.saving import Saver
 from kiloword.training import report
-from kiloword.training.accumulate import backward
 from kiloword.training.meter import Meter
 from kiloword.training.resolve import micro_batches, open_sources
 from kiloword.training.run import Run
@@ -26,6 +25,7 @@ from kiloword.training.run_folder import error_kept
 from kiloword.training.saving import saver
 from kiloword.training.setup import prepare
 from kiloword.training.signals import Stop, stop_signals
+from kiloword.training.step import backward
 from kiloword.training.validation.best import logged
 from kiloword.training.validation.evaluate import first_look, validate
 from kiloword.types import Batch, Source

@@ -8,10 +8,10 @@ from torch import nn
 
 from kiloword.data.reading import BadRows
 from kiloword.files import Lock
-from kiloword.training.learner import Learner
 from kiloword.training.log import Log
 from kiloword.training.optimizer import Average, Optimizer
 from kiloword.training.resolve import Plan
+from kiloword.training.step import Learner
 from kiloword.training.tuning import Unfreezing
 
 

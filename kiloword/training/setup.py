@@ -20,13 +20,13 @@ from kiloword.models.states import drop_old, steps_done
 from kiloword.stores.runs import check_trunk
 from kiloword.stores.tokens import ImageTokens, TextTokens, opened
 from kiloword.training import compilation, engine, start, tuning
-from kiloword.training.learner import Learner
 from kiloword.training.log import Log
 from kiloword.training.optimizer import Average, Optimizer
 from kiloword.training.resolve import resolve
 from kiloword.training.run import Run
 from kiloword.training.run_folder import error_kept, holds_run
 from kiloword.training.saving import resume
+from kiloword.training.step import Learner
 from kiloword.types import Source
 from kiloword.watch import mirror
 from kiloword.watch.runs import ERROR

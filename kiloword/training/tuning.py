@@ -15,8 +15,8 @@ from kiloword.model.adapters import MARK
 from kiloword.model.layers import depths, layers_of, trunk_layers
 from kiloword.model.model import Model
 from kiloword.models.tensors import open_tensors
-from kiloword.training.learner import Learner
 from kiloword.training.optimizer import Optimizer
+from kiloword.training.step import Learner
 
 TOWERS = ("image", "text")
 SPEC = re.compile(r"(image|text)(?::(?:(trunk)|(\d{1,9})(?:-(\d{1,9}))?))?")

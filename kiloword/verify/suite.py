@@ -34,9 +34,8 @@ from kiloword.models.build import build
 from kiloword.models.model_folder import load_model, save_model
 from kiloword.models.trust import Trust
 from kiloword.training import compilation, engine
-from kiloword.training.accumulate import backward
-from kiloword.training.learner import Learner
 from kiloword.training.optimizer import Optimizer
+from kiloword.training.step import Learner, backward
 from kiloword.types import Batch, Features, Pairs, Positives, Rule
 from kiloword.verify.batch import IMAGES, MethodChoice, Trunks, batch, config, slots_of
 from kiloword.verify.checks import EXACT, NO_DERIVATIVE, NOT_ADDITIVE, WRONG_SIGN, Check, again, compare, most, some

@@ -28,9 +28,8 @@ from kiloword.model.model import Model
 from kiloword.model.trunks.trunk import Trunk
 from kiloword.models.build import build
 from kiloword.models.model_folder import load_model
-from kiloword.training.accumulate import backward
-from kiloword.training.learner import Learner
 from kiloword.training.log import read_metrics
+from kiloword.training.step import Learner, backward
 from kiloword.types import Batch
 
 ODD = [

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from kiloword.distributed import collectives
 from kiloword.methods.prolip.gaussian import csd_matrix, inclusion_matrix
-from kiloword.training.accumulate import backward
+from kiloword.training.step import backward
 from kiloword.verify.batch import IMAGES, batch
 from kiloword.verify.suite import over_ranks
 from literal import pairs

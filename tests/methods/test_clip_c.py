@@ -21,8 +21,8 @@ from kiloword.data.sampler import Order
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.methods.defaults import default_recipe
 from kiloword.methods.registry import preset
-from kiloword.training.accumulate import backward
 from kiloword.training.loop import RunOptions, train
+from kiloword.training.step import backward
 from kiloword.types import Batch, Record
 from kiloword.verify.batch import batch as fixed_batch
 from parts import ids_of, learner, loader, size

@@ -21,7 +21,7 @@ from kiloword.methods.coca.coca import word_loss
 from kiloword.methods.registry import preset
 from kiloword.model.decoder import predicted
 from kiloword.randomness import uniform
-from kiloword.training.accumulate import backward
+from kiloword.training.step import backward
 from kiloword.types import Batch
 from literal import (
     CAPTIONS,

@@ -19,8 +19,8 @@ from kiloword.methods.method import Part, Ramp
 from kiloword.methods.registry import preset
 from kiloword.methods.slip import VIEWS
 from kiloword.models.trust import Trust, method_of
-from kiloword.training.accumulate import backward
 from kiloword.training.optimizer import Optimizer
+from kiloword.training.step import backward
 from kiloword.types import Input, TextGroup
 from kiloword.verify import suite
 from kiloword.verify.batch import batch, config

@@ -17,8 +17,8 @@ from kiloword.methods.defaults import default_recipe
 from kiloword.methods.fff.bias_search import search
 from kiloword.methods.registry import preset
 from kiloword.models.tensors import open_tensors
-from kiloword.training.accumulate import backward
 from kiloword.training.loop import RunOptions, train
+from kiloword.training.step import backward
 from kiloword.types import Features, Pairs
 from kiloword.verify.batch import batch
 from kiloword.verify.suite import over_ranks

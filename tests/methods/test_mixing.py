@@ -16,8 +16,8 @@ from kiloword.cli.main import main
 from kiloword.cli.words import mixed
 from kiloword.methods.defaults import MUON, default_recipe
 from kiloword.methods.registry import names
-from kiloword.training.accumulate import backward
 from kiloword.training.optimizer import Optimizer
+from kiloword.training.step import backward
 from kiloword.verify import suite
 from kiloword.verify.batch import MethodChoice, batch
 from kiloword.verify.checks import compare

@@ -11,7 +11,7 @@ from torch import Tensor
 from kiloword.data.open import open_source
 from kiloword.methods.registry import preset
 from kiloword.methods.self_distill import CROPS, cross_entropy
-from kiloword.training.accumulate import backward
+from kiloword.training.step import backward
 from kiloword.verify.batch import MethodChoice, batch
 from parts import after_step, agree, drawn, learner, loader
 

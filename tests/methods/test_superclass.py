@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kiloword.training.accumulate import backward
+from kiloword.training.step import backward
 from kiloword.types import Batch, Texts
 from kiloword.verify import suite
 from kiloword.verify.batch import batch

@@ -17,8 +17,8 @@ from kiloword.methods.coca.masking import MaskSettings, countable
 from kiloword.methods.registry import preset
 from kiloword.model.attention import Packing
 from kiloword.models.build import build
-from kiloword.training.accumulate import backward
 from kiloword.training.optimizer import Optimizer
+from kiloword.training.step import backward
 from kiloword.types import Batch, Texts
 from literal import (
     CAPTIONS,

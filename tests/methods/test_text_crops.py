@@ -13,7 +13,7 @@ from kiloword.methods.registry import preset
 from kiloword.methods.text_crops import CROPS, PARTS
 from kiloword.model.image import extra
 from kiloword.randomness import Draw
-from kiloword.training.accumulate import backward
+from kiloword.training.step import backward
 from kiloword.types import Batch, Example, TextGroup, Texts
 from kiloword.verify.batch import MethodChoice, batch
 from parts import after_step, agree, drawn, ids_of, learner, losses

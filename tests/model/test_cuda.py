@@ -24,9 +24,8 @@ from kiloword.model import attention, blocks
 from kiloword.model.attention import Packing
 from kiloword.randomness import key
 from kiloword.training import compilation
-from kiloword.training.accumulate import backward
-from kiloword.training.learner import Learner
 from kiloword.training.loop import train
+from kiloword.training.step import Learner, backward
 from kiloword.types import Texts
 from kiloword.verify.batch import batch
 from kiloword.verify.suite import learner

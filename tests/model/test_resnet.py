@@ -32,8 +32,8 @@ from kiloword.model.resnet import BatchNorm, ResNet, commit, statistics
 from kiloword.models.build import build
 from kiloword.planning.request import Plan, check
 from kiloword.training.compilation import recompute
-from kiloword.training.learner import learner_of
 from kiloword.training.loop import RunOptions, train
+from kiloword.training.step import learner_of
 from kiloword.types import Texts
 from kiloword.verify import suite
 from states import load_state

@@ -39,9 +39,8 @@ from kiloword.planning.simulation import Simulation, _rows
 from kiloword.planning.tables import sentences, show
 from kiloword.randomness import Draw
 from kiloword.training import engine
-from kiloword.training.accumulate import backward
-from kiloword.training.learner import Learner, learner_of
 from kiloword.training.muon import orthogonal
+from kiloword.training.step import Learner, backward, learner_of
 from kiloword.types import Batch, Encoded, Example, Fetch, PairBlocks, Positives, Total
 from kiloword.verify import batch as on_trunk
 from kiloword.verify.suite import over_ranks

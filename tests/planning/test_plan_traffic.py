@@ -14,7 +14,7 @@ from kiloword.methods import pcmepp as losses_matching
 from kiloword.methods.registry import preset
 from kiloword.models.build import build
 from kiloword.planning.simulation import Simulation
-from kiloword.training.learner import Learner
+from kiloword.training.step import Learner
 from kiloword.verify import batch as verify_batch
 from plan_measure import without_content
 

@@ -11,9 +11,8 @@ from kiloword.config.recipes import ModelConfig, sizes
 from kiloword.methods.defaults import default_recipe
 from kiloword.methods.registry import preset
 from kiloword.models.build import build
-from kiloword.training.accumulate import backward
-from kiloword.training.learner import Learner, kept
 from kiloword.training.setup import make_learner
+from kiloword.training.step import Learner, backward, kept
 from kiloword.verify.batch import batch, config
 
 

@@ -19,10 +19,9 @@ from kiloword.distributed import collectives
 from kiloword.methods.defaults import MUON, default_recipe
 from kiloword.methods.registry import preset
 from kiloword.training import compilation, engine
-from kiloword.training.accumulate import backward
-from kiloword.training.learner import Learner
 from kiloword.training.optimizer import SETTLED, USUAL, Average, Optimizer
 from kiloword.training.setup import make_learner, spread
+from kiloword.training.step import Learner, backward
 from kiloword.verify.batch import MethodChoice, batch
 from kiloword.verify.suite import learner
 from threads import over_threads

@@ -26,10 +26,9 @@ from kiloword.model.heads import Head, Scale, Single
 from kiloword.model.model import initialise
 from kiloword.models.build import build
 from kiloword.training import muon, optimizer
-from kiloword.training.accumulate import backward
-from kiloword.training.learner import Learner
 from kiloword.training.optimizer import Average, Muon, Optimizer, schedule, warmup_steps
 from kiloword.training.setup import make_learner
+from kiloword.training.step import Learner, backward
 from kiloword.types import Batch, Encoded, Features, Pairs, Positives
 from kiloword.verify.batch import batch
 from kiloword.verify.suite import learner

@@ -23,11 +23,10 @@ from kiloword.methods.defaults import default_recipe
 from kiloword.methods.registry import preset
 from kiloword.model.adapters import attach
 from kiloword.training import compilation, engine, loop, start
-from kiloword.training.accumulate import backward
-from kiloword.training.learner import Learner
 from kiloword.training.loop import train
 from kiloword.training.optimizer import groups
 from kiloword.training.setup import make_learner
+from kiloword.training.step import Learner, backward
 from kiloword.verify.batch import IMAGES, batch
 from kiloword.verify.suite import Way, learner
 from states import load_state

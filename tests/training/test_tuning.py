@@ -22,11 +22,10 @@ from kiloword.methods.defaults import MUON, default_recipe
 from kiloword.methods.registry import preset
 from kiloword.model.layers import layer_factors
 from kiloword.training import engine, tuning
-from kiloword.training.accumulate import backward
-from kiloword.training.learner import Learner
 from kiloword.training.loop import train
 from kiloword.training.optimizer import Average, Optimizer, groups
 from kiloword.training.setup import make_learner
+from kiloword.training.step import Learner, backward
 from kiloword.verify.batch import Trunks, batch
 from kiloword.verify.suite import learner
 from threads import over_threads

@@ -12,8 +12,8 @@ from kiloword.config.recipes import OptimConfig
 from kiloword.methods.registry import preset
 from kiloword.model.text import LEARNED
 from kiloword.model.trunks.trunk import trunks
-from kiloword.training.accumulate import backward
 from kiloword.training.optimizer import Optimizer
+from kiloword.training.step import backward
 from kiloword.verify.batch import TRUNK, MethodChoice, Trunks, batch, config
 from kiloword.verify.checks import EXACT, compare
 from kiloword.verify.suite import Way, gradients, inputs, learner, verify

@@ -16,7 +16,7 @@ from kiloword.methods.method import PAIR
 from kiloword.types import Batch
 
 if TYPE_CHECKING:
-    from kiloword.training.learner import Learner
+    from kiloword.training.step import Learner
 
 Inputs = Sequence[PairInputs]  # of each batch
 LEAST, MOST = -40.0, 20.0  # range of the search

@@ -25,7 +25,7 @@ from kiloword.model.pooling import at_least_float
 from kiloword.types import Batch, Pairs, Positives, Rule
 
 if TYPE_CHECKING:
-    from kiloword.training.learner import Learner
+    from kiloword.training.step import Learner
 
 
 MISSING = ", as missing features have cosine 0 and must not match"
