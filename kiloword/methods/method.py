@@ -35,13 +35,6 @@ class Part(Generic[M]):
     kind: type[M]
     settings: Any = None
 
-    def __post_init__(self) -> None:
-        if not (isinstance(self.kind, type) and issubclass(self.kind, Piece)):
-            raise ValueError(
-                f"{self.kind} cannot be part of a method: expected a subclass of Contrast, "
-                "Term, Pooling or Uncertainty."
-            )
-
     def __call__(self, config: ModelConfig) -> M:
         make: Callable[..., M] = self.kind
         return make(config) if self.settings is None else make(config, self.settings)
@@ -92,21 +85,18 @@ class Contrast(Piece):
 
     def inputs(self, model: Model, batch: Batch, encoded: Encoded) -> PairInputs:
         """`features` in at least fp32, with the position of each image. Raises: ValueError where it cannot be told."""
-        return PairInputs(*(self._placed(side, batch) for side in self.features(model, batch, encoded)))
-
-    def _placed(self, features: Features, batch: Batch) -> Features:
-        placed = {k: at_least_float(v) for k, v in features.items()}
-        n = len(placed["vec"])
-        if "position" not in placed and n == len(batch):
-            placed["position"] = batch.position
-        elif "position" not in placed and n == len(batch.texts):
-            placed["position"] = batch.position[batch.image_of_text]
-        if "position" not in placed:
-            raise ValueError(
-                f"{type(self).__name__} returned {n} features, neither one for each of {len(batch)} images nor for "
-                f"each of {len(batch.texts)} texts: add 'position' [{n}], the place of each one's image in the batch."
-            )
-        return placed
+        places = {len(batch.texts): batch.position[batch.image_of_text], len(batch): batch.position}
+        sides = []
+        for features in self.features(model, batch, encoded):
+            side = {k: at_least_float(v) for k, v in features.items()}
+            n = len(side["vec"])
+            if "position" not in side and n not in places:
+                raise ValueError(
+                    f"{type(self).__name__} returned {n} features, neither one for each of {len(batch)} images nor for "
+                    f"each of {len(batch.texts)} texts: add 'position' [{n}], the place of each one's image."
+                )
+            sides.append(side if "position" in side else side | {"position": places[n]})
+        return PairInputs(*sides)
 
     def figures(self, inputs: PairInputs, total: Total) -> dict[str, Tensor]:
         """Further figures for the log: shares whose sums over ranks are the values."""
@@ -123,12 +113,7 @@ class ScaledContrast(Contrast):
 
 
 @dataclass(frozen=True)
-class Ramp:
-    """A weight that rises linearly from 0, where the share `first` of the run is done, to its value at `last`.
-
-    Raises: ValueError for shares that do not ascend within [0, 1].
-    """
-
+class _Changing:
     weight: float
     first: float = 0.0
     last: float = 0.1
@@ -136,32 +121,30 @@ class Ramp:
     def __post_init__(self) -> None:
         if not 0 <= self.first < self.last <= 1:
             raise ValueError(
-                f"a weight cannot rise from the share {self.first:g} of the run to {self.last:g}: expected two "
+                f"a weight cannot change from the share {self.first:g} of the run to {self.last:g}: expected two "
                 "ascending numbers in [0, 1]."
             )
+
+
+class Ramp(_Changing):
+    """A weight that rises linearly from 0, where the share `first` of the run is done, to its value at `last`.
+
+    Raises: ValueError for shares that do not ascend within [0, 1].
+    """
 
     def __call__(self, done: float) -> float:
         return self.weight * min(max((done - self.first) / (self.last - self.first), 0.0), 1.0)
 
 
 @dataclass(frozen=True)
-class Between:
+class Between(_Changing):
     """A weight of a term that counts while the share of the run in [first, last) is done; elsewhere it is 0, and the
     term is not computed.
 
     Raises: ValueError for shares that do not ascend within [0, 1].
     """
 
-    weight: float
-    first: float = 0.0
     last: float = 1.0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.first < self.last <= 1:
-            raise ValueError(
-                f"nothing lies between the share {self.first:g} of the run and {self.last:g}: expected two ascending "
-                "numbers in [0, 1]."
-            )
 
     def __call__(self, done: float) -> float:
         return self.weight if self.first <= done < self.last else 0.0
@@ -246,8 +229,9 @@ class Method:
         if twice:
             raise ValueError(f"{self.name} has two losses named {sorted(twice)[0]!r}: rename one.")
         for name, (_, part) in (*self.terms.items(), *self.contrasts.items()):
-            if not isinstance(part, Part):
-                raise ValueError(f"the loss {name} is a {type(part).__name__}: expected kiloword.methods.method.Part.")
+            kind = getattr(part, "kind", None)
+            if not (isinstance(kind, type) and issubclass(kind, Piece)):
+                raise ValueError(f"the loss {name} is {part}: expected Part of a subclass of Term or Contrast.")
         if self.transforms and "questions" in self.needs:
             raise ValueError(f"{self.name} needs unmixed images: it cannot be combined with transforms that mix them.")
 

@@ -20,11 +20,12 @@ def main(sources: Sequence[str], features: Path, out: Path, options: MineOptions
     Errors: ValueError for data that cannot be opened, features of other data, or settings out of range.
     """
     from kiloword.config.recipes import DataConfig
+    from kiloword.config.settings import check
     from kiloword.data.open import open_data
     from kiloword.distributed.device import choose
     from kiloword.distributed.sharing import is_first, together
     from kiloword.files import Lock
-    from kiloword.methods.fff.preset import Mined, check
+    from kiloword.methods.fff.preset import Mined
     from kiloword.mining import output
     from kiloword.mining.corpus import Corpus
     from kiloword.mining.origin import Origin, split_extra
@@ -34,7 +35,7 @@ def main(sources: Sequence[str], features: Path, out: Path, options: MineOptions
     options.check()
     _check_folder(out)
     options = replace(options, device=choose(options.device))
-    check(options.over(Mined()))
+    check(options.over(Mined()), prefix="")
     with together(options.device):
         table = FeatureStore(features)
         settings = options.over(Mined(teacher=table.name))

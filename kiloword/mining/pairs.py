@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kiloword.config.settings import check
 from kiloword.distributed.sharing import own, share, to_first
-from kiloword.methods.fff.preset import Mined, check, matches
+from kiloword.methods.fff.preset import Mined, matches
 from kiloword.mining.corpus import Corpus, Truth, similarities
 from kiloword.model.encoding import chunks
 
@@ -98,7 +99,7 @@ def search(
     Ranks that share the work each search some blocks of images; the first one returns the whole result.
     Errors: ValueError for thresholds out of range.
     """
-    check(settings)
+    check(settings, prefix="")
     n, t = len(corpus.keys), len(corpus.captions)
     mined, local_rows = _nothing(corpus, min(most, t)), own(list(chunks(n, chunk)))
     done, of = 0, t * sum(rows.stop - rows.start for rows in local_rows)

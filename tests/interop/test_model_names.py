@@ -231,11 +231,8 @@ CAPTION = ["--data", "scenes", "--out", "c.parquet"]
         (["caption", "hf:clip", *CAPTION], "clip holds a clip, which writes no captions: expected a model folder"),
         (["caption", "open_clip:coca_ViT-B-32:no.pt", *CAPTION], "no file of weights at no.pt"),
         (["average", "open_clip:ViT-B-32", "m", "--out", "a"], "has no file of weights: write open_clip:NAME:FILE"),
-        (
-            ["train", "hf:clip", "--out", "r"],
-            "hf:clip is the name of a model, where a method was expected: one of cappa, clip",
-        ),
-        (["verify", "open_clip:ViT-B-32"], "where a method was expected"),
+        (["train", "hf:clip", "--out", "r"], "unknown method 'hf:clip': expected cappa, clip"),
+        (["verify", "open_clip:ViT-B-32"], "--init open_clip:ViT-B-32"),
         (["sweep", "clip", "--init", "hf:no", "--vary", "optim.lr=1", "--out", "s"], "expected a folder that transfor"),
     ],
 )

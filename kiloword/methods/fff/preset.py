@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from kiloword.config.settings import ABOVE_0, BaseSettings, setting
-from kiloword.config.settings import check as check_limits
 from kiloword.losses.many import Balanced, supcon_loss
-from kiloword.losses.pairs import sigmoid_loss, softmax_loss
+from kiloword.losses.pairs import sigmoid_loss
 from kiloword.methods import clip, siglip
 from kiloword.methods.fff import bias_search
 from kiloword.methods.method import Component, Method
@@ -97,30 +96,18 @@ class Nothing(BaseSettings):
     """A component without settings."""
 
 
-def check(settings: Mined) -> None:
-    """Raises: ValueError for a threshold outside (0, 1], or when every term is off."""
-    check_limits(settings, prefix="")
-    if not (settings.image_text or settings.image_image or settings.text_text):
-        raise ValueError("every term of eq. 2 is off, so nothing can be mined: enable one, or use annotated pairs.")
-
-
-def matches(settings: Mined, it: Tensor | None, ii: Tensor | None, tt: Tensor | None) -> Tensor:
+def matches(settings: Mined, it: Tensor, ii: Tensor, tt: Tensor) -> Tensor:
     """Which pairs match, bool [i, t], by the enabled terms. Source: arXiv:2405.10286, eq. 2.
 
     Args: it, ii, tt: cosines [i, t] of image and text, of image and the text's image, and of the text and the
-    image's texts on average; None is allowed where no enabled term needs it.
+    image's texts on average.
     """
-    like = next(s for s in (it, ii, tt) if s is not None)
-    matching = torch.zeros_like(like, dtype=torch.bool)
+    matching = torch.zeros_like(it, dtype=torch.bool)
     if settings.image_text:
-        assert it is not None
         matching |= it > settings.p1
     if settings.image_image:
-        assert ii is not None
         matching |= ii > settings.p2
     if settings.text_text:
-        assert it is not None
-        assert tt is not None
         matching |= (tt > settings.p3) & (it > settings.p1_text)
     return matching
 
@@ -139,13 +126,10 @@ class MinedPositives(Rule):
         """[i, t] in {0, 1}."""
         settings, name = self.settings, self.settings.teacher
         image, text = pairs.images[f"image_features.{name}"], pairs.texts[f"text_features.{name}"]
-        it = ii = tt = None
-        if settings.image_text or settings.text_text:
-            it = _cosines(image, text)
-        if settings.image_image:
-            ii = _cosines(image, pairs.texts[f"image_features.{name}"])
-        if settings.text_text:  # the mean of cosines with the image's texts is the cosine with their mean
-            tt = _cosines(pairs.images[f"image_features.{name}.texts"], text)
+        it = _cosines(image, text)
+        ii = _cosines(image, pairs.texts[f"image_features.{name}"]) if settings.image_image else it
+        # the mean of cosines with the image's texts is the cosine with their mean
+        tt = _cosines(pairs.images[f"image_features.{name}.texts"], text) if settings.text_text else it
         mineable = pairs.images["mineable"][:, None] & pairs.texts["mineable"]
         mined = matches(settings, it, ii, tt) & mineable
         judged = mineable & image.any(1)[:, None] & text.any(1)
@@ -182,8 +166,9 @@ def fixed(method: Method, settings: Slots) -> Method:
 
 
 def mined(method: Method, settings: Mining) -> Method:
-    """Use annotated and mined positives."""
-    check(settings)
+    """Use annotated and mined positives. Raises: ValueError when every term is off."""
+    if not (settings.image_text or settings.image_image or settings.text_text):
+        raise ValueError("every term of eq. 2 is off, so nothing can be mined: enable one, or use annotated pairs.")
     return _with(method, MinedPositives(settings), settings.teacher, settings.balance)
 
 
@@ -194,7 +179,7 @@ def all_true(method: Method, settings: Exact) -> Method:
 
 def _with(method: Method, positives: Positives, need: str, balance: bool) -> Method:
     """Replace the positives of a method, and the precomputed features that they need."""
-    before = method.positives.positives if isinstance(method.positives, Balanced) else method.positives
+    before = getattr(method.positives, "positives", method.positives)  # of `Balanced`
     old = before.settings.teacher if isinstance(before, MinedPositives) else "truth" if before is exact else ""
     needs = tuple(name for name in method.needs if name not in (old, need))
     return replace(method, positives=Balanced(positives) if balance else positives, needs=(*needs, need))
@@ -209,16 +194,9 @@ def searched(method: Method, settings: BiasSearch) -> Method:
     """Search the initial bias of least loss. Raises: ValueError for a method that has another preparation already."""
     if settings.bias_search == "none":
         return method
-    if getattr(method.pair_loss, "func", method.pair_loss) in (softmax_loss, supcon_loss):
-        raise ValueError(f"{method.name} has no bias to search, as softmax gives it no gradient: add +sigmoid.")
-    if method.scale.bias is None:
-        raise ValueError(f"{method.name} has no bias for bias-search to set.")
-    if method.several_scores:
-        raise ValueError(
-            f"{method.name} scores pairs in several ways, of which bias-search would prepare one: omit it."
-        )
-    if method.prepare is not None:
-        raise ValueError(f"{method.name} already prepares its parameters before the first step: omit +bias-search.")
+    if method.scale.bias is None or method.several_scores or method.prepare is not None:
+        has = "already searches" if method.prepare else "has several heads with" if method.scale.bias else "has no"
+        raise ValueError(f"{method.name} {has} a bias, of which bias-search sets one: omit it, or add +sigmoid.")
     how, n = settings.bias_search, settings.bias_batches
 
     def prepare(learner: Learner, batches: Iterator[Batch]) -> str:
