@@ -100,7 +100,7 @@ def _parsed(name: str, value: str, leaf: Leaf) -> Any:
     """A value as the type of its setting. Raises: ValueError for one that is not of this type."""
     from pydantic import TypeAdapter, ValidationError
 
-    kind = TypeAdapter(get_type_hints(type(leaf.owner), include_extras=True)[leaf.field.name])
+    kind = TypeAdapter(get_type_hints(leaf.owner, include_extras=True)[leaf.field.name])
     try:
         return kind.validate_strings(value)
     except ValidationError as error:
