@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from kiloword.config.recipes import ModelConfig
 from kiloword.config.settings import ABOVE_0, BELOW_1, BaseSettings, setting
 from kiloword.losses.pairs import logsumexp_over_ranks
-from kiloword.methods.coca.coca import longest_row
+from kiloword.methods.coca.coca import by_image
 from kiloword.methods.method import Component, Contrast, Method, Part, follow
 from kiloword.methods.self_distill import check_areas, window
 from kiloword.methods.sub_captions import sentences_of
@@ -208,8 +208,7 @@ def _rows(like: Tensor, n: int) -> Tensor:
 
 def words_of_images(batch: Batch) -> Packing:
     """The words of all captions of an image as one text."""
-    first = torch.searchsorted(batch.image_of_text, _rows(batch.position, len(batch) + 1))
-    return Packing.of(Texts(batch.texts.ids, batch.texts.starts[first], longest_row(batch, 0)))
+    return Packing.of(by_image(batch.texts, batch))
 
 
 def _packed(owner: Tensor, on_host: Tensor, n: int) -> Packing:

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from cases import mostly_slow
 from kiloword.config.recipes import ModelConfig, TextConfig
-from kiloword.methods.coca import masking
 from kiloword.methods.coca.coca import word_loss
 from kiloword.methods.registry import preset
 from kiloword.model.decoder import predicted
@@ -80,7 +79,7 @@ def test_captions_of_masked_images(mask: str, op: str) -> None:
     """The patches of the lowest score are gone: of each caption its own, or random ones of the image."""
     coca = made("coca", {"caption_mask": mask, "caption_op": op, "caption_share": 0.3})
     batch = pairs(coca.model, CAPTIONS)
-    images, noise = images_of(coca, batch), masking.noise(batch, "caption.mask", 16)
+    images, noise = images_of(coca, batch), uniform(batch.seeds, "caption.mask", 16)
 
     def memory(n: int) -> Tensor:
         with torch.no_grad():
@@ -200,7 +199,7 @@ def test_captions_do_not_see_hidden_patches(op: str, stem: str) -> None:
     coca.model.image_tower.register_forward_pre_hook(lambda tower, args: (pixels, *args[1:]))
     (found,) = torch.autograd.grad(term(coca, "caption", batch), pixels)
     by_patch = found.abs().unfold(2, 8, 8).unfold(3, 8, 8).sum((1, 4, 5)).flatten(1)
-    for row, scored in zip(by_patch, masking.noise(batch, "caption.mask", 16).tolist(), strict=True):
+    for row, scored in zip(by_patch, uniform(batch.seeds, "caption.mask", 16).tolist(), strict=True):
         assert [place for place in range(16) if row[place] == 0] == lowest(scored, 8)
 
 

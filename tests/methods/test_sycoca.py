@@ -17,6 +17,7 @@ from kiloword.methods.coca.masking import MaskSettings, countable
 from kiloword.methods.registry import preset
 from kiloword.model.attention import Packing
 from kiloword.models.build import build
+from kiloword.randomness import uniform
 from kiloword.training.optimizer import Optimizer
 from kiloword.training.step import backward
 from kiloword.types import Batch, Texts
@@ -116,7 +117,7 @@ def test_how_many(share: float, n: int) -> None:
 def expected(learner: Any, batch: Batch, said: dict[str, Any]) -> Tensor:
     """Eq. 5 and 6, the mean over pixels: one caption (or image) after the other."""
     model, found, n_hidden = learner.model, [], round(16 * said.get("mim_share", 0.5))
-    images, noise = inputs(model, batch), masking.noise(batch, "mim.mask", 16)
+    images, noise = inputs(model, batch), uniform(batch.seeds, "mim.mask", 16)
     of_tokens = said.get("mim_target") == "tokens"
     guided, random = said.get("guide", "text") == "text", said.get("mim_mask") == "random"
     rows = range(len(batch)) if random and not guided else range(len(batch.texts))

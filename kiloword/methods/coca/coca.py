@@ -23,6 +23,7 @@ from kiloword.methods.method import Component, Method, Part, Term, weight_at
 from kiloword.model.attention import Packing
 from kiloword.model.blocks import Keys
 from kiloword.model.decoder import TextDecoder
+from kiloword.model.image import grid
 from kiloword.model.model import Model
 from kiloword.randomness import uniform
 from kiloword.types import Batch, Encoded, Texts
@@ -124,30 +125,34 @@ def memory_width(config: ModelConfig) -> int:
 
 
 def check_causal(config: TextConfig) -> None:
-    """Raises: ValueError for a text tower whose tokens attend to later words, or of another library."""
-    if config.trunk.name:
+    """Raises: ValueError for a text tower whose tokens attend to later words or pads, or of another library."""
+    if config.trunk.name or not config.causal or config.pad_to_context:
         raise ValueError(
-            "captions and answers are predicted word by word, with words that the text tower learns; a text tower of "
-            "another library has neither: omit --text-tower and --text-features (those of images may stay)."
-        )
-    if not config.causal or config.pad_to_context:
-        what = "attends to later words" if not config.causal else "attends to pads"
-        raise ValueError(
-            f"captions are predicted word by word, but this text tower {what}: use a causal one without pads "
-            "(--settings.bidirectional False, where the method has it)."
+            "captions and answers are predicted word by word, with words that the text tower learns: use a causal one "
+            "without pads (--settings.bidirectional False, where the method has it) that is not of another library "
+            "(omit --text-tower and --text-features; those of images may stay)."
         )
 
 
-@dataclass(frozen=True)
-class SharedRows:
-    """Which row of a memory each text attends to, where several texts share one."""
+class NextWords(Term):
+    """-log probability of each next token of a text (words and end); mean over those tokens."""
 
-    of: Tensor  # [T] int64, ascending: the row of each text
-    longest: int  # largest number of tokens of the texts of one row
+    @staticmethod
+    def towers(config: ModelConfig, settings: Any) -> ModelConfig:
+        check_causal(config.text)
+        return config
+
+    def __init__(self, config: ModelConfig, settings: Any) -> None:
+        super().__init__()
+        self.settings = settings
+        self.cut = 1 + len(config.text.extra_tokens)  # tokens from the end on
+
+    def count(self, batch: Batch) -> Tensor:
+        return batch.position.new_full((), len(batch.texts.ids) - len(batch.texts) * self.cut)
 
 
-class CaptionLoss(Term):
-    """-log probability of each next token of a caption (words and end); mean over those tokens.
+class CaptionLoss(NextWords):
+    """The loss of captions.
 
     The text tower's output is shared with the pair loss. So is the image tower's without a mask; with a mask, a second
     pass encodes the visible patches. The captions of a share of the images are predicted in parallel (`decoded`).
@@ -156,29 +161,24 @@ class CaptionLoss(Term):
     @staticmethod
     def towers(config: ModelConfig, settings: CaptionSettings) -> ModelConfig:
         check_causal(config.text)
-        if settings.caption_mask == "attentive":
-            masking.check(config)
-        token = settings.caption_mask != "none" and settings.caption_op == "token"
-        return masking.with_token(config) if token else config
+        if settings.caption_mask == "none":
+            return config
+        return masking.towers(config, settings.caption_mask, settings.caption_op)
 
     def __init__(self, config: ModelConfig, settings: CaptionSettings) -> None:
-        super().__init__()
-        self.settings = settings
-        self.extra = len(config.text.extra_tokens)
-        self.masked, self.window = 0, masking.in_window(1.0, settings)
+        super().__init__(config, settings)
+        self.window = masking.in_window(1.0, settings)
         if settings.caption_mask != "none":
-            self.patches = masking.patches_of(config)
-            self.masked = masking.number(settings.caption_share, self.patches)
+            self.masked = masking.number(settings.caption_share, grid(config.image) ** 2)
 
     def count(self, batch: Batch) -> Tensor:
         if self.settings.caption_reduction == "captions":
             return batch.position.new_full((), len(batch.texts))
-        return next_tokens(batch.texts, self.extra)
+        return super().count(batch)
 
     def forward(self, model: Model, batch: Batch, encoded: Encoded) -> Tensor:
         keys = decoder_of(model).remember(self._memory(model, batch, encoded))
-        row_per_text = len(keys[0][0]) == len(batch.texts)
-        shared = None if row_per_text else SharedRows(batch.image_of_text, longest_row(batch, 1 + self.extra))
+        shared = None if len(keys[0][0]) == len(batch.texts) else batch
         parallel = None
         if self.settings.parallel:
             drawn = uniform(batch.seeds, "caption.parallel", 1)[:, 0]
@@ -188,12 +188,10 @@ class CaptionLoss(Term):
 
     def _memory(self, model: Model, batch: Batch, encoded: Encoded) -> Tensor:
         """Memory of the images: one row per image, or per caption where each caption has a mask."""
-        if self.settings.caption_mask == "none" or not weight_at(self.window, encoded.done):
+        mask = self.settings.caption_mask
+        if mask == "none" or not weight_at(self.window, encoded.done):
             return model.memory(encoded.image_tokens)
-        if self.settings.caption_mask == "attentive":
-            images, scored = batch.images[batch.image_of_text], masking.scores(model, batch, encoded, self.settings)
-        else:
-            images, scored = batch.images, masking.noise(batch, "caption.mask", self.patches)
+        images, scored = masking.scored(model, batch, encoded, self.settings, mask, "caption.mask")
         hidden = masking.select(scored, self.masked, most=False)
         return model.memory(masking.visible(model, images, hidden, self.settings.caption_op))
 
@@ -218,17 +216,18 @@ def decoded(
     tokens: Tensor,
     keys: list[Keys],
     packing_k: Packing | None = None,
-    shared: SharedRows | None = None,
+    shared: Batch | None = None,
     parallel: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Outputs [N, W] of the text decoder for every token with a next one, and the ids of these [N], -1 for padding.
 
     Args: tokens [S, W]: the text tower's output for `texts`; keys: of the memory of text n, packed with `packing_k`;
-    shared: the memory row of each text, so that no keys are copied; parallel [T] bool: texts whose tokens are predicted
-    all at once, by a decoder that sees mask tokens in place of words, those after a token too. Of a caption it sees the
-    length alone (arXiv:2306.07915, section 3.1, where texts are padded to one length).
+    shared: the batch of the texts, where those of an image share its keys; parallel [T] bool: texts whose tokens are
+    predicted all at once, by a decoder that sees mask tokens in place of words, those after a token too. Of a caption
+    it sees the length alone (arXiv:2306.07915, section 3.1, where texts are padded to one length).
     """
-    place, before = prefixes(texts, 1 + len(model.config.text.extra_tokens))
+    cut = 1 + len(model.config.text.extra_tokens)
+    place, before = prefixes(texts, cut)
     packing = model.text_tower.packing(before)
     x = tokens[place]
     if parallel is not None:
@@ -236,8 +235,7 @@ def decoded(
         x = torch.where(free[:, None], masks(model, before.longest)[packing.place].to(x.dtype), x)
         packing = replace(packing, free=F.pad(free, (0, packing.tail)))
     x = F.pad(x, (0, 0, 0, packing.tail))
-    rows = len(keys[0][0]) if packing_k is None else len(packing_k)
-    packing_q = None if shared is None else model.text_tower.packing(joined(before, shared, rows))
+    packing_q = None if shared is None else model.text_tower.packing(by_image(before, shared, cut))
     x = decoder_of(model)(x, keys, packing, packing_k, packing_q)
     return x, F.pad(texts.ids[place + 1], (0, packing.tail), value=-1)
 
@@ -245,30 +243,20 @@ def decoded(
 def masks(model: Model, length: int) -> Tensor:
     """The text tower's outputs [length, W] for a text of mask tokens; the first n are those of n mask tokens."""
     tower = model.text_tower
-    extra = tower.config.extra_tokens  # for towers that write to their places; no mask token sees them
-    ids = torch.full((length + len(extra),), tower.config.special["mask"], device=tower.tokens.device)
-    for place, name in enumerate(extra, length):
-        ids[place] = tower.config.special[name]
+    ids = torch.full((length,), tower.config.special["mask"], device=tower.tokens.device)
+    for name in tower.config.extra_tokens:  # for towers that write to their places; no mask token sees them
+        ids = F.pad(ids, (0, 1), value=tower.config.special[name])
     out: Tensor = tower(Texts(ids, torch.arange(2, device=ids.device) * len(ids), len(ids)))
     return out[:length]
 
 
-def next_tokens(texts: Texts, extra: int) -> Tensor:
-    """Number of predicted tokens; extra: number of tokens after the end token."""
-    return texts.ids.new_full((), len(texts.ids) - len(texts) * (1 + extra))
-
-
-def joined(texts: Texts, shared: SharedRows, rows: int) -> Texts:
-    """The same tokens, with all texts of one memory row joined into one text."""
-    starts = texts.starts[torch.searchsorted(shared.of, torch.arange(rows + 1, device=shared.of.device))]
-    return replace(texts, starts=starts, longest=shared.longest)
-
-
-def longest_row(batch: Batch, cut: int) -> int:
-    """Largest number of tokens of the texts of one image, without the last `cut` tokens of each text."""
-    host = batch.host
+def by_image(texts: Texts, batch: Batch, cut: int = 0) -> Texts:
+    """The texts of a batch, each without its last `cut` tokens, with all texts of one image joined into one text."""
+    host, of = batch.host, batch.image_of_text
     lengths = host.texts.starts.diff() - cut
-    return int(lengths.new_zeros(len(host)).index_add(0, host.image_of_text, lengths).max())
+    longest = int(lengths.new_zeros(len(host)).index_add(0, host.image_of_text, lengths).max())
+    first = torch.searchsorted(of, torch.arange(len(batch) + 1, device=of.device))
+    return replace(texts, starts=texts.starts[first], longest=longest)
 
 
 def prefixes(texts: Texts, cut: int) -> tuple[Tensor, Texts]:
@@ -319,7 +307,7 @@ class _WordLoss(torch.autograd.Function):
 
 def _words(logits: Tensor, targets: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:
     """Sum of the cross-entropy of logits [n, V], at least in single precision, and its gradient by the logits."""
-    log_p = logits.log_softmax(-1, logits.dtype if logits.dtype == torch.float64 else torch.float32)
+    log_p = logits.log_softmax(-1, torch.promote_types(logits.dtype, torch.float32))
     counted = (targets >= 0)[:, None]
     index = targets.clamp(min=0)[:, None]
     even = smoothing / logits.shape[1]

@@ -40,7 +40,29 @@ class MaskSettings(BaseSettings):
 def in_window(weight: float, settings: MaskSettings) -> Weight:
     """The weight of a loss that has it while images are masked. Raises: ValueError for a window that is empty."""
     window = Between(weight, settings.masks_from, settings.masks_until)
-    return weight if (window.first, window.last) == (0.0, 1.0) else window
+    return weight if window == Between(weight) else window
+
+
+def towers(config: ModelConfig, mask: str, op: str) -> ModelConfig:
+    """The configuration of towers for masked patches, with a token for them where `op` is "token".
+
+    Raises: ValueError for a ResNet, and as `check` for attentive masks.
+    """
+    check_vit(config.image, "masking of patches")
+    if mask == "attentive":
+        check(config)
+    return replace(config, image=replace(config.image, mask_token=True)) if op == "token" else config
+
+
+def scored(
+    model: Model, batch: Batch, encoded: Encoded, settings: MaskSettings, mask: Mask, purpose: str
+) -> tuple[Tensor, Tensor]:
+    """Images and the scores of their patches [N, P]: for attentive masks one row per caption, for random ones one per
+    image, whatever its captions.
+    """
+    if mask == "attentive":
+        return batch.images[batch.image_of_text], scores(model, batch, encoded, settings)
+    return batch.images, uniform(batch.seeds, purpose, grid(model.config.image) ** 2)
 
 
 def scores(model: Model, batch: Batch, encoded: Encoded, settings: MaskSettings) -> Tensor:
@@ -56,8 +78,9 @@ def scores(model: Model, batch: Batch, encoded: Encoded, settings: MaskSettings)
             raise ValueError("masks by attention compare a caption with all patches: omit --augment.drop-patches.")
         pooling = model.head.pooling
         with torch.autocast(batch.images.device.type, enabled=False):
-            patches = pooling.project_image_tokens(_as(model, encoded.image_tokens[:, extra(config.image) :]))
-            tokens = pooling.project_text_tokens(_as(model, encoded.text_tokens))
+            kind = next(model.head.parameters()).dtype  # as autocast is disabled here
+            patches = pooling.project_image_tokens(encoded.image_tokens[:, extra(config.image) :].to(kind))
+            tokens = pooling.project_text_tokens(encoded.text_tokens.to(kind))
             packing = Packing.of(batch.texts)
             words, counted = packing.pad(tokens), packing.pad(countable(batch.texts, packing, config.text, settings))
             parts = zip(*(torch.split(x, CAPTIONS) for x in (batch.image_of_text, words, counted)), strict=True)
@@ -110,22 +133,15 @@ def select(scored: Tensor, n: int, most: bool) -> Tensor:
     return order[:, :n].sort(1).values
 
 
-def noise(batch: Batch, purpose: str, patches: int) -> Tensor:
-    """Scores for random masks: one row per image [I, P], whatever its captions."""
-    return uniform(batch.seeds, purpose, patches)
-
-
 def complement(masked: Tensor, patches: int) -> Tensor:
     """Indices of the patches not in masked [N, m], ascending: [N, P - m]."""
     # sorted, as `nonzero` would synchronise with the device
-    order = as_bool(masked, patches).to(torch.uint8).argsort(dim=1, stable=True)
-    return order[:, : patches - masked.shape[1]]
+    return as_bool(masked, patches).byte().argsort(dim=1, stable=True)[:, : patches - masked.shape[1]]
 
 
 def as_bool(masked: Tensor, patches: int) -> Tensor:
     """Indices [N, m] -> mask [N, P] bool."""
-    empty = torch.zeros(len(masked), patches, dtype=torch.bool, device=masked.device)
-    return empty.scatter(1, masked, True)
+    return masked.new_zeros(len(masked), patches, dtype=torch.bool).scatter(1, masked, True)
 
 
 def visible(model: Model, images: Tensor, hidden: Tensor, op: Literal["token", "drop"]) -> Tensor:
@@ -136,24 +152,8 @@ def visible(model: Model, images: Tensor, hidden: Tensor, op: Literal["token", "
     return model.image_tokens(images, masked=as_bool(hidden, patches))
 
 
-def with_token(config: ModelConfig) -> ModelConfig:
-    """The configuration with a learned token for masked patches."""
-    return replace(config, image=replace(config.image, mask_token=True))
-
-
-def patches_of(config: ModelConfig) -> int:
-    """P, the number of patches that can be masked. Raises: ValueError for a ResNet."""
-    check_vit(config.image, "masking of patches")
-    return grid(config.image) ** 2
-
-
 def number(share: float, patches: int) -> int:
     """Number of masked patches for a share of P: at least one masked, one visible. Raises: ValueError if impossible."""
     if patches < 2:
         raise ValueError("images of one patch cannot be masked in part: use smaller patches or larger images.")
     return min(max(1, round(share * patches)), patches - 1)
-
-
-def _as(model: Model, tokens: Tensor) -> Tensor:
-    """Tokens in the type of the head's weights, as autocast is disabled here."""
-    return tokens.detach().to(next(model.head.parameters()).dtype)

@@ -14,7 +14,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from kiloword.config.recipes import DEPTH, ImageConfig, ModelConfig
+from kiloword.config.recipes import DEPTH, ModelConfig
 from kiloword.config.settings import ABOVE_0, BELOW_1, setting
 from kiloword.methods.coca import coca, masking
 from kiloword.methods.coca.masking import Mask, MaskSettings
@@ -22,7 +22,7 @@ from kiloword.methods.method import Component, Method, Part, Term
 from kiloword.model.attention import Packing
 from kiloword.model.blocks import take
 from kiloword.model.decoder import ImageDecoder
-from kiloword.model.image import unfold
+from kiloword.model.image import grid, unfold
 from kiloword.model.model import Model
 from kiloword.model.pooling import at_least_float
 from kiloword.types import Batch, Encoded
@@ -91,16 +91,6 @@ def masked(method: Method, settings: MimSettings) -> Method:
     )
 
 
-def check_pixels(image: ImageConfig) -> None:
-    """Raises: ValueError for a trunk, which has seen all pixels."""
-    if image.trunk.name:
-        raise ValueError(
-            f"masked image modelling (sycoca, +mim) reconstructs masked pixels, but the trunk {image.trunk.name} has "
-            "seen the whole image, so that its other tokens tell what is masked: predict its tokens (--settings."
-            "mim-target tokens), omit --image-tower, or choose a method without it, such as coca."
-        )
-
-
 class MaskedImages(Term):
     """L1 between masked patches and their prediction; mean over masked patches and their pixels, or channels of tokens.
 
@@ -110,23 +100,19 @@ class MaskedImages(Term):
 
     @staticmethod
     def towers(config: ModelConfig, settings: MimSettings) -> ModelConfig:
-        if settings.mim_target == "pixels":
-            check_pixels(config.image)
-        if settings.mim_mask == "attentive":
-            masking.check(config)
-        return masking.with_token(config) if settings.mim_op == "token" else config
+        trunk = config.image.trunk.name
+        if bool(trunk) != (settings.mim_target == "tokens"):
+            raise ValueError(
+                "masked images (sycoca, +mim) are predicted as pixels, or above a frozen trunk, which has seen all "
+                f"pixels, as its tokens; this image tower has {f'the trunk {trunk}' if trunk else 'no trunk'}: choose "
+                "the other --settings.mim-target, add or omit --image-tower, or use a method without it, such as coca."
+            )
+        return masking.towers(config, settings.mim_mask, settings.mim_op)
 
     def __init__(self, config: ModelConfig, settings: MimSettings) -> None:
-        """Raises: ValueError for tokens of a trunk that is not there."""
         super().__init__()
-        if settings.mim_target == "tokens" and not config.image.trunk.name:
-            raise ValueError(
-                "mim_target tokens are those of a frozen trunk, which this image tower lacks: add --image-tower, or "
-                "choose pixels."
-            )
         self.settings = settings
-        self.patches = masking.patches_of(config)
-        self.hidden = masking.number(settings.mim_share, self.patches)
+        self.hidden = masking.number(settings.mim_share, grid(config.image) ** 2)
         self.by_caption = settings.guide == "text" or settings.mim_mask == "attentive"
 
     def count(self, batch: Batch) -> Tensor:
@@ -134,20 +120,17 @@ class MaskedImages(Term):
         return batch.position.new_full((), rows * self.hidden)
 
     def forward(self, model: Model, batch: Batch, encoded: Encoded) -> Tensor:
-        of, attentive = batch.image_of_text, self.settings.mim_mask == "attentive"
-        if attentive:
-            images, scored = batch.images[of], masking.scores(model, batch, encoded, self.settings)
-        else:
-            images, scored = batch.images, masking.noise(batch, "mim.mask", self.patches)
+        of, s = batch.image_of_text, self.settings
+        images, scored = masking.scored(model, batch, encoded, s, s.mim_mask, "mim.mask")
         hidden = masking.select(scored, self.hidden, most=True)
-        tokens = masking.visible(model, images, hidden, self.settings.mim_op)
-        if self.by_caption and not attentive and len(of) != len(batch):
+        tokens = masking.visible(model, images, hidden, s.mim_op)
+        if self.by_caption and len(images) != len(of):
             images, hidden, tokens = images[of], hidden[of], tokens.index_select(0, of)
-        guide = (encoded.text_tokens, model.text_tower.packing(batch.texts)) if self.settings.guide == "text" else None
+        guide = (encoded.text_tokens, model.text_tower.packing(batch.texts)) if s.guide == "text" else None
         predicted = predict(model, tokens, hidden, guide)
-        if self.settings.mim_target == "tokens":
+        if s.mim_target == "tokens":
             return distance(predicted, trunk_tokens(model, images, hidden)).sum()
-        return distance(predicted, pixels(model, images, hidden, self.settings.norm_pix)).sum()
+        return distance(predicted, pixels(model, images, hidden, s.norm_pix)).sum()
 
 
 def predict(model: Model, tokens: Tensor, hidden: Tensor, guide: tuple[Tensor, Packing] | None) -> Tensor:

@@ -18,15 +18,14 @@ from kiloword.config.settings import BELOW_1, setting
 from kiloword.methods import clip
 from kiloword.methods.coca.coca import (
     Decoding,
+    NextWords,
     caption_loss,
-    check_causal,
     decoder_of,
     ended,
     memory_width,
-    next_tokens,
     text_decoder,
 )
-from kiloword.methods.method import Method, Part, Term
+from kiloword.methods.method import Method, Part
 from kiloword.model.blocks import CrossBlock
 from kiloword.model.decoder import DecoderMemory
 from kiloword.model.model import Model
@@ -92,21 +91,8 @@ def preset(settings: Settings) -> Method:
     )
 
 
-class AnswerLoss(Term):
-    """-log probability of each next token of an answer (words and end); mean over those tokens."""
-
-    @staticmethod
-    def towers(config: ModelConfig, settings: Settings) -> ModelConfig:
-        check_causal(config.text)
-        return config
-
-    def __init__(self, config: ModelConfig, settings: Settings) -> None:
-        super().__init__()
-        self.smoothing = settings.smoothing
-        self.extra = len(config.text.extra_tokens)
-
-    def count(self, batch: Batch) -> Tensor:
-        return next_tokens(batch.texts, self.extra)
+class AnswerLoss(NextWords):
+    """The loss of answers."""
 
     def forward(self, model: Model, batch: Batch, encoded: Encoded) -> Tensor:
         assert batch.questions is not None, "the loader gives every image a question"
@@ -115,8 +101,8 @@ class AnswerLoss(Term):
             host = batch.host
             assert host.questions is not None
             memory = memory.take(batch.image_of_text, int(host.questions.starts.diff()[host.image_of_text].sum()))
-        texts, tokens, packing = batch.texts, encoded.text_tokens, memory.packing()
-        return caption_loss(model, texts, tokens, memory.keys, self.smoothing, packing_k=packing)
+        texts, tokens, smoothing = batch.texts, encoded.text_tokens, self.settings.smoothing
+        return caption_loss(model, texts, tokens, memory.keys, smoothing, packing_k=memory.packing())
 
 
 def fused(model: Model, questions: Texts, image_tokens: Tensor) -> DecoderMemory:
