@@ -395,3 +395,8 @@ class Input:
     shape: Callable[[Any], tuple[int, ...]] | None = None  # of the tensor, by the ModelConfig; None: texts, any number
     note: Callable[[Source], str] | None = None  # for the user, printed before the first step
     pixels: str | None = None  # why tokens in place of images are refused, where it needs pixels
+
+
+def image_shape(*leading: int) -> Callable[[Any], tuple[int, ...]]:
+    """The shape of an input of images of the model's size: [*leading, 3, H, W] for each example."""
+    return lambda config: (*leading, 3, config.image.size, config.image.size)

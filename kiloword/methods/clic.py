@@ -6,8 +6,9 @@ of both; its negative swaps a word of one caption with a word of the other.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -15,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kiloword.config.recipes import ModelConfig
 from kiloword.config.settings import BaseSettings, setting
 from kiloword.data.transforms.mix import halves
 from kiloword.data.transforms.partner import another
@@ -37,6 +37,7 @@ from kiloword.types import (
     Pairs,
     Source,
     Total,
+    image_shape,
 )
 
 IMAGES, POSITIVES, NEGATIVES = "clic_images", "clic_positives", "clic_negatives"  # inputs: uint8 [I, 3, H, W], texts
@@ -61,23 +62,17 @@ class ClicSettings(BaseSettings):
 def clic(method: Method, settings: ClicSettings) -> Method:
     """Add the loss, which costs one more pass of each tower. Raises: ValueError for a method that it does not fit."""
 
-    def made(name: str) -> Input:
-        def make(example: Example, fetch: Fetch, draw: Draw) -> Tensor | Sequence[str]:
-            if name not in example.inputs:  # all three are made at once: the partner is read once
-                example.inputs |= composed(example, fetch, draw, settings)
-            return example.inputs[name]
+    def make(name: str, example: Example, fetch: Fetch, draw: Draw) -> Tensor | Sequence[str]:
+        if name not in example.inputs:  # all three are made at once: the partner is read once
+            example.inputs |= composed(example, fetch, draw, settings)
+        return example.inputs[name]
 
-        def shape(config: ModelConfig) -> tuple[int, ...]:
-            return 3, config.image.size, config.image.size
-
-        if name == IMAGES:
-            return Input(make, shape, pixels=PIXELS)
-        return Input(make, note=without if name == NEGATIVES else None)
-
-    return method.plus(
-        contrasts={"clic": (settings.weight, Part(ClicContrast, settings))},
-        inputs={name: made(name) for name in (IMAGES, POSITIVES, NEGATIVES)},
-    )
+    inputs = {
+        IMAGES: Input(partial(make, IMAGES), image_shape(), pixels=PIXELS),
+        POSITIVES: Input(partial(make, POSITIVES)),
+        NEGATIVES: Input(partial(make, NEGATIVES), note=without),
+    }
+    return method.plus(contrasts={"clic": (settings.weight, Part(ClicContrast, settings))}, inputs=inputs)
 
 
 def composed(example: Example, fetch: Fetch, draw: Draw, settings: ClicSettings) -> dict[str, Tensor | Sequence[str]]:
@@ -100,7 +95,7 @@ def joined(one: Sequence[str], two: Sequence[str], n: int, rng: np.random.Genera
 
     Where an image has one sentence alone, the texts are two; where it has too few, they return.
     """
-    texts = [f"{_stopped(one[0])} {_stopped(two[0])}", f"{_stopped(two[0])} {_stopped(one[0])}"]
+    texts = [_stopped(one[0], two[0]), _stopped(two[0], one[0])]
     rest = [(rng.permutation(len(side) - 1) + 1).tolist() for side in (one, two)]
     for k in range(n - 2 if all(rest) else 0):
         a, b = (side[order[k % len(order)]] for side, order in zip((one, two), rest, strict=True))
@@ -129,19 +124,16 @@ def _replaced(caption: str, old: str, new: str) -> str:
 
 
 def _in_any_order(one: str, two: str, rng: np.random.Generator) -> str:
-    first, second = (one, two) if rng.random() < 0.5 else (two, one)
-    return f"{_stopped(first)} {_stopped(second)}"
+    return _stopped(one, two) if rng.random() < 0.5 else _stopped(two, one)
 
 
-def _stopped(sentence: str) -> str:
-    text = sentence.strip()
-    return text if text.endswith((".", "!", "?")) else f"{text}."
+def _stopped(*sentences: str) -> str:
+    return " ".join(text if text.endswith((".", "!", "?")) else f"{text}." for text in map(str.strip, sentences))
 
 
 def without(source: Source) -> str:
     """How many captions of the first rows have no word to swap."""
-    lacking, captions = counted(source, lambda caption: not content_words(caption))
-    return f"clic: {lacking} of the first {captions:,} captions have no word to swap, and no negative"
+    return f"clic: {counted(source, lambda caption: not content_words(caption))} have no word to swap, and no negative"
 
 
 class ClicContrast(ScaledContrast):
@@ -178,22 +170,6 @@ def apart(vec: Tensor, of: Tensor, place: Tensor, images: int) -> Tensor:
     return (first - second).square().sum(1) * both
 
 
-@dataclass
-class _Sums:
-    """What one block cannot see of a row or column."""
-
-    of_rows: Tensor  # [K, I] log-sum-exp over the positives of each set
-    of_columns: Tensor  # [C] log-sum-exp over the images of all ranks
-    chosen: Tensor  # [K, I] logit of the image's own positive of each set
-    has: Tensor  # [K, I] whether there is one, as a number
-    negative: Tensor  # [I] log-sum-exp over the image's own negatives, minus infinity where it has none
-
-    @property
-    def push(self) -> Tensor:
-        """[I]: the derivative of the choices by the negative."""
-        return (self.has * (self.negative - self.chosen).sigmoid()).sum(0)
-
-
 def clic_loss(pairs: PairBlocks, settings: ClicSettings) -> Total:
     """Contrast, choice of the positive, distance of the two orders: means over positives, the last over images.
 
@@ -202,34 +178,42 @@ def clic_loss(pairs: PairBlocks, settings: ClicSettings) -> Total:
     arXiv:2505.24424, eq. 4 to 7, as the published code computes them.
     """
     sets = pairs.column("set")
-    sums = _sums(pairs, settings.positives)
-    images = sum_over_ranks(sums.negative.new_full((), float(pairs.shape[0])))
-    each = images / (sets >= 0).sum().clamp_min(1)
-    contrast, choice, push = 0.5 * settings.contrast * each, settings.negative * each, sums.push
+    of_rows, of_columns, chosen, has, of_negatives = _sums(pairs, settings.positives)
+    push = (has * (of_negatives - chosen).sigmoid()).sum(0)  # [I], the derivative of the choices by the negative
+    n = of_rows.new_full((), float(pairs.shape[0]))
+    each = sum_over_ranks(n) / (sets >= 0).sum().clamp_min(1)
+    contrast, choice = 0.5 * settings.contrast * each, settings.negative * each
 
     def loss(block: Pairs, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
         z, of_set = block.logits, sets[columns].clamp_min(0)
         positive = sets[columns] >= 0
         mine = block.annotated & positive
-        by_row, by_column = sums.of_rows[:, rows][of_set].T, sums.of_columns[columns]
-        negative = sums.negative[rows, None]
+        by_row, by_column = of_rows[:, rows][of_set].T, of_columns[columns]
+        negative = of_negatives[rows, None]
         values = torch.where(mine, contrast * (by_row + by_column - 2 * z) + choice * F.softplus(negative - z), 0)
-        pull = sums.has[:, rows][of_set].T * (z - by_row).exp() + (z - by_column).exp()
+        pull = has[:, rows][of_set].T * (z - by_row).exp() + (z - by_column).exp()
         towards = contrast * 2 + choice * (negative - z).sigmoid()
         gradient = torch.where(positive, contrast * pull, 0) - torch.where(mine, towards, 0)
         share = torch.where(block.annotated & ~positive, (z - negative).exp() * push[rows, None], 0)
         return values.sum(1), gradient + choice * share
 
     total = pairs.total(loss) + settings.same * pairs.row("apart").sum()
-    return Total(total, total.new_full((), float(pairs.shape[0])))
+    return Total(total, n)
 
 
-def _sums(pairs: PairBlocks, positives: int) -> _Sums:
+def _sums(pairs: PairBlocks, positives: int) -> tuple[Tensor, ...]:
+    """What one block cannot see.
+
+    Returns: log-sum-exps of rows over each set [K, I] and of columns over the images of all ranks [C]; the logit of the
+    image's own positive of each set [K, I], and whether there is one; the log-sum-exp over its own negatives [I].
+    """
     sets, like = pairs.column("set"), pairs.row("vec").detach()
     n, columns_n = pairs.shape
     of_rows, negative, of_columns = (like.new_full(s, -torch.inf) for s in ((positives, n), (n,), (columns_n,)))
     chosen, has = like.new_zeros(2, positives, n)
-    for rows, columns, z, annotated in _logits(pairs):
+    for rows, columns in pairs.blocks():
+        block = pairs.block(rows, columns)
+        z, annotated = block.logits.detach(), block.annotated
         of_columns[columns] = torch.logaddexp(of_columns[columns], z.logsumexp(0))
         mine = annotated & (sets[columns] < 0)
         negative[rows] = torch.logaddexp(negative[rows], z.masked_fill(~mine, -torch.inf).logsumexp(1))
@@ -239,13 +223,7 @@ def _sums(pairs: PairBlocks, positives: int) -> _Sums:
             chosen[k, rows] += torch.where(annotated & inside, z, 0).sum(1)
             has[k, rows] += (annotated & inside).sum(1)
     of_columns = logsumexp_over_ranks(of_columns[None], of_columns[None][:0])[0][0]
-    return _Sums(of_rows, of_columns, chosen, has, negative)
-
-
-def _logits(pairs: PairBlocks) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
-    for rows, columns in pairs.blocks():
-        block = pairs.block(rows, columns)
-        yield rows, columns, block.logits.detach(), block.annotated
+    return of_rows, of_columns, chosen, has, negative
 
 
 COMPONENTS = {

@@ -63,29 +63,19 @@ def swapped(caption: str, rng: np.random.Generator) -> str | None:
     NegCLIP swaps words and phrases of one part of speech, which a tagger finds. Here they are any `content_words`.
     """
     words = content_words(caption)
-    pair = _different(words, rng)
-    if pair is None:
-        return None
-    a, b = pair
-    return caption[: a.start()] + b[0] + caption[a.end() : b.start()] + a[0] + caption[b.end() :]
-
-
-def _different(words: list[re.Match[str]], rng: np.random.Generator) -> tuple[re.Match[str], re.Match[str]] | None:
-    """Two different words, in their order; all pairs of places are alike likely, and none is listed."""
     names = [word[0].lower() for word in words]
     left = Counter(names)
-    others = []  # of each place: how many later words differ
+    others = []  # of each place: how many later words differ; all pairs are alike likely, and none is listed
     for place, name in enumerate(names):
         left[name] -= 1
         others.append(len(names) - 1 - place - left[name])
-    total = sum(others)
-    if not total:
+    if not any(others):
         return None
-    chosen = int(rng.integers(total))
-    ends = np.cumsum(others)
+    chosen, ends = int(rng.integers(sum(others))), np.cumsum(others)
     place = int(np.searchsorted(ends, chosen, side="right"))
-    later = [word for word, name in zip(words[place + 1 :], names[place + 1 :], strict=True) if name != names[place]]
-    return words[place], later[chosen - int(ends[place]) + others[place]]
+    later = [n for n in range(place + 1, len(names)) if names[n] != names[place]]
+    a, b = words[place], words[later[chosen - int(ends[place]) + others[place]]]
+    return caption[: a.start()] + b[0] + caption[a.end() : b.start()] + a[0] + caption[b.end() :]
 
 
 def negatives(method: Method, settings: NegativeSettings) -> Method:
@@ -102,17 +92,17 @@ def negatives(method: Method, settings: NegativeSettings) -> Method:
 def without(source: Source) -> str:
     """How many captions of the first rows have no two words to swap."""
     rng = np.random.default_rng(0)
-    lacking, captions = counted(source, lambda caption: swapped(caption, rng) is None)
-    return f"negatives: {lacking} of the first {captions:,} captions have no two words to swap, and no negative"
+    lacking = counted(source, lambda caption: swapped(caption, rng) is None)
+    return f"negatives: {lacking} have no two words to swap, and no negative"
 
 
-def counted(source: Source, lacks: Callable[[str], bool]) -> tuple[int, int]:
-    """Captions of the first rows that lack something, and all of them; unreadable rows are omitted."""
+def counted(source: Source, lacks: Callable[[str], bool]) -> str:
+    """How many captions of the first rows lack something, in words; unreadable rows are omitted."""
     captions: list[str] = []
     for row in range(min(LOOKED, len(source))):
         with suppress(BadSample):
             captions += texts_of(source, row)
-    return sum(map(lacks, captions)), len(captions)
+    return f"{sum(map(lacks, captions))} of the first {len(captions):,} captions"
 
 
 class NegativesContrast(ScaledContrast):
@@ -146,8 +136,7 @@ def contrast(pairs: PairBlocks) -> Total:
         log = block.logits - sums[rows, None]
         return -(share * log).sum(1), log.exp() - share
 
-    total = pairs.total(loss)
-    return Total(total, total.new_full((), float(pairs.shape[0])), pairs.rows)
+    return Total(pairs.total(loss), sums.new_full((), float(pairs.shape[0])))
 
 
 COMPONENTS = {

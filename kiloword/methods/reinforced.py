@@ -13,8 +13,7 @@ from kiloword.config.recipes import AugmentConfig, ModelConfig, Recipe
 from kiloword.config.settings import ABOVE_0, BELOW_1, BaseSettings, setting
 from kiloword.data.images.views import in_words
 from kiloword.data.stored import store_file
-from kiloword.distributed.collectives import sum_over_ranks
-from kiloword.losses.pairs import logsumexp_over_ranks
+from kiloword.losses.pairs import anchor_weights, logsumexp_over_ranks
 from kiloword.methods.method import Component, Method, Part, ScaledContrast
 from kiloword.model.model import Model
 from kiloword.types import Batch, Encoded, Features, PairBlocks, Pairs, Total
@@ -90,18 +89,12 @@ class ReinforcedContrast(ScaledContrast):
         columns = {"vec": encoded.texts["vec"]}
         plain = ~batch.composed[:, None]
         for name in self.teachers:
-            rows[f"image_features.{name}"] = _of(batch.image_features, name) * plain
-            columns[f"text_features.{name}"] = _of(batch.text_features, name) * plain[batch.image_of_text]
+            rows[f"image_features.{name}"] = batch.image_features[name] * plain
+            columns[f"text_features.{name}"] = batch.text_features[name] * plain[batch.image_of_text]
         return rows, columns
 
     def loss(self, pairs: PairBlocks) -> Total:
         return distillation(pairs, self.teachers)
-
-
-def _of(features: dict[str, Tensor], name: str) -> Tensor:
-    if name not in features:
-        raise ValueError(f"this batch lacks the features of the teacher {name!r}: give them by --features.")
-    return features[name]
 
 
 def distillation(pairs: PairBlocks, teachers: dict[str, float]) -> Total:
@@ -113,15 +106,13 @@ def distillation(pairs: PairBlocks, teachers: dict[str, float]) -> Total:
     Args: teachers: names of features, and scales of their cosines.
     """
     row_norms, column_norms = _norms(pairs, teachers)
-    images = sum_over_ranks(pairs.row("vec").new_full((), float(pairs.shape[0])))
-    by_text = images / pairs.shape[1]
+    by_image, by_text = anchor_weights(pairs, "apart", row_norms)
 
     def loss(block: Pairs, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
         student, *others = _logits(block, teachers)
         seen = student > -torch.inf
         values, gradient = block.logits.new_zeros(len(student)), torch.zeros_like(student)
-        sides = (0.5, row_norms[:, rows, None]), (0.5 * by_text, column_norms[:, None, columns])
-        for weight, norms in sides:
+        for weight, norms in ((by_image, row_norms[:, rows, None]), (by_text, column_norms[:, None, columns])):
             of_student = student - norms[0]
             gradient += weight * of_student.exp()
             for teacher, norm in zip(others, norms[1:], strict=True):
@@ -131,8 +122,7 @@ def distillation(pairs: PairBlocks, teachers: dict[str, float]) -> Total:
                 gradient -= share * log.exp()
         return values, torch.where(seen, gradient, 0)
 
-    total = pairs.total(loss)
-    return Total(total, total.new_full((), float(pairs.shape[0])), pairs.rows)
+    return Total(pairs.total(loss), row_norms.new_full((), float(pairs.shape[0])))
 
 
 def _logits(block: Pairs, teachers: dict[str, float]) -> Iterator[Tensor]:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kiloword.config.recipes import AugmentConfig, ModelConfig
+from kiloword.config.recipes import AugmentConfig, ImageConfig, ModelConfig, TrunkConfig
 from kiloword.config.settings import ABOVE_0, BELOW_1, BaseSettings, setting
 from kiloword.distributed.collectives import sum_over_ranks
 from kiloword.methods.method import Component, Method, Part, Ramp, Term, follow
@@ -22,7 +22,7 @@ from kiloword.model.image import ImageTower
 from kiloword.model.model import Model
 from kiloword.model.resnet import check_vit
 from kiloword.randomness import Draw
-from kiloword.types import Batch, Encoded, Example, Fetch, Input
+from kiloword.types import Batch, Encoded, Example, Fetch, Input, image_shape
 
 CROPS = "self_distill_crops"  # the input: uint8 [I, global + local, 3, H, W]
 
@@ -50,12 +50,6 @@ def self_distill(method: Method, settings: SelfDistill) -> Method:
     """Add the loss, whose crops cost passes of the image tower. Raises: ValueError for areas that do not ascend."""
     check_areas(settings.least, settings.area)
     weight = Ramp(settings.weight, 0, settings.rise) if settings.rise else settings.weight
-    term = weight, Part(SelfDistillTerm, settings)
-    return method.plus(terms={"self_distill": term}, inputs={CROPS: _crops(settings)})
-
-
-def _crops(settings: SelfDistill) -> Input:
-    """The input of large and small crops, all of the model's image size."""
     large = AugmentConfig(crop=settings.area, flip=0.5)
 
     def small(example: Example, fetch: Fetch, draw: Draw) -> Tensor:
@@ -66,10 +60,8 @@ def _crops(settings: SelfDistill) -> Input:
         views = [fetch.view(example.row, draw.other(f"large {n}"), large) for n in range(settings.large)]
         return torch.stack([*views, *(small(example, fetch, draw.other(f"small {n}")) for n in range(settings.small))])
 
-    def shape(config: ModelConfig) -> tuple[int, ...]:
-        return settings.large + settings.small, 3, config.image.size, config.image.size
-
-    return Input(make, shape)
+    crops = Input(make, image_shape(settings.large + settings.small))
+    return method.plus(terms={"self_distill": (weight, Part(SelfDistillTerm, settings))}, inputs={CROPS: crops})
 
 
 def window(image: Tensor, least: float, most: float, draw: Draw) -> Tensor:
@@ -89,6 +81,13 @@ def check_areas(least: float, most: float) -> None:
         raise ValueError(
             f"small crops have at least {least:g} and at most {most:g} of an image's area: expected ascending numbers."
         )
+
+
+def check_towers(component: str, image: ImageConfig, *trunks: TrunkConfig) -> None:
+    """Raises: ValueError for towers that cannot be averaged: an image tower that is no transformer, or trunks."""
+    check_vit(image, component)
+    if any(trunk.name for trunk in (image.trunk, *trunks)):
+        raise ValueError(f"{component} averages towers, which cannot stand on a trunk: omit one of both.")
 
 
 class DistillHead(nn.Module):
@@ -126,9 +125,7 @@ class SelfDistillTerm(Term):
 
     def __init__(self, config: ModelConfig, settings: SelfDistill) -> None:
         super().__init__()
-        check_vit(config.image, "self-distill")
-        if config.image.trunk.name:
-            raise ValueError("self-distill averages the image tower, which cannot stand on a trunk: omit one of both.")
+        check_towers("self-distill", config.image)
         self.settings = settings
         self.projection = DistillHead(config.image.width, settings)
         self.teacher_tower = ImageTower(config.image).requires_grad_(False)
@@ -140,8 +137,7 @@ class SelfDistillTerm(Term):
 
     def count(self, batch: Batch) -> Tensor:
         """The number of pairs of a large and a small crop."""
-        pairs = len(batch) * self.settings.large * self.settings.small
-        return batch.position.new_full((), pairs)
+        return batch.position.new_full((), len(batch) * self.settings.large * self.settings.small)
 
     def forward(self, model: Model, batch: Batch, encoded: Encoded) -> Tensor:
         """The sum over pairs of crops."""

@@ -15,7 +15,7 @@ from kiloword.methods.method import Component, Contrast, Method, Part
 from kiloword.model.heads import Head, Pooling, Scale, unit
 from kiloword.model.model import Model
 from kiloword.randomness import Draw
-from kiloword.types import Batch, Encoded, Example, Features, Fetch, Input, PairBlocks, Pairs, Total
+from kiloword.types import Batch, Encoded, Example, Features, Fetch, Input, PairBlocks, Pairs, Total, image_shape
 
 VIEWS = "simclr_views"  # the input: uint8 [I, 2, 3, H, W]
 
@@ -51,11 +51,8 @@ def simclr(method: Method, settings: SimclrSettings) -> Method:
     def views(example: Example, fetch: Fetch, draw: Draw) -> Tensor:
         return torch.stack([fetch.view(example.row, draw.other(f"simclr {n}"), augment) for n in range(2)])
 
-    def shape(config: ModelConfig) -> tuple[int, ...]:
-        return 2, 3, config.image.size, config.image.size
-
     contrast = settings.weight, Part(SimclrContrast, settings)
-    return method.plus(contrasts={"simclr": contrast}, inputs={VIEWS: Input(views, shape)})
+    return method.plus(contrasts={"simclr": contrast}, inputs={VIEWS: Input(views, image_shape(2))})
 
 
 class SimclrContrast(Contrast):
@@ -104,8 +101,7 @@ def nt_xent(pairs: PairBlocks) -> Total:
         values = torch.where(positive, sums[rows, None] - block.logits, 0).sum(1)
         return values, (logits - sums[rows, None]).exp() - positive.to(logits)
 
-    total = pairs.total(loss)
-    return Total(total, total.new_full((), float(pairs.shape[0])), pairs.rows)
+    return Total(pairs.total(loss), sums.new_full((), float(pairs.shape[0])))
 
 
 COMPONENTS = {

@@ -62,19 +62,16 @@ class SubCaptions:
         if example.text_features:
             known = "the ground truth is known" if "truth" in example.text_features else "--features has features"
             raise ValueError(f"sub-captions are no whole captions, of which {known}: omit one of them.")
-        parts = [part for caption in example.captions for part in self._of(sentences_of([caption]), draw)]
+        settings, parts = self.settings, list[str]()
+        drop = settings.drop_summary and draw.rng("summary").random() < settings.drop_summary
+        for caption in example.captions:
+            sentences = sentences_of([caption])
+            parts += sentences[1:] if drop and len(sentences) > 1 else sentences
         if not parts:
             return example
         rng = draw.rng("sub-captions")
-        texts = [merged(parts, self.settings.merge, rng) for _ in range(self.settings.k)]
-        return replace(example, captions=[*(example.captions if self.settings.whole else ()), *texts])
-
-    def _of(self, parts: list[str], draw: Draw) -> list[str]:
-        """The sentences of one caption that texts are made of; the draw is one for all captions of an image."""
-        drop = self.settings.drop_summary
-        if len(parts) < 2 or not drop or draw.rng("summary").random() >= drop:
-            return parts
-        return parts[1:]
+        texts = [merged(parts, settings.merge, rng) for _ in range(settings.k)]
+        return replace(example, captions=[*(example.captions if settings.whole else ()), *texts])
 
 
 def sub_captions(method: Method, settings: SubCaptionSettings) -> Method:

@@ -73,8 +73,10 @@ class ClassTerm(Term):
             self.captions_now += len(batch.texts)
         with torch.autocast(logits.device.type, enabled=False):
             logits = at_least_float(logits)
-            target = shares(token, text, counts * self.weights(logits.dtype)[token], len(batch.texts))
-            return cross_entropy(logits, token, batch.image_of_text[text], target)
+            weights = counts * self.weights(logits.dtype)[token]
+            sums = weights.new_zeros(len(batch.texts)).index_add(0, text, weights)
+            target, image = weights / sums.clamp_min(1e-12)[text], batch.image_of_text[text]  # [S]; none: zeros
+            return (target * (logits.logsumexp(1)[image] - logits[image, token])).sum()
 
     @torch.no_grad()
     def after_step(self, model: Model, step: int, done: float) -> None:
@@ -100,17 +102,6 @@ class ClassTerm(Term):
         ids = ordered % size
         counts = first & ~is_special(ids, self.text)
         return ids.clamp(max=len(self.seen) - 1), ordered // size, counts
-
-
-def shares(token: Tensor, text: Tensor, weights: Tensor, texts: int) -> Tensor:
-    """Weights [S] divided by their sum over each text; 0 where that is 0. Args: token, text [S] int64."""
-    sums = weights.new_zeros(texts).index_add(0, text, weights)
-    return weights / sums.clamp_min(1e-12)[text]
-
-
-def cross_entropy(logits: Tensor, token: Tensor, image: Tensor, target: Tensor) -> Tensor:
-    """Sum of -target log p. Args: logits [I, V]; target [S], the probability of class `token` of `image`."""
-    return (target * (logits.logsumexp(1)[image] - logits[image, token])).sum()
 
 
 COMPONENTS = {

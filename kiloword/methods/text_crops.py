@@ -18,17 +18,29 @@ from kiloword.config.settings import ABOVE_0, BELOW_1, BaseSettings, setting
 from kiloword.losses.pairs import logsumexp_over_ranks
 from kiloword.methods.coca.coca import by_image
 from kiloword.methods.method import Component, Contrast, Method, Part, follow
-from kiloword.methods.self_distill import check_areas, window
+from kiloword.methods.self_distill import check_areas, check_towers, window
 from kiloword.methods.sub_captions import sentences_of
 from kiloword.model.attention import Packing
 from kiloword.model.blocks import CrossAttention
 from kiloword.model.heads import Head, Pooling, Scale, Single, unit
 from kiloword.model.image import ImageTower, extra
 from kiloword.model.model import Model
-from kiloword.model.resnet import check_vit
 from kiloword.model.text import TextTower
 from kiloword.randomness import Draw
-from kiloword.types import Batch, Encoded, Example, Features, Fetch, Input, PairBlocks, Pairs, TextGroup, Texts, Total
+from kiloword.types import (
+    Batch,
+    Encoded,
+    Example,
+    Features,
+    Fetch,
+    Input,
+    PairBlocks,
+    Pairs,
+    TextGroup,
+    Texts,
+    Total,
+    image_shape,
+)
 
 CROPS, PARTS = "text_crops_images", "text_crops_texts"  # inputs: uint8 [I, small, 3, H, W]; texts
 
@@ -50,32 +62,21 @@ class TextCropSettings(BaseSettings):
 def text_crops(method: Method, settings: TextCropSettings) -> Method:
     """Add the loss, which costs passes of both towers. Raises: ValueError for a method that it does not fit."""
     check_areas(settings.least, settings.area)
-    contrast = settings.weight, Part(TextCropsContrast, settings)
-    return method.plus(contrasts={"text_crops": contrast}, inputs={CROPS: _crops(settings), PARTS: _parts(settings)})
 
-
-def _crops(settings: TextCropSettings) -> Input:
-    """Windows of the batch's image, so that they fit its captions where a transform composed it."""
-
-    def make(example: Example, fetch: Fetch, draw: Draw) -> Tensor:
+    def crops(example: Example, fetch: Fetch, draw: Draw) -> Tensor:
+        """Windows of the batch's image, so that they fit its captions where a transform composed it."""
         draws = (draw.other(f"text crops {n}") for n in range(settings.small))
         return torch.stack([window(example.image, settings.least, settings.area, one) for one in draws])
 
-    def shape(config: ModelConfig) -> tuple[int, ...]:
-        return settings.small, 3, config.image.size, config.image.size
-
-    return Input(make, shape)
-
-
-def _parts(settings: TextCropSettings) -> Input:
-    """Sentences of the captions; where they are too few, none is taken twice more often than another."""
-
-    def make(example: Example, fetch: Fetch, draw: Draw) -> Sequence[str]:
+    def parts(example: Example, fetch: Fetch, draw: Draw) -> Sequence[str]:
+        """Sentences of the captions; where they are too few, none is taken twice more often than another."""
         sentences = sentences_of(example.captions) or example.captions[:1]
         order = draw.rng("text parts").permutation(len(sentences)).tolist()
         return [sentences[order[k % len(order)]] for k in range(settings.parts)]
 
-    return Input(make)
+    contrast = settings.weight, Part(TextCropsContrast, settings)
+    inputs = {CROPS: Input(crops, image_shape(settings.small)), PARTS: Input(parts)}
+    return method.plus(contrasts={"text_crops": contrast}, inputs=inputs)
 
 
 def _towers(images: nn.Module, texts: nn.Module, pooling: nn.Module) -> nn.ModuleDict:
@@ -115,9 +116,7 @@ class TextCropsContrast(Contrast):
 
     def __init__(self, config: ModelConfig, settings: TextCropSettings) -> None:
         super().__init__()
-        check_vit(config.image, "text-crops")
-        if config.image.trunk.name or config.text.trunk.name:
-            raise ValueError("text-crops averages both towers, which cannot stand on trunks: omit one of both.")
+        check_towers("text-crops", config.image, config.text.trunk)
         self.settings, self.extra = settings, extra(config.image)
         self.teacher = _towers(ImageTower(config.image), TextTower(config.text), Single(config)).requires_grad_(False)
         self.from_words = CrossPool(config.head.dim, config.text.width, settings.heads)
@@ -131,26 +130,18 @@ class TextCropsContrast(Contrast):
         of its row's and its column's.
         """
         group = batch.inputs.texts(PARTS)
-        caption, position = batch.image_of_text, batch.position
+        caption, part, position = batch.image_of_text, group.image_of_text, batch.position
         images, captions, parts = self._views(model, batch, group, encoded)
         views, n = images.shape[1], self.settings.parts
         per_caption = 1 / torch.searchsorted(caption, _rows(batch.position, len(batch) + 1)).diff()[caption].to(images)
-        place = _rows(group.image_of_text, len(parts)) - torch.searchsorted(group.image_of_text, group.image_of_text)
+        place = _rows(part, len(part)) - torch.searchsorted(part, part)
         image_view = _rows(position, views).repeat(len(batch))
+        weights = images.new_full((len(image_view),), 1 / views), per_caption / (n + 1)
         rows = {
             "vec": torch.cat([images.flatten(0, 1), captions, parts]),
-            "position": position[
-                torch.cat([_rows(position, len(batch)).repeat_interleave(views), caption, group.image_of_text])
-            ],
+            "position": torch.cat([position.repeat_interleave(views), position[caption], position[part]]),
             "view": torch.cat([image_view, torch.full_like(caption, views), views + 1 + place.clamp(max=n - 1)]),
-            "weight": torch.cat(
-                [
-                    torch.full_like(image_view, 1, dtype=images.dtype) / views,
-                    per_caption / (n + 1),
-                    torch.full_like(place, 1, dtype=images.dtype) / (n + 1),
-                ]
-            )
-            / 4,
+            "weight": torch.cat([*weights, images.new_full((len(part),), 1 / (n + 1))]) / 4,
         }
         teacher: Any = self.teacher
         with torch.no_grad():
@@ -160,7 +151,7 @@ class TextCropsContrast(Contrast):
             "vec": torch.cat([of_images["vec"], of_texts["vec"]]),
             "position": torch.cat([position, position[caption]]),
             "group": torch.cat([torch.zeros_like(position), torch.ones_like(caption)]),
-            "weight": torch.cat([torch.ones_like(position, dtype=images.dtype), per_caption]),
+            "weight": torch.cat([images.new_ones(len(batch)), per_caption]),
         }
         return rows, columns
 
@@ -227,18 +218,14 @@ def by_view(pairs: PairBlocks, views: int) -> Total:
 
     def loss(block: Pairs, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
         weight, view, group = _weight(block), block.images["view"], block.texts["group"]
-        by_row, by_column = (
-            (side[:, rows][group].T for side in row_sums),
-            (side[:, columns][view] for side in column_sums),
-        )
-        (row_norm, row_mass), (column_norm, column_mass) = by_row, by_column
+        row_norm, row_mass = (side[:, rows][group].T for side in row_sums)
+        column_norm, column_mass = (side[:, columns][view] for side in column_sums)
         z = block.logits
         values = weight * ((row_norm + column_norm) / 2 - z)
         pull = ((z - row_norm).exp() * row_mass + (z - column_norm).exp() * column_mass) / 2
         return values.sum(1), pull - weight
 
-    total = pairs.total(loss)
-    return Total(total, (pairs.row("view") == 0).sum().to(total), pairs.rows)
+    return Total(pairs.total(loss), (pairs.row("view") == 0).sum().to(row_sums[0]))
 
 
 def _weight(block: Pairs) -> Tensor:
