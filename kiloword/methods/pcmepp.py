@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kiloword.config.recipes import ModelConfig
 from kiloword.config.settings import ABOVE_0, BaseSettings, setting
 from kiloword.distributed.collectives import extreme_over_ranks, sum_over_ranks
 from kiloword.losses.pairs import sigmoid_loss, softmax_loss
@@ -94,12 +93,9 @@ def deterministic(method: Method, settings: Deterministic) -> Method:
         scale = Scale(settings.scale or 1 / 0.07, limit=settings.max_scale)
     else:
         scale = Scale(settings.scale or 10.0, settings.bias)
-
-    def means(config: ModelConfig, _: Scale) -> dict[str, Head]:
-        return {MEANS: Head(Pooling(), scale=scale)}
-
-    loss = WithDeterministic(method.pair_loss, settings.loss, settings.weight)
-    return replace(method, pair_loss=loss, further=(*method.further, means))
+    loss = partial(with_means, main=method.pair_loss, loss=settings.loss, weight=settings.weight)
+    heads = (*method.further, lambda config, score: {MEANS: Head(Pooling(), scale=scale)})
+    return replace(method, pair_loss=loss, further=heads)
 
 
 def matching_loss(
@@ -143,25 +139,20 @@ def _thresholds(pairs: PairBlocks) -> tuple[Tensor, Tensor]:
     return least_logits[0] - margin, extreme_over_ranks(least_logits[1], "least") - margin
 
 
-@dataclass(frozen=True)
-class WithDeterministic:
+def with_means(
+    pairs: PairBlocks, positives: Positives, main: PairLoss, loss: Literal["softmax", "sigmoid"], weight: float
+) -> Total:
     """A pair loss plus a softmax or sigmoid loss of the means, scored by the auxiliary head "deterministic".
 
     The second sum is scaled such that dividing by the first count gives both means.
     Source: arXiv:2410.18857, table C.3.
     """
-
-    main: PairLoss
-    loss: Literal["softmax", "sigmoid"]
-    weight: float
-
-    def __call__(self, pairs: PairBlocks, positives: Positives) -> Total:
-        means = softmax_loss if self.loss == "softmax" else sigmoid_loss
-        first, second = self.main(pairs, positives), means(pairs.beside(MEANS), positives)
-        factor = self.weight * sum_over_ranks(first.count) / sum_over_ranks(second.count)
-        assert first.rows is not None
-        assert second.rows is not None
-        return Total(first.sum + factor * second.sum, first.count, first.rows + factor * second.rows)
+    means = softmax_loss if loss == "softmax" else sigmoid_loss
+    first, second = main(pairs, positives), means(pairs.beside(MEANS), positives)
+    factor = weight * sum_over_ranks(first.count) / sum_over_ranks(second.count)
+    assert first.rows is not None
+    assert second.rows is not None
+    return Total(first.sum + factor * second.sum, first.count, first.rows + factor * second.rows)
 
 
 COMPONENTS = {

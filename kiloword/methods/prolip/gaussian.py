@@ -90,13 +90,13 @@ def inclusion_matrix(a: Features, b: Features, eps: float = 0.0, form: Form = "p
 
     H is not separable, so pairs are computed in blocks; [N_a, N_b, D] is never held.
     """
-    n, m = len(a["vec"]), len(b["vec"])
-    if not n * m:
-        return at_least_float(a["vec"]).new_zeros(n, m)
     step = max(1, int((CELLS / a["vec"].shape[1]) ** 0.5))
     rows, columns = (
-        [{name: part[name][i : i + step].unsqueeze(axis) for name in ("vec", "log_var")} for i in range(0, size, step)]
-        for part, size, axis in ((a, n, 1), (b, m, 0))
+        [
+            {"vec": vec.unsqueeze(axis), "log_var": log_var.unsqueeze(axis)}
+            for vec, log_var in zip(*(torch.split(part[name], step) for name in ("vec", "log_var")), strict=True)
+        ]
+        for part, axis in ((a, 1), (b, 0))
     )
     return torch.cat([torch.cat([inclusion(x, y, eps, form).sum(-1) for y in columns], 1) for x in rows])
 
@@ -145,30 +145,26 @@ class GaussianSettings(BaseSettings):
     ensemble: Literal["mean", "of_average"] = setting("mean", "variance of a class of N prompts: sum / N, or sum / N^2")
 
 
-def tokens(config: ModelConfig, settings: GaussianSettings = GaussianSettings()) -> ModelConfig:
-    """The configuration with an uncertainty token per tower and, where needed, a class token for texts.
-
-    A causal tower needs no class token: its end token attends to all words, and not to [UNC]. With `variance_blocks` no
-    token attends to [UNC], which is only a place of the output: that of a second path through copies of the last blocks
-    (PCME++, arXiv:2305.18171, its public code).
-    """
-    image, text = config.image, config.text
-    read = config.head.text_pool == "last" and not text.causal
-    text = replace(text, extra_tokens=("unc", "cls") if read or "cls" in text.extra_tokens else ("unc",))
-    beside = settings.variance_blocks
-    image = replace(image, uncertainty_token=True, uncertainty_blocks=beside)
-    return replace(config, image=image, text=replace(text, uncertainty_blocks=beside))
-
-
 def log_variance(layer: nn.Linear, tokens: Tensor) -> Tensor:
     """[N, W] -> [N, D], at least single precision: near the bias of -10, bfloat16 has steps of 1/16."""
     return at_least_float(F.linear(tokens, layer.weight)) + at_least_float(layer.bias)
 
 
 class Gaussian(Uncertainty):
-    """Diagonal Gaussians: log variance from an uncertainty token by one linear layer per tower (section 3.1)."""
+    """Diagonal Gaussians: log variance from an uncertainty token by one linear layer per tower (section 3.1).
 
-    towers = staticmethod(tokens)
+    A causal text tower needs no class token: its end token attends to all words, and not to [UNC]. With
+    `variance_blocks` no token attends to [UNC], which is only a place of the output: that of a second path through
+    copies of the last blocks (PCME++, arXiv:2305.18171, its public code).
+    """
+
+    @staticmethod
+    def towers(config: ModelConfig, settings: GaussianSettings) -> ModelConfig:
+        text, beside = config.text, settings.variance_blocks
+        cls = "cls" in text.extra_tokens or (config.head.text_pool == "last" and not text.causal)
+        text = replace(text, extra_tokens=("unc", "cls") if cls else ("unc",), uncertainty_blocks=beside)
+        image = replace(config.image, uncertainty_token=True, uncertainty_blocks=beside)
+        return replace(config, image=image, text=text)
 
     def __init__(self, config: ModelConfig, settings: GaussianSettings) -> None:
         super().__init__()
@@ -195,17 +191,13 @@ class Gaussian(Uncertainty):
         """Log variance of each class [n, D]: with weights p of its prompts that sum to 1, of sum p var ("mean") or
         of sum p^2 var ("of_average"). Source: section 4.2.
         """
-        ones = torch.ones_like(texts["log_var"][:, 0])
-        share = ones if weights is None else weights.to(ones)
+        log_var = at_least_float(texts["log_var"])
+        var = log_var.double().exp()  # a variance can underflow or overflow single precision
+        share = torch.ones_like(var[:, 0]) if weights is None else weights.to(var)
         share = share / share.new_zeros(n).index_add(0, group, share)[group]
-        factor = share.square() if self.settings.ensemble == "of_average" else share
-        log_var = at_least_float(texts["log_var"]) + factor.log()[:, None]
-        members = group[:, None].expand_as(log_var)
-        # relative to the largest of each class: a variance can underflow or overflow single precision
-        peak = log_var.detach().new_zeros(n, log_var.shape[1])
-        peak = peak.scatter_reduce(0, members, log_var.detach(), "amax", include_self=False)
-        var = (log_var - peak[group]).exp()
-        return {"log_var": peak + torch.zeros_like(peak).index_add(0, group, var).log()}
+        share = share.square() if self.settings.ensemble == "of_average" else share
+        summed = var.new_zeros(n, var.shape[1]).index_add(0, group, share[:, None] * var)
+        return {"log_var": summed.log().to(log_var)}
 
     def initial(self) -> dict[str, Init]:
         return {f"{name}.bias": Init(self.settings.log_var) for name, _ in self.named_children()}

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from kiloword.config.recipes import ModelConfig, TextConfig
 from kiloword.config.settings import ABOVE_0, BaseSettings, setting
-from kiloword.methods.method import Part, Term, Weighted
+from kiloword.methods.method import Term
 from kiloword.methods.prolip.gaussian import Form, inclusion_loss, rows, vib
+from kiloword.model.attention import Packing
 from kiloword.model.image import grid
 from kiloword.model.model import Model
 from kiloword.model.text import is_special
@@ -45,19 +46,6 @@ class InclusionSettings(BaseSettings):
     hide_words: Literal["mask", "drop"] = setting("mask", "replace words by the mask token, or drop them")
 
 
-def terms(settings: InclusionSettings) -> Weighted[Term]:
-    """`Method.terms` for these settings, each with its weight; terms of weight 0 are omitted."""
-    every = {
-        "image_in_text": (settings.image_in_text, ImageInText),
-        "masked_image": (settings.masked, MaskedImage),
-        "masked_text": (settings.masked, MaskedText),
-        "spread": (settings.spread, Spread),
-        "vib_image": (settings.vib, VibImage),
-        "vib_text": (settings.vib, VibText),
-    }
-    return {name: (weight, Part(kind, settings)) for name, (weight, kind) in every.items() if weight}
-
-
 class _OfGaussians(Term):
     """Base of the terms over Gaussians; their mean is over captions."""
 
@@ -73,14 +61,6 @@ class _OfGaussians(Term):
         s = self.settings
         return inclusion_loss(a, b, s.eps, s.c, s.inclusion_form, s.inclusion_reduction)
 
-    def selected(self, batch: Batch) -> Tensor:
-        """[I] bool, the images with masked copies: by position in the global batch, whose order is random."""
-        return batch.position % self.settings.masked_every == 0
-
-    def selected_texts(self, batch: Batch) -> Tensor:
-        """[T] bool, the texts of those images."""
-        return self.selected(batch)[batch.image_of_text]
-
 
 class ImageInText(_OfGaussians):
     """Every image lies within each of its captions; mean over captions."""
@@ -91,6 +71,10 @@ class ImageInText(_OfGaussians):
 
 class MaskedImage(_OfGaussians):
     """Images lie within their copies of few patches; mean over the selected images."""
+
+    def selected(self, batch: Batch) -> Tensor:
+        """[I] bool, what has a masked copy: by position in the global batch, whose order is random."""
+        return batch.position % self.settings.masked_every == 0
 
     def count(self, batch: Batch) -> Tensor:
         return self.selected(batch).sum()
@@ -105,29 +89,23 @@ class MaskedImage(_OfGaussians):
         return self.loss(rows(encoded.images, which), copies).sum() * weight
 
 
-class MaskedText(_OfGaussians):
+class MaskedText(MaskedImage):
     """Captions lie within their copies of few words; mean over the captions of the selected images."""
 
-    def count(self, batch: Batch) -> Tensor:
-        return self.selected_texts(batch).sum()
+    def selected(self, batch: Batch) -> Tensor:
+        """[T] bool: the captions of the selected images."""
+        return super().selected(batch)[batch.image_of_text]
 
     def forward(self, model: Model, batch: Batch, encoded: Encoded) -> Tensor:
-        which, weight, texts = self._whole(batch)
+        on_host, lengths, starts = self.selected(batch.host), batch.host.texts.starts.diff(), batch.texts.starts
+        which, weight = at_least_one(self.selected(batch), int(on_host.sum()))
+        tokens = int((lengths[on_host] if weight else lengths[:1]).sum())
+        texts = batch.texts.spans(starts[which], starts.diff()[which], tokens)[1]
         of = batch.image_of_text[which]
         caption = which - torch.searchsorted(batch.image_of_text, of)  # index among the captions of its image
         hide = drop_words if self.settings.hide_words == "drop" else mask_words
         copies = hide(texts, batch.seeds[of] + caption, self.settings.mask_words, self.config.text)
         return self.loss(rows(encoded.texts, which), model.encode_text(copies)[1]).sum() * weight
-
-    def _whole(self, batch: Batch) -> tuple[Tensor, float, Texts]:
-        """Indices [n] of the captions with masked copies, their weight, and the original captions."""
-        host = batch.host
-        selected = self.selected_texts(host)
-        n = int(selected.sum())
-        which, weight = at_least_one(self.selected_texts(batch), n)
-        lengths, texts = host.texts.starts.diff(), batch.texts
-        tokens = int((lengths[selected] if n else lengths[:1]).sum())
-        return which, weight, texts.spans(texts.starts[which], texts.starts.diff()[which], tokens)[1]
 
 
 class Spread(_OfGaussians):
@@ -173,15 +151,13 @@ def chosen_words(texts: Texts, seeds: Tensor, share: float, config: TextConfig) 
 
     Args: seeds [T] int64, one per text.
     """
-    lengths = texts.starts.diff()
-    of = torch.repeat_interleave(lengths, output_size=len(texts.ids))  # [S]; a known size needs no synchronisation
-    place = torch.arange(len(of), device=of.device) - texts.starts[of]
-    words = ~is_special(texts.ids, config)
+    packing, words = Packing.of(texts), ~is_special(texts.ids, config)
+    of, place = packing.text, packing.place
     noise = uniform(seeds, "masked.text", texts.longest)  # [T, L]
     order = torch.full_like(noise, 2.0)
     order[of, place] = torch.where(words, noise[of, place], 2.0)  # special tokens come last
     rank = order.argsort(dim=1, stable=True).argsort(1)[of, place]
-    wanted = (torch.zeros_like(lengths).index_add(0, of, words.long()) * share).round()
+    wanted = (torch.zeros_like(seeds).index_add(0, of, words.long()) * share).round()
     return words & (rank < wanted[of])
 
 

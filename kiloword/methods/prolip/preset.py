@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from kiloword.config.recipes import ModelConfig
 from kiloword.config.settings import setting
 from kiloword.methods import siglip
-from kiloword.methods.method import Component, Method, Part
+from kiloword.methods.method import Component, Method, Part, Term
+from kiloword.methods.prolip import inclusion
 from kiloword.methods.prolip.gaussian import Gaussian, GaussianSettings
-from kiloword.methods.prolip.inclusion import InclusionSettings, terms
+from kiloword.methods.prolip.inclusion import InclusionSettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,11 +31,7 @@ def preset(settings: Settings) -> Method:
 
 def bidirectional(method: Method) -> Method:
     """Use a text tower without causal mask."""
-
-    def towers(config: ModelConfig) -> ModelConfig:
-        return method.towers(replace(config, text=replace(config.text, causal=False)))
-
-    return replace(method, towers=towers)
+    return replace(method, towers=lambda c: method.towers(replace(c, text=replace(c.text, causal=False))))
 
 
 def with_gaussian(method: Method, settings: GaussianSettings) -> Method:
@@ -51,14 +47,23 @@ def with_gaussian(method: Method, settings: GaussianSettings) -> Method:
 
 
 def included(method: Method, settings: InclusionSettings) -> Method:
-    """Add the inclusion terms and the information bottleneck.
+    """Add the inclusion terms and the information bottleneck, except those of weight 0.
 
     Raises: ValueError for a method without Gaussians, or with inclusion terms already.
     """
     check_gaussian(method, "inclusion compares Gaussians")
     if "image_in_text" in method.terms:
         raise ValueError(f"{method.name} has inclusion terms already: omit +inclusion, they are in its settings.")
-    return replace(method, terms={**method.terms, **terms(settings)})
+    every: dict[str, tuple[float, type[Term]]] = {
+        "image_in_text": (settings.image_in_text, inclusion.ImageInText),
+        "masked_image": (settings.masked, inclusion.MaskedImage),
+        "masked_text": (settings.masked, inclusion.MaskedText),
+        "spread": (settings.spread, inclusion.Spread),
+        "vib_image": (settings.vib, inclusion.VibImage),
+        "vib_text": (settings.vib, inclusion.VibText),
+    }
+    added = {name: (weight, Part(kind, settings)) for name, (weight, kind) in every.items() if weight}
+    return replace(method, terms={**method.terms, **added})
 
 
 def ppcl(method: Method, settings: siglip.Settings) -> Method:
