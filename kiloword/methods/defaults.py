@@ -26,42 +26,33 @@ def default_recipe(method: str, size: str = "tiny", data: tuple[str, ...] = ("sc
 
     Raises: ValueError for an unknown size or method.
     """
-    model = model_of_size(size)
-    method_slots = None
+    model, captions, writes = model_of_size(size), DataConfig().captions, False
     if method:
         from kiloword.methods.registry import preset  # imports torch
 
-        method_slots = preset(method)
-    small = size in ("debug", "tiny", "top")
-    optim = MUON if small else FIELD
+        slots = preset(method)
+        captions, writes = slots.captions, "text_decoder" in slots.decoders  # learns to write captions, of all patches
     drawn = all(d == "scenes" or d.startswith(("scenes:", "scenes?")) for d in data)
-    writes = method_slots is not None and "text_decoder" in method_slots.decoders  # learns to write captions
     exact = all(d.startswith("tree:") for d in data)  # captions whose truth is known
-    few_photos = replace(FEW_PHOTOS, drop_words=0.0) if writes or exact else FEW_PHOTOS
-    recipe = Recipe(
+    small, steps, batch = size in ("debug", "tiny", "top"), 1000 if drawn else 2000, 1024
+    optim, augment = FIELD, PHOTOS
+    if small:
+        optim, batch = MUON if drawn else replace(MUON, weight_decay=0.3, ema=0.998), 64 if drawn else 128
+        augment = replace(FEW_PHOTOS, drop_words=0.0) if writes or exact else FEW_PHOTOS
+    if size == "top" and not drawn:  # a small tower above a frozen one
+        optim, steps, batch, augment = TOP, 150, 256, PHOTOS if writes else TOP_PHOTOS
+        captions = captions if writes else "all"
+    return Recipe(
         method=method,
         size=size,
         model=model,
-        optim=optim if drawn or not small else replace(optim, weight_decay=0.3, ema=0.998),
+        optim=optim,
         precision="auto",
         matmul="auto",
-        data=DataConfig(
-            sources=data,
-            captions="one" if method_slots is None else method_slots.captions,
-            augment=AugmentConfig() if drawn else few_photos if small else PHOTOS,
-        ),
-        steps=1000 if drawn else 2000,
-        batch=(64 if drawn else 128) if small else 1024,
+        data=DataConfig(sources=data, captions=captions, augment=AugmentConfig() if drawn else augment),
+        steps=steps,
+        batch=batch,
     )
-    return _above_trunk(recipe, writes) if size == "top" and not drawn else recipe
-
-
-def _above_trunk(recipe: Recipe, writes: bool) -> Recipe:
-    """The recipe of a small tower on photos. Args: writes: the method learns to write captions, from all patches."""
-    data = replace(recipe.data, augment=PHOTOS if writes else TOP_PHOTOS)
-    if not writes:
-        data = replace(data, captions="all")
-    return replace(recipe, optim=TOP, data=data, steps=150, batch=256)
 
 
 def tuned(recipe: Recipe) -> Recipe:

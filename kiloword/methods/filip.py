@@ -11,6 +11,7 @@ from typing import ClassVar, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from kiloword.config.recipes import ModelConfig
 from kiloword.config.settings import BaseSettings, setting
@@ -178,15 +179,12 @@ class MaxSim(Pooling):
         """
         weight = texts["vec"].new_ones(len(group)) if weights is None else weights.to(texts["vec"])
         weight = weight / weight.new_zeros(n).index_add(0, group, weight)[group]
-        there = texts["share"] > 0
-        of, order = group[:, None].expand_as(there)[there].sort(stable=True)
-        counts = torch.bincount(of, minlength=n)
-        place = torch.arange(len(of), device=of.device) - (counts.cumsum(0) - counts)[of]
-        shape = (n, int(counts.max()))
-        words = texts["words"].new_zeros(*shape, texts["words"].shape[2])
-        words[of, place] = texts["words"][there][order]
-        share = texts["share"].new_zeros(shape)
-        share[of, place] = (texts["share"] * weight[:, None])[there][order]
+        there, order = texts["share"] > 0, group.argsort(stable=True)
+        counts = there.sum(1).new_zeros(n).index_add(0, group, there.sum(1)).tolist()
+        words, share = (
+            pad_sequence(list(torch.split(values[order][there[order]], counts)), batch_first=True)
+            for values in (texts["words"], texts["share"] * weight[:, None])
+        )
         return {**super().ensemble(texts, group, n, weight), "words": words, "share": share}
 
     def explain(self, images: Features, texts: Features) -> Tensor:
