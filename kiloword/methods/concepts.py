@@ -82,9 +82,9 @@ class PhraseContrast(ScaledContrast):
 
     def features(self, model: Model, batch: Batch, encoded: Encoded) -> tuple[Features, Features]:
         """Images "vec" [I, D + 1], times the scale, and the bias; phrases "vec" [C, D + 1], and ones."""
-        columns, (scale, bias) = encoded_phrases(model, batch, encoded), scale_and_bias(model)
+        columns, (log_scale, bias) = encoded_phrases(model, batch, encoded), model.head.scales()
         vec = encoded.images["vec"]
-        rows = torch.cat([scale * vec, bias.expand(len(vec), 1)], 1)
+        rows = torch.cat([log_scale.exp() * vec, bias.expand(len(vec), 1)], 1)
         columns["vec"] = torch.cat([columns["vec"], columns["vec"].new_ones(len(columns["vec"]), 1)], 1)
         return {"vec": rows}, columns
 
@@ -109,17 +109,15 @@ class AttendedContrast(PhraseContrast):
 
     def features(self, model: Model, batch: Batch, encoded: Encoded) -> tuple[Features, Features]:
         """Images "vec" [I, D], "keys" and "values" [I, P, 1, D], "scale" and "bias" [I, 1]; phrases "vec" [C, D]."""
-        columns = encoded_phrases(model, batch, encoded)
+        columns, (log_scale, bias) = encoded_phrases(model, batch, encoded), model.head.scales()
         pooling = model.head.pooling
         assert isinstance(pooling, Single)
         patches = encoded.image_tokens[:, self.extra :]
-        pool = pooling.image_pool.map
+        pool, n = pooling.image_pool.map, len(patches)
         alone = patches if pool is None else pool(patches.flatten(0, 1)[:, None]).view_as(patches)
         keys = unit(pooling.project_image_tokens(alone))[:, :, None]
         rows = {"vec": encoded.images["vec"].detach(), "keys": keys}
-        names = zip(("scale", "bias"), scale_and_bias(model), strict=True)
-        rows |= {name: value.expand(len(patches), 1) for name, value in names}
-        return rows, columns
+        return rows | {"scale": log_scale.exp().expand(n, 1), "bias": bias.expand(n, 1)}, columns
 
 
 class ByPhrase(PerText):
@@ -143,12 +141,6 @@ def encoded_phrases(model: Model, batch: Batch, encoded: Encoded) -> Features:
     group = batch.inputs.texts(PHRASES)
     vec = encoded.once(PHRASES, lambda: model.encode_text(group.texts)[1]["vec"])
     return {"vec": vec, "position": batch.position[group.image_of_text]}
-
-
-def scale_and_bias(model: Model) -> tuple[Tensor, Tensor]:
-    """Of the model's head, with gradient: [1] each."""
-    assert model.head.bias is not None
-    return model.head.log_scale.exp(), model.head.bias
 
 
 COMPONENTS = {

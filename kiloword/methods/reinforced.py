@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import cycle
 
 import torch
 from torch import Tensor
 
-from kiloword.config.recipes import AugmentConfig, ModelConfig, Recipe
+from kiloword.config.recipes import AugmentConfig, Recipe
 from kiloword.config.settings import ABOVE_0, BELOW_1, BaseSettings, setting
 from kiloword.data.images.views import in_words
 from kiloword.data.stored import store_file
@@ -75,11 +76,6 @@ class ReinforcedContrast(ScaledContrast):
     The student's scale is that of the model's head, as in the paper; its features are unit vectors "vec".
     """
 
-    def __init__(self, config: ModelConfig, settings: Reinforced) -> None:
-        super().__init__(config)
-        scales = settings.scales * (len(settings.teachers) if len(settings.scales) == 1 else 1)
-        self.teachers = dict(zip(settings.teachers, scales, strict=True))
-
     def features(self, model: Model, batch: Batch, encoded: Encoded) -> tuple[Features, Features]:
         """Images as rows, times the head's scale; texts as columns; each with the features of every teacher.
 
@@ -88,13 +84,14 @@ class ReinforcedContrast(ScaledContrast):
         rows = {"vec": encoded.images["vec"] * model.head.log_scale.exp()}
         columns = {"vec": encoded.texts["vec"]}
         plain = ~batch.composed[:, None]
-        for name in self.teachers:
+        for name in self.settings.teachers:
             rows[f"image_features.{name}"] = batch.image_features[name] * plain
             columns[f"text_features.{name}"] = batch.text_features[name] * plain[batch.image_of_text]
         return rows, columns
 
     def loss(self, pairs: PairBlocks) -> Total:
-        return distillation(pairs, self.teachers)
+        scales = cycle(self.settings.scales)
+        return distillation(pairs, dict(zip(self.settings.teachers, scales, strict=False)))
 
 
 def distillation(pairs: PairBlocks, teachers: dict[str, float]) -> Total:

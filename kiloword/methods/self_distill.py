@@ -120,8 +120,7 @@ class SelfDistillTerm(Term):
     """
 
     centre: Tensor
-    seen: Tensor
-    count_seen: Tensor
+    seen: Tensor  # [K + 1]: the sum of the step's teacher outputs, and their number
 
     def __init__(self, config: ModelConfig, settings: SelfDistill) -> None:
         super().__init__()
@@ -132,8 +131,7 @@ class SelfDistillTerm(Term):
         self.teacher_projection = DistillHead(config.image.width, settings).requires_grad_(False)
         outputs = len(self.projection.prototypes)
         self.register_buffer("centre", torch.zeros(outputs))
-        self.register_buffer("seen", torch.zeros(outputs), persistent=False)  # sum of the step's teacher outputs
-        self.register_buffer("count_seen", torch.zeros(()), persistent=False)
+        self.register_buffer("seen", torch.zeros(outputs + 1), persistent=False)
 
     def count(self, batch: Batch) -> Tensor:
         """The number of pairs of a large and a small crop."""
@@ -153,8 +151,8 @@ class SelfDistillTerm(Term):
         """The teacher's probabilities [I, G, K]; adds its cosines to those of which the centre is made."""
         tokens = self.teacher_tower(model.normalise(large.flatten(0, 1)))
         cosines = self.teacher_projection(tokens.mean(1))
-        self.seen += cosines.sum(0)
-        self.count_seen += len(cosines)
+        self.seen[:-1] += cosines.sum(0)
+        self.seen[-1] += len(cosines)
         sharp: Tensor = (cosines - self.centre) / self.settings.teacher_temperature
         return sharp.softmax(1).unflatten(0, large.shape[:2])  # type: ignore[no-any-return, no-untyped-call]
 
@@ -168,13 +166,12 @@ class SelfDistillTerm(Term):
         momentum = 1 - (1 - settings.momentum) * (math.cos(math.pi * done) + 1) / 2 if step else 0.0
         follow(self.teacher_tower, model.image_tower, momentum)
         follow(self.teacher_projection, self.projection, momentum)
-        counted = sum_over_ranks(torch.cat([self.seen, self.count_seen[None]]))
+        counted = sum_over_ranks(self.seen)
         mean = counted[:-1] / counted[-1]
         usable = mean.isfinite().all() & (counted[-1] > 0)
         if step:
             self.centre.copy_(torch.where(usable, self.centre.lerp(mean, 1 - settings.centre), self.centre))
         self.seen.zero_()
-        self.count_seen.zero_()
 
 
 def cross_entropy(target: Tensor, logits: Tensor) -> Tensor:

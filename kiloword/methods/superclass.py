@@ -45,10 +45,8 @@ class ClassTerm(Term):
     changes them. The authors' code also counts the captions of the step.
     """
 
-    seen: Tensor
-    captions: Tensor
-    seen_now: Tensor
-    captions_now: Tensor
+    seen: Tensor  # [V + 1] int64: captions with each token, and all captions
+    seen_now: Tensor  # those of the step
 
     def __init__(self, config: ModelConfig, settings: ClassSettings) -> None:
         super().__init__()
@@ -56,9 +54,8 @@ class ClassTerm(Term):
         classes = predicted(config.text)
         self.norm = nn.LayerNorm(config.image.width, config.image.norm_eps)
         self.classes = nn.Linear(config.image.width, classes)
-        for name, shape in (("seen", (classes,)), ("captions", ())):
-            self.register_buffer(name, torch.zeros(shape, dtype=torch.int64))  # captions with each token, and all
-            self.register_buffer(f"{name}_now", torch.zeros(shape, dtype=torch.int64), persistent=False)  # of the step
+        self.register_buffer("seen", torch.zeros(classes + 1, dtype=torch.int64))
+        self.register_buffer("seen_now", torch.zeros_like(self.seen), persistent=False)
 
     def count(self, batch: Batch) -> Tensor:
         """The number of captions."""
@@ -70,7 +67,7 @@ class ClassTerm(Term):
         token, text, counts = self.distinct(batch.texts)
         if torch.is_grad_enabled():
             self.seen_now.index_add_(0, token, counts.long())
-            self.captions_now += len(batch.texts)
+            self.seen_now[-1] += len(batch.texts)
         with torch.autocast(logits.device.type, enabled=False):
             logits = at_least_float(logits)
             weights = counts * self.weights(logits.dtype)[token]
@@ -81,17 +78,14 @@ class ClassTerm(Term):
     @torch.no_grad()
     def after_step(self, model: Model, step: int, done: float) -> None:
         """Add the captions of the step, of all ranks, to those that were counted."""
-        counted = sum_over_ranks(torch.cat([self.seen_now, self.captions_now[None]]))
-        self.seen += counted[:-1]
-        self.captions += counted[-1]
+        self.seen += sum_over_ranks(self.seen_now)
         self.seen_now.zero_()
-        self.captions_now.zero_()
 
     def weights(self, dtype: torch.dtype) -> Tensor:
         """The weight of every class [V]: log((captions + 1) / (captions with it + 1)), 1 before the first step."""
-        idf = ((self.captions + 1).to(dtype) / (self.seen + 1)).log()
-        counted = (self.captions > 0) & (self.settings.tokens == "idf")
-        return torch.where(counted, idf, 1.0)
+        captions = self.seen[-1]
+        idf = ((captions + 1).to(dtype) / (self.seen[:-1] + 1)).log()
+        return torch.where((captions > 0) & (self.settings.tokens == "idf"), idf, 1.0)
 
     def distinct(self, texts: Texts) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens ordered by text [S], the text of each, and whether to count it: the first of a word in its text."""
@@ -101,7 +95,7 @@ class ClassTerm(Term):
         first = F.pad(ordered[1:] != ordered[:-1], (1, 0), value=True)
         ids = ordered % size
         counts = first & ~is_special(ids, self.text)
-        return ids.clamp(max=len(self.seen) - 1), ordered // size, counts
+        return ids.clamp(max=len(self.seen) - 2), ordered // size, counts
 
 
 COMPONENTS = {

@@ -50,7 +50,7 @@ def loss_of(made: Any, data: Batch) -> Tensor:
 
 def test_the_loss_is_that_of_the_published_code() -> None:
     made, data = learner(NAME), some()
-    seen = torch.zeros(len(made.terms["superclass"].seen), dtype=torch.float64)
+    seen = torch.zeros(made.terms["superclass"].classes.out_features, dtype=torch.float64)
     weights = [made.terms["superclass"].classes.weight, made.model.get_parameter("image_tower.positions")]
     for batches in (1.0, 2.0):
         loss_of(made, data)
@@ -58,8 +58,7 @@ def test_the_loss_is_that_of_the_published_code() -> None:
         theirs = published(logits_of(made, data)[torch.tensor(OF)], IDS, seen, batches)
         with torch.enable_grad():
             agree(loss_of(made, data), theirs, weights)
-        for name in ("seen_now", "captions_now"):
-            made.terms["superclass"].get_buffer(name).zero_()
+        made.terms["superclass"].seen_now.zero_()
 
 
 def test_before_the_first_step_words_weigh_alike_and_equal_ones_always() -> None:
@@ -80,11 +79,11 @@ def test_captions_are_counted_once_however_the_batch_is_split(parts: int) -> Non
     with torch.no_grad():
         loss_of(made, data)  # a validation
     after_step(made, 1)
-    counted = made.terms["superclass"].state_dict()
+    counted = made.terms["superclass"].seen
     of = data.texts.ids.split(data.texts.starts.diff().tolist())
-    expected = torch.stack([torch.bincount(ids, minlength=len(counted["seen"])) > 0 for ids in of]).sum(0)
-    assert counted["captions"] == len(data.texts)
-    assert torch.equal(counted["seen"][6:], expected[6 : len(counted["seen"])])  # behind the special tokens
+    expected = torch.stack([torch.bincount(ids, minlength=len(counted)) > 0 for ids in of]).sum(0)
+    assert counted[-1] == len(data.texts)
+    assert torch.equal(counted[6:-1], expected[6 : len(counted) - 1])  # behind the special tokens
 
 
 def test_stored_tokens_of_captions_leave_the_labels() -> None:
