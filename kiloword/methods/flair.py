@@ -23,6 +23,7 @@ from kiloword.methods.matryoshka import WHOLE, whole_head
 from kiloword.methods.method import Component, Method, Part
 from kiloword.model.heads import Single, unit
 from kiloword.model.image import extra
+from kiloword.model.pooling import ImagePool, TextPool
 from kiloword.types import Features, PairBlocks, Pairs, Positives, Texts, Total
 
 
@@ -115,7 +116,7 @@ def as_one_text(pairs: PairBlocks, positives: Positives) -> Total:
     return Total(total, (images + pairs.shape[1] / images - 1) / ranks(), pairs.rows)
 
 
-class Attended(PerText, Single):
+class Attended(PerText):
     """Text-conditioned attention pooling of arXiv:2412.03561, with heads of d = D / M dimensions.
 
     Tokens and texts share a space before the attention: projected to D, and normalised by a layer norm as queries, keys
@@ -124,18 +125,20 @@ class Attended(PerText, Single):
     "vec" of an image is its pooled vector in the same projection: for the loss of whole images, and for shortlists.
     """
 
-    one_vector = False
     attends_to_patches = "Where each text attends: the rest goes to no patch."
     form = "direct"
 
     def __init__(self, config: ModelConfig, settings: FlairSettings) -> None:
-        head = replace(config.head, image_projection=True, image_projection_bias=False, text_projection_bias=False)
-        super().__init__(replace(config, head=head))
+        super().__init__()
         dim, self.heads, self.extra = config.head.dim, settings.heads, extra(config.image)
         if dim % self.heads:
             raise ValueError(
                 f"--settings.heads {self.heads} does not divide the embedding size {dim} (--model.head.dim)."
             )
+        self.image_pool = ImagePool(config.image, config.head)
+        self.text_pool = TextPool(config.text, config.head.text_pool)
+        self.image_projection = nn.Linear(config.image.width, dim, bias=False)
+        self.text_projection = nn.Linear(config.text.width, dim, bias=False)
         self.norm_query, self.norm_key, self.norm_value = (nn.LayerNorm(dim) for _ in range(3))
         self.query, self.key, self.value, self.out = (nn.Linear(dim, dim, bias=False) for _ in range(4))
 
@@ -146,21 +149,30 @@ class Attended(PerText, Single):
     def output(self, texts: Features) -> Tensor:
         return self.out.weight
 
-    def memory(self, tokens: Tensor) -> Tensor:
-        return tokens
+    def pooled(self, tokens: Tensor) -> Tensor:
+        out: Tensor = self.image_pool(tokens)
+        return out
 
     def image(self, tokens: Tensor) -> Features:
         """[I, E + P, W] to "vec" [I, D], "keys" and "values" [I, P + 1, M, d]; the last token is of zeros."""
-        patches = self.project_image_tokens(tokens[:, self.extra :])
+        patches = self.image_projection(tokens[:, self.extra :])
         keys, values = self.key(self.norm_key(patches)), self.value(self.norm_value(patches))
         keys, values = (F.pad(x.unflatten(-1, (self.heads, -1)), (0, 0, 0, 0, 0, 1)) for x in (keys, values))
-        return {**Single.image(self, tokens), "keys": keys, "values": values}
+        return {"vec": unit(self.image_projection(self.pooled(tokens))), "keys": keys, "values": values}
 
     def text(self, tokens: Tensor, texts: Texts) -> Features:
         """[S, W] to "vec" [T, D] and "query" [T, M, d]."""
-        projected = self.project_text_tokens(self.text_pool(tokens, texts))
+        projected = self.text_projection(self.text_pool(tokens, texts))
         query = self.query(self.norm_query(projected)).unflatten(-1, (self.heads, -1))
         return {"vec": unit(projected), "query": query}
+
+    def project_image_tokens(self, tokens: Tensor) -> Tensor:
+        out: Tensor = self.image_projection(tokens)
+        return out
+
+    def project_text_tokens(self, tokens: Tensor) -> Tensor:
+        out: Tensor = self.text_projection(tokens)
+        return out
 
     def explain(self, images: Features, texts: Features) -> Tensor:
         """Attention of every text to the patches of every image, [i, t, M, P]: what goes to no patch is omitted."""

@@ -122,5 +122,8 @@ def test_a_model_scores_explains_and_classifies(tmp_path: Path) -> None:
     scores = matcher.score(pixels, texts)
     assert scores.shape == (3, 2)
     torch.testing.assert_close(matcher.score(matcher.encode_image(pixels), texts), scores)
-    assert matcher.explain(pixels, texts).maps.shape == (3, 2, 4)
+    maps, patches = matcher.explain(pixels, texts), matcher.encode_image(pixels)
+    weights = matcher.model.head.pooling.explain(patches, matcher.encode_text(texts))
+    torch.testing.assert_close(maps.maps, weights.mean(2))
+    assert (maps.maps.shape, bool((maps.maps.sum(2) < 1).all())) == ((3, 2, 4), True)  # the rest goes to no patch
     assert matcher.classify(pixels, ["star", "circle"]).sum(1).tolist() == pytest.approx([1, 1, 1])
