@@ -5,6 +5,8 @@ Source: FILIP (arXiv:2111.07783), ColBERT (arXiv:2004.12832), ColPali (arXiv:240
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
@@ -157,11 +159,7 @@ class MaxSim(Pooling):
 
     def score(self, images: Features, texts: Features) -> Tensor:
         """[i, t], the mean of both sides, or the text's."""
-        return self.side(images, texts, self.weights)
-
-    def side(self, images: Features, texts: Features, sides: Sides) -> Tensor:
-        """[i, t] with other weights of both sides."""
-        return scores.similarity(*_floats(images, texts), sides)
+        return scores.similarity(*_floats(images, texts), self.weights)
 
     def score_pairs(self, images: Features, texts: Features) -> Tensor:
         """Scores [n] of image n with text n."""
@@ -210,23 +208,11 @@ class BothSides(MaxSim):
 
     several = True
 
-    def sides(self) -> dict[str, Pooling]:
+    def sides(self) -> Mapping[str, Pooling]:
         """ "by_patch": mean over patches of the maximum over words; "by_word": mean over words, over patches."""
-        return {"by_patch": OneSide(self, Sides(0.0, 1.0)), "by_word": OneSide(self, Sides(1.0, 0.0))}
-
-
-class OneSide(Pooling):
-    """The words' or the patches' side of the score of a `MaxSim`."""
-
-    def __init__(self, both: MaxSim, weights: Sides) -> None:
-        super().__init__()
-        self.both, self.weights = both, weights
-
-    def score(self, images: Features, texts: Features) -> Tensor:
-        return self.both.side(images, texts, self.weights)
-
-    def block(self, images: Features, texts: Features) -> tuple[int, int]:
-        return self.both.block(images, texts)
+        sides = {"by_patch": copy(self), "by_word": copy(self)}  # of the same parameters
+        sides["by_patch"].weights, sides["by_word"].weights = Sides(0.0, 1.0), Sides(1.0, 0.0)
+        return sides
 
 
 def _floats(images: Features, texts: Features) -> tuple[Tensor, Tensor, Tensor]:

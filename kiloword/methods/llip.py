@@ -142,9 +142,8 @@ class Attention(Pooling):
         temperature of 5 the attention would otherwise start nearly one-hot and hardly learn. Queries and keys share
         the correction equally, so that both learn at the same rate.
         """
-        shrink = self.shrink
         return {
-            "key": Init(std=shrink * self.width**-0.5),
+            "key": Init(std=self.shrink * self.width**-0.5),
             "value": Init(std=self.width**-0.5),
             "out.weight": Init(std=self.dim**-0.5),
             "text_projection.weight": Init(std=self.text_projection.in_features**-0.5),

@@ -75,15 +75,15 @@ def preset(name: str, settings: dict[str, Any] | None = None) -> Method:
     make, kind = find(name)
     if kind is None and settings:
         raise ValueError(f"{name} takes no settings, but got {', '.join(settings)}.")
-    try:
-        if kind is None:
-            method: Any = make()
-        else:
+    if kind is None:
+        method: Any = make()
+    else:
+        try:
             parsed: Any = parse(settings or {}, kind)
             check(parsed, prefix="")
             method = make(parsed)
-    except ValueError as e:
-        raise ValueError(f"settings of {name}: {e}" if kind else str(e)) from e
+        except ValueError as e:
+            raise ValueError(f"settings of {name}: {e}") from e
     if not isinstance(method, Method):
         raise ValueError(f"{name} returned {article(type(method).__name__)}: expected a {METHOD}.")
     return method

@@ -22,7 +22,7 @@ from kiloword.training.step import backward
 from kiloword.types import Features, Pairs
 from kiloword.verify.batch import batch
 from kiloword.verify.suite import over_ranks
-from parts import agree, blocks, cosine, learner, losses, mean, units
+from parts import agree, blocks, cosine, learner, mean, units
 from threads import over_threads
 
 OF = [i for i, n in enumerate([2, 1, 3, 1, 2]) for _ in range(n)]  # image of each text
@@ -100,12 +100,11 @@ def test_mined_positives_are_those_of_the_equation(which: str, forced: bool) -> 
     assert which == "all" or (expected > torch.stack(others).amax(0)).any()
 
 
-@pytest.mark.parametrize("chunk", [0, 1, 2, 4])
-@pytest.mark.parametrize("which", list(CASES))
-def test_the_loss_and_its_gradients(which: str, chunk: int) -> None:
-    (images, texts), method, head = sides(), preset("fff", terms(*CASES[which])), cosine(9.0, -3.0)
+@pytest.mark.parametrize("chunk", [0, 2])
+def test_the_loss_and_its_gradients(chunk: int) -> None:
+    (images, texts), method, head = sides(), preset("fff", terms(*SWITCHES)), cosine(9.0, -3.0)
     total = method.pair_loss(blocks(head, images, texts, chunk), method.positives)
-    m = literal_m(terms(*CASES[which]), images, texts)
+    m = literal_m(terms(*SWITCHES), images, texts)
     expected = literal_loss(images["vec"] @ texts["vec"].T, m, 1 / head.log_scale.exp(), head.bias).squeeze()
     agree(mean(total), expected, [images["vec"], texts["vec"], head.log_scale, head.bias], atol=1e-10)
 
@@ -170,9 +169,6 @@ def test_a_step_reports_the_share_of_mined_pairs(name: str, p1: dict[str, Any]) 
     found = [share_reported(name, 1, p1), share_reported(name, 4, p1)]
     found += over_threads(2, lambda: share_reported(name, 2, p1))
     assert found == pytest.approx([expected] * 4)
-
-
-def test_only_mined_positives_are_counted_also_when_they_are_balanced() -> None:
     assert share_reported("siglip+exact", 1) is None
     plain, balanced = (share_reported("siglip+mined", 1, {"mined": {"balance": b}}) for b in (False, True))
     assert plain == pytest.approx(balanced)
@@ -203,17 +199,6 @@ def test_grid_and_gradient_agree_and_nothing_else_changes(method: str) -> None:
         found[how] = float(after["model.head.bias"])
         assert re.match(rf"bias -10 -> \S+ \({how} over 2 batches", said)
     assert found["grid"] == pytest.approx(found["gradient"], abs=1e-3)
-
-
-def test_the_bias_found_has_the_least_loss() -> None:
-    made, some = learner("fff"), batch(method="fff")
-    search(made, itertools.repeat(some), "grid", 1)
-    bias: Any = made.model.head.bias
-    found = []
-    for move in (-0.01, 0.01, 0.01):
-        bias.data += move
-        found.append(float(losses(made, some)["pair"].detach()))
-    assert found[1] == min(found)
 
 
 def test_a_run_searches_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

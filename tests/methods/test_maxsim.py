@@ -97,8 +97,8 @@ def test_a_class_is_the_words_of_its_prompts(settings: dict[str, Any]) -> None:
     head, weights = maxsim.model.head, torch.tensor([3.0, 1.0, 2.0, 5.0], dtype=torch.float64)
     prompts = {name: value[:4] for name, value in features.texts.items()}
     found = head.score(features.images, head.ensemble(prompts, torch.tensor([1, 0, 1, 1]), 2, weights))
-    side = maxsim.model.head.pooling.side
-    of_prompts = side(features.images, prompts, Sides(1.0, 0.0))
+    words = features.images["patches"], prompts["words"], prompts["share"]
+    of_prompts = scores.similarity(*words, Sides(1.0, 0.0))
     expected = torch.stack([of_prompts[:, 1], of_prompts[:, [0, 2, 3]] @ weights[[0, 2, 3]] / 10], 1)
     if not settings:
         best = torch.einsum("ipd,twd->ipwt", features.images["patches"], prompts["words"])  # [I, P, W, T]
@@ -111,8 +111,8 @@ def test_a_class_is_the_words_of_its_prompts(settings: dict[str, Any]) -> None:
 def test_the_loss_of_filip_is_the_literal_one() -> None:
     filip, some = learner("filip"), batch(end=4)
     features, head = filip.encode(some), filip.model.head
-    side: Any = head.get_submodule("pooling").side
-    by_word, by_patch = (side(features.images, features.texts, Sides(*one)) for one in ((1.0, 0.0), (0.0, 1.0)))
+    vectors = features.images["patches"], features.texts["words"], features.texts["share"]
+    by_word, by_patch = (scores.similarity(*vectors, Sides(*one)) for one in ((1.0, 0.0), (0.0, 1.0)))
     torch.testing.assert_close(head.score(features.images, features.texts), (by_word + by_patch) / 2)
     own, scale = some.image_of_text.tolist(), head.log_scale.exp()
     of_images = []

@@ -18,10 +18,6 @@ if TYPE_CHECKING:
 LEAST, MOST = -40.0, 20.0  # range of the search
 STEPS = (1.0, 0.1, 0.02)  # of successive grids, each around the best value of the previous one
 EDGE, NOTHING = 0.5, 1e-5  # this close to the ends, or below this loss, nearly all pairs are of one class
-ABOVE = (
-    "A bias above 0 predicts a match at cosine 0; where few pairs match, the best bias is below 0. If positives are "
-    "mined, are the thresholds too low? `kiloword mine SRC --features DIR --out OUT --calibrate` proposes some."
-)
 CLOSE = 1e-4  # tolerance of the bisection
 
 
@@ -31,7 +27,7 @@ def search(learner: Learner, batches: Iterator[Batch], how: Literal["grid", "gra
     The result is the same on every rank: losses and gradients are sums over ranks. The loss must be convex in the bias,
     as sigmoid losses are. grid: three grids and a parabola through the best value and its neighbours; gradient:
     bisection by the sign of the derivative.
-    Returns: a message for the log, with a warning if nearly all pairs are of one class.
+    Returns: a message for the log, with a warning if nearly all pairs are of one class, or the bias is above 0.
     """
     bias: Any = learner.model.head.bias  # a method without one is refused
     contrast: Any = learner.contrasts[PAIR]
@@ -58,12 +54,12 @@ def search(learner: Learner, batches: Iterator[Batch], how: Literal["grid", "gra
     best = _by_grid(losses) if how == "grid" else _by_gradient(slope)
     first, last = (losses([value])[0] for value in (before, best))  # leaves the bias at the best value
     message = f"bias {before:.4g} -> {best:.4g} ({how} over {len(inputs)} batches, loss {first:.4g} -> {last:.4g})"
-    if last > NOTHING and LEAST + EDGE < best < MOST - EDGE:
-        return message if best <= 0 else f"{message}. {ABOVE}"
-    which = "no" if best < 0 else "every"
+    if best <= 0 and last > NOTHING and LEAST + EDGE < best < MOST - EDGE:
+        return message
     return (
-        f"{message}. The bias alone minimises the loss, as nearly {which} pair matches, so there is little to learn: "
-        "do the thresholds fit the teacher? `kiloword mine SRC --features DIR --out OUT --calibrate` proposes some."
+        f"{message}. Where few pairs match, the best bias is below 0; at a loss of 0, or a bias near {LEAST:g} or "
+        f"{MOST:g}, nearly no or every pair matches, so that there is little to learn. If positives are mined, do the "
+        "thresholds fit the teacher? `kiloword mine SRC --features DIR --out OUT --calibrate` proposes some."
     )
 
 
