@@ -6,6 +6,7 @@ of both; its negative swaps a word of one caption with a word of the other.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +23,7 @@ from kiloword.data.transforms.partner import another
 from kiloword.distributed.collectives import sum_over_ranks
 from kiloword.losses.pairs import logsumexp_over_ranks
 from kiloword.methods.method import Component, Method, Part, ScaledContrast
-from kiloword.methods.negatives import content_words, counted
+from kiloword.methods.negatives import WORD, content_words, counted
 from kiloword.methods.sub_captions import sentences_of
 from kiloword.model.model import Model
 from kiloword.randomness import Draw
@@ -117,10 +118,10 @@ def swapped_across(one: str, two: str, rng: np.random.Generator) -> tuple[str, s
 
 
 def _replaced(caption: str, old: str, new: str) -> str:
-    for m in reversed([m for m in content_words(caption) if m[0].lower() == old]):
-        word = new.capitalize() if m[0][0].isupper() else new  # capitals would tell negatives from positives
-        caption = caption[: m.start()] + word + caption[m.end() :]
-    return caption
+    def change(m: re.Match[str]) -> str:  # capitals would tell negatives from positives
+        return m[0] if m[0].lower() != old else new.capitalize() if m[0][0].isupper() else new
+
+    return WORD.sub(change, caption)
 
 
 def _in_any_order(one: str, two: str, rng: np.random.Generator) -> str:

@@ -34,9 +34,9 @@ from kiloword.types import (
 
 SWAPPED = "swapped_captions"  # the input: texts
 LOOKED = 1000  # rows whose captions are counted before the first step
-_WORD = re.compile(r"[^\W\d_]{3,}")
+WORD = re.compile(r"[^\W\d_]{3,}")
 PLAIN = frozenset(
-    _WORD.findall(
+    WORD.findall(
         "the and with for from into onto over under near next are was were been being has have had its his her their "
         "our your this that these those there while who which what where when then than but not all some any very "
         "other another each off out down through across behind between around about above below beside along against "
@@ -54,7 +54,7 @@ class NegativeSettings(BaseSettings):
 
 def content_words(caption: str) -> list[re.Match[str]]:
     """The words of three letters or more that are no article, pronoun, preposition or auxiliary."""
-    return [m for m in _WORD.finditer(caption) if m[0].lower() not in PLAIN]
+    return [m for m in WORD.finditer(caption) if m[0].lower() not in PLAIN]
 
 
 def swapped(caption: str, rng: np.random.Generator) -> str | None:

@@ -52,13 +52,12 @@ def self_distill(method: Method, settings: SelfDistill) -> Method:
     weight = Ramp(settings.weight, 0, settings.rise) if settings.rise else settings.weight
     large = AugmentConfig(crop=settings.area, flip=0.5)
 
-    def small(example: Example, fetch: Fetch, draw: Draw) -> Tensor:
-        image = fetch.view(example.row, draw, AugmentConfig(flip=0.5))
-        return window(image, settings.least, settings.area, draw)
-
     def make(example: Example, fetch: Fetch, draw: Draw) -> Tensor:
-        views = [fetch.view(example.row, draw.other(f"large {n}"), large) for n in range(settings.large)]
-        return torch.stack([*views, *(small(example, fetch, draw.other(f"small {n}")) for n in range(settings.small))])
+        crops = [fetch.view(example.row, draw.other(f"large {n}"), large) for n in range(settings.large)]
+        for small in (draw.other(f"small {n}") for n in range(settings.small)):
+            whole = fetch.view(example.row, small, AugmentConfig(flip=0.5))
+            crops.append(window(whole, settings.least, settings.area, small))
+        return torch.stack(crops)
 
     crops = Input(make, image_shape(settings.large + settings.small))
     return method.plus(terms={"self_distill": (weight, Part(SelfDistillTerm, settings))}, inputs={CROPS: crops})

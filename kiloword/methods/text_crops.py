@@ -88,10 +88,6 @@ class CrossPool(nn.Module):
 
     def __init__(self, dim: int, width: int, heads: int) -> None:
         super().__init__()
-        if dim % heads:
-            raise ValueError(
-                f"--settings.text-crops.heads {heads} does not divide the embedding size {dim} (--model.head.dim)."
-            )
         self.tokens = nn.Linear(width, dim)
         self.norm_query, self.norm_key = nn.LayerNorm(dim), nn.LayerNorm(dim)
         self.attention = CrossAttention(dim, heads, dim)
@@ -129,11 +125,10 @@ class TextCropsContrast(Contrast):
         "view" of a row and "group" of a column: what is normalised together; "weight": that of a pair is the product
         of its row's and its column's.
         """
-        group = batch.inputs.texts(PARTS)
-        caption, part, position = batch.image_of_text, group.image_of_text, batch.position
-        images, captions, parts = self._views(model, batch, group, encoded)
+        caption, part, position = batch.image_of_text, batch.inputs.texts(PARTS).image_of_text, batch.position
+        images, captions, parts = self._views(model, batch, encoded)
         views, n = images.shape[1], self.settings.parts
-        per_caption = 1 / torch.searchsorted(caption, _rows(batch.position, len(batch) + 1)).diff()[caption].to(images)
+        per_caption = 1 / torch.searchsorted(caption, _rows(caption, len(batch) + 1)).diff()[caption].to(images)
         place = _rows(part, len(part)) - torch.searchsorted(part, part)
         image_view = _rows(position, views).repeat(len(batch))
         weights = images.new_full((len(image_view),), 1 / views), per_caption / (n + 1)
@@ -155,7 +150,7 @@ class TextCropsContrast(Contrast):
         }
         return rows, columns
 
-    def _views(self, model: Model, batch: Batch, group: TextGroup, encoded: Encoded) -> tuple[Tensor, Tensor, Tensor]:
+    def _views(self, model: Model, batch: Batch, encoded: Encoded) -> tuple[Tensor, Tensor, Tensor]:
         """Unit vectors of images and their crops [I, 1 + small, D], of captions [T, D], of their parts [T', D]."""
         pooling, crops, host = model.head.pooling, batch.inputs.tensor(CROPS), batch.host
         assert isinstance(pooling, Single)
@@ -164,25 +159,21 @@ class TextCropsContrast(Contrast):
         words = self.from_words.keys(encoded.text_tokens)
         images = self.from_words(pooling.project_image_tokens(pooled), words, None, words_of_images(batch))
         patches = self.from_patches.keys(encoded.image_tokens[:, self.extra :])
+        captions, parts = TextGroup(batch.texts, batch.image_of_text), batch.inputs.texts(PARTS)
         sides = (
-            (encoded.text_tokens, batch.texts, batch.image_of_text, host.image_of_text),
-            (
-                model.encode_text(group.texts)[0],
-                group.texts,
-                group.image_of_text,
-                host.inputs.texts(PARTS).image_of_text,
-            ),
+            (captions, encoded.text_tokens, host.image_of_text),
+            (parts, model.encode_text(parts.texts)[0], host.inputs.texts(PARTS).image_of_text),
         )
-        captions, parts = (
+        of_captions, of_parts = (
             self.from_patches(
-                pooling.project_text_tokens(pooling.text_pool(tokens, texts)),
+                pooling.project_text_tokens(pooling.text_pool(tokens, group.texts)),
                 patches,
-                _packed(owner, here, len(batch)),
+                _packed(group.image_of_text, here, len(batch)),
                 None,
             )
-            for tokens, texts, owner, here in sides
+            for group, tokens, here in sides
         )
-        return images, captions, parts
+        return images, of_captions, of_parts
 
     def after_step(self, model: Model, step: int, done: float) -> None:
         """Move the teacher towards the student; at step 0 it becomes the student."""

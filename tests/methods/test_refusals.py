@@ -104,7 +104,7 @@ BUILT: list[tuple[str, dict[str, Any], ModelConfig, str]] = [
     ("siglip+matryoshka", {"matryoshka": {"smallest": 5000}}, size(), "5000"),
     ("llip", {"heads": 3}, size(), "heads 3"),
     ("flair", {"heads": 3}, size(), "heads 3"),
-    ("clip+text-crops", {"text_crops": {"heads": 3}}, size(), "heads 3"),
+    ("clip+text-crops", {"text_crops": {"heads": 3}}, size(), "3 heads"),
     *((f"clip+{part}", {}, size(image__trunk=TRUNK), "trunk") for part in ("self-distill", "text-crops")),
     ("clip+text-crops", {}, size(text__trunk=TRUNK), "trunk"),
     *((f"clip+{part}", {}, size(image__tower="resnet"), "transformer") for part in ("self-distill", "text-crops")),
