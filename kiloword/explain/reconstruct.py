@@ -91,12 +91,11 @@ def masked_patches(
 
     Args: images uint8 [N, 3, H, W]; texts: N captions, for attentive masks; seeds [N], for random ones.
     """
-    patches = grid(model.config.image) ** 2
     if attentive:
         scores = caption_similarity(model, images, texts, settings)
     else:
-        scores = uniform(seeds, "reconstruction.mask", patches)
-    return masking.select(scores, masking.number(settings.mim_share, patches), most=True)
+        scores = uniform(seeds, "reconstruction.mask", grid(model.config.image) ** 2)
+    return masking.select(scores, settings.mim_share, most=True)
 
 
 def reconstruct(
@@ -111,8 +110,8 @@ def reconstruct(
     painted = []
     for texts in guides:
         packing = model.text_tower.packing(texts)
-        guide = (model.text_tower(texts), packing) if settings.guide == "text" else None
-        painted.append(at_least_float(masked_images.predict(model, tokens, hidden, guide)))
+        guide = (model.text_tower(texts), packing) if settings.guide == "text" else ()
+        painted.append(at_least_float(model.more["image_decoder"](tokens, hidden, *guide)))
     if not settings.norm_pix:
         return painted
     true = masked_images.pixels(model, images, hidden, norm_pix=False)

@@ -129,8 +129,8 @@ def _masks(inputs: SheetInput) -> Draw:
         with inference(model):
             row = caption_similarity(model, inputs.pixels[i : i + 1], inputs.encoded(inputs.texts[t]), settings)
         n, image = row.shape[1], inputs.large[i]
-        most = masking.select(row, masking.number(high, n), most=True)
-        least = masking.select(row, masking.number(low, n), most=False)
+        most = masking.select(row, high, most=True)
+        least = masking.select(row, low, most=False)
         panels = [
             Panel(overlay(image, _grid(row[0] - row.min()), LARGE), "similarity to the caption"),
             Panel(_cover(image, most, n), "masked for the image decoder", f"the {high:.0%} most similar"),

@@ -99,7 +99,7 @@ def test_the_highest_and_the_lowest(rows: list[list[int]], n: int) -> None:
     """Ties go to the first; places ascend; the others are what is left."""
     scored = torch.tensor(rows).float()
     for most, pick in ((True, highest), (False, lowest)):
-        found = masking.select(scored, n, most)
+        found = masking.select(scored, n / 6, most)
         assert found.tolist() == [pick(row, n) for row in rows]
         left = masking.complement(found, 6)
         assert left.tolist() == [[p for p in range(6) if p not in row] for row in found.tolist()]

@@ -19,11 +19,10 @@ from kiloword.config.settings import ABOVE_0, BELOW_1, BaseSettings, setting
 from kiloword.methods import clip
 from kiloword.methods.coca import masking
 from kiloword.methods.coca.masking import MaskSettings
-from kiloword.methods.method import Component, Method, Part, Term, weight_at
+from kiloword.methods.method import Component, Method, Part, Term
 from kiloword.model.attention import Packing
 from kiloword.model.blocks import Keys
 from kiloword.model.decoder import TextDecoder
-from kiloword.model.image import grid
 from kiloword.model.model import Model
 from kiloword.randomness import uniform
 from kiloword.types import Batch, Encoded, Texts
@@ -161,15 +160,7 @@ class CaptionLoss(NextWords):
     @staticmethod
     def towers(config: ModelConfig, settings: CaptionSettings) -> ModelConfig:
         check_causal(config.text)
-        if settings.caption_mask == "none":
-            return config
         return masking.towers(config, settings.caption_mask, settings.caption_op)
-
-    def __init__(self, config: ModelConfig, settings: CaptionSettings) -> None:
-        super().__init__(config, settings)
-        self.window = masking.in_window(1.0, settings)
-        if settings.caption_mask != "none":
-            self.masked = masking.number(settings.caption_share, grid(config.image) ** 2)
 
     def count(self, batch: Batch) -> Tensor:
         if self.settings.caption_reduction == "captions":
@@ -177,23 +168,17 @@ class CaptionLoss(NextWords):
         return super().count(batch)
 
     def forward(self, model: Model, batch: Batch, encoded: Encoded) -> Tensor:
-        keys = decoder_of(model).remember(self._memory(model, batch, encoded))
+        s, memory = self.settings, encoded.image_tokens
+        if s.caption_mask != "none" and s.masks_from <= encoded.done < s.masks_until:
+            how = (s.caption_mask, s.caption_share, s.caption_op)
+            *_, memory = masking.masked(model, batch, encoded, s, how, most=False, purpose="caption.mask")
+        keys = decoder_of(model).remember(model.memory(memory))
         shared = None if len(keys[0][0]) == len(batch.texts) else batch
         parallel = None
-        if self.settings.parallel:
-            drawn = uniform(batch.seeds, "caption.parallel", 1)[:, 0]
-            parallel = (drawn < self.settings.parallel)[batch.image_of_text]
+        if s.parallel:
+            parallel = (uniform(batch.seeds, "caption.parallel", 1)[:, 0] < s.parallel)[batch.image_of_text]
         texts, tokens = batch.texts, encoded.text_tokens
-        return caption_loss(model, texts, tokens, keys, self.settings.smoothing, shared=shared, parallel=parallel)
-
-    def _memory(self, model: Model, batch: Batch, encoded: Encoded) -> Tensor:
-        """Memory of the images: one row per image, or per caption where each caption has a mask."""
-        mask = self.settings.caption_mask
-        if mask == "none" or not weight_at(self.window, encoded.done):
-            return model.memory(encoded.image_tokens)
-        images, scored = masking.scored(model, batch, encoded, self.settings, mask, "caption.mask")
-        hidden = masking.select(scored, self.masked, most=False)
-        return model.memory(masking.visible(model, images, hidden, self.settings.caption_op))
+        return caption_loss(model, texts, tokens, keys, s.smoothing, shared=shared, parallel=parallel)
 
 
 def decoder_of(model: Model) -> TextDecoder:

@@ -22,6 +22,8 @@ from kiloword.randomness import uniform
 from kiloword.types import Batch, Encoded, Texts
 
 Mask = Literal["attentive", "random"]
+Operation = Literal["token", "drop"]
+How = tuple[Mask, float, Operation]  # with the share of masked patches
 CAPTIONS = 256  # captions scored at once: each copies the patches of its image
 
 
@@ -46,23 +48,32 @@ def in_window(weight: float, settings: MaskSettings) -> Weight:
 def towers(config: ModelConfig, mask: str, op: str) -> ModelConfig:
     """The configuration of towers for masked patches, with a token for them where `op` is "token".
 
-    Raises: ValueError for a ResNet, and as `check` for attentive masks.
+    Raises: ValueError for a ResNet or images of one patch, and as `check` for attentive masks.
     """
+    if mask == "none":
+        return config
     check_vit(config.image, "masking of patches")
+    if grid(config.image) < 2:
+        raise ValueError("images of one patch cannot be masked in part: use smaller patches or larger images.")
     if mask == "attentive":
         check(config)
     return replace(config, image=replace(config.image, mask_token=True)) if op == "token" else config
 
 
-def scored(
-    model: Model, batch: Batch, encoded: Encoded, settings: MaskSettings, mask: Mask, purpose: str
-) -> tuple[Tensor, Tensor]:
-    """Images and the scores of their patches [N, P]: for attentive masks one row per caption, for random ones one per
-    image, whatever its captions.
+def masked(
+    model: Model, batch: Batch, encoded: Encoded, settings: MaskSettings, how: How, most: bool, purpose: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Images, their masked patches [N, m] as `select` chooses them, and tokens as of `visible`.
+
+    Attentive masks make a row of each caption, random ones a row of each image, whatever its captions.
     """
+    mask, share, op = how
     if mask == "attentive":
-        return batch.images[batch.image_of_text], scores(model, batch, encoded, settings)
-    return batch.images, uniform(batch.seeds, purpose, grid(model.config.image) ** 2)
+        images, scored = batch.images[batch.image_of_text], scores(model, batch, encoded, settings)
+    else:
+        images, scored = batch.images, uniform(batch.seeds, purpose, grid(model.config.image) ** 2)
+    hidden = select(scored, share, most)
+    return images, hidden, visible(model, images, hidden, op)
 
 
 def scores(model: Model, batch: Batch, encoded: Encoded, settings: MaskSettings) -> Tensor:
@@ -127,10 +138,10 @@ def countable(texts: Texts, packing: Packing, config: TextConfig, settings: Mask
     return is_word | (inside & empty[packing.text])
 
 
-def select(scored: Tensor, n: int, most: bool) -> Tensor:
-    """Indices of the n patches of largest (or smallest) score [N, P], ascending: [N, n] int64; ties: the first."""
+def select(scored: Tensor, share: float, most: bool) -> Tensor:
+    """Indices of a share of the patches, of most (or least) score [N, P], ascending: [N, m] int64; ties: the first."""
     order = scored.argsort(dim=1, descending=most, stable=True)
-    return order[:, :n].sort(1).values
+    return order[:, : number(share, scored.shape[1])].sort(1).values
 
 
 def complement(masked: Tensor, patches: int) -> Tensor:
@@ -144,7 +155,7 @@ def as_bool(masked: Tensor, patches: int) -> Tensor:
     return masked.new_zeros(len(masked), patches, dtype=torch.bool).scatter(1, masked, True)
 
 
-def visible(model: Model, images: Tensor, hidden: Tensor, op: Literal["token", "drop"]) -> Tensor:
+def visible(model: Model, images: Tensor, hidden: Tensor, op: Operation) -> Tensor:
     """Tokens of images [N, 3, H, W] whose patches `hidden` [N, m] are masked by a token, or dropped."""
     patches = grid(model.config.image) ** 2
     if op == "drop":
@@ -153,7 +164,5 @@ def visible(model: Model, images: Tensor, hidden: Tensor, op: Literal["token", "
 
 
 def number(share: float, patches: int) -> int:
-    """Number of masked patches for a share of P: at least one masked, one visible. Raises: ValueError if impossible."""
-    if patches < 2:
-        raise ValueError("images of one patch cannot be masked in part: use smaller patches or larger images.")
+    """Number of masked patches for a share of P: at least one masked, one visible."""
     return min(max(1, round(share * patches)), patches - 1)

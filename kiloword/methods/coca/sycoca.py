@@ -19,7 +19,6 @@ from kiloword.config.settings import ABOVE_0, BELOW_1, setting
 from kiloword.methods.coca import coca, masking
 from kiloword.methods.coca.masking import Mask, MaskSettings
 from kiloword.methods.method import Component, Method, Part, Term
-from kiloword.model.attention import Packing
 from kiloword.model.blocks import take
 from kiloword.model.decoder import ImageDecoder
 from kiloword.model.image import grid, unfold
@@ -121,27 +120,15 @@ class MaskedImages(Term):
 
     def forward(self, model: Model, batch: Batch, encoded: Encoded) -> Tensor:
         of, s = batch.image_of_text, self.settings
-        images, scored = masking.scored(model, batch, encoded, s, s.mim_mask, "mim.mask")
-        hidden = masking.select(scored, self.hidden, most=True)
-        tokens = masking.visible(model, images, hidden, s.mim_op)
+        how = (s.mim_mask, s.mim_share, s.mim_op)
+        images, hidden, tokens = masking.masked(model, batch, encoded, s, how, most=True, purpose="mim.mask")
         if self.by_caption and len(images) != len(of):
             images, hidden, tokens = images[of], hidden[of], tokens.index_select(0, of)
-        guide = (encoded.text_tokens, model.text_tower.packing(batch.texts)) if s.guide == "text" else None
-        predicted = predict(model, tokens, hidden, guide)
+        guide = (encoded.text_tokens, model.text_tower.packing(batch.texts)) if s.guide == "text" else ()
+        predicted = model.more["image_decoder"](tokens, hidden, *guide)
         if s.mim_target == "tokens":
             return distance(predicted, trunk_tokens(model, images, hidden)).sum()
         return distance(predicted, pixels(model, images, hidden, s.norm_pix)).sum()
-
-
-def predict(model: Model, tokens: Tensor, hidden: Tensor, guide: tuple[Tensor, Packing] | None) -> Tensor:
-    """Predicted pixels [N, m, 3 * patch^2] of masked patches, or their tokens [N, m, W'].
-
-    Args: tokens [N, E + P, W]: of the image tower; hidden [N, m]; guide: packed text tokens [S, W], text n for image n.
-    """
-    decoder = model.more["image_decoder"]
-    assert isinstance(decoder, ImageDecoder)
-    predicted: Tensor = decoder(tokens, hidden, *(guide or (None, None)))
-    return predicted
 
 
 def pixels(model: Model, images: Tensor, hidden: Tensor, norm_pix: bool) -> Tensor:
