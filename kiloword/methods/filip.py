@@ -81,12 +81,8 @@ def maxsim(method: Method, settings: MaxSimSettings) -> Method:
 
     Raises: ValueError for a method that does not pool each image and each text into one vector, or without pair loss.
     """
-    if method.pooling.kind is not Single or method.uncertainty is not None or method.several_scores:
-        raise ValueError(
-            f"{method.name} does not pool images and texts into one vector each: maxsim replaces such a pooling alone."
-        )
-    if method.pair_weight == 0:
-        raise ValueError(f"{method.name} has no pair loss, whose score maxsim would change.")
+    if method.pooling.kind is not Single or method.uncertainty is not None or method.pair_weight == 0:
+        raise ValueError(f"maxsim replaces a pair loss's score of one vector each, which {method.name} has not.")
     return with_whole(replace(method, pooling=Part(MaxSim, settings)), settings.whole)
 
 
@@ -98,9 +94,7 @@ def with_whole(method: Method, weight: float) -> Method:
     if not weight:
         return method
     if method.prepare is not None:
-        raise ValueError(
-            f"{method.name} prepares one head before training, not that of --settings.maxsim.whole: use 0."
-        )
+        raise ValueError(f"{method.name} prepares one head before training: use --settings.maxsim.whole 0.")
     plain = softmax_loss if method.pair_loss is filip_loss else method.pair_loss
     loss = nested(method.pair_loss, lambda _: [WHOLE], weight, plain)
     return replace(method, further=(*method.further, whole_head), pair_loss=loss)

@@ -59,9 +59,7 @@ def attended(method: Method, settings: FlairSettings) -> Method:
     if method.pair_loss is not sigmoid_loss:
         raise ValueError(f"{method.name} has no sigmoid loss, which flair has twice: add +sigmoid, or use siglip.")
     if method.pooling.kind is not Single or method.uncertainty is not None:
-        raise ValueError(
-            f"{method.name} does not pool images into one vector each: flair replaces such a pooling alone."
-        )
+        raise ValueError(f"attended replaces a pooling of one vector each, which {method.name} has not.")
     return replace(
         method,
         pooling=Part(Attended, settings),

@@ -6,10 +6,9 @@ Source: arXiv:2405.10286. The teacher is frozen and sees images without augmenta
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -18,14 +17,10 @@ from kiloword.config.settings import ABOVE_0, BaseSettings, setting
 from kiloword.losses.many import Balanced, supcon_loss
 from kiloword.losses.pairs import sigmoid_loss
 from kiloword.methods import clip, siglip
-from kiloword.methods.fff import bias_search
+from kiloword.methods.fff.bias_search import search
 from kiloword.methods.method import Component, Method
 from kiloword.model.pooling import at_least_float
-from kiloword.types import Batch, Pairs, Positives, Rule
-
-if TYPE_CHECKING:
-    from kiloword.training.step import Learner
-
+from kiloword.types import Pairs, Positives, Rule
 
 MISSING = ", as missing features have cosine 0 and must not match"
 
@@ -117,10 +112,7 @@ class MinedPositives(Rule):
     """Positives by eq. 2. Pairs without teacher features (composed examples, missing rows) match if annotated."""
 
     settings: Mined
-
-    @property
-    def mined(self) -> bool:
-        return True
+    mined = True
 
     def __call__(self, pairs: Pairs) -> Tensor:
         """[i, t] in {0, 1}."""
@@ -195,14 +187,10 @@ def searched(method: Method, settings: BiasSearch) -> Method:
     if settings.bias_search == "none":
         return method
     if method.scale.bias is None or method.several_scores or method.prepare is not None:
-        has = "already searches" if method.prepare else "has several heads with" if method.scale.bias else "has no"
-        raise ValueError(f"{method.name} {has} a bias, of which bias-search sets one: omit it, or add +sigmoid.")
-    how, n = settings.bias_search, settings.bias_batches
-
-    def prepare(learner: Learner, batches: Iterator[Batch]) -> str:
-        return bias_search.search(learner, batches, how, n)
-
-    return replace(method, prepare=prepare)
+        raise ValueError(
+            f"{method.name} has no bias, or several, or searches it already: add +sigmoid, or omit bias-search."
+        )
+    return replace(method, prepare=partial(search, how=settings.bias_search, n=settings.bias_batches))
 
 
 def supcon(method: Method, settings: SupCon) -> Method:
