@@ -24,7 +24,7 @@ from kiloword.methods.clic import (
 )
 from kiloword.methods.negatives import contrast, swapped, without
 from kiloword.methods.registry import preset
-from kiloword.types import BadSample, Record, TextGroup
+from kiloword.types import BadSample, Record
 from parts import agree, blocks, cosine, drawn, ids_of, loader, mean, units
 
 
@@ -101,28 +101,31 @@ def test_positives_are_two_orders_then_further_sentences() -> None:
     assert sorted(map(sorted, further)) == [["it is red", "it runs"], ["it runs", "it sits"]]
 
 
-class Two:
-    """A red image of dogs and a blue one of cats."""
+class Said:
+    """A red and a blue image with captions, and bad rows where there are none."""
 
-    name, fingerprint = "two", "0"
-    said = (["a dog"], ["a cat"])
+    name, fingerprint = "said", "0"
+
+    def __init__(self, *said: list[str]) -> None:
+        self.said = said
 
     def __len__(self) -> int:
-        return 2
+        return len(self.said)
 
     def record(self, row: int) -> Record:
+        if not self.said[row]:
+            raise BadSample("gone")
         image = np.zeros((32, 32, 3), np.uint8)
         image[..., 2 * row] = 255
-        return Record(str(row), image, list(self.said[row]))
+        return Record(str(row), image, self.said[row])
 
 
 def test_a_batch_has_both_images_in_one_and_both_captions() -> None:
     tokenizer = Tokenizer.train(["a dog. a cat."] * 9, 300)
-    made = loader(Two(), preset("clip+clic").inputs, rows=2, tokenizer=tokenizer, seed=3).batch(0)
-    images, positives, negatives = (made.inputs[name] for name in (IMAGES, POSITIVES, NEGATIVES))
-    assert (images.sum((2, 3)) == 255 * 16 * 32 * torch.tensor([1, 0, 1])).all()
-    assert isinstance(positives, TextGroup)
-    assert isinstance(negatives, TextGroup)
+    source = Said(["a dog"], ["a cat"])
+    made = loader(source, preset("clip+clic").inputs, rows=2, tokenizer=tokenizer, seed=3).batch(0)
+    positives, negatives = (made.inputs.texts(name) for name in (POSITIVES, NEGATIVES))
+    assert (made.inputs.tensor(IMAGES).sum((2, 3)) == 255 * 16 * 32 * torch.tensor([1, 0, 1])).all()
     said, wrong = ([tokenizer.decode(ids) for ids in ids_of(group.texts)] for group in (positives, negatives))
     assert [set(said[:2]), set(said[2:])] == [{"a dog. a cat.", "a cat. a dog."}] * 2
     assert all(re.fullmatch("a (dog|cat). a (dog|cat).", text) for text in wrong)
@@ -192,16 +195,5 @@ def test_a_caption_of_a_book_is_swapped_at_once() -> None:
 
 
 def test_captions_without_negatives_are_counted() -> None:
-    class Few:
-        name, fingerprint = "few", "0"
-
-        def __len__(self) -> int:
-            return 3
-
-        def record(self, row: int) -> Record:
-            if row == 2:
-                raise BadSample("gone")
-            return Record("k", b"", [["a dog", "dogs run"], ["it is"]][row])
-
-    assert "2 of the first 3 captions" in without(Few())
+    assert "2 of the first 3 captions" in without(Said(["a dog", "dogs run"], ["it is"], []))
     assert "of the first 64 captions" in without(open_source("scenes:train?n=64&captions=1", 32))

@@ -132,12 +132,6 @@ def test_partners_come_from_the_whole_data_set_and_change_every_epoch() -> None:
     assert all(len(set(others)) > n / 2 for others in pairs.values())
 
 
-def test_a_fixed_partner_stays() -> None:
-    batches = epochs(3, rho=1.0, partner="fixed")
-    met = {(own, int(image[0, -1, -1])) for rows, one in batches for own, image in zip(rows, one.images, strict=True)}
-    assert len(met) == ROWS
-
-
 def test_a_subset_of_rows_has_partners_from_the_whole_data_set() -> None:
     order = Order(40, BATCH, 1, of=ROWS)
     part, visited, partners = maps(order, rho=1.0), set[int](), set[int]()

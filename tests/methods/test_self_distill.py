@@ -8,12 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kiloword.data.open import open_source
-from kiloword.methods.registry import preset
 from kiloword.methods.self_distill import CROPS, cross_entropy
 from kiloword.training.step import backward
 from kiloword.verify.batch import MethodChoice, batch
-from parts import after_step, agree, drawn, learner, loader
+from parts import after_step, agree, drawn, learner
 
 NAME = "siglip+self-distill"
 SETTINGS = {"self_distill": {"large": 2, "small": 2, "prototypes": 24, "hidden": 16}}
@@ -77,14 +75,3 @@ def test_a_step_with_infinite_outputs_leaves_the_centre() -> None:
         term(made.model, data, made.encode(data))
     after_step(made, 1)
     assert not term.centre.any()
-
-
-def test_small_crops_are_windows_of_the_image() -> None:
-    def crops(step: int) -> Any:
-        return loader(open_source("scenes:train?n=8", 32), preset(NAME).inputs).batch(step).inputs[CROPS]
-
-    first = crops(0)
-    assert first.shape == (8, 6, 3, 32, 32)
-    assert torch.equal(first, crops(0))
-    assert not torch.equal(first, crops(1))
-    assert not torch.equal(first[:, 2], first[:, 3])

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from kiloword.data.open import open_source
-from kiloword.methods.slip import VIEWS, nt_xent
+from kiloword.methods.registry import preset
+from kiloword.methods.slip import nt_xent
 from kiloword.types import Record, Source
 from kiloword.verify.batch import batch
 from parts import agree, blocks, cosine, learner, loader, losses, mean, units
@@ -73,12 +74,17 @@ class Stored:
         return replace(SCENES.record(row), tokens=self)
 
 
-def views(step: int, source: Source = SCENES) -> Any:
-    return loader(source, learner("slip").method.inputs).batch(step).inputs[VIEWS]
+@pytest.mark.parametrize(("name", "count"), [("slip", 2), ("siglip+self-distill", 6)])
+def test_views_differ_from_each_other_and_between_epochs_but_not_between_runs(name: str, count: int) -> None:
+    inputs = preset(name).inputs
 
+    def views(step: int, source: Source = SCENES) -> Any:
+        return loader(source, inputs).batch(step).inputs[next(iter(inputs))]
 
-def test_views_differ_between_epochs_and_not_between_runs() -> None:
-    assert torch.equal(views(0), views(0))
-    assert not torch.equal(views(0).sum((1, 2, 3, 4)).sort().values, views(1).sum((1, 2, 3, 4)).sort().values)
+    first = views(0)
+    assert first.shape == (8, count, 3, 32, 32)
+    assert torch.equal(first, views(0))
+    assert not torch.equal(first.sum((1, 2, 3, 4)).sort().values, views(1).sum((1, 2, 3, 4)).sort().values)
+    assert not torch.equal(first[:, -1], first[:, -2])
     with pytest.raises(ValueError, match="--image-features"):
         views(0, Stored())
