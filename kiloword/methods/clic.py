@@ -23,7 +23,7 @@ from kiloword.data.transforms.partner import another
 from kiloword.distributed.collectives import sum_over_ranks
 from kiloword.losses.pairs import logsumexp_over_ranks
 from kiloword.methods.method import Component, Method, Part, ScaledContrast
-from kiloword.methods.negatives import WORD, content_words, counted
+from kiloword.methods.negatives import WORD, content_words, without
 from kiloword.methods.sub_captions import sentences_of
 from kiloword.model.model import Model
 from kiloword.randomness import Draw
@@ -36,7 +36,6 @@ from kiloword.types import (
     Input,
     PairBlocks,
     Pairs,
-    Source,
     Total,
     image_shape,
 )
@@ -71,7 +70,7 @@ def clic(method: Method, settings: ClicSettings) -> Method:
     inputs = {
         IMAGES: Input(partial(make, IMAGES), image_shape(), pixels=PIXELS),
         POSITIVES: Input(partial(make, POSITIVES)),
-        NEGATIVES: Input(partial(make, NEGATIVES), note=without),
+        NEGATIVES: Input(partial(make, NEGATIVES), note=partial(without, name="clic", words=1)),
     }
     return method.plus(contrasts={"clic": (settings.weight, Part(ClicContrast, settings))}, inputs=inputs)
 
@@ -130,11 +129,6 @@ def _in_any_order(one: str, two: str, rng: np.random.Generator) -> str:
 
 def _stopped(*sentences: str) -> str:
     return " ".join(text if text.endswith((".", "!", "?")) else f"{text}." for text in map(str.strip, sentences))
-
-
-def without(source: Source) -> str:
-    """How many captions of the first rows have no word to swap."""
-    return f"clic: {counted(source, lambda caption: not content_words(caption))} have no word to swap, and no negative"
 
 
 class ClicContrast(ScaledContrast):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -86,23 +86,18 @@ def negatives(method: Method, settings: NegativeSettings) -> Method:
         return [text for caption in example.captions if (text := swapped(caption, rng)) is not None]
 
     contrast = settings.weight, Part(NegativesContrast)
-    return method.plus(contrasts={"negatives": contrast}, inputs={SWAPPED: Input(make, note=without)})
+    inputs = {SWAPPED: Input(make, note=partial(without, name="negatives", words=2))}
+    return method.plus(contrasts={"negatives": contrast}, inputs=inputs)
 
 
-def without(source: Source) -> str:
-    """How many captions of the first rows have no two words to swap."""
-    rng = np.random.default_rng(0)
-    lacking = counted(source, lambda caption: swapped(caption, rng) is None)
-    return f"negatives: {lacking} have no two words to swap, and no negative"
-
-
-def counted(source: Source, lacks: Callable[[str], bool]) -> str:
-    """How many captions of the first rows lack something, in words; unreadable rows are omitted."""
+def without(source: Source, name: str, words: int) -> str:
+    """A note on captions of the first rows with fewer different words to swap than that; bad rows are omitted."""
     captions: list[str] = []
     for row in range(min(LOOKED, len(source))):
         with suppress(BadSample):
             captions += texts_of(source, row)
-    return f"{sum(map(lacks, captions))} of the first {len(captions):,} captions"
+    lacking = sum(len({word[0].lower() for word in content_words(caption)}) < words for caption in captions)
+    return f"{name}: {lacking} of the first {len(captions):,} captions lack words to swap, and have no negative"
 
 
 class NegativesContrast(ScaledContrast):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle
@@ -122,21 +121,20 @@ def distillation(pairs: PairBlocks, teachers: dict[str, float]) -> Total:
     return Total(pairs.total(loss), row_norms.new_full((), float(pairs.shape[0])))
 
 
-def _logits(block: Pairs, teachers: dict[str, float]) -> Iterator[Tensor]:
-    """Logits [i, t] of the student and of every teacher; minus infinity where a teacher lacks features."""
+def _logits(block: Pairs, teachers: dict[str, float]) -> Tensor:
+    """Logits [1 + K, i, t] of the student and of every teacher; minus infinity where a teacher lacks features."""
     sides = [(block.images[f"image_features.{n}"], block.texts[f"text_features.{n}"]) for n in teachers]
     seen = torch.stack([image.any(1)[:, None] & text.any(1) for image, text in sides]).all(0)
-    yield block.logits.detach().masked_fill(~seen, -torch.inf)
-    for (image, text), scale in zip(sides, teachers.values(), strict=True):
-        cosines = image.to(block.logits) @ text.to(block.logits).T
-        yield (scale * cosines).masked_fill(~seen, -torch.inf)
+    z = block.logits.detach()
+    taught = [s * (image.to(z) @ text.to(z).T) for (image, text), s in zip(sides, teachers.values(), strict=True)]
+    return torch.stack([z, *taught]).masked_fill(~seen, -torch.inf)
 
 
 def _norms(pairs: PairBlocks, teachers: dict[str, float]) -> tuple[Tensor, Tensor]:
     """Log-sum-exps of the student and every teacher: of rows [1 + K, I] and, over all ranks, of columns [1 + K, T]."""
     norms: list[Tensor] = []
     for rows, columns in pairs.blocks():
-        logits = torch.stack(list(_logits(pairs.block(rows, columns), teachers)))
+        logits = _logits(pairs.block(rows, columns), teachers)
         norms = norms or [logits.new_full((len(logits), size), -torch.inf) for size in pairs.shape]
         for side, part, dim in ((norms[0], rows, 2), (norms[1], columns, 1)):
             side[:, part] = torch.logaddexp(side[:, part], logits.logsumexp(dim))

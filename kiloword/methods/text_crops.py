@@ -157,7 +157,8 @@ class TextCropsContrast(Contrast):
         of_crops = pooling.image_pool(model.image_tokens(crops.flatten(0, 1))).unflatten(0, crops.shape[:2])
         pooled = torch.cat([pooling.image_pool(encoded.image_tokens)[:, None], of_crops], 1)
         words = self.from_words.keys(encoded.text_tokens)
-        images = self.from_words(pooling.project_image_tokens(pooled), words, None, words_of_images(batch))
+        packing = Packing.of(by_image(batch.texts, batch))  # the words of all captions of an image as one text
+        images = self.from_words(pooling.project_image_tokens(pooled), words, None, packing)
         patches = self.from_patches.keys(encoded.image_tokens[:, self.extra :])
         captions, parts = TextGroup(batch.texts, batch.image_of_text), batch.inputs.texts(PARTS)
         sides = (
@@ -186,11 +187,6 @@ class TextCropsContrast(Contrast):
 
 def _rows(like: Tensor, n: int) -> Tensor:
     return torch.arange(n, device=like.device)
-
-
-def words_of_images(batch: Batch) -> Packing:
-    """The words of all captions of an image as one text."""
-    return Packing.of(by_image(batch.texts, batch))
 
 
 def _packed(owner: Tensor, on_host: Tensor, n: int) -> Packing:

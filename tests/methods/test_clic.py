@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from kiloword.methods.clic import (
     joined,
     swapped_across,
 )
-from kiloword.methods.negatives import contrast, swapped, without
+from kiloword.methods.negatives import SWAPPED, contrast, swapped
 from kiloword.methods.registry import preset
 from kiloword.types import BadSample, Record
 from parts import agree, blocks, cosine, drawn, ids_of, loader, mean, units
@@ -195,5 +196,8 @@ def test_a_caption_of_a_book_is_swapped_at_once() -> None:
 
 
 def test_captions_without_negatives_are_counted() -> None:
-    assert "2 of the first 3 captions" in without(Said(["a dog", "dogs run"], ["it is"], []))
-    assert "of the first 64 captions" in without(open_source("scenes:train?n=64&captions=1", 32))
+    few, scenes = Said(["a dog", "dogs run"], ["it is"], []), open_source("scenes:train?n=64&captions=1", 32)
+    for name, key, lacking in (("negatives", SWAPPED, 2), ("clic", NEGATIVES, 1)):
+        note: Any = preset(f"clip+{name}").inputs[key].note
+        assert f"{lacking} of the first 3 captions" in note(few)
+        assert "of the first 64 captions" in note(scenes)
