@@ -272,6 +272,7 @@ class Component:
     settings: type  # frozen dataclass of its settings
     apply: Callable[[Method, Any], Method]  # takes the method and the settings; raises ValueError for incompatible ones
     vectors: str = ""  # what a text is, as "caption", where it compares a trained vector of each with one of each image
+    gaussians: bool = False  # whether it compares Gaussians
 
 
 def check_vectors(method: Method, component: str, text: str) -> None:

@@ -16,7 +16,7 @@ from kiloword.losses.pairs import sigmoid_loss, softmax_loss
 from kiloword.methods.method import Component, Method
 from kiloword.methods.prolip.gaussian import GaussianSettings
 from kiloword.methods.prolip.inclusion import InclusionSettings
-from kiloword.methods.prolip.preset import bidirectional, check_gaussian, included, with_gaussian
+from kiloword.methods.prolip.preset import bidirectional, included, with_gaussian
 from kiloword.model.heads import Head, Pooling, Scale
 from kiloword.types import PairBlocks, PairLoss, Pairs, Positives, Total
 
@@ -72,8 +72,7 @@ def preset(settings: Settings) -> Method:
 
 
 def matched(method: Method, settings: Matching) -> Method:
-    """Use PCME++'s loss, with its scale and bias of distances. Raises: ValueError for a method without Gaussians."""
-    check_gaussian(method, "matching compares Gaussians")
+    """Use PCME++'s loss, with its scale and bias of distances."""
     loss = partial(matching_loss, pseudo=settings.pseudo, reduction=settings.reduction)
     return replace(method, pair_loss=loss, scale=Scale(settings.scale, settings.bias, distance=True))
 
@@ -81,9 +80,8 @@ def matched(method: Method, settings: Matching) -> Method:
 def deterministic(method: Method, settings: Deterministic) -> Method:
     """Add a loss on the means of Gaussians: PCME++ and CLIP, or ProLIP and SigLIP.
 
-    Raises: ValueError for a method without Gaussians or with several vectors per image.
+    Raises: ValueError for a method with several vectors per image.
     """
-    check_gaussian(method, "deterministic adds a loss on the means of Gaussians")
     if not method.pooling.kind.one_vector:
         raise ValueError(
             "deterministic compares one mean per image with one per text, but the pooling of "
@@ -156,8 +154,10 @@ def with_means(
 
 
 COMPONENTS = {
-    "matching": Component("pair loss", "binary classification by the distance of Gaussians", Matching, matched),
+    "matching": Component(
+        "pair loss", "binary classification by the distance of Gaussians", Matching, matched, gaussians=True
+    ),
     "deterministic": Component(
-        "deterministic", "auxiliary loss on the means of Gaussians", Deterministic, deterministic
+        "deterministic", "auxiliary loss on the means of Gaussians", Deterministic, deterministic, gaussians=True
     ),
 }

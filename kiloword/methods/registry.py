@@ -198,6 +198,8 @@ def _with(method: Method, word: str, part: Component, settings: Any) -> Method:
         raise ValueError(f"{method.name} has no pair loss, which {word} would change: omit +{word}.")
     if part.vectors:
         check_vectors(method, word, part.vectors)
+    if part.gaussians and method.uncertainty is None:
+        raise ValueError(f"{word} compares Gaussians, but {method.name} has none: add +gaussian.")
     if part.slot == "pair loss" and method.further:
         raise ValueError(
             f"{method.name} scores pairs in several ways, each with a loss, of which {word} would keep one."

@@ -41,8 +41,7 @@ def csd(a: Features, b: Features) -> Tensor:
 
     Source: eq. 1.
     """
-    distance = (at_least_float(a["vec"]) - at_least_float(b["vec"])).square().sum(-1)
-    return distance + variance_sum(a) + variance_sum(b)
+    return _gap(a, b)[0].square().sum(-1) + variance_sum(a) + variance_sum(b)
 
 
 def log_inclusion(a: Features, b: Features, eps: float = 0.0, form: Form = "paper") -> Tensor:

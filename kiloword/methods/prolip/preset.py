@@ -49,9 +49,8 @@ def with_gaussian(method: Method, settings: GaussianSettings) -> Method:
 def included(method: Method, settings: InclusionSettings) -> Method:
     """Add the inclusion terms and the information bottleneck, except those of weight 0.
 
-    Raises: ValueError for a method without Gaussians, or with inclusion terms already.
+    Raises: ValueError for a method with inclusion terms already.
     """
-    check_gaussian(method, "inclusion compares Gaussians")
     if "image_in_text" in method.terms:
         raise ValueError(f"{method.name} has inclusion terms already: omit +inclusion, they are in its settings.")
     every: dict[str, tuple[float, type[Term]]] = {
@@ -66,24 +65,14 @@ def included(method: Method, settings: InclusionSettings) -> Method:
     return replace(method, terms={**method.terms, **added})
 
 
-def ppcl(method: Method, settings: siglip.Settings) -> Method:
-    """Use SigLIP's loss, scale and bias over Gaussians (eq. 2). Raises: ValueError for a method without Gaussians."""
-    check_gaussian(method, "ppcl compares Gaussians")
-    return siglip.sigmoid(method, settings)
-
-
-def check_gaussian(method: Method, why: str) -> None:
-    """Raises: ValueError for a method whose features are no Gaussians."""
-    if method.uncertainty is None:
-        raise ValueError(f"{why}, but {method.name} has none: add +gaussian.")
-
-
 COMPONENTS = {
     "gaussian": Component(
         "uncertainty", "features are Gaussians, read from an uncertainty token", GaussianSettings, with_gaussian
     ),
-    "ppcl": Component("pair loss", "binary classification of all pairs of Gaussians", siglip.Settings, ppcl),
+    "ppcl": Component(  # eq. 2
+        "pair loss", "binary classification of all pairs of Gaussians", siglip.Settings, siglip.sigmoid, gaussians=True
+    ),
     "inclusion": Component(
-        "terms", "general ones include specific ones (needs Gaussians)", InclusionSettings, included
+        "terms", "general ones include specific ones (needs Gaussians)", InclusionSettings, included, gaussians=True
     ),
 }
