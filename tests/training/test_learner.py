@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
@@ -11,27 +10,25 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from kiloword.config.recipes import OptimConfig, sizes
-from kiloword.losses.pairs import Blocks, sigmoid_loss, softmax_loss
+from kiloword.losses.pairs import sigmoid_loss, softmax_loss
 from kiloword.methods.defaults import default_recipe
 from kiloword.methods.method import Method, Part, Term, annotated
 from kiloword.methods.registry import preset
 from kiloword.model.blocks import Init
-from kiloword.model.heads import Head, Scale, Single
-from kiloword.model.model import initialise
 from kiloword.models.build import build
 from kiloword.training import muon, optimizer
 from kiloword.training.optimizer import Average, Muon, Optimizer, schedule, warmup_steps
 from kiloword.training.setup import make_learner
-from kiloword.training.step import Learner, backward
-from kiloword.types import Batch, Encoded, Features, Pairs, Positives
+from kiloword.training.step import Learner
+from kiloword.types import Batch, Encoded
 from kiloword.verify.batch import batch
 from kiloword.verify.suite import learner
+from parts import blocks, cosine, gradients, units
 
 CONFIG = sizes()["debug"]
 NAMES = ("clip", "siglip")
@@ -64,65 +61,25 @@ def literal_sigmoid(logits: Tensor, y: Tensor) -> Tensor:
     return total / len(logits)
 
 
-def some(pred: Callable[[Tensor, Tensor], Tensor]) -> Positives:
-    """Positives that a rule on the positions decides."""
-    return lambda pairs: pred(pairs.images["position"][:, None], pairs.texts["position"][None]).to(pairs.logits.dtype)
-
-
-POSITIVES: dict[str, Positives] = {
-    "annotated": annotated,  # several texts an image
-    "mined": some(lambda i, t: (i - t) % 3 == 0),  # several images a text as well
-    "few": some(lambda i, t: (i == t) & (i != 2)),  # an image, and its texts, without any
-}
-
-
-def features(n: int, position: list[int], seed: int) -> Features:
-    vec = torch.randn(n, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-    return {"vec": F.normalize(vec, dim=1).requires_grad_(), "position": torch.tensor(position)}
-
-
-@pytest.mark.parametrize("chunk", [0, 1, 2, 3, 100])
-@pytest.mark.parametrize("which", list(POSITIVES))
-@pytest.mark.parametrize(("loss", "literal"), [(softmax_loss, literal_softmax), (sigmoid_loss, literal_sigmoid)])
-def test_pair_loss_and_its_gradients(loss: Any, literal: Any, which: str, chunk: int) -> None:
-    images, texts = features(5, [0, 1, 2, 3, 4], 0), features(8, [0, 0, 1, 2, 2, 3, 4, 4], 1)
-    head = Head(Single(CONFIG), scale=Scale(7.0, -2.0)).double()
-    initialise(head, 0)
-    parameters = [images["vec"], texts["vec"], head.log_scale, head.bias]
-    total = loss(Blocks(head, images, texts, chunk), POSITIVES[which])
-    found = torch.autograd.grad(total.sum / total.count, parameters, allow_unused=True)
-
-    logits = head.log_scale.exp() * (images["vec"] @ texts["vec"].T) + head.bias
-    y = POSITIVES[which](Pairs(logits, images["position"][:, None] == texts["position"], images, texts))
-    expected = literal(logits, y)
-    assert float((total.sum / total.count).detach()) == pytest.approx(float(expected.detach()), rel=1e-12)
-    for mine, reference in zip(found, torch.autograd.grad(expected, parameters), strict=True):
-        assert (mine - reference).abs().max() < 1e-10
-
-
 @pytest.mark.parametrize("loss", [softmax_loss, sigmoid_loss])
 def test_gradient_of_soft_positives(loss: Any) -> None:
     """Positives may lie anywhere in [0, 1], their sum over a row below 1."""
-    images, texts = features(3, [0, 1, 2], 0), features(4, [0, 1, 1, 2], 1)
-    head = Head(Single(CONFIG), scale=Scale(2.0)).double()
-    initialise(head, 0)
+    head, position = cosine(2.0), torch.tensor([0, 1, 1, 2])
 
     def value(image: Tensor, text: Tensor) -> Tensor:
-        pairs = Blocks(head, {**images, "vec": image}, {**texts, "vec": text}, 2)
+        pairs = blocks(head, {"vec": image}, {"vec": text, "position": position}, 2)
         out: Tensor = loss(pairs, lambda p: 0.4 * annotated(p)).sum
         return out
 
-    assert torch.autograd.gradcheck(value, (images["vec"], texts["vec"]))
+    assert torch.autograd.gradcheck(value, (units(3, 6).requires_grad_(), units(4, 6, seed=1).requires_grad_()))
 
 
 @pytest.mark.parametrize("loss", [softmax_loss, sigmoid_loss])
 def test_large_logits_stay_finite(loss: Any) -> None:
-    images, texts = features(3, [0, 1, 2], 0), features(3, [0, 1, 2], 1)
-    head = Head(Single(CONFIG), scale=Scale(1e4, 0.0)).double()
-    initialise(head, 0)
-    total = loss(Blocks(head, images, texts), annotated)
+    vec = units(3, 6).requires_grad_()
+    total = loss(blocks(cosine(1e4, 0.0), {"vec": vec}, {"vec": units(3, 6, seed=1)}), annotated)
     assert total.sum.isfinite()
-    assert torch.autograd.grad(total.sum, [images["vec"]])[0].isfinite().all()
+    assert torch.autograd.grad(total.sum, vec)[0].isfinite().all()
 
 
 # Learner and accumulation
@@ -197,10 +154,10 @@ def test_step_against_plain_autograd(name: str, micro: int) -> None:
     some = batch(0, 8)
     expected, loss = reference_gradients(name, some)
     learned = Learner(build(CONFIG, with_term(name), 0), with_term(name), chunk=3).double()
-    report = backward(learned, some.split(micro))
-    assert float(report["loss"]) == pytest.approx(float(loss), rel=1e-12)
-    assert float(report["pair"] + 0.3 * report["words"]) == pytest.approx(float(loss), rel=1e-12)
-    found = {n: p.grad for n, p in learned.named_parameters() if p.grad is not None}
+    found = gradients(learned, some, micro)
+    report = {name: float(found.pop(f"loss:{name}")) for name in ("loss", "pair", "words")}
+    assert report["loss"] == pytest.approx(float(loss), rel=1e-12)
+    assert report["pair"] + 0.3 * report["words"] == pytest.approx(float(loss), rel=1e-12)
     assert found.keys() == expected.keys()
     largest = max(float(g.abs().max()) for g in expected.values())
     for n, gradient in expected.items():
@@ -312,14 +269,6 @@ def test_clipping(clip: float, left: float | None) -> None:
     assert float(Optimizer(learned, OptimConfig(clip=clip), 10).clip()) == pytest.approx(before, rel=1e-5)
     after = torch.cat([p.grad.flatten() for p in learned.parameters() if p.grad is not None])
     assert float(after.norm()) == pytest.approx(left or before, rel=1e-4)
-
-
-def test_scale_is_held_to_its_limit() -> None:
-    head = learner("clip", dtype=torch.float32).model.head
-    with torch.no_grad():
-        head.log_scale.fill_(9.0)
-    head.clamp_()
-    assert float(head.log_scale.detach().exp()) == pytest.approx(100.0)
 
 
 def test_scales_of_contrasts_are_held_to_their_limits() -> None:
