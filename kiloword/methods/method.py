@@ -236,7 +236,7 @@ class Method:
             raise ValueError(f"{self.name} needs unmixed images: it cannot be combined with transforms that mix them.")
 
     def plus(self, **slots: Mapping[str, Any]) -> Method:
-        """The method with further terms, contrasts or inputs by name. Raises: ValueError for a name that it has."""
+        """The method with further terms, decoders, inputs, ... by name. Raises: ValueError for a name that it has."""
         for slot, more in slots.items():
             if twice := getattr(self, slot).keys() & more.keys():
                 raise ValueError(f"{self.name} has {min(twice)} already: omit it, and set that of {self.name}.")

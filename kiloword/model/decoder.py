@@ -180,16 +180,12 @@ class DecoderMemory:
     def __len__(self) -> int:
         return len(self.keys[0][0]) if self.texts is None else len(self.texts)
 
-    def take(self, which: Tensor, tokens: int | None = None) -> DecoderMemory:
-        """Select rows by index [b] int64, in that order, with repeats.
-
-        Args: tokens: total number of tokens of the result; None: read from the device.
-        """
+    def take(self, which: Tensor) -> DecoderMemory:
+        """Select rows by index [b] int64, in that order, with repeats."""
         place, texts = which, self.texts
         if texts is not None:
             lengths = texts.starts.diff()[which]
-            count = int(lengths.sum()) if tokens is None else tokens
-            place, texts = texts.spans(texts.starts[:-1][which], lengths, count)
+            place, texts = texts.spans(texts.starts[:-1][which], lengths, int(lengths.sum()))
         return DecoderMemory([(k[place], v[place]) for k, v in self.keys], texts)
 
     def packing(self) -> Packing | None:

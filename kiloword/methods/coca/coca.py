@@ -99,16 +99,9 @@ def captioned(method: Method, settings: CaptionSettings) -> Method:
 
     Raises: ValueError for a method that has them already, or settings out of range.
     """
-    if "text_decoder" in method.decoders:
-        raise ValueError(
-            f"{method.name} predicts captions already: omit +caption, its settings are those of {method.name}."
-        )
     masking.in_window(1.0, settings)
-    return replace(
-        method,
-        decoders={**method.decoders, "text_decoder": partial(text_decoder, settings=settings)},
-        terms={**method.terms, "caption": (settings.caption_weight, Part(CaptionLoss, settings))},
-    )
+    decoders = {"text_decoder": partial(text_decoder, settings=settings)}
+    return method.plus(decoders=decoders, terms={"caption": (settings.caption_weight, Part(CaptionLoss, settings))})
 
 
 def text_decoder(config: ModelConfig, settings: Decoding) -> TextDecoder:

@@ -72,8 +72,6 @@ def masked(method: Method, settings: MimSettings) -> Method:
 
     Raises: ValueError for a method that has them already, or settings out of range.
     """
-    if "image_decoder" in method.decoders:
-        raise ValueError(f"{method.name} predicts patches already: omit +mim, its settings are those of {method.name}.")
     if settings.norm_pix and settings.mim_target == "tokens":
         raise ValueError("norm_pix is about pixels; tokens are normalised always: omit it, or mim_target tokens.")
     weight = masking.in_window(settings.mim_weight, settings)
@@ -83,11 +81,7 @@ def masked(method: Method, settings: MimSettings) -> Method:
         out = config.image.trunk.width if settings.mim_target == "tokens" else 0
         return ImageDecoder(config, depth, guided=settings.guide == "text", dropped=settings.mim_op == "drop", out=out)
 
-    return replace(
-        method,
-        decoders={**method.decoders, "image_decoder": image_decoder},
-        terms={**method.terms, "mim": (weight, Part(MaskedImages, settings))},
-    )
+    return method.plus(decoders={"image_decoder": image_decoder}, terms={"mim": (weight, Part(MaskedImages, settings))})
 
 
 class MaskedImages(Term):

@@ -97,12 +97,9 @@ class AnswerLoss(NextWords):
     def forward(self, model: Model, batch: Batch, encoded: Encoded) -> Tensor:
         assert batch.questions is not None, "the loader gives every image a question"
         memory = fused(model, batch.questions, encoded.image_tokens)
-        if len(batch.texts) != len(batch):
-            host = batch.host
-            assert host.questions is not None
-            memory = memory.take(batch.image_of_text, int(host.questions.starts.diff()[host.image_of_text].sum()))
         texts, tokens, smoothing = batch.texts, encoded.text_tokens, self.settings.smoothing
-        return caption_loss(model, texts, tokens, memory.keys, smoothing, packing_k=memory.packing())
+        shared = None if len(texts) == len(batch) else batch
+        return caption_loss(model, texts, tokens, memory.keys, smoothing, packing_k=memory.packing(), shared=shared)
 
 
 def fused(model: Model, questions: Texts, image_tokens: Tensor) -> DecoderMemory:
