@@ -2,8 +2,9 @@
 
     python tools/same.py OTHER [METHOD ...] [--steps 5] [--precision fp64]
 
-Each METHOD (default: all presets and some mixes) is trained by both checkouts on scenes. OTHER is a folder, such as a
-`git worktree` of an earlier commit. Exit code 1 if any run differs. The environment must have the packages of both.
+Each METHOD, with flags if it is quoted (default: all presets and some mixes), is trained by both checkouts on scenes.
+OTHER is a folder, such as a `git worktree` of an earlier commit. Exit code 1 if any run differs. The environment must
+have the packages of both.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -20,10 +22,10 @@ HERE = Path(__file__).resolve().parents[1]
 QUESTIONS = "scenes:train?task=vqa"
 METHODS = (
     *("cappa", "clip", "clip-c", "coca", "filip", "flair", "llip", "pcme++", "prolip", "prolip-released"),
-    *("siglip", "slip", "sycoca", "vqa", "siglip+many+bias-search"),
+    *("siglip", "slip", "sycoca", "vqa", "fff --settings.positives annotated", "siglip+many+bias-search"),
     *("llip+compose", "prolip+mixup", "siglip+exact+many", "siglip+matryoshka", "clip+negatives", "clip+gaussian"),
     *("siglip+superclass", "clip+self-distill", "flair+cutmix", "clip+clic", "siglip+text-crops", "sycoca+many"),
-    *("clip+maxsim", "siglip+caption+simclr"),
+    *("clip+maxsim", "siglip+caption+simclr", "siglip+concepts", "llip+gaussian+inclusion"),
 )
 
 
@@ -34,11 +36,14 @@ def train_all(methods: list[str], steps: str, precision: str, out: Path) -> None
     from kiloword.cli.main import main
 
     for method in methods:
-        data = QUESTIONS if method == "vqa" else "scenes"
-        words = f"--data {data} --size debug --steps {steps} --batch 16 --seed 1 --workers 0 --log-every 1"
-        run = out / method.replace("+", "-and-")
+        name, *flags = method.split()
+        data = QUESTIONS if name == "vqa" else "scenes"
+        words = f"--device cpu --data {data} --size debug --steps {steps} --batch 16 --seed 1 --workers 0 --log-every 1"
+        run = out / re.sub(r"\W+", "-", method)
         try:
-            main(["train", method, *words.split(), "--precision", precision, "--device", "cpu", "--out", str(run)])
+            main(
+                ["train", name, *flags, *words.split(), "--precision", precision, "--device", "cpu", "--out", str(run)]
+            )
             rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
             losses = [(row["loss"], row["gradient_norm"]) for row in rows]
             weights = {

@@ -285,23 +285,12 @@ def backward(
         reducer.require_backward_grad_sync = n == len(micro)  # type: ignore[assignment]  # read by DDP
         with precision():
             out = reducer(batch, counts, replay)
-        out["loss"].backward()
-        reports.append(_complete(learner, out, totals, len(micro)))
-    names = list(reports[0])
-    local = torch.stack([torch.stack([report[n].detach() for report in reports]).sum() for n in names])
-    means = sum_over_ranks(local)
-    means[names.index("loss")] /= ranks()
-    return dict(zip(names, means, strict=True))
-
-
-def _complete(learner: Learner, report: dict[str, Tensor], totals: dict[str, Tensor], parts: int) -> dict[str, Tensor]:
-    """Replace the surrogates of a micro-batch by its part of the totals over all micro-batches."""
-    if not totals:
-        return report
-    shares, weights = {name: value / parts for name, value in totals.items()}, learner.weights()
-    missing = [weights[name] * (shares[name] - report[name].detach()) for name in learner.contrasts if name in weights]
-    loss = report["loss"].detach() + torch.stack(missing).sum() * ranks()
-    return {**report, **shares, "loss": loss}
+        out.pop("loss").backward()
+        reports.append({name: value.detach() for name, value in out.items()})
+    shares = {name: torch.stack([report[name] for report in reports]).sum() for name in reports[0]} | totals
+    means = dict(zip(shares, sum_over_ranks(torch.stack(list(shares.values()))), strict=True))
+    loss = torch.stack([weight * means[name] for name, weight in learner.weights().items()]).sum()
+    return {**means, "loss": loss}
 
 
 def _pair_gradients(
