@@ -147,7 +147,7 @@ class Settings(BaseSettings):
 
 
 def apply(method: Method, settings: Settings) -> Method:
-    return replace(method, contrasts={**method.contrasts, "texts": (settings.weight, Part(Texts))})
+    return method.plus(contrasts={"texts": (settings.weight, Part(Texts))})
 
 
 texts = Component("contrasts", "texts of an image are alike", Settings, apply)

@@ -51,8 +51,6 @@ def included(method: Method, settings: InclusionSettings) -> Method:
 
     Raises: ValueError for a method with inclusion terms already.
     """
-    if "image_in_text" in method.terms:
-        raise ValueError(f"{method.name} has inclusion terms already: omit +inclusion, they are in its settings.")
     every: dict[str, tuple[float, type[Term]]] = {
         "image_in_text": (settings.image_in_text, inclusion.ImageInText),
         "masked_image": (settings.masked, inclusion.MaskedImage),
@@ -62,7 +60,7 @@ def included(method: Method, settings: InclusionSettings) -> Method:
         "vib_text": (settings.vib, inclusion.VibText),
     }
     added = {name: (weight, Part(kind, settings)) for name, (weight, kind) in every.items() if weight}
-    return replace(method, terms={**method.terms, **added})
+    return method.plus(terms=added)
 
 
 COMPONENTS = {
