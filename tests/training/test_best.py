@@ -19,8 +19,7 @@ from kiloword import evaluation
 from kiloword.api import load
 from kiloword.cli.main import main
 from kiloword.config.options import RunOptions
-from kiloword.config.recipes import DataConfig, Recipe
-from kiloword.config.settings import parse
+from kiloword.config.recipes import Recipe
 from kiloword.methods.defaults import default_recipe
 from kiloword.training.log import read_metrics
 from kiloword.training.loop import train
@@ -218,10 +217,6 @@ def test_the_task_of_a_set(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path)
         assert open_val(recipe("a=b"))[0].source.name == "a=b"
-
-
-def test_credentials_of_data_are_not_kept() -> None:
-    assert parse({"val": ["zeroshot=https://u:planted@host/0.tar"]}, DataConfig).val == ("zeroshot=https://host/0.tar",)
 
 
 REFUSED: list[tuple[list[str], str]] = [

@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-import json
+import itertools
 import math
-import mmap
-import resource
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+import states
 from kiloword.config.options import RunOptions
-from kiloword.config.recipes import OptimConfig
-from kiloword.data.sampler import Order
+from kiloword.losses.pairs import sigmoid_loss
 from kiloword.methods.defaults import default_recipe
+from kiloword.methods.method import Method
+from kiloword.methods.registry import preset
 from kiloword.terminal.progress import PLAIN_EVERY_S, Pace, duration, per_second
 from kiloword.training.log import Log, read_metrics
-from kiloword.training.meter import Meter, peak_memory
-from kiloword.training.optimizer import schedule
-from kiloword.types import Batch, Texts
+from kiloword.training.loop import train
+from kiloword.types import PairBlocks, Positives, Total
 from terminals import Terminal
 
 RECIPE = replace(default_recipe("siglip", "debug"), batch=10, steps=1000)
@@ -138,115 +135,22 @@ def test_durations_and_rates() -> None:
     assert {rate: per_second(rate) for rate in rates} == rates
 
 
-# What a row holds
+def sometimes_lost() -> Method:
+    """SigLIP whose loss is a number in the third step alone."""
+    steps = itertools.count(1)
+
+    def loss(pairs: PairBlocks, positives: Positives) -> Total:
+        total = sigmoid_loss(pairs, positives)
+        return Total(total.sum * (1.0 if next(steps) == 3 else math.nan), total.count)
+
+    return replace(preset("siglip"), pair_loss=loss)
 
 
-class Clock:
-    """Seconds that pass when they are told to."""
-
-    now = 0.0
-
-    def batches(self) -> Iterator[Any]:
-        for texts in (30, 34):
-            self.now += 1.0  # the loader's
-            yield Batch(torch.zeros(16, 1), Texts.pack([[1]] * texts), *[torch.zeros(0)] * 4, made_s=4.0)
-
-
-def a_run(usual: float = 0.0, most: int = 9) -> Any:
-    head = SimpleNamespace(log_scale=torch.zeros(1), bias=None)
-    return SimpleNamespace(
-        step=0,
-        reports=[],
-        captions=0,
-        recipe=SimpleNamespace(batch=16, steps=100, optim=OptimConfig(lr=0.5)),
-        learner=SimpleNamespace(model=SimpleNamespace(head=head)),
-        optimizer=SimpleNamespace(usual_norm=usual),
-        device=torch.device("cpu"),
-        options=RunOptions(max_skipped_steps=most),
-        loader=SimpleNamespace(workers=2, order=Order(64, 16)),
-        log=Log(RECIPE),
-        bad=[],
-        truncated=5,
-        skipped_steps=0,
-        skipped_in_a_row=0,
-    )
-
-
-def numbers(loss: float, norm: float = 1.0, skipped: float = 0.0) -> dict[str, torch.Tensor]:
-    return {name: torch.tensor(v) for name, v in (("loss", loss), ("gradient_norm", norm), ("skipped_step", skipped))}
-
-
-def test_rates_leave_validation_out_and_count_saving(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two steps: 2 s of waiting, 2 s of steps, 4 s of saving, 100 s of validation."""
-    clock, run = Clock(), a_run()
-    monkeypatch.setattr(time, "perf_counter", lambda: clock.now)
-    meter = Meter(run)
-    for _ in meter.timed(clock.batches()):
-        clock.now += 1.0
-        run.step += 1
-        meter.add(numbers(float(run.step)), 16)
-    with meter.saving():
-        clock.now += 4.0
-    with meter.paused():
-        clock.now += 100.0
-    found = meter.row()
-    assert (found["loss"], found["epoch"], found["scale"], found["truncated"]) == (1.5, 0.5, 1.0, 5)
-    assert found["pairs_per_s"] == 32 / 8
-    assert found["data_wait"] == 2 / 8
-    assert found["loader_pairs_per_s"] == 2 * 32 / (4 + 4)  # two workers, 4 s a batch
-    assert found["save_s"] == 4
-    assert found["captions"] == 64
-    assert found["lr"] == 0.5 * schedule(1, 100, OptimConfig())
-    assert 10 < found["memory"] < 1e6
-    assert "slowest_data_wait" not in found
-    assert (run.reports, run.captions) == ([], 0)
-
-
-def test_means_omit_bad_steps_and_what_is_not_finite() -> None:
-    meter = Meter(run := a_run())
-    for report in (numbers(1.0), numbers(9.0, skipped=1.0), numbers(math.inf), numbers(2.0)):
-        meter.add({**report, "term": torch.tensor(math.nan)}, 16)
-    meter.add({**numbers(3.0), "term": torch.tensor(0.25)}, 16)
-    found = meter.row()
-    assert (found["loss"], found["term"], found["skipped_steps"]) == (2.0, 0.25, 2)
-    meter.add(numbers(math.nan), 16)
-    assert "loss" not in meter.row()
-    assert run.skipped_steps == 3
-
-
-def test_bad_steps_in_a_row_end_the_run(capsys: pytest.CaptureFixture[str]) -> None:
-    """Good steps between them start the count anew."""
-    meter = Meter(run := a_run(usual=2.0, most=3))
-    for run.step, skipped in enumerate((1.0, 1.0, 0.0, 1.0, 1.0), start=1):
-        meter.add(numbers(0.5, 50.0, skipped), 16)
-    assert (run.skipped_steps, run.skipped_in_a_row) == (4, 2)
-    said = capsys.readouterr().err
-    assert [line.split(":")[0] for line in said.splitlines()] == ["step 1", "step 2", "step 4", "step 5"]
-    assert "gradient norm 50, usually 2" in said
-    run.step = 6
+def test_bad_steps_in_a_row_end_the_run(tmp_path: Path) -> None:
+    """Good steps between them start the count anew, and have the means of a row for themselves."""
+    run = replace(states.recipe(9), method="test_log:sometimes_lost")
     with pytest.raises(ValueError, match=r"step 6: loss nan, .*--max-skipped-steps.*--optim\.lr"):
-        meter.add(numbers(math.nan), 16)
-    meter.look()  # nothing new: nothing is counted twice
-    assert run.skipped_steps == 5
-
-
-def test_pages_of_files_are_no_memory_of_a_run(tmp_path: Path) -> None:
-    """Stored tokens are mapped and read page by page, which looked like a leak."""
-    if sys.platform != "linux":
-        pytest.skip("only Linux tells how much memory is pages of files")
-    size = 1 << 28
-    path = tmp_path / "tokens"
-    path.write_bytes(bytes(size))
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as pages:
-        assert not any(pages[n] for n in range(0, size, mmap.PAGESIZE))
-        resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
-        assert peak_memory(torch.device("cpu")) < resident - 0.9 * size / 1e6
-
-
-def test_numbers_of_a_row_survive_json() -> None:
-    """As a state keeps them: in each precision."""
-    meter = Meter(run := a_run())
-    for kind in (torch.float64, torch.float32, torch.bfloat16):
-        meter.add({"loss": torch.tensor(0.1, dtype=kind), "gradient_norm": torch.tensor(1.0)}, 16)
-    assert json.loads(json.dumps(run.reports)) == run.reports
-    assert [report["loss"] for report in run.reports] == [0.1, 0.10000000149011612, 0.10009765625]
+        train(run, tmp_path, options=RunOptions(log_every=4, max_skipped_steps=3, quiet=True))
+    (first,) = read_metrics(tmp_path / "metrics.jsonl")
+    assert (first["step"], first["skipped_steps"]) == (4, 3)
+    assert math.isfinite(first["loss"])

@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from test_resume import cut_at, state
 from torch import Tensor
 
 import kiloword
@@ -20,16 +22,13 @@ from kiloword.config.options import RunOptions
 from kiloword.config.recipes import LoraConfig, Recipe
 from kiloword.distributed import collectives
 from kiloword.methods.defaults import default_recipe
-from kiloword.methods.registry import preset
 from kiloword.model.adapters import attach
-from kiloword.training import compilation, engine, loop, start
+from kiloword.training import compilation, engine, start
 from kiloword.training.loop import train
 from kiloword.training.optimizer import groups
-from kiloword.training.setup import make_learner
 from kiloword.training.step import Learner, backward
 from kiloword.verify.batch import IMAGES, batch
 from kiloword.verify.suite import Way, learner
-from states import load_state
 from threads import over_threads
 
 QUIET = RunOptions(quiet=True, log_every=1)
@@ -109,18 +108,6 @@ def test_compiled(kind: Any, reference: dict[str, Tensor]) -> None:
     assert_close(gradients(Way(), lambda made: compilation.compile_model(made.model, kind, "eager")), reference)
 
 
-def test_half_precision() -> None:
-    """The gradient of adapters points where that of fp32 points."""
-    found = []
-    for on in (False, True):
-        made = adapted(torch.float32)
-        backward(made, [batch(method="llip")], partial(torch.autocast, "cpu", torch.bfloat16, on))
-        parameters = [p for n, p in made.named_parameters() if ".lora." in n]
-        assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in parameters)
-        found.append(torch.cat([p.grad.flatten() for p in parameters if p.grad is not None]))
-    assert torch.nn.functional.cosine_similarity(*found, dim=0) > 0.98
-
-
 def test_muon_leaves_adapters_to_adamw() -> None:
     by_group = groups(adapted(), replace(default_recipe("llip", "debug").optim, name="muon"))
     kinds = {kind for kind, members in by_group.items() for name, _ in members if ".lora." in name}
@@ -166,30 +153,14 @@ def test_the_first_step_is_that_of_the_base(base: Path, run: Path, tmp_path: Pat
 
 @pytest.mark.slow
 def test_resumed_bit_for_bit(base: Path, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class PowerCut(Exception):
-        """Ends the run after its fourth step began."""
-
-    calls: list[int] = []
-
-    def cut(*args: Any) -> Any:
-        calls.append(1)
-        if len(calls) == 4:
-            raise PowerCut
-        return backward(*args)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(loop, "backward", cut)
-        with pytest.raises(PowerCut):
-            train(recipe(base), tmp_path, options=replace(QUIET, save_every=3))
+    cut_at(monkeypatch, 4, recipe(base), tmp_path, options=replace(QUIET, save_every=3))
     train(recipe(base), tmp_path, options=QUIET)
     for name in ("model/model.safetensors", "adapter/adapter.safetensors"):
         assert tmp_path.joinpath(name).read_bytes() == run.joinpath(name).read_bytes()
-    found, expected = (load_state(out / "state", pytest.fail) for out in (tmp_path, run))
-    assert found is not None
-    assert expected is not None
-    assert found[0].keys() == expected[0].keys()
-    assert all(torch.equal(value, expected[0][name]) for name, value in found[0].items())
-    names = {name for name in expected[0] if name.endswith("qkv.lora.b")}
+    found, expected = (state(out)[0] for out in (tmp_path, run))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(value, expected[name]) for name, value in found.items())
+    names = {name for name in expected if name.endswith("qkv.lora.b")}
     assert {name.split(":")[0].split("/model")[0] for name in names} == {
         "learner",
         "optimizer/exp_avg",
@@ -208,23 +179,6 @@ def test_saved_as_an_ordinary_model(base: Path, run: Path) -> None:
         assert torch.equal(value, apart.model.state_dict()[name]), name
         assert torch.equal(value, state.model.state_dict()[name]), name
     assert (vectors(model) - vectors(kiloword.load(base))).abs().max() > 1e-3
-
-
-@pytest.mark.parametrize(("precision", "close"), [("fp32", 2e-6), ("fp64", 1e-12)])
-def test_merged_equals_the_run_s_model(precision: Any, close: float, base: Path, tmp_path: Path) -> None:
-    own = replace(recipe(base), precision=precision)
-    train(own, tmp_path, options=QUIET)
-    made, _ = make_learner(own, preset("clip"))
-    stored = load_state(tmp_path / "state", pytest.fail)
-    assert stored is not None
-    tensors = stored[0]
-    made.load_state_dict({n: tensors[f"learner/{n}"] for n in made.state_dict()})
-    averaged = {n: tensors.get(f"average/{n}", x) for n, x in made.state_dict().items()}
-    made.load_state_dict(averaged)
-    merged = kiloword.load(tmp_path / "model", dtype=precision)
-    merged.model.load_state_dict(load_file(tmp_path / "model" / "model.safetensors"))  # fp64 as it was saved
-    unmerged = kiloword.Matcher(made.model, merged.tokenizer)
-    assert (vectors(merged) - vectors(unmerged)).abs().max() < close
 
 
 def test_the_file_of_a_run_is_a_recipe(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -249,23 +203,16 @@ def test_other_bases_are_refused(base: Path, run: Path, tmp_path: Path) -> None:
         kiloword.load(run / "model", base=base)
     shutil.copytree(run / "adapter", tmp_path / "cut")
     file = tmp_path / "cut" / "adapter.safetensors"
-    file.write_bytes(file.read_bytes()[:-9])
-    with pytest.raises(ValueError, match="is damaged"):
-        kiloword.load(tmp_path / "cut", base=base)
-
-
-def test_adapters_of_other_shapes_are_refused(base: Path, run: Path, tmp_path: Path) -> None:
-    shutil.copytree(run / "adapter", tmp_path / "other")
-    file = tmp_path / "other" / "adapter.safetensors"
-    tensors, name = load_file(file), "image_tower.blocks.0.attention.qkv.lora.b"
-    from safetensors import safe_open
-
     with safe_open(file, "pt") as opened:
         about = opened.metadata()
-    for wrong in (torch.zeros(96, 0), torch.zeros(7, 2), torch.zeros(96), torch.zeros(())):
-        save_file({**tensors, name: wrong}, file, about)
+    raw, tensors, name = file.read_bytes(), load_file(file), "image_tower.blocks.0.attention.qkv.lora.b"
+    for wrong in (torch.zeros(96, 0), torch.zeros(7, 2), torch.zeros(()), None):
+        if wrong is None:
+            file.write_bytes(raw[:-9])
+        else:
+            save_file({**tensors, name: wrong}, file, about)
         with pytest.raises(ValueError, match=r"cannot be used|is damaged"):
-            kiloword.load(tmp_path / "other", base=base)
+            kiloword.load(tmp_path / "cut", base=base)
 
 
 WORDS = ["train", "clip", "--data", "scenes?n=64", "--batch", "8", "--steps", "1"]

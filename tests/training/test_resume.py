@@ -140,12 +140,6 @@ def test_a_run_killed_in_its_last_validation(tmp_path: Path, monkeypatch: pytest
         assert ["val/image_retrieval_recall@1" in row for row in rows(tmp_path)] == [False, False, True]
 
 
-def test_a_finished_run_is_left_as_it_is(whole: Path) -> None:
-    before = {p: p.read_bytes() for p in whole.rglob("*.*") if p.is_file()}
-    train(recipe(), whole, options=EVERY)
-    assert before == {p: p.read_bytes() for p in whole.rglob("*.*") if p.is_file()}
-
-
 def test_damaged_newest_state(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -171,12 +165,6 @@ def test_extend(tmp_path: Path) -> None:
     assert [row["step"] for row in rows(tmp_path)] == list(range(1, 9))
     assert json.loads((tmp_path / "config.json").read_text())["recipe"]["steps"] == 8
     train(recipe(8), tmp_path, options=EVERY)
-
-
-def test_a_setting_of_speed_alone_may_change(whole: Path) -> None:
-    train(replace(recipe(), micro=4), whole, options=EVERY)
-    with pytest.raises(ValueError, match="batch is 16 there, 32 here"):
-        train(replace(recipe(), batch=32), whole, options=EVERY)
 
 
 def test_rows_of_several_steps_are_those_of_the_whole_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,11 +16,10 @@ from torch import Tensor
 
 from kiloword.cli.main import main
 from kiloword.config.options import RunOptions
-from kiloword.config.recipes import LoraConfig, OptimConfig, Recipe, TrunkConfig
+from kiloword.config.recipes import OptimConfig, Recipe, TrunkConfig
 from kiloword.distributed import collectives
 from kiloword.methods.defaults import MUON, default_recipe
 from kiloword.methods.registry import preset
-from kiloword.model.layers import layer_factors
 from kiloword.training import engine, tuning
 from kiloword.training.loop import train
 from kiloword.training.optimizer import Average, Optimizer, groups
@@ -123,16 +122,6 @@ def test_what_cannot_be_frozen(words: str, named: str, tmp_path: Path, capsys: p
     assert not list(tmp_path.glob("run/*"))
 
 
-def test_a_run_without_anything_to_train_is_refused() -> None:
-    frozen("image", "text")  # trains the head
-    made = frozen("none")
-    made.model.head.requires_grad_(False)
-    for p in made.model.head.scales():
-        p.requires_grad_()
-    with pytest.raises(ValueError, match="--freeze image text leaves nothing to train but the scale"):
-        tuning.freeze(made, recipe("image", "text"))
-
-
 # Layer-wise learning rates
 
 
@@ -140,14 +129,6 @@ def literal_factor(name: str) -> float:
     """Of towers of two blocks: 0.5 for the upper block and the norm, 0.25 for the lower one and all below it."""
     block = block_of(name)
     return 1.0 if block == "head" else 0.5 if block.endswith("1") else 0.25
-
-
-def test_multipliers() -> None:
-    learned = learner("siglip")
-    expected = {name: literal_factor(name) for name, _ in learned.named_parameters()}
-    assert {name: layer_factors(learned, 0.5).get(name, 1.0) for name in expected} == expected
-    assert layer_factors(learned, 1.0) == {}
-    assert set(expected.values()) == {1.0, 0.5, 0.25}
 
 
 def rates(optimizer: Optimizer) -> dict[str, tuple[str, float]]:
@@ -191,23 +172,6 @@ def test_a_trunk_is_frozen_unless_asked() -> None:
     assert still == {"trunk"}
     assert tuning.frozen(on_a_trunk()) == ("image:trunk",)
     assert tuning.frozen(on_a_trunk("none")) == ("none",)
-
-
-@pytest.mark.parametrize(
-    ("given", "told", "not_told"),
-    [
-        (on_a_trunk(), ("frozen by default", "--freeze none"), ("trunk-lr",)),
-        (replace(on_a_trunk(), lora=LoraConfig(rank=2)), ("frozen by default", "LoRA"), ("--freeze none",)),
-        (on_a_trunk("none"), ("AdamW at 0.1",), ("by default",)),
-        (on_a_trunk(unfreeze=(0.5,)), ("frozen by default", "AdamW at 0.1"), ()),
-        (on_a_trunk("image:trunk"), (), ("runk",)),
-        (recipe(), (), ("runk",)),
-    ],
-)
-def test_why_trunks_are_frozen_or_trained(given: Recipe, told: tuple[str, ...], not_told: tuple[str, ...]) -> None:
-    reason = tuning.reason(given)
-    assert all(word in reason for word in told)
-    assert not any(word in reason for word in not_told)
 
 
 def test_blocks_of_a_trunk_are_numbered_first() -> None:
