@@ -103,7 +103,7 @@ def _add_methods(known: Table, verbs: Mapping[str, Any], presets: Sequence[str])
     known |= {f"sweep{key[5:]}": words for key, words in known.items() if key.startswith("train --")}
     known |= {f"{verb} :": list(presets) for verb in ("train", "sweep", "plan", "verify")}
     for preset in presets:
-        settings = list(leaves(kind())) if (kind := find(preset)[1]) else []
+        settings = list(leaves(find(preset)[1]()))
         for verb in ("train", "sweep", "plan", "verify"):
             known[f"{verb} {preset}"] = [f"--settings.{leaf.flag}" for leaf in settings]
             for leaf in settings:

@@ -40,13 +40,9 @@ def chosen(method: str, name: str | None, config: str | None) -> NamedRecipe | N
     return named
 
 
-def method_settings(named: NamedRecipe, kind: type | None) -> Any:
+def method_settings(named: NamedRecipe, kind: type) -> Any:
     """The settings of a method, with the values of a recipe. Raises: ValueError for those that it does not have."""
     values = named.settings()
-    if kind is None:
-        if values:
-            raise ValueError(f"recipe {named.name}: the method takes no settings, but got {', '.join(values)}.")
-        return None
     known = [leaf.path for leaf in leaves(kind())]
     for name in (name.removeprefix("settings.") for name in named.entries if name.startswith("settings.")):
         if name not in known:

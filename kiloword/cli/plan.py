@@ -33,9 +33,8 @@ def planner_of(argv: Sequence[str]) -> Planner:
     from kiloword.methods.registry import preset
     from kiloword.planning.advice import Planner
 
-    values = {} if settings is None else asdict(settings)
     chosen = card(plan.gpu, plan.flops, plan.memory, plan.bandwidth, plan.precision)
-    return Planner(plan, preset(command.method, values), chosen)
+    return Planner(plan, preset(command.method, asdict(settings)), chosen)
 
 
 def _plan(command: MethodCommand) -> Plan:

@@ -89,7 +89,7 @@ def _arms(options: SweepOptions, words: Sequence[str]) -> tuple[MethodCommand, l
             "sweep needs a setting to vary: --vary SETTING=VALUE,VALUE, such as --vary settings.k=1,16,32."
         )
     run: Any = train.Train(recipe=default_recipe("", "tiny"), out=options.out)
-    settings = command.settings and command.settings()
+    settings = command.settings()
     seed = (values_of(words, "--seed") or ("0",))[0]
     if not seed.isascii() or not seed.isdecimal():
         raise ValueError(f"--seed is {seed!r}: expected a whole number.")

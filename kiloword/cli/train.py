@@ -97,7 +97,7 @@ def read(argv: Sequence[str]) -> Words:
     plain, usual = _defaults(command)
     args, settings = command.read(_train(command, usual))
     check(args.recipe)
-    recipe = replace(args.recipe, settings={} if settings is None else asdict(settings))
+    recipe = replace(args.recipe, settings=asdict(settings))
     return Words(command, plain, usual, replace(args, recipe=recipe))
 
 

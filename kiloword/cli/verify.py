@@ -42,4 +42,4 @@ def main(argv: Sequence[str]) -> None:
     from kiloword.verify.batch import MethodChoice
     from kiloword.verify.suite import main as run
 
-    run(MethodChoice(command.method, {} if settings is None else asdict(settings)), args.ranks, trunks=args.trunks)
+    run(MethodChoice(command.method, asdict(settings)), args.ranks, trunks=args.trunks)

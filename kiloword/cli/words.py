@@ -21,7 +21,7 @@ from kiloword.addresses import public
 from kiloword.cli.papers import chosen, method_settings
 from kiloword.config.options import Mixing
 from kiloword.config.papers import NamedRecipe
-from kiloword.config.settings import check, leaves
+from kiloword.config.settings import Nothing, check, leaves
 from kiloword.errors import suggestion
 from kiloword.files import utf8
 from kiloword.terminal import say
@@ -160,11 +160,11 @@ class MethodCommand:
     verb: str
     method: str  # with the components that flags name; "" where only help is requested
     flags: Sequence[str]
-    settings: type | None  # of the method
+    settings: type = Nothing  # of the method
     recipe: NamedRecipe | None = None  # of --recipe or --config
 
     def read(self, run: Any) -> tuple[Any, Any]:
-        """Parse the flags: those of the verb, a dataclass whose defaults `run` holds, and the method's, or None.
+        """Parse the flags: those of the verb, a dataclass whose defaults `run` holds, and the method's.
 
         --help prints the flags in `run.common`, by group, --help-all prints all.
         Raises: ValueError for a setting of the method that is NaN, infinite or out of its limits.
@@ -174,22 +174,20 @@ class MethodCommand:
             try:
                 tyro.cli(_common(run), args=["--help"], prog=name, description=about)
             finally:
-                if self.settings:
-                    names = ", ".join(leaf.flag for leaf in leaves(self.settings()))
+                if names := ", ".join(leaf.flag for leaf in leaves(self.settings())):
                     say(f"Settings of {self.method} (--settings.NAME): {names}.")
                 if self.verb == "train" and "--data" not in self.flags:
                     say("Some defaults depend on the data: these are for scenes; `--data SRC --help` shows yours.")
                 say(f"These are the common flags; all: {name} --help-all")
         kind: Any = self.settings
-        usual = kind() if self.recipe is None and kind else self.recipe and method_settings(self.recipe, kind)
-        settings = (kind, field(default=usual)) if kind else (Annotated[None, tyro.conf.Suppress], None)
-        words = [("run", Annotated[type(run), arg(name="")], field(default=run)), ("settings", *settings)]
+        usual = kind() if self.recipe is None else method_settings(self.recipe, kind)
+        words = [("run", Annotated[type(run), arg(name="")], field(default=run))]
+        words.append(("settings", kind, field(default=usual)))
         flags = ["--help" if word == "--help-all" else word for word in self.flags]
         parsed: Any = tyro.cli(
             make_dataclass("Words", words), args=flags, prog=name, description=about, registry=REGISTRY
         )
-        if parsed.settings is not None:
-            check(parsed.settings, "--settings.")
+        check(parsed.settings, "--settings.")
         return parsed.run, parsed.settings
 
 
@@ -221,7 +219,7 @@ def method_command(argv: Sequence[str], example: str) -> MethodCommand:
     flags = argv[1:] if method else argv
     method = mixed(method or (recipe.method if recipe else ""), flags)
     if not method:
-        return MethodCommand(verb, method, flags, None)
+        return MethodCommand(verb, method, flags)
     from kiloword.methods.registry import find
 
     return MethodCommand(verb, method, flags, find(method)[1], recipe)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import Field, field, fields, is_dataclass
+from dataclasses import Field, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -27,6 +27,11 @@ class BaseSettings:
     """Base of all settings: pydantic validates those read from disk; unknown keys are errors."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nothing(BaseSettings):
+    """No settings."""
 
 
 def setting(default: T, text: str, low: float | None = None, high: float = UNLIMITED, **more: str) -> T:

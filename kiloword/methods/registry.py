@@ -19,7 +19,7 @@ from dataclasses import field, is_dataclass, make_dataclass, replace
 from types import ModuleType
 from typing import Any
 
-from kiloword.config.settings import BaseSettings, check, parse
+from kiloword.config.settings import Nothing, check, parse
 from kiloword.errors import article, suggestion
 from kiloword.methods.method import Component, Method, check_vectors
 
@@ -73,17 +73,12 @@ def preset(name: str, settings: dict[str, Any] | None = None) -> Method:
     Raises: ValueError for an unknown name or setting, or for incompatible components.
     """
     make, kind = find(name)
-    if kind is None and settings:
-        raise ValueError(f"{name} takes no settings, but got {', '.join(settings)}.")
-    if kind is None:
-        method: Any = make()
-    else:
-        try:
-            parsed: Any = parse(settings or {}, kind)
-            check(parsed, prefix="")
-            method = make(parsed)
-        except ValueError as e:
-            raise ValueError(f"settings of {name}: {e}") from e
+    try:
+        parsed: Any = parse(settings or {}, kind)
+        check(parsed, prefix="")
+        method: Any = make(parsed)
+    except ValueError as e:
+        raise ValueError(f"settings of {name}: {e}") from e
     if not isinstance(method, Method):
         raise ValueError(f"{name} returned {article(type(method).__name__)}: expected a {METHOD}.")
     return method
@@ -109,8 +104,8 @@ def parts_of(name: str) -> list[str]:
     return re.split(r"\+(?=[^+])", name)  # "pcme++" is one name
 
 
-def find(name: str) -> tuple[Callable[..., Method], type | None]:
-    """The preset function and its settings class (None when it takes no argument)."""
+def find(name: str) -> tuple[Callable[[Any], Method], type]:
+    """The preset function and its settings class."""
     if len(name) > LONGEST:
         raise ValueError(f"the name of a method has {len(name):,} characters: expected at most {LONGEST}.")
     base, *added = parts_of(name)
@@ -129,7 +124,7 @@ def _is_code(word: str) -> bool:
     return ":" in word and not word.startswith(MODELS)
 
 
-def _custom(name: str) -> tuple[Callable[..., Method], type | None]:
+def _custom(name: str) -> tuple[Callable[[Any], Method], type]:
     make = _loaded("method", name, Callable, f"a function that returns a {METHOD}")  # type: ignore[arg-type]
     try:
         first = next(iter(inspect.signature(make, eval_str=True).parameters.values()), None)
@@ -137,7 +132,7 @@ def _custom(name: str) -> tuple[Callable[..., Method], type | None]:
         raise ValueError(f"{name} has an annotation that is not known there: {e}.") from e
     if first is not None and not is_dataclass(first.annotation):
         raise ValueError(f"{name} takes {first.name!r}: annotate it with a settings dataclass, or take no argument.")
-    return make, None if first is None else first.annotation
+    return (make, first.annotation) if first else (lambda settings: make(), Nothing)
 
 
 def _loaded(what: str, name: str, kind: type, expected: str) -> Any:
@@ -157,7 +152,7 @@ def _loaded(what: str, name: str, kind: type, expected: str) -> Any:
         ) from e
 
 
-def _mixed(name: str, base: str, added: list[str]) -> tuple[Callable[..., Method], type]:
+def _mixed(name: str, base: str, added: list[str]) -> tuple[Callable[[Any], Method], type]:
     """A preset with components; its settings are those of the base and one field per component."""
     make, kind = find(base)
     known, by_slot = components(), dict[str, str]()
@@ -177,14 +172,14 @@ def _mixed(name: str, base: str, added: list[str]) -> tuple[Callable[..., Method
             raise ValueError(f"{by_slot[part.slot]} and {word} both fill the slot {part.slot!r} of {base}: choose one.")
         by_slot[part.slot], chosen[short] = word, (word, part)
     nested = [(short, part.settings, field(default_factory=part.settings)) for short, (_, part) in chosen.items()]
-    mixed: Any = make_dataclass("Settings", nested, bases=(kind or BaseSettings,), frozen=True, kw_only=True)
+    mixed: Any = make_dataclass("Settings", nested, bases=(kind,), frozen=True, kw_only=True)
 
     def turn(short: str) -> int:
         slot = chosen[short][1].slot
         return ORDER.index(slot if slot in ORDER else "")
 
     def build(settings: Any) -> Method:
-        method = make() if kind is None else make(settings)
+        method = make(settings)
         for short in sorted(chosen, key=turn):
             method = _with(method, *chosen[short], getattr(settings, short))
         return replace(method, name=name)

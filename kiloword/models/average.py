@@ -74,7 +74,6 @@ def average(models: Sequence[str], out: Path, alpha: float | None = None) -> Non
 
 def _compared(file: ModelFile) -> Any:
     """What averaged models must have in common; a setting that is newer than a model has its default."""
-    kind: Any = None if ":" in file.method else find(file.method)[1]
-    settings = file.settings if kind is None else asdict(kind()) | file.settings
+    settings = file.settings if ":" in file.method else asdict(find(file.method)[1]()) | file.settings
     model = replace(file.model, init_std=0.0)  # of initial weights
     return json.loads(json.dumps({"method": file.method, "settings": settings, "model": asdict(model)}))

@@ -67,7 +67,7 @@ def _shared(file: ModelFile, method: str) -> dict[str, Any]:
     from kiloword.methods.registry import find
 
     kind = find(method)[1]
-    if ":" not in file.method or kind is None:
+    if ":" not in file.method:
         return file.settings
     known = {field.name for field in fields(kind)}
     if left := file.settings.keys() - known:

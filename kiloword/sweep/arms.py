@@ -54,14 +54,12 @@ class Arm:
 def varied(words: Sequence[str], run: Any, settings: Any) -> list[Varied]:
     """The settings that `--vary` names, with values that their types and limits allow.
 
-    Args: run: settings of `train`; settings: of the method, or None.
+    Args: run: settings of `train`; settings: of the method.
     Raises: ValueError for a word that is not NAME=VALUE,..., a setting that does not exist or is given twice, and a
     value that cannot be parsed or is out of its limits.
     """
     known = {name: (run, leaf, "--") for leaf in leaves(run) for name in _names(leaf)}
-    known |= {
-        f"settings.{name}": (settings, leaf, "--settings.") for leaf in _leaves(settings) for name in _names(leaf)
-    }
+    known |= {f"settings.{name}": (settings, leaf, "--settings.") for leaf in leaves(settings) for name in _names(leaf)}
     made: list[Varied] = []
     for word in words:
         name, _, listed = word.partition("=")
@@ -83,10 +81,6 @@ def varied(words: Sequence[str], run: Any, settings: Any) -> list[Varied]:
         switch = isinstance(parsed[0], bool)
         made.append(Varied(key, f"{prefix}{leaf.flag}", tuple(map(str, parsed)) if switch else values, switch))
     return made
-
-
-def _leaves(settings: Any) -> list[Leaf]:
-    return [] if settings is None else list(leaves(settings))
 
 
 def _names(leaf: Leaf) -> set[str]:

@@ -63,10 +63,9 @@ def _lines(plan: Plan) -> Iterator[tuple[str, str]]:
     """A plan as names and texts."""
     recipe, options, rows = plan.recipe, plan.options, visited(plan.recipe, plan.source)
     ranks, parts = collectives.ranks(), micro_batches(recipe)
-    kind: Any = find(recipe.method)[1]
     learner = learner_of(recipe.model, plan.method)
     counts = tuning.by_part((f"model.{name}", x.numel()) for name, x in learner.model.state_dict().items())
-    yield "method", f"{recipe.method} {_settings(parse(recipe.settings, kind)) if kind else ''}"
+    yield "method", f"{recipe.method} {_settings(parse(recipe.settings, find(recipe.method)[1]))}"
     part = "" if rows == len(plan.source) else f", {rows} visited"
     yield "data", f"{' '.join(recipe.data.sources)}: {len(plan.source)} images{part}"
     for one in plan.val:

@@ -53,10 +53,9 @@ def check(recipe: Recipe, usual: Recipe, trust_code: bool = False) -> None:
     Raises: ValueError naming them.
     """
     idle = [*unread(recipe, usual, missing=missing(recipe)), *_replaced(recipe, usual.model)]
-    if (kind := find(recipe.method)[1]) is not None:
-        settings: Any = parse(recipe.settings, kind)
-        default: Any = parse(usual.settings, kind)
-        idle += [*unread(settings, default, "--settings."), *_loaded(recipe, settings, default, trust_code)]
+    kind: Any = find(recipe.method)[1]
+    settings, default = parse(recipe.settings, kind), parse(usual.settings, kind)
+    idle += [*unread(settings, default, "--settings."), *_loaded(recipe, settings, default, trust_code)]
     if idle:
         raise ValueError(f"{'; '.join(idle[:3])}. Omit settings without effect.")
 

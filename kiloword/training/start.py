@@ -129,7 +129,7 @@ def settle(recipe: Recipe, tokenizer: Tokenizer, trust_code: bool = False) -> Re
     """
     file, method = folder_of(recipe, trust_code)
     settings, kind, size = recipe.settings, find(recipe.method)[1], recipe.model.image.size
-    may_choose = kind is not None and any(f.name == "bidirectional" for f in fields(kind))
+    may_choose = any(f.name == "bidirectional" for f in fields(kind))
     if may_choose and settings.get("bidirectional") is None and method.shape(file.model).text.causal:
         settings = {**settings, "bidirectional": False}
     image = file.model.image

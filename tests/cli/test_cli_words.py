@@ -16,7 +16,7 @@ from kiloword.cli.words import settled
 from kiloword.data.open import open_source
 from kiloword.errors import count
 from kiloword.evaluation.command import number
-from kiloword.methods.registry import find, preset
+from kiloword.methods.registry import preset
 from kiloword.stores.embed import embed
 from tars import photo
 
@@ -89,21 +89,6 @@ def test_help_marks_what_is_required_and_wraps_lines(
         column = len(after) - len(after.lstrip())
         if after and column > 6 and line[column - 2 : column] == "  ":
             assert len(line) + 1 + len(after.split()[0]) > 80, line
-
-
-@pytest.mark.parametrize(
-    ("name", "hint"),
-    [
-        ("mine.py:preset", "here perhaps mine:preset."),
-        ("../mine:preset", "here perhaps mine:preset with PYTHONPATH='..'."),
-        ("some/folder/mine.py:preset", "here perhaps mine:preset with PYTHONPATH='some/folder'."),
-        ("mi-ne:preset", "a function in it."),
-    ],
-)
-def test_a_method_named_by_its_file(name: str, hint: str) -> None:
-    with pytest.raises(ValueError) as error:
-        find(name)
-    assert str(error.value).endswith(hint)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kiloword.config.settings import ABOVE_0, BaseSettings, setting
+from kiloword.config.settings import ABOVE_0, BaseSettings, Nothing, setting
 from kiloword.losses.many import Balanced, supcon_loss
 from kiloword.losses.pairs import sigmoid_loss
 from kiloword.methods import clip, siglip
@@ -84,11 +84,6 @@ class SupCon(clip.Settings):
     """Supervised contrast over all positives of an image and of a text."""
 
     form: Literal["out", "in"] = setting("out", "the mean over positives outside or inside the logarithm")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Nothing(BaseSettings):
-    """A component without settings."""
 
 
 def matches(settings: Mined, it: Tensor, ii: Tensor, tt: Tensor) -> Tensor:
