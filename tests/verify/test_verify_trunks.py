@@ -100,8 +100,8 @@ def test_a_frozen_trunk_keeps_no_activations() -> None:
 @pytest.mark.parametrize(
     ("method", "of", "word"),
     [
-        ("sycoca", "sycoca", "masked pixels"),
-        ("siglip+mim", "sycoca", "masked pixels"),
+        ("sycoca", "sycoca", "masked images"),
+        ("siglip+mim", "sycoca", "masked images"),
         ("coca", "siglip", "--text-tower"),
     ],
 )
