@@ -126,15 +126,14 @@ def matching_loss(
 
 def _thresholds(pairs: PairBlocks) -> tuple[Tensor, Tensor]:
     """Least logit of the annotated pairs of each image [I] and, over all ranks, each text [T]; infinite without any."""
-    least_logits: list[Tensor] = []
+    of_image, of_text = (pairs.rows.new_full((size,), torch.inf) for size in pairs.shape)
     for rows, columns in pairs.blocks():
         block = pairs.block(rows, columns)
         annotated = block.logits.detach().masked_fill(~block.annotated, torch.inf)
-        least_logits = least_logits or [annotated.new_full((size,), torch.inf) for size in pairs.shape]
-        for least, part, dim in ((least_logits[0], rows, 1), (least_logits[1], columns, 0)):
-            least[part] = least[part].minimum(annotated.amin(dim))
-    margin = ROUNDING * torch.finfo(least_logits[0].dtype).eps
-    return least_logits[0] - margin, extreme_over_ranks(least_logits[1], "least") - margin
+        of_image[rows] = of_image[rows].minimum(annotated.amin(1))
+        of_text[columns] = of_text[columns].minimum(annotated.amin(0))
+    margin = ROUNDING * torch.finfo(of_image.dtype).eps
+    return of_image - margin, extreme_over_ranks(of_text, "least") - margin
 
 
 def with_means(

@@ -264,7 +264,7 @@ class _WordLoss(torch.autograd.Function):
         ctx: Any, x: Tensor, table: Tensor, targets: Tensor, smoothing: float, chunk: int, kind: torch.dtype
     ) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):
-            weight, rows = table.detach().to(kind), x.detach().to(kind)
+            weight, rows = table.to(kind), x.to(kind)
             sums, by_row, by_table = [], [], torch.zeros_like(table) if ctx.needs_input_grad[1] else None
             for row_chunk, target_chunk in zip(torch.split(rows, chunk), torch.split(targets, chunk), strict=True):
                 value, gradient = _words(row_chunk @ weight.T, target_chunk, smoothing)

@@ -40,7 +40,7 @@ class Fuser(nn.Module):
     words, as in the tower's training. Source: arXiv:2401.02137, section 4.2.
     """
 
-    def __init__(self, config: TextConfig, memory: int, causal: bool = True) -> None:
+    def __init__(self, config: TextConfig, memory: int, causal: bool) -> None:
         super().__init__()
         self.causal = causal
         self.blocks = nn.ModuleList(CrossBlock(config, 2 * config.depth, memory) for _ in range(config.depth))

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from kiloword.config.settings import setting
 from kiloword.methods import siglip
-from kiloword.methods.method import Component, Method, Part, Term
+from kiloword.methods.method import Component, Method, Part
 from kiloword.methods.prolip import inclusion
 from kiloword.methods.prolip.gaussian import Gaussian, GaussianSettings
 from kiloword.methods.prolip.inclusion import InclusionSettings
@@ -51,7 +51,7 @@ def included(method: Method, settings: InclusionSettings) -> Method:
 
     Raises: ValueError for a method with inclusion terms already.
     """
-    every: dict[str, tuple[float, type[Term]]] = {
+    every = {
         "image_in_text": (settings.image_in_text, inclusion.ImageInText),
         "masked_image": (settings.masked, inclusion.MaskedImage),
         "masked_text": (settings.masked, inclusion.MaskedText),
