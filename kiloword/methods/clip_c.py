@@ -27,8 +27,7 @@ def preset(settings: Settings) -> Method:
 def _transformed(transform: Callable[[Any], Transform]) -> Callable[[Method, Any], Method]:
     def apply(method: Method, settings: Any) -> Method:
         if method.transforms:
-            names = ", ".join(type(v).__name__.lower() for v in method.transforms)
-            raise ValueError(f"{method.name} has the transforms {names} already: choose one way of mixing examples.")
+            raise ValueError(f"{method.name} transforms examples already: choose one way of mixing them.")
         return replace(method, transforms=(transform(settings),))
 
     return apply

@@ -26,7 +26,6 @@ from kiloword.randomness import Draw
 from kiloword.types import Batch, Encoded, Example, Features, Fetch, Input, PairBlocks, Total
 
 PHRASES = "phrases"  # the input: texts
-_POOLS = ("cls", "mean", "max", "map")  # by which a patch alone can be pooled
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,10 +98,9 @@ class AttendedContrast(PhraseContrast):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
-        if config.head.image_pool not in _POOLS:
+        if (pool := config.head.image_pool) in ("attention", "attentional"):
             raise ValueError(
-                f"concepts pools each patch alone, which --model.head.image-pool {config.head.image_pool} does not: "
-                f"use {', '.join(_POOLS)}."
+                f"concepts pools each patch alone, which --model.head.image-pool {pool} does not: use map."
             )
         self.extra = extra(config.image)
         self.head = Head(ByPhrase(), scale=Scale(1.0, trained=False))

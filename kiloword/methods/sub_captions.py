@@ -60,8 +60,8 @@ class SubCaptions:
     def __call__(self, example: Example, fetch: Fetch, draw: Draw) -> Example:
         """Raises: ValueError for examples with precomputed features or the ground truth of whole captions."""
         if example.text_features:
-            known = "the ground truth is known" if "truth" in example.text_features else "--features has features"
-            raise ValueError(f"sub-captions are no whole captions, of which {known}: omit one of them.")
+            known = ", ".join(example.text_features)
+            raise ValueError(f"sub-captions are no whole captions, whose {known} the data holds: omit one of both.")
         settings, parts = self.settings, list[str]()
         drop = settings.drop_summary and draw.rng("summary").random() < settings.drop_summary
         for caption in example.captions:
