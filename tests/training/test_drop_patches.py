@@ -7,23 +7,20 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kiloword.config.recipes import ModelConfig, sizes
+from kiloword.config.recipes import sizes
 from kiloword.methods.defaults import default_recipe
 from kiloword.methods.registry import preset
 from kiloword.models.build import build
 from kiloword.training.setup import make_learner
 from kiloword.training.step import Learner, backward, kept
-from kiloword.verify.batch import batch, config
+from kiloword.verify.batch import batch
+from parts import gradients, size
 
 
-def small() -> ModelConfig:
-    """Sixteen patches an image."""
-    return replace(config(), image=replace(config().image, patch=8))
-
-
-def learner(method: str = "siglip", share: float = 0.5) -> Learner:
+def made(method: str = "siglip", share: float = 0.5) -> Learner:
+    """Of sixteen patches an image."""
     slots = preset(method)
-    return Learner(build(small(), slots), slots, drop_patches=share).double()
+    return Learner(build(size(image__patch=8), slots), slots, drop_patches=share).double()
 
 
 @pytest.mark.parametrize(("share", "count"), [(0.25, 12), (0.5, 8), (0.97, 1)])
@@ -40,26 +37,22 @@ def test_each_image_keeps_a_share_of_its_patches_in_order(share: float, count: i
 
 
 def test_an_image_is_encoded_from_the_patches_that_it_keeps() -> None:
-    made, some = learner(), batch()
-    encoded = made.encode(some)
+    whole, some = made(), batch()
+    encoded = whole.encode(some)
     for n, image in enumerate(some.images):
         alone = kept(some.seeds[n : n + 1], 16, 0.5)
-        tokens, features = made.model.encode_image(image[None], alone)
+        tokens, features = whole.model.encode_image(image[None], alone)
         assert torch.allclose(tokens[0], encoded.image_tokens[n], atol=1e-12)
         assert torch.allclose(features["vec"][0], encoded.images["vec"][n], atol=1e-12)
-    whole = learner(share=0).encode(some)
-    assert not torch.allclose(whole.images["vec"], encoded.images["vec"], atol=1e-3)
+    plain = made(share=0).encode(some)
+    assert not torch.allclose(plain.images["vec"], encoded.images["vec"], atol=1e-3)
 
 
 @pytest.mark.parametrize("method", ["siglip", "llip", "prolip"])
 def test_micro_batches_lose_the_same_patches(method: str) -> None:
-    some, gradients = batch(method=method), []
-    for parts in (1, 2):
-        made = learner(method)
-        backward(made, some.split(parts))
-        gradients.append({name: p.grad for name, p in made.named_parameters() if p.grad is not None})
-    for name, gradient in gradients[0].items():
-        assert torch.allclose(gradient, gradients[1][name], atol=1e-10), name
+    whole, cut = (gradients(made(method), batch(method=method), parts) for parts in (1, 2))
+    for name, gradient in whole.items():
+        torch.testing.assert_close(cut[name], gradient, rtol=0, atol=1e-10, msg=name)
 
 
 def test_the_setting_reaches_the_learner() -> None:
@@ -73,7 +66,5 @@ def test_towers_and_terms_that_need_all_patches_are_refused() -> None:
     slots, resnet = preset("clip"), sizes()["rn50-plain"]
     with pytest.raises(ValueError, match="drop-patches needs a vision transformer"):
         Learner(build(resnet, slots, bare=True), slots, drop_patches=0.5)
-    masking = preset("sycoca")
-    made = Learner(build(small(), masking), masking, drop_patches=0.5)
     with pytest.raises(ValueError, match="drop-patches"):
-        backward(made, [batch(method="sycoca")])
+        backward(made("sycoca"), [batch(method="sycoca")])

@@ -115,24 +115,6 @@ def test_data_that_would_end_the_run_end_the_dry_run(
     assert not (tmp_path / "run" / "metrics.jsonl").exists()  # before the first step
 
 
-def test_watch_shows_the_error_of_a_run_until_it_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    images, out = folder(tmp_path / "images", "bare"), tmp_path / "run"
-    words = ("clip", "--data", images, *SMALL, "--out", out)
-    with pytest.raises(SystemExit):
-        train(*words)
-    message = capsys.readouterr().err.splitlines()[-1].removeprefix("kiloword: ")
-    main(["watch", str(out), "--once"])
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "clip debug failed" in shown
-    assert message.split(":", 1)[1] in shown
-    for n in range(40):
-        (images / f"{n}.txt").write_text(f"thing {n}")
-    train(*words)
-    capsys.readouterr()
-    main(["watch", str(out), "--once"])
-    assert "finished" in capsys.readouterr().out
-
-
 def test_a_run_says_where_it_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("clip", "--data", "scenes?n=64", *SMALL, "--out", tmp_path)
     output = []
@@ -143,20 +125,6 @@ def test_a_run_says_where_it_goes_on(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "goes on" not in output[0]
     assert f"{tmp_path} was finished at step 1: nothing to do.\n" in output[1]
     assert f"{tmp_path} goes on from step 1 of 2.\n" in output[2]
-
-
-def test_settings_that_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Those of another optimizer only where it is used; others where they are set; long lines are wrapped."""
-    words = ("clip", "--data", "scenes?n=64", *SMALL, "--out", tmp_path / "run", "--dry-run", "--optim.name")
-    shown = {}
-    for name in ("muon", "adamw"):
-        train(*words, name, "--optim.eps", "1e-3")
-        output = capsys.readouterr().out
-        shown[name] = values(planned(output)["optimizer"])
-        assert 100 < max(map(len, output.splitlines())) <= 110
-    assert shown["adamw"]["eps"] == "0.001"
-    assert shown["muon"].keys() - shown["adamw"].keys() == {"muon-lr", "muon-weight-decay", "momentum"}
-    assert not shown["adamw"].keys() - shown["muon"].keys()
 
 
 def test_lines_of_a_dry_run_that_are_not_always_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

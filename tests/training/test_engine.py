@@ -14,12 +14,12 @@ from torch.distributed.tensor import DTensor
 
 import plan_allocated
 from kiloword.config.options import Parallel, RunOptions
-from kiloword.config.recipes import OptimConfig, Recipe
+from kiloword.config.recipes import Recipe
 from kiloword.distributed import collectives
 from kiloword.methods.defaults import MUON, default_recipe
 from kiloword.methods.registry import preset
 from kiloword.training import compilation, engine
-from kiloword.training.optimizer import SETTLED, USUAL, Average, Optimizer
+from kiloword.training.optimizer import SETTLED, Average, Optimizer
 from kiloword.training.setup import make_learner, spread
 from kiloword.training.step import Learner, backward
 from kiloword.verify.batch import MethodChoice, batch
@@ -170,16 +170,6 @@ def test_large_gradients_are_no_bad_step_before_the_usual_norm_is_known_or_when_
             optimizer.step(step)
         gradients_of(module, 1e6)
         assert float(optimizer.step(steps)["skipped_step"]) == 0
-
-
-def test_the_usual_norm_is_a_running_mean_and_part_of_the_state() -> None:
-    module = nn.Linear(1, 1, bias=False)
-    optimizer, usual = Optimizer(module, OptimConfig(clip=0), 10), [0.0, 0.0]
-    for norm in (1.0, 3.0, 2.0):
-        gradients_of(module, norm)
-        optimizer.step(0)
-        usual = [0.98 * usual[0] + 0.02 * norm, 0.98 * usual[1] + 0.02]
-    assert optimizer.state_dict()[USUAL].tolist() == pytest.approx(usual)
 
 
 def test_checkpointing_keeps_less_the_more_it_repeats() -> None:

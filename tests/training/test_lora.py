@@ -74,14 +74,6 @@ def assert_close(found: dict[str, Tensor], reference: dict[str, Tensor]) -> None
         torch.testing.assert_close(found[name], g, rtol=1e-9, atol=1e-12, msg=name)
 
 
-def test_gradients_only_where_they_belong(reference: dict[str, Tensor]) -> None:
-    names = {n.removeprefix("model.") for n in reference if not n.startswith("model.head.")} - {"loss"}
-    layers = ["image_tower.blocks.0.attention.qkv", "image_tower.blocks.0.mlp.fc"]
-    layers += [f"text_tower.blocks.{n}.attention.out" for n in (0, 1)]
-    assert names == {f"{layer}.lora.{x}" for layer in layers for x in "ab"} | {"image_tower.extra_tokens"}
-    assert all(g.abs().max() > 0 for g in reference.values())
-
-
 @pytest.mark.parametrize(
     ("ranks", "way"),
     [

@@ -11,11 +11,8 @@ import pytest
 import torch
 
 from kiloword.config.options import RunOptions
-from kiloword.config.settings import differing
 from kiloword.data.sampler import Order
 from kiloword.data.text.tokenizer import Tokenizer
-from kiloword.distributed import collectives
-from kiloword.distributed.device import precision_of
 from kiloword.files import write_json
 from kiloword.methods.defaults import default_recipe
 from kiloword.methods.registry import preset
@@ -23,6 +20,7 @@ from kiloword.models.model_folder import check_finite, check_fit, not_finite
 from kiloword.training.resolve import make_loader, micro_batches, open_sources
 from kiloword.training.run_folder import RunFile, check_same_run, earlier, error_kept, holds_run
 from kiloword.training.signals import Stopped
+from threads import over_threads
 
 RECIPE = replace(default_recipe("siglip", "debug", ("scenes?n=70",)), batch=16, steps=20)
 FILE = RunFile(recipe=RECIPE, data_fingerprint="f", data_sampled="s", features=("a",))
@@ -75,14 +73,6 @@ def test_a_folder_in_which_nothing_was_trained_is_free(out: Path) -> None:
     (out / "model").mkdir()
     (out / "model" / "model.safetensors").touch()
     assert earlier(out) == FILE
-
-
-def test_differences_of_plain_values() -> None:
-    a = {"x": 1, "y": {"z": [1, 2], "only": None}, "same": 4, "w": 0}
-    b = {"x": 2, "y": {"z": [1, 2]}, "same": 4.0, "more": 7}
-    assert differing(a, b) == {"x": (1, 2), "w": (0, None), "more": (None, 7)}
-    assert differing({"y": {"z": 1}}, {"y": {"z": 2}}) == {"y.z": (1, 2)}
-    assert differing({"y": {"z": 1}}, {"y": 3}) == {"y": ({"z": 1}, 3)}
 
 
 @pytest.mark.parametrize(
@@ -145,11 +135,6 @@ def test_groups_stand_in_a_batch_together() -> None:
     assert order(41).steps_per_epoch == 5
 
 
-def test_rows_of_a_subset() -> None:
-    assert order() == order(rows=40) == Order(40, 8, RECIPE.seed)
-    assert order(rows=16) == Order(16, 8, RECIPE.seed, of=40)
-
-
 @pytest.mark.parametrize(
     ("given", "named"),
     [
@@ -164,20 +149,7 @@ def test_orders_that_are_none(given: dict[str, Any], named: str) -> None:
         order(**given)
 
 
-@pytest.mark.parametrize(("ranks", "micro", "parts"), [(1, 0, 1), (1, 4, 4), (2, 4, 2), (2, 0, 1)])
-def test_micro_batches_of_a_batch(monkeypatch: pytest.MonkeyPatch, ranks: int, micro: int, parts: int) -> None:
-    monkeypatch.setattr(collectives, "ranks", lambda: ranks)
-    assert micro_batches(replace(RECIPE, micro=micro)) == parts
-    with pytest.raises(ValueError, match=f"micro 3 does not divide a rank's share of {16 // ranks} "):
-        micro_batches(replace(RECIPE, micro=3))
-    monkeypatch.setattr(collectives, "ranks", lambda: 3)
-    with pytest.raises(ValueError, match="batch 16 does not divide over 3 ranks"):
-        micro_batches(RECIPE)
-
-
-def test_precisions() -> None:
-    with precision_of("bf16", "cpu")():
-        assert torch.is_autocast_enabled("cpu")
-        assert torch.ones(2, 2).matmul(torch.ones(2, 2)).dtype == torch.bfloat16
-    with precision_of("fp32", "cpu")():
-        assert not torch.is_autocast_enabled("cpu")
+def test_a_batch_divides_over_ranks() -> None:
+    assert over_threads(2, lambda: micro_batches(replace(RECIPE, micro=4))) == [2, 2]
+    with pytest.raises(ValueError, match="16 does not divide over 3 ranks"):
+        over_threads(3, lambda: micro_batches(RECIPE))

@@ -96,11 +96,3 @@ def test_a_page_that_cannot_be_written_costs_a_line(tmp_path: Path, capsys: pyte
     recipe = replace(default_recipe("siglip", "debug", ("scenes?n=32",)), steps=1, batch=8)
     train(recipe, tmp_path, options=RunOptions(log_every=1))
     assert "report.html or the model card was not written" in capsys.readouterr().err
-
-
-def test_history_of_strangers(tmp_path: Path) -> None:
-    lines = ["{", "[1]", '{"step": "7", "command": 3, "time": 1e400}', '{"step": 2, "command": "<b>"}', "[" * 5000]
-    (tmp_path / history.FILE).write_text("\n".join(lines) + "\n")
-    read = history.processes(tmp_path)
-    assert [(p.step, p.command, history.date(p.time)) for p in read] == [(0, "", ""), (2, "<b>", "")]
-    assert history.date(1763862905.2) == "2025-11-23 01:55 UTC"

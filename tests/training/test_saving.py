@@ -12,14 +12,9 @@ import pytest
 from kiloword.files import SaveError
 from kiloword.models.states import steps_done
 from kiloword.training.loop import RunOptions, train
-from kiloword.training.optimizer import Optimizer
-from states import at_saves, failing_at, recipe
+from states import recipe
 
 EVERY = RunOptions(log_every=1, save_every=2, quiet=True)
-
-
-def full(save: int) -> None:
-    raise OSError(28, "No space left on device")
 
 
 def on_names(patch: pytest.MonkeyPatch, work: Callable[[Path], object]) -> None:
@@ -51,12 +46,3 @@ def test_a_part_that_rank_0_does_not_see(tmp_path: Path, monkeypatch: pytest.Mon
         train(recipe(2), tmp_path, options=EVERY)
     assert steps_done(tmp_path / "state") == 0
     assert not (tmp_path / "model" / "model.safetensors").exists()
-
-
-def test_the_first_error_is_reported_not_that_of_the_save_behind_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Optimizer, "step", failing_at(2))
-    at_saves(monkeypatch, full)
-    with pytest.raises(RuntimeError, match="stop here"):
-        train(recipe(), tmp_path, options=EVERY)

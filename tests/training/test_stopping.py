@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -22,14 +21,6 @@ def test_the_code_is_that_of_the_first_signal(asked: tuple[int, ...], code: int)
         stop.handle(number, None)
     assert stop() == bool(asked)
     assert (stop.stopped("why").code, str(stop.stopped("why"))) == (code, "why")
-
-
-def test_a_state_is_asked_for_once() -> None:
-    stop = Stop()
-    assert not stop.state_asked()
-    stop.handle(signal.SIGUSR1, None)
-    assert not stop()
-    assert [stop.state_asked(), stop.state_asked()] == [True, False]
 
 
 def test_a_second_ctrl_c_ends_at_once_except_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,12 +72,3 @@ def test_signals_are_handled_and_left_as_they_were() -> None:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def test_another_thread_than_the_main_one_handles_none() -> None:
-    def inside() -> bool:
-        with stop_signals() as stop:
-            return any(signal.getsignal(s) == stop.handle for s in ENDING)
-
-    with ThreadPoolExecutor(1) as pool:
-        assert not pool.submit(inside).result()

@@ -14,6 +14,7 @@ import torch
 from test_resume import assert_same, cut_at
 from torch import Tensor
 
+import plan_allocated
 from kiloword.cli.main import main
 from kiloword.config.options import RunOptions
 from kiloword.config.recipes import OptimConfig, Recipe, TrunkConfig
@@ -71,19 +72,9 @@ def test_gradients_are_where_they_belong(specs: tuple[str, ...], still: set[str]
 
 
 def saved(learned: Learner) -> int:
-    """Bytes of activations that the forward pass saves for the backward pass; a view counts as its storage, once."""
-    sizes: dict[int, int] = {}
-    weights = {p.untyped_storage().data_ptr() for p in learned.parameters()}
-
-    def pack(x: Tensor) -> Tensor:
-        if (at := x.untyped_storage().data_ptr()) not in weights:
-            sizes[at] = x.untyped_storage().nbytes()
-        return x
-
+    """Bytes of activations that the forward pass saves for the backward pass."""
     one = batch(0, 32)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        learned(one, learned.counts([one]))
-    return sum(sizes.values())
+    return plan_allocated.kept(lambda: learned(one, learned.counts([one])))
 
 
 def test_frozen_blocks_below_the_first_trained_one_save_nothing() -> None:
