@@ -15,7 +15,7 @@ from encoders import BERT, DISTIL, ROBERTA, state_of
 from kiloword.config.recipes import TextConfig, TrunkConfig
 from kiloword.model.attention import Packing
 from kiloword.model.text import TextTower
-from kiloword.model.trunks.bert import Bert, converted, is_bert
+from kiloword.model.trunks.bert import Bert, converted
 from kiloword.model.trunks.padded import text_trunk
 from kiloword.types import Texts
 
@@ -77,20 +77,6 @@ def test_packed_equals_one_by_one(config: dict[str, Any]) -> None:
     prefixes = [prefix for block in trunk.blocks() for prefix in block]
     assert all(sum(name.startswith(prefix) for prefix in prefixes) == 1 for name, _ in trunk.named_parameters())
     assert len(trunk.blocks()) == 2
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"hidden_act": "relu"},
-        {"position_embedding_type": "relative_key"},
-        {"is_decoder": True},
-        {"model_type": "mpnet"},
-    ],
-)
-def test_what_is_no_bert_of_ours(change: dict[str, Any]) -> None:
-    assert is_bert(BERT)
-    assert not is_bert({**BERT, **change})
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,6 @@ from kiloword.randomness import key
 from kiloword.training import compilation
 from kiloword.training.loop import train
 from kiloword.training.step import Learner, backward
-from kiloword.types import Texts
 from kiloword.verify.batch import batch
 from kiloword.verify.suite import learner
 from literal import made, pairs
@@ -156,34 +155,6 @@ def test_a_run_keeps_its_precision_and_leaves_torchs_as_it_was(tmp_path: Path) -
         assert torch.get_float32_matmul_precision() == "highest"
     said = json.loads((tmp_path / "config.json").read_text())["recipe"]
     assert (said["precision"], said["matmul"], said["steps"]) == ("fp32", "high", 2)
-
-
-def pretended(like: Tensor) -> Any:
-    """A CUDA tensor, as far as what chooses a kernel looks at it."""
-    return SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, device=torch.device("cuda", 0), shape=like.shape)
-
-
-@pytest.mark.parametrize(
-    ("width", "capability", "kernel"),
-    [
-        (16, (9, 0), "varlen"),
-        (16, (8, 0), "varlen"),
-        (12, (9, 0), "padded"),
-        (264, (9, 0), "padded"),
-        (16, (7, 5), "padded"),
-    ],
-)
-def test_texts_are_padded_where_a_card_or_a_width_has_no_variable_length_kernel(
-    monkeypatch: pytest.MonkeyPatch, width: int, capability: tuple[int, int], kernel: str
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
-    monkeypatch.setattr(attention, "_varlen", lambda *given: "varlen")
-    monkeypatch.setattr(attention, "_dense", lambda *given: "padded")
-    monkeypatch.setattr(Packing, "pad", lambda packing, x: x)
-    monkeypatch.setattr(Packing, "unpad", lambda packing, x: x)
-    q, packing = pretended(torch.empty(5, 2, width)), Packing.of(Texts.pack([[1, 2], [3, 4, 5]]))
-    assert attention.attention(q, q, q, packing, packing) == kernel
 
 
 def test_the_gpus_that_are_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,19 +8,16 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from kiloword.config.recipes import HeadConfig, ModelConfig, TextConfig, sizes
-from kiloword.model.heads import Head, Pooling, Scale, Single, Uncertainty
+from kiloword.model.heads import Head, Scale, Single
 from kiloword.model.model import Model, initialise
-from kiloword.model.pooling import ImagePool, TextPool, place_from_end
-from kiloword.types import Features, Texts
+from kiloword.model.pooling import ImagePool, TextPool
+from kiloword.types import Texts
+from parts import drawn
 
 DEBUG = sizes()["debug"]
-
-
-def numbers(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def head(config: ModelConfig = DEBUG, **kwargs: Any) -> Head:
@@ -32,7 +29,7 @@ def head(config: ModelConfig = DEBUG, **kwargs: Any) -> Head:
 
 @pytest.mark.parametrize("kind", ["cls", "mean", "max"])
 def test_image_pools(kind: Literal["cls", "mean", "max"]) -> None:
-    tokens = numbers(2, 3 + 4, 32)  # class token, two extra ones, four patches
+    tokens = drawn(2, 3 + 4, 32)  # class token, two extra ones, four patches
     got = ImagePool(replace(DEBUG.image, extra_tokens=2), HeadConfig(image_pool=kind))(tokens)
     patches = tokens[:, 3:]
     expected = {"cls": tokens[:, 0], "mean": patches.mean(1), "max": patches.max(1).values}[kind]
@@ -42,7 +39,7 @@ def test_image_pools(kind: Literal["cls", "mean", "max"]) -> None:
 def test_map_pool_against_torch() -> None:
     pool = ImagePool(replace(DEBUG.image, class_token=False), HeadConfig(image_pool="map")).double()
     initialise(pool, 0)
-    tokens = numbers(3, 4, 32)
+    tokens = drawn(3, 4, 32)
     attend = nn.MultiheadAttention(32, DEBUG.image.heads, batch_first=True).double()
     inner = pool.map
     assert inner is not None
@@ -58,7 +55,7 @@ def test_map_pool_against_torch() -> None:
 def test_text_pools(kind: Literal["last", "mean", "max"], extra: tuple[str, ...]) -> None:
     config = TextConfig(width=8, heads=2, extra_tokens=extra)
     texts = Texts.pack([[0] * (n + len(extra)) for n in (3, 1, 5)])
-    tokens = numbers(len(texts.ids), 8).requires_grad_()
+    tokens = drawn(len(texts.ids), 8).requires_grad_()
     rows = []
     for part in tokens.split(texts.starts.diff().tolist()):
         words = part[: len(part) - len(extra)]
@@ -66,20 +63,15 @@ def test_text_pools(kind: Literal["last", "mean", "max"], extra: tuple[str, ...]
         rows.append({"last": last, "mean": words.mean(0), "max": words.max(0).values}[kind])
     got, expected = TextPool(config, kind)(tokens, texts), torch.stack(rows)
     assert torch.allclose(got, expected)
-    weights = numbers(3, 8, seed=3)
+    weights = drawn(3, 8, seed=3)
     gradients = [torch.autograd.grad((x * weights).sum(), tokens)[0] for x in (got, expected)]
     assert torch.allclose(gradients[0], gradients[1], rtol=0, atol=1e-12)
-
-
-def test_place_from_end() -> None:
-    config = TextConfig(extra_tokens=("cls", "unc"))
-    assert [place_from_end(config, name) for name in ("cls", "unc")] == [2, 1]
 
 
 def test_features_are_unit_vectors_and_scores_their_cosines() -> None:
     h = head(start=5.0, bias=-3.0)
     texts = Texts.pack([[0] * n for n in (2, 4, 3)])
-    images, words = h.image(numbers(2, 5, 32)), h.text(numbers(9, 32, seed=1), texts)
+    images, words = h.image(drawn(2, 5, 32)), h.text(drawn(9, 32, seed=1), texts)
     for f in (images, words):
         assert torch.allclose(f["vec"].norm(dim=1), torch.ones(len(f["vec"]), dtype=torch.float64))
     score = h.score(images, words)
@@ -92,7 +84,7 @@ def test_features_are_unit_vectors_and_scores_their_cosines() -> None:
 
 def test_ensemble_is_the_normalised_mean() -> None:
     h = head()
-    vec = torch.nn.functional.normalize(numbers(5, 16), dim=1)
+    vec = torch.nn.functional.normalize(drawn(5, 16), dim=1)
     group, weights = torch.tensor([0, 1, 0, 1, 1]), torch.tensor([0.5, 0.2, 0.5, 0.3, 0.5], dtype=torch.float64)
     for w in (None, weights):
         got = h.ensemble({"vec": vec}, group, 2, w)["vec"]
@@ -103,7 +95,7 @@ def test_ensemble_is_the_normalised_mean() -> None:
 
 def test_chunks_do_not_change_scores() -> None:
     model = Model(DEBUG, head(bias=0.0))
-    images, texts = {"vec": numbers(5, 16)}, {"vec": numbers(7, 16, seed=1)}
+    images, texts = {"vec": drawn(5, 16)}, {"vec": drawn(7, 16, seed=1)}
     whole = model.score(images, texts)
     assert whole.shape == (5, 7)
     model.head.block = lambda *_: (2, 3)  # type: ignore[method-assign]
@@ -113,34 +105,10 @@ def test_chunks_do_not_change_scores() -> None:
 def test_half_precision_features_are_scored_in_single() -> None:
     h = head().bfloat16()
     with torch.autocast("cpu", torch.bfloat16):
-        vec = h.image(numbers(2, 5, 32).bfloat16())["vec"]
+        vec = h.image(drawn(2, 5, 32).bfloat16())["vec"]
         assert vec.dtype == torch.float32
         assert h.score({"vec": vec.bfloat16()}, {"vec": vec}).dtype == torch.float32
         assert h.logits(h.score({"vec": vec}, {"vec": vec})).dtype == torch.float32
-
-
-def test_limit_of_the_scale_is_the_same_after_loading() -> None:
-    """In double precision too: a resumed run is held to the same number."""
-    h, resumed = head(limit=100.0), head(limit=100.0)
-    with torch.no_grad():
-        h.log_scale.fill_(1.0)
-    resumed.load_state_dict(h.state_dict())
-    for one in (h, resumed):
-        with torch.no_grad():
-            one.log_scale.fill_(9.0)
-        one.clamp_()
-    assert torch.equal(h.log_scale, resumed.log_scale)
-
-
-def test_scale_is_held_to_its_limit() -> None:
-    h = head(limit=100.0)
-    h.log_scale.data.fill_(5.0)
-    h.clamp_()
-    assert h.log_scale.item() == pytest.approx(math.log(100))
-    free = head()
-    free.log_scale.data.fill_(5.0)
-    free.clamp_()
-    assert free.log_scale.item() == 5.0
 
 
 @pytest.mark.parametrize("said", [{"start": 0.0}, {"start": -1.0}, {"limit": -5.0}, {"bias": math.nan}])
@@ -163,49 +131,6 @@ def test_a_larger_loaded_scale_is_its_own_limit_also_after_a_resume() -> None:
     assert resumed.log_scale.exp().item() == pytest.approx(112.3)
     unlimited = head()
     unlimited.load_state_dict(h.state_dict())
-
-
-class Penalty(Uncertainty):
-    """A stand-in for an uncertainty: one number a row, subtracted."""
-
-    def image(self, tokens: Tensor, pooling: Pooling) -> Features:
-        return {"uncertainty": tokens[:, 0, 0]}
-
-    def text(self, tokens: Tensor, texts: Texts, pooling: Pooling) -> Features:
-        return {"uncertainty": tokens[texts.starts[:-1], 0]}
-
-    def penalty(self, features: Features) -> Tensor:
-        return features["uncertainty"]
-
-    def ensemble(self, texts: Features, group: Tensor, n: int, weights: Tensor | None) -> Features:
-        return {"uncertainty": texts["uncertainty"].new_zeros(n).index_add(0, group, texts["uncertainty"])}
-
-
-def test_an_uncertainty_wraps_any_pooling() -> None:
-    plain, uncertain = head(), head(uncertainty=Penalty())
-    texts = Texts.pack([[0, 0], [0, 0, 0]])
-    image_tokens, text_tokens = numbers(2, 5, 32), numbers(5, 32, seed=1)
-    images, words = uncertain.image(image_tokens), uncertain.text(text_tokens, texts)
-    expected = plain.score(plain.image(image_tokens), plain.text(text_tokens, texts))
-    expected = expected - image_tokens[:, 0, 0][:, None] - text_tokens[[0, 2], 0]
-    assert torch.allclose(uncertain.score(images, words), expected)
-    assert uncertain.ensemble(words, torch.zeros(2, dtype=torch.int64), 1)["uncertainty"].shape == (1,)
-
-
-@pytest.mark.parametrize("image_pool", ["cls", "mean", "max", "map"])
-@pytest.mark.parametrize("text_pool", ["last", "mean", "max"])
-def test_every_parameter_learns(
-    image_pool: Literal["cls", "mean", "max", "map"], text_pool: Literal["last", "mean", "max"]
-) -> None:
-    config = replace(DEBUG, head=HeadConfig(dim=16, image_pool=image_pool, text_pool=text_pool))
-    model = Model(config, Head(Single(config), scale=Scale(bias=-10.0)))
-    initialise(model, 0)
-    images = torch.randint(0, 256, (3, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    texts = Texts.pack([[1, 2, 3], [4, 5], [6, 7, 8, 9]])
-    logits = model.head.logits(model.score(model.encode_image(images)[1], model.encode_text(texts)[1]))
-    (logits * numbers(3, 3)).sum().backward()  # type: ignore[no-untyped-call]
-    still = [n for n, p in model.named_parameters() if p.grad is None or not p.grad.abs().max() > 0]
-    assert still == []
 
 
 def test_refusals() -> None:

@@ -95,13 +95,6 @@ def test_a_skipped_step_moves_no_weights(tmp_path: Path, monkeypatch: pytest.Mon
     assert all(torch.equal(last[0][name], before[0][name]) for name in kept)
 
 
-def test_before_the_first_state_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    spoil(monkeypatch, "learner", 2)
-    with pytest.raises(ValueError, match="is NaN or infinite"):
-        train(recipe(), tmp_path, options=EVERY)
-    assert not (tmp_path / "model" / "model.safetensors").exists()
-
-
 @pytest.fixture(scope="module")
 def spoiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model folder with one infinite weight."""

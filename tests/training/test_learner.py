@@ -19,11 +19,9 @@ from kiloword.losses.pairs import sigmoid_loss, softmax_loss
 from kiloword.methods.defaults import default_recipe
 from kiloword.methods.method import Method, Part, Term, annotated
 from kiloword.methods.registry import preset
-from kiloword.model.blocks import Init
 from kiloword.models.build import build
 from kiloword.training import muon, optimizer
 from kiloword.training.optimizer import Average, Muon, Optimizer, schedule, warmup_steps
-from kiloword.training.setup import make_learner
 from kiloword.training.step import Learner
 from kiloword.types import Batch, Encoded
 from kiloword.verify.batch import batch
@@ -97,36 +95,6 @@ class Words(Term):
 
     def forward(self, model: Any, batch: Batch, encoded: Encoded) -> Tensor:
         return (self.gain * encoded.text_tokens).square().mean(1).sum()
-
-
-class Projected(Words):
-    """A term with a layer of torch's and a parameter of its own."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        self.layer = nn.Linear(config.text.width, 3)
-        self.own = nn.Parameter(torch.empty(5))
-
-    def initial(self) -> dict[str, Init]:
-        return {"gain": Init(1.0), "own": Init(std=0.1)}
-
-
-def test_parameters_of_a_term_start_from_the_seed_and_their_names() -> None:
-    method = preset("siglip")
-    own = replace(method, terms={"a": (1.0, Part(Projected)), "b": (1.0, Part(Projected))})
-
-    def started(seed: int, method: Method) -> dict[str, Tensor]:
-        return dict(make_learner(replace(default_recipe("siglip", "debug"), seed=seed), method)[0].state_dict())
-
-    first = started(7, own)
-    torch.rand(3)  # another number of draws before
-    again, other, plain = started(7, own), started(8, own), started(7, method)
-    assert all(torch.equal(first[name], again[name]) for name in again)
-    assert all(torch.equal(first[name], plain[name]) for name in plain)
-    drawn = [f"terms.{term}.{name}" for term in "ab" for name in ("layer.weight", "own")]
-    assert len({tuple(start[name].flatten().tolist()) for start in (first, other) for name in drawn}) == 8
-    assert 0.5 < float(first["terms.a.layer.weight"].std()) * sizes()["debug"].text.width ** 0.5 < 2
-    assert float(first["terms.a.gain"]) == 1
 
 
 def with_term(name: str, weight: float = 0.3) -> Method:

@@ -1,63 +1,16 @@
-"""What ranks say to each other in a step, by threads of one process: means of gradients, Muon on shards."""
+"""Muon on shards: what ranks say to each other in a step, by threads of one process."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kiloword.distributed import collectives
-from kiloword.training import engine, muon
+from kiloword.training import muon
 from threads import over_threads
-
-STEPS, PIECES = 3, 3
-
-
-class Layers(nn.Module):
-    """Each rank has a layer that no other one uses."""
-
-    def __init__(self, first: float = 0.1) -> None:
-        super().__init__()
-        layers = {"first": nn.Linear(3, 4), "second": nn.Linear(4, 5), "0": nn.Linear(5, 2), "1": nn.Linear(5, 2)}
-        self.layers = nn.ModuleDict(layers).double()
-        for n, p in enumerate(self.parameters()):
-            nn.init.constant_(p, first + n)
-
-    def forward(self, rank: int, n: int) -> Tensor:
-        """The loss of one micro-batch."""
-        x = torch.randn(6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(10 * rank + n))
-        inside = self.layers["second"](self.layers["first"](x).tanh()).tanh()
-        found: Tensor = self.layers[str(rank)](inside).square().sum()
-        return found
-
-
-def test_gradients_are_means_over_ranks_of_all_micro_batches() -> None:
-    """Of the first rank's weights, in every step; nothing is left of the step before."""
-
-    def work() -> list[dict[str, Tensor]]:
-        rank, found = collectives.rank(), []
-        model = Layers(0.1 + rank)
-        run: Any = engine.replicated(model)  # type: ignore[arg-type]
-        for step in range(STEPS):
-            for n in range(PIECES):
-                run.require_backward_grad_sync = n == PIECES - 1
-                run(rank, step * PIECES + n).backward()
-            found.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
-            model.zero_grad(set_to_none=step == 0)
-        return found
-
-    both = over_threads(2, work)
-    for step in range(STEPS):
-        model = Layers()
-        losses = [model(rank, step * PIECES + n) for rank in (0, 1) for n in range(PIECES)]
-        torch.autograd.backward([x / 2 for x in losses])
-        for found in both:
-            for name, p in model.named_parameters():
-                torch.testing.assert_close(found[step][name], p.grad, rtol=1e-12, atol=1e-12, msg=name)
-
 
 SHAPES: dict[str, tuple[int, ...]] = {"a": (7, 4), "b": (7, 4), "qkv": (6, 5), "few": (2, 4), "c": (7, 4)}
 SHAPES["several"] = (2, 3, 5)
