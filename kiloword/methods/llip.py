@@ -188,6 +188,7 @@ class LearnedAverage(Attention):
     """One learned query for all texts, so that an image is one vector (arXiv:2405.00740, section 5)."""
 
     one_vector = True
+    score_pairs = Single.score_pairs
 
     def __init__(self, config: ModelConfig, settings: ContextualSettings) -> None:
         super().__init__(config, settings)

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from kiloword.distributed import collectives
 from kiloword.distributed.sharing import in_turns, share
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
 TEXTS = 256  # encoded at a time
 
 
-def rows(features: Features, which: slice) -> Features:
-    """A slice of the rows of every value."""
+def rows(features: Features, which: slice | Tensor) -> Features:
+    """Some rows of every value."""
     return {name: value[which] for name, value in features.items()}
 
 

@@ -106,8 +106,9 @@ class Pooling(Piece):
         return at_least_float(images["vec"]) @ at_least_float(texts["vec"]).T
 
     def score_pairs(self, images: Features, texts: Features) -> Tensor:
-        """Similarities [n] of image n with text n."""
-        return (at_least_float(images["vec"]) * at_least_float(texts["vec"])).sum(1)
+        """Similarities [n] of image n with text n; a pooling with a `score` of its own may do it at once."""
+        pairs = ([{k: v[[n]] for k, v in side.items()} for side in (images, texts)] for n in range(len(images["vec"])))
+        return torch.cat([self.score(*pair)[0] for pair in pairs])
 
     def block(self, images: Features, texts: Features) -> tuple[int, int]:
         """Rows and columns of pairs to score at once; fewer where pairs are expensive."""
@@ -297,6 +298,9 @@ class Single(Pooling):
 
     def memory(self, tokens: Tensor) -> Tensor:
         return self.image_pool.memory(tokens)
+
+    def score_pairs(self, images: Features, texts: Features) -> Tensor:
+        return (at_least_float(images["vec"]) * at_least_float(texts["vec"])).sum(1)
 
     def project_image_tokens(self, tokens: Tensor) -> Tensor:
         return tokens if self.image_projection is None else self.image_projection(tokens)

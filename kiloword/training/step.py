@@ -19,6 +19,7 @@ from kiloword.distributed.collectives import ranks, sum_over_ranks
 from kiloword.distributed.device import PrecisionContext
 from kiloword.losses.pairs import Blocks, PairInputs
 from kiloword.methods.method import PAIR, Between, Contrast, Method, Weight, weight_at
+from kiloword.model.encoding import TEXTS, rows
 from kiloword.model.heads import Head, Piece
 from kiloword.model.image import grid
 from kiloword.model.model import Model
@@ -95,7 +96,9 @@ class MainContrast(Contrast):
         of = order[torch.searchsorted(inputs.rows["position"], inputs.columns["position"], sorter=order)]
         images = sum_over_ranks(total.count.new_full((), float(len(plain))))
         by_image = total.rows * (images / sum_over_ranks(total.count))
-        scores = self.head.score_pairs({k: v[of] for k, v in inputs.rows.items()}, inputs.columns)
+        texts = torch.split(torch.arange(len(of), device=of.device), TEXTS)
+        sides = ((rows(inputs.rows, of[t]), rows(inputs.columns, t)) for t in texts)
+        scores = torch.cat([self.head.score_pairs(*pair) for pair in sides])
         own = scores.new_zeros(len(plain)).index_add(0, of, scores) / of.bincount(minlength=len(plain))
         for name, mask in (("plain", plain), ("composed", ~plain)):
             count = sum_over_ranks(mask.sum().to(own.dtype))
