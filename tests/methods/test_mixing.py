@@ -16,6 +16,7 @@ from kiloword.cli.main import main
 from kiloword.cli.words import mixed
 from kiloword.methods.defaults import MUON, default_recipe
 from kiloword.methods.registry import names
+from kiloword.model.heads import Scale
 from kiloword.training.optimizer import Optimizer
 from kiloword.training.step import backward
 from kiloword.verify import suite
@@ -118,25 +119,22 @@ def test_what_a_method_remembers_is_resumed(name: str, tmp_path: Path, monkeypat
     assert all(torch.equal(whole[key], cut[key]) for key in whole)
 
 
-def test_settings_of_a_mix_are_the_base_s_and_its_parts_own() -> None:
-    head = model("clip+sigmoid", {"scale": 5.0, "sigmoid": {"scale": 2.0, "bias": -3.0}}).head
-    assert (head.log_scale.exp().item(), head.bias.item()) == (pytest.approx(2.0), -3.0)
+SCALES: list[tuple[str, dict[str, Any], Scale]] = [  # of which the settings are the base's and each part's own
+    ("clip+sigmoid", {"scale": 5.0, "sigmoid": {"scale": 2.0, "bias": -3.0}}, Scale(2.0, -3.0)),
+    ("siglip+softmax", {"scale": 5.0, "bias": -3.0}, Scale(1 / 0.07, limit=100.0)),
+    ("clip", {"fixed_scale": True, "scale": 5.0}, Scale(5.0, limit=100.0, trained=False)),
+    ("siglip+supcon", {"supcon": {"fixed_scale": True}}, Scale(1 / 0.07, limit=100.0, trained=False)),
+]
 
 
-def test_a_scale_that_softmax_limits_is_limited_in_a_mix_too() -> None:
-    head = model("siglip+softmax").head
-    assert head.bias is None
-    head.log_scale.data.fill_(9.0)
-    head.clamp_()
-    assert head.log_scale.exp().item() == pytest.approx(100.0)
-
-
-@pytest.mark.parametrize(("name", "part"), [("clip", ""), ("siglip+softmax", "softmax"), ("siglip+supcon", "supcon")])
-def test_a_fixed_scale_does_not_learn(name: str, part: str) -> None:
-    given = [{"fixed_scale": fixed, "scale": 5.0} for fixed in (False, True)]
-    scales = [model(name, {part: one} if part else one).head.log_scale for one in given]
-    assert [scale.requires_grad for scale in scales] == [True, False]
-    assert [scale.exp().item() for scale in scales] == pytest.approx([5.0, 5.0])
+@pytest.mark.parametrize(("name", "settings", "expected"), SCALES)
+def test_the_scale_of_a_mix(name: str, settings: dict[str, Any], expected: Scale) -> None:
+    head = model(name, settings).head
+    assert (head.scale, head.log_scale.requires_grad, head.bias is None) == (
+        expected,
+        expected.trained,
+        expected.bias is None,
+    )
 
 
 def test_flags_name_components() -> None:
