@@ -115,18 +115,6 @@ def test_data_that_would_end_the_run_end_the_dry_run(
     assert not (tmp_path / "run" / "metrics.jsonl").exists()  # before the first step
 
 
-def test_a_run_says_where_it_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("clip", "--data", "scenes?n=64", *SMALL, "--out", tmp_path)
-    output = []
-    for more in ((), (), ("--steps", 2, "--extend")):
-        train(*words, *more)
-        output.append(capsys.readouterr().err)
-    assert "finished" not in output[0]
-    assert "goes on" not in output[0]
-    assert f"{tmp_path} was finished at step 1: nothing to do.\n" in output[1]
-    assert f"{tmp_path} goes on from step 1 of 2.\n" in output[2]
-
-
 def test_lines_of_a_dry_run_that_are_not_always_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "run"
     words = ("clip", "--data", "scenes?n=64", "--val", "scenes:test?n=7", *SMALL, "--out", out)

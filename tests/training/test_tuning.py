@@ -161,8 +161,6 @@ def test_a_trunk_is_frozen_unless_asked() -> None:
     learned = make_learner(on_a_trunk(), preset("siglip"))[0]
     still = {name.split(".")[2] for name, p in learned.named_parameters() if not p.requires_grad}
     assert still == {"trunk"}
-    assert tuning.frozen(on_a_trunk()) == ("image:trunk",)
-    assert tuning.frozen(on_a_trunk("none")) == ("none",)
 
 
 def test_blocks_of_a_trunk_are_numbered_first() -> None:
