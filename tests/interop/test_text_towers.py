@@ -267,7 +267,7 @@ def test_a_message_ends_in_one_dot(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["coca"], "a text tower of another library has neither: omit --text-tower and --text-features"),
+        (["coca"], "omit --text-tower and --text-features"),
         (["vqa"], "omit --text-tower"),
         (["siglip+caption"], "omit --text-tower"),
         (["prolip", "--model.text.depth", "0"], "nothing fills the tokens of the text tower"),
