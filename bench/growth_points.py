@@ -36,7 +36,7 @@ from kiloword.data.tar import open_tars as open_all
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.data.transforms.mix import Compose
 from kiloword.data.transforms.settings import ComposeSettings
-from kiloword.losses.pertext import PairSizes, choose
+from kiloword.losses.pertext import choose
 from kiloword.methods.fff.preset import Mined
 from kiloword.mining import analyses, calibrate, pairs
 from kiloword.mining.corpus import Corpus
@@ -99,7 +99,7 @@ def captions(n: int, folder: Path) -> Call:
 def llip_pairs(n: int, folder: Path) -> Call:
     """Llip's pair loss, 64 images and 512 texts, D 512, 8 heads, K = n, in the form that it chooses."""
     args = argparse.Namespace(k=n, dim=512, heads=8, device="cpu")
-    return quiet(llip.make(args, 64, 512, torch.float32, choose(PairSizes(n, 8, 512), 512)))
+    return quiet(llip.make(args, 64, 512, torch.float32, choose((n, 8, 64), 512)))
 
 
 def llip_step(n: int, folder: Path) -> Call:

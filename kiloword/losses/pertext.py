@@ -218,7 +218,7 @@ def _tile(
     rows: slice, columns: slice, form: ScoreForm, keys: Tensor, values: Tensor, query: Tensor, y: Tensor, square: Tensor
 ) -> tuple[Tensor, _Saved]:
     """Cosines [r, c] of a tile, with x the weights (gram) or C (direct): x . target / sqrt(x . matrix . x)."""
-    phi = torch.softmax(_against(keys[rows], query[columns]), 2).contiguous()  # mixing weights [r, M, N, c]
+    phi = torch.softmax(_against(keys[rows], query[columns]), 2).contiguous()  # eq. 1: [r, M, N, c]
     heads, y, values = values.shape[2], y[columns], values[rows]
     by_head = values.transpose(1, 2)  # [r, M, N, d]
     if form == "gram":
@@ -230,7 +230,7 @@ def _tile(
         scale = x.square().sum(1) * square.trace()  # of C itself: its values may cancel
     w = torch.bmm(matrix, x)
     inverse, free = _norms((x * w).sum(1), scale)
-    result = (x * target).sum(1) * inverse
+    result = (x * target).sum(1) * inverse  # the cosine of eq. 2
     pull = result * free
     by_x = (target * inverse[:, None]).addcmul_(w, (pull * inverse.square())[:, None], value=-1)
     saved: tuple[Tensor, ...] = ()

@@ -127,7 +127,7 @@ class Pooling(Piece):
     def explain(self, images: Features, texts: Features) -> Tensor:
         """Share of each token of the images in the match with each text: [i, t, heads, tokens]."""
         raise ValueError(
-            "this model pools each image into one vector, so it cannot explain which part of an image matched"
+            "this model's pooling, such as one vector per image, cannot explain which part of an image matched"
         )
 
 

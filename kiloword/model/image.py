@@ -67,6 +67,10 @@ class ImageTower(Tower):
         self.config = config
         width, places = config.width, grid(config) ** 2 + int(config.class_token)
         self.trunk = image_trunk(config.trunk) if config.trunk.name else None
+        if self.trunk is not None and self.trunk.prefix != config.trunk.prefix:
+            raise ValueError(
+                f"the trunk {config.trunk.name} has {self.trunk.prefix} tokens before its map, not as here."
+            )
         incoming = config.trunk.width if self.trunk is not None else 3 * config.patch**2
         self.patches = nn.Linear(incoming, width, bias=config.stem_bias)
         self.stem = ConvStem(config) if config.stem == "conv" and self.trunk is None else None

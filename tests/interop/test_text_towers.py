@@ -28,7 +28,6 @@ from kiloword.model.model import Model
 from kiloword.model.trunks.trunk import Trunk
 from kiloword.models.build import build
 from kiloword.models.model_folder import load_model
-from kiloword.training.log import read_metrics
 from kiloword.training.step import Learner, backward
 from kiloword.types import Batch
 
@@ -242,16 +241,6 @@ def test_start_from_a_model_with_a_text_trunk(folder: Path, tmp_path: Path) -> N
     first, second = (load_file(tmp_path / run / "model/model.safetensors") for run in "ab")
     name = "text_tower.trunk.layers.1.mlp.fc.weight"
     assert torch.equal(first[name], second[name])
-
-
-def test_a_run_goes_on_without_the_folder_of_its_tower(folder: Path, tmp_path: Path) -> None:
-    words = ["train", "clip", "--text-tower", f"hf:{folder}", *SMALL, "--out", str(tmp_path / "run")]
-    main(words)
-    shutil.rmtree(folder)
-    main([*words, "--extend", "--steps", "6"])
-    assert read_metrics(tmp_path / "run/metrics.jsonl")[-1]["step"] == 6
-    with pytest.raises(SystemExit):  # a new run needs it
-        main([*words[:-1], str(tmp_path / "other")])
 
 
 def test_a_message_ends_in_one_dot(folder: Path, tmp_path: Path) -> None:

@@ -60,7 +60,8 @@ def included(method: Method, settings: InclusionSettings) -> Method:
         "vib_text": (settings.vib, inclusion.VibText),
     }
     added = {name: (weight, Part(kind, settings)) for name, (weight, kind) in every.items() if weight}
-    return method.plus(terms=added)
+    without = {name: term for name, term in method.terms.items() if not name.startswith("vib") or name not in added}
+    return replace(method, terms=without).plus(terms=added)
 
 
 COMPONENTS = {
