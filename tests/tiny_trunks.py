@@ -43,6 +43,7 @@ class TinyTrunk(Trunk):
     """A convolution: one token before the map, of the mean, then a token of every patch. It counts its calls."""
 
     calls = 0
+    prefix = 1
 
     def __init__(self) -> None:
         super().__init__()

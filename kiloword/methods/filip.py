@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from kiloword.config.recipes import ModelConfig
+from kiloword.config.recipes import HeadConfig, ModelConfig
 from kiloword.config.settings import BaseSettings, setting
 from kiloword.distributed.device import device_type
 from kiloword.losses import maxsim as scores
@@ -118,6 +118,7 @@ class MaxSim(Pooling):
     words, normalised: for shortlists, and with gradient only for a second loss (`TokenSettings.whole`).
     """
 
+    unread = tuple(name for name in HeadConfig.__dataclass_fields__ if name != "dim")
     attends_to_patches = "The share of a text's words that are most like each patch."
 
     @staticmethod

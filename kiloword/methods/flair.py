@@ -123,6 +123,7 @@ class Attended(PerText):
     "vec" of an image is its pooled vector in the same projection: for the loss of whole images, and for shortlists.
     """
 
+    unread = ("image_projection", "image_projection_bias", "text_projection_bias")
     attends_to_patches = "Where each text attends: the rest goes to no patch."
     form = "direct"
 

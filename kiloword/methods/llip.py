@@ -85,6 +85,7 @@ class Attention(Pooling):
     """
 
     towers = staticmethod(with_tokens)
+    unread = ("image_projection", "image_projection_bias", "text_projection_bias")
 
     def __init__(self, config: ModelConfig, settings: ContextualSettings) -> None:
         super().__init__()

@@ -68,13 +68,14 @@ class Piece(nn.Module):
 class Pooling(Piece):
     """How tokens become features, and features a similarity: by default the cosine of one vector each.
 
-    Attributes: one_vector: whether the score is the cosine of one vector per image and one per text;
-    several: whether the pair loss reads its `sides`; attends_to_patches: for a reader, what the maps of `explain` are,
-    where they are of patches.
+    Attributes: one_vector: whether the score is the cosine of one vector per image and one per text; several: whether
+    the pair loss reads its `sides`; unread: settings of the head that it does not read; attends_to_patches: for a
+    reader, what the maps of `explain` are, where they are of patches.
     """
 
     one_vector = False
     several = False
+    unread: tuple[str, ...] = ()
     attends_to_patches = ""
 
     def image(self, tokens: Tensor) -> Features:

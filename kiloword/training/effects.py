@@ -61,14 +61,15 @@ def check(recipe: Recipe, usual: Recipe, trust_code: bool = False) -> None:
 
 
 def _replaced(recipe: Recipe, usual: ModelConfig) -> Iterator[str]:
-    """Settings of the model that the method replaces by its own."""
-    shape = preset(recipe.method, recipe.settings).shape
+    """Settings of the model that the method replaces by its own, or does not read."""
+    method = preset(recipe.method, recipe.settings)
     for path, (value, other) in differing(asdict(recipe.model), asdict(usual)).items():
         part, _, name = path.rpartition(".")
         with suppress(ValueError):  # the model without it is invalid
             if part in ("image", "text", "head"):
                 without = replace(recipe.model, **{part: replace(getattr(recipe.model, part), **{name: other})})
-                if shape(recipe.model) == shape(without):
+                idle = part == "head" and name in method.pooling.kind.unread
+                if idle or method.shape(recipe.model) == method.shape(without):
                     flag = f"--model.{path.replace('_', '-')}"
                     yield f"{flag} is {value}, but {recipe.method} builds the same model with {other}"
 

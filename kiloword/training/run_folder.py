@@ -94,6 +94,8 @@ def check_same_run(out: Path, before: RunFile, file: RunFile, extend: bool) -> N
     done, steps = steps_done(out / "state"), file.recipe.steps
     if not found and steps < done:
         raise ValueError(f"--out {out} has done {done} steps already: it cannot end after {steps}.")
+    if "format" in found:
+        raise ValueError(f"--out {out} holds a run that another version of kiloword began: choose another folder.")
     if found:
         told = (
             f"{k.removeprefix('recipe.')} is {a!r} there, {b!r} here{DIGESTS.get(k, '')}" for k, (a, b) in found.items()

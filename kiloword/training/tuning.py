@@ -86,7 +86,8 @@ def _members(learner: Learner, recipe: Recipe) -> dict[str, tuple[str, int]]:
         below, count = trunk_layers(part), len(layers_of(part))
         low, high = (0, below - 1) if trunk else (0, count - 1) if first is None else (int(first), int(last or first))
         if not low <= high < count:
-            there = f"{count} blocks, 0 to {count - 1}, of which the first {below} are its trunk"
+            trunks = f"of which the first {below} are its trunk" if below else "and no trunk"
+            there = f"{count} blocks, 0 to {count - 1}, {trunks}"
             raise ValueError(f"--freeze {spec}: the {tower} tower has {there}.")
         inside = {name: n for name, n in depths(part).items() if low <= n <= high and MARK not in name}
         named |= {f"model.{tower}_tower.{name}": (tower, n) for name, n in inside.items()}

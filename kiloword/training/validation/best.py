@@ -33,7 +33,10 @@ def check_best(options: RunOptions, recipe: Recipe) -> None:
     often = options.eval_every or options.eval_epochs
     for wrong, message in (
         (options.eval_every and options.eval_epochs, "--eval-every and --eval-epochs exclude each other: give one."),
-        ((often or options.keep_best) and not recipe.data.val, "there is no data to evaluate on: add --val SRC."),
+        (
+            (often or options.keep_best) and not recipe.data.val,
+            "--keep-best and --eval-every need data: add --val SRC.",
+        ),
         (options.patience and not options.keep_best, "--patience needs a metric: name it by --keep-best."),
         (options.patience and not often, "--patience needs more than one validation: add --eval-every STEPS."),
     ):
@@ -62,7 +65,10 @@ class Best:
             (direction(self.metric.removeprefix(s)) for s in starts if self.metric.startswith(s)), key=abs, default=0
         )
         if keep and not self.way:
-            raise ValueError(f"--keep-best {keep}: expected a metric of the validation that is better higher or lower.")
+            raise ValueError(
+                f"--keep-best {keep}: expected a metric of the validation that is better higher or lower, such as "
+                "mean_recall@1 or acc1."
+            )
         self.step: int | None = None  # of the best validation
         self.value = 0.0
         self.stale = 0  # number of validations since then
@@ -84,7 +90,9 @@ class Best:
         if self.metric not in metrics:
             usable = [name.removeprefix("val/") for name in metrics if direction(name)]
             hint = suggestion(self.metric.removeprefix("val/"), usable)
-            raise ValueError(f"--keep-best {self.metric}: expected one of {', '.join(usable)}.{hint}")
+            raise ValueError(
+                f"--keep-best {self.metric.removeprefix('val/')}: expected one of {', '.join(usable)}.{hint}"
+            )
         return metrics[self.metric]
 
     def take(self, metrics: Mapping[str, float], step: int) -> bool:
