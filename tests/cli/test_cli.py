@@ -255,6 +255,8 @@ IDLE = [  # words, the flag without effect
     (["clip", "--model.head.pool-queries", "8"], "--model.head.pool-queries"),
     (["llip", "--model.image.extra-tokens", "3"], "--model.image.extra-tokens"),
     (["llip+compose", "--model.head.image-pool", "max"], "--model.head.image-pool"),
+    (["filip", "--model.head.text-pool", "mean"], "--model.head.text-pool"),
+    (["flair", "--model.head.no-image-projection"], "--model.head.image-projection"),
     (["prolip", "--model.text.no-causal"], "--model.text.causal"),
     (["clip", "--optim.name", "adamw", "--optim.muon-lr", "0.1"], "--optim.muon-lr"),
     (["clip", "--augment.blur-sigma", "1", "3"], "--augment.blur-sigma"),
