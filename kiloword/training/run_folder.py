@@ -6,17 +6,18 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from kiloword.addresses import scrubbed
 from kiloword.config.recipes import ModelConfig, Recipe
-from kiloword.config.settings import BaseSettings, differing, read_config
+from kiloword.config.settings import BaseSettings, differing, parse, read_config
 from kiloword.data.joins import sampled
 from kiloword.distributed import collectives
 from kiloword.errors import sentence_of
 from kiloword.files import SaveError, utf8, write_json
-from kiloword.methods.registry import preset
+from kiloword.methods.registry import find, preset
 from kiloword.models.states import steps_done
 from kiloword.stores.features import FeatureStore
 from kiloword.stores.tokens import ImageTokens, TextTokens, opened
@@ -85,9 +86,15 @@ def earlier(out: Path) -> RunFile | None:
     return read_config(out / "config.json", RunFile) if holds_run(out) else None
 
 
+def _with_defaults(file: RunFile) -> RunFile:
+    """The file with all settings of its method: what a run does not name has its default."""
+    kind: Any = find(file.recipe.method)[1]
+    return replace(file, recipe=replace(file.recipe, settings=asdict(parse(file.recipe.settings, kind))))
+
+
 def check_same_run(out: Path, before: RunFile, file: RunFile, extend: bool) -> None:
     """Raises: ValueError when `out` holds a run of another recipe or of other data. Args: before: the file there."""
-    files = before, file
+    files = _with_defaults(before), _with_defaults(file)
     there, here = (json.loads(utf8(json.dumps(asdict(one), ensure_ascii=False))) for one in files)  # as in any locale
     free = {f"recipe.{name}" for name in FREE} | ({"recipe.steps"} if extend else set())
     found = {k: v for k, v in differing(there, here).items() if k not in free and not k.startswith("model")}

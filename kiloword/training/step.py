@@ -99,7 +99,8 @@ class MainContrast(Contrast):
         texts = torch.split(torch.arange(len(of), device=of.device), TEXTS)
         sides = ((rows(inputs.rows, of[t]), rows(inputs.columns, t)) for t in texts)
         scores = torch.cat([self.head.score_pairs(*pair) for pair in sides])
-        own = scores.new_zeros(len(plain)).index_add(0, of, scores) / of.bincount(minlength=len(plain))
+        sums, number = (scores.new_zeros(len(plain)).index_add(0, of, x) for x in (scores, torch.ones_like(scores)))
+        own = sums / number
         for name, mask in (("plain", plain), ("composed", ~plain)):
             count = sum_over_ranks(mask.sum().to(own.dtype))
             shares[f"pair_{name}"] = (by_image * mask).sum() / count

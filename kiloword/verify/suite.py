@@ -81,7 +81,7 @@ def verify(method: str | MethodChoice, ranks: Sequence[int] = (1, 2, 4), trunks:
     if trunks == "cached":
         yield compare("images through the frozen trunks", gradients(method, trunks="frozen"), reference)
     yield from _additive(method, trunks)
-    splits = slots_of(method).shape(config()).image.tower == "vit"  # batch norm refuses micro-batches
+    splits = slots_of(method).shape(config(trunks, method)).image.tower == "vit"  # batch norm refuses micro-batches
     for micro in (2, 4) if splits else ():
         yield compare(f"{micro} micro-batches", made(method, Way(micro=micro)), reference)
     for chunk in (3, 7):

@@ -489,7 +489,7 @@ def test_mixture_tokens_start_from_a_model_with_a_class_token_and_back(
     assert len(load_file(tmp_path / "larger" / "model" / "model.safetensors")["image_tower.positions"]) == 9
     with pytest.raises(SystemExit):
         run("train", "llip", *words, "--init", folders[1], "--settings.k", 4, "--out", tmp_path / "other")
-    assert "image_tower.extra_tokens is [4, 32] here, [16, 32] there" in capsys.readouterr().err
+    assert "image_tower.extra_tokens" in capsys.readouterr().err
 
 
 def test_a_model_to_start_from_brings_its_towers(

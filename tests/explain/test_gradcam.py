@@ -48,7 +48,7 @@ def stages(model: Matcher, image: Tensor, layer: int) -> tuple[Tensor, Callable[
         return tower.norm(tokens)
 
     if layer == 0:
-        patches = tower._patches(images, None, None)
+        patches, _ = tower._patches(images, None, None)
 
         def begin(a: Tensor) -> Tensor:
             first = tower.class_token + tower.positions[0]

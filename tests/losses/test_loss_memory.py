@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from kiloword.distributed import collectives
 from kiloword.methods.prolip.gaussian import csd_matrix, inclusion_matrix
+from kiloword.training.engine import replicated
 from kiloword.training.step import backward
 from kiloword.verify.batch import IMAGES, batch
 from kiloword.verify.suite import over_ranks
@@ -130,8 +131,9 @@ def talks() -> None:
     made, shares = learner("clip"), [batch(r * share, (r + 1) * share, method="clip+mined") for r in (0, 1)]
     most, every = (f(len(one.texts) for one in shares) for f in (max, sum))
     features = 2 * most * made.model.config.head.dim
+    reducer = replicated(made)
     with Collectives() as said:
-        backward(made, shares[rank].split(1))
+        backward(made, shares[rank].split(1), reducer=reducer)
     gathered = {n for (name, n), times in said.calls.items() if "gather" in name for _ in range(times)}
     assert gathered == {2, 2 * most * 16, features}  # counts, bytes, floats
     scattered = [n for (name, n), times in said.calls.items() if "scatter" in name for _ in range(times)]

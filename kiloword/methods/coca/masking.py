@@ -90,8 +90,8 @@ def scores(model: Model, batch: Batch, encoded: Encoded, settings: MaskSettings)
         pooling = model.head.pooling
         with torch.autocast(batch.images.device.type, enabled=False):
             kind = next(model.head.parameters()).dtype  # as autocast is disabled here
-            patches = pooling.project_image_tokens(encoded.image_tokens[:, extra(config.image) :].to(kind))
-            tokens = pooling.project_text_tokens(encoded.text_tokens.to(kind))
+            patches = pooling.project_image_tokens(encoded.image_tokens.detach()[:, extra(config.image) :].to(kind))
+            tokens = pooling.project_text_tokens(encoded.text_tokens.detach().to(kind))
             packing = Packing.of(batch.texts)
             words, counted = packing.pad(tokens), packing.pad(countable(batch.texts, packing, config.text, settings))
             parts = zip(*(torch.split(x, CAPTIONS) for x in (batch.image_of_text, words, counted)), strict=True)
