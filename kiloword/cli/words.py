@@ -164,7 +164,7 @@ class MethodCommand:
     recipe: NamedRecipe | None = None  # of --recipe or --config
 
     def read(self, run: Any) -> tuple[Any, Any]:
-        """Parse the flags: those of the verb, a dataclass whose defaults `run` holds, and the method's.
+        """Parse the flags of the verb, a dataclass whose defaults `run` holds, and the flags of the method.
 
         --help prints the flags in `run.common`, by group, --help-all prints all.
         Raises: ValueError for a setting of the method that is NaN, infinite or out of its limits.

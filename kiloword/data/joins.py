@@ -101,7 +101,7 @@ class CaptionTable(Keyed):
 
 @dataclass(frozen=True)
 class _Extra:
-    """Adds to the captions of an image those of tables that it lacks."""
+    """Adds captions of tables to the captions of an image, without repeating one."""
 
     tables: Joined[CaptionTable]
     raw: bool

@@ -42,7 +42,7 @@ def learns(name: str, value: Tensor) -> bool:
 
 
 class LazyFeatures(dict[str, Tensor]):
-    """Features, of which some are made when they are first read.
+    """Features. Some are made when they are first read.
 
     Args: ready: features that are there; later: makes one by its name, or raises KeyError.
     """
@@ -56,7 +56,7 @@ class LazyFeatures(dict[str, Tensor]):
         return value
 
     def part(self, rows: slice) -> tuple[LazyFeatures, list[Tensor]]:
-        """Some rows of every feature, and those of them that can have a gradient, as leaves of a graph."""
+        """Some rows of every feature; the features that can have a gradient also as leaves of a graph."""
         ready = {name: value[rows] for name, value in self.items()}
         leaves = {name: x.detach().requires_grad_() for name, x in ready.items() if learns(name, x)}
         return LazyFeatures(ready | leaves, lambda name: self[name][rows]), list(leaves.values())

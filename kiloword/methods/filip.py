@@ -136,7 +136,7 @@ class MaxSim(Pooling):
 
     def image(self, tokens: Tensor) -> Features:
         """[I, E + P, W] to "vec" [I, D] and "patches" [I, P, D]."""
-        patches = unit(self.image_projection(tokens[:, self.extra :]))
+        patches = unit(self.project_image_tokens(tokens[:, self.extra :]))
         return {"vec": self._whole(patches.mean(1)), "patches": patches}
 
     def text(self, tokens: Tensor, texts: Texts) -> Features:
@@ -186,16 +186,6 @@ class MaxSim(Pooling):
         best = torch.einsum("ipd,twd->itpw", patches, words).argmax(2)  # [i, t, W]
         part = (share / share.sum(1, keepdim=True)).expand_as(best)
         return part.new_zeros(*best.shape[:2], patches.shape[1]).scatter_add(2, best, part)[:, :, None]
-
-    def project_image_tokens(self, tokens: Tensor) -> Tensor:
-        """[..., W] -> [..., D]."""
-        out: Tensor = self.image_projection(tokens)
-        return out
-
-    def project_text_tokens(self, tokens: Tensor) -> Tensor:
-        """[..., W] -> [..., D]."""
-        out: Tensor = self.text_projection(tokens)
-        return out
 
 
 class BothSides(MaxSim):

@@ -154,24 +154,16 @@ class Attended(PerText):
 
     def image(self, tokens: Tensor) -> Features:
         """[I, E + P, W] to "vec" [I, D], "keys" and "values" [I, P + 1, M, d]; the last token is of zeros."""
-        patches = self.image_projection(tokens[:, self.extra :])
+        patches = self.project_image_tokens(tokens[:, self.extra :])
         keys, values = self.key(self.norm_key(patches)), self.value(self.norm_value(patches))
         keys, values = (F.pad(x.unflatten(-1, (self.heads, -1)), (0, 0, 0, 0, 0, 1)) for x in (keys, values))
-        return {"vec": unit(self.image_projection(self.pooled(tokens))), "keys": keys, "values": values}
+        return {"vec": unit(self.project_image_tokens(self.pooled(tokens))), "keys": keys, "values": values}
 
     def text(self, tokens: Tensor, texts: Texts) -> Features:
         """[S, W] to "vec" [T, D] and "query" [T, M, d]."""
         projected = self.text_projection(self.text_pool(tokens, texts))
         query = self.query(self.norm_query(projected)).unflatten(-1, (self.heads, -1))
         return {"vec": unit(projected), "query": query}
-
-    def project_image_tokens(self, tokens: Tensor) -> Tensor:
-        out: Tensor = self.image_projection(tokens)
-        return out
-
-    def project_text_tokens(self, tokens: Tensor) -> Tensor:
-        out: Tensor = self.text_projection(tokens)
-        return out
 
     def explain(self, images: Features, texts: Features) -> Tensor:
         """Attention of every text to the patches of every image, [i, t, M, P]: what goes to no patch is omitted."""

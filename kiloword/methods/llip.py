@@ -132,10 +132,6 @@ class Attention(Pooling):
         out: Tensor = self.out(tokens @ self.value.mean(0))
         return out
 
-    def project_text_tokens(self, tokens: Tensor) -> Tensor:
-        out: Tensor = self.text_projection(tokens)
-        return out
-
     def initial(self) -> dict[str, Init]:
         """Queries and keys start so that the logits of eq. 1 have a standard deviation of one.
 

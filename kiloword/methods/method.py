@@ -229,8 +229,7 @@ class Method:
         if twice:
             raise ValueError(f"{self.name} has two losses named {sorted(twice)[0]!r}: rename one.")
         for name, (_, part) in (*self.terms.items(), *self.contrasts.items()):
-            kind = getattr(part, "kind", None)
-            if not (isinstance(kind, type) and issubclass(kind, Piece)):
+            if not (isinstance(part, Part) and isinstance(part.kind, type) and issubclass(part.kind, Piece)):
                 raise ValueError(f"the loss {name} is {part}: expected Part of a subclass of Term or Contrast.")
         if self.transforms and "questions" in self.needs:
             raise ValueError(f"{self.name} needs unmixed images: it cannot be combined with transforms that mix them.")
@@ -283,5 +282,5 @@ def check_vectors(method: Method, component: str, text: str) -> None:
     if method.pooling.kind is not Single or method.pair_weight == 0:
         raise ValueError(
             f"{component} compares one vector per image with one per {text}, which {method.name} has not, or which no "
-            "pair loss trains: coca has them, for cappa (--settings.parallel)."
+            "pair loss trains: omit it, or choose a method with both."
         )

@@ -76,6 +76,8 @@ class Pooling(Piece):
     one_vector = False
     several = False
     unread: tuple[str, ...] = ()
+    image_projection: nn.Linear | None
+    text_projection: nn.Linear
     attends_to_patches = ""
 
     def image(self, tokens: Tensor) -> Features:
@@ -88,11 +90,12 @@ class Pooling(Piece):
 
     def project_image_tokens(self, tokens: Tensor) -> Tensor:
         """[..., W] -> [..., D], the shared dimension; not normalised."""
-        raise NotImplementedError
+        return tokens if self.image_projection is None else self.image_projection(tokens)
 
     def project_text_tokens(self, tokens: Tensor) -> Tensor:
         """[..., W] -> [..., D], the shared dimension; not normalised."""
-        raise NotImplementedError
+        out: Tensor = self.text_projection(tokens)
+        return out
 
     def pooled(self, tokens: Tensor) -> Tensor:
         """One vector [I, W] of tokens [I, E + P, W], before the projection to the shared space."""
@@ -302,10 +305,3 @@ class Single(Pooling):
 
     def score_pairs(self, images: Features, texts: Features) -> Tensor:
         return (at_least_float(images["vec"]) * at_least_float(texts["vec"])).sum(1)
-
-    def project_image_tokens(self, tokens: Tensor) -> Tensor:
-        return tokens if self.image_projection is None else self.image_projection(tokens)
-
-    def project_text_tokens(self, tokens: Tensor) -> Tensor:
-        out: Tensor = self.text_projection(tokens)
-        return out

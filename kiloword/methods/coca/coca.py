@@ -122,7 +122,7 @@ def check_causal(config: TextConfig) -> None:
         raise ValueError(
             "captions and answers are predicted word by word, with words that the text tower learns: use a causal one "
             "without pads (--settings.bidirectional False, where the method has it) that is not of another library "
-            "(omit --text-tower and --text-features; those of images may stay)."
+            "(omit --text-tower and --text-features; --image-tower and --image-features may stay)."
         )
 
 
@@ -200,7 +200,7 @@ def decoded(
     """Outputs [N, W] of the text decoder for every token with a next one, and the ids of these [N], -1 for padding.
 
     Args: tokens [S, W]: the text tower's output for `texts`; keys: of the memory of text n, packed with `packing_k`;
-    shared: the batch of the texts, where those of an image share its keys; parallel [T] bool: texts whose tokens are
+    shared: the batch of the texts, where texts of one image share its keys; parallel [T] bool: texts whose tokens are
     predicted all at once, by a decoder that sees mask tokens in place of words, those after a token too. Of a caption
     it sees the length alone (arXiv:2306.07915, section 3.1, where texts are padded to one length).
     """
