@@ -25,10 +25,10 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
+from kiloword.apps.search.codes import CodeKind, code_bytes, column, first
+from kiloword.apps.search.library import PART, Library, LibraryFile, create
+from kiloword.apps.search.rank import Ranker
 from kiloword.report import made_by, page, scatter, section, signed, table, write
-from kiloword.search.codes import CodeKind, code_bytes, column, first
-from kiloword.search.library import PART, Library, LibraryFile, create
-from kiloword.search.rank import Ranker
 from kiloword.stores.features import FeatureStore
 
 DIMS, SMALL = (16, 32, 64, 128), 0.5  # and all; part of a difference that makes another photo

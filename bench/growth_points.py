@@ -27,6 +27,10 @@ import loss
 import save
 import startup
 import tokens
+from kiloword.apps.mine import analyses, calibrate, pairs
+from kiloword.apps.mine.corpus import Corpus
+from kiloword.apps.search.library import FILE, Library
+from kiloword.apps.search.rank import Ranker
 from kiloword.config.recipes import DataConfig, TextConfig, sizes
 from kiloword.data import loader, sampler
 from kiloword.data import open as sources
@@ -38,11 +42,7 @@ from kiloword.data.transforms.mix import Compose
 from kiloword.data.transforms.settings import ComposeSettings
 from kiloword.losses.pertext import choose
 from kiloword.methods.fff.preset import Mined
-from kiloword.mining import analyses, calibrate, pairs
-from kiloword.mining.corpus import Corpus
 from kiloword.randomness import Draw
-from kiloword.search.library import FILE, Library
-from kiloword.search.rank import Ranker
 from kiloword.training import saving
 from step import alone, given, our_side, step
 

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from usearch.index import Index
 
-from kiloword.search.nearest import EFFORT, LISTED, WIDTH
+from kiloword.apps.search.nearest import EFFORT, LISTED, WIDTH
 
 CENTRES, SPREAD, NEAR = 2_000, 0.7, 0.05  # standard deviations of vectors from centres, of queries from vectors
 QUERIES, BEST = 100, 10

@@ -15,7 +15,7 @@ for place, number in (("photos", 8), ("more", 2)):
 """
 SEARCH = """
 import sys
-from kiloword.search import nearest
+from kiloword.apps.search import nearest
 from kiloword.cli.main import main
 nearest.LARGE = 3  # photos, in place of a million
 sys.argv = "kiloword index photos --model clip/model --out library --device cpu".split()
@@ -23,7 +23,7 @@ try:
     main()
 except SystemExit as end:
     assert not end.code, end.code
-from kiloword.search.library import Library
+from kiloword.apps.search.library import Library
 from pathlib import Path
 assert nearest.open_nearest(Library(Path("library"))) is not None
 """

@@ -14,6 +14,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from kiloword.apps.plan import gpu
+from kiloword.apps.plan.advice import step_of
+from kiloword.apps.plan.simulation import Simulation
+from kiloword.apps.plan.tracer import IN_PLACE
 from kiloword.config import recipes
 from kiloword.config.options import Checkpointing
 from kiloword.config.recipes import ModelConfig, OptimConfig
@@ -21,10 +25,6 @@ from kiloword.distributed.device import precision_of
 from kiloword.methods.defaults import default_recipe
 from kiloword.methods.method import Method
 from kiloword.models.build import build
-from kiloword.planning import gpu
-from kiloword.planning.advice import step_of
-from kiloword.planning.simulation import Simulation
-from kiloword.planning.tracer import IN_PLACE
 from kiloword.training.compilation import recompute
 from kiloword.training.optimizer import Optimizer
 from kiloword.training.step import Learner, backward

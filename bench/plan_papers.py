@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kiloword.apps.plan.advice import Option, Planner
+from kiloword.apps.plan.gpu import total
+from kiloword.apps.plan.request import CARDS, GIB
 from kiloword.cli.plan import planner_of
-from kiloword.planning.advice import Option, Planner
-from kiloword.planning.gpu import total
-from kiloword.planning.request import CARDS, GIB
 from kiloword.terminal import say
 
 
@@ -100,9 +100,9 @@ sets, and where the paper states it: `kiloword recipes show NAME`.
 CHECKS = """## What the figures rest on
 
 Nothing in the plan knows a method: it runs a micro-batch forward and backward by the learner's own code on tensors
-without content (torch's FakeTensorMode; `kiloword/planning/simulation.py`), for a GPU with the kernels that a GPU would
-run, and one block of each shape of the pair loss. Counted are the FLOPs of products and attention, in-place ones too,
-and each storage that autograd saves, so a method of your own is planned like any other; a term that reads values of
+without content (torch's FakeTensorMode; `kiloword/apps/plan/simulation.py`), for a GPU with the kernels that a GPU
+would run, and one block of each shape of the pair loss. Counted are the FLOPs of products and attention, in-place ones
+too, and each storage that autograd saves, so a method of your own is planned like any other; a term that reads values of
 tensors is named as not counted. A block of a tower is measured once for each kind and shape of input; micro-batches
 above 256 images lie on a line through two sizes. Weights, optimizer states, gathered shards and traffic are sums over
 parameters and features (`gpu.py`). `python bench/plan.py` compares with real steps: FLOPs, weights,
@@ -114,7 +114,7 @@ What is not in it: data loading (`kiloword data stats` and the run's own log say
 `--freeze` (but trunks, `--image-tower` and `--text-tower`, are taken as frozen), LoRA, dropped patches, stored tokens,
 `--compile` (which keeps less), the network's latency, stragglers and failures. The utilisation is an
 assumption, not a forecast: the last table shows that public runs reach far less. The network between nodes is a guess
-by card (`kiloword/planning/request.py`); set yours with `--bandwidth`.
+by card (`kiloword/apps/plan/request.py`); set yours with `--bandwidth`.
 """
 
 

@@ -11,11 +11,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from kiloword.apps.plan import gpu
+from kiloword.apps.plan.simulation import Simulation
 from kiloword.config import recipes
 from kiloword.distributed.device import precision_of
 from kiloword.methods.defaults import default_recipe
-from kiloword.planning import gpu
-from kiloword.planning.simulation import Simulation
 from kiloword.training.compilation import recompute
 from kiloword.training.step import Learner, learner_of
 from kiloword.types import Batch

@@ -26,6 +26,7 @@ from PIL import Image
 from torch import Tensor
 
 from kiloword.api import Matcher, load
+from kiloword.apps.quickstart.judge import draw_all
 from kiloword.config.recipes import ModelFile
 from kiloword.data.scenes import world
 from kiloword.errors import sentence_of
@@ -35,7 +36,6 @@ from kiloword.interop.push import MODEL
 from kiloword.model.prefix import cosine_alone
 from kiloword.models.card import CARD, model_card
 from kiloword.models.model_folder import model_files, read_model_file
-from kiloword.quickstart.judge import draw_all
 from kiloword.report.page import style_sheet
 from kiloword.terminal import say
 

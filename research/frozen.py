@@ -15,6 +15,7 @@ import tyro
 
 from kiloword import evaluation
 from kiloword.api import Matcher
+from kiloword.apps.quickstart.photos.run import small_top
 from kiloword.config.recipes import Recipe
 from kiloword.data.open import open_source
 from kiloword.evaluation.features import seen
@@ -22,7 +23,6 @@ from kiloword.evaluation.retrieval.task import retrieval
 from kiloword.evaluation.task import Inputs
 from kiloword.methods.defaults import default_recipe
 from kiloword.model.encoding import join
-from kiloword.quickstart.photos.run import small_top
 from kiloword.stores.runs import on_stores, reading_tokens, towers_of
 from kiloword.training.start import with_towers
 from kiloword.types import Features, Source

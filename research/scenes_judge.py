@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from kiloword import evaluation
 from kiloword.api import Matcher
+from kiloword.apps.quickstart.judge import draw_all, within_groups
 from kiloword.data.scenes.world import GROUP, TASKS
-from kiloword.quickstart.judge import draw_all, within_groups
 
 RECALL = {  # columns of a table: heading -> metric
     "R@1 text": "text_retrieval_recall@1",

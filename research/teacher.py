@@ -48,10 +48,10 @@ def make(
 
 def _calibrated(table: Any, source: Any) -> dict[str, Any]:
     """Thresholds, and counts of the random pairs that they mine."""
+    from kiloword.apps.mine.calibrate import calibrate, random_pairs
+    from kiloword.apps.mine.corpus import Corpus
+    from kiloword.apps.mine.origin import Origin
     from kiloword.methods.fff.preset import Mined, matches
-    from kiloword.mining.calibrate import calibrate, random_pairs
-    from kiloword.mining.corpus import Corpus
-    from kiloword.mining.origin import Origin
 
     origin, corpus = Origin.of(source, Corpus.of(table), table)
     truths = origin.truth(corpus.captions)

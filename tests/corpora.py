@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from kiloword.apps.mine.corpus import Corpus
 from kiloword.methods.fff.preset import Mined
-from kiloword.mining.corpus import Corpus
 
 LOW = Mined(p1=0.3, p2=0.4, p3=0.2, p1_text=0.1)
 

@@ -1,7 +1,7 @@
 """Expected curves of a recipe from its finished runs: the file that `kiloword watch --expected NAME` reads, and a plot.
 
 `python tools/curves.py NAME FOLDER`: FOLDER holds runs of the recipe that differ in their seed alone; writes
-kiloword/watch/expectations/NAME.json and docs/results/expected-NAME.svg.
+kiloword/runs/expectations/NAME.json and docs/results/expected-NAME.svg.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from kiloword.files import write_atomic
 from kiloword.report.axes import linear_axis, number
-from kiloword.watch.expected import FOLDER, Band, Expected, as_json, read
+from kiloword.runs.expected import FOLDER, Band, Expected, as_json, read
 
 PLOTS = Path(__file__).parents[1] / "docs" / "results"
 WIDTH, HEIGHT, LEFT, FOOT, TOP = 380, 240, 52, 40, 30  # of one plot

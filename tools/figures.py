@@ -22,14 +22,14 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from kiloword.api import Matcher, load
+from kiloword.apps.search.library import Library
+from kiloword.apps.search.serve import bound
+from kiloword.apps.search.site import Site
 from kiloword.cli.main import main as kiloword
 from kiloword.data.scenes.source import ScenesSource, parse_scenes
 from kiloword.data.scenes.world import COLOURS, SHAPES, Scene
 from kiloword.files import write_atomic
 from kiloword.report.overlay import BAR, INK, MUTED, PAPER, RULE, overlay, write_lines
-from kiloword.search.library import Library
-from kiloword.search.serve import bound
-from kiloword.search.site import Site
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from browser import Browser, program

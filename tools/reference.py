@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 import tyro
 from docstring_parser import parse
 
+from kiloword.apps.plan.request import Plan
 from kiloword.cli.completion import parser_spec
 from kiloword.cli.evaluate import SUITE, SuiteWords
 from kiloword.cli.evaluate import flags as words_of_task
@@ -30,7 +31,6 @@ from kiloword.config.settings import ABOVE_0, BELOW_1, UNLIMITED, Leaf, leaves
 from kiloword.evaluation import TASKS
 from kiloword.methods.defaults import default_recipe
 from kiloword.methods.registry import components, find, names, preset
-from kiloword.planning.request import Plan
 
 FOLDER = "reference"
 PARSED = re.compile(r"(?:(?P<kind>.+?) • )?(?P<text>.*?) ?(?:\((?:default: )?(?P<default>[^()]*)\))?", re.DOTALL)

@@ -32,7 +32,7 @@ from kiloword.terminal import say
 from kiloword.terminal.screen import Screen, plain_table
 
 if TYPE_CHECKING:
-    from kiloword.planning.measured import Measured
+    from kiloword.apps.plan.measured import Measured
 
 _WIDE = 280  # columns where the output is no terminal
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from tyro.conf import Positional, arg
 
-from kiloword.audit import AuditOptions
+from kiloword.apps.audit import AuditOptions
 from kiloword.cli.words import REQUIRED
 from kiloword.config.recipes import AugmentConfig
 from kiloword.evaluation.command import Execution
@@ -111,6 +111,6 @@ def audit(
         options: what is found, and what the keep-list omits.
         execution: how the model is opened and fed.
     """
-    from kiloword.audit.command import main
+    from kiloword.apps.audit.command import main
 
     main(data, model, out, options, execution, extra_captions, raw_captions, features)

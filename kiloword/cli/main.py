@@ -14,6 +14,7 @@ from tyro.conf import Positional, arg
 
 from kiloword.__version__ import __version__
 from kiloword.addresses import scrubbed
+from kiloword.apps.mine.options import MineOptions
 from kiloword.cli import evaluate, plan, sweep, train, verify
 from kiloword.cli.classify import classify
 from kiloword.cli.embed import audit, embed
@@ -26,7 +27,6 @@ from kiloword.distributed import launch
 from kiloword.distributed.allocator import keep_freed_memory
 from kiloword.errors import sentence_of
 from kiloword.generation.options import GenerationOptions
-from kiloword.mining.options import MineOptions
 from kiloword.models.trust import Trust
 from kiloword.terminal import invoked, say, show_traceback, warn
 
@@ -86,7 +86,7 @@ def quickstart(
     chosen: dict[str, Any] = {"image_tower": image_tower, "text_tower": text_tower, "views": views}
     chosen |= {"keep": keep or None, "bad_share": bad_share}
     if on == "scenes":
-        from kiloword.quickstart.run import run
+        from kiloword.apps.quickstart.run import run
 
         of_photos = {"data": data or None, "val": val or None, **chosen}
         if flag := next((name for name, value in of_photos.items() if value is not None), None):
@@ -96,8 +96,8 @@ def quickstart(
         return
     if not data:
         raise ValueError("quickstart photos needs photos with captions: kiloword quickstart photos --data FOLDER.")
-    from kiloword.quickstart.photos.run import PhotoPlan
-    from kiloword.quickstart.photos.run import run as run_photos
+    from kiloword.apps.quickstart.photos.run import PhotoPlan
+    from kiloword.apps.quickstart.photos.run import run as run_photos
 
     chosen = {name: value for name, value in chosen.items() if value is not None}
     run_photos(out or Path("photos"), PhotoPlan(data, val, steps=steps, seed=seed, **chosen))
@@ -164,7 +164,7 @@ def mine(
         out: folder for report, pairs and thresholds.
         options: thresholds, and contents of the report.
     """
-    from kiloword.mining import main as run
+    from kiloword.apps.mine import main as run
 
     run(data, features, out, options)
 
@@ -290,8 +290,8 @@ def bench(
         device: auto, cpu, cuda, cuda:N.
         json: write the figures to this file.
     """
+    from kiloword.apps.plan.measured import measure, room
     from kiloword.cli.describe import bench_table
-    from kiloword.planning.measured import measure, room
     from kiloword.terminal import say
 
     bench_table(measure(method, size, batch, precision, device, data), json)

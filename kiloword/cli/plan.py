@@ -6,21 +6,21 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
+from kiloword.apps.plan.request import Plan, card, check
 from kiloword.cli.papers import towers_flag
 from kiloword.cli.words import MethodCommand, method_command, values_of
 from kiloword.config.papers import NamedRecipe, fill
 from kiloword.config.recipes import Recipe
 from kiloword.methods.defaults import default_recipe
-from kiloword.planning.request import Plan, card, check
 
 if TYPE_CHECKING:
-    from kiloword.planning.advice import Planner
+    from kiloword.apps.plan.advice import Planner
 
 
 def main(argv: Sequence[str]) -> None:
     """Estimate memory, time and traffic of a run: kiloword plan METHOD --size L --gpus N --batch B --samples S."""
     planner = planner_of(argv)
-    from kiloword.planning.tables import show
+    from kiloword.apps.plan.tables import show
 
     show(planner)
 
@@ -30,8 +30,8 @@ def planner_of(argv: Sequence[str]) -> Planner:
     command = method_command(argv, "plan siglip --samples 1e9")
     plan, settings = command.read(_plan(command))
     check(plan)
+    from kiloword.apps.plan.advice import Planner
     from kiloword.methods.registry import preset
-    from kiloword.planning.advice import Planner
 
     chosen = card(plan.gpu, plan.flops, plan.memory, plan.bandwidth, plan.precision)
     return Planner(plan, preset(command.method, asdict(settings)), chosen)

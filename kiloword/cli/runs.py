@@ -35,7 +35,7 @@ def watch(
         log_to: first send the rows that the server of wandb or mlflow lacks.
         expected: compare with the expected curves of a recipe (its name, or a file), or with a folder of finished runs.
     """
-    from kiloword.watch.command import main as run
+    from kiloword.runs.command import main as run
 
     run(runs, once, every, smooth, curves, tensorboard, log_to=log_to, expected=expected)
 
@@ -52,7 +52,7 @@ def compare(
         json: write settings that differ and metrics to this file.
         html: write a page with tables and curves.
     """
-    from kiloword.watch.compare import main as run
+    from kiloword.runs.compare import main as run
 
     run(runs, json, html)
 

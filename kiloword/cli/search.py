@@ -44,7 +44,7 @@ def index(
         vectors: with codes, what is stored on disk to score the best photos again, and none: nothing; default: fp16.
         forget: remove all photos that are not in the folder now, also where most are, or a subfolder is empty or gone.
     """
-    from kiloword.search.index import main
+    from kiloword.apps.search.index import main
 
     main(photos, model, out, batch, workers, device, precision, trust, dim, codes, vectors, forget)
 
@@ -86,7 +86,7 @@ def search(
         rescore: in a library of codes, score N times as many photos as are shown by their vectors; 0: none; default:
             4, of binary codes 16.
     """
-    from kiloword.search.command import main
+    from kiloword.apps.search.command import main
 
     main(library, query, like, top, within, json, page, open, model, device, precision, trust, dim, rescore)
 
@@ -113,6 +113,6 @@ def serve(
         precision: precision of the encoders; auto: bf16 on CUDA for models larger than size tiny.
         trust: code that the model folder may run.
     """
-    from kiloword.search.serve import main
+    from kiloword.apps.search.serve import main
 
     main(library, host, port, open, model, device, precision, trust)

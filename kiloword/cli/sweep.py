@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import tyro
 
+from kiloword.apps.sweep.arms import Arm, arms, varied
 from kiloword.cli import train
 from kiloword.cli.words import MethodCommand, method_command, values_of
 from kiloword.config.settings import BaseSettings, check, setting
 from kiloword.methods.defaults import default_recipe
-from kiloword.sweep.arms import Arm, arms, varied
 from kiloword.terminal import say, warn
 
 if TYPE_CHECKING:
-    from kiloword.sweep.run import Results
+    from kiloword.apps.sweep.run import Results
 
 OWN = ("--vary", "--seeds", "--eval", "--metric", "--out", "--dry-run")  # the other flags are those of train
 
@@ -99,10 +99,10 @@ def _arms(options: SweepOptions, words: Sequence[str]) -> tuple[MethodCommand, l
 
 def _run(options: SweepOptions, command: MethodCommand, every: Sequence[Arm]) -> None:
     """Run the arms, and write the results. Raises: SystemExit(1) when arms failed."""
+    from kiloword.apps.sweep import summary
+    from kiloword.apps.sweep.run import Results, evaluated, run_all
     from kiloword.distributed.device import choose
     from kiloword.methods.registry import preset
-    from kiloword.sweep import summary
-    from kiloword.sweep.run import Results, evaluated, run_all
     from kiloword.training.validation.sets import open_sets
 
     flags = command.flags
@@ -136,9 +136,9 @@ def _training_data(flags: Sequence[str]) -> Any:
 
 def _write(options: SweepOptions, results: Results) -> None:
     """Write what there is of table, CSV and page, and print the table."""
+    from kiloword.apps.sweep import summary
     from kiloword.files import write_atomic, write_json
     from kiloword.report import write
-    from kiloword.sweep import summary
 
     table = summary.rows(results)
     if not table and not results.errors:

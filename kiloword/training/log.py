@@ -13,13 +13,13 @@ from torch import Tensor
 from kiloword.config.options import Trackers
 from kiloword.config.recipes import Recipe
 from kiloword.files import write_atomic
+from kiloword.runs.alerts import Alerts
+from kiloword.runs.mirror import in_training
+from kiloword.runs.rows import RowReader
+from kiloword.runs.rule import About
+from kiloword.runs.track import Tracker
 from kiloword.terminal import say
 from kiloword.terminal.progress import Pace, ProgressLine, duration, per_second
-from kiloword.watch.alerts import Alerts
-from kiloword.watch.mirror import in_training
-from kiloword.watch.rows import RowReader
-from kiloword.watch.rule import About
-from kiloword.watch.track import Tracker
 
 
 class Log:

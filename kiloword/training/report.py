@@ -21,11 +21,11 @@ from kiloword.errors import count
 from kiloword.methods.defaults import default_recipe
 from kiloword.models.card import CARD, write_card
 from kiloword.report import Html
+from kiloword.runs import history
+from kiloword.runs.run_page import Differs, page
+from kiloword.runs.runs import ERROR, Watched
 from kiloword.training import start
 from kiloword.training.run import Run
-from kiloword.watch import history
-from kiloword.watch.run_page import Differs, page
-from kiloword.watch.runs import ERROR, Watched
 
 NAME = "report.html"
 SAMPLES = 8  # examples of the training data that are drawn

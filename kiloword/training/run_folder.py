@@ -19,11 +19,11 @@ from kiloword.errors import sentence_of
 from kiloword.files import SaveError, utf8, write_json
 from kiloword.methods.registry import find, preset
 from kiloword.models.states import steps_done
+from kiloword.runs.runs import ERROR
 from kiloword.stores.features import FeatureStore
 from kiloword.stores.tokens import ImageTokens, TextTokens, opened
 from kiloword.training.signals import Stopped
 from kiloword.types import Source
-from kiloword.watch.runs import ERROR
 
 FREE = ("micro", "chunk", "data.val", "data.bad_share", "lora.save")  # change no weight: a resumed run may change them
 DIGESTS = {  # what it means that they differ

@@ -17,6 +17,9 @@ from kiloword.methods.method import Method
 from kiloword.model.model import initialise
 from kiloword.models.build import build
 from kiloword.models.states import drop_old, steps_done
+from kiloword.runs import mirror
+from kiloword.runs.runs import ERROR
+from kiloword.runs.sinks import check_installed
 from kiloword.stores.runs import check_trunk
 from kiloword.stores.tokens import ImageTokens, TextTokens, opened
 from kiloword.training import compilation, engine, start, tuning
@@ -28,9 +31,6 @@ from kiloword.training.run_folder import error_kept, holds_run
 from kiloword.training.saving import resume
 from kiloword.training.step import Learner
 from kiloword.types import Source
-from kiloword.watch import mirror
-from kiloword.watch.runs import ERROR
-from kiloword.watch.sinks import check_installed
 
 
 def prepare(recipe: Recipe, out: Path, source: Source, *, device: str, options: RunOptions) -> Run:

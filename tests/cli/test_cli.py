@@ -15,13 +15,13 @@ import pytest
 
 from cases import mostly_slow
 from kiloword import __version__
+from kiloword.apps.plan.request import Plan
 from kiloword.cli.main import app, main
 from kiloword.cli.train import Train
 from kiloword.config.options import RunOptions
 from kiloword.config.recipes import sizes
 from kiloword.config.settings import leaves
 from kiloword.methods.defaults import default_recipe
-from kiloword.planning.request import Plan
 from kiloword.training.log import read_metrics
 from tars import pairs, photo, write_tar
 

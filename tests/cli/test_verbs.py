@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from kiloword.apps.mine.options import MineOptions
 from kiloword.cli.main import main
 from kiloword.config.recipes import DataConfig
 from kiloword.evaluation import TASKS
@@ -23,7 +24,6 @@ from kiloword.evaluation.vqa import VqaOptions, VqaTaskOptions
 from kiloword.evaluation.zeroshot import PromptOptions, ZeroshotTaskOptions
 from kiloword.generation.options import GenerationOptions
 from kiloword.methods import clip, siglip
-from kiloword.mining.options import MineOptions
 from kiloword.models.trust import NONE, Trust
 from kiloword.stores.embed import EmbedOptions
 from kiloword.verify.batch import MethodChoice
@@ -42,7 +42,7 @@ def evaluated(task: str, flags: str, options: object) -> Words:
 
 
 SHORTEST: list[Words] = [
-    ("quickstart", "kiloword.quickstart.run:run", {"out": Path("quickstart"), "steps": None, "seed": 0}),
+    ("quickstart", "kiloword.apps.quickstart.run:run", {"out": Path("quickstart"), "steps": None, "seed": 0}),
     (
         "eval zeroshot m --data d",
         "kiloword.evaluation.command:main",
@@ -62,7 +62,7 @@ SHORTEST: list[Words] = [
         {"model": "m", "data": ("d",), "out": OUT, "options": GenerationOptions(), "batch": 16, "workers": "auto"}
         | {"device": "auto", "precision": "auto", "trust": Trust()},
     ),
-    ("mine d --features s --out o", "kiloword.mining:main", {"sources": ("d",), "options": MineOptions()}),
+    ("mine d --features s --out o", "kiloword.apps.mine:main", {"sources": ("d",), "options": MineOptions()}),
     ("data stats d", "kiloword.data.inspect:main", {"what": "stats", "src": "d", "png": None}),
     (
         "verify clip",
@@ -71,7 +71,7 @@ SHORTEST: list[Words] = [
     ),
     (
         "watch r",
-        "kiloword.watch.command:main",
+        "kiloword.runs.command:main",
         {"paths": (Path("r"),), "once": False, "every": 2.0, "smooth": 0.0, "curves": (), "tensorboard": None},
     ),
     ("methods", "kiloword.cli.describe:methods_table", {}),
@@ -81,7 +81,7 @@ SHORTEST: list[Words] = [
 EVERY_FLAG: list[Words] = [
     (
         "quickstart --out o --steps 7 --seed 3",
-        "kiloword.quickstart.run:run",
+        "kiloword.apps.quickstart.run:run",
         {"out": OUT, "steps": 7, "seed": 3},
     ),
     (
@@ -127,7 +127,7 @@ EVERY_FLAG: list[Words] = [
     ),
     (
         "mine d e --features s --out o --p1 0.5 --gallery 2",
-        "kiloword.mining:main",
+        "kiloword.apps.mine:main",
         {"sources": ("d", "e"), "features": Path("s"), "out": OUT, "options": MineOptions(p1=0.5, gallery=2)},
     ),
     ("data stats d --png p", "kiloword.data.inspect:main", {"png": Path("p")}),
@@ -138,7 +138,7 @@ EVERY_FLAG: list[Words] = [
     ),
     (
         "watch r s --once --every 5 --smooth 0.5 --curves loss val/ --tensorboard t",
-        "kiloword.watch.command:main",
+        "kiloword.runs.command:main",
         {"paths": (Path("r"), Path("s")), "once": True, "every": 5.0, "smooth": 0.5, "curves": ("loss", "val/")}
         | {"tensorboard": Path("t")},
     ),

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kiloword.api import Matcher
+from kiloword.apps.plan.request import card
 from kiloword.config.recipes import sizes
 from kiloword.data.map_style import MapStyleSource
 from kiloword.data.text.tokenizer import Tokenizer
@@ -22,7 +23,6 @@ from kiloword.generation.command import write_captions
 from kiloword.generation.options import GenerationOptions
 from kiloword.methods.registry import preset
 from kiloword.models.build import build
-from kiloword.planning.request import card
 from tars import noise
 
 

@@ -15,6 +15,7 @@ import torch
 from contents import files_of
 from corpora import LOW, random_corpus
 from kiloword.api import Matcher
+from kiloword.apps.mine.pairs import search
 from kiloword.config.recipes import ModelFile
 from kiloword.data.open import open_source
 from kiloword.data.text.tokenizer import Tokenizer
@@ -29,7 +30,6 @@ from kiloword.generation.command import write_captions
 from kiloword.generation.options import GenerationOptions
 from kiloword.methods.defaults import default_recipe
 from kiloword.methods.registry import preset
-from kiloword.mining.pairs import search
 from kiloword.models.build import build
 from kiloword.models.model_folder import save_model
 from kiloword.stores.embed import embed

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import kiloword.training.loop as loop
+from kiloword.apps.plan.request import Plan, check
 from kiloword.cli.describe import image_flops
 from kiloword.config.options import Checkpointing
 from kiloword.config.recipes import ImageConfig, ModelConfig, Recipe, sizes
@@ -30,7 +31,6 @@ from kiloword.model.heads import Head, Scale, Single
 from kiloword.model.model import Model, initialise, resize
 from kiloword.model.resnet import BatchNorm, ResNet, commit, statistics
 from kiloword.models.build import build
-from kiloword.planning.request import Plan, check
 from kiloword.training.compilation import recompute
 from kiloword.training.loop import RunOptions, train
 from kiloword.training.step import learner_of

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
+from kiloword.apps.mine.corpus import Corpus
 from kiloword.cli.main import main
 from kiloword.config.recipes import AugmentConfig, DataConfig, Recipe, TextConfig
 from kiloword.config.settings import read_config
@@ -28,7 +29,6 @@ from kiloword.data.open import open_source
 from kiloword.data.sampler import Order
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.methods.defaults import default_recipe
-from kiloword.mining.corpus import Corpus
 from kiloword.stores.embed import embed
 from kiloword.stores.features import FeatureStore
 from kiloword.stores.runs import stored as reads

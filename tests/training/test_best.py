@@ -21,11 +21,11 @@ from kiloword.cli.main import main
 from kiloword.config.options import RunOptions
 from kiloword.config.recipes import Recipe
 from kiloword.methods.defaults import default_recipe
+from kiloword.runs.command import Runs
 from kiloword.training.log import read_metrics
 from kiloword.training.loop import train
 from kiloword.training.validation.best import Best, direction
 from kiloword.training.validation.sets import open_val, set_names
-from kiloword.watch.command import Runs
 from tars import photo
 
 COLOURS = "scenes:test?n=16&task=colour"

@@ -13,11 +13,11 @@ import torch
 
 from kiloword.cli.main import main
 from kiloword.methods.defaults import default_recipe
+from kiloword.runs import history
 from kiloword.training import report
 from kiloword.training.loop import RunOptions, train
 from kiloword.training.optimizer import Optimizer
 from kiloword.training.signals import Stopped
-from kiloword.watch import history
 from pages import sections
 
 WORDS = ["train", "siglip", "--data", "scenes?n=32", "--val", "scenes:test?n=8", "--size", "debug", "--steps", "4"]

@@ -13,8 +13,8 @@ from kiloword.config.recipes import Recipe
 from kiloword.distributed import collectives
 from kiloword.errors import suggestion
 from kiloword.files import SaveError, atomic, write_json
+from kiloword.runs.runs import read_best
 from kiloword.training.log import read_metrics
-from kiloword.watch.runs import read_best
 
 MODEL = ("tokenizer.json", "config.json", "model.safetensors")  # in the order of writing, as in `save_model`
 HIGHER = re.compile(

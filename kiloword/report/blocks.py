@@ -1,0 +1,114 @@
+"""What a task, an application or a run has to show: blocks, which become a page, JSON or lines on a terminal.
+
+Blocks are plain data; strings are plain text and are escaped where they are rendered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Pixels = npt.NDArray[np.uint8]
+"""An image [H, W, 3]."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """A paragraph; or a heading within a section, a note that no reader should miss, or code as it is typed."""
+
+    text: str
+    kind: Literal["paragraph", "heading", "note", "code"] = "paragraph"
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table whose first column names the rows. Cells: text, numbers, and None for a dash."""
+
+    rows: Sequence[Sequence[object]]  # each as long as header; without rows nothing is shown
+    header: Sequence[str]
+    caption: str = ""
+    digits: int = 3  # after the point of floats
+    best: Collection[int] = ()  # columns whose largest number is bold
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A plot by matplotlib: `draw` gets the axes, on which it draws and writes its labels, and imports nothing itself.
+
+    Colours "C0" to "C5" are those of the page, light and dark; `legend` is added where labels are given.
+    """
+
+    draw: Callable[[Axes], object]
+    about: str  # what one sees, in a sentence, for readers who do not see it
+    title: str = ""
+    height: float = 3.2  # inches, of a width of 6.4
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A confusion matrix, a row a true class: every number is written, its colour is its share of the row."""
+
+    values: npt.ArrayLike  # [rows, columns], at least 0; whole numbers are counts, others get two digits
+    rows: Sequence[str]
+    columns: Sequence[str]
+    caption: str = ""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """An image with lines of text below it."""
+
+    image: Pixels
+    lines: Sequence[str] = ()
+    right: bool | None = None  # outlined and ticked where True, marked as wrong where False
+
+
+@dataclass(frozen=True)
+class Gallery:
+    """Images in rows, below a text (a query, a caption) if there is one."""
+
+    tiles: Sequence[Tile]
+    title: str = ""
+    columns: int = 5
+
+
+@dataclass(frozen=True)
+class Figures:
+    """A few key figures in large type."""
+
+    figures: Mapping[str, str]  # what it is -> value
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Blocks side by side where there is room."""
+
+    blocks: Sequence[Block]
+
+
+@dataclass(frozen=True)
+class Folded:
+    """Blocks that a click on the summary shows: what is too long for a page and too good to omit."""
+
+    summary: str
+    blocks: Sequence[Block]
+
+
+Block = Text | Table | Plot | Matrix | Gallery | Figures | Beside | Folded
+
+
+@dataclass(frozen=True)
+class Page:
+    """A title, an introduction of paragraphs, sections (heading -> blocks), and how it was made."""
+
+    title: str
+    intro: str
+    sections: Mapping[str, Sequence[Block]]
+    made_by: Mapping[str, Any] = field(default_factory=dict)
