@@ -100,15 +100,15 @@ sets, and where the paper states it: `kiloword recipes show NAME`.
 CHECKS = """## What the figures rest on
 
 Nothing in the plan knows a method: it runs a micro-batch forward and backward by the learner's own code on tensors
-without content (torch's FakeTensorMode; `kiloword/apps/plan/simulation.py`), for a GPU with the kernels that a GPU
-would run, and one block of each shape of the pair loss. Counted are the FLOPs of products and attention, in-place ones
-too, and each storage that autograd saves, so a method of your own is planned like any other; a term that reads values of
-tensors is named as not counted. A block of a tower is measured once for each kind and shape of input; micro-batches
-above 256 images lie on a line through two sizes. Weights, optimizer states, gathered shards and traffic are sums over
-parameters and features (`gpu.py`). `python bench/plan.py` compares with real steps: FLOPs, weights,
-gradients and optimizer states (exact), activations (within 0.1% without checkpointing, 6% with it) and the peak (within
-15%). On an H200 (`python bench/plan.py --device cuda`, nine settings): activations within 0.02%, the peak within 2.1%,
-but 5.9% for l14 with whole checkpointing.
+without content (torch's FakeTensorMode; `kiloword/apps/plan`), for a GPU with the kernels that a GPU would run, and one
+block of each shape of the pair loss. Counted are the FLOPs of products and attention, in-place ones too, and each
+storage that autograd saves, so a method of your own is planned like any other; a term that reads values of tensors is
+named as not counted. A block of a tower is measured once for each kind and shape of input; micro-batches above 256
+images lie on a line through two sizes. Weights, optimizer states, gathered shards and traffic are sums over parameters
+and features (`gpu.py`). `python bench/plan.py` compares with real steps: FLOPs, weights, gradients and optimizer states
+(exact), activations (within 0.1% without checkpointing, 6% with it) and the peak (within 15%). On an H200 (`python
+bench/plan.py --device cuda`, nine settings): activations within 0.02%, the peak within 2.1%, but 5.9% for l14 with
+whole checkpointing.
 
 What is not in it: data loading (`kiloword data stats` and the run's own log say how fast that is), evaluation,
 `--freeze` (but trunks, `--image-tower` and `--text-tower`, are taken as frozen), LoRA, dropped patches, stored tokens,

@@ -6,6 +6,7 @@ reader of the hub finds weights beside an older config.
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from pathlib import Path
@@ -84,6 +85,8 @@ def run(model: str, repository: str, private: bool = False, message: str = "") -
         *(f"  {name}  {(folder / name).stat().st_size:,} bytes" for name in names),
         *([f"not uploaded: {', '.join(left[:8])}{' ...' if len(left) > 8 else ''}"] if left else []),
     )
+    if not sys.stderr.isatty():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:
         import huggingface_hub as hub
     except ImportError:
@@ -93,8 +96,6 @@ def run(model: str, repository: str, private: bool = False, message: str = "") -
             "huggingface_hub finds no token: log in by `hf auth login`, or set HF_TOKEN to a token that may write. "
             "Nothing was uploaded."
         )
-    if not sys.stderr.isatty():
-        hub.utils.disable_progress_bars()
     api = hub.HfApi()
     contents = {CARD: card_on_hub(folder, repository)} | {name: folder / name for name in names}
     operations = [hub.CommitOperationAdd(path_in_repo=n, path_or_fileobj=c) for n, c in contents.items()]
