@@ -1,21 +1,33 @@
-"""Self-contained HTML pages: each element is a pure function from numbers and images to `Html`."""
+"""Blocks (text, tables, plots, images) as a self-contained page, or as lines on a terminal."""
 
+from kiloword.report.blocks import (
+    Beside,
+    Block,
+    Figures,
+    Folded,
+    Gallery,
+    Matrix,
+    Page,
+    Pixels,
+    Plot,
+    Table,
+    Text,
+    Tile,
+    plain,
+)
 from kiloword.report.images import card, gallery, ladder, tiles
 from kiloword.report.page import (
     Html,
     bars,
     bullets,
     code,
-    duration,
     folded,
     grid,
     heading,
     headline,
     heat_map,
-    made_by,
     metric_table,
     page,
-    percent,
     remark,
     section,
     signed,
@@ -23,10 +35,24 @@ from kiloword.report.page import (
     table,
     write,
 )
+from kiloword.report.pictures import image_data, thumbnail
 from kiloword.report.plots import bins, box_plot, distribution, histogram, line_plot, scatter
+from kiloword.report.render import duration, html, made_by, percent, say_blocks, write_page
 
 __all__ = [
+    "Beside",
+    "Block",
+    "Figures",
+    "Folded",
+    "Gallery",
     "Html",
+    "Matrix",
+    "Page",
+    "Pixels",
+    "Plot",
+    "Table",
+    "Text",
+    "Tile",
     "bars",
     "bins",
     "box_plot",
@@ -42,18 +68,24 @@ __all__ = [
     "headline",
     "heat_map",
     "histogram",
+    "html",
+    "image_data",
     "ladder",
     "line_plot",
     "made_by",
     "metric_table",
     "page",
     "percent",
+    "plain",
     "remark",
+    "say_blocks",
     "scatter",
     "section",
     "signed",
     "stack",
     "table",
+    "thumbnail",
     "tiles",
     "write",
+    "write_page",
 ]

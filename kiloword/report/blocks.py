@@ -5,6 +5,7 @@ Blocks are plain data; strings are plain text and are escaped where they are ren
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,6 +18,15 @@ if TYPE_CHECKING:
 
 Pixels = npt.NDArray[np.uint8]
 """An image [H, W, 3]."""
+
+
+# Control characters, characters that change the direction of the text after them, and lone surrogates.
+_STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def plain(text: str) -> str:
+    """With characters that would turn or hide text as escapes such as \\u202e."""
+    return _STEERING.sub(lambda character: character[0].encode("unicode_escape").decode(), text)
 
 
 @dataclass(frozen=True)

@@ -5,20 +5,15 @@ All functions raise a ValueError for an image that is not uint8 [H, W, 3].
 
 from __future__ import annotations
 
-import base64
-import io
 from collections.abc import Collection, Sequence
-from functools import lru_cache
 from html import escape
-from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-from PIL import Image
-
+from kiloword.report.blocks import Pixels
 from kiloword.report.page import Html
+from kiloword.report.pictures import SMALL, image_data
 
-Pixels = npt.NDArray[np.uint8]
+__all__ = ["Pixels", "card", "gallery", "image_data", "ladder", "tiles"]
+
 Named = tuple[Pixels, str]
 """An image [H, W, 3] and a few words."""
 
@@ -27,8 +22,6 @@ Hit = tuple[Pixels, float, bool | None]
 
 Steps = tuple[str, Sequence[tuple[str, bool | None]]]
 """A heading, and texts, each with whether it is right; None: unknown, or not marked."""
-
-SMALL = 96  # pixels: smaller images are enlarged with hard edges, as the model saw them
 
 
 def gallery(queries: Sequence[tuple[str, Sequence[Hit]]]) -> Html:
@@ -93,26 +86,3 @@ def _image(pixels: Pixels, words: str) -> str:
     data, (height, width) = image_data(pixels), pixels.shape[:2]
     small = ' class="small"' if max(height, width) < SMALL else ""
     return f'<img{small} src="{data}" alt="{escape(words)}" width="{width}" height="{height}">'
-
-
-def image_data(pixels: Pixels) -> str:
-    """An image [H, W, 3] as a data address that holds a PNG, or a JPEG where that is far smaller, as of a photo."""
-    if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3:
-        raise ValueError(f"an image of the gallery is {pixels.dtype} {pixels.shape}, expected uint8 (H, W, 3)")
-    return _address(pixels.tobytes(), pixels.shape)
-
-
-@lru_cache(64)
-def _address(raw: bytes, shape: tuple[int, ...]) -> str:
-    """As `image_data`; pages show some images several times."""
-    pixels = np.frombuffer(raw, np.uint8).reshape(shape)
-    photo = _encoded(pixels, "JPEG", quality=85) if min(shape[:2]) >= SMALL else b""
-    if photo and len(photo) < len(_encoded(pixels, "PNG")) / 3:
-        return "data:image/jpeg;base64," + base64.b64encode(photo).decode("ascii")
-    return "data:image/png;base64," + base64.b64encode(_encoded(pixels, "PNG", optimize=True)).decode("ascii")
-
-
-def _encoded(pixels: Pixels, kind: str, **options: Any) -> bytes:
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, kind, **options)
-    return file.getvalue()

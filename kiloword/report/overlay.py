@@ -6,21 +6,20 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
 from PIL import Image, ImageColor, ImageDraw, ImageFont
 
-from kiloword.report.images import Pixels
-from kiloword.report.page import LIGHT
+from kiloword.report import pictures
+from kiloword.report.blocks import Pixels
+from kiloword.report.figure import LIGHT
+from kiloword.report.pictures import GLOW, STRIPES, Floats, covered
 
-Floats = npt.NDArray[np.floating]
+__all__ = ["GLOW", "STRIPES", "Floats", "Pixels", "covered", "figure", "overlay", "square"]
 
 SIDE, SMALL = 240, 128  # pixels a side: a text's image, a token's image
 CAPTION, WEIGHTS = 230, 260  # pixels: widths of the caption and of the weights' plot
 GAP, MARGIN = 20, 28
 HIGH = 96  # pixels: of the largest bar
 HEAD, PLAIN = 180, 130  # pixels: height of the title with the plain image, and a side of that image
-GLOW = np.array([255, 140, 10])  # colour of high values, visible on dark and on bright images
 PAPER, INK, MUTED, RULE, BAR = (ImageColor.getrgb(LIGHT[name]) for name in ("paper", "ink", "muted", "rule", "s0"))
 
 
@@ -62,20 +61,8 @@ def figure(image: Pixels, title: str, about: str, rows: Sequence[Row]) -> Image.
 
 
 def overlay(image: Pixels, looks: Floats, side: int) -> Image.Image:
-    """The image [H, W, 3] at `side` pixels: grey where a map [rows, columns] is at most its mean, glowing above it.
-
-    Full glow is at the map's largest value, but at least at 4 times its mean, so that a nearly constant map hardly
-    glows; negative values count as zero.
-    """
-    positive = np.clip(np.asarray(looks, np.float32), 0, None)
-    mean = float(positive.mean())
-    full = max(float(positive.max()), 4 * mean, 1e-12)
-    strength = Image.fromarray((positive - mean) / (full - mean)).resize((side, side), Image.Resampling.BICUBIC)
-    glow = np.clip(np.asarray(strength), 0, 1)[..., None]  # [side, side, 1]
-    colours = np.asarray(square(image, side), np.float32)
-    grey = 0.55 * colours.mean(-1, keepdims=True) + 70
-    lit = 0.35 * colours + 0.65 * GLOW
-    return Image.fromarray((grey + glow * (lit - grey)).round().clip(0, 255).astype(np.uint8))
+    """As `pictures.overlay`, as an image."""
+    return Image.fromarray(pictures.overlay(image, looks, side))
 
 
 def square(image: Pixels, side: int) -> Image.Image:
@@ -189,18 +176,3 @@ def _shortened(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, ro
     while text and font.getlength(text + "...") > room:
         text = text[:-1]
     return text + "..."
-
-
-STRIPES = (96, 150)  # greys of the cover, striped to differ from parts of the image
-
-
-def covered(image: Pixels, hidden: npt.NDArray[np.bool_]) -> Pixels:
-    """The image [H, W, 3] with striped grey where patches [rows, columns] are hidden; it may be of any size."""
-    high, wide = image.shape[:2]
-    rows = np.arange(high) * hidden.shape[0] // high
-    columns = np.arange(wide) * hidden.shape[1] // wide
-    step = max(high // 32, 2)  # pixels: width of a stripe
-    stripe = (np.add.outer(np.arange(high), np.arange(wide)) // step) % 2
-    cover = np.where(stripe, STRIPES[0], STRIPES[1]).astype(np.uint8)[..., None]
-    shown: Pixels = np.where(hidden[rows][:, columns, None], cover, image)
-    return shown

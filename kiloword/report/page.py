@@ -5,42 +5,20 @@ Every function from numbers or images to an element returns `Html`; any other st
 
 from __future__ import annotations
 
-import re
-import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from PIL import ImageColor
 
-from kiloword.__version__ import __version__
 from kiloword.files import write_atomic
-from kiloword.terminal import command
+from kiloword.report.blocks import plain
+from kiloword.report.render import POLICY, duration, made_by, percent, style_sheet
 
-COLOURS = {  # on light and on dark backgrounds
-    "paper": ("#fbfaf7", "#141619"),
-    "ink": ("#1c1e20", "#e8e6e1"),
-    "muted": ("#5b6066", "#a2a7ad"),
-    "rule": ("#dedad1", "#31353a"),
-    "match": ("#17663a", "#6fca95"),
-    "heat": ("#5d9cce", "#2c6ba3"),
-    "s0": ("#1a5583", "#82b8e2"),
-    "s1": ("#b4501c", "#ee9a68"),
-    "s2": ("#17663a", "#6fca95"),
-    "s3": ("#7a3b83", "#cf9ad8"),
-    "s4": ("#8a6a00", "#d9b84a"),
-    "s5": ("#5b6066", "#a2a7ad"),
-}
-LIGHT, DARK = ({name: pair[n] for name, pair in COLOURS.items()} for n in range(2))
+__all__ = ["POLICY", "duration", "made_by", "percent", "style_sheet"]
+
 SERIES = 6  # colours of lines; each has its own dash as well
-STYLE = Path(__file__).with_name("style.css")
-
-# The browser refuses every request, so that a reference to another file shows at once.
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
-# Control characters, characters that change the direction of the text after them, and lone surrogates.
-_STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 class Html(str):
@@ -87,55 +65,15 @@ def page(
         f"<header><h1>{escape(title)}</h1>{opening}{contents}</header>\n"
         f"{body}\n</main></body>\n</html>\n"
     )
-    return _plain(html)
+    return plain(html)
 
 
 def signed(html: str, facts: Mapping[str, str]) -> str:
     """A page with facts about how it was made below it, such as command, version and date; empty ones are omitted."""
     items = "".join(f"<dt>{escape(k)}</dt><dd>{escape(v)}</dd>" for k, v in facts.items() if v)
     before, end, after = html.rpartition("\n</main>")
-    footer = f'<footer aria-label="How this page was made"><dl>{_plain(items)}</dl></footer>'
+    footer = f'<footer aria-label="How this page was made"><dl>{plain(items)}</dl></footer>'
     return f"{before}\n{footer}{end}{after}" if items else html
-
-
-def made_by(models: Sequence[str] = (), data: str = "") -> dict[str, str]:
-    """How a page that is made now was made, for `signed`: command, models by their files, data, version and date."""
-    return {
-        "Command": command(),
-        "Model" if len(models) == 1 else "Models": ", ".join(map(_named, models)),
-        "Data": data,
-        "Version": f"kiloword {__version__}",
-        "Date": _utc(time.time()),
-    }
-
-
-def _named(model: str) -> str:
-    """A model's folder with the time when its weights were written, and their size; other names as they are."""
-    weights = Path(model) / "model.safetensors"
-    if not weights.is_file():
-        return model
-    file = weights.stat()
-    return f"{model} ({file.st_size / 1e6:,.1f} MB, written {_utc(file.st_mtime)})"
-
-
-def _utc(seconds: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))
-
-
-def _plain(html: str) -> str:
-    """With characters that would turn or hide text as escapes."""
-    return _STEERING.sub(lambda character: character[0].encode("unicode_escape").decode(), html)
-
-
-def style_sheet() -> str:
-    """The style sheet of all pages after its variables, the dark ones where the reader's system asks for them."""
-    light, dark = (
-        f" {''.join(f'--{name}: {colour}; ' for name, colour in palette.items())}"
-        f"--heat-rgb: {' '.join(map(str, ImageColor.getrgb(palette['heat'])))}; "
-        for palette in (LIGHT, DARK)
-    )
-    variables = f":root {{{light}}}\n@media (prefers-color-scheme: dark) {{ :root {{{dark}}} }}\n"
-    return variables + STYLE.read_text(encoding="utf-8")
 
 
 def write(path: str | Path, html: str) -> None:
@@ -370,16 +308,3 @@ def _shown(cell: object, digits: int) -> str:
     if cell is None:
         return DASH
     return f"{cell:.{digits}f}" if isinstance(cell, float | np.floating) else str(cell)
-
-
-def percent(share: float) -> str:
-    """0.125 -> "12.5%", 0.999 -> "99.9%", so that nearly all is not shown as all."""
-    return f"{round(100 * share, 1):g}%"
-
-
-def duration(seconds: float) -> str:
-    """95 -> "1 min 35 s", 0.4 -> "400 ms"."""
-    minutes, rest = divmod(round(seconds), 60)
-    if 0 < (thousandths := round(1000 * seconds)) < 1000:
-        return f"{thousandths} ms"
-    return f"{minutes} min {rest} s" if minutes else f"{rest} s"

@@ -1,0 +1,91 @@
+"""Images of pages and sheets: thumbnails, heat over an image, hidden patches, data addresses."""
+
+from __future__ import annotations
+
+import base64
+import io
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from kiloword.report.blocks import Pixels
+
+Floats = npt.NDArray[np.floating]
+SMALL = 96  # pixels: pages enlarge smaller images with hard edges, as the model saw them
+GLOW = np.array([255, 140, 10])  # colour of high values, visible on dark and on bright images
+STRIPES = (96, 150)  # greys of the cover, striped to differ from parts of the image
+
+
+def thumbnail(image: Image.Image | Pixels, side: int = 320) -> Pixels:
+    """An image as RGB [H, W, 3] of at most `side` pixels a side; smaller ones stay as they are, pages enlarge them."""
+    image = Image.fromarray(image) if isinstance(image, np.ndarray) else image
+    image = image.convert("RGB")
+    image.thumbnail((side, side), Image.Resampling.BICUBIC)
+    return np.asarray(image)
+
+
+def enlarged(image: Pixels, side: int) -> Pixels:
+    """A square image [H, H, 3] at `side` pixels a side; a smaller one with hard edges."""
+    hard = image.shape[0] < min(side, SMALL)
+    return np.asarray(
+        Image.fromarray(image).resize((side, side), Image.Resampling.NEAREST if hard else Image.Resampling.BICUBIC)
+    )
+
+
+def overlay(image: Pixels, looks: Floats, side: int) -> Pixels:
+    """The image [H, W, 3] at `side` pixels: grey where a map [rows, columns] is at most its mean, glowing above it.
+
+    Full glow is at the map's largest value, but at least at 4 times its mean, so that a nearly constant map hardly
+    glows; negative values count as zero.
+    """
+    positive = np.clip(np.asarray(looks, np.float32), 0, None)
+    mean = float(positive.mean())
+    full = max(float(positive.max()), 4 * mean, 1e-12)
+    strength = Image.fromarray((positive - mean) / (full - mean)).resize((side, side), Image.Resampling.BICUBIC)
+    glow = np.clip(np.asarray(strength), 0, 1)[..., None]  # [side, side, 1]
+    colours = np.asarray(Image.fromarray(image).resize((side, side), Image.Resampling.BICUBIC), np.float32)
+    grey = 0.55 * colours.mean(-1, keepdims=True) + 70
+    lit = 0.35 * colours + 0.65 * GLOW
+    shown: Pixels = (grey + glow * (lit - grey)).round().clip(0, 255).astype(np.uint8)
+    return shown
+
+
+def covered(image: Pixels, hidden: npt.NDArray[np.bool_]) -> Pixels:
+    """The image [H, W, 3] with striped grey where patches [rows, columns] are hidden; it may be of any size."""
+    high, wide = image.shape[:2]
+    rows = np.arange(high) * hidden.shape[0] // high
+    columns = np.arange(wide) * hidden.shape[1] // wide
+    step = max(high // 32, 2)  # pixels: width of a stripe
+    stripe = (np.add.outer(np.arange(high), np.arange(wide)) // step) % 2
+    cover = np.where(stripe, STRIPES[0], STRIPES[1]).astype(np.uint8)[..., None]
+    shown: Pixels = np.where(hidden[rows][:, columns, None], cover, image)
+    return shown
+
+
+def image_data(pixels: Pixels) -> str:
+    """An image as a data address that holds a PNG, or a JPEG where that is far smaller, as of a photo.
+
+    Errors: ValueError for an image that is not uint8 [H, W, 3].
+    """
+    if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3:
+        raise ValueError(f"an image of the page is {pixels.dtype} {pixels.shape}, expected uint8 (H, W, 3)")
+    return _address(pixels.tobytes(), pixels.shape)
+
+
+@lru_cache(64)
+def _address(raw: bytes, shape: tuple[int, ...]) -> str:
+    """As `image_data`; pages show some images several times."""
+    pixels = np.frombuffer(raw, np.uint8).reshape(shape)
+    photo = _encoded(pixels, "JPEG", quality=85) if min(shape[:2]) >= SMALL else b""
+    if photo and len(photo) < len(_encoded(pixels, "PNG")) / 3:
+        return "data:image/jpeg;base64," + base64.b64encode(photo).decode("ascii")
+    return "data:image/png;base64," + base64.b64encode(_encoded(pixels, "PNG", optimize=True)).decode("ascii")
+
+
+def _encoded(pixels: Pixels, kind: str, **options: Any) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, kind, **options)
+    return file.getvalue()

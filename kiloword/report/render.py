@@ -1,0 +1,205 @@
+"""Blocks as a page without scripts and outside references, and as lines on a terminal."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from PIL import ImageColor
+
+from kiloword.__version__ import __version__
+from kiloword.files import write_atomic
+from kiloword.report.blocks import Beside, Block, Figures, Matrix, Page, Table, Text, plain
+from kiloword.report.figure import COLOURS, svg
+from kiloword.report.pictures import SMALL, image_data
+from kiloword.terminal import command, say
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+    from markupsafe import Markup
+
+HERE = Path(__file__).parent
+# The browser refuses every request, so that a reference to another file shows at once.
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
+DASH = "–"
+
+
+def write_page(path: str | Path, page: Page) -> None:
+    """Write a page, as `write_atomic`."""
+    write_atomic(Path(path), html(page).encode())
+
+
+def html(page: Page) -> str:
+    """A page as an HTML document. Errors: ValueError for blocks whose shapes do not fit."""
+    return plain(environment().get_template("page.html").render(page=page))
+
+
+@lru_cache
+def environment(*folders: Path) -> Environment:
+    """Templates of these folders and of pages ("page.html" to extend, "blocks.html" to import `show`); all is escaped.
+
+    Characters that would turn or hide text are left as they are: use `plain` on what comes out.
+    """
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    from markupsafe import Markup
+
+    made = Environment(
+        loader=FileSystemLoader([*folders, HERE]),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    made.filters |= {
+        "breakable": lambda text: Markup("_<wbr>").join(str(text).rsplit("_", 1)),  # a phone shows more columns
+        "cells": table_cells,
+        "colours": matrix_cells,
+        "image": image_data,
+        "svg": lambda plot: Markup(svg(plot)),
+    }
+    made.globals |= {"policy": Markup(POLICY), "style": Markup(style_sheet()), "small": SMALL}
+    return made
+
+
+def style_sheet() -> Markup:
+    """The style sheet of all pages after its variables, the dark ones where the reader's system asks for them."""
+    from markupsafe import Markup
+
+    light, dark = (
+        f" {''.join(f'--{name}: {pair[n]}; ' for name, pair in COLOURS.items())}"
+        f"--heat-rgb: {' '.join(map(str, ImageColor.getrgb(COLOURS['heat'][n])))}; "
+        for n in range(2)
+    )
+    variables = f":root {{{light}}}\n@media (prefers-color-scheme: dark) {{ :root {{{dark}}} }}\n"
+    return Markup(variables + (HERE / "style.css").read_text(encoding="utf-8"))
+
+
+def written(cell: object, digits: int) -> str:
+    """A cell of a table."""
+    if cell is None:
+        return DASH
+    return f"{cell:.{digits}f}" if isinstance(cell, float | np.floating) else str(cell)
+
+
+def table_cells(table: Table) -> tuple[list[list[tuple[str, bool]]], list[bool]]:
+    """Rows of cells, each with whether it is bold; and whether a column holds numbers, also as text.
+
+    Errors: ValueError when a row is longer or shorter than the header.
+    """
+    if wrong := [row for row in table.rows if len(row) != len(table.header)]:
+        raise ValueError(f"a row of the table has {len(wrong[0])} cells, its header {len(table.header)}: {wrong[0]}")
+    rows = [[written(cell, table.digits) for cell in row] for row in table.rows]
+    columns = list(zip(*rows, strict=True))
+    numbers = [any(c == DASH or c.lstrip("-")[:1].isdecimal() for c in column) for column in columns]
+    best = {c: _largest(columns[c]) for c in table.best if rows}
+    return [[(cell, cell in best.get(c, ())) for c, cell in enumerate(row)] for row in rows], numbers
+
+
+def _largest(column: Sequence[str]) -> list[str]:
+    """The largest number of a column as it is written, if its numbers differ."""
+    values = {}
+    for cell in column:
+        try:
+            values[cell] = float(cell)
+        except ValueError:
+            continue
+    most = max(values.values(), default=0.0)
+    return [cell for cell, value in values.items() if value == most] if len(set(values.values())) > 1 else []
+
+
+def matrix_cells(matrix: Matrix) -> list[list[tuple[str, float, bool]]]:
+    """Rows of cells: what is written, the share of the row, and whether row and column have one name.
+
+    Errors: ValueError for another shape, negative or non-finite numbers.
+    """
+    values, named = np.asarray(matrix.values), (len(matrix.rows), len(matrix.columns))
+    if values.shape != named:
+        raise ValueError(f"the matrix has shape {values.shape}, its names say {named}")
+    if not np.isfinite(values).all() or (values < 0).any():
+        raise ValueError("the matrix holds negative or non-finite numbers: give counts or shares")
+    totals = values.sum(axis=1, keepdims=True)
+    shares = np.divide(values, totals, out=np.zeros(values.shape), where=totals > 0)  # [rows, columns]
+    whole, square = np.issubdtype(values.dtype, np.integer), list(matrix.rows) == list(matrix.columns)
+    return [
+        [
+            (
+                f"{value:.0f}" if whole or value == 0 else f"{value:.2f}",
+                round(float(shares[r, c]), 2),
+                square and r == c,
+            )
+            for c, value in enumerate(row.tolist())
+        ]
+        for r, row in enumerate(values)
+    ]
+
+
+def say_blocks(blocks: Sequence[Block]) -> None:
+    """Print texts and tables; plots, galleries and what is folded are left to the page."""
+    for block in blocks:
+        if isinstance(block, Text):
+            say(*block.text.split("\n"))
+        elif isinstance(block, Beside):
+            say_blocks(block.blocks)
+        elif isinstance(block, Figures):
+            _say_table([[name, value] for name, value in block.figures.items()], ["", ""])
+        elif isinstance(block, Matrix):
+            cells = [[cell for cell, *_ in row] for row in matrix_cells(block)]
+            rows = [[name, *row] for name, row in zip(block.rows, cells, strict=True)]
+            _say_table(rows, ["", *block.columns], block.caption)
+        elif isinstance(block, Table) and block.rows:
+            _say_table([[cell for cell, _ in row] for row in table_cells(block)[0]], block.header, block.caption)
+
+
+def _say_table(rows: Sequence[Sequence[str]], header: Sequence[str], caption: str = "") -> None:
+    from kiloword.terminal.screen import Screen, plain_table
+
+    if caption:
+        say(caption)
+    table = plain_table(*header)
+    for column, cells in zip(table.columns, zip(*rows, strict=True), strict=True):
+        numbers = all(cell == DASH or cell.lstrip("-")[:1].isdecimal() for cell in cells)
+        column.justify = "right" if numbers else "left"
+    for row in rows:
+        table.add_row(*row)
+    Screen().print(table)
+
+
+def made_by(models: Sequence[str] = (), data: str = "") -> dict[str, Any]:
+    """How a page that is made now was made, for `Page`: command, models by their files, data, version and date."""
+    return {
+        "Command": command(),
+        "Model" if len(models) == 1 else "Models": ", ".join(map(_named, models)),
+        "Data": data,
+        "Version": f"kiloword {__version__}",
+        "Date": _utc(time.time()),
+    }
+
+
+def _named(model: str) -> str:
+    """A model's folder with the time when its weights were written, and their size; other names as they are."""
+    weights = Path(model) / "model.safetensors"
+    if not weights.is_file():
+        return model
+    file = weights.stat()
+    return f"{model} ({file.st_size / 1e6:,.1f} MB, written {_utc(file.st_mtime)})"
+
+
+def _utc(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))
+
+
+def percent(share: float) -> str:
+    """0.125 -> "12.5%", 0.999 -> "99.9%", so that nearly all is not shown as all."""
+    return f"{round(100 * share, 1):g}%"
+
+
+def duration(seconds: float) -> str:
+    """95 -> "1 min 35 s", 0.4 -> "400 ms"."""
+    minutes, rest = divmod(round(seconds), 60)
+    if 0 < (thousandths := round(1000 * seconds)) < 1000:
+        return f"{thousandths} ms"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"

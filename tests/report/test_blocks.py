@@ -1,0 +1,162 @@
+"""Every block renders, on the page and on the terminal; what comes from data is escaped; a page asks for nothing."""
+
+from __future__ import annotations
+
+import base64
+import io
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.axes import Axes
+from PIL import Image
+
+import pages
+from kiloword.report import (
+    Beside,
+    Block,
+    Figures,
+    Folded,
+    Gallery,
+    Matrix,
+    Page,
+    Plot,
+    Table,
+    Text,
+    Tile,
+    html,
+    image_data,
+    made_by,
+    say_blocks,
+    thumbnail,
+    write_page,
+)
+
+HOSTILE = "<script>alert(1)</script>&\"'\u202e\x1b[31m $x_1$"
+SMALL, LARGE = np.zeros((8, 8, 3), np.uint8), np.full((200, 300, 3), 128, np.uint8)
+
+
+def curves(axes: Axes) -> None:
+    axes.plot([1, 2, 3], [0.1, 0.4, 0.3], label=f"first {HOSTILE}")
+    axes.plot([1, 2, 3], [0.2, 0.3, 0.5], label="second")
+    axes.set(xlabel=HOSTILE, ylabel="recall", xscale="log")
+
+
+def names(axes: Axes) -> None:
+    axes.barh([HOSTILE, "b"], [3, 4], color="C1")
+
+
+def blocks(word: str = HOSTILE) -> list[Block]:
+    return [
+        Text(word),
+        Text(word, "heading"),
+        Text(word, "note"),
+        Text(word, "code"),
+        Table(
+            [[word, 0.123456, 12, None, word], ["b", 0.5, 7, 1, "x"]], [word, "acc_1", "n", "m", "w"], word, best=[1]
+        ),
+        Plot(curves, word, word),
+        Beside([Plot(names, "bars"), Table([], ["nothing"])]),
+        Matrix(np.array([[3, 1], [0, 4]]), [word, "b"], [word, "b"], word),
+        Gallery([Tile(SMALL, [word, "0.31"], True), Tile(LARGE, ["0.2"], False), Tile(LARGE)], word),
+        Figures({word: "97%"}),
+        Folded(word, [Text(word), Table([[word]], ["a"])]),
+    ]
+
+
+def shown(word: str = HOSTILE) -> str:
+    return html(Page(word, f"{word}\n\nsecond", {word: blocks(word), "empty": [], "b": [Text("b")]}, {word: word}))
+
+
+def test_every_block_is_on_the_page() -> None:
+    page = shown("word")
+    section = pages.sections(page)["word"]
+    assert section.tables[0] == [
+        ["word", "acc_1", "n", "m", "w"],
+        ["word", "0.123", "12", "–", "word"],
+        ["b", "0.500", "7", "1", "x"],
+    ]
+    assert '<td class="strong">0.500</td>' in page
+    assert section.tables[1][1:] == [["word", "3", "1"], ["b", "0", "4"]]
+    assert [page.count(f"<{tag}") for tag in ("h1", "h2", "h3", "pre", "details", "img", "table")] == [
+        1,
+        2,
+        1,
+        1,
+        1,
+        3,
+        3,
+    ]
+    assert page.count('role="img"') == 4  # each of two plots for wide and narrow screens
+    assert re.findall('alt="([^"]*)"', page) == ["right: word; 0.31", "wrong: 0.2", "image"]
+
+
+def test_text_is_escaped_and_the_page_asks_for_nothing() -> None:
+    page = shown()
+    assert "<script" not in page
+    assert not set("\u202e\x1b") & set(page)
+    assert "\\u202e\\x1b[31m $x_1$" in page
+    assert not re.search(r"https?:|@import|<link (?!rel=\"icon\")| on\w+=", page)
+    assert all(source.startswith("data:image/") for source in re.findall(r'src="([^"]*)', page))
+    assert all(place.startswith(("#", "data:")) for place in re.findall(r'href="([^"]*)', page))
+    assert "default-src 'none'" in page
+
+
+def test_same_blocks_are_the_same_bytes_and_colours_follow_the_page(tmp_path: Path) -> None:
+    write_page(tmp_path / "a.html", Page("title", "", {"a": blocks()}))
+    write_page(tmp_path / "b.html", Page("title", "", {"a": blocks()}))
+    page = (tmp_path / "a.html").read_bytes()
+    assert page == (tmp_path / "b.html").read_bytes()
+    plots = re.findall("<svg.*?</svg>", page.decode(), re.DOTALL)
+    assert all(f"var(--{name})" in plots[0] for name in ("s0", "s1", "ink", "muted", "rule"))
+    assert not re.search("fill: #|stroke: #", "".join(plots))
+    assert "recall" in plots[0]
+    ids = re.findall('id="([^"]*)"', plots[0])
+    assert len(ids) == len(set(ids))
+
+
+def test_pages_say_how_they_were_made(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(bytes(2_000_000))
+    facts = made_by([str(tmp_path)], "shards")
+    assert facts["Model"].startswith(f"{tmp_path} (2.0 MB, written ")
+    page = html(Page("a", "", {}, facts))
+    assert "<dt>Data</dt><dd>shards</dd>" in page
+    assert "<dt>Command</dt>" not in page  # called from Python
+
+
+def test_the_terminal_shows_text_and_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    say_blocks(blocks())
+    out = capsys.readouterr().out
+    assert "\x1b" not in out
+    assert "\u202e" not in out
+    for words in (r"<script>alert(1)</script>", "0.123", "0.500", "–", "97%", "acc_1"):
+        assert words in out
+    assert "recall" not in out
+
+
+@pytest.mark.parametrize(
+    ("block", "word"),
+    [
+        (Table([["a"]], ["a", "b"]), "header"),
+        (Matrix([[1, 2]], ["a"], ["b"]), "shape"),
+        (Matrix([[-1]], ["a"], ["b"]), "negative"),
+        (Gallery([Tile(np.zeros((4, 4), np.uint8))]), "uint8"),
+    ],
+)
+def test_blocks_that_do_not_fit_are_refused(block: Block, word: str) -> None:
+    with pytest.raises(ValueError, match=word):
+        html(Page("a", "", {"a": [block]}))
+
+
+def test_thumbnails_and_addresses_hold_the_image() -> None:
+    assert thumbnail(LARGE, 100).shape == (67, 100, 3)
+    assert thumbnail(SMALL, 100).shape == (8, 8, 3)
+    assert thumbnail(Image.new("L", (4, 2), 7)).tolist() == np.full((2, 4, 3), 7).tolist()
+    noise = np.random.default_rng(0).integers(0, 255, (120, 120, 3), np.uint8)
+    for pixels, kind in ((SMALL, "png"), (noise, "jpeg")):
+        address = image_data(pixels)
+        assert address.startswith(f"data:image/{kind};base64,")
+        back = np.asarray(Image.open(io.BytesIO(base64.b64decode(address.split(",")[1]))))
+        assert back.shape == pixels.shape
+        assert kind == "jpeg" or (back == pixels).all()
