@@ -28,13 +28,10 @@ def main(argv: Sequence[str]) -> None:
         _suite(argv[1:])
         return
     task = _task_of(argv)
-    if task.page is None and any(word.partition("=")[0] == "--html" for word in argv):
-        raise ValueError(f"the task {task.name} has no page to write: omit --html, or use --json.")
     words: Any = tyro.cli(flags(task), args=argv[1:], prog=f"kiloword eval {task.name}", description=task.help)
     if not words.models:
         raise ValueError(f"eval {task.name} needs a model: kiloword eval {task.name} MODEL --data SRC.")
-    html = words.html if task.page is not None else None
-    command.main(task, words.models, words.data, words.options, words.execution, words.json, html)
+    command.main(task, words.models, words.data, words.options, words.execution, words.json, words.html)
 
 
 def flags(task: Task) -> type:
@@ -45,10 +42,9 @@ def flags(task: Task) -> type:
         ("data", Annotated[str, arg(metavar="SRC", help=f"test data: {task.data}")], field()),
         ("options", Annotated[task.options, arg(name="")], field(default_factory=task.options)),
         ("json", Annotated[Path | None, arg(help="write the metrics to this file")], field(default=None)),
+        ("html", Annotated[Path | None, arg(help="write a page with plots")], field(default=None)),
+        ("execution", Annotated[Execution, arg(name="")], field(default_factory=Execution)),
     ]
-    if task.page is not None:
-        parts.append(("html", Annotated[Path | None, arg(help="write a page with plots")], field(default=None)))
-    parts.append(("execution", Annotated[Execution, arg(name="")], field(default_factory=Execution)))
     return make_dataclass("Words", parts)
 
 

@@ -1,43 +1,55 @@
-"""Evaluation of a model by tasks: each declares itself (see `task.py`), and is a subcommand of `kiloword eval`."""
+"""Evaluation of a model by tasks: each is a file that declares itself (see `task.py`), and a subcommand of `kiloword
+eval`."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from kiloword.errors import naming_truncated, suggestion
-from kiloword.evaluation import (
-    caption,
-    compositional,
-    hierarchy,
-    probe,
-    reconstruction,
-    retrieval,
-    spectrum,
-    uncertainty,
-    vqa,
-    winogavil,
-    zeroshot,
-)
 from kiloword.evaluation.task import IMAGES, Inputs, Task
+from kiloword.report.blocks import Block
 
 if TYPE_CHECKING:
     from kiloword.api import Matcher
     from kiloword.types import Skipped, Source
 
-FOLDERS = (
-    retrieval,
-    compositional,
-    winogavil,
-    zeroshot,
-    probe,
-    caption,
-    vqa,
-    reconstruction,
-    hierarchy,
-    uncertainty,
-    spectrum,
+NAMES = (
+    "retrieval",
+    "compositional",
+    "winogavil",
+    "zeroshot",
+    "probe",
+    "caption",
+    "vqa",
+    "reconstruction",
+    "hierarchy",
+    "uncertainty",
+    "spectrum",
 )
-TASKS: dict[str, Task] = {folder.TASK.name: folder.TASK for folder in FOLDERS}
+
+
+class Tasks(Mapping[str, Task]):
+    """The tasks by name; each file is imported when its task is asked for."""
+
+    def __getitem__(self, name: str) -> Task:
+        if name not in NAMES:
+            raise KeyError(name)
+        task: Task = import_module(f"kiloword.evaluation.{name}").TASK
+        return task
+
+    def __contains__(self, name: object) -> bool:
+        return name in NAMES
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(NAMES)
+
+    def __len__(self) -> int:
+        return len(NAMES)
+
+
+TASKS = Tasks()
 
 
 def evaluate(
@@ -48,6 +60,7 @@ def evaluate(
     batch: int = IMAGES,
     workers: int = 0,
     skipped: list[Skipped] | None = None,
+    blocks: list[Block] | None = None,
     shown: dict[str, Any] | None = None,
     **options: Any,
 ) -> dict[str, float]:
@@ -55,7 +68,7 @@ def evaluate(
 
     Args: matcher, None for what needs no model (captions of a table); task one of TASKS; source as on the command line,
     or opened; batch: images encoded at a time; workers: loader processes; skipped: receives the rows that cannot be
-    used; shown: receives what the task's page draws; options: fields of the task's `options`.
+    used; blocks: receives what the page shows beside the metrics; options: fields of the task's `options`.
     Returns: metrics by name, and the number of skipped rows as "skipped". Of ranks that share the work (see
     `distributed/sharing.py`) all know those of most tasks; what cannot be shared (caption's scores, probe's fits) is
     computed and known by the first alone.
@@ -65,7 +78,8 @@ def evaluate(
     chosen = declared.options_from(options)
     if isinstance(source, str):
         source = task_data(declared, source, None if matcher is None else matcher.model.config.image.size)
-    return run(declared, Inputs(matcher, source, batch, workers, [] if skipped is None else skipped, shown), chosen)
+    noted = [] if skipped is None else skipped
+    return run(declared, Inputs(matcher, source, batch, workers, noted, blocks is not None, shown), chosen, blocks)
 
 
 def task_data(task: Task, src: str, size: int | None) -> Source:
@@ -78,10 +92,14 @@ def task_data(task: Task, src: str, size: int | None) -> Source:
 
 
 @naming_truncated()
-def run(task: Task, inputs: Inputs, options: Any) -> dict[str, float]:
-    """What `evaluate` returns, of options that are made and a source that is open."""
-    before = len(inputs.skipped)
-    values = dict(task.run(inputs, options))
+def run(task: Task, inputs: Inputs, options: Any, blocks: list[Block] | None = None) -> dict[str, float]:
+    """What `evaluate` returns, of options that are made and a source that is open. Args: blocks: receives blocks."""
+    before, values = len(inputs.skipped), dict[str, float]()
+    for found in task.run(inputs, options):
+        if isinstance(found, tuple):
+            values[found[0]] = found[1]
+        elif blocks is not None:
+            blocks.append(found)
     return {**values, "skipped": float(len(inputs.skipped) - before)}
 
 

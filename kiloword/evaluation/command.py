@@ -1,18 +1,25 @@
-"""The verb `eval`: one task on one data set, for one model or several beside each other."""
+"""The loop of all evaluations, which opens each model once and runs it on one data set or on those of a suite; and the
+verb `eval`, which is a suite of one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import arg
 
 from kiloword import evaluation
+from kiloword.__version__ import __version__
+from kiloword.errors import sentence_of, suggestion
 from kiloword.evaluation.task import TOKEN_TASKS, Inputs, Results, Task
+from kiloword.files import SaveError, write_json
 from kiloword.models.trust import NONE, Trust
+from kiloword.report.blocks import Block, Page, Table
 from kiloword.terminal import say, warn
 
 if TYPE_CHECKING:
@@ -36,6 +43,33 @@ class Execution:
     trust: Annotated[Trust, arg(name="")] = NONE  # --method is of the first model, and of others where it is the same
 
 
+@dataclass
+class Evaluation:
+    """One task on one data set, and what came of it."""
+
+    name: str
+    task: Task
+    options: Any
+    source: str | None  # SRC; None: it is not there
+    counts: tuple[str, ...] = ()  # the metrics whose mean counts in a suite
+    results: dict[str, dict[str, float]] = field(default_factory=dict)  # model -> metrics
+    blocks: dict[str, list[Block]] = field(default_factory=dict)  # model -> blocks of its page
+    shown: dict[str, dict[str, Any]] = field(default_factory=dict)
+    errors: dict[str, str] = field(default_factory=dict)  # model -> why it has no metrics
+
+    def value(self, metrics: Mapping[str, float]) -> float:
+        """The value that counts. Raises: ValueError for a metric that the task did not yield."""
+        missing = next((name for name in self.counts if name not in metrics), None)
+        if missing is not None:
+            reported, hint = ", ".join(list(metrics)[:12]), suggestion(missing, metrics)
+            raise ValueError(f"the task {self.task.name} yields no {missing} on {self.name}, only {reported}.{hint}")
+        return sum(metrics[name] for name in self.counts) / len(self.counts)
+
+    def values(self) -> dict[str, float]:
+        """Model -> the value that counts."""
+        return {model: self.value(metrics) for model, metrics in self.results.items()}
+
+
 def main(
     task: Task,
     models: Sequence[str],
@@ -45,52 +79,158 @@ def main(
     json: Path | None = None,
     html: Path | None = None,
 ) -> None:
-    """Evaluate, print, and write what is asked for, after an error for the models before it; ranks share the work.
+    """Evaluate models on one data set, print, and write what is asked for, also of the models before an error.
 
     Args: models: their folders, or what the task takes in place of one (a table of captions); options of the task;
-    json: file for the metrics, of one model by name, of several `{model: metrics}`; html: file for the task's page.
+    json: file for the metrics, of one model by name, of several `{model: metrics}`; html: file for the page.
+    """
+    if len(models) > 1 and getattr(options, "results", None) is not None:
+        raise ValueError("--results is one file: give one model at a time.")
+    one = Evaluation(data, task, options, data)
+
+    def finish() -> None:
+        results = one.results
+        _print(task, results)
+        if json is not None:
+            write_json(json, results if len(models) > 1 else next(iter(results.values())))
+        if html is not None:
+            _write_page(html, one, models)
+
+    evaluate_all(models, [one], execution, finish, page=html is not None)
+
+
+def evaluate_all(
+    models: Sequence[str],
+    every: Sequence[Evaluation],
+    execution: Execution,
+    finish: Callable[[], None],
+    out: Path | None = None,
+    page: bool = False,
+) -> None:
+    """Evaluate each model on all data sets that are there; ranks share the work.
+
+    What `out` holds of the same model, data and options is not repeated. In a suite, a data set that fails does not end
+    the others; with several ranks it does, since they may fail at other places. The first rank calls `finish` at the
+    end, and before an error where there are results.
     """
     from kiloword.distributed.device import choose
     from kiloword.distributed.sharing import is_first, together
     from kiloword.terminal.progress import showing
 
-    if len(models) > 1 and getattr(options, "results", None) is not None:
-        raise ValueError("--results is one file: give one model at a time.")
-    execution, names = replace(execution, device=choose(execution.device)), labels(models)
-    for name, folder in zip(names, models, strict=True):
-        with _naming(name, models):
-            if task.without_model is None or task.without_model(folder, options) is None:
+    execution = replace(execution, device=choose(execution.device))
+    folders, every = dict(zip(labels(models), models, strict=True)), [one for one in every if one.source is not None]
+    for label, folder in folders.items():
+        with _naming(label, models):
+            if not all(_without_model(one, folder) for one in every):
                 check_model(folder)  # before the first model is evaluated
-    results: dict[str, dict[str, float]] = {}
-    shown: dict[str, dict[str, Any]] = {}
-
-    def finish() -> None:
-        if results and is_first():
-            _print(task, results)
-            _write(task, results, models, data, shown, json, html)
-
     with together(execution.device), showing():
         try:
-            for name, folder in zip(names, models, strict=True):
-                drawn: dict[str, Any] | None = None if html is None else {}
-                with _naming(name, models):
-                    results[name] = _metrics(task, folder, data, options, execution, drawn)
-                shown[name] = drawn or {}
-                named = execution.trust.method or execution.trust.named
-                execution = replace(execution, trust=Trust(named=named, trust_code=execution.trust.trust_code))
+            for label, folder in folders.items():
+                with _naming(label, models):
+                    _evaluate_model(label, folder, every, execution, out, page)
+                trust = execution.trust
+                named = Trust(named=trust.method or trust.named, trust_code=trust.trust_code)
+                execution = replace(execution, trust=named)
         except Exception:
-            finish()  # an evaluation may have taken hours
+            if is_first() and any(one.results for one in every):
+                finish()  # an evaluation may have taken hours
             raise
-        finish()
+        if is_first():
+            finish()
+
+
+def _without_model(one: Evaluation, folder: str) -> Any:
+    """Options of a task that takes what is named in place of a model, else None."""
+    return None if one.task.without_model is None else one.task.without_model(folder, one.options)
+
+
+def _evaluate_model(
+    label: str, folder: str, every: Sequence[Evaluation], execution: Execution, out: Path | None, page: bool
+) -> None:
+    from kiloword.distributed.sharing import is_first, share
+
+    opened_once = None if all(_without_model(one, folder) for one in every) else opened(folder, execution)
+    for n, one in enumerate(every, start=1):
+        where = f"[{n} of {len(every)}] {label}: {one.name}"
+        blocks: list[Block] | None = [] if page else None
+        shown: dict[str, Any] | None = {} if page and one.task.page is not None else None
+        try:
+            metrics, stored = _metrics(one, folder, opened_once, execution, out, blocks, shown)
+            if one.counts and is_first():
+                note = " (stored)" if stored else ""
+                warn(f"{where} {' and '.join(one.counts)} {one.value(metrics):.4f}{note}")
+        except Exception as error:
+            message = sentence_of(error)
+            if message is None or not one.counts or isinstance(error, SaveError) or share()[1] > 1:
+                raise
+            one.errors[label] = message
+            warn(f"{where} failed: {message}")
+            continue
+        one.results[label], one.blocks[label], one.shown[label] = metrics, blocks or [], shown or {}
+
+
+def _metrics(
+    one: Evaluation,
+    folder: str,
+    opened_once: tuple[Matcher, int] | None,
+    execution: Execution,
+    out: Path | None,
+    blocks: list[Block] | None,
+    shown: dict[str, Any] | None,
+) -> tuple[dict[str, float], bool]:
+    """The metrics of one model on one data set, and whether they were stored; skipped rows are named on stderr."""
+    from kiloword.data.reading import left_out
+    from kiloword.distributed.sharing import is_first
+
+    options = _without_model(one, folder)
+    matcher, workers = (None, 0) if options is not None or opened_once is None else opened_once
+    size = None if matcher is None else matcher.model.config.image.size
+    source = evaluation.task_data(one.task, str(one.source), size)
+    options = one.options if options is None else options
+    path = None
+    if out is not None:
+        path = out / f"{one.name}-{_key(one.task, options, source, folder, matcher, execution)}.json"
+        if path.is_file():
+            stored: dict[str, float] = json.loads(path.read_bytes())["metrics"]
+            return stored, True
+    if execution.image_features or execution.text_features:
+        matcher, source = _on_tokens(one.task, matcher, source, execution)
+    inputs = Inputs(matcher, source, execution.batch, workers, page=blocks is not None, shown=shown)
+    metrics = evaluation.run(one.task, inputs, options, blocks)
+    warn(*(f"{one.name}: {line}" if one.counts else line for line in left_out(inputs.skipped).lines()))
+    if path is not None and is_first():
+        write_json(path, {"data set": one.name, "source": one.source, "task": one.task.name, "metrics": metrics})
+    return metrics, False
+
+
+def _key(task: Task, options: Any, source: Source, folder: str, matcher: Matcher | None, execution: Execution) -> str:
+    """What metrics depend on: model, precision, data, class names and templates, task, options and files they name."""
+    from kiloword.data.joins import sampled
+    from kiloword.data.query import split_query
+    from kiloword.interop.names import local_folder
+    from kiloword.models.model_folder import model_files
+    from kiloword.stores.teachers import digest
+
+    plain = asdict(options)
+    texts = [text for value in plain.values() for text in (value if isinstance(value, tuple | list) else [value])]
+    named = [Path(split_query(text)[0]).expanduser() for text in texts if isinstance(text, str) and len(text) < 4096]
+    files = [f for path in named for f in (sorted(path.glob("*.json*")) if path.is_dir() else [path]) if f.is_file()]
+    model = [Path(folder)] if matcher is None else model_files(local_folder(folder))
+    precision = None if matcher is None else str(matcher.model.precision)
+    words = [getattr(source, name, None) for name in ("classnames", "templates")]
+    run = [precision, execution.dim, execution.image_features, execution.text_features, asdict(execution.trust)]
+    parts = [__version__, digest(model), run, source.fingerprint, sampled(source), words, task.name, plain]
+    parts += [digest([file], file.name) for file in files]
+    return hashlib.blake2b(json.dumps(parts, default=str).encode(), digest_size=12).hexdigest()
 
 
 @contextmanager
-def _naming(name: str, models: Sequence[str]) -> Iterator[None]:
+def _naming(label: str, models: Sequence[str]) -> Iterator[None]:
     """Inside, the message of a ValueError begins with the name of a model that is one of several."""
     try:
         yield
     except ValueError as error:
-        raise ValueError(f"{name}: {error}" if len(models) > 1 else str(error)) from error
+        raise ValueError(f"{label}: {error}" if len(models) > 1 else str(error)) from error
 
 
 def check_model(folder: str) -> None:
@@ -100,42 +240,6 @@ def check_model(folder: str) -> None:
 
     if not is_foreign(folder):
         read_model_file(model_files(folder)[0].parent)
-
-
-def _write(
-    task: Task,
-    results: Results,
-    models: Sequence[str],
-    data: str,
-    shown: Mapping[str, Any],
-    json: Path | None,
-    html: Path | None,
-) -> None:
-    """Write the files that are asked for."""
-    from kiloword.files import write_json
-    from kiloword.report import made_by, signed, write
-
-    if json is not None:
-        write_json(json, results if len(models) > 1 else next(iter(results.values())))
-    if html is not None and task.page is not None:
-        write(html, signed(task.page(results, data, shown), made_by(models, data)))
-
-
-def _metrics(
-    task: Task, folder: str, data: str, options: Any, execution: Execution, shown: dict[str, Any] | None
-) -> dict[str, float]:
-    """Metrics of one model; skipped rows are named on stderr."""
-    from kiloword.data.reading import left_out
-
-    without_model = None if task.without_model is None else task.without_model(folder, options)
-    matcher, workers = opened(folder, execution) if without_model is None else (None, 0)
-    source = evaluation.task_data(task, data, None if matcher is None else matcher.model.config.image.size)
-    if execution.image_features or execution.text_features:
-        matcher, source = _on_tokens(task, matcher, source, execution)
-    inputs = Inputs(matcher, source, execution.batch, workers, shown=shown)
-    metrics = evaluation.run(task, inputs, options if without_model is None else without_model)
-    warn(*left_out(inputs.skipped).lines())
-    return metrics
 
 
 def _on_tokens(task: Task, matcher: Matcher | None, source: Source, execution: Execution) -> tuple[Matcher, Source]:
@@ -177,6 +281,21 @@ def labels(models: Sequence[str]) -> list[str]:
         raise ValueError(f"one model is named twice: {', '.join(models)}")
     short = [(path.parent if path.name == "model" else path).name for path in map(Path, models)]
     return short if len(set(short)) == len(short) and all(short) else list(models)
+
+
+def _write_page(path: Path, one: Evaluation, models: Sequence[str]) -> None:
+    from kiloword.report import made_by, signed, write, write_page
+
+    task, results, facts = one.task, one.results, made_by(models, one.name)
+    if task.page is not None:
+        write(path, signed(task.page(results, one.name, one.shown), facts))
+        return
+    names = filter(task.prints, dict.fromkeys(name for values in results.values() for name in values))
+    rows = [[name, *(values.get(name) for values in results.values())] for name in names]
+    sections: dict[str, list[Block]] = {"Metrics": [Table(rows, ["metric", *results], digits=4)]}
+    sections |= {label: blocks for label, blocks in one.blocks.items() if blocks}
+    page = Page(f"{task.name.capitalize()}: {one.name}", task.help, sections, facts)
+    write_page(path, page)
 
 
 def _print(task: Task, results: Results) -> None:

@@ -1,7 +1,7 @@
-"""What an evaluation task is: each declares itself once, for Python and for `kiloword eval`. No torch: help is instant.
+"""What an evaluation task is: options, `run`, and TASK, in one file `evaluation/NAME.py`; the loop is in `command.py`.
 
-A new task is a folder here: its `__init__.py` holds the options and TASK, its `task.py` what computes the metrics;
-then it joins the list in `kiloword.evaluation`.
+`run(inputs, options)` yields metrics, `(name, value)`, and where `inputs.page` is true also blocks for the page
+(`kiloword.report.blocks`). The page shows the metrics of all models in a table, then the blocks of each model.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import tyro
 
 from kiloword.errors import suggestion
+from kiloword.report.blocks import Block
 
 if TYPE_CHECKING:
     from kiloword.api import Matcher
@@ -39,6 +40,9 @@ PythonOnly = Annotated[T, tyro.conf.Fixed, tyro.conf.Suppress]
 Values = Iterator[tuple[str, float]]
 """Metrics by name, in the order in which they are printed."""
 
+Findings = Iterator[tuple[str, float] | Block]
+"""What `run` of a task yields: metrics, and blocks for the page."""
+
 Results = Mapping[str, Mapping[str, float]]
 """Metrics of several models: model -> name -> value."""
 
@@ -52,7 +56,8 @@ class Inputs:
     batch: int = IMAGES  # images encoded at a time
     workers: int = 0  # loader processes
     skipped: list[Skipped] = field(default_factory=list)  # the task appends the rows that it cannot use
-    shown: dict[str, Any] | None = None  # the task fills it with what its page draws beside the metrics; None: no page
+    page: bool = False  # whether to yield blocks for a page
+    shown: dict[str, Any] | None = None  # of tasks that still write their own page
     first: int = 0  # rows before it are not read: an earlier process has read them, and found some usable
 
     @property
@@ -65,16 +70,15 @@ class Inputs:
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A task, as Python and the command line know it. Functions are `Deferred`."""
+    """A task, as Python and the command line know it."""
 
     name: str
     help: str  # one line for the list of tasks
     data: str  # what --data takes, for its help
     models: str = "model folder (OUT/model of a run); several are evaluated on the same data and shown side by side"
     options: type[Any]  # frozen dataclass; each field has a type, a default, and its help as a comment or docstring
-    run: Callable[[Inputs, Any], Values]  # of the inputs and the options
-    page: Callable[[Results, str, Mapping[str, Any]], str] | None = None
-    """HTML of: results; the data, as --data names it; `Inputs.shown` of each model. None: the task has no page."""
+    run: Callable[[Inputs, Any], Findings]  # of the inputs and the options
+    page: Callable[[Results, str, Mapping[str, Any]], str] | None = None  # of tasks that still write their own page
     hidden: str = ""  # pattern (`re.search`) of the names of metrics that are not printed; "": all are printed
     without_model: Callable[[str, Any], Any] | None = None
     """Given the path where a model is expected, and the options: new options if the path is not a model (a table of
@@ -98,7 +102,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Deferred:
-    """A function "module:name" of ours, imported at its first call: declaring a task then needs no torch."""
+    """A function "module:name" of ours, imported at its first call."""
 
     place: str
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from kiloword.addresses import is_url
 from kiloword.config.settings import LARGEST, BaseSettings, parse
 from kiloword.errors import suggestion
 from kiloword.evaluation import find
@@ -43,21 +44,35 @@ class Entry(BaseSettings):
         """Names of the metrics whose mean counts."""
         return (self.metric,) if isinstance(self.metric, str) else self.metric
 
-    def value(self, metrics: Mapping[str, float]) -> float:
-        """The value that counts. Raises: ValueError for a metric that the task did not yield."""
-        missing = next((name for name in self.metrics if name not in metrics), None)
-        if missing is not None:
-            reported = ", ".join(list(metrics)[:12])
-            hint = suggestion(missing, metrics)
-            raise ValueError(f"the task {self.task} yields no {missing} on {self.name}, only {reported}.{hint}")
-        return sum(metrics[name] for name in self.metrics) / len(self.metrics)
-
     def task_options(self) -> Any:
         """The options as the task takes them. Raises: ValueError for an unknown task or option, or a wrong type."""
         task = find(self.task)
         task.options_from({**self.options, **self.files})
         lists = {name: value for name, value in self.options.items() if name in LISTED and _is_texts(value)}
         return replace(parse(dict(self.options) | dict.fromkeys(lists, ""), task.options), **lists)
+
+    def places(self, root: Path, split: str) -> list[str]:
+        """Where the data set may be, most likely first, without the folder of the split; scenes and URLs as they are.
+
+        For the name vtab/dtd: `vtab/dtd`, `wds_vtab-dtd` (CLIP_benchmark), `wds_vtab-dtd_test` (DataComp),
+        `wds/vtab/dtd`, `wds/wds_vtab-dtd`, `vtab-dtd`. Args: split: the suite's.
+        """
+        listed, split = dict[str, None](), split if self.split is None else self.split
+        for name in (self.name, *self.data):
+            flat = name.replace("/", "-")
+            forms = (name, f"wds_{flat}", f"wds_{flat}_{split}", f"wds/{name}", f"wds/wds_{flat}", flat)
+            listed |= dict.fromkeys([name] if _is_elsewhere(name) else [str(root / form) for form in forms])
+        return list(listed)
+
+    def located(self, root: Path, split: str) -> str | None:
+        """The SRC, with the folder of the split where there is one, which has precedence; None: at none of its places.
+
+        Args: split: the suite's.
+        """
+        places, folder = self.places(root, split), split if self.split is None else self.split
+        splits = [Path(place) / folder for place in places if folder and not _is_elsewhere(place)]
+        whole = (place for place in places if _is_elsewhere(place) or exists(place))
+        return next((str(path) for path in splits if path.is_dir()), None) or next(whole, None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +136,16 @@ def read_suite(name: str) -> Suite:
     except ValueError as error:
         raise ValueError(f"{path} is no suite: {error}") from error
     return replace(suite, name=path.stem)
+
+
+def _is_elsewhere(name: str) -> bool:
+    """Whether a name is of data that does not lie below a root: scenes, or a URL."""
+    return is_url(name) or re.match(r"scenes([:?]|$)", name) is not None
+
+
+def exists(place: str) -> bool:
+    """Whether there is a folder or a file, also where it has a query."""
+    return Path(place).exists() or Path(place.partition("?")[0]).is_file()
 
 
 def _is_texts(value: Any) -> bool:
