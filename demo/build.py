@@ -36,7 +36,7 @@ from kiloword.interop.push import MODEL
 from kiloword.model.prefix import cosine_alone
 from kiloword.models.card import CARD, model_card
 from kiloword.models.model_folder import model_files, read_model_file
-from kiloword.report.page import style_sheet
+from kiloword.report.figure import CSS
 from kiloword.terminal import say
 
 HERE = Path(__file__).resolve().parent
@@ -75,7 +75,7 @@ def write_page(model: Path, out: Path, count: int = 200, packages: Path = HERE /
         for path in sorted((HERE / "page").iterdir()):
             if path.name != "demo.css":
                 shutil.copyfile(path, work / path.name)
-        style = style_sheet() + (HERE / "page" / "demo.css").read_text(encoding="utf-8")
+        style = CSS + (HERE / "page" / "demo.css").read_text(encoding="utf-8")
         write_atomic(work / "style.css", style.encode())
         (work / "ort").mkdir()
         for name, ours in RUNTIME.items():

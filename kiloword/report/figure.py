@@ -6,6 +6,7 @@ import io
 import math
 import re
 import warnings
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kiloword.report.blocks import Plot, plain
@@ -15,73 +16,19 @@ if TYPE_CHECKING:
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
-COLOURS = {  # on light and on dark backgrounds; matplotlib draws with the light ones, which become var(--NAME)
-    "paper": ("#fbfaf7", "#141619"),
-    "ink": ("#1c1e20", "#e8e6e1"),
-    "muted": ("#5b6066", "#a2a7ad"),
-    "rule": ("#dedad1", "#31353a"),
-    "match": ("#17663a", "#6fca95"),
-    "heat": ("#5d9cce", "#2c6ba3"),
-    "s0": ("#1a5583", "#82b8e2"),
-    "s1": ("#b4501c", "#ee9a68"),
-    "s2": ("#17663a", "#6fca95"),
-    "s3": ("#7a3b83", "#cf9ad8"),
-    "s4": ("#8a6a00", "#d9b84a"),
-    "s5": ("#5b6066", "#a2a7ad"),
-}
-LIGHT = {name: light for name, (light, _) in COLOURS.items()}
-VARIABLES = {light: name for name, light in reversed(LIGHT.items())}
-DASHES = ("-", (0, (4, 2.5)), (0, (1, 2)), (0, (5, 2, 1, 2)), (0, (2.5, 1.5)), (0, (8, 2)))  # lines differ in grey, too
+HERE = Path(__file__).parent
+CSS = (HERE / "style.css").read_text(encoding="utf-8")
+LIGHT = dict(re.findall(r"--(\w+): (#\w{6});", CSS[: CSS.index("@media")]))
+VARIABLES = {colour: name for name, colour in reversed(LIGHT.items())}
+DASHES: tuple[Any, ...] = (
+    "-",
+    (0, (4, 2.5)),
+    (0, (1, 2)),
+    (0, (5, 2, 1, 2)),
+    (0, (2.5, 1.5)),
+    (0, (8, 2)),
+)  # lines differ in grey, too
 WIDTHS = {"wide": (8.4, 1.3), "narrow": (4.4, 1.0)}  # inches, and inches of height for each of Plot.height
-
-
-def style() -> dict[Any, Any]:
-    """Settings of matplotlib for every figure of ours."""
-    from cycler import cycler
-
-    cycle = cycler(color=[LIGHT[f"s{n}"] for n in range(6)]) + cycler(linestyle=DASHES)
-    ink, muted, rule = (LIGHT[name] for name in ("ink", "muted", "rule"))
-    return {
-        "svg.fonttype": "none",
-        "svg.hashsalt": "kiloword",
-        "text.parse_math": False,
-        "text.color": ink,
-        "font.family": "DejaVu Sans",  # for measuring; the page's own font is narrower
-        "font.size": 9.5,
-        "axes.prop_cycle": cycle,
-        "axes.facecolor": "none",
-        "axes.edgecolor": LIGHT["muted"],
-        "axes.linewidth": 0.6,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.spines.left": False,
-        "axes.grid": True,
-        "axes.grid.axis": "y",
-        "axes.axisbelow": True,
-        "axes.labelcolor": ink,
-        "axes.labelsize": 9.5,
-        "axes.titlesize": 9.5,
-        "axes.titlelocation": "left",
-        "xaxis.labellocation": "right",
-        "axes.xmargin": 0.02,
-        "grid.color": rule,
-        "grid.linewidth": 0.7,
-        "xtick.color": LIGHT["muted"],
-        "ytick.color": LIGHT["muted"],
-        "xtick.labelcolor": muted,
-        "ytick.labelcolor": muted,
-        "xtick.major.width": 0.6,
-        "xtick.minor.width": 0.4,
-        "ytick.major.size": 0,
-        "ytick.minor.size": 0,
-        "lines.linewidth": 1.6,
-        "lines.markersize": 4.5,
-        "lines.solid_capstyle": "round",
-        "patch.linewidth": 1.2,
-        "legend.frameon": False,
-        "legend.fontsize": 9.5,
-        "legend.handlelength": 2.2,
-    }
 
 
 def svg(plot: Plot) -> str:
@@ -92,12 +39,12 @@ def svg(plot: Plot) -> str:
 
     drawn = []
     for name, (wide, scale) in WIDTHS.items():
-        with matplotlib.rc_context(style()), warnings.catch_warnings():  # such as of letters that no font has here
-            warnings.simplefilter("ignore")
+        with matplotlib.rc_context(fname=str(HERE / "plots.mplstyle")), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # such as of letters that no font has here; the reader's may
             figure = Figure((wide, scale * plot.height), layout="constrained")
             axes = figure.add_subplot()
             plot.draw(axes)
-            finish(figure, axes)
+            _finish(figure, axes)
             for text in figure.findobj(Text):
                 text.set_text(plain(text.get_text()))
             file = io.StringIO()
@@ -106,19 +53,25 @@ def svg(plot: Plot) -> str:
     return "".join(drawn)
 
 
-def finish(figure: Figure, axes: Axes) -> None:
-    """The vertical axis' name stands above it, numbers are written out, and labelled series get a legend."""
+def _finish(figure: Figure, axes: Axes) -> None:
+    """The vertical axis' name stands above it, numbers are written out, labelled series get dashes and a legend."""
+    from matplotlib.colors import to_hex
+
     axes.set_title(axes.get_ylabel() or axes.get_title("left"), loc="left", pad=8)
     axes.set_ylabel("")
     for axis in (axes.xaxis, axes.yaxis):
-        _plain_labels(axis)
+        _write_out(axis)
     names = axes.get_legend_handles_labels()[1]
+    series = [LIGHT[f"s{n}"] for n in range(len(DASHES))]
+    for line in axes.lines:
+        if line.get_linestyle() == "-" and line.get_label() in names and (colour := to_hex(line.get_color())) in series:
+            line.set_linestyle(DASHES[series.index(colour)])
     if names and axes.get_legend() is None:
         room = figure.get_figwidth() * 72 / (5.2 * max(map(len, names)) + 40)  # labels beside each other
         figure.legend(loc="outside upper left", ncols=min(len(names), max(int(room), 1)))
 
 
-def _plain_labels(axis: Axis) -> None:
+def _write_out(axis: Axis) -> None:
     from matplotlib.ticker import LogFormatter, ScalarFormatter
 
     named = axis.get_major_formatter()
@@ -135,27 +88,26 @@ def _plain_labels(axis: Axis) -> None:
 
 
 def number(value: float) -> str:
-    """A number on an axis: 12,500, 0.05, 2e+08."""
-    return f"{value:{',.8g' if abs(value) < 1e7 else '.3g'}}".replace("-", "−")
+    """A number on an axis: 0.05, 12,500, 200k, 3M."""
+    units = ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e5, 1e3, "k"), (0.0, 1.0, ""))
+    unit, letter = next((unit, letter) for least, unit, letter in units if abs(value) >= least)
+    return f"{value / unit:,.8g}{letter}".replace("-", "−")
 
 
 def _inline(text: str, name: str, about: str) -> str:
     """A file of matplotlib as an element of a page: no own style, no ids but those that are referred to."""
     from markupsafe import escape
 
-    text = re.sub(r" <metadata>.*?</metadata>| <defs>\s*<style.*?</style>\s*</defs>", "", text, flags=re.DOTALL)
-    text = text[text.index("<svg") :]
-    box = re.search(r'viewBox="[^"]*"', text)
+    box = re.search(r'<svg[^>]*(viewBox="[^"]*")[^>]*>', text)
     assert box is not None
-    opening = f'<svg class="{name}" role="img" aria-label="{escape(about)}" {box[0]}>'
-    text = opening + text[text.index(">") + 1 :]
-    text = re.sub(r'<g id="[^"]*"|<!--.*?-->\s*|\n\s*| transform="rotate\(-0 [^"]*"', _kept, text, flags=re.DOTALL)
+    text = re.sub(
+        r"<metadata>.*?</metadata>|<defs>\s*<style.*?</style>\s*</defs>", "", text[box.end() :], flags=re.DOTALL
+    )
+    text = re.sub(r'(<g) id="[^"]*"', r"\1", text)
+    text = re.sub(r'<!--.*?-->\s*|\n\s*| transform="rotate\(-0 [^"]*"', "", text, flags=re.DOTALL)
     text = re.sub(r' (d|x|y)="[^"]*"', lambda hit: re.sub(r"(\.\d\d)\d+", r"\1", hit[0]), text)
-    return re.sub('style="[^"]*"', lambda hit: re.sub("#[0-9a-f]{6}", _variable, hit[0]), text)
-
-
-def _kept(hit: re.Match[str]) -> str:
-    return "<g" if hit[0].startswith("<g") else ""
+    text = re.sub('style="[^"]*"', lambda hit: re.sub("#[0-9a-f]{6}", _variable, hit[0]), text)
+    return f'<svg class="{name}" role="img" aria-label="{escape(about)}" {box[1]}>{text}'
 
 
 def _variable(hit: re.Match[str]) -> str:

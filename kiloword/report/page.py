@@ -14,9 +14,10 @@ import numpy.typing as npt
 
 from kiloword.files import write_atomic
 from kiloword.report.blocks import plain
-from kiloword.report.render import POLICY, duration, made_by, percent, style_sheet
+from kiloword.report.figure import CSS
+from kiloword.report.render import POLICY, duration, made_by, percent
 
-__all__ = ["POLICY", "duration", "made_by", "percent", "style_sheet"]
+__all__ = ["POLICY", "duration", "made_by", "percent"]
 
 SERIES = 6  # colours of lines; each has its own dash as well
 
@@ -61,7 +62,7 @@ def page(
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n<link rel="icon" href="data:,">\n'
-        f"<title>{escape(title)}</title>\n<style>{style_sheet()}{style}</style>\n</head>\n<body><main>\n"
+        f"<title>{escape(title)}</title>\n<style>{CSS}{style}</style>\n</head>\n<body><main>\n"
         f"<header><h1>{escape(title)}</h1>{opening}{contents}</header>\n"
         f"{body}\n</main></body>\n</html>\n"
     )

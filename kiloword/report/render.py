@@ -9,20 +9,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from PIL import ImageColor
 
 from kiloword.__version__ import __version__
 from kiloword.files import write_atomic
 from kiloword.report.blocks import Beside, Block, Figures, Matrix, Page, Table, Text, plain
-from kiloword.report.figure import COLOURS, svg
+from kiloword.report.figure import CSS, HERE, svg
 from kiloword.report.pictures import SMALL, image_data
 from kiloword.terminal import command, say
 
 if TYPE_CHECKING:
     from jinja2 import Environment
-    from markupsafe import Markup
 
-HERE = Path(__file__).parent
 # The browser refuses every request, so that a reference to another file shows at once.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
 DASH = "–"
@@ -61,21 +58,8 @@ def environment(*folders: Path) -> Environment:
         "image": image_data,
         "svg": lambda plot: Markup(svg(plot)),
     }
-    made.globals |= {"policy": Markup(POLICY), "style": Markup(style_sheet()), "small": SMALL}
+    made.globals |= {"policy": Markup(POLICY), "style": Markup(CSS), "small": SMALL}
     return made
-
-
-def style_sheet() -> Markup:
-    """The style sheet of all pages after its variables, the dark ones where the reader's system asks for them."""
-    from markupsafe import Markup
-
-    light, dark = (
-        f" {''.join(f'--{name}: {pair[n]}; ' for name, pair in COLOURS.items())}"
-        f"--heat-rgb: {' '.join(map(str, ImageColor.getrgb(COLOURS['heat'][n])))}; "
-        for n in range(2)
-    )
-    variables = f":root {{{light}}}\n@media (prefers-color-scheme: dark) {{ :root {{{dark}}} }}\n"
-    return Markup(variables + (HERE / "style.css").read_text(encoding="utf-8"))
 
 
 def written(cell: object, digits: int) -> str:

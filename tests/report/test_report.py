@@ -21,12 +21,12 @@ from PIL import Image, ImageColor, ImageDraw
 import kiloword
 from kiloword import report
 from kiloword.report.axes import linear_axis, log_axis
-from kiloword.report.figure import COLOURS, LIGHT
+from kiloword.report.figure import CSS, LIGHT
 from kiloword.report.images import image_data
 from kiloword.report.page import POLICY, SERIES
 from kiloword.report.plots import bins, doubling
 
-DARK = {name: pair[1] for name, pair in COLOURS.items()}
+DARK = dict(re.findall(r"--(\w+): (#\w{6});", CSS[CSS.index("@media") : CSS.index("}\n}")]))
 VOID = {"meta", "link", "img", "br", "line", "rect", "path", "wbr"}
 NASTY = "<script>alert(\"x\")</script> & 'q'"
 finite = st.floats(-1e6, 1e6).map(lambda v: round(v, 3))
