@@ -6,10 +6,14 @@ type, default and range, the settings of every method, the named sizes. The text
 
 from __future__ import annotations
 
+import ast
 import inspect
+import io
 import re
+import tempfile
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -19,20 +23,20 @@ import tyro
 from docstring_parser import parse
 
 from kiloword.apps.plan.request import Plan
-from kiloword.cli.completion import parser_spec
 from kiloword.cli.evaluate import SUITE, SuiteWords
 from kiloword.cli.evaluate import flags as words_of_task
-from kiloword.cli.main import OWN_FLAGS, app
+from kiloword.cli.main import VERBS, declared
 from kiloword.cli.sweep import SweepOptions
-from kiloword.cli.train import Train
-from kiloword.cli.verify import Verify
 from kiloword.config.recipes import sizes
 from kiloword.config.settings import ABOVE_0, BELOW_1, UNLIMITED, Leaf, leaves
 from kiloword.evaluation import TASKS
 from kiloword.methods.defaults import default_recipe
 from kiloword.methods.registry import components, find, names, preset
+from kiloword.training.command import Train
+from kiloword.verify.command import Verify
 
 FOLDER = "reference"
+HIDDEN = "--named"  # of `Trust`: tyro's completion lists what its help suppresses
 PARSED = re.compile(r"(?:(?P<kind>.+?) • )?(?P<text>.*?) ?(?:\((?:default: )?(?P<default>[^()]*)\))?", re.DOTALL)
 REQUIRED = Path("required")  # where a setting has no default
 TITLES = {  # of the groups of settings that are no table of a recipe file
@@ -62,18 +66,30 @@ def pages() -> dict[str, str]:
 
 def verbs() -> str:
     """All verbs: an overview, then the flags of each that has no page of its own."""
-    spec = parser_spec(lambda words: app.cli(args=words, prog="kiloword"))["subcommands"]
     places = {"train": "train.md", "eval": "eval.md"}
     lines, sections = ["| verb | what it does |", "|---|---|"], {}
-    for verb, one in app._subcommands.items():
-        about = summary(one.target).partition(": kiloword ")[0].rstrip(".")
-        lines.append(f"| [`kiloword {verb}`]({places.get(verb, f'#kiloword-{verb}')}) | {prose(about)} |")
-        if verb not in OWN_FLAGS:
-            sections[verb] = of_function(one.target, spec[verb])
-    sections |= {verb: of_settings(defaults) for verb, defaults in own_verbs().items()}
+    for verb, (_, about) in (pair for group in VERBS.values() for pair in group.items()):
+        lines.append(f"| [`kiloword {verb}`]({places.get(verb, f'#kiloword-{verb}')}) | {prose(about.rstrip('.'))} |")
+        if verb in own_verbs():
+            sections[verb] = of_settings(own_verbs()[verb])
+        elif verb not in places:
+            sections[verb] = of_function(declared(verb))
     parts = ["# Verbs", "Made from the flags that the command line reads; `kiloword VERB --help` prints the same."]
     parts.append("\n".join(lines))
     return "\n\n".join([*parts, *(f"## kiloword {verb}\n\n{sections[verb]}" for verb in sorted(sections))])
+
+
+def parser_spec(parse: Callable[[list[str]], Any]) -> dict[str, Any]:
+    """What tyro knows of a parser, as its completion script holds it. Args: parse: parses words, as `tyro.cli`."""
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder) / "script"
+        with suppress(SystemExit), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            parse(["--tyro-write-completion", "bash", str(script)])
+        line = re.search(r"^COMPLETION_SPEC = (.*)$", script.read_text(encoding="utf-8"), re.MULTILINE)
+    assert line, "tyro's completion script has another form"
+    spec: dict[str, Any] = ast.literal_eval(line[1])
+    spec["options"] = [option for option in spec["options"] if HIDDEN not in option["flags"]]
+    return spec
 
 
 def own_verbs() -> dict[str, Any]:
@@ -81,9 +97,9 @@ def own_verbs() -> dict[str, Any]:
     return {"plan": Plan(), "sweep": SweepOptions(out=REQUIRED), "verify": Verify()}
 
 
-def of_function(function: Any, spec: Mapping[str, Any] | None = None) -> str:
-    """What a verb does, and its flags. Args: spec: of its parser, where that is known."""
-    spec = parser_spec(partial(_parse, function)) if spec is None else spec
+def of_function(function: Any) -> str:
+    """What a verb does, and its flags."""
+    spec = parser_spec(partial(_parse, function))
     limits = limits_of(*(p.default for p in inspect.signature(function).parameters.values()))
     rows = [*positionals(function), *flags(spec, limits)]
     return f"{description(inspect.getdoc(function) or '')}\n\n{table(rows)}".rstrip()

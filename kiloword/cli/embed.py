@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from tyro.conf import Positional, arg
 
 from kiloword.apps.audit import AuditOptions
-from kiloword.cli.words import REQUIRED
+from kiloword.config.execution import REQUIRED
 from kiloword.config.recipes import AugmentConfig
 from kiloword.evaluation.command import Execution
 from kiloword.models.trust import NONE, Trust

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import tyro
 from tyro.conf import Positional, arg
 
-from kiloword.cli.words import REQUIRED
+from kiloword.config.execution import REQUIRED
 from kiloword.evaluation import TASKS, command, find
 from kiloword.evaluation.command import Execution
 from kiloword.evaluation.suite import Output, names

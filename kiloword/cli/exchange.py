@@ -7,7 +7,7 @@ from typing import Annotated, Literal, get_args
 
 from tyro.conf import Positional, arg
 
-from kiloword.cli.words import REQUIRED
+from kiloword.config.execution import REQUIRED
 from kiloword.models.trust import NONE, Trust
 from kiloword.terminal import say
 

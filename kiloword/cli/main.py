@@ -1,309 +1,86 @@
-"""The verbs of the command line, each a thin call. No torch at import, so that help is instant."""
+"""The verbs of the command line: where each is declared, and how a command ends. No torch at import."""
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Any
 
 import tyro
-from tyro.conf import Positional, arg
 
 from kiloword.__version__ import __version__
-from kiloword.addresses import scrubbed
-from kiloword.apps.mine.options import MineOptions
-from kiloword.cli import evaluate, plan, sweep, train, verify
-from kiloword.cli.classify import classify
-from kiloword.cli.embed import audit, embed
-from kiloword.cli.exchange import TARGETS, Format, export, import_, push
-from kiloword.cli.runs import average, compare, watch
-from kiloword.cli.score import score
-from kiloword.cli.search import index, search, serve
-from kiloword.cli.words import REQUIRED, check_known, check_once, check_outputs, interruption, settled
+from kiloword.addresses import public, scrubbed
 from kiloword.distributed import launch
 from kiloword.distributed.allocator import keep_freed_memory
-from kiloword.errors import sentence_of
-from kiloword.generation.options import GenerationOptions
-from kiloword.models.trust import Trust
+from kiloword.errors import sentence_of, suggestion
 from kiloword.terminal import invoked, say, show_traceback, warn
 
-app = tyro.extras.SubcommandApp()
-GENERATE = GenerationOptions()
-MINE = MineOptions()
-ABOUT = "Train, evaluate and use image-text models. Completion: kiloword --install-completion bash, zsh or fish."
-Action = Literal["index", "check", "stats", "names", "pairs"]
-Listing = Literal["list", "show"]
-Kind = Literal["scenes", "photos"]
-CHOICES = {  # of the first argument
-    "data": ("action", get_args(Action)),
-    "export": ("target", TARGETS),
-    "import": ("format", get_args(Format)),
-    "quickstart": ("kind of data", get_args(Kind)),
-    "recipes": ("action", get_args(Listing)),
+Place = tuple[str, str]
+"""Where a verb is declared, "module:name", and its line in the list of verbs. The name is of a dataclass with `run()`,
+whose flags tyro reads, or of a function that reads the words and returns such an object."""
+
+VERBS: dict[str, dict[str, Place]] = {
+    "Train": {
+        "train": ("kiloword.training.command:read", "Train a model; the same command again resumes."),
+        "sweep": ("kiloword.cli.sweep:main", "Train over varied settings and seeds, and compare."),
+        "plan": ("kiloword.cli.plan:main", "Estimate memory, time and traffic of a run."),
+        "verify": ("kiloword.verify.command:read", "Check the gradients of a method."),
+        "watch": ("kiloword.cli.runs:watch", "Show curves and alerts of runs."),
+        "compare": ("kiloword.cli.runs:compare", "Compare runs, over seeds where they differ in nothing else."),
+        "average": ("kiloword.cli.runs:average", "Average the weights of models."),
+    },
+    "Evaluate and use": {
+        "eval": ("kiloword.cli.evaluate:main", "Evaluate models by a task, or by a suite of data sets."),
+        "score": ("kiloword.cli.score:score", "Score images against texts, and show where the model looks."),
+        "classify": ("kiloword.cli.classify:classify", "Classify images into classes that are named in words."),
+        "caption": ("kiloword.cli.old:caption", "Write captions for images."),
+        "embed": ("kiloword.cli.embed:embed", "Precompute the features or tokens of a data set."),
+        "index": ("kiloword.cli.search:index", "Make or update a library of photos to search in."),
+        "search": ("kiloword.cli.search:search", "Search photos by words or by a photo."),
+        "serve": ("kiloword.cli.search:serve", "Search photos in a browser."),
+    },
+    "Data": {
+        "data": ("kiloword.cli.old:data", "Inspect a data set before training."),
+        "audit": ("kiloword.cli.embed:audit", "Find pairs that do not match, duplicates and wrong labels."),
+        "mine": ("kiloword.cli.old:mine", "Mine captions that match other images."),
+    },
+    "Exchange": {
+        "import": ("kiloword.cli.exchange:import_", "Import weights of another library."),
+        "export": ("kiloword.cli.exchange:export", "Write a model for another library, and compare both."),
+        "push": ("kiloword.cli.exchange:push", "Upload a model with its card to the Hugging Face hub."),
+    },
+    "Look up": {
+        "quickstart": ("kiloword.cli.old:quickstart", "Train on scenes or on your photos, evaluate, write a report."),
+        "methods": ("kiloword.cli.old:methods", "List the methods and their components."),
+        "recipes": ("kiloword.methods.recipes:Recipes", "List the recipes of papers, or show one with its sources."),
+        "sizes": ("kiloword.cli.old:sizes", "List the named sizes of towers."),
+        "bench": ("kiloword.cli.old:bench", "Measure this machine."),
+        "doctor": ("kiloword.cli.old:doctor", "Show versions, devices, extras and threads of this machine."),
+    },
 }
-# verbs whose flags depend on the words before them
-OWN_FLAGS = {"train": train, "sweep": sweep, "eval": evaluate, "plan": plan, "verify": verify}
+
+OUTPUTS = ("json", "html", "csv", "page", "plane", "png", "results")  # names of files that are written at the end
 
 
-for name, verb in OWN_FLAGS.items():
-    app.command(name=name)(verb.main)
+@dataclass(frozen=True)
+class OwnFlags:
+    """To completion, a verb whose flags depend on its first word."""
 
 
-@app.command
-def quickstart(
-    on: Positional[Kind] = "scenes",
-    data: tuple[str, ...] = (),
-    val: tuple[str, ...] = (),
-    out: Path | None = None,
-    steps: int | None = None,
-    seed: int = 0,
-    image_tower: str | None = None,
-    text_tower: str | None = None,
-    views: int | None = None,
-    keep: tuple[str, ...] = (),
-    bad_share: float | None = None,
-) -> None:
-    """Train on scenes, evaluate, write DIR/report.html. Takes 4 minutes on 2 CPU cores, 30 without bf16.
-
-    Five methods on your captioned photos, on frozen pretrained towers: kiloword quickstart photos --data photos/train
-
-    Args:
-        on: scenes, or photos: your own, with captions.
-        data: photos: tars, a table or a folder of images with captions, as for `kiloword train`.
-        val: photos to test on; default: a tenth of --data, held out by key.
-        out: folder of the run and its report, by default quickstart or photos; the same command again resumes.
-        steps: number of steps (photos: of each method) in place of the recipe's.
-        seed: seed of the run.
-        image_tower: photos: frozen image tower, as for `kiloword train`; default: efficientnet-lite0.
-        text_tower: photos: frozen text tower, as for `kiloword train`; default: minilm.
-        views: photos: augmented views of each photo whose tokens are stored; 1: not augmented; default: 2.
-        keep: photos: keep-lists of `kiloword audit`: train on the pairs that they keep.
-        bad_share: photos: stop when a larger share of the rows is bad, beside those that could not be embedded.
-    """
-    chosen: dict[str, Any] = {"image_tower": image_tower, "text_tower": text_tower, "views": views}
-    chosen |= {"keep": keep or None, "bad_share": bad_share}
-    if on == "scenes":
-        from kiloword.apps.quickstart.run import run
-
-        of_photos = {"data": data or None, "val": val or None, **chosen}
-        if flag := next((name for name, value in of_photos.items() if value is not None), None):
-            flag = flag.replace("_", "-")
-            raise ValueError(f"--{flag} is of kiloword quickstart photos; the quickstart itself draws scenes.")
-        run(out or Path("quickstart"), steps=steps, seed=seed)
-        return
-    if not data:
-        raise ValueError("quickstart photos needs photos with captions: kiloword quickstart photos --data FOLDER.")
-    from kiloword.apps.quickstart.photos.run import PhotoPlan
-    from kiloword.apps.quickstart.photos.run import run as run_photos
-
-    chosen = {name: value for name, value in chosen.items() if value is not None}
-    run_photos(out or Path("photos"), PhotoPlan(data, val, steps=steps, seed=seed, **chosen))
-
-
-app.command(score)
-app.command(classify)
-app.command(embed)
-app.command(audit)
-app.command(index)
-app.command(search)
-app.command(serve)
-
-
-@app.command
-def caption(
-    model: Positional[str],
-    data: tuple[str, ...],
-    out: Path,
-    options: Annotated[GenerationOptions, arg(name="")] = GENERATE,
-    batch: int = 16,
-    workers: int | Literal["auto"] = "auto",
-    device: str = "auto",
-    precision: Literal["auto", "fp32", "bf16"] = "auto",
-    model_method: str | None = None,
-    trust_code: bool = False,
-) -> None:
-    """Write captions for images: kiloword caption runs/coca/model --data photos/train --out captions.parquet --num 5
-
-    With a model of another library: kiloword caption hf:blip --data photos/train --out captions.parquet --num 5
-
-    Args:
-        model: folder of coca, sycoca or any with +caption; open_clip:coca_NAME:FILE; or hf:FOLDER (BLIP, GIT, others).
-        data: tars, a table, a folder of images or scenes, as for `kiloword train`; images need no captions.
-        out: parquet table (key, captions, scores), for `train --extra-captions`; the same command again resumes.
-        options: how captions are generated.
-        batch: images in a batch.
-        workers: loader processes; auto: none on a CPU, on CUDA the number of cores minus two.
-        device: auto, cpu, cuda, cuda:N.
-        precision: auto: that of a table that is resumed, else bf16 on CUDA for models larger than size tiny.
-        model_method: method of the model, instead of that in its config.json: a preset, or your own module:preset.
-        trust_code: import the module named in config.json; only for models that you trust.
-    """
-    from kiloword.generation.command import main as run
-
-    trust = Trust(method=model_method, trust_code=trust_code)
-    run(model, data, out, options, batch, workers, device, precision, trust)
-
-
-@app.command
-def mine(
-    data: Annotated[Positional[tuple[str, ...]], REQUIRED],
-    features: Path,
-    out: Path,
-    options: Annotated[MineOptions, arg(name="")] = MINE,
-) -> None:
-    """Mine captions that match other images: kiloword mine photos/train --features features --out mined --calibrate
-
-    Writes OUT/report.html, pairs.parquet, mine.json and thresholds.json.
-
-    Args:
-        data: tars, a table, a folder of images or scenes, as for `kiloword train`.
-        features: feature store of a teacher for the data (`kiloword embed`).
-        out: folder for report, pairs and thresholds.
-        options: thresholds, and contents of the report.
-    """
-    from kiloword.apps.mine import main as run
-
-    run(data, features, out, options)
-
-
-@app.command
-def data(
-    what: Positional[Action],
-    source: Positional[str | None] = None,
-    png: Path | None = None,
-    as_: Annotated[str | None, arg(name="as")] = None,
-    size: str | None = None,
-    out: Path | None = None,
-) -> None:
-    """Inspect a data set before training: kiloword data stats photos/train --png samples.png
-
-    Args:
-        what: index (read tars once and put their rows beside them), check (decode every sample, list bad ones), stats,
-            names (list the data sets whose class names and templates are known), or pairs (write the captions of
-            composed pairs, to rewrite them).
-        source: tars, a table, a folder of images or scenes, as for `kiloword train`; with names, a set of that list.
-        png: with stats, write an image of samples to this file.
-        as_: with stats and png, draw examples as training sees them, by METHOD, a recipe, or the folder of a run.
-        out: with pairs and as, table (key, partner, caption) to write, which --settings.rewrites takes.
-        size: with as, size whose defaults apply, as in train; default: tiny.
-    """
-    from kiloword.data import inspect
-
-    if (what == "pairs" or out is not None) and (what != "pairs" or None in (source, as_, out)):
-        raise ValueError("expected kiloword data pairs SRC --as RUN --out pairs.parquet.")
-    if as_ is not None and what != "pairs" and (what != "stats" or png is None):
-        raise ValueError("--as draws training examples: expected data stats SRC --as METHOD --png FILE.")
-    for flag, is_idle, use in (
-        ("png", png is not None and what != "stats", "data stats SRC --png FILE"),
-        ("size", size is not None and as_ is None, "data stats SRC --as METHOD --size SIZE --png FILE"),
-    ):
-        if is_idle:
-            raise ValueError(f"--{flag} changes nothing in data {what}: expected kiloword {use}.")
-    if what == "pairs":
-        from kiloword.cli.examples import write_pairs
-
-        say(write_pairs(str(source), str(as_), size or "tiny", Path(str(out))))
-        return
-    if what == "names":
-        from kiloword.data.classes.names import listing
-
-        say(*listing(source))
-        return
-    if source is None:
-        raise ValueError(f"data {what} needs a data set: kiloword data {what} SRC.")
-    drawn = []
-    if as_ is not None and png is not None:  # first, as a name that is misspelled ends the command
-        from kiloword.cli.examples import draw_examples
-
-        drawn.append(draw_examples(source, as_, size or "tiny", png))
-    if inspect.main(what, source, None if drawn else png):
-        raise SystemExit(1)
-    say(*drawn)
-
-
-app.command(name="import")(import_)
-app.command(export)
-app.command(push)
-app.command(average)
-app.command(watch)
-app.command(compare)
-
-
-@app.command
-def methods() -> None:
-    """List the methods, their components, and components to mix in."""
-    from kiloword.cli.describe import methods_table
-
-    methods_table()
-
-
-@app.command
-def recipes(what: Positional[Listing] = "list", name: Positional[str] = "", json: Path | None = None) -> None:
-    """List the recipes of papers, or show one with the source of each value: kiloword recipes show llip-b32
-
-    Args:
-        what: list, or show with a name.
-        name: recipe to show.
-        json: write the table to this file.
-    """
-    from kiloword.cli import papers
-
-    if (what == "show") != bool(name):
-        raise ValueError("recipes expects list, or show NAME, e.g. kiloword recipes show llip-b32.")
-    if what == "show":
-        papers.page(name, json)
-    else:
-        papers.listing(json)
-
-
-@app.command
-def sizes() -> None:
-    """List the named sizes of towers."""
-    from kiloword.cli.describe import sizes_table
-
-    sizes_table()
-
-
-@app.command
-def bench(
-    method: Positional[str] = "siglip",
-    size: str = "tiny",
-    batch: int = 32,
-    data: tuple[str, ...] = (),
-    precision: Literal["auto", "fp32", "bf16"] = "auto",
-    device: str = "auto",
-    json: Path | None = None,
-) -> None:
-    """Measure this machine: matrix products, a training step, encoding, reading: kiloword bench siglip --size b32
-
-    With the speed of reading: kiloword bench siglip --size tiny --data photos/train
-
-    Args:
-        method: the method whose step is measured, with fresh weights, on noise.
-        size: size of the towers.
-        batch: number of images in a step.
-        data: data whose reading is measured, as for `kiloword train`.
-        precision: precision of the computation; auto: that of `kiloword train`.
-        device: auto, cpu, cuda, cuda:N.
-        json: write the figures to this file.
-    """
-    from kiloword.apps.plan.measured import measure, room
-    from kiloword.cli.describe import bench_table
-    from kiloword.terminal import say
-
-    bench_table(measure(method, size, batch, precision, device, data), json)
-    say(f"memory: {room(method, size, precision, device)}")
-
-
-@app.command
-def doctor() -> None:
-    """Show versions, devices, extras and threads of this machine."""
-    from kiloword.cli.describe import doctor_table
-
-    doctor_table()
+SHELLS = {
+    "bash": (
+        "~/.local/share/bash-completion/completions/kiloword",
+        "New shells use it, with the package bash-completion.",
+    ),
+    "zsh": ("~/.local/share/kiloword/_kiloword", "Add to ~/.zshrc: fpath=(~/.local/share/kiloword $fpath); compinit"),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -311,45 +88,104 @@ def main(argv: Sequence[str] | None = None) -> None:
     if argv is None:
         sys.excepthook = show_traceback
         keep_freed_memory()
-    argv = list(sys.argv[1:] if argv is None else argv)
-    if argv == ["--version"]:
-        say(__version__)
-        return
     try:
-        if argv[:1] == ["--install-completion"]:
-            from kiloword.cli.completion import install
-
-            install(argv[1:], OWN_FLAGS, app, CHOICES)
-            return
+        words = [public(word) for word in (sys.argv[1:] if argv is None else argv)]
         launch.adopt()
-        _run(settled(argv, app._subcommands))
+        with invoked(words):
+            _run(words)
     except BrokenPipeError:  # `kiloword ... | head` has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
-    except KeyboardInterrupt as e:
-        warn(f"kiloword: {interruption(argv, e)}")
+    except KeyboardInterrupt as error:
+        warn(f"kiloword: interrupted{f': {error}' if str(error) else '.'}")
         raise SystemExit(130) from None
-    except Exception as e:
-        message = sentence_of(e)
-        printed = launch.explain(scrubbed(message or "".join(traceback.format_exception(e))))
+    except Exception as error:
+        message = sentence_of(error)
+        printed = launch.explain(scrubbed(message or "".join(traceback.format_exception(error))))
         if message is None:
             raise
         if printed:
             warn(f"kiloword: {scrubbed(message)}")
-        raise SystemExit(getattr(e, "code", 2)) from None
+        raise SystemExit(getattr(error, "code", 2)) from None
 
 
-def _run(argv: Sequence[str]) -> None:
-    check_once(argv)
-    check_outputs(argv)
-    with invoked(argv):
-        _verb(argv)
-
-
-def _verb(argv: Sequence[str]) -> None:
-    if argv and argv[0] in OWN_FLAGS:
-        OWN_FLAGS[argv[0]].main(argv[1:])
+def _run(words: Sequence[str]) -> None:
+    first = words[0] if words else "--help"
+    places = {name: place for group in VERBS.values() for name, (place, _) in group.items()}
+    if first == "--version":
+        say(__version__)
+    elif first in ("-h", "--help"):
+        _list_verbs()
+    elif first == "--install-completion":
+        _install_completion("".join(words[1:]))
+    elif first not in places:
+        raise ValueError(f"unknown verb {first!r}: expected one of {', '.join(places)}.{suggestion(first, places)}")
+    elif any(not word or (word.startswith("--") and word.endswith("=")) for word in words):
+        raise ValueError("an argument is empty, perhaps of an unset shell variable: expected a value.")
     else:
-        if len(argv) > 1 and argv[0] in CHOICES:
-            check_known(argv[1], *CHOICES[argv[0]])
-        app.cli(args=argv or ["--help"], prog="kiloword", description=ABOUT)
+        read = declared(first)
+        if not isinstance(read, type) and read.__name__ not in ("main", "read"):  # a verb that is no class yet
+            tyro.cli(read, args=words[1:], prog=f"kiloword {first}")
+            return
+        verb = parse(read, words[1:], f"kiloword {first}") if isinstance(read, type) else read(words[1:])
+        if verb is not None:
+            check(verb, words)
+            verb.run()
+
+
+def declared(verb: str) -> Any:
+    """The class of a verb, or the function that reads its words."""
+    place = next(group[verb][0] for group in VERBS.values() if verb in group)
+    module, _, name = place.partition(":")
+    return getattr(import_module(module), name)
+
+
+def parse(kind: Any, words: Sequence[str], prog: str) -> Any:
+    """Read the flags of a class. Raises: SystemExit with code 2 for words that do not fit, and with 0 for --help."""
+    return tyro.cli(kind, args=words, prog=prog, description=inspect.cleandoc(kind.__doc__))
+
+
+def check(verb: Any, words: Sequence[str]) -> None:
+    """Raises: ValueError where a flag of several values is given twice, what is required is empty, or a file that is
+    written at the end would be a folder or below a file."""
+    flags = [word[2:].partition("=")[0].replace("-", "_") for word in words if word.startswith("--")]
+    for name, value, required in _values(verb):
+        flag = f"--{name.replace('_', '-')}"
+        if isinstance(value, tuple) and sum(given.rpartition(".")[2] == name for given in flags) > 1:
+            raise ValueError(f"{flag} is given twice: its values follow the first one.")
+        if value == () and required:
+            raise ValueError(f"{name.upper() if name not in flags else flag} is empty: expected one value or several.")
+        if name in OUTPUTS and isinstance(value, Path) and (value.is_dir() or value.parent.is_file()):
+            raise ValueError(f"{flag} {value} cannot be written: expected the name of a file.")
+
+
+def _values(settings: Any) -> Iterator[tuple[str, Any, bool]]:
+    """Every field inside a verb: the name of its flag, its value, and whether it is required."""
+    for f in fields(settings):
+        value = getattr(settings, f.name)
+        if is_dataclass(value) and not isinstance(value, type):
+            yield from _values(value)
+        else:
+            name = (f.metadata.get("flag") or f.name).replace("-", "_")
+            yield name, value, f.default is MISSING and f.default_factory is MISSING
+
+
+def _list_verbs() -> None:
+    say("usage: kiloword VERB ..., and kiloword VERB --help", "")
+    for group, verbs in VERBS.items():
+        say(group, *(f"  {name:11} {line}" for name, (_, line) in verbs.items()), "")
+    say("Completion of verbs and flags by a shell: kiloword --install-completion bash, or zsh.")
+
+
+def _install_completion(shell: str) -> None:
+    """Write tyro's completion script where the shell looks for one."""
+    if shell not in SHELLS:
+        raise ValueError(f"--install-completion got {shell or 'nothing'}: expected bash or zsh.")
+    path = Path(SHELLS[shell][0]).expanduser()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    kinds = {name: declared(name) for group in VERBS.values() for name in group}
+    verbs: dict[str, Any] = {name: kind if isinstance(kind, type) else OwnFlags for name, kind in kinds.items()}
+    words = ["--tyro-write-completion", shell, str(path)]
+    with suppress(SystemExit):
+        tyro.extras.subcommand_cli_from_dict(verbs, prog="kiloword", args=words)
+    say(f"written: {path}", SHELLS[shell][1])

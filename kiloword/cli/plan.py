@@ -7,11 +7,11 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from kiloword.apps.plan.request import Plan, card, check
-from kiloword.cli.papers import towers_flag
-from kiloword.cli.words import MethodCommand, method_command, values_of
 from kiloword.config.papers import NamedRecipe, fill
 from kiloword.config.recipes import Recipe
+from kiloword.methods.command import MethodWords, method_words
 from kiloword.methods.defaults import default_recipe
+from kiloword.methods.recipes import towers_flag
 
 if TYPE_CHECKING:
     from kiloword.apps.plan.advice import Planner
@@ -27,7 +27,7 @@ def main(argv: Sequence[str]) -> None:
 
 def planner_of(argv: Sequence[str]) -> Planner:
     """The planner of a command line. Raises: ValueError for a run that cannot be planned."""
-    command = method_command(argv, "plan siglip --samples 1e9")
+    command = method_words(argv, "plan siglip --samples 1e9")
     plan, settings = command.read(_plan(command))
     check(plan)
     from kiloword.apps.plan.advice import Planner
@@ -37,18 +37,18 @@ def planner_of(argv: Sequence[str]) -> Planner:
     return Planner(plan, preset(command.method, asdict(settings)), chosen)
 
 
-def _plan(command: MethodCommand) -> Plan:
+def _plan(command: MethodWords) -> Plan:
     """The defaults that the size implies, its towers and optimizer, or those of --recipe or --config."""
-    named_recipe, flags = command.recipe, command.flags
-    size = (values_of(flags, "--size") or (None,))[0]
-    towers = tuple((values_of(flags, flag) or ("",))[0] for flag in ("--image-tower", "--text-tower"))
+    named_recipe = command.recipe
+    size = command.first("--size")
+    towers = tuple(command.first(flag, "") for flag in ("--image-tower", "--text-tower"))
     usual = "top" if any(towers) else Plan().size
     size = size or (named_recipe.value("size", usual) if named_recipe else usual)
     if named_recipe is None:
         recipe = _on_towers(default_recipe("", size), towers)
         return Plan(size=size, model=recipe.model, optim=recipe.optim)
     recipe = replace(default_recipe("", size), batch=Plan().batch)
-    recipe = fill(recipe, named_recipe, towers=not towers_flag(named_recipe, values_of(flags, "--size"), ()))
+    recipe = fill(recipe, named_recipe, towers=not towers_flag(named_recipe, command.first("--size"), None))
     facts = {name: value.value for name, value in named_recipe.facts.items() if name in ("gpus", "gpu", "captions")}
     precision = {} if recipe.precision == "auto" else {"precision": recipe.precision}
     whole = Plan(size=size, batch=recipe.batch, samples=_samples(named_recipe, recipe.batch), model=recipe.model)

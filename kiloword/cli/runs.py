@@ -7,7 +7,7 @@ from typing import Annotated
 
 from tyro.conf import Positional
 
-from kiloword.cli.words import REQUIRED
+from kiloword.config.execution import REQUIRED
 from kiloword.config.options import Trackers
 
 

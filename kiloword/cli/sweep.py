@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import tyro
 
 from kiloword.apps.sweep.arms import Arm, arms, varied
-from kiloword.cli import train
-from kiloword.cli.words import MethodCommand, method_command, values_of
 from kiloword.config.settings import BaseSettings, check, setting
+from kiloword.methods.command import MethodWords, method_words, values_of
 from kiloword.methods.defaults import default_recipe
 from kiloword.terminal import say, warn
+from kiloword.training import command as train
 
 if TYPE_CHECKING:
     from kiloword.apps.sweep.run import Results
@@ -81,9 +81,9 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     return [word for flag, values in of_sweep.items() for word in (flag, *values)], words
 
 
-def _arms(options: SweepOptions, words: Sequence[str]) -> tuple[MethodCommand, list[Arm]]:
+def _arms(options: SweepOptions, words: Sequence[str]) -> tuple[MethodWords, list[Arm]]:
     """The command that all arms share, and the arms."""
-    command = method_command(words, "sweep llip --vary settings.k=1,16 --out runs/k")
+    command = method_words(words, "sweep llip --vary settings.k=1,16 --out runs/k")
     if not options.vary:
         raise ValueError(
             "sweep needs a setting to vary: --vary SETTING=VALUE,VALUE, such as --vary settings.k=1,16,32."
@@ -97,7 +97,7 @@ def _arms(options: SweepOptions, words: Sequence[str]) -> tuple[MethodCommand, l
     return command, arms(varied(options.vary, run, settings), seeds, words, options.out)
 
 
-def _run(options: SweepOptions, command: MethodCommand, every: Sequence[Arm]) -> None:
+def _run(options: SweepOptions, command: MethodWords, every: Sequence[Arm]) -> None:
     """Run the arms, and write the results. Raises: SystemExit(1) when arms failed."""
     from kiloword.apps.sweep import summary
     from kiloword.apps.sweep.run import Results, evaluated, run_all

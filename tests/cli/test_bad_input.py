@@ -391,7 +391,7 @@ def test_out_cannot_be_written(refused: Refused, model: Path, tmp_path: Path) ->
     for out in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/none")):
         assert f"--out {out} cannot be written" in refused(*train(SCENES, out))
     json_out = ("--data", "scenes:test?n=4", "--json", tmp_path / "file" / "r.json")
-    assert "cannot be written" in refused("eval", "retrieval", model, *json_out)
+    assert "r.json" in refused("eval", "retrieval", model, *json_out)
 
 
 def test_out_holds_another_run(refused: Refused, a_run: Path, tmp_path: Path) -> None:

@@ -74,7 +74,6 @@ def test_classes_of_a_file_and_of_a_data_set(place: Path, capsys: pytest.Capture
         (["--classes", "circle", " "], "a name of --classes is empty"),
         (["--classes", *NAMES, "--top", "0"], "--top is 0: expected at least 1"),
         (["--classes", *NAMES, "--templates", "plain"], "has {c} or {} for the class name"),
-        (["--classes", *NAMES, "--json", "."], "--json . is a folder"),
         (["--classes", *NAMES, "--device", "tpu"], "expected auto, cpu, mps, cuda or cuda:N"),
     ],
 )

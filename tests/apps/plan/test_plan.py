@@ -482,7 +482,6 @@ def test_a_transform_of_ones_own_may_keep_settings(settings: object) -> None:
         ("siglip --samples 1e9 --size huge", "unknown size"),
         ("siglip --samples 1e9 --parallel fsdp", "--gpus is 1"),
         ("--samples 1e9", "needs a method"),
-        ("clip --samples 1e9 --terms caption --terms mim", "--terms is given twice"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(words: str, output: str, capsys: pytest.CaptureFixture[str]) -> None:

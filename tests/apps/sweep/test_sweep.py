@@ -20,9 +20,9 @@ from kiloword.apps.sweep import summary
 from kiloword.apps.sweep.arms import Arm, Varied, arms
 from kiloword.apps.sweep.run import Results
 from kiloword.cli import sweep as verb
-from kiloword.cli import train as train_verb
 from kiloword.cli.main import main
 from kiloword.report import line_plot
+from kiloword.training import command as train_verb
 from kiloword.training.log import read_metrics
 from kiloword.training.signals import Stopped
 
@@ -229,9 +229,9 @@ def test_words_of_the_sweep_and_of_train() -> None:
 
 
 def test_settings_that_are_switches_or_take_several_values() -> None:
-    from kiloword.cli.train import Train
     from kiloword.methods.defaults import default_recipe
     from kiloword.methods.registry import find
+    from kiloword.training.command import Train
 
     run = Train(recipe=default_recipe("", "tiny"), out=Path("x"))
     kind: Any = find("llip")[1]

@@ -12,8 +12,8 @@ import pytest
 
 from kiloword.apps.sweep.arms import Varied, arms
 from kiloword.apps.sweep.run import Results
-from kiloword.cli import train as train_verb
 from kiloword.cli.main import main
+from kiloword.training import command as train_verb
 
 SMALL = ["--size", "debug", "--data", "scenes?n=64", "--batch", "8"]
 TRAINED: list[str] = []

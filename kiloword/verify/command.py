@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-from kiloword.cli.words import method_command
 from kiloword.config.options import Mixing
 from kiloword.config.settings import BaseSettings, about, setting
+from kiloword.methods.command import method_words
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,11 +35,24 @@ class Verify(BaseSettings):
     mixing: Mixing = field(default_factory=Mixing, metadata=about(flag=""))
 
 
-def main(argv: Sequence[str]) -> None:
-    """Check a method: kiloword verify METHOD. Raises: ValueError naming the checks that failed."""
-    command = method_command(argv, "verify siglip")
-    args, settings = command.read(Verify())
-    from kiloword.verify.batch import MethodChoice
-    from kiloword.verify.suite import main as run
+@dataclass(frozen=True)
+class Conformity:
+    """The words of a command line, read."""
 
-    run(MethodChoice(command.method, asdict(settings)), args.ranks, trunks=args.trunks)
+    method: str
+    settings: Any
+    options: Verify
+
+    def run(self) -> None:
+        """Run and print all checks. Raises: ValueError naming those that failed."""
+        from kiloword.verify.batch import MethodChoice
+        from kiloword.verify.suite import main
+
+        main(MethodChoice(self.method, asdict(self.settings)), self.options.ranks, trunks=self.options.trunks)
+
+
+def read(argv: Sequence[str]) -> Conformity:
+    """Read the words of a command line."""
+    words = method_words(argv, "verify siglip")
+    options, settings = words.read(Verify())
+    return Conformity(words.method, settings, options)

@@ -1,0 +1,116 @@
+"""The verb recipes, and what a run prints of the recipe that it follows. No torch or rich at import."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from tyro.conf import Positional
+
+from kiloword.config import papers
+from kiloword.config.papers import LENGTHS, TOWERS, NamedRecipe, RecipeValue
+from kiloword.config.settings import leaves
+from kiloword.files import write_json
+from kiloword.terminal import say
+
+_WIDE = 240  # columns where the output is no terminal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipes:
+    """List the recipes of papers, or show one with the source of each value.
+
+    Examples:
+      kiloword recipes
+      kiloword recipes show llip-b32
+    """
+
+    what: Positional[Literal["list", "show"]] = "list"  # list, or show with a name
+    name: Positional[str] = ""  # recipe to show
+    json: Path | None = None  # write the table to this file
+
+    def run(self) -> None:
+        """Print a table. Raises: ValueError for an unknown recipe."""
+        from kiloword.terminal.screen import Screen, plain_table
+
+        if (self.what == "show") != bool(self.name):
+            raise ValueError("recipes expects list, or show NAME, e.g. kiloword recipes show llip-b32.")
+        if self.what == "show":
+            one = papers.load(self.name)
+            plain: dict[str, Any] = {key: getattr(one, key) for key in ("method", "about", "paper", "notes")}
+            plain |= {"values": papers.expanded(one), "plan": one.facts}
+            say(f"{one.name}: {one.about}; method {one.method}; {one.paper}")
+            table = plain_table("setting", "value", "source, or why chosen where the paper leaves it open")
+            for key, entry in [*plain["values"].items(), *((f"plan.{key}", entry) for key, entry in one.facts.items())]:
+                table.add_row(key, _text(entry.value), _source(entry))
+            plain |= {name: {key: asdict(entry) for key, entry in plain[name].items()} for name in ("values", "plan")}
+            last = [f"note: {note}" for note in one.notes]
+        else:
+            columns = ("method", "towers", "data", "batch", "length", "about")
+            table, plain = plain_table("recipe", *columns), {}
+            for one in map(papers.load, papers.names()):
+                data = one.facts["data"].value if "data" in one.facts else ""
+                length = " ".join(f"{_text(value)} {name}" for name, value in one.length().items())
+                cells = [one.method, one.value("size"), data, one.value("batch"), length, one.about]
+                plain[one.name] = dict(zip(columns, map(_text, cells), strict=True))
+                table.add_row(one.name, *plain[one.name].values())
+            last = [
+                "kiloword recipes show NAME prints each value with its source; kiloword train --recipe NAME uses it."
+            ]
+        Screen(_WIDE).print(table)
+        say(*last)
+        if self.json is not None:
+            write_json(self.json, plain)
+
+
+def report(named: NamedRecipe, recipe: Any, length: dict[str, Any], replaced: str) -> list[str]:
+    """Every value of a recipe with its source, and what this run has instead. Args: recipe: as it runs; length: of its
+    flags; replaced: the flag that replaces the towers, or ""."""
+    lines = [f"recipe     {named.name}{f': {named.about}' if named.about else ''}"]
+    now = {leaf.path: leaf.value for leaf in leaves(recipe)} | length | dict(_leaves(recipe.settings, "settings."))
+    for name, entry in papers.expanded(named).items():
+        note = _source(entry)
+        if replaced and (name.startswith(TOWERS) or name == "size"):
+            note = f"replaced by {replaced}"
+        elif name in LENGTHS and name not in length:
+            note = f"replaced by --{next(iter(length), 'steps')}"
+        elif name in now and _plain(now[name]) != _plain(entry.value):
+            note = f"here {_text(now[name])}; {note}"
+        lines.append(f"  {name:32} {_text(entry.value):16} {note}".rstrip())
+    return lines
+
+
+def towers_flag(named: NamedRecipe, size: str | None, init: str | None) -> str:
+    """The flag that replaces the towers of a recipe, or "". Args: size, init: values of the flags."""
+    if init:
+        return f"--init {init}"
+    return f"--size {size}" if size and size != named.value("size") else ""
+
+
+def _source(entry: RecipeValue) -> str:
+    """The source of a value, or the reason for it."""
+    return entry.source or (f"open: {entry.open}" if entry.open else "")
+
+
+def _leaves(tree: dict[str, Any], at: str) -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{at}{key}.")
+        yield f"{at}{key}", value
+
+
+def _plain(value: Any) -> Any:
+    return list(map(_plain, value)) if isinstance(value, list | tuple) else value
+
+
+def _text(value: Any) -> str:
+    """A value as tables show it."""
+    if isinstance(value, list | tuple):
+        return ",".join(map(_text, value)) or "none"
+    if value is None:
+        return "none"
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 10_000:
+        return f"{value:_}"
+    return f"{value:g}" if isinstance(value, float) else str(value)
