@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from kiloword.api import Matcher
 from kiloword.evaluation.calibration import spearman
 from kiloword.evaluation.metrics import hit
-from kiloword.evaluation.retrieval.task import standings
+from kiloword.evaluation.retrieval import standings
 from kiloword.types import Features
 
 Verdict = Literal["shown", "refuted", "undecided"]

@@ -19,7 +19,7 @@ from kiloword.apps.quickstart.photos.run import small_top
 from kiloword.config.recipes import Recipe
 from kiloword.data.open import open_source
 from kiloword.evaluation.features import seen
-from kiloword.evaluation.retrieval.task import retrieval
+from kiloword.evaluation.retrieval import retrieval
 from kiloword.evaluation.task import Inputs
 from kiloword.methods.defaults import default_recipe
 from kiloword.model.encoding import join

@@ -17,8 +17,7 @@ from torch import Tensor
 from kiloword.api import Matcher, load
 from kiloword.data.open import open_source
 from kiloword.evaluation.features import captioned
-from kiloword.evaluation.retrieval.relevance import Score
-from kiloword.evaluation.retrieval.task import retrieval
+from kiloword.evaluation.retrieval import Score, retrieval
 from kiloword.evaluation.task import Inputs
 from kiloword.terminal import say, warn
 from kiloword.types import Features, Source

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kiloword.data.images.augmentation import EvalTransform
 from kiloword.evaluation.metrics import classification, standing
-from kiloword.evaluation.retrieval.task import retrieval
+from kiloword.evaluation.retrieval import retrieval
 from kiloword.types import BadSample, Features, LabelSet, Source
 
 BINS = 5  # per colour channel: 125 cells in all

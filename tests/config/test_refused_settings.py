@@ -15,7 +15,6 @@ from kiloword.data.map_style import MapStyleSource
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.errors import LeftOut, sentence_of
 from kiloword.evaluation import baseline, evaluate
-from kiloword.evaluation.retrieval.relevance import check_pairs
 from kiloword.evaluation.zeroshot import PromptOptions
 from kiloword.generation.captioner import Captioner
 from kiloword.generation.captioners import KilowordCaptioner
@@ -45,9 +44,6 @@ REFUSED: dict[str, Callable[[], object]] = {
     "none of the first 2 rows": lambda: baseline.read(BROKEN, 2),
     "--samples is 1": lambda: evaluate(matcher(), "spectrum", GOOD, samples=1),
     "none of its 3 rows": lambda: evaluate(matcher(), "retrieval", BROKEN),
-    "0 images and 2 texts": lambda: check_pairs({"vec": torch.zeros(0, 2)}, FEATURES, torch.arange(2)),
-    "one of the 2 images": lambda: check_pairs(FEATURES, FEATURES, torch.tensor([0, 2])),
-    "each of the 2 texts": lambda: check_pairs(FEATURES, FEATURES, torch.arange(1)),
     "coeff is nan": lambda: PromptOptions(coeff=float("nan")).check("filter"),
     "--batch is 0": lambda: write_captions(describer("coca"), GOOD, "none", OPTIONS, batch=0),
     "longest is 40 tokens": lambda: describer("coca").check(GenerationOptions(longest=40)),

@@ -20,8 +20,7 @@ from kiloword.config.recipes import TextConfig, sizes
 from kiloword.data.open import open_source
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.evaluation import evaluate, metrics
-from kiloword.evaluation.retrieval.relevance import true_relevance
-from kiloword.evaluation.retrieval.task import retrieval
+from kiloword.evaluation.retrieval import retrieval, true_relevance
 from kiloword.evaluation.zeroshot.task import prompts, zeroshot
 from kiloword.methods.registry import preset
 from kiloword.model.model import Model

@@ -14,8 +14,7 @@ from kiloword.api import Matcher
 from kiloword.config.recipes import sizes
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.evaluation import evaluate
-from kiloword.evaluation.retrieval.shortlist import shortlisted
-from kiloword.evaluation.retrieval.task import retrieval
+from kiloword.evaluation.retrieval import retrieval, shortlisted
 from kiloword.methods.registry import preset
 from kiloword.model.heads import Single
 from kiloword.models.build import build

@@ -16,7 +16,7 @@ import kiloword
 from folders import model_folder
 from kiloword.cli.main import main
 from kiloword.evaluation import evaluate, metrics
-from kiloword.evaluation.retrieval.task import mean_recalls
+from kiloword.evaluation.retrieval import mean_recalls
 from kiloword.evaluation.zeroshot import ZeroshotTaskOptions
 from kiloword.evaluation.zeroshot.tally import Tally
 from kiloword.evaluation.zeroshot.task import zeroshot

@@ -13,7 +13,7 @@ import kiloword
 from folders import model_folder
 from kiloword.api import batches
 from kiloword.distributed.device import simulated
-from kiloword.evaluation.retrieval.shortlist import shortlisted
+from kiloword.evaluation.retrieval import shortlisted
 from kiloword.losses import maxsim as scores
 from kiloword.losses.maxsim import Sides
 from kiloword.model.image import extra

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from kiloword.evaluation.retrieval.task import retrieval
+from kiloword.evaluation.retrieval import retrieval
 from kiloword.model.heads import unit
 from research.evidence import Claim, Correlation, Effect, Gain, decided, effect, packed, recall_by_image, unpacked
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kiloword.evaluation.metrics import check_scores
-from kiloword.evaluation.retrieval.relevance import Score
+from kiloword.evaluation.retrieval import Score
 from kiloword.model.encoding import chunks, rows
 from kiloword.randomness import generator
 from kiloword.terminal.progress import track

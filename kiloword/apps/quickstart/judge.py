@@ -27,8 +27,7 @@ from kiloword.data.scenes.source import ScenesSource
 from kiloword.data.scenes.world import GROUP, TASKS, SceneRows, label
 from kiloword.evaluation import baseline
 from kiloword.evaluation.metrics import classification, recall_at, standing
-from kiloword.evaluation.retrieval.relevance import Score, true_relevance
-from kiloword.evaluation.retrieval.task import retrieval
+from kiloword.evaluation.retrieval import Score, retrieval, true_relevance
 from kiloword.evaluation.zeroshot.task import classifier
 from kiloword.model.encoding import chunks, rows
 from kiloword.types import Features

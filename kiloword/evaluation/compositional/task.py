@@ -15,7 +15,7 @@ from kiloword.evaluation.compositional.images import Cuts, images_of
 from kiloword.evaluation.compositional.items import Benchmark, Cut, Item, read
 from kiloword.evaluation.features import seen
 from kiloword.evaluation.metrics import check_scores, rounding
-from kiloword.evaluation.retrieval.shortlist import PairScore, scores_of_pairs
+from kiloword.evaluation.retrieval import PairScore, scores_of_pairs
 from kiloword.evaluation.task import Inputs, Values
 from kiloword.model.encoding import join
 from kiloword.types import Features

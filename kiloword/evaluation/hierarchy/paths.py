@@ -16,7 +16,7 @@ from kiloword.distributed.sharing import in_turns
 from kiloword.evaluation.hierarchy import Includes
 from kiloword.evaluation.hierarchy.chains import Chains
 from kiloword.evaluation.metrics import check_scores
-from kiloword.evaluation.retrieval.relevance import Score
+from kiloword.evaluation.retrieval import Score
 from kiloword.methods.prolip.gaussian import inclusion, log_inclusion, variance_sum
 from kiloword.model.encoding import chunks, rows
 from kiloword.model.heads import unit

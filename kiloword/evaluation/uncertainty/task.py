@@ -17,8 +17,7 @@ from kiloword.distributed.sharing import in_turns
 from kiloword.evaluation.calibration import binned, calibration, defined, groups, spearman
 from kiloword.evaluation.classes import classes_of
 from kiloword.evaluation.metrics import hit, standing
-from kiloword.evaluation.retrieval.relevance import PANEL
-from kiloword.evaluation.retrieval.task import standings
+from kiloword.evaluation.retrieval import PANEL, standings
 from kiloword.evaluation.task import Inputs, Values
 from kiloword.evaluation.uncertainty import UncertaintyTaskOptions
 from kiloword.evaluation.uncertainty.data import (

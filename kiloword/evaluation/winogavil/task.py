@@ -19,7 +19,7 @@ from kiloword.evaluation.compositional.images import images_of
 from kiloword.evaluation.compositional.items import LARGEST, Cut, Item
 from kiloword.evaluation.compositional.task import encoded
 from kiloword.evaluation.metrics import check_scores, rounding
-from kiloword.evaluation.retrieval.shortlist import scores_of_pairs
+from kiloword.evaluation.retrieval import scores_of_pairs
 from kiloword.evaluation.task import Inputs, Values
 from kiloword.evaluation.winogavil import WinogavilTaskOptions
 from kiloword.terminal import shown

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kiloword.evaluation.retrieval.relevance import Score
+from kiloword.evaluation.retrieval import Score
 from kiloword.report import Html, folded, heat_map, percent, table, tiles
 from kiloword.types import Features
 

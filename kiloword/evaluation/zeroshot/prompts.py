@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kiloword.evaluation.retrieval.relevance import Score
+from kiloword.evaluation.retrieval import Score
 from kiloword.evaluation.zeroshot import PromptOptions, Way
 from kiloword.evaluation.zeroshot.bprw import by_class, combined, padded, reweigh
 from kiloword.methods.prolip.gaussian import variance_sum

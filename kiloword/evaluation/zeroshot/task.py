@@ -22,7 +22,7 @@ from kiloword.evaluation.metrics import (
     interpolated_average_precision,
     standing,
 )
-from kiloword.evaluation.retrieval.relevance import Score
+from kiloword.evaluation.retrieval import Score
 from kiloword.evaluation.task import Inputs, Values
 from kiloword.evaluation.zeroshot import PRECISION, PromptOptions, Way, ZeroshotTaskOptions
 from kiloword.evaluation.zeroshot.bprw import combined

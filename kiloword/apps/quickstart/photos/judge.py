@@ -18,7 +18,7 @@ from kiloword.data.reading import read_image
 from kiloword.data.source import keys as keys_of
 from kiloword.data.stored import WithTokens
 from kiloword.evaluation.features import CaptionedImages, captioned
-from kiloword.evaluation.retrieval.task import retrieval
+from kiloword.evaluation.retrieval import retrieval
 from kiloword.evaluation.task import Inputs
 from kiloword.report.images import Pixels
 from kiloword.stores.tokens import FoundImages, ImageTokens, TextTokens, TokenizerWithTokens
