@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,13 +13,11 @@ import torch
 from torch import Tensor
 
 from kiloword.api import Matcher
-from kiloword.cli.main import main
-from kiloword.config.recipes import ImageConfig, ModelFile, sizes
+from kiloword.config.recipes import ImageConfig, sizes
 from kiloword.data.scenes.source import parse_scenes
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.evaluation import evaluate
-from kiloword.evaluation.reconstruction.page import report
-from kiloword.evaluation.reconstruction.task import Judge, values, wrong_captions
+from kiloword.evaluation.reconstruction import values, wrong_captions
 from kiloword.explain.reconstruct import caption_similarity, fill, mask_settings, mean_colour, mim_settings, reconstruct
 from kiloword.explain.strips import possible
 from kiloword.methods.coca import masking
@@ -30,14 +26,14 @@ from kiloword.methods.coca.masking import MaskSettings
 from kiloword.methods.registry import preset
 from kiloword.model.image import unfold
 from kiloword.models.build import build
-from kiloword.models.model_folder import save_model
-from kiloword.report.overlay import covered
+from kiloword.report import Block, Gallery, Page, write_page
 from kiloword.types import Record, Skipped, Texts
 from kiloword.verify.batch import config
 from noise import noise
 
 CAPTIONS = ["a red circle", "two blue squares", "a green star left of a circle"]
 IMAGE = ImageConfig(size=32, patch=8, width=32, depth=1, heads=2, mlp=64)  # 16 patches
+HIDDEN = torch.tensor([[0, 5, 15], [1, 2, 3], [4, 8, 12]])
 
 
 def matcher(method: str = "sycoca", **settings: Any) -> Matcher:
@@ -57,28 +53,21 @@ def packed(model: Matcher, captions: list[str]) -> Texts:
 @pytest.mark.parametrize("op", ["token", "drop"])
 def test_only_hidden_patches_are_painted(op: str) -> None:
     model = matcher(mim_op=op).model
-    hidden = torch.tensor([[0, 5, 15], [1, 2, 3], [4, 8, 12]])
-    painted = torch.full((3, 3, 192), 0.0)
-    out = fill(model, pixels(), hidden, painted)
+    out = fill(model, pixels(), HIDDEN, torch.full((3, 3, 192), 0.0))
     mean = [round(255 * m) for m in model.config.preprocess.mean]
     for n in range(3):
         for p in range(16):
             y, x = p // 4 * 8, p % 4 * 8
             patch = out[n, :, y : y + 8, x : x + 8]
-            if p in hidden[n].tolist():
+            if p in HIDDEN[n].tolist():
                 assert [patch[c].unique().tolist() for c in range(3)] == [[m] for m in mean]
             else:
                 assert torch.equal(patch, pixels()[n, :, y : y + 8, x : x + 8])
     assert out.dtype == torch.uint8
-
-
-def test_true_pixels_paint_the_image_itself_and_wild_ones_stay_in_range() -> None:
-    model = matcher().model
-    hidden = masking.select(torch.rand(3, 16, generator=torch.Generator().manual_seed(0)), 0.5, most=True)
-    true = masked_images.pixels(model, pixels(), hidden, norm_pix=False)
-    assert torch.equal(fill(model, pixels(), hidden, true), pixels())
-    wild = fill(model, pixels(), hidden, torch.full_like(true, 100.0))
-    assert unfold(wild, 8).gather(1, hidden[..., None].expand(-1, -1, 192)).unique().tolist() == [255]
+    true = masked_images.pixels(model, pixels(), HIDDEN, norm_pix=False)
+    assert torch.equal(fill(model, pixels(), HIDDEN, true), pixels())
+    wild = fill(model, pixels(), HIDDEN, torch.full_like(true, 100.0))
+    assert unfold(wild, 8).gather(1, HIDDEN[..., None].expand(-1, -1, 192)).unique().tolist() == [255]
 
 
 @pytest.mark.parametrize("norm_pix", [False, True])
@@ -87,33 +76,30 @@ def test_what_is_painted_is_what_the_term_compares(op: Any, norm_pix: bool) -> N
     """Alone and in a batch; with norm_pix the loss of the term is that of the same pixels over the deviation."""
     model = matcher(mim_op=op, norm_pix=norm_pix)
     settings, m = mim_settings(model), model.model
-    hidden = torch.tensor([[0, 5, 15], [1, 2, 3], [4, 8, 12]])
     with torch.no_grad():
         texts = packed(model, CAPTIONS)
-        right, none = reconstruct(m, pixels(), hidden, [texts, packed(model, [""] * 3)], settings)
+        right, none = reconstruct(m, pixels(), HIDDEN, [texts, packed(model, [""] * 3)], settings)
         assert not torch.allclose(right, none)
         for n in range(3):
             one = slice(n, n + 1)
-            alone = reconstruct(m, pixels()[one], hidden[one], [texts.cut(n, n + 1)], settings)[0]
+            alone = reconstruct(m, pixels()[one], HIDDEN[one], [texts.cut(n, n + 1)], settings)[0]
             torch.testing.assert_close(alone[0], right[n], atol=1e-5, rtol=1e-4)
-        tokens = masking.visible(m, pixels(), hidden, op)
-        found = m.more["image_decoder"](tokens, hidden, m.text_tower(texts), m.text_tower.packing(texts))
-        target = masked_images.pixels(m, pixels(), hidden, norm_pix)
-        true = masked_images.pixels(m, pixels(), hidden, norm_pix=False)
+        tokens = masking.visible(m, pixels(), HIDDEN, op)
+        found = m.more["image_decoder"](tokens, HIDDEN, m.text_tower(texts), m.text_tower.packing(texts))
+        target = masked_images.pixels(m, pixels(), HIDDEN, norm_pix)
+        true = masked_images.pixels(m, pixels(), HIDDEN, norm_pix=False)
         deviation = (true.var(-1) + 1e-6).sqrt() if norm_pix else 1.0
     term = masked_images.distance(found, target)
     torch.testing.assert_close(masked_images.distance(right, true), term * deviation, atol=1e-5, rtol=1e-4)
 
 
 def test_hidden_pixels_do_not_leak() -> None:
-    model = matcher()
-    hidden = torch.tensor([[0, 5, 15]])
-    blank = pixels(1).clone()
+    model, blank = matcher(), pixels(1).clone()
     for p in (0, 5, 15):
         blank[..., p // 4 * 8 : p // 4 * 8 + 8, p % 4 * 8 : p % 4 * 8 + 8] = 0
     with torch.no_grad():
-        texts = packed(model, CAPTIONS[:1])
-        (one,), (two,) = (reconstruct(model.model, x, hidden, [texts], mim_settings(model)) for x in (pixels(1), blank))
+        texts, settings = packed(model, CAPTIONS[:1]), mim_settings(model)
+        (one,), (two,) = (reconstruct(model.model, x, HIDDEN[:1], [texts], settings) for x in (pixels(1), blank))
     torch.testing.assert_close(one, two)
 
 
@@ -134,39 +120,18 @@ def test_mean_colour_is_that_of_what_is_seen() -> None:
     images = torch.rand(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     hidden = torch.tensor([[0, 5], [3, 15]])
     found = mean_colour(images, hidden, 8)
-    assert found.shape == (2, 2, 192)
+    seen = torch.tensor([[y // 8 * 4 + x // 8 for x in range(32)] for y in range(32)])
     for n in range(2):
-        for c in range(3):
-            seen = [
-                float(images[n, c, y, x])
-                for y in range(32)
-                for x in range(32)
-                if y // 8 * 4 + x // 8 not in hidden[n].tolist()
-            ]
-            torch.testing.assert_close(found[n, :, c * 64 : c * 64 + 64], torch.full((2, 64), sum(seen) / len(seen)))
-
-
-def test_covered_patches_are_striped_and_others_untouched() -> None:
-    image = np.random.default_rng(0).integers(0, 255, (37, 50, 3), dtype=np.uint8)
-    hidden = np.zeros((4, 4), bool)
-    hidden[0, 3] = hidden[2, 1] = True
-    out = covered(image, hidden)
-    changed = (out != image).any(-1)
-    for y, x in np.ndindex(37, 50):
-        if not hidden[y * 4 // 37, x * 4 // 50]:
-            assert not changed[y, x]
-        else:
-            assert out[y, x, 0] == out[y, x, 1] == out[y, x, 2]
-    assert len(np.unique(out[0, 45:])) == 2
+        visible = images[n, :, ~torch.isin(seen, hidden[n])].mean(1)
+        torch.testing.assert_close(found[n], visible.repeat_interleave(64).expand(2, 192))
 
 
 def test_metrics_are_arithmetic_over_images() -> None:
     losses = {"right": [1.0, 2.0, 3.0, 4.0], "wrong": [1.5, 1.0, 3.0, 6.0], "none": [2.0] * 4, "mean_colour": [0.5] * 4}
-    found = dict(values(losses, "random"))
     differences = [0.5, -1.0, 0.0, 2.0]
     mean = sum(differences) / 4
     spread = math.sqrt(sum((d - mean) ** 2 for d in differences) / 3)
-    assert found == pytest.approx(
+    assert dict(values(losses, "random")) == pytest.approx(
         {
             "reconstruction_l1_right@random": 2.5,
             "reconstruction_l1_wrong@random": 2.875,
@@ -191,60 +156,29 @@ def test_task_against_a_loop_over_images(settings: dict[str, Any]) -> None:
     wrong = wrong_captions(source, {row: record.captions for row, record in enumerate(records)})
     images = torch.stack([torch.from_numpy(np.array(r.image)).permute(2, 0, 1) for r in records])
     m, mim = model.model, mim_settings(model)
-    share = 16 * mim.mim_share
     whole = ((images.double().mean(0) / 255 - m.mean) / m.std)[None]
     losses: dict[str, list[float]] = {}
     with torch.no_grad():
         for row, record in enumerate(records):
             image, right = images[row : row + 1], record.captions[0]
             scored = caption_similarity(m, image, packed(model, [right]), mim)[0].tolist()
-            hidden = torch.tensor([sorted(sorted(range(16), key=lambda p: -scored[p])[: int(share)])])
+            hidden = torch.tensor([sorted(sorted(range(16), key=lambda p: -scored[p])[: int(16 * mim.mim_share)])])
             true = unfold(m.normalise(image), 8)[0, hidden[0]]
             for name, caption in {"right": right, "wrong": wrong[row], "none": ""}.items():
                 (painted,) = reconstruct(m, image, hidden, [packed(model, [caption])], mim)
                 losses.setdefault(name, []).append(float((painted[0] - true).abs().mean()))
             visible = [p for p in range(16) if p not in hidden[0].tolist()]
             colour = unfold(m.normalise(image), 8)[0, visible].unflatten(-1, (3, 64)).mean((0, 2))
-            guess = colour.repeat_interleave(64)
-            losses.setdefault("mean_colour", []).append(float((guess - true).abs().mean()))
-            mean = unfold(whole, 8)[0, hidden[0]]
-            losses.setdefault("mean_image", []).append(float((mean - true).abs().mean()))
+            guesses = {"mean_colour": colour.repeat_interleave(64), "mean_image": unfold(whole, 8)[0, hidden[0]]}
+            for name, guess in guesses.items():
+                losses.setdefault(name, []).append(float((guess - true).abs().mean()))
     for name, each in losses.items():
         assert found[f"reconstruction_l1_{name}@attentive"] == pytest.approx(sum(each) / 7, rel=1e-4), name
-    assert found["right_beats_wrong@attentive"] == pytest.approx(
-        sum(r < w for r, w in zip(losses["right"], losses["wrong"], strict=True)) / 7
-    )
+    beats = sum(r < w for r, w in zip(losses["right"], losses["wrong"], strict=True)) / 7
+    assert found["right_beats_wrong@attentive"] == pytest.approx(beats)
     assert found["images"] == 7
     assert ("reconstruction_l1_own_mean@random" in found) is mim.norm_pix
-    again = evaluate(model, "reconstruction", source, batch=7)
-    assert again == pytest.approx(found, rel=1e-4, abs=1e-7)
-
-
-def test_the_same_patches_are_hidden_for_all_guides(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, source = matcher(), parse_scenes("scenes:test?n=6", 32)
-    seen: list[Tensor] = []
-    real = Judge.paint
-
-    def watch(self: Judge, *args: Any) -> Any:
-        done = real(self, *args)
-        assert set(done.pixels) == {"right", "wrong", "none"}
-        assert all(one.shape == (*done.hidden.shape, 192) for one in done.pixels.values())
-        seen.append(done.hidden)
-        return done
-
-    monkeypatch.setattr(Judge, "paint", watch)
-    evaluate(model, "reconstruction", source)
-    attentive, random = seen
-    assert attentive.shape == random.shape == (6, 8)
-    assert not torch.equal(attentive, random)
-    assert len({tuple(row) for row in random.tolist()}) > 3
-
-
-def test_a_model_that_reads_nothing_has_one_number() -> None:
-    found = evaluate(matcher(guide="none"), "reconstruction", parse_scenes("scenes:test?n=4", 32))
-    kinds = {name.split("@")[0] for name in found}
-    names = {"none", "mean_colour", "mean_image"}
-    assert kinds == {"images", "skipped", *(f"reconstruction_l1_{name}" for name in names)}
+    assert evaluate(model, "reconstruction", source, batch=7) == pytest.approx(found, rel=1e-4, abs=1e-7)
 
 
 def test_wrong_captions_are_others_and_false() -> None:
@@ -276,37 +210,28 @@ class Few:
         return Record(f"k{row}", np.full((40, 30, 3), 60 * row, np.uint8), captions)
 
 
-def test_images_without_a_wrong_caption_are_skipped_and_named() -> None:
+def test_unusable_images_are_named_and_models_that_do_not_paint_refused() -> None:
     skipped: list[Skipped] = []
     found = evaluate(matcher(), "reconstruction", Few(), skipped=skipped)
-    assert found["images"] == 2
+    assert (found["images"], found["skipped"]) == (2, 2)
     assert {s.key: s.reason for s in skipped} == {
         "k3": "no caption",
         "k2": "no caption of another image is wrong for it",
     }
-    assert found["skipped"] == 2
-    with pytest.raises(ValueError, match="expected at least two images with different captions"):
-        evaluate(matcher(), "reconstruction", parse_scenes("scenes:test?n=1", 32))
-
-
-def test_models_that_do_not_paint_are_refused() -> None:
-    with pytest.raises(ValueError, match="no image decoder"):
-        evaluate(matcher("coca"), "reconstruction", Few())
-    painter = matcher()
-    painter.method = None
-    with pytest.raises(ValueError, match=r"load it by kiloword\.load"):
-        mim_settings(painter)
-
-
-def test_models_that_predict_tokens_are_refused() -> None:
-    """Of tokens there is nothing to show but where masks lie."""
     made = preset("sycoca", {"mim_target": "tokens"})
-    tokenizer = Tokenizer.train([c for c in CAPTIONS for _ in range(3)], 300)
-    model = Matcher(build(config("frozen", "sycoca"), made), tokenizer, made)
-    with pytest.raises(ValueError, match="predicts tokens of its trunk"):
-        evaluate(model, "reconstruction", parse_scenes("scenes:test?n=4", 64))
-    assert possible(model) == ("words", "gradcam", "masks")
+    of_tokens = Matcher(build(config("frozen", "sycoca"), made), matcher().tokenizer, made)
+    for model, source, word in (
+        (matcher(), parse_scenes("scenes:test?n=1", 32), "different captions"),
+        (matcher("coca"), Few(), "image decoder"),
+        (of_tokens, parse_scenes("scenes:test?n=4", 64), "tokens"),
+    ):
+        with pytest.raises(ValueError, match=word):
+            evaluate(model, "reconstruction", source)
+    assert possible(of_tokens) == ("words", "gradcam", "masks")
     assert "reconstruction" in possible(matcher())
+    found = evaluate(matcher(guide="none"), "reconstruction", parse_scenes("scenes:test?n=4", 32))  # reads no text
+    names = {f"reconstruction_l1_{name}" for name in ("none", "mean_colour", "mean_image")}
+    assert {name.split("@")[0] for name in found} == {"images", "skipped", *names}
 
 
 def test_settings_come_from_the_method() -> None:
@@ -314,82 +239,22 @@ def test_settings_come_from_the_method() -> None:
     assert found[0].similar_to == "words"
     assert found[1:] == (0.25, 0.75)
     assert mask_settings(matcher("clip"))[1:] == (0.5, 0.5)
+    painter = matcher()
+    painter.method = None
+    with pytest.raises(ValueError, match=r"kiloword\.load"):
+        mim_settings(painter)
 
 
-def test_verb_writes_numbers_and_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = matcher()
-    file = ModelFile(method="sycoca", settings={}, model=model.model.config)
-    save_model(tmp_path / "model", model.model, model.tokenizer, file)
-    out = ["--json", str(tmp_path / "r.json"), "--html", str(tmp_path / "r.html")]
-    main(["eval", "reconstruction", str(tmp_path / "model"), "--data", "scenes:test?n=4", *out])
-    said = capsys.readouterr().out
-    found = json.loads((tmp_path / "r.json").read_text())
-    assert all(name in said for name in found)
-    page = (tmp_path / "r.html").read_text()
-    assert page.count('<figure class="card">') == 8
-    assert page.count("<img") == 8 * 5
-    assert "a wrong caption" in page
-    assert "true patch" not in page
-
-
-NOTES = {
-    "norm_pix": "both are taken from the true patch",
-    "apart": "Each model masks the patches that it finds most similar to the caption",
-    "unread": "Trained without text",
-    "flat": "no better than by one flat colour",
-}
-
-
-def page_of(models: dict[str, dict[str, Any]]) -> dict[str, str]:
-    """Its sections by heading. Args: by model: what it is (read, norm_pix, l1)."""
-    found, shown = {}, {}
-    for model, is_ in models.items():
-        losses = {"none": [is_.get("l1", 0.5)] * 2, "mean_colour": [0.8, 0.8]}
-        if is_.get("read", True):
-            losses |= {"right": [is_.get("l1", 0.5)] * 2, "wrong": [0.7, 0.9]}
-        if is_.get("norm_pix"):
-            losses["own_mean"] = [0.6, 0.6]
-        found[model] = {k: v for mask in ("attentive", "random") for k, v in values(losses, mask)}
-        shown[model] = {"examples": [], "norm_pix": is_.get("norm_pix", False), "truth": False}
-    parts = re.split(r"<h2[^>]*>(.*?)</h2>", report(found, "photos", shown))
-    return dict(zip(parts[1::2], parts[2::2], strict=True))
-
-
-def places(sections: dict[str, str], note: str) -> list[str]:
-    return [heading for heading, html in sections.items() if NOTES[note] in html]
-
-
-def test_notes_stand_where_they_hold() -> None:
-    attentive, random = "The patches most similar to the right caption are masked", "Random patches are masked"
-    one = page_of({"a": {}})
-    assert not [note for note in NOTES if places(one, note)]
-    two = page_of({"a": {"norm_pix": True}, "b": {"read": False}})
-    assert places(two, "apart") == [attentive]  # its patches differ from model to model, the random ones do not
-    assert [heading for heading in two if "– a" in heading] == places(two, "norm_pix")
-    assert not places(two, "unread")  # one of them reads
-    assert places(page_of({"b": {"read": False}}), "unread") == [attentive, random]
-
-
-def test_a_reconstruction_worse_than_one_colour_is_remarked() -> None:
-    both = ["The patches most similar to the right caption are masked", "Random patches are masked"]
-    assert places(page_of({"a": {"l1": 0.9}}), "flat") == both
-    assert places(page_of({"a": {"l1": 0.9, "read": False}}), "flat") == both
-    given = page_of({"a": {"l1": 0.7, "norm_pix": True}, "b": {"l1": 0.7}})  # a knows each patch's true mean
-    assert places(given, "flat") == both
-    for html in (given[heading] for heading in both):
-        assert re.findall(r"(\w): from its caption.*true mean \(L1 0.7000, against 0.6000\)", html) == ["a"]
-
-
-def test_the_verb_warns_of_it(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    evaluate(matcher(), "reconstruction", parse_scenes("scenes:test?n=4", 32))  # random weights
-    said = [message for message in caplog.messages if "truncated" not in message]
-    assert [message.split()[0] for message in said] == ["attentive", "random"]
-    assert all(NOTES["flat"] in message for message in said)
-    caplog.clear()
-
-    def perfect(model: Any, images: Tensor, hidden: Tensor, guides: list[Texts], settings: Any) -> list[Tensor]:
-        return [masked_images.pixels(model, images, hidden, norm_pix=False)] * len(guides)
-
-    monkeypatch.setattr("kiloword.evaluation.reconstruction.task.reconstruct", perfect)
-    evaluate(matcher(), "reconstruction", parse_scenes("scenes:test?n=4", 32))
-    assert all("truncated" in message for message in caplog.messages)
+def test_the_page_shows_what_each_caption_paints(tmp_path: Path) -> None:
+    blocks: list[Block] = []
+    evaluate(matcher(), "reconstruction", parse_scenes("scenes:test?n=10", 32), batch=4, blocks=blocks)
+    galleries = [one for one in blocks if isinstance(one, Gallery)]
+    assert len(galleries) == 16
+    for one in galleries:
+        assert [tile.lines[0].split()[0] for tile in one.tiles] == ["original", "hidden", "right", "wrong", "none"]
+        original, *painted = (tile.image.reshape(4, 8, 4, 8, 3) for tile in one.tiles)
+        changed = [(image != original).any((1, 3, 4)) for image in painted]  # [4, 4] patches
+        assert all((patches == changed[0]).all() for patches in changed)
+        assert changed[0].sum() == 8
+    write_page(tmp_path / "r.html", Page("Painted", "", {"a": blocks}))
+    assert "wrong" in (tmp_path / "r.html").read_text(encoding="utf-8")
