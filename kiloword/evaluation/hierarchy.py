@@ -19,7 +19,7 @@ from kiloword.distributed.sharing import in_turns, is_first
 from kiloword.evaluation.calibration import defined, spearman
 from kiloword.evaluation.features import seen
 from kiloword.evaluation.metrics import check_scores
-from kiloword.evaluation.retrieval.relevance import Score
+from kiloword.evaluation.retrieval import Score
 from kiloword.evaluation.task import Findings, Inputs, Task
 from kiloword.methods.prolip.gaussian import inclusion, log_inclusion, variance_sum
 from kiloword.model.encoding import chunks, join, rows

@@ -24,8 +24,7 @@ from kiloword.evaluation.classes import classes_of
 from kiloword.evaluation.features import seen
 from kiloword.evaluation.hierarchy import bars, boxes, pixels_of, read
 from kiloword.evaluation.metrics import hit, standing
-from kiloword.evaluation.retrieval.relevance import PANEL
-from kiloword.evaluation.retrieval.task import standings
+from kiloword.evaluation.retrieval import PANEL, standings
 from kiloword.evaluation.task import ClassNames, Findings, Inputs, Prompts, PythonOnly, Task
 from kiloword.evaluation.zeroshot.task import classifier, templates_of
 from kiloword.methods.prolip.gaussian import csd, inclusion, variance_sum
