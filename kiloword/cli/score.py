@@ -48,7 +48,7 @@ def score(
         model: model folder.
         images: image files, or folders with subfolders.
         texts: texts to score.
-        explain: folder for IMAGE.png (attention maps), weights.json; with decoders also IMAGE-inside.png, inside.json.
+        explain: folder for IMAGE.html, IMAGE.png (attention maps), weights.json; with decoders also inside.json.
         maps: with explain, attention of the image tower's last block (default: last), or rollout over all blocks.
         plane: write a page with the images and texts in a plane, Gaussians as ellipses, to this file.
         beside: with plane, further model folders, such as one without Gaussians.
@@ -72,13 +72,13 @@ def score(
     if explain is not None:
         from kiloword.explain.sheets import planned, write
 
-        planned(explain, matcher, images, explain_what or None)
+        planned(matcher, explain_what)
     with naming_truncated():
         _print(images, texts, matcher.score(list(images), list(texts), nearest).tolist())
         if plane is not None:
             _draw_plane(plane, dict(zip(names, [matcher, *others], strict=True)), images, texts)
         if explain is not None:
-            say(*write(explain, matcher, images, texts, maps or "last", explain_what or None))
+            say(*write(explain, matcher, images, texts, maps or "last", explain_what))
 
 
 def _check_flags(

@@ -10,34 +10,29 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from string import ascii_uppercase
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
 from kiloword.data.images.decode import decode
 from kiloword.data.sample import MAX_IMAGE, read_whole
-from kiloword.report import Html, made_by, page, percent, scatter, section, signed, table, tiles, write
-from kiloword.report.images import Pixels
-from kiloword.report.plots import Dots
+from kiloword.report import Block, Gallery, Page, Plot, Table, Text, Tile, made_by, percent, thumbnail, write_page
 from kiloword.types import Features
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
     from kiloword.api import Matcher
 
 STDS = 2  # standard deviations, of the ellipses
 CORNERS = 48  # of an ellipse
 MOST = 200  # images and texts of a page, at most
-SIDE = 160  # largest side of an image of the page, in pixels
 _INTRO = (
     "Near points are alike to the model. A dot is a text, a square an image; an ellipse around it reaches "
-    f"{STDS} standard deviations to each side, where the model has Gaussians: the wider, the less certain. A wide "
-    "ellipse of a text that covers those of images says that the text is true of all of them.\n\n"
-    "The axes are the two directions in which the points of this page vary most, each with a scale of its own, so that "
-    "planes of two models cannot be compared point by point, only by what lies near what."
+    f"{STDS} standard deviations to each side, where the model has Gaussians: the wider, the less certain.\n\n"
+    "The axes are the two directions in which the points of this page vary most, so that planes of two models cannot "
+    "be compared point by point, only by what lies near what."
 )
 
 
@@ -52,12 +47,11 @@ class Projection:
 
 def project(parts: Sequence[Features]) -> Projection:
     """Features of several kinds, one after the other, in the plane of their means' two principal components."""
-    several = [{name: part[name].double().cpu() for name in ("vec", "log_var") if name in part} for part in parts]
-    means = torch.cat([part["vec"] for part in several])
+    means = torch.cat([part["vec"].double().cpu() for part in parts])
     axes, share = principal(means)
     spread = None
-    if all("log_var" in part for part in several):
-        variances = torch.cat([part["log_var"] for part in several]).exp()
+    if all("log_var" in part for part in parts):
+        variances = torch.cat([part["log_var"].double().cpu() for part in parts]).exp()
         spread = torch.einsum("ad,nd,bd->nab", axes, variances, axes)
     return Projection((means - means.mean(0)) @ axes.T, spread, share)
 
@@ -91,47 +85,41 @@ def components(share: Tensor) -> list[str]:
 def write_plane(path: Path, models: Mapping[str, Matcher], images: Sequence[Path], texts: Sequence[str]) -> None:
     """Write a page with the same images and texts in a plane of each model.
 
-    Raises: ValueError for fewer than 2 or more than MOST points, and where the file cannot be written.
+    Errors: ValueError for fewer than 2 or more than MOST points, and where the file cannot be written.
     """
     count = len(images) + len(texts)
     if not 2 <= count <= MOST:
         raise ValueError(f"--plane got {count} images and texts: expected 2 to {MOST} in all.")
-    names = [str(n + 1) for n in range(len(images))], [_letters(n) for n in range(len(texts))]
-    planes = [_plane(name, matcher, images, texts, names) for name, matcher in models.items()]
-    small = [(_small(path), f"{name}: {path.name}") for name, path in zip(names[0], images, strict=True)]
-    key = [tiles(small)] if small else []
-    rows = [[name, text] for name, text in zip(names[1], texts, strict=True)]
-    points = section("The points", *key, table(rows, ["", "text"]))
-    html = page("Images and texts in a plane", _INTRO, [points, *planes])
-    write(path, signed(html, made_by()))
+    names = [f"image {n + 1}" for n in range(len(images))], [f"text {n + 1}" for n in range(len(texts))]
+    files = (
+        (name, file, decode(read_whole(file, "it", MAX_IMAGE))) for name, file in zip(names[0], images, strict=True)
+    )
+    small = Gallery([Tile(thumbnail(image, 160), [f"{name}: {file.name}"]) for name, file, image in files], columns=6)
+    points: list[Block] = [small, Table(list(zip(names[1], texts, strict=True)), ["", "text"])]
+    planes = {name: _plane(matcher, images, texts, [*names[0], *names[1]]) for name, matcher in models.items()}
+    write_page(path, Page("Images and texts in a plane", _INTRO, {"The points": points, **planes}, made_by()))
 
 
-def _plane(
-    name: str, matcher: Matcher, images: Sequence[Path], texts: Sequence[str], names: tuple[list[str], list[str]]
-) -> tuple[str, Html]:
+def _plane(matcher: Matcher, images: Sequence[Path], texts: Sequence[str], names: Sequence[str]) -> list[Block]:
     parts = [matcher.encode_image(list(images))] if images else []
     parts += [matcher.encode_text(list(texts))] if texts else []
-    plane = project(parts)
-    points = [(x, y) for x, y in plane.means.tolist()]
+    plane, n = project(parts), len(images)
     rings = [] if plane.spread is None else list(map(outline, plane.means, plane.spread))
-    n = len(images)
-    sides = {"images": Dots([], points[:n], rings[:n]), "texts": Dots(points[n:], [], rings[n:])}
-    drawn = {side: dots for side, dots in sides.items() if dots.dots or dots.squares}
-    labels = [(x, y, label) for (x, y), label in zip(points, [*names[0], *names[1]], strict=True)]
+
+    def draw(axes: Axes) -> None:
+        for kind, marker, colour, part in (("images", "s", "C0", slice(n)), ("texts", "o", "C1", slice(n, None))):
+            points = plane.means[part]
+            axes.scatter(points[:, 0], points[:, 1], 16, colour, marker=marker, label=kind if len(points) else None)
+            for ring in rings[part]:
+                axes.fill(*zip(*ring, strict=True), facecolor=colour, edgecolor=colour, alpha=0.2, linewidth=1)
+        for name, point in zip(names, plane.means.tolist(), strict=True):
+            axes.annotate(name, point, (4, 3), textcoords="offset points", fontsize=8)
+        across, up = components(plane.share)
+        axes.set(xlabel=across, ylabel=up)
+
     below = "This model has no Gaussians: everything is a point."
     if plane.spread is not None:
         sums = torch.cat([matcher.uncertainty(part).double().cpu() for part in parts]).tolist()
-        uncertainties = ", ".join(f"{label} {value:#.3g}" for (*_, label), value in zip(labels, sums, strict=True))
-        below = f"Uncertainty (sum of variances): {uncertainties}."
-    return section(name, scatter(drawn, *components(plane.share), labels=labels), below)
-
-
-def _letters(n: int) -> str:
-    """A, B, ..., Z, AA, AB, ..."""
-    return ascii_uppercase[n] if n < 26 else _letters(n // 26 - 1) + ascii_uppercase[n % 26]
-
-
-def _small(path: Path) -> Pixels:
-    image = Image.fromarray(decode(read_whole(path, "it", MAX_IMAGE)))
-    image.thumbnail((SIDE, SIDE))
-    return np.asarray(image)
+        each = ", ".join(f"{name} {value:#.3g}" for name, value in zip(names, sums, strict=True))
+        below = f"Uncertainty (sum of variances): {each}."
+    return [Plot(draw, f"{n} images and {len(texts)} texts in a plane", height=4), Text(below)]

@@ -40,12 +40,6 @@ def mim_settings(matcher: Matcher) -> MimSettings:
     return settings
 
 
-def paints(matcher: Matcher) -> bool:
-    """Whether the model reconstructs pixels."""
-    settings = _term_settings(matcher, "mim")
-    return "image_decoder" in matcher.model.more and getattr(settings, "mim_target", None) == "pixels"
-
-
 def mask_settings(matcher: Matcher) -> tuple[MaskSettings, float, float]:
     """Mask settings, share of patches masked for the image decoder, and share masked for the text decoder.
 
@@ -60,8 +54,8 @@ def mask_settings(matcher: Matcher) -> tuple[MaskSettings, float, float]:
 
 def masked_by_caption(matcher: Matcher) -> bool:
     """Whether the model was trained with attentive masks."""
-    names = ("mim", "mim_mask"), ("caption", "caption_mask")
-    return any(getattr(_term_settings(matcher, term), name, None) == "attentive" for term, name in names)
+    mim, caption = _term_settings(matcher, "mim"), _term_settings(matcher, "caption")
+    return "attentive" in (getattr(mim, "mim_mask", ""), getattr(caption, "caption_mask", ""))
 
 
 def _term_settings(matcher: Matcher, name: str) -> object:

@@ -18,8 +18,8 @@ from kiloword.data.scenes.source import parse_scenes
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.evaluation import evaluate
 from kiloword.evaluation.reconstruction import values, wrong_captions
+from kiloword.explain.inside import possible
 from kiloword.explain.reconstruct import caption_similarity, fill, mask_settings, mean_colour, mim_settings, reconstruct
-from kiloword.explain.strips import possible
 from kiloword.methods.coca import masking
 from kiloword.methods.coca import sycoca as masked_images
 from kiloword.methods.coca.masking import MaskSettings

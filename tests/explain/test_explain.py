@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,23 +12,27 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image, ImageFont
+from PIL import Image
 from torch import Tensor
 
 from kiloword.api import Matcher
 from kiloword.cli.main import main
 from kiloword.config.recipes import HeadConfig, ImageConfig, ModelConfig, ModelFile, sizes
 from kiloword.data.text.tokenizer import Tokenizer
-from kiloword.explain.maps import Explanation, attentions, probabilities, rollout, token_maps
-from kiloword.explain.sheets import TOP, _large, file_names, write
+from kiloword.explain.inside import SIDE, possible
+from kiloword.explain.maps import Explanation, attentions, explain, probabilities, rollout, token_maps
+from kiloword.explain.plane import STDS, outline, project
+from kiloword.explain.reconstruct import mim_settings, reconstruct
+from kiloword.explain.sheets import TOP, write
+from kiloword.methods.coca import sycoca
 from kiloword.methods.registry import preset
 from kiloword.model.heads import Pooling, Single
 from kiloword.models.build import build
 from kiloword.models.model_folder import save_model
-from kiloword.report.overlay import SIDE, SMALL, Row, TokenMap, figure, overlay, square, wrap
 from kiloword.types import Features
+from kiloword.verify.batch import batch
+from kiloword.verify.batch import config as trunk_config
 from noise import noise, noise_file
-from sheets import holds
 
 CAPTIONS = ["a red circle", "two blue squares", "a green star left of a circle"]
 IMAGE = ImageConfig(size=48, patch=16, width=32, depth=3, heads=2, mlp=64, extra_tokens=2)  # 3 + 9 tokens
@@ -147,19 +152,6 @@ def test_what_patches_add_is_the_cosine(pool: str, projected: bool) -> None:
     assert found.weights is found.tokens is found.entropy is None
 
 
-def test_what_a_patch_adds_is_what_the_cosine_loses_without_it() -> None:
-    """Mean pooling, to first order: the pooled vector without one patch's part, at the same length."""
-    model = matcher("mean")
-    found = model.explain(pixels(1), CAPTIONS)
-    pooling = model.model.head.pooling
-    with torch.no_grad():
-        tokens = model.model.encode_image(pixels(1))[0]
-        whole = pooling.project_image_tokens(tokens[0, 3:].mean(0))
-        less = pooling.project_image_tokens(tokens[0, 3:].mean(0) - tokens[0, 3 + 4] / 9)
-        lost = model.encode_text(CAPTIONS)["vec"] @ (whole - less) / whole.norm()
-    torch.testing.assert_close(found.maps[0, :, 4], lost)
-
-
 @pytest.mark.parametrize("pool", ["cls", "map"])
 def test_pooling_by_attention_looks_the_same_way_for_every_text(pool: str) -> None:
     found = matcher(pool).explain(pixels(2), CAPTIONS)
@@ -195,120 +187,147 @@ def test_registers_and_averages_show_the_tokens_that_are_read() -> None:
         llip(pool="learned_average").explain(pixels(2), CAPTIONS)
 
 
-def test_look_of_attention_pooling_is_what_it_pools_by() -> None:
-    pooling = matcher("map").model.head.pooling
-    probe = pooling.image_pool.map
-    patches = torch.randn(1, 9, 32, generator=torch.Generator().manual_seed(0))
+@pytest.mark.parametrize("depth", [0, 2])
+def test_contributions_of_a_trunk_s_tokens_are_the_cosine(depth: int) -> None:
+    small = trunk_config("frozen")
+    image = replace(small.image, depth=depth, class_token=False)
+    model = build(replace(small, image=image, head=replace(small.head, image_pool="max")), preset("siglip"), 0).double()
+    data = batch(0, 4, trunks="frozen")
     with torch.no_grad():
-        probe.kv.weight[32:] = torch.eye(32)  # values are the patches, and
-        probe.kv.bias.zero_()
-        probe.kv.weight[:32] = torch.cat([probe.kv.weight[:16]] * 2)  # both heads look alike
-        probe.q.weight[16:] = probe.q.weight[:16]
-        probe.q.bias.zero_()
-        probe.out.weight.copy_(torch.eye(32))
-        probe.out.bias.zero_()
-        probe.mlp.proj.weight.zero_()
-        probe.mlp.proj.bias.zero_()
-        torch.testing.assert_close(probe.look(patches) @ patches[0], probe(patches))
+        texts = model.encode_text(data.texts)[1]
+        shown = explain(model, data.images, texts, "rollout")
+        assert torch.allclose(shown.maps.sum(-1), model.encode_image(data.images)[1]["vec"] @ texts["vec"].T, atol=1e-6)
+    assert shown.maps.std() > 0
 
 
-def test_overlay_glows_where_the_map_is_high_and_not_without_preference() -> None:
-    grey = np.full((64, 64, 3), 120, np.uint8)
-    one = np.zeros((4, 4))
-    one[0, 3] = 1.0
-    lit = np.asarray(overlay(grey, one, 64)).astype(int)
-    assert lit[6, 58, 0] - lit[6, 58, 2] > 30  # orange
-    assert np.ptp(lit[40, 10]) == 0  # grey
-    quarter = np.zeros((8, 8))
-    quarter[2:6, 2:6] = 1.0
-    between = np.asarray(overlay(grey, quarter, 64))  # resized, it is more than 1 within its edge, less than 0 outside
-    assert (between.min((0, 1)).tolist(), between.max((0, 1)).tolist()) == ([136, 133, 48], [208, 136, 136])
-    flat = np.asarray(overlay(grey, np.full((4, 4), 1 / 16), 64)).astype(int)
-    assert np.ptp(flat[32, 32]) == 0
-    slight = np.asarray(overlay(grey, np.full((4, 4), 1.0) + 0.2 * one, 64)).astype(int)
-    assert 0 < np.ptp(slight[6, 58]) < np.ptp(lit[6, 58]) / 5
-    against = np.asarray(overlay(grey, -one, 64)).astype(int)
-    assert np.ptp(against[6, 58]) == 0
+def coca(method: str = "sycoca", pool: str = "cls", **settings: Any) -> Matcher:
+    made = preset(method, settings)
+    head = HeadConfig(dim=16, pool_heads=2, image_pool=pool, pool_queries=3 if pool == "attentional" else 256)
+    small = replace(sizes()["debug"], image=replace(IMAGE, depth=1, extra_tokens=0), head=head)
+    return Matcher(build(made.shape(small), made, seed=1), Tokenizer.train(CAPTIONS * 2, 300), made)
 
 
-def test_figure_has_room_for_all(tmp_path: Path) -> None:
-    grey = np.full((64, 64, 3), 120, np.uint8)
-    plain = figure(grey, "a.png", "about", [Row("a dog", "score 0.1", np.ones((2, 2)))])
-    token = TokenMap("token 0", 1.0, np.ones((2, 2)))
-    rows = [Row("a dog " * 90, "score 0.1", np.ones((2, 2)), [token] * 4, np.ones((8, n)) / n) for n in (1, 3, 500)]
-    full = figure(grey, "x" * 300, "about " * 200, rows)
-    assert full.width > plain.width >= 640
-    assert full.height > 3 * 240
-    assert max(len(line) for line in wrap("w" * 200 + " word", ImageFont.load_default(14), 80, 3)) < 20
+def test_what_models_can_show() -> None:
+    assert possible(coca()) == ("words", "gradcam", "masks", "reconstruction")
+    assert possible(coca("coca")) == ("words", "gradcam", "masks")
+    assert possible(coca("clip+mim")) == ("gradcam", "masks", "reconstruction")
+    assert possible(coca("clip")) == ()
 
 
-def test_files_of_score_explain(tmp_path: Path) -> None:
+def test_files_of_mixing_weights(tmp_path: Path) -> None:
     images = [noise_file(tmp_path / "a.jpg"), noise_file(tmp_path / "b" / "a.png", 30, 90)]
-    lines = write(tmp_path / "deep" / "out", matcher(mixed=3), images, CAPTIONS[:1])
+    lines = write(tmp_path / "deep" / "out", matcher(mixed=12), images, ["a <b>", "a " * 90])
     document = json.loads((tmp_path / "deep" / "out" / "weights.json").read_text())
-    assert document["tokens"] == ["class token", "token 1", "token 2"]
-    assert [p["figure"] for p in document["images"]] == ["a.png", "a-2.png"]
-    for shown in document["images"]:
-        with Image.open(tmp_path / "deep" / "out" / shown["figure"]) as png:
-            assert png.format == "PNG"
-            assert 800 < png.width < 2400
-        (pair,) = shown["texts"]
-        weights = np.array(pair["weights"])
-        assert weights.shape == (2, 3)
-        np.testing.assert_allclose(weights.sum(1), 1, rtol=1e-5)
-        assert [t["share"] for t in pair["top"]] == pytest.approx(sorted(weights.mean(0), reverse=True)[:TOP])
-        assert pair["top"][0]["place"] == weights.mean(0).argmax()
-        assert any(f"entropy {pair['entropy']:.2f}" in line for line in lines)
+    names = document["tokens"]
+    assert (names[0], names[2:4], names[-1]) == ("class token", ["token 2", "patch 0, 0"], "patch 2, 2")
+    assert [image["figure"] for image in document["images"]] == ["a.png", "a-2.png"]
+    with pytest.raises(ValueError, match="over the image"):
+        write(tmp_path / "b", matcher(), images[1:], ["a"])
+    for image in document["images"]:
+        with Image.open(tmp_path / "deep" / "out" / image["figure"]) as png:
+            assert png.size == (3 * SIDE, SIDE)
+        page = (tmp_path / "deep" / "out" / image["figure"].replace("png", "html")).read_text()
+        assert page.count("<img") == 1 + 2 * (1 + TOP)
+        assert "a &lt;b&gt;" in page
+        assert "too long: the model reads" in page
+        for found in image["texts"]:
+            weights = np.array(found["weights"])
+            np.testing.assert_allclose(weights.sum(1), 1, rtol=1e-5)
+            assert [t["share"] for t in found["top"]] == pytest.approx(sorted(weights.mean(0), reverse=True)[:TOP])
+            assert any(f"entropy {found['entropy']:.2f}" in line for line in lines)
 
 
-def test_figures_hold_the_image_and_the_maps_of_every_text(tmp_path: Path) -> None:
-    model, path = matcher(mixed=3), noise_file(tmp_path / "a.jpg", 300, 300)
-    write(tmp_path / "out", model, [path], CAPTIONS[:2])
-    found, large = model.explain(path, CAPTIONS[:2]), _large(model, path)
-    assert found.tokens is not None
-    with Image.open(tmp_path / "out" / "a.png") as png:
-        sheet = png.convert("RGB")
-    assert holds(sheet, square(large, 130))
-    texts = json.loads((tmp_path / "out" / "weights.json").read_text())["images"][0]["texts"]
-    for t, text in enumerate(texts):
-        assert holds(sheet, overlay(large, found.maps[0, t].view(found.grid).numpy(), SIDE))
-        for one in text["top"]:
-            looks = found.tokens[0, one["place"]].view(found.grid).numpy()
-            assert holds(sheet, overlay(large, looks, SMALL))
-    assert not holds(sheet, overlay(large, np.arange(9.0).reshape(3, 3), SIDE))
+def test_values_and_pages_of_decoders(tmp_path: Path) -> None:
+    model, image = coca(), noise_file(tmp_path / "a.jpg")
+    captions = [*CAPTIONS[:2], ""]
+    write(tmp_path / "out", model, [image], captions)
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"a.html", "a.png", "weights.json", "inside.json"}
+    (shown,) = json.loads((tmp_path / "out" / "inside.json").read_text())["images"]
+    assert shown["image"] == str(image)
+    for text, found in zip(captions, shown["texts"], strict=True):
+        assert [word["word"] for word in found["words"]] == [*text.split(), "(end)"]
+        assert sum(found["words"][0]["map"]) == pytest.approx(1, rel=1e-5)
+        assert set(found["gradcam"]) == {"for the score", "for writing the caption"}
+        masks = found["masks"]
+        order = sorted(range(9), key=lambda p: -masks["similarity"][p])
+        assert masks["most"] == sorted(order[:4]) == found["reconstruction"]["hidden"]
+        assert masks["least"] == sorted(sorted(range(9), key=lambda p: masks["similarity"][p])[:4])
+        with torch.no_grad():
+            pixels, none = model.pixels([image]), model.tokenizer.encode([""], model.model.config.text)
+            hidden = torch.tensor([masks["most"]])
+            (painted,) = reconstruct(model.model, pixels, hidden, [none], mim_settings(model))
+            true = sycoca.pixels(model.model, pixels, hidden, norm_pix=False)
+        assert found["reconstruction"]["l1"]["from no caption"] == pytest.approx(
+            float((painted - true).abs().mean()), 1e-4
+        )
+    names = ["from this caption", "from “two blue squares”", "from no caption"]
+    assert list(shown["texts"][0]["reconstruction"]["l1"]) == names
+    page = (tmp_path / "out" / "a.html").read_text()
+    tiles = [1 + words + 2 + 3 + 2 + guides for words, guides in ((3, 3), (3, 3), (1, 2))]
+    assert page.count("<img") == 1 + sum(tiles)
 
 
-def test_patches_that_are_mixed_are_named_by_their_place(tmp_path: Path) -> None:
-    write(tmp_path, matcher(mixed=12), [noise_file(tmp_path / "a.jpg")], CAPTIONS)
-    names = json.loads((tmp_path / "weights.json").read_text())["tokens"]
-    assert len(names) == 12
-    assert names[3:5] == ["patch 0, 0", "patch 0, 1"]
-    assert names[-1] == "patch 2, 2"
+@pytest.mark.parametrize("settings", [{"guide": "none"}, {"norm_pix": True, "mim_op": "drop"}, {"mim_mask": "random"}])
+def test_every_way_of_painting(settings: dict[str, Any], tmp_path: Path) -> None:
+    write(tmp_path, coca(**settings), [noise_file(tmp_path / "a.jpg")], CAPTIONS[:2], what=["reconstruction"])
+    found = [
+        text["reconstruction"] for text in json.loads((tmp_path / "inside.json").read_text())["images"][0]["texts"]
+    ]
+    assert len(found[0]["l1"]) == (1 if settings.get("guide") == "none" else 3)
+    assert (found[0]["hidden"] == found[1]["hidden"]) == (settings.get("mim_mask") == "random")
 
 
-def test_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = matcher("max")
-    file = ModelFile(method="siglip", settings={}, model=model.model.config)
-    save_model(tmp_path / "model", model.model, model.tokenizer, file)
-    shown = ["--images", str(noise_file(tmp_path / "a.jpg")), "--texts", "a red circle"]
-    main(["score", str(tmp_path / "model"), *shown, "--explain", str(tmp_path / "out")])
-    said = capsys.readouterr().out
-    assert "What each patch adds to the score." in said
-    assert (tmp_path / "out" / "a.png").exists()
-    assert "weights" not in json.loads((tmp_path / "out" / "weights.json").read_text())["images"][0]["texts"][0]
+def test_verb_draws_what_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = saved(tmp_path / "model", coca("coca"), "coca")
+    shown = ["score", folder, "--images", str(noise_file(tmp_path / "a.jpg")), "--texts", "a zebra", "a"]
+    main([*shown, "--explain", str(tmp_path / "out"), "--explain-what", "words"])
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"a.html", "inside.json"}
+    main([*shown, "--explain", str(tmp_path / "maps"), "--explain-what", "maps"])
+    assert {path.name for path in (tmp_path / "maps").iterdir()} == {"a.html", "a.png", "weights.json"}
+    for flags, word in (
+        (["--explain-what", "words"], "--explain"),
+        (["--explain", str(tmp_path / "x"), "--explain-what", "reconstruction"], "no image decoder"),
+    ):
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stopped:
+            main([*shown, *flags])
+        said = capsys.readouterr()
+        assert (stopped.value.code, said.out.count("a zebra")) == (2, 0)  # before anything is scored
+        assert word in said.err
+
+
+def saved(folder: Path, model: Matcher, method: str) -> str:
+    save_model(folder, model.model, model.tokenizer, ModelFile(method=method, settings={}, model=model.model.config))
+    return str(folder)
+
+
+def test_planes_of_two_models(tmp_path: Path) -> None:
+    models = [saved(tmp_path / method, coca(method), method) for method in ("prolip", "siglip")]
+    images = [str(noise_file(tmp_path / f"{n}.png")) for n in range(3)]
+    plane = ["--plane", str(tmp_path / "p.html"), "--beside", models[1]]
+    main(["score", models[0], "--images", *images, "--texts", "a <b>", "two", *plane])
+    page = (tmp_path / "p.html").read_text()
+    assert page.count("<img") == 3
+    assert "a &lt;b&gt;" in page
+    for name in ("image 1", "text 2"):
+        assert len(re.findall(rf">{name}</text>", page)) == 4  # of two models, each for wide and narrow screens
+    assert page.index(">prolip<") < page.index("Uncertainty (sum of variances)") < page.index("has no Gaussians")
     with pytest.raises(SystemExit):
-        main(["score", str(tmp_path / "model"), *shown, "--explain", str(tmp_path / "a.jpg")])
-    assert "is a file. Expected a folder" in capsys.readouterr().err
+        main(["score", models[0], "--images", images[0], "--texts", *["x"] * 200, *plane])
 
 
-def test_a_image_is_never_overwritten(tmp_path: Path) -> None:
-    photo = noise_file(tmp_path / "a.png")
-    before = photo.read_bytes()
-    with pytest.raises(ValueError, match=r"over the image .*a\.png: choose another folder"):
-        write(tmp_path / "x" / "..", matcher(), [noise_file(tmp_path / "b.jpg"), photo], CAPTIONS)
-    assert photo.read_bytes() == before
-    assert not (tmp_path / "b.png").exists()
-
-
-def test_file_names_are_unique() -> None:
-    assert file_names([Path("x/a.png"), Path("y/a.jpg"), Path("a-2.png")]) == ["a.png", "a-2.png", "a-2-2.png"]
+def test_projection_is_that_of_principal_components_and_keeps_distances_of_gaussians() -> None:
+    generator = torch.Generator().manual_seed(0)
+    part = {name: torch.randn(5, 8, generator=generator) for name in ("vec", "log_var")}
+    plane = project([{name: value[:2] for name, value in part.items()}, {n: v[2:] for n, v in part.items()}])
+    centred = part["vec"].double().numpy() - part["vec"].double().numpy().mean(0)
+    u, s, _ = np.linalg.svd(centred)
+    np.testing.assert_allclose(plane.means.abs().numpy(), np.abs(u * s)[:, :2], atol=1e-9)
+    axes = np.linalg.lstsq(centred, plane.means.numpy(), rcond=None)[0].T  # [2, D]
+    assert plane.spread is not None
+    for n in range(5):
+        expected = axes @ np.diag(np.exp(part["log_var"][n].double().numpy())) @ axes.T
+        np.testing.assert_allclose(plane.spread[n].numpy(), expected, atol=1e-9)
+    for point in outline(plane.means[0], plane.spread[0]):
+        away = torch.tensor(point).double() - plane.means[0]
+        assert math.sqrt(float(away @ torch.linalg.inv(plane.spread[0]) @ away)) == pytest.approx(STDS)

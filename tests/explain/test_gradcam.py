@@ -106,15 +106,9 @@ def test_against_finite_differences(target: Any, layer: int, stem: str) -> None:
     assert (found == 0).any()
 
 
-@pytest.mark.parametrize("pool", ["cls", "max", "map", "attentional"])
-def test_every_pooling(pool: str) -> None:
-    found = gradcam(matcher(pool=pool), pixels(), CAPTIONS)
-    assert found.shape == (2, 3, 4)
-    assert found.isfinite().all()
-
-
 def test_no_patch_of_the_last_layer_speaks_through_a_class_token() -> None:
     assert (gradcam(matcher(pool="cls"), pixels(), CAPTIONS, "score", 2) == 0).all()
+    assert (gradcam(matcher(pool="cls"), pixels(), CAPTIONS) > 0).any()
 
 
 def test_models_of_other_methods_and_half_precision() -> None:
@@ -140,21 +134,19 @@ def test_a_graph_holds_some_images_and_the_maps_are_those_of_each_alone(target: 
     assert torch.allclose(together, alone, atol=1e-12)
 
 
-def test_nothing_changes_and_nothing_stays() -> None:
+def test_nothing_changes_and_what_cannot_be_is_refused() -> None:
     model = matcher()
     model.model.train()
     before = model.score(pixels(), CAPTIONS)
     gradcam(model, pixels(), CAPTIONS)
     assert model.model.training
     assert all(parameter.grad is None for parameter in model.model.parameters())
-    assert not any(part._forward_hooks for part in model.model.modules())
     torch.testing.assert_close(model.score(pixels(), CAPTIONS), before, rtol=0, atol=0)
-
-
-def test_what_cannot_be_is_refused() -> None:
-    with pytest.raises(ValueError, match="layer is 3: expected 0, the stem, or the number of a block up to 2"):
-        gradcam(matcher(), pixels(), CAPTIONS, layer=3)
-    with pytest.raises(ValueError, match="no texts"):
-        gradcam(matcher(), pixels(), [])
-    with pytest.raises(ValueError, match="target is 'words': expected score or caption"):
-        gradcam(matcher(), pixels(), ["a"], target="words")  # type: ignore[arg-type]
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"layer": 3}, "layer"),
+        ({"texts": []}, "no texts"),
+        ({"target": "x"}, "target"),
+    ]
+    for words, said in wrong:
+        with pytest.raises(ValueError, match=said):
+            gradcam(model, pixels(), **{"texts": CAPTIONS, **words})
