@@ -23,7 +23,7 @@ import tyro
 from docstring_parser import parse
 
 from kiloword.apps.plan.request import Plan
-from kiloword.cli.evaluate import SUITE, SuiteWords
+from kiloword.cli.evaluate import EvaluateSuite
 from kiloword.cli.evaluate import flags as words_of_task
 from kiloword.cli.main import VERBS, declared
 from kiloword.cli.sweep import SweepOptions
@@ -242,8 +242,10 @@ def evaluation() -> str:
         spec = parser_spec(partial(_parse, words_of_task(task)))
         rows = [Row("MODEL", "str ...", "required", "", task.models), *flags(spec, limits_of(task.options()))]
         parts += [f"## kiloword eval {task.name}", prose(task.help), table(rows)]
-    suite = parser_spec(partial(_parse, SuiteWords))
-    return "\n\n".join([*parts, "## kiloword eval suite", prose(SUITE), table(list(flags(suite, {})))])
+    suite = parser_spec(partial(_parse, EvaluateSuite))
+    return "\n\n".join(
+        [*parts, "## kiloword eval suite", prose(str(EvaluateSuite.__doc__)), table(list(flags(suite, {})))]
+    )
 
 
 def _parse(kind: Any, words: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""The verb eval: a subcommand per task, whose flags are its options, and `suite`. No torch at import."""
+"""The verb eval: a task, whose flags are its options, or a suite. No torch at import: help is instant."""
 
 from __future__ import annotations
 
@@ -10,33 +10,32 @@ from typing import Annotated, Any
 import tyro
 from tyro.conf import Positional, arg
 
-from kiloword.config.execution import REQUIRED
-from kiloword.evaluation import TASKS, command, find
+from kiloword.config.execution import REQUIRED, Flat, Some
+from kiloword.evaluation import TASKS, find
 from kiloword.evaluation.command import Execution
 from kiloword.evaluation.suite import Output, names
 from kiloword.evaluation.task import Task
+from kiloword.terminal import say
 
-EXAMPLE = "kiloword eval retrieval runs/first/model --data scenes:test"
-SUITE = "Evaluate on all data sets of a suite in one table: eval suite SUITE MODEL --data ROOT."
+MODELS = "MODEL [MODEL ...]"
 
 
-def main(argv: Sequence[str]) -> None:
-    """Evaluate models by a task: kiloword eval TASK MODEL --data SRC (`kiloword eval --help` lists the tasks)."""
-    if {"-h", "--help"} & set(argv[:1]):
-        _overview()
-    if argv[:1] == ["suite"]:
-        _suite(argv[1:])
-        return
-    task = _task_of(argv)
-    words: Any = tyro.cli(flags(task), args=argv[1:], prog=f"kiloword eval {task.name}", description=task.help)
-    if not words.models:
-        raise ValueError(f"eval {task.name} needs a model: kiloword eval {task.name} MODEL --data SRC.")
-    command.main(task, words.models, words.data, words.options, words.execution, words.json, words.html)
+class Evaluate:
+    """The words of `eval TASK`, read; the fields are those of `flags`."""
+
+    task: Task
+
+    def run(self) -> None:
+        """Evaluate, print, and write what is asked for."""
+        from kiloword.evaluation.command import main
+
+        words: Any = self
+        main(self.task, words.models, words.data, words.options, words.execution, words.json, words.html)
 
 
 def flags(task: Task) -> type:
     """The words of a task's command line: models and data, the task's options, and those that all tasks share."""
-    models = Annotated[Positional[tuple[str, ...]], arg(metavar="MODEL [MODEL ...]", help=task.models), REQUIRED]
+    models = Annotated[Positional[tuple[str, ...]], arg(metavar=MODELS, help=task.models), REQUIRED]
     parts: list[tuple[str, Any, Any]] = [
         ("models", models, field()),
         ("data", Annotated[str, arg(metavar="SRC", help=f"test data: {task.data}")], field()),
@@ -45,48 +44,43 @@ def flags(task: Task) -> type:
         ("html", Annotated[Path | None, arg(help="write a page with plots")], field(default=None)),
         ("execution", Annotated[Execution, arg(name="")], field(default_factory=Execution)),
     ]
-    return make_dataclass("Words", parts)
+    return make_dataclass("Words", parts, bases=(Evaluate,), namespace={"task": task})
 
 
 @dataclass(frozen=True, kw_only=True)
-class SuiteWords:
-    """The words of `eval suite`."""
+class EvaluateSuite:
+    """Evaluate on all data sets of a suite in one table: eval suite SUITE MODEL --data ROOT."""
 
-    suite: Annotated[Positional[str], arg(metavar="SUITE", help="its name, or a TOML file"), REQUIRED]
-    models: Annotated[Positional[tuple[str, ...]], arg(metavar="MODEL [MODEL ...]", help="model folders"), REQUIRED]
+    suite: Annotated[Positional[str], arg(metavar="SUITE")]  # its name, or a TOML file
+    models: Annotated[Some[str], arg(metavar=MODELS)]  # model folders
     data: Annotated[Path, arg(metavar="ROOT")]  # the folder that holds the data sets
     only: tuple[str, ...] = ()  # names of data sets or groups; default: all
     dry_run: bool = False  # say which data sets are there, and evaluate nothing
-    output: Annotated[Output, arg(name="")] = field(default_factory=Output)
-    execution: Annotated[Execution, arg(name="")] = field(default_factory=Execution)
+    output: Flat[Output] = field(default_factory=Output)
+    execution: Flat[Execution] = field(default_factory=Execution)
+
+    def run(self) -> None:
+        """Evaluate, print, and write what is asked for."""
+        from kiloword.evaluation.suite.command import main
+
+        main(self.suite, self.models, self.data, self.only, self.output, self.execution, self.dry_run)
 
 
-def _suite(argv: Sequence[str]) -> None:
-    """Evaluate models on the data sets of a suite."""
-    about = f"{SUITE} Suites: {', '.join(names())}, or a TOML file (docs/suites.md)."
-    words = tyro.cli(SuiteWords, args=argv, prog="kiloword eval suite", description=about)
-    if not words.models:
-        raise ValueError("eval suite needs a model: kiloword eval suite SUITE MODEL --data ROOT.")
-    from kiloword.evaluation.suite.command import main
-
-    main(words.suite, words.models, words.data, words.only, words.output, words.execution, words.dry_run)
-
-
-def _overview() -> None:
-    """Print the tasks with a line each, and exit."""
-    tasks = tyro.extras.SubcommandApp()
-    for task in TASKS.values():
-        tasks.command(name=task.name, help=task.help)(lambda: None)
-    tasks.command(name="suite", help=SUITE)(lambda: None)
-    about = f"Evaluate models by a task: {EXAMPLE}. Flags of a task: kiloword eval TASK --help."
-    tasks.cli(args=["--help"], prog="kiloword eval", description=about)
-
-
-def _task_of(argv: Sequence[str]) -> Task:
-    """The task that is named first. Raises: ValueError where there is none, or where it stands behind the model."""
-    if not argv or argv[0].startswith("-"):
-        raise ValueError(f"eval needs a task first, e.g. {EXAMPLE} (`kiloword eval --help`).")
-    later = next((word for word in argv[1:] if word in TASKS), None)
-    if argv[0] not in TASKS and later is not None:
-        raise ValueError(f"the task comes before the model: kiloword eval {later} {argv[0]} --data SRC.")
-    return find(argv[0])
+def read(argv: Sequence[str]) -> Any:
+    """Read the words of a command line. Raises: ValueError for a task that is unknown, or behind the model."""
+    first = argv[0] if argv else ""
+    if first == "suite":
+        about = f"{EvaluateSuite.__doc__} Suites: {', '.join(names())}, or a TOML file (docs/suites.md)."
+        return tyro.cli(EvaluateSuite, args=argv[1:], prog="kiloword eval suite", description=about)
+    if first in TASKS:
+        task = find(first)
+        return tyro.cli(flags(task), args=argv[1:], prog=f"kiloword eval {task.name}", description=task.help)
+    if first in ("-h", "--help"):
+        say("usage: kiloword eval TASK MODEL --data SRC, and kiloword eval TASK --help", "")
+        say(*(f"  {name:14} {find(name).help}" for name in TASKS), f"  {'suite':14} {EvaluateSuite.__doc__}")
+        raise SystemExit(0)
+    if not first or first.startswith("-"):
+        raise ValueError("eval needs a task first, e.g. kiloword eval retrieval runs/first/model --data scenes:test.")
+    if later := next((word for word in argv[1:] if word in TASKS), None):
+        raise ValueError(f"the task comes before the model: kiloword eval {later} {first} --data SRC.")
+    return find(first)  # which raises

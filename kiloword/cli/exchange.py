@@ -1,98 +1,121 @@
-"""The verbs import, export and push. No torch at import, so that help is instant."""
+"""The verbs import, export, push and average: models to and from other libraries. No torch at import."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Literal
 
-from tyro.conf import Positional, arg
+from tyro.conf import Positional
 
-from kiloword.config.execution import REQUIRED
+from kiloword.config.execution import Flat, Some
 from kiloword.models.trust import NONE, Trust
-from kiloword.terminal import say
-
-Format = Literal["open_clip", "prolip"]
-Target = Literal["open_clip", "transformers", "onnx", "sentence-transformers", "torch", "safetensors"]
-TARGETS = get_args(Target)
-Weights = Literal["fp32", "fp16", "int8"]
-WEIGHTS = arg(
-    help="open_clip: its name of the model, and a .safetensors or .pt file (read with weights_only); prolip: the file, "
-    "with config.json and tokenizer.json in the same folder."
-)
 
 
-def export(
-    target: Positional[Target],
-    model: Positional[str],
-    out: Path,
-    precision: Weights = "fp32",
-    trust: Annotated[Trust, arg(name="")] = NONE,
-) -> None:
-    """Write a model for another library, and compare both: kiloword export open_clip runs/clip/model --out exported
+@dataclass(frozen=True, kw_only=True)
+class Import:
+    """Import weights of another library.
+
+    Examples:
+      kiloword import open_clip ViT-B-32 weights.safetensors --out models/b32
+      kiloword import prolip model.safetensors --out models/prolip
+    """
+
+    format: Positional[Literal["open_clip", "prolip"]]  # format of the weights
+    # open_clip: its name of the model, and a .safetensors or .pt file (read with weights_only); prolip: the file, with
+    # config.json and tokenizer.json in the same folder
+    weights: Some[str]
+    out: Path  # model folder to write
+    # open_clip: tag of published weights, such as openai or dfn5b, which says preprocessing and activation
+    tag: str = ""
+
+    def run(self) -> None:
+        """Write a model folder. Raises: ValueError for weights that cannot be translated."""
+        if self.format != "open_clip" and self.tag:
+            raise ValueError(f"--tag {self.tag} is of import open_clip, not of import {self.format}.")
+        expected = "NAME PATH" if self.format == "open_clip" else "PATH"
+        if len(self.weights) != len(expected.split()):
+            raise ValueError(f"import {self.format} got {' '.join(self.weights)}: expected {expected}.")
+        if self.format == "open_clip":
+            from kiloword.interop.open_clip import main
+
+            name, path = self.weights
+            main(f"{name}@{self.tag}" if self.tag else name, Path(path), self.out)
+        else:
+            from kiloword.interop.prolip import main as main_prolip
+
+            main_prolip(Path(self.weights[0]), self.out)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Export:
+    """Write a model for another library, and compare both.
 
     open_clip and transformers take CLIP's and SigLIP's architectures, sentence-transformers CLIP's. onnx and torch
     take most others, too: an image and a text graph for batches of any size. safetensors: the weights of any model.
     The export is loaded as its library loads it; features that differ by more than 1e-4 are refused.
 
-    Args:
-        target: library or format.
-        model: model folder, run folder, or a model of another library (open_clip:NAME:FILE, hf:FOLDER).
-        out: new folder for the export and its model card, README.md.
-        precision: of the weights of onnx; int8: quantised dynamically. Differences of fp16 and int8 are only printed.
-        trust: code that the model folder may run.
+    Examples:
+      kiloword export open_clip runs/clip/model --out exported
     """
-    from kiloword.interop.export.run import run
 
-    run(target, model, out, trust, precision)
-    if target in ("open_clip", "transformers", "sentence-transformers"):  # which import torchvision
-        from kiloword.cli.describe import torchvision_hint
+    # library or format
+    target: Positional[Literal["open_clip", "transformers", "onnx", "sentence-transformers", "torch", "safetensors"]]
+    model: Positional[str]  # model folder, run folder, or a model of another library (open_clip:NAME:FILE, hf:FOLDER)
+    out: Path  # new folder for the export and its model card, README.md
+    # of the weights of onnx; int8: quantised dynamically. Differences of fp16 and int8 are only printed
+    precision: Literal["fp32", "fp16", "int8"] = "fp32"
+    trust: Flat[Trust] = NONE
 
-        if hint := torchvision_hint():
-            say(f"hint: {hint}")
+    def run(self) -> None:
+        """Write the export. Raises: ValueError for a model that the target does not have."""
+        from kiloword.interop.export.run import run
+
+        run(self.target, self.model, self.out, self.trust, self.precision)
 
 
-def push(model: Positional[str], repository: Positional[str], private: bool = False, message: str = "") -> None:
-    """Upload a model with its card to the Hugging Face hub: kiloword push runs/clip me/my-clip
+@dataclass(frozen=True, kw_only=True)
+class Push:
+    """Upload a model with its card to the Hugging Face hub.
 
     Prints which files go, and their sizes; they go in one commit. No other verb uploads a model or data. Log in by
     `hf auth login` or HF_TOKEN. kiloword.load("hf-hub:me/my-clip") reads it back.
 
-    Args:
-        model: model folder, run folder (its model alone goes), or a folder that kiloword export wrote.
-        repository: ORG/NAME on the hub, created where it is missing.
-        private: create it private; a repository that exists and is public is refused.
-        message: of the commit.
+    Examples:
+      kiloword push runs/clip me/my-clip
     """
-    from kiloword.interop.push import run
 
-    run(model, repository, private, message)
+    model: Positional[str]  # model folder, run folder (its model alone goes), or a folder that kiloword export wrote
+    repository: Positional[str]  # ORG/NAME on the hub, created where it is missing
+    private: bool = False  # create it private; a repository that exists and is public is refused
+    message: str = ""  # of the commit
+
+    def run(self) -> None:
+        """Upload. Raises: ValueError for what is no model, and for what the hub refuses."""
+        from kiloword.interop.push import run
+
+        run(self.model, self.repository, self.private, self.message)
 
 
-def import_(
-    format: Positional[Format],
-    weights: Annotated[Positional[tuple[str, ...]], REQUIRED, WEIGHTS],
-    out: Path,
-    tag: str = "",
-) -> None:
-    """Import weights of another library: kiloword import open_clip ViT-B-32 weights.safetensors --out models/b32
+@dataclass(frozen=True, kw_only=True)
+class Average:
+    """Average the weights of models.
 
-    Import the weights that ProLIP's authors released: kiloword import prolip model.safetensors --out models/prolip
+    With the model that a run started from, it keeps what the start could do (WiSE-FT). Several get equal shares.
 
-    Args:
-        format: format of the weights.
-        out: model folder to write.
-        tag: open_clip: tag of published weights, such as openai or dfn5b, which says preprocessing and activation.
+    Examples:
+      kiloword average models/b32 runs/tuned/model --alpha 0.5 --out runs/average
     """
-    if format != "open_clip" and tag:
-        raise ValueError(f"--tag {tag} is of import open_clip, not of import {format}.")
-    if len(weights) != (2 if format == "open_clip" else 1):
-        expected = "NAME PATH" if format == "open_clip" else "PATH"
-        raise ValueError(f"import {format} got {' '.join(weights) or 'nothing'}: expected import {format} {expected}.")
-    if format == "open_clip":
-        from kiloword.interop.open_clip import main as run_open_clip
 
-        run_open_clip(f"{weights[0]}@{tag}" if tag else weights[0], Path(weights[1]), out)
-        return
-    from kiloword.interop.prolip import main as run_prolip
+    # model folders of one method, shape and tokenizer, or models of other libraries as --init of train takes them; of
+    # two, the first is the start
+    models: Some[str]
+    out: Path  # model folder to write
+    alpha: float | None = None  # share of the second of two models, from 0 to 1; default: equal shares
 
-    run_prolip(Path(weights[0]), out)
+    def run(self) -> None:
+        """Write a model folder. Raises: ValueError for models that differ in more than their weights."""
+        from kiloword.interop.names import local_folder
+        from kiloword.models.average import average
+
+        average([str(local_folder(model)) for model in self.models], self.out, self.alpha)

@@ -1,21 +1,26 @@
-"""The verbs of the command line, each a thin call. No torch at import, so that help is instant."""
+"""Verbs that are functions: each becomes a dataclass in the room that does it, and then this file goes."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import Positional, arg
 
+from kiloword.apps.audit import AuditOptions
 from kiloword.apps.mine.options import MineOptions
 from kiloword.config.execution import REQUIRED
-from kiloword.generation.options import GenerationOptions
-from kiloword.models.trust import Trust
+from kiloword.evaluation.command import Execution
+from kiloword.files import write_json
 from kiloword.terminal import say
 
-GENERATE = GenerationOptions()
+if TYPE_CHECKING:
+    from kiloword.apps.plan.measured import Measured
+
+AUDIT, EXECUTION = AuditOptions(), Execution()
 MINE = MineOptions()
-Action = Literal["index", "check", "stats", "names", "pairs"]
 Kind = Literal["scenes", "photos"]
 
 
@@ -69,40 +74,6 @@ def quickstart(
     run_photos(out or Path("photos"), PhotoPlan(data, val, steps=steps, seed=seed, **chosen))
 
 
-def caption(
-    model: Positional[str],
-    data: tuple[str, ...],
-    out: Path,
-    options: Annotated[GenerationOptions, arg(name="")] = GENERATE,
-    batch: int = 16,
-    workers: int | Literal["auto"] = "auto",
-    device: str = "auto",
-    precision: Literal["auto", "fp32", "bf16"] = "auto",
-    model_method: str | None = None,
-    trust_code: bool = False,
-) -> None:
-    """Write captions for images: kiloword caption runs/coca/model --data photos/train --out captions.parquet --num 5
-
-    With a model of another library: kiloword caption hf:blip --data photos/train --out captions.parquet --num 5
-
-    Args:
-        model: folder of coca, sycoca or any with +caption; open_clip:coca_NAME:FILE; or hf:FOLDER (BLIP, GIT, others).
-        data: tars, a table, a folder of images or scenes, as for `kiloword train`; images need no captions.
-        out: parquet table (key, captions, scores), for `train --extra-captions`; the same command again resumes.
-        options: how captions are generated.
-        batch: images in a batch.
-        workers: loader processes; auto: none on a CPU, on CUDA the number of cores minus two.
-        device: auto, cpu, cuda, cuda:N.
-        precision: auto: that of a table that is resumed, else bf16 on CUDA for models larger than size tiny.
-        model_method: method of the model, instead of that in its config.json: a preset, or your own module:preset.
-        trust_code: import the module named in config.json; only for models that you trust.
-    """
-    from kiloword.generation.command import main as run
-
-    trust = Trust(method=model_method, trust_code=trust_code)
-    run(model, data, out, options, batch, workers, device, precision, trust)
-
-
 def mine(
     data: Annotated[Positional[tuple[str, ...]], REQUIRED],
     features: Path,
@@ -122,74 +93,6 @@ def mine(
     from kiloword.apps.mine import main as run
 
     run(data, features, out, options)
-
-
-def data(
-    what: Positional[Action],
-    source: Positional[str | None] = None,
-    png: Path | None = None,
-    as_: Annotated[str | None, arg(name="as")] = None,
-    size: str | None = None,
-    out: Path | None = None,
-) -> None:
-    """Inspect a data set before training: kiloword data stats photos/train --png samples.png
-
-    Args:
-        what: index (read tars once and put their rows beside them), check (decode every sample, list bad ones), stats,
-            names (list the data sets whose class names and templates are known), or pairs (write the captions of
-            composed pairs, to rewrite them).
-        source: tars, a table, a folder of images or scenes, as for `kiloword train`; with names, a set of that list.
-        png: with stats, write an image of samples to this file.
-        as_: with stats and png, draw examples as training sees them, by METHOD, a recipe, or the folder of a run.
-        out: with pairs and as, table (key, partner, caption) to write, which --settings.rewrites takes.
-        size: with as, size whose defaults apply, as in train; default: tiny.
-    """
-    from kiloword.data import inspect
-
-    if (what == "pairs" or out is not None) and (what != "pairs" or None in (source, as_, out)):
-        raise ValueError("expected kiloword data pairs SRC --as RUN --out pairs.parquet.")
-    if as_ is not None and what != "pairs" and (what != "stats" or png is None):
-        raise ValueError("--as draws training examples: expected data stats SRC --as METHOD --png FILE.")
-    for flag, is_idle, use in (
-        ("png", png is not None and what != "stats", "data stats SRC --png FILE"),
-        ("size", size is not None and as_ is None, "data stats SRC --as METHOD --size SIZE --png FILE"),
-    ):
-        if is_idle:
-            raise ValueError(f"--{flag} changes nothing in data {what}: expected kiloword {use}.")
-    if what == "pairs":
-        from kiloword.cli.examples import write_pairs
-
-        say(write_pairs(str(source), str(as_), size or "tiny", Path(str(out))))
-        return
-    if what == "names":
-        from kiloword.data.classes.names import listing
-
-        say(*listing(source))
-        return
-    if source is None:
-        raise ValueError(f"data {what} needs a data set: kiloword data {what} SRC.")
-    drawn = []
-    if as_ is not None and png is not None:  # first, as a name that is misspelled ends the command
-        from kiloword.cli.examples import draw_examples
-
-        drawn.append(draw_examples(source, as_, size or "tiny", png))
-    if inspect.main(what, source, None if drawn else png):
-        raise SystemExit(1)
-    say(*drawn)
-
-
-def methods() -> None:
-    """List the methods, their components, and components to mix in."""
-    from kiloword.cli.describe import methods_table
-
-    methods_table()
-
-
-def sizes() -> None:
-    """List the named sizes of towers."""
-    from kiloword.cli.describe import sizes_table
-
-    sizes_table()
 
 
 def bench(
@@ -215,15 +118,51 @@ def bench(
         json: write the figures to this file.
     """
     from kiloword.apps.plan.measured import measure, room
-    from kiloword.cli.describe import bench_table
     from kiloword.terminal import say
 
     bench_table(measure(method, size, batch, precision, device, data), json)
     say(f"memory: {room(method, size, precision, device)}")
 
 
-def doctor() -> None:
-    """Show versions, devices, extras and threads of this machine."""
-    from kiloword.cli.describe import doctor_table
+def bench_table(lines: Iterable[Measured], json: Path | None) -> None:
+    """Print measurements as they come."""
+    say(f"{'':<24}{'seconds':>10}{'a second':>16}{'TFLOP/s':>10}{'of products':>13}")
+    every = list[dict[str, object]]()
+    for line in lines:
+        speed = f"{line.items / line.seconds:,.0f} {line.unit}" if line.items else ""
+        rate, share = (f"{line.rate / 1e12:.3f}", f"{line.share:.2f}") if line.flop else ("", "")
+        say(f"{line.what:<24}{line.seconds:>10.4f}{speed:>16}{rate:>10}{share:>13}")
+        every.append(asdict(line))
+    if json is not None:
+        write_json(json, every)
 
-    doctor_table()
+
+def audit(
+    data: Annotated[Positional[tuple[str, ...]], REQUIRED],
+    model: str,
+    out: Path = Path("audit"),
+    extra_captions: tuple[str, ...] = (),
+    raw_captions: bool = True,
+    features: Path | None = None,
+    options: Annotated[AuditOptions, arg(name="")] = AUDIT,
+    execution: Annotated[Execution, arg(name="")] = EXECUTION,
+) -> None:
+    """Find pairs that do not match, duplicates, wrong labels: kiloword audit photos/train --model runs/first/model
+
+    Then train without them: kiloword train siglip --data photos/train --keep audit/keep.parquet --out runs/second
+    The same command resumes an interrupted audit.
+
+    Args:
+        data: tars, a table, a folder of images or scenes, as for `kiloword train`.
+        model: model folder, open_clip:NAME:WEIGHTS or hf:FOLDER; it may have been trained on the same data.
+        out: folder for report.html, findings.parquet, keep.parquet and audit.json.
+        extra_captions: parquet tables (key, captions) whose captions are audited too.
+        raw_captions: audit the images' own captions beside the extra ones.
+        features: feature store of the same model for the data (`kiloword embed`), which spares encoding it; labels are
+            not judged then.
+        options: what is found, and what the keep-list omits.
+        execution: how the model is opened and fed.
+    """
+    from kiloword.apps.audit.command import main
+
+    main(data, model, out, options, execution, extra_captions, raw_captions, features)

@@ -55,20 +55,3 @@ def compare(
     from kiloword.runs.compare import main as run
 
     run(runs, json, html)
-
-
-def average(models: Annotated[Positional[tuple[str, ...]], REQUIRED], out: Path, alpha: float | None = None) -> None:
-    """Average the weights of models: kiloword average models/b32 runs/tuned/model --alpha 0.5 --out runs/average
-
-    With the model that a run started from, it keeps what the start could do (WiSE-FT). Several get equal shares.
-
-    Args:
-        models: model folders of one method, shape and tokenizer, or models of other libraries as --init of train takes
-            them; of two, the first is the start.
-        out: model folder to write.
-        alpha: share of the second of two models, from 0 to 1; default: equal shares.
-    """
-    from kiloword.interop.names import local_folder
-    from kiloword.models.average import average as run
-
-    run([str(local_folder(model)) for model in models], out, alpha)

@@ -1,117 +1,181 @@
-"""The verb score. No torch at import, so that help is instant."""
+"""The verbs score and classify: images against texts, and into classes named in words. No torch at import."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Literal
 
-from tyro.conf import Positional, arg
+from tyro.conf import Positional
 
-from kiloword.errors import naming_truncated
+from kiloword.config.execution import Device, Flat
+from kiloword.errors import LeftOut, naming_truncated
 from kiloword.models.trust import NONE, Trust
 from kiloword.terminal import say, shown, warn
+from kiloword.terminal.screen import say_table
 
-if TYPE_CHECKING:
-    from rich.text import Text
-
-    from kiloword.api import Matcher
+LISTED = 1000  # images that are printed; --json has all
+WIDE, MANY = 40, 8  # longest text and number of texts that are columns of a table
 
 Drawing = Literal["maps", "words", "gradcam", "masks", "reconstruction"]
-DRAWINGS = (
-    "with explain, what to draw instead of everything: maps (attention of each text), and for decoders words "
-    "(attention of the text decoder for each word), gradcam (of its first layer), masks (patches that each text masks) "
-    "and reconstruction (masked patches as the image decoder reconstructs them)."
-)
 
 
-def score(
-    model: Positional[str],
-    images: tuple[Path, ...],
-    texts: tuple[str, ...],
-    explain: Path | None = None,
-    explain_what: Annotated[tuple[Drawing, ...], arg(help=DRAWINGS)] = (),
-    maps: Literal["last", "rollout"] | None = None,
-    plane: Path | None = None,
-    beside: tuple[str, ...] = (),
-    nearest: Literal["cosine", "csd"] | None = None,
-    device: str = "auto",
-    precision: Literal["auto", "fp32", "bf16"] = "auto",
-    trust: Annotated[Trust, arg(name="")] = NONE,
-) -> None:
-    """Score images against texts: kiloword score MODEL --images a.jpg b.jpg --texts "a dog" "a cat"
+@dataclass(frozen=True, kw_only=True)
+class Score(Device):
+    """Score images against texts.
 
-    Attention maps of texts: kiloword score MODEL --images a.jpg --texts "a dog" --explain inside
-
-    Args:
-        model: model folder.
-        images: image files, or folders with subfolders.
-        texts: texts to score.
-        explain: folder for IMAGE.html, IMAGE.png (attention maps), weights.json; with decoders also inside.json.
-        maps: with explain, attention of the image tower's last block (default: last), or rollout over all blocks.
-        plane: write a page with the images and texts in a plane, Gaussians as ellipses, to this file.
-        beside: with plane, further model folders, such as one without Gaussians.
-        nearest: in place of the model's score: cosine of the features, or csd (1 - CSD / 2 of Gaussians).
-        device: auto, cpu, mps, cuda, cuda:N.
-        precision: precision of the encoders; auto: bf16 on CUDA for models larger than size tiny. Scores are fp32.
-        trust: code that the model folder may run.
+    Examples:
+      kiloword score runs/first/model --images a.jpg b.jpg --texts "a dog" "a cat"
+      kiloword score runs/first/model --images a.jpg --texts "a dog" --explain inside
     """
-    _check_flags(explain, explain_what, maps, plane, bool(beside), nearest)
-    from kiloword.api import load
-    from kiloword.distributed.by_device import announce, reason_of
-    from kiloword.evaluation.command import labels
 
-    images, names = image_files(images), labels([model, *beside])
-    if empty := next((n for n, text in enumerate(texts, 1) if not text.strip()), None):
-        raise ValueError(f"text {empty} of --texts is empty: expected words.")
-    matcher = load(model, device=device, method=trust.method, trust_code=trust.trust_code, precision=precision)
-    others = [load(name, device=device, trust_code=trust.trust_code, precision=precision) for name in beside]
-    network = matcher.model
-    announce(str(network.mean.device), network.precision, reason_of(precision, network.config))
-    if explain is not None:
-        from kiloword.explain.sheets import planned, write
+    model: Positional[str]  # model folder
+    images: tuple[Path, ...]  # image files, or folders with subfolders
+    texts: tuple[str, ...]  # texts to score
+    # folder for IMAGE.html, IMAGE.png (attention maps), weights.json; with decoders also inside.json
+    explain: Path | None = None
+    # with explain, what to draw instead of everything: maps (attention of each text), and for decoders words (attention
+    # of the text decoder for each word), gradcam (of its first layer), masks (patches that each text masks) and
+    # reconstruction (masked patches as the image decoder reconstructs them)
+    explain_what: tuple[Drawing, ...] = ()
+    # with explain, attention of the image tower's last block (default: last), or rollout over all blocks
+    maps: Literal["last", "rollout"] | None = None
+    plane: Path | None = None  # write a page with the images and texts in a plane, Gaussians as ellipses, to this file
+    beside: tuple[str, ...] = ()  # with plane, further model folders, such as one without Gaussians
+    # in place of the model's score: cosine of the features, or csd (1 - CSD / 2 of Gaussians)
+    nearest: Literal["cosine", "csd"] | None = None
+    trust: Flat[Trust] = NONE
 
-        planned(matcher, explain_what)
-    with naming_truncated():
-        _print(images, texts, matcher.score(list(images), list(texts), nearest).tolist())
-        if plane is not None:
-            _draw_plane(plane, dict(zip(names, [matcher, *others], strict=True)), images, texts)
-        if explain is not None:
-            say(*write(explain, matcher, images, texts, maps or "last", explain_what))
+    def run(self) -> None:
+        """Print the scores; draw what is asked for. Raises: ValueError for what cannot be scored or drawn."""
+        if self.beside and self.plane is None:
+            raise ValueError("--beside names models to draw by --plane FILE, which is missing.")
+        if (self.explain_what or self.maps) and self.explain is None:
+            raise ValueError("--explain-what and --maps say what --explain DIR draws: name a folder by --explain.")
+        if empty := next((n for n, text in enumerate(self.texts, 1) if not text.strip()), None):
+            raise ValueError(f"text {empty} of --texts is empty: expected words.")
+        from kiloword.api import load
+        from kiloword.distributed.by_device import announce, reason_of
+        from kiloword.evaluation.command import labels
+
+        images, names = image_files(self.images), labels([self.model, *self.beside])
+        trusts = [self.trust, *(Trust(trust_code=self.trust.trust_code) for _ in self.beside)]
+        matchers = [
+            load(model, self.device, method=trust.method, trust_code=trust.trust_code, precision=self.precision)
+            for model, trust in zip((self.model, *self.beside), trusts, strict=True)
+        ]
+        network = matchers[0].model
+        announce(str(network.device), network.precision, reason_of(self.precision, network.config))
+        if self.explain is not None:
+            from kiloword.explain.sheets import planned, write
+
+            planned(matchers[0], self.explain_what)
+        with naming_truncated():
+            _say_scores(images, self.texts, matchers[0].score(images, list(self.texts), self.nearest).tolist())
+            if self.plane is not None:
+                from kiloword.explain.plane import write_plane
+
+                write_plane(self.plane, dict(zip(names, matchers, strict=True)), images, self.texts)
+                say(f"plane: {self.plane}")
+            if self.explain is not None:
+                say(*write(self.explain, matchers[0], images, self.texts, self.maps or "last", self.explain_what))
 
 
-def _check_flags(
-    explain: Path | None, what: Sequence[str], maps: str | None, plane: Path | None, beside: bool, nearest: str | None
-) -> None:
-    """Refuse flags that would change nothing. Raises: ValueError."""
-    if beside and plane is None:
-        raise ValueError("--beside names models to draw by --plane FILE, which is missing.")
-    if what and explain is None:
-        raise ValueError("--explain-what selects what --explain DIR draws: name a folder by --explain.")
-    if maps and explain is None:
-        raise ValueError("--maps selects the attention that --explain DIR draws: name a folder by --explain.")
-    if maps and what and "maps" not in what:
-        raise ValueError(f"--maps selects the attention of maps, but --explain-what is {' '.join(what)}: add maps.")
-    if nearest and explain is not None:
-        raise ValueError("--explain draws what the model's own score is made of: omit --nearest, or --explain.")
+@dataclass(frozen=True, kw_only=True)
+class Classify(Device):
+    """Classify images into classes that are named in words.
+
+    Examples:
+      kiloword classify MODEL --images photos --classes dog cat bird
+      kiloword classify MODEL --images photos --classes imagenet1k --templates imagenet1k --json classes.json
+    """
+
+    model: Positional[str]  # model folder
+    images: tuple[Path, ...]  # image files, or folders with subfolders; what cannot be read is named and skipped
+    # names of classes; or a file of names (a line each, or JSON), or a data set (`kiloword data names`)
+    classes: tuple[str, ...]
+    templates: tuple[str, ...] = ("a photo of a {c}.",)  # prompts with {c} for the class; or a file, or a data set
+    top: int = 3  # number of classes shown of each image
+    json: Path | None = None  # write the classes of all images to this file
+    batch: int | None = None  # images in a batch; default: what fits into memory
+    trust: Flat[Trust] = NONE
+
+    def run(self) -> None:
+        """Print the classes of each image. Raises: ValueError where no image can be used."""
+        if self.top < 1:
+            raise ValueError(f"--top is {self.top}: expected at least 1.")
+        import torch
+        from torch import Tensor
+
+        from kiloword.api import load
+        from kiloword.api.batches import image_batch
+        from kiloword.data.classes.names import read_templates, slotted
+        from kiloword.files import write_json
+        from kiloword.model.encoding import chunks
+        from kiloword.terminal.progress import showing, track
+
+        files, names, trust = image_files(self.images), _class_names(self.classes), self.trust
+        given = self.templates
+        templates = read_templates(given[0]) if len(given) == 1 else slotted(given, "--templates")
+        matcher = load(
+            self.model, self.device, method=trust.method, trust_code=trust.trust_code, precision=self.precision
+        )
+        answers, skipped, left = dict[str, list[tuple[str, float]]](), dict[str, str](), LeftOut("image")
+        with showing():
+            classes = matcher.class_features(names, templates)
+            parts = list(chunks(len(files), self.batch or image_batch(matcher.model)))
+            for part in track(parts, "images", "images", len(files), lambda part: part.stop - part.start):
+                usable = {}
+                for path in files[part]:
+                    try:
+                        usable[str(path)] = matcher.preprocess(path)
+                    except ValueError as error:
+                        skipped[str(path)] = str(error)
+                        left.add(str(path), str(error).removeprefix(f"image {path} "))
+                if usable:
+                    best = matcher.classify(torch.stack(list(usable.values())), classes).topk(min(self.top, len(names)))
+                    for name, row in zip(usable, zip(*map(Tensor.tolist, best), strict=True), strict=True):
+                        answers[name] = [(names[at], share) for share, at in zip(*row, strict=True)]
+        warn(*left.lines())
+        if not answers:
+            raise ValueError(f"none of {len(files)} images can be used: see above.")
+        listed = list(answers)[:LISTED]
+        titles = dict(zip(listed, shown_names(list(map(Path, listed))), strict=True))
+        rows = [(titles[path], name, f"{share:.3f}") for path in listed for name, share in answers[path]]
+        say_table(rows, "image", "class", "probability")
+        if len(answers) > LISTED:
+            say(f"and {len(answers) - LISTED:,} more images: --json FILE writes all.")
+        if self.json is not None:
+            described = [
+                {"image": path, "classes": [{"name": name, "probability": share} for name, share in best]}
+                for path, best in answers.items()
+            ]
+            write_json(self.json, {"images": described, "skipped": skipped})
 
 
-def _draw_plane(file: Path, matchers: Mapping[str, Matcher], images: Sequence[Path], texts: Sequence[str]) -> None:
-    """Write the page of --plane, with a plane for each model, by name."""
-    from kiloword.explain.plane import write_plane
+def _class_names(classes: Sequence[str]) -> list[str]:
+    """Class names: those given, or of the file or data set that stands alone."""
+    from kiloword.data.classes.names import classname_sets, read_classnames
 
-    write_plane(file, matchers, images, texts)
-    say(f"plane: {file}")
+    if len(classes) == 1 and (classes[0] in classname_sets() or Path(classes[0].partition("?")[0]).is_file()):
+        return list(read_classnames(classes[0]))
+    if len(classes) < 2 or any(not name.strip() for name in classes):
+        raise ValueError(
+            f"--classes is {shown(', '.join(classes))[:200]}: expected two names or more, a file of them, or a "
+            "data set whose names are known (`kiloword data names`)."
+        )
+    if twice := [name for n, name in enumerate(classes) if name in classes[:n]]:
+        raise ValueError(f"--classes names {twice[0][:100]} twice, which would share its probability: give it once.")
+    return list(classes)
 
 
-def image_files(images: Sequence[Path]) -> tuple[Path, ...]:
+def image_files(images: Sequence[Path]) -> list[Path]:
     """Replace folders by the images in them and their subfolders, sorted. Prints what else they hold.
 
     Raises: ValueError for a folder without images.
     """
     from kiloword.data.folders import image_folders, no_images
-    from kiloword.errors import LeftOut
 
     files, left = list[Path](), LeftOut("path")
     for path in images:
@@ -122,45 +186,22 @@ def image_files(images: Sequence[Path]) -> tuple[Path, ...]:
             raise ValueError(no_images(path, left))
         files += inside
     warn(*left.lines())
-    return tuple(files)
+    return files
 
 
 def shown_names(images: Sequence[Path]) -> list[str]:
-    """The names of files; where two have one name, their paths below the folder that holds all."""
+    """The names of files; where two have one name, their paths."""
     names = [path.name for path in images]
-    if len(set(names)) == len(names):
-        return names
-    paths = [path.absolute() for path in images]
-    above = os.path.commonpath([path.parent for path in paths])
-    return [os.path.relpath(path, above) for path in paths]
+    return names if len(set(names)) == len(names) else list(map(str, images))
 
 
-def _print(images: Sequence[Path], texts: Sequence[str], scores: Sequence[Sequence[float]]) -> None:
-    """Print scores [images, texts] as a table, or a line for each pair where its columns would split words.
-
-    The best score of each image is bold.
-    """
-    from rich.table import Column, Table
-    from rich.text import Text
-
-    from kiloword.terminal.screen import Screen
-
-    names = [shown(name) for name in shown_names(images)]
-    digits = max(len(f"{s:.3f}") for row in scores for s in row)
-    rows = [[Text(f"{s:{digits}.3f}", "bold" if s == max(row) else "") for s in row] for row in scores]
-    table = Table(Column("image", no_wrap=True), *texts)
-    for name, row in zip(names, rows, strict=True):
-        table.add_row(name, *row)
-    entries = [(n, name, t) for name, row in zip(names, rows, strict=True) for n, t in zip(row, texts, strict=True)]
-    Screen(120).print_table(table, entry_lines(entries))
-
-
-def entry_lines(entries: Sequence[tuple[Text, str, str]]) -> Iterator[Text]:
-    """A line for each number, name and text: what a table says that is too wide. The names are padded."""
-    from rich.cells import cell_len
-    from rich.text import Text
-
-    named = [(number, shown(name), shown(text)) for number, name, text in entries]
-    widest = max((cell_len(name) for _, name, _ in named), default=0)
-    for number, name, text in named:
-        yield Text.assemble(number, f"  {name}{' ' * (widest - cell_len(name))}  {text}")
+def _say_scores(images: Sequence[Path], texts: Sequence[str], scores: Sequence[Sequence[float]]) -> None:
+    """Print scores [images, texts] as a table, or where its columns would be wide, a line for each pair."""
+    names = shown_names(images)
+    if len(texts) <= MANY and max(map(len, texts)) <= WIDE:
+        table = ([name, *(f"{score:.3f}" for score in row)] for name, row in zip(names, scores, strict=True))
+        say_table(table, "image", *texts)
+        return
+    pairs = zip(names, scores, strict=True)
+    lines = ((f"{score:.3f}", name, text) for name, row in pairs for score, text in zip(row, texts, strict=True))
+    say_table(lines, "score", "image", "text")

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-from rich.table import Table
 
 from kiloword.data.images.contact import contact_sheet
 from kiloword.data.images.decode import decode, image_size
@@ -22,7 +21,7 @@ from kiloword.data.rows import Rows
 from kiloword.data.steps import in_order
 from kiloword.data.tar import index_beside
 from kiloword.terminal import say
-from kiloword.terminal.screen import Screen
+from kiloword.terminal.screen import say_table
 from kiloword.types import BadSample, Skipped, Source, indices_of
 
 _CHUNK = 1000  # rows per task of a worker
@@ -127,12 +126,12 @@ def _print(found: Stats, classnames: Sequence[str]) -> None:
     """Counts, quantiles, classes and the most frequent captions."""
     captions = found.texts.total()
     say(f"images {len(found.measures[MEASURES[0]]):,}   captions {captions:,}   bad {len(found.bad):,}")
-    table = Table(*["", "least", "5%", "median", "95%", "most", "mean"], box=None, header_style="bold")
-    for name, values in found.measures.items():
-        if values:
-            cells = [f"{q:,.0f}" for q in np.quantile(values, _QUANTILES)]
-            table.add_row(name, *cells, f"{np.mean(values):,.1f}")
-    Screen(soft_wrap=True).print(table)
+    rows = [
+        [name, *(f"{q:,.0f}" for q in np.quantile(values, _QUANTILES)), f"{np.mean(values):,.1f}"]
+        for name, values in found.measures.items()
+        if values
+    ]
+    say_table(rows, "", "least", "5%", "median", "95%", "most", "mean")
     for label, count in sorted(found.labels.items()):
         say(f"class {label} {classnames[label] if label < len(classnames) else ''}: {count:,}")
     if captions:

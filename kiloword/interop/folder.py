@@ -21,7 +21,7 @@ from kiloword.model.model import Model
 from kiloword.models.build import build
 from kiloword.models.model_folder import check_finite, save_model
 from kiloword.terminal import say
-from kiloword.terminal.screen import Screen, plain_table
+from kiloword.terminal.screen import say_table
 
 CLIP_VOCAB = 49408
 
@@ -91,12 +91,9 @@ def tokenizer(config: ModelConfig, weights: Path) -> Tokenizer:
 
 def show(report: ImportReport, out: Path) -> None:
     """Print the loaded, new and unused weights by part."""
-    table = plain_table("part", "loaded", "new")
     loaded, new = (Counter(_part(n) for n in names) for names in (report.loaded, report.new))
-    for part in dict.fromkeys([*loaded, *new]):
-        table.add_row(part, str(loaded[part]), str(new[part]))
-    table.add_row("left over", str(len(report.left_over)), "")
-    Screen().print(table)
+    rows = [(part, str(loaded[part]), str(new[part])) for part in dict.fromkeys([*loaded, *new])]
+    say_table([*rows, ("left over", str(len(report.left_over)), "")], "part", "loaded", "new")
     for title, names in (("new", report.new), ("left over", report.left_over)):
         say(*(f"{title}: {name}" for name in names))
     say(f"written: {out}")

@@ -15,8 +15,6 @@ from kiloword.config.settings import leaves
 from kiloword.files import write_json
 from kiloword.terminal import say
 
-_WIDE = 240  # columns where the output is no terminal
-
 
 @dataclass(frozen=True, kw_only=True)
 class Recipes:
@@ -33,7 +31,7 @@ class Recipes:
 
     def run(self) -> None:
         """Print a table. Raises: ValueError for an unknown recipe."""
-        from kiloword.terminal.screen import Screen, plain_table
+        from kiloword.terminal.screen import say_table
 
         if (self.what == "show") != bool(self.name):
             raise ValueError("recipes expects list, or show NAME, e.g. kiloword recipes show llip-b32.")
@@ -42,24 +40,22 @@ class Recipes:
             plain: dict[str, Any] = {key: getattr(one, key) for key in ("method", "about", "paper", "notes")}
             plain |= {"values": papers.expanded(one), "plan": one.facts}
             say(f"{one.name}: {one.about}; method {one.method}; {one.paper}")
-            table = plain_table("setting", "value", "source, or why chosen where the paper leaves it open")
-            for key, entry in [*plain["values"].items(), *((f"plan.{key}", entry) for key, entry in one.facts.items())]:
-                table.add_row(key, _text(entry.value), _source(entry))
+            shown = plain["values"] | {f"plan.{key}": entry for key, entry in one.facts.items()}
+            columns = ("setting", "value", "source, or why chosen where the paper leaves it open")
+            say_table([(key, _text(entry.value), _source(entry)) for key, entry in shown.items()], *columns)
             plain |= {name: {key: asdict(entry) for key, entry in plain[name].items()} for name in ("values", "plan")}
             last = [f"note: {note}" for note in one.notes]
         else:
-            columns = ("method", "towers", "data", "batch", "length", "about")
-            table, plain = plain_table("recipe", *columns), {}
+            names, plain = ("method", "towers", "data", "batch", "length", "about"), {}
             for one in map(papers.load, papers.names()):
                 data = one.facts["data"].value if "data" in one.facts else ""
                 length = " ".join(f"{_text(value)} {name}" for name, value in one.length().items())
                 cells = [one.method, one.value("size"), data, one.value("batch"), length, one.about]
-                plain[one.name] = dict(zip(columns, map(_text, cells), strict=True))
-                table.add_row(one.name, *plain[one.name].values())
+                plain[one.name] = dict(zip(names, map(_text, cells), strict=True))
+            say_table([(name, *cells.values()) for name, cells in plain.items()], "recipe", *names)
             last = [
                 "kiloword recipes show NAME prints each value with its source; kiloword train --recipe NAME uses it."
             ]
-        Screen(_WIDE).print(table)
         say(*last)
         if self.json is not None:
             write_json(self.json, plain)

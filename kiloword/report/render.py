@@ -139,17 +139,11 @@ def say_blocks(blocks: Sequence[Block]) -> None:
 
 
 def _say_table(rows: Sequence[Sequence[str]], header: Sequence[str], caption: str = "") -> None:
-    from kiloword.terminal.screen import Screen, plain_table
+    from kiloword.terminal.screen import say_table
 
     if caption:
         say(caption)
-    table = plain_table(*header)
-    for column, cells in zip(table.columns, zip(*rows, strict=True), strict=True):
-        numbers = all(cell == DASH or cell.lstrip("-")[:1].isdecimal() for cell in cells)
-        column.justify = "right" if numbers else "left"
-    for row in rows:
-        table.add_row(*row)
-    Screen().print(table)
+    say_table(rows, *header)
 
 
 def made_by(models: Sequence[str] = (), data: str = "") -> dict[str, Any]:

@@ -62,7 +62,7 @@ def test_help_has_a_line_for_each_verb(capsys: Capture) -> None:
 @pytest.mark.parametrize("verb", NAMES)
 def test_help_of_every_verb_describes_its_flags(verb: str, capsys: Capture) -> None:
     output = help_of(capsys, verb)
-    assert "show this help message" in output
+    assert "--help" in output
     if verb not in ("eval", "sweep"):
         assert not re.search(r"--[\w-]+ (\{[^}]*\}|[A-Z]+\b|[\[\]|. ])* \((default|required)", output)
 
@@ -101,7 +101,7 @@ REFUSED = [  # words, what the message says
     ("recipes show llip-b31", "Did you mean llip-b32?"),
     ("eval retreival m --data d", "Did you mean retrieval?"),
     ("eval m retrieval --data d", "kiloword eval retrieval m"),
-    ("eval retrieval --data d", "model"),
+    ("eval retrieval --data d", "MODELS is empty"),
     ("score m --images a.png --txts b", "--texts"),
     ("embed m --data d --out o --devise cpu", "--device"),
     ("train siglip --captions many --out x", "--captions is 'many'"),
@@ -111,6 +111,11 @@ REFUSED = [  # words, what the message says
     ("train --out x", "needs a method"),
     ("train siglop --out x", "Did you mean siglip?"),
     ("train clip --data A --data B --out o", "--data is given twice"),
+    ("embed m --data --out o", "--data is empty"),
+    ("score m --images a.jpg --texts x --texts=y", "--texts is given twice"),
+    ("classify m --images a --classes dog cat --json HERE", "--json"),
+    ("eval retrieval m --data d --json FILE/deep.json", "--json"),
+    ("score m --images a.jpg --texts dog --plane HERE", "--plane"),
     ("train siglip --out= --data d", "empty"),
     ("score m --images EMPTY --texts a", "empty"),
     ("score m --images a.png --texts BLANK", "text 1 of --texts is empty"),

@@ -93,7 +93,7 @@ def test_help_of_eval_needs_no_torch() -> None:
         ("--data d m retrieval", "eval needs a task first"),
         ("retreival m --data d", "unknown task 'retreival'; known: caption, .*\\. Did you mean retrieval\\?"),
         ("runs/a/model retrieval --data d", "the task comes before the model: kiloword eval retrieval runs/a/model --"),
-        ("retrieval --data d", "eval retrieval needs a model: kiloword eval retrieval MODEL --data SRC"),
+        ("retrieval --data d", "MODELS is empty"),
         ("retrieval m m --data d", "one model is named twice: m, m"),
     ],
 )
