@@ -18,10 +18,9 @@ from kiloword.data.open import open_source
 from kiloword.data.scenes.world import BACKGROUNDS, COLOURS, FILLS, TASKS
 from kiloword.evaluation.classes import Classes
 from kiloword.evaluation.command import labels
+from kiloword.evaluation.prompts import Chosen, Images, PromptOptions, Prompts, Way, check_gaussians
 from kiloword.evaluation.task import Inputs
-from kiloword.evaluation.zeroshot import PromptOptions, Way
-from kiloword.evaluation.zeroshot.prompts import Chosen, Images, Prompts, check_gaussians
-from kiloword.evaluation.zeroshot.task import chosen_by, encoded, encoded_images, judged
+from kiloword.evaluation.zeroshot import chosen_by, encoded, encoded_images, judged
 from kiloword.files import write_json
 from kiloword.terminal import say
 from research.arms import in_one_message

@@ -14,11 +14,9 @@ from torch import Tensor
 from kiloword.api import Matcher
 from kiloword.data.tree import ClassTree
 from kiloword.evaluation.classes import Classes
+from kiloword.evaluation.prompts import Images, PromptOptions, Prompts, Way, by_class, labelled
 from kiloword.evaluation.task import Inputs
-from kiloword.evaluation.zeroshot import PromptOptions, Way
-from kiloword.evaluation.zeroshot.bprw import by_class
-from kiloword.evaluation.zeroshot.prompts import Images, Prompts, labelled
-from kiloword.evaluation.zeroshot.task import chosen_by, encoded, encoded_images
+from kiloword.evaluation.zeroshot import chosen_by, encoded, encoded_images
 from kiloword.types import Features
 from research.classes import tree_of
 from research.evidence import Outcomes

@@ -15,7 +15,7 @@ from kiloword.data.map_style import MapStyleSource
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.errors import LeftOut, sentence_of
 from kiloword.evaluation import baseline, evaluate
-from kiloword.evaluation.zeroshot import PromptOptions
+from kiloword.evaluation.prompts import PromptOptions
 from kiloword.generation.captioner import Captioner
 from kiloword.generation.captioners import KilowordCaptioner
 from kiloword.generation.command import write_captions

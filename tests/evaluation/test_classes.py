@@ -17,7 +17,7 @@ from kiloword.data.classes.names import classnames, templates, wnids
 from kiloword.data.open import open_source
 from kiloword.evaluation import evaluate, metrics
 from kiloword.evaluation.classes import OTHER, classes_of
-from kiloword.evaluation.zeroshot.task import classifier
+from kiloword.evaluation.zeroshot import classifier
 from kiloword.types import LabelSet, Record, Skipped
 from tars import photo
 

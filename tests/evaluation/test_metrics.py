@@ -6,10 +6,12 @@ from collections.abc import Callable
 from itertools import pairwise, permutations
 from statistics import fmean
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kiloword.evaluation import metrics
@@ -159,3 +161,42 @@ def test_many_labels_equal_clip_benchmark() -> None:
     targets[:, 3] = False
     theirs = average_precision_per_class(scores, targets).mean().item()
     assert metrics.average_precision(scores.T, targets.T.bool()).mean().item() == pytest.approx(theirs, abs=1e-6)
+
+
+def points(relevant: NDArray[np.bool_], scores: NDArray[np.float64]) -> float:
+    """11-point average precision, one threshold after the other."""
+    best = [0.0] * 11
+    for threshold in scores:
+        chosen = scores >= threshold
+        hits, all_relevant = int((chosen & relevant).sum()), int(relevant.sum())
+        for r in range(11):
+            if 10 * hits >= r * all_relevant:
+                best[r] = max(best[r], hits / int(chosen.sum()))
+    return sum(best) / 11
+
+
+@pytest.mark.parametrize("decimals", [6, 1])
+def test_interpolated_average_precision(decimals: int) -> None:
+    g = torch.Generator().manual_seed(decimals)
+    scores = (torch.rand(6, 50, generator=g) * 10**decimals).round()
+    relevant = torch.rand(6, 50, generator=g) < torch.tensor([0.02, 0.1, 0.2, 0.5, 0.9, 1.0])[:, None]
+    relevant[0, 0] = True
+    computed = metrics.interpolated_average_precision(scores, relevant)
+    expected = [points(r.numpy(), s.double().numpy()) for s, r in zip(scores, relevant, strict=True)]
+    assert computed.tolist() == pytest.approx(expected)
+    assert metrics.interpolated_average_precision(scores, torch.zeros_like(relevant)).tolist() == [0] * 6
+
+
+def test_precisions_of_scikit_learn() -> None:
+    """Per class, also with ties for the 11 points."""
+    sklearn = pytest.importorskip("sklearn.metrics", reason="needs scikit-learn")
+    g = torch.Generator().manual_seed(0)
+    scores, relevant = torch.rand(4, 30, generator=g), torch.rand(4, 30, generator=g) < 0.4
+    expected = [sklearn.average_precision_score(r, s) for s, r in zip(scores.numpy(), relevant.numpy(), strict=True)]
+    assert metrics.average_precision(scores, relevant).tolist() == pytest.approx(expected)
+    coarse = (4 * scores).round()
+    for row, (s, r) in enumerate(zip(coarse.numpy(), relevant.numpy(), strict=True)):
+        precision, recall, _ = sklearn.precision_recall_curve(r, s)
+        points = [precision[:-1][recall[:-1] >= level / 10 - 1e-12].max() for level in range(11)]
+        value = metrics.interpolated_average_precision(coarse, relevant)[row].item()
+        assert value == pytest.approx(float(np.mean(points)))

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kiloword.evaluation.zeroshot.page import Class
 
 from kiloword.evaluation import TASKS, command
 from kiloword.evaluation.caption import page as caption_page
 from kiloword.evaluation.caption.page import CaptionedImage
 from kiloword.evaluation.caption.truth import JudgedCaption, Statement
 from kiloword.evaluation.zeroshot import page as prompts_page
-from kiloword.evaluation.zeroshot.page import Class
 from kiloword.report import plots as report_plots
 from kiloword.types import Record
 from pages import plots, sections

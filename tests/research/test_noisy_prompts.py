@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from kiloword.evaluation.zeroshot.prompts import Prompts
+from kiloword.evaluation.prompts import Prompts
 from research.classes import tree_of
 from research.prompts import nearest, noisy
 from trees import ANIMAL, CAR, CAT, DOG, write_photos

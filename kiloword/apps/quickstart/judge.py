@@ -28,7 +28,7 @@ from kiloword.data.scenes.world import GROUP, TASKS, SceneRows, label
 from kiloword.evaluation import baseline
 from kiloword.evaluation.metrics import classification, recall_at, standing
 from kiloword.evaluation.retrieval import Score, retrieval, true_relevance
-from kiloword.evaluation.zeroshot.task import classifier
+from kiloword.evaluation.zeroshot import classifier
 from kiloword.model.encoding import chunks, rows
 from kiloword.types import Features
 

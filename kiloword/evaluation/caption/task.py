@@ -20,7 +20,7 @@ from kiloword.evaluation.caption.truth import elsewhere, judge_caption, summary
 from kiloword.evaluation.features import per_batch
 from kiloword.evaluation.results import check_results, official_id, read_results, write_results
 from kiloword.evaluation.task import Inputs, Values
-from kiloword.evaluation.zeroshot.tally import field_name, group_of
+from kiloword.evaluation.zeroshot import field_name, group_of
 from kiloword.generation.options import GenerationOptions
 from kiloword.types import BadSample, Skipped, Source
 

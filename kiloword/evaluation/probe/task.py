@@ -18,7 +18,7 @@ from kiloword.evaluation.probe import RECIPES, ProbeOptions, ProbeTaskOptions
 from kiloword.evaluation.probe.data import Split, held_out, log, order, shots, split
 from kiloword.evaluation.probe.fit import LabelledFeatures, Linear, fit, sweep
 from kiloword.evaluation.task import Inputs, Values
-from kiloword.evaluation.zeroshot.task import zeroshot
+from kiloword.evaluation.zeroshot import zeroshot
 from kiloword.model.encoding import chunks
 from kiloword.types import Features, Skipped, Source
 
