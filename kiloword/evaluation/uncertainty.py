@@ -26,7 +26,7 @@ from kiloword.evaluation.hierarchy import bars, boxes, pixels_of, read
 from kiloword.evaluation.metrics import hit, standing
 from kiloword.evaluation.retrieval import PANEL, standings
 from kiloword.evaluation.task import ClassNames, Findings, Inputs, Prompts, PythonOnly, Task
-from kiloword.evaluation.zeroshot.task import classifier, templates_of
+from kiloword.evaluation.zeroshot import classifier, templates_of
 from kiloword.methods.prolip.gaussian import csd, inclusion, variance_sum
 from kiloword.model.encoding import chunks, join, rows
 from kiloword.randomness import key

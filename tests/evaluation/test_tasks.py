@@ -15,7 +15,7 @@ import pytest
 from folders import model_folder
 from kiloword.cli.main import main
 from kiloword.evaluation import TASKS, evaluate
-from kiloword.evaluation.command import Execution
+from kiloword.evaluation.command import Execution, labels, number
 
 PYTHON_ONLY = {"ks", "chunk", "captions"}
 FLAGS = {f.name.replace("_", "-") for f in fields(Execution)} - {"trust"}
@@ -140,3 +140,16 @@ def test_a_page_shows_the_metrics_and_blocks_are_collected(tmp_path: Path, capsy
     shown = f"{metrics['first']['image_retrieval_recall@5']:.4f}"
     assert shown in page.read_text()
     assert shown in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0.0, "0.0000"), (0.01, "0.0100"), (0.00999, "0.00999"), (12.34567, "12.3457"), (1e-9, "1e-09")]
+)
+def test_small_values_keep_digits_that_count(value: float, text: str) -> None:
+    assert number(value) == text
+
+
+def test_labels_tell_models_apart() -> None:
+    assert labels(["runs/a/model", "b/"]) == ["a", "b"]
+    assert labels(["x/a/model", "y/a/model"]) == ["x/a/model", "y/a/model"]
+    assert labels(["model"]) == ["model"]
