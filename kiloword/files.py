@@ -142,6 +142,18 @@ class Lock:
         self._lock.release()
 
 
+def held(folder: Path) -> bool:
+    """Whether a process of this machine holds the `Lock` of a folder."""
+    try:
+        with (folder / LOCK).open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # no lock
+        return False
+    return False
+
+
 def is_taken(path: Path) -> bool:
     """Whether a path exists and is not an empty folder; a lock, and what a killed process left, do not count."""
     return path.exists() and not (

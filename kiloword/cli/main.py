@@ -32,8 +32,8 @@ VERBS: dict[str, dict[str, Place]] = {
         "sweep": ("kiloword.cli.sweep:main", "Train over varied settings and seeds, and compare."),
         "plan": ("kiloword.cli.plan:main", "Estimate memory, time and traffic of a run."),
         "verify": ("kiloword.verify.command:read", "Check the gradients of a method."),
-        "watch": ("kiloword.cli.runs:watch", "Show curves and alerts of runs."),
-        "compare": ("kiloword.cli.runs:compare", "Compare runs, over seeds where they differ in nothing else."),
+        "watch": ("kiloword.runs.watch:Watch", "Follow the last rows and the alerts of runs."),
+        "compare": ("kiloword.runs.compare:Compare", "Compare runs, over seeds where they differ in nothing else."),
         "average": ("kiloword.cli.exchange:Average", "Average the weights of models."),
     },
     "Evaluate and use": {

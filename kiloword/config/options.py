@@ -10,7 +10,6 @@ from kiloword.config.settings import BaseSettings, check, setting
 
 Parallel = Literal["ddp", "fsdp"]
 Checkpointing = Literal["none", "whole", "selective"]
-Trackers = Literal["wandb", "mlflow"]
 Compile = Literal["none", "blocks", "towers"]
 
 

@@ -1,165 +1,179 @@
-"""`kiloword compare`: runs beside each other in the terminal, as JSON, and on a page."""
+"""The verb compare: runs beside each other, those that differ in their seed alone as one group. No torch at import."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import json
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from rich.cells import cell_len
-from rich.text import Text
-
-from kiloword import report
+from kiloword.config.execution import Some
 from kiloword.errors import count
 from kiloword.files import write_json
-from kiloword.report import Html, grid, section, stack, table
-from kiloword.runs.curves import Curve, evaluations, losses, main_evaluations, plot, points_of
-from kiloword.runs.groups import RunGroup, as_plain, groups_of, main_metrics, paths_of, state_of, value_of
-from kiloword.runs.runs import Watched, find, settings_of
-from kiloword.terminal import LONGEST, say, shown, warn
-from kiloword.terminal.screen import Screen, plain_table
+from kiloword.report import Block, Page, Plot, Table, made_by, say_blocks, write_page
+from kiloword.runs.page import curve_plot, value_of
+from kiloword.runs.run import SPEED, Curve, Run, find
+from kiloword.runs.trackers import leaves_of
+from kiloword.terminal import say, warn
 
 FORMAT = "kiloword-compare-1"
-WIDE = 160  # columns where the output is no terminal
-LETTERS = "abcdefghijklmnopqrstuvwxyz"
-OTHER = ("gradient_norm", "lr", "pairs_per_s", "memory")
+SAME = ("seed", "micro", "chunk", "data.bad_share", "data.workers")  # settings in which the runs of a group may differ
+INTRO = (
+    "Runs that differ in their seed alone are one group, named by its first run: its figures are means ± the standard "
+    "deviation of the sample over its n runs, its curves are means. Losses of different methods or batch sizes are "
+    "different quantities: compare the metrics."
+)
 
 
-def main(runs: Sequence[Path], json: Path | None = None, html: Path | None = None) -> None:
-    """Run `kiloword compare`. Raises: ValueError for paths without runs, and for fewer than two runs."""
-    if not runs:
-        raise ValueError("compare needs runs: kiloword compare runs/a runs/b, or a folder that holds them.")
-    watched = [Watched(folder, name) for folder, name in find(runs).items()]
-    for run in watched:
-        run.update()
-    begun = [run for run in watched if run.columns.rows]
-    for run in watched:
-        if run not in begun:
-            warn(f"{run.name} has no row yet: it is omitted.")
-    begun = list(without_copies(begun))
-    if len(begun) < 2:
-        raise ValueError(f"compare found {count(len(begun), 'run')} with rows: expected at least two.")
-    made = groups_of(begun)
-    _print(made)
-    if json is not None:
-        write_json(json, {"format": FORMAT, "groups": [as_plain(group) for group in made]})
-    if html is not None:
-        report.write(html, page(made))
+@dataclass(frozen=True, kw_only=True)
+class Compare:
+    """Compare runs, over seeds where they differ in nothing else.
 
-
-def without_copies(runs: Sequence[Watched]) -> Iterator[Watched]:
-    """The runs without copies of one of them, which are no further seeds: the same recipe, seed and losses.
-
-    A copy may have been made before the run ended, or gone on after it: of both the one with more rows stays.
+    Examples:
+      kiloword compare runs/a runs/b --html compare.html
+      kiloword compare runs/k
     """
-    recipes = [settings_of(run.folder) for run in runs]
-    losses = [run.columns.of("loss")[1].tobytes() for run in runs]
-    for n, run in enumerate(runs):
-        same = (
-            other.name
-            for m, other in enumerate(runs)
-            if recipes[m] == recipes[n] != {} and losses[m].startswith(losses[n])
-            if (-len(losses[m]), m) < (-len(losses[n]), n)
-        )
-        if (other := next(same, None)) is None:
-            yield run
-        else:
-            warn(f"{run.name} has the recipe, the seed and the losses of {other}: it is omitted, as a copy.")
+
+    runs: Some[Path]  # folders of runs (--out of train), or folders that contain runs
+    json: Path | None = None  # write settings that differ and metrics to this file
+    html: Path | None = None  # write a page with tables and curves
+
+    def run(self) -> None:
+        """Raises: ValueError for paths without runs, and for fewer than two runs."""
+        every = [Run(folder, name) for folder, name in find(self.runs).items()]
+        runs = [run for run in every if run.curves]
+        if empty := [run.name for run in every if not run.curves]:
+            warn(f"without a row yet, and omitted: {', '.join(empty)}")
+        if len(runs) < 2:
+            raise ValueError(f"compare found {count(len(runs), 'run')} with rows: expected at least two.")
+        groups = groups_of(runs)
+        names = [group.name for group in groups]
+        paths = dict.fromkeys(path for group in groups for path in group.settings)
+        settings = [[p, *(value_of(g.settings[p]) if p in g.settings else None for g in groups)] for p in paths]
+        main = list(dict.fromkeys(name for run in runs for name in main_metrics(run)))
+        sections: dict[str, list[Block]] = {
+            "Runs": [Table([_about(group) for group in groups], ["group", "n", "steps", "not finished", "runs"])],
+            "Settings that differ": [Table(settings, ["setting", *names])],
+            "Last values": [table(groups, main)],
+        }
+        for title, blocks in sections.items():
+            say("", title)
+            say_blocks(blocks)
+        if self.json is not None:
+            write_json(self.json, {"format": FORMAT, "groups": [as_plain(group) for group in groups]})
+        if self.html is not None:
+            sections["Last values"] = [table(groups, list(dict.fromkeys(m for group in groups for m in group.cells)))]
+            sections["Curves"] = list(_curves(groups))
+            write_page(self.html, Page(f"{len(runs)} runs beside each other", INTRO, sections, made_by()))
 
 
-def _print(every: Sequence[RunGroup]) -> None:
-    """The groups by letters, then the settings that differ and the main metrics with a column for each."""
-    letters = [LETTERS[n] if n < len(LETTERS) else str(n + 1) for n in range(len(every))]
-    named = [f"{letter}  {group.name}" for letter, group in zip(letters, every, strict=True)]
-    for name, group in zip(named, every, strict=True):
-        say(f"{name}: {state_of(group)}")
-    metrics = "last value, mean +- std over seeds"
-    for rows, first in ((list(_setting_rows(every)), "setting"), (list(_metric_rows(every)), metrics)):
-        table = plain_table(first, *letters)
-        for row in rows:
-            table.add_row(*row)
-        if table.row_count:
-            say("")
-            Screen(WIDE).print_table(table, _lines(rows, named))
-    if len({group.loss for group in every}) > 1:
-        say("", "Losses of different methods or batches are different quantities: compare the metrics.")
-        if not any(evaluations(group.runs) for group in every):
-            say("These runs were not evaluated while they trained: kiloword eval retrieval RUN RUN --data SRC does it.")
+@dataclass(frozen=True)
+class Cell:
+    """A metric over runs that differ in their seed."""
+
+    mean: float
+    std: float | None  # of a sample, divided by n - 1; of one run None
+    n: int
+
+    def __str__(self) -> str:
+        return f"{self.mean:.4g}" if self.std is None else f"{self.mean:.4g} ± {self.std:.2g}"
 
 
-def _setting_rows(every: Sequence[RunGroup]) -> Iterator[list[str]]:
-    for path in paths_of(every):
-        values = (value_of(group.settings[path]) if path in group.settings else "-" for group in every)
-        yield [path, *(value if len(value) <= LONGEST else f"{value[:LONGEST]}..." for value in values)]
+def cell(values: Sequence[float]) -> Cell:
+    """Mean, standard deviation and number of values."""
+    return Cell(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None, len(values))
 
 
-def _lines(rows: Iterable[Sequence[str]], groups: Sequence[str]) -> Iterator[Text]:
-    """A table that is too wide: a heading for each row, and a line for each group."""
-    for name, *values in rows:
-        yield Text(shown(name), "bold")
-        width = max(cell_len(shown(value)) for value in values)
-        for value, group in zip(values, groups, strict=True):
-            yield Text(f"  {shown(value)}{' ' * (width - cell_len(shown(value)))}  {shown(group)}")
+@dataclass(frozen=True)
+class Group:
+    """Runs of one recipe, or of one combination of a sweep."""
+
+    name: str
+    settings: Mapping[str, Any]  # those in which the groups differ, by their place in the recipe
+    cells: Mapping[str, Cell]  # of each metric the last value; losses by the name of their kind
+    runs: Sequence[Run] = ()
 
 
-def _metric_rows(every: Sequence[RunGroup]) -> Iterator[list[str]]:
-    for name in main_metrics(every):
-        yield [name, *(str(group.cells[name]) if name in group.cells else "-" for group in every)]
+def groups_of(runs: Sequence[Run]) -> list[Group]:
+    """The runs by their recipe, in their order, each group with the settings that tell it from the others."""
+    alike: dict[str, list[Run]] = {}
+    flat: dict[str, dict[str, Any]] = {}
+    for run in runs:
+        settings = {path: value for path, value in leaves_of(run.recipe) if path and path not in SAME}
+        key = json.dumps(settings or str(run.folder))  # a run without its settings is like no other
+        flat[key] = settings
+        alike.setdefault(key, []).append(run)
+    paths = dict.fromkeys(path for settings in flat.values() for path in settings)
+    differ = [p for p in paths if len({json.dumps(s[p]) if p in s else "" for s in flat.values()}) > 1]
+    if "size" in differ:  # a size implies all of these
+        differ = [p for p in differ if not p.startswith("model.")]
+    groups = []
+    for key, members in alike.items():
+        values: dict[str, list[float]] = {}
+        for run in members:
+            for name, value in last_values(run).items():
+                values.setdefault(name, []).append(value)
+        settings = {p: flat[key][p] for p in differ if p in flat[key]}
+        groups.append(Group(members[0].name, settings, {name: cell(each) for name, each in values.items()}, members))
+    return groups
 
 
-def page(groups: Sequence[RunGroup]) -> str:
-    """The whole document."""
+def loss_of(run: Run) -> str:
+    """The name of a run's loss: losses of other methods or batches are other quantities."""
+    return f"loss of {run.recipe.get('method', 'its method')}, batch {run.batch}"
+
+
+def last_values(run: Run) -> dict[str, float]:
+    """The last values of the loss, its terms and validation, and the speed over the whole run."""
+    names = [*run.losses, *(name for name in run.curves if name.startswith("val/"))]
+    values = {loss_of(run) if n == "loss" else n.removeprefix("val/"): run.curves[n][1][-1] for n in names}
+    return values | ({"pairs_per_s": run.step * run.batch / run.seconds} if run.seconds else {})
+
+
+def main_metrics(run: Run) -> list[str]:
+    """Those of the short table: the loss, the main metrics of validation and recall@10, speed."""
+    recalls = [name for name in run.curves if name.endswith("recall@10")]
+    return [loss_of(run), *(name.removeprefix("val/") for name in [*run.validation, *recalls]), "pairs_per_s"]
+
+
+def table(groups: Sequence[Group], metrics: Sequence[str]) -> Table:
+    """Metrics of groups: a row a group, or a row a metric where there are more of these."""
+    rows = [[g.name, *(str(g.cells[m]) if m in g.cells else None for m in metrics)] for g in groups]
+    if len(metrics) < len(groups):
+        return Table(rows, ["", *metrics])
+    return Table(list(zip(metrics, *(row[1:] for row in rows), strict=True)), ["", *(group.name for group in groups)])
+
+
+def _about(group: Group) -> list[object]:
+    steps, unfinished = sorted({run.step for run in group.runs}), sum(run.state != "finished" for run in group.runs)
+    span = " to ".join(f"{step:,}" for step in dict.fromkeys([steps[0], steps[-1]]))
+    return [group.name, len(group.runs), span, unfinished, ", ".join(run.name for run in group.runs)]
+
+
+def as_plain(group: Group) -> dict[str, Any]:
+    """A group as JSON holds it."""
+    runs = [{"folder": str(run.folder), "state": run.state, "step": run.step} for run in group.runs]
+    cells = {name: asdict(one) for name, one in group.cells.items()}
+    return {"name": group.name, "runs": runs, "settings": dict(group.settings), "metrics": cells}
+
+
+def _curves(groups: Sequence[Group]) -> Iterator[Plot]:
+    """A plot a metric with a line a group: each kind of loss with its terms, validation, speed."""
     runs = [run for group in groups for run in group.runs]
-    html = report.page(
-        f"{len(runs)} runs beside each other",
-        "Runs that differ in their seed alone are one group: its figures are means ± the standard deviation of the "
-        "sample over its n runs, its curves are means. Losses of different methods or batch sizes are different "
-        "quantities, so each has a plot of its own.",
-        [
-            section("Runs", _runs(groups)),
-            section("Settings that differ", *_settings(groups)),
-            section("Metrics", *_metrics(groups)),
-            section("Loss", *_losses(groups)),
-            section("Validation", grid(_plots(groups, main_evaluations(runs)))),
-            section("Optimization and speed", grid(_plots(groups, OTHER))),
-        ],
-    )
-    return report.signed(html, report.made_by())
+    for kind in dict.fromkeys(map(loss_of, runs)):
+        alike = [group for group in groups if loss_of(group.runs[0]) == kind]
+        for name in dict.fromkeys(name for group in alike for run in group.runs for name in run.losses):
+            yield curve_plot(
+                name, {group.name: mean_curve(group.runs, name) for group in alike}, f"{name} of {kind[8:]}"
+            )
+    for name in dict.fromkeys([*(name for run in runs for name in run.validation), *SPEED]):
+        yield curve_plot(name, {group.name: mean_curve(group.runs, name) for group in groups})
 
 
-def _runs(groups: Sequence[RunGroup]) -> Html:
-    rows = [[group.name, state_of(group), ", ".join(run.name for run in group.runs)] for group in groups]
-    return table(rows, ["group", "state", "runs"])
-
-
-def _settings(groups: Sequence[RunGroup]) -> Iterator[str]:
-    rows = [
-        [path, *(value_of(g.settings[path]) if path in g.settings else None for g in groups)]
-        for path in paths_of(groups)
-    ]
-    yield table(rows, ["setting", *(group.name for group in groups)]) or "The groups have the same settings."
-
-
-def _metrics(groups: Sequence[RunGroup]) -> Iterator[str]:
-    """The main metrics first."""
-    names = dict.fromkeys([*main_metrics(groups), *(name for group in groups for name in group.cells)])
-    rows = [[name, *(_shown(group, name) for group in groups)] for name in names]
-    yield table(rows, ["last value", *(f"{group.name} (n {len(group.runs)})" for group in groups)])
-
-
-def _shown(group: RunGroup, name: str) -> str | None:
-    return str(group.cells[name]).replace("+-", "±") if name in group.cells else None
-
-
-def _losses(groups: Sequence[RunGroup]) -> Iterator[str]:
-    """Each kind of loss with its terms."""
-    for kind in dict.fromkeys(group.loss for group in groups):
-        alike = [group for group in groups if group.loss == kind]
-        names = losses([run for group in alike for run in group.runs])
-        if len(alike) < len(groups):
-            yield report.heading(kind[0].upper() + kind[1:])
-        yield grid(_plots(alike, names))
-
-
-def _plots(groups: Sequence[RunGroup], names: Sequence[str]) -> list[Html]:
-    """A plot of each metric with a line for each group."""
-    return [stack(plot(name, [Curve(group.name, points_of(group.runs, name)) for group in groups])) for name in names]
+def mean_curve(runs: Sequence[Run], name: str) -> Curve:
+    """The mean of those runs that have a metric, at the steps that all of them have so far."""
+    curves = [dict(zip(*run.curves[name], strict=True)) for run in runs if name in run.curves]
+    steps = [step for step in curves[0] if all(step in curve for curve in curves)] if curves else []
+    return steps, [statistics.fmean(curve[step] for curve in curves) for step in steps]

@@ -5,27 +5,27 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 from torch import Tensor
 
-from kiloword.config.options import Trackers
+from kiloword.addresses import scrubbed
 from kiloword.config.recipes import Recipe
 from kiloword.files import write_atomic
 from kiloword.runs.alerts import Alerts
-from kiloword.runs.mirror import in_training
-from kiloword.runs.rows import RowReader
-from kiloword.runs.rule import About
-from kiloword.runs.track import Tracker
-from kiloword.terminal import say
+from kiloword.runs.rows import ROWS, objects
+from kiloword.runs.trackers import Kind, Tracker, opened
+from kiloword.terminal import say, warn
 from kiloword.terminal.progress import Pace, ProgressLine, duration, per_second
 
 
 class Log:
     """Messages and progress of a run on stderr, unless `quiet`; its rows once `open` has named their file.
 
-    As a context manager: at its end a tracker has all rows, or the user knows that it lacks some.
+    As a context manager: at its end the tracker is closed.
     """
 
     def __init__(self, recipe: Recipe, quiet: bool = False) -> None:
@@ -39,14 +39,14 @@ class Log:
         self,
         out: Path,
         step: int = 0,
-        to: Literal["file", "tensorboard"] | Trackers = "file",
+        to: Literal["file"] | Kind = "file",
         log_limit: Tensor | None = None,
     ) -> None:
         """Write rows to OUT/metrics.jsonl. A resumed run writes those after `step` again.
 
         Args: to: `--log-to`; log_limit: upper limit of the head's log scale.
         """
-        self.path = out / "metrics.jsonl"
+        self.path = out / ROWS
         rows = read_metrics(self.path)
         kept = [row for row in rows if row["step"] <= step]
         text = "".join(json.dumps(row) + "\n" for row in kept).encode()
@@ -54,20 +54,31 @@ class Log:
             write_atomic(self.path, text)
         self._restarts = max((row.get("restarts", 0) + 1 for row in rows), default=0)
         max_scale = None if log_limit is None else float(log_limit.exp())
-        about = About(batch=self.recipe.batch, bad_share=self.recipe.data.bad_share, max_scale=max_scale)
-        self._alerts = Alerts(about)
+        self._alerts = Alerts(self.recipe.batch, self.recipe.data.bad_share, max_scale)
         for row in kept:
             self._alerts.add(row)
-        self._mirror = in_training(out, self.say) if to == "tensorboard" else lambda: None
-        if to != "tensorboard" and to != "file":
-            self._tracker = Tracker(to, out)
+        if to != "file":
+            with self._tracking(to):
+                self._tracker = opened(to, out, step)
+                self._tracker.send(kept)
 
     def __enter__(self) -> Log:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
         if self._tracker is not None:
-            self._tracker.close(complete=kind is None)
+            with self._tracking():
+                self._tracker.close(kind is None)
+
+    @contextmanager
+    def _tracking(self, kind: str = "the tracker") -> Iterator[None]:
+        """What its library raises is printed once, and the run goes on without it."""
+        try:
+            yield
+        except Exception as e:
+            self._tracker = None
+            reason = scrubbed(" ".join(str(e).split()))[:600] or type(e).__name__
+            warn(f"{kind} does not take rows ({reason}). The run goes on; the same command sends what is missing.")
 
     def row(self, values: dict[str, Any]) -> None:
         """Append one row to the file, with "time" (seconds since 1970) and "restarts" (number of times the run was
@@ -82,7 +93,9 @@ class Log:
             file.write(json.dumps(values) + "\n")
         for message in self._alerts.add(values):
             self.say(message)
-        self._mirror()
+        if self._tracker is not None:
+            with self._tracking():
+                self._tracker.send([values])
 
     def progress(self, values: dict[str, Any]) -> None:
         """Show the step: a line with a bar on a terminal, elsewhere a line now and then."""
@@ -109,5 +122,5 @@ class Log:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All rows of a `metrics.jsonl`, read by `watch.rows.RowReader`; a last line that a crash cut off is omitted."""
-    return list(RowReader(path)())
+    """All rows of a `metrics.jsonl`; a last line that a crash cut off is omitted."""
+    return [row for row in objects(path)[0] if type(row.get("step")) is int]

@@ -11,7 +11,6 @@ from dataclasses import replace
 
 import torch
 
-from kiloword import report
 from kiloword.addresses import scrubbed
 from kiloword.config.options import RunOptions
 from kiloword.config.settings import leaves
@@ -20,10 +19,11 @@ from kiloword.distributed import collectives
 from kiloword.errors import count
 from kiloword.methods.defaults import default_recipe
 from kiloword.models.card import CARD, write_card
-from kiloword.report import Html
-from kiloword.runs import history
-from kiloword.runs.run_page import Differs, page
-from kiloword.runs.runs import ERROR, Watched
+from kiloword.report import Gallery, Text, Tile, write_page
+from kiloword.runs.page import Differs, page
+from kiloword.runs.rows import ROWS, began
+from kiloword.runs.run import ERROR
+from kiloword.runs.run import Run as Folder
 from kiloword.training import start
 from kiloword.training.run import Run
 
@@ -40,7 +40,7 @@ def reported(run: Run) -> Iterator[None]:
     """
     if not (collectives.rank() or run.finished):
         threads = f"{run.device} ({count(torch.get_num_threads(), 'thread')})"
-        history.began(
+        began(
             run.out,
             step=run.step,
             torch=torch.__version__,
@@ -54,7 +54,7 @@ def reported(run: Run) -> Iterator[None]:
     finally:
         path = run.out / NAME
         known = path.stat().st_mtime_ns if path.is_file() else 0
-        files = [file for file in (run.out / "metrics.jsonl", run.out / ERROR) if file.is_file()]
+        files = [file for file in (run.out / ROWS, run.out / ERROR) if file.is_file()]
         news = any(file.stat().st_mtime_ns > known for file in files)
         if news or (run.finished and not (run.out / "model" / CARD).is_file()):
             write(run)
@@ -65,9 +65,7 @@ def write(run: Run) -> None:
     if collectives.rank():
         return
     try:
-        watched = Watched(run.out, run.out.absolute().name)
-        watched.update()
-        report.write(run.out / NAME, page(watched, list(unusual(run)), _samples(run), run.recipe.settings))
+        write_page(run.out / NAME, page(Folder(run.out), run.finished, list(unusual(run)), list(_samples(run))))
         if run.finished:
             write_card(run.out / "model")
     except Exception as e:
@@ -95,20 +93,17 @@ def unusual(run: Run) -> Iterator[Differs]:
                 yield leaf.flag, leaf.value, default
 
 
-def _samples(run: Run) -> Html:
+def _samples(run: Run) -> Iterator[Text | Gallery]:
     """The first examples of the run as training sees them; nothing where it reads stored tokens in place of images."""
     loader = run.loader
     if loader.data.image_features or loader.data.text_features or len(loader.source) < SAMPLES:
-        return Html()
+        return
     order = Order(len(loader.source), SAMPLES, loader.seed)
     few = replace(loader, order=order, inputs={}, stores=(), truth=False, rank=0, ranks=1)
-    try:
+    with suppress(ValueError):  # bad data ended the run: its error says which
         examples = few.examples(0)[0]
-    except ValueError:  # bad data ended the run: its error says which
-        return Html()
-    images = [e.image.permute(1, 2, 0).contiguous().numpy() for e in examples]
-    return report.tiles([(image, _cut(e.words)) for image, e in zip(images, examples, strict=True)], columns=4)
-
-
-def _cut(words: str) -> str:
-    return words if len(words) <= 160 else words[:160] + "…"
+        yield Text(
+            "The first examples of the run as training sees them: augmented, with the captions that were chosen."
+        )
+        images = (e.image.permute(1, 2, 0).contiguous().numpy() for e in examples)
+        yield Gallery([Tile(image, [e.words]) for image, e in zip(images, examples, strict=True)], columns=4)

@@ -19,7 +19,7 @@ from kiloword.errors import sentence_of
 from kiloword.files import SaveError, utf8, write_json
 from kiloword.methods.registry import find, preset
 from kiloword.models.states import steps_done
-from kiloword.runs.runs import ERROR
+from kiloword.runs.run import ERROR
 from kiloword.stores.features import FeatureStore
 from kiloword.stores.tokens import ImageTokens, TextTokens, opened
 from kiloword.training.signals import Stopped

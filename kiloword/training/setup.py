@@ -17,9 +17,8 @@ from kiloword.methods.method import Method
 from kiloword.model.model import initialise
 from kiloword.models.build import build
 from kiloword.models.states import drop_old, steps_done
-from kiloword.runs import mirror
-from kiloword.runs.runs import ERROR
-from kiloword.runs.sinks import check_installed
+from kiloword.runs.run import ERROR
+from kiloword.runs.trackers import check_installed
 from kiloword.stores.runs import check_trunk
 from kiloword.stores.tokens import ImageTokens, TextTokens, opened
 from kiloword.training import compilation, engine, start, tuning
@@ -38,9 +37,7 @@ def prepare(recipe: Recipe, out: Path, source: Source, *, device: str, options: 
 
     Raises: ValueError as `resolve`, and when another process trains in `out` or nothing can be written there.
     """
-    if options.log_to == "tensorboard":
-        mirror.check_tensorboard("--log-to tensorboard")
-    elif options.log_to != "file":
+    if options.log_to != "file":
         check_installed(options.log_to)
     plan = resolve(recipe, source, out, options, device)
     recipe, main = plan.recipe, collectives.rank() == 0

@@ -145,7 +145,7 @@ ATTACKS: dict[str, tuple[int, Attack]] = {
     "caption": (0, lambda w: ["caption", w / MODEL, "--data", w / "data", "--out", w / "c.parquet", *OWN]),
     "watch": (0, lambda w: ["watch", _run(w), "--once"]),
     "compare": (2, lambda w: ["compare", _run(w)]),
-    "watch folder": (0, lambda w: ["watch", w / "runs", "--once", "--curves", EVIL]),
+    "watch folder": (0, lambda w: ["watch", w / "runs", "--once"]),
     "unknown key": (2, lambda w: ["score", _damaged(w, "key"), "--images", w / "photo.png", "--texts", "a"]),
     "unknown field": (2, lambda w: ["score", _damaged(w, "value"), "--images", w / "photo.png", "--texts", "a"]),
     "model's method": (2, lambda w: ["score", _damaged(w, "method"), "--images", w / "photo.png", "--texts", "a"]),

@@ -1,17 +1,16 @@
-"""Runs beside each other: what is one group, what differs, which losses share a plot."""
+"""Runs beside each other: what is one group, what differs, and which figures the table, the JSON and the page hold."""
 
 from __future__ import annotations
 
 import json
-import re
-import shutil
 import statistics
 from pathlib import Path
 
 import pytest
 
 from kiloword.cli.main import main
-from kiloword.runs import curves
+from kiloword.runs.compare import mean_curve
+from kiloword.runs.run import Run
 from pages import sections
 from runs import row, write
 
@@ -35,109 +34,68 @@ def runs(tmp_path: Path) -> Path:
 def test_seeds_are_one_group_with_a_spread(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = runs.parent / "compared.json"
     main(["compare", str(runs), "--json", str(file)])
-    stored = json.loads(file.read_text())
-    by_name = {group["name"]: group for group in stored["groups"]}
-    assert list(by_name) == ["clip, lr 0.002", "other", "clip, lr 0.001"]
-    slow = by_name["clip, lr 0.001"]
+    by_name = {group["name"]: group for group in json.loads(file.read_text())["groups"]}
+    assert list(by_name) == ["fast-0", "other", "slow-0"]
+    slow = by_name["slow-0"]
     assert [Path(run["folder"]).name for run in slow["runs"]] == ["slow-0", "slow-1"]
+    assert [(run["state"], run["step"]) for run in slow["runs"]] == [("finished", 3)] * 2
     assert slow["settings"] == {"method": "clip", "optim.lr": 0.001}
     recall = slow["metrics"]["text_retrieval_recall@1"]
     assert recall == {"mean": pytest.approx(0.25), "std": pytest.approx(statistics.stdev([0.2, 0.3])), "n": 2}
     assert by_name["other"]["metrics"]["rsum"] == {"mean": 1.6, "std": None, "n": 1}
     assert slow["metrics"]["loss of clip, batch 10"]["mean"] == pytest.approx(5 / 3 + 0.5)
-    out = capsys.readouterr().out
-    assert "0.25 +- 0.071" in out
-    assert "different quantities" in out
+    assert slow["metrics"]["pairs_per_s"]["mean"] == pytest.approx(100)
+    assert {"loss of clip, batch 10", "loss of siglip, batch 10"} <= {
+        name for group in by_name.values() for name in group["metrics"]
+    }
+    said = capsys.readouterr().out
+    assert "0.25 ± 0.071" in said
+    assert "optim.lr" in said
 
 
-def test_groups_that_differ_in_much_have_the_name_of_their_method(tmp_path: Path) -> None:
-    for seed in (0, 1):
-        some_run(tmp_path / "runs" / f"first-{seed}", "clip", 1e-3, seed, 0.2)
-        some_run(tmp_path / "runs" / f"second-{seed}", "mine:preset", 2e-3, seed, 0.3, batch=20)
-    main(["compare", str(tmp_path / "runs"), "--json", str(tmp_path / "c.json")])
-    names = [group["name"] for group in json.loads((tmp_path / "c.json").read_text())["groups"]]
-    assert names == ["clip", "mine:preset"]
-
-
-def test_a_strangers_settings_are_bounded(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        some_run(tmp_path / "runs" / name, "clip", 1e-3, 0, 0.2 if name == "a" else 0.3)
-        config = json.loads((tmp_path / "runs" / name / "config.json").read_text())
-        config["recipe"] |= {f"{name}{n}": n for n in range(20_000)} | {"x" * 1_000_000: name}
-        (tmp_path / "runs" / name / "config.json").write_text(json.dumps(config))
-    main(["compare", str(tmp_path / "runs"), "--json", str(tmp_path / "c.json")])
-    assert (tmp_path / "c.json").stat().st_size < 1_000_000
-
-
-def test_a_copied_run_is_no_further_seed(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    shutil.copytree(runs / "slow-0", runs / "slow-copy")
-    file = runs.parent / "compared.json"
-    main(["compare", str(runs), "--json", str(file)])
-    members = [Path(run["folder"]).name for group in json.loads(file.read_text())["groups"] for run in group["runs"]]
-    assert sorted(members) == ["fast-0", "fast-1", "other", "slow-0", "slow-1"]
-    assert "slow-copy has the recipe, the seed and the losses of slow-0" in capsys.readouterr().err
-
-
-def test_a_copy_that_was_made_before_the_run_ended_is_none_either(
-    runs: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shutil.copytree(runs / "slow-0", runs / "another")
-    rows = (runs / "another" / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (runs / "another" / "metrics.jsonl").write_text("".join(rows[:2]))
-    main(["compare", str(runs)])
-    assert "another has the recipe, the seed and the losses of slow-0" in capsys.readouterr().err
-
-
-def test_losses_of_other_methods_and_batches_have_plots_of_their_own(runs: Path) -> None:
+def test_runs_of_several_batches_and_sizes_are_several_groups(runs: Path) -> None:
     some_run(runs / "large", "clip", 1e-3, 0, 0.1, batch=20)
+    config = json.loads((runs / "other" / "config.json").read_text())
+    config["recipe"] |= {"size": "s16", "model": {"width": 3}}
+    (runs / "other" / "config.json").write_text(json.dumps(config))
+    (runs / "fast-1" / "config.json").write_text("{")  # is like no other
+    main(["compare", str(runs), "--json", str(runs.parent / "c.json")])
+    groups = {group["name"]: group for group in json.loads((runs.parent / "c.json").read_text())["groups"]}
+    assert list(groups) == ["fast-0", "fast-1", "large", "other", "slow-0"]
+    assert groups["fast-1"]["settings"] == {}
+    assert "model.width" not in groups["other"]["settings"]  # the size implies it
+    assert "loss of clip, batch 20" in groups["large"]["metrics"]
+
+
+def test_curves_are_means_at_the_steps_that_all_have(tmp_path: Path) -> None:
+    write(tmp_path / "a", [row(n, loss=float(n)) for n in (1, 2, 3)])
+    write(tmp_path / "b", [row(n, loss=3.0 * n) for n in (1, 3, 4)])
+    curve = mean_curve([Run(tmp_path / name) for name in "ab"], "loss")
+    assert [list(of) for of in curve] == [[1, 3], [2, 6]]
+
+
+def test_the_page_holds_the_figures(runs: Path) -> None:
+    some_run(runs / "<script>", "<b>", 1e-3, 0, 0.1, batch=20)
     file = runs.parent / "compared.html"
     main(["compare", str(runs), "--html", str(file)])
     html = file.read_text()
-    loss = html.split(">Loss</h2>")[1].split("<h2")[0]
-    assert loss.count("<figure") == 3
-    (shared,) = [part for part in loss.split("<figure")[1:] if 'class="legend"' in part]
-    assert ("fast-0" in shared, "slow-0" in shared) == (True, True)
-    assert shared.count("<li>") == 2  # both rates of clip with a batch of 10, and no other
-    assert {row[0] for row in sections(html)["Settings that differ"].tables[0][1:]} == {"method", "optim.lr", "batch"}
-    assert "kiloword compare" in html.split("<footer")[1]
-
-
-def test_many_runs_share_axes(tmp_path: Path) -> None:
-    for n in range(9):
-        some_run(tmp_path / f"run{n}", "clip", 1e-3 * (n + 1), n, 0.1)
-    main(["compare", str(tmp_path), "--html", str(tmp_path / "c.html")])
-    loss = (tmp_path / "c.html").read_text().split(">Loss</h2>")[1].split("<h2")[0]
-    first, second = loss.split("<figure")[1:3]
-    ticks = [part.split('class="name"')[0].count("text-anchor") for part in (first, second)]
-    assert ticks[0] == ticks[1]
-    numbers = [[piece.split("<")[0] for piece in part.split('text-anchor="end">')[1:]] for part in (first, second)]
-    assert numbers[0] == numbers[1]
-
-
-def test_steps_are_whole_numbers() -> None:
-    html = curves.plot("lr", [curves.Curve("a", [(10, 1e-3), (12, 1e-4)])])
-    assert ">11</text>" in html
-    assert ">10.5</text>" not in html
-
-
-def test_axes_of_amounts_begin_at_zero() -> None:
-    for name, values in (("memory", (2390.0, 2650.0)), ("pairs_per_s", (50.0, 61.0)), ("data_wait", (0.02, 0.03))):
-        points = [(10, values[0]), (100, values[1])]
-        assert ">0</text>" in curves.plot(name, [curves.Curve("a", points)])
-        assert ">0</text>" not in curves.plot("gradient_norm", [curves.Curve("a", points)])
-
-
-def test_a_run_without_settings_has_none_that_differ(runs: Path) -> None:
-    (runs / "other" / "config.json").unlink()
-    file = runs.parent / "compared.json"
-    main(["compare", str(runs / "other"), str(runs / "slow-0"), "--json", str(file)])
-    without, other = (group["settings"] for group in json.loads(file.read_text())["groups"])
-    assert (without, "" in other) == ({}, False)
+    read = sections(html)
+    assert {row[0] for row in read["Settings that differ"].tables[0][1:]} == {"method", "optim.lr", "batch"}
+    values = {row[0]: row[1:] for row in read["Last values"].tables[0][1:]}
+    assert "0.25 ± 0.071" in values["text_retrieval_recall@1"]
+    assert "rsum" in values
+    assert "loss of siglip, batch 10" in html
+    assert "<script>" not in html
 
 
 @pytest.mark.parametrize(
     ("folders", "message"),
-    [((), "compare needs runs"), (("runs/other",), "found 1 run with rows"), (("runs/none",), "does not exist")],
+    [
+        ((), ""),
+        (("runs/other",), "found 1 run with rows"),
+        (("runs/none",), "is no run"),
+        (("runs/other", "empty"), "1 run"),
+    ],
 )
 def test_refusals(
     runs: Path,
@@ -147,37 +105,8 @@ def test_refusals(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(runs.parent)
+    write(Path("empty"), [])
     with pytest.raises(SystemExit) as end:
         main(["compare", *folders])
     assert end.value.code == 2
     assert message in capsys.readouterr().err
-
-
-def test_damaged_files_and_hostile_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    some_run(tmp_path / "a", "<script>\x1b[2J", 1e-3, 0, 0.1)
-    some_run(tmp_path / "b", "clip", 1e-3, 0, 0.1)
-    (tmp_path / "b" / "config.json").write_text("[" * 5000)
-    write(tmp_path / "empty", [])
-    main(["compare", str(tmp_path), "--html", str(tmp_path / "c.html")])
-    read = capsys.readouterr()
-    assert "\x1b" not in read.out
-    assert "empty has no row yet" in read.err
-    assert "<script>" not in (tmp_path / "c.html").read_text()
-
-
-@pytest.mark.parametrize("groups", [3, 30])
-def test_no_name_and_no_number_is_cut(groups: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Many groups, or long values, have a line each."""
-    long = f"photos/{'holiday' * 12}"
-    for n in range(groups):
-        some_run(tmp_path / f"run{n}", "clip", 1e-3 * (n + 1), 0, 0.12345 + n)
-        config = json.loads((tmp_path / f"run{n}" / "config.json").read_text())
-        config["recipe"]["data"] = {"sources": [f"{long}-{n}"]}
-        (tmp_path / f"run{n}" / "config.json").write_text(json.dumps(config))
-    main(["compare", str(tmp_path)])
-    printed = capsys.readouterr().out
-    assert "\u2026" not in printed
-    for n in range(groups):
-        assert f"{long}-{n}" in printed
-        assert f"{0.12345 + n:.4g}" in printed
-    assert bool(re.search(r"\n  1\.123 +b  run1\n", printed)) is (groups == 30)

@@ -21,7 +21,7 @@ from kiloword.cli.main import main
 from kiloword.config.options import RunOptions
 from kiloword.config.recipes import Recipe
 from kiloword.methods.defaults import default_recipe
-from kiloword.runs.command import Runs
+from kiloword.runs.run import Run
 from kiloword.training.log import read_metrics
 from kiloword.training.loop import train
 from kiloword.training.validation.best import Best, direction
@@ -71,8 +71,8 @@ def test_the_best_model_is_kept_and_the_run_ends_early(whole: Path, tmp_path: Pa
     assert [row.get("stopped_early") for row in logged] == [None] * (len(logged) - 1) + [1]
     for name, metric in (("scenes:val", "rsum"), ("zeroshot=scenes:test", "acc1"), ("spectrum=scenes:test", "skipped")):
         assert f"val/{name}/{metric}" in logged[0]
-    (run,), _ = Runs([whole]).update()
-    assert run.state() == ("finished", "early, by --patience")
+    run = Run(whole)
+    assert run.state == "finished"
     assert run.best == (METRIC, values[best], best)
     assert json.loads((whole / "best" / "config.json").read_text())["steps"] == best
     plain, options = (
@@ -97,8 +97,7 @@ def test_a_finished_run_trains_on_with_more_patience(whole: Path, tmp_path: Path
     subprocess.run(["cp", "-r", str(whole), str(out)], check=True)
     train(recipe(*SETS), out, options=replace(EVERY, patience=9))
     assert rows(out)[-1]["step"] == 14
-    (run,), _ = Runs([out]).update()
-    assert run.state()[0] == "finished"
+    assert Run(out).state == "finished"
 
 
 @pytest.mark.parametrize("step", [7, *(pytest.param(at, marks=pytest.mark.slow) for at in (3, 8, 10))])

@@ -13,7 +13,7 @@ import torch
 
 from kiloword.cli.main import main
 from kiloword.methods.defaults import default_recipe
-from kiloword.runs import history
+from kiloword.runs.rows import HISTORY, objects
 from kiloword.training import report
 from kiloword.training.loop import RunOptions, train
 from kiloword.training.optimizer import Optimizer
@@ -62,7 +62,7 @@ def test_a_finished_run_keeps_its_page_and_history(out: Path) -> None:
     card = (out / "model" / "README.md").read_text()
     assert "Trained for 4 steps on: scenes" in card
     assert "| scenes:test?n=8, 8 images, at step 4 | text\\_retrieval" in card
-    before = {name: (out / name).read_bytes() for name in (report.NAME, history.FILE)}
+    before = {name: (out / name).read_bytes() for name in (report.NAME, HISTORY)}
     for lost in (None, out / "model" / "README.md", out / report.NAME):
         if lost is not None:
             lost.unlink()
@@ -88,4 +88,4 @@ def test_a_stopped_run_is_reported_and_goes_on(tmp_path: Path, monkeypatch: pyte
     assert "trained for 2 of 4 steps. It is not finished." in sections((tmp_path / report.NAME).read_text())[""].text
     train(recipe, tmp_path, options=options)
     assert "trained for 4 of 4 steps. It is finished." in sections((tmp_path / report.NAME).read_text())[""].text
-    assert [process.step for process in history.processes(tmp_path)] == [0, 2]
+    assert [process["step"] for process in objects(tmp_path / HISTORY)[0]] == [0, 2]

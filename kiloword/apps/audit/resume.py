@@ -25,7 +25,7 @@ from kiloword.evaluation.task import Inputs
 from kiloword.files import write_json
 from kiloword.model.encoding import join, moved
 from kiloword.models.tensors import write_tensors
-from kiloword.runs.runs import read_object
+from kiloword.runs.rows import read_object
 from kiloword.terminal import say
 from kiloword.types import Features, Skipped
 

@@ -18,7 +18,7 @@ from kiloword.apps.mine.options import MineOptions
 from kiloword.apps.mine.origin import Truths
 from kiloword.distributed.sharing import is_first
 from kiloword.methods.fff.preset import Mined
-from kiloword.runs.rule import LIMITS
+from kiloword.runs.alerts import MINED
 from kiloword.terminal.progress import Bar
 
 WHOLE = "eq. 2"
@@ -119,7 +119,7 @@ def flags(settings: Mined, prefix: str = "--settings.") -> str:
 def warning(mined: pairs.MinedPairs) -> str:
     """A warning if more than a few percent of all pairs are mined; otherwise empty."""
     share = mined.mined.whole / max(mined.pairs, 1)
-    if share <= LIMITS.mined[0]:
+    if share <= MINED:
         return ""
     return (
         f"{share:.1%} of all pairs are mined as positives, so positives carry little information. Raise the "

@@ -13,7 +13,7 @@ from kiloword import report
 from kiloword.apps.sweep.run import Results
 from kiloword.errors import suggestion
 from kiloword.report.page import SERIES
-from kiloword.runs.groups import Cell, cell
+from kiloword.runs.compare import Cell, cell
 
 MAIN = ("text_retrieval_recall@1", "image_retrieval_recall@1", "acc1", "mean_average_precision", "accuracy", "cider")
 DEFAULT = "-"  # the value of a setting that another call of the sweep varied
@@ -105,9 +105,7 @@ def page(results: Results, metrics: Sequence[str]) -> str:
     """The page: plots against the first setting with numbers, the table, the arms that failed."""
     table = rows(results)
     heads = [*(table[0].values if table else ()), *metrics, "n"]
-    cells = [
-        [*row.values.values(), *(_shown(row, m).replace("+-", "±") for m in metrics), _count(row)] for row in table
-    ]
+    cells = [[*row.values.values(), *(_shown(row, m) for m in metrics), _count(row)] for row in table]
     failed = [f"{name}: {error}" for name, error in results.errors.items()]
     html = report.page(
         "Sweep",

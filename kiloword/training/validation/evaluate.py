@@ -17,7 +17,7 @@ from kiloword.distributed.device import precision_of
 from kiloword.distributed.sharing import alone, gathered, lockstep, sharing
 from kiloword.errors import count
 from kiloword.evaluation.task import TOKEN_TASKS
-from kiloword.runs.curves import MAIN
+from kiloword.runs.run import MAIN
 from kiloword.stores.tokens import FoundImages, ImageTokens, TextTokens, TokenizerWithTokens, opened
 from kiloword.training.run import Run
 from kiloword.training.validation.sets import LOCKSTEP, ValSet, judged, prefix

@@ -86,7 +86,7 @@ def test_mean_and_deviation_over_seeds(swept: Path, capsys: pytest.CaptureFixtur
     assert output[0] == "4 of 4 arms are finished, 0 to do"
     assert output[1].split() == ["settings.k", "loss", "n"]
     loss = [row["metrics"]["loss"] for row in found["table"]]
-    assert output[3].split() == ["16", f"{loss[1]['mean']:.4g}", "+-", f"{loss[1]['std']:.2g}", "2"]
+    assert output[3].split() == ["16", f"{loss[1]['mean']:.4g}", "±", f"{loss[1]['std']:.2g}", "2"]
     assert (swept / "sweep.json").read_bytes() == before
     html = (swept / "sweep.html").read_text()
     assert "loss over settings.k" in html
@@ -276,7 +276,7 @@ def test_a_line_for_each_value_of_the_second_setting() -> None:
     html = summary.page(two, ["m/acc1"])
     assert "m/acc1 over s.k: pool=a from 0.625 to 0.625; pool=b from" in html
     assert "0.625 ± 0.18" in html
-    assert summary.lines(table, ["m/acc1", "none"])[1].split() == ["16", "a", "0.625", "+-", "0.18", "-", "2"]
+    assert summary.lines(table, ["m/acc1", "none"])[1].split() == ["16", "a", "0.625", "±", "0.18", "-", "2"]
     words = results({"pool": ["a", "b"]}, {("a",): [0.5], ("b",): [math.nan]})
     assert "<figure" not in summary.page(words, ["m/acc1"])
     assert summary.lines(summary.rows(words), ["m/acc1"])[1].split() == ["a", "0.5", "1"]
