@@ -23,9 +23,7 @@ from kiloword.model.pooling import at_least_float
 if TYPE_CHECKING:
     from kiloword.api import Matcher
     from kiloword.data.images.inputs import Images
-    from kiloword.model.model import Model
 
-Columns = Callable[[Tensor], Iterator[Tensor]]  # image tokens [I, ...] -> values [I] of each text
 TOGETHER = 16  # images whose activations are held at once
 Target = Literal["score", "caption"]
 """Target of the gradients: the score of image and text, or the log probability of the caption."""
@@ -37,7 +35,7 @@ def gradcam(matcher: Matcher, images: Images, texts: Sequence[str], target: Targ
     Args: layer: 0: output of the stem (the first layer of the figure, before positions are added), or the number of a
     block.
     Returns: maps [I, T, P], non-negative, of any scale; 0 where no channel supports the text.
-    Raises: ValueError for an invalid layer or target, and for target "caption" with a model without text decoder.
+    Errors: ValueError for an invalid layer or target, and for target "caption" with a model without text decoder.
     """
     model = matcher.model
     tower = vit(model, "gradcam")
@@ -46,16 +44,13 @@ def gradcam(matcher: Matcher, images: Images, texts: Sequence[str], target: Targ
     check_texts("gradcam", texts)
     if target not in get_args(Target):
         raise ValueError(f"target is {target!r}: expected {' or '.join(get_args(Target))}.")
-    columns = _scores(matcher, texts) if target == "score" else partial(_log_likelihoods, matcher, texts)
+    values = _scores(matcher, texts) if target == "score" else partial(_log_likelihoods, matcher, texts)
+    maps = []
     with inference(model), torch.inference_mode(False), torch.enable_grad():
-        parts = torch.split(matcher.pixels(images), TOGETHER)
-        return torch.cat([_maps(model, part, columns, layer) for part in parts])
-
-
-def _maps(model: Model, pixels: Tensor, columns: Columns, layer: int) -> Tensor:
-    """Maps [I, T, P]; a graph holds these images and one text at a time."""
-    with held(vit(model, "gradcam"), layer) as seen:
-        return torch.stack([_map(values, seen) for values in columns(model.image_tokens(pixels))], 1)
+        for part in torch.split(matcher.pixels(images), TOGETHER):
+            with held(tower, layer) as seen:  # a graph holds these images and one text at a time
+                maps.append(torch.stack([_map(one, seen) for one in values(model.image_tokens(part))], 1))
+    return torch.cat(maps)
 
 
 def _map(values: Tensor, seen: dict[str, Tensor]) -> Tensor:
@@ -66,13 +61,10 @@ def _map(values: Tensor, seen: dict[str, Tensor]) -> Tensor:
     return (alpha * at_least_float(seen["activations"])).sum(-1).relu()
 
 
-def _scores(matcher: Matcher, texts: Sequence[str]) -> Columns:
+def _scores(matcher: Matcher, texts: Sequence[str]) -> Callable[[Tensor], Sequence[Tensor]]:
+    """From image tokens to the scores [I] of each text."""
     features = {name: value.clone() for name, value in matcher.encode_text(texts).items()}  # no inference tensors
-
-    def columns(tokens: Tensor) -> Iterator[Tensor]:
-        yield from matcher.model.score(matcher.model.head.image(tokens), features).unbind(1)
-
-    return columns
+    return lambda tokens: matcher.model.score(matcher.model.head.image(tokens), features).unbind(1)
 
 
 def _log_likelihoods(matcher: Matcher, texts: Sequence[str], tokens: Tensor) -> Iterator[Tensor]:

@@ -69,16 +69,14 @@ def explain(model: Model, pixels: Tensor, texts: Features, maps: Maps = "last") 
     blocks = [block.get_submodule("attention") for block in vit(model, "explain").blocks]
     with attentions(blocks[-1:] if maps == "last" else blocks) as seen:
         tokens, images = model.encode_image(pixels)
-    attention = (
-        rollout(seen) if maps == "rollout" and seen else seen[0] if seen else itself(tokens)
-    )  # [I, E + P, E + P]
+    itself = torch.eye(tokens.shape[1]).to(tokens).expand(len(tokens), -1, -1)  # of a tower without blocks
+    attention = itself if not seen else rollout(seen) if maps == "rollout" else seen[0]  # [I, E + P, E + P]
     scores, e = model.score(images, texts), extra(model.config.image)
-    sides = (grid(model.config.image),) * 2
-    pooling = model.head.pooling
+    sides, pooling = (grid(model.config.image),) * 2, model.head.pooling
     if isinstance(pooling, Single):
         text_maps, about = single_maps(pooling, tokens, texts, attention, e)
         return Explanation(scores, text_maps, sides, about)
-    weights = at_least_float(model.head.pooling.explain(images, texts))
+    weights = at_least_float(pooling.explain(images, texts))
     if of_patches := pooling.attends_to_patches:
         return Explanation(scores, weights.mean(2), sides, of_patches)
     looks = token_maps(attention, e, weights.shape[-1])
@@ -128,12 +126,6 @@ def probabilities(
         q = q if packing is None else packing.pad(q)
     logits: Tensor = torch.einsum("nqhd,nmhd->nhqm", at_least_float(q), at_least_float(k)) * q.shape[-1] ** -0.5
     return logits.softmax(-1)
-
-
-def itself(tokens: Tensor) -> Tensor:
-    """Attention of a tower without blocks, of tokens [I, N, W]: each looks at itself alone, [I, N, N]."""
-    n = tokens.shape[1]
-    return torch.eye(n, dtype=tokens.dtype, device=tokens.device).expand(len(tokens), n, n)
 
 
 def rollout(seen: list[Tensor]) -> Tensor:

@@ -13,7 +13,7 @@ from kiloword.explain.maps import attentions
 from kiloword.generation.decoding import writer
 from kiloword.methods.coca.coca import decoded, prefixes
 from kiloword.model.attention import Packing
-from kiloword.model.blocks import CrossAttention, Keys
+from kiloword.model.blocks import Keys
 from kiloword.model.decoder import Layer, TextDecoder
 from kiloword.model.encoding import inference
 from kiloword.model.heads import Single
@@ -54,6 +54,9 @@ def explain_words(matcher: Matcher, images: Images, texts: Sequence[str]) -> lis
     model, decoder = matcher.model, writer(matcher.model)
     check_texts("explain_words", texts)
     pixels, first = matcher.pixels(images), extra(model.config.image)
+    layer = decoder.layers[-1]
+    assert isinstance(layer, Layer)
+    assert layer.cross is not None
     explained = []
     with inference(model):
         packed = matcher.tokenizer.encode(list(texts), model.config.text).to(pixels.device)
@@ -64,11 +67,10 @@ def explain_words(matcher: Matcher, images: Images, texts: Sequence[str]) -> lis
             with attentions([] if pool is None else [pool.get_submodule("attention")]) as pooled:
                 memory = model.memory(model.image_tokens(image))
             keys = decoder.remember(memory.expand(len(texts), -1, -1))
-            with attentions([_last_cross_attention(decoder)]) as seen:
+            with attentions([layer.cross.attention]) as seen:
                 log_p, packing = log_probabilities(model, decoder, packed, tokens, keys)
             looks = seen[0] @ pooled[0][0] if pooled else seen[0]  # [T, L, E + P]
-            rows = zip(looks[..., first:], packing.pad(log_p), words, strict=True)
-            explained.append([_word_maps(*row) for row in rows])
+            explained.append(list(map(_word_maps, looks[..., first:], packing.pad(log_p), words)))
     return explained
 
 
@@ -127,10 +129,3 @@ def log_probabilities(
     x, targets = x[targets >= 0], targets[targets >= 0]
     log_p = at_least_float(x @ decoder.table(model.text_tower.tokens).T).log_softmax(-1)
     return log_p.gather(1, targets[:, None])[:, 0], Packing.of(prefixes(texts, 1 + extras)[1])
-
-
-def _last_cross_attention(decoder: TextDecoder) -> CrossAttention:
-    layer = decoder.layers[-1]
-    assert isinstance(layer, Layer)
-    assert layer.cross is not None
-    return layer.cross.attention
