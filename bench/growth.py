@@ -29,7 +29,6 @@ import torch
 
 from growth_points import SERIES, Series
 from kiloword.files import write_atomic
-from kiloword.report.axes import Axis, log_axis, number
 
 Row = dict[str, Any]
 FORK = multiprocessing.get_context("fork")
@@ -208,21 +207,20 @@ def svg(rows: Sequence[Row]) -> str:
 
 def plot(left: int, top: int, series: Series, rows: Sequence[Row]) -> str:
     """One series, with the exponents of the upper half."""
-    work = log_axis([row["work"] for row in rows])
+    work = [row["work"] for row in rows]
     costs = {key: [max(row[key], least) for row in rows] for key, least in (("cpu_s", 1e-5), ("peak_mb", 0.01))}
     ends = sorted(value for values in costs.values() for value in values)
-    up = Axis(ends[0] / 1.5, ends[-1] * 1.5, decades(ends), log=True)
 
     def x(value: float) -> float:
-        return round(left + LEFT + (WIDTH - LEFT - 16) * work.place(value), 1)
+        return round(left + LEFT + (WIDTH - LEFT - 16) * place(value, min(work), max(work)), 1)
 
     def y(value: float) -> float:
-        return round(top + HEIGHT - FOOT - (HEIGHT - FOOT - TOP) * up.place(value), 1)
+        return round(top + HEIGHT - FOOT - (HEIGHT - FOOT - TOP) * place(value, ends[0] / 1.5, ends[-1] * 1.5), 1)
 
     marks = "".join(
         f'<path d="M{left + LEFT} {y(tick)}H{left + WIDTH - 16}" stroke="#8884"/>'
         f'<text x="{left + LEFT - 5}" y="{y(tick) + 4}" text-anchor="end" fill="#666">{tick:g}</text>'
-        for tick in up.ticks
+        for tick in decades(ends)
     )
     marks += "".join(
         f'<text x="{x(row["work"])}" y="{top + HEIGHT - FOOT + 15}" text-anchor="{anchor}" fill="#666">'
@@ -239,6 +237,16 @@ def plot(left: int, top: int, series: Series, rows: Sequence[Row]) -> str:
         f'<text x="{left + (LEFT + WIDTH) // 2}" y="{top + HEIGHT - FOOT + 15}" text-anchor="middle" fill="#666">'
         f"{escape(series.unit)}</text>"
     )
+
+
+def place(value: float, low: float, high: float) -> float:
+    """Where a value lies on a logarithmic axis, 0 at its low end and 1 at its high end."""
+    return math.log(value / low) / math.log(high / low) if high > low else 0.5
+
+
+def number(value: float) -> str:
+    """A cell of the table."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.6g}"
 
 
 def decades(ends: Sequence[float]) -> tuple[float, ...]:

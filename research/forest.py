@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from kiloword.report.axes import linear_axis, number
+from matplotlib.ticker import MaxNLocator
+
+from kiloword.report.figure import number
 from research.evidence import Decision
 
 WIDTH, LEFT, RIGHT, ROW, TOP, FOOT = 760, 28, 28, 62, 14, 30  # a label of the axis is 50 wide
@@ -18,16 +20,17 @@ def forest(decisions: Sequence[Decision]) -> str:
     if not decisions:
         raise ValueError("nothing is decided: there is nothing to plot.")
     ends = [end for d in decisions for end in (d.effect.low, d.effect.high, d.least, 0.0)]
-    axis, height = linear_axis(ends), TOP + ROW * len(decisions) + FOOT
+    axis = MaxNLocator(5, steps=[1, 2, 5, 10]).tick_values(min(ends), max(ends))
+    height = TOP + ROW * len(decisions) + FOOT
 
     def x(value: float) -> float:
-        return round(LEFT + (WIDTH - LEFT - RIGHT) * axis.place(value), 1)
+        return round(LEFT + (WIDTH - LEFT - RIGHT) * (value - axis[0]) / (axis[-1] - axis[0]), 1)
 
     bottom = height - FOOT
     ticks = "".join(
         f'<path d="M{x(tick)} {TOP}V{bottom}" stroke="#8886" stroke-width="{2 if tick == 0 else 1}"/>'
         f'<text x="{x(tick)}" y="{bottom + 18}" text-anchor="middle" fill="#767676">{number(tick)}</text>'
-        for tick in axis.ticks
+        for tick in map(float, axis)
     )
     rows = "".join(
         _row(d, TOP + ROW * n, x(d.effect.low), x(d.effect.value), x(d.effect.high), x(d.least))

@@ -9,16 +9,18 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tyro
 from torch import Tensor, float64, tensor
 
 from kiloword.methods.prolip.gaussian import csd, inclusion, log_inclusion
-from kiloword.report import line_plot, page, section, table, write
-from kiloword.report.page import Section
+from kiloword.report import Block, Page, Plot, Table, Text, write_page
 from kiloword.terminal import say
 from research.arms import in_one_message
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 PROGRAM = "python -m research.prolip_toy"
 NAMED = {  # mean and standard deviation of both
@@ -76,20 +78,26 @@ def main(out: Path = Path("toy.html"), pairs: tuple[tuple[float, float, float, f
     header = ["", "H(Z1 in Z2)", "H, exact", "log inc(Z1, Z2)", "log inc, exact", "KL(Z1, Z2)", "CSD"]
     rows = [[name, v.h, v.h_exact, v.inc, v.inc_exact, v.kl, v.distance] for name, v in values.items()]
     about = "Eq. 3 as printed counts the log variances twice; exact: the integral. Both omit its constant factor."
-    sections = [section("Measures", table(rows, header, digits=3), about)]
-    sections += [_drawn(name, pair, values[name]) for name, pair in named.items()]
-    write(out, page("Inclusion of Gaussians", _INTRO, sections))
+    drawn = {name: _drawn(pair, values[name]) for name, pair in named.items()}
+    write_page(out, Page("Inclusion of Gaussians", _INTRO, {"Measures": [Table(rows, header), Text(about)], **drawn}))
     say(f"page: {out}")
 
 
-def _drawn(name: str, pair: tuple[float, float, float, float], values: Values) -> Section:
+def _drawn(pair: tuple[float, float, float, float], values: Values) -> list[Block]:
     low = min(pair[0] - WIDE * pair[1], pair[2] - WIDE * pair[3])
     high = max(pair[0] + WIDE * pair[1], pair[2] + WIDE * pair[3])
     xs = [low + (high - low) * n / (POINTS - 1) for n in range(POINTS)]
-    curves = {f"p{n}": [(x, _density(x, *pair[2 * n - 2 : 2 * n])) for x in xs] for n in (1, 2)}
-    squares = {f"{curve} squared": [(x, y**2) for x, y in points] for curve, points in curves.items()}
+    curves = {f"p{n}": [_density(x, *pair[2 * n - 2 : 2 * n]) for x in xs] for n in (1, 2)}
+
+    def draw(axes: Axes) -> None:
+        for name, ys in curves.items():
+            axes.plot(xs, ys, label=name)
+        for name, ys in curves.items():
+            axes.plot(xs, [y**2 for y in ys], label=f"{name} squared")
+        axes.set(xlabel="x", ylabel="density")
+
     summary = f"H {values.h:.3g}, log inclusion {values.inc:.3g}, KL {values.kl:.3g}."
-    return section(name, line_plot(curves | squares, "x", "density"), summary)
+    return [Plot(draw, "densities of both Gaussians and their squares"), Text(summary)]
 
 
 def _density(x: float, mean: float, std: float) -> float:

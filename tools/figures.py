@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageDraw
+from PIL import Image, ImageColor, ImageDraw, ImageFont
 
 from kiloword.api import Matcher, load
 from kiloword.apps.search.library import Library
@@ -29,7 +29,8 @@ from kiloword.cli.main import main as kiloword
 from kiloword.data.scenes.source import ScenesSource, parse_scenes
 from kiloword.data.scenes.world import COLOURS, SHAPES, Scene
 from kiloword.files import write_atomic
-from kiloword.report.overlay import BAR, INK, MUTED, PAPER, RULE, overlay, write_lines
+from kiloword.report.figure import LIGHT
+from kiloword.report.pictures import overlay
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from browser import Browser, program
@@ -38,6 +39,7 @@ ROOT = Path(__file__).resolve().parents[1]
 WIDTH, HEIGHT, MARGIN = 800, 560, 28  # pixels; pages show a figure at half its size
 TEXT, SMALL = 21, 19  # pixels: sizes of letters
 MEASURED = 200  # held-out scenes behind the numbers in figures
+PAPER, INK, MUTED, RULE, BAR = (ImageColor.getrgb(LIGHT[name]) for name in ("paper", "ink", "muted", "rule", "s0"))
 QUERY = "a large red circle"  # of the search page
 PALETTE = 192  # colours of a file
 TOWERS = (  # of both models: those of `tiny`, narrower
@@ -83,7 +85,7 @@ def looks_figure(matcher: Matcher) -> Image.Image:
         sheet.paste(Image.fromarray(image), (MARGIN, y))
         for n, (text, look) in enumerate(zip(texts, looks, strict=True), start=1):
             x = MARGIN + n * (side + 13)
-            sheet.paste(overlay(image, look, side), (x, y))
+            sheet.paste(Image.fromarray(overlay(image, look, side)), (x, y))
             write_lines(sheet, (x, y + side + 4), text, side, SMALL, INK, 1)
         y += side + 38
     note = f"Held-out scenes: {share:.0%} of the weight lies on the named thing's ninth (evenly: 11%)."
@@ -136,6 +138,24 @@ def search_figure(model: Path, work: Path) -> Image.Image:
     shown = Image.open(work / "search.png").convert("RGB").resize((WIDTH, HEIGHT), Image.Resampling.LANCZOS)
     ImageDraw.Draw(shown).rectangle((0, 0, WIDTH - 1, HEIGHT - 1), outline=RULE)
     return shown
+
+
+def write_lines(
+    sheet: Image.Image, at: tuple[int, int], text: str, room: int, size: int, colour: tuple[int, ...], lines: int
+) -> int:
+    """Write text in at most `lines` lines of `room` pixels; returns where the next line would start."""
+    draw, font, (x, y) = ImageDraw.Draw(sheet), ImageFont.load_default(size), at
+    written = [""]
+    for word in text.split():
+        longer = f"{written[-1]} {word}".strip()
+        if written[-1] and font.getlength(longer) > room:
+            written.append(word)
+        else:
+            written[-1] = longer
+    for line in written[:lines]:
+        draw.text((x, y), line, colour, font)
+        y += round(1.35 * size)
+    return y
 
 
 def card(title: str) -> Image.Image:
