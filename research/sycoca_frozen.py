@@ -13,9 +13,8 @@ from functools import partial
 from typing import Any
 
 from kiloword.api import Matcher
-from kiloword.evaluation.caption import CaptionOptions, CaptionTaskOptions
-from kiloword.evaluation.caption.metrics import score_captions
-from kiloword.evaluation.caption.task import generated
+from kiloword.evaluation.caption import CaptionTaskOptions, generated
+from kiloword.evaluation.caption_metrics import score_captions
 from kiloword.evaluation.task import Inputs
 from kiloword.generation.options import GenerationOptions
 from research.arms import Arm, Experiment, main
@@ -58,9 +57,7 @@ def judge(options: FrozenOptions, matcher: Matcher) -> dict[str, Any]:
     reader, source = reading(options, matcher)
     greedy = CaptionTaskOptions(generate=GenerationOptions(method="greedy"))
     described = generated(Inputs(reader, source), greedy)
-    scored = score_captions(
-        [one.caption for one in described], [one.references for one in described], CaptionOptions(meteor=False)
-    )
+    scored = score_captions([one.caption for one in described], [one.references for one in described])
     return {**metrics, **scored.values, "ciders": scored.cider}
 
 

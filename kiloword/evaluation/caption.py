@@ -1,0 +1,260 @@
+"""The task `caption`: captions of a model, or of a table, against those that people wrote."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from kiloword.config.settings import BaseSettings
+from kiloword.data.images.decode import decode
+from kiloword.data.joins import CaptionTable
+from kiloword.data.reading import EvalBatch, captions_at, read
+from kiloword.data.source import info_of, key_of
+from kiloword.distributed.sharing import alone, is_first
+from kiloword.evaluation.caption_metrics import (
+    VARIETY,
+    Floats,
+    TokenizerName,
+    check_programs,
+    clipscore,
+    score_captions,
+)
+from kiloword.evaluation.caption_truth import judge, judge_caption
+from kiloword.evaluation.features import per_batch, seen
+from kiloword.evaluation.results import check_results, official_id, read_results, write_results
+from kiloword.evaluation.task import Findings, Inputs, PythonOnly, Task
+from kiloword.evaluation.zeroshot import field_name, group_of
+from kiloword.generation.captioner import Captioner
+from kiloword.generation.options import GenerationOptions
+from kiloword.randomness import key
+from kiloword.report import Block, Gallery, Plot, Table, Tile, thumbnail
+from kiloword.terminal import warn
+from kiloword.types import BadSample, Skipped, Source
+
+IMAGE_ID, DOMAIN = "image_id", "domain"
+PROMPT = "A photo depicts "  # before captions whose CLIPScore is measured, as its authors recommend
+TILES, FREQUENT = 10, 8  # images of each gallery; captions in the table of the most frequent ones
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaptionOptions(BaseSettings):
+    """How captions are compared with those that people wrote."""
+
+    tokenizer: TokenizerName = "own"  # ptb: pycocoevalcap's, in Java; COCO metrics differ by 0.0003
+    meteor: bool = True  # METEOR through pycocoevalcap; omitted with a note where it or Java is missing
+    spice: bool = False  # SPICE through pycocoevalcap, where Stanford's models are installed
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaptionTaskOptions:
+    """How captions are generated, and how they are scored."""
+
+    generate: GenerationOptions = field(default_factory=GenerationOptions)
+    judge: CaptionOptions = field(default_factory=CaptionOptions)
+    clipscore: str | None = None  # a model of images and texts, whose CLIPScore and RefCLIPScore are added
+    # fields of the json, or of FILE?info=COLUMN, whose values are groups of images: figures of each; by default NoCaps'
+    # domain, where images have it
+    group_by: tuple[str, ...] = ()
+    # write the captions as COCO and NoCaps take them; images may lack captions of their own
+    results: Path | None = None
+    captions: PythonOnly[Path | None] = None  # table whose captions are scored, the first of each key; None: a model's
+
+
+@dataclass(frozen=True)
+class CaptionedImage:
+    """One image with its caption, and those that people wrote."""
+
+    row: int
+    key: str
+    caption: str
+    references: Sequence[str]
+    info: Mapping[str, Any] = field(default_factory=dict)  # `Record.info`: what groups and result files need
+
+
+def run(inputs: Inputs, options: CaptionTaskOptions) -> Findings:
+    """Describe every readable image that has captions of its own; yield what `score_captions` returns.
+
+    With `clipscore` also `clipscore` and `refclipscore`; for scenes what `judge` returns; for each group of the fields
+    `group_by` its figures by itself: "cider_domain:near", and its number of images: "count_domain:near". With
+    `results`, images without captions are described, too; where none has any, only their number is yielded, as
+    "captions". Of ranks that share the work, the first one scores.
+    Errors: ValueError for a model that cannot write, a table without a caption of these images, images without
+    captions, and for programs that `judge` asks for and that are missing.
+    """
+    source, skipped = inputs.source, inputs.skipped
+    check_programs(options.judge.tokenizer, options.judge.spice)
+    if options.results is not None:
+        check_results(options.results, source, IMAGE_ID)
+    if options.captions is not None and options.generate != GenerationOptions():
+        raise ValueError(f"generate says how a model writes, but captions come from {options.captions}: omit it.")
+    described = generated(inputs, options) if options.captions is None else list(existing(inputs, options))
+    if not is_first():
+        return
+    if not described:
+        why = f", the first because: {skipped[0].reason}" if skipped else ""
+        raise ValueError(f"{source.name}: none of its {len(source)} images can be judged{why}.")
+    if options.results is not None:
+        write_results(options.results, source, IMAGE_ID, "caption", ((one.info, one.caption) for one in described))
+        bare = [one for one in described if not one.references]
+        if len(bare) == len(described):
+            yield "captions", float(len(described))
+            return
+        skipped += [Skipped(one.row, one.key, "no caption") for one in bare]
+        described = [one for one in described if one.references]
+    captions, judged = [one.caption for one in described], vars(options.judge)
+    scored = score_captions(captions, [one.references for one in described], **judged)
+    yield from scored.values.items()
+    if options.clipscore is not None:
+        with alone():
+            yield from _clipscores(inputs, options.clipscore, described)
+    notes = list(scored.notes)
+    for name, group in _groups(described, options.group_by):
+        of_group = score_captions([one.caption for one in group], [one.references for one in group], **judged)
+        yield from ((f"{metric}_{name}", value) for metric, value in of_group.values.items() if metric not in VARIETY)
+        yield f"count_{name}", float(len(group))
+        notes += of_group.notes
+    warn(*(f"note: {note}." for note in dict.fromkeys(notes)))
+    if scene := getattr(source, "scene", None):  # the ground truth of an image, where the source has it
+        yield from judge(captions, [scene(one.row) for one in described]).items()
+    if inputs.page:
+        yield from _blocks(source, described, scored.cider)
+
+
+def _groups(described: list[CaptionedImage], fields: Sequence[str]) -> Iterator[tuple[str, list[CaptionedImage]]]:
+    """Groups of images as "FIELD:GROUP". Raises: ValueError for a field of no image."""
+    for name in fields or (DOMAIN,):
+        groups: dict[str, list[CaptionedImage]] = {}
+        for one in described:
+            if (group := group_of(one.info, name)) is not None:
+                groups.setdefault(group, []).append(one)
+        if fields and not groups:
+            raise ValueError(f"--group-by {name}: no image has this key in its json, or as FILE?info=COLUMN.")
+        yield from ((f"{field_name(name)}:{group}", groups[group]) for group in sorted(groups))
+
+
+def _clipscores(inputs: Inputs, model: str, described: Sequence[CaptionedImage]) -> Iterator[tuple[str, float]]:
+    """CLIPScore and RefCLIPScore by a model's own images and texts, of the images that can be read."""
+    from kiloword.api import load
+
+    matcher = load(model, "cpu" if inputs.model is None else str(inputs.model.model.device))
+    parts = list(seen(replace(inputs, model=matcher, workers=0, skipped=[])))
+    place = {row: n for n, row in enumerate(row for part in parts for row in part.rows)}
+    of = [one for one in described if one.row in place]
+    inputs.skipped.extend(Skipped(one.row, one.key, "no CLIPScore") for one in described if one.row not in place)
+    texts = [PROMPT + text for one in of for text in (one.caption, *one.references)]
+    counts = [1 + len(one.references) for one in of]
+    images = torch.cat([part.images["vec"] for part in parts])[[place[one.row] for one in of]]
+    groups = torch.split(matcher.encode_text(texts)["vec"].double().cpu(), counts)
+    alone_, both = clipscore(
+        images.double().cpu().numpy(), torch.stack([g[0] for g in groups]).numpy(), [g[1:].numpy() for g in groups]
+    )
+    yield "clipscore", float(alone_.mean())
+    yield "refclipscore", float(both.mean())
+
+
+def generated(inputs: Inputs, options: CaptionTaskOptions) -> list[CaptionedImage]:
+    """A model's captions of the images that have captions, or for result files of all."""
+    captioner, bare = Captioner(inputs.matcher.model, inputs.matcher.tokenizer), options.results is not None
+
+    def describe(part: EvalBatch) -> list[CaptionedImage]:
+        texts = captioner.caption(part.images, options.generate, part.keys)
+        captions = [of_image[0].text if of_image else "" for of_image in texts]
+        return list(map(CaptionedImage, part.rows, part.keys, captions, part.captions, part.infos))
+
+    def usable(part: EvalBatch) -> list[bool]:
+        return [bool(captions) or bare for captions in part.captions]
+
+    return [one for part in per_batch(inputs, describe, usable, "no caption", not bare) for one in part]
+
+
+def existing(inputs: Inputs, options: CaptionTaskOptions) -> Iterator[CaptionedImage]:
+    """A file's captions; images without captions in the data or in the file are appended to `skipped`.
+
+    For result files images need no captions in the data. `Record.info` is read where that is needed, or free.
+    """
+    source, path, matched = inputs.source, options.captions, False
+    assert path is not None
+    find: Callable[[str, Mapping[str, Any]], str | None]
+    if named_by_id := path.suffix.lower() == ".json":
+        texts = read_results(path, IMAGE_ID, "caption")
+        find, first = lambda _, info: texts.get(official_id(source.name, info, IMAGE_ID)), next(iter(texts))
+    else:
+        table = CaptionTable(path)
+        find, first = lambda key, _: table.first(key), next(iter(table.place_of))
+    informed = named_by_id or options.results or options.group_by or hasattr(source, "info")
+    for row in range(len(source)):
+        name = f"row {row}"
+        try:
+            name = key_of(source, row)
+            info = info_of(source, row) if informed else {}
+            caption = find(name, info)
+            matched |= caption is not None
+            references = captions_at(source, row)
+        except BadSample as error:
+            inputs.skipped.append(Skipped(row, name, str(error)))
+            continue
+        if caption is not None and (references or options.results is not None):
+            yield CaptionedImage(row, name, caption, references, info)
+        else:
+            inputs.skipped.append(Skipped(row, name, "not in the table of captions" if references else "no caption"))
+    if not matched:
+        raise ValueError(
+            f"{path} has captions for none of the images of {source.name}: its keys are such as {first!r}. Write the "
+            f"images' keys into `{IMAGE_ID if named_by_id else 'key'}`."
+        )
+
+
+def _blocks(source: Source, described: Sequence[CaptionedImage], cider: Floats) -> Iterator[Block]:
+    """CIDEr-D of single images, images chosen by lot and the worst ones, and the most frequent captions."""
+    scene = getattr(source, "scene", None)
+    if not np.isnan(cider).any():
+        yield Plot(
+            lambda ax: (ax.hist(cider, 30), ax.set_xlabel("CIDEr-D"), ax.set_ylabel("images")),
+            "How many images have which CIDEr-D.",
+            "CIDEr-D of single images",
+        )
+    worst = np.argsort(cider, kind="stable").tolist()
+    by_lot = sorted(worst, key=lambda i: key(source.fingerprint, "captions", described[i].row))
+    for title, places in (("Chosen by lot", by_lot), ("Farthest from the captions of people", worst)):
+        tiles = []
+        for place in places[:TILES]:
+            one = described[place]
+            lines = [one.caption or "(nothing)", f"CIDEr-D {cider[place]:.2f}"]
+            if scene is not None:
+                judged = judge_caption(one.caption, scene(one.row))
+                marks = [f"{'✓' if s.true else '✗'} {s.words}" for s in judged.statements]
+                lines.append(", ".join(marks) if judged.parsable else "✗ outside the language")
+            with_quotes = [f"“{reference}”" for reference in one.references[:3]]
+            try:
+                tiles.append(Tile(thumbnail(decode(read(source, one.row).image), 256), [*lines, *with_quotes]))
+            except BadSample:  # it can no longer be read
+                continue
+        yield Gallery(tiles, title)
+    frequent = Counter(one.caption for one in described).most_common(FREQUENT)
+    yield Table([[text or "(nothing)", n] for text, n in frequent], ["most frequent captions", "images"])
+
+
+def captions_of_table(path: str, options: CaptionTaskOptions) -> CaptionTaskOptions | None:
+    """Options to score the captions of a parquet table or a result file, and generate none; None for another path."""
+    if not path.lower().endswith((".parquet", ".json")):
+        return None
+    return replace(options, captions=Path(path), generate=GenerationOptions())
+
+
+TASK = Task(
+    name="caption",
+    help="Caption images, and compare with captions that people wrote: CIDEr-D, BLEU, METEOR, ROUGE-L, CLIPScore.",
+    data="images with captions",
+    models="model folder (OUT/model of a run), or any captioner's parquet table (key, captions) or COCO result file; "
+    "several are compared",
+    options=CaptionTaskOptions,
+    run=run,
+    hidden="^bleu_[23]",
+    without_model=captions_of_table,
+)

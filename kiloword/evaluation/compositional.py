@@ -1,0 +1,384 @@
+"""The task `compositional`: whether true captions score above false ones.
+
+Files are read as SugarCrepe (arXiv:2306.14610), SugarCrepe++ (arXiv:2406.11171), Winoground (arXiv:2204.03162), ARO
+(arXiv:2210.01936) and VALSE (arXiv:2112.07566) distribute them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import accumulate
+from math import comb
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from kiloword.data.columns import load_json
+from kiloword.data.images.decode import MAX_PIXELS, decode
+from kiloword.data.reading import read_image
+from kiloword.data.sample import clean
+from kiloword.data.source import key_of, names_of, rows_by_name
+from kiloword.evaluation.features import seen
+from kiloword.evaluation.metrics import check_scores, rounding
+from kiloword.evaluation.retrieval import scores_of_pairs
+from kiloword.evaluation.task import Findings, Inputs, Task
+from kiloword.model.encoding import join
+from kiloword.randomness import key
+from kiloword.report import Block, Gallery, Tile, thumbnail
+from kiloword.terminal import shown
+from kiloword.types import BadSample, Features, Record, Skipped, Source
+
+AGREEING = 2  # of VALSE's three annotators: fewer chose the caption alone, and the foil is not valid
+BOX = ("bbox_x", "bbox_y", "bbox_w", "bbox_h")
+EXAMPLES = 6  # items on the page that are right, and as many that are wrong
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompositionalTaskOptions:
+    """Which captions are compared."""
+
+    # json or jsonl of SugarCrepe, SugarCrepe++, Winoground, ARO or VALSE, as distributed, or a folder of such files
+    pairs: str | None = None
+
+
+class Cut(NamedTuple):
+    """An image, or a part of one."""
+
+    image: str  # name of its file, or its key
+    box: tuple[float, float, float, float] | None = None  # x, y, width and height of the part in pixels
+
+
+@dataclass(frozen=True)
+class Item:
+    """Captions of one image, or two images each with its caption (Winoground)."""
+
+    category: str
+    images: tuple[Cut, ...]
+    positives: tuple[str, ...]  # of two images the first is true of the first, the second of the second
+    negatives: tuple[str, ...] = ()
+    chosen: tuple[bool, ...] = ()  # WinoGAViL: whether each image is associated with the cue
+
+    @property
+    def captions(self) -> tuple[str, ...]:
+        """All captions, true ones first."""
+        return self.positives + self.negatives
+
+    @property
+    def between(self) -> list[tuple[str, str]]:
+        """Pairs of captions that are compared without an image: both true ones, then each false one with each."""
+        if len(self.images) > 1 or len(self.positives) < 2:
+            return []
+        return [
+            (self.positives[0], self.positives[1]),
+            *((false, true) for false in self.negatives for true in self.positives),
+        ]
+
+    def figures(self, at: int, between: int) -> Iterator[tuple[str, float, list[tuple[int, int]]]]:
+        """Name and chance of each figure, and which pair must score higher than which.
+
+        Args: at: place of the first pair of image and caption; between: of the first pair of captions.
+        """
+        p, q = len(self.positives), len(self.negatives)
+        if len(self.images) == 2:  # pairs: image 0 with both captions, then image 1
+            by_text, by_image = [(at, at + 1), (at + 3, at + 2)], [(at, at + 2), (at + 3, at + 1)]
+            yield "text_score", 1 / 4, by_text
+            yield "image_score", 1 / 4, by_image
+            yield "group_score", 1 / 6, by_text + by_image
+            return
+        compared = [(at + true, at + p + false) for true in range(p) for false in range(q)]
+        yield ("accuracy", 1 / (1 + q), compared) if p == 1 else ("image_to_text", 1 / comb(p + q, p), compared)
+        if self.between:
+            yield "text_only", 1 / (1 + 2 * q), [(between, between + n) for n in range(1, 2 * q + 1)]
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """The keys of a benchmark's entries, and how it counts. `a|b` is the first of these keys that an entry has."""
+
+    name: str
+    images: Sequence[str]
+    positives: Sequence[str]
+    negatives: Sequence[str] = ()  # without: a list under the key of the positive one holds it and the negatives
+    category: str = ""
+    ties_win: bool = False  # a true caption that ties with a false one counts as right
+    least: int = 1  # items below which a category is not part of the mean over categories
+    symmetric: bool = True  # whether symmetric relations are
+
+
+BENCHMARKS = {  # by the key that no earlier benchmark has
+    "caption_0": Benchmark("Winoground", ("image_0", "image_1"), ("caption_0", "caption_1"), (), "collapsed_tag"),
+    "foil": Benchmark("VALSE", ("image_file",), ("caption",), ("foil",), "linguistic_phenomena"),
+    "attributes": Benchmark(
+        "ARO attribution", ("image_path|image",), ("true_caption",), ("false_caption",), "attributes", least=25
+    ),
+    "true_caption": Benchmark(
+        "ARO relation", ("image_path|image",), ("true_caption",), ("false_caption",), "relation_name", symmetric=False
+    ),
+    "caption_options": Benchmark("ARO order", ("image|image_path",), ("caption_options",), ties_win=True),
+    "caption2": Benchmark("SugarCrepe++", ("filename|key",), ("caption", "caption2"), ("negative_caption",)),
+    "negative_caption": Benchmark("SugarCrepe", ("filename|key",), ("caption",), ("negative_caption",)),
+}
+
+
+@cache
+def symmetric_relations() -> frozenset[str]:
+    """ARO's relations that hold in both directions, which its code does not count."""
+    return frozenset(Path(__file__).with_name("symmetric_relations.txt").read_text(encoding="utf-8").splitlines())
+
+
+def read(path: str | Path | None) -> tuple[Benchmark, list[Item]]:
+    """The items of a file, or of all .json and .jsonl files of a folder.
+
+    Raises: ValueError when there is none, for files of several benchmarks, and naming an entry that lacks a text.
+    """
+    if path is None:
+        raise ValueError("--pairs is missing: name the json file of the true and false captions, or its folder.")
+    folder = Path(path).expanduser()
+    inside = sorted(file for file in folder.iterdir() if file.suffix in (".json", ".jsonl")) if folder.is_dir() else []
+    files = [folder] if folder.is_file() else inside
+    found, items = dict[str, Benchmark](), list[Item]()
+    for file in files:
+        benchmark = None
+        for n, (category, values) in enumerate(_entries(file, load_json(file))):
+            keys = list(values) if isinstance(values, dict) else []
+            benchmark = benchmark or next((made for key, made in BENCHMARKS.items() if key in keys), None)
+            try:
+                if benchmark is None:
+                    raise BadSample(f"is of no known benchmark: expected one of the keys {', '.join(BENCHMARKS)}")
+                found[benchmark.name] = benchmark
+                items += _items(benchmark, category, values if keys else {})
+            except BadSample as error:
+                has = ", ".join(keys) or "none"
+                raise ValueError(shown(f"{file.name}, item {n} ({category}) {error}; its keys are {has}.")) from None
+    if len(found) > 1:
+        raise ValueError(f"{path} holds files of {' and '.join(found)}: give each benchmark its own --pairs.")
+    if not items:
+        raise ValueError(f"--pairs {path}: no item in any .json or .jsonl file.")
+    return next(iter(found.values())), items
+
+
+def _entries(file: Path, parsed: Any) -> Iterator[tuple[str, Any]]:
+    """Category and values of every entry: of a list, of an object, or of an object of lists by category."""
+    if not isinstance(parsed, list | dict):
+        raise ValueError(f"{file} holds one {type(parsed).__name__}: expected a list of items, or an object with them.")
+    for name, values in parsed.items() if isinstance(parsed, dict) else [(file.stem, parsed)]:
+        if isinstance(values, list):
+            yield from ((name, entry) for entry in values)
+        else:
+            yield file.stem, values
+
+
+def _items(benchmark: Benchmark, category: str, values: Mapping[str, Any]) -> Iterator[Item]:
+    """The item of an entry; none where it is not valid. Raises: BadSample for an entry that lacks a text."""
+
+    def texts(keys: str) -> Iterator[str]:
+        value = next((values[key] for key in keys.split("|") if key in values), None)
+        listed: list[Any] = value if isinstance(value, list) and not benchmark.negatives else [value]
+        if not all(isinstance(text, str) for text in listed) or len(found := clean(listed)) < len(listed):
+            raise BadSample(f"has no text under {keys.replace('|', ' or ')}, which {benchmark.name} needs")
+        yield from found
+
+    votes = values.get("mturk")
+    if isinstance(votes, dict) and isinstance(votes.get("caption"), int) and votes["caption"] < AGREEING:
+        return
+    corner: list[Any] = [values.get(key) for key in BOX]
+    box = None
+    if any(value is not None for value in corner):
+        if not all(isinstance(v, int | float) and abs(v) < 1e6 for v in corner) or min(corner[2:]) <= 0:
+            raise BadSample(f"has {', '.join(BOX)} that are no box")
+        box = (float(corner[0]), float(corner[1]), float(corner[2]), float(corner[3]))
+    kind = values.get(benchmark.category) or category
+    images = tuple(Cut(name, box) for keys in benchmark.images for name in texts(keys))
+    captions = tuple(text for keys in (*benchmark.positives, *benchmark.negatives) for text in texts(keys))
+    true = len(benchmark.positives)
+    if len(images) == 1 and len(captions) == true:
+        raise BadSample("has no false caption")
+    yield Item(
+        "_".join(map(str, kind)) if isinstance(kind, list) else str(kind), images, captions[:true], captions[true:]
+    )
+
+
+class Cuts:
+    """Rows of a source, some of them cut to a box: a source without captions.
+
+    Args: places: the row of each, and the image with its box.
+    """
+
+    def __init__(self, source: Source, places: Sequence[tuple[int, Cut]]) -> None:
+        self.source, self.places = source, places
+        self.name, self.fingerprint = source.name, source.fingerprint
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def key(self, row: int) -> str:
+        """The key in the source. Raises BadSample."""
+
+        return key_of(self.source, self.places[row][0])
+
+    def locate(self, row: int) -> tuple[Source, int]:
+        """The row of the source, whose file may be fetched ahead."""
+        return self.source, self.places[row][0]
+
+    def record(self, row: int) -> Record:
+        """The record of the source, its image cut, black where the box reaches beyond it. Raises BadSample."""
+
+        place, cut = self.places[row]
+        record = read_image(self.source, place)
+        if cut.box is None:
+            return record
+        x, y, w, h = map(round, cut.box)
+        if w < 1 or h < 1 or w * h > MAX_PIXELS:
+            raise BadSample(f"its box is {w} x {h} pixels")
+        part = Image.fromarray(decode(record.image)).crop((x, y, x + w, y + h))
+        return replace(record, image=np.asarray(part, dtype=np.uint8))
+
+
+class Scored(NamedTuple):
+    """Items all of whose images could be read, and the scores of their pairs."""
+
+    items: list[Item]
+    scores: Tensor  # [P] of the images of each item with its captions, item by item; then of pairs of captions
+    starts: list[int]  # the first pair of each item, and behind the last one
+    cuts: Cuts
+
+
+def scored(inputs: Inputs, items: Sequence[Item]) -> Scored:
+    """Encode every image and every caption of the items once, and score the pairs of each item.
+
+    The name of an image is looked up as it is, without its suffix, without its folders, and without both. Names that
+    the source lacks are appended to `skipped`.
+    Raises: ValueError for a name that fits several rows, and when no item has all its images.
+    """
+    source, rows = inputs.source, rows_by_name(inputs.source)
+    found, missing = dict[Cut, int](), dict[str, int]()
+    for cut in (cut for item in items for cut in item.images):
+        row = next((rows[name] for name in names_of(cut.image) if name in rows), None)
+        if row is None:
+            missing[cut.image] = missing.get(cut.image, 0) + 1
+        elif row < 0:
+            raise ValueError(f"{source.name} has several images that {cut.image!r} can mean: give each its own name.")
+        else:
+            found[cut] = row
+    inputs.skipped.extend(Skipped(-1, name, f"not in {source.name}, {n} uses") for name, n in missing.items())
+    cuts = Cuts(source, [(row, cut) for cut, row in found.items()])
+    parts = list(seen(replace(inputs, source=cuts))) if found else []
+    places = {cuts.places[row][1]: n for n, row in enumerate(row for part in parts for row in part.rows)}
+    usable = [item for item in items if all(cut in places for cut in item.images)]
+    if not usable:
+        named = f"such as {next(iter(missing))!r}; it has {next(iter(rows), 'nothing')!r}" if missing else "readable"
+        raise ValueError(f"{source.name} has the images of no item of --pairs, {named}.")
+    number = {text: n for n, text in enumerate(dict.fromkeys(text for item in usable for text in item.captions))}
+    images, texts = join([part.images for part in parts]), inputs.matcher.encode_text(list(number))
+    pairs = [(places[cut], number[text]) for item in usable for cut in item.images for text in item.captions]
+    between = [(number[a], number[b]) for item in usable for a, b in item.between]
+    scores = torch.empty(0)
+    for score, left, listed in ((inputs.matcher.score_pairs, images, pairs), (_cosine, texts, between)):
+        if listed:
+            a, b = torch.tensor(listed, device=texts["vec"].device).unbind(1)
+            scores = torch.cat([scores, check_scores(scores_of_pairs(score, left, texts, a, b)).float().cpu()])
+    counts = (len(item.images) * len(item.captions) for item in usable)
+    return Scored(usable, scores, list(accumulate(counts, initial=0)), cuts)
+
+
+def _cosine(a: Features, b: Features) -> Tensor:
+    return (a["vec"].float() * b["vec"].float()).sum(1)
+
+
+def run(inputs: Inputs, options: CompositionalTaskOptions) -> Findings:
+    """Encode each image and each caption once, score the pairs of every item, and count the items that are right.
+
+    An item is right if every true caption scores higher than every false one; an equal score is wrong, as in
+    SugarCrepe's and Winoground's code, but right in ARO's orders, as in ARO's. Yields for each figure its mean over
+    items, its mean over categories, its value at chance (all orders of the scores equally likely) and `NAME@CATEGORY`.
+    `ties` is the number of items with equal scores, up to rounding.
+    Raises: ValueError as `read` and `scored`.
+    """
+    benchmark, items = read(options.pairs)
+    usable, scores, starts, cuts = scored(inputs, items)
+    compared, chance = dict[str, list[tuple[int, int, int]]](), dict[str, list[float]]()
+    between = starts[-1]
+    for n, item in enumerate(usable):
+        for name, likely, higher in item.figures(starts[n], between):
+            compared.setdefault(name, []).extend((n, high, low) for high, low in higher)
+            chance.setdefault(name, []).append(likely)
+        between += len(item.between)
+    right, tied, none = dict[str, Tensor](), torch.zeros(len(usable)), torch.zeros(len(usable))
+    for name, rows in compared.items():
+        which, high, low = torch.tensor(rows).unbind(1)
+        margin, limit = scores[high] - scores[low], rounding(scores[low])
+        wins = margin >= -limit if benchmark.ties_win else margin > limit
+        right[name] = (none + 1).scatter_reduce(0, which, wins.float(), "amin").bool()
+        tied = tied.scatter_reduce(0, which, (margin.abs() <= limit).float(), "amax")
+    yield "items", float(len(usable))
+    yield "items_skipped", float(len(items) - len(usable))
+    yield "ties", float(tied.sum())
+    categories = [item.category for item in usable]
+    for name in compared:
+        yield from means(name, right[name], chance[name], categories, benchmark)
+    if inputs.page:
+        last = list(right.values())[-1 if benchmark.name == "Winoground" else 0].tolist()
+        yield from _examples(cuts, usable, last, scores, starts)
+
+
+def means(
+    name: str, right: Tensor, chance: Sequence[float], categories: Sequence[str], benchmark: Benchmark
+) -> Iterator[tuple[str, float]]:
+    """Means of a figure: over items, at chance, over the categories that the benchmark counts, of each category."""
+    names = sorted(set(categories))
+    numbers = {category: n for n, category in enumerate(names)}
+    of, likely = torch.tensor([numbers[category] for category in categories]), torch.tensor(chance, dtype=torch.float64)
+    count = torch.bincount(of, minlength=len(names)).double()
+    by_category = torch.bincount(of, right.double(), len(names)) / count
+    by_chance = torch.bincount(of, likely, len(names)) / count
+    omitted = frozenset() if benchmark.symmetric else symmetric_relations()
+    counted = torch.tensor(
+        [n >= benchmark.least and c not in omitted for c, n in zip(names, count.tolist(), strict=True)]
+    )
+    yield name, right.double().mean().item()
+    yield f"{name}_chance", likely.mean().item()
+    if counted.any():
+        yield f"{name}_by_category", by_category[counted].mean().item()
+        yield f"{name}_by_category_chance", by_chance[counted].mean().item()
+    for n, category in enumerate(names):
+        yield f"{name}@{category}", by_category[n].item()
+        yield f"{name}_chance@{category}", by_chance[n].item()
+        yield f"{name}_items@{category}", count[n].item()
+
+
+def _examples(
+    cuts: Cuts, items: Sequence[Item], right: Sequence[bool], scores: Tensor, starts: Sequence[int]
+) -> Iterator[Block]:
+    """Items that are wrong, then items that are right, the same order for every model."""
+    rows = {cut: row for row, (_, cut) in enumerate(cuts.places)}
+    order = sorted(range(len(items)), key=lambda n: key(cuts.fingerprint, "examples", n))
+    for wanted, title in ((False, "Wrong"), (True, "Right")):
+        tiles = []
+        for n in [n for n in order if right[n] is wanted][:EXAMPLES]:
+            item, width = items[n], len(items[n].captions)
+            for i, cut in enumerate(item.images):
+                of_image = scores[starts[n] + i * width : starts[n] + (i + 1) * width].tolist()
+                true = (i,) if len(item.images) > 1 else range(len(item.positives))
+                lines = [
+                    f"{score:.3f} {text} ({'true' if c in true else 'false'})"
+                    for c, (text, score) in enumerate(zip(item.captions, of_image, strict=True))
+                ]
+                tiles.append(Tile(thumbnail(decode(cuts.record(rows[cut]).image)), [item.category, *lines], wanted))
+        if tiles:
+            yield Gallery(tiles, title)
+
+
+TASK = Task(
+    name="compositional",
+    help="Compare scores of true captions with those of false ones: SugarCrepe, Winoground, ARO, VALSE.",
+    data="the images that --pairs names, by key or file name",
+    options=CompositionalTaskOptions,
+    run=run,
+    hidden=r"_(chance|items)@",
+)

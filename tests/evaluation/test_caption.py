@@ -1,0 +1,242 @@
+"""`eval caption`: a model's captions and those of a table, the oracle's figures beside the metrics, and the page."""
+
+from __future__ import annotations
+
+import json
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kiloword
+from folders import model_folder
+from kiloword.api import Matcher
+from kiloword.cli.main import main
+from kiloword.data.open import open_source
+from kiloword.data.scenes.captions import render
+from kiloword.data.scenes.query import Pattern, Query
+from kiloword.data.scenes.source import parse_scenes
+from kiloword.data.scenes.world import Scene, Thing
+from kiloword.evaluation import evaluate
+from kiloword.evaluation.caption import CaptionOptions
+from kiloword.evaluation.caption_metrics import score_captions
+from kiloword.evaluation.caption_truth import judge, judge_caption
+from kiloword.generation.captioner import Captioner
+from kiloword.generation.options import GenerationOptions
+from kiloword.types import Skipped
+
+SCENES = "scenes:test?n=24&captions=4&levels=1,2,3"
+QUIET = CaptionOptions(meteor=False)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_folder(tmp_path_factory.mktemp("model") / "coca", "coca")
+
+
+@pytest.fixture(scope="module")
+def writer(folder: Path) -> Matcher:
+    """An untrained model that writes."""
+    return kiloword.load(folder)
+
+
+def table(path: Path, captions: dict[str, list[str]]) -> Path:
+    pa.parquet.write_table(pa.table({"key": list(captions), "captions": list(captions.values())}), path)
+    return path
+
+
+def people(n: int = 24) -> dict[str, list[str]]:
+    """Each scene's first caption, as if a captioner had said it."""
+    source = parse_scenes(SCENES)
+    return {source.key(row): [source.captions(row)[0], "and another"] for row in range(n)}
+
+
+def test_a_models_captions_are_scored_against_the_images_own(writer: Matcher) -> None:
+    source, options = parse_scenes(SCENES, 32), GenerationOptions(method="greedy", longest=8)
+    found = evaluate(writer, "caption", source, generate=options, judge=QUIET, batch=10)
+    images = torch.stack([torch.from_numpy(source.record(row).image).permute(2, 0, 1) for row in range(24)])
+    said = [texts[0].text for texts in Captioner(writer.model, writer.tokenizer).caption(images, options)]
+    scored = score_captions(said, [source.captions(row) for row in range(24)]).values
+    assert found == {**scored, **judge(said, [source.scene(row) for row in range(24)]), "skipped": 0}
+
+
+def test_captions_of_a_table_need_no_model(tmp_path: Path) -> None:
+    captions = people(20)
+    first, second, third = list(captions)[:3]
+    captions |= {first: [""], second: ["an image"]}
+    del captions[third]
+    bad: list[Skipped] = []
+    file = table(tmp_path / "said.parquet", captions)
+    found = evaluate(None, "caption", SCENES, captions=file, judge=QUIET, skipped=bad)
+    assert [s.row for s in bad] == [2, *range(20, 24)]
+    assert found["parsable"] == found["wholly_true"] == 18 / 19  # the empty caption is judged too
+    assert (found["statements_true"], found["skipped"]) == (1.0, 5)
+    assert found["statements_true_elsewhere"] < 0.7
+    assert found["bleu_4"] > 0.9
+
+
+@pytest.mark.parametrize("method", ["siglip", "prolip"])
+def test_clipscore_is_that_of_single_images_and_texts(method: str, tmp_path: Path) -> None:
+    judge_folder, captions = model_folder(tmp_path / method, method), people(5)
+    file, source = table(tmp_path / "said.parquet", captions), open_source(SCENES, 32)
+    found = evaluate(None, "caption", source, captions=file, judge=QUIET, clipscore=str(judge_folder))
+    clip = kiloword.load(judge_folder)
+    vec = {"image": lambda x: clip.encode_image(x)["vec"][0], "text": lambda x: clip.encode_text([x])["vec"][0]}
+    alone, both = [], []
+    for row, (said, _) in enumerate(captions.values()):
+        v = vec["image"](torch.from_numpy(source.record(row).image).permute(2, 0, 1)[None])
+        c, *known = (vec["text"](f"A photo depicts {text}") for text in (said, *source.captions(row)))
+        score, nearest = 2.5 * max(float(v @ c), 0), max(0.0, *(float(c @ r) for r in known))
+        alone.append(score)
+        both.append(2 * score * nearest / (score + nearest) if score + nearest else 0)
+    assert found["clipscore"] == pytest.approx(np.mean(alone), abs=1e-5)
+    assert found["refclipscore"] == pytest.approx(np.mean(both), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"captions": {"elsewhere": ["a star"]}}, "'elsewhere'"),
+        ({"captions": people(1), "generate": GenerationOptions(beams=2)}, "generate"),
+        ({"captions": people(1), "group_by": ("region",)}, "region"),
+        ({}, "model"),
+    ],
+)
+def test_refusals(options: dict[str, object], word: str, tmp_path: Path) -> None:
+    if "captions" in options:
+        options = {**options, "captions": table(tmp_path / "said.parquet", options["captions"])}  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=word):
+        evaluate(None, "caption", SCENES, **{"judge": QUIET, **options})
+
+
+def test_a_model_that_cannot_write_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="caption"):
+        evaluate(kiloword.load(model_folder(tmp_path, "clip")), "caption", SCENES, judge=QUIET)
+
+
+def test_the_command_and_its_page(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = table(tmp_path / "said.parquet", {**people(), "test-000003": ["three red stars"]})
+    words = ["eval", "caption", folder, file, "--data", SCENES, "--judge.no-meteor", "--generate.longest", "8"]
+    main([*map(str, words), "--json", str(tmp_path / "c.json"), "--html", str(tmp_path / "c.html")])
+    values = json.loads((tmp_path / "c.json").read_text())["said.parquet"]
+    assert values["wholly_true"] == 23 / 24
+    page = (tmp_path / "c.html").read_text()
+    for text in (f"{values['cider']:.4f}", "three red stars", "✓ ", "✗ outside the language", "<svg", "<img"):
+        assert text in page
+    assert f"{values['cider']:.4f}" in capsys.readouterr().out
+
+
+# Truth of captions of scenes
+
+RED_STAR = Thing(shape=4, colour=0, size=1, fill=0, row=0, column=0)  # large, solid, top left
+BLUE_CIRCLE = Thing(shape=0, colour=5, size=0, fill=1, row=2, column=2)  # small, striped, bottom right
+TWO = Scene(background=5, things=(RED_STAR, BLUE_CIRCLE))  # navy
+ONE = Scene(background=0, things=(RED_STAR,))  # white
+COLUMN = Scene(background=0, things=(RED_STAR, BLUE_CIRCLE._replace(column=0)))
+
+
+def literal(query: Query, scene: Scene) -> tuple[int, int, int]:
+    """True statements, statements and mentioned objects: every map of things to objects or to nothing is tried."""
+    names = ("shape", "colour", "size", "fill", "row", "column")
+    best_true, total, mentioned = -1, 0, 0
+    for chosen in product([None, *range(len(scene.things))], repeat=len(query.things)):
+        used = [c for c in chosen if c is not None]
+        if len(set(used)) < len(used):
+            continue  # two things, one object
+        truths, named = [], 0
+        for pattern, c in zip(query.things, chosen, strict=True):
+            said = {name: getattr(pattern, name) for name in names if getattr(pattern, name) is not None}
+            own = [c is not None and getattr(scene.things[c], name) == value for name, value in said.items()]
+            truths += own or [c is not None]
+            named += bool(own) and all(own)
+        if query.relation:
+            a, b = chosen[:2]
+            axis = {"left": "column", "above": "row"}[query.relation]
+            there = a is not None and b is not None
+            truths.append(there and getattr(scene.things[a], axis) < getattr(scene.things[b], axis))
+        if query.count is not None:
+            truths.append(query.count == len(scene.things))
+        if query.background is not None:
+            truths.append(query.background == scene.background)
+        best_true, total = max(best_true, sum(truths)), len(truths)
+        mentioned = max(mentioned, named)
+    return best_true, total, mentioned
+
+
+def things() -> st.SearchStrategy[Thing]:
+    """Few values, so that things are often alike."""
+    few = (range(2), range(2), range(2), range(3), range(3), range(3))
+    return st.builds(Thing, *map(st.sampled_from, few))
+
+
+@st.composite
+def scenes(draw: st.DrawFn) -> Scene:
+    found = draw(st.lists(things(), min_size=1, max_size=3, unique_by=lambda t: (t.row, t.column)))
+    return Scene(draw(st.integers(0, 1)), tuple(sorted(found, key=lambda t: (t.row, t.column))))
+
+
+@st.composite
+def queries(draw: st.DrawFn) -> Query:
+    said = draw(st.lists(things(), max_size=3))
+    kept = draw(st.lists(st.tuples(*[st.booleans()] * 6), min_size=len(said), max_size=len(said)))
+    both = zip(said, kept, strict=True)
+    patterns = [Pattern(*(v if k else None for v, k in zip(t, keep, strict=True))) for t, keep in both]
+    relation = draw(st.sampled_from([None, "left", "above"])) if len(patterns) > 1 else None
+    count = draw(st.sampled_from([None, 1, 2, 3]))
+    return Query(tuple(patterns), relation, count, draw(st.sampled_from([None, 0, 1])))
+
+
+@given(queries(), scenes(), st.integers(0, 2**40))
+@settings(max_examples=100, deadline=None)
+def test_truth_equals_a_literal_search(query: Query, scene: Scene, style: int) -> None:
+    found = judge_caption(render(query, style), scene)
+    true = sum(s.true for s in found.statements)
+    assert (true, len(found.statements), found.mentioned) == literal(query, scene)
+
+
+@pytest.mark.parametrize(
+    ("caption", "scene", "said", "mentioned"),
+    [
+        ("A large red star.", TWO, "+shape star, +colour red, +size large", 1),
+        ("a blue star", TWO, "+shape star, -colour blue", 0),  # each half is true of another: of equals the first
+        ("a star left of a circle", ONE, "+shape star, -shape circle, -relation left of", 1),
+        ("a circle right of a star", COLUMN, "+shape star, +shape circle, -relation left of", 2),
+        ("a star and a thing", ONE, "-thing an object, +shape star", 1),
+        ("three things on a navy background", TWO, "-count three objects, +background navy background", 0),
+        ("an image", TWO, "", 0),
+    ],
+)
+def test_statements_by_hand(caption: str, scene: Scene, said: str, mentioned: int) -> None:
+    found = judge_caption(caption, scene)
+    assert ", ".join(f"{'-+'[true]}{kind} {words}" for kind, words, true in found.statements) == said
+    assert (found.parsable, found.mentioned) == (True, mentioned)
+
+
+def test_truth_of_the_whole_set() -> None:
+    captions = ["a red star", "a blue star", "an image", "star star", "a star and a circle"]
+    found = judge(captions, [ONE, ONE, TWO, TWO, TWO])
+    assert {name: value for name, value in found.items() if not name.endswith("elsewhere")} == {
+        "parsable": 4 / 5,
+        "wholly_true": 3 / 5,  # the red star, the image, star and circle
+        "objects_mentioned": 3 / 8,
+        "statements": 6 / 4,
+        "statements_true": 5 / 6,
+        "caption_statements_true": (1 + 0.5 + 0 + 1) / 4,  # "an image" states nothing, "star star" nobody knows what
+        "statements_true@shape": 1.0,
+        "statements_true@colour": 0.5,
+    }
+    nothing = {"parsable": 0.0, "wholly_true": 0.0, "objects_mentioned": 0.0, "caption_statements_true": 0.0}
+    assert judge(["nonsense"], [ONE]) == nothing
+    moved = judge(["a circle", "a white background", "nonsense"], [TWO, ONE, ONE])
+    assert {name: value for name, value in moved.items() if name.endswith("elsewhere")} == {
+        "wholly_true_elsewhere": 1 / 3,  # half of three is one: the first caption goes to the second scene
+        "statements_true_elsewhere": 1 / 2,
+        "caption_statements_true_elsewhere": 1 / 3,
+        "objects_mentioned_elsewhere": 0.0,
+    }

@@ -1,0 +1,188 @@
+"""BLEU, ROUGE-L, CIDEr-D against pycocoevalcap's own scorers; CLIPScore literally; tokenizers; METEOR by Java."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shutil
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kiloword.evaluation.caption_metrics import (
+    Captions,
+    bleu,
+    cider,
+    clipscore,
+    common_subsequence,
+    own,
+    rouge_l,
+    score_captions,
+)
+
+official = pytest.mark.skipif(find_spec("pycocoevalcap") is None, reason="pycocoevalcap is not installed")
+java = pytest.mark.skipif(
+    find_spec("pycocoevalcap") is None or shutil.which("java") is None, reason="no pycocoevalcap or no java"
+)
+SENTENCES = st.lists(st.sampled_from(("a", "man", "dog", "on")), max_size=7).map(" ".join)
+
+
+def check_equal(captions: Captions) -> None:
+    """BLEU-1 to 4 of the set, ROUGE-L and CIDEr-D of each image, are pycocoevalcap's."""
+    from pycocoevalcap.bleu.bleu import Bleu
+    from pycocoevalcap.cider.cider import Cider
+    from pycocoevalcap.rouge.rouge import Rouge
+
+    known = {i: list(own) for i, own in enumerate(captions.references)}
+    said = {i: [c] for i, c in enumerate(captions.candidates)}
+    np.testing.assert_allclose(bleu(captions), Bleu(4).compute_score(known, said, verbose=0)[0], atol=1e-9)
+    np.testing.assert_allclose(rouge_l(captions), Rouge().compute_score(known, said)[1], atol=1e-9)
+    np.testing.assert_allclose(cider(captions), Cider().compute_score(known, said)[1], atol=1e-9)
+
+
+def coco(shared: Path, n: int) -> tuple[list[str], list[list[str]]]:
+    """The first caption of n COCO images, and the others."""
+    with gzip.open(shared / "coco_captions" / "val2014.json.gz") as file:
+        found = json.load(file)
+    rows = [found[name] for name in sorted(found)[:n]]
+    return [row[0] for row in rows], [row[1:] for row in rows]
+
+
+@official
+def test_equals_pycocoevalcap_on_coco(shared: Path) -> None:
+    candidates, references = coco(shared, 1000)
+    captions = Captions(list(map(own, candidates)), [list(map(own, of_image)) for of_image in references])
+    check_equal(captions)
+    values = score_captions(candidates, references).values
+    expected = [*bleu(captions), rouge_l(captions).mean(), cider(captions).mean()]
+    assert list(values.values())[:6] == pytest.approx(expected, abs=1e-12)
+
+
+@official
+@given(st.lists(st.tuples(SENTENCES, st.lists(SENTENCES, min_size=1, max_size=3)), min_size=1, max_size=5))
+@settings(max_examples=150, deadline=None)
+def test_equals_pycocoevalcap_on_odd_input(rows: Sequence[tuple[str, list[str]]]) -> None:
+    """Empty captions, one image, repeated words, references that are all alike."""
+    captions = Captions([c for c, _ in rows], [own for _, own in rows])
+    if any(r for own in captions.references for r in own):  # its CIDEr fails when no reference has a word
+        check_equal(captions)
+
+
+@given(st.lists(st.sampled_from("abc"), max_size=12), st.lists(st.sampled_from("abcd"), max_size=12))
+def test_common_subsequence_is_the_tables(a: list[str], b: list[str]) -> None:
+    table = [[0] * (len(b) + 1) for _ in range(len(a) + 1)]
+    for i, x in enumerate(a):
+        for j, y in enumerate(b):
+            table[i + 1][j + 1] = table[i][j] + 1 if x == y else max(table[i][j + 1], table[i + 1][j])
+    assert common_subsequence(a, b) == table[-1][-1]
+
+
+def test_words_that_nothing_divides_by() -> None:
+    empty = Captions([""], [[""]])
+    assert cider(empty).tolist() == [0.0]
+    assert bleu(empty) == [pytest.approx(0, abs=1e-5)] * 4
+    assert cider(Captions(["a dog", "two men"], [["a dog"], ["two men"]])).tolist() == [5.0, 5.0]  # no 3-, 4-grams
+    full = Captions(["a dog runs by", "two men sit here"], [["a dog runs by"], ["two men sit here"]])
+    np.testing.assert_allclose(cider(full), 10)
+    np.testing.assert_allclose(bleu(full), 1, atol=1e-8)
+    assert rouge_l(full).tolist() == [1.0, 1.0]
+
+
+def test_what_is_returned() -> None:
+    found = score_captions(["A dog.", "a dog", ""], [["A dog runs."], ["a cat", "the dog"], ["Two men!"]]).values
+    assert list(found) == [*(f"bleu_{n}" for n in range(1, 5)), "rouge_l", "cider", "distinct", "words", "vocabulary"]
+    assert (found["distinct"], found["words"], found["vocabulary"]) == (2 / 3, 4 / 3, 2)
+
+
+def test_what_means_nothing_is_omitted_with_a_note() -> None:
+    alone = score_captions(["a red dog runs"], [["a red dog runs"]])
+    assert "cider" not in alone.values
+    assert np.isnan(alone.cider).all()
+    assert alone.values["bleu_4"] == pytest.approx(1)
+    assert "CIDEr-D" in alone.notes[0]
+    for said in ("一只红色的狗在跑", "赤い犬が走る", "สุนัขสีแดงกำลังวิ่ง"):
+        found = score_captions([said, f"{said} OK"], [[said], [said]])
+        assert found.values == {"distinct": 1.0}
+        assert "spaces" in found.notes[0]
+    assert "cider" in score_captions(["a 犬 runs", "dog"], [["a dog runs"], ["dog"]]).values
+
+
+@pytest.mark.parametrize(
+    ("candidates", "references", "word"),
+    [
+        ([], [], "0 captions"),
+        (["a"], [["a"], ["b"]], "2 images"),
+        (["a", "b"], [["a"], []], "references"),
+        ("ab", [["a"], ["b"]], "list"),
+        (["a"], ["b"], "list"),
+    ],
+)
+def test_refusals(candidates: list[str], references: list[list[str]], word: str) -> None:
+    with pytest.raises(ValueError, match=word):
+        score_captions(candidates, references)
+
+
+def test_missing_programs_are_refused_or_noted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = score_captions(["a", "b"], [["a"], ["b"]], meteor=True)
+    assert "meteor" not in found.values
+    assert "METEOR" in found.notes[0]
+    for options in ({"tokenizer": "ptb"}, {"spice": True}, {"tokenizer": "nltk"}):
+        with pytest.raises(ValueError, match=r"ptb|SPICE"):
+            score_captions(["a"], [["a"]], **options)  # type: ignore[arg-type]
+
+
+@given(st.integers(1, 5), st.integers(0, 2**32 - 1))
+def test_clipscore_is_the_papers(images: int, seed: int) -> None:
+    """Hessel et al. 2021, equations of section 3, image by image and reference by reference."""
+    rng = np.random.default_rng(seed)
+
+    def units(n: int) -> np.ndarray:
+        x = rng.standard_normal((n, 3))
+        return np.asarray(x / np.linalg.norm(x, axis=1, keepdims=True))
+
+    v, c, known = units(images), units(images), [units(int(rng.integers(1, 4))) for _ in range(images)]
+    alone, both = clipscore(v, c, known)
+    for i in range(images):
+        score = 2.5 * max(float(np.dot(c[i], v[i])), 0)
+        nearest = max(max(float(np.dot(c[i], r)) for r in known[i]), 0)
+        mean = 2 / (1 / score + 1 / nearest) if score and nearest else 0.0
+        assert (alone[i], both[i]) == (pytest.approx(score), pytest.approx(mean))
+
+
+@pytest.mark.parametrize(
+    ("caption", "words"),
+    [
+        ("A man's dog doesn't sit -- it CAN'T!", "a man 's dog does n't sit it ca n't"),
+        ('The "big" one (red), two-story; 8:30 a.m. …', "the big one red two-story 8:30 a.m."),
+        ("It’s 50's & $5, they'll cannot.", "it 's 50 's & $ 5 they 'll can not"),
+        ("o'clock 3,000 St. 'quoted' dogs'", "o'clock 3,000 st quoted dogs"),
+        ("naïve cafe\u0301 हिन्दी 犬", "naïve café हिन्दी 犬"),
+        ("सड़क पर एक कार है।", "सड़क पर एक कार है"),
+        ("¿Un «perro» negro?¡Sí! „Hund“—l’été", "un perro negro sí hund l'été"),
+        ("كلب، قطة؟ 猫、犬。", "كلب قطة 猫 犬"),
+        ("cat😀 5€ col·lecció ❤️", "cat 😀 5 € col·lecció ❤"),
+        (" \n\t...!?", ""),
+    ],
+)
+def test_own_tokenizer(caption: str, words: str) -> None:
+    assert own(caption) == words
+
+
+@java
+def test_the_treebank_tokenizer_differs_for_few_captions(shared: Path) -> None:
+    candidates, references = coco(shared, 1000)
+    here, there = (score_captions(candidates, references, tokenizer=name).values for name in ("own", "ptb"))  # type: ignore[arg-type]
+    assert max(abs(here[n] - there[n]) for n in list(there)[:6]) < 1e-3
+
+
+@java
+@pytest.mark.slow
+def test_meteor_is_pycocoevalcaps() -> None:
+    found = score_captions(["a dog runs", "two men"], [["a dog ran", "dogs"], ["two men sit"]], meteor=True).values
+    assert 0.3 < found["meteor"] < 1
