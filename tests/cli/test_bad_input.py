@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from cases import mostly_slow
 from kiloword.cli.main import main
@@ -76,51 +75,37 @@ def commands(data: Path | str, model: Path, tmp_path: Path) -> list[list[str]]:
     return [train(data, tmp_path / "out"), *looks, *evals]
 
 
-# Data sets
+def unusable(folder: Path, kind: str) -> Path:
+    """A data set of nothing that can be used."""
+    if kind == "missing":
+        return folder / "none"
+    if kind == "empty":
+        (folder / "empty").mkdir()
+        return folder / "empty"
+    if kind == "no images":
+        return write_tar(folder / "data" / "0.tar", {"a.txt": b"a dog", "b.txt": b"a cat"}).parent
+    content = {"page.tar": b"<html>not found</html>" * 100, "words.xyz": b"a dog", "empty.csv": b""}
+    (folder / kind).write_bytes(content.get(kind, b"image,words\na.jpg,a dog\n"))
+    return folder / kind
 
 
-def test_missing_folder(refused: Refused, model: Path, tmp_path: Path) -> None:
-    for words in commands(tmp_path / "none", model, tmp_path):
-        assert "no such file or folder" in refused(*words)
-    assert "are missing" in refused(*train(tmp_path / "{0..3}.tar", tmp_path / "out"))
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("missing", "no such file or folder"),
+        ("empty", "is an empty folder"),
+        ("no images", "holds no images"),
+        ("page.tar", "cannot be read as a plain tar"),
+        ("words.xyz", "unknown kind of file"),
+        ("columns.csv", "image, words"),
+        ("empty.csv", "is empty"),
+    ],
+)
+def test_data_that_cannot_be_used(refused: Refused, model: Path, tmp_path: Path, kind: str, says: str) -> None:
+    data = unusable(tmp_path, kind)
+    for words in commands(data, model, tmp_path):
+        assert says in refused(*words)
     assert not (tmp_path / "out").exists()
-
-
-def test_empty_folder(refused: Refused, model: Path, tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    for words in commands(tmp_path / "empty", model, tmp_path):
-        assert "is an empty folder" in refused(*words)
-
-
-def test_unreadable_folder(refused: Refused, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As for a user without permission: the tests may run as root, who has all."""
-    write_tar(tmp_path / "data" / "0.tar", pairs(4))
-
-    real = os.listdir
-
-    def listdir(path: Any = ".") -> list[str]:
-        if path == tmp_path / "data":
-            raise PermissionError(errno.EACCES, "Permission denied", str(path))
-        return real(path)
-
-    monkeypatch.setattr("os.listdir", listdir)
-    for words in commands(tmp_path / "data", model, tmp_path):
-        output = refused(*words)
-        assert "Permission denied" in output
-        assert str(tmp_path / "data") in output
-
-
-def test_tar_without_images(refused: Refused, model: Path, tmp_path: Path) -> None:
-    write_tar(tmp_path / "data" / "0.tar", {"a.txt": b"a dog", "b.txt": b"a cat"})
-    for words in commands(tmp_path / "data", model, tmp_path):
-        assert "holds no images" in refused(*words)
-
-
-def test_no_tar_at_all(refused: Refused, model: Path, tmp_path: Path) -> None:
-    (tmp_path / "0.tar").write_bytes(b"<html>not found</html>" * 100)
-    assert "cannot be read as a plain tar" in refused(*train(tmp_path / "0.tar", tmp_path / "out"))
-    (tmp_path / "words.xyz").write_text("a dog")
-    assert "unknown kind of file" in refused(*train(tmp_path / "words.xyz", tmp_path / "out"))
 
 
 @pytest.mark.slow
@@ -196,12 +181,6 @@ def test_too_many_bad_samples_stop_the_run(refused: Refused, tmp_path: Path, nam
     assert "--bad-share" in output
 
 
-def test_only_bad_samples(refused: Refused, tmp_path: Path) -> None:
-    write_tar(tmp_path / "data" / "0.tar", bad_members(list(BAD)))
-    output = refused(*train(tmp_path / "data", tmp_path / "out", "--batch", 4))
-    assert "bad" in output
-
-
 def test_wrong_extension_is_no_fault(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     members = {"a.png": encode(noise(20, 20), "JPEG"), "a.txt": b"x", "b.bmp": photo(), "b.txt": b"y"}
     write_tar(tmp_path / "data" / "0.tar", pairs(6) | members)
@@ -217,15 +196,6 @@ def test_caption_of_100_kb_is_truncated_and_counted(tmp_path: Path) -> None:
     assert row["skipped"] == 0
 
 
-def test_table_without_the_columns(refused: Refused, model: Path, tmp_path: Path) -> None:
-    (tmp_path / "table.csv").write_text("image,words\na.jpg,a dog\n")
-    for words in commands(tmp_path / "table.csv", model, tmp_path):
-        output = refused(*words)
-        assert "has the columns image, words. Expected `image` (or `filepath`) and `caption`" in output
-    (tmp_path / "empty.csv").write_text("")
-    assert "is empty" in refused(*train(tmp_path / "empty.csv", tmp_path / "out"))
-
-
 def test_fewer_images_than_a_batch(refused: Refused, tmp_path: Path) -> None:
     write_tar(tmp_path / "data" / "0.tar", pairs(7))
     assert "batch" in refused(*train(tmp_path / "data", tmp_path / "out"))
@@ -233,69 +203,30 @@ def test_fewer_images_than_a_batch(refused: Refused, tmp_path: Path) -> None:
     assert "--epochs 1 is 0 steps of batch 8 on 7 images" in refused(*epochs)
 
 
-# Names
+# Settings
 
 
-def test_unknown_names(refused: Refused, a_run: Path, tmp_path: Path) -> None:
-    out = ("--out", tmp_path / "out")
-    assert "unknown method 'siglop'" in (output := refused("train", "siglop", *out))
-    assert "Did you mean siglip?" in output
-    assert "unknown size 'huge': expected one of debug, tiny" in refused("train", "siglip", "--size", "huge", *out)
-    assert "Did you mean retrieval?" in refused("eval", "retreival", a_run / "model", "--data", "scenes:test?n=8")
-    assert "cannot load method nowhere:preset" in refused("train", "nowhere:preset", *out)
-    assert "unknown method" in refused("verify", "siglop")
-    assert "train needs a method first" in refused("train", *out)
-    assert "scenes" in refused("train", "siglip", "--data", "scenes:tset", *out)
-    assert "cuda" in refused("train", "siglip", "--device", "cuda:99", *out)
-    assert "cuda" in refused("eval", "retrieval", a_run / "model", "--data", "scenes:test?n=8", "--device", "cuda:99")
-    assert "device" in refused("eval", "retrieval", a_run / "model", "--data", "scenes:test?n=8", "--device", "gpu")
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["train", "siglip", "--no-such-flag", "1", "--out", "x"],
-        ["train", "siglip", "--steps", "many", "--out", "x"],
-        ["train", "siglip"],
-        ["eval"],
-        ["retrain"],
-        ["data", "watch", "scenes"],
-    ],
-)
-def test_wrong_flags(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        main(words)
-    assert end.value.code == 2
-    assert "Traceback" not in capsys.readouterr().err
+def test_devices_that_are_not_there(refused: Refused, a_run: Path, tmp_path: Path) -> None:
+    evaluate = ("eval", "retrieval", a_run / "model", "--data", "scenes:test?n=8", "--device")
+    assert "cuda" in refused("train", "siglip", "--device", "cuda:99", "--out", tmp_path / "out")
+    assert "cuda" in refused(*evaluate, "cuda:99")
+    assert "device" in refused(*evaluate, "gpu")
 
 
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
         (["--steps", "0"], "expected at least 1"),
-        (["--val", "no/such/data"], "no/such/data: no such file or folder"),
         (["--log-every", "0"], "--log-every is 0: expected at least 1"),
-        (["--save-every", "-1"], "--save-every is -1: expected at least 0"),
         (["--together", "3", "--batch", "9"], "--together 3"),
-        (["--together", "0"], "--together is 0: expected at least 1"),
         (["--epochs", "3"], "--steps and --epochs both say how long"),
         (["--batch", "0"], "--batch is 0: expected at least 1"),
-        (["--micro", "3"], "micro 3 does not divide"),
-        (["--captions", "0"], "captions"),
         (["--workers", "-1"], "workers"),
         (["--weights", "1", "2"], "weights"),
-        (["--vocab", "10"], "vocab"),
         (["--model.image.patch", "70"], "patch 70 is larger than the image size"),
-        (["--model.image.heads", "5"], "heads"),
         (["--augment.crop", "2"], "--augment.crop is 2.0: expected 0.001 to 1"),
         (["--optim.lr", "nan"], "--optim.lr is nan: expected 0 to 100"),
-        (["--optim.lr", "inf"], "--optim.lr is inf: expected 0 to 100"),
-        (["--optim.lr", "1e38"], "--optim.lr is 1e+38: expected 0 to 100"),
         (["--optim.eps", "0"], "--optim.eps is 0.0: expected 1e-20 to 1"),
-        (["--optim.beta2", "1"], "--optim.beta2 is 1.0: expected 0 to below 1"),
-        (["--optim.weight-decay", "inf"], "--optim.weight-decay is inf: expected 0 to 100"),
-        (["--optim.explode", "-1"], "--optim.explode is -1.0: expected 0 to 1e+12"),
-        (["--model.image.init-std", "nan"], "--model.image.init-std is nan: expected 0 to 100"),
         (["--model.preprocess.std", "1", "0", "1"], "--model.preprocess.std is 0.0: expected 1e-06 to 1000"),
         (["--augment.blur-sigma", "0", "inf"], "--augment.blur-sigma is inf: expected 0 to 1000"),
         (["--settings.bias", "nan"], "--settings.bias is nan: expected -1e+06 to 1e+06"),
@@ -315,10 +246,10 @@ def test_limits_of_a_setting_are_those_it_declares(refused: Refused, verb: str) 
     )
 
 
-@pytest.mark.parametrize("epochs", ["inf", "nan"])
+@pytest.mark.parametrize("epochs", ["inf", "nan", "1e308"])
 def test_endless_training(refused: Refused, tmp_path: Path, epochs: str) -> None:
     output = refused("train", "siglip", "--data", SCENES, "--out", tmp_path / "out", "--batch", 8, "--epochs", epochs)
-    assert f"--epochs {epochs}" in output
+    assert "--epochs" in output
 
 
 # Model folders
@@ -341,46 +272,28 @@ def test_no_model_folder(refused: Refused, a_run: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
-def test_model_folder_lacks_a_file(refused: Refused, model: Path, tmp_path: Path, name: str) -> None:
-    (model / name).unlink()
-    for words in uses(model, tmp_path):
-        assert f"has no {name}" in refused(*words)
-
-
-@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
-@pytest.mark.parametrize("damage", ["cut", "empty", "noise"])
+@pytest.mark.parametrize("damage", ["gone", "cut", "empty", "noise"])
 def test_model_folder_is_damaged(refused: Refused, model: Path, tmp_path: Path, name: str, damage: str) -> None:
     raw = (model / name).read_bytes()
-    (model / name).write_bytes({"cut": raw[: len(raw) // 2], "empty": b"", "noise": os.urandom(500)}[damage])
+    (model / name).unlink()
+    if damage != "gone":
+        (model / name).write_bytes({"cut": raw[: len(raw) // 2], "empty": b"", "noise": os.urandom(500)}[damage])
     for words in uses(model, tmp_path):
-        assert str(model / name) in refused(*words)
+        assert name in refused(*words)
 
 
-def test_config_with_an_unknown_key(refused: Refused, model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("part", "key", "value", "says"),
+    [("image", "colour", "red", "model.image.colour"), ("head", "dim", 8, "do not fit its config")],
+)
+def test_config_that_does_not_fit(
+    refused: Refused, model: Path, tmp_path: Path, part: str, key: str, value: Any, says: str
+) -> None:
     config = json.loads((model / "config.json").read_text())
-    config["model"]["image"]["colour"] = "red"
+    config["model"][part][key] = value
     (model / "config.json").write_text(json.dumps(config))
     for words in uses(model, tmp_path):
-        output = refused(*words)
-        assert "model.image.colour" in output
-        assert str(model / "config.json") in output
-
-
-def test_config_of_other_weights(refused: Refused, model: Path, tmp_path: Path) -> None:
-    config = json.loads((model / "config.json").read_text())
-    config["model"]["head"]["dim"] = 8
-    (model / "config.json").write_text(json.dumps(config))
-    for words in uses(model, tmp_path):
-        output = refused(*words)
-        assert "do not fit its config" in output
-        assert ": head." in output
-
-
-def test_images_to_score(refused: Refused, model: Path, tmp_path: Path) -> None:
-    (tmp_path / "b.png").write_bytes(b"no image")
-    score = ["score", model, "--texts", "x", "--images"]
-    assert "none.png cannot be read: No such file" in refused(*score, tmp_path / "none.png")
-    assert "not an image in a known format" in refused(*score, tmp_path / "b.png")
+        assert says in refused(*words)
 
 
 # The folder of a run
@@ -405,15 +318,6 @@ def test_out_holds_another_run(refused: Refused, a_run: Path, tmp_path: Path) ->
     assert before == {p: p.read_bytes() for p in a_run.rglob("*") if p.is_file()}
 
 
-def test_a_run_that_never_saved_is_in_nobody_s_way(refused: Refused, tmp_path: Path) -> None:
-    """What the message asks for can be done with the same --out."""
-    write_tar(tmp_path / "data" / "0.tar", pairs(15) | bad_members(["empty.png"]))
-    words = train(tmp_path / "data", tmp_path / "out", "--batch", 16)
-    assert "allow more with --bad-share" in refused(*words)
-    main([*words, "--bad-share", "0.1", "--optim.lr", "1e-3"])
-    main([*words, "--bad-share", "0.2", "--optim.lr", "1e-3"])  # a finished run, and nothing that changes it
-
-
 def test_a_run_cannot_end_before_where_it_is(refused: Refused, a_run: Path) -> None:
     before = (a_run / "config.json").read_bytes()
     assert "has done 4 steps already: it cannot end after 2" in refused(*train(SCENES, a_run, "--steps", 2, "--extend"))
@@ -421,38 +325,30 @@ def test_a_run_cannot_end_before_where_it_is(refused: Refused, a_run: Path) -> N
     assert (a_run / "config.json").read_bytes() == before
 
 
-def test_run_without_its_config(refused: Refused, a_run: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", [None, '{"recipe": '])
+def test_run_without_a_usable_config(refused: Refused, a_run: Path, tmp_path: Path, content: str | None) -> None:
     """Nothing says whose state it is: it is not continued under another recipe."""
     out = Path(shutil.copytree(a_run, tmp_path / "out"))
     (out / "config.json").unlink()
+    if content is not None:
+        (out / "config.json").write_text(content)
     assert "config.json" in refused(*train(SCENES, out, "--seed", 3))
 
 
-def test_run_without_its_states(capsys: pytest.CaptureFixture[str], a_run: Path, tmp_path: Path) -> None:
-    out = Path(shutil.copytree(a_run, tmp_path / "out"))
-    shutil.rmtree(out / "state")
-    main(train(SCENES, out))
-    assert "no state to go on from: the run starts again" in capsys.readouterr().err
-
-
-def test_run_of_a_damaged_config(refused: Refused, a_run: Path, tmp_path: Path) -> None:
-    out = Path(shutil.copytree(a_run, tmp_path / "out"))
-    (out / "config.json").write_text('{"recipe": ')
-    assert f"{out / 'config.json'} cannot be used" in refused(*train(SCENES, out))
-
-
-def test_newest_state_is_no_object(capsys: pytest.CaptureFixture[str], a_run: Path, tmp_path: Path) -> None:
+def test_states_that_are_gone_or_damaged(
+    refused: Refused, capsys: pytest.CaptureFixture[str], a_run: Path, tmp_path: Path
+) -> None:
+    """The newest state that is whole counts; where all are damaged, the user decides."""
     out = Path(shutil.copytree(a_run, tmp_path / "out"))
     (out / "state" / "step-000000004.json").write_text("null")
     main(train(SCENES, out, "--save-every", 2))
     assert "step-000000004 is damaged" in capsys.readouterr().err
-
-
-def test_all_states_damaged(refused: Refused, a_run: Path, tmp_path: Path) -> None:
-    out = Path(shutil.copytree(a_run, tmp_path / "out"))
     for state in (out / "state").rglob("*.safetensors"):
         state.write_bytes(b"x")
     assert "all are damaged" in refused(*train(SCENES, out, "--save-every", 2))
+    shutil.rmtree(out / "state")
+    main(train(SCENES, out))
+    assert "the run starts again" in capsys.readouterr().err
 
 
 # While training
@@ -494,36 +390,6 @@ def test_disk_full_while_saving(refused: Refused, tmp_path: Path, monkeypatch: p
 def test_metrics_cannot_be_written(refused: Refused, tmp_path: Path) -> None:
     (tmp_path / "out" / "metrics.jsonl").mkdir(parents=True)
     assert "metrics.jsonl" in refused(*train(SCENES, tmp_path / "out"))
-
-
-def test_loss_that_is_no_number(refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import kiloword.training.loop as loop
-
-    real, calls = loop.backward, []
-
-    def backward(*args: Any) -> dict[str, torch.Tensor]:
-        calls.append(1)
-        report = real(*args)
-        return {**report, "loss": report["loss"] * float("nan")} if len(calls) == 3 else report
-
-    words = train(SCENES, tmp_path / "out", "--save-every", 1, "--log-every", 100, "--max-skipped-steps", 1)
-    with monkeypatch.context() as patch:
-        patch.setattr(loop, "backward", backward)
-        output = refused(*words)
-    assert "step 3" in output
-    found = load_state(tmp_path / "out" / "state", print)
-    assert found is not None
-    assert found[1]["step"] == 2
-    assert all(bool(value.isfinite().all()) for value in found[0].values())
-    main(words)
-
-
-@pytest.mark.slow
-def test_learning_rate_that_is_far_too_large(refused: Refused, tmp_path: Path) -> None:
-    """A million, for the text tower; by gradients alone: decay at such a rate would make weights infinite by itself."""
-    flags = ("--steps", 60, "--save-every", 1, "--optim.name", "adamw", "--optim.lr", 100, "--optim.text-lr", 1e4)
-    flags += ("--optim.clip", 0, "--optim.weight-decay", 0)
-    assert "loss " in refused(*train(SCENES, tmp_path / "out", *flags))
 
 
 @pytest.mark.slow

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import subprocess
-import sys
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -205,91 +201,6 @@ def test_a_server_that_steers(capsys: pytest.CaptureFixture[str], monkeypatch: p
     assert not steering(said.out + said.err)
 
 
-def _odd(world: World, name: str) -> Path:
-    """A folder of everything that verbs read, under an odd name."""
-    folder = world.folder.parent / "odd" / name
-    if not folder.is_dir():
-        write_tar(folder / "tars" / "0.tar", pairs(6))
-        shutil.copytree(folder / "tars", folder / os.fsdecode(b"images\xff"))
-        shutil.copytree(world.model, folder / "model")
-        (folder / "\udcff.png").write_bytes(photo())
-        (folder / "\udcff.txt").write_text("a dog")
-        (folder / "t.csv").write_text("filepath,caption\n\udcff.png,a dog\n" * 2, errors="surrogateescape")
-        with (folder / "t.parquet").open("wb") as file:
-            pa.parquet.write_table(pa.table({"key": ["0000"], "captions": [["a"]]}), file)
-    return folder
-
-
-NAMES = ["\udcff\udce9", "-x 'a\"b`$(c);%s{0}[*]?~#", "\\back\\", "n" * 255, "/".join(["d" * 200] * 17)]
-NOT_UTF8 = {
-    "train": "UTF-8",
-    "captions": "cannot be",
-}
-ODD = [pytest.param(name, marks=pytest.mark.slow if n else (), id=f"{n}") for n, name in enumerate(NAMES)]
-USES: dict[str, Callable[[Path], Sequence[str]]] = {
-    "tars": lambda d: ["data", "check", f"{d}/tars"],
-    "images": lambda d: ["data", "stats", str(d), "--png", f"{d}/sheet.png"],
-    "csv": lambda d: ["data", "stats", f"{d}/t.csv"],
-    "train": lambda d: ["train", "clip", "--data", f"{d}/tars", "--out", f"{d}/run", *SMALL],
-    "captions": lambda d: ["train", "clip", "--data", f"{d}/tars", "--extra-captions", f"{d}/t.parquet"],
-    "embed": lambda d: ["embed", f"{d}/model", "--data", f"{d}/tars", "--out", f"{d}/side", *OWN],
-    "caption": lambda d: ["caption", f"{d}/model", "--data", f"{d}/tars", "--out", f"{d}/c.parquet", *OWN],
-    "eval": lambda d: ["eval", "retrieval", f"{d}/model", "--data", f"{d}/tars", "--json", f"{d}/x/r.json"],
-    "page": lambda d: ["eval", "spectrum", f"{d}/model", "--data", f"{d}/tars", "--html", f"{d}/x/s.html"],
-    "score": lambda d: ["score", f"{d}/model", "--images", f"{d}/\udcff.png", "--texts", "a", "--explain", f"{d}/e"],
-}
-
-
-@pytest.mark.parametrize("use", USES)
-@pytest.mark.parametrize("name", ODD)
-def test_odd_paths(world: World, name: str, use: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """They are as good as any, or refused with a message that names them."""
-    argv = list(USES[use](_odd(world, name)))
-    if use == "captions":
-        argv += ["--out", str(world.folder / "r3"), *SMALL, "--dry-run"]
-    code = 0
-    try:
-        main(argv)
-    except SystemExit as end:
-        code = end.code
-    said = capsys.readouterr()
-    refused = NOT_UTF8.get(use) if name == NAMES[0] else None
-    assert code == (2 if refused else 0), said.err
-    assert (refused or "") in said.err
-    assert not steering(said.out + said.err)
-
-
-@pytest.mark.slow
-def test_a_locale_of_ascii(world: World, tmp_path: Path) -> None:
-    """What was written in it is read again: states, metrics, tables, pages."""
-    folder = tmp_path / "é犬"
-    members = {f"é犬{name}": content for name, content in pairs(6).items()}
-    write_tar(folder / "tars" / "0.tar", members | {"ü.png": b"no image", "ü.txt": b"x"})
-    shutil.copytree(world.model, folder / "model")
-    train = ["train", "clip", "--data", "tars", "--out", "run", *SMALL, "--bad-share", "0.5"]
-    verbs = [
-        train,
-        [*train, "--steps", "2", "--extend"],
-        ["watch", "run", "--once"],
-        ["eval", "retrieval", "run/model", "--data", "tars", "--json", "r.json"],
-        ["eval", "spectrum", "run/model", "--data", "tars", "--html", "s.html"],
-        ["embed", "run/model", "--data", "tars", "--out", "side"],
-        ["mine", "tars", "--features", "side", "--out", "mined"],
-        ["caption", "model", "--data", "tars", "--out", "c.parquet"],
-        ["data", "stats", "tars", "--png", "é.png"],
-        ["score", "model", "--images", "é.png", "--texts", "é", "--explain", "ex"],
-    ]
-    here = ("tars", "run", "model", "side", "mined", "c.parquet", "é.png", "ex", "r.json", "s.html", "run/model")
-    for verb in verbs:
-        words = [str(folder / word) if word in here else word for word in verb]
-        ascii_locale = {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}
-        command = [sys.executable, "-m", "kiloword", *words]
-        done = subprocess.run(command, capture_output=True, env={**os.environ, **ascii_locale}, check=False)
-        assert done.returncode == 0, done.stderr
-        assert done.stderr.isascii()
-        assert b"Traceback" not in done.stderr
-
-
 def test_names_of_members(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Parts of paths, NUL and a megabyte: names of samples, and nothing else."""
     names = ["../../up", "/root/x", "a\\..\\b", "-rf", "n\x00ul", "l" * 4096, "m" * 900_000, "\udcff", " ", "%s{0}"]
@@ -301,11 +212,3 @@ def test_names_of_members(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert all(name in said for name in ("../../up", "/root/x", "-rf", "l" * 4096))
     assert max(map(len, said.split("\n"))) == 10_003
     assert sorted(p.name for p in tmp_path.iterdir() if p.name != "cache") == ["x.tar"]
-
-
-def test_mined_from_a_path_of_bytes(world: World) -> None:
-    folder = _odd(world, NAMES[0])
-    main(["embed", f"{folder}/model", "--data", f"{folder}/tars", "--out", f"{folder}/s", *OWN])
-    main(["mine", f"{folder}/tars", "--features", f"{folder}/s", "--out", f"{folder}/mined"])
-    assert json.loads((folder / "mined" / "mine.json").read_text())
-    assert "\\udcff\\udce9" in (folder / "mined" / "report.html").read_text(encoding="utf-8")
