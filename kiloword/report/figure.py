@@ -28,6 +28,7 @@ DASHES: tuple[Any, ...] = (
     (0, (2.5, 1.5)),
     (0, (8, 2)),
 )  # lines differ in grey, too
+NARROW = 0.25  # least height of lines' axis, as a share of its largest value, so that 3% do not look like a cliff
 WIDTHS = {"wide": (8.4, 1.3), "narrow": (4.4, 1.0)}  # inches, and inches of height for each of Plot.height
 
 
@@ -56,11 +57,18 @@ def svg(plot: Plot) -> str:
 def _finish(figure: Figure, axes: Axes) -> None:
     """The vertical axis' name stands above it, numbers are written out, labelled series get dashes and a legend."""
     from matplotlib.colors import to_hex
+    from matplotlib.ticker import AutoLocator
 
     axes.set_title(axes.get_ylabel() or axes.get_title("left"), loc="left", pad=8)
     axes.set_ylabel("")
     for axis in (axes.xaxis, axes.yaxis):
         _write_out(axis)
+        if isinstance(locator := axis.get_major_locator(), AutoLocator):
+            locator.set_params(nbins=6)
+    low, high = axes.get_ylim()
+    lacking = NARROW * max(abs(low), abs(high)) - (high - low)
+    if axes.lines and axes.get_autoscaley_on() and axes.get_yscale() == "linear" and lacking > 0:
+        axes.set_ylim(low - lacking / 2, high + lacking / 2)
     names = axes.get_legend_handles_labels()[1]
     series = [LIGHT[f"s{n}"] for n in range(len(DASHES))]
     for line in axes.lines:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ import numpy as np
 
 from kiloword.__version__ import __version__
 from kiloword.files import write_atomic
-from kiloword.report.blocks import Beside, Block, Figures, Matrix, Page, Table, Text, plain
+from kiloword.report.blocks import Beside, Block, Figures, Folded, Gallery, Matrix, Page, Table, Text, plain
 from kiloword.report.figure import CSS, HERE, svg
 from kiloword.report.pictures import SMALL, image_data
 from kiloword.terminal import command, say
@@ -32,7 +33,19 @@ def write_page(path: str | Path, page: Page) -> None:
 
 def html(page: Page) -> str:
     """A page as an HTML document. Errors: ValueError for blocks whose shapes do not fit."""
-    return plain(environment().get_template("page.html").render(page=page))
+    sections = {heading: blocks for heading, blocks in page.sections.items() if any(map(filled, blocks))}
+    return plain(environment().get_template("page.html").render(page=replace(page, sections=sections)))
+
+
+def filled(block: Block) -> bool:
+    """Whether anything of a block is to be seen: a section of empty tables has no heading."""
+    match block:
+        case Table(rows=some) | Gallery(tiles=some) | Figures(figures=some) | Text(text=some):
+            return len(some) > 0
+        case Beside(blocks=blocks) | Folded(blocks=blocks):
+            return any(map(filled, blocks))
+        case _:
+            return True
 
 
 @lru_cache

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kiloword.report import Block, Figures, Page, Plot, Table, Text, duration
+from kiloword.report import Beside, Block, Figures, Page, Plot, Table, Text, duration
 from kiloword.runs.rows import HISTORY, objects
 from kiloword.runs.run import SPEED, Curve, Run
 from kiloword.terminal.progress import per_second
@@ -100,9 +100,10 @@ def _figures(run: Run) -> dict[str, str]:
 
 def _plots(run: Run, names: Sequence[str]) -> list[Block]:
     """A plot for each metric that changes."""
-    return [
+    plots = [
         curve_plot(n, {run.name: run.curves[n]}) for n in names if n in run.curves and len(set(run.curves[n][1])) > 1
     ]
+    return [Beside(plots)]
 
 
 def _evaluations(run: Run) -> Table:

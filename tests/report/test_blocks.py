@@ -66,7 +66,14 @@ def blocks(word: str = HOSTILE) -> list[Block]:
 
 
 def shown(word: str = HOSTILE) -> str:
-    return html(Page(word, f"{word}\n\nsecond", {word: blocks(word), "empty": [], "b": [Text("b")]}, {word: word}))
+    return html(
+        Page(
+            word,
+            f"{word}\n\nsecond",
+            {word: blocks(word), "empty": [Table([], ["a"]), Beside([])], "b": [Text("b")]},
+            {word: word},
+        )
+    )
 
 
 def test_every_block_is_on_the_page() -> None:
