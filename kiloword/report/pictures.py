@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-from functools import lru_cache
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,14 +23,6 @@ def thumbnail(image: Image.Image | Pixels, side: int = 320) -> Pixels:
     image = image.convert("RGB")
     image.thumbnail((side, side), Image.Resampling.BICUBIC)
     return np.asarray(image)
-
-
-def enlarged(image: Pixels, side: int) -> Pixels:
-    """A square image [H, H, 3] at `side` pixels a side; a smaller one with hard edges."""
-    hard = image.shape[0] < min(side, SMALL)
-    return np.asarray(
-        Image.fromarray(image).resize((side, side), Image.Resampling.NEAREST if hard else Image.Resampling.BICUBIC)
-    )
 
 
 def overlay(image: Pixels, looks: Floats, side: int) -> Pixels:
@@ -55,13 +45,12 @@ def overlay(image: Pixels, looks: Floats, side: int) -> Pixels:
 
 def covered(image: Pixels, hidden: npt.NDArray[np.bool_]) -> Pixels:
     """The image [H, W, 3] with striped grey where patches [rows, columns] are hidden; it may be of any size."""
-    high, wide = image.shape[:2]
-    rows = np.arange(high) * hidden.shape[0] // high
-    columns = np.arange(wide) * hidden.shape[1] // wide
+    (high, wide), patches = image.shape[:2], hidden.shape
+    rows, columns = np.arange(high), np.arange(wide)
     step = max(high // 32, 2)  # pixels: width of a stripe
-    stripe = (np.add.outer(np.arange(high), np.arange(wide)) // step) % 2
-    cover = np.where(stripe, STRIPES[0], STRIPES[1]).astype(np.uint8)[..., None]
-    shown: Pixels = np.where(hidden[rows][:, columns, None], cover, image)
+    cover = np.where(np.add.outer(rows, columns) // step % 2, *STRIPES).astype(np.uint8)
+    hides = hidden[np.ix_(rows * patches[0] // high, columns * patches[1] // wide)]
+    shown: Pixels = np.where(hides[..., None], cover[..., None], image)
     return shown
 
 
@@ -72,20 +61,11 @@ def image_data(pixels: Pixels) -> str:
     """
     if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3:
         raise ValueError(f"an image of the page is {pixels.dtype} {pixels.shape}, expected uint8 (H, W, 3)")
-    return _address(pixels.tobytes(), pixels.shape)
-
-
-@lru_cache(64)
-def _address(raw: bytes, shape: tuple[int, ...]) -> str:
-    """As `image_data`; pages show some images several times."""
-    pixels = np.frombuffer(raw, np.uint8).reshape(shape)
-    photo = _encoded(pixels, "JPEG", quality=85) if min(shape[:2]) >= SMALL else b""
-    if photo and len(photo) < len(_encoded(pixels, "PNG")) / 3:
-        return "data:image/jpeg;base64," + base64.b64encode(photo).decode("ascii")
-    return "data:image/png;base64," + base64.b64encode(_encoded(pixels, "PNG", optimize=True)).decode("ascii")
-
-
-def _encoded(pixels: Pixels, kind: str, **options: Any) -> bytes:
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, kind, **options)
-    return file.getvalue()
+    files = {}
+    for kind, options in (("png", {"optimize": True}), ("jpeg", {"quality": 85})):
+        file = io.BytesIO()
+        Image.fromarray(pixels).save(file, kind, **options)
+        files[kind] = file.getvalue()
+    far_smaller = min(pixels.shape[:2]) >= SMALL and len(files["jpeg"]) < len(files["png"]) / 3
+    kind = "jpeg" if far_smaller else "png"
+    return f"data:image/{kind};base64,{base64.b64encode(files[kind]).decode('ascii')}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -75,13 +76,6 @@ def environment(*folders: Path) -> Environment:
     return made
 
 
-def written(cell: object, digits: int) -> str:
-    """A cell of a table."""
-    if cell is None:
-        return DASH
-    return f"{cell:.{digits}f}" if isinstance(cell, float | np.floating) else str(cell)
-
-
 def table_cells(table: Table) -> tuple[list[list[tuple[str, bool]]], list[bool]]:
     """Rows of cells, each with whether it is bold; and whether a column holds numbers, also as text.
 
@@ -89,23 +83,20 @@ def table_cells(table: Table) -> tuple[list[list[tuple[str, bool]]], list[bool]]
     """
     if wrong := [row for row in table.rows if len(row) != len(table.header)]:
         raise ValueError(f"a row of the table has {len(wrong[0])} cells, its header {len(table.header)}: {wrong[0]}")
-    rows = [[written(cell, table.digits) for cell in row] for row in table.rows]
-    columns = list(zip(*rows, strict=True))
-    numbers = [any(c == DASH or c.lstrip("-")[:1].isdecimal() for c in column) for column in columns]
-    best = {c: _largest(columns[c]) for c in table.best if rows}
-    return [[(cell, cell in best.get(c, ())) for c, cell in enumerate(row)] for row in rows], numbers
+    columns = list(zip(*table.rows, strict=True))
+    bold = {
+        c: max(cell for cell in columns[c] if isinstance(cell, int | float | np.number)) for c in table.best if columns
+    }
 
+    def written(cell: object) -> str:
+        return (
+            DASH if cell is None else f"{cell:.{table.digits}f}" if isinstance(cell, float | np.floating) else str(cell)
+        )
 
-def _largest(column: Sequence[str]) -> list[str]:
-    """The largest number of a column as it is written, if its numbers differ."""
-    values = {}
-    for cell in column:
-        try:
-            values[cell] = float(cell)
-        except ValueError:
-            continue
-    most = max(values.values(), default=0.0)
-    return [cell for cell, value in values.items() if value == most] if len(set(values.values())) > 1 else []
+    numbers = [any(re.match(r"-?\d|–$", written(cell)) for cell in column) for column in columns]
+    return [
+        [(written(cell), c in bold and cell == bold[c]) for c, cell in enumerate(row)] for row in table.rows
+    ], numbers
 
 
 def matrix_cells(matrix: Matrix) -> list[list[tuple[str, float, bool]]]:
@@ -114,23 +105,14 @@ def matrix_cells(matrix: Matrix) -> list[list[tuple[str, float, bool]]]:
     Errors: ValueError for another shape, negative or non-finite numbers.
     """
     values, named = np.asarray(matrix.values), (len(matrix.rows), len(matrix.columns))
-    if values.shape != named:
-        raise ValueError(f"the matrix has shape {values.shape}, its names say {named}")
-    if not np.isfinite(values).all() or (values < 0).any():
-        raise ValueError("the matrix holds negative or non-finite numbers: give counts or shares")
-    totals = values.sum(axis=1, keepdims=True)
-    shares = np.divide(values, totals, out=np.zeros(values.shape), where=totals > 0)  # [rows, columns]
+    if values.shape != named or not np.isfinite(values).all() or (values < 0).any():
+        raise ValueError(f"a matrix of shape {values.shape} has {named} names: expected as many, and counts or shares.")
+    shares = values / np.maximum(values.sum(axis=1, keepdims=True), np.finfo(float).tiny)  # [rows, columns]
     whole, square = np.issubdtype(values.dtype, np.integer), list(matrix.rows) == list(matrix.columns)
+    texts = [[f"{value:.0f}" if whole or value == 0 else f"{value:.2f}" for value in row] for row in values.tolist()]
     return [
-        [
-            (
-                f"{value:.0f}" if whole or value == 0 else f"{value:.2f}",
-                round(float(shares[r, c]), 2),
-                square and r == c,
-            )
-            for c, value in enumerate(row.tolist())
-        ]
-        for r, row in enumerate(values)
+        [(text, round(float(shares[r, c]), 2), square and r == c) for c, text in enumerate(row)]
+        for r, row in enumerate(texts)
     ]
 
 

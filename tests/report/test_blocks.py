@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from matplotlib.axes import Axes
-from PIL import Image
+from PIL import Image, ImageColor
 
 import pages
 from kiloword.report import (
@@ -25,13 +25,17 @@ from kiloword.report import (
     Table,
     Text,
     Tile,
+    duration,
     html,
     image_data,
     made_by,
+    percent,
     say_blocks,
     thumbnail,
     write_page,
 )
+from kiloword.report.figure import number
+from kiloword.report.pictures import covered, overlay
 
 HOSTILE = "<script>alert(1)</script>&\"'\u202e\x1b[31m $x_1$"
 SMALL, LARGE = np.zeros((8, 8, 3), np.uint8), np.full((200, 300, 3), 128, np.uint8)
@@ -96,6 +100,7 @@ def test_every_block_is_on_the_page() -> None:
         3,
     ]
     assert page.count('role="img"') == 4  # each of two plots for wide and narrow screens
+    assert re.findall('<img( class="small")?', page) == [' class="small"', "", ""]
     assert re.findall('alt="([^"]*)"', page) == ["right: word; 0.31", "wrong: 0.2", "image"]
 
 
@@ -147,13 +152,78 @@ def test_the_terminal_shows_text_and_tables(capsys: pytest.CaptureFixture[str]) 
     [
         (Table([["a"]], ["a", "b"]), "header"),
         (Matrix([[1, 2]], ["a"], ["b"]), "shape"),
-        (Matrix([[-1]], ["a"], ["b"]), "negative"),
+        (Matrix([[-1]], ["a"], ["b"]), "counts"),
         (Gallery([Tile(np.zeros((4, 4), np.uint8))]), "uint8"),
     ],
 )
 def test_blocks_that_do_not_fit_are_refused(block: Block, word: str) -> None:
     with pytest.raises(ValueError, match=word):
         html(Page("a", "", {"a": [block]}))
+
+
+def test_shares_of_a_matrix_that_are_not_whole() -> None:
+    page = html(Page("a", "", {"a": [Matrix([[0.5, 1.5], [0.0, 2.0]], ["a", "b"], ["b", "a"])]}))
+    cells = re.findall(r'<td class="([a-z ]*)" style="--a:([\d.]+)">([\d.]+)</td>', page)
+    assert cells == [("", "0.25", "0.50"), ("", "0.75", "1.50"), ("none ", "0.0", "0"), ("", "1.0", "2.00")]
+
+
+def contrast(one: tuple[float, ...], two: tuple[float, ...]) -> float:
+    """WCAG 2 contrast of two colours in 0..255."""
+
+    def light(colour: tuple[float, ...]) -> float:
+        linear = [c / 3294.6 if c <= 10.31 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in colour]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    low, high = sorted([light(one), light(two)])
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("scheme", [0, 1])
+def test_colours_can_be_read(scheme: int) -> None:
+    sheet = html(Page("a", "", {}))
+    palettes = re.findall(r":root {(.*?)}", sheet, re.DOTALL)
+    colours = {name: ImageColor.getrgb(c) for name, c in re.findall(r"--(\w+): (#\w{6})", palettes[scheme])}
+    for name in ["ink", "muted", "match", *(f"s{i}" for i in range(6))]:
+        assert contrast(colours[name], colours["paper"]) >= 4.5, name
+    for share in np.linspace(0, 1, 101):
+        cell = tuple(share * np.array(colours["heat"]) + (1 - share) * np.array(colours["paper"]))
+        assert contrast(colours["ink"], cell) >= 4.5, share
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [(0, "0 s"), (0.4, "400 ms"), (0.9996, "1 s"), (59.4, "59 s"), (59.6, "1 min 0 s"), (95, "1 min 35 s")],
+)
+def test_durations(seconds: float, said: str) -> None:
+    assert duration(seconds) == said
+    assert (percent(0.125), percent(0.999)) == ("12.5%", "99.9%")
+
+
+def test_numbers_of_axes() -> None:
+    assert [number(value) for value in (0.05, -3, 12500, 2e5, 3e6)] == ["0.05", "−3", "12,500", "200k", "3M"]
+
+
+def test_glow_is_a_share_between_the_mean_and_the_largest_value() -> None:
+    """Literally, for a map as large as the image, where nothing is resized."""
+    rng = np.random.default_rng(0)
+    image = rng.integers(0, 256, (8, 8, 3), dtype=np.uint8)
+    for looks in (rng.random((8, 8)) ** 8, rng.random((8, 8)), rng.normal(size=(8, 8))):
+        clipped = looks.astype(np.float32).clip(0)
+        even, full = clipped.mean(), max(clipped.max(), 4 * clipped.mean())
+        glow = ((clipped - even) / (full - even)).clip(0, 1)[..., None]
+        grey = 0.55 * image.mean(-1, keepdims=True) + 70
+        lit = 0.35 * image + 0.65 * np.array([255, 140, 10])
+        expected = ((1 - glow) * grey + glow * lit).round().clip(0, 255)
+        assert np.abs(overlay(image, looks, 8).astype(float) - expected).max() <= 1
+
+
+def test_stripes_cover_hidden_patches_in_equal_widths() -> None:
+    image = np.full((96, 64, 3), 7, np.uint8)
+    out = covered(image, np.array([[True, False], [False, True], [False, False]]))
+    hidden = np.kron(np.array([[1, 0], [0, 1], [0, 0]]), np.ones((32, 32))).astype(bool)
+    assert (out[~hidden] == 7).all()
+    expected = [[(96, 150)[1 - (y + x) // 3 % 2] for x in range(64)] for y in range(96)]
+    assert (out[..., 0][hidden] == np.array(expected)[hidden]).all()
 
 
 def test_thumbnails_and_addresses_hold_the_image() -> None:
