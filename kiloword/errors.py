@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 REASONS = 20  # that are printed
 NAMED = 3  # of the things that are left out for one reason
+FULL_DISK = ("No space left on device", "PytorchStreamWriter failed writing")
 WORKER = (
     "Often memory (fewer --workers), a small /dev/shm, or a file system that hangs; --workers 0 shows where. The last "
     "state is kept."
@@ -132,7 +133,10 @@ def sentence_of(error: BaseException) -> str | None:
         return message
     if isinstance(error, OSError):
         return f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}."
-    if isinstance(error, MemoryError):
+    if any(words in message for words in FULL_DISK):  # libraries that write files wrap the error of the system
+        return "No space left on device: what was there before is kept. Free some space, or write elsewhere."
+    if isinstance(error, MemoryError) or "t allocate memory" in message:  # torch's on a CPU is a RuntimeError
+        message = "" if isinstance(error, RuntimeError) else message
         return f"out of memory{f' ({message})' if message else ''}: take a smaller --batch, or --micro."
     if type(error).__name__ == "OutOfMemoryError":
         return f"{first} Take a smaller --micro, or --checkpointing selective; see `kiloword plan`."

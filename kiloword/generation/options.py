@@ -8,6 +8,7 @@ from typing import Literal, get_args
 
 from kiloword.config.settings import BaseSettings
 
+MOST_BEAMS = 1000
 Way = Literal["greedy", "beam", "nucleus"]
 
 
@@ -40,6 +41,8 @@ class GenerationOptions(BaseSettings):
         for name, low in least.items():
             if getattr(self, name) < low:
                 raise ValueError(f"{name} is {getattr(self, name)}. Expected at least {low}.")
+        if self.beams > MOST_BEAMS:
+            raise ValueError(f"beams is {self.beams}. Expected at most {MOST_BEAMS:,}.")
         if self.longest and self.longest < self.shortest + 2:
             raise ValueError(
                 f"longest is {self.longest}, shortest {self.shortest}: expected at least shortest + 2 (start and end)."

@@ -120,6 +120,7 @@ REFUSED = [  # words, what the message says
     ("score m --images EMPTY --texts a", "empty"),
     ("score m --images a.png --texts BLANK", "text 1 of --texts is empty"),
     ("caption m --data scenes?n=4 --out c.csv", ".parquet"),
+    ("caption m --data scenes?n=4 --out c.parquet --beams 5000000", "beams is 5000000"),
     ("data check scenes --png x.png", "--png"),
     ("data stats scenes?n=2 --as sigli --png x.png", "Did you mean siglip?"),
     ("import open_clip w.pt --out o", "NAME PATH"),
@@ -163,6 +164,27 @@ def test_a_bug_keeps_its_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ZeroDivisionError):
         run("train", "buggy:preset", *RUN, "--out", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (
+            """RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.")""",
+            "out of memory",
+        ),
+        ("RuntimeError('PytorchStreamWriter failed writing file data/1: file write failed')", "No space left"),
+        ("OSError(28, 'No space left on device')", "No space left"),
+    ],
+)
+def test_a_machine_that_is_full_gets_one_message(
+    error: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    (tmp_path / f"full_{len(error)}.py").write_text(ENDS.format(error))
+    monkeypatch.syspath_prepend(tmp_path)
+    said = refused(capsys, "train", f"full_{len(error)}:preset", *RUN, "--out", tmp_path / "out")
+    assert says in said
+    assert said.count("\n") == 1
 
 
 def test_a_closed_pipe_is_no_error() -> None:
