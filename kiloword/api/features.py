@@ -11,13 +11,31 @@ from kiloword.data.images.inputs import kind
 from kiloword.types import Features
 
 
-def rows_of(features: Features) -> Features:
-    """Features of one item, "vec" [D], as features of a list of one. Raises: ValueError for anything else."""
-    vec: object = features.get("vec")
-    if not isinstance(vec, Tensor) or vec.ndim not in (1, 2):
+def rows_of(features: Features, gaussian: bool = False) -> Features:
+    """Features of one item, "vec" [D], as features of a list of one. Args: gaussian: a variance is needed.
+
+    Raises: ValueError for anything else.
+    """
+    vec: object = features.get("vec") if isinstance(features, dict) else features
+    if not isinstance(vec, Tensor) or vec.ndim not in (1, 2) or not isinstance(features, dict):
         came = kind(vec) + (f" {list(vec.shape)}" if hasattr(vec, "shape") else "")
         raise ValueError(f'the "vec" of features is {came}: expected a tensor [D] or [N, D], as encode_image gives it.')
-    return {name: value[None] for name, value in features.items()} if features["vec"].ndim == 1 else features
+    if gaussian and "log_var" not in features:
+        raise ValueError(
+            'these features have no "log_var": their model is not Gaussian. Use a model of prolip, or of another '
+            "method with +gaussian"
+        )
+    if gaussian and features["log_var"].shape != vec.shape:
+        shapes = list(vec.shape), list(features["log_var"].shape)
+        raise ValueError(f'got features "vec" {shapes[0]} and "log_var" {shapes[1]}: expected both [N, D]')
+    return {name: value[None] for name, value in features.items()} if vec.ndim == 1 else features
+
+
+def gaussians(a: Features, b: Features) -> tuple[Features, Features]:
+    """As `rows_of`. Raises: ValueError for anything except features of one model with uncertainty."""
+    a, b = rows_of(a, gaussian=True), rows_of(b, gaussian=True)
+    check_widths(a, b)
+    return a, b
 
 
 @contextmanager
@@ -34,28 +52,6 @@ def naming_missing_features(images: Features, texts: Features) -> Iterator[None]
         ) from error
 
 
-def alone(features: Features) -> Features:
-    """The features of a list of one as those of one item."""
-    return {name: value[0] for name, value in features.items()}
-
-
-def gaussians(*several: Features) -> list[Features]:
-    """As `rows_of`. Raises: ValueError for anything except features of one model with uncertainty."""
-    for features in several:
-        if not isinstance(features, dict):
-            raise ValueError(f"got {kind(features)}: expected features from encode_image or encode_text")
-        if "log_var" not in features:
-            raise ValueError(
-                'these features have no "log_var": their model is not Gaussian. Use a model of prolip, or of another '
-                "method with +gaussian"
-            )
-        shapes = [list(features[name].shape) if name in features else [] for name in ("vec", "log_var")]
-        if shapes[0] != shapes[1] or len(shapes[0]) not in (1, 2):
-            raise ValueError(f'got features "vec" {shapes[0]} and "log_var" {shapes[1]}: expected both [N, D]')
-    check_widths(*several)
-    return [rows_of(features) for features in several]
-
-
 def finite(scores: Tensor) -> Tensor:
     """Scores [I, T], or of pairs [N], as they are. Raises: ValueError when any is NaN or infinite."""
     if not bool(scores.isfinite().all()):
@@ -67,8 +63,8 @@ def finite(scores: Tensor) -> Tensor:
     return scores
 
 
-def check_widths(*several: Features) -> None:
-    """Raises: ValueError for features of several numbers of dimensions."""
-    widths = list(dict.fromkeys(features["vec"].shape[-1] for features in several))
-    if len(widths) > 1:
+def check_widths(a: Features, b: Features) -> None:
+    """Raises: ValueError for features of two numbers of dimensions."""
+    widths = [features["vec"].shape[-1] for features in (a, b)]
+    if widths[0] != widths[1]:
         raise ValueError(f"got features of {widths[0]} and of {widths[1]} dimensions: expected features of one model")

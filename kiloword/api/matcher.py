@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from kiloword.api.batches import image_batch, in_batches, text_batch
-from kiloword.api.features import alone, check_widths, finite, gaussians, naming_missing_features, rows_of
-from kiloword.api.show import ScoreTable, ShownFeatures, model_html, names_of
+from kiloword.api.features import check_widths, finite, gaussians, naming_missing_features, rows_of
+from kiloword.api.show import ScoreTable, ShownFeatures
 from kiloword.config.recipes import Nearest
 from kiloword.data.classes import Templates
 from kiloword.data.classes.names import prompts
@@ -77,16 +77,9 @@ class Matcher:
             self.method = preset(self.file.method, self.file.settings)
 
     def __repr__(self) -> str:
-        return f"Matcher({self._words()})"
-
-    def _repr_html_(self) -> str:
-        """The model as a table, for notebooks."""
-        return model_html(*self._words().split(": ", 1))
-
-    def _words(self) -> str:
         from kiloword.model.model import model_in_words
 
-        return model_in_words(self.model, self.method.name if self.method else "unknown method")
+        return f"Matcher({model_in_words(self.model, self.method.name if self.method else 'unknown method')})"
 
     def to(self, device: str | torch.device) -> Matcher:
         """Move the model to "cpu", "cuda", "cuda:N", "mps" or "auto", and return this Matcher. Raises: ValueError."""
@@ -111,17 +104,13 @@ class Matcher:
                 "kiloword.models.model_folder.save_model, which takes one."
             )
         folder, file = Path(folder).expanduser(), replace(self.file, model=self.model.config)
+        before = self.file.model if self.method is None else self.method.shape(self.file.model)
+        card = self.card if before == file.model else cards.changed(replace(self.file, model=before), file)
         with new_folder(folder) as work:
             if self.card:
-                write_atomic(work / cards.CARD, self._card_of(file).encode())
+                write_atomic(work / cards.CARD, card.encode())
             save_model(work, self.model, self.tokenizer, file)
         return folder
-
-    def _card_of(self, file: ModelFile) -> str:
-        """The card that `save` writes. Args: file: the model as it is now."""
-        assert self.file is not None
-        before = self.file.model if self.method is None else self.method.shape(self.file.model)
-        return self.card if before == file.model else cards.changed(replace(self.file, model=before), file)
 
     def show(self, images: Images, texts: Sequence[str], scores: Tensor | None = None) -> ScoreTable:
         """Scores of images with texts as a table, with thumbnails in a notebook.
@@ -135,7 +124,7 @@ class Matcher:
             raise ValueError(
                 f"scores are {list(scores.shape)}: expected [{len(pixels)}, {len(texts)}], images by texts."
             )
-        return ScoreTable(scores.cpu(), names_of(as_list(images)), texts, pixels.cpu())
+        return ScoreTable(scores.cpu(), as_list(images), texts, pixels.cpu())
 
     def preprocess(self, image: OneImage) -> Tensor:
         """Preprocess one image: uint8 [3, H, W], which the model normalises itself."""
@@ -148,40 +137,34 @@ class Matcher:
     def encode_image(self, images: Images, batch: int | None = None, progress: bool | None = None) -> Features:
         """Features of I images, every value [I, ...]: "vec" [I, D] has norm 1. For one image [...] and [D].
 
-        Args: batch: images encoded at a time; None: what fits into memory (`batches.image_batch`).
+        Args: batch: images encoded at a time; None: 64 on a CPU, 512 on a GPU, and fewer where its memory is full.
         Raises: ValueError for an item that is not an image, or a file that cannot be read as one.
         """
-        several, smaller = as_list(images), batch is None
-        batch = image_batch(self.model) if batch is None else batch
-        if batch < 1:
-            raise ValueError(f"the batch size is {batch}: expected at least 1.")
+        several, size = as_list(images), image_batch(self.model) if batch is None else batch
+        if size < 1:
+            raise ValueError(f"the batch size is {size}: expected at least 1.")
 
         def encode(part: slice) -> Features:
             pixels = prepare(several[part], self._transform, part.start).to(self.model.device)
             return self.model.encode_image(pixels)[1]
 
         with inference(self.model), showing(progress):
-            parts = list(in_batches(len(several), batch, encode, "images", smaller))
-        features = join(parts)  # outside, so that gradients by it are allowed
-        return ShownFeatures(alone(features) if is_one(images) else features)
+            parts = list(in_batches(len(several), size, encode, smaller=batch is None))
+        return _features(join(parts), is_one(images))  # outside, so that gradients by it are allowed
 
     def encode_text(
         self, texts: str | Sequence[str], batch: int | None = None, progress: bool | None = None
     ) -> Features:
         """Features of T texts, every value [T, ...]: "vec" [T, D] has norm 1. For one string [...] and [D]."""
-        if not isinstance(texts, Sequence):
-            raise ValueError(f"encode_text got {kind(texts)}: expected a string, or a list of them.")
-        if not len(texts) and not isinstance(texts, str):
-            raise ValueError(f"texts is an empty {type(texts).__name__}: expected at least one text.")
-        several = [texts] if isinstance(texts, str) else texts
-        for i, text in enumerate(several):
-            if not isinstance(text, str):
-                raise ValueError(f"encode_text got {kind(text)} as text {i}: expected strings.")
+        several: Any = [texts] if isinstance(texts, str) else texts
+        if not isinstance(several, Sequence) or not len(several):
+            raise ValueError(f"encode_text got {kind(texts)}: expected a string, or a list of one or more.")
+        wrong = next((i for i, text in enumerate(several) if not isinstance(text, str)), None)
+        if wrong is not None:
+            raise ValueError(f"encode_text got {kind(several[wrong])} as text {wrong}: expected strings.")
         with showing(progress):
-            features = encode_texts(
-                self.model, self.tokenizer, several, text_batch(self.model) if batch is None else batch
-            )
-        return ShownFeatures(alone(features) if isinstance(texts, str) else features)
+            features = encode_texts(self.model, self.tokenizer, several, batch or text_batch(self.model))
+        return _features(features, isinstance(texts, str))
 
     def score(
         self, images: Features | Images, texts: Features | str | Sequence[str], nearest: Nearest | None = None
@@ -209,12 +192,10 @@ class Matcher:
     def score_pairs(self, images: Features, texts: Features, nearest: Nearest | None = None) -> Tensor:
         """Scores of image n with text n, for features of N images and N texts: [N]. Args, errors: as of `score`."""
         _check_nearest(nearest)
-        images, texts = rows_of(images), rows_of(texts)
+        images, texts = gaussians(images, texts) if nearest == "csd" else (rows_of(images), rows_of(texts))
         n, t = len(images["vec"]), len(texts["vec"])
         if n != t:
             raise ValueError(f"score_pairs got {n} images and {t} texts: expected one text per image")
-        if nearest == "csd":
-            gaussians(images, texts)
         with inference(self.model):
             if nearest == "csd":
                 scores = 1 - 0.5 * csd(images, texts)
@@ -230,9 +211,8 @@ class Matcher:
 
         Raises: ValueError when the features are not Gaussian. Source: arXiv:2410.18857, section 4.3.
         """
-        (features,) = gaussians(features)
         with inference(self.model):
-            return variance_sum(features)
+            return variance_sum(rows_of(features, gaussian=True))
 
     def distance(self, a: Features, b: Features) -> Tensor:
         """Expected squared distance of samples of every a and every b, each images or texts: [N_a, N_b].
@@ -276,8 +256,6 @@ class Matcher:
                 "overlap=None asks what the model calls a match, but one trained by softmax never learned that: give "
                 "overlap, a distance in (0, 4)"
             )
-        if overlap is not None and not (isinstance(overlap, int | float) and overlap == overlap):
-            raise ValueError(f"overlap is {overlap!r}: expected a distance in (0, 4)")
         within, distance = self.inclusion(a, b, form) > 0, self.distance(a, b)
         with inference(self.model):
             return within & (head.logits(1 - 0.5 * distance) > 0 if overlap is None else distance < overlap)
@@ -348,6 +326,11 @@ class Matcher:
     def _transform(self) -> EvalTransform:
         config = self.model.config
         return EvalTransform(config.image.size, config.preprocess.resize)
+
+
+def _features(features: Features, one: bool) -> Features:
+    """What is shown; of one item without the leading dimension."""
+    return ShownFeatures({name: value[0] if one else value for name, value in features.items()})
 
 
 def _check_nearest(nearest: Nearest | None) -> None:

@@ -165,5 +165,5 @@ def test_a_model_scores_explains_classifies_and_is_found_by_its_shortlist(tmp_pa
 def test_features_beyond_the_memory_are_refused() -> None:
     few: Features = {"vec": torch.zeros(2, 128), "patches": torch.zeros(2, 49, 128)}
     batches.check_room(few, 3_000, "images", torch.device("cpu"))
-    with pytest.raises(ValueError, match="shortlist"):
+    with pytest.raises(ValueError, match="kiloword index"):
         batches.check_room(few, 10**12, "images", torch.device("cpu"))
