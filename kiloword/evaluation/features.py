@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import compress
 from typing import Any, TypeVar
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kiloword.data.reading import EvalBatch, eval_batches, left_out
-from kiloword.distributed.sharing import gathered, lockstep, own, share
+from kiloword.distributed.sharing import in_turns, lockstep, own, share
 from kiloword.evaluation.classes import NONE, NOT_AMONG, OTHER, Classes
 from kiloword.evaluation.task import Inputs
 from kiloword.model.encoding import chunks, inference, join, moved
@@ -39,21 +39,24 @@ def per_batch(
     Raises: ValueError if no row is usable.
     """
     source, config = inputs.source, inputs.matcher.model.config
-
-    def work(part: EvalBatch | None) -> tuple[list[Made], list[Skipped]]:
-        if part is not None and usable is not None:
-            part = _usable(part, usable(part), reason)
-        if part is not None and part.rows:
-            return [do(part)], part.skipped
-        if lockstep():
-            size = config.image.size
-            do(EvalBatch([-1], [""], torch.zeros(1, 3, size, size, dtype=torch.uint8), [[]], None, [], [{}]))
-        return [], [] if part is None else part.skipped
-
     size, resize = config.image.size, config.preprocess.resize
-    read = partial(eval_batches, source, size, resize, inputs.batch, inputs.workers, captions=captions)
-    empty = not inputs.first
-    for made, skipped in _in_turns(range(inputs.first, len(source)), inputs.batch, read, work):
+
+    def work(_: range) -> tuple[list[Made], list[Skipped]]:
+        part = next(mine, None)
+        skipped = [] if part is None else part.skipped
+        if part is not None and usable is not None:
+            part = kept(part, usable(part), reason, skipped)
+        if part is not None and part.rows:
+            return [do(part)], skipped
+        if lockstep():
+            do(EvalBatch([-1], [""], torch.zeros(1, 3, size, size, dtype=torch.uint8), [[]], None, [], [{}]))
+        return [], skipped
+
+    rows = range(inputs.first, len(source))
+    every = [rows[part] for part in chunks(len(rows), inputs.batch)]
+    mine = eval_batches(source, size, resize, inputs.batch, inputs.workers, own(every), captions=captions)
+    empty, results = not inputs.first, zip(every, in_turns(every, work), strict=True)
+    for _, (made, skipped) in track(results, "images", "images", len(rows), lambda result: len(result[0])):
         inputs.skipped.extend(skipped)
         yield from made
         empty = empty and not made
@@ -64,38 +67,22 @@ def per_batch(
         raise ValueError(f"{source.name}: none of its {len(source)} rows is a usable image{why}")
 
 
-def _in_turns(
-    rows: range, batch: int, read: Callable[..., Iterator[EvalBatch]], work: Callable[[EvalBatch | None], Made]
-) -> Iterator[Made]:
-    """Results of `work` for every batch of rows, in order; each rank processes its share."""
-    ranks, n = share()[1], len(rows)
-    if ranks == 1:
-        parts = read(parts=[rows])
-        for part in track(parts, "images", "images", n, lambda part: len(part.rows) + len(part.skipped)):
-            yield work(part)
-        return
-    every = [rows[part] for part in chunks(n, batch)]
-    mine = read(parts=own(every))
-    turns = range(0, len(every), ranks)
-    for first in track(turns, "images", "images", n, lambda first: sum(map(len, every[first : first + ranks]))):
-        yield from gathered(work(next(mine, None)))[: len(every) - first]
+Batch = TypeVar("Batch", EvalBatch, "Seen")
 
 
-def _usable(part: EvalBatch, usable: list[bool], reason: str) -> EvalBatch:
-    """A copy with the usable rows; the others are listed as skipped."""
+def kept(batch: Batch, usable: Sequence[bool], reason: str, skipped: list[Skipped]) -> Batch:
+    """A copy with the usable rows; the others are appended to `skipped`."""
     if all(usable):
-        return part
-    bad = [Skipped(row, key, reason) for row, key, u in zip(part.rows, part.keys, usable, strict=True) if not u]
-    return EvalBatch(
-        list(compress(part.rows, usable)),
-        list(compress(part.keys, usable)),
-        part.images[usable],
-        list(compress(part.captions, usable)),
-        None if part.labels is None else part.labels[usable],
-        part.skipped + bad,
-        list(compress(part.infos, usable)),
-        None if part.label_sets is None else list(compress(part.label_sets, usable)),
-    )
+        return batch
+    rows = zip(batch.rows, batch.keys, usable, strict=True)
+    skipped += [Skipped(row, key, reason) for row, key, good in rows if not good]
+
+    def of(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: inner[usable] for name, inner in value.items()}
+        return value[usable] if isinstance(value, Tensor) else value and list(compress(value, usable))
+
+    return replace(batch, **{f.name: of(getattr(batch, f.name)) for f in fields(batch) if f.name != "skipped"})
 
 
 @dataclass
@@ -107,22 +94,7 @@ class Seen:
     images: Features  # [n, ...]
     captions: list[list[str]]
     labels: Tensor  # [n] int64, -1: none; or [n, C] 0/1 for many labels an image, [n, 1] where C is not known
-    infos: list[dict[str, Any]] = field(default_factory=list)
-
-    def without(self, bad: Sequence[bool], reason: str, skipped: list[Skipped]) -> Seen:
-        """A copy without the bad rows, which are appended to `skipped`."""
-        if not any(bad):
-            return self
-        skipped += [Skipped(row, key, reason) for row, key, b in zip(self.rows, self.keys, bad, strict=True) if b]
-        usable = [not b for b in bad]
-        return Seen(
-            list(compress(self.rows, usable)),
-            list(compress(self.keys, usable)),
-            {name: value[usable] for name, value in self.images.items()},
-            list(compress(self.captions, usable)),
-            self.labels[usable],
-            list(compress(self.infos, usable)),
-        )
+    infos: list[dict[str, Any]]
 
 
 def seen(
@@ -174,13 +146,13 @@ def captioned(inputs: Inputs, encode: Callable[[Tensor], Features] | None = None
 
     Args: encode: as for `seen`. Raises: ValueError where no image has one, and for features that memory cannot hold.
     """
-    from kiloword.api.batches import check_room  # `kiloword.api` imports this module
+    from kiloword.api.batches import check_room
 
     source, parts = inputs.source, list[Seen]()
     for part in seen(inputs, encode):
         if not parts:
             check_room(part.images, len(source), "images", part.images["vec"].device)
-        parts.append(part.without([not texts for texts in part.captions], "no caption", inputs.skipped))
+        parts.append(kept(part, list(map(bool, part.captions)), "no caption", inputs.skipped))
     captions = [texts for part in parts for texts in part.captions]
     if not captions:
         raise ValueError(
@@ -207,7 +179,7 @@ def labelled(
     for part in seen(inputs, encode, classes):
         for value, reason in ((OTHER, NOT_AMONG), (NONE, "no class label")):
             least = part.labels if part.labels.ndim == 1 else part.labels.amin(1)
-            part = part.without((least == value).tolist(), reason, inputs.skipped)
+            part = kept(part, (least != value).tolist(), reason, inputs.skipped)
         if part.rows:
             empty = False
             yield part

@@ -17,7 +17,7 @@ from kiloword.data.images.decode import decode
 from kiloword.data.reading import read_image
 from kiloword.distributed.sharing import in_turns, is_first
 from kiloword.evaluation.calibration import defined, spearman
-from kiloword.evaluation.features import seen
+from kiloword.evaluation.features import kept, seen
 from kiloword.evaluation.metrics import check_scores
 from kiloword.evaluation.retrieval import Score
 from kiloword.evaluation.task import Findings, Inputs, Task
@@ -144,7 +144,7 @@ def _chains(inputs: Inputs, options: HierarchyTaskOptions, by_row: Mapping[int, 
     matcher, source, parts = inputs.matcher, inputs.source, []
     reason = f"no hierarchies of {len(next(iter(by_row.values()))[0])} texts each"
     for part in seen(inputs):
-        parts.append(part.without([row not in by_row for row in part.rows], reason, inputs.skipped))
+        parts.append(kept(part, [row in by_row for row in part.rows], reason, inputs.skipped))
     chains = Chains.of({row: by_row[row] for part in parts for row in part.rows})
     if not chains.rows:
         raise ValueError(f"{source.name}: none of the images that have hierarchies is usable.")

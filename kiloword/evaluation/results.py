@@ -38,9 +38,7 @@ def write_results(
     for info, text in rows:
         one = official_id(source.name, info, name)
         if one in texts:
-            raise ValueError(
-                f"{source.name} has two rows with {name} {shown(str(one)[:60])}. Expected one result for each."
-            )
+            raise ValueError(f"{source.name} has two rows with {name} {shown(str(one)[:60])}. Expected one of each.")
         texts[one] = text
     write_json(path, [{name: one, what: text} for one, text in texts.items()])
     if len(texts) < len(source):
@@ -49,17 +47,14 @@ def write_results(
 
 def read_results(path: Path, name: str, what: str) -> dict[int | str, str]:
     """The texts of a result file by their ids. Errors: ValueError for another file, and for two texts of one id."""
-    rows = load_json(path)
-    if not isinstance(rows, list) or not rows:
-        raise ValueError(f"{path} is no list of results. Expected objects with `{name}` and `{what}`.")
-    for n, row in enumerate(rows):
-        for key, kind in ((name, int | str), (what, str)):
-            if not isinstance(row, dict) or not isinstance(row.get(key), kind):
-                raise ValueError(f"{path}: results[{n}] has no key `{key}`, or its value is of another kind.")
-    ids, texts = [whole_number(row[name]) for row in rows], [row[what] for row in rows]
-    if len(set(ids)) < len(ids):
+    rows = load_json(path) or [None]
+    try:
+        texts = {whole_number(row[name]): str(row[what]) for row in rows}
+    except (TypeError, KeyError):
+        raise ValueError(f"{path} is no list of results. Expected objects with `{name}` and `{what}`.") from None
+    if len(texts) < len(rows):
         raise ValueError(f"{path} has two results of one {name}. Expected one.")
-    return dict(zip(ids, texts, strict=True))
+    return texts
 
 
 def whole_number(value: Any) -> Any:

@@ -10,11 +10,12 @@ import torch
 
 from kiloword.api import Matcher
 from kiloword.apps.plan.request import card
+from kiloword.apps.quickstart import baseline
 from kiloword.config.recipes import sizes
 from kiloword.data.map_style import MapStyleSource
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.errors import LeftOut, sentence_of
-from kiloword.evaluation import baseline, evaluate
+from kiloword.evaluation import evaluate
 from kiloword.evaluation.prompts import PromptOptions
 from kiloword.generation.captioner import Captioner
 from kiloword.generation.captioners import KilowordCaptioner

@@ -160,7 +160,7 @@ def test_refused_result_files(writer: Matcher, data: Path, src: str, results: st
     ("results", "message"),
     [
         ({}, "is no list of results. Expected objects with `image_id` and `caption`"),
-        ([{"image_id": 42}], r"results\[0\] has no key `caption`"),
+        ([{"image_id": 42}], "is no list of results"),
         ([{"image_id": 42, "caption": "x"}] * 2, "two results of one image_id"),
         ([{"image_id": 1, "caption": "x"}], "has captions for none of the images .* such as 1"),
     ],

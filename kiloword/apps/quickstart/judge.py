@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kiloword.api import Matcher
+from kiloword.apps.quickstart import baseline
 from kiloword.apps.quickstart.results import (
     Compared,
     Figures,
@@ -25,7 +26,6 @@ from kiloword.data.open import mix, open_source
 from kiloword.data.reading import eval_batches
 from kiloword.data.scenes.source import ScenesSource
 from kiloword.data.scenes.world import GROUP, TASKS, SceneRows, label
-from kiloword.evaluation import baseline
 from kiloword.evaluation.metrics import classification, recall_at, standing
 from kiloword.evaluation.retrieval import Score, retrieval, true_relevance
 from kiloword.evaluation.zeroshot import classifier

@@ -20,6 +20,7 @@ from PIL import Image
 
 from kiloword import evaluation
 from kiloword.api import Matcher, load
+from kiloword.apps.quickstart import baseline
 from kiloword.apps.quickstart import run as module
 from kiloword.apps.quickstart.judge import CHANCE, QUERIES, Scenes, draw_all, misses, within_groups
 from kiloword.apps.quickstart.results import Compared, QuickstartResults, SampleSizes
@@ -30,7 +31,6 @@ from kiloword.config import settings
 from kiloword.config.recipes import Recipe
 from kiloword.config.settings import read_config
 from kiloword.data.scenes.source import parse_scenes
-from kiloword.evaluation import baseline
 from kiloword.evaluation.metrics import average_precision
 from kiloword.methods.defaults import default_recipe
 from kiloword.report import percent

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from kiloword.apps.quickstart import baseline
 from kiloword.data.open import open_source
-from kiloword.evaluation import baseline
 
 
 def test_histogram_by_hand() -> None:
