@@ -9,16 +9,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
-
-from tyro.conf import arg
+from typing import TYPE_CHECKING, Any
 
 from kiloword import evaluation
 from kiloword.__version__ import __version__
+from kiloword.config import execution as common
+from kiloword.config.execution import Flat
 from kiloword.errors import sentence_of, suggestion
-from kiloword.evaluation.task import TOKEN_TASKS, Inputs, Results, Task
+from kiloword.evaluation.task import TOKEN_TASKS, Inputs, Task
 from kiloword.files import SaveError, write_json
 from kiloword.models.trust import NONE, Trust
+from kiloword.report import made_by, write_page
 from kiloword.report.blocks import Block, Page, Table
 from kiloword.terminal import say, warn
 
@@ -28,19 +29,14 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Execution:
+class Execution(common.Execution):
     """How a model is opened and fed: flags of every task."""
 
     batch: int = 256  # images in a batch
-    workers: int | Literal["auto"] = "auto"  # loader processes; auto: none on a CPU, on CUDA the cores but two
-    device: str = "auto"  # auto, cpu, cuda, cuda:N
-    # precision of encoders and decoders; auto: bf16 on CUDA for models larger than size tiny, else fp32. Features,
-    # scores and probes are fp32
-    precision: Literal["auto", "fp32", "bf16"] = "auto"
     image_features: tuple[str, ...] = ()  # tokens of the images (`kiloword embed --tokens`): retrieval, zeroshot
     text_features: tuple[str, ...] = ()  # tokens of the captions: retrieval
     dim: int | None = None  # evaluate the first N numbers of the embedding, normalised again; default: all
-    trust: Annotated[Trust, arg(name="")] = NONE  # --method is of the first model, and of others where it is the same
+    trust: Flat[Trust] = NONE  # --method is of the first model, and of others where it is the same
 
 
 @dataclass
@@ -54,7 +50,6 @@ class Evaluation:
     counts: tuple[str, ...] = ()  # the metrics whose mean counts in a suite
     results: dict[str, dict[str, float]] = field(default_factory=dict)  # model -> metrics
     blocks: dict[str, list[Block]] = field(default_factory=dict)  # model -> blocks of its page
-    shown: dict[str, dict[str, Any]] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)  # model -> why it has no metrics
 
     def value(self, metrics: Mapping[str, float]) -> float:
@@ -68,6 +63,15 @@ class Evaluation:
     def values(self) -> dict[str, float]:
         """Model -> the value that counts."""
         return {model: self.value(metrics) for model, metrics in self.results.items()}
+
+    def rows(self) -> dict[str, dict[str, float]]:
+        """Every metric that is printed, by model."""
+        names = filter(self.task.prints, dict.fromkeys(name for metrics in self.results.values() for name in metrics))
+        return {n: {model: values[n] for model, values in self.results.items() if n in values} for n in names}
+
+    def without_model(self, folder: str) -> Any:
+        """Options of a task that takes what is named in place of a model, else None."""
+        return None if self.task.without_model is None else self.task.without_model(folder, self.options)
 
 
 def main(
@@ -89,12 +93,15 @@ def main(
     one = Evaluation(data, task, options, data)
 
     def finish() -> None:
-        results = one.results
-        _print(task, results)
+        rows, labelled = one.rows(), list(one.results)
+        say(*columns([((name,), values) for name, values in rows.items()], labelled))
         if json is not None:
-            write_json(json, results if len(models) > 1 else next(iter(results.values())))
+            write_json(json, one.results if len(models) > 1 else one.results[labelled[0]])
         if html is not None:
-            _write_page(html, one, models)
+            cells = [[name, *map(values.get, labelled)] for name, values in rows.items()]
+            sections: dict[str, Sequence[Block]] = {"Metrics": [Table(cells, ["metric", *labelled], digits=4)]}
+            sections |= {label: blocks for label, blocks in one.blocks.items() if blocks}
+            write_page(html, Page(f"{task.name.capitalize()}: {data}", task.help, sections, made_by(models, data)))
 
     evaluate_all(models, [one], execution, finish, page=html is not None)
 
@@ -121,7 +128,7 @@ def evaluate_all(
     folders, every = dict(zip(labels(models), models, strict=True)), [one for one in every if one.source is not None]
     for label, folder in folders.items():
         with _naming(label, models):
-            if not all(_without_model(one, folder) for one in every):
+            if not all(one.without_model(folder) for one in every):
                 check_model(folder)  # before the first model is evaluated
     with together(execution.device), showing():
         try:
@@ -139,25 +146,17 @@ def evaluate_all(
             finish()
 
 
-def _without_model(one: Evaluation, folder: str) -> Any:
-    """Options of a task that takes what is named in place of a model, else None."""
-    return None if one.task.without_model is None else one.task.without_model(folder, one.options)
-
-
 def _evaluate_model(
     label: str, folder: str, every: Sequence[Evaluation], execution: Execution, out: Path | None, page: bool
 ) -> None:
     from kiloword.distributed.sharing import is_first, share
 
-    opened_once = None if all(_without_model(one, folder) for one in every) else opened(folder, execution)
+    model = None if all(one.without_model(folder) for one in every) else opened(folder, execution)
     for n, one in enumerate(every, start=1):
-        where = f"[{n} of {len(every)}] {label}: {one.name}"
-        blocks: list[Block] | None = [] if page else None
-        shown: dict[str, Any] | None = {} if page and one.task.page is not None else None
+        where, blocks = f"[{n} of {len(every)}] {label}: {one.name}", list[Block]()
         try:
-            metrics, stored = _metrics(one, folder, opened_once, execution, out, blocks, shown)
+            metrics, note = _metrics(one, folder, model, execution, out, blocks if page else None)
             if one.counts and is_first():
-                note = " (stored)" if stored else ""
                 warn(f"{where} {' and '.join(one.counts)} {one.value(metrics):.4f}{note}")
         except Exception as error:
             message = sentence_of(error)
@@ -166,41 +165,39 @@ def _evaluate_model(
             one.errors[label] = message
             warn(f"{where} failed: {message}")
             continue
-        one.results[label], one.blocks[label], one.shown[label] = metrics, blocks or [], shown or {}
+        one.results[label], one.blocks[label] = metrics, blocks
 
 
 def _metrics(
     one: Evaluation,
     folder: str,
-    opened_once: tuple[Matcher, int] | None,
+    model: tuple[Matcher, int] | None,
     execution: Execution,
     out: Path | None,
     blocks: list[Block] | None,
-    shown: dict[str, Any] | None,
-) -> tuple[dict[str, float], bool]:
-    """The metrics of one model on one data set, and whether they were stored; skipped rows are named on stderr."""
+) -> tuple[dict[str, float], str]:
+    """The metrics of one model on one data set, " (stored)" where they were; skipped rows are named on stderr."""
     from kiloword.data.reading import left_out
     from kiloword.distributed.sharing import is_first
 
-    options = _without_model(one, folder)
-    matcher, workers = (None, 0) if options is not None or opened_once is None else opened_once
+    options = one.without_model(folder)
+    matcher, workers = (None, 0) if options is not None or model is None else model
     size = None if matcher is None else matcher.model.config.image.size
-    source = evaluation.task_data(one.task, str(one.source), size)
-    options = one.options if options is None else options
+    source, options = evaluation.task_data(one.task, str(one.source), size), options or one.options
     path = None
     if out is not None:
         path = out / f"{one.name}-{_key(one.task, options, source, folder, matcher, execution)}.json"
         if path.is_file():
             stored: dict[str, float] = json.loads(path.read_bytes())["metrics"]
-            return stored, True
+            return stored, " (stored)"
     if execution.image_features or execution.text_features:
         matcher, source = _on_tokens(one.task, matcher, source, execution)
-    inputs = Inputs(matcher, source, execution.batch, workers, page=blocks is not None, shown=shown)
+    inputs = Inputs(matcher, source, execution.batch, workers, page=blocks is not None)
     metrics = evaluation.run(one.task, inputs, options, blocks)
     warn(*(f"{one.name}: {line}" if one.counts else line for line in left_out(inputs.skipped).lines()))
     if path is not None and is_first():
         write_json(path, {"data set": one.name, "source": one.source, "task": one.task.name, "metrics": metrics})
-    return metrics, False
+    return metrics, ""
 
 
 def _key(task: Task, options: Any, source: Source, folder: str, matcher: Matcher | None, execution: Execution) -> str:
@@ -216,9 +213,8 @@ def _key(task: Task, options: Any, source: Source, folder: str, matcher: Matcher
     named = [Path(split_query(text)[0]).expanduser() for text in texts if isinstance(text, str) and len(text) < 4096]
     files = [f for path in named for f in (sorted(path.glob("*.json*")) if path.is_dir() else [path]) if f.is_file()]
     model = [Path(folder)] if matcher is None else model_files(local_folder(folder))
-    precision = None if matcher is None else str(matcher.model.precision)
+    run = asdict(replace(execution, device="", batch=0, workers=0)), matcher and str(matcher.model.precision)
     words = [getattr(source, name, None) for name in ("classnames", "templates")]
-    run = [precision, execution.dim, execution.image_features, execution.text_features, asdict(execution.trust)]
     parts = [__version__, digest(model), run, source.fingerprint, sampled(source), words, task.name, plain]
     parts += [digest([file], file.name) for file in files]
     return hashlib.blake2b(json.dumps(parts, default=str).encode(), digest_size=12).hexdigest()
@@ -283,30 +279,15 @@ def labels(models: Sequence[str]) -> list[str]:
     return short if len(set(short)) == len(short) and all(short) else list(models)
 
 
-def _write_page(path: Path, one: Evaluation, models: Sequence[str]) -> None:
-    from kiloword.report import made_by, signed, write, write_page
-
-    task, results, facts = one.task, one.results, made_by(models, one.name)
-    if task.page is not None:
-        write(path, signed(task.page(results, one.name, one.shown), facts))
-        return
-    names = filter(task.prints, dict.fromkeys(name for values in results.values() for name in values))
-    rows = [[name, *(values.get(name) for values in results.values())] for name in names]
-    sections: dict[str, list[Block]] = {"Metrics": [Table(rows, ["metric", *results], digits=4)]}
-    sections |= {label: blocks for label, blocks in one.blocks.items() if blocks}
-    page = Page(f"{task.name.capitalize()}: {one.name}", task.help, sections, facts)
-    write_page(path, page)
-
-
-def _print(task: Task, results: Results) -> None:
-    """A line per metric, with a column per model."""
-    names = dict.fromkeys(name for values in results.values() for name in values)
-    first, width = max(36, *map(len, names)), max(10, *map(len, results)) if len(results) > 1 else 0
-    if len(results) > 1:
-        say(" ".join([" " * first, *(f"{name:>{width}s}" for name in results)]))
-    for name in filter(task.prints, names):
-        shown = (number(values[name]) if name in values else "-" for values in results.values())
-        say(" ".join([f"{name:{first}s}", *(f"{value:>{width}s}" for value in shown)]))
+def columns(rows: Sequence[tuple[Sequence[str], Mapping[str, float]]], models: Sequence[str]) -> Iterator[str]:
+    """A line a row: its names, and a column of values a model, "-" where it has none."""
+    widths = [max(map(len, names)) for names in zip(*(names for names, _ in rows), strict=True)]
+    width = max(10, *map(len, models))
+    if len(models) > 1:
+        yield " ".join(["", *(" " * n for n in widths), *(f"{model:>{width}}" for model in models)])[1:]
+    for names, values in rows:
+        shown = [f"{number(values[model]) if model in values else '-':>{width}}" for model in models]
+        yield " ".join([*(f"{name:{n}}" for name, n in zip(names, widths, strict=True)), *shown])
 
 
 ROUNDING = 1e-12  # what is smaller is shown as 0

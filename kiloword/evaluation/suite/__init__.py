@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kiloword.addresses import is_url
-from kiloword.config.settings import LARGEST, BaseSettings, parse
+from kiloword.config.settings import BaseSettings, parse
 from kiloword.errors import suggestion
 from kiloword.evaluation import find
 
@@ -30,9 +30,8 @@ class Entry(BaseSettings):
     name: str
     task: str  # one of `kiloword.evaluation.TASKS`
     metric: str | tuple[str, ...]  # the metric that counts; of several, their mean
-    data: tuple[
-        str, ...
-    ] = ()  # folders or files to look for below the root besides `name`; scenes and URLs as they are
+    # folders or files to look for below the root besides `name`; scenes and URLs as they are
+    data: tuple[str, ...] = ()
     split: str | None = None  # folder of the split within; None: the suite's
     options: Mapping[str, Any] = field(default_factory=dict)  # of the task
     files: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)  # options that name files below the root
@@ -48,7 +47,7 @@ class Entry(BaseSettings):
         """The options as the task takes them. Raises: ValueError for an unknown task or option, or a wrong type."""
         task = find(self.task)
         task.options_from({**self.options, **self.files})
-        lists = {name: value for name, value in self.options.items() if name in LISTED and _is_texts(value)}
+        lists = {name: self.options[name] for name in LISTED if isinstance(self.options.get(name), list)}
         return replace(parse(dict(self.options) | dict.fromkeys(lists, ""), task.options), **lists)
 
     def places(self, root: Path, split: str) -> list[str]:
@@ -93,14 +92,13 @@ class Suite(BaseSettings):
 
     def selected(self, only: Sequence[str]) -> list[Entry]:
         """Data sets by name or group; all where nothing is named. Raises: ValueError for an unknown name."""
-        groups = self.groups()
-        known = {entry.name: [entry] for entry in self.dataset} | groups
-        for name in only:
-            if name not in known:
-                raise ValueError(
-                    f"--only names {name!r}, which is no data set or group of {self.name}: expected some of "
-                    f"{', '.join(known)}.{suggestion(name, known)}"
-                )
+        known = {entry.name: [entry] for entry in self.dataset} | self.groups()
+        unknown = next((name for name in only if name not in known), None)
+        if unknown is not None:
+            raise ValueError(
+                f"--only names {unknown!r}, which is no data set or group of {self.name}: expected some of "
+                f"{', '.join(known)}.{suggestion(unknown, known)}"
+            )
         chosen = {entry.name for name in only or (AVERAGE,) for entry in known[name]}
         return [entry for entry in self.dataset if entry.name in chosen]
 
@@ -126,11 +124,11 @@ def read_suite(name: str) -> Suite:
     Raises: ValueError for an unknown suite, and for a file that is not one: what is wrong in which data set.
     """
     path = FOLDER / f"{name}.toml" if name in names() else Path(name).expanduser()
-    if name not in names() and not path.is_file():
+    if not path.is_file():
         known = ", ".join(names())
         raise ValueError(f"unknown suite {name!r}: expected {known}, or a TOML file.{suggestion(name, names())}")
     try:
-        suite = parse(_toml(path), Suite)
+        suite = parse(tomllib.loads(path.read_text(encoding="utf-8")), Suite)
         for problem in _problems(suite):
             raise ValueError(problem)
     except ValueError as error:
@@ -138,49 +136,28 @@ def read_suite(name: str) -> Suite:
     return replace(suite, name=path.stem)
 
 
-def _is_elsewhere(name: str) -> bool:
-    """Whether a name is of data that does not lie below a root: scenes, or a URL."""
-    return is_url(name) or re.match(r"scenes([:?]|$)", name) is not None
-
-
 def exists(place: str) -> bool:
     """Whether there is a folder or a file, also where it has a query."""
     return Path(place).exists() or Path(place.partition("?")[0]).is_file()
 
 
-def _is_texts(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(text, str) for text in value)
-
-
-def _toml(path: Path) -> dict[str, Any]:
-    """Raises: ValueError for a file that is too large or no TOML."""
-    if path.stat().st_size > LARGEST:
-        raise ValueError(f"it has more than {LARGEST:,} bytes.")
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise ValueError(f"it is not TOML ({error}).") from error
+def _is_elsewhere(name: str) -> bool:
+    """Whether a name is of data that does not lie below a root: scenes, or a URL."""
+    return is_url(name) or re.match(r"scenes([:?]|$)", name) is not None
 
 
 def _problems(suite: Suite) -> Iterator[str]:
-    """What is wrong with a suite, data set by data set."""
     if not suite.dataset:
         yield "it has no data sets: expected one [[dataset]] or more."
-    seen: set[str] = set()
+    taken = [entry.name for entry in suite.dataset] + list(suite.groups())
+    for name in {name for name in taken if taken.count(name) > 1}:
+        yield f"two data sets or groups are named {name!r}: names must differ."
     for entry in suite.dataset:
-        if entry.name in seen:
-            yield f"two data sets are named {entry.name!r}: names must differ."
-        seen.add(entry.name)
         if not _NAME.fullmatch(entry.name):
             yield f"a data set is named {entry.name!r}: expected letters, digits, spaces and _ . + - alone."
-        if not entry.metrics:
-            yield f"{entry.name} has no metric: expected one or more."
-        if AVERAGE in entry.groups:
-            yield f"{entry.name} is in the group {AVERAGE!r}, which always has all data sets: omit it."
+        if not entry.metrics or AVERAGE in entry.groups:
+            yield f"{entry.name} needs a metric, and no group {AVERAGE!r}, which always has all data sets."
         try:
             entry.task_options()
         except ValueError as error:
             yield f"{entry.name}: {error}"
-    clash = next((group for group in suite.groups() if group in seen), None)
-    if clash is not None:
-        yield f"{clash!r} is both a data set and a group: names must differ."

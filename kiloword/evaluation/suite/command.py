@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kiloword import evaluation
-from kiloword.evaluation.command import Evaluation, Execution, evaluate_all, labels, number
+from kiloword.evaluation.command import Evaluation, Execution, columns, evaluate_all, labels
 from kiloword.evaluation.suite import Entry, Output, Suite, exists, read_suite
 from kiloword.files import write_atomic, write_json
 from kiloword.report import made_by, write_page
@@ -73,7 +73,9 @@ def main(
 
     def finish() -> None:
         means = averages(suite, every, list(folders))
-        say(*_lines(every, means, list(folders)))
+        rows = [((one.name, one.metric), one.values()) for one in every if one.state == "evaluated"]
+        rows += [((mean.group, mean.covers), dict(mean.values)) for mean in means if mean.n]
+        say(*columns(rows, list(folders)), *_problems(every))
         if output.json is not None:
             write_json(output.json, _json(suite, data, every, means))
         if output.csv is not None:
@@ -133,20 +135,6 @@ def averages(suite: Suite, every: Sequence[DataSet], models: Sequence[str]) -> l
     return out
 
 
-def _lines(every: Sequence[DataSet], means: Sequence[GroupMean], models: Sequence[str]) -> Iterator[str]:
-    """A line per data set with a column per model, then the averages, then what is missing or failed."""
-    rows = [(one.name, one.metric, one.values()) for one in every if one.state == "evaluated"]
-    rows += [(mean.group, mean.covers, dict(mean.values)) for mean in means if mean.n]
-    first, second = (max((len(row[i]) for row in rows), default=0) for i in range(2))
-    width = max(10, *map(len, models))
-    if len(models) > 1:
-        yield " ".join([" " * (first + second + 1), *(f"{model:>{width}s}" for model in models)])
-    for name, metric, values in rows:
-        shown = (f"{number(values[model]) if model in values else '-':>{width}s}" for model in models)
-        yield " ".join([f"{name:{first}s}", f"{metric:{second}s}", *shown])
-    yield from _problems(every)
-
-
 def _problems(every: Sequence[DataSet]) -> Iterator[str]:
     """A line per data set that is missing or failed."""
     for one in every:
@@ -200,10 +188,7 @@ def _page(
     average_rows = [[mean.group, mean.covers, *map(mean.values.get, models)] for mean in means]
     set_rows = [[one.name, one.task.name, one.metric, *map(one.values().get, models)] for one in evaluated]
     metric_rows = [
-        [one.name, name, *(one.results.get(model, {}).get(name) for model in models)]
-        for one in evaluated
-        for name in dict.fromkeys(name for metrics in one.results.values() for name in metrics)
-        if one.task.prints(name)
+        [one.name, name, *map(values.get, models)] for one in evaluated for name, values in one.rows().items()
     ]
     problems = [
         *([one.name, "missing", "looked for " + ", ".join(one.places)] for one in every if one.source is None),
