@@ -61,7 +61,6 @@ def evaluate(
     workers: int = 0,
     skipped: list[Skipped] | None = None,
     blocks: list[Block] | None = None,
-    shown: dict[str, Any] | None = None,
     **options: Any,
 ) -> dict[str, float]:
     """Evaluate a model by one task on one data set: evaluate(matcher, "retrieval", "scenes:test?n=20", shortlist=5)
@@ -79,7 +78,7 @@ def evaluate(
     if isinstance(source, str):
         source = task_data(declared, source, None if matcher is None else matcher.model.config.image.size)
     noted = [] if skipped is None else skipped
-    return run(declared, Inputs(matcher, source, batch, workers, noted, blocks is not None, shown), chosen, blocks)
+    return run(declared, Inputs(matcher, source, batch, workers, noted, blocks is not None), chosen, blocks)
 
 
 def task_data(task: Task, src: str, size: int | None) -> Source:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from importlib import import_module
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import tyro
@@ -43,9 +42,6 @@ Values = Iterator[tuple[str, float]]
 Findings = Iterator[tuple[str, float] | Block]
 """What `run` of a task yields: metrics, and blocks for the page."""
 
-Results = Mapping[str, Mapping[str, float]]
-"""Metrics of several models: model -> name -> value."""
-
 
 @dataclass(frozen=True)
 class Inputs:
@@ -57,7 +53,6 @@ class Inputs:
     workers: int = 0  # loader processes
     skipped: list[Skipped] = field(default_factory=list)  # the task appends the rows that it cannot use
     page: bool = False  # whether to yield blocks for a page
-    shown: dict[str, Any] | None = None  # of tasks that still write their own page
     first: int = 0  # rows before it are not read: an earlier process has read them, and found some usable
 
     @property
@@ -78,7 +73,6 @@ class Task:
     models: str = "model folder (OUT/model of a run); several are evaluated on the same data and shown side by side"
     options: type[Any]  # frozen dataclass; each field has a type, a default, and its help as a comment or docstring
     run: Callable[[Inputs, Any], Findings]  # of the inputs and the options
-    page: Callable[[Results, str, Mapping[str, Any]], str] | None = None  # of tasks that still write their own page
     hidden: str = ""  # pattern (`re.search`) of the names of metrics that are not printed; "": all are printed
     without_model: Callable[[str, Any], Any] | None = None
     """Given the path where a model is expected, and the options: new options if the path is not a model (a table of
@@ -98,20 +92,3 @@ class Task:
             listed, hint = ", ".join([*known, "batch", "workers"]), suggestion(unknown, known)
             raise ValueError(f"the task {self.name} has no option {unknown}; it has: {listed}.{hint}")
         return self.options(**chosen)
-
-
-@dataclass(frozen=True)
-class Deferred:
-    """A function "module:name" of ours, imported at its first call."""
-
-    place: str
-
-    def __call__(self, *args: Any) -> Any:
-        return self.function(*args)
-
-    @property
-    def function(self) -> Callable[..., Any]:
-        """What is called."""
-        module, _, name = self.place.partition(":")
-        function: Callable[..., Any] = getattr(import_module(module), name)
-        return function

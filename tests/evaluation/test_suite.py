@@ -178,7 +178,7 @@ def test_a_data_set_that_fails_does_not_end_the_others(
         (COLOURS.replace('"classes"', '"average"'), "", "average"),
         (COLOURS.replace('"classes"', '"colours"'), "", "group"),
         ("dataset = []", "", "no data sets"),
-        ("x = ", "", "line 3"),
+        ("x = ", "", "no suite"),
         (ABSENT, "", "wds_absent"),
         (COLOURS, "--only colors", "colours"),
         (COLOURS, "--data nowhere", "nowhere"),
