@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -33,13 +34,13 @@ from kiloword.evaluation.zeroshot import field_name, group_of
 from kiloword.generation.captioner import Captioner
 from kiloword.generation.options import GenerationOptions
 from kiloword.randomness import key
-from kiloword.report import Block, Gallery, Plot, Table, Tile, thumbnail
+from kiloword.report import Block, Gallery, Table, Tile, thumbnail
 from kiloword.terminal import warn
 from kiloword.types import BadSample, Skipped, Source
 
 IMAGE_ID, DOMAIN = "image_id", "domain"
 PROMPT = "A photo depicts "  # before captions whose CLIPScore is measured, as its authors recommend
-TILES, FREQUENT = 10, 8  # images of each gallery; captions in the table of the most frequent ones
+TILES = 10  # images of each gallery
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,20 +181,16 @@ def existing(inputs: Inputs, options: CaptionTaskOptions) -> Iterator[CaptionedI
     """
     source, path, matched = inputs.source, options.captions, False
     assert path is not None
-    find: Callable[[str, Mapping[str, Any]], str | None]
-    if named_by_id := path.suffix.lower() == ".json":
-        texts = read_results(path, IMAGE_ID, "caption")
-        find, first = lambda _, info: texts.get(official_id(source.name, info, IMAGE_ID)), next(iter(texts))
-    else:
-        table = CaptionTable(path)
-        find, first = lambda key, _: table.first(key), next(iter(table.place_of))
-    informed = named_by_id or options.results or options.group_by or hasattr(source, "info")
+    by_id = path.suffix.lower() == ".json"
+    table = None if by_id else CaptionTable(path)
+    texts = read_results(path, IMAGE_ID, "caption") if table is None else {}
+    informed = by_id or options.results or options.group_by or hasattr(source, "info")
     for row in range(len(source)):
         name = f"row {row}"
         try:
             name = key_of(source, row)
             info = info_of(source, row) if informed else {}
-            caption = find(name, info)
+            caption = texts.get(official_id(source.name, info, IMAGE_ID)) if table is None else table.first(name)
             matched |= caption is not None
             references = captions_at(source, row)
         except BadSample as error:
@@ -204,21 +201,12 @@ def existing(inputs: Inputs, options: CaptionTaskOptions) -> Iterator[CaptionedI
         else:
             inputs.skipped.append(Skipped(row, name, "not in the table of captions" if references else "no caption"))
     if not matched:
-        raise ValueError(
-            f"{path} has captions for none of the images of {source.name}: its keys are such as {first!r}. Write the "
-            f"images' keys into `{IMAGE_ID if named_by_id else 'key'}`."
-        )
+        first, keys = next(iter(texts if table is None else table.place_of)), IMAGE_ID if by_id else "key"
+        raise ValueError(f"{path} has captions for none of the images of {source.name}: its `{keys}` is {first!r}, ...")
 
 
 def _blocks(source: Source, described: Sequence[CaptionedImage], cider: Floats) -> Iterator[Block]:
-    """CIDEr-D of single images, images chosen by lot and the worst ones, and the most frequent captions."""
-    scene = getattr(source, "scene", None)
-    if not np.isnan(cider).any():
-        yield Plot(
-            lambda ax: (ax.hist(cider, 30), ax.set_xlabel("CIDEr-D"), ax.set_ylabel("images")),
-            "How many images have which CIDEr-D.",
-            "CIDEr-D of single images",
-        )
+    """Images chosen by lot, the worst ones, and the most frequent captions."""
     worst = np.argsort(cider, kind="stable").tolist()
     by_lot = sorted(worst, key=lambda i: key(source.fingerprint, "captions", described[i].row))
     for title, places in (("Chosen by lot", by_lot), ("Farthest from the captions of people", worst)):
@@ -226,17 +214,15 @@ def _blocks(source: Source, described: Sequence[CaptionedImage], cider: Floats) 
         for place in places[:TILES]:
             one = described[place]
             lines = [one.caption or "(nothing)", f"CIDEr-D {cider[place]:.2f}"]
-            if scene is not None:
+            if scene := getattr(source, "scene", None):
                 judged = judge_caption(one.caption, scene(one.row))
                 marks = [f"{'✓' if s.true else '✗'} {s.words}" for s in judged.statements]
                 lines.append(", ".join(marks) if judged.parsable else "✗ outside the language")
-            with_quotes = [f"“{reference}”" for reference in one.references[:3]]
-            try:
-                tiles.append(Tile(thumbnail(decode(read(source, one.row).image), 256), [*lines, *with_quotes]))
-            except BadSample:  # it can no longer be read
-                continue
+            lines += [f"“{reference}”" for reference in one.references[:3]]
+            with suppress(BadSample):  # it can no longer be read
+                tiles.append(Tile(thumbnail(decode(read(source, one.row).image), 256), lines))
         yield Gallery(tiles, title)
-    frequent = Counter(one.caption for one in described).most_common(FREQUENT)
+    frequent = Counter(one.caption for one in described).most_common(8)
     yield Table([[text or "(nothing)", n] for text, n in frequent], ["most frequent captions", "images"])
 
 

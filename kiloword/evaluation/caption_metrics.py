@@ -294,12 +294,10 @@ def check_programs(tokenizer: TokenizerName, spice: bool) -> None:
         raise ValueError(f"the tokenizer of captions is {tokenizer!r}: expected own or ptb.")
     if (tokenizer == "ptb" or spice) and (why := _missing()):
         raise ValueError(f"{'the tokenizer ptb' if tokenizer == 'ptb' else 'SPICE'} cannot run: {why}.")
+    models = "stanford-corenlp-3.6.0-models.jar"
     spec = find_spec("pycocoevalcap.spice") if spice else None
-    if spec and not list(Path(str(spec.origin)).parent.glob("lib/stanford-corenlp-*-models.jar")):
-        raise ValueError(
-            "SPICE needs Stanford's models, which kiloword does not download: copy both jars of "
-            "stanford-corenlp-full-2015-12-09.zip (nlp.stanford.edu/software) to lib in pycocoevalcap's folder spice."
-        )
+    if spec and not Path(str(spec.origin)).with_name("lib").joinpath(models).is_file():
+        raise ValueError(f"SPICE needs {models} of nlp.stanford.edu in pycocoevalcap/spice/lib; nothing is downloaded.")
 
 
 def _missing() -> str | None:

@@ -39,13 +39,10 @@ class JudgedCaption(NamedTuple):
 def judge(captions: Sequence[str], scenes: Sequence[Scene]) -> dict[str, float]:
     """How true captions are of their scenes, one caption a scene, by what `judge_caption` finds.
 
-    `parsable`: share of the captions that are in the language; nothing is known of what others say.
-    `wholly_true`: share of all captions that are true to the last word; a caption outside the language is not.
-    `statements`: mean number of statements of the captions in the language, how specific they are.
-    `statements_true`: share of all their statements, added over captions, that are true; `statements_true@KIND`: of
-    those of one kind. `caption_statements_true`: the mean of each caption's own share, 0 outside the language; captions
-    that state nothing ("an image") have no share and are skipped.
-    `objects_mentioned`: share of the scenes' objects, added over all scenes, that the captions mention.
+    `parsable` and `wholly_true`: shares of all captions that are in the language, and true to the last word.
+    `statements`: their mean number in captions of the language. `statements_true`, `statements_true@KIND`: the true
+    share of all of them. `caption_statements_true`: mean of each caption's own share, 0 outside the language, without
+    captions that state nothing ("an image"). `objects_mentioned`: share of all objects that captions mention.
     `..._elsewhere`: the same captions judged on the scene half the data further on, as general captions are often true.
     What no caption decides (a share of none) is omitted.
     """

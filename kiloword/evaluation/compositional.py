@@ -51,7 +51,7 @@ class Cut(NamedTuple):
     """An image, or a part of one."""
 
     image: str  # name of its file, or its key
-    box: tuple[float, float, float, float] | None = None  # x, y, width and height of the part in pixels
+    box: tuple[float, ...] | None = None  # x, y, width and height of the part in pixels
 
 
 @dataclass(frozen=True)
@@ -110,6 +110,11 @@ class Benchmark:
     least: int = 1  # items below which a category is not part of the mean over categories
     symmetric: bool = True  # whether symmetric relations are
 
+    @property
+    def needs(self) -> str:
+        """The keys of an entry."""
+        return ", ".join((*self.images, *self.positives, *self.negatives)).replace("|", " or ")
+
 
 BENCHMARKS = {  # by the key that no earlier benchmark has
     "caption_0": Benchmark("Winoground", ("image_0", "image_1"), ("caption_0", "caption_1"), (), "collapsed_tag"),
@@ -141,21 +146,22 @@ def read(path: str | Path | None) -> tuple[Benchmark, list[Item]]:
         raise ValueError("--pairs is missing: name the json file of the true and false captions, or its folder.")
     folder = Path(path).expanduser()
     inside = sorted(file for file in folder.iterdir() if file.suffix in (".json", ".jsonl")) if folder.is_dir() else []
-    files = [folder] if folder.is_file() else inside
     found, items = dict[str, Benchmark](), list[Item]()
-    for file in files:
-        benchmark = None
+    for file in [folder] if folder.is_file() else inside:
         for n, (category, values) in enumerate(_entries(file, load_json(file))):
             keys = list(values) if isinstance(values, dict) else []
-            benchmark = benchmark or next((made for key, made in BENCHMARKS.items() if key in keys), None)
+            benchmark = next((made for key, made in BENCHMARKS.items() if key in keys), None)
             try:
                 if benchmark is None:
-                    raise BadSample(f"is of no known benchmark: expected one of the keys {', '.join(BENCHMARKS)}")
+                    raise ValueError
+                items += _items(benchmark, category, values)
                 found[benchmark.name] = benchmark
-                items += _items(benchmark, category, values if keys else {})
-            except BadSample as error:
-                has = ", ".join(keys) or "none"
-                raise ValueError(shown(f"{file.name}, item {n} ({category}) {error}; its keys are {has}.")) from None
+            except (AttributeError, TypeError, ValueError, LookupError, BadSample):
+                which = (
+                    f"{benchmark.name} needs {benchmark.needs}" if benchmark else f"known are {', '.join(BENCHMARKS)}"
+                )
+                has = ", ".join(keys) or "no keys"
+                raise ValueError(shown(f"{file.name}, item {n} ({category}): {which}; it has {has}.")) from None
     if len(found) > 1:
         raise ValueError(f"{path} holds files of {' and '.join(found)}: give each benchmark its own --pairs.")
     if not items:
@@ -165,8 +171,6 @@ def read(path: str | Path | None) -> tuple[Benchmark, list[Item]]:
 
 def _entries(file: Path, parsed: Any) -> Iterator[tuple[str, Any]]:
     """Category and values of every entry: of a list, of an object, or of an object of lists by category."""
-    if not isinstance(parsed, list | dict):
-        raise ValueError(f"{file} holds one {type(parsed).__name__}: expected a list of items, or an object with them.")
     for name, values in parsed.items() if isinstance(parsed, dict) else [(file.stem, parsed)]:
         if isinstance(values, list):
             yield from ((name, entry) for entry in values)
@@ -175,33 +179,25 @@ def _entries(file: Path, parsed: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _items(benchmark: Benchmark, category: str, values: Mapping[str, Any]) -> Iterator[Item]:
-    """The item of an entry; none where it is not valid. Raises: BadSample for an entry that lacks a text."""
+    """The item of an entry; none where it is not valid. Raises: any error for an entry that lacks a text."""
 
-    def texts(keys: str) -> Iterator[str]:
-        value = next((values[key] for key in keys.split("|") if key in values), None)
-        listed: list[Any] = value if isinstance(value, list) and not benchmark.negatives else [value]
-        if not all(isinstance(text, str) for text in listed) or len(found := clean(listed)) < len(listed):
-            raise BadSample(f"has no text under {keys.replace('|', ' or ')}, which {benchmark.name} needs")
-        yield from found
+    def texts(keys: str) -> list[str]:
+        value = values[next(iter([key for key in keys.split("|") if key in values]), keys)]
+        listed = value if isinstance(value, list) and not benchmark.negatives else [value]
+        if len(kept := clean(listed)) < len(listed):
+            raise ValueError
+        return kept
 
-    votes = values.get("mturk")
-    if isinstance(votes, dict) and isinstance(votes.get("caption"), int) and votes["caption"] < AGREEING:
+    if values.get("mturk", {}).get("caption", AGREEING) < AGREEING:
         return
-    corner: list[Any] = [values.get(key) for key in BOX]
-    box = None
-    if any(value is not None for value in corner):
-        if not all(isinstance(v, int | float) and abs(v) < 1e6 for v in corner) or min(corner[2:]) <= 0:
-            raise BadSample(f"has {', '.join(BOX)} that are no box")
-        box = (float(corner[0]), float(corner[1]), float(corner[2]), float(corner[3]))
+    box = None if values.get(BOX[0]) is None else tuple(float(values[key]) for key in BOX)
     kind = values.get(benchmark.category) or category
     images = tuple(Cut(name, box) for keys in benchmark.images for name in texts(keys))
     captions = tuple(text for keys in (*benchmark.positives, *benchmark.negatives) for text in texts(keys))
     true = len(benchmark.positives)
     if len(images) == 1 and len(captions) == true:
-        raise BadSample("has no false caption")
-    yield Item(
-        "_".join(map(str, kind)) if isinstance(kind, list) else str(kind), images, captions[:true], captions[true:]
-    )
+        raise ValueError
+    yield Item("_".join(kind) if isinstance(kind, list) else str(kind), images, captions[:true], captions[true:])
 
 
 class Cuts:
@@ -219,7 +215,6 @@ class Cuts:
 
     def key(self, row: int) -> str:
         """The key in the source. Raises BadSample."""
-
         return key_of(self.source, self.places[row][0])
 
     def locate(self, row: int) -> tuple[Source, int]:
@@ -228,7 +223,6 @@ class Cuts:
 
     def record(self, row: int) -> Record:
         """The record of the source, its image cut, black where the box reaches beyond it. Raises BadSample."""
-
         place, cut = self.places[row]
         record = read_image(self.source, place)
         if cut.box is None:
@@ -371,7 +365,7 @@ def _examples(
                 ]
                 tiles.append(Tile(thumbnail(decode(cuts.record(rows[cut]).image)), [item.category, *lines], wanted))
         if tiles:
-            yield Gallery(tiles, title)
+            yield Gallery(tiles, title, 5 if len(items[0].images) == 1 else 4)
 
 
 TASK = Task(

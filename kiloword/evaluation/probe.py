@@ -5,36 +5,29 @@ Fits run on the CPU, and are the same every time: first weights, shuffles and dr
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import math
 import re
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
-from safetensors.torch import save
-from torch import Tensor, nn
+from torch import Tensor
 
 from kiloword.config.settings import BaseSettings, check, setting, unread
 from kiloword.data.open import open_source
 from kiloword.data.reading import name_of
-from kiloword.distributed.sharing import gathered, is_first
+from kiloword.distributed.sharing import is_first
 from kiloword.evaluation.classes import NOT_AMONG, OTHER, classes_of
 from kiloword.evaluation.features import labelled
 from kiloword.evaluation.task import ClassNames, Data, Findings, Inputs, Task
 from kiloword.evaluation.zeroshot import zeroshot
-from kiloword.files import write_atomic
-from kiloword.model.encoding import chunks, join
-from kiloword.model.model import Model
+from kiloword.model.encoding import chunks
 from kiloword.randomness import key
 from kiloword.terminal.progress import track
 from kiloword.types import Features, Skipped
@@ -102,7 +95,6 @@ class ProbeTaskOptions:
     val: Data | None = None  # data on which the weight decay is chosen
     # class names: a text file with one per line, a JSON file, or a data set (kiloword data names). None: of the data
     classnames: ClassNames | None = None
-    cache: Path | None = None  # folder that keeps the features
     probe: ProbeOptions = field(default_factory=ProbeOptions)
 
 
@@ -113,15 +105,11 @@ def resolved(options: ProbeOptions, val: bool) -> Recipe:
     """
     check(options, "--probe.")
     useless = next(unread(options, ProbeOptions(), "--probe."), None)
-    if useless is not None:
-        raise ValueError(f"{useless}: omit it.")
-    if len(set(options.seeds)) < len(options.seeds):
-        raise ValueError("--probe.seeds names one twice.")
+    if useless is not None or len(set(options.seeds)) < len(options.seeds):
+        raise ValueError(f"{useless or '--probe.seeds names one twice'}: omit it.")
     recipe = RECIPES[options.recipe]
     if val and (recipe.sweep is None or options.weight_decay is not None):
-        raise ValueError(
-            "--val selects a weight decay, but --probe.weight-decay or --probe.recipe sets it: use one of them."
-        )
+        raise ValueError("--val selects a weight decay, which --probe.weight-decay or --probe.recipe sets: omit one.")
     names = ("features", "lr", "epochs", "batch", "max_iter")
     return recipe._replace(**{name: value for name in names if (value := getattr(options, name)) is not None})
 
@@ -131,10 +119,11 @@ class Split(NamedTuple):
 
     x: Tensor  # [N, D] float32
     y: Tensor  # [N] int64
+    rows: Tensor  # [N] int64, of the source
 
     def of(self, places: Tensor | Sequence[int]) -> Split:
         """Some of them."""
-        return Split(self.x[places], self.y[places])
+        return Split(*(values[places] for values in self))
 
 
 class Linear(NamedTuple):
@@ -143,21 +132,20 @@ class Linear(NamedTuple):
     weight: Tensor  # [C, D] float32
     bias: Tensor  # [C]
 
-    def accuracy(self, rows: Split) -> float:
+    def accuracy(self, split: Split) -> float:
         """Share of rows whose class is the first, in [0, 1]; 0 of a fit that diverged."""
-        logits = F.linear(rows.x, *self)
-        return float((logits.argmax(1) == rows.y).double().mean()) if bool(logits.isfinite().all()) else 0.0
+        logits = F.linear(split.x, *self)
+        return float((logits.argmax(1) == split.y).double().mean()) if bool(logits.isfinite().all()) else 0.0
 
 
-@dataclass
-class ProbeData:
+class ProbeData(NamedTuple):
     """What a probe is fitted and evaluated on."""
 
     train: Split
     test: Split
     val: Split | None
     names: Sequence[str]  # of all classes
-    drawn_by: Callable[[int], list[list[int]]]  # seed -> places of the training rows by class, in drawn order
+    fingerprint: str  # of the training data
 
 
 def run(inputs: Inputs, options: ProbeTaskOptions) -> Findings:
@@ -189,7 +177,7 @@ def run(inputs: Inputs, options: ProbeTaskOptions) -> Findings:
 
 def fit_once(data: ProbeData, recipe: Recipe, options: ProbeOptions, seed: int) -> Iterator[tuple[str, float]]:
     """The metrics of one seed: choose the decay, fit again on all drawn rows, evaluate. Raises: ValueError."""
-    by_class = data.drawn_by(seed)
+    by_class = order(data.train, data.fingerprint, seed)
     if options.shots:
         few = next((c for c, places in enumerate(by_class) if 0 < len(places) < options.shots), None)
         if few is not None:
@@ -206,7 +194,7 @@ def fit_once(data: ProbeData, recipe: Recipe, options: ProbeOptions, seed: int) 
             fitted, chosen = (data.train.of(sorted(part)) for part in held_out(by_class, recipe.held_out))
         decay, tried = sweep(recipe.sweep, lambda decay: fit(fitted, count, recipe, decay, seed).accuracy(chosen))
         if data.val is not None and not options.shots:  # k shots stay k
-            rows = Split(torch.cat([rows.x, data.val.x]), torch.cat([rows.y, data.val.y]))
+            rows = Split(*(torch.cat(both) for both in zip(rows, data.val, strict=True)))
     layer = fit(rows, count, recipe, decay or 0.0, seed)
     if not all(bool(values.isfinite().all()) for values in layer):
         raise ValueError("the probe's weights became NaN or infinite: use a smaller --probe.lr or --probe.weight-decay")
@@ -341,75 +329,56 @@ def logistic(rows: Split, classes: int, strength: float, max_iter: int) -> Linea
     return Linear(weight.float(), (bias.detach() - weight @ mean).float())
 
 
+def order(train: Split, fingerprint: str, seed: int) -> list[list[int]]:
+    """Places of the training rows by class, [C][n_c], each class shuffled by the seed.
+
+    The order depends on the rows alone: the first k of a class are the same for any larger k.
+    """
+    drawn = [key(fingerprint, seed, "probe rows", row) for row in train.rows.tolist()]
+    by_class: list[list[int]] = [[] for _ in range(int(train.y.max()) + 1)]
+    for place in sorted(range(len(drawn)), key=drawn.__getitem__):
+        by_class[int(train.y[place])].append(place)
+    return by_class
+
+
 def _read(inputs: Inputs, options: ProbeTaskOptions, kind: Kind) -> ProbeData:
-    """Features of all splits, checked. Raises: ValueError for splits that are the same, or of other classes."""
-    train = options.train
-    if train is None:
+    """Features of all splits, checked. Warns of classes that the training data lacks.
+
+    Raises: ValueError for splits that are the same, or of other classes, and for features that are no numbers.
+    """
+    if (train := options.train) is None:
         train = beside(inputs.source.name)
         log.warning("training data: %s", train)
     size, given = inputs.matcher.model.config.image.size, {"test": inputs.source, "train": train, "val": options.val}
     sources = {n: open_source(s, size) if isinstance(s, str) else s for n, s in given.items() if s is not None}
     if len({source.fingerprint for source in sources.values()}) < len(sources):
         raise ValueError(f"two of the {' and '.join(sources)} data are the same: expected different images.")
-    splits, rows, lists = dict[str, Split](), dict[str, list[int]](), dict[str, list[str]]()
+    splits, named = dict[str, Split](), dict[str, list[str]]()
     for what, source in sources.items():
         bad = list[Skipped]()
-        tensors = _features(replace(inputs, source=source, skipped=bad), options.cache)
-        classes = classes_of(source, options.classnames)
-        labels = (
-            tensors["labels"] if classes is None or options.classnames is None else classes.places(tensors["labels"])
-        )
-        other = tensors["rows"][labels == OTHER].tolist()
-        bad += [Skipped(row, name_of(source, row), NOT_AMONG) for row in other]
+        split = encoded(replace(inputs, source=source, skipped=bad), kind)
+        if (classes := classes_of(source, options.classnames)) is not None:
+            named[what], places = classes.names, classes.places(split.y)
+            bad += [Skipped(row, name_of(source, row), NOT_AMONG) for row in split.rows[places == OTHER].tolist()]
+            split = split._replace(y=places).of(places != OTHER)
+        if nan := int((~split.x.isfinite().all(1)).sum()):
+            raise ValueError(f"{source.name}: features of {nan} of {len(split.x)} images are NaN or infinite.")
         inputs.skipped.extend(bad if what == "test" else [replace(b, reason=f"{b.reason} ({what})") for b in bad])
-        kept = labels != OTHER
-        if kind not in tensors:
-            raise ValueError("this model has no projection, and no features before it: use --probe.features vec.")
-        splits[what], rows[what] = Split(tensors[kind][kept], labels[kept]), tensors["rows"][kept].tolist()
-        if not len(splits[what].y):
-            raise ValueError(f"{source.name}: none of its labelled images has a class among the class names.")
-        if nan := int((~splits[what].x.isfinite().all(1)).sum()):
-            raise ValueError(f"{source.name}: features of {nan} of {len(splits[what].x)} images are NaN or infinite.")
-        if classes is not None:
-            lists[what] = classes.names
-    names = _names(lists, splits)
-    fingerprint, y = sources["train"].fingerprint, splits["train"].y.tolist()
-
-    def drawn_by(seed: int) -> list[list[int]]:
-        return order(rows["train"], y, fingerprint, seed)
-
-    return ProbeData(splits["train"], splits["test"], splits.get("val"), names, drawn_by)
-
-
-def order(rows: Sequence[int], labels: Sequence[int], fingerprint: str, seed: int) -> list[list[int]]:
-    """Places of rows by class, [C][n_c], each class shuffled by the seed.
-
-    The order depends on the rows alone: the first k of a class are the same for any larger k.
-    """
-    drawn = [key(fingerprint, seed, "probe rows", row) for row in rows]
-    by_class: list[list[int]] = [[] for _ in range(max(labels) + 1)]
-    for place in sorted(range(len(drawn)), key=drawn.__getitem__):
-        by_class[labels[place]].append(place)
-    return by_class
-
-
-def _names(lists: dict[str, list[str]], splits: dict[str, Split]) -> list[str]:
-    """Names of all classes, numbers where the data has none. Warns of classes that the training data lacks."""
-    if any(names != next(iter(lists.values())) for names in lists.values()):
-        counts = ", ".join(f"{len(names)} ({what})" for what, names in lists.items())
-        raise ValueError(f"the data name different classes, {counts}: expected the same names in the same order.")
-    highest = max(int(split.y.max()) for split in splits.values())
-    names = next(iter(lists.values()), []) or [str(c) for c in range(highest + 1)]
-    if highest >= len(names):
-        raise ValueError(f"labels run to {highest}, but there are {len(names)} class names: expected one each.")
-    present = set(splits["train"].y.tolist())
-    if len(present) < 2:
-        raise ValueError("the training data have one class only: there is nothing to tell apart.")
-    if lacking := sorted(set(splits["test"].y.tolist()) - present):
+        splits[what] = split
+    names = next(iter(named.values()), [])
+    present = {what: set(split.y.tolist()) for what, split in splits.items()}
+    highest = max(-1, *(c for of_split in present.values() for c in of_split))
+    if any(other != names for other in named.values()) or (names and highest >= len(names)):
+        counts = ", ".join(f"{len(listed)} ({what})" for what, listed in named.items())
+        raise ValueError(f"labels run to {highest}, class names: {counts}. Expected the same names in the same order.")
+    if len(present["train"]) < 2 or not present["test"]:
+        raise ValueError("expected training images of two or more classes, and test images of them.")
+    names = names or [str(c) for c in range(highest + 1)]
+    if lacking := sorted(present["test"] - present["train"]):
         listed = ", ".join(repr(names[c]) for c in lacking[:3])
         message = "%d classes of the test images have no training image, so the probe cannot know them: %s"
         log.warning(message, len(lacking), listed)
-    return names
+    return ProbeData(splits["train"], splits["test"], splits.get("val"), names, sources["train"].fingerprint)
 
 
 def beside(test: str) -> str:
@@ -427,66 +396,38 @@ def beside(test: str) -> str:
     return str(found)
 
 
-def _features(inputs: Inputs, cache: Path | None) -> dict[str, Tensor]:
-    """`encoded`, read from a safetensors file in the folder `cache` or written to it."""
-    if cache is None:
-        return encoded(inputs)
-    model, source, digest = inputs.matcher.model, inputs.source, hashlib.blake2b(digest_size=16)
-    digest.update(repr((model.config, model.precision, source.fingerprint, len(source))).encode())
-    for name, value in model.state_dict().items():
-        digest.update(f"{name} {value.dtype} {list(value.shape)}".encode())
-        digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    path = cache / f"{digest.hexdigest()}.safetensors"
-    if all(gathered(path.is_file())):
-        with safe_open(path, "pt") as file:
-            inputs.skipped.extend(Skipped(*row) for row in json.loads(file.metadata()["skipped"]))
-            return {name: file.get_tensor(name) for name in tuple(file.keys())}
-    tensors = encoded(inputs)
-    if is_first():
-        write_atomic(path, save(tensors, {"skipped": json.dumps([astuple(row) for row in inputs.skipped])}))
-    return tensors
+def encoded(inputs: Inputs, kind: Kind) -> Split:
+    """Features of every labelled image, encoded once.
 
+    Args: kind: "pooled" are the inputs of the projection to the embedding, or without one what the pooling returns;
+    poolings of several vectors project their sum last.
+    Raises: ValueError for data with several classes an image, and for a model without pooled features.
+    """
+    matcher, parts, caught = inputs.matcher, list[Split](), list[Tensor]()
+    pooling: Any = matcher.model.head.pooling
+    layer = next((x for name in ("image_projection", "out") if (x := getattr(pooling, name, None)) is not None), None)
+    hook: Any = None
+    if layer is not None:
+        hook = layer.register_forward_pre_hook(lambda _, inputs: caught.append(inputs[0]))
+    elif (pool := getattr(pooling, "image_pool", None)) is not None:
+        hook = pool.register_forward_hook(lambda _, inputs, out: caught.append(out))
 
-def encoded(inputs: Inputs) -> dict[str, Tensor]:
-    """Features of every labelled image, encoded once: vec [N, D], pooled [N, W] where the model has a projection or a
-    pooling without one, labels and rows [N], on the CPU. Raises: ValueError for data with several classes per image."""
-    features, labels, rows = list[Features](), list[Tensor](), list[int]()
-    with before_projection(inputs.matcher.model) as caught:
+    def encode(images: Tensor) -> Features:
+        caught.clear()
+        found = matcher.encode_image(images, inputs.batch)
+        if kind == "pooled" and [x.ndim for x in caught] != [2] * max(1, len(caught)):
+            raise ValueError("this model has no features before a projection: use --probe.features vec.")
+        return {"vec": torch.cat(caught)} if kind == "pooled" else found
 
-        def encode(images: Tensor) -> Features:
-            caught.clear()
-            found = inputs.matcher.encode_image(images, inputs.batch)
-            whole = all(x.ndim == 2 for x in caught) and sum(map(len, caught)) == len(found["vec"])
-            return {**found, "pooled": torch.cat(list(caught))} if whole else found
-
+    try:
         for part in labelled(inputs, encode):
             if part.labels.ndim != 1:
                 raise ValueError(f"{inputs.source.name} has many labels an image: a probe needs one class each")
-            features.append({n: part.images[n].float().cpu() for n in ("vec", "pooled") if n in part.images})
-            labels.append(part.labels.cpu())
-            rows += part.rows
-    return {**join(features), "labels": torch.cat(labels), "rows": torch.tensor(rows)}
-
-
-@contextmanager
-def before_projection(model: Model) -> Iterator[list[Tensor]]:
-    """A list that collects the inputs [I, W] of the projection to the embedding whenever images are encoded.
-
-    Poolings of several vectors project their sum last; without a projection it collects what the pooling returns.
-    """
-    pooling: Any = getattr(model.head, "pooling", None)
-    caught: list[Tensor] = []
-    layer = next((x for name in ("image_projection", "out") if (x := getattr(pooling, name, None)) is not None), None)
-    hook: Any = None
-    if isinstance(layer, nn.Module):
-        hook = layer.register_forward_pre_hook(lambda _, inputs: caught.append(inputs[0]))
-    elif isinstance(pool := getattr(pooling, "image_pool", None), nn.Module):
-        hook = pool.register_forward_hook(lambda _, inputs, out: caught.append(out))
-    try:
-        yield caught
+            parts.append(Split(part.images["vec"].float().cpu(), part.labels.cpu(), torch.tensor(part.rows)))
     finally:
         if hook is not None:
             hook.remove()
+    return Split(*map(torch.cat, zip(*parts, strict=True)))
 
 
 TASK = Task(

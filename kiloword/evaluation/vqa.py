@@ -14,7 +14,7 @@ from kiloword.config.settings import BaseSettings, check, setting
 from kiloword.data.open import open_source
 from kiloword.data.reading import EvalBatch, captions_at
 from kiloword.data.sample import ANSWERS, QUESTION, question_in
-from kiloword.data.source import check_asks
+from kiloword.data.source import check_asks, info_of
 from kiloword.distributed.sharing import alone, is_first, lockstep
 from kiloword.evaluation.features import per_batch
 from kiloword.evaluation.results import check_results, write_results
@@ -79,7 +79,10 @@ def run(inputs: Inputs, task_options: VqaTaskOptions) -> Findings:
     matcher, source, options, results = inputs.matcher, inputs.source, task_options.vqa, task_options.results
     check(options, "--vqa.")
     if results is None:
-        _check_answered(source)
+        with suppress(BadSample):
+            if (info := info_of(source, 0)).get(QUESTION) is not None and ANSWERS not in info:
+                raise ValueError(f"{source.name} has no answers to score with: --results FILE writes the model's.")
+        check_asks(source)
     else:
         check_results(results, source, QUESTION_ID)
     answerer = Answerer(matcher.model, matcher.tokenizer)
@@ -115,18 +118,6 @@ def run(inputs: Inputs, task_options: VqaTaskOptions) -> Findings:
         yield "answers", float(len(answers))
         inside = set(answers)
         yield "outside", sum(answer not in inside for answer, _ in answered) / len(answered)
-
-
-def _check_answered(source: Source) -> None:
-    """Raises: ValueError for data that asks no questions, and for test questions, which have no answers."""
-    with suppress(BadSample):
-        info = source.info(0) if hasattr(source, "info") else {}
-        if info.get(QUESTION) is not None and ANSWERS not in info:
-            raise ValueError(
-                f"{source.name} has questions without answers, which cannot be scored: write the model's answers "
-                "with --results FILE, or name the file of answers with ?annotations=FILE."
-            )
-    check_asks(source)
 
 
 def _known(

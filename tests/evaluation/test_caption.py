@@ -127,7 +127,7 @@ def test_the_command_and_its_page(folder: Path, tmp_path: Path, capsys: pytest.C
     values = json.loads((tmp_path / "c.json").read_text())["said.parquet"]
     assert values["wholly_true"] == 23 / 24
     page = (tmp_path / "c.html").read_text()
-    for text in (f"{values['cider']:.4f}", "three red stars", "✓ ", "✗ outside the language", "<svg", "<img"):
+    for text in (f"{values['cider']:.4f}", "three red stars", "✓ ", "✗ outside the language", "<img"):
         assert text in page
     assert f"{values['cider']:.4f}" in capsys.readouterr().out
 

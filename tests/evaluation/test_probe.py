@@ -50,7 +50,8 @@ def gaussians(n: int, classes: int, width: int, seed: int, spread: float = 1.0) 
     """Classes around fixed centres."""
     centres = torch.randn(classes, width, generator=torch.Generator().manual_seed(99))
     y = torch.arange(n) % classes
-    return Split(centres[y] + spread * torch.randn(n, width, generator=torch.Generator().manual_seed(seed)), y)
+    x = centres[y] + spread * torch.randn(n, width, generator=torch.Generator().manual_seed(seed))
+    return Split(x, y, torch.arange(n))
 
 
 def loop_of_sgd(rows: Split, first: Linear, epochs: int, batch: int, lr: float, decay: float, seed: int) -> Linear:
@@ -81,8 +82,8 @@ def loop_of_sgd(rows: Split, first: Linear, epochs: int, batch: int, lr: float, 
 
 @pytest.mark.parametrize("decay", [0.0, 0.3])
 def test_sgd_is_the_loop(decay: float) -> None:
-    x, y = gaussians(22, 3, 4, seed=0)
-    rows, first = Split(x.double(), y), Linear(*(values.double() for values in start(4, 3, "sgd", seed=5)))
+    rows = gaussians(22, 3, 4, seed=0)
+    rows, first = rows._replace(x=rows.x.double()), Linear(*(values.double() for values in start(4, 3, "sgd", seed=5)))
     recipe = resolved(ProbeOptions(recipe="sgd", epochs=4, batch=8, lr=0.2), val=False)
     got = steps(rows, first, recipe, decay, seed=5)
     torch.testing.assert_close(got, loop_of_sgd(rows, first, 4, 8, 0.2, decay, 5), rtol=1e-10, atol=1e-12)
@@ -163,7 +164,7 @@ class Keyed:
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         places = shuffled(len(self.rows.x), self.epoch, self.seed)
         self.epoch += 1
-        yield from (tuple(self.rows.of(some)) for some in places.split(self.batch))  # type: ignore[misc]
+        yield from (tuple(self.rows.of(some)[:2]) for some in places.split(self.batch))  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.5])
@@ -178,11 +179,6 @@ def test_steps_are_clip_benchmarks(theirs: Any, decay: float) -> None:
     torch.testing.assert_close(got.bias, expected.bias.detach(), rtol=0, atol=1e-6)
 
 
-def data_of(train: Split, test: Split, val: Split | None, names: str) -> ProbeData:
-    y = train.y.tolist()
-    return ProbeData(train, test, val, names, lambda seed: order(range(len(y)), y, "toy", seed))
-
-
 @pytest.mark.parametrize(("swept", "shots"), mostly_slow([(False, 0), (False, 6), (True, 6), (True, 0)], 0, 1, 2))
 def test_accuracy_is_clip_benchmarks(theirs: Any, tmp_path: Path, swept: bool, shots: int) -> None:
     (tmp_path / "m").mkdir()
@@ -193,7 +189,7 @@ def test_accuracy_is_clip_benchmarks(theirs: Any, tmp_path: Path, swept: bool, s
     options = (None, object(), object(), shots or -1, 64, 0, 0.1, 10, "m", 0, str(tmp_path), "cuda")
     torch.manual_seed(0)
     expected = [theirs.evaluate(*options, val_dataloader=object() if swept else None, amp=False) for _ in range(3)]
-    data, recipe = data_of(train, test, val if swept else None, "abcdefgh"), RECIPES["clip_benchmark"]
+    data, recipe = ProbeData(train, test, val if swept else None, "abcdefgh", "toy"), RECIPES["clip_benchmark"]
     ours = [dict(fit_once(data, recipe, ProbeOptions(shots=shots), seed)) for seed in range(3)]
     assert [one["train_rows"] for one in ours] == [6 * 8 if shots else 600 if swept else 400] * 3
     for name in ("acc1", "acc5", "mean_per_class_recall"):
@@ -204,7 +200,7 @@ def test_accuracy_is_clip_benchmarks(theirs: Any, tmp_path: Path, swept: bool, s
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_learns_and_is_deterministic(name: Any) -> None:
-    data = data_of(gaussians(300, 5, 16, seed=300), gaussians(200, 5, 16, seed=200), None, "abcde")
+    data = ProbeData(gaussians(300, 5, 16, 300), gaussians(200, 5, 16, 200), None, "abcde", "toy")
     options = ProbeOptions(recipe=name, max_iter=30 if name == "lbfgs" else None)
     found = dict(fit_once(data, resolved(options, val=False), options, seed=0))
     assert min(found["acc1"], found["train_acc1"]) > 0.95
@@ -214,13 +210,16 @@ def test_every_recipe_learns_and_is_deterministic(name: Any) -> None:
 # Draws
 
 
+def of(labels: list[int]) -> Split:
+    return Split(torch.empty(0), torch.tensor(labels), torch.arange(len(labels)))
+
+
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=60), st.integers(0, 9), st.floats(0, 0.99))
 def test_draws_are_by_class_and_seeded_and_a_share_is_held_out(labels: list[int], seed: int, share: float) -> None:
-    rows = range(len(labels))
-    own = order(rows, labels, "data", seed)
-    assert own == order(rows, labels, "data", seed)
-    assert sorted(place for places in own for place in places) == list(rows)
+    own = order(of(labels), "data", seed)
+    assert own == order(of(labels), "data", seed)
+    assert sorted(place for places in own for place in places) == list(range(len(labels)))
     assert all(labels[place] == c for c, places in enumerate(own) for place in places)
     if max(map(len, own)) < 2:
         with pytest.raises(ValueError, match="--val"):
@@ -235,7 +234,7 @@ def test_draws_are_by_class_and_seeded_and_a_share_is_held_out(labels: list[int]
 
 
 def test_draws_differ_by_seed_and_data() -> None:
-    drawn = [order(range(30), [0] * 30, data, seed) for data, seed in (("a", 0), ("a", 1), ("b", 0))]
+    drawn = [order(of([0] * 30), data, seed) for data, seed in (("a", 0), ("a", 1), ("b", 0))]
     assert drawn[0] != drawn[1] != drawn[2] != drawn[0]
 
 
@@ -278,39 +277,32 @@ def debug() -> Matcher:
 @pytest.mark.parametrize("method", ["siglip", "clip", "prolip", "llip"])
 def test_features_are_the_models(method: str) -> None:
     some = matcher(method)
-    found = encoded(Inputs(some, TRAIN, 7))
+    vec, pooled = (encoded(Inputs(some, TRAIN, 7), kind) for kind in ("vec", "pooled"))  # type: ignore[arg-type]
     greys = [TRAIN.record(row).image for row in range(20) if row != 3]
     pixels = torch.stack([torch.from_numpy(np.asarray(image)).permute(2, 0, 1) for image in greys])
-    torch.testing.assert_close(found["vec"], some.encode_image(pixels)["vec"])
+    torch.testing.assert_close(vec.x, some.encode_image(pixels)["vec"])
     pooling: Any = some.model.head.pooling
     with torch.no_grad():
-        again = (pooling.out if method == "llip" else pooling.image_projection)(found["pooled"])
-    torch.testing.assert_close(found["vec"], torch.nn.functional.normalize(again, dim=1))
-    assert found["rows"].tolist() == [row for row in range(20) if row != 3]
+        again = (pooling.out if method == "llip" else pooling.image_projection)(pooled.x)
+    torch.testing.assert_close(vec.x, torch.nn.functional.normalize(again, dim=1))
+    assert pooled.rows.tolist() == [row for row in range(20) if row != 3]
 
 
 def test_without_a_projection_pooled_is_what_the_pooling_makes() -> None:
     config = sizes()["debug"]
     head = replace(config.head, image_projection=False, image_pool="map", dim=config.image.width)
     some = Matcher(build(replace(config, head=head), preset("siglip")), matcher().tokenizer)
-    found = encoded(Inputs(some, TRAIN, 7))
-    torch.testing.assert_close(torch.nn.functional.normalize(found["pooled"], dim=1), found["vec"])
-    assert (found["pooled"].norm(dim=1) - 1).abs().min() > 1e-3
+    vec, pooled = (encoded(Inputs(some, TRAIN, 7), kind).x for kind in ("vec", "pooled"))  # type: ignore[arg-type]
+    torch.testing.assert_close(torch.nn.functional.normalize(pooled, dim=1), vec)
+    assert (pooled.norm(dim=1) - 1).abs().min() > 1e-3
 
 
-def test_cached_features_give_equal_figures(debug: Matcher, tmp_path: Path) -> None:
-    source, options = replace(TRAIN, labels=[None if n == 5 else n % 3 for n in range(20)]), ProbeOptions(epochs=2)
-    plain = evaluate(debug, "probe", TEST, train=source, probe=options)
-    for _ in range(2):
-        bad: list[Skipped] = []
-        assert plain == evaluate(debug, "probe", TEST, train=source, probe=options, cache=tmp_path, skipped=bad)
-        assert {(one.row, one.reason) for one in bad} == {
-            (3, "truncated image"), (3, "truncated image (train)"), (5, "no class label (train)")
-        }  # fmt: skip
-        assert len(list(tmp_path.iterdir())) == 2
-    evaluate(matcher(seed=1), "probe", TEST, train=source, probe=options, cache=tmp_path)
-    evaluate(debug, "probe", TEST, train=replace(source, fingerprint="v2"), probe=options, cache=tmp_path)
-    assert len(list(tmp_path.iterdir())) == 2 + 2 + 1
+def test_skipped_rows_are_named_with_their_split(debug: Matcher) -> None:
+    source, bad = replace(TRAIN, labels=[None if n == 5 else n % 3 for n in range(20)]), list[Skipped]()
+    evaluate(debug, "probe", TEST, train=source, probe=ProbeOptions(epochs=1), skipped=bad)
+    assert {(one.row, one.reason) for one in bad} == {
+        (3, "truncated image"), (3, "truncated image (train)"), (5, "no class label (train)")
+    }  # fmt: skip
 
 
 def test_a_probe_of_scenes(debug: Matcher, caplog: pytest.LogCaptureFixture) -> None:
@@ -367,8 +359,8 @@ ABC, VAL = {"classnames": ["a", "b", "c"]}, replace(TEST, fingerprint="val-v1")
         (TEST, replace(TRAIN, fingerprint="others-v1"), {}, "are the same"),
         (replace(TEST, **ABC), replace(TRAIN, classnames=["a", "b"]), {}, "classes"),
         (replace(TEST, **ABC), replace(TRAIN, classnames=["a", "c", "b"]), {}, "order"),
-        (TEST, replace(TRAIN, classnames=["a", "b"]), {}, "class names"),
-        (TEST, replace(TRAIN, labels=[1] * 20), {}, "one class"),
+        (TEST, replace(TRAIN, classnames=["a", "b"]), {}, "2 classes"),
+        (TEST, replace(TRAIN, labels=[1] * 20), {}, "two or more"),
         (TEST, replace(TRAIN, labels=[None] * 20), {}, "class labels"),
         (TEST, TRAIN, {"shots": 7}, "'0' has 6 .*--probe.shots"),
         (TEST, TRAIN, {"recipe": "lbfgs", "shots": 1}, "--probe.weight-decay"),

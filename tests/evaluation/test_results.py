@@ -162,7 +162,7 @@ def test_refused_result_files(writer: Matcher, data: Path, src: str, results: st
         ({}, "is no list of results. Expected objects with `image_id` and `caption`"),
         ([{"image_id": 42}], "is no list of results"),
         ([{"image_id": 42, "caption": "x"}] * 2, "two results of one image_id"),
-        ([{"image_id": 1, "caption": "x"}], "has captions for none of the images .* such as 1"),
+        ([{"image_id": 1, "caption": "x"}], "has captions for none of the images .* is 1"),
     ],
 )
 def test_refused_captions(data: Path, results: Any, message: str) -> None:
@@ -203,7 +203,7 @@ def test_questions_are_answered_and_exported(asked: Path) -> None:
     assert [one["question_id"] for one in results] == [10 * one for one in IDS[:3]]
     assert {one["answer"] for one in results} <= {"red", "2", "no", "yes"}
     (asked / "v2_mscoco_val2014_annotations.json").unlink()
-    with pytest.raises(ValueError, match=r"questions without answers, which cannot be scored.*--results FILE"):
+    with pytest.raises(ValueError, match=r"--results FILE"):
         evaluate(matcher, "vqa", src, vqa=options)
     unscored = evaluate(matcher, "vqa", src, vqa=options, results=asked / "test.json")
     assert unscored == {"questions": 3.0, "answers": 4.0, "outside": 0.0, "skipped": 0}
