@@ -11,7 +11,6 @@ import tempfile
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -20,7 +19,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-import codes
 import context
 import llip
 import loss
@@ -29,8 +27,9 @@ import startup
 import tokens
 from kiloword.apps.mine import analyses, calibrate, pairs
 from kiloword.apps.mine.corpus import Corpus
-from kiloword.apps.search.library import FILE, Library
-from kiloword.apps.search.rank import Ranker
+from kiloword.apps.search import library as libraries
+from kiloword.apps.search.library import FILE, Library, LibraryFile, Part, publish
+from kiloword.apps.search.rank import by_image
 from kiloword.config.recipes import DataConfig, TextConfig, sizes
 from kiloword.data import loader, sampler
 from kiloword.data import open as sources
@@ -268,7 +267,10 @@ def index(n: int, folder: Path) -> Call:
 
     def call() -> Mapping[str, float]:
         out = Path(tempfile.mkdtemp(dir=folder))
-        codes.library_of(out, vec, DIM, "float")
+        names = [f"{n:07}.jpg" for n in range(len(vec))]
+        cells = {"id": names, "path": names, "file": names, "stamp": names, "caption": [""] * len(names)}
+        rows = Part(pa.table(cells).cast(libraries.ROWS), {"vec": vec.numpy()}, np.arange(len(vec)))
+        publish(out, LibraryFile(folder=".", model="", fingerprint="", features=("vec",)), [rows])
         size = sum(path.stat().st_size for path in out.iterdir()) / 1e6
         if not (folder / f"library-{n}").exists():
             out.rename(folder / f"library-{n}")
@@ -291,12 +293,9 @@ def open_library(n: int, folder: Path) -> Call:
 
 def search(n: int, folder: Path) -> Call:
     """The ten best of n photos for a vector, all of them scored, once their vectors are read."""
-    head = SimpleNamespace(config=SimpleNamespace(head=SimpleNamespace(dim=DIM)))
-    stub: Any = SimpleNamespace(model=head)
-    ranker, query = Ranker(Library(library(n, folder)), stub), vectors(1)[0]
-    ranker.nearest = None
-    ranker.by_image(query, 10)
-    return quiet(lambda: ranker.by_image(query, 10))
+    opened, query = Library(library(n, folder)), vectors(1)[0].numpy()
+    by_image(opened, query, 10)
+    return quiet(lambda: by_image(opened, query, 10))
 
 
 def checkpoint(which: int, folder: Path) -> Call:

@@ -14,27 +14,27 @@ for place, number in (("photos", 8), ("more", 2)):
         Path(f"{place}/{n}.txt").write_text(f"a plain image of colour number {n}")
 """
 SEARCH = """
-import sys
-from kiloword.apps.search import nearest
-from kiloword.cli.main import main
-nearest.LARGE = 3  # photos, in place of a million
-sys.argv = "kiloword index photos --model clip/model --out library --device cpu".split()
-try:
-    main()
-except SystemExit as end:
-    assert not end.code, end.code
-from kiloword.apps.search.library import Library
-from pathlib import Path
-assert nearest.open_nearest(Library(Path("library"))) is not None
+import subprocess, sys
+from urllib.request import urlopen
+words = [sys.executable, "-m", "kiloword"]
+subprocess.run([*words, *"index photos --model clip/model --out library --device cpu".split()], check=True)
+server = subprocess.Popen([*words, "serve", "library", "--port", "0"], stdout=subprocess.PIPE, text=True)
+address = next(word for word in server.stdout.readline().split() if word.startswith("http"))
+assert b"/thumb/" in urlopen(f"{address}?q=dog").read()
+server.terminate()
 """
 RAY = """
 from pathlib import Path
-import ray
-from kiloword.api.ray import Embedder
+import kiloword, ray
+class Embed:
+    def __init__(self, model):
+        self.model = kiloword.load(model)
+    def __call__(self, batch):
+        return {"vec": self.model.encode_image(list(batch["bytes"]))["vec"].numpy()}
 ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
-rows = ray.data.from_items([{"image": p.read_bytes()} for p in sorted(Path("photos").glob("*.jpg"))])
-out = rows.map_batches(Embedder, fn_constructor_args=["MODEL"], batch_format="pyarrow", batch_size=4, concurrency=1)
-assert all(len(row["image_vec"]) and row["error"] is None for row in out.take_all())
+photos = ray.data.read_binary_files("photos", file_extensions=["jpg"])
+out = photos.map_batches(Embed, fn_constructor_args=["MODEL"], batch_size=4, concurrency=1)
+assert all(len(row["vec"]) for row in out.take_all())
 """
 S3 = '''
 """A bucket on the loopback: `stat` and ranges of one tar."""
@@ -118,9 +118,9 @@ USES: dict[str, tuple[str, ...]] = {  # extra -> words of python
 }
 
 
-# Whose absence no message of an extra tells: searches work without, and say so above a million photos; users of Ray
-# import it themselves; the messages of towers name the packages of their weights.
-SILENT = ("search", "ray", "photos")
+# Whose absence no message of an extra tells: users of Ray import it themselves; messages of towers name the packages
+# of their weights.
+SILENT = ("ray", "photos")
 
 
 def prepared(run: Callable[[str], str]) -> None:

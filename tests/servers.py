@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import base64
+import http.client
 import http.server
+import os
+import signal
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -154,3 +161,42 @@ class Guarded(Server):
 
     def secret(self, path: str, query: str = QUERY) -> str:
         return f"{self.url.replace('//', f'//{LOGIN}@')}/{path}{query}"
+
+
+class Site:
+    """`kiloword serve` in a process of its own."""
+
+    def __init__(self, library: Path) -> None:
+        words = [sys.executable, "-m", "kiloword", "serve", str(library), "--port", "0", "--device", "cpu"]
+        self.process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        self.port = int(self.process.stdout.readline().partition("127.0.0.1:")[2].partition("/")[0])
+
+    def __enter__(self) -> Site:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.process.send_signal(signal.SIGINT)
+        self.said, self.warned = self.process.communicate(timeout=30)
+
+    def ask(
+        self, path: str, method: str = "GET", body: bytes | None = None, **headers: str
+    ) -> tuple[int, bytes, http.client.HTTPMessage]:
+        """Status, body and headers of an answer."""
+        with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)) as connection:
+            connection.request(method, path, body, {name.replace("_", "-"): value for name, value in headers.items()})
+            answer = connection.getresponse()
+            return answer.status, answer.read(), answer.headers
+
+    def connect(self, request: bytes) -> socket.socket:
+        """A connection that has sent bytes that no client of HTTP sends."""
+        connection = socket.create_connection(("127.0.0.1", self.port), timeout=60)
+        connection.sendall(request)
+        return connection
+
+    def used(self) -> tuple[float, int]:
+        """Seconds of processor time, and bytes of memory, at their peak."""
+        proc = Path(f"/proc/{self.process.pid}")
+        ticks = proc.joinpath("stat").read_text().rpartition(")")[2].split()[11:13]
+        peak = proc.joinpath("status").read_text().partition("VmHWM:")[2].split()[0]
+        return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK"), 1024 * int(peak)

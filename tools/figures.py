@@ -13,8 +13,8 @@ from __future__ import annotations
 import argparse
 import io
 import re
+import subprocess
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -22,9 +22,6 @@ import numpy as np
 from PIL import Image, ImageColor, ImageDraw, ImageFont
 
 from kiloword.api import Matcher, load
-from kiloword.apps.search.library import Library
-from kiloword.apps.search.serve import bound
-from kiloword.apps.search.site import Site
 from kiloword.cli.main import main as kiloword
 from kiloword.data.scenes.source import ScenesSource, parse_scenes
 from kiloword.data.scenes.world import COLOURS, SHAPES, Scene
@@ -126,15 +123,14 @@ def search_figure(model: Path, work: Path) -> Image.Image:
         if not (path := photos / f"{scenes.key(row)}.png").exists():
             write_atomic(path, encoded(drawn(scenes, row, 128)))
     kiloword(["index", str(photos), "--model", str(model), "--out", str(library)])
-    with bound("127.0.0.1", 0) as server, Browser() as browser:
-        server.site = Site(Library(library), load(model), str(model))
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        try:
-            browser.emulate(3 * WIDTH // 2, 3 * HEIGHT // 2)
-            browser.open(f"http://127.0.0.1:{server.server_address[1]}/?q={QUERY.replace(' ', '+')}")
-            browser.screenshot(work / "search.png")
-        finally:
-            server.shutdown()
+    words = [sys.executable, "-m", "kiloword", "serve", str(library), "--port", "0"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as server, Browser() as browser:
+        assert server.stdout is not None
+        address = next(word for word in server.stdout.readline().split() if word.startswith("http"))
+        browser.emulate(3 * WIDTH // 2, 3 * HEIGHT // 2)
+        browser.open(f"{address}?q={QUERY.replace(' ', '+')}")
+        browser.screenshot(work / "search.png")
+        server.terminate()
     shown = Image.open(work / "search.png").convert("RGB").resize((WIDTH, HEIGHT), Image.Resampling.LANCZOS)
     ImageDraw.Draw(shown).rectangle((0, 0, WIDTH - 1, HEIGHT - 1), outline=RULE)
     return shown

@@ -42,9 +42,9 @@ VERBS: dict[str, dict[str, Place]] = {
         "classify": ("kiloword.cli.score:Classify", "Classify images into classes that are named in words."),
         "caption": ("kiloword.cli.embed:Caption", "Write captions for images."),
         "embed": ("kiloword.cli.embed:Embed", "Precompute the features or tokens of a data set."),
-        "index": ("kiloword.cli.search:index", "Make or update a library of photos to search in."),
-        "search": ("kiloword.cli.search:search", "Search photos by words or by a photo."),
-        "serve": ("kiloword.cli.search:serve", "Search photos in a browser."),
+        "index": ("kiloword.apps.search.command:Index", "Make or update a library of photos to search in."),
+        "search": ("kiloword.apps.search.command:Search", "Search photos by words or by a photo."),
+        "serve": ("kiloword.apps.search.command:Serve", "Search photos in a browser."),
     },
     "Data": {
         "data": ("kiloword.cli.data:Data", "Inspect a data set before training."),

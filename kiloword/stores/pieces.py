@@ -113,7 +113,7 @@ def _grow(path: Path, shape: Shape, length: int, values: Sequence[NDArray[Any]])
 
 def read_table(path: Path, columns: list[str] | None = None) -> pa.Table:
     """A parquet table."""
-    with path.open("rb") as file:  # pyarrow takes no path that is not UTF-8
+    with pa.OSFile(os.fsencode(path)) as file:  # a file of Python's may be closed by a thread when Python has ended
         return pq.read_table(file, columns=columns)
 
 

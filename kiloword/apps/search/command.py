@@ -1,82 +1,142 @@
-"""`kiloword search`: the best photos for a text or a photo, as a table, JSON or a page."""
+"""The verbs index, search and serve: photos found by words. No torch at import, so that help is instant."""
 
 from __future__ import annotations
 
 import re
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from tyro.conf import Positional, arg
 
 from kiloword.addresses import is_url
-from kiloword.apps.search.index import check_same_model, describe, opened_for
-from kiloword.apps.search.library import Library
-from kiloword.apps.search.page import results_page
-from kiloword.apps.search.rank import Match, Ranker, check_query, query_image
-from kiloword.data.sample import MAX_IMAGE, read_whole
+from kiloword.errors import count, needs
 from kiloword.files import write_json
 from kiloword.models.trust import NONE, Trust
-from kiloword.report import write
-from kiloword.terminal import say, shown, warn
-from kiloword.types import BadSample
+from kiloword.terminal import say, warn
+
+if TYPE_CHECKING:
+    from kiloword.apps.search.library import Library
+    from kiloword.apps.search.rank import Match
+
+Precision = Literal["auto", "fp32", "bf16"]
+ABOUT_UNCERTAINTY = "u is the photo's uncertainty, the sum of its variances: high where a photo fits many texts."
 
 
-def main(
-    folder: Path,
-    query: str | None,
-    like: Path | None = None,
-    top: int = 10,
-    within: str = "",
-    json: Path | None = None,
-    page: Path | None = None,
-    open_: bool = False,
-    model: str | None = None,
-    device: str = "auto",
-    precision: str = "auto",
-    trust: Trust = NONE,
-    dim: int | None = None,
-    rescore: int | None = None,
-) -> None:
-    """Run and print `kiloword search`.
+@dataclass(frozen=True)
+class Index:
+    """Make or update a library of photos to search in.
 
-    Raises: ValueError for a query that is empty or too long, an image that cannot be read, a library of another model.
+    The same command again encodes photos that are new or changed, forgets those that were deleted, and resumes.
+
+    Examples:
+      kiloword index photos --model runs/first/model --out library
     """
-    if (query is None) == (like is None):
-        came = "neither" if query is None else "both"
-        raise ValueError(
-            f"search needs a text or --like PHOTO, one of them, and got {came}: kiloword search LIBRARY 'a dog'."
-        )
-    if top < 1:
-        raise ValueError(f"--top is {top}: expected at least 1.")
-    words = like.name if like is not None else check_query(query or "")
-    image = None if like is None else read_photo(like)
-    library = Library(folder)
-    matcher = opened_for(library, model, device, precision, trust, dim)
-    began = time.perf_counter()
-    vec = None if image is None else query_image(matcher, image, str(like))
 
-    def searched(now: Library) -> tuple[Library, list[Match]]:
-        check_same_model(now, library)
-        ranker = Ranker(now, matcher, rescore)
-        return now, ranker.by_text(words, top, within) if vec is None else ranker.by_image(vec, top, within)
+    photos: Positional[Path]  # folder of photos, with its subfolders; captions are not needed
+    out: Path  # folder of the library
+    model: str | None = None  # model folder; default: that of the library
+    batch: int = 64  # images in a batch
+    workers: int | Literal["auto"] = "auto"  # loader processes; auto: none on a CPU, on CUDA the cores minus two
+    device: str = "auto"  # auto, cpu, cuda, cuda:N
+    precision: Precision = "auto"  # of the encoders; auto: bf16 on CUDA for models larger than size tiny
+    trust: Annotated[Trust, arg(name="")] = NONE  # code that the model folder may run
+    dim: int | None = None  # keep the first N numbers of the vectors, normalised again; default: all
+    forget: bool = False  # remove all photos that are not in the folder now, also where most are
 
-    library, hits = library.now(searched)
-    seconds = time.perf_counter() - began
-    if not hits and within:
-        warn(f"no photo of the library has {within!r} in its path, which is below {library.file.folder}.")
-    _print(library, hits)
-    notes = describe(library) if image is None else []
-    say(*notes, f"{len(hits)} of {len(library):,} photos, {1000 * seconds:.0f} ms")
-    if json is not None:
-        write_json(json, as_json(library, words, hits))
-    if page is not None or open_:
-        _show(page or folder / "search.html", results_page(library, words, hits, notes, model), open_)
+    def run(self) -> None:
+        """Run and print `kiloword index`. Raises: ValueError for options that do not fit the library."""
+        from kiloword.apps.search.index import run
+
+        run(self)
 
 
-def read_photo(path: Path) -> bytes:
+@dataclass(frozen=True)
+class Search:
+    """Search photos by words or by a photo.
+
+    Examples:
+      kiloword search library "a dog on the beach"
+      kiloword search library --like dog.jpg --open
+    """
+
+    library: Positional[Path]  # folder that `kiloword index` wrote
+    query: Positional[str | None] = None  # what the photos should show
+    like: Path | None = None  # photo, in place of the query
+    top: int = 10  # number of photos
+    within: str = ""  # part of the path that the photos must have, such as a folder
+    json: Path | None = None  # write the results to this file
+    page: Path | None = None  # write a page with the photos to this file
+    open: bool = False  # open the page in a browser; without --page it is search.html in the library
+    model: str | None = None  # model folder, where it is no longer where the library was made
+    device: str = "auto"  # auto, cpu, cuda, cuda:N
+    precision: Precision = "auto"  # of the encoders; auto: bf16 on CUDA for models larger than size tiny
+    trust: Annotated[Trust, arg(name="")] = NONE  # code that the model folder may run
+    dim: int | None = None  # compare the first N numbers of the vectors, normalised again
+
+    def run(self) -> None:
+        """Search and print. Raises: ValueError for a query, an image or a library that cannot be used."""
+        from kiloword.apps.search.index import opened
+        from kiloword.apps.search.library import Library
+        from kiloword.apps.search.rank import by_image, by_text, query_image
+        from kiloword.model.prefix import check_dim
+
+        if (self.query is None) == (self.like is None):
+            raise ValueError("search needs a text or --like PHOTO, one of them: kiloword search LIBRARY 'a dog'.")
+        if self.top < 1:
+            raise ValueError(f"--top is {self.top}: expected at least 1.")
+        image, library = _photo(self.like) if self.like else None, Library(self.library)
+        if self.dim is not None:
+            check_dim(self.dim, library.features["vec"].shape[1], f"{self.library}")
+        matcher = opened(self, library.file, self.dim or library.file.dim)[0]
+        began = time.perf_counter()
+        if image is None:
+            found = by_text(library, matcher, self.query or "", self.top, self.within)
+        else:
+            found = by_image(library, query_image(matcher, image, str(self.like)), self.top, self.within)
+        if not found and self.within:
+            warn(f"no photo of the library has {self.within!r} in its path, which is below {library.file.folder}.")
+        seconds = time.perf_counter() - began
+        _say(library, found)
+        say(f"{len(found)} of {len(library):,} photos, {1000 * seconds:.0f} ms")
+        query = self.like.name if self.like else self.query or ""
+        if self.json is not None:
+            write_json(self.json, as_json(library, query, found))
+        if self.page is not None or self.open:
+            self._write(self.page or self.library / "search.html", library, query, found)
+
+    def _write(self, path: Path, library: Library, query: str, found: Sequence[Match]) -> None:
+        """Write the page, and open it in the browser."""
+        from kiloword.apps.search.rank import shrunk
+        from kiloword.report import Block, Gallery, Page, Text, Tile, made_by, write_page
+
+        tiles, lost = list[Tile](), list[Block]()
+        for match, line in zip(found, _lines(library, found), strict=True):
+            try:
+                tiles.append(Tile(shrunk(library.photo(match.row), 320), line))
+            except ValueError as error:
+                lost.append(Text(f"{line[-1]}: {error}"))
+        uncertain = [Text(ABOUT_UNCERTAINTY)] if "uncertainty" in library.features else []
+        intro = f"The best {len(found)} of {len(library):,} photos."
+        facts = made_by([self.model or library.file.model], library.file.folder)
+        write_page(path, Page(f"“{query}”", intro, {"Photos": [Gallery(tiles), *lost, *uncertain]}, facts))
+        say(f"page: {path}")
+        if self.open:
+            import webbrowser
+
+            if not webbrowser.open(path.resolve().as_uri()):
+                warn("no browser was found: open the page yourself.")
+
+
+def _photo(path: Path) -> bytes:
     """The bytes of a photo on disk. Raises: ValueError for a URL, and a file that cannot be read."""
-    if is_url(str(path)) or str(path).startswith(("http:/", "https:/")):
-        url = re.sub("^([a-z]+):/+", r"\1://", str(path))  # a path has lost a slash
+    from kiloword.data.sample import MAX_IMAGE, read_whole
+    from kiloword.types import BadSample
+
+    url = re.sub("^([a-z]+):/+", r"\1://", str(path))  # a path has lost a slash
+    if is_url(url):
         raise ValueError(f"--like got the URL {url}, and kiloword fetches nothing: download the photo, name its file.")
     try:
         return read_whole(path, "it", MAX_IMAGE)
@@ -85,46 +145,87 @@ def read_photo(path: Path) -> bytes:
         raise ValueError(f"--like {path} cannot be read ({reason}): expected an image file.") from None
 
 
-def as_json(library: Library, query: str, hits: Sequence[Match]) -> dict[str, Any]:
+def as_json(library: Library, query: str, found: Sequence[Match]) -> dict[str, Any]:
     """What --json writes."""
     results = []
-    for hit in hits:
-        part, inner = library.place(hit.row)
-        one = {
-            "path": part.paths[inner],
-            "score": hit.score,
-            "id": int(part.ids[inner]),
-            "caption": part.captions[inner],
-        }
-        results.append(one | ({} if hit.uncertainty is None else {"uncertainty": hit.uncertainty}))
-    return {"query": query, "folder": library.file.folder, "photos": len(library), "results": results} | (
-        {"shortlist": library.file.recall} if library.file.recall else {}
-    )
+    for match in found:
+        cells = library.cells(match.row)
+        one = {"path": cells["path"], "score": match.score, "id": cells["id"], "caption": cells["caption"]}
+        results.append(one if match.uncertainty is None else one | {"uncertainty": match.uncertainty})
+    return {"query": query, "folder": library.file.folder, "photos": len(library), "results": results}
 
 
-def _print(library: Library, hits: Sequence[Match]) -> None:
+def _lines(library: Library, found: Sequence[Match]) -> list[list[str]]:
+    """Place, score, uncertainty if there is one, and path of photos."""
+    lines = []
+    for n, match in enumerate(found, 1):
+        uncertain = [] if match.uncertainty is None else [f"u {match.uncertainty:.4g}"]
+        lines.append([str(n), f"{match.score:.3f}", *uncertain, library.cells(match.row)["path"]])
+    return lines
+
+
+def _say(library: Library, found: Sequence[Match]) -> None:
     """Print a line for each photo with its whole path, which a terminal wraps."""
-    from rich.text import Text
-
-    from kiloword.terminal.screen import Screen
-
-    rows = [["", "score", *(["uncertainty"] if any(hit.uncertainty is not None for hit in hits) else []), "photo"]]
-    for n, hit in enumerate(hits, 1):
-        more = [f"{hit.uncertainty:.4g}"] if hit.uncertainty is not None else []
-        rows.append([str(n), f"{hit.score:.3f}", *more, library.path(hit.row)])
-    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
-    screen = Screen()
-    for n, row in enumerate(rows):
-        cells = (cell.ljust(width) for cell, width in zip(row[:-1], widths, strict=False))
-        screen.print(Text("  ".join((*cells, shown(row[-1]))), "" if n else "bold"), soft_wrap=True)
+    lines = _lines(library, found)
+    lines.insert(0, ["", "score", *(["uncertainty"] if lines and len(lines[0]) > 3 else []), "photo"])
+    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
+    for *cells, path in lines:
+        say("  ".join([*(cell.ljust(width) for cell, width in zip(cells, widths, strict=False)), path]))
 
 
-def _show(path: Path, html: str, open_: bool) -> None:
-    """Write the page, and open it in the browser."""
-    write(path, html)
-    say(f"page: {path}")
-    if open_:
-        import webbrowser
+@dataclass(frozen=True)
+class Serve:
+    """Search photos in a browser.
 
-        if not webbrowser.open(path.resolve().as_uri()):
-            warn("no browser was found: open the page yourself.")
+    Examples:
+      kiloword serve library --open
+    """
+
+    library: Positional[Path]  # folder that `kiloword index` wrote
+    host: str = "127.0.0.1"  # address to listen on; the default is reached from this machine alone
+    port: int = 8321  # its port; 0: any free one
+    open: bool = False  # open the page in a browser
+    model: str | None = None  # model folder, where it is no longer where the library was made
+    device: str = "auto"  # auto, cpu, cuda, cuda:N
+    precision: Precision = "auto"  # of the encoders; auto: bf16 on CUDA for models larger than size tiny
+    trust: Annotated[Trust, arg(name="")] = NONE  # code that the model folder may run
+
+    def run(self) -> None:
+        """Serve until Ctrl-C. Raises: ValueError for a port in use, or a library of another model."""
+        import socket
+
+        from kiloword.apps.search.index import opened
+        from kiloword.apps.search.library import Library
+
+        try:
+            import uvicorn
+
+            from kiloword.apps.search.site import application
+        except ImportError:
+            raise ValueError(needs("kiloword serve", "starlette", "search")) from None
+        library, family = Library(self.library), socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        try:
+            if not 0 <= self.port < 1 << 16:
+                raise OSError("no port")
+            listening = socket.create_server((self.host, self.port), family=family)
+        except OSError as error:
+            reason = f"--host {self.host} --port {self.port} cannot be used ({error})"
+            raise ValueError(f"{reason}: choose another --port (0: any free one).") from None
+        with listening:
+            app = application(library, opened(self, library.file, library.file.dim)[0], self.host)
+            at = f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{listening.getsockname()[1]}/"
+            say(f"{self.library}: {count(len(library), 'photo')} at {at} (Ctrl-C ends it)")
+            if self.host not in ("localhost", "::1") and not self.host.startswith("127."):
+                warn("everybody who reaches this address can search and see the photos.")
+            if self.open:
+                import webbrowser
+
+                webbrowser.open(at)
+            config = uvicorn.Config(  # nothing is logged: queries are private
+                app, http="h11", ws="none", lifespan="off", log_level="critical", server_header=False
+            )
+            config.timeout_graceful_shutdown = 1
+            try:
+                uvicorn.Server(config).run([listening])
+            except KeyboardInterrupt:
+                say("stopped.")

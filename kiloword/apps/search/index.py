@@ -3,179 +3,101 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import shutil
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
 import torch
 from torch import Tensor
 
-from kiloword.apps.search.codes import CodeKind, StoredKind
-from kiloword.apps.search.library import FILE, PART, Library, create, settings_of
-from kiloword.apps.search.nearest import open_nearest, update_nearest
-from kiloword.apps.search.part import LibraryFile
-from kiloword.apps.search.photos import Photos, Scan, scan
-from kiloword.apps.search.rank import Ranker, measure
+from kiloword.apps.search import library as libraries
+from kiloword.apps.search.library import FILE, OF_GAUSSIANS, ROWS, Library, LibraryFile, Part
+from kiloword.apps.search.photos import Scan, scan
 from kiloword.data.reading import EvalBatch, eval_batches
+from kiloword.data.rows import Rows, key_bytes
+from kiloword.data.stored import TableSettings
 from kiloword.distributed.by_device import announce, reason_of, workers_of
 from kiloword.distributed.device import choose
 from kiloword.errors import count
-from kiloword.files import Lock, utf8
-from kiloword.interop.names import absolute, split
+from kiloword.files import Lock, is_taken, utf8, write_json
+from kiloword.interop.names import absolute, local_folder, split
 from kiloword.model.encoding import inference
-from kiloword.model.prefix import check_dim, check_prefix, cosine_alone, keep_prefix_
-from kiloword.models.trust import NONE, Trust
+from kiloword.model.prefix import keep_prefix_
+from kiloword.stores import pieces
 from kiloword.terminal import say, warn
 from kiloword.terminal.progress import Bar
-from kiloword.types import Features, Skipped
+from kiloword.types import Features
 
 if TYPE_CHECKING:
     from kiloword.api import Matcher
+    from kiloword.apps.search.command import Index, Search, Serve
 
-COMMIT_S = 30.0  # seconds of work that a killed process loses at most, and one batch
-NAMED = 10  # kept photos that are listed
+PIECES, PIECE = "pieces", 256  # folder of what is encoded until a state is finished; photos of a piece
+STORED = ROWS.append(pa.field("reason", pa.string()))  # why a photo cannot be read; null: it can
 
 
-def main(
-    photos: Path,
-    model: str | None,
-    out: Path,
-    batch: int = 64,
-    workers: int | Literal["auto"] = "auto",
-    device: str = "auto",
-    precision: str = "auto",
-    trust: Trust = NONE,
-    dim: int | None = None,
-    codes: CodeKind | None = None,
-    vectors: StoredKind | None = None,
-    forget: bool = False,
-) -> None:
-    """Run and print `kiloword index`. Raises: ValueError for options that do not fit together, or the library."""
-    began = time.perf_counter()
-    scanned = scan(photos)
-    kept = _kept(out, dim, codes, vectors)
-    matcher = opened(_model_of(model, out), device, precision, trust, kept.of_model, note=True)
-    if kept.of_codes is not None:
-        _note(check_prefix(matcher.model, kept.of_codes))
+def run(options: Index) -> None:
+    """Run and print `kiloword index`. Raises: ValueError for options that do not fit the library."""
+    began, out = time.perf_counter(), options.out
+    scanned, file = scan(options.photos), libraries.read_file(out) if (out / FILE).is_file() else None
+    if file is None and is_taken(out):
+        raise ValueError(f"{out} holds other files: choose a new folder for --out.")
+    dim = options.dim if file is None else file.dim
+    if options.dim not in (None, dim):
+        raise ValueError(f"{out} was made with --dim {dim}, and not {options.dim}: omit it, or choose another --out.")
+    matcher, name, weights = opened(options, file, dim)
     network = matcher.model
-    workers = workers_of(workers, choose(device), batch, network.config.image.size)
-    announce(str(network.mean.device), network.precision, reason_of(precision, network.config), workers)
-    if (out / FILE).exists():
-        settings_of(out)  # a folder of something else gets no lock
+    workers = workers_of(options.workers, choose(options.device), options.batch, network.config.image.size)
+    announce(str(network.mean.device), network.precision, reason_of(options.precision, network.config), workers)
     with Lock(out, "indexing"):
-        library = _library_at(out, photos, _model_of(model, out), matcher, kept)
-        skipped = update(library, photos, scanned, matcher, batch, workers, forget)
-    known = library.stamps() if skipped else {}
-    for one in skipped:
-        scanned.left.add(one.key, one.reason + ", the library keeps what it was before" * (one.key in known))
-    warn(*scanned.left.lines(), *scanned.cut.lines())
-    if skipped:
-        warn("Photos that cannot be read are tried again by the next index.")
-    for line in describe(library):
-        say(line)
-    seconds = time.perf_counter() - began
+        folder = utf8(str(scanned.root.resolve()))
+        if file is None:
+            file = LibraryFile(folder=folder, model=name, fingerprint=weights, dim=dim)
+            write_json(out / FILE, vars(file))
+        if file.folder != folder and Path(file.folder).is_dir():
+            raise ValueError(f"{out} is a library of {file.folder}, not of {folder}: choose another --out.")
+        update(out, file, folder, scanned, matcher, options, workers)
+    warn(*scanned.left.lines())
     size = sum(path.stat().st_size for path in out.iterdir() if path.is_file()) / 1e6
-    kind = f"{library.file.compared} dimensions" + f", {library.file.codes} codes" * (library.file.codes != "float")
-    say(f"{out}: {count(len(library), 'photo')}, {kind}, {size:,.1f} MB, {seconds:.1f} s")
-
-
-@dataclass(frozen=True)
-class VectorForm:
-    """What a library keeps of each photo's vector; None: all of its numbers."""
-
-    dim: int | None = None
-    codes: CodeKind = "float"
-    vectors: StoredKind = "fp16"  # beside codes
-
-    @property
-    def of_codes(self) -> int | None:
-        """How many numbers of whole vectors have codes."""
-        return self.dim if self.codes != "float" and self.vectors != "none" else None
-
-    @property
-    def of_model(self) -> int | None:
-        """How many numbers of the model's embedding are kept at all."""
-        return self.dim if self.of_codes is None else None
-
-
-def _kept(out: Path, dim: int | None, codes: CodeKind | None, vectors: StoredKind | None) -> VectorForm:
-    """What the options ask for, or what the library has. Raises: ValueError where they differ, or do not fit."""
-    if vectors is not None and codes in (None, "float") and not (out / FILE).exists():
-        raise ValueError("--vectors stores vectors beside codes: add --codes int8 or --codes binary, or omit it.")
-    if (codes, vectors) == ("int8", "int8"):
-        raise ValueError("--codes int8 are vectors in int8: choose --vectors fp16, or none.")
-    if not (out / FILE).is_file():
-        return VectorForm(dim, codes or "float", vectors or "fp16")
-    file = settings_of(out)
-    here = {"dim": file.compared, "codes": file.codes, "vectors": file.vectors}
-    asked = {"dim": dim, "codes": codes, "vectors": vectors}
-    for name, value in asked.items():
-        if value not in (None, here[name]):
-            raise ValueError(
-                f"{out} was made with --{name} {here[name]}, and not with {value}: omit it, or choose a new --out."
-            )
-    return VectorForm(file.prefix or file.code_dim, file.codes, file.vectors)
-
-
-def _model_of(model: str | None, out: Path) -> str:
-    """The model of --model, or that of the library. Raises: ValueError for none."""
-    if model is None and not (out / FILE).is_file():
-        raise ValueError("a new library needs a model: kiloword index PHOTOS --model MODEL --out DIR.")
-    return model or settings_of(out).model
+    say(f"{out}: {count(len(Library(out)), 'photo')}, {size:,.1f} MB, {time.perf_counter() - began:.1f} s")
 
 
 def opened(
-    model: str, device: str, precision: str, trust: Trust = NONE, dim: int | None = None, note: bool = False
-) -> Matcher:
-    """The model of a library. Args: dim: see `keep_prefix_`; note: print its note.
+    options: Index | Search | Serve, file: LibraryFile | None, dim: int | None = None
+) -> tuple[Matcher, str, str]:
+    """The model that the user names, or a library, its local name, and a digest of its weights.
 
-    Raises: ValueError as `kiloword.load`; where the model is not there, it names --model.
+    A library may be a stranger's: a model that it names is not fetched.
+
+    Args: file: of the library, which the model must have made; dim: numbers of the embedding that are kept.
+    Raises: ValueError for no model, or another one than that of the library, and as `kiloword.load`.
     """
     from kiloword.api import load
 
-    path = split(model)[1]
-    try:
-        matcher = load(model, device=device, method=trust.method, trust_code=trust.trust_code, precision=precision)
-    except ValueError as error:
-        if path is None or path.exists():
-            raise
-        reason = str(error).rstrip(".")
-        raise ValueError(f"{reason}. Give the model that made the library by --model, if it was moved.") from error
-    known = "" if dim is None else keep_prefix_(matcher.model, dim)
-    _note(known if note else "")
-    return matcher
-
-
-def _note(note: str) -> None:
-    if note:
+    name = options.model or (file.model if file else "")
+    if not name:
+        raise ValueError("a new library needs a model: kiloword index PHOTOS --model MODEL --out DIR.")
+    fetched, trust = split(name)[1] is None, options.trust
+    if fetched and options.model is None:
+        raise ValueError(f"the library names the model {name[:200]!r}, which is not fetched unasked: add --model.")
+    name = str(Path(local_folder(name)).resolve()) if fetched else utf8(absolute(name))
+    matcher = load(name, options.device, "fp32", None, None, trust.method, trust.trust_code, options.precision)
+    weights = fingerprint(matcher)
+    if file and weights != file.fingerprint:
+        raise ValueError(
+            f"the library was made by another model than {name}: its features cannot be compared. Give the model that "
+            f"made it ({file.model}) by --model, or index the photos again in a new folder."
+        )
+    if dim is not None and (note := keep_prefix_(matcher.model, dim)):
         warn(f"note: {note}")
-
-
-def opened_for(
-    library: Library, model: str | None, device: str, precision: str, trust: Trust = NONE, dim: int | None = None
-) -> Matcher:
-    """The model that made a library, and compares as many numbers. Args: dim: compare fewer.
-
-    Raises: ValueError for another model, numbers that the library does not have, and those of `kiloword.load`.
-    """
-    file, name = library.file, model or library.file.model
-    matcher = opened(name, device, precision, trust, file.prefix)
-    check_model(library, matcher, name)
-    if dim is not None and file.codes != "float":
-        if dim != file.compared:
-            raise ValueError(
-                f"{library.folder} has {file.codes} codes of {file.compared} numbers, in which --dim {dim} cannot "
-                f"search: omit it, or index the photos in a new folder with --dim {dim}."
-            )
-    elif dim is not None:
-        check_dim(dim, file.dim, f"{library.folder}")
-        if dim < file.dim:
-            _note(keep_prefix_(matcher.model, dim))
-    return matcher
+    return matcher, name, weights
 
 
 def fingerprint(matcher: Matcher) -> str:
@@ -188,52 +110,103 @@ def fingerprint(matcher: Matcher) -> str:
     return digest.hexdigest()
 
 
-def check_model(library: Library, matcher: Matcher, name: str) -> None:
-    """Raises: ValueError when the library was made by another model."""
-    if fingerprint(matcher) != library.file.fingerprint:
+def update(
+    out: Path, file: LibraryFile, folder: str, scanned: Scan, matcher: Matcher, options: Index, workers: int
+) -> None:
+    """Bring a library to the state of a folder.
+
+    Raises: ValueError where most photos of the library would be removed, or are not in a folder that replaces that of
+    the library; KeyboardInterrupt, whose message counts what is done.
+    """
+    before = Library(out) if file.state else None
+    known, stamps = before.stamps if before else {}, scanned.stamps
+    gone, away = scanned.missing(known)
+    lost = gone
+    if folder != file.folder:  # another disk may have other photos of the same names
+        lost = gone | away | {path for path, stamp in stamps.items() if known.get(path, stamp) != stamp}
+    if options.forget:
+        gone, away = gone | away, set()
+    elif 2 * len(lost) > len(known):
         raise ValueError(
-            f"the library {library.folder} was made by another model than {name}: its features cannot be compared. "
-            f"Give the model that made it ({library.file.model}) by --model, or index the photos again in a new folder."
+            f"{folder} lacks, or has in another state, {len(lost):,} of {count(len(known), 'photo')} of the library "
+            f"{out}, such as {min(lost)}. Name the folder that has them, or give them up by --forget."
+        )
+    wanted = [path for path, stamp in stamps.items() if known.get(path) != stamp]
+    changed = len(known.keys() & wanted)
+    say(f"{len(wanted) - changed:,} new, {changed:,} changed, {len(gone):,} gone, {len(stamps):,} in the folder")
+    if away:
+        warn(
+            f"{count(len(away), 'photo')} kept that cannot be read now: {', '.join(sorted(away)[:10])}. A disk may not "
+            "be mounted. If the photos were deleted, --forget removes them."
+        )
+    new = _encoded(out, scanned, wanted, matcher, options.batch, workers)
+    if len(new.rows) or gone or folder != file.folder or not file.state:
+        replaced = gone.union(map(os.fsdecode, new.table.take(new.rows)["file"].to_pylist()))
+        kept = np.array([row for row, path in enumerate(known) if path not in replaced], np.int64)
+        parts = [Part(before.rows, before.features, kept)] if before else []
+        libraries.publish(out, replace(file, folder=folder, features=tuple(new.features)), [*parts, new])
+    libraries.tidy(out)
+    shutil.rmtree(out / PIECES, ignore_errors=True)
+
+
+def _encoded(out: Path, scanned: Scan, wanted: Sequence[str], matcher: Matcher, batch: int, workers: int) -> Part:
+    """Encode photos piece by piece, but for those that an interrupted command has encoded; names what is unreadable."""
+    stamps = {path: scanned.stamps[path] for path in wanted}
+    image, resize = matcher.model.config.image, matcher.model.config.preprocess.resize
+    blank = encode(matcher, torch.zeros(1, 3, image.size, image.size, dtype=torch.uint8))
+    exact = {"vec", *OF_GAUSSIANS}
+    shapes = {name: (tuple(v.shape[1:]), np.dtype("<f4" if name in exact else "<f2")) for name, v in blank.items()}
+    about = TableSettings(data="", fingerprint="", rows=max(1, len(wanted)), part=PIECE, model="")
+    writer = pieces.PieceWriter(out / PIECES, "pieces.json", about, None, False, shapes)
+
+    def stored() -> tuple[pa.Table, list[str], list[bool]]:
+        """What is done: rows, paths, and whether it is wanted still."""
+        done = [pieces.read_table(writer.path(n)).replace_schema_metadata() for n in range(writer.done)]
+        table = pa.concat_tables([STORED.empty_table(), *done]).combine_chunks()
+        paths = list(map(os.fsdecode, table["file"].to_pylist()))
+        now = [stamps.get(path) == stamp for path, stamp in zip(paths, table["stamp"].to_pylist(), strict=True)]
+        return table, paths, now
+
+    _, paths, now = stored()
+    done = {path for path, same in zip(paths, now, strict=True) if same}
+    rows = scanned.rows(path for path in wanted if path not in done)
+    keys = [key_bytes(os.fsdecode(file)) for file in rows["file"].to_pylist()]
+    photos = Rows("", pa.table({"key": pa.array(keys, pa.binary()), "file": rows["file"]}), scanned.root, "")
+    step, bar, ended = max(1, PIECE // batch) * batch, Bar("index", "photos"), 0
+    ranges = [range(n, min(n + step, len(rows))) for n in range(0, len(rows), step)]
+
+    def piece_of(images: EvalBatch) -> int:
+        nonlocal ended
+        ended += len(images.rows) + len(images.skipped)
+        bar(ended, len(rows))
+        return (ended - 1) // step
+
+    def computed(images: EvalBatch) -> pieces.Rows:
+        features = encode(matcher, images.images) if images.rows else {}
+        if not all(bool(torch.isfinite(value).all()) for value in features.values()):
+            raise ValueError(f"the model's features are NaN or infinite, near {images.keys[0]}.")
+        table = rows.take(pa.array([*images.rows, *(one.row for one in images.skipped)], pa.int64()))
+        reasons = pa.array([*[None] * len(images.rows), *(one.reason for one in images.skipped)], pa.string())
+        return pieces.Rows(
+            table.append_column(STORED.field("reason"), reasons), {n: v.numpy() for n, v in features.items()}
         )
 
-
-def check_same_model(library: Library, before: Library) -> None:
-    """Raises: ValueError when a library was made anew by another model than before."""
-    if library.file.fingerprint != before.file.fingerprint:
-        raise ValueError(f"the library {library.folder} was made anew by another model meanwhile: start again.")
-
-
-def _library_at(out: Path, photos: Path, model: str, matcher: Matcher, kept: VectorForm) -> Library:
-    """The library of a folder, or a new one. Raises: ValueError for one of another model or of other photos."""
-    folder = utf8(str(photos.resolve()))
-    if (out / FILE).is_file():
-        library = Library(out, mend=True)
-        check_model(library, matcher, model)
-        old = Path(library.file.folder)
-        if old != Path(folder) and old.is_dir():
-            raise ValueError(f"{out} is a library of {old}, not of {photos}: choose another --out for other photos.")
-        whole = [part.name for part in library.parts]
-        damaged = [name for name in library.file.parts if name not in whole]
-        for name in damaged:
-            warn(f"{name} is damaged: its photos are encoded again.")
-        if damaged:
-            library.commit()  # without them
-        return library
-    size = matcher.model.config.image.size
-    features = encode(matcher, torch.zeros(1, 3, size, size, dtype=torch.uint8))
-    extra = {n: tuple(v.shape[1:]) for n, v in features.items() if n not in ("vec", "log_var", *_UNCERTAIN)}
-    place = utf8(absolute(model))  # a search may start elsewhere
-    file = LibraryFile(folder=folder, model=place, fingerprint=fingerprint(matcher), dim=features["vec"].shape[1])
-    if kept.codes != "float" and not cosine_alone(matcher.model.head):
-        raise ValueError(
-            f"--codes {kept.codes} are for models that score a pair by the cosine of one vector each, and {model} "
-            "compares more: omit it."
-        )
-    file = replace(file, gaussian="log_var" in features, shapes=extra, shortened=kept.of_model is not None)
-    return create(out, replace(file, codes=kept.codes, code_dim=kept.of_codes, vectors=kept.vectors))
-
-
-_UNCERTAIN = ("penalty", "uncertainty")
+    try:
+        batches = eval_batches(photos, image.size, resize, batch, workers, ranges, captions=False)
+        for _, piece in groupby(batches, piece_of):
+            writer.write([computed(images) for images in piece])
+    except KeyboardInterrupt:
+        done_now = len(stored()[1])
+        raise KeyboardInterrupt(f"{done_now:,} photos are done; the same command does the others.") from None
+    table, paths, now = stored()
+    for path, reason, same in zip(paths, table["reason"].to_pylist(), now, strict=True):
+        if same and reason:
+            scanned.left.add(path, f"{reason}; the next index tries again, and keeps what it had until then")
+    good = table["reason"].is_null().to_numpy()
+    features = {name: np.zeros((0, *shape), dtype) for name, (shape, dtype) in shapes.items()}
+    if good.any():
+        features = {name: np.load(out / PIECES / f"{name}.npy", mmap_mode="r") for name in shapes}
+    return Part(table.filter(pa.array(good)).select(ROWS.names), features, np.flatnonzero(np.array(now, bool)[good]))
 
 
 def encode(matcher: Matcher, images: Tensor) -> Features:
@@ -245,121 +218,3 @@ def encode(matcher: Matcher, images: Tensor) -> Features:
             features["penalty"] = model.head.uncertainty.penalty(features)
             features["uncertainty"] = matcher.uncertainty(features)
     return {name: value.float().cpu() for name, value in features.items()}
-
-
-def update(
-    library: Library,
-    photos: Path,
-    scanned: Scan,
-    matcher: Matcher,
-    batch: int = 64,
-    workers: int = 0,
-    forget: bool = False,
-) -> list[Skipped]:
-    """Bring a library to the state of its folder; what is done is kept when the process ends early.
-
-    Args: forget: remove all photos that are not in the folder now, however many.
-    Returns: photos that cannot be read. Raises: ValueError where most photos of the library would be removed, or are
-    not in a folder that replaces that of the library; KeyboardInterrupt, whose message counts what is done.
-    """
-    known, stamps, folder = library.stamps(), scanned.stamps, utf8(str(photos.resolve()))
-    gone, away = scanned.missing(known)
-    lost = gone
-    if folder != library.file.folder:  # another disk may have other photos of the same names
-        lost = gone.union(away, (path for path, stamp in stamps.items() if known.get(path, stamp) != stamp))
-    if forget:
-        gone, away = gone.union(away), []
-    elif 2 * len(lost) > len(known):
-        raise ValueError(
-            f"{photos} lacks, or has in another state, {len(lost):,} of {count(len(known), 'photo')} of the library "
-            f"{library.folder}, such as {min(lost)}. Name the folder that has them, or give them up by --forget."
-        )
-    wanted = [path for path, stamp in stamps.items() if known.get(path) != stamp]
-    changed = frozenset(path for path in wanted if path in known)
-    new = len(wanted) - len(changed)
-    say(f"{new:,} new, {len(changed):,} changed, {len(gone):,} gone, {len(stamps):,} in the folder")
-    if away:
-        few = ", ".join(sorted(away)[:NAMED])
-        warn(f"{count(len(away), 'photo')} kept that cannot be read now (an empty folder, a link or error): {few}")
-        warn("A disk may not be mounted. If the photos were deleted, --forget removes them from the library.")
-    if gone or folder != library.file.folder:
-        library.commit(drop=gone, folder=folder)
-    try:
-        skipped = _add(library, photos, scanned, wanted, changed, matcher, batch, workers) if wanted else []
-    except KeyboardInterrupt:
-        kept = count(len(library), "photo")
-        raise KeyboardInterrupt(f"{kept} are in the library; the same command indexes the others.") from None
-    library.merge()
-    update_nearest(library)
-    library.refresh_recall(lambda: measure(Ranker(library, matcher)), bool(gone or wanted))
-    return skipped
-
-
-def _add(
-    library: Library,
-    photos: Path,
-    scanned: Scan,
-    wanted: Sequence[str],
-    changed: frozenset[str],
-    matcher: Matcher,
-    batch: int,
-    workers: int,
-) -> list[Skipped]:
-    """Encode photos and commit them, every PART rows or COMMIT_S seconds. Args: changed: in it, kept if unreadable."""
-    config, source = matcher.model.config, Photos(photos, wanted)
-    waiting: list[pa.Table] = []
-    out: set[str] = set()
-    skipped: list[Skipped] = []
-    bar, done, last = Bar("index", "photos"), 0, time.monotonic()
-    for images in eval_batches(
-        source, config.image.size, config.preprocess.resize, batch, workers=workers, captions=False
-    ):
-        if images.keys:
-            waiting.append(_rows(library.file, images, encode(matcher, images.images), scanned))
-        skipped += images.skipped
-        out |= set(images.keys)
-        done += len(images.keys) + len(images.skipped)
-        full = sum(map(len, waiting)) >= PART or time.monotonic() - last > COMMIT_S
-        if full or done >= len(wanted):
-            library.commit(pa.concat_tables(waiting) if waiting else None, changed.intersection(out))
-            waiting, out, last = [], set(), time.monotonic()
-        bar(done, len(wanted))
-    return skipped
-
-
-def _rows(file: LibraryFile, images: EvalBatch, features: Features, scanned: Scan) -> pa.Table:
-    """Rows of a batch, without ids. Raises: ValueError for features that are NaN or infinite."""
-    if not all(bool(torch.isfinite(value).all()) for value in features.values()):
-        raise ValueError(f"the model's features are NaN or infinite, near {images.keys[0]}.")
-    paths = [path.encode("utf-8", "backslashreplace").decode() for path in images.keys]
-    raw = [path.encode("utf-8", "surrogateescape") for path in images.keys]
-    columns: dict[str, pa.Array] = {
-        "path": pa.array(paths),
-        "raw": pa.array(
-            [None if text.encode() == one else one for text, one in zip(paths, raw, strict=True)], pa.binary()
-        ),
-        "stamp": pa.array([scanned.stamps[path] for path in images.keys]),
-        "caption": pa.array(list(map(scanned.caption, images.keys, images.captions))),
-    }
-    for name, value in features.items():
-        flat = value.numpy().reshape(len(value), -1)
-        if name in file.shapes:
-            columns[name] = pa.FixedSizeListArray.from_arrays(pa.array(flat.astype(np.float16).ravel()), flat.shape[1])
-        elif value.ndim == 1:
-            columns[name] = pa.array(flat.ravel())
-        else:
-            columns[name] = pa.FixedSizeListArray.from_arrays(pa.array(flat.ravel()), flat.shape[1])
-    return pa.table(columns)
-
-
-def describe(library: Library) -> list[str]:
-    """What searches in the library compute, and how exact that is."""
-    recall = library.file.recall
-    codes = library.file.codes
-    if not recall or not (library.file.shapes or codes != "float" or open_nearest(library)):
-        return []
-    by = "vectors" if codes == "float" else f"{codes} codes"
-    return [
-        f"a search scores the {recall['shortlist']:,.0f} photos nearest by their {by} exactly: of the 10 best of "
-        f"all photos, {recall['recall@10']:.1%} are among them ({recall['queries']:.0f} texts tried)"
-    ]

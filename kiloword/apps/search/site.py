@@ -1,263 +1,264 @@
-"""The pages of `kiloword serve`: from an address to an answer, without any network.
+"""The site of `kiloword serve`, an application of starlette over a library.
 
-Pages hold no script. Everything from data and from the visitor is escaped; photos are decoded and encoded anew, so that
-no byte of a stranger's file, nor where it was taken, reaches the browser; only numbers of the library name them.
+It answers only under names of this machine (a page elsewhere could otherwise reach it under a name of its own), takes
+uploads of its own pages alone, and fetches nothing. Pages hold no script, their template escapes everything, and photos
+are encoded anew, so that no byte of a file, such as where it was taken, reaches the browser.
 """
 
 from __future__ import annotations
 
+import asyncio
 import io
-import re
+import math
+import socket
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING
-from urllib.parse import parse_qsl, urlencode
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlencode, urlsplit
 
 import numpy as np
 from PIL import Image
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import UploadFile
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kiloword.addresses import is_url
-from kiloword.apps.search.index import check_model, check_same_model, describe
-from kiloword.apps.search.library import Library
-from kiloword.apps.search.page import ABOUT_UNCERTAINTY, STYLE, THUMB, figures, shrunk
-from kiloword.apps.search.rank import Match, Ranker, query_image
+from kiloword.apps.search.library import Library, version_of
+from kiloword.apps.search.rank import Match, by_image, by_text, query_image, shrunk
 from kiloword.data.images.augmentation import EvalTransform
 from kiloword.data.sample import MAX_IMAGE, read_whole
-from kiloword.report import Html, page, section, stack, table
-from kiloword.report.images import image_data
-from kiloword.report.overlay import overlay
-from kiloword.report.page import POLICY
+from kiloword.report import Gallery, Page, Table, Text, Tile, plain
+from kiloword.report.pictures import overlay
+from kiloword.report.render import POLICY, environment
 from kiloword.types import BadSample
 
 if TYPE_CHECKING:
     from kiloword.api import Matcher
 
-SITE_POLICY = POLICY.replace("img-src data:", "img-src 'self' data:").replace(
-    "form-action 'none'", "form-action 'self'"
-)
 SHOWN, MOST = 24, 240  # photos of a page, at first and at most
-LARGE = 1280  # pixels of the longer side
-WHY = 480  # pixels of the photo that shows why it matched
-TOKENS = 5  # tokens shown of a model that mixes them
-CACHED = 1024  # small photos in memory, of about 15 kB each
-
-
-@dataclass(frozen=True)
-class WebAnswer:
-    """What a browser gets."""
-
-    body: bytes
-    kind: str = "text/html; charset=utf-8"
-    status: int = 200
-
-    @property
-    def lasting(self) -> bool:
-        """Whether browsers may keep it: photos, whose addresses never change their meaning."""
-        return self.kind == "image/jpeg"
+SIDES = {"thumb": 320, "large": 1280}  # pixels of the longer side
+WHY, TOKENS = 480, 5  # pixels of the photo that shows why it matched; tokens shown of a model that mixes them
+UPLOAD, UPLOADS, UPLOAD_S = 32 << 20, 4, 30.0  # bytes of an uploaded form; such forms at once; seconds that one takes
+SITE_POLICY = POLICY.replace("img-src", "img-src 'self'").replace("form-action 'none'", "form-action 'self'")
+HEADERS = {
+    "Content-Security-Policy": f"{SITE_POLICY}; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+}
+LASTING = {"Cache-Control": "private, max-age=86400, immutable"}  # of photos, whose ids change with their files
 
 
 class Site:
-    """A library and the model that made it, for several threads. Raises: ValueError for another model."""
+    """A library and the model that made it, for several threads."""
 
-    def __init__(self, library: Library, matcher: Matcher, model: str) -> None:
-        check_model(library, matcher, model)
-        self.matcher, self.ranker = matcher, library.now(lambda now: _loaded(now, library, matcher))
-        self._one = threading.Lock()  # the model answers one query at a time
-        self._swap = threading.Lock()  # of the ranker
-        self._jpeg = lru_cache(CACHED)(_encoded)
+    def __init__(self, library: Library, matcher: Matcher) -> None:
+        self.library, self.matcher = library, matcher
+        self.one, self.uploads = threading.Lock(), asyncio.Semaphore(UPLOADS)  # the model answers one query at a time
 
-    def get(self, path: str, query: str) -> WebAnswer:
-        """The answer to an address: path and what follows its question mark."""
-
-        def found(ranker: Ranker) -> WebAnswer:
-            return self._get(ranker, path, dict(parse_qsl(query, keep_blank_values=True, max_num_fields=20)))
-
-        return self._current(found)
-
-    def post(self, image: bytes) -> WebAnswer:
-        """Photos most like an uploaded one."""
-
-        def found(ranker: Ranker) -> WebAnswer:
-            with self._one:
-                matches = ranker.by_image(query_image(self.matcher, image), SHOWN)
-            return _results(ranker.library, "Photos like yours", {}, matches, "By the cosine of the photos' vectors.")
-
-        return self._current(found)
-
-    def failure(self, status: int, message: str) -> WebAnswer:
-        """A page that says what is wrong."""
-        return _page("Search", message[:1].upper() + message[1:], [], {}, status)
-
-    def _current(self, answer: Callable[[Ranker], WebAnswer]) -> WebAnswer:
-        """An answer from one state of the library, which an index may change at any moment."""
-        for last in (False, True):
+    def now(self) -> Library:
+        """The library as it is now. Raises: HTTPException for damage, and a library of another model."""
+        library = self.library
+        if version_of(library.folder) != library.version:
             try:
-                ranker = self._fresh()
+                library = Library(library.folder)
             except ValueError as error:
-                if last:
-                    return self.failure(503, str(error)[:500])
-                continue
-            try:
-                return answer(ranker)
-            except ValueError as error:
-                if last or not ranker.library.changed:
-                    return self.failure(400, str(error)[:500])
-        raise AssertionError
+                raise HTTPException(503, str(error)) from None
+            if library.file.fingerprint != self.library.file.fingerprint:
+                raise HTTPException(503, "The library was made anew by another model: start kiloword serve again.")
+            self.library = library
+        return library
 
-    def _fresh(self) -> Ranker:
-        """The ranker of the library as it is now. Raises: ValueError for damage, and a library of another model."""
-        with self._swap:
-            ranker, before = self.ranker, self.ranker.library
-            self.ranker = before.now(lambda now: ranker if now is before else _loaded(now, before, self.matcher))
-            return self.ranker
-
-    def _get(self, ranker: Ranker, path: str, fields: Mapping[str, str]) -> WebAnswer:
-        library = ranker.library
-        named = re.fullmatch(rf"/(photo|(thumb|large)/{library.file.id})/([0-9]{{1,18}})", path)
-        if path == "/":
-            return self._search(ranker, fields)
-        row = library.row_of.get(int(named[3])) if named else None
-        if named is None or row is None:
-            return self.failure(404, "There is no such page or photo.")
-        if named[2] is None:
-            return self._photo(library, row, fields)
-        side = THUMB if named[2] == "thumb" else LARGE
-        try:
-            return WebAnswer(self._jpeg(library.file.id, int(named[3]), library.photo(row), side), "image/jpeg")
-        except ValueError as error:
-            return self.failure(404, f"{str(error).capitalize()} Index the photos again to forget it.")
-
-    def _search(self, ranker: Ranker, fields: Mapping[str, str]) -> WebAnswer:
+    def search(self, request: Request) -> Response:
         """The page of a text, of a photo of the library (like), or the first page."""
-        library, within = ranker.library, fields.get("in", "")
-        count = fields.get("n", "")
-        top = min(int(count), MOST) if re.fullmatch("[1-9][0-9]{0,3}", count) else SHOWN
-        if "like" in fields:
-            row = library.row_of.get(int(fields["like"])) if re.fullmatch("[0-9]{1,18}", fields["like"]) else None
-            if row is None:
-                return self.failure(404, "The library has no such photo (any more).")
-            part, inner = library.place(row)
-            matches = ranker.by_image(part.vectors([inner])[0], top, within, but=row)
-            return _results(library, "More like this", fields, matches, f"More like {library.path(row)}.", source=row)
-        if "q" not in fields:
-            first = [Match(row, float("nan")) for row in range(min(SHOWN, len(library)))]
-            return _page("Search", _size(library), [section("In the library", figures(library, first, "?"))], fields)
-        with self._one:
-            matches = ranker.by_text(fields["q"], top, within)
-        about = self._about(library, fields["q"])
-        return _results(library, f"“{fields['q'].strip()[:200]}”", fields, matches, about)
+        library, asked = self.now(), request.query_params
+        within, count = asked.get("in", ""), asked.get("n", "")
+        top = max(1, min(int(count), MOST)) if count.isascii() and count.isdigit() and len(count) < 5 else SHOWN
+        if "like" in asked:
+            row = _row(library, asked["like"])
+            found = by_image(library, library.features["vec"][row].astype(np.float32), top, within, but=row)
+            return _page(
+                "More like this",
+                [],
+                asked,
+                {"Like this one": _photos(library, [row]), "Photos": _photos(library, found)},
+            )
+        if "q" not in asked:
+            lists = {"In the library": _photos(library, range(min(SHOWN, len(library))))}
+            return _page("Search", [f"{len(library):,} photos"], asked, lists)
+        with self.one:
+            found = by_text(library, self.matcher, asked["q"], top, within)
+            about = self._about(library, asked["q"])
+        return _page(f"“{asked['q'].strip()[:200]}”", about, asked, {"Photos": _photos(library, found)})
 
-    def _about(self, library: Library, text: str) -> str:
+    def _about(self, library: Library, text: str) -> list[str]:
         """What the reader of a text's results should know."""
-        notes = describe(library)
-        if is_url(text.strip()):
-            notes = ["The query is an address, searched as words: nothing is fetched. Choose a photo's file below."]
+        notes = ["The query is an address, searched as words: nothing is fetched."] if is_url(text.strip()) else []
         for tokens, read in self.matcher.tokenizer.cut([text], self.matcher.model.config.text).values():
             notes.append(f"The query has {tokens} tokens, of which the model reads {read}.")
-        if library.file.gaussian:
+        if library.gaussian:
             of_text = float(self.matcher.uncertainty(self.matcher.encode_text([text]))[0])
-            notes.append(f"The text's uncertainty is {of_text:.3g}. {ABOUT_UNCERTAINTY}")
-        return " ".join(note[:1].upper() + note[1:].rstrip(".") + "." for note in notes)
+            notes.append(f"The text's uncertainty is {of_text:.3g}; u is a photo's: high where it fits many texts.")
+        return notes or [f"{len(library):,} photos"]
 
-    def _photo(self, library: Library, row: int, fields: Mapping[str, str]) -> WebAnswer:
+    async def upload(self, request: Request) -> Response:
+        """Photos most like an uploaded one."""
+        origin, length = request.headers.get("origin"), request.headers.get("content-length", "")
+        if origin is not None and urlsplit(origin).netloc != request.headers.get("host"):
+            raise HTTPException(403, "Photos are taken from this site's own pages alone.")
+        if not length:
+            raise HTTPException(411, "The upload does not say how long it is.")
+        if int(length) > UPLOAD:
+            raise HTTPException(413, f"The photo has more than {UPLOAD >> 20} MiB: choose a smaller one.")
+        if self.uploads.locked():
+            raise HTTPException(503, "Other photos are being uploaded: try again.")
+        image = b""
+        async with self.uploads, asyncio.timeout(UPLOAD_S):
+            if request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
+                async with request.form(max_files=1, max_fields=1) as form:
+                    file = form.get("image")
+                    image = await file.read() if isinstance(file, UploadFile) else b""
+        if not image:
+            raise HTTPException(400, "No photo came: choose a file.")
+        return await run_in_threadpool(self._like, image)
+
+    def _like(self, image: bytes) -> Response:
+        library = self.now()
+        with self.one:
+            found = by_image(library, query_image(self.matcher, image), SHOWN)
+        return _page("Photos like yours", [], {}, {"Photos": _photos(library, found)})
+
+    def photo(self, request: Request) -> Response:
         """The page of one photo, with why it matched a text."""
-        part, inner = library.place(row)
-        number, path, caption = int(part.ids[inner]), part.paths[inner], part.captions[inner]
-        large = f"/large/{library.file.id}/{number}"
-        shown = Html(f'<p class="big"><img src="{large}" alt="{escape(caption or path)}"></p>')
-        like = Html(f'<p><a href="/?like={number}">More like this</a></p>')
-        about = [path, *([caption] if caption else [])]
-        if "uncertainty" in part.uncertain:
-            about.append(f"uncertainty {float(part.uncertain['uncertainty'][inner]):.3g}")
-        sections = [section("Photo", shown, *about, like)]
-        if fields.get("q", "").strip():
-            sections.append(section("Why it matched", self._why(library, row, fields["q"])))
-        return _page(path, _size(library), sections, fields)
+        library, asked = self.now(), request.query_params
+        row = _row(library, request.path_params["id"])
+        cells, sections = library.cells(row), {}
+        if asked.get("q", "").strip():
+            sections["Why it matched"] = self._why(library, row, asked["q"])
+        about = [cells["caption"] or cells["path"]]
+        if library.gaussian:
+            about.append(f"uncertainty {float(library.features['uncertainty'][row]):.3g}")
+        return _page(cells["path"], about, asked, photo=cells, sections=sections)
 
-    def _why(self, library: Library, row: int, text: str) -> Html:
+    def _why(self, library: Library, row: int, text: str) -> list[Text | Gallery | Table]:
         """Where a text looks on a photo, if the model can say so."""
         resize = self.matcher.model.config.preprocess.resize
         try:
             raw = read_whole(library.photo(row), "it", MAX_IMAGE)
             pixels = EvalTransform(WHY, WHY if isinstance(resize, int) else resize)(raw).permute(1, 2, 0).numpy()
-            with self._one:
+            with self.one:
                 explained = self.matcher.explain(raw, [text])
         except (ValueError, OSError, BadSample) as error:
-            return stack(f"This model cannot show it: {error}")
+            return [Text(f"This model cannot show it: {error}")]
         looks = explained.maps[0, 0].view(explained.grid).float().cpu().numpy()
-        lit = image_data(np.asarray(overlay(pixels, looks, WHY)))
-        shown = Html(f'<p class="big"><img src="{lit}" alt="the photo, lit where the text looks"></p>')
-        weights = Html()
-        if explained.shares is not None:
-            best = explained.shares[0, 0].topk(min(TOKENS, explained.shares.shape[-1]))
-            rows = [[f"token {n}", f"{share:.1%}"] for share, n in zip(*(x.tolist() for x in best), strict=True)]
-            weights = table(rows, ["mixture token", "share in the photo's vector for this text"])
-        return stack(f"Score {float(explained.scores[0, 0]):.3f}. {explained.about}", shown, weights)
+        lit = Gallery([Tile(overlay(pixels, looks, WHY), ["the photo, lit where the text looks"])], columns=2)
+        shares = explained.shares
+        best = [] if shares is None else [x.tolist() for x in shares[0, 0].topk(min(TOKENS, shares.shape[-1]))]
+        rows = [[f"token {n}", f"{share:.1%}"] for share, n in zip(*best, strict=True)]
+        tokens = Table(rows, ["mixture token", "share in the photo's vector for this text"])
+        return [Text(f"Score {float(explained.scores[0, 0]):.3f}. {explained.about}"), lit, tokens]
+
+    def image(self, request: Request) -> Response:
+        """A photo as a JPEG without anything else of its file."""
+        library, number, side = self.now(), request.path_params["id"], SIDES.get(request.path_params["size"])
+        if side is None:
+            raise HTTPException(404, "There is no such page.")
+        try:
+            return Response(_jpeg(number, library.photo(_row(library, number)), side), 200, LASTING, "image/jpeg")
+        except ValueError as error:
+            raise HTTPException(404, f"{error} Index the photos again to forget it.") from None
 
 
-def _loaded(library: Library, before: Library, matcher: Matcher) -> Ranker:
-    """A ranker that needs the files of the library no more, but those of Gaussians' variances.
-
-    Raises: ValueError for damage, and where another model made the library before.
-    """
-    check_same_model(library, before)
-    for part in library.parts:
-        part.load()
-    return Ranker(library, matcher)
+def _row(library: Library, number: str) -> int:
+    if (row := library.row_of(number)) is None:
+        raise HTTPException(404, "There is no such photo (any more).")
+    return row
 
 
-def _encoded(library: str, number: int, photo: Path, side: int) -> bytes:
-    """A photo as a JPEG without anything else of its file. Args: library, number: its id, and that of the photo."""
+def _photos(library: Library, matches: Sequence[Match] | Sequence[int]) -> list[dict[str, Any]]:
+    """What the template shows of photos: found ones, or rows."""
+    shown = []
+    for one in matches:
+        match = one if isinstance(one, Match) else Match(one, math.nan)
+        score = None if math.isnan(match.score) else f"{match.score:.3f}"
+        u = None if match.uncertainty is None else f"{match.uncertainty:.3g}"
+        shown.append(library.cells(match.row) | {"score": score, "u": u})
+    return shown
+
+
+def _page(
+    title: str,
+    about: Sequence[str],
+    asked: Mapping[str, str],
+    lists: Mapping[str, Sequence[dict[str, Any]]] | None = None,
+    photo: Mapping[str, Any] | None = None,
+    sections: Mapping[str, Sequence[Text | Gallery | Table]] | None = None,
+    status: int = 200,
+) -> Response:
+    shown = len((lists or {}).get("Photos", ()))
+    further = urlencode({**asked, "n": str(shown + SHOWN)}) if asked and SHOWN <= shown < MOST else ""
+    html = (
+        environment(Path(__file__).parent)
+        .get_template("site.html")
+        .render(
+            page=Page(title, "\n\n".join(about), sections or {}),
+            policy=SITE_POLICY,
+            asked=asked,
+            lists=lists or {},
+            photo=photo,
+            further=further,
+            query=urlencode({name: asked[name] for name in ("q", "in") if asked.get(name)}),
+        )
+    )
+    return Response(plain(html), status, {"Cache-Control": "no-store"}, "text/html")
+
+
+def _failure(request: Request, error: Exception) -> Response:
+    """A page that says what is wrong."""
+    status, text = (error.status_code, error.detail) if isinstance(error, HTTPException) else (400, str(error))
+    return _page("Search", [text[:1].upper() + text[1:500]], {}, status=status)
+
+
+@lru_cache(1024)  # photos of 15 to 300 kB each
+def _jpeg(number: str, photo: Path, side: int) -> bytes:
     file = io.BytesIO()
     Image.fromarray(shrunk(photo, side)).save(file, "JPEG", quality=85)
     return file.getvalue()
 
 
-def _size(library: Library) -> str:
-    return f"{len(library):,} photos"
-
-
-def _results(
-    library: Library,
-    title: str,
-    fields: Mapping[str, str],
-    matches: Sequence[Match],
-    about: str,
-    source: int | None = None,
-) -> WebAnswer:
-    """The page of a search. Args: about: "": the library's size; source: row of the photo that others are like."""
-    asked = {name: fields[name] for name in ("q", "in") if fields.get(name)}
-    photos = figures(library, matches, f"?{urlencode(asked)}")
-    origin = Html() if source is None else figures(library, [Match(source, float("nan"))], "?")
-    more = Html()
-    if len(matches) >= SHOWN and len(matches) < MOST and fields:
-        address = urlencode({**fields, "n": str(len(matches) + SHOWN)})
-        more = Html(f'<p><a href="/?{escape(address)}">Show more photos</a></p>')
-    sections = [section("Like this one", origin), section("Photos", photos, more)]
-    return _page(title, about or _size(library), sections, fields)
-
-
-def _page(
-    title: str, about: str, sections: Sequence[tuple[str, Html]], fields: Mapping[str, str], status: int = 200
-) -> WebAnswer:
-    html = page(title, about, sections, below=_forms(fields), style=STYLE, policy=SITE_POLICY)
-    return WebAnswer(html.encode("utf-8", "backslashreplace"), status=status)
-
-
-def _forms(fields: Mapping[str, str]) -> Html:
-    """The fields of a search by words, and by a photo."""
-    q, within = (escape(fields.get(name, "")[:1000]) for name in ("q", "in"))
-    return Html(
-        '<form class="ask" role="search" action="/" method="get">'
-        f'<input class="q" type="search" name="q" value="{q}" aria-label="What the photo shows" '
-        'placeholder="a dog on the beach" required autofocus>'
-        f'<input class="in" name="in" value="{within}" aria-label="Part of the path" placeholder="path contains">'
-        "<button>Search</button></form>"
-        '<form class="ask" action="/" method="post" enctype="multipart/form-data">'
-        '<label>or by a photo <input type="file" name="image" accept="image/*" required></label>'
-        "<button>Search</button></form>"
+def application(library: Library, matcher: Matcher, host: str = "localhost") -> ASGIApp:
+    """The site of a library. Args: host: a name that it answers under, as it does under any address."""
+    site, names = (
+        Site(library, matcher),
+        ["localhost", "[::1]", host, f"[{host}]", socket.gethostname(), socket.getfqdn()],
     )
+    addresses = [f"*.{n}" for n in range(256)]  # no name of the internet ends in a number
+    routes = [
+        Route("/", site.search),
+        Route("/", site.upload, methods=["POST"]),
+        Route("/photo/{id}", site.photo),
+        Route("/{size}/{id}", site.image),
+    ]
+    trusted = Middleware(TrustedHostMiddleware, allowed_hosts=[*names, *addresses], www_redirect=False)
+    failures = dict.fromkeys((HTTPException, ValueError, ClientDisconnect, TimeoutError), _failure)
+    app = Starlette(routes=routes, middleware=[trusted], exception_handlers=failures)
+
+    async def headed(scope: Scope, receive: Receive, send: Send) -> None:
+        async def sent(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] += [(name.encode(), value.encode()) for name, value in HEADERS.items()]
+            await send(message)
+
+        await app(scope, receive, sent)
+
+    return headed

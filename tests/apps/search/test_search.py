@@ -1,380 +1,314 @@
-"""A library follows its folder, searches agree with the model, and what data says stays text."""
+"""A library follows its folder, searches agree with the model, and a stranger's library does no harm."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
 
 from folders import model_folder
 from kiloword.api import Matcher, load
-from kiloword.apps.search import command, index, nearest, rank
-from kiloword.apps.search.library import FILE, Library
-from kiloword.apps.search.photos import scan
-from kiloword.apps.search.rank import Ranker
-from kiloword.cli.main import main
-from kiloword.models.trust import NONE
-from photo_folders import draw, photos_in, refused
-
-METHODS = ("siglip", "llip", "prolip")
+from kiloword.apps.search.command import Index, Search
+from kiloword.apps.search.library import Library
+from kiloword.apps.search.rank import best, by_image, by_text, cosines, query_image
+from photo_folders import draw, photos_in, refused, run
 
 
-@pytest.fixture(scope="module", params=METHODS)
+@pytest.fixture(scope="module", params=("siglip", "llip", "prolip"))
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Library, Matcher]:
     """A library of 12 photos by a fresh model, and the model."""
     root = tmp_path_factory.mktemp(request.param)
     model_folder(root / "model", request.param)
-    index.main(photos_in(root / "photos"), str(root / "model"), root / "library", device="cpu")
+    Index(photos_in(root / "photos"), root / "library", str(root / "model"), device="cpu").run()
     return Library(root / "library"), load(root / "model")
 
 
 @pytest.fixture
 def library(tmp_path: Path) -> Path:
     model_folder(tmp_path / "model")
-    index.main(photos_in(tmp_path / "photos"), str(tmp_path / "model"), tmp_path / "library", device="cpu")
+    Index(photos_in(tmp_path / "photos"), tmp_path / "library", str(tmp_path / "model"), device="cpu").run()
     return tmp_path / "library"
 
 
-def again(library: Path) -> Library:
-    index.main(library.parent / "photos", None, library, device="cpu")
+def again(library: Path, **options: Any) -> Library:
+    Index(library.parent / "photos", library, device="cpu", **options).run()
     return Library(library)
 
 
-def test_a_library_knows_its_model_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model_folder(tmp_path / "here" / "model")
-    monkeypatch.chdir(tmp_path / "here")
-    index.main(photos_in(Path("photos")), "model", Path("library"), device="cpu")
-    monkeypatch.chdir(tmp_path)
-    command.main(Path("here/library"), "a dog", device="cpu")
+def paths(library: Library) -> list[str]:
+    return [library.cells(row)["path"] for row in range(len(library))]
 
 
-def test_a_library_knows_a_named_model_from_any_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    here = tmp_path / "here"
-    model_folder(here / "model")
-    monkeypatch.chdir(here)
-    index.main(photos_in(Path("photos")), "hf:model", Path("library"), device="cpu")
-    monkeypatch.chdir(tmp_path)
-    command.main(Path("here/library"), "a dog", device="cpu")
-    index.main(here / "photos", None, Path("here/library"), device="cpu")
-    (here / "model").rename(here / "moved")
-    for words in (("search", "here/library", "a dog"), ("index", here / "photos", "--out", "here/library")):
-        message = refused(capsys, *words)
-        assert f"there is no {here / 'model' / 'config.json'}: " in message
-        assert "Give the model that made the library by --model, if it was moved." in message
-    command.main(Path("here/library"), "a dog", model="hf:here/moved", device="cpu")
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def test_a_text_finds_what_the_model_scores_highest(made: tuple[Library, Matcher]) -> None:
     library, matcher = made
     scores = matcher.score([library.photo(row) for row in range(12)], ["two cats and a dog"])[:, 0]
-    hits = Ranker(library, matcher).by_text("two cats and a dog", 5)
-    assert [hit.score for hit in hits] == pytest.approx(scores.sort(descending=True).values[:5].tolist(), abs=2e-3)
-    for hit in hits:
-        assert hit.score == pytest.approx(float(scores[hit.row]), abs=2e-3)
+    found = by_text(library, matcher, "two cats and a dog", 5)
+    assert [one.score for one in found] == pytest.approx(scores.sort(descending=True).values[:5].tolist(), abs=2e-3)
+    for one in found:
+        assert one.score == pytest.approx(float(scores[one.row]), abs=2e-3)
 
 
 def test_uncertainties_are_those_of_the_model(made: tuple[Library, Matcher]) -> None:
     library, matcher = made
-    hits = Ranker(library, matcher).by_text("a dog", 12)
-    if "log_var" not in library.features([0]):
-        assert {hit.uncertainty for hit in hits} == {None}
+    found = by_text(library, matcher, "a dog", 12)
+    if "log_var" not in library.features:
+        assert {one.uncertainty for one in found} == {None}
         return
-    own = matcher.uncertainty(matcher.encode_image([library.photo(hit.row) for hit in hits]))
-    assert [hit.uncertainty for hit in hits] == pytest.approx(own.tolist(), rel=1e-3)
+    own = matcher.uncertainty(matcher.encode_image([library.photo(one.row) for one in found]))
+    assert [one.uncertainty for one in found] == pytest.approx(own.tolist(), rel=1e-3)
 
 
 def test_a_photo_finds_itself_first(made: tuple[Library, Matcher]) -> None:
     library, matcher = made
-    vec = rank.query_image(matcher, library.photo(7).read_bytes())
-    ranker = Ranker(library, matcher)
-    assert ranker.by_image(vec, 1)[0].row == 7
-    assert 7 not in [hit.row for hit in ranker.by_image(vec, 12, but=7)]
-    assert {library.path(hit.row)[:4] for hit in ranker.by_image(vec, 12, within="DEEP")} == {"deep"}
+    vec = query_image(matcher, library.photo(7).read_bytes())
+    assert by_image(library, vec, 1)[0].row == 7
+    assert 7 not in [one.row for one in by_image(library, vec, 12, but=7)]
+    assert {paths(library)[one.row][:4] for one in by_image(library, vec, 12, within="DEEP")} == {"deep"}
 
 
-def test_features_of_rows_are_in_their_order(made: tuple[Library, Matcher]) -> None:
+def test_features_are_those_of_the_model(made: tuple[Library, Matcher]) -> None:
     library, matcher = made
-    rows = [9, 2, 5, 2]
-    stored, fresh = library.features(rows), matcher.encode_image([library.photo(row) for row in rows])
+    stored, fresh = library.taken([9, 2, 5, 2]), matcher.encode_image([library.photo(row) for row in (9, 2, 5, 2)])
     assert stored.keys() == fresh.keys()
     for name, value in fresh.items():
         torch.testing.assert_close(stored[name], value, atol=5e-3, rtol=2e-3)
 
 
-def test_an_update_encodes_only_what_is_new_or_changed(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = dict(zip(paths(library), Library(library).ids.tolist(), strict=True))
-    photos, seen = library.parent / "photos", []
-    encode = index.encode
-    monkeypatch.setattr(index, "encode", lambda m, images: seen.append(len(images)) or encode(m, images))
+def test_ties_keep_the_order_of_the_library() -> None:
+    scores = np.array([1, 3, 2, 3, np.nan, 2, -np.inf, 2], np.float32)
+    for top in range(1, 12):
+        assert best(scores, top).tolist() == [1, 3, 2, 5, 7, 0][:top]
+    vectors = np.random.default_rng(0).normal(size=(40_000, 16)).astype(np.float32)
+    np.testing.assert_allclose(cosines(vectors, vectors[0]), vectors @ vectors[0], rtol=1e-4, atol=1e-5)
+    part = vectors[:, :4] / np.linalg.norm(vectors[:, :4], axis=1, keepdims=True)
+    np.testing.assert_allclose(cosines(vectors, part[3]), part @ part[3], rtol=1e-4, atol=1e-5)
+
+
+def test_an_update_changes_what_changed(library: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    photos, before = library.parent / "photos", Library(library)
     draw(photos / "00.jpg", 100)
     os.utime(photos / "00.jpg", ns=(1, 1))
     (photos / "02.jpg").unlink()
     draw(photos / "deep" / "new.jpg", 101)
-    after = again(library)
-    assert sum(seen) == 2
-    assert sorted(paths(library)) == sorted(scan(photos).stamps)
-    kept = {path: number for path, number in zip(paths(library), after.ids.tolist(), strict=True) if path in before}
-    assert {path for path in kept if kept[path] != before[path]} == {"00.jpg"}
-    assert len(after.parts) == 1  # merged
-    assert len(list(library.glob("*.parquet"))) == 1
-
-
-def test_photos_that_are_there_are_not_looked_at_when_others_are_added(
-    library: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    draw(library.parent / "photos" / "another.jpg", 102)
-    monkeypatch.setattr(Library, "ids", property(lambda self: pytest.fail("numbers of all photos")))
-    dropped = []
-    commit = Library.commit
-
-    def noted(self: Library, rows: Any = None, drop: frozenset[str] = frozenset(), **changed: Any) -> None:
-        dropped.append(drop)
-        commit(self, rows, drop, **changed)
-
-    monkeypatch.setattr(Library, "commit", noted)
-    made = again(library)
-    assert dropped == [frozenset()]
-    monkeypatch.undo()
-    assert "another.jpg" in paths(library)
-    assert made.ids.tolist() == list(made.row_of) == list(range(len(made)))
-
-
-def paths(library: Path) -> list[str]:
-    return [path for part in Library(library).parts for path in part.paths]
-
-
-def test_a_killed_index_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, out = model_folder(tmp_path / "model"), tmp_path / "library"
-    photos, encode = photos_in(tmp_path / "photos"), index.encode
-    monkeypatch.setattr(index, "COMMIT_S", -1.0)
-    calls: list[int] = []
-
-    def killed(matcher: Matcher, images: torch.Tensor) -> dict[str, torch.Tensor]:
-        calls.append(len(images))
-        if len(calls) == 4:
-            raise KeyboardInterrupt
-        return encode(matcher, images)
-
-    monkeypatch.setattr(index, "encode", killed)
-    with pytest.raises(KeyboardInterrupt, match="8 photos are in the library"):
-        index.main(photos, str(model), out, batch=4, device="cpu")
-    index.main(photos, None, out, batch=4, device="cpu")
-    assert sum(calls[4:]) == 4
-    assert sorted(paths(out)) == sorted(scan(photos).stamps)
-
-
-def test_bad_photos_are_named_and_the_others_indexed(library: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    photos = library.parent / "photos"
-    (photos / "bad.jpg").write_bytes(b"no image")
-    scanned = scan(photos)
-    (photos / "00.jpg").write_bytes(b"")
-    (photos / "made").mkdir()
-    for name in ("a.HEIC", "made/library.json", "made/part.parquet", "b.heic", "c.mov", "d", ".hidden", "00.txt"):
-        (photos / name).write_bytes(b'{"format": "kiloword-library-1"}' if name.endswith(".json") else b"")
-    assert len(again(library)) == 12
-    error = capsys.readouterr().err
-    assert "1 path skipped, .mov is no suffix of an image: c.mov" in error
-    assert "1 path skipped, no suffix of an image: d\n" in error
-    assert "not an image in a known format: bad.jpg" in error
-    assert "the image has zero bytes, the library keeps what it was before: 00.jpg" in error
-    assert "part.parquet" not in error
-    assert "bad.jpg" in scanned.stamps
-
-
-def test_a_photo_that_vanishes_while_indexing_is_skipped(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    photos = library.parent / "photos"
-    draw(photos / "gone.jpg", 50)
-    scanned = scan(photos)
-    (photos / "gone.jpg").unlink()
-    matcher = load(library.parent / "model")
-    (skipped,) = index.update(Library(library), photos, scanned, matcher)
-    assert (skipped.key, skipped.reason) == ("gone.jpg", "the file is gone")
-
-
-def test_names_that_are_not_utf8(library: Path) -> None:
-    photos = library.parent / "photos"
-    draw(photos / "x.jpg", 60)
     strange = os.fsdecode(b"\xff\x1b[31m.jpg")
-    (photos / "x.jpg").rename(photos / strange)
+    (photos / "04.jpg").rename(photos / strange)
+    after = again(library)
+    assert "2 new, 1 changed, 2 gone, 12 in the folder" in capsys.readouterr().out
+    assert set(paths(after)) == {*paths(before), "deep/new.jpg", strange} - {"02.jpg", "04.jpg"}
+    ids = [dict(zip(paths(one), one.rows["id"].to_pylist(), strict=True)) for one in (before, after)]
+    assert {path for path in ids[0] if ids[1].get(path) != ids[0][path]} == {"00.jpg", "02.jpg", "04.jpg"}
+    row = paths(after).index(strange)
+    fresh = load(library.parent / "model").encode_image([after.photo(row)])["vec"]
+    torch.testing.assert_close(after.taken([row])["vec"], fresh, atol=1e-4, rtol=1e-3)
+    assert len(before.taken(range(12))["vec"]) == 12  # a reader of the former state
+    bytes_ = contents(library)
+    again(library)
+    assert contents(library) == bytes_
+
+
+@pytest.mark.parametrize("moment", ["part-00000.parquet", "part-00001.parquet", "library.json"])
+def test_a_killed_index_goes_on_to_the_same_bytes(tmp_path: Path, moment: str) -> None:
+    """Killed when a file is there: of a first or second piece, or of the finished state."""
+    model = model_folder(tmp_path / "model")
+    for n in range(700):
+        draw(tmp_path / "photos" / f"{n:03}.jpg", n)
+    (tmp_path / "photos/100.jpg").write_bytes(b"no image")
+    words = ["index", str(tmp_path / "photos"), "--model", str(model), "--device", "cpu", "--batch", "8", "--out"]
+
+    def started(out: str) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([sys.executable, "-m", "kiloword", *words, str(tmp_path / out)])
+
+    whole, killed = started("whole"), started("killed")
+    place = tmp_path / "killed" / ("rows-1.parquet" if moment == "library.json" else f"pieces/{moment}")
+    while killed.poll() is None and not place.exists():
+        time.sleep(0.002)
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    assert [started("killed").wait(), whole.wait()] == [0, 0]
+    assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
+    assert len(Library(tmp_path / "whole")) == 699
+
+
+def test_links_to_outside_are_not_indexed(library: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    photos, outside = library.parent / "photos", library.parent / "private"
+    draw(outside / "a.jpg", 80)
+    (outside / "a.txt").write_text("a secret")
+    draw(photos / "mine.jpg", 81)
+    (photos / "mine.txt").symlink_to(outside / "a.txt")
+    (photos / "theirs.jpg").symlink_to(outside / "a.jpg")
+    (photos / "twin.jpg").symlink_to(photos / "00.jpg")
     indexed = again(library)
-    assert strange in paths(library)
-    row = paths(library).index(strange)
-    assert indexed.photo(row).is_file()
+    assert capsys.readouterr().err.count("a link to a file outside the folder") == 1
+    assert {*paths(indexed)} >= {"mine.jpg", "twin.jpg"}
+    assert "theirs.jpg" not in paths(indexed)
+    assert not any(indexed.rows["caption"].to_pylist())
+    (photos / "twin.jpg").unlink()
+    (photos / "twin.jpg").symlink_to(outside / "a.jpg")
+    with pytest.raises(ValueError, match="outside"):
+        indexed.photo(paths(indexed).index("twin.jpg"))
 
 
-def test_the_table_is_open(made: tuple[Library, Matcher]) -> None:
-    """Other programs read it without kiloword."""
-    library, _ = made
-    table = pq.read_table(library.folder / f"{library.file.parts[0]}.parquet")
-    assert {"id", "path", "caption", "vec"} <= set(table.column_names)
-    assert np.linalg.norm(np.array(table["vec"].to_pylist()), axis=1) == pytest.approx(np.ones(12), abs=1e-3)
+def rewritten(library: Path, **values: Any) -> None:
+    path = library / "library.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
-def test_duckdb_finds_the_same_photos(library: Path) -> None:
-    duckdb = pytest.importorskip("duckdb", reason="needs duckdb, which no other part uses")
-    matcher = load(library.parent / "model")
-    hits = Ranker(Library(library), matcher).by_text("a dog", 3)
-    vec = matcher.encode_text("a dog")["vec"].tolist()
-    rows = duckdb.execute(
-        f"select path, list_dot_product(vec, $1::float[]) as score from '{library}/*.parquet' order by 2 desc limit 3",
-        [vec],
-    ).fetchall()
-    assert [path for path, _ in rows] == [Library(library).path(hit.row) for hit in hits]
+def file_of(library: Path, change: Callable[[pa.Table], pa.Table], **options: Any) -> None:
+    table = change(pq.read_table(library / "rows-1.parquet"))
+    pq.write_table(table, library / "rows-1.parquet", **{"use_dictionary": False, "compression": "none"} | options)
 
 
-def test_recall_of_a_shortlist(made: tuple[Library, Matcher], monkeypatch: pytest.MonkeyPatch) -> None:
-    library, matcher = made
-    ranker = Ranker(library, matcher)
-    assert rank.measure(ranker) == {}  # all 12 photos are scored
-    monkeypatch.setattr(rank, "SHORTLIST", 10)
-    measured = rank.measure(ranker)
-    if library.file.shapes:
-        assert 0.8 <= measured["recall@10"] <= 1  # 10 of 12 photos are listed
-        assert (measured["shortlist"], measured["photos"]) == (10, 12)
-    else:
-        assert measured == {}
+def matrix(library: Path, shape: str, kind: str = "<f4") -> None:
+    header = f"{{'descr': '{kind}', 'fortran_order': False, 'shape': {shape}, }}".ljust(117) + "\n"
+    (library / "vec-1.npy").write_bytes(b"\x93NUMPY\x01\x00\x76\x00" + header.encode())
 
 
-def test_an_approximate_index_follows_the_library(
-    made: tuple[Library, Matcher], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("usearch.index", reason="needs usearch, the extra search")
-    library, matcher = made
-    exact = Ranker(library, matcher).by_text("a dog", 5)
-    monkeypatch.setattr(nearest, "LARGE", 3)
-    assert Ranker(library, matcher).nearest is None  # not made yet
-    nearest.update_nearest(library)
-    ranker = Ranker(Library(library.folder), matcher)
-    assert ranker.nearest is not None
-    listed = ranker.by_text("a dog", 5)
-    assert [match.row for match in listed] == [match.row for match in exact]
-    assert [match.score for match in listed] == pytest.approx([match.score for match in exact], abs=1e-5)
-    monkeypatch.setattr(rank, "SHORTLIST", 11)
-    assert rank.measure(ranker)["recall@10"] > 0.8
-    photos = Path(library.file.folder)
-    draw(photos / "extra.jpg", 300)
-    index.main(photos, None, library.folder, device="cpu")
-    updated = Ranker(Library(library.folder), matcher)
-    assert updated.nearest is not None
-    vec = rank.query_image(matcher, (photos / "extra.jpg").read_bytes())
-    assert updated.library.path(updated.nearest.rows(vec)[0]) == "extra.jpg"
-    (photos / "extra.jpg").unlink()
-    index.main(photos, None, library.folder, device="cpu")
-    after = Ranker(Library(library.folder), matcher)
-    assert after.nearest is not None
-    assert len(after.nearest.rows(vec)) == 12
+STRANGERS = {
+    "many parts": (lambda at: rewritten(at, parts=["part-000001"] * 200_000), "version"),
+    "an earlier version": (lambda at: rewritten(at, format="kiloword-library-1"), "version"),
+    "a key": (lambda at: rewritten(at, next_id=2**63 - 1), "next_id"),
+    "a state": (lambda at: rewritten(at, state=2**63 - 1), "damaged"),
+    "features elsewhere": (lambda at: rewritten(at, features=["../model/vec"]), "damaged"),
+    "not JSON": (lambda at: (at / "library.json").write_text('{"format": "kiloword-library-2"' * 1000), "library.json"),
+    "no rows": (lambda at: (at / "rows-1.parquet").unlink(), "damaged"),
+    "cut rows": (lambda at: (at / "rows-1.parquet").write_bytes(b"PAR1"), "damaged"),
+    "packed rows": (lambda at: file_of(at, lambda t: t, compression="zstd"), "damaged"),
+    "a dictionary": (lambda at: file_of(at, lambda t: t, use_dictionary=True), "damaged"),
+    "fewer rows": (lambda at: file_of(at, lambda t: t.slice(1)), "damaged"),
+    "other columns": (lambda at: file_of(at, lambda t: t.drop_columns("file")), "damaged"),
+    "a huge matrix": (lambda at: matrix(at, f"({10**6}, {10**6})"), "damaged"),
+    "a matrix without end": (lambda at: matrix(at, f"(12, {2**62})"), "damaged"),
+    "pickled objects": (lambda at: matrix(at, "(12, 64)", "|O"), "damaged"),
+    "a model of the hub": (lambda at: rewritten(at, model="hf-hub:nobody/nothing"), "unasked"),
+    "another model": (lambda at: rewritten(at, fingerprint="0"), "another model"),
+    "no model": (lambda at: rewritten(at, model=str(at / "gone")), "gone"),
+}
 
 
-def test_bad_input(library: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    other = model_folder(tmp_path / "other", "llip")
-    photos, model = tmp_path / "photos", tmp_path / "model"
-    assert "made by another model" in refused(capsys, "search", library, "a dog", "--model", other)
-    assert "made by another model" in refused(capsys, "index", photos, "--model", other, "--out", library)
-    assert "the query is empty" in refused(capsys, "search", library, "  ")
-    assert "the query has 10,001 characters" in refused(capsys, "search", library, "b" * 10_001)
-    assert "needs a text or --like PHOTO, one of them, and got neither" in refused(capsys, "search", library)
-    assert "and got both" in refused(capsys, "search", library, "a dog", "--like", tmp_path / "a.jpg")
-    (tmp_path / "a.jpg").write_bytes(b"no image")
-    message = refused(capsys, "search", library, "--like", tmp_path / "a.jpg")
-    assert f"the image {tmp_path / 'a.jpg'} cannot be used: not an image" in message
-    main(["search", str(library), "a dog", "--within", "2030/"])
-    assert "no photo of the library has '2030/' in its path" in capsys.readouterr().err
-    said = refused(capsys, "search", library, "--like", "https://example.org/a.jpg")
-    assert "the URL https://example.org/a.jpg, and kiloword fetches nothing" in said
-    assert "cannot be read" in refused(capsys, "search", library, "--like", tmp_path / "none.jpg")
-    assert "it has no library.json" in refused(capsys, "search", photos, "a dog")
-    assert "needs a model" in refused(capsys, "index", photos, "--out", tmp_path / "new")
-    assert "holds other files" in refused(capsys, "index", photos, "--model", model, "--out", photos)
-    (tmp_path / "empty").mkdir()
-    assert "holds no images" in refused(capsys, "index", tmp_path / "empty", "--out", library)
-    (tmp_path / "empty" / "0.tar").touch()
-    assert "unpack it first: 0.tar" in refused(capsys, "index", tmp_path / "empty", "--out", library)
-    photos_in(tmp_path / "more", 2)
-    assert "choose another --out" in refused(capsys, "index", tmp_path / "more", "--out", library)
-    (library / "part-000001.parquet").write_bytes(b"PAR1")
-    assert "missing or damaged. The same `kiloword index`" in refused(capsys, "search", library, "a dog")
-    assert len(again(library)) == 12
+@pytest.mark.parametrize("name", STRANGERS)
+def test_a_strangers_library_is_refused(library: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    damage, word = STRANGERS[name]
+    damage(library)
+    began = time.process_time()
+    assert word in refused(capsys, "search", library, "a dog", "--device", "cpu")
+    assert time.process_time() - began < 5
 
 
 def test_a_path_that_leaves_the_folder_is_refused(library: Path) -> None:
-    opened = Library(library)
-    for path in ("../model/config.json", "/etc/passwd", "a\0.jpg"):
-        opened.parts[0].paths[0] = path
-        with pytest.raises(ValueError, match="outside its folder"):
-            opened.photo(0)
-    stored = json.loads((library / FILE).read_text())
-    (library / FILE).write_text(json.dumps(stored | {"parts": ["../model"]}))
-    with pytest.raises(ValueError, match="outside its folder"):
-        Library(library)
+    for path in (b"../model/config.json", b"/etc/passwd", b"a\0.jpg"):
+        table = pq.read_table(library / "rows-1.parquet")
+        column = pa.array([path] * 12)
+        schema = table.schema
+        file_of(library, lambda t, c=column, s=schema: t.set_column(2, s.field("file"), c))
+        with pytest.raises(ValueError, match="outside"):
+            Library(library).photo(0)
+
+
+REFUSED = [
+    ("search LIBRARY", "--like"),
+    ("search LIBRARY dog --like PHOTO", "--like"),
+    ("search LIBRARY \t", "empty"),
+    (f"search LIBRARY {'b' * 10_001}", "10,001"),
+    ("search LIBRARY dog --top 0", "--top"),
+    ("search LIBRARY dog --dim 9999", "9999"),
+    ("search LIBRARY --like BAD", "not an image"),
+    ("search LIBRARY --like none.jpg", "none.jpg"),
+    ("search LIBRARY --like https://example.org/a.jpg", "https://example.org/a.jpg"),
+    ("search PHOTOS dog", "library.json"),
+    ("search LIBRARY dog --model OTHER", "another model"),
+    ("index PHOTOS --model OTHER --out LIBRARY", "another model"),
+    ("index PHOTOS --out NEW", "--model"),
+    ("index PHOTOS --model MODEL --out PHOTOS", "other files"),
+    ("index PHOTOS --out LIBRARY --dim 8", "--dim"),
+    ("index EMPTY --out LIBRARY", "no images"),
+    ("index NEW --out LIBRARY", "not a folder"),
+    ("index MORE --out LIBRARY", "--out"),
+    ("serve LIBRARY --port 70000", "--port"),
+    ("serve LIBRARY --host 203.0.113.1", "--host"),
+]
+
+
+@pytest.mark.parametrize(("words", "expected"), REFUSED)
+def test_bad_input(
+    library: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: str, expected: str
+) -> None:
+    names = {name: tmp_path / name.lower() for name in ("LIBRARY", "PHOTOS", "NEW", "OTHER", "MODEL", "EMPTY", "MORE")}
+    names |= {"PHOTO": tmp_path / "photos/00.jpg", "BAD": tmp_path / "bad.jpg"}
+    names["BAD"].write_bytes(b"no image")
+    names["EMPTY"].mkdir()
+    if "OTHER" in words:
+        model_folder(names["OTHER"], "llip")
+    if "MORE" in words:
+        photos_in(names["MORE"], 2)
+    before = contents(library)
+    assert expected in refused(capsys, *(names.get(word, word) for word in words.split(" ")), "--device", "cpu")
+    assert contents(library) == before
 
 
 def test_results_are_a_table_json_and_a_page(library: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    photos = library.parent / "photos"
+    photos, out = library.parent / "photos", library.parent / "out"
     hostile = "<img src=x onerror=alert(1)>\x1b[31m.jpg"
     draw(photos / hostile, 70)
     (photos / f"{hostile[:-4]}.txt").write_text("<script>alert(2)</script>")
+    long = "/".join(["2024-08-31 a long day at the sea 🌊"] * 7) + "/photo.jpg"
+    draw(photos / long, 71)
     again(library)
+    (photos / "00.jpg").unlink()
+    words = ["--top", 14, "--json", f"{out}.json", "--page", f"{out}.html", "--device", "cpu"]
     capsys.readouterr()
-    out = library.parent / "out"
-    main(["search", str(library), "<b>dog", "--top", "13", "--json", f"{out}.json", "--page", f"{out}.html"])
-    assert "\x1b" not in capsys.readouterr().out
+    code, said = run(capsys, "search", library, "<b>dog", *words)
+    assert (code, long in said, "\x1b" in said, "14 of 14 photos" in said) == (0, True, False, True)
     results = json.loads(out.with_suffix(".json").read_text())
-    assert len(results["results"]) == 13
-    assert hostile in [one["path"] for one in results["results"]]
+    assert (results["query"], results["photos"], len(results["results"])) == ("<b>dog", 14, 14)
+    one = next(one for one in results["results"] if one["path"] == hostile)
+    assert one.keys() == {"path", "score", "id", "caption"}
+    assert one["caption"] == "<script>alert(2)</script>"
     page = out.with_suffix(".html").read_text()
-    assert page.count('<img src="data:image/') == 13
+    assert page.count('src="data:image/') == 13
+    assert "the photo cannot be read" in page
+    assert f"{one['score']:.3f}" in page
     for word in ("<script", "<img src=x", "<b>dog", "\x1b"):
         assert word not in page
 
 
-@pytest.mark.parametrize("terminal", [False, True])
-def test_whole_paths_are_printed(
-    library: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], terminal: bool
-) -> None:
-    """Also in a terminal of 80 columns, which wraps them, and where another program reads them."""
-    photos = library.parent / "photos"
-    path = "/".join(["2024-08-31 a long day at the sea 🌊"] * 7) + "/photo.jpg"
-    draw(photos / path, 70)
-    again(library)
-    capsys.readouterr()
-    monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr("sys.stdout.isatty", lambda: terminal)
-    monkeypatch.setenv("TERM", "dumb")
-    main(["search", str(library), "dog", "--top", "13"])
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 15
-    assert lines[0].split() == ["score", "photo"]
-    (line,) = (line for line in lines if "sea" in line)
-    assert re.fullmatch(r"[0-9]+ +-?0\.[0-9]{3}  " + re.escape(path), line)
+def test_a_moved_model_and_fewer_numbers(library: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, photos = tmp_path / "model", tmp_path / "photos"
+    Index(photos, tmp_path / "short", str(model), device="cpu", dim=8).run()
+    Index(photos, tmp_path / "short", device="cpu").run()
+    assert Library(tmp_path / "short").features["vec"].shape == (12, 8)
+    (tmp_path / "model").rename(tmp_path / "moved")
+    results = []
+    for words in (["short"], ["library", "--dim", "8"]):
+        json_ = tmp_path / "hits.json"
+        words = ["search", str(tmp_path / words[0]), "dog", *words[1:], "--model", str(tmp_path / "moved")]
+        assert run(capsys, *words, "--json", json_, "--device", "cpu")[0] == 0
+        results.append({one["path"]: one["score"] for one in json.loads(json_.read_text())["results"]})
+    assert results[0] == pytest.approx(results[1], abs=1e-5)
 
 
-def test_the_page_names_the_model_that_searched(library: Path) -> None:
-    """The library's own may be gone: a copy elsewhere made the scores."""
-    other, page = library.parent / "elsewhere", library.parent / "page.html"
-    (library.parent / "model").rename(other)
-    main(["search", str(library), "dog", "--model", str(other), "--page", str(page)])
-    footer = page.read_text().split("<footer")[1]
-    assert str(other) in footer
-    assert str(library.parent / "model") not in footer.replace(str(other), "")
+def test_other_programs_read_a_library(made: tuple[Library, Matcher]) -> None:
+    library, _ = made
+    rows, vec = pq.read_table(library.folder / "rows-1.parquet"), np.load(library.folder / "vec-1.npy")
+    assert rows["path"].to_pylist() == paths(library)
+    assert np.linalg.norm(vec, axis=1) == pytest.approx(np.ones(12), abs=1e-3)
 
 
-def test_words_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[object, ...]] = []
-    monkeypatch.setattr("kiloword.apps.search.index.main", lambda *args: calls.append(args))
-    words = "index p --out o --model m --batch 3 --workers 2 --device cpu --precision fp32"
-    main(words.split())
-    assert calls.pop() == (Path("p"), "m", Path("o"), 3, 2, "cpu", "fp32", NONE, None, None, None, False)
-    monkeypatch.setattr("kiloword.apps.search.command.main", lambda *args: calls.append(args))
-    words = "search l dog --top 3 --within a --json j --page h --open --model m --device cpu"
-    main(words.split())
-    expected = (Path("l"), "dog", None, 3, "a", Path("j"), Path("h"), True, "m", "cpu", "auto", NONE, None, None)
-    assert calls.pop() == expected
+def test_nothing_fits(library: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Search(library, "a dog", within="2030/", device="cpu").run()
+    assert "'2030/'" in capsys.readouterr().err
