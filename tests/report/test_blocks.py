@@ -101,7 +101,7 @@ def test_every_block_is_on_the_page() -> None:
     ]
     assert page.count('role="img"') == 4  # each of two plots for wide and narrow screens
     assert re.findall('<img( class="small")?', page) == [' class="small"', "", ""]
-    assert re.findall('alt="([^"]*)"', page) == ["right: word; 0.31", "wrong: 0.2", "image"]
+    assert re.findall('alt="([^"]*)"', page) == ["image 1, right", "image 2, wrong", "image 3"]
 
 
 def test_text_is_escaped_and_the_page_asks_for_nothing() -> None:
