@@ -9,17 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import Positional, arg
 
-from kiloword.apps.audit import AuditOptions
 from kiloword.apps.mine.options import MineOptions
 from kiloword.config.execution import REQUIRED
-from kiloword.evaluation.command import Execution
 from kiloword.files import write_json
 from kiloword.terminal import say
 
 if TYPE_CHECKING:
     from kiloword.apps.plan.measured import Measured
 
-AUDIT, EXECUTION = AuditOptions(), Execution()
 MINE = MineOptions()
 Kind = Literal["scenes", "photos"]
 
@@ -135,34 +132,3 @@ def bench_table(lines: Iterable[Measured], json: Path | None) -> None:
         every.append(asdict(line))
     if json is not None:
         write_json(json, every)
-
-
-def audit(
-    data: Annotated[Positional[tuple[str, ...]], REQUIRED],
-    model: str,
-    out: Path = Path("audit"),
-    extra_captions: tuple[str, ...] = (),
-    raw_captions: bool = True,
-    features: Path | None = None,
-    options: Annotated[AuditOptions, arg(name="")] = AUDIT,
-    execution: Annotated[Execution, arg(name="")] = EXECUTION,
-) -> None:
-    """Find pairs that do not match, duplicates, wrong labels: kiloword audit photos/train --model runs/first/model
-
-    Then train without them: kiloword train siglip --data photos/train --keep audit/keep.parquet --out runs/second
-    The same command resumes an interrupted audit.
-
-    Args:
-        data: tars, a table, a folder of images or scenes, as for `kiloword train`.
-        model: model folder, open_clip:NAME:WEIGHTS or hf:FOLDER; it may have been trained on the same data.
-        out: folder for report.html, findings.parquet, keep.parquet and audit.json.
-        extra_captions: parquet tables (key, captions) whose captions are audited too.
-        raw_captions: audit the images' own captions beside the extra ones.
-        features: feature store of the same model for the data (`kiloword embed`), which spares encoding it; labels are
-            not judged then.
-        options: what is found, and what the keep-list omits.
-        execution: how the model is opened and fed.
-    """
-    from kiloword.apps.audit.command import main
-
-    main(data, model, out, options, execution, extra_captions, raw_captions, features)

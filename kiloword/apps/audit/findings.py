@@ -2,225 +2,162 @@
 
 from __future__ import annotations
 
-import io
 import json
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, fields
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet
 from torch import Tensor
 
-from kiloword.apps.audit import KINDS, AuditOptions, Kind
-from kiloword.apps.audit.labels import WrongLabel
+from kiloword.apps.audit.labels import wrong_labels
 from kiloword.apps.audit.outliers import OutlierRule
 from kiloword.apps.audit.pairs import Fits
-from kiloword.apps.audit.similar import SameImage
+from kiloword.apps.audit.similar import Look, groups, near_duplicates, repeated
 from kiloword.data.joins import sampled_images
 from kiloword.data.reading import captions_at
-from kiloword.data.rows import key_bytes, key_text
+from kiloword.data.rows import key_bytes
 from kiloword.data.source import key_of
-from kiloword.files import write_atomic
 from kiloword.types import BadSample, Features, Skipped, Source
 
 WIDE, FEWEST = 0.02, 10  # share and number of other images that a generic caption fits at least as well as its own
 WIDEST = 0.05  # and the largest share of captions that are called generic
 
 
-@dataclass
 class AuditedData:
-    """An encoded data set: its readable images in their order, and their captions."""
+    """An encoded data set: its I readable images in their order, and their T captions."""
 
-    rows: list[int]  # of the source
-    keys: list[str]
-    captions: list[list[str]]
-    labels: Tensor  # [I] int64, -1: none
-    images: Features
-    skipped: list[Skipped]
-
-    @property
-    def texts(self) -> list[str]:
-        """All captions [T], image by image."""
-        return [caption for of_image in self.captions for caption in of_image]
-
-    @property
-    def owner(self) -> np.ndarray:
-        """[T] int64: the image of each caption."""
-        return np.repeat(np.arange(len(self.keys)), [len(captions) for captions in self.captions])
+    def __init__(
+        self,
+        images_read: Sequence[tuple[int, str, list[str]]],
+        labels: Tensor,
+        images: Features,
+        texts: Features,
+        skipped: list[Skipped],
+    ) -> None:
+        """Args: images_read: row of the source, key and captions [I]; labels [I] int64, -1: none; texts: {}: none."""
+        self.rows, self.keys, self.captions = map(list, zip(*images_read, strict=True))
+        self.labels, self.images, self.texts, self.skipped = labels, images, texts, skipped
+        self.places = [(i, index) for i, captions in enumerate(self.captions) for index in range(len(captions))]  # [T]
+        self.owner = np.array([image for image, _ in self.places], np.int64)  # [T]
+        self.flat = [caption for captions in self.captions for caption in captions]  # [T]
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing to look at. `row` is that of the source, `index` counts the captions of an image; -1: no caption."""
+    """One thing to look at; the first eight are the columns of findings.parquet."""
 
-    kind: Kind
+    kind: str
     key: str
-    row: int
-    index: int = -1
+    row: int  # of the source
+    index: int = -1  # among the captions of the image; -1: no caption
     caption: str = ""
     score: float | None = None  # by kind: fit, correlation of pixels, share of images, margin
     other: str = ""  # key of the image of which this one is a duplicate, or that has the caption too
     detail: str = ""
-    image: int = field(default=-1, compare=False)  # in the corpus
-    text: int = field(default=-1, compare=False)
-    other_image: int = field(default=-1, compare=False)
+    image: int = -1  # in the data
+    other_image: int = -1
 
 
-@dataclass
-class Audit:
-    """All results of an audit."""
-
-    corpus: AuditedData
-    findings: list[Finding]
-    fits: Fits | None  # None: no captions
-    rule: OutlierRule | None
-    classnames: list[str] | None
-
-    def of(self, kind: Kind) -> list[Finding]:
-        """The findings of a kind, worst first."""
-        return [finding for finding in self.findings if finding.kind == kind]
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """The number of findings of each kind."""
-        numbers = Counter(finding.kind for finding in self.findings)
-        return {kind: numbers[kind] for kind in KINDS}
-
-
-def mismatches(corpus: AuditedData, fits: Fits, rule: OutlierRule) -> Iterator[Finding]:
-    """The pairs whose fit is below the threshold, worst first."""
-    texts, owner, places = corpus.texts, corpus.owner, _places(corpus)
-    below = np.flatnonzero(fits.annotated < rule.threshold)
-    for t in below[np.argsort(fits.annotated[below], kind="stable")].tolist():
-        fitting = int(fits.fitting[t])
-        detail = f"fit {fits.annotated[t]:.1f}; {fitting:,} other images score at least as high with this caption"
-        yield _of_text("mismatch", corpus, int(owner[t]), t, int(places[t]), texts[t], fits.annotated[t], detail)
-
-
-def generic(corpus: AuditedData, fits: Fits, rule: OutlierRule) -> Iterator[Finding]:
-    """The captions that match their image, but many others at least as well; those of most images first."""
-    texts, owner, places, n = corpus.texts, corpus.owner, _places(corpus), len(corpus.keys)
-    least = max(FEWEST, WIDE * n, np.quantile(fits.fitting, 1 - WIDEST, method="higher"))
-    wide = (fits.fitting >= least) & (fits.annotated >= rule.threshold)
-    chosen = np.flatnonzero(wide)
-    for t in chosen[np.argsort(-fits.fitting[chosen], kind="stable")].tolist():
-        detail = f"{int(fits.fitting[t]):,} other images score at least as high"
-        share = float(fits.fitting[t]) / max(1, n - 1)
-        yield _of_text("generic", corpus, int(owner[t]), t, int(places[t]), texts[t], share, detail)
-
-
-def _of_text(
-    kind: Kind, corpus: AuditedData, image: int, text: int, index: int, caption: str, score: float, detail: str
-) -> Finding:
-    key, row = corpus.keys[image], corpus.rows[image]
-    return Finding(kind, key, row, index, caption, float(score), "", detail, image, text)
-
-
-def duplicate_images(
-    corpus: AuditedData, same: Sequence[SameImage], together: Sequence[Sequence[int]]
+def findings_of(
+    data: AuditedData, fits: Fits | None, rule: OutlierRule | None, look: Look, names: Sequence[str] | None, chunk: int
 ) -> Iterator[Finding]:
-    """Every image of a group except its first, with that one."""
-    best = {image: pair for pair in reversed(same) for image in (pair.first, pair.second)}
-    for first, *others in together:
-        for image in others:
-            pair = best[image]
-            detail = f"pixels correlate by {pair.pixels:.2f}, features by {pair.cosine:.2f}"
-            yield Finding(
-                "duplicate-image", corpus.keys[image], corpus.rows[image], score=pair.pixels, other=corpus.keys[first],
-                detail=detail, image=image, other_image=first,
-            )  # fmt: skip
+    """All findings, the worst of each kind first. Args: look: pixels of a row; names: of the classes."""
 
+    def of_image(kind: str, image: int, score: float, detail: str, other: int = -1) -> Finding:
+        whose = data.keys[other] if other >= 0 else ""
+        key, row = data.keys[image], data.rows[image]
+        return Finding(kind, key, row, -1, "", score, whose, detail, image, other)
 
-def duplicate_captions(corpus: AuditedData, repeats: Sequence[Sequence[int]]) -> Iterator[Finding]:
-    """Every caption of a group except its first, with the image of that one."""
-    texts, owner, places = corpus.texts, corpus.owner, _places(corpus)
-    for first, *others in repeats:
+    def of_text(kind: str, text: int, score: float | None, detail: str, other: int = -1) -> Finding:
+        image, index = data.places[text]
+        whose = data.keys[other] if other >= 0 else ""
+        key, row = data.keys[image], data.rows[image]
+        return Finding(kind, key, row, index, data.flat[text], score, whose, detail, image, other)
+
+    if fits is not None and rule is not None:
+        fit, fitting, n = fits.annotated, fits.fitting, len(data.keys)
+        for t in _first(fit, fit < rule.threshold):
+            detail = f"fit {fit[t]:.1f}; {fitting[t]:,} other images score at least as high with this caption"
+            yield of_text("mismatch", t, float(fit[t]), detail)
+        least = max(FEWEST, WIDE * n, np.quantile(fitting, 1 - WIDEST, method="higher"))
+        for t in _first(-fitting, (fitting >= least) & (fit >= rule.threshold)):
+            detail = f"{fitting[t]:,} other images score at least as high"
+            yield of_text("generic", t, float(fitting[t]) / max(1, n - 1), detail)
+    for first, *others in repeated(data.flat):
         for t in others:
-            image, source = int(owner[t]), int(owner[first])
+            image, source = int(data.owner[t]), int(data.owner[first])
             where = "of the same image" if image == source else f"of {len(others) + 1:,}"
-            yield Finding(
-                "duplicate-caption", corpus.keys[image], corpus.rows[image], int(places[t]), texts[t],
-                other=corpus.keys[source], detail=f"one {where} that are the same", image=image, text=t,
-                other_image=source,
-            )  # fmt: skip
-
-
-def label_findings(corpus: AuditedData, wrong: Sequence[WrongLabel], names: Sequence[str] | None) -> Iterator[Finding]:
-    """Images whose features say another class than their label."""
-
-    def name(label: int) -> str:
-        return names[label] if names and label < len(names) else f"class {label}"
-
-    for one in wrong:
-        detail = f"labelled {name(one.label)}, features say {name(one.suggested)}"
-        image = one.image
-        yield Finding("label", corpus.keys[image], corpus.rows[image], score=one.margin, detail=detail, image=image)
-
-
-def unreadable(skipped: Sequence[Skipped]) -> Iterator[Finding]:
-    """The rows that cannot be read, with the reason."""
-    for one in skipped:
+            yield of_text("duplicate-caption", t, None, f"one {where} that are the same", source)
+    vectors = data.images["vec"].float().cpu()
+    same = near_duplicates(vectors, lambda image: look(data.rows[image]), chunk)
+    best = {image: pair for pair in reversed(same) for image in (pair.first, pair.second)}
+    for first, *others in groups(same):
+        for image in others:
+            detail = f"pixels correlate by {best[image].pixels:.2f}, features by {best[image].cosine:.2f}"
+            yield of_image("duplicate-image", image, best[image].pixels, detail, first)
+    for margin, image, *classes in wrong_labels(vectors, data.labels):
+        label, suggested = (names[c] if names and c < len(names) else f"class {c}" for c in classes)
+        yield of_image("label", image, margin, f"labelled {label}, features say {suggested}")
+    for one in data.skipped:
         yield Finding("unreadable", one.key, one.row, detail=one.reason)
 
 
-def _places(corpus: AuditedData) -> np.ndarray:
-    """[T] int64: the index of each caption among those of its image."""
-    return np.concatenate([np.arange(len(captions)) for captions in corpus.captions] or [np.zeros(0, np.int64)])
+def _first(order: np.ndarray, chosen: np.ndarray) -> list[int]:
+    """The chosen places, those of the smallest values first."""
+    places = np.flatnonzero(chosen)
+    found: list[int] = places[np.argsort(order[places], kind="stable")].tolist()
+    return found
 
 
-def keep_list(audit: Audit, source: Source, options: AuditOptions) -> pa.Table:
-    """The keep-list (`kiloword.data.joins`): a row for each caption of the source, in its order."""
-    reasons: dict[tuple[int, int], Kind] = {}
-    for finding in audit.findings:
-        if finding.kind in options.drop:
+def findings_table(findings: Sequence[Finding]) -> pa.Table:
+    """findings.parquet: a row for each finding."""
+    numbers = {"row": pa.int64(), "index": pa.int32(), "score": pa.float64()}
+    columns = {column.name: [getattr(one, column.name) for one in findings] for column in fields(Finding)[:8]}
+    return pa.table({n: pa.array(v, numbers[n]) if n in numbers else text_array(v) for n, v in columns.items()})
+
+
+def keep_list(
+    data: AuditedData, findings: Sequence[Finding], fits: Fits | None, source: Source, drop: Sequence[str]
+) -> pa.Table:
+    """The keep-list (`kiloword.data.joins`): a row for each caption of the source, images that were read first."""
+    reasons: dict[tuple[int, int], str] = {}
+    for finding in findings:
+        if finding.kind in drop:
             reasons.setdefault((finding.row, finding.index), finding.kind)
-    rows = list(_caption_rows(audit, source, reasons))
-    keys, indices, captions, why, scores = zip(*rows, strict=True) if rows else ((), (), (), (), ())
+    rows, scores = list[tuple[str, int, str, str]](), iter([] if fits is None else fits.annotated.tolist())
+    for row, key, captions in [*zip(data.rows, data.keys, data.captions, strict=True), *_unread(data, source)]:
+        whole = reasons.get((row, -1), "")
+        for index, caption in list(enumerate(captions)) or [(-1, "")]:
+            rows.append((key, index, caption, whole or reasons.get((row, index), "")))
+    keys, indices, texts, why = zip(*rows, strict=True) if rows else ((), (), (), ())
+    read = sum(len(captions) or 1 for captions in data.captions)
     return pa.table(
         {
             "key": text_array(keys),
             "index": pa.array(indices, pa.int32()),
-            "caption": text_array(captions),
+            "caption": text_array(texts),
             "keep": pa.array([reason == "" for reason in why], pa.bool_()),
             "reason": pa.array(why, pa.string()),
-            "score": pa.array(scores, pa.float32()),
+            "score": pa.array(
+                [next(scores, None) if n < read and index >= 0 else None for n, index in enumerate(indices)],
+                pa.float32(),
+            ),
         },
         metadata={"kiloword": json.dumps({"images": sampled_images(source)})},
     )
 
 
-def _caption_rows(
-    audit: Audit, source: Source, reasons: Mapping[tuple[int, int], Kind]
-) -> Iterator[tuple[str, int, str, str, float | None]]:
-    corpus, t = audit.corpus, 0
-    for image, (row, key) in enumerate(zip(corpus.rows, corpus.keys, strict=True)):
-        whole = reasons.get((row, -1), "")
-        if not corpus.captions[image]:
-            yield key, -1, "", whole, None
-        for index, caption in enumerate(corpus.captions[image]):
-            score = None if audit.fits is None else float(audit.fits.annotated[t])
-            yield key, index, caption, whole or reasons.get((row, index), ""), score
-            t += 1
-    for skipped in corpus.skipped:
-        captions = list[str]()
+def _unread(data: AuditedData, source: Source) -> Iterator[tuple[int, str, list[str]]]:
+    """Row, key as the source has it, and captions of what could not be read."""
+    for skipped in data.skipped:
+        key, captions = skipped.key, list[str]()
+        with suppress(BadSample, OSError):
+            key = key_of(source, skipped.row)
         with suppress(BadSample):
             captions = captions_at(source, skipped.row)
-        whole = reasons.get((skipped.row, -1), "")
-        for index, caption in list(enumerate(captions)) or [(-1, "")]:
-            yield stored_key(source, skipped), index, caption, whole, None
-
-
-def stored_key(source: Source, skipped: Skipped) -> str:
-    """The key as the source has it; what a message names is without control characters."""
-    try:
-        return key_of(source, skipped.row)
-    except (BadSample, OSError):
-        return skipped.key
+        yield skipped.row, key, captions
 
 
 def text_array(texts: Sequence[str]) -> pa.Array:
@@ -230,38 +167,3 @@ def text_array(texts: Sequence[str]) -> pa.Array:
         return raw.cast(pa.string())
     except pa.ArrowInvalid:
         return raw
-
-
-def findings_table(findings: Sequence[Finding]) -> pa.Table:
-    """A row for each finding, worst of each kind first."""
-    columns = {name: [getattr(one, name) for one in findings] for name in ("kind", "key", "row", "index", "caption")}
-    columns |= {name: [getattr(one, name) for one in findings] for name in ("score", "other", "detail")}
-    arrays = {name: text_array(columns[name]) for name in ("kind", "key", "caption", "other", "detail")}
-    numbers = {"row": pa.int64(), "index": pa.int32(), "score": pa.float64()}
-    return pa.table({name: arrays[name] if name in arrays else pa.array(values, numbers[name])
-                     for name, values in columns.items()})  # fmt: skip
-
-
-def write_table(path: Path, table: pa.Table) -> None:
-    """Write a parquet table atomically."""
-    buffer = io.BytesIO()
-    pa.parquet.write_table(table, buffer)
-    write_atomic(path, buffer.getvalue())
-
-
-def as_json(audit: Audit, keep: pa.Table, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """What audit.json holds."""
-    kept = keep.column("keep").to_numpy()
-    rule = None if audit.rule is None else asdict(audit.rule)
-    if rule is not None and not np.isfinite(rule["threshold"]):
-        rule["threshold"] = None
-    images = {key_text(k) if isinstance(k, bytes) else k for k in keep.filter(keep.column("keep"))["key"].to_pylist()}
-    return {
-        **facts,
-        "images": len(audit.corpus.keys),
-        "captions": len(audit.corpus.texts),
-        "findings": audit.counts,
-        "rule": rule,
-        "weights": {} if audit.fits is None else audit.fits.weights,
-        "keep": {"rows": len(kept), "kept": int(kept.sum()), "omitted": int((~kept).sum()), "keys": len(images)},
-    }

@@ -6,9 +6,10 @@ no class needs a name and the model need not know them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kiloword.model.encoding import chunks
@@ -17,14 +18,13 @@ TEMPERATURES = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2)  # of the softmax, of which t
 LEAST = 3  # images of a class, below which it is not judged
 
 
-@dataclass(frozen=True)
-class WrongLabel:
+class WrongLabel(NamedTuple):
     """An image whose label another class fits better."""
 
+    margin: float  # probability of the label minus that of the suggested class
     image: int
     label: int
     suggested: int
-    margin: float  # probability of the label minus that of the suggested class
 
 
 def wrong_labels(vectors: Tensor, labels: Tensor, chunk: int = 4096) -> list[WrongLabel]:
@@ -34,53 +34,36 @@ def wrong_labels(vectors: Tensor, labels: Tensor, chunk: int = 4096) -> list[Wro
     flagged when another class is likely, and the likeliest of these is likelier than its label.
     Args: vectors [I, D], unit norm; labels [I] int64, -1: none. Classes of fewer than LEAST images are omitted.
     """
-    counts = torch.bincount(labels.clamp(min=0)[labels >= 0]) if bool((labels >= 0).any()) else labels.new_zeros(0)
-    judged = torch.nonzero(counts >= LEAST)[:, 0]
+    judged, counts = torch.unique(labels[labels >= 0], return_counts=True)
+    judged = judged[counts >= LEAST]
     if len(judged) < 2:
         return []
-    place = labels.new_full((len(counts) + 1,), -1)  # the last is that of -1
-    place[judged] = torch.arange(len(judged))
-    mine = place[labels]
-    rows = torch.nonzero(mine >= 0)[:, 0]
-    vectors, mine = vectors[rows].float(), mine[rows]
+    images = torch.isin(labels, judged).nonzero()[:, 0]
+    vectors, mine = vectors[images].float(), torch.searchsorted(judged, labels[images])
     sums = vectors.new_zeros(len(judged), vectors.shape[1]).index_add_(0, mine, vectors)
-    temperature = min(TEMPERATURES, key=lambda t: _loss(vectors, mine, sums, t, chunk))
-    parts = [_probabilities(vectors, mine, sums, part, temperature) for part in chunks(len(mine), chunk)]
-    means = _means_by_class(parts, mine, len(judged), chunk)
+    means = F.normalize(sums, dim=1)
+    parts = list(chunks(len(mine), chunk))
+
+    def probabilities(part: slice, temperature: float) -> Tensor:
+        """[n, C] of some images, whose own features are omitted of the mean of their class."""
+        others = F.normalize(sums[mine[part]] - vectors[part], dim=1)
+        of_label = (others * vectors[part]).sum(1, keepdim=True)
+        cosines = (vectors[part] @ means.T).scatter(1, mine[part][:, None], of_label)
+        return (cosines / temperature).softmax(1)
+
+    def of_labels(temperature: float) -> Tensor:
+        """[I] the probability of each image's label."""
+        return torch.cat([probabilities(part, temperature).gather(1, mine[part][:, None])[:, 0] for part in parts])
+
+    temperature = min(TEMPERATURES, key=lambda t: -float(of_labels(t).clamp(min=1e-12).log().sum()))
+    actual = of_labels(temperature)
+    least = actual.new_zeros(len(judged)).index_add_(0, mine, actual) / torch.bincount(mine, minlength=len(judged))
     wrong = list[WrongLabel]()
-    for part, chances in zip(chunks(len(mine), chunk), parts, strict=True):
-        actual = chances.gather(1, mine[part][:, None])[:, 0]
-        likely = chances.masked_fill(chances < means, 0).scatter(1, mine[part][:, None], 0)
-        best, other = likely.max(1)
-        for n in torch.nonzero(best > actual)[:, 0].tolist():
-            image = int(rows[part.start + n])
-            one = WrongLabel(image, int(labels[image]), int(judged[other[n]]), float(actual[n] - best[n]))
-            wrong.append(one)
-    return sorted(wrong, key=lambda one: (one.margin, one.image))
-
-
-def _probabilities(vectors: Tensor, mine: Tensor, sums: Tensor, part: slice, temperature: float) -> Tensor:
-    """[n, C] of some images, whose own features are omitted of the mean of their class. Args: sums [C, D] by class."""
-    means = torch.nn.functional.normalize(sums, dim=1)
-    cosines = vectors[part] @ means.T
-    others = torch.nn.functional.normalize(sums[mine[part]] - vectors[part], dim=1)
-    mean = (others * vectors[part]).sum(1, keepdim=True)
-    return (cosines.scatter(1, mine[part][:, None], mean) / temperature).softmax(1)
-
-
-def _loss(vectors: Tensor, mine: Tensor, sums: Tensor, temperature: float, chunk: int) -> float:
-    """Negative log-likelihood of the labels."""
-    total = 0.0
-    for part in chunks(len(mine), chunk):
-        chances = _probabilities(vectors, mine, sums, part, temperature).gather(1, mine[part][:, None])
-        total -= float(chances.clamp(min=1e-12).log().sum())
-    return total
-
-
-def _means_by_class(parts: list[Tensor], mine: Tensor, classes: int, chunk: int) -> Tensor:
-    """[C] mean probability of a class over the images with its label."""
-    actual = torch.cat(
-        [p.gather(1, mine[c][:, None])[:, 0] for c, p in zip(chunks(len(mine), chunk), parts, strict=True)]
-    )
-    total = actual.new_zeros(classes).index_add_(0, mine, actual)
-    return total / torch.bincount(mine, minlength=classes)
+    for part in parts:
+        chances = probabilities(part, temperature)
+        best, other = chances.masked_fill(chances < least, 0).scatter(1, mine[part][:, None], 0).max(1)
+        for n in (best > actual[part]).nonzero()[:, 0].tolist():
+            image = int(images[part.start + n])
+            margin = float(actual[part.start + n] - best[n])
+            wrong.append(WrongLabel(margin, image, int(labels[image]), int(judged[other[n]])))
+    return sorted(wrong)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kiloword.data.classes.names import caseless
 from kiloword.model.encoding import chunks
+from kiloword.report.blocks import Pixels
 from kiloword.terminal.progress import track
 
 NEIGHBOURS = 4  # of each image, by features, that may be the same image
@@ -23,14 +24,11 @@ ALIKE = 0.9  # correlation of the colours of two such images, or of one mirrored
 SHARE, TINT = 0.1, 16.0  # largest differences of a channel: in its share of the contrast, and of mean colours (of 255)
 STEP, ENOUGH = 200, 0.01  # pairs are compared in steps, best first, until so few of a step are the same
 
-Pixels = NDArray[np.uint8]
 Look = Callable[[int], Pixels | None]
 """The pixels of an image [H, W, 3]; None where it cannot be read."""
-Grid = tuple[NDArray[np.float64], NDArray[np.float64]]
 
 
-@dataclass(frozen=True)
-class SameImage:
+class SameImage(NamedTuple):
     """Two images that are nearly the same."""
 
     first: int
@@ -46,50 +44,37 @@ def near_duplicates(vectors: Tensor, look: Look, chunk: int = 1024) -> list[Same
     norm; colours decide, since to a model that was trained on few images many scenes look alike. A crop that omits much
     is not found.
     """
-    first, same = dict[bytes, int](), list[SameImage]()
+    first, same = dict[tuple[bytes, tuple[int, ...]], int](), list[SameImage]()
     for image in track(range(len(vectors)), "pixels", "images", len(vectors)):
-        pixels = look(image)
-        if pixels is not None and (i := first.setdefault(_digest(pixels), image)) != image:
-            same.append(SameImage(i, image, float(vectors[i] @ vectors[image]), 1.0))
-    different = torch.tensor(sorted({*range(len(vectors))} - {pair.second for pair in same}), dtype=torch.int64)
+        if (pixels := look(image)) is not None:
+            digest = hashlib.blake2b(pixels.tobytes(), digest_size=16).digest(), pixels.shape
+            if (i := first.setdefault(digest, image)) != image:
+                same.append(SameImage(i, image, float(vectors[i] @ vectors[image]), 1.0))
+    copies = {pair.second for pair in same}
+    different = torch.tensor([image for image in range(len(vectors)) if image not in copies], dtype=torch.int64)
     candidates = _candidates(vectors[different], chunk)
-    seen: dict[int, Grid | None] = {}
-
-    def grid(image: int) -> Grid | None:
-        if image not in seen:
-            pixels = look(image)
-            seen[image] = None if pixels is None else _grid(pixels)
-        return seen[image]
-
     for part in track(list(chunks(len(candidates), STEP)), "duplicates", "steps of pairs", -(-len(candidates) // STEP)):
-        before = len(same)
+        before, colours = len(same), dict[int, NDArray[np.float64] | None]()
         for cosine, *places in candidates[part]:
             i, j = different[places].tolist()
-            a, b = grid(i), grid(j)
+            for image in {i, j} - colours.keys():
+                pixels = look(image)
+                colours[image] = None if pixels is None else _small(pixels)
+            a, b = colours[i], colours[j]
             if a is not None and b is not None and (alike := _alike(a, b)) >= ALIKE:
                 same.append(SameImage(i, j, cosine, alike))
         if len(same) - before < ENOUGH * STEP:
             break
-        seen.clear()
     return same
 
 
 def groups(same: Sequence[SameImage]) -> list[list[int]]:
     """Groups of images that are linked, each ascending; in order of their first images."""
-    root = dict[int, int]()
-
-    def of(image: int) -> int:
-        while root.setdefault(image, image) != image:
-            image = root[image]
-        return image
-
+    group_of: dict[int, set[int]] = {}
     for pair in same:
-        first, second = sorted((of(pair.first), of(pair.second)))
-        root[second] = first
-    linked = defaultdict[int, list[int]](list)
-    for image in sorted(root):
-        linked[of(image)].append(image)
-    return list(linked.values())
+        joined = group_of.get(pair.first, {pair.first}) | group_of.get(pair.second, {pair.second})
+        group_of |= dict.fromkeys(joined, joined)
+    return sorted({min(group): sorted(group) for group in group_of.values()}.values())
 
 
 def _candidates(vectors: Tensor, chunk: int) -> list[tuple[float, int, int]]:
@@ -106,27 +91,22 @@ def _candidates(vectors: Tensor, chunk: int) -> list[tuple[float, int, int]]:
     return sorted(((value, *pair) for pair, value in cosine_of.items()), key=lambda one: (-one[0], one[1:]))
 
 
-def _digest(pixels: Pixels) -> bytes:
-    return hashlib.blake2b(pixels.tobytes(), digest_size=16, key=repr(pixels.shape).encode()).digest()
+def _small(pixels: Pixels) -> NDArray[np.float64]:
+    return np.asarray(Image.fromarray(pixels).resize((GRID, GRID), Image.Resampling.BOX), np.float64)
 
 
-def _grid(pixels: Pixels) -> Grid:
-    """The mean colour [3], and colours [GRID, GRID, 3] of mean 0 and norm 1; zeros for an image of one colour."""
-    small = Image.fromarray(pixels).resize((GRID, GRID), Image.Resampling.BOX)
-    values = np.asarray(small, np.float64)
-    mean = values.mean((0, 1))
-    norm = np.linalg.norm(values - mean)
-    return mean, (values - mean) / norm if norm > GRID else np.zeros_like(values)
-
-
-def _alike(a: Grid, b: Grid) -> float:
-    """The correlation of two images or of one mirrored; 0 where their colours differ by more than brightness."""
-    (mean_a, a_values), (mean_b, b_values) = a, b
-    tint = (mean_a - mean_a.mean()) - (mean_b - mean_b.mean())
-    share = np.linalg.norm(a_values, axis=(0, 1)) - np.linalg.norm(b_values, axis=(0, 1))
+def _alike(a: NDArray[np.float64], b: NDArray[np.float64]) -> float:
+    """The correlation of two images [GRID, GRID, 3] or of one mirrored; 0 where more than their brightness differs."""
+    means = [values.mean((0, 1)) for values in (a, b)]
+    norms = [np.linalg.norm(values - mean) for values, mean in zip((a, b), means, strict=True)]
+    if min(norms) <= GRID:  # of one colour
+        return 0.0
+    a, b = ((values - mean) / norm for values, mean, norm in zip((a, b), means, norms, strict=True))
+    tint = (means[0] - means[0].mean()) - (means[1] - means[1].mean())
+    share = np.linalg.norm(a, axis=(0, 1)) - np.linalg.norm(b, axis=(0, 1))
     if np.abs(tint).max() > TINT or np.abs(share).max() > SHARE:
         return 0.0
-    return float(max((a_values * b_values).sum(), (a_values * b_values[:, ::-1]).sum()))
+    return float(max((a * b).sum(), (a * b[:, ::-1]).sum()))
 
 
 def repeated(captions: Sequence[str]) -> list[list[int]]:

@@ -3,37 +3,34 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet
 import pytest
 import torch
+import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
-from kiloword.apps.audit import AuditOptions
+from folders import model_folder
+from holding import held_by_another
 from kiloword.apps.audit.labels import wrong_labels
 from kiloword.apps.audit.outliers import rule
 from kiloword.apps.audit.pairs import fits
-from kiloword.apps.audit.similar import groups, near_duplicates
+from kiloword.apps.audit.similar import groups, near_duplicates, repeated
 from kiloword.cli.main import main
 from kiloword.types import Features
-
-
-def unit(values: Tensor) -> Tensor:
-    return torch.nn.functional.normalize(values, dim=-1)
 
 
 def data(images: int = 40, captions: int = 3, noise: float = 0.08, dim: int = 24) -> tuple[Features, Features, Tensor]:
     """Images and captions near each other; the last caption of every image is general."""
     torch.manual_seed(0)
-    vectors = unit(torch.randn(images, dim))
+    vectors = F.normalize(torch.randn(images, dim))
     owner = torch.arange(images).repeat_interleave(captions)
     texts = vectors[owner] + noise * torch.randn(len(owner), dim)
     texts[captions - 1 :: captions] += 0.15 * torch.ones(dim)
-    return {"vec": vectors}, {"vec": unit(texts)}, owner
+    return {"vec": vectors}, {"vec": F.normalize(texts)}, owner
 
 
 def score(images: Features, texts: Features) -> Tensor:
@@ -75,8 +72,7 @@ def test_swapped_captions_fit_least_and_general_ones_do_not() -> None:
     images, texts, owner = data(images=200, captions=5)
     swapped = torch.arange(0, 100, 10)  # of 1000, first captions
     texts["vec"][swapped] = texts["vec"][swapped.roll(1)]
-    found = fits(score, pairs, images, texts, owner)
-    lowest = set(np.argsort(found.annotated)[: len(swapped)].tolist())
+    lowest = set(np.argsort(fits(score, pairs, images, texts, owner).annotated)[: len(swapped)].tolist())
     assert len(lowest & set(swapped.tolist())) >= 9
     assert not {n for n in lowest if n % 5 == 4}, "general captions are no mismatches"
 
@@ -110,9 +106,8 @@ def test_clean_data_is_not_flagged_whatever_the_model(mean: float) -> None:
 def photo(seed: int, noise: int = 0) -> np.ndarray:
     rng = np.random.default_rng(seed)
     small = Image.fromarray(rng.integers(0, 256, (6, 6, 3), dtype=np.uint8)).resize((64, 64))
-    return np.clip(np.asarray(small).astype(int) + rng.integers(-noise, noise + 1, (64, 64, 3)), 0, 255).astype(
-        np.uint8
-    )
+    noisy = np.asarray(small).astype(int) + rng.integers(-noise, noise + 1, (64, 64, 3))
+    return np.clip(noisy, 0, 255).astype(np.uint8)
 
 
 def test_near_duplicates_need_features_and_pixels() -> None:
@@ -122,15 +117,15 @@ def test_near_duplicates_need_features_and_pixels() -> None:
     vectors = torch.randn(11, 16)
     vectors[8], vectors[10], vectors[9] = vectors[2] + 0.01, vectors[2], vectors[3] + 0.01
     vectors[5] = vectors[4]  # alike to the model, but not in pixels
-    same = near_duplicates(unit(vectors), images.get, chunk=4)
+    same = near_duplicates(F.normalize(vectors), images.get, chunk=4)
     assert groups(same) == [[2, 8, 10], [3, 9]]
-    assert not near_duplicates(unit(vectors), lambda _: None)
+    assert not near_duplicates(F.normalize(vectors), lambda _: None)
 
 
 def test_wrong_labels_are_those_that_were_changed() -> None:
     torch.manual_seed(0)
-    centres, labels = unit(torch.randn(4, 16)), torch.arange(200) % 4
-    vectors = unit(centres[labels] + 0.15 * torch.randn(200, 16))
+    centres, labels = F.normalize(torch.randn(4, 16)), torch.arange(200) % 4
+    vectors = F.normalize(centres[labels] + 0.15 * torch.randn(200, 16))
     assert wrong_labels(vectors, labels) == []
     given = labels.clone()
     given[[5, 50, 101]] = (given[[5, 50, 101]] + 1) % 4
@@ -140,20 +135,17 @@ def test_wrong_labels_are_those_that_were_changed() -> None:
     assert wrong_labels(vectors, torch.full((200,), -1)) == []
 
 
-def test_options_are_checked() -> None:
-    for bad in ({"target_precision": 0.0}, {"target_precision": 1.1}, {"gallery": -1}, {"chunk": 0}):
-        with pytest.raises(ValueError, match="expected"):
-            replace(AuditOptions(), **bad).check()
+def test_captions_repeat_whatever_their_case_space_and_full_stop() -> None:
+    assert repeated(["A dog.", "cat", "a  dog", "A DOG", "Cat.", "x"]) == [[0, 2, 3], [1, 4]]
 
 
-@pytest.mark.slow
-def test_the_loop_closes_in_two_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def run(*words: object) -> str:
-        main([str(word) for word in words])
-        return capsys.readouterr().out
+def run(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    main([str(word) for word in words])
+    return capsys.readouterr().out
 
-    small = ["--size", "debug", "--batch", 16, "--vocab", 300, "--precision", "fp32"]
-    folder = tmp_path / "photos"
+
+def test_what_is_found_in_a_folder_and_what_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, model, out = tmp_path / "photos", model_folder(tmp_path / "model"), tmp_path / "two words"
     folder.mkdir()
     for n in range(24):
         Image.fromarray(photo(n)).save(folder / f"{n:02d}.png")
@@ -164,51 +156,51 @@ def test_the_loop_closes_in_two_commands(tmp_path: Path, capsys: pytest.CaptureF
     (folder / "c\td.txt").write_text("a key that is no word", encoding="utf-8")
     (folder / "e.txt").write_text("", encoding="utf-8")
     Image.fromarray(photo(30)).save(folder / "e.png")
-    run("train", "clip", "--data", folder, "--steps", 2, "--bad-share", 0.5, "--out", tmp_path / "run", *small)
-    out = tmp_path / "audit"
-    drop = ["--drop", "mismatch", "unreadable", "duplicate-image"]
-    said = run("audit", folder, "--model", tmp_path / "run/model", "--out", out, *drop)
-    assert "train without them" in said
-    whole = run("audit", folder, "--model", tmp_path / "run/model", "--out", tmp_path / "whole", "--drop", "label")
-    assert "omits 0 of 50" in whole
-    assert "train without them" not in whole
-    found = json.loads((out / "audit.json").read_text(encoding="utf-8"))["findings"]
-    assert (found["unreadable"], found["duplicate-image"]) == (3, 1)
-    page = (out / "report.html").read_text(encoding="utf-8")
-    assert "&lt;b&gt;bold" in page
-    assert "<b>bold" not in page
+    judge = ["audit", folder, "--model", model, "--drop", "mismatch", "unreadable", "duplicate-image"]
+    assert f"--keep '{out / 'keep.parquet'}'" in run(capsys, *judge, "--out", out)
+    found = json.loads((out / "audit.json").read_text(encoding="utf-8"))
+    assert (found["findings"]["unreadable"], found["findings"]["duplicate-image"]) == (3, 1)
     keep = pyarrow.parquet.read_table(out / "keep.parquet").to_pylist()
-    assert len(keep) == 50
-    assert {("c\td", 0), ("e", -1)} <= {(row["key"], row["index"]) for row in keep if not row["keep"]}
-    assert {(row["key"], row["reason"]) for row in keep if not row["keep"]} >= {
-        ("07", "unreadable"),
-        ("20", "duplicate-image"),
-    }
-    listed = pyarrow.parquet.read_table(out / "findings.parquet")
-    assert len(listed) == sum(found.values())
-    run("embed", tmp_path / "run/model", "--data", folder, "--dtype", "fp32", "--out", tmp_path / "features")
-    run(
-        "audit",
-        folder,
-        "--model",
-        tmp_path / "run/model",
-        "--out",
-        tmp_path / "b",
-        *drop,
-        "--features",
-        tmp_path / "features",
-    )
+    assert list(keep[0]) == ["key", "index", "caption", "keep", "reason", "score"]
+    assert found["keep"]["rows"] == len(keep) == 50
+    dropped = {(row["key"], row["index"], row["reason"]) for row in keep if not row["keep"]}
+    assert dropped >= {("c\td", 0, "unreadable"), ("e", -1, "unreadable"), ("20", 0, "duplicate-image")}
+    findings = pyarrow.parquet.read_table(out / "findings.parquet")
+    assert findings.column_names == ["kind", "key", "row", "index", "caption", "score", "other", "detail"]
+    assert len(findings) == sum(found["findings"].values())
+    page = (out / "report.html").read_text(encoding="utf-8")
+    assert "near-duplicate images" in page
+    assert "another of 3" in page or "&lt;b&gt;bold" in page
+    whole = run(capsys, "audit", folder, "--model", model, "--out", tmp_path / "whole", "--drop", "label")
+    assert "omits 0 of 50" in whole
+    assert "--keep" not in whole
+    run(capsys, "embed", model, "--data", folder, "--dtype", "fp32", "--out", tmp_path / "features")
+    run(capsys, *judge, "--out", tmp_path / "b", "--features", tmp_path / "features")
     stored = pyarrow.parquet.read_table(tmp_path / "b/keep.parquet").to_pylist()
-    assert [(row["key"], row["caption"], row["reason"]) for row in stored] == [
-        (row["key"], row["caption"], row["reason"]) for row in keep
-    ]
+    columns = ("key", "caption", "reason")
+    assert [[row[c] for c in columns] for row in stored] == [[row[c] for c in columns] for row in keep]
     assert [row["score"] for row in stored] == pytest.approx([row["score"] for row in keep], abs=1e-4)
-    again = ["train", "clip", "--data", folder, "--steps", 2, "--keep", out / "keep.parquet", *small]
-    run(*again, "--out", tmp_path / "kept")
-    config = json.loads((tmp_path / "kept/config.json").read_text(encoding="utf-8"))
-    assert config["recipe"]["data"]["keep"] == [str(out / "keep.parquet")]
+    with held_by_another(out), pytest.raises(SystemExit) as end:
+        run(capsys, *judge, "--out", out)
+    assert end.value.code == 2
+    assert "is auditing" in capsys.readouterr().err
+    small = ["--size", "debug", "--batch", 16, "--vocab", 300, "--precision", "fp32", "--steps", 2]
+    run(capsys, "train", "clip", "--data", folder, "--keep", out / "keep.parquet", *small, "--out", tmp_path / "kept")
     rows = [json.loads(line) for line in (tmp_path / "kept/metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    assert not any(row.get("skipped") for row in rows), "the unreadable row is omitted"
-    with pytest.raises(SystemExit):
-        run("train", "clip", "--data", folder, "--steps", 2, *small, "--out", tmp_path / "kept")
-    assert "holds another run" in capsys.readouterr().err
+    assert not any(row.get("skipped") for row in rows), "the unreadable rows are omitted"
+
+
+@pytest.mark.parametrize("method", ["llip", "prolip"])
+def test_scores_of_other_heads_and_flags_out_of_range(
+    method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = model_folder(tmp_path / "model", method)
+    judge = ["audit", "scenes:test?n=12", "--model", model, "--out", tmp_path / "out"]
+    run(capsys, *judge)
+    assert len(pyarrow.parquet.read_table(tmp_path / "out/keep.parquet")) == 12
+    flags = (["--target-precision", 0], ["--target-precision", 1.1], ["--gallery", -1], ["--chunk", 0],
+             ["--features", "x", "--image-features", "y"])  # fmt: skip
+    for flag in flags:
+        with pytest.raises(SystemExit) as end:
+            run(capsys, *judge, *flag)
+        assert end.value.code == 2
