@@ -47,3 +47,145 @@ VERBS: dict[str, dict[str, Place]] = {
         "serve": ("kiloword.apps.search.command:Serve", "Search photos in a browser."),
     },
     "Data": {
+        "data": ("kiloword.cli.data:Data", "Inspect a data set before training."),
+        "audit": ("kiloword.apps.audit.command:Audit", "Find pairs that do not match, duplicates and wrong labels."),
+        "mine": ("kiloword.cli.old:mine", "Mine captions that match other images."),
+    },
+    "Exchange": {
+        "import": ("kiloword.cli.exchange:Import", "Import weights of another library."),
+        "export": ("kiloword.cli.exchange:Export", "Write a model for another library, and compare both."),
+        "push": ("kiloword.cli.exchange:Push", "Upload a model with its card to the Hugging Face hub."),
+    },
+    "Look up": {
+        "quickstart": ("kiloword.cli.old:quickstart", "Train on scenes or on your photos, evaluate, write a report."),
+        "methods": ("kiloword.cli.describe:Methods", "List the methods and their components."),
+        "recipes": ("kiloword.methods.recipes:Recipes", "List the recipes of papers, or show one with its sources."),
+        "sizes": ("kiloword.cli.describe:Sizes", "List the named sizes of towers."),
+        "bench": ("kiloword.cli.old:bench", "Measure this machine."),
+        "doctor": ("kiloword.cli.describe:Doctor", "Show versions, devices, extras and threads of this machine."),
+    },
+}
+
+OUTPUTS = ("json", "html", "csv", "page", "plane", "png", "results")  # names of files that are written at the end
+
+
+@dataclass(frozen=True)
+class OwnFlags:
+    """To completion, a verb whose flags depend on its first word."""
+
+
+SHELLS = {
+    "bash": (
+        "~/.local/share/bash-completion/completions/kiloword",
+        "New shells use it, with the package bash-completion.",
+    ),
+    "zsh": ("~/.local/share/kiloword/_kiloword", "Add to ~/.zshrc: fpath=(~/.local/share/kiloword $fpath); compinit"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point. An error that the user can fix is one message on stderr and exit code 2."""
+    if argv is None:
+        sys.excepthook = show_traceback
+        keep_freed_memory()
+    try:
+        words = [public(word) for word in (sys.argv[1:] if argv is None else argv)]
+        launch.adopt()
+        with invoked(words):
+            _run(words)
+    except BrokenPipeError:  # `kiloword ... | head` has closed the pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1) from None
+    except KeyboardInterrupt as error:
+        warn(f"kiloword: interrupted{f': {error}' if str(error) else '.'}")
+        raise SystemExit(130) from None
+    except Exception as error:
+        message = sentence_of(error)
+        printed = launch.explain(scrubbed(message or "".join(traceback.format_exception(error))))
+        if message is None:
+            raise
+        if printed:
+            warn(f"kiloword: {scrubbed(message)}")
+        raise SystemExit(getattr(error, "code", 2)) from None
+
+
+def _run(words: Sequence[str]) -> None:
+    first = words[0] if words else "--help"
+    places = {name: place for group in VERBS.values() for name, (place, _) in group.items()}
+    if first == "--version":
+        say(__version__)
+    elif first in ("-h", "--help"):
+        _list_verbs()
+    elif first == "--install-completion":
+        _install_completion("".join(words[1:]))
+    elif first not in places:
+        raise ValueError(f"unknown verb {first!r}: expected one of {', '.join(places)}.{suggestion(first, places)}")
+    elif any(not word or (word.startswith("--") and word.endswith("=")) for word in words):
+        raise ValueError("an argument is empty, perhaps of an unset shell variable: expected a value.")
+    else:
+        read = declared(first)
+        if not isinstance(read, type) and read.__name__ not in ("main", "read"):  # a verb that is no class yet
+            tyro.cli(read, args=words[1:], prog=f"kiloword {first}")
+            return
+        verb = parse(read, words[1:], f"kiloword {first}") if isinstance(read, type) else read(words[1:])
+        if verb is not None:
+            check(verb, words)
+            verb.run()
+
+
+def declared(verb: str) -> Any:
+    """The class of a verb, or the function that reads its words."""
+    place = next(group[verb][0] for group in VERBS.values() if verb in group)
+    module, _, name = place.partition(":")
+    return getattr(import_module(module), name)
+
+
+def parse(kind: Any, words: Sequence[str], prog: str) -> Any:
+    """Read the flags of a class. Raises: SystemExit with code 2 for words that do not fit, and with 0 for --help."""
+    return tyro.cli(kind, args=words, prog=prog, description=inspect.cleandoc(kind.__doc__))
+
+
+def check(verb: Any, words: Sequence[str]) -> None:
+    """Raises: ValueError where a flag of several values is given twice, what is required is empty, or a file that is
+    written at the end would be a folder or below a file."""
+    flags = [word[2:].partition("=")[0].replace("-", "_") for word in words if word.startswith("--")]
+    for name, value, required in _values(verb):
+        flag = f"--{name.replace('_', '-')}"
+        if isinstance(value, tuple) and sum(given.rpartition(".")[2] == name for given in flags) > 1:
+            raise ValueError(f"{flag} is given twice: its values follow the first one.")
+        if value == () and required:
+            raise ValueError(f"{name.upper() if name not in flags else flag} is empty: expected one value or several.")
+        if name in OUTPUTS and isinstance(value, Path) and (value.is_dir() or value.parent.is_file()):
+            raise ValueError(f"{flag} {value} cannot be written: expected the name of a file.")
+
+
+def _values(settings: Any) -> Iterator[tuple[str, Any, bool]]:
+    """Every field inside a verb: the name of its flag, its value, and whether it is required."""
+    for f in fields(settings):
+        value = getattr(settings, f.name)
+        if is_dataclass(value) and not isinstance(value, type):
+            yield from _values(value)
+        else:
+            name = (f.metadata.get("flag") or f.name).replace("-", "_")
+            yield name, value, f.default is MISSING and f.default_factory is MISSING
+
+
+def _list_verbs() -> None:
+    say("usage: kiloword VERB ..., and kiloword VERB --help", "")
+    for group, verbs in VERBS.items():
+        say(group, *(f"  {name:11} {line}" for name, (_, line) in verbs.items()), "")
+    say("Completion of verbs and flags by a shell: kiloword --install-completion bash, or zsh.")
+
+
+def _install_completion(shell: str) -> None:
+    """Write tyro's completion script where the shell looks for one."""
+    if shell not in SHELLS:
+        raise ValueError(f"--install-completion got {shell or 'nothing'}: expected bash or zsh.")
+    path = Path(SHELLS[shell][0]).expanduser()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    kinds = {name: declared(name) for group in VERBS.values() for name in group}
+    verbs: dict[str, Any] = {name: kind if isinstance(kind, type) else OwnFlags for name, kind in kinds.items()}
+    words = ["--tyro-write-completion", shell, str(path)]
+    with suppress(SystemExit):
+        tyro.extras.subcommand_cli_from_dict(verbs, prog="kiloword", args=words)
+    say(f"written: {path}", SHELLS[shell][1])
