@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from kiloword.api import Matcher
-from kiloword.apps.audit.command import Audit, Kind
 from kiloword.apps.audit.findings import AuditedData, Finding, findings_of, findings_table, keep_list
 from kiloword.apps.audit.outliers import OutlierRule, rule
 from kiloword.apps.audit.pairs import Fits, fits
@@ -43,6 +42,10 @@ from kiloword.terminal import say, warn
 from kiloword.terminal.progress import showing
 from kiloword.types import BadSample, Example, Skipped, Source
 
+if TYPE_CHECKING:
+    from kiloword.apps.audit.command import Audit
+
+KINDS = ("mismatch", "unreadable", "duplicate-image", "duplicate-caption", "generic", "label")
 NAMES = {
     "mismatch": "pairs that do not match",
     "generic": "captions of many images",
@@ -156,7 +159,7 @@ def _summary(
     return {
         "images": len(data.keys),
         "captions": len(data.flat),
-        "findings": {kind: counts[kind] for kind in get_args(Kind)},
+        "findings": {kind: counts[kind] for kind in KINDS},
         "rule": None if limit is None else asdict(limit) | ({} if limit.flagged else {"threshold": None}),
         "weights": {} if fit is None else fit.weights,
         "keep": {
