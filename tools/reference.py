@@ -23,10 +23,10 @@ import tyro
 from docstring_parser import parse
 
 from kiloword.apps.plan.request import Plan
+from kiloword.apps.sweep.arms import SweepOptions
 from kiloword.cli.evaluate import EvaluateSuite
 from kiloword.cli.evaluate import flags as words_of_task
 from kiloword.cli.main import VERBS, declared
-from kiloword.cli.sweep import SweepOptions
 from kiloword.config.recipes import sizes
 from kiloword.config.settings import ABOVE_0, BELOW_1, UNLIMITED, Leaf, leaves
 from kiloword.evaluation import TASKS

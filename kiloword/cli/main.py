@@ -29,7 +29,7 @@ whose flags tyro reads, or of a function that reads the words and returns such a
 VERBS: dict[str, dict[str, Place]] = {
     "Train": {
         "train": ("kiloword.training.command:read", "Train a model; the same command again resumes."),
-        "sweep": ("kiloword.cli.sweep:main", "Train over varied settings and seeds, and compare."),
+        "sweep": ("kiloword.apps.sweep.command:read", "Train over varied settings and seeds, and compare."),
         "plan": ("kiloword.cli.plan:main", "Estimate memory, time and traffic of a run."),
         "verify": ("kiloword.verify.command:read", "Check the gradients of a method."),
         "watch": ("kiloword.runs.watch:Watch", "Follow the last rows and the alerts of runs."),

@@ -1,1 +1,1 @@
-"""Sweeps: one training command with settings varied, each over seeds, and a table and plots of the results."""
+"""Sweeps: `train` for every combination of values and every seed, and one table of all. No torch at import."""

@@ -1,132 +1,55 @@
-"""The arms of a sweep: every combination of the values of its settings, and every seed."""
+"""An arm of a sweep: a run of `train` with its words, and later its figures."""
 
 from __future__ import annotations
 
-import itertools
-import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
-from kiloword.config.settings import Leaf, check, leaves
-from kiloword.errors import suggestion
+import tyro
 
-MOST = 1000  # largest number of arms
-NOT_VARIED = ("out", "seed", "dry-run")  # settings that the sweep sets itself
-NO_FLAGS = ("recipe.method", "recipe.settings")
+from kiloword.config.options import RunOptions
+from kiloword.config.settings import BaseSettings, leaves, setting
+from kiloword.methods.command import values_of
 
-
-@dataclass(frozen=True)
-class Varied:
-    """A setting and its values."""
-
-    name: str  # as given, "settings.k"
-    flag: str  # on the command line of `train`, "--settings.k"
-    values: tuple[str, ...]
-    switch: bool = False  # its values are True and False, for which there are flags with and without "no-"
-
-    def words(self, value: str) -> list[str]:
-        """The arguments of `train` that set a value."""
-        if not self.switch:
-            return [self.flag, value]
-        path, _, last = self.flag.rpartition(".")
-        return [self.flag if value == "True" else f"{path}.no-{last}" if path else f"--no-{last.removeprefix('--')}"]
+EARLY = {"patience", "keep-best", "eval-every", "eval-epochs"}  # they decide when a run stops early
+# Flags in which calls of a sweep may differ: they change no result.
+FREE = {"--seed", "--out", *(f"--{leaf.flag}" for leaf in leaves(RunOptions()) if leaf.flag not in EARLY)}
+Arm = dict[str, Any]
+"""An arm as sweep.json holds it: name (of its folder), values (setting -> value), seed, command (words of `train`) and
+eval; once it has run metrics or error."""
 
 
-@dataclass(frozen=True)
-class Arm:
-    """One run of a sweep."""
+@dataclass(frozen=True, kw_only=True)
+class SweepOptions(BaseSettings):
+    """Train once for every combination of values and every seed, then print a table: mean and standard deviation.
 
-    values: Mapping[str, str]  # setting -> value
-    seed: int
-    words: tuple[str, ...]  # arguments of `train`
+    All other flags are those of `kiloword train` (kiloword train METHOD --help). The same command again resumes.
 
-    @property
-    def name(self) -> str:
-        """The name of its folder below that of the sweep."""
-        short = {name: name.rpartition(".")[2] for name in self.values}
-        names = {n: s if list(short.values()).count(s) == 1 else n for n, s in short.items()}
-        parts = [f"{names[name]}={value}" for name, value in self.values.items()]
-        return re.sub(r"[^\w.=,+-]", "_", ",".join([*parts, f"seed={self.seed}"]))
-
-
-def varied(words: Sequence[str], run: Any, settings: Any) -> list[Varied]:
-    """The settings that `--vary` names, with values that their types and limits allow.
-
-    Args: run: settings of `train`; settings: of the method.
-    Raises: ValueError for a word that is not NAME=VALUE,..., a setting that does not exist or is given twice, and a
-    value that cannot be parsed or is out of its limits.
+    Examples:
+      kiloword sweep llip --vary settings.k=1,16,32,64 --seeds 3 --data scenes --eval retrieval=scenes:test --out runs/k
+      kiloword sweep clip-c --vary settings.rho=0.15,0.3 optim.lr=5e-4,1e-3 --data photos/train --out runs/rho
     """
-    known = {name: (run, leaf, "--") for leaf in leaves(run) for name in _names(leaf)}
-    known |= {f"settings.{name}": (settings, leaf, "--settings.") for leaf in leaves(settings) for name in _names(leaf)}
-    made: list[Varied] = []
-    for word in words:
-        name, _, listed = word.partition("=")
-        values = tuple(listed.split(","))
-        if not (name and listed and all(values)):
-            raise ValueError(f"--vary {word}: expected SETTING=VALUE,VALUE,..., such as settings.k=1,16,32.")
-        if len(set(values)) < len(values):
-            raise ValueError(f"--vary {word} names a value twice.")
-        key = name.removeprefix("--").replace("_", "-")
-        if key not in known or key in NOT_VARIED:
-            hint = "it is set by the sweep." if key in NOT_VARIED else "there is no such setting."
-            raise ValueError(f"--vary {name}: {hint}{suggestion(key, known) if key not in known else ''}")
-        where, leaf, prefix = known[key]
-        if any(f"{prefix}{leaf.flag}" == one.flag for one in made):
-            raise ValueError(f"--vary names {name} twice: give all its values at once, {name}=A,B,C.")
-        parsed = [_parsed(name, value, leaf) for value in values]
-        for value in parsed:
-            check(_replaced(where, leaf.path.split("."), value), prefix)
-        switch = isinstance(parsed[0], bool)
-        made.append(Varied(key, f"{prefix}{leaf.flag}", tuple(map(str, parsed)) if switch else values, switch))
-    return made
+
+    vary: tuple[str, ...] = setting((), "SETTING=VALUE,VALUE,...; several settings: every combination of their values")
+    seeds: int = setting(1, "number of seeds, counted from --seed", 1, 1000)
+    eval: tuple[str, ...] = setting((), "data sets to evaluate each model on: SRC or TASK=SRC, as --val of train")
+    metric: tuple[str, ...] = setting((), "metrics to print and plot; default: the main ones")
+    out: Path = setting(tyro.MISSING, "folder of the arms, sweep.json and sweep.html")
+    dry_run: bool = setting(False, "list the arms and their commands, and stop")
 
 
-def _names(leaf: Leaf) -> set[str]:
-    """How a setting may be named: as its flag, or by its place in a recipe."""
-    if leaf.path in NO_FLAGS:
-        return set()
-    return {leaf.flag, leaf.path.removeprefix("recipe.").replace("_", "-")}
+def flag_of(name: str, value: str) -> list[str]:
+    """The arguments of `train` that set a value: a switch has a flag with "no-" in place of false."""
+    path, dot, last = name.rpartition(".")
+    if value.lower() in ("true", "false"):
+        return [f"--{path}{dot}{'' if value.lower() == 'true' else 'no-'}{last}"]
+    return [f"--{name}", value]
 
 
-def _parsed(name: str, value: str, leaf: Leaf) -> Any:
-    """A value as the type of its setting. Raises: ValueError for one that is not of this type."""
-    from pydantic import TypeAdapter, ValidationError
-
-    kind = TypeAdapter(get_type_hints(leaf.owner, include_extras=True)[leaf.field.name])
-    try:
-        return kind.validate_strings(value)
-    except ValidationError as error:
-        try:
-            return kind.validate_python((value,))  # of a setting that takes several values
-        except ValidationError:
-            problem = error.errors()[0]["msg"].lower()
-            raise ValueError(f"--vary {name}: {value!r} does not fit: {problem}.") from None
-
-
-def _replaced(settings: Any, path: Sequence[str], value: Any) -> Any:
-    """A copy of nested settings with one value replaced."""
-    inner = value if len(path) == 1 else _replaced(getattr(settings, path[0]), path[1:], value)
-    return replace(settings, **{path[0]: inner})
-
-
-def arms(settings: Sequence[Varied], seeds: Sequence[int], words: Sequence[str], out: Path) -> list[Arm]:
-    """All arms, seed by seed, so that a sweep that is not finished has a whole table of fewer seeds.
-
-    Args: words: arguments of `train` that all arms share; out: folder of the sweep.
-    Raises: ValueError for too many arms, and for two that would share a folder.
-    """
-    made = []
-    for seed, values in itertools.product(seeds, itertools.product(*(one.values for one in settings))):
-        chosen = [word for one, value in zip(settings, values, strict=True) for word in one.words(value)]
-        arm = Arm(dict(zip((one.name for one in settings), values, strict=True)), seed, ())
-        place = ("--seed", str(seed), "--out", str(out / arm.name))
-        made.append(replace(arm, words=(*words, *chosen, *place)))
-    if len(made) > MOST:
-        raise ValueError(f"the sweep has {len(made):,} arms: expected at most {MOST:,}.")
-    names = [arm.name for arm in made]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise ValueError(f"two arms would share the folder {twice}: give their values names that differ.")
-    return made
+def shared(arm: Arm) -> dict[str, tuple[str, ...]]:
+    """What decides the result of an arm, and is the same in all arms of its sweep: flag -> values."""
+    words = arm["command"]
+    flags = {word.partition("=")[0].replace("_", "-") for word in words if word.startswith("--")}
+    flags -= {flag_of(*one)[0] for one in arm["values"].items()} | FREE
+    return {"METHOD": tuple(words[:1])} | {flag: values_of(words, flag) for flag in sorted(flags)}

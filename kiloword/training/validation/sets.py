@@ -99,7 +99,7 @@ def _told_apart(sources: Sequence[str]) -> list[str]:
     return [path if plain.count(path) == 1 else src for path, src in zip(plain, sources, strict=True)]
 
 
-def judged(matcher: Matcher, one: ValSet, train: Source) -> dict[str, float]:
+def judged(matcher: Matcher, one: ValSet, train: Source | None) -> dict[str, float]:
     """The metrics of one set that its task prints. Args: train: training data, for the answers that vqa may give."""
     options: dict[str, Any] = {}
     if one.task == "vqa" and not hasattr(one.source, "answers"):
