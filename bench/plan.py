@@ -1,9 +1,7 @@
-"""`kiloword plan` against real steps: FLOPs, bytes of weights, gradients, optimizer, activations, and the peak.
+"""`kiloword plan` against real steps: FLOPs, bytes of weights, optimizer and activations, and a GPU's peak.
 
 FLOPs as torch's FlopCounterMode counts them, activations as saved-tensor hooks see them (each storage once, those that
-still wait when the forward pass is over), the rest by the tensors themselves. The peak is that of the allocator on a
-GPU; on a CPU it is counted on tensors without content, so that b32, l14 and h14 need no memory. Asserts what the
-plan promises: activations within 6%, the peak within 15%, the rest exact. Needs torch and numpy alone.
+still wait when the forward pass is over), the rest by the tensors themselves. Asserts what the plan promises.
 
     python bench/plan.py
     python bench/plan.py --device cuda
@@ -18,9 +16,8 @@ from typing import Any
 import torch
 
 from plan_measure import CASES, Case, compare
-from plan_peak import compare_peak
 
-ALLOWED = {"activations": 0.06, "peak": 0.15}  # of what is measured; all others exact
+ALLOWED = {"flops": 0.02, "activations": 0.06, "peak": 0.06}  # of what is measured; all others exact
 GPU = (
     Case("siglip", "b32", 512, precision="bf16"),
     Case("siglip", "l14", 128, precision="bf16"),
@@ -31,19 +28,6 @@ GPU = (
     Case("siglip", "h14", 256, precision="bf16", checkpointing="whole"),
     Case("llip", "b16", 128, precision="bf16"),
     Case("sycoca", "b16", 64, precision="bf16"),
-)
-PEAKS = (
-    Case("siglip", "b32", 512),
-    Case("siglip", "l14", 128),
-    Case("siglip", "l14", 128, checkpointing="selective"),
-    Case("siglip", "l14", 128, checkpointing="whole"),
-    Case("siglip", "h14", 64),
-    Case("siglip", "h14", 256, checkpointing="whole"),
-    Case("siglip", "l14", 128, precision="bf16"),
-    Case("siglip", "h14", 256, precision="bf16", checkpointing="whole"),
-    Case("llip", "b16", 128),
-    Case("coca", "b32", 128),
-    Case("sycoca", "b16", 16),
 )
 
 
@@ -70,8 +54,6 @@ def main() -> None:
             rows.append(row(case, name, plan, real))
         if args.device == "cuda":
             torch.cuda.empty_cache()
-    for case in PEAKS if args.device == "cpu" and not args.only else ():
-        rows.append(row(case, "peak", *compare_peak(case)))
     within = all(r["within"] for r in rows)
     print(json.dumps({"device": args.device, "torch": torch.__version__, "within": within, "rows": rows}))
     if not within:

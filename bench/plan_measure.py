@@ -11,13 +11,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from kiloword.apps.plan import gpu
-from kiloword.apps.plan.advice import step_of
-from kiloword.apps.plan.simulation import Simulation
-from kiloword.apps.plan.tracer import IN_PLACE
+from kiloword.apps.plan.options import Plan, card
+from kiloword.apps.plan.planner import Planner
+from kiloword.apps.plan.simulation import FORMULAS
 from kiloword.config import recipes
 from kiloword.config.options import Checkpointing
 from kiloword.config.recipes import ModelConfig, OptimConfig
@@ -131,20 +129,19 @@ class Measured:
         backward(self.learner, self.batch.split(self.case.micro_batches), self.precision)
 
     def flops(self) -> float:
-        """Of a forward and backward pass, by torch's counter; attention by plain products, which it counts."""
+        """Of a forward and backward pass, by torch's counter with formulas for what it does not know."""
         self.optimizer.zero_grad()
-        formulas = {op: inspect.unwrap(formula) for op, formula in IN_PLACE.items()}
-        counter = FlopCounterMode(display=False, custom_mapping=formulas)
-        with counter, sdpa_kernel(SDPBackend.MATH):
+        with FlopCounterMode(
+            display=False, custom_mapping={op: inspect.unwrap(FORMULAS[op]) for op in FORMULAS}
+        ) as counter:
             self.run()
         self.optimizer.zero_grad()
         return float(counter.get_total_flops())
 
     def held(self) -> dict[str, int]:
-        """Bytes of weights, gradients and optimizer states after a real step."""
+        """Bytes of weights and optimizer states after a real step."""
         self.run()
         found = {"weights": _bytes(self.learner.parameters())}
-        found["gradients"] = _bytes(p.grad for p in self.learner.parameters() if p.grad is not None)
         self.optimizer.step(0)
         found["optimizer"] = _bytes(self.optimizer.state_dict().values())
         return found
@@ -190,51 +187,49 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
     return sum(x.numel() * x.element_size() for x in tensors)
 
 
-def planned(measured: Measured) -> dict[str, float]:
+class OfBatch(Planner):
+    """Plans the step of a batch that is given."""
+
+    given: Batch
+
+    def batch(self, images: int) -> Batch:
+        """The first images of the batch; images and precomputed features have no content."""
+        part, empty = self.given.split(len(self.given) // images)[0].to("cpu"), self.simulation("none").empty
+        features = [
+            {name: empty(*x.shape) for name, x in side.items()} for side in (part.image_features, part.text_features)
+        ]
+        images = empty(*part.images.shape, dtype=torch.uint8)
+        return replace(part, images=images, image_features=features[0], text_features=features[1])
+
+
+def planned(real: Measured) -> dict[str, float]:
     """The same figures by the plan, and with "peak" all that a GPU holds but the allowances."""
-    case, n = measured.case, measured.case.micro_batches
-    simulation = Simulation(measured.config, measured.method, measured.device.partition(":")[0], case.precision)
-    micro = [without_content(simulation, batch) for batch in measured.batch.split(n)]
-    shares = [share_of(simulation, batch, measured.batch, measured.optim) for batch in micro]
-    layout = gpu.Layout(1, "ddp", case.checkpointing, n)
-    steps = [step_of(share, layout) for share in shares]
-    pairs = shares[0].pairs.forward + shares[0].pairs.backward
-    held = gpu.states(simulation.learner, measured.optim, shares[0].number)
-    parts = gpu.memory(shares[0], layout)
-    copies = gpu.half_copies(shares[0].micro, case.checkpointing, sharded=False)
-    return {
-        "flops": sum(step.total - step.twice.get("optimizer (Muon)", 0) - pairs for step in steps) / n + pairs,
-        "weights": held["weights"],
-        "gradients": held["gradients"],
-        "optimizer": held["optimizer states"],
-        "activations": parts["activations"] + copies,
-        "peak": sum(value for name, value in parts.items() if not name.startswith("allowance")),
-    }
-
-
-def without_content(simulation: Simulation, batch: Batch) -> Batch:
-    """A batch whose images and precomputed features have no content."""
-    return replace(
-        batch,
-        images=simulation.empty(*batch.images.shape, dtype=torch.uint8),
-        texts=batch.texts.to("cpu"),
-        image_features={name: simulation.empty(*x.shape) for name, x in batch.image_features.items()},
-        text_features={name: simulation.empty(*x.shape) for name, x in batch.text_features.items()},
+    case = real.case
+    plan = Plan(
+        model=real.config,
+        optim=real.optim,
+        batch=case.images,
+        samples=1,
+        precision="bf16" if case.precision == "bf16" else "fp32",
+        gpu="cpu" if real.device == "cpu" else "h200",
     )
-
-
-def share_of(simulation: Simulation, batch: Batch, whole: Batch, optim: OptimConfig) -> gpu.Share:
-    """What one GPU computes of a whole batch, in micro-batches such as `batch`."""
-    micro, image, text = simulation.micro_batch(batch)
-    pairs = simulation.pair_loss(image, text, len(whole), len(whole.texts))
-    return gpu.Share(simulation, optim, len(whole), len(whole.texts), len(whole.texts), micro, pairs)
+    planner = OfBatch(plan, real.method, card(plan))
+    planner.given = real.batch
+    option = planner.option("ddp", case.checkpointing, case.micro_batches)
+    return {
+        "flops": sum(option.flop.values()) - option.flop["optimizer"],
+        "weights": option.memory["weights"],
+        "optimizer": option.memory["optimizer states"],
+        "activations": option.memory["activations"],
+        "peak": sum(value for name, value in option.memory.items() if not name.startswith("allowance")),
+    }
 
 
 def compare(case: Case, device: str = "cpu") -> dict[str, tuple[float, float]]:
     """Figure -> planned, measured."""
     real = Measured(case, device)
     plan, found = planned(real), {"activations": float(real.activations())}
-    if device == "cpu":  # the counter does not know the GPU's attention over packed texts
+    if device == "cpu":
         found["flops"] = real.flops()
     found |= real.held()
     if device != "cpu":

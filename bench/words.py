@@ -24,13 +24,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 sys.path.insert(0, str(Path(__file__).parent))
+from kiloword.apps.plan.simulation import Count
 from kiloword.config.recipes import sizes
 from kiloword.methods.coca.coca import CHUNK, word_loss
 from kiloword.model.attention import Packing
 from kiloword.model.decoder import TextDecoder
 from kiloword.model.image import grid
 from kiloword.types import Texts
-from plan_peak import Alive
 from prolip import in_turns
 
 WHOLE = 0  # all logits at once, by torch's cross-entropy
@@ -52,7 +52,7 @@ def peak(args: argparse.Namespace, chunk: int, alone: bool) -> float:
         patches = grid(config.image) ** 2 + 1
         image = torch.zeros(n, patches, config.image.width, requires_grad=True)
         texts = Texts(torch.zeros(n * length, dtype=torch.int64), torch.arange(0, n * length + 1, length), length)
-        with Alive() as alive:
+        with Count([image, tokens, *decoder.parameters()]) as alive:
             with torch.autocast("cpu", torch.bfloat16, enabled=args.dtype == "bf16"):
                 x = tokens if alone else decoder(tokens, decoder.remember(image), Packing.of(texts))
                 loss = loss_of(x, decoder.table(tokens), texts.ids, chunk)

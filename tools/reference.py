@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 import tyro
 from docstring_parser import parse
 
-from kiloword.apps.plan.request import Plan
+from kiloword.apps.plan.options import Plan
 from kiloword.apps.sweep.arms import SweepOptions
 from kiloword.cli.evaluate import EvaluateSuite
 from kiloword.cli.evaluate import flags as words_of_task

@@ -30,7 +30,7 @@ VERBS: dict[str, dict[str, Place]] = {
     "Train": {
         "train": ("kiloword.training.command:read", "Train a model; the same command again resumes."),
         "sweep": ("kiloword.apps.sweep.command:read", "Train over varied settings and seeds, and compare."),
-        "plan": ("kiloword.cli.plan:main", "Estimate memory, time and traffic of a run."),
+        "plan": ("kiloword.apps.plan.command:read", "Estimate memory, time and traffic of a run."),
         "verify": ("kiloword.verify.command:read", "Check the gradients of a method."),
         "watch": ("kiloword.runs.watch:Watch", "Follow the last rows and the alerts of runs."),
         "compare": ("kiloword.runs.compare:Compare", "Compare runs, over seeds where they differ in nothing else."),
@@ -61,7 +61,7 @@ VERBS: dict[str, dict[str, Place]] = {
         "methods": ("kiloword.cli.describe:Methods", "List the methods and their components."),
         "recipes": ("kiloword.methods.recipes:Recipes", "List the recipes of papers, or show one with its sources."),
         "sizes": ("kiloword.cli.describe:Sizes", "List the named sizes of towers."),
-        "bench": ("kiloword.cli.old:bench", "Measure this machine."),
+        "bench": ("kiloword.apps.plan.command:Bench", "Measure this machine."),
         "doctor": ("kiloword.cli.describe:Doctor", "Show versions, devices, extras and threads of this machine."),
     },
 }

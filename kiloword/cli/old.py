@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from tyro.conf import Positional, arg
 
 from kiloword.apps.mine.options import MineOptions
 from kiloword.config.execution import REQUIRED
-from kiloword.files import write_json
-from kiloword.terminal import say
-
-if TYPE_CHECKING:
-    from kiloword.apps.plan.measured import Measured
 
 MINE = MineOptions()
 Kind = Literal["scenes", "photos"]
@@ -90,45 +83,3 @@ def mine(
     from kiloword.apps.mine import main as run
 
     run(data, features, out, options)
-
-
-def bench(
-    method: Positional[str] = "siglip",
-    size: str = "tiny",
-    batch: int = 32,
-    data: tuple[str, ...] = (),
-    precision: Literal["auto", "fp32", "bf16"] = "auto",
-    device: str = "auto",
-    json: Path | None = None,
-) -> None:
-    """Measure this machine: matrix products, a training step, encoding, reading: kiloword bench siglip --size b32
-
-    With the speed of reading: kiloword bench siglip --size tiny --data photos/train
-
-    Args:
-        method: the method whose step is measured, with fresh weights, on noise.
-        size: size of the towers.
-        batch: number of images in a step.
-        data: data whose reading is measured, as for `kiloword train`.
-        precision: precision of the computation; auto: that of `kiloword train`.
-        device: auto, cpu, cuda, cuda:N.
-        json: write the figures to this file.
-    """
-    from kiloword.apps.plan.measured import measure, room
-    from kiloword.terminal import say
-
-    bench_table(measure(method, size, batch, precision, device, data), json)
-    say(f"memory: {room(method, size, precision, device)}")
-
-
-def bench_table(lines: Iterable[Measured], json: Path | None) -> None:
-    """Print measurements as they come."""
-    say(f"{'':<24}{'seconds':>10}{'a second':>16}{'TFLOP/s':>10}{'of products':>13}")
-    every = list[dict[str, object]]()
-    for line in lines:
-        speed = f"{line.items / line.seconds:,.0f} {line.unit}" if line.items else ""
-        rate, share = (f"{line.rate / 1e12:.3f}", f"{line.share:.2f}") if line.flop else ("", "")
-        say(f"{line.what:<24}{line.seconds:>10.4f}{speed:>16}{rate:>10}{share:>13}")
-        every.append(asdict(line))
-    if json is not None:
-        write_json(json, every)

@@ -46,7 +46,11 @@ def recomputed_blocks(model: Model) -> list[nn.Module]:
 
 
 def _recomputed(forward: Callable[..., Any], again: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return again(forward, *args, **kwargs) if torch.is_grad_enabled() else forward(*args, **kwargs)
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    if not torch.compiler.is_compiling():  # a weight that an earlier call of the block cast is cast again in backward
+        torch.clear_autocast_cache()
+    return again(forward, *args, **kwargs)
 
 
 def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

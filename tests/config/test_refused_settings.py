@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from kiloword.api import Matcher
-from kiloword.apps.plan.request import card
 from kiloword.apps.quickstart import baseline
 from kiloword.config.recipes import sizes
 from kiloword.data.map_style import MapStyleSource
@@ -50,8 +49,6 @@ REFUSED: dict[str, Callable[[], object]] = {
     "longest is 40 tokens": lambda: describer("coca").check(GenerationOptions(longest=40)),
     "answers questions": lambda: describer("vqa").check(OPTIONS),
     "num is 0": lambda: describer("coca").check(GenerationOptions(num=0)),
-    "--flops is 0": lambda: card("h200", flops=0.0),
-    "--bandwidth is inf": lambda: card("h200", bandwidth=float("inf")),
 }
 
 
@@ -59,14 +56,6 @@ REFUSED: dict[str, Callable[[], object]] = {
 def test_what_cannot_be_is_refused_with_a_message(output: str) -> None:
     with pytest.raises(ValueError, match=output):
         REFUSED[output]()
-
-
-def test_the_numbers_of_a_card() -> None:
-    own = card("custom", flops=100, memory=2, bandwidth=3)
-    assert (own.flops, own.flops_fp32, own.memory, own.link, own.network) == (1e14, 1e14, 2 * 2**30, 3e9, 3e9)
-    assert card("a100-80", memory=1).flops == 312e12
-    bf16, fp32 = (card("h100", flops=100, precision=precision) for precision in ("bf16", "fp32"))
-    assert (bf16.flops, bf16.flops_fp32, fp32.flops, fp32.flops_fp32) == (1e14, 67e12, 989e12, 1e14)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import kiloword.training.loop as loop
-from kiloword.apps.plan.request import Plan, check
+from kiloword.apps.plan.options import Plan, check
 from kiloword.cli.describe import flops
 from kiloword.config.options import Checkpointing
 from kiloword.config.recipes import ImageConfig, ModelConfig, Recipe, sizes

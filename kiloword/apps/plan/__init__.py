@@ -1,5 +1,4 @@
-"""Plan a run before it starts: its memory, arithmetic, traffic and time.
+"""Plan a run before it starts: which layouts fit a GPU, and how long they take; and measure this machine.
 
-`simulation` measures a micro-batch and the pair loss on tensors without content, which `tracer` counts; `gpu` says what
-memory and traffic follow, `advice` what fits and how fast it is, `tables` prints it.
+`simulation` counts a step on tensors without content, `planner` says what memory and time follow.
 """

@@ -1,170 +1,141 @@
-"""Measure a step without a device: the learner's own code on tensors without content (torch's FakeTensorMode).
+"""A learner's own step on tensors without content (FakeTensorMode): its FLOP, by torch's formulas, and its bytes.
 
-Every method is measured, a user's own included; nothing here knows what a method does.
+Every method is counted, a user's own included; nothing here knows what a method does.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from itertools import islice
+from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     FakeTensorMode,
 )
-from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
 
-from kiloword.apps.plan.tracer import HEAD, Tracer, storage_of
-from kiloword.config.recipes import ModelConfig
-from kiloword.distributed import collectives
+from kiloword.config.options import Checkpointing
+from kiloword.config.recipes import ModelConfig, OptimConfig
 from kiloword.distributed.device import precision_of, simulated
 from kiloword.losses.pairs import Blocks, learns
-from kiloword.methods.method import PAIR, Method
-from kiloword.model.decoder import Layer
-from kiloword.model.heads import Head
+from kiloword.methods.method import Method
 from kiloword.model.trunks.trunk import trunks
-from kiloword.training.compilation import recomputed_blocks
-from kiloword.training.step import MainContrast, learner_of
-from kiloword.types import Batch, Encoded, Features
+from kiloword.training.compilation import recompute
+from kiloword.training.optimizer import Optimizer
+from kiloword.training.step import learner_of
+from kiloword.types import Batch, Features
 
-PAIRS, TRUNK = "pair loss", " (trunk)"
+ATEN = torch.ops.aten
+FLASH = ATEN._scaled_dot_product_flash_attention, ATEN._scaled_dot_product_flash_attention_backward
+FORMULAS = {  # FLOP of operations that torch's counter does not know: in place, and attention on a CPU
+    ATEN.addmm_: flop_registry[ATEN.addmm],
+    ATEN.baddbmm_: flop_registry[ATEN.baddbmm],
+    ATEN._scaled_dot_product_flash_attention_for_cpu: flop_registry[FLASH[0]],
+    ATEN._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[FLASH[1]],
+}
 NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
+
+
+class Count(TorchDispatchMode):
+    """Operations on fake tensors: their FLOP, and bytes of what they make, now (`alive`) and at most (`peak`).
+
+    Operations on index tensors compute, as results may depend on their values.
+    Args: weights: tensors whose bytes do not count, nor those of their views.
+    """
+
+    def __init__(self, weights: Iterable[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.alive = self.peak = 0
+        self._flop = 0.0
+        self._storages = {x.untyped_storage()._cdata for x in weights}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, packet = kwargs or {}, func._overloadpacket
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        dtype = kwargs.get("dtype", torch.int64 if packet in (ATEN.arange, ATEN.scalar_tensor) else torch.float32)
+        real = not dtype.is_floating_point if not tensors else not any(isinstance(x, FakeTensor) for x in tensors)
+        if real:
+            with _disable_current_modes():
+                return func(*args, **kwargs)
+        if packet is ATEN.index:  # the size of a boolean selection depends on values
+            args = (args[0], [place for x in args[1] for place in _places(x)])
+        out = func(*args, **kwargs)
+        if formula := flop_registry.get(packet, FORMULAS.get(packet)):
+            with _disable_current_modes():  # it reads the lengths of packed texts
+                self._flop += formula(*args, **kwargs, out_val=out)
+        for x in tree_leaves(out):
+            if isinstance(x, Tensor) and (place := x.untyped_storage()._cdata) not in self._storages:
+                self._storages.add(place)
+                self.alive += x.untyped_storage().nbytes()
+                self.peak = max(self.peak, self.alive)
+                weakref.finalize(x.untyped_storage(), self._freed, place, x.untyped_storage().nbytes())
+        return out
+
+    def flop(self) -> float:
+        """FLOP since the last call."""
+        flop, self._flop = self._flop, 0.0
+        return flop
+
+    def _freed(self, place: int, size: int) -> None:
+        self._storages.discard(place)
+        self.alive -= size
+
+
+def _places(index: Tensor | None) -> tuple[Tensor | None, ...]:
+    if index is None or index.dtype != torch.bool or isinstance(index, FakeTensor):
+        return (index,)
+    return index.nonzero().unbind(1)
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one micro-batch takes on one GPU, but for the pair loss, in FLOP and bytes."""
+    """What one micro-batch takes on one GPU, without its pair losses."""
 
-    forward: Counter[str]  # FLOP by part
-    backward: Counter[str]
-    single: Counter[str]  # of both, products in full precision whatever the run's is
-    encoding: Counter[str]  # of the forward ones, what the pair loss needs: towers and head
-    saved: Counter[str]  # bytes that wait for the backward pass, by kind of checkpointing
-    half: Counter[str]  # bytes of weights in half precision that wait too: "inside" of blocks, "outside"
-    block: Counter[str]  # bytes of the largest block, by kind of checkpointing
-    gathered: Counter[str]  # numbers of the matrices of all blocks called: in "encoding", in "all"
-    recomputed: float  # FLOP that checkpointing "whole" repeats
-    passing: float  # bytes that the forward pass allocates at most beside what it saves
-    scratch: float  # bytes of one layer's attention in its backward pass
-
-    def toward(self, other: MicroBatch, t: float) -> MicroBatch:
-        """A micro-batch on the line through this one, at t = 0, and another, at t = 1."""
-
-        def line(a: float, b: float) -> float:
-            return max(0.0, a + (b - a) * t)
-
-        values: dict[str, Any] = {}
-        for name, value in vars(self).items():
-            end = getattr(other, name)
-            values[name] = (
-                Counter({k: line(x, end[k]) for k, x in value.items()})
-                if isinstance(value, Counter)
-                else line(value, end)
-            )
-        return MicroBatch(**values)
-
-
-@dataclass(frozen=True)
-class RowBytes:
-    """Bytes of the features of one image or text."""
-
-    learned: int  # with gradient
-    constant: int
-
-    @staticmethod
-    def of(features: Features) -> RowBytes:
-        """Of features with one row."""
-        sizes = {True: 0, False: 0}
-        for x in features.values():
-            sizes[x.requires_grad] += x.nbytes
-        return RowBytes(sizes[True], sizes[False])
-
-    def plus(self, other: RowBytes, times: float) -> RowBytes:
-        """The sum of these, and of others several times."""
-        return RowBytes(self.learned + round(times * other.learned), self.constant + round(times * other.constant))
-
-
-@dataclass(frozen=True)
-class _Side:
-    """The rows or columns of a contrast: one of them without content, and their number for each image."""
-
-    features: Features
-    an_image: float
-
-
-@dataclass(frozen=True)
-class PairLoss:
-    """What the pair loss of one GPU takes."""
-
-    image: RowBytes
-    text: RowBytes
-    forward: float = 0.0  # FLOP
-    backward: float = 0.0
-    block: float = 0.0  # bytes that one block of pairs needs while it is computed
-    reduced: float = 0.0  # numbers of every text that are reduced over ranks
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Make floating-point tensors of this type inside. torch cannot convert parameters without content afterwards."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
+    flop: dict[str, float]  # "towers", each term, "backward"
+    activations: float  # bytes that wait for the backward pass
+    temporary: float  # bytes beside them, at the fullest moment of both passes
 
 
 class Simulation:
-    """A learner without content.
+    """A learner without content, and an optimizer of its weights.
 
     Args: device: "cpu" or "cuda", whose kernels and sizes of blocks are simulated; precision: of the run.
-    Attributes: uncounted: names of terms (or of the pair loss) that read values, which fake tensors do not have.
+    Attributes: states: bytes of the optimizer's; update: FLOP of its step; sides: one row and one column of every pair
+    loss, and their numbers an image.
     """
 
-    def __init__(self, config: ModelConfig, method: Method, device: str, precision: str) -> None:
-        self.method, self.device, self.precision = method, device, precision
-        self.mode, self.uncounted = FakeTensorMode(allow_non_fake_inputs=True), set[str]()
-        self.contrasts: dict[str, tuple[_Side, _Side]] = {}
-        self.captions = 1.0  # of an image
-        with self.mode, _default_dtype(torch.float64 if precision == "fp64" else torch.float32):
+    def __init__(
+        self, config: ModelConfig, method: Method, optim: OptimConfig, device: str, precision: str, kind: Checkpointing
+    ) -> None:
+        self.device, self.precision = device, precision
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.sides: dict[str, tuple[tuple[Features, float], ...]] = {}
+        with self.mode:
             self.learner = learner_of(config, method, "cpu")
         self.learner.done = 0.5  # where losses that have a window are computed
-        model = self.learner.model
-        for trunk in trunks(model):  # frozen by default
+        for trunk in trunks(self.learner.model):  # frozen by default
             trunk.requires_grad_(False)
-        self.weights = {storage_of(x) for x in (*self.learner.parameters(), *self.learner.buffers())}
-        for name, tower in (("image tower", model.image_tower), ("text tower", model.text_tower)):
-            self._name(tower, lambda part, name=name: f"{name} ({part})" if part else name)
-            if isinstance(below := getattr(tower, "trunk", None), nn.Module):
-                self._name(below, lambda _, name=name: f"{name}{TRUNK}")
-        for name, part in (*model.more.items(), *self.learner.terms.items(), *self.learner.contrasts.items()):
-            self._name(part, lambda _, name=name: name.replace("_", " "))
-        for block in recomputed_blocks(model):
-            block.forward = partial(self._run_block, block, block.forward)
-
-    def _name(self, module: nn.Module, name: Any) -> None:
-        """Attribute what a module runs to a part. Args: name: makes the part's name from that around it."""
-
-        def enter(*_: Any) -> None:
-            parts = self.tracer.parts
-            parts.append(name(parts[-1] if parts else ""))
-
-        def leave(*_: Any) -> None:
-            self.tracer.parts.pop()
-
-        module.register_forward_pre_hook(enter)
-        module.register_forward_hook(leave, always_call=True)
-
-    def _run_block(self, block: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Tensor:
-        return self.tracer.run_block(block, forward, *args, **kwargs)
+        trained = [p for p in self.learner.parameters() if p.requires_grad]
+        with self.counted() as count:
+            optimizer = Optimizer(self.learner, optim, 2)
+            for p in trained:
+                p.grad = torch.empty_like(p)
+            optimizer.step(0)
+            self.states, self.update = sum(x.nbytes for x in optimizer.state_dict().values()), count.flop()
+        for p in trained:  # gradients are counted apart
+            p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))  # type: ignore[no-untyped-call]
+        recompute(self.learner.model, kind)
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """A tensor without content."""
@@ -172,179 +143,69 @@ class Simulation:
             return torch.empty(shape, dtype=dtype)
 
     @contextmanager
-    def _traced(self) -> Iterator[Tracer]:
-        self.tracer = Tracer(self.weights)
-        with simulated(self.device), self.mode, self.tracer as tracer, saved_tensors_hooks(tracer.pack, tracer.unpack):
-            yield tracer
+    def counted(self) -> Iterator[Count]:
+        """Count what runs inside. Raises: ValueError for a loss that reads values, which fake tensors do not have."""
+        count = Count((*self.learner.parameters(), *self.learner.buffers()))
+        try:
+            with simulated(self.device), self.mode, count:
+                yield count
+        except NEEDS_VALUES as e:
+            raise ValueError(
+                f"a loss of {self.learner.method.name} reads values, so its step cannot be planned."
+            ) from e
 
-    def micro_batch(self, batch: Batch) -> tuple[MicroBatch, Features, Features]:
-        """Measure a micro-batch; its images and precomputed features need no content.
-
-        Returns: what it takes, and the features of one image and one text as the pair loss takes them.
-        """
-        model = self.learner.model
-        with self._traced() as tracer:
-            tracer.count.forward.update(dict.fromkeys(("image tower", "text tower", HEAD), 0))  # listed in this order
+    def micro_batch(self, batch: Batch) -> MicroBatch:
+        """Count a micro-batch forward and backward; its images and precomputed features need no content."""
+        learner, n, flop, roots = self.learner, len(batch), dict[str, float](), list[Tensor]()
+        with self.counted() as count:
             with precision_of(self.precision, "cpu")():
-                batch = self.learner.above_trunks(batch)
-                encoded = self.learner.encode(batch)
-                inputs = MainContrast(model, self.method).inputs(model, batch, encoded)
-                images, texts = inputs.rows, {**inputs.columns, **inputs.constants}
-                contrasts = self._contrast_features(batch, encoded)
-                self.captions = len(batch.texts) / len(batch)
-                encoding, blocks = Counter(tracer.count.forward), len(tracer.calls)
-                losses = self._terms(batch, encoded)
-                del encoded
-            sides = [*((images, texts) if self.method.pair_weight else ()), *(s for pair in contrasts for s in pair)]
-            features = [x for side in sides for x in side.values() if x.requires_grad]
-            image, text = _rows(images, 1), _rows(texts, 1)
-            roots = [*losses, *features]
-            del inputs, images, texts, contrasts, sides, losses, features
-            measured = self._measured(tracer, encoding, blocks)
+                batch = learner.above_trunks(batch)
+                encoded = learner.encode(batch)
+                inputs = learner.inputs(batch, encoded)
+                flop["towers"] = count.flop()
+                for name, term in learner.terms.items():
+                    roots.append(term(learner.model, batch, encoded))
+                    flop[name.replace("_", " ")] = count.flop()
+            for name, pair in inputs.items():
+                sides = pair.rows, {**pair.columns, **pair.constants}
+                self.sides[name] = tuple((like(side, 1), len(side["vec"]) / n) for side in sides)
+                roots += [x for side in sides for x in side.values()]
+                del pair, sides
+            roots = list({id(x): x for x in roots if x.requires_grad}.values())
+            del encoded, inputs
+            activations = count.alive
             torch.autograd.backward(roots, [torch.empty_like(x) for x in roots])
-        return measured, image, text
+            flop["backward"] = count.flop()
+        return MicroBatch(flop, activations, count.peak - activations)
 
-    def _contrast_features(self, batch: Batch, encoded: Encoded) -> list[tuple[Features, Features]]:
-        """Rows and columns of every contrast. Keeps one of each, and their numbers for each image."""
-        made = []
-        for name in self.method.contrasts:
-            contrast: Any = self.learner.contrasts[name]
-            rows, columns = contrast.features(self.learner.model, batch, encoded)
-            made.append((rows, columns))
-            placed = [{**side, "position": torch.zeros(len(side["vec"]), dtype=torch.int64)} for side in made[-1]]
-            shares = [len(side["vec"]) / len(batch) for side in placed]
-            self.contrasts[name] = _Side(_rows(placed[0], 1), shares[0]), _Side(_rows(placed[1], 1), shares[1])
-        return made
+    def pair_losses(self, images: int, all_images: int, chunk: int = 0) -> tuple[float, float]:
+        """FLOP and bytes of the pair losses of one GPU's images with the texts of all, after `micro_batch`.
 
-    def _terms(self, batch: Batch, encoded: Encoded) -> list[Tensor]:
-        """Sums of all terms; those that need values are noted."""
-        losses = []
-        for name, term in self.learner.terms.items():
-            try:
-                losses.append(term(self.learner.model, batch, encoded))
-            except NEEDS_VALUES:
-                self.uncounted.add(name)
-        return [x for x in losses if x.requires_grad]
-
-    def _measured(self, tracer: Tracer, encoding: Counter[str], blocks: int) -> MicroBatch:
-        """What was counted when the forward pass ended; FLOP of the backward pass are added to it later."""
-        calls = [(block, call) for block, call in tracer.calls if call.saves]
-        largest = max((call for _, call in calls), key=lambda call: call.all, default=None)
-        whole = float(sum(tracer.waiting("outside", "argument").values()))
-        saved = {
-            "none": sum(tracer.waiting("outside", "inside").values()) + sum(call.beside for _, call in calls),
-            "whole": whole,
-            "selective": whole + sum(call.selective for _, call in calls),
-        }
-        layers = [part for part in self.learner.model.modules() if isinstance(part, Layer) and part.cross is not None]
-        keys: dict[nn.Module, int] = {
-            layer.own: matrices(layer) for layer in layers
-        }  # gathered apart from the pass, to make keys
-        numbers = [(matrices(block) + keys.get(block, 0), n < blocks) for n, (block, _) in enumerate(tracer.calls)]
-        return MicroBatch(
-            tracer.count.forward,
-            tracer.count.backward,
-            tracer.count.single,
-            encoding,
-            Counter(saved),
-            Counter({"outside": tracer.half_copies(), "inside": sum({b: c.half for b, c in calls}.values())}),
-            Counter({"none": largest.all, "selective": largest.selective} if largest else {}),
-            Counter({"encoding": sum(n for n, first in numbers if first), "all": sum(n for n, _ in numbers)}),
-            sum(call.recomputed for _, call in calls),
-            float(tracer.peak - tracer.alive),
-            tracer.count.scratch,
-        )
-
-    def inference(self, batch: Batch) -> dict[str, tuple[float, float]]:
-        """FLOP of zero-shot classification of one image, in all and those in full precision.
-
-        Args: batch: one image, and a prompt for each class.
-        Returns: "image" and "texts", encoded; "scores" of the image with all classes.
+        Bytes: of features, the sums of their gradients, these scaled by the gradient of the loss, and one block.
         """
-        model, counted, before = self.learner.model, dict[str, tuple[float, float]](), (0.0, 0.0)
-        with self._traced() as tracer, torch.no_grad(), precision_of(self.precision, "cpu")():
-
-            def count(name: str) -> None:
-                nonlocal before
-                now = float(tracer.count.forward.total()), float(tracer.count.single.total())
-                counted[name], before = (now[0] - before[0], now[1] - before[1]), now
-
-            images = model.encode_image(batch.images)[1]
-            count("image")
-            texts = model.encode_text(batch.texts)[1]
-            count("texts")
-            model.head.score(images, texts)
-            count("scores")
-        return counted
-
-    def pair_loss(self, images: Features, texts: Features, n_images: int, n_texts: int, chunk: int = 0) -> PairLoss:
-        """Measure the pair loss of local images with the texts of all ranks.
-
-        Args: images, texts: features of one row each, as `micro_batch` returns them.
-        """
-        image, text = RowBytes.of(images), RowBytes.of(texts)
-        with self._traced() as tracer:
-            tracer.parts.append(PAIRS)
-            reduced = collectives.reduced = list[int]()
-            try:
-                if self.method.pair_weight:
-                    main: Any = self.learner.contrasts[PAIR]
-                    main.loss(self._pairs(main.head, _rows(images, n_images), _rows(texts, n_texts), chunk))
-                for name, (row, column) in self.contrasts.items():
-                    of_batch = round(column.an_image * n_texts / self.captions)
-                    contrast: Any = self.learner.contrasts[name]
-                    rows = _rows(row.features, round(row.an_image * n_images))
-                    contrast.loss(self._pairs(contrast.head, rows, _rows(column.features, of_batch), chunk))
-                    text = text.plus(RowBytes.of(column.features), of_batch / n_texts)
-            except NEEDS_VALUES:
-                self.uncounted.add(PAIRS)
-            finally:
-                collectives.reduced = None
-            if not (self.method.pair_weight or self.contrasts):
-                return PairLoss(image, text)
-            columns = sum(n for n in reduced if n >= n_texts) / n_texts
-            count = tracer.count
-            return PairLoss(image, text, count.forward[PAIRS], count.backward[PAIRS], tracer.block, columns)
-
-    def _pairs(self, head: Head, rows: Features, columns: Features, chunk: int) -> _OfEachShape:
-        pairs = _OfEachShape(head, rows, columns, chunk)
-        pairs.tracer = self.tracer
-        return pairs
+        flop = 0.0
+        with self.counted() as count:
+            for name, sides in self.sides.items():
+                contrast: Any = self.learner.contrasts[name]
+                (row, rows), (column, columns) = sides
+                made = like(row, round(rows * images)), like(column, round(columns * all_images))
+                pairs = FirstBlock(contrast.head, *made, chunk)
+                contrast.loss(pairs).sum.backward()
+                flop += count.flop() * prod(pairs.shape) / prod(map(min, pairs.shape, pairs.step))
+        return flop, count.peak
 
 
-class _OfEachShape(Blocks):
-    """All pairs, of which one block of each shape is visited and counted for all of that shape."""
-
-    tracer: Tracer
-
-    def beside(self, name: str) -> _OfEachShape:
-        inner = _OfEachShape(self.head.beside(name), self.images, self.texts, self.chunk)
-        inner.tracer = self.tracer
-        return inner
+class FirstBlock(Blocks):
+    """All pairs, of which only the first block is visited: others take as much."""
 
     def blocks(self) -> Iterator[tuple[slice, slice]]:
-        tracer, count = self.tracer, self.tracer.count
-        first: dict[tuple[int, int], tuple[slice, slice]] = {}
-        numbers: Counter[tuple[int, int]] = Counter()
-        for rows, columns in super().blocks():
-            shape = (rows.stop - rows.start, columns.stop - columns.start)
-            first.setdefault(shape, (rows, columns))
-            numbers[shape] += 1
-        for shape, n in numbers.items():
-            alive, forward, backward = tracer.alive, count.forward[PAIRS], count.backward[PAIRS]
-            tracer.peak = alive
-            yield first[shape]
-            tracer.block = max(tracer.block, tracer.peak - alive)
-            count.forward[PAIRS] += (n - 1) * (count.forward[PAIRS] - forward)
-            count.backward[PAIRS] += (n - 1) * (count.backward[PAIRS] - backward)
+        return islice(super().blocks(), 1)
+
+    def beside(self, name: str) -> FirstBlock:
+        return FirstBlock(self.head.beside(name), self.images, self.texts, self.chunk)
 
 
-def _rows(features: Features, n: int) -> Features:
+def like(features: Features, n: int) -> Features:
     """Features of n rows like these; zeros, as those that are not floating-point are real, and may be indices."""
     made = {name: torch.zeros(n, *x.shape[1:], dtype=x.dtype) for name, x in features.items()}
     return {name: x.requires_grad_(learns(name, x)) for name, x in made.items()}
-
-
-def matrices(module: nn.Module) -> int:
-    """Number of elements of a module's parameters but for vectors: of what FSDP shards."""
-    return sum(p.numel() for p in module.parameters() if p.dim() > 1)

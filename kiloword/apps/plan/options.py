@@ -1,4 +1,4 @@
-"""Options of `kiloword plan`, and data sheets of GPUs. No torch here, so that help is instant."""
+"""Options of the verb plan, and data sheets of GPUs. No torch at import, so that help is instant."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Plan(BaseSettings):
     checkpointing: Literal["auto", "none", "whole", "selective"] = setting("auto", "as in `train`; auto: the fastest")
     micro: int = setting(0, "images in a micro-batch; 0: as many as fit", 0)
     chunk: int = setting(0, "rows and columns of a block of pairs; 0: automatic", 0)
-    precision: Literal["fp64", "fp32", "bf16"] = setting("bf16", "precision of the computation")
+    precision: Literal["fp32", "bf16"] = setting("bf16", "precision of the computation")
     tokens: float = setting(20.0, "mean number of tokens of a caption, start and end included", 1)
     captions: int = setting(0, "captions per image; 0: one, or six if the method takes all", 0)
     teacher: int = setting(768, "dimension of the teacher's features, for mined positives", 0)
@@ -96,52 +96,41 @@ class Plan(BaseSettings):
 
 def check(plan: Plan) -> None:
     """Raises: ValueError for a run that cannot be planned."""
-    if not plan.samples:
-        raise ValueError("plan needs the length of the run: give --samples, images seen in all, such as 1.28e9.")
     check_settings(plan)
-    if missing := OWN_SPECIAL.keys() - plan.model.text.special.keys():
-        raise ValueError(f"model.text.special has no {min(missing)!r}: expected an id for each special token.")
-    if plan.batch % plan.gpus:
-        raise ValueError(f"batch {plan.batch} does not divide over {plan.gpus} GPUs: choose a multiple of {plan.gpus}.")
     share = plan.batch // plan.gpus
-    if plan.micro and share % plan.micro:
-        raise ValueError(f"micro {plan.micro} does not divide a GPU's share of {share} images: choose a divisor.")
-    if plan.model.image.tower != "vit" and plan.micro not in (0, share):
-        raise ValueError(f"micro {plan.micro} splits a GPU's share of {share} images, but {NO_MICRO}")
-    if plan.gpu == "custom" and plan.gpus > 1 and plan.bandwidth is None:
-        raise ValueError(
-            f"--gpu custom of {plan.gpus} GPUs needs --bandwidth, the GB/s that one GPU sends to others: give it."
-        )
-    if plan.gpus == 1 and plan.parallel == "fsdp":
-        raise ValueError("--parallel fsdp shards weights over GPUs, but --gpus is 1: give more, or take ddp.")
+    wrong = {
+        "plan needs the length of the run: give --samples, images seen in all, such as 1.28e9": not plan.samples,
+        f"model.text.special lacks one of {', '.join(OWN_SPECIAL)}": OWN_SPECIAL.keys()
+        - plan.model.text.special.keys(),
+        f"--batch {plan.batch} does not divide over --gpus {plan.gpus}: choose a multiple": plan.batch % plan.gpus,
+        f"--micro {plan.micro} does not divide a GPU's share of {share} images: choose a divisor": plan.micro
+        and share % plan.micro,
+        f"--micro {plan.micro} splits a GPU's share of {share} images, but {NO_MICRO.rstrip('.')}": plan.micro
+        not in (0, share)
+        and plan.model.image.tower != "vit",
+        "--gpu custom of several --gpus needs --bandwidth, the GB/s that one GPU sends to others": plan.gpu == "custom"
+        and plan.gpus > 1
+        and plan.bandwidth is None,
+        "--parallel fsdp shards weights over GPUs, but --gpus is 1: give more, or take ddp": plan.gpus == 1
+        and plan.parallel == "fsdp",
+    }
+    if message := next((message for message, is_wrong in wrong.items() if is_wrong), ""):
+        raise ValueError(f"{message}.")
 
 
-def card(
-    name: str,
-    flops: float | None = None,
-    memory: float | None = None,
-    bandwidth: float | None = None,
-    precision: str = "bf16",
-) -> Card:
-    """A card of the table, or a custom one, whose speed is taken to be the same in every precision.
+def card(plan: Plan) -> Card:
+    """The card of the table with the plan's own values, or a custom one, of one speed in every precision.
 
-    Args: flops: TFLOP/s in the run's precision; memory: GiB; bandwidth: GB/s between GPUs. Raises: ValueError.
+    Raises: ValueError.
     """
-    values = {"--flops": flops, "--memory": memory, "--bandwidth": bandwidth}
-    for flag, value in values.items():
-        if value is not None and not 0 < value < float("inf"):
-            raise ValueError(f"{flag} is {value:g}: expected a number above 0.")
-    if name != "custom" and name not in CARDS:
+    custom, name = plan.gpu == "custom", plan.gpu
+    if not custom and name not in CARDS:
         raise ValueError(f"unknown GPU {name!r}: expected {', '.join(CARDS)}, or custom with --flops and --memory.")
-    if name == "custom" and (flops is None or memory is None):
+    if custom and (plan.flops is None or plan.memory is None):
         raise ValueError("--gpu custom needs --flops (TFLOP/s), --memory (GiB) and, of several, --bandwidth (GB/s).")
-    base = CARDS.get(name, CARDS["cpu"])
-    half, full = name == "custom" or precision == "bf16", name == "custom" or precision != "bf16"
-    return Card(
-        name,
-        flops * 1e12 if flops is not None and half else base.flops,
-        flops * 1e12 if flops is not None and full else base.flops_fp32,
-        base.memory if memory is None else memory * GIB,
-        base.link if bandwidth is None else bandwidth * 1e9,
-        base.network if bandwidth is None else bandwidth * 1e9,
-    )
+    base, link = CARDS["cpu" if custom else name], None if plan.bandwidth is None else plan.bandwidth * 1e9
+    half, full = (base.flops, base.flops_fp32) if plan.flops is None else (plan.flops * 1e12,) * 2
+    if not custom:
+        half, full = (half, base.flops_fp32) if plan.precision == "bf16" else (base.flops, full)
+    memory = base.memory if plan.memory is None else plan.memory * GIB
+    return Card(name, half, full, memory, link or base.link, link or base.network)

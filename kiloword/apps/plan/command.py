@@ -1,0 +1,97 @@
+"""The verbs plan and bench. No torch at import, so that help is instant."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from tyro.conf import Positional
+
+from kiloword.apps.plan.options import Card, Plan, card, check
+from kiloword.config.papers import fill
+from kiloword.methods.command import MethodWords, method_words
+from kiloword.methods.defaults import default_recipe
+from kiloword.methods.recipes import towers_flag
+
+if TYPE_CHECKING:
+    from kiloword.apps.plan.planner import Planner
+
+
+def read(argv: Sequence[str]) -> Planned:
+    """Read the words of a command line. Raises: ValueError for a run that cannot be planned."""
+    words = method_words(argv, "plan siglip --samples 1e9")
+    plan, settings = words.read(_defaults(words))
+    check(plan)
+    return Planned(plan, words.method, asdict(settings), card(plan))
+
+
+@dataclass(frozen=True)
+class Planned:
+    """The words of a command line, read."""
+
+    plan: Plan
+    method: str
+    settings: dict[str, Any]
+    card: Card
+
+    def planner(self) -> Planner:
+        """A learner without content, to ask further."""
+        from kiloword.apps.plan.planner import Planner
+        from kiloword.methods.registry import preset
+
+        return Planner(self.plan, preset(self.method, self.settings), self.card)
+
+    def run(self) -> None:
+        """Print the plan. Raises: ValueError when nothing fits the card."""
+        from kiloword.apps.plan.planner import show
+
+        show(self.planner())
+
+
+def _defaults(words: MethodWords) -> Plan:
+    """The defaults that the size implies, its towers and optimizer, or those of --recipe or --config."""
+    named, towers = words.recipe, [words.first(flag, "") for flag in ("--image-tower", "--text-tower")]
+    size = words.first("--size")
+    usual = "top" if any(towers) else Plan().size
+    recipe = default_recipe("", size or (named.value("size", usual) if named else usual))
+    plan = Plan(size=recipe.size, model=recipe.model, optim=recipe.optim)
+    if named is None and any(towers):
+        from kiloword.training.start import with_towers
+
+        recipe = with_towers(recipe, *towers)
+        return replace(plan, model=recipe.model, optim=recipe.optim)
+    if named is None:
+        return plan
+    recipe = fill(replace(recipe, batch=plan.batch), named, towers=not towers_flag(named, size, None))
+    facts, length = {name: fact.value for name, fact in named.facts.items()}, named.length()
+    images = length["epochs"] * facts.get("images", 0) if "epochs" in length else length.get("samples", 0)
+    changed: dict[str, Any] = {name: facts[name] for name in ("gpus", "gpu", "captions") if name in facts}
+    changed |= {} if recipe.precision == "auto" else {"precision": recipe.precision}
+    changed |= {"model": recipe.model, "optim": recipe.optim, "batch": recipe.batch}
+    return replace(plan, **changed, samples=float(images or length.get("steps", 0) * recipe.batch))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """Measure this machine: matrix products, a training step, encoding, reading, and the batch that its memory holds.
+
+    Examples:
+      kiloword bench siglip --size b32
+      kiloword bench siglip --size tiny --data photos/train
+    """
+
+    method: Positional[str] = "siglip"  # the method whose step is measured, with fresh weights, on noise
+    size: str = "tiny"  # size of the towers
+    batch: int = 32  # number of images in a step
+    data: tuple[str, ...] = ()  # data whose reading is measured, as for `kiloword train`
+    precision: Literal["auto", "fp32", "bf16"] = "auto"  # precision of the computation; auto: that of `kiloword train`
+    device: str = "auto"  # auto, cpu, cuda, cuda:N
+    json: Path | None = None  # write the figures to this file
+
+    def run(self) -> None:
+        """Print measurements as they come. Raises: ValueError for unknown names, and data that cannot be read."""
+        from kiloword.apps.plan.measured import bench
+
+        bench(self)

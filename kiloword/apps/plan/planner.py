@@ -1,0 +1,244 @@
+"""Memory and time of a run: which layouts fit a GPU, and what each takes."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kiloword.apps.plan.options import GIB, NODE, Card, Plan
+from kiloword.apps.plan.simulation import MicroBatch, Simulation
+from kiloword.distributed.device import precision_of
+from kiloword.files import write_json
+from kiloword.methods.method import Method
+from kiloword.report import Table, say_blocks
+from kiloword.terminal import say
+from kiloword.training.engine import BUCKET, units
+from kiloword.types import Batch, BatchInputs, Input, TextGroup, Texts
+
+CAPTIONS = 6  # of methods that take all: one from the web and five generated ones (arXiv:2405.10286)
+QUESTION = 12  # tokens
+CLASSES = 1000  # of zero-shot classification (ImageNet)
+CONTEXT = 1.0 * GIB  # of CUDA, of its libraries' workspaces and of communication: an allowance
+FRAGMENTS = 0.05  # of everything else: what the allocator holds and cannot use: an allowance
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way to run, and what it takes."""
+
+    parallel: str  # ddp, fsdp
+    checkpointing: str  # none, whole, selective
+    micro: int  # images of a micro-batch
+    micro_batches: int
+    fits: bool
+    bytes: float  # of one GPU
+    memory: dict[str, float]  # these by part
+    flop: dict[str, float]  # of a step of one GPU, by part
+    traffic: float  # bytes that a GPU sends in a step
+    seconds: float  # a step
+    pairs_per_second: float  # of all GPUs: images, each with its captions
+    days: float  # of the whole run
+    gpu_hours: float
+
+    def __str__(self) -> str:
+        return f"{self.parallel}, checkpointing {self.checkpointing}, micro-batch {self.micro} x {self.micro_batches}"
+
+
+class Planner:
+    """A request made concrete: a learner without content, one GPU's share, a card."""
+
+    def __init__(self, plan: Plan, method: Method, card: Card) -> None:
+        self.plan, self.method, self.card = plan, method, card
+        self._simulations: dict[str, Simulation] = {}
+        self._counted: dict[tuple[str, int], MicroBatch] = {}
+        self.learner = self.simulation("none").learner
+        self.parameters = sum(p.numel() for p in self.learner.parameters())
+        text, every = self.learner.model.config.text, CAPTIONS if method.captions == "all" else 1
+        self.captions = plan.captions or (method.captions if isinstance(method.captions, int) else every)
+        tokens = text.context if text.pad_to_context else plan.tokens + len(text.extra_tokens)
+        self.tokens = min(tokens, text.context)  # of a caption in the tower, on average
+        self.images = plan.batch // plan.gpus
+
+    def simulation(self, kind: Any) -> Simulation:
+        """The learner with a kind of activation checkpointing."""
+        if kind not in self._simulations:
+            plan, device = self.plan, "cpu" if self.card.name == "cpu" else "cuda"
+            self._simulations[kind] = Simulation(plan.model, self.method, plan.optim, device, plan.precision, kind)
+        return self._simulations[kind]
+
+    def micro_batch(self, kind: str, images: int) -> MicroBatch:
+        """What a micro-batch takes."""
+        if (kind, images) not in self._counted:
+            self._counted[kind, images] = self.simulation(kind).micro_batch(self.batch(images))
+        return self._counted[kind, images]
+
+    def batch(self, images: int) -> Batch:
+        """A batch of which shapes alone count; captions have many lengths around the mean."""
+        config, needs, numbers = self.learner.model.config, self.method.needs, torch.arange(images)
+        text, n = config.text, images * self.captions
+        tail = [text.special["end"], *(text.special[name] for name in text.extra_tokens)]
+        word, middle = max(text.special.values()) + 1, round(self.tokens) - 1 - len(tail)  # words of a caption
+        spread = min(middle, text.context - round(self.tokens))  # both ways
+        words = [[word] * (middle - spread + int(row * 0.618 % 1 * (2 * spread + 1))) for row in range(n)]
+        texts = Texts.pack([[text.special["start"], *ids, *tail] for ids in words])
+        empty, teachers = self.simulation("none").empty, [name for name in needs if name not in ("questions", "truth")]
+        of_texts = {name: empty(n, self.plan.teacher) for name in teachers}
+        if "truth" in needs:
+            of_texts["truth"] = empty(n, self.plan.batch, dtype=torch.bool)
+
+        def made(one: Input) -> Tensor | TextGroup:
+            if one.shape is None:  # one text an image, as long as captions
+                return TextGroup(texts.cut(0, images), numbers)
+            return empty(images, *one.shape(config), dtype=torch.uint8)
+
+        return Batch(
+            images=empty(images, 3, config.image.size, config.image.size, dtype=torch.uint8),
+            texts=texts,
+            image_of_text=numbers.repeat_interleave(self.captions),
+            seeds=numbers,
+            position=numbers,
+            composed=torch.zeros(images, dtype=torch.bool),
+            image_features={f"{t}{end}": empty(images, self.plan.teacher) for t in teachers for end in ("", ".texts")},
+            text_features=of_texts,
+            questions=Texts.pack([[word] * QUESTION] * images) if "questions" in needs else None,
+            inputs=BatchInputs({name: made(one) for name, one in self.method.inputs.items()}),
+        )
+
+    @cached_property
+    def pairs(self) -> tuple[float, float]:
+        """FLOP and bytes of the pair losses of one GPU."""
+        self.micro_batch("none", self.images)
+        return self.simulation("none").pair_losses(self.images, self.plan.batch, self.plan.chunk)
+
+    @cached_property
+    def inference(self) -> dict[str, float]:
+        """FLOP of zero-shot classification of an image among 1,000 classes, each with one prompt: "image" and "texts"
+        to encode it and all prompts, "scores" of the image with all classes."""
+        batch, flop = self.batch(1), dict[str, float]()
+        prompts = self.batch(CLASSES).texts.cut(0, CLASSES)
+        model, simulation = self.learner.model, self.simulation("none")
+        with simulation.counted() as count, torch.no_grad(), precision_of(self.plan.precision, "cpu")():
+            image = model.encode_image(batch.images)[1]
+            flop["image"] = count.flop()
+            texts = model.encode_text(prompts)[1]
+            flop["texts"] = count.flop()
+            model.head.score(image, texts)
+            flop["scores"] = count.flop()
+        return flop
+
+    def option(self, parallel: str, kind: str, n: int) -> Option:
+        """One way to run, in n micro-batches. Several encode everything once more, without gradient (GradCache).
+
+        Time is that of arithmetic at --utilisation, pair losses in fp32, or of traffic where that is more.
+        """
+        plan, card, micro, pairs = self.plan, self.card, self.micro_batch(kind, self.images // n), self.pairs[0]
+        flop = {name: n * x for name, x in micro.flop.items()} | {"pair losses": pairs}
+        flop["first pass of micro-batches"] = flop["towers"] if n > 1 and pairs else 0.0
+        flop["optimizer"] = self.simulation(kind).update
+        memory, traffic = self._memory(parallel, micro, n)
+        speed = card.flops if plan.precision == "bf16" else card.flops_fp32
+        arithmetic = ((sum(flop.values()) - pairs) / speed + pairs / card.flops_fp32) / plan.utilisation
+        seconds = max(arithmetic, traffic / (card.link if plan.gpus <= NODE else card.network))
+        days, held = plan.samples / plan.batch * seconds / 86400, sum(memory.values())
+        return Option(
+            parallel, kind, self.images // n, n, held <= card.memory, held, memory, flop, traffic, seconds,
+            plan.batch / seconds, days, 24 * days * plan.gpus,
+        )  # fmt: skip
+
+    def _memory(self, parallel: str, micro: MicroBatch, n: int) -> tuple[dict[str, float], float]:
+        """Part -> bytes of one GPU at its fullest, in a backward pass; and bytes that it sends in a step.
+
+        ddp: everything on every GPU; gradients are summed over g ranks, which sends 2 (g-1)/g of them. fsdp: matrices
+        of the towers divided by g, and two blocks, a gradient and its copy gathered; every micro-batch gathers weights
+        for both passes and scatters gradients, (g-1)/g of each. With one GPU and one micro-batch gradients grow as
+        activations are freed: counted is by how much they are more.
+        """
+        plan, gpus, model = self.plan, self.plan.gpus, self.learner.model
+        half, fsdp = 2 if plan.precision == "bf16" else 4, parallel == "fsdp"
+        total, trained = self.parameters, sum(p.numel() for p in self.learner.parameters() if p.requires_grad)
+        sharded = _matrices(model) - _matrices(model.head)
+        part = 1 - sharded / total * (1 - 1 / gpus) if fsdp else 1.0
+        gradients = 4 * part * trained
+        sizes = {
+            "weights": 4 * part * total,
+            "gradients": max(0.0, gradients - micro.activations) if gpus == n == 1 else gradients,
+            "optimizer states": part * self.simulation("none").states,
+            "average of weights": gradients if plan.optim.ema else 0.0,
+            "gathered by fsdp": (3.0 * half + 4) * max(map(_matrices, units(model))) if fsdp else 0.0,
+            "communication buckets": 8.0 * BUCKET if gpus > 1 else 0.0,
+            "activations": micro.activations,
+            "temporary": micro.temporary,
+            "features, their gradients, a block of pairs": self.pairs[1],
+            "images": self.images * 3.0 * model.config.image.size**2,
+        }
+        if self.card.name != "cpu":
+            sizes["allowance: fragments"] = FRAGMENTS * sum(sizes.values())
+            sizes["allowance: CUDA, libraries"] = CONTEXT
+        sent = n * (2 * half + 4) * sharded if fsdp else 8 * trained
+        return {name: value for name, value in sizes.items() if value}, sent * (gpus - 1) / gpus
+
+    def options(self) -> list[Option]:
+        """Every way that the request leaves open, each with the fewest micro-batches that fit, or the most there are;
+        those that fit first, then by speed, then by memory."""
+        plan, share, options = self.plan, self.images, list[Option]()
+        several = ["ddp", "fsdp"] if plan.gpus > 1 else ["ddp"]
+        ways = several if plan.parallel == "auto" else [plan.parallel]
+        kinds = ["none", "selective", "whole"] if plan.checkpointing == "auto" else [plan.checkpointing]
+        numbers = [share // plan.micro] if plan.micro else [n for n in range(1, share + 1) if share % n == 0]
+        whole = plan.model.image.tower != "vit"  # batch norm sees the whole share
+        for way, kind in product(ways, kinds):
+            tried = (self.option(way, kind, n) for n in (numbers[:1] if whole else numbers))
+            options.append(next((o for o in tried if o.fits), None) or self.option(way, kind, numbers[-1]))
+        return sorted(options, key=lambda o: (not o.fits, round(o.seconds, 9), o.micro_batches, o.parallel, o.bytes))
+
+
+def _matrices(module: nn.Module) -> int:
+    """Number of elements of a module's parameters but for vectors."""
+    return sum(p.numel() for p in module.parameters() if p.dim() > 1)
+
+
+def show(planner: Planner) -> None:
+    """Print a plan, and write it where `--json` says. Raises: ValueError, after both, when nothing fits the card."""
+    plan, card, options = planner.plan, planner.card, planner.options()
+    best, pair = options[0], planner.images * 1e9
+    speed = plan.utilisation * (card.flops if plan.precision == "bf16" else card.flops_fp32)
+    columns = {
+        f"a pair, captions {planner.captions} x {planner.tokens:g} tokens": ("GFLOP", pair, best.flop),
+        f"memory of a GPU: {best}": ("GiB", GIB, best.memory),
+    }
+    rows = [
+        (o.parallel, o.checkpointing, f"{o.micro} x {o.micro_batches}", o.bytes / GIB, "yes" if o.fits else "no",
+         f"{sum(o.flop.values()) / pair:.4g}", f"{o.pairs_per_second:,.0f}", f"{o.days:.2f}", f"{o.gpu_hours:,.0f}")
+        for o in options
+    ]  # fmt: skip
+    header = (
+        f"parallel|checkpointing|micro-batches|GiB of {card.memory / GIB:g}|fits|GFLOP a pair|pairs/s|days|GPU hours"
+    )
+    cost = [[name, f"{n / 1e9:.4g}", f"{1e3 * n / speed:.3g}"] for name, n in planner.inference.items()]
+    say(f"{planner.parameters / 1e6:.2f} million parameters")
+    say_blocks(
+        [
+            *(
+                Table(
+                    [*((k, v / one) for k, v in parts.items() if v), ("total", sum(parts.values()) / one)], (name, unit)
+                )
+                for name, (unit, one, parts) in columns.items()
+            ),
+            Table(cost, (f"zero-shot among {CLASSES:,} classes", "GFLOP", "ms")),
+            Table(rows, header.split("|")),
+        ]
+    )
+    if plan.json is not None:
+        named = {name: getattr(plan, name) for name in ("size", "gpus", "gpu", "batch", "samples", "utilisation")}
+        named |= {name: getattr(planner, name) for name in ("tokens", "captions", "parameters", "inference")}
+        write_json(plan.json, {"method": planner.method.name, **named, "options": [asdict(o) for o in options]})
+    if not best.fits:
+        raise ValueError(
+            f"nothing fits: {best} takes {best.bytes / GIB:.1f} GiB of {card.memory / GIB:g}. Take more --gpus (fsdp "
+            "divides weights over them), a smaller --batch or --micro, or a larger --gpu."
+        )
