@@ -35,15 +35,15 @@ class MethodChoice:
     name: str
     settings: dict[str, Any] = field(default_factory=dict)
 
-    @property
-    def slots(self) -> Method:
-        """The method itself."""
-        return preset(self.name, self.settings)
+
+def choice(method: str | MethodChoice) -> MethodChoice:
+    """A method by name as a choice."""
+    return MethodChoice(method) if isinstance(method, str) else method
 
 
 def slots_of(method: str | MethodChoice) -> Method:
     """The method of a name or choice."""
-    return preset(method) if isinstance(method, str) else method.slots
+    return preset(choice(method).name, choice(method).settings)
 
 
 def config(trunks: Trunks = "none", method: str | MethodChoice = "siglip") -> ModelConfig:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,28 +13,16 @@ EXACT = 1e-10  # of the largest gradient, in fp64
 
 NOT_ADDITIVE = (
     "The {what} of the term {name} for a batch is not the sum of those for its parts: it relates examples to each "
-    "other, like a contrast of images with images, or is a mean, not a sum. A term sees one micro-batch of one rank: "
-    "its gradient changes with --micro and the number of ranks, and is right on one process with --micro 0 alone."
+    "other, like a contrast of images with images, or is a mean, not a sum. A term sees one micro-batch of one rank."
 )
-WRONG_SIGN = (
-    "The loss {name}, trained alone, {what}: is its sign wrong? A loss that may be negative, such as a negative "
-    "cosine, gets the constant that makes its least value 0."
-)
-RANDOM_INPUT = (
-    "A transform or input draws from a global generator, or keeps state from row to row: draw by draw.rng('a purpose')."
-)
+WRONG_SIGN = "The loss {name}, trained alone, {what}: is its sign wrong? The least value of a loss is 0 here."
+RANDOM_INPUT = "A transform or input draws from a global generator, or keeps state: draw by draw.rng('a purpose')."
 RANDOM_LOSS = (
     "The same step, repeated, is another, so that nothing else was compared: a loss draws from a global generator. "
     "Draw by kiloword.randomness.uniform(batch.seeds, 'a purpose', n)."
 )
-NO_DERIVATIVE = (
-    "The gradient is not the derivative of the loss: the gradient that a pair loss returns beside its values is wrong, "
-    "or a part of a loss is detached, or it computes in single precision."
-)
-OTHER_STATE = (
-    "What after_step leaves depends on the ranks or micro-batches: it adds up over ranks what each has seen, by "
-    "kiloword.distributed.collectives.sum_over_ranks, and divides sums by counts, since features run twice there."
-)
+NO_DERIVATIVE = "The gradient is not the derivative of the loss: a loss returns a wrong one, or detaches a part."
+OTHER_STATE = "What after_step leaves depends on the ranks or micro-batches: add sums and counts by sum_over_ranks."
 
 
 @dataclass(frozen=True)
@@ -65,12 +53,6 @@ def compare(name: str, measured: dict[str, Tensor], reference: dict[str, Tensor]
     worst = max(errors, key=lambda n: float("inf") if math.isnan(errors[n]) else errors[n])
     state = worst.startswith("state:")
     return Check(name, most(errors.values()), EXACT, OTHER_STATE if state else "", f"largest in {worst}")
-
-
-def again(measured: dict[str, Tensor], reference: dict[str, Tensor]) -> Check:
-    """Whether the same step, repeated, is the same; without that no other comparison means anything."""
-    check = compare("the same step again", measured, reference)
-    return replace(check, cause=RANDOM_LOSS) if check.value > EXACT else check
 
 
 def most(values: Iterable[float]) -> float:

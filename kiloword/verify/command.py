@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 from kiloword.config.options import Mixing
 from kiloword.config.settings import BaseSettings, about, setting
 from kiloword.methods.command import method_words
+from kiloword.terminal import say
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,11 +45,28 @@ class Conformity:
     options: Verify
 
     def run(self) -> None:
-        """Run and print all checks. Raises: ValueError naming those that failed."""
-        from kiloword.verify.batch import MethodChoice
-        from kiloword.verify.suite import main
+        """Run all checks and print each. Raises: ValueError naming those that failed, and known causes."""
+        from kiloword.verify.batch import IMAGES, MethodChoice
+        from kiloword.verify.suite import WAYS, verify
 
-        main(MethodChoice(self.method, asdict(self.settings)), self.options.ranks, trunks=self.options.trunks)
+        ranks, parts = self.options.ranks, max(way.micro for way in WAYS)
+        fitting = [n for n in range(1, IMAGES + 1) if IMAGES % (n * parts) == 0]
+        if not ranks or any(n not in fitting for n in ranks):
+            raise ValueError(
+                f"--ranks is {' '.join(map(str, ranks)) or 'empty'}: expected one or several of "
+                f"{', '.join(map(str, fitting))}, as each process takes {parts} micro-batches of the {IMAGES} images."
+            )
+        if max(ranks) == 1:
+            say("--ranks 1 adds no check: it is the run with which others, such as 2 4, are compared")
+        failed = []
+        for check in verify(MethodChoice(self.method, asdict(self.settings)), ranks, self.options.trunks):
+            result = "ok  " if check.passed else "FAIL"
+            where = "" if check.passed or not check.where else f"  {check.where}"
+            say(f"{result}  {check.name:48s} {check.value:9.2e}  (at most {check.limit:g}){where}")
+            failed += [] if check.passed else [check]
+        if failed:
+            message = f"{self.method} fails {len(failed)} of its checks: {', '.join(check.name for check in failed)}."
+            raise ValueError(" ".join([message, *dict.fromkeys(check.cause for check in failed if check.cause)]))
 
 
 def read(argv: Sequence[str]) -> Conformity:

@@ -21,21 +21,10 @@ ROWS = 64
 
 def loaded(method: str | MethodChoice, rank: int = 0, ranks: int = 1, workers: int = 0) -> Batch:
     """A rank's share of a batch of scenes."""
-    source, model, slots = open_source(f"scenes:train?n={ROWS}", 32), config(), slots_of(method)
+    source, text, slots = open_source(f"scenes:train?n={ROWS}", 32), config().text, slots_of(method)
     tokenizer = Tokenizer.train([c for row in range(ROWS) for c in source.record(row).captions], 500)
-    loader = Loader(
-        source,
-        Order(ROWS, IMAGES, 0),
-        DataConfig(),
-        model.text,
-        32,
-        tokenizer,
-        transforms=slots.transforms,
-        inputs=slots.inputs,
-        rank=rank,
-        ranks=ranks,
-        workers=workers,
-    )
+    made = {"transforms": slots.transforms, "inputs": slots.inputs, "rank": rank, "ranks": ranks, "workers": workers}
+    loader = Loader(source, Order(ROWS, IMAGES, 0), DataConfig(), text, 32, tokenizer, **made)  # type: ignore[arg-type]
     return next(loader.batches(1, 2))
 
 
@@ -46,33 +35,24 @@ def what_is_loaded(method: str | MethodChoice) -> Iterator[Check]:
         name = "bytes of a batch that are made otherwise on other ranks or workers"
         yield Check(name, made_otherwise(method), 0, RANDOM_INPUT)
     if slots.inputs:
-        wrong = misstated(method)
+        model, wrong = slots.shape(config()), []
+        for name, value in loaded(method).inputs.items():
+            shape = slots.inputs[name].shape
+            stated = "texts" if shape is None else f"torch.uint8 {list(shape(model))}"
+            made = "texts" if isinstance(value, TextGroup) else f"{value.dtype} {list(value.shape[1:])}"
+            wrong += [f"{name}: made {made}, stated {stated}"] if made != stated else []
         yield Check("inputs of another kind or shape than stated", len(wrong), 0, where="; ".join(wrong))
 
 
 def made_otherwise(method: str | MethodChoice) -> float:
     """Bytes that differ between a batch made on one rank, and on two ranks with a worker."""
-    whole, parts = loaded(method), [loaded(method, rank, 2, 1) for rank in (0, 1)]
-    expected, joined = _tensors(whole), [torch.cat(values) for values in zip(*map(_tensors, parts), strict=True)]
-    if any(a.shape != b.shape for a, b in zip(joined, expected, strict=True)):
+
+    def tensors(made: Batch) -> list[Tensor]:
+        groups = (value.texts.ids if isinstance(value, TextGroup) else value for value in made.inputs.values())
+        return [made.images, made.texts.ids, *groups]
+
+    whole, parts = tensors(loaded(method)), [tensors(loaded(method, rank, 2, 1)) for rank in (0, 1)]
+    joined = [torch.cat(values) for values in zip(*parts, strict=True)]
+    if any(a.shape != b.shape for a, b in zip(joined, whole, strict=True)):
         return float("inf")
-    return float(sum((a != b).sum() for a, b in zip(joined, expected, strict=True)))
-
-
-def _tensors(made: Batch) -> list[Tensor]:
-    """What a loader makes of images and texts, the method's inputs included."""
-    groups = (value.texts.ids if isinstance(value, TextGroup) else value for value in made.inputs.values())
-    return [made.images, made.texts.ids, *groups]
-
-
-def misstated(method: str | MethodChoice) -> list[str]:
-    """The inputs of another kind or shape than the method states, each in words."""
-    slots, wrong = slots_of(method), []
-    model = slots.shape(config())
-    for name, value in loaded(method).inputs.items() if slots.inputs else ():
-        shape = slots.inputs[name].shape
-        stated = "texts" if shape is None else f"torch.uint8 {list(shape(model))}"
-        made = "texts" if isinstance(value, TextGroup) else f"{value.dtype} {list(value.shape[1:])}"
-        if made != stated:
-            wrong.append(f"{name}: made {made}, stated {stated}")
-    return wrong
+    return float(sum((a != b).sum() for a, b in zip(joined, whole, strict=True)))

@@ -37,8 +37,18 @@ from kiloword.training import compilation, engine
 from kiloword.training.optimizer import Optimizer
 from kiloword.training.step import Learner, backward
 from kiloword.types import Batch, Features, Pairs, Positives, Rule
-from kiloword.verify.batch import IMAGES, MethodChoice, Trunks, batch, config, slots_of
-from kiloword.verify.checks import EXACT, NO_DERIVATIVE, NOT_ADDITIVE, WRONG_SIGN, Check, again, compare, most, some
+from kiloword.verify.batch import IMAGES, MethodChoice, Trunks, batch, choice, config, slots_of
+from kiloword.verify.checks import (
+    EXACT,
+    NO_DERIVATIVE,
+    NOT_ADDITIVE,
+    RANDOM_LOSS,
+    WRONG_SIGN,
+    Check,
+    compare,
+    most,
+    some,
+)
 from kiloword.verify.loading import what_is_loaded
 
 TOY = 60  # steps
@@ -72,8 +82,8 @@ def verify(method: str | MethodChoice, ranks: Sequence[int] = (1, 2, 4), trunks:
     without = _without_gradient(method, trunks)
     yield Check("parameters without a gradient", float(len(without)), 0, where=some(without))
     reference = made(method)
-    yield (repeated := again(made(method), reference))
-    if repeated.cause:
+    yield (repeated := replace(compare("the same step again", made(method), reference), cause=RANDOM_LOSS))
+    if not repeated.passed:
         return
     if trunks != "tuned":  # a trunk's ReLUs get exact zeros: no derivative
         yield _slope(method, trunks)
@@ -237,11 +247,10 @@ def _save_and_load(method: str | MethodChoice, trunks: Trunks = "none") -> float
     trained = learner(method, dtype=torch.float32, trunks=trunks)
     model, data = trained.model.eval(), inputs(trained, batch(trunks=trunks), trunks)
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
-        tokenizer = Tokenizer.train(["a small red star", "two blue circles"], 300)
-        name, settings = (method, {}) if isinstance(method, str) else (method.name, method.settings)
-        file = ModelFile(method=name, settings=settings, model=model.config, size="debug")
+        tokenizer, chosen = Tokenizer.train(["a small red star", "two blue circles"], 300), choice(method)
+        file = ModelFile(method=chosen.name, settings=chosen.settings, model=model.config, size="debug")
         save_model(Path(folder), model, tokenizer, file)
-        loaded, _ = load_model(folder, trust=Trust(named=name))
+        loaded, _ = load_model(folder, trust=Trust(named=chosen.name))
         a, b = (m.score(m.encode_image(data.images)[1], m.encode_text(data.texts)[1]) for m in (model, loaded.eval()))
     return float((a - b).abs().max())
 
@@ -323,37 +332,3 @@ class _Ideal(torch.nn.Module):
 
     def logits(self, score: Tensor) -> Tensor:
         return score
-
-
-def check_ranks(ranks: Sequence[int]) -> None:
-    """Raises: ValueError for numbers of processes over whose micro-batches a batch does not divide, and for none."""
-    parts = max(way.micro for way in WAYS)
-    fitting = [n for n in range(1, IMAGES + 1) if IMAGES % (n * parts) == 0]
-    if not ranks or any(n not in fitting for n in ranks):
-        shown, expected = " ".join(map(str, ranks)) or "empty", ", ".join(map(str, fitting))
-        raise ValueError(
-            f"--ranks is {shown}: expected one or several of {expected}, as each process takes {parts} micro-batches "
-            f"of the {IMAGES} images."
-        )
-
-
-def main(
-    method: str | MethodChoice, ranks: Sequence[int], say: Callable[[str], None] = print, trunks: Trunks = "none"
-) -> None:
-    """Run all checks and print each.
-
-    Raises: ValueError naming those that failed, and known causes; and as `check_ranks`.
-    """
-    check_ranks(ranks)
-    if max(ranks) == 1:
-        say("--ranks 1 adds no check: it is the run with which others, such as 2 4, are compared")
-    failed: list[Check] = []
-    name = method if isinstance(method, str) else method.name
-    for check in verify(method, ranks, trunks):
-        where = f"  {check.where}" if check.where and not check.passed else ""
-        line = f"{'ok  ' if check.passed else 'FAIL'}  {check.name:48s} {check.value:9.2e}  (at most {check.limit:g})"
-        say(line + where)
-        failed += [] if check.passed else [check]
-    if failed:
-        message = f"{name} fails {len(failed)} of its checks: {', '.join(check.name for check in failed)}."
-        raise ValueError(" ".join([message, *dict.fromkeys(check.cause for check in failed if check.cause)]))

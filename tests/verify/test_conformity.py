@@ -91,16 +91,13 @@ def test_a_cut_run_goes_on_as_if_nothing_had_been(
     assert len({float(v.float().abs().sum()) for v in whole.values()}) > 1
 
 
-def test_what_needs_features_says_how_to_make_them(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"needs precomputed features named 'teacher'.*kiloword embed.*--features"):
-        train(recipe("siglip+mined", ()), tmp_path, options=EVERY)
-
-
-def test_truth_is_refused_where_no_source_knows_it(tmp_path: Path) -> None:
-    some = recipe("siglip+exact", ())
+def test_what_a_method_needs_and_the_data_lacks_is_refused(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text("image,caption\n" + "".join(f"{n}.png,a star\n" for n in range(20)))
-    with pytest.raises(ValueError, match="has no ground truth of which texts"):
-        train(replace(some, data=replace(some.data, sources=(str(tmp_path / "t.csv"),))), tmp_path / "o", options=EVERY)
-    two = ("scenes?n=32&levels=1", "scenes?n=32&levels=3")
-    with pytest.raises(ValueError, match="expected scenes as the only source of the run"):
-        train(replace(some, data=replace(some.data, sources=two)), tmp_path / "p", options=EVERY)
+    for method, sources, says in (
+        ("siglip+mined", (DATA,), r"precomputed features named 'teacher'.*kiloword embed.*--features"),
+        ("siglip+exact", (str(tmp_path / "t.csv"),), "no ground truth"),
+        ("siglip+exact", ("scenes?n=32&levels=1", "scenes?n=32&levels=3"), "only source"),
+    ):
+        some = recipe(method, ())
+        with pytest.raises(ValueError, match=says):
+            train(replace(some, data=replace(some.data, sources=sources)), tmp_path / "out", options=EVERY)
