@@ -138,10 +138,8 @@ def retrieval(
 
 def _check_pairs(images: Features, texts: Features, image_of_text: Tensor) -> None:
     n, t = len(images["vec"]), len(texts["vec"])
-    if n == 0 or t == 0:
-        raise ValueError(f"retrieval got {n} images and {t} texts: it needs at least one of each")
-    if image_of_text.shape != (t,) or not 0 <= int(image_of_text.min()) <= int(image_of_text.max()) < n:
-        raise ValueError(f"image_of_text must hold, for each of the {t} texts, the row of one of the {n} images")
+    if not (n and t and image_of_text.shape == (t,) and 0 <= int(image_of_text.min()) <= int(image_of_text.max()) < n):
+        raise ValueError(f"image_of_text must hold, for each of the {t} texts, the row of one of the {n} images.")
 
 
 def mean_recalls(values: Mapping[str, float], ks: Sequence[int]) -> Values:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kiloword.evaluation.calibration import binned, calibration, defined, interval, pearson, ranks, spearman
+from kiloword.evaluation.calibration import binned, calibration, interval, pearson, ranks, spearman
 
 
 def doubles(values: list[float]) -> Tensor:
@@ -51,14 +51,6 @@ def test_correlation_of_tiny_variances_does_not_underflow() -> None:
     assert pearson(torch.tensor([1e-30, 2e-30, 3e-30]), torch.tensor([3.0, 2.0, 1.0])) == pytest.approx(-1, abs=1e-6)
 
 
-@pytest.mark.parametrize("values", [[], [1.0], [2.0, 2.0]])
-def test_what_is_not_defined_is_skipped(values: list[float]) -> None:
-    found = spearman(doubles(values), torch.arange(len(values)))
-    assert math.isnan(found)
-    assert dict(defined("x", found)) == {}
-    assert dict(defined("x", 0.5)) == {"x": 0.5}
-
-
 def test_bins_are_those_of_sorting() -> None:
     rng = np.random.default_rng(1)
     uncertainty, right = rng.permutation(103) / 7.0, rng.integers(0, 2, 103).astype(float)
@@ -89,20 +81,6 @@ def test_few_items_make_few_bins(n: int, bins: int) -> None:
     assert ("text_spearman" in found) == (bins >= 3)
     if bins >= 3:
         assert found["text_spearman"] < -0.8
-
-
-def test_calibration_of_a_known_model() -> None:
-    uncertainty = torch.arange(100.0)
-    found = dict(calibration("image", binned(uncertainty, 1 - uncertainty / 100)))
-    assert found["image_pearson"] == pytest.approx(-1)
-    assert found["image_spearman"] == pytest.approx(-1)
-    assert found["image_uncertainty@1"] == pytest.approx(4.5)
-    assert found["image_right@10"] == pytest.approx(0.055)
-
-
-def test_no_items_are_refused() -> None:
-    with pytest.raises(ValueError, match="at least one"):
-        binned(torch.empty(0), torch.empty(0))
 
 
 def test_intervals_of_shares() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ import kiloword
 from class_data import FORMS, drawn
 from folders import model_folder
 from kiloword.api import Matcher
-from kiloword.cli.main import main
 from kiloword.data.map_style import MapStyleSource
 from kiloword.evaluation import evaluate
 from kiloword.evaluation.probe import ProbeOptions
@@ -66,16 +64,3 @@ def test_every_form_gives_equal_figures(
     assert found == in_memory
     assert found["probe"]["train_rows"] == 60
     assert found["zeroshot"]["acc1"] > 0
-
-
-def test_the_command_line_takes_class_folders(
-    matcher: Matcher, sets: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Folders train and val of one root, as ImageNet's: `probe` takes the one beside the other."""
-    for split, name in (("test", "val"), ("train", "train")):
-        Path(FORMS["class_folders"](tmp_path / f"of {split}", *sets[split])).rename(tmp_path / name)
-    folder = model_folder(tmp_path / "model")
-    main(["eval", "probe", str(folder), "--data", str(tmp_path / "val"), "--probe.epochs", "1"])
-    assert re.search(r"train_rows +60", capsys.readouterr().out)
-    main(["data", "stats", str(tmp_path / "val")])
-    assert "class 0 one object: " in capsys.readouterr().out

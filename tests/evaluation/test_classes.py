@@ -19,7 +19,6 @@ from kiloword.evaluation import evaluate, metrics
 from kiloword.evaluation.classes import OTHER, classes_of
 from kiloword.evaluation.zeroshot import classifier
 from kiloword.types import LabelSet, Record, Skipped
-from tars import photo
 
 
 @dataclass
@@ -87,14 +86,6 @@ def test_imagenet_labels_score_over_a_subset() -> None:
     assert whole is not None
     assert whole.place is not None
     assert whole.place.tolist() == [ids.index(wnid) for wnid in wnids("imagenet-a")]
-
-
-def test_two_classes_of_one_name_stay_two() -> None:
-    names = classnames("imagenet1k")  # has two missiles
-    classes = classes_of(Photos(LABELS, names[::-1]), names)
-    assert classes is not None
-    assert classes.place is not None
-    assert sorted(classes.place.tolist()) == list(range(1000))
 
 
 def test_several_classes_an_image_give_mean_average_precision(
@@ -188,33 +179,3 @@ def test_a_probe_matches_the_names_of_its_splits(matcher: Matcher) -> None:
     assert three == evaluate(matcher, "probe", moved, train=train)
     with pytest.raises(ValueError, match="none of its 4 labelled images has a class among"):
         evaluate(matcher, "probe", replace(test, labels=[0] * 4), train=train, classnames=["dog"])
-
-
-OBJECTNET = {  # classes whose folders are named otherwise
-    "binder (closed)": "binder_closed",
-    "butcher's knife": "butchers_knife",
-    "coffee/french press": "coffee_french_press",
-    "drying rack for plates": "drying_rack_for_dishes",
-    "bath towel": "full_sized_towel",
-    "dishrag or hand towel": "hand_towel_or_rag",
-    "mixing / salad bowl": "mixing_salad_bowl",
-    "weight (exercise)": "weight_exercise",
-}
-
-
-def test_objectnet_has_other_classes_too(tmp_path: Path) -> None:
-    """Of its 313 folders 113 are classes of ImageNet."""
-    names = classnames("objectnet")
-    assert OBJECTNET.keys() < set(names)
-    folders = {OBJECTNET.get(name, name.replace(" ", "_")) for name in names}
-    for folder in {*folders, "trophy"}:
-        (tmp_path / folder).mkdir()
-    for folder in ("full_sized_towel", "trophy"):
-        (tmp_path / folder / "a.png").write_bytes(photo())
-    source = open_source(str(tmp_path))
-    classes = classes_of(source, "objectnet")
-    assert classes is not None
-    assert classes.place is not None
-    assert sorted(classes.place.tolist()) == [OTHER, *range(113)]
-    labels = torch.tensor([source.record(row).label for row in range(2)])
-    assert classes.places(labels).tolist() == [names.index("bath towel"), OTHER]

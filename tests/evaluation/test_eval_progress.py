@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import json
 import re
 import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from PIL import Image
 
 from kiloword.api import Matcher
 from kiloword.cli.main import main
 from kiloword.config.recipes import ModelFile, sizes
 from kiloword.data.text.tokenizer import Tokenizer
-from kiloword.distributed import device
 from kiloword.evaluation import evaluate
 from kiloword.evaluation.probe import ProbeOptions
 from kiloword.methods.registry import preset
-from kiloword.models import model_folder
 from kiloword.models.build import build
 from kiloword.models.model_folder import save_model
 from kiloword.terminal import progress, warn
@@ -93,49 +88,6 @@ def test_an_error_begins_a_line_of_its_own(terminal: Terminal, monkeypatch: pyte
     warn("ZeroDivisionError")
     assert terminal.frames[-3].startswith("images  50%")
     assert terminal.frames[-2:] == ["ZeroDivisionError", ""]
-
-
-@pytest.mark.usefixtures("slow")
-def test_work_that_ends_early_ends_its_line(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stderr", terminal)
-    with showing():
-        list(track(range(2), "images", "images", 4))
-    assert terminal.frames[-2].startswith("images  50%")
-    assert terminal.frames[-1] == ""  # the prompt of the shell begins a line
-
-
-@pytest.mark.usefixtures("slow")
-def test_only_the_outer_work_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    def work() -> Iterator[int]:
-        for _ in track(range(2), "outer", "rows", 2):
-            yield from track(range(2), "inner", "rows", 2)
-
-    with showing():
-        list(work())
-        list(track(range(2), "next", "rows", 2))
-    said = capsys.readouterr().err
-    assert "outer 100%" in said
-    assert "next 100%" in said
-    assert "inner" not in said
-
-
-@pytest.mark.parametrize("verb", ["eval", "score"])
-def test_the_device_is_chosen_unless_given(
-    verb: str, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[str] = []
-
-    def choose(name: str, mps: bool = False) -> str:
-        asked.append(name)
-        return "cpu"
-
-    monkeypatch.setattr(device, "choose", choose)
-    monkeypatch.setattr(model_folder, "choose", choose)
-    monkeypatch.setattr(importlib.import_module("kiloword.api.load"), "choose", choose)  # `load` is a function too
-    Image.new("RGB", (40, 40)).save(tmp_path / "a.png")
-    rest = ["--images", str(tmp_path / "a.png"), "--texts", "a dog"]
-    main(["score", folder, *rest] if verb == "score" else ["eval", "retrieval", folder, "--data", "scenes:test?n=4"])
-    assert asked[0] == "auto"
 
 
 def test_no_model_is_evaluated_before_all_names_are_read(

@@ -117,10 +117,9 @@ def test_true_relevance_equals_all_scores_at_once(seed: int, photos: int, captio
 
 
 def test_retrieval_refuses_what_it_cannot_rank() -> None:
-    with pytest.raises(ValueError, match="0 images and 3 texts"):
-        list(retrieval(cosine, features(0, 0), features(3, 0), torch.zeros(3, dtype=torch.int64)))
-    with pytest.raises(ValueError, match="image_of_text"):
-        list(retrieval(cosine, features(2, 0), features(3, 0), torch.tensor([0, 1, 2])))
+    for images, image in ((0, [0, 0, 0]), (2, [0, 1, 2]), (2, [0, 1])):
+        with pytest.raises(ValueError, match="image_of_text"):
+            list(retrieval(cosine, features(images, 0), features(3, 0), torch.tensor(image)))
     broken = {"vec": torch.full((3, 8), torch.nan, dtype=torch.float64)}
     with pytest.raises(ValueError, match="NaN"):
         list(retrieval(cosine, features(3, 0), broken, torch.arange(3)))
@@ -295,15 +294,6 @@ def test_a_list_of_everything_is_full_scoring(images: int) -> None:
         short = dict(shortlisted(best_token_pairs, image_features, texts, own, n, relevance=truth))
         assert {name: short[name] for name in full} == pytest.approx(full)
         assert short[f"text_retrieval_shortlist_recall@{n}"] == short[f"image_retrieval_shortlist_recall@{n}"] == 1
-
-
-def test_what_the_list_lacks_is_not_found() -> None:
-    images = {"vec": torch.eye(3), "tokens": torch.eye(3)[[1, 0, 2], None]}  # tokens say the opposite of "vec"
-    texts = {"vec": torch.eye(3)}
-    found = dict(shortlisted(best_token_pairs, images, texts, torch.tensor([1, 0, 2]), 1))
-    assert found["image_retrieval_shortlist_recall@1"] == found["image_retrieval_recall@1"] == pytest.approx(1 / 3)
-    full = dict(retrieval(best_token, images, texts, torch.tensor([1, 0, 2])))
-    assert full["image_retrieval_recall@1"] == 1  # exact scoring finds all three
 
 
 Ranked = dict[int, list[int]]

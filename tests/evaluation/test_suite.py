@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import csv
-import io
 import json
 import re
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 import kiloword
@@ -19,7 +17,7 @@ from kiloword.data.classes.names import read_classnames, read_templates
 from kiloword.evaluation import evaluate
 from kiloword.evaluation.suite import Entry, names, read_suite
 from kiloword.evaluation.suite.command import data_sets
-from tars import photo, write_tar
+from tars import photo
 
 COLOURS = """
 [[dataset]]
@@ -275,27 +273,6 @@ def test_datacomp_counts_the_metrics_of_its_list() -> None:
         "dollar_street": "acc_top5_wg",
         "geode": "acc_wg",
     }
-
-
-def test_datacomp_groups_are_numbers_beside_labels(tmp_path: Path, model: Path) -> None:
-    for name in ("wilds-fmow", "fairness-dollar_street", "fairness-geode"):
-        folder = tmp_path / f"wds_{name}_test"
-        (folder / "test").mkdir(parents=True)
-        (folder / "classnames.txt").write_text("\n".join(f"class {n}" for n in range(62)))
-        members: list[tuple[str, bytes]] = []
-        for row in range(6):
-            array = io.BytesIO()
-            np.save(array, np.array([row % 2, row, 7]))
-            members += [(f"{row}.cls", b"3"), (f"{row}.npy", array.getvalue()), (f"{row}.png", photo(row))]
-        write_tar(folder / "test" / "0.tar", members)
-    found = tmp_path / "found.json"
-    words = ["datacomp38", model, "--data", tmp_path, "--json", found, "--only", "fmow", "dollar_street", "geode"]
-    assert ran(*words) == 0
-    sets = json.loads(found.read_text())["data_sets"]
-    assert {name: one["state"] for name, one in sets.items()} == dict.fromkeys(words[-3:], "evaluated")
-    metrics = next(iter(sets["dollar_street"]["metrics"].values()))
-    assert [metrics[f"count_income_ds:{group}"] for group in "01"] == [3, 3]
-    assert metrics["acc_top5_wg"] == min(metrics[f"acc_top5_income_ds:{group}"] for group in "01")
 
 
 def test_options_that_name_files_are_found_below_the_root(tmp_path: Path) -> None:

@@ -6,20 +6,14 @@ import json
 import re
 import subprocess
 import sys
-from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from folders import model_folder
 from kiloword.cli.main import main
 from kiloword.evaluation import TASKS, evaluate
-from kiloword.evaluation.command import Execution, labels, number
-
-PYTHON_ONLY = {"ks", "chunk", "captions"}
-FLAGS = {f.name.replace("_", "-") for f in fields(Execution)} - {"trust"}
-SHARED = FLAGS | {"help", "data", "json", "html", "method", "trust-code"}
+from kiloword.evaluation.command import labels, number
 
 
 def help_of(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -40,18 +34,6 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return capsys.readouterr().err
 
 
-def flags_of(options: Any) -> set[str]:
-    """Names of the flags that a dataclass of options stands for; those inside another dataclass have its prefix."""
-    flags = set[str]()
-    for f in fields(options):
-        value, name = getattr(options, f.name), f.name.replace("prompt_options", "prompts").replace("_", "-")
-        if is_dataclass(value):
-            flags |= {f"{name}.{inner}" for inner in flags_of(value)}
-        elif f.name not in PYTHON_ONLY:
-            flags.add(name)
-    return flags
-
-
 @pytest.mark.parametrize("name", TASKS)
 def test_a_task_is_declared_whole(name: str) -> None:
     task = TASKS[name]
@@ -61,18 +43,6 @@ def test_a_task_is_declared_whole(name: str) -> None:
     task.options()  # every option has a default
     module = sys.modules[task.options.__module__]
     assert (module.__doc__ or "").startswith(f"The task `{name}`")
-
-
-@pytest.mark.parametrize("name", TASKS)
-def test_help_of_a_task_has_its_own_flags_alone(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    task = TASKS[name]
-    output = help_of(capsys, name)
-    flags = re.findall(r"^[│ ] {1,2}(?:-h, )?--([a-z][\w.-]+)", output, re.MULTILINE)
-    expected = flags_of(task.options()) | SHARED
-    assert sorted(flags) == sorted(expected)
-    output = words_of(output)
-    assert task.help in output
-    assert f"test data: {task.data}" in output
 
 
 def test_help_lists_the_tasks_with_a_line_each(capsys: pytest.CaptureFixture[str]) -> None:
