@@ -1,4 +1,4 @@
-"""Grad-CAM: attribute the score of a text, or its probability under the decoder, to patches of an early layer.
+"""Grad-CAM: attribute the score of a text, or its probability under the decoder, to patches of the first layer.
 
 Source: Selvaraju et al., ICCV 2017 (arXiv:1610.02391), eq. 1 and 2; the first layer: arXiv:2401.02137, figure 3.
 """
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from kiloword.explain.words import check_texts, log_probabilities
 from kiloword.generation.decoding import writer
 from kiloword.model.encoding import inference
-from kiloword.model.image import ImageTower, extra
+from kiloword.model.image import ImageTower
 from kiloword.model.model import vit
 from kiloword.model.pooling import at_least_float
 
@@ -29,18 +29,14 @@ Target = Literal["score", "caption"]
 """Target of the gradients: the score of image and text, or the log probability of the caption."""
 
 
-def gradcam(matcher: Matcher, images: Images, texts: Sequence[str], target: Target = "score", layer: int = 0) -> Tensor:
-    """ReLU(sum_c alpha_c A_c) of a layer's patches A [P, W]; alpha_c is the mean over patches of d target / d A_c.
+def gradcam(matcher: Matcher, images: Images, texts: Sequence[str], target: Target = "score") -> Tensor:
+    """ReLU(sum_c alpha_c A_c) of the stem's patches A [P, W]; alpha_c is the mean over patches of d target / d A_c.
 
-    Args: layer: 0: output of the stem (the first layer of the figure, before positions are added), or the number of a
-    block.
     Returns: maps [I, T, P], non-negative, of any scale; 0 where no channel supports the text.
-    Errors: ValueError for an invalid layer or target, and for target "caption" with a model without text decoder.
+    Errors: ValueError for an invalid target, and for target "caption" with a model without text decoder.
     """
     model = matcher.model
     tower = vit(model, "gradcam")
-    if not 0 <= layer <= len(tower.blocks):
-        raise ValueError(f"layer is {layer}: expected 0, the stem, or the number of a block up to {len(tower.blocks)}.")
     check_texts("gradcam", texts)
     if target not in get_args(Target):
         raise ValueError(f"target is {target!r}: expected {' or '.join(get_args(Target))}.")
@@ -48,7 +44,7 @@ def gradcam(matcher: Matcher, images: Images, texts: Sequence[str], target: Targ
     maps = []
     with inference(model), torch.inference_mode(False), torch.enable_grad():
         for part in torch.split(matcher.pixels(images), TOGETHER):
-            with held(tower, layer) as seen:  # a graph holds these images and one text at a time
+            with held(tower) as seen:  # a graph holds these images and one text at a time
                 maps.append(torch.stack([_map(one, seen) for one in values(model.image_tokens(part))], 1))
     return torch.cat(maps)
 
@@ -56,8 +52,7 @@ def gradcam(matcher: Matcher, images: Images, texts: Sequence[str], target: Targ
 def _map(values: Tensor, seen: dict[str, Tensor]) -> Tensor:
     """Maps [I, P] for the values [I] of one text; images are independent of each other."""
     (gradient,) = torch.autograd.grad(values.sum(), seen["leaf"], retain_graph=True)
-    first = seen["leaf"].shape[1] - seen["activations"].shape[1]
-    alpha = at_least_float(gradient[:, first:]).mean(1, keepdim=True)  # [I, 1, W]
+    alpha = at_least_float(gradient).mean(1, keepdim=True)  # [I, 1, W]
     return (alpha * at_least_float(seen["activations"])).sum(-1).relu()
 
 
@@ -78,10 +73,10 @@ def _log_likelihoods(matcher: Matcher, texts: Sequence[str], tokens: Tensor) -> 
 
 
 @contextmanager
-def held(tower: ImageTower, layer: int) -> Iterator[dict[str, Tensor]]:
-    """While the tower runs, hold a layer: "activations" [I, P, W], and "leaf", by which gradients are taken.
+def held(tower: ImageTower) -> Iterator[dict[str, Tensor]]:
+    """While the tower runs, hold its first layer: "activations" [I, P, W], and "leaf", by which gradients are taken.
 
-    The leaf is the layer's output: of the stem that of its linear part, to which the convolutions' is added.
+    The leaf is the output of the stem's linear part, to which the convolutions' is added; positions are not yet.
     """
     seen: dict[str, Tensor] = {}
 
@@ -89,14 +84,14 @@ def held(tower: ImageTower, layer: int) -> Iterator[dict[str, Tensor]]:
         if seen:  # the class token of a trunk, after its map
             return out
         seen["leaf"] = out.detach().requires_grad_()
-        seen["activations"] = seen["leaf"].detach()[:, extra(tower.config) if layer else 0 :]
+        seen["activations"] = seen["leaf"].detach()
         return seen["leaf"]
 
     def add(module: nn.Module, inputs: Any, out: Tensor) -> None:
         seen["activations"] = seen["activations"] + out.detach()
 
     with ExitStack() as hooks:
-        hooks.enter_context((tower.blocks[layer - 1] if layer else tower.patches).register_forward_hook(hold))
-        if layer == 0 and tower.stem is not None:
+        hooks.enter_context(tower.patches.register_forward_hook(hold))
+        if tower.stem is not None:
             hooks.enter_context(tower.stem.register_forward_hook(add))
         yield seen

@@ -16,7 +16,6 @@ from kiloword.explain.reconstruct import (
     caption_similarity,
     fill,
     mask_settings,
-    masked_by_caption,
     masked_patches,
     mean_colour,
     mim_settings,
@@ -93,15 +92,14 @@ def cams(seen: Seen) -> Iterator[Shown]:
 def masks(seen: Seen) -> Iterator[Shown]:
     """The image decoder reconstructs the patches most similar to the caption; the text decoder sees only those."""
     settings, high, low = mask_settings(seen.matcher)
-    unlike = "" if masked_by_caption(seen.matcher) else " (it was trained without such masks)"
     for text in seen.texts:
         with inference(seen.matcher.model):
             row = caption_similarity(seen.matcher.model, seen.pixels, seen.encoded(text), settings)
         most, least = masking.select(row, high, most=True), masking.select(row, low, most=False)
         tiles = [
             seen.lit(row[0] - row.min(), "similarity to the caption"),
-            seen.covered(seen.large, most, f"masked for the image decoder: the {high:.0%} most similar{unlike}"),
-            seen.covered(seen.large, least, f"masked for the text decoder: the {low:.0%} least similar{unlike}"),
+            seen.covered(seen.large, most, f"masked for the image decoder: the {high:.0%} most similar"),
+            seen.covered(seen.large, least, f"masked for the text decoder: the {low:.0%} least similar"),
         ]
         yield tiles, {"similarity": row[0].tolist(), "most": most[0].tolist(), "least": least[0].tolist()}
 
@@ -147,7 +145,7 @@ def check(matcher: Matcher, kind: str) -> None:
     if kind == "words":
         writer(matcher.model)
     if kind == "masks" or (kind == "reconstruction" and mim_settings(matcher).mim_mask == "attentive"):
-        masking.check(matcher.model.config)
+        mask_settings(matcher)
 
 
 def possible(matcher: Matcher) -> tuple[str, ...]:

@@ -41,21 +41,21 @@ def mim_settings(matcher: Matcher) -> MimSettings:
 
 
 def mask_settings(matcher: Matcher) -> tuple[MaskSettings, float, float]:
-    """Mask settings, share of patches masked for the image decoder, and share masked for the text decoder.
+    """Settings of masks by captions, share of patches masked for the image decoder, and share for the text decoder.
 
-    For a model trained without such masks: the defaults of the paper (arXiv:2401.02137).
+    Errors: ValueError for a model that was not trained with masks by captions (arXiv:2401.02137).
     """
+    masking.check(matcher.model.config)
     mim, caption = _term_settings(matcher, "mim"), _term_settings(matcher, "caption")
-    settings = next((s for s in (mim, caption) if isinstance(s, MaskSettings)), MaskSettings())
-    mim = mim if isinstance(mim, MimSettings) else MimSettings()
-    caption = caption if isinstance(caption, CaptionSettings) else CaptionSettings()
-    return settings, mim.mim_share, caption.caption_share
-
-
-def masked_by_caption(matcher: Matcher) -> bool:
-    """Whether the model was trained with attentive masks."""
-    mim, caption = _term_settings(matcher, "mim"), _term_settings(matcher, "caption")
-    return "attentive" in (getattr(mim, "mim_mask", ""), getattr(caption, "caption_mask", ""))
+    if "attentive" not in (getattr(mim, "mim_mask", ""), getattr(caption, "caption_mask", "")):
+        raise ValueError("this model was not trained with patches masked by captions: train sycoca.")
+    settings = mim if isinstance(mim, MaskSettings) else caption
+    assert isinstance(settings, MaskSettings)
+    shares = (
+        getattr(mim, "mim_share", MimSettings.mim_share),
+        getattr(caption, "caption_share", CaptionSettings.caption_share),
+    )
+    return settings, *shares
 
 
 def _term_settings(matcher: Matcher, name: str) -> object:

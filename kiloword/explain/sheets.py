@@ -74,7 +74,7 @@ def write(
             for kind, shown in drawn.items():
                 heading, made, columns = KINDS[kind]
                 blocks += [Text(heading, "heading"), Text(made.__doc__ or ""), Gallery(shown[t][0], columns=columns)]
-            sections[f"{t + 1}. “{text}”"] = [Text(_note(found) + _cut(matcher, text)), *blocks]
+            sections[f"{t + 1}. “{text}”"] = [Text(_note(found)), *blocks]
             lines.append(f"{path.name}  “{text}”  {_note(found)}")
         about = "" if explained is None else explained.about
         if explained is not None:
@@ -127,12 +127,6 @@ def _maps(seen: Seen, explained: Explanation, t: int, found: dict[str, Any]) -> 
 def _note(found: dict[str, Any]) -> str:
     tops = ", ".join(f"{top['token']} {top['share']:.0%}" for top in found.get("top", ()))
     return f"score {found['score']:.3f}" + (f"  entropy {found['entropy']:.2f}  {tops}" if tops else "")
-
-
-def _cut(matcher: Matcher, text: str) -> str:
-    """A note where the model sees only the beginning of a text."""
-    cut = matcher.tokenizer.cut([text], matcher.model.config.text)
-    return "; too long: the model reads {1} of its {0} tokens".format(*cut[0]) if cut else ""
 
 
 def file_names(images: Sequence[Path]) -> list[str]:
