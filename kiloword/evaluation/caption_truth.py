@@ -74,14 +74,11 @@ def _values(captions: Sequence[str], scenes: Sequence[Scene]) -> dict[str, float
 def judge_caption(caption: str, scene: Scene) -> JudgedCaption:
     """What one caption says of a scene.
 
-    Its statements are: each attribute of each thing (shape, colour, size, fill, row, column); of a thing without any
-    ("an object") that it is there; the relation of two things; the number of objects; the background. Which object a
-    thing stands for is the reader's to choose, different ones for different things: of all such assignments the one
-    counts by which most statements are true, of equals the one that mentions most objects, then the first in reading
-    order. A thing for which no object is left has no true statement, and no relation of it is true.
-
-    An object is mentioned by a thing with attributes that are all true of it; of all pairings of different things with
-    different objects the largest counts, whatever the assignment above.
+    Its statements are each attribute of each thing, of a thing without any ("an object") that it is there, the relation
+    of two things, the number of objects, and the background. Things stand for different objects: by the assignment
+    with most true statements, of equals with most mentioned objects, then the first in reading order. A thing for which
+    no object is left has no true statement or relation. An object is mentioned by a thing with attributes that are all
+    true of it, in the assignment that mentions most.
     """
     query = parse(caption)
     if query is None:
@@ -89,11 +86,8 @@ def judge_caption(caption: str, scene: Scene) -> JudgedCaption:
     short = max(0, len(query.things) - len(scene.things))
     judged = []
     for chosen in permutations((*scene.things, *[None] * short), len(query.things)):
-        pairs = zip(query.things, chosen, strict=True)
-        named = sum(
-            thing is not None and p != ANY and all(a in (None, b) for a, b in zip(p, thing, strict=True))
-            for p, thing in pairs
-        )
+        said = [(p, thing) for p, thing in zip(query.things, chosen, strict=True) if thing is not None and p != ANY]
+        named = sum(all(a in (None, b) for a, b in zip(p, thing, strict=True)) for p, thing in said)
         judged.append((tuple(_about_things(query, chosen)), named))
     best, _ = max(judged, key=lambda one: (sum(s.true for s in one[0]), one[1]))  # the first of equals
     count, background, others = query.count, query.background, list[Statement]()

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import accumulate
 from math import comb
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -79,22 +78,22 @@ class Item:
             *((false, true) for false in self.negatives for true in self.positives),
         ]
 
-    def figures(self, at: int, between: int) -> Iterator[tuple[str, float, list[tuple[int, int]]]]:
-        """Name and chance of each figure, and which pair must score higher than which.
+    def figures(self, scores: Tensor, between: Tensor) -> Iterator[tuple[str, float, Tensor, Tensor]]:
+        """Name and chance of each figure, scores that must be higher, and those that must be lower.
 
-        Args: at: place of the first pair of image and caption; between: of the first pair of captions.
+        Args: scores of images with captions, [images, captions]; of the pairs in `between`.
         """
         p, q = len(self.positives), len(self.negatives)
-        if len(self.images) == 2:  # pairs: image 0 with both captions, then image 1
-            by_text, by_image = [(at, at + 1), (at + 3, at + 2)], [(at, at + 2), (at + 3, at + 1)]
-            yield "text_score", 1 / 4, by_text
-            yield "image_score", 1 / 4, by_image
-            yield "group_score", 1 / 6, by_text + by_image
+        if len(self.images) == 2:
+            own, by_text, by_image = scores.diagonal(), scores.flip(1).diagonal(), scores.flip(0).diagonal()
+            yield "text_score", 1 / 4, own, by_text
+            yield "image_score", 1 / 4, own, by_image
+            yield "group_score", 1 / 6, own, torch.stack([by_text, by_image])
             return
-        compared = [(at + true, at + p + false) for true in range(p) for false in range(q)]
-        yield ("accuracy", 1 / (1 + q), compared) if p == 1 else ("image_to_text", 1 / comb(p + q, p), compared)
-        if self.between:
-            yield "text_only", 1 / (1 + 2 * q), [(between, between + n) for n in range(1, 2 * q + 1)]
+        name, chance = ("accuracy", 1 / (1 + q)) if p == 1 else ("image_to_text", 1 / comb(p + q, p))
+        yield name, chance, scores[0, :p, None], scores[0, None, p:]
+        if len(between):
+            yield "text_only", 1 / (1 + 2 * q), between[0], between[1:]
 
 
 @dataclass(frozen=True)
@@ -144,10 +143,8 @@ def read(path: str | Path | None) -> tuple[Benchmark, list[Item]]:
     """
     if path is None:
         raise ValueError("--pairs is missing: name the json file of the true and false captions, or its folder.")
-    folder = Path(path).expanduser()
-    inside = sorted(file for file in folder.iterdir() if file.suffix in (".json", ".jsonl")) if folder.is_dir() else []
-    found, items = dict[str, Benchmark](), list[Item]()
-    for file in [folder] if folder.is_file() else inside:
+    folder, found, items = Path(path).expanduser(), dict[str, Benchmark](), list[Item]()
+    for file in [folder] if folder.is_file() else sorted([*folder.glob("*.json"), *folder.glob("*.jsonl")]):
         for n, (category, values) in enumerate(_entries(file, load_json(file))):
             keys = list(values) if isinstance(values, dict) else []
             benchmark = next((made for key, made in BENCHMARKS.items() if key in keys), None)
@@ -238,8 +235,8 @@ class Scored(NamedTuple):
     """Items all of whose images could be read, and the scores of their pairs."""
 
     items: list[Item]
-    scores: Tensor  # [P] of the images of each item with its captions, item by item; then of pairs of captions
-    starts: list[int]  # the first pair of each item, and behind the last one
+    scores: list[Tensor]  # of each item, [images, captions]
+    between: list[Tensor]  # of each item, of its pairs of captions
     cuts: Cuts
 
 
@@ -270,15 +267,17 @@ def scored(inputs: Inputs, items: Sequence[Item]) -> Scored:
         raise ValueError(f"{source.name} has the images of no item of --pairs, {named}.")
     number = {text: n for n, text in enumerate(dict.fromkeys(text for item in usable for text in item.captions))}
     images, texts = join([part.images for part in parts]), inputs.matcher.encode_text(list(number))
-    pairs = [(places[cut], number[text]) for item in usable for cut in item.images for text in item.captions]
-    between = [(number[a], number[b]) for item in usable for a, b in item.between]
-    scores = torch.empty(0)
+    pairs = [[(places[cut], number[text]) for cut in item.images for text in item.captions] for item in usable]
+    between = [[(number[a], number[b]) for a, b in item.between] for item in usable]
+    halves = list[tuple[Tensor, ...]]()
     for score, left, listed in ((inputs.matcher.score_pairs, images, pairs), (_cosine, texts, between)):
-        if listed:
-            a, b = torch.tensor(listed, device=texts["vec"].device).unbind(1)
-            scores = torch.cat([scores, check_scores(scores_of_pairs(score, left, texts, a, b)).float().cpu()])
-    counts = (len(item.images) * len(item.captions) for item in usable)
-    return Scored(usable, scores, list(accumulate(counts, initial=0)), cuts)
+        values = torch.empty(0)
+        if flat := [pair for of_item in listed for pair in of_item]:
+            a, b = torch.tensor(flat, device=texts["vec"].device).unbind(1)
+            values = check_scores(scores_of_pairs(score, left, texts, a, b)).float().cpu()
+        halves.append(torch.split(values, list(map(len, listed))))
+    scores = [values.view(len(item.images), -1) for item, values in zip(usable, halves[0], strict=True)]
+    return Scored(usable, scores, list(halves[1]), cuts)
 
 
 def _cosine(a: Features, b: Features) -> Tensor:
@@ -295,47 +294,43 @@ def run(inputs: Inputs, options: CompositionalTaskOptions) -> Findings:
     Raises: ValueError as `read` and `scored`.
     """
     benchmark, items = read(options.pairs)
-    usable, scores, starts, cuts = scored(inputs, items)
-    compared, chance = dict[str, list[tuple[int, int, int]]](), dict[str, list[float]]()
-    between = starts[-1]
-    for n, item in enumerate(usable):
-        for name, likely, higher in item.figures(starts[n], between):
-            compared.setdefault(name, []).extend((n, high, low) for high, low in higher)
+    usable, scores, between, cuts = scored(inputs, items)
+    right, chance, tied = dict[str, list[bool]](), dict[str, list[float]](), 0
+    for item, of_item, of_texts in zip(usable, scores, between, strict=True):
+        ties = False
+        for name, likely, high, low in item.figures(of_item, of_texts):
+            margin, limit = high - low, rounding(low)
+            right.setdefault(name, []).append(bool((margin >= -limit if benchmark.ties_win else margin > limit).all()))
             chance.setdefault(name, []).append(likely)
-        between += len(item.between)
-    right, tied, none = dict[str, Tensor](), torch.zeros(len(usable)), torch.zeros(len(usable))
-    for name, rows in compared.items():
-        which, high, low = torch.tensor(rows).unbind(1)
-        margin, limit = scores[high] - scores[low], rounding(scores[low])
-        wins = margin >= -limit if benchmark.ties_win else margin > limit
-        right[name] = (none + 1).scatter_reduce(0, which, wins.float(), "amin").bool()
-        tied = tied.scatter_reduce(0, which, (margin.abs() <= limit).float(), "amax")
+            ties |= bool((margin.abs() <= limit).any())
+        tied += ties
     yield "items", float(len(usable))
     yield "items_skipped", float(len(items) - len(usable))
-    yield "ties", float(tied.sum())
+    yield "ties", float(tied)
     categories = [item.category for item in usable]
-    for name in compared:
+    for name in right:
         yield from means(name, right[name], chance[name], categories, benchmark)
     if inputs.page:
-        last = list(right.values())[-1 if benchmark.name == "Winoground" else 0].tolist()
-        yield from _examples(cuts, usable, last, scores, starts)
+        last = list(right.values())[-1 if benchmark.name == "Winoground" else 0]
+        yield from _examples(cuts, usable, last, scores)
 
 
 def means(
-    name: str, right: Tensor, chance: Sequence[float], categories: Sequence[str], benchmark: Benchmark
+    name: str, right: Sequence[bool], chance: Sequence[float], categories: Sequence[str], benchmark: Benchmark
 ) -> Iterator[tuple[str, float]]:
     """Means of a figure: over items, at chance, over the categories that the benchmark counts, of each category."""
     names = sorted(set(categories))
     numbers = {category: n for n, category in enumerate(names)}
-    of, likely = torch.tensor([numbers[category] for category in categories]), torch.tensor(chance, dtype=torch.float64)
+    of = torch.tensor([numbers[category] for category in categories])
+    hits, likely = torch.tensor(right, dtype=torch.float64), torch.tensor(chance, dtype=torch.float64)
     count = torch.bincount(of, minlength=len(names)).double()
-    by_category = torch.bincount(of, right.double(), len(names)) / count
+    by_category = torch.bincount(of, hits, len(names)) / count
     by_chance = torch.bincount(of, likely, len(names)) / count
     omitted = frozenset() if benchmark.symmetric else symmetric_relations()
     counted = torch.tensor(
         [n >= benchmark.least and c not in omitted for c, n in zip(names, count.tolist(), strict=True)]
     )
-    yield name, right.double().mean().item()
+    yield name, hits.mean().item()
     yield f"{name}_chance", likely.mean().item()
     if counted.any():
         yield f"{name}_by_category", by_category[counted].mean().item()
@@ -346,22 +341,19 @@ def means(
         yield f"{name}_items@{category}", count[n].item()
 
 
-def _examples(
-    cuts: Cuts, items: Sequence[Item], right: Sequence[bool], scores: Tensor, starts: Sequence[int]
-) -> Iterator[Block]:
+def _examples(cuts: Cuts, items: Sequence[Item], right: Sequence[bool], scores: Sequence[Tensor]) -> Iterator[Block]:
     """Items that are wrong, then items that are right, the same order for every model."""
     rows = {cut: row for row, (_, cut) in enumerate(cuts.places)}
     order = sorted(range(len(items)), key=lambda n: key(cuts.fingerprint, "examples", n))
     for wanted, title in ((False, "Wrong"), (True, "Right")):
         tiles = []
         for n in [n for n in order if right[n] is wanted][:EXAMPLES]:
-            item, width = items[n], len(items[n].captions)
+            item = items[n]
             for i, cut in enumerate(item.images):
-                of_image = scores[starts[n] + i * width : starts[n] + (i + 1) * width].tolist()
                 true = (i,) if len(item.images) > 1 else range(len(item.positives))
                 lines = [
                     f"{score:.3f} {text} ({'true' if c in true else 'false'})"
-                    for c, (text, score) in enumerate(zip(item.captions, of_image, strict=True))
+                    for c, (text, score) in enumerate(zip(item.captions, scores[n][i].tolist(), strict=True))
                 ]
                 tiles.append(Tile(thumbnail(decode(cuts.record(rows[cut]).image)), [item.category, *lines], wanted))
         if tiles:

@@ -70,10 +70,9 @@ class VqaTaskOptions:
 def run(inputs: Inputs, task_options: VqaTaskOptions) -> Findings:
     """VQA accuracy (see `accuracy`) over all questions, by question type and by answer type.
 
-    Yields: "accuracy", "accuracy/question/TYPE", "accuracy/answer/TYPE"; where the training answers are known, the same
-    as "majority_..." of who always gives the most frequent one (to this type of question, on scenes); "questions";
-    and, where there is a list, its length as "answers" and the share of answers outside it as "outside". With
-    `results`, questions without answers are answered, too, and not scored.
+    Also "majority_...", the same of the most frequent training answer (to this type of question, on scenes);
+    "questions"; the length of the list as "answers", and the share of answers outside it as "outside". With `results`,
+    questions without answers are answered, too, and not scored.
     Errors: ValueError for a model that answers no questions, data that asks none, a list that is missing.
     """
     matcher, source, options, results = inputs.matcher, inputs.source, task_options.vqa, task_options.results
@@ -154,14 +153,10 @@ def _known(
 def accuracy(answer: str, answers: Sequence[str]) -> float:
     """How right an answer is, in [0, 1]: the mean over the annotators of min(1, agreeing others / 3).
 
-    The others are all but one annotator, by place in the list: two who say the same are two. Where fewer than four
-    answered, so that three others cannot agree, all others must; the answer of a single annotator must be met.
+    Where fewer than four annotators answered, all others must agree; the answer of a single one must be met.
 
-    Args: answer: the model's; answers: one an annotator, as stored (officially ten).
-    Raises: ValueError without an annotator's answer.
+    Args: answer: the model's; answers: one an annotator, as stored (officially ten), at least one.
     """
-    if not answers:
-        raise ValueError("no annotator's answer came: at least one is needed, officially ten")
     guess, *references = [text.replace("\n", " ").replace("\t", " ").strip() for text in (answer, *answers)]
     if len(set(references)) > 1:  # else the evaluator compares them as they are
         guess, references = normalise(guess), [normalise(a) for a in references]

@@ -32,12 +32,9 @@ def run(inputs: Inputs, options: WinogavilTaskOptions) -> Findings:
     Prompts are "A cue" and "An cue", as in DataComp's evaluation. Ties get their expected value.
     Raises: ValueError for a file without these columns, and where no item has all its images.
     """
-    usable, scores, starts, _ = scored(inputs, read(options.pairs))
+    usable, scores, _, _ = scored(inputs, read(options.pairs))
     counts = [len(item.images) for item in usable]
-    values = [
-        jaccard(scores[start : start + len(item.images)], torch.tensor(item.chosen))
-        for start, item in zip(starts, usable, strict=False)
-    ]
+    values = [jaccard(s[:, 0], torch.tensor(item.chosen)) for s, item in zip(scores, usable, strict=True)]
     yield "items", float(len(usable))
     yield "avg_jaccard_score", sum(values) / len(values)
     for name, (least, most) in SETS.items():
@@ -72,21 +69,17 @@ def read(path: Path | None) -> list[Item]:
     with Path(path).open(newline="", encoding="utf-8-sig") as file:
         for n, row in enumerate(csv.DictReader(file), start=2):
             try:
-                cue, candidates, right = (
-                    row["cue"].lower(),
-                    json.loads(row["candidates"]),
-                    json.loads(row["associations"]),
-                )
-                if not cue or not right or not set(right) <= set(candidates):
+                cue, names, right = row["cue"].lower(), *(json.loads(row[c]) for c in ("candidates", "associations"))
+                if not right or not set(right) <= set(names):
                     raise ValueError
-                names = tuple(Cut(str(name)) for name in candidates)
-            except (KeyError, ValueError, TypeError, AttributeError, RecursionError):
+                prompt = f"{'An' if cue[0] in 'aeiou' else 'A'} {cue}"
+                chosen = tuple(name in right for name in names)
+                items.append(Item("winogavil", tuple(Cut(str(name)) for name in names), (prompt,), chosen=chosen))
+            except (LookupError, ValueError, TypeError, AttributeError):
                 raise ValueError(
                     f"{path}, line {n}: expected the columns cue, candidates and associations, the last two as JSON "
                     'lists of names (["bee", "hat"]), and every association among the candidates.'
                 ) from None
-            prompt = f"{'An' if cue[0] in 'aeiou' else 'A'} {cue}"
-            items.append(Item("winogavil", names, (prompt,), chosen=tuple(name in right for name in candidates)))
     if not items:
         raise ValueError(f"{path} has no rows: expected the columns cue, candidates and associations.")
     return items

@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cases import mostly_slow
 from kiloword.api import Matcher
 from kiloword.config.recipes import sizes
 from kiloword.data.text.tokenizer import Tokenizer
@@ -92,9 +91,7 @@ def test_sgd_is_the_loop(decay: float) -> None:
 def test_first_weights_are_keyed_and_as_each_source_draws_them() -> None:
     slip, torchs = start(400, 50, "sgd", 0), start(400, 50, "adamw", 0)
     assert slip.weight.std().item() == pytest.approx(0.01, rel=0.02)
-    assert not slip.bias.any()
     assert all(0.04 < values.abs().max().item() <= 400**-0.5 for values in torchs)
-    assert torch.equal(start(400, 50, "sgd", 0).weight, slip.weight)
     assert not torch.equal(start(400, 50, "sgd", 1).weight, slip.weight)
     assert shuffled(50, 0, 0).tolist() != shuffled(50, 1, 0).tolist() != shuffled(50, 1, 1).tolist()
 
@@ -139,16 +136,10 @@ def theirs(monkeypatch: pytest.MonkeyPatch) -> Any:
     """CLIP_benchmark's linear probe, which insists on a GPU, on the CPU."""
     pytest.importorskip("sklearn", reason="CLIP_benchmark's linear probe needs scikit-learn")
     module = pytest.importorskip("clip_benchmark.metrics.linear_probe", reason="needs the CLIP_benchmark package")
-    plain = Tensor.to
     monkeypatch.setattr(Tensor, "cuda", lambda self: self)
-    monkeypatch.setattr(Tensor, "to", lambda self, *a, **k: self if a == ("cuda",) else plain(self, *a, **k))
     monkeypatch.setattr(torch.nn.Module, "cuda", lambda self: self)
     monkeypatch.setattr(torch.nn, "DataParallel", lambda model, device_ids: model)
     monkeypatch.setattr(module, "tqdm", lambda loader: loader)
-    # Its accuracy() calls float() on an array of shape [1], which NumPy 2.4 refuses: shadow that one name.
-    from clip_benchmark.metrics import zeroshot_classification
-
-    monkeypatch.setattr(zeroshot_classification, "float", lambda x: x.item(), raising=False)
     return module
 
 
@@ -177,25 +168,6 @@ def test_steps_are_clip_benchmarks(theirs: Any, decay: float) -> None:
     got = steps(rows, first, RECIPES["clip_benchmark"], decay, seed=7)
     torch.testing.assert_close(got.weight, expected.weight.detach(), rtol=0, atol=1e-6)
     torch.testing.assert_close(got.bias, expected.bias.detach(), rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize(("swept", "shots"), mostly_slow([(False, 0), (False, 6), (True, 6), (True, 0)], 0, 1, 2))
-def test_accuracy_is_clip_benchmarks(theirs: Any, tmp_path: Path, swept: bool, shots: int) -> None:
-    (tmp_path / "m").mkdir()
-    train, val, test = (gaussians(n, 8, 16, seed=s, spread=2.5) for n, s in ((400, 0), (200, 1), (2000, 2)))
-    for name, rows in (("train", train), ("val", val), ("test", test)):
-        torch.save(rows.x, tmp_path / "m" / f"features_{name}.pt")
-        torch.save(rows.y, tmp_path / "m" / f"targets_{name}.pt")
-    options = (None, object(), object(), shots or -1, 64, 0, 0.1, 10, "m", 0, str(tmp_path), "cuda")
-    torch.manual_seed(0)
-    expected = [theirs.evaluate(*options, val_dataloader=object() if swept else None, amp=False) for _ in range(3)]
-    data, recipe = ProbeData(train, test, val if swept else None, "abcdefgh", "toy"), RECIPES["clip_benchmark"]
-    ours = [dict(fit_once(data, recipe, ProbeOptions(shots=shots), seed)) for seed in range(3)]
-    assert [one["train_rows"] for one in ours] == [6 * 8 if shots else 600 if swept else 400] * 3
-    for name in ("acc1", "acc5", "mean_per_class_recall"):
-        mean = sum(float(one[f"lp_{name}"]) for one in expected) / 3
-        assert sum(one[name] for one in ours) / 3 == pytest.approx(mean, abs=0.06 if shots else 0.015)
-    assert 0.4 < ours[0]["acc1"] < 0.95
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -231,11 +203,6 @@ def test_draws_are_by_class_and_seeded_and_a_share_is_held_out(labels: list[int]
     for mine in own:
         assert not mine or fitted & set(mine)  # no class is held out whole
         assert len(mine) < 2 or abs(len(chosen & set(mine)) - share * len(mine)) <= 1
-
-
-def test_draws_differ_by_seed_and_data() -> None:
-    drawn = [order(of([0] * 30), data, seed) for data, seed in (("a", 0), ("a", 1), ("b", 0))]
-    assert drawn[0] != drawn[1] != drawn[2] != drawn[0]
 
 
 # Images
@@ -387,4 +354,3 @@ def test_features_that_are_no_numbers_are_refused() -> None:
         some.model.head.pooling.image_projection.weight.fill_(math.nan)  # type: ignore[union-attr]
     with pytest.raises(ValueError, match="11 of 11 images are NaN"):
         evaluate(some, "probe", TEST, train=TRAIN)
-    evaluate(some, "probe", TEST, train=TRAIN, probe=ProbeOptions(features="pooled"))
