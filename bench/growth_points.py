@@ -25,7 +25,8 @@ import loss
 import save
 import startup
 import tokens
-from kiloword.apps.mine import analyses, calibrate, pairs
+from kiloword.apps.mine import analyses, calibrate
+from kiloword.apps.mine import search as mining
 from kiloword.apps.mine.corpus import Corpus
 from kiloword.apps.search import library as libraries
 from kiloword.apps.search.library import FILE, Library, LibraryFile, Part, publish
@@ -231,14 +232,14 @@ def corpus(captions: int, images: int = 0) -> Corpus:
 def mine(n: int, folder: Path) -> Call:
     """The search among all pairs of n captions and n / 5 images."""
     made = corpus(n)
-    return quiet(lambda: pairs.search(made, Mined()))
+    return quiet(lambda: mining.search(made, Mined()))
 
 
 def mine_share(n: int, folder: Path) -> Call:
     """The same for 256 of the images alone, a block: what one of many ranks does."""
     made = corpus(n)
-    pairs.own = lambda parts: parts[:1]  # type: ignore[assignment]
-    return quiet(lambda: pairs.search(made, Mined(), chunk=256))
+    mining.own = lambda parts: parts[:1]  # type: ignore[assignment]
+    return quiet(lambda: mining.search(made, Mined(), chunk=256))
 
 
 def mine_rest(n: int, folder: Path) -> Call:
@@ -252,7 +253,6 @@ def mine_rest(n: int, folder: Path) -> Call:
             analysis(made, 0)
         analyses.ranks(made, 1024, 0)
         analyses.among(made)
-        analyses.frequent(made.captions)
 
     return call
 

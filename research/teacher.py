@@ -49,13 +49,11 @@ def make(
 def _calibrated(table: Any, source: Any) -> dict[str, Any]:
     """Thresholds, and counts of the random pairs that they mine."""
     from kiloword.apps.mine.calibrate import calibrate, random_pairs
-    from kiloword.apps.mine.corpus import Corpus
-    from kiloword.apps.mine.origin import Origin
+    from kiloword.apps.mine.corpus import corpus_of, truth_of
     from kiloword.methods.fff.preset import Mined, matches
 
-    origin, corpus = Origin.of(source, Corpus.of(table), table)
-    truths = origin.truth(corpus.captions)
-    sample = random_pairs(corpus, SEED, truth=truths)
+    corpus, rows = corpus_of(source, table)
+    sample = random_pairs(corpus, SEED, truth=truth_of(source, corpus.captions, rows))
     settings = calibrate(corpus.annotated(), sample, Mined())
     mined = {}
     for name, terms in {"eq. 2": TERMS, **{term: (term,) for term in TERMS}}.items():

@@ -49,7 +49,7 @@ VERBS: dict[str, dict[str, Place]] = {
     "Data": {
         "data": ("kiloword.cli.data:Data", "Inspect a data set before training."),
         "audit": ("kiloword.apps.audit.command:Audit", "Find pairs that do not match, duplicates and wrong labels."),
-        "mine": ("kiloword.cli.old:mine", "Mine captions that match other images."),
+        "mine": ("kiloword.apps.mine.command:Mine", "Mine captions that match other images."),
     },
     "Exchange": {
         "import": ("kiloword.cli.exchange:Import", "Import weights of another library."),

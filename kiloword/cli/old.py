@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from tyro.conf import Positional, arg
+from tyro.conf import Positional
 
-from kiloword.apps.mine.options import MineOptions
-from kiloword.config.execution import REQUIRED
-
-MINE = MineOptions()
 Kind = Literal["scenes", "photos"]
 
 
@@ -62,24 +58,3 @@ def quickstart(
 
     chosen = {name: value for name, value in chosen.items() if value is not None}
     run_photos(out or Path("photos"), PhotoPlan(data, val, steps=steps, seed=seed, **chosen))
-
-
-def mine(
-    data: Annotated[Positional[tuple[str, ...]], REQUIRED],
-    features: Path,
-    out: Path,
-    options: Annotated[MineOptions, arg(name="")] = MINE,
-) -> None:
-    """Mine captions that match other images: kiloword mine photos/train --features features --out mined --calibrate
-
-    Writes OUT/report.html, pairs.parquet, mine.json and thresholds.json.
-
-    Args:
-        data: tars, a table, a folder of images or scenes, as for `kiloword train`.
-        features: feature store of a teacher for the data (`kiloword embed`).
-        out: folder for report, pairs and thresholds.
-        options: thresholds, and contents of the report.
-    """
-    from kiloword.apps.mine import main as run
-
-    run(data, features, out, options)

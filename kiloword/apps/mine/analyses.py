@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,10 +34,8 @@ class Ranks:
 def ranks(corpus: Corpus, batch: int, seed: int) -> Ranks:
     """Rank of the true caption in random batches of images with one caption each; whole batches, at most BATCHES.
 
-    Errors: ValueError for a batch of less than two; a batch larger than the data set is the data set.
+    A batch larger than the data set is the data set.
     """
-    if batch < 2:
-        raise ValueError(f"--batch is {batch}. Expected at least 2 images to rank among.")
     order, caption = one_caption_each(corpus, seed)
     batch = min(batch, len(order))
     number = min(len(order) // batch, BATCHES)
@@ -65,11 +62,6 @@ def _rank_of_diagonal(scores: Tensor) -> Floats:
     higher = (scores > true + rounding(true)).sum(1)
     tied = (scores >= true - rounding(true)).sum(1) - higher  # itself included
     return (higher + (tied + 1) / 2).cpu().numpy()
-
-
-def frequent(captions: Sequence[str], most: int = 100) -> list[tuple[str, int]]:
-    """The most frequent captions and how often each occurs, most frequent first."""
-    return Counter(captions).most_common(most)
 
 
 def nearest(corpus: Corpus, seed: int, k: int = NEAREST, chunk: int = 4096) -> Floats:
@@ -99,7 +91,7 @@ def among(corpus: Corpus) -> Floats:
     Of k unit vectors with the sum s, all pairs together have (|s|^2 - k) / (k (k - 1)).
     """
     count = np.bincount(corpus.owner[corpus.known_texts], minlength=len(corpus.keys))
-    total = np.concatenate([_sums(corpus, part).square().sum(1).cpu().numpy() for part in _images(corpus)])
+    total = np.concatenate([sums.square().sum(1).cpu().numpy() for _, sums in _sums(corpus)])
     which = count > 1
     k = count[which]
     return np.asarray((total[which] - k) / (k * (k - 1)))
@@ -113,22 +105,19 @@ def one_and_mean(corpus: Corpus, seed: int) -> tuple[Floats, Floats]:
     _, caption = one_caption_each(corpus, seed)
     count = np.bincount(corpus.owner[corpus.paired], minlength=len(corpus.keys))
     one, mean = [], []
-    for part in _images(corpus):
+    for part, sums in _sums(corpus):
         which = part.start + np.flatnonzero(count[part] > 1)
         images = corpus.load(corpus.images, which).double()
-        means = torch.nn.functional.normalize(_sums(corpus, part)[which - part.start], dim=1)
+        means = torch.nn.functional.normalize(sums[which - part.start], dim=1)
         one.append((images * corpus.load(corpus.texts, caption[which])).sum(1).cpu().numpy())
         mean.append((images * means).sum(1).cpu().numpy())
     return np.concatenate(one), np.concatenate(mean)
 
 
-def _images(corpus: Corpus) -> Iterator[slice]:
-    return chunks(len(corpus.keys), 8192)
-
-
-def _sums(corpus: Corpus, part: slice) -> Tensor:
-    """Sum of the captions' features of some images, [n, D] float64."""
-    texts = slice(int(corpus.starts[part.start]), int(corpus.starts[part.stop]))
-    values = corpus.load(corpus.texts, texts).double()
-    place = torch.from_numpy(corpus.owner[texts] - part.start).to(values.device)
-    return values.new_zeros(part.stop - part.start, values.shape[1]).index_add_(0, place, values)
+def _sums(corpus: Corpus) -> Iterator[tuple[slice, Tensor]]:
+    """Parts of the images, with the sum of each image's captions' features, [n, D] float64."""
+    for part in chunks(len(corpus.keys), 8192):
+        texts = slice(int(corpus.starts[part.start]), int(corpus.starts[part.stop]))
+        values = corpus.load(corpus.texts, texts).double()
+        place = torch.from_numpy(corpus.owner[texts] - part.start).to(values.device)
+        yield part, values.new_zeros(part.stop - part.start, values.shape[1]).index_add_(0, place, values)

@@ -20,7 +20,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from kiloword.apps.mine.corpus import Corpus, Floats, Ints, Truth, similarities
@@ -30,6 +29,7 @@ from kiloword.randomness import key
 NEARLY_SAME = 0.999  # largest p2 and p3: identical features can round below 1
 FLOOR = 0.1  # share of annotated pairs that p1' rejects
 DIGITS = 4  # decimal digits of a threshold
+LOWEST = 10.0**-DIGITS
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,8 @@ def random_pairs(
     rows = some(corpus.known_images, images, key(seed, "random pairs", "pictures"))
     columns = some(corpus.paired, captions, key(seed, "random pairs", "captions"))
     owner = corpus.owner[columns]
-    others = torch.from_numpy(rows[:, None] != owner[None])
-    if not bool(others.any()):
+    others = rows[:, None] != owner[None]
+    if not others.any():
         raise ValueError("the feature store knows no two images with captions: there are no pairs to mine.")
     image_features, means = corpus.load(corpus.images, rows), corpus.load(corpus.means, rows)
     values = similarities(image_features, means, corpus.load(corpus.texts, columns), corpus.load(corpus.images, owner))
@@ -77,18 +77,14 @@ def some(items: Ints, most: int, number: int) -> Ints:
     """At most `most` of the items, drawn without replacement, ascending."""
     if len(items) <= most:
         return items
-    rng = np.random.Generator(np.random.Philox(number))
-    return np.sort(rng.choice(items, most, replace=False))
+    return np.sort(np.random.Generator(np.random.Philox(number)).choice(items, most, replace=False))
 
 
 def calibrate(annotated: Floats, sample: RandomPairs, settings: Mined, false_rate: float = 1e-4) -> Mined:
     """The settings with thresholds that fit the teacher.
 
-    Args: annotated, S_it of the annotated pairs.
-    Errors: ValueError when the teacher does not score annotated pairs above 0, or for a rate outside (0, 1).
+    Args: annotated, S_it of the annotated pairs. Errors: ValueError when the teacher does not score them above 0.
     """
-    if not (math.isfinite(false_rate) and 0 < false_rate < 1):
-        raise ValueError(f"--false-rate is {false_rate:g}. Expected a share between 0 and 1, such as 1e-4.")
     mean = round(float(np.mean(annotated)), DIGITS)
     floor = round(float(np.quantile(annotated, FLOOR)), DIGITS)
     if mean <= 0:
@@ -96,18 +92,15 @@ def calibrate(annotated: Floats, sample: RandomPairs, settings: Mined, false_rat
             f"the teacher gives its annotated pairs a mean similarity of {mean:.4f}; expected above 0. "
             "It cannot distinguish matching captions: train it longer, or use another."
         )
-    lowest = 10.0**-DIGITS
     rare = (min(exceeded_by(values, false_rate), NEARLY_SAME) for values in (sample.it, sample.ii, sample.tt))
-    p1, p2, p3 = (max(low, value) for low, value in zip((mean, lowest, lowest), rare, strict=True))
-    return replace(settings, p1=p1, p2=p2, p3=p3, p1_text=max(min(floor, p1), lowest))
+    p1, p2, p3 = (max(low, value) for low, value in zip((mean, LOWEST, LOWEST), rare, strict=True))
+    return replace(settings, p1=p1, p2=p2, p3=p3, p1_text=max(min(floor, p1), LOWEST))
 
 
 def exceeded_by(values: Tensor, share: float) -> float:
     """A value, rounded to DIGITS digits, that at most this share of the values exceeds."""
-    allowed = int(share * len(values))
-    value = float(values.kthvalue(len(values) - allowed).values)
-    scale = 10.0**DIGITS
-    return math.ceil(round(value * scale, 3)) / scale
+    value = float(values.kthvalue(len(values) - int(share * len(values))).values)
+    return math.ceil(round(value * 10.0**DIGITS, 3)) / 10.0**DIGITS
 
 
 def candidates(annotated: Floats, sample: RandomPairs, p1: float) -> list[float]:
@@ -130,7 +123,6 @@ def compare(
         choice = ThresholdChoice(p1, above, random_above, float(whole.float().mean()) * captions)
         if sample.true is not None:
             right, mined, true = (float(pairs.sum()) for pairs in (whole & sample.true, whole, sample.true))
-            precision, recall = right / mined if mined else None, right / true if true else None
-            choice = replace(choice, precision=precision, recall=recall)
+            choice = replace(choice, precision=right / mined if mined else None, recall=right / true if true else None)
         choices.append(choice)
     return choices

@@ -1,19 +1,22 @@
-"""Teacher features of a whole data set, loaded in blocks."""
+"""Teacher features of a whole data set, loaded in blocks, and the data behind them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from kiloword.stores.features import FeatureStore
+from kiloword.data.joins import CaptionTable
+from kiloword.data.reading import captions_at
+from kiloword.stores.features import FeatureStore
+from kiloword.types import Source
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.floating[Any]]
@@ -36,12 +39,12 @@ class Corpus:
     @staticmethod
     def of(table: FeatureStore, device: str = "cpu") -> Corpus:
         """Corpus of a feature store. Errors: ValueError for fewer than two images or captions."""
-        starts = np.asarray(table.starts, np.int64)
         if len(table.keys) < 2 or len(table.captions) < 2:
             raise ValueError(
                 f"the feature store '{table.name}' has {len(table.keys)} images and {len(table.captions)} captions: "
                 "there are no pairs to mine. Expected two of each at least."
             )
+        starts = np.asarray(table.starts, np.int64)
         return Corpus(table.keys, table.captions, starts, table.images(), table.texts(), table.text_means(), device)
 
     def only(self, captions: NDArray[np.bool_], images: NDArray[np.bool_] | None = None) -> Corpus:
@@ -65,12 +68,12 @@ class Corpus:
     @cached_property
     def known_images(self) -> Ints:
         """Images with features, ascending."""
-        return np.flatnonzero(_known(self.images))
+        return np.flatnonzero(np.any(self.images, axis=1))
 
     @cached_property
     def known_texts(self) -> Ints:
         """Captions with features, ascending."""
-        return np.flatnonzero(_known(self.texts))
+        return np.flatnonzero(np.any(self.texts, axis=1))
 
     @cached_property
     def paired(self) -> Ints:
@@ -88,11 +91,6 @@ class Corpus:
         return np.concatenate([np.zeros(0, np.float32), *((a * b).sum(1).cpu().numpy() for a, b in pairs)])
 
 
-def _known(values: Floats, chunk: int = 65536) -> NDArray[np.bool_]:
-    parts = [np.any(values[n : n + chunk] != 0, axis=1) for n in range(0, len(values), chunk)]
-    return np.concatenate(parts)
-
-
 def similarities(images: Tensor, means: Tensor, texts: Tensor, owners: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """S_it, S_ii and S_tt of images with captions, [i, t] each (arXiv:2405.10286, eq. 2 and section 4.3).
 
@@ -100,3 +98,51 @@ def similarities(images: Tensor, means: Tensor, texts: Tensor, owners: Tensor) -
     mean over the captions of an image.
     """
     return images @ texts.T, images @ owners.T, means @ texts.T
+
+
+def corpus_of(source: Source, table: FeatureStore, device: str = "cpu") -> tuple[Corpus, Ints]:
+    """The images and captions of a store that a source has, and the images' rows in it [N].
+
+    A store can have more than the source: other parts of a mixture, captions of other tables.
+    """
+    corpus, places = Corpus.of(table, device), table.places(source)
+    rows = np.full(len(corpus.keys), -1, np.int64)
+    found = np.flatnonzero(places >= 0)[::-1]  # of an image that has several rows, the first
+    rows[places[found]] = found
+    captions = np.zeros(len(corpus.captions), bool)
+    for n in np.flatnonzero(rows >= 0).tolist():
+        of_source, of_image = set(captions_at(source, int(rows[n]))), slice(*corpus.starts[n : n + 2].tolist())
+        captions[of_image] = [caption in of_source for caption in corpus.captions[of_image]]
+    if not captions.all() or (rows < 0).any():
+        corpus = corpus.only(captions, rows >= 0)
+    return corpus, rows[rows >= 0]
+
+
+def truth_of(source: Source, captions: Sequence[str], rows: Ints) -> Truth | None:
+    """Ground truth, if the source has it for all T captions; else None. Args: rows of N images."""
+    relevance = getattr(source, "relevance", None)
+    different, inverse = np.unique(np.array(captions, dtype=object), return_inverse=True)
+    try:
+        if relevance is None:
+            return None
+        relevance(different.tolist(), rows[:1].tolist())
+    except ValueError:  # captions that the source cannot parse
+        return None
+
+    def truth(some: Ints, images: Ints) -> Tensor:
+        needed, place = np.unique(inverse.reshape(-1)[some], return_inverse=True)  # equal captions are judged once
+        true = relevance(different[needed].tolist(), rows[images].tolist())
+        return torch.from_numpy(np.asarray(true))[torch.from_numpy(place.reshape(-1))]
+
+    return truth
+
+
+def split_extra(corpus: Corpus, paths: Sequence[Path]) -> dict[str, Corpus]:
+    """All captions ("captions"); or the original captions ("own") and those of extra tables ("extra")."""
+    if not (tables := [CaptionTable(path) for path in paths]):
+        return {"captions": corpus}
+    of_keys = [{caption for table in tables for caption in table.captions(key)} for key in corpus.keys]
+    extra = np.array([caption in of_keys[n] for n, caption in zip(corpus.owner, corpus.captions, strict=True)])
+    parts = {"own": corpus.only(~extra), "extra": corpus.only(extra)}
+    several = {name: part for name, part in parts.items() if len(np.unique(part.owner[part.paired])) > 1}
+    return several or {"captions": corpus}

@@ -1,0 +1,52 @@
+"""The verb mine. No torch at import: help is instant."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from kiloword.config.execution import Some
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mine:
+    """Mine captions that match other images.
+
+    Writes OUT/report.html, pairs.parquet, mine.json and thresholds.json.
+
+    Examples:
+      kiloword mine photos/train --features features --out mined --calibrate
+    """
+
+    data: Some[str]  # tars, a table, a folder of images or scenes, as for `kiloword train`
+    features: Path  # feature store of a teacher for the data (`kiloword embed`)
+    out: Path  # folder for report, pairs and thresholds
+    p1: float | None = None  # a pair matches if the cosine of image and caption is larger; the paper: 0.27
+    p2: float | None = None  # or if the cosine of the image and the caption's image is larger; the paper: 0.92
+    # or if the mean cosine of the caption and the image's captions is larger (the paper: 0.99), and p1-text holds
+    p3: float | None = None
+    p1_text: float | None = None  # with p3: the cosine of image and caption is larger; the paper: 0.24
+    calibrate: bool = False  # fit unspecified thresholds to the teacher, and print the flags for training
+    # with calibrate: largest share of random pairs that p1, p2 and p3 each accept; default: 1e-4
+    false_rate: float | None = None
+    batch: int = 1024  # images per random batch in which the true caption is ranked
+    most: int = 20  # mined pairs per image in pairs.parquet, best first; all are counted
+    gallery: int = 6  # images in each gallery of the report
+    chunk: int = 2048  # images and captions per block of similarities
+    extra_captions: tuple[Path, ...] = ()  # parquet tables (key, captions), compared with the original captions
+    device: str = "auto"  # auto, cpu, cuda, cuda:N
+    seed: int = 0  # seed of batches, random pairs and the gallery
+
+    def run(self) -> None:
+        """Search, analyse, print, and write the files. Raises: ValueError for what cannot be used."""
+        from kiloword.apps.mine.mine import mine
+
+        given = (self.p1, self.p2, self.p3, self.p1_text)
+        for name, low in {"batch": 2, "most": 1, "gallery": 0, "chunk": 1}.items():
+            if getattr(self, name) < low:
+                raise ValueError(f"--{name} is {getattr(self, name)}. Expected at least {low}.")
+        if self.false_rate is not None and not (self.calibrate and 0 < self.false_rate < 1):
+            raise ValueError(f"--false-rate is {self.false_rate:g}. Expected a share below 1, with --calibrate.")
+        if self.calibrate and None not in given:
+            raise ValueError("--calibrate fits the thresholds that are not given, and all are given: omit it.")
+        mine(self)
