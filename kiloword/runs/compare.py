@@ -12,7 +12,7 @@ from typing import Any
 from kiloword.config.execution import Some
 from kiloword.errors import count
 from kiloword.files import write_json
-from kiloword.report import Block, Page, Plot, Table, made_by, say_blocks, write_page
+from kiloword.report import Beside, Block, Page, Plot, Table, made_by, say_blocks, write_page
 from kiloword.runs.page import curve_plot, value_of
 from kiloword.runs.run import SPEED, Curve, Run, find
 from kiloword.runs.trackers import leaves_of
@@ -52,7 +52,7 @@ class Compare:
         names = [group.name for group in groups]
         paths = dict.fromkeys(path for group in groups for path in group.settings)
         settings = [[p, *(value_of(g.settings[p]) if p in g.settings else None for g in groups)] for p in paths]
-        main = list(dict.fromkeys(name for run in runs for name in main_metrics(run)))
+        main = list(dict.fromkeys([*map(loss_of, runs), *(name for run in runs for name in main_metrics(run))]))
         sections: dict[str, list[Block]] = {
             "Runs": [Table([_about(group) for group in groups], ["group", "n", "steps", "not finished", "runs"])],
             "Settings that differ": [Table(settings, ["setting", *names])],
@@ -65,7 +65,7 @@ class Compare:
             write_json(self.json, {"format": FORMAT, "groups": [as_plain(group) for group in groups]})
         if self.html is not None:
             sections["Last values"] = [table(groups, list(dict.fromkeys(m for group in groups for m in group.cells)))]
-            sections["Curves"] = list(_curves(groups))
+            sections["Curves"] = [Beside(list(_curves(groups)))]
             write_page(self.html, Page(f"{len(runs)} runs beside each other", INTRO, sections, made_by()))
 
 
@@ -81,9 +81,13 @@ class Cell:
         return f"{self.mean:.4g}" if self.std is None else f"{self.mean:.4g} ± {self.std:.2g}"
 
 
-def cell(values: Sequence[float]) -> Cell:
-    """Mean, standard deviation and number of values."""
-    return Cell(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None, len(values))
+def cells_of(runs: Sequence[Mapping[str, float]]) -> dict[str, Cell]:
+    """Each metric over those runs that have it."""
+    known = {name: [run[name] for run in runs if name in run] for name in dict.fromkeys(n for run in runs for n in run)}
+    return {
+        name: Cell(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None, len(values))
+        for name, values in known.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -109,15 +113,8 @@ def groups_of(runs: Sequence[Run]) -> list[Group]:
     differ = [p for p in paths if len({json.dumps(s[p]) if p in s else "" for s in flat.values()}) > 1]
     if "size" in differ:  # a size implies all of these
         differ = [p for p in differ if not p.startswith("model.")]
-    groups = []
-    for key, members in alike.items():
-        values: dict[str, list[float]] = {}
-        for run in members:
-            for name, value in last_values(run).items():
-                values.setdefault(name, []).append(value)
-        settings = {p: flat[key][p] for p in differ if p in flat[key]}
-        groups.append(Group(members[0].name, settings, {name: cell(each) for name, each in values.items()}, members))
-    return groups
+    every = ((members, {p: flat[key][p] for p in differ if p in flat[key]}) for key, members in alike.items())
+    return [Group(of[0].name, settings, cells_of([last_values(run) for run in of]), of) for of, settings in every]
 
 
 def loss_of(run: Run) -> str:
@@ -133,9 +130,9 @@ def last_values(run: Run) -> dict[str, float]:
 
 
 def main_metrics(run: Run) -> list[str]:
-    """Those of the short table: the loss, the main metrics of validation and recall@10, speed."""
+    """Those of the short table: the main metrics of validation and recall@10, speed."""
     recalls = [name for name in run.curves if name.endswith("recall@10")]
-    return [loss_of(run), *(name.removeprefix("val/") for name in [*run.validation, *recalls]), "pairs_per_s"]
+    return [*(name.removeprefix("val/") for name in [*run.validation, *recalls]), "pairs_per_s"]
 
 
 def table(groups: Sequence[Group], metrics: Sequence[str]) -> Table:

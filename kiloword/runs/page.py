@@ -11,7 +11,6 @@ import numpy as np
 from kiloword.report import Beside, Block, Figures, Page, Plot, Table, Text, duration
 from kiloword.runs.rows import HISTORY, objects
 from kiloword.runs.run import SPEED, Curve, Run
-from kiloword.terminal.progress import per_second
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -53,23 +52,41 @@ def value_of(value: Any) -> str:
 
 def page(run: Run, finished: bool, unusual: Sequence[Differs], samples: Sequence[Block]) -> Page:
     """Args: finished: what the run itself knows; unusual: settings that differ from their defaults."""
-    processes = objects(run.folder / HISTORY)[0]
-    last, settings = processes[-1] if processes else {}, run.recipe.get("settings") or {}
-    ended = (
-        "It is finished" if finished else f"It ended with an error: {run.error}" if run.error else "It is not finished"
-    )
+    processes, recipe = objects(run.folder / HISTORY)[0], run.recipe
+    last, data, settings = processes[-1] if processes else {}, recipe.get("data") or {}, recipe.get("settings") or {}
+    seen, known = run.step * run.batch, {name: values for name, (_, values) in run.curves.items()}
+    ended = "finished" if finished else f"ended by an error: {run.error}" if run.error else "not finished"
     intro = (
-        f"A {run.recipe.get('method')} model of size {run.recipe.get('size')}, batch {run.batch:,}, trained for "
-        f"{run.step:,} of {run.recipe.get('steps', 0):,} steps. {ended}."
+        f"A {recipe.get('method')} model of size {recipe.get('size')}, batch {run.batch:,}, trained for "
+        f"{run.step:,} of {recipe.get('steps', 0):,} steps. It is {ended}."
     )
+    figures = {
+        name.removeprefix("val/"): f"{known[name][-1]:.4g}" for name in ("loss", *run.validation[:3]) if name in known
+    }
+    figures["images seen"] = f"{seen:,}"
+    if run.seconds:
+        figures["pairs per second on average"] = f"{seen / run.seconds:,.3g}"
+        figures["in the loop, without validation"] = duration(run.seconds)
+    facts = {"training data": value_of(data.get("sources")), "validation": value_of(data.get("val"))}
+    facts |= {"images": f"{last.get('images', 0):,}"}
+    facts |= {words: f"{known[name][-1]:,.4g}" for name, words in COUNTS.items() if name in known}
+    metrics = [
+        [name.removeprefix("val/"), *(f"{x:.4g}" for x in (v[0], min(v), max(v), v[-1])), len(v)]
+        for name, v in known.items()
+        if name.startswith("val/")
+    ]
+    best = f"Best {run.best[0].removeprefix('val/')} after step {run.best[2]:,}, kept as best/." if run.best else ""
     changed = [[f"--{flag}", value_of(value), value_of(default)] for flag, value, default in unusual]
     sections: dict[str, Sequence[Block]] = {
-        "In short": [Figures(_figures(run))],
+        "In short": [Figures(figures)],
         "Loss": _plots(run, run.losses),
-        "Evaluations": [*_plots(run, run.validation), _evaluations(run)],
+        "Evaluations": [
+            *_plots(run, run.validation),
+            Table(metrics, ["metric", "first", "least", "largest", "last", "n"], best),
+        ],
         "Throughput": _plots(run, SPEED[:3]),
         "Optimization": _plots(run, SPEED[3:]),
-        "Data": [Table(_data(run, last.get("images")), ["", "in this run"])],
+        "Data": [Table(list(facts.items()), ["", "in this run"])],
         "Samples": samples,
         "Alerts": [Table([[a.name, a.since, a.until, a.message] for a in run.alerts.all], ["alert", "from", "to", ""])],
         "Settings": [
@@ -77,58 +94,31 @@ def page(run: Run, finished: bool, unusual: Sequence[Differs], samples: Sequence
             Table([[name, value_of(value)] for name, value in settings.items()], ["the method's own setting", "run"]),
         ],
         "Processes": [
-            Table([_process(p) for p in processes], ["from step", "began", "version", "device"]),
+            Table(
+                [
+                    [
+                        p["step"],
+                        _date(p["time"]),
+                        f"kiloword {p['version']}, torch {p['torch']}",
+                        p["device"],
+                        p["ranks"],
+                    ]
+                    for p in processes
+                ],
+                ["from step", "began", "version", "device", "ranks"],
+            ),
             *(Text(command, "code") for command in dict.fromkeys(p["command"] for p in processes) if command),
         ],
     }
-    when = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(run.last.get("time", last.get("time", 0))))
-    return Page(f"Run {run.name}", intro, sections, {"Command": last.get("command", ""), "Date": when})
+    made_by = {"Command": last.get("command", ""), "Date": _date(run.last.get("time", last.get("time", 0)))}
+    return Page(f"Run {run.name}", intro, sections, made_by)
 
 
-def _figures(run: Run) -> dict[str, str]:
-    seen, seconds = run.step * run.batch, run.seconds
-    figures = {"loss of the last row": f"{run.curves['loss'][1][-1]:.4g}"} if "loss" in run.curves else {}
-    figures |= {
-        f"{n.removeprefix('val/').replace('_', ' ')}, last": f"{run.curves[n][1][-1]:.3f}" for n in run.validation[:3]
-    }
-    figures["images seen"] = f"{seen:,}"
-    if seconds:
-        figures |= {"pairs per second on average": per_second(seen / seconds)}
-        figures |= {"in the loop, without validation": duration(seconds)}
-    return figures
+def _date(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))
 
 
 def _plots(run: Run, names: Sequence[str]) -> list[Block]:
     """A plot for each metric that changes."""
-    plots = [
-        curve_plot(n, {run.name: run.curves[n]}) for n in names if n in run.curves and len(set(run.curves[n][1])) > 1
-    ]
-    return [Beside(plots)]
-
-
-def _evaluations(run: Run) -> Table:
-    values = {name.removeprefix("val/"): curve[1] for name, curve in run.curves.items() if name.startswith("val/")}
-    rows = [[name, *(f"{x:.4g}" for x in (v[0], min(v), max(v), v[-1])), len(v)] for name, v in values.items()]
-    best = f"Best {run.best[0].removeprefix('val/')} after step {run.best[2]:,}, kept as best/." if run.best else ""
-    return Table(rows, ["metric", "first", "least", "largest", "last", "n"], best)
-
-
-def _data(run: Run, images: int | None) -> list[list[object]]:
-    data = run.recipe.get("data") or {}
-    rows: list[list[object]] = [
-        ["training data", value_of(data.get("sources"))],
-        ["validation", value_of(data.get("val"))],
-    ]
-    rows += [["images", f"{images:,}"]] if images else []
-    return rows + [[words, f"{run.curves[name][1][-1]:,.4g}"] for name, words in COUNTS.items() if name in run.curves]
-
-
-def _process(process: Mapping[str, Any]) -> list[object]:
-    began = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(process["time"]))
-    ranks = f" x {process['ranks']}" if process["ranks"] > 1 else ""
-    return [
-        f"{process['step']:,}",
-        began,
-        f"kiloword {process['version']}, torch {process['torch']}",
-        f"{process['device']}{ranks}",
-    ]
+    changing = [name for name in names if name in run.curves and len(set(run.curves[name][1])) > 1]
+    return [Beside([curve_plot(name, {run.name: run.curves[name]}) for name in changing])]

@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from kiloword.errors import needs
 from kiloword.files import write_json
@@ -25,27 +25,10 @@ SECONDS = 15  # that a server has for an answer
 PARAMS, LONGEST = 90, 500  # MLflow's limits: parameters of a request, characters of a value
 
 
-class Tracker(Protocol):
-    """One run at a tracker. All functions raise whatever the library raises when a server does not answer."""
-
-    def send(self, rows: Sequence[Row]) -> None:
-        """Take the next rows; those that the tracker has already are skipped."""
-
-    def close(self, finished: bool) -> None:
-        """End. Args: finished: the run has ended well."""
-
-
 def check_installed(kind: Kind) -> None:
     """Raises: ValueError when the package is not installed."""
     if find_spec(kind) is None:
         raise ValueError(needs(f"--log-to {kind}", kind, EXTRAS[kind], ", or omit it."))
-
-
-def opened(kind: Kind, folder: Path, step: int) -> Tracker:
-    """The run in a folder at a tracker, new or found again. Args: step: from which the run goes on."""
-    if kind == "tensorboard":
-        return _TensorBoard(folder / kind, step)
-    return _Wandb(folder) if kind == "wandb" else _Mlflow(folder)
 
 
 def values_of(row: Row) -> dict[str, float]:
@@ -143,6 +126,18 @@ class _Mlflow:
 
     def close(self, finished: bool) -> None:
         self.mlflow.end_run("FINISHED" if finished else "KILLED")
+
+
+Tracker = _TensorBoard | _Wandb | _Mlflow
+"""One run at a tracker: `send` skips rows that it has, `close` says whether the run ended well. All raise whatever the
+library raises when a server does not answer."""
+
+
+def opened(kind: Kind, folder: Path, step: int) -> Tracker:
+    """The run in a folder at a tracker, new or found again. Args: step: from which the run goes on."""
+    if kind == "tensorboard":
+        return _TensorBoard(folder / kind, step)
+    return _Wandb(folder) if kind == "wandb" else _Mlflow(folder)
 
 
 def _key(name: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ from kiloword.files import write_json
 from kiloword.methods.command import values_of
 from kiloword.methods.registry import preset
 from kiloword.report import Block, Page, Plot, Table, made_by, say_blocks, write_page
-from kiloword.runs.compare import Group, cell, table
+from kiloword.runs.compare import Cell, Group, cells_of, table
 from kiloword.runs.rows import read_object
 from kiloword.runs.run import MAIN, Run
 from kiloword.terminal import say, warn
@@ -99,12 +99,7 @@ class Results:
         alike: dict[tuple[tuple[str, str], ...], list[dict[str, float]]] = {}
         for arm in filter(self._finished, self.arms.values()):
             alike.setdefault(tuple(arm["values"].items()), []).append(arm["metrics"])
-        groups = []
-        for values, runs in alike.items():
-            names = dict.fromkeys(name for run in runs for name in run)
-            cells = {name: cell([run[name] for run in runs if name in run]) for name in names}
-            groups.append(Group(", ".join(f"{name} {value}" for name, value in values), dict(values), cells))
-        return groups
+        return [Group(_named(dict(values)), dict(values), cells_of(runs)) for values, runs in alike.items()]
 
     def chosen(self) -> list[str]:
         """The metrics to show: those asked for, else the main ones of --eval, of --val, else the loss.
@@ -132,22 +127,24 @@ class Results:
         say(f"page: {page}")
 
 
+def _named(values: Mapping[str, str]) -> str:
+    return ", ".join(f"{name.rpartition('.')[2]} {value}" for name, value in values.items())
+
+
 def _plot(groups: Sequence[Group], metric: str) -> Plot:
     """The metric against the first setting, a line for each combination of the others."""
-    settings = list(dict.fromkeys(name for group in groups for name in group.settings))
-    lines: dict[str, list[tuple[str, float, float]]] = {}
+    first = next(iter(groups[0].settings))
+    lines: dict[str, list[tuple[str, Cell]]] = {}
     for group in groups:
-        x, *others = (group.settings.get(name, "-") for name in settings)
+        others = _named({name: value for name, value in group.settings.items() if name != first})
         if metric in group.cells:
-            lines.setdefault(", ".join(others), []).append(
-                (x, group.cells[metric].mean, group.cells[metric].std or 0.0)
-            )
+            lines.setdefault(others, []).append((group.settings.get(first, "-"), group.cells[metric]))
 
     def draw(axes: Axes) -> None:
-        for name, points in lines.items():
-            x, y, spread = zip(*points, strict=True)
-            axes.errorbar(x, y, spread, marker="o", capsize=3, label=name or None)
-        axes.set_xlabel(settings[0])
+        for others, points in lines.items():
+            means, spreads = [c.mean for _, c in points], [c.std or 0.0 for _, c in points]
+            axes.errorbar([x for x, _ in points], means, spreads, marker="o", capsize=3, label=others or None)
+        axes.set_xlabel(first)
         axes.set_ylabel(metric)
 
-    return Plot(draw, f"{metric} over {settings[0]}")
+    return Plot(draw, f"{metric} over {first}")
