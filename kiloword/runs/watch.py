@@ -10,7 +10,7 @@ from pathlib import Path
 
 from kiloword.config.execution import Some
 from kiloword.runs.run import Run, find
-from kiloword.terminal import say
+from kiloword.terminal import say, shown
 from kiloword.terminal.progress import Pace, duration
 
 SHOWN = {  # metrics of the last row, and how they are shown
@@ -48,14 +48,13 @@ class Watch:
         from rich.live import Live
         from rich.text import Text
 
-        from kiloword.terminal.screen import Screen
-
         runs, going = dict[Path, Run](), True
-        with suppress(KeyboardInterrupt), Live(console=Screen(), auto_refresh=False) as live:
+        with suppress(KeyboardInterrupt), Live(auto_refresh=False) as live:
             while going:
                 for folder, name in find(self.runs).items():
                     runs.setdefault(folder, Run(folder, name)).update()
-                live.update(Text("\n".join(line for run in runs.values() for line in lines_of(run))), refresh=True)
+                lines = (shown(line) for run in runs.values() for line in lines_of(run))
+                live.update(Text("\n".join(lines)), refresh=True)
                 going = any(run.state == "running" for run in runs.values())
                 time.sleep(self.every * going)
 

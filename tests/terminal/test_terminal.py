@@ -12,13 +12,11 @@ import unicodedata
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.text import Text
 
 from kiloword.report import page
 from kiloword.terminal import say, show_traceback, shown, warn_once
 from kiloword.terminal.progress import ProgressLine
-from kiloword.terminal.screen import Screen, plain_table
-from terminals import Terminal
+from kiloword.terminal.screen import say_table
 
 
 class Stream(io.TextIOWrapper):
@@ -77,47 +75,26 @@ def test_say_and_tracebacks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("terminal", [True, False])
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
-def test_tables(monkeypatch: pytest.MonkeyPatch, terminal: bool, encoding: str) -> None:
-    """rich styles what we style, reads no markup or link in a text, and writes what the stream can hold."""
+def test_tables_lose_no_letter_and_no_text_steers(
+    monkeypatch: pytest.MonkeyPatch, terminal: bool, encoding: str
+) -> None:
+    """rich reads no markup or link in a text; a terminal folds words, other output has each row on one line."""
     monkeypatch.setenv("TERM", "xterm-256color")
-    monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    out = Stream(encoding, terminal)
-    table = plain_table("name", "\x1b]8;;x\x07")
-    table.add_row("[red]é\n[/red] :smile:", Text(shown("[link=x]\x1b[2J"), "bold"))
-    Screen(100, out).print(table)
-    Screen(100, out).print("[bold]x\x9b", Text("y\x1b[2J"), style="bold")
-    for text in ("[red]", "[/red] :smile:", "\\n", "\\x1b]8;;x\\x07", "[link=x]\\x1b[2J", "[bold]x\\x9b y\\x1b[2J"):
-        assert text in out.text
-    assert ("\x1b[1m" in out.text) == terminal
-    assert not re.search("\x1b(\\]8|\\[2J|\\[31m)", out.text)
-
-
-class Narrow(Terminal):
-    """A terminal of 80 columns."""
-
-    columns = 80
-
-
-@pytest.mark.parametrize("file", [io.StringIO, Narrow])
-@pytest.mark.parametrize("paths", [1, 3])
-def test_a_table_loses_no_letter(paths: int, file: type[io.StringIO], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A terminal folds words; other output has each row on one line."""
     monkeypatch.setenv("COLUMNS", "80")
-    path, number, out = "p" * 50, "0.12345 +- 0.01", file()
-    table = plain_table(*(str(n) for n in range(paths)), "number", "text")
-    table.add_row(*[path] * paths, number, "q " * 100)
-    Screen(80, file=out).print(table)
-    printed = re.sub("\x1b\\[[0-9;]*m", "", out.getvalue())
-    assert (printed.count("p"), printed.count("q")) == (50 * paths, 100)
-    if file is Narrow:
-        assert max(map(len, printed.splitlines())) <= 80
+    out = Stream(encoding, terminal)
+    monkeypatch.setattr(sys, "stdout", out)
+    hostile = "[red]é\n[/red] :smile: \x1b]8;;x\x07"
+    say_table([("p" * 50, "0.125", "q " * 100), (hostile, "-1.5", "z" * 30_000)], "name", "number", "text")
+    printed = re.sub("\x1b\\[[0-9;]*m", "", out.text)
+    assert (printed.count("p"), printed.count("q")) == (50, 100)
+    assert printed.count("z") == 10_000
+    lines = printed.splitlines()
+    if terminal:
+        assert max(map(len, lines)) <= 80
     else:
-        assert path in printed
-        assert len(printed.splitlines()) == 2
-    lines = io.StringIO()
-    Screen(80, file=lines).print_table(table, [Text("in lines")])
-    assert ("in lines" in lines.getvalue()) is (paths == 3)
+        assert len(lines) == 3
+        assert "[/red] :smile: \\x1b]8;;x\\x07" in printed
+    assert "\x1b]" not in out.text
 
 
 def test_progress_fits_its_own_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

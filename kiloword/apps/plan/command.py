@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from tyro.conf import Positional
 
 from kiloword.apps.plan.options import Card, Plan, card, check
+from kiloword.config.execution import Device
 from kiloword.config.papers import fill
 from kiloword.methods.command import MethodWords, method_words
 from kiloword.methods.defaults import default_recipe
@@ -74,7 +75,7 @@ def _defaults(words: MethodWords) -> Plan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bench:
+class Bench(Device):
     """Measure this machine: matrix products, a training step, encoding, reading, and the batch that its memory holds.
 
     Examples:
@@ -86,8 +87,6 @@ class Bench:
     size: str = "tiny"  # size of the towers
     batch: int = 32  # number of images in a step
     data: tuple[str, ...] = ()  # data whose reading is measured, as for `kiloword train`
-    precision: Literal["auto", "fp32", "bf16"] = "auto"  # precision of the computation; auto: that of `kiloword train`
-    device: str = "auto"  # auto, cpu, cuda, cuda:N
     json: Path | None = None  # write the figures to this file
 
     def run(self) -> None:

@@ -7,11 +7,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from tyro.conf import Positional, arg
+from tyro.conf import Positional
 
 from kiloword.addresses import is_url
+from kiloword.config.execution import Device, Execution, Flat
 from kiloword.errors import count, needs
 from kiloword.files import write_json
 from kiloword.models.trust import NONE, Trust
@@ -21,12 +22,11 @@ if TYPE_CHECKING:
     from kiloword.apps.search.library import Library
     from kiloword.apps.search.rank import Match
 
-Precision = Literal["auto", "fp32", "bf16"]
 ABOUT_UNCERTAINTY = "u is the photo's uncertainty, the sum of its variances: high where a photo fits many texts."
 
 
-@dataclass(frozen=True)
-class Index:
+@dataclass(frozen=True, kw_only=True)
+class Index(Execution):
     """Make or update a library of photos to search in.
 
     The same command again encodes photos that are new or changed, forgets those that were deleted, and resumes.
@@ -38,11 +38,7 @@ class Index:
     photos: Positional[Path]  # folder of photos, with its subfolders; captions are not needed
     out: Path  # folder of the library
     model: str | None = None  # model folder; default: that of the library
-    batch: int = 64  # images in a batch
-    workers: int | Literal["auto"] = "auto"  # loader processes; auto: none on a CPU, on CUDA the cores minus two
-    device: str = "auto"  # auto, cpu, cuda, cuda:N
-    precision: Precision = "auto"  # of the encoders; auto: bf16 on CUDA for models larger than size tiny
-    trust: Annotated[Trust, arg(name="")] = NONE  # code that the model folder may run
+    trust: Flat[Trust] = NONE  # code that the model folder may run
     dim: int | None = None  # keep the first N numbers of the vectors, normalised again; default: all
     forget: bool = False  # remove all photos that are not in the folder now, also where most are
 
@@ -53,8 +49,8 @@ class Index:
         run(self)
 
 
-@dataclass(frozen=True)
-class Search:
+@dataclass(frozen=True, kw_only=True)
+class Search(Device):
     """Search photos by words or by a photo.
 
     Examples:
@@ -71,9 +67,7 @@ class Search:
     page: Path | None = None  # write a page with the photos to this file
     open: bool = False  # open the page in a browser; without --page it is search.html in the library
     model: str | None = None  # model folder, where it is no longer where the library was made
-    device: str = "auto"  # auto, cpu, cuda, cuda:N
-    precision: Precision = "auto"  # of the encoders; auto: bf16 on CUDA for models larger than size tiny
-    trust: Annotated[Trust, arg(name="")] = NONE  # code that the model folder may run
+    trust: Flat[Trust] = NONE  # code that the model folder may run
     dim: int | None = None  # compare the first N numbers of the vectors, normalised again
 
     def run(self) -> None:
@@ -173,8 +167,8 @@ def _say(library: Library, found: Sequence[Match]) -> None:
         say("  ".join([*(cell.ljust(width) for cell, width in zip(cells, widths, strict=False)), path]))
 
 
-@dataclass(frozen=True)
-class Serve:
+@dataclass(frozen=True, kw_only=True)
+class Serve(Device):
     """Search photos in a browser.
 
     Examples:
@@ -186,9 +180,7 @@ class Serve:
     port: int = 8321  # its port; 0: any free one
     open: bool = False  # open the page in a browser
     model: str | None = None  # model folder, where it is no longer where the library was made
-    device: str = "auto"  # auto, cpu, cuda, cuda:N
-    precision: Precision = "auto"  # of the encoders; auto: bf16 on CUDA for models larger than size tiny
-    trust: Annotated[Trust, arg(name="")] = NONE  # code that the model folder may run
+    trust: Flat[Trust] = NONE  # code that the model folder may run
 
     def run(self) -> None:
         """Serve until Ctrl-C. Raises: ValueError for a port in use, or a library of another model."""
