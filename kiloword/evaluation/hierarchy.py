@@ -26,7 +26,7 @@ from kiloword.model.encoding import chunks, join, rows
 from kiloword.model.heads import unit
 from kiloword.model.pooling import at_least_float
 from kiloword.randomness import key
-from kiloword.report import Block, Gallery, Pixels, Plot, Text, Tile, thumbnail
+from kiloword.report import Block, Gallery, Pixels, Plot, Text, Tile, distributions, thumbnail
 from kiloword.terminal import warn
 from kiloword.types import BadSample, Features, Source
 
@@ -37,6 +37,7 @@ PAIRS = 1 << 18  # dimensions of pairs of Gaussians in memory at once
 JUDGED = 256  # images per query of the ground truth
 TRIES = 8  # number of next chains searched for a wrong text
 EXAMPLES = 8  # images of the page
+TAIL = 2  # percent at each end of a histogram, in its outermost bars
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -344,8 +345,8 @@ def _image_levels(inputs: Inputs, optional: bool) -> Findings:
         yield f"image_inclusion_whole_h@{k}", float((h > 0).double().mean())
     if inputs.page:  # at most six levels are drawn (Figs. 8, C.2, C.3)
         drawn = sorted({round(k * (len(levels) - 2) / 4) for k in range(5)})
-        yield bars({f"level {k}": uncertainty[:, k] for k in (*drawn, levels[-1])}, "sum of variances")
-        yield bars({f"level {k}": whole[:, k] for k in drawn}, "H(whole image in level)")
+        yield distributions({f"level {k}": uncertainty[:, k] for k in (*drawn, levels[-1])}, "sum of variances", TAIL)
+        yield distributions({f"level {k}": whole[:, k] for k in drawn}, "H(whole image in level)", TAIL)
         for g in [g for g in whole[:, 0].argsort(stable=True).tolist() if whole[g, 0] <= 0][:3]:
             values = zip(whole_rows[g], uncertainty[g].tolist(), strict=True)
             tiles = [Tile(pixels_of(source, row), [f"{value:#.3g}"]) for row, value in values]
@@ -360,19 +361,6 @@ def boxes(groups: Mapping[str, Tensor], label: str) -> Plot:
         axes.set(xlabel=label, ylabel="sum of variances")
 
     return Plot(draw, f"uncertainty by {label}: {', '.join(groups)}")
-
-
-def bars(series: Mapping[str, Tensor], label: str, tail: float = 2) -> Plot:
-    """Histograms; the outermost bars also hold the `tail` percent of all values at each end."""
-    low, high = np.percentile(torch.cat(list(series.values())).numpy(), (tail, 100 - tail))
-
-    def draw(axes: Any) -> None:
-        for name, values in series.items():
-            clipped, share = values.numpy().clip(low, high), np.full(len(values), 1 / len(values))
-            axes.hist(clipped, bins=30, range=(low, high), weights=share, histtype="step", label=name)
-        axes.set(xlabel=label, ylabel="share of each")
-
-    return Plot(draw, f"histograms of the {label}: {', '.join(series)}; the outermost bars hold the tails")
 
 
 def pixels_of(source: Source, row: int) -> Pixels:

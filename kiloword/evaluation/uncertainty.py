@@ -22,7 +22,7 @@ from kiloword.distributed.sharing import in_turns
 from kiloword.evaluation.calibration import Bins, binned, calibration, defined, groups, intervals, spearman
 from kiloword.evaluation.classes import classes_of
 from kiloword.evaluation.features import seen
-from kiloword.evaluation.hierarchy import bars, boxes, pixels_of, read
+from kiloword.evaluation.hierarchy import TAIL, boxes, pixels_of, read
 from kiloword.evaluation.metrics import hit, standing
 from kiloword.evaluation.retrieval import PANEL, standings
 from kiloword.evaluation.task import ClassNames, Findings, Inputs, Prompts, PythonOnly, Task
@@ -30,7 +30,7 @@ from kiloword.evaluation.zeroshot import classifier, templates_of
 from kiloword.methods.prolip.gaussian import csd, inclusion, variance_sum
 from kiloword.model.encoding import chunks, join, rows
 from kiloword.randomness import key
-from kiloword.report import Beside, Block, Gallery, Plot, Table, Text, Tile
+from kiloword.report import Beside, Block, Gallery, Plot, Table, Text, Tile, distributions
 from kiloword.terminal.progress import track
 from kiloword.types import BadSample, Features, Skipped, Source
 
@@ -108,13 +108,13 @@ def run(inputs: Inputs, options: UncertaintyTaskOptions) -> Findings:
     if inputs.page:
         by_words = {name: of_texts[inside] for name, inside in buckets(words)}
         sides = {"images": data.of_images, "texts": data.of_texts}
-        yield bars({name: values for name, values in sides.items() if len(values)}, "sum of variances")
+        yield distributions({name: values for name, values in sides.items() if len(values)}, "sum of variances", TAIL)
         if by_words:
             yield boxes(by_words, "words of the text")
         if by_level:
             yield boxes({str(k): values for k, values in by_level.items()}, "level of the text, 0: most general")
         if len(h):
-            yield bars({"pairs": h}, "H(image in its caption)")
+            yield distributions({"pairs": h}, "H(image in its caption)", TAIL)
         yield from (_calibrated(name, one) for name, one in bins.items())
         yield from _extremes(data, first)
         if len(distance):
@@ -324,7 +324,9 @@ def inclusion_tests(inputs: Inputs, chains: Sequence[Chain]) -> Findings:
                 yield f"inclusion_{name}_overlap", float(answer.right(overlap)[~answer.held].double().mean())
     if inputs.page:
         drawn = [name for name in answers if name.startswith("chain_")][:5]
-        yield bars({name: answers[name].h for name in (*drawn, "unrelated") if name in answers}, "H(first in second)")
+        yield distributions(
+            {name: answers[name].h for name in (*drawn, "unrelated") if name in answers}, "H(first in second)", TAIL
+        )
 
 
 def best_overlap(answer_lists: Sequence[InclusionAnswers]) -> float:

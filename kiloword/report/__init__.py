@@ -13,6 +13,7 @@ from kiloword.report.blocks import (
     Table,
     Text,
     Tile,
+    distributions,
     plain,
 )
 from kiloword.report.images import card, gallery, ladder, tiles
@@ -60,6 +61,7 @@ __all__ = [
     "card",
     "code",
     "distribution",
+    "distributions",
     "duration",
     "folded",
     "gallery",

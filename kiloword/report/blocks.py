@@ -61,6 +61,20 @@ class Plot:
     height: float = 3.2  # inches, of a width of 6.4
 
 
+def distributions(series: Mapping[str, npt.ArrayLike], label: str, tail: float = 0.0) -> Plot:
+    """Histograms of several series; the outermost bars also hold the `tail` percent of all numbers at each end."""
+    arrays = {name: np.asarray(values, np.float64) for name, values in series.items()}
+    low, high = np.percentile(np.concatenate(list(arrays.values())), (tail, 100 - tail))
+
+    def draw(axes: Axes) -> None:
+        for name, values in arrays.items():
+            weights = np.full(len(values), 100 / len(values))
+            axes.hist(values.clip(low, high), bins=40, range=(low, high), weights=weights, histtype="step", label=name)
+        axes.set(xlabel=label, ylabel="% of each")
+
+    return Plot(draw, f"histograms of {label}: {', '.join(series)}")
+
+
 @dataclass(frozen=True)
 class Matrix:
     """A confusion matrix, a row a true class: every number is written, its colour is its share of the row."""

@@ -34,7 +34,19 @@ from kiloword.evaluation.task import Inputs
 from kiloword.files import Lock, write_atomic, write_json
 from kiloword.model.encoding import join
 from kiloword.model.prefix import keep_prefix_
-from kiloword.report import Block, Gallery, Page, Pixels, Plot, Table, Text, Tile, made_by, thumbnail, write_page
+from kiloword.report import (
+    Block,
+    Gallery,
+    Page,
+    Pixels,
+    Table,
+    Text,
+    Tile,
+    distributions,
+    made_by,
+    thumbnail,
+    write_page,
+)
 from kiloword.stores.features import FeatureStore
 from kiloword.stores.runs import reading_tokens
 from kiloword.stores.teachers import open_teacher, prefix_fingerprint
@@ -194,15 +206,8 @@ def _sections(
     found = [[name, counts[kind], omitted[kind]] for kind, name in NAMES.items() if counts[kind]]
     short: list[Block] = [Table(found, ["finding", "found", "captions that the keep-list omits"])]
     if fit is not None and limit is not None:
-        sides, low, high = {"annotated": fit.annotated, "random": fit.random}, fit.random.min(), fit.annotated.max()
-
-        def draw(axes: Any) -> None:
-            for name, values in sides.items():
-                weights = np.full(len(values), 100 / len(values))
-                axes.hist(values, bins=60, range=(low, high), weights=weights, histtype="step", label=name)
-            axes.set(xlabel="fit of a pair", ylabel="% of each")
-
-        short += [Text(described(limit)), Plot(draw, "histograms of the fit of annotated and of random pairs")]
+        plot = distributions({"annotated": fit.annotated, "random": fit.random}, "fit of a pair", 0.05)
+        short += [Text(described(limit)), plot]
     yield "In short", short
     for kind, name in NAMES.items():
         every = [one for one in findings if one.kind == kind]

@@ -101,10 +101,7 @@ def similarities(images: Tensor, means: Tensor, texts: Tensor, owners: Tensor) -
 
 
 def corpus_of(source: Source, table: FeatureStore, device: str = "cpu") -> tuple[Corpus, Ints]:
-    """The images and captions of a store that a source has, and the images' rows in it [N].
-
-    A store can have more than the source: other parts of a mixture, captions of other tables.
-    """
+    """The images and captions that both a store and a source have, and the images' rows in the source [N]."""
     corpus, places = Corpus.of(table, device), table.places(source)
     rows = np.full(len(corpus.keys), -1, np.int64)
     found = np.flatnonzero(places >= 0)[::-1]  # of an image that has several rows, the first

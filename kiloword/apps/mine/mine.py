@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 import torch
 
 from kiloword.apps.mine import analyses
-from kiloword.apps.mine.calibrate import RandomPairs, calibrate, candidates, compare, random_pairs
+from kiloword.apps.mine.calibrate import calibrate, candidates, compare, random_pairs
 from kiloword.apps.mine.corpus import Corpus, Ints, Truth, corpus_of, split_extra, truth_of
 from kiloword.apps.mine.search import TERMS, MinedPairs, by_term, search
 from kiloword.config.recipes import DataConfig
@@ -31,7 +31,20 @@ from kiloword.distributed.sharing import is_first, together
 from kiloword.files import Lock, atomic, write_json
 from kiloword.methods.fff.preset import Mined
 from kiloword.randomness import generator
-from kiloword.report import Block, Gallery, Page, Plot, Table, Text, Tile, made_by, thumbnail, write_page
+from kiloword.report import (
+    Block,
+    Gallery,
+    Page,
+    Plot,
+    Table,
+    Text,
+    Tile,
+    distributions,
+    made_by,
+    say_blocks,
+    thumbnail,
+    write_page,
+)
 from kiloword.runs.alerts import MINED
 from kiloword.stores.features import FeatureStore
 from kiloword.terminal import say
@@ -95,20 +108,23 @@ def mine(options: Mine) -> None:
             write_json(options.out / "thresholds.json", found["thresholds"])
             write_json(options.out / "mine.json", found)
             write_pairs(options.out / "pairs.parquet", corpus, mined, settings, truth)
-            short = list(_short(found, settings))
-            drawn = {
-                **_plots(corpus, sample, ranks),
-                **_galleries(options, corpus, parts, mined, settings, truth, source, rows),
+            short, drawn = list(_short(found, settings)), _Galleries(options, corpus, source, rows, truth)
+            sections: dict[str, list[Block]] = {
+                "In short": short,
+                "Similarities": [
+                    distributions({"annotated": annotated, "random": sample.it}, "S_it, image and caption")
+                ],
+                "Rank of the true caption": [_ranked(ranks)],
+                "Pairs that were mined": list(drawn.mined(mined, settings)),
+                "Captions above an image's own": list(drawn.above()),
+                "Raw captions beside pseudo-captions": list(drawn.beside(parts)),
             }
-            about = f"{source.name}, with features of {table.file.model}. Which captions of other images eq. 2 of FFF "
-            intro = f"{about} (arXiv:2405.10286) would make positives in training, and by which term."
-            facts = made_by(data=source.name)
-            write_page(options.out / "report.html", Page("Mined pairs", intro, {"In short": short, **drawn}, facts))
-            for block in short:
-                say(*(block.text.split("\n") if isinstance(block, Text) else ()))
-            for name, row in found["terms"].items():
-                judged = [f"{what} {row[what]:.3f}" for what in ("precision", "recall") if row[what] is not None]
-                say("  ".join([f"{LABELS[name]:16}", f"{row['mined']:>12,} pairs", *judged]))
+            intro = (
+                f"Which captions of other images eq. 2 of FFF (arXiv:2405.10286) would make positives: {source.name}."
+            )
+            page = Page("Mined pairs", intro, {k: v for k, v in sections.items() if v}, made_by(data=source.name))
+            write_page(options.out / "report.html", page)
+            say_blocks(short)
             say(f"report: {options.out / 'report.html'}")
 
 
@@ -206,116 +222,91 @@ def _texts(texts: Sequence[str], places: Ints) -> pa.Array:
 
 def _short(found: Mapping[str, Any], settings: Mined) -> Iterator[Block]:
     """What was mined, and how to train with it."""
-    whole, mean = found["terms"]["eq. 2"], found["mined_per_image"]["mean"]
-    lines = [
-        f"{found['images']:,} images, {found['captions']:,} captions, teacher {found['teacher']}",
-        f"mined {whole['mined']:,} of {found['pairs']:,} pairs, {mean:.3g} an image",
-        f"{', '.join(f'{k} {v:.1f} s' for k, v in found['seconds'].items())}; at most {found['memory_mb']:,.0f} MB",
-    ]
+    whole, of_parts, choices = found["terms"]["eq. 2"], found["analyses"], found["choices"]
+    yield Text(f"{found['images']:,} images, {found['captions']:,} captions, teacher {found['teacher']}")
+    yield Text(f"mined {whole['mined']:,} of {found['pairs']:,} pairs, {found['mined_per_image']['mean']:.3g} an image")
     if whole["share_of_pairs"] > MINED:
         hint = "raise the thresholds, or fit them to the teacher with --calibrate and a lower --false-rate."
-        lines.append(f"warning: {whole['share_of_pairs']:.1%} of all pairs are mined: {hint}")
+        yield Text(f"warning: {whole['share_of_pairs']:.1%} of all pairs are mined: {hint}")
     named = [] if settings.teacher == "teacher" else [f"--settings.teacher {settings.teacher}"]
     flags = [f"--settings.{name.replace('_', '-')} {value:g}" for name, value in found["thresholds"].items()]
-    yield Text("\n".join(lines))
     yield Text(f"to train with them: {' '.join([*flags, *named])}", "code")
     header = ["mined", "alone", "share_of_pairs", "annotated_accepted", "precision", "recall"]
     rows = [[LABELS[name], *(row[column] for column in header)] for name, row in found["terms"].items()]
     yield Table(rows, ["term", *(name.replace("_", " ") for name in header)], digits=4)
-    of_parts = found["analyses"]
     spreads = [name for name, value in next(iter(of_parts.values())).items() if isinstance(value, dict)]
     means = [[n.replace("_", " "), *((part[n] or {}).get("mean") for part in of_parts.values())] for n in spreads]
     yield Table(means, ["mean", *of_parts])
-    choices = [list(choice.values()) for choice in found["choices"]]
-    yield Table(choices, ["other p1", *list(found["choices"][0])[1:]], digits=4)
+    yield Table([list(choice.values()) for choice in choices], ["other p1", *list(choices[0])[1:]], digits=4)
 
 
-def _plots(corpus: Corpus, sample: RandomPairs, ranks: Mapping[str, analyses.Ranks]) -> dict[str, list[Block]]:
-    """Similarities of pairs, and ranks of the own caption (Fig. 3)."""
-    sides = {"annotated": corpus.annotated(), "random": sample.it.numpy()}
-    low, high = (edge(edge(values) for values in sides.values()) for edge in (min, max))
+def _ranked(ranks: Mapping[str, analyses.Ranks]) -> Plot:
+    """Ranks of the own caption and of the own image (Fig. 3)."""
 
-    def similar(axes: Any) -> None:
-        for name, values in sides.items():
-            axes.hist(
-                values,
-                bins=60,
-                range=(low, high),
-                weights=np.full(len(values), 100 / len(values)),
-                histtype="step",
-                label=name,
-            )
-        axes.set(xlabel="S_it, image and caption", ylabel="% of each")
-
-    def ranked(axes: Any) -> None:
+    def draw(axes: Any) -> None:
         for name, one in ranks.items():
             for side, values in (("own caption", one.captions), ("own image", one.images)):
                 axes.semilogx(np.sort(values), np.linspace(0, 100, len(values)), label=f"{side}, {name}")
         axes.set(xlabel="rank in a random batch", ylabel="% at this rank or better")
 
-    return {
-        "Similarities": [Plot(similar, "histograms of the similarity of annotated and of random pairs")],
-        "Rank of the true caption": [Plot(ranked, "share of images whose own caption has at most a rank, and back")],
-    }
+    return Plot(draw, "share of images whose own caption has at most a rank, and of captions")
 
 
-def _galleries(
-    options: Mine,
-    corpus: Corpus,
-    parts: Mapping[str, Corpus],
-    mined: MinedPairs,
-    settings: Mined,
-    truth: Truth | None,
-    source: Source,
-    rows: Ints,
-) -> dict[str, list[Block]]:
-    """Pairs that each term mined; captions above an image's own (Fig. 5); raw beside pseudo-captions (Fig. 4)."""
+class _Galleries:
+    """Images of the page: at most `gallery` of each kind."""
 
-    def tile(image: int, *lines: str, right: bool | None = None) -> list[Tile]:
+    def __init__(self, options: Mine, corpus: Corpus, source: Source, rows: Ints, truth: Truth | None) -> None:
+        self.options, self.corpus, self.source, self.rows, self.truth = options, corpus, source, rows, truth
+
+    def tile(self, image: int, *lines: str) -> list[Tile]:
+        """An image of the corpus with lines below it; none where it cannot be read."""
         try:
-            pixels = decode(read_image(source, int(rows[image])).image, at_least=320)
+            pixels = decode(read_image(self.source, int(self.rows[image])).image, at_least=320)
         except BadSample:
             return []
-        return [Tile(thumbnail(pixels, 160), [corpus.keys[image], *lines], right)]
+        return [Tile(thumbnail(pixels, 160), [self.corpus.keys[image], *lines])]
 
-    def is_true(caption: int, image: int) -> bool | None:
-        return None if truth is None else bool(truth(np.array([caption]), np.array([image]))[0, 0])
+    def scored(self, corpus: Corpus, image: int, captions: Ints) -> list[str]:
+        """Captions of a corpus, best S_it with an image first; those that are true of it are ticked."""
+        scores = corpus.load(corpus.texts, captions) @ corpus.load(corpus.images, np.array([image]))[0]
+        known = self.truth if corpus is self.corpus else None  # the truth is of its captions
+        true = None if known is None else known(captions, np.array([image]))[:, 0].tolist()
+        order = scores.argsort(descending=True, stable=True).tolist()
+        return [f"{scores[n]:.2f} {corpus.captions[captions[n]]}{' ✓' if true and true[n] else ''}" for n in order]
 
-    def best(part: Corpus, image: int) -> list[str]:
-        """The captions of an image, best first."""
-        of_image = slice(*part.starts[image : image + 2].tolist())
-        scores = part.load(part.texts, of_image) @ part.load(part.images, np.array([image]))[0]
-        return [f"{scores[n]:.2f} {part.captions[of_image][n]}" for n in scores.argsort(descending=True).tolist()]
+    def mined(self, mined: MinedPairs, settings: Mined) -> Iterator[Block]:
+        """For each term some images with a caption that it mined, and the image of that caption."""
+        accepted = by_term(settings, *mined.scores) & (mined.column >= 0)
+        for term, of_term in zip(TERMS, accepted, strict=True):
+            rng, tiles = generator(self.options.seed, "gallery", term), list[Tile]()
+            for image in rng.permutation(np.flatnonzero(of_term.any(1)))[: self.options.gallery].tolist():
+                caption = int(mined.column[image, rng.choice(np.flatnonzero(of_term[image]))])
+                tiles += self.tile(image, *self.scored(self.corpus, image, np.array([caption])))
+                tiles += self.tile(int(self.corpus.owner[caption]), "the caption's image")
+            if tiles:
+                yield Gallery(tiles, LABELS[term], 4)
 
-    accepted, drawn = by_term(settings, *mined.scores) & (mined.column >= 0), list[Block]()
-    for n, term in enumerate(TERMS):
-        rng, tiles = generator(options.seed, "gallery", term), list[Tile]()
-        some = rng.permutation(torch.nonzero(accepted[n].any(1))[:, 0].numpy())[: options.gallery].tolist()
-        for image in some:
-            place = int(rng.choice(torch.nonzero(accepted[n, image])[:, 0].numpy()))
-            caption, values = int(mined.column[image, place]), mined.scores[:, image, place].tolist()
-            scores = "  ".join(f"S_{name} {value:.2f}" for name, value in zip(TERMS, values, strict=True))
-            tiles += tile(image, f"“{corpus.captions[caption]}”", scores, right=is_true(caption, image))
-            tiles += tile(int(corpus.owner[caption]), "the caption's image")
-        drawn += [Gallery(tiles, LABELS[term], 4)] if tiles else []
-    sections = {"Pairs that were mined": drawn, "Captions above an image's own": list[Block]()}
-    order, caption_of = analyses.one_caption_each(corpus, options.seed)
-    batch = order[: options.batch]
-    texts = corpus.load(corpus.texts, caption_of[batch])
-    for place, image in enumerate(batch.tolist()):
-        similar = texts @ corpus.load(corpus.images, np.array([image]))[0]
-        ranked = similar.argsort(descending=True, stable=True)
-        higher = ranked[similar[ranked] > similar[place]][:HIGHER].tolist()
-        if higher and len(sections["Captions above an image's own"]) < options.gallery:
-            lines = [f"{similar[n]:.2f} {corpus.captions[caption_of[batch[n]]]}" for n in (place, *higher)]
-            marks = [is_true(int(caption_of[batch[n]]), image) for n in (place, *higher)]
-            ticked = [f"{line} ✓" if mark else line for line, mark in zip(lines, marks, strict=True)]
-            sections["Captions above an image's own"].append(Gallery(tile(image, *ticked), columns=2))
-    if {"own", "extra"} <= set(parts):
-        both = np.flatnonzero(np.all([np.diff(parts[name].starts) > 0 for name in ("own", "extra")], axis=0))
-        images = generator(options.seed, "gallery", "beside").permutation(both)[: options.gallery].tolist()
-        beside = [
-            t for i in images for t in tile(i, "raw:", *best(parts["own"], i), "pseudo:", *best(parts["extra"], i))
-        ]
-        sections["Raw captions beside pseudo-captions"] = [Gallery(beside, columns=2)]
-    return {name: blocks for name, blocks in sections.items() if blocks}
+    def above(self) -> Iterator[Block]:
+        """Images of a random batch, with the captions that rank above their own (Fig. 5)."""
+        corpus, left = self.corpus, self.options.gallery
+        order, caption_of = analyses.one_caption_each(corpus, self.options.seed)
+        captions = caption_of[order[: self.options.batch]]
+        texts = corpus.load(corpus.texts, captions)
+        for place, image in enumerate(order[: self.options.batch].tolist()):
+            scores = texts @ corpus.load(corpus.images, np.array([image]))[0]
+            best = scores.topk(min(HIGHER, len(scores))).indices
+            higher = best[scores[best] > scores[place]].cpu().numpy()
+            if len(higher) and left:
+                left -= 1
+                own = f"its own: {scores[place]:.2f} {corpus.captions[captions[place]]}"
+                yield Gallery(self.tile(image, own, *self.scored(corpus, image, captions[higher])), columns=2)
+
+    def beside(self, parts: Mapping[str, Corpus]) -> Iterator[Block]:
+        """Raw captions beside pseudo-captions, of images that have both (Fig. 4)."""
+        if {"own", "extra"} <= set(parts):
+            both = np.flatnonzero(np.all([np.diff(part.starts) > 0 for part in parts.values()], axis=0))
+            for image in generator(self.options.seed, "gallery", "beside").permutation(both)[: self.options.gallery]:
+                lines = []
+                for part in (parts["own"], parts["extra"]):
+                    lines.append(self.scored(part, int(image), np.arange(*part.starts[image : image + 2])))
+                yield Gallery(self.tile(int(image), *lines[0], "pseudo-captions:", *lines[1]), columns=2)

@@ -298,7 +298,7 @@ def test_from_feature_store_to_files(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert both["analyses"]["extra"]["frequent"][0] == ["<b>bead 0", 8]
     assert both["true_pairs"] is None  # nobody knows what a bead is true of
     page = (tmp_path / "both" / "report.html").read_text()
-    for text in ("pseudo:", "&lt;b&gt;bead", f"{both['thresholds']['p1']:g}", "image-text (p1)"):
+    for text in ("pseudo-captions:", "&lt;b&gt;bead", f"{both['thresholds']['p1']:g}", "image-text (p1)"):
         assert text in page, text
     with held_by_another(tmp_path / "own"), pytest.raises(SystemExit):
         run("own")
