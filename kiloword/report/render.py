@@ -89,9 +89,9 @@ def table_cells(table: Table) -> tuple[list[list[tuple[str, bool]]], list[bool]]
     }
 
     def written(cell: object) -> str:
-        return (
-            DASH if cell is None else f"{cell:.{table.digits}f}" if isinstance(cell, float | np.floating) else str(cell)
-        )
+        if isinstance(cell, float | np.floating):  # counts among rates have no digits
+            return f"{cell:,.0f}" if float(cell).is_integer() and abs(float(cell)) > 1 else f"{cell:.{table.digits}f}"
+        return DASH if cell is None else str(cell)
 
     numbers = [any(re.match(r"-?\d|–$", written(cell)) for cell in column) for column in columns]
     return [
