@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from tyro.conf import Positional
 
-from kiloword.addresses import is_url
 from kiloword.config.execution import Device, Execution, Flat
 from kiloword.errors import count, needs
 from kiloword.files import write_json
@@ -72,19 +71,19 @@ class Search(Device):
 
     def run(self) -> None:
         """Search and print. Raises: ValueError for a query, an image or a library that cannot be used."""
-        from kiloword.apps.search.index import opened
+        from kiloword.apps.search.index import opened_for
         from kiloword.apps.search.library import Library
         from kiloword.apps.search.rank import by_image, by_text, query_image
-        from kiloword.model.prefix import check_dim
+        from kiloword.model.prefix import keep_prefix_
 
         if (self.query is None) == (self.like is None):
             raise ValueError("search needs a text or --like PHOTO, one of them: kiloword search LIBRARY 'a dog'.")
         if self.top < 1:
             raise ValueError(f"--top is {self.top}: expected at least 1.")
         image, library = _photo(self.like) if self.like else None, Library(self.library)
-        if self.dim is not None:
-            check_dim(self.dim, library.features["vec"].shape[1], f"{self.library}")
-        matcher = opened(self, library.file, self.dim or library.file.dim)[0]
+        matcher = opened_for(self, library)
+        if self.dim is not None and (note := keep_prefix_(matcher.model, self.dim)):
+            warn(f"note: {note}")
         began = time.perf_counter()
         if image is None:
             found = by_text(library, matcher, self.query or "", self.top, self.within)
@@ -118,20 +117,14 @@ class Search(Device):
         write_page(path, Page(f"“{query}”", intro, {"Photos": [Gallery(tiles), *lost, *uncertain]}, facts))
         say(f"page: {path}")
         if self.open:
-            import webbrowser
-
-            if not webbrowser.open(path.resolve().as_uri()):
-                warn("no browser was found: open the page yourself.")
+            _browse(path.resolve().as_uri())
 
 
 def _photo(path: Path) -> bytes:
-    """The bytes of a photo on disk. Raises: ValueError for a URL, and a file that cannot be read."""
+    """The bytes of a photo on disk. Raises: ValueError for a file that cannot be read."""
     from kiloword.data.sample import MAX_IMAGE, read_whole
     from kiloword.types import BadSample
 
-    url = re.sub("^([a-z]+):/+", r"\1://", str(path))  # a path has lost a slash
-    if is_url(url):
-        raise ValueError(f"--like got the URL {url}, and kiloword fetches nothing: download the photo, name its file.")
     try:
         return read_whole(path, "it", MAX_IMAGE)
     except (OSError, BadSample) as error:
@@ -186,13 +179,13 @@ class Serve(Device):
         """Serve until Ctrl-C. Raises: ValueError for a port in use, or a library of another model."""
         import socket
 
-        from kiloword.apps.search.index import opened
+        from kiloword.apps.search.index import opened_for
         from kiloword.apps.search.library import Library
 
         try:
             import uvicorn
 
-            from kiloword.apps.search.site import application
+            from kiloword.apps.search.site import HEADERS, application
         except ImportError:
             raise ValueError(needs("kiloword serve", "starlette", "search")) from None
         library, family = Library(self.library), socket.AF_INET6 if ":" in self.host else socket.AF_INET
@@ -204,20 +197,24 @@ class Serve(Device):
             reason = f"--host {self.host} --port {self.port} cannot be used ({error})"
             raise ValueError(f"{reason}: choose another --port (0: any free one).") from None
         with listening:
-            app = application(library, opened(self, library.file, library.file.dim)[0], self.host)
+            app = application(library, opened_for(self, library), self.host)
             at = f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{listening.getsockname()[1]}/"
             say(f"{self.library}: {count(len(library), 'photo')} at {at} (Ctrl-C ends it)")
             if self.host not in ("localhost", "::1") and not self.host.startswith("127."):
                 warn("everybody who reaches this address can search and see the photos.")
             if self.open:
-                import webbrowser
-
-                webbrowser.open(at)
-            config = uvicorn.Config(  # nothing is logged: queries are private
-                app, http="h11", ws="none", lifespan="off", log_level="critical", server_header=False
-            )
-            config.timeout_graceful_shutdown = 1
+                _browse(at)
+            logging.disable()  # queries are private
+            config = uvicorn.Config(app, http="h11", ws="none", lifespan="off", headers=HEADERS)
+            config.timeout_graceful_shutdown, config.server_header = 1, False
             try:
                 uvicorn.Server(config).run([listening])
             except KeyboardInterrupt:
                 say("stopped.")
+
+
+def _browse(address: str) -> None:
+    import webbrowser
+
+    if not webbrowser.open(address):
+        warn("no browser was found: open the page yourself.")

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import replace
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
 from kiloword.apps.search import library as libraries
-from kiloword.apps.search.library import FILE, OF_GAUSSIANS, ROWS, Library, LibraryFile, Part
+from kiloword.apps.search.library import FILE, OF_GAUSSIANS, Library, LibraryFile, Part
 from kiloword.apps.search.photos import Scan, scan
 from kiloword.data.reading import EvalBatch, eval_batches
 from kiloword.data.rows import Rows, key_bytes
@@ -26,21 +26,19 @@ from kiloword.data.stored import TableSettings
 from kiloword.distributed.by_device import announce, reason_of, workers_of
 from kiloword.distributed.device import choose
 from kiloword.errors import count
-from kiloword.files import Lock, is_taken, utf8, write_json
+from kiloword.files import Lock, atomic, is_taken, utf8, write_json
 from kiloword.interop.names import absolute, local_folder, split
 from kiloword.model.encoding import inference
 from kiloword.model.prefix import keep_prefix_
 from kiloword.stores import pieces
 from kiloword.terminal import say, warn
-from kiloword.terminal.progress import Bar
 from kiloword.types import Features
 
 if TYPE_CHECKING:
     from kiloword.api import Matcher
     from kiloword.apps.search.command import Index, Search, Serve
 
-PIECES, PIECE = "pieces", 256  # folder of what is encoded until a state is finished; photos of a piece
-STORED = ROWS.append(pa.field("reason", pa.string()))  # why a photo cannot be read; null: it can
+PIECE = 256  # photos that a killed process loses, at most
 
 
 def run(options: Index) -> None:
@@ -63,7 +61,12 @@ def run(options: Index) -> None:
             write_json(out / FILE, vars(file))
         if file.folder != folder and Path(file.folder).is_dir():
             raise ValueError(f"{out} is a library of {file.folder}, not of {folder}: choose another --out.")
-        update(out, file, folder, scanned, matcher, options, workers)
+        if next_rows(out, file).is_file():  # of an interrupted command
+            file = advance(out, file, Scan(scanned.root), set(), matcher, options, workers)
+        wanted, gone = plan(scanned, out, file, folder, options.forget)
+        with atomic(next_rows(out, file)) as planned:
+            pq.write_table(scanned.rows(wanted), planned)
+        advance(out, replace(file, folder=folder), scanned, gone, matcher, options, workers)
     warn(*scanned.left.lines())
     size = sum(path.stat().st_size for path in out.iterdir() if path.is_file()) / 1e6
     say(f"{out}: {count(len(Library(out)), 'photo')}, {size:,.1f} MB, {time.perf_counter() - began:.1f} s")
@@ -100,6 +103,14 @@ def opened(
     return matcher, name, weights
 
 
+def opened_for(options: Search | Serve, library: Library) -> Matcher:
+    """The model of a library. Raises: ValueError where the library holds other features, and as `opened`."""
+    matcher = opened(options, library.file, library.file.dim)[0]
+    if _shapes(matcher) != {name: values.shape[1:] for name, values in library.features.items()}:
+        raise ValueError(f"the library {library.folder} is damaged: its features are not those of its model.")
+    return matcher
+
+
 def fingerprint(matcher: Matcher) -> str:
     """A digest of the model's weights, shape and tokenizer, wherever it lies and whatever it runs on."""
     digest = hashlib.blake2b(repr(matcher.model.config).encode(), digest_size=16)
@@ -110,21 +121,23 @@ def fingerprint(matcher: Matcher) -> str:
     return digest.hexdigest()
 
 
-def update(
-    out: Path, file: LibraryFile, folder: str, scanned: Scan, matcher: Matcher, options: Index, workers: int
-) -> None:
-    """Bring a library to the state of a folder.
+def next_rows(out: Path, file: LibraryFile) -> Path:
+    """The file of photos to encode for the next state of a library."""
+    return out / f"next-{file.state + 1}" / "rows.parquet"
+
+
+def plan(scanned: Scan, out: Path, file: LibraryFile, folder: str, forget: bool) -> tuple[list[str], set[str]]:
+    """Photos to encode, and those to remove, to bring a library to the state of a folder.
 
     Raises: ValueError where most photos of the library would be removed, or are not in a folder that replaces that of
-    the library; KeyboardInterrupt, whose message counts what is done.
+    the library.
     """
-    before = Library(out) if file.state else None
-    known, stamps = before.stamps if before else {}, scanned.stamps
+    known, stamps = Library(out).stamps if file.state else dict[str, str](), scanned.stamps
     gone, away = scanned.missing(known)
     lost = gone
     if folder != file.folder:  # another disk may have other photos of the same names
         lost = gone | away | {path for path, stamp in stamps.items() if known.get(path, stamp) != stamp}
-    if options.forget:
+    if forget:
         gone, away = gone | away, set()
     elif 2 * len(lost) > len(known):
         raise ValueError(
@@ -139,74 +152,63 @@ def update(
             f"{count(len(away), 'photo')} kept that cannot be read now: {', '.join(sorted(away)[:10])}. A disk may not "
             "be mounted. If the photos were deleted, --forget removes them."
         )
-    new = _encoded(out, scanned, wanted, matcher, options.batch, workers)
-    if len(new.rows) or gone or folder != file.folder or not file.state:
-        replaced = gone.union(map(os.fsdecode, new.table.take(new.rows)["file"].to_pylist()))
-        kept = np.array([row for row, path in enumerate(known) if path not in replaced], np.int64)
-        parts = [Part(before.rows, before.features, kept)] if before else []
-        libraries.publish(out, replace(file, folder=folder, features=tuple(new.features)), [*parts, new])
-    libraries.tidy(out)
-    shutil.rmtree(out / PIECES, ignore_errors=True)
+    return wanted, gone
 
 
-def _encoded(out: Path, scanned: Scan, wanted: Sequence[str], matcher: Matcher, batch: int, workers: int) -> Part:
-    """Encode photos piece by piece, but for those that an interrupted command has encoded; names what is unreadable."""
-    stamps = {path: scanned.stamps[path] for path in wanted}
-    image, resize = matcher.model.config.image, matcher.model.config.preprocess.resize
-    blank = encode(matcher, torch.zeros(1, 3, image.size, image.size, dtype=torch.uint8))
-    exact = {"vec", *OF_GAUSSIANS}
-    shapes = {name: (tuple(v.shape[1:]), np.dtype("<f4" if name in exact else "<f2")) for name, v in blank.items()}
-    about = TableSettings(data="", fingerprint="", rows=max(1, len(wanted)), part=PIECE, model="")
-    writer = pieces.PieceWriter(out / PIECES, "pieces.json", about, None, False, shapes)
+def advance(
+    out: Path, file: LibraryFile, scanned: Scan, gone: set[str], matcher: Matcher, options: Index, workers: int
+) -> LibraryFile:
+    """Encode the planned photos, piece by piece, and make the next state of a library with them and without `gone`."""
+    rows, work = pieces.read_table(next_rows(out, file)), next_rows(out, file).parent
+    image, exact = matcher.model.config.image, {"vec", *OF_GAUSSIANS}
+    shapes = {name: (of, np.dtype("<f4" if name in exact else "<f2")) for name, of in _shapes(matcher).items()}
+    about = TableSettings(data="", fingerprint="", rows=max(1, len(rows)), part=PIECE, model="")
+    writer = pieces.PieceWriter(work, "pieces.json", about, None, not len(rows), shapes)
+    paths = list(map(os.fsdecode, rows["file"].to_pylist()))
+    keys = pa.array(map(key_bytes, paths), pa.binary())
+    photos = Rows("", pa.table({"key": keys, "file": rows["file"]}), scanned.root, "")
 
-    def stored() -> tuple[pa.Table, list[str], list[bool]]:
-        """What is done: rows, paths, and whether it is wanted still."""
-        done = [pieces.read_table(writer.path(n)).replace_schema_metadata() for n in range(writer.done)]
-        table = pa.concat_tables([STORED.empty_table(), *done]).combine_chunks()
-        paths = list(map(os.fsdecode, table["file"].to_pylist()))
-        now = [stamps.get(path) == stamp for path, stamp in zip(paths, table["stamp"].to_pylist(), strict=True)]
-        return table, paths, now
-
-    _, paths, now = stored()
-    done = {path for path, same in zip(paths, now, strict=True) if same}
-    rows = scanned.rows(path for path in wanted if path not in done)
-    keys = [key_bytes(os.fsdecode(file)) for file in rows["file"].to_pylist()]
-    photos = Rows("", pa.table({"key": pa.array(keys, pa.binary()), "file": rows["file"]}), scanned.root, "")
-    step, bar, ended = max(1, PIECE // batch) * batch, Bar("index", "photos"), 0
-    ranges = [range(n, min(n + step, len(rows))) for n in range(0, len(rows), step)]
-
-    def piece_of(images: EvalBatch) -> int:
-        nonlocal ended
-        ended += len(images.rows) + len(images.skipped)
-        bar(ended, len(rows))
-        return (ended - 1) // step
+    def read(batches: list[range]) -> Iterator[EvalBatch]:
+        resize = matcher.model.config.preprocess.resize
+        return eval_batches(photos, image.size, resize, options.batch, workers, batches, captions=False)
 
     def computed(images: EvalBatch) -> pieces.Rows:
         features = encode(matcher, images.images) if images.rows else {}
         if not all(bool(torch.isfinite(value).all()) for value in features.values()):
             raise ValueError(f"the model's features are NaN or infinite, near {images.keys[0]}.")
-        table = rows.take(pa.array([*images.rows, *(one.row for one in images.skipped)], pa.int64()))
-        reasons = pa.array([*[None] * len(images.rows), *(one.reason for one in images.skipped)], pa.string())
-        return pieces.Rows(
-            table.append_column(STORED.field("reason"), reasons), {n: v.numpy() for n, v in features.items()}
-        )
+        reasons = dict.fromkeys(images.rows) | {one.row: one.reason for one in images.skipped}
+        table = pa.table({"row": pa.array(reasons, pa.int64()), "reason": pa.array(reasons.values(), pa.string())})
+        return pieces.Rows(table, {name: value.numpy() for name, value in features.items()})
 
-    try:
-        batches = eval_batches(photos, image.size, resize, batch, workers, ranges, captions=False)
-        for _, piece in groupby(batches, piece_of):
-            writer.write([computed(images) for images in piece])
-    except KeyboardInterrupt:
-        done_now = len(stored()[1])
-        raise KeyboardInterrupt(f"{done_now:,} photos are done; the same command does the others.") from None
-    table, paths, now = stored()
-    for path, reason, same in zip(paths, table["reason"].to_pylist(), now, strict=True):
-        if same and reason:
-            scanned.left.add(path, f"{reason}; the next index tries again, and keeps what it had until then")
-    good = table["reason"].is_null().to_numpy()
-    features = {name: np.zeros((0, *shape), dtype) for name, (shape, dtype) in shapes.items()}
-    if good.any():
-        features = {name: np.load(out / PIECES / f"{name}.npy", mmap_mode="r") for name in shapes}
-    return Part(table.filter(pa.array(good)).select(ROWS.names), features, np.flatnonzero(np.array(now, bool)[good]))
+    if len(rows):
+        pieces.fill(writer, photos, options.batch, read, computed, sys.stderr)
+    done = [
+        row for n in range(writer.done if len(rows) else 0) for row in pieces.read_table(writer.path(n)).to_pylist()
+    ]
+    for one in (one for one in done if one["reason"]):
+        why = f"{one['reason']}; the next index tries again, and keeps what it had until then"
+        scanned.left.add(paths[one["row"]], why)
+    good = [one["row"] for one in done if not one["reason"]]
+    before = Library(out) if file.state else None
+    if good or gone or not before or before.file != file:
+        parts = list[Part]()
+        if before:
+            replaced = gone.union(paths[row] for row in good)
+            kept = [row for row, path in enumerate(before.stamps) if path not in replaced]
+            parts.append(Part(before.rows, before.features, np.array(kept, np.int64)))
+        if good or not before:
+            features = {name: np.load(work / f"{name}.npy", mmap_mode="r") for name in shapes}
+            parts.append(Part(rows.take(pa.array(good, pa.int64())), features, np.arange(len(good))))
+        libraries.publish(out, replace(file, features=tuple(shapes)), parts)
+    libraries.tidy(out)
+    return libraries.read_file(out)
+
+
+def _shapes(matcher: Matcher) -> dict[str, tuple[int, ...]]:
+    """The shape of each feature of a photo."""
+    size = matcher.model.config.image.size
+    blank = encode(matcher, torch.zeros(1, 3, size, size, dtype=torch.uint8))
+    return {name: tuple(value.shape[1:]) for name, value in blank.items()}
 
 
 def encode(matcher: Matcher, images: Tensor) -> Features:

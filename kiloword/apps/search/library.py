@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -84,11 +85,6 @@ class Library:
     def __len__(self) -> int:
         return len(self.rows)
 
-    @property
-    def gaussian(self) -> bool:
-        """Whether photos have an uncertainty."""
-        return "uncertainty" in self.features
-
     @cached_property
     def stamps(self) -> dict[str, str]:
         """Path -> stamp of every photo."""
@@ -126,9 +122,7 @@ def read_file(folder: Path) -> LibraryFile:
     if path.stat().st_size > LARGEST or VERSION.encode() not in path.read_bytes():
         raise ValueError(f"the library {folder} is of another version of kiloword: index the photos in a new folder.")
     file = read_config(path, LibraryFile)
-    if not (
-        0 <= file.state < 1e9 and len(file.features) < 10 and all(re.fullmatch("[a-z_]+", n) for n in file.features)
-    ):
+    if not all(re.fullmatch("[a-z_]{1,40}", name) for name in file.features):
         raise ValueError(f"{path} is damaged: index the photos in a new folder.")
     return file
 
@@ -178,8 +172,9 @@ def publish(folder: Path, file: LibraryFile, parts: Sequence[Part]) -> None:
 
 
 def tidy(folder: Path) -> None:
-    """Remove the files of other states."""
+    """Remove what is of other states than the current one, and what was encoded for it."""
     state = read_file(folder).state
     for path in folder.iterdir():
-        if re.fullmatch(r"[a-z_]+-\d+\.(npy|parquet)", path.name) and not path.stem.endswith(f"-{state}"):
-            path.unlink()
+        found = re.fullmatch(r"([a-z_]+)-(\d+)(\.npy|\.parquet|)", path.name)
+        if found and (found[1] == "next" or int(found[2]) != state):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()

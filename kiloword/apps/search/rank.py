@@ -36,7 +36,7 @@ class Match:
     """A photo in the order of a search."""
 
     row: int  # of the library
-    score: float
+    score: float | None = None
     uncertainty: float | None = None  # of a Gaussian
 
 
@@ -51,7 +51,7 @@ def by_text(library: Library, matcher: Matcher, text: str, top: int, within: str
         raise ValueError(f"{wrong}: expected words that describe a photo.")
     model, texts = matcher.model, matcher.encode_text([text])
     scores = cosines(library.features["vec"], texts["vec"][0].float().cpu().numpy())
-    if library.gaussian:
+    if "penalty" in library.features:
         assert model.head.uncertainty is not None
         with inference(model):
             scores -= library.features["penalty"] + model.head.uncertainty.penalty(texts).float().cpu().numpy()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import io
-import math
 import socket
 import threading
 from collections.abc import Mapping, Sequence
@@ -29,14 +28,12 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kiloword.addresses import is_url
 from kiloword.apps.search.library import Library, version_of
 from kiloword.apps.search.rank import Match, by_image, by_text, query_image, shrunk
 from kiloword.data.images.augmentation import EvalTransform
 from kiloword.data.sample import MAX_IMAGE, read_whole
-from kiloword.report import Gallery, Page, Table, Text, Tile, plain
+from kiloword.report import Block, Gallery, Page, Table, Text, Tile, plain
 from kiloword.report.pictures import overlay
 from kiloword.report.render import POLICY, environment
 from kiloword.types import BadSample
@@ -44,18 +41,18 @@ from kiloword.types import BadSample
 if TYPE_CHECKING:
     from kiloword.api import Matcher
 
-SHOWN, MOST = 24, 240  # photos of a page, at first and at most
+SHOWN = 120  # photos of a page, at most
 SIDES = {"thumb": 320, "large": 1280}  # pixels of the longer side
 WHY, TOKENS = 480, 5  # pixels of the photo that shows why it matched; tokens shown of a model that mixes them
 UPLOAD, UPLOADS, UPLOAD_S = 32 << 20, 4, 30.0  # bytes of an uploaded form; such forms at once; seconds that one takes
 SITE_POLICY = POLICY.replace("img-src", "img-src 'self'").replace("form-action 'none'", "form-action 'self'")
-HEADERS = {
-    "Content-Security-Policy": f"{SITE_POLICY}; frame-ancestors 'none'",
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cross-Origin-Resource-Policy": "same-origin",
-    "Cross-Origin-Opener-Policy": "same-origin",
-}
+HEADERS = [  # of every answer
+    ("Content-Security-Policy", f"{SITE_POLICY}; frame-ancestors 'none'"),
+    ("X-Content-Type-Options", "nosniff"),
+    ("Referrer-Policy", "no-referrer"),
+    ("Cross-Origin-Resource-Policy", "same-origin"),
+    ("Cross-Origin-Opener-Policy", "same-origin"),
+]
 LASTING = {"Cache-Control": "private, max-age=86400, immutable"}  # of photos, whose ids change with their files
 
 
@@ -82,34 +79,22 @@ class Site:
     def search(self, request: Request) -> Response:
         """The page of a text, of a photo of the library (like), or the first page."""
         library, asked = self.now(), request.query_params
-        within, count = asked.get("in", ""), asked.get("n", "")
-        top = max(1, min(int(count), MOST)) if count.isascii() and count.isdigit() and len(count) < 5 else SHOWN
+        within, title, about = asked.get("in", ""), "Search", [f"{len(library):,} photos"]
         if "like" in asked:
             row = _row(library, asked["like"])
-            found = by_image(library, library.features["vec"][row].astype(np.float32), top, within, but=row)
-            return _page(
-                "More like this",
-                [],
-                asked,
-                {"Like this one": _photos(library, [row]), "Photos": _photos(library, found)},
-            )
+            found = by_image(library, library.features["vec"][row].astype(np.float32), SHOWN, within, but=row)
+            return _page("More like this", about, asked, {"Like this one": [Match(row)], "Photos": found}, library)
         if "q" not in asked:
-            lists = {"In the library": _photos(library, range(min(SHOWN, len(library))))}
-            return _page("Search", [f"{len(library):,} photos"], asked, lists)
+            return _page(title, about, asked, {"Photos": [Match(row) for row in range(len(library))[:SHOWN]]}, library)
+        title = f"“{asked['q'].strip()[:200]}”"
         with self.one:
-            found = by_text(library, self.matcher, asked["q"], top, within)
-            about = self._about(library, asked["q"])
-        return _page(f"“{asked['q'].strip()[:200]}”", about, asked, {"Photos": _photos(library, found)})
-
-    def _about(self, library: Library, text: str) -> list[str]:
-        """What the reader of a text's results should know."""
-        notes = ["The query is an address, searched as words: nothing is fetched."] if is_url(text.strip()) else []
-        for tokens, read in self.matcher.tokenizer.cut([text], self.matcher.model.config.text).values():
-            notes.append(f"The query has {tokens} tokens, of which the model reads {read}.")
-        if library.gaussian:
-            of_text = float(self.matcher.uncertainty(self.matcher.encode_text([text]))[0])
-            notes.append(f"The text's uncertainty is {of_text:.3g}; u is a photo's: high where it fits many texts.")
-        return notes or [f"{len(library):,} photos"]
+            found = by_text(library, self.matcher, asked["q"], SHOWN, within)
+            for tokens, read in self.matcher.tokenizer.cut([title], self.matcher.model.config.text).values():
+                about.append(f"The query has {tokens} tokens, of which the model reads {read}.")
+            if "uncertainty" in library.features:
+                of_text = float(self.matcher.uncertainty(self.matcher.encode_text([asked["q"]]))[0])
+                about.append(f"The text's uncertainty is {of_text:.3g}; u is a photo's: high where it fits many texts.")
+        return _page(title, about, asked, {"Photos": found}, library)
 
     async def upload(self, request: Request) -> Response:
         """Photos most like an uploaded one."""
@@ -122,35 +107,33 @@ class Site:
             raise HTTPException(413, f"The photo has more than {UPLOAD >> 20} MiB: choose a smaller one.")
         if self.uploads.locked():
             raise HTTPException(503, "Other photos are being uploaded: try again.")
-        image = b""
         async with self.uploads, asyncio.timeout(UPLOAD_S):
-            if request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
-                async with request.form(max_files=1, max_fields=1) as form:
-                    file = form.get("image")
-                    image = await file.read() if isinstance(file, UploadFile) else b""
-        if not image:
-            raise HTTPException(400, "No photo came: choose a file.")
+            if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
+                raise HTTPException(400, "No photo came: choose a file.")
+            async with request.form(max_files=1, max_fields=1) as form:
+                file = form.get("image")
+                image = await file.read() if isinstance(file, UploadFile) else b""
         return await run_in_threadpool(self._like, image)
 
     def _like(self, image: bytes) -> Response:
         library = self.now()
         with self.one:
             found = by_image(library, query_image(self.matcher, image), SHOWN)
-        return _page("Photos like yours", [], {}, {"Photos": _photos(library, found)})
+        return _page("Photos like yours", [], {}, {"Photos": found}, library)
 
     def photo(self, request: Request) -> Response:
         """The page of one photo, with why it matched a text."""
         library, asked = self.now(), request.query_params
         row = _row(library, request.path_params["id"])
-        cells, sections = library.cells(row), {}
+        cells = library.cells(row)
+        about, sections = [cells["caption"]] if cells["caption"] else [], dict[str, list[Block]]()
+        if "uncertainty" in library.features:
+            about.append(f"uncertainty {float(library.features['uncertainty'][row]):.3g}")
         if asked.get("q", "").strip():
             sections["Why it matched"] = self._why(library, row, asked["q"])
-        about = [cells["caption"] or cells["path"]]
-        if library.gaussian:
-            about.append(f"uncertainty {float(library.features['uncertainty'][row]):.3g}")
         return _page(cells["path"], about, asked, photo=cells, sections=sections)
 
-    def _why(self, library: Library, row: int, text: str) -> list[Text | Gallery | Table]:
+    def _why(self, library: Library, row: int, text: str) -> list[Block]:
         """Where a text looks on a photo, if the model can say so."""
         resize = self.matcher.model.config.preprocess.resize
         try:
@@ -171,10 +154,9 @@ class Site:
     def image(self, request: Request) -> Response:
         """A photo as a JPEG without anything else of its file."""
         library, number, side = self.now(), request.path_params["id"], SIDES.get(request.path_params["size"])
-        if side is None:
-            raise HTTPException(404, "There is no such page.")
         try:
-            return Response(_jpeg(number, library.photo(_row(library, number)), side), 200, LASTING, "image/jpeg")
+            photo = library.photo(_row(library, number if side else ""))
+            return Response(_jpeg(number, photo, side or 0), 200, LASTING, "image/jpeg")
         except ValueError as error:
             raise HTTPException(404, f"{error} Index the photos again to forget it.") from None
 
@@ -185,41 +167,24 @@ def _row(library: Library, number: str) -> int:
     return row
 
 
-def _photos(library: Library, matches: Sequence[Match] | Sequence[int]) -> list[dict[str, Any]]:
-    """What the template shows of photos: found ones, or rows."""
-    shown = []
-    for one in matches:
-        match = one if isinstance(one, Match) else Match(one, math.nan)
-        score = None if math.isnan(match.score) else f"{match.score:.3f}"
-        u = None if match.uncertainty is None else f"{match.uncertainty:.3g}"
-        shown.append(library.cells(match.row) | {"score": score, "u": u})
-    return shown
-
-
 def _page(
     title: str,
     about: Sequence[str],
     asked: Mapping[str, str],
-    lists: Mapping[str, Sequence[dict[str, Any]]] | None = None,
+    lists: Mapping[str, Sequence[Match]] | None = None,
+    library: Library | None = None,
     photo: Mapping[str, Any] | None = None,
-    sections: Mapping[str, Sequence[Text | Gallery | Table]] | None = None,
+    sections: Mapping[str, Sequence[Block]] | None = None,
     status: int = 200,
 ) -> Response:
-    shown = len((lists or {}).get("Photos", ()))
-    further = urlencode({**asked, "n": str(shown + SHOWN)}) if asked and SHOWN <= shown < MOST else ""
-    html = (
-        environment(Path(__file__).parent)
-        .get_template("site.html")
-        .render(
-            page=Page(title, "\n\n".join(about), sections or {}),
-            policy=SITE_POLICY,
-            asked=asked,
-            lists=lists or {},
-            photo=photo,
-            further=further,
-            query=urlencode({name: asked[name] for name in ("q", "in") if asked.get(name)}),
-        )
-    )
+    shown = {
+        heading: [(match, library.cells(match.row)) for match in matches if library]
+        for heading, matches in (lists or {}).items()
+    }
+    query = urlencode({name: asked[name] for name in ("q", "in") if asked.get(name)})
+    page = Page(title, "\n\n".join(about), sections or {})
+    template = environment(Path(__file__).parent).get_template("site.html")
+    html = template.render(page=page, policy=SITE_POLICY, asked=asked, lists=shown, photo=photo, query=query)
     return Response(plain(html), status, {"Cache-Control": "no-store"}, "text/html")
 
 
@@ -236,29 +201,19 @@ def _jpeg(number: str, photo: Path, side: int) -> bytes:
     return file.getvalue()
 
 
-def application(library: Library, matcher: Matcher, host: str = "localhost") -> ASGIApp:
+def application(library: Library, matcher: Matcher, host: str) -> Starlette:
     """The site of a library. Args: host: a name that it answers under, as it does under any address."""
     site, names = (
         Site(library, matcher),
         ["localhost", "[::1]", host, f"[{host}]", socket.gethostname(), socket.getfqdn()],
     )
-    addresses = [f"*.{n}" for n in range(256)]  # no name of the internet ends in a number
+    names += [f"*.{n}" for n in range(256)]  # no name of the internet ends in a number
     routes = [
         Route("/", site.search),
         Route("/", site.upload, methods=["POST"]),
         Route("/photo/{id}", site.photo),
         Route("/{size}/{id}", site.image),
     ]
-    trusted = Middleware(TrustedHostMiddleware, allowed_hosts=[*names, *addresses], www_redirect=False)
+    trusted = Middleware(TrustedHostMiddleware, allowed_hosts=names, www_redirect=False)
     failures = dict.fromkeys((HTTPException, ValueError, ClientDisconnect, TimeoutError), _failure)
-    app = Starlette(routes=routes, middleware=[trusted], exception_handlers=failures)
-
-    async def headed(scope: Scope, receive: Receive, send: Send) -> None:
-        async def sent(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                message["headers"] += [(name.encode(), value.encode()) for name, value in HEADERS.items()]
-            await send(message)
-
-        await app(scope, receive, sent)
-
-    return headed
+    return Starlette(routes=routes, middleware=[trusted], exception_handlers=failures)

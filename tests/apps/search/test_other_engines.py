@@ -39,7 +39,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_lancedb_finds_the_same_photos(root: Path) -> None:
     pytest.importorskip("lancedb", reason="needs lancedb, which no other part uses")
-    Index(root / "photos", root / "library", "run/model", device="cpu").run()
+    Index(photos=root / "photos", out=root / "library", model="run/model", device="cpu").run()
     library = Library(root / "library")
     found = by_text(library, kiloword.load("run/model"), "a dog on the beach", 10)
     assert [one["path"] for one in example("LanceDB")["nearest"]] == [library.cells(one.row)["path"] for one in found]

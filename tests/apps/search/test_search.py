@@ -31,19 +31,21 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     """A library of 12 photos by a fresh model, and the model."""
     root = tmp_path_factory.mktemp(request.param)
     model_folder(root / "model", request.param)
-    Index(photos_in(root / "photos"), root / "library", str(root / "model"), device="cpu").run()
+    Index(photos=photos_in(root / "photos"), out=root / "library", model=str(root / "model"), device="cpu").run()
     return Library(root / "library"), load(root / "model")
 
 
 @pytest.fixture
 def library(tmp_path: Path) -> Path:
     model_folder(tmp_path / "model")
-    Index(photos_in(tmp_path / "photos"), tmp_path / "library", str(tmp_path / "model"), device="cpu").run()
+    Index(
+        photos=photos_in(tmp_path / "photos"), out=tmp_path / "library", model=str(tmp_path / "model"), device="cpu"
+    ).run()
     return tmp_path / "library"
 
 
 def again(library: Path, **options: Any) -> Library:
-    Index(library.parent / "photos", library, device="cpu", **options).run()
+    Index(photos=library.parent / "photos", out=library, device="cpu", **options).run()
     return Library(library)
 
 
@@ -135,7 +137,7 @@ def test_a_killed_index_goes_on_to_the_same_bytes(tmp_path: Path, moment: str) -
         return subprocess.Popen([sys.executable, "-m", "kiloword", *words, str(tmp_path / out)])
 
     whole, killed = started("whole"), started("killed")
-    place = tmp_path / "killed" / ("rows-1.parquet" if moment == "library.json" else f"pieces/{moment}")
+    place = tmp_path / "killed" / ("rows-1.parquet" if moment == "library.json" else f"next-1/{moment}")
     while killed.poll() is None and not place.exists():
         time.sleep(0.002)
     killed.send_signal(signal.SIGKILL)
@@ -195,6 +197,8 @@ STRANGERS = {
     "a huge matrix": (lambda at: matrix(at, f"({10**6}, {10**6})"), "damaged"),
     "a matrix without end": (lambda at: matrix(at, f"(12, {2**62})"), "damaged"),
     "pickled objects": (lambda at: matrix(at, "(12, 64)", "|O"), "damaged"),
+    "numbers, not vectors": (lambda at: np.save(at / "vec-1.npy", np.zeros(12, np.float32)), "damaged"),
+    "no features": (lambda at: rewritten(at, features=[]), "damaged"),
     "a model of the hub": (lambda at: rewritten(at, model="hf-hub:nobody/nothing"), "unasked"),
     "another model": (lambda at: rewritten(at, fingerprint="0"), "another model"),
     "no model": (lambda at: rewritten(at, model=str(at / "gone")), "gone"),
@@ -229,7 +233,7 @@ REFUSED = [
     ("search LIBRARY dog --dim 9999", "9999"),
     ("search LIBRARY --like BAD", "not an image"),
     ("search LIBRARY --like none.jpg", "none.jpg"),
-    ("search LIBRARY --like https://example.org/a.jpg", "https://example.org/a.jpg"),
+    ("search LIBRARY --like https://example.org/a.jpg", "--like"),
     ("search PHOTOS dog", "library.json"),
     ("search LIBRARY dog --model OTHER", "another model"),
     ("index PHOTOS --model OTHER --out LIBRARY", "another model"),
@@ -289,8 +293,8 @@ def test_results_are_a_table_json_and_a_page(library: Path, capsys: pytest.Captu
 
 def test_a_moved_model_and_fewer_numbers(library: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, photos = tmp_path / "model", tmp_path / "photos"
-    Index(photos, tmp_path / "short", str(model), device="cpu", dim=8).run()
-    Index(photos, tmp_path / "short", device="cpu").run()
+    Index(photos=photos, out=tmp_path / "short", model=str(model), device="cpu", dim=8).run()
+    Index(photos=photos, out=tmp_path / "short", device="cpu").run()
     assert Library(tmp_path / "short").features["vec"].shape == (12, 8)
     (tmp_path / "model").rename(tmp_path / "moved")
     results = []
@@ -310,5 +314,5 @@ def test_other_programs_read_a_library(made: tuple[Library, Matcher]) -> None:
 
 
 def test_nothing_fits(library: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    Search(library, "a dog", within="2030/", device="cpu").run()
+    Search(library=library, query="a dog", within="2030/", device="cpu").run()
     assert "'2030/'" in capsys.readouterr().err

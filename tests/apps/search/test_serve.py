@@ -32,7 +32,7 @@ MB = 1 << 20
 
 
 def index(root: Path, model: str | None = None) -> None:
-    Index(root / "photos", root / "library", model, device="cpu").run()
+    Index(photos=root / "photos", out=root / "library", model=model, device="cpu").run()
 
 
 @pytest.fixture(scope="module", params=["llip", *OTHERS])
@@ -138,9 +138,8 @@ ANSWERS = {  # path -> status, a word of the page
     "/?q=+": (400, "empty"),
     f"/?q={'a' * 10_001}": (400, "10,001"),
     f"/?q={'a' * 100_000}": (400, ""),
-    "/?q=https://example.org/dog.jpg": (200, "nothing is fetched"),
-    "/?n=0&q=dog": (200, ""),
-    "/?n=9999999999&q=dog": (200, ""),
+    "/?q=https://example.org/dog.jpg": (200, "https://example.org/dog.jpg"),
+    f"/?q={'dog+' * 2_000}": (200, "tokens"),
 }
 
 
