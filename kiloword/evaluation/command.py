@@ -48,9 +48,21 @@ class Evaluation:
     options: Any
     source: str | None  # SRC; None: it is not there
     counts: tuple[str, ...] = ()  # the metrics whose mean counts in a suite
+    groups: tuple[str, ...] = ()  # of the suite
+    places: Sequence[str] = ()  # where a suite looks for it
     results: dict[str, dict[str, float]] = field(default_factory=dict)  # model -> metrics
     blocks: dict[str, list[Block]] = field(default_factory=dict)  # model -> blocks of its page
     errors: dict[str, str] = field(default_factory=dict)  # model -> why it has no metrics
+
+    @property
+    def metric(self) -> str:
+        """What counts, as it is shown."""
+        return " and ".join(self.counts)
+
+    @property
+    def state(self) -> str:
+        """ "missing", "failed" (for a model or more) or "evaluated"."""
+        return "missing" if self.source is None else "failed" if self.errors else "evaluated"
 
     def value(self, metrics: Mapping[str, float]) -> float:
         """The value that counts. Raises: ValueError for a metric that the task did not yield."""
@@ -157,7 +169,7 @@ def _evaluate_model(
         try:
             metrics, note = _metrics(one, folder, model, execution, out, blocks if page else None)
             if one.counts and is_first():
-                warn(f"{where} {' and '.join(one.counts)} {one.value(metrics):.4f}{note}")
+                warn(f"{where} {one.metric} {one.value(metrics):.4f}{note}")
         except Exception as error:
             message = sentence_of(error)
             if message is None or not one.counts or isinstance(error, SaveError) or share()[1] > 1:

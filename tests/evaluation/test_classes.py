@@ -167,7 +167,7 @@ def test_a_probe_matches_the_names_of_its_splits(matcher: Matcher) -> None:
     test = Photos([0, 0, 1, 1], ["cat", "dog"])  # lacks a class of the training data
     train = Photos([n % 3 for n in range(12)], ["bird", "cat", "dog"], "train", "train-v1")
     skipped: list[Skipped] = []
-    with pytest.raises(ValueError, match="expected the same names in the same order"):
+    with pytest.raises(ValueError, match="same names in the same order"):
         evaluate(matcher, "probe", test, train=train)
     two = evaluate(matcher, "probe", test, train=train, classnames=["cat", "dog"], skipped=skipped)
     assert two["train_rows"] == 8
@@ -177,5 +177,5 @@ def test_a_probe_matches_the_names_of_its_splits(matcher: Matcher) -> None:
     three = evaluate(matcher, "probe", test, train=train, classnames=["bird", "cat", "dog"])
     moved = replace(test, labels=[1, 1, 2, 2], classnames=train.classnames)
     assert three == evaluate(matcher, "probe", moved, train=train)
-    with pytest.raises(ValueError, match="none of its 4 labelled images has a class among"):
+    with pytest.raises(ValueError, match="has a class among"):
         evaluate(matcher, "probe", replace(test, labels=[0] * 4), train=train, classnames=["dog"])

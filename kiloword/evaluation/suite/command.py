@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,39 +18,6 @@ from kiloword.report.blocks import Page, Table
 from kiloword.terminal import say
 
 NAMED = 3  # places of a missing data set that are printed; the JSON has all
-
-
-@dataclass(kw_only=True)
-class DataSet(Evaluation):
-    """A data set of a suite, and what came of it."""
-
-    entry: Entry
-    places: list[str]  # where it was looked for
-
-    @property
-    def state(self) -> str:
-        """ "missing", "failed" (for a model or more) or "evaluated"."""
-        return "missing" if self.source is None else "failed" if self.errors else "evaluated"
-
-    @property
-    def metric(self) -> str:
-        """What counts, as it is shown."""
-        return " and ".join(self.counts)
-
-
-@dataclass(frozen=True)
-class GroupMean:
-    """The mean of a group over the data sets that all models have."""
-
-    group: str
-    n: int  # data sets in the mean
-    of: int  # data sets in the group
-    values: Mapping[str, float]  # model -> mean; empty for n = 0
-
-    @property
-    def covers(self) -> str:
-        """How much of the group it covers: "mean of 38", or "3 of 38, incomplete"."""
-        return f"mean of {self.of}" if self.n == self.of else f"{self.n} of {self.of}, incomplete"
 
 
 def main(
@@ -74,21 +41,23 @@ def main(
     def finish() -> None:
         means = averages(suite, every, list(folders))
         rows = [((one.name, one.metric), one.values()) for one in every if one.state == "evaluated"]
-        rows += [((mean.group, mean.covers), dict(mean.values)) for mean in means if mean.n]
+        rows += [((group, covered(mean)), mean["values"]) for group, mean in means.items() if mean["n"]]
         say(*columns(rows, list(folders)), *_problems(every))
         if output.json is not None:
             write_json(output.json, _json(suite, data, every, means))
         if output.csv is not None:
             write_atomic(output.csv, _csv(every, means, list(folders)))
         if output.html is not None:
-            write_page(output.html, _page(suite, data, every, means, folders))
+            intro = f"{suite.source}\n\nData sets of {data}." if suite.source else f"Data sets of {data}."
+            facts = made_by(models, str(data))
+            write_page(output.html, Page(suite.title or suite.name, intro, _tables(every, means, list(folders)), facts))
 
     evaluate_all(models, every, execution, finish, output.out)
     if any(one.errors for one in every):
         raise SystemExit(1)
 
 
-def data_sets(suite: Suite, root: Path, only: Sequence[str] = ()) -> list[DataSet]:
+def data_sets(suite: Suite, root: Path, only: Sequence[str] = ()) -> list[Evaluation]:
     """The data sets of a suite, located below the root and not evaluated yet.
 
     Raises: ValueError for a root that is not there, unknown names in `only`, and where nothing is found.
@@ -108,34 +77,38 @@ def data_sets(suite: Suite, root: Path, only: Sequence[str] = ()) -> list[DataSe
     return every
 
 
-def _located(suite: Suite, root: Path, entry: Entry) -> DataSet:
+def _located(suite: Suite, root: Path, entry: Entry) -> Evaluation:
     """A data set with the files that its options name; without one of them it is missing."""
     source, places, options = entry.located(root, suite.split), entry.places(root, suite.split), dict(entry.options)
     for option, names in entry.files.items():
         wanted = [str(root / name) for name in ([names] if isinstance(names, str) else names)]
-        options[option] = next(filter(exists, wanted), None)
-        if options[option] is None:
-            return DataSet(
-                entry.name, evaluation.find(entry.task), None, None, entry.metrics, entry=entry, places=wanted
-            )
-    chosen = replace(entry, options=options)
-    task, options = evaluation.find(entry.task), chosen.task_options()
-    return DataSet(entry.name, task, options, source, entry.metrics, entry=chosen, places=places)
+        options[option] = next(filter(exists, wanted), "")
+        if not options[option]:
+            source, places = None, wanted
+    task, chosen = evaluation.find(entry.task), replace(entry, options=options).task_options()
+    return Evaluation(entry.name, task, chosen, source, entry.metrics, entry.groups, places)
 
 
-def averages(suite: Suite, every: Sequence[DataSet], models: Sequence[str]) -> list[GroupMean]:
-    """The mean of each group, in the order of the suite; the last is that of all data sets, whichever were chosen."""
+def averages(suite: Suite, every: Sequence[Evaluation], models: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """The mean of each group over the data sets that all models have, in the order of the suite; the last is that of
+    all data sets, whichever were chosen: n data sets in the mean, of so many, whether it is complete, values by model.
+    """
     values = {one.name: one.values() for one in every if set(one.results) >= set(models)}
-    out = []
+    means = {}
     for group, entries in suite.groups().items():
-        with_values = [values[entry.name] for entry in entries if entry.name in values]
-        n = len(with_values)
-        means = {model: sum(one[model] for one in with_values) / n for model in models} if n else {}
-        out.append(GroupMean(group, n, len(entries), means))
-    return out
+        found = [values[entry.name] for entry in entries if entry.name in values]
+        n, of = len(found), len(entries)
+        mean = {model: sum(one[model] for one in found) / n for model in models} if n else {}
+        means[group] = {"n": n, "of": of, "complete": n == of, "values": mean}
+    return means
 
 
-def _problems(every: Sequence[DataSet]) -> Iterator[str]:
+def covered(mean: Mapping[str, Any]) -> str:
+    """How much of a group a mean covers: "mean of 38", or "3 of 38, incomplete"."""
+    return f"mean of {mean['of']}" if mean["complete"] else f"{mean['n']} of {mean['of']}, incomplete"
+
+
+def _problems(every: Sequence[Evaluation]) -> Iterator[str]:
     """A line per data set that is missing or failed."""
     for one in every:
         if one.state == "missing":
@@ -145,14 +118,14 @@ def _problems(every: Sequence[DataSet]) -> Iterator[str]:
             yield f"failed: {one.name} with {model}: {why}"
 
 
-def _json(suite: Suite, root: Path, every: Sequence[DataSet], means: Sequence[GroupMean]) -> dict[str, Any]:
+def _json(suite: Suite, root: Path, every: Sequence[Evaluation], means: Mapping[str, Any]) -> dict[str, Any]:
     """All metrics and averages; docs/suites.md describes the keys."""
     sets = {
         one.name: {
             "state": one.state,
             "task": one.task.name,
             "metric": list(one.counts),
-            "groups": list(one.entry.groups),
+            "groups": list(one.groups),
             "source": one.source,
             "values": one.values(),
             "metrics": one.results,
@@ -161,47 +134,34 @@ def _json(suite: Suite, root: Path, every: Sequence[DataSet], means: Sequence[Gr
         }
         for one in every
     }
-    groups = {m.group: {"n": m.n, "of": m.of, "complete": m.n == m.of, "values": dict(m.values)} for m in means}
-    return {"suite": suite.name, "data": str(root), "data_sets": sets, "averages": groups}
+    return {"suite": suite.name, "data": str(root), "data_sets": sets, "averages": means}
 
 
-def _csv(every: Sequence[DataSet], means: Sequence[GroupMean], models: Sequence[str]) -> bytes:
+def _csv(every: Sequence[Evaluation], means: Mapping[str, Any], models: Sequence[str]) -> bytes:
     """A row per data set and per average, a column per model."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["data_set", "state", "task", "metric", "groups", *models, "source"])
     for one in every:
         numbers = [one.values().get(model, "") for model in models]
-        groups = "; ".join(one.entry.groups)
+        groups = "; ".join(one.groups)
         writer.writerow([one.name, one.state, one.task.name, one.metric, groups, *numbers, one.source or ""])
-    for mean in means:
-        numbers = [mean.values.get(model, "") for model in models]
-        writer.writerow([mean.group, f"{mean.n} of {mean.of}", "average", "", "", *numbers, ""])
+    for group, mean in means.items():
+        numbers = [mean["values"].get(model, "") for model in models]
+        writer.writerow([group, f"{mean['n']} of {mean['of']}", "average", "", "", *numbers, ""])
     return text.getvalue().encode(errors="backslashreplace")
 
 
-def _page(
-    suite: Suite, root: Path, every: Sequence[DataSet], means: Sequence[GroupMean], folders: Mapping[str, str]
-) -> Page:
+def _tables(every: Sequence[Evaluation], means: Mapping[str, Any], models: Sequence[str]) -> dict[str, list[Table]]:
     """Averages, the metric that counts of every data set, what is missing or failed, all metrics."""
-    models, evaluated = list(folders), [one for one in every if one.state == "evaluated"]
-    average_rows = [[mean.group, mean.covers, *map(mean.values.get, models)] for mean in means]
+    evaluated = [one for one in every if one.state == "evaluated"]
+    mean_rows = [[group, covered(mean), *map(mean["values"].get, models)] for group, mean in means.items()]
     set_rows = [[one.name, one.task.name, one.metric, *map(one.values().get, models)] for one in evaluated]
-    metric_rows = [
-        [one.name, name, *map(values.get, models)] for one in evaluated for name, values in one.rows().items()
-    ]
-    problems = [
-        *([one.name, "missing", "looked for " + ", ".join(one.places)] for one in every if one.source is None),
-        *([one.name, "failed", f"{model}: {why}"] for one in every for model, why in one.errors.items()),
-    ]
-    sections = {
-        "Averages": [Table(average_rows, ["group", "data sets", *models], digits=4)],
+    all_rows = [[one.name, name, *map(of.get, models)] for one in evaluated for name, of in one.rows().items()]
+    problems = [line.split(": ", 1) for line in _problems(every)]
+    return {
+        "Averages": [Table(mean_rows, ["group", "data sets", *models], digits=4)],
         "Data sets": [Table(set_rows, ["data set", "task", "metric that counts", *models], digits=4)],
-        "Missing and failed": [Table(problems, ["data set", "state", "reason"])],
-        "All metrics": [Table(metric_rows, ["data set", "metric", *models], digits=4)],
+        "Missing and failed": [Table(problems, ["state", "data set"])],
+        "All metrics": [Table(all_rows, ["data set", "metric", *models], digits=4)],
     }
-    states = [one.state for one in every]
-    counts = ", ".join(f"{states.count(state)} {state}" for state in ("evaluated", "missing", "failed"))
-    intro = [suite.source, f"Data sets of {root}: {counts}."]
-    facts = made_by(list(folders.values()), str(root))
-    return Page(suite.title or suite.name, "\n\n".join(filter(None, intro)), sections, facts)
