@@ -113,7 +113,8 @@ def main(
             cells = [[name, *map(values.get, labelled)] for name, values in rows.items()]
             sections: dict[str, Sequence[Block]] = {"Metrics": [Table(cells, ["metric", *labelled], digits=4)]}
             sections |= {label: blocks for label, blocks in one.blocks.items() if blocks}
-            write_page(html, Page(f"{task.name.capitalize()}: {data}", task.help, sections, made_by(models, data)))
+            intro = f"{task.help}\n\nData: {data}"
+            write_page(html, Page(task.name.capitalize(), intro, sections, made_by(models, data)))
 
     evaluate_all(models, [one], execution, finish, page=html is not None)
 

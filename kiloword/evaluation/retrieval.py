@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,8 +27,8 @@ from kiloword.evaluation.metrics import (
     check_scores,
     hit,
     precision_at,
+    recall_at,
     rounding,
-    standing,
 )
 from kiloword.evaluation.task import Findings, Inputs, PythonOnly, Task, Values
 from kiloword.model.encoding import chunks, rows
@@ -237,35 +237,37 @@ def _panels(score: Score, images: Features, texts: Features, chunk: int, of_text
     return lambda q: torch.cat([score(rows(images, q), rows(texts, c)) for c in chunks(t, chunk)], 1)
 
 
-def _means(
+def _sums(
     panel: Panel,
     truth: Callable[[slice], Tensor],
     queries: int,
     items: int,
-    metrics: Callable[[Tensor, Tensor], Iterator[tuple[str, Tensor]]],
+    metrics: Mapping[str, Callable[[Tensor, Tensor], Tensor]],
 ) -> tuple[dict[str, float], int]:
-    """Means of metrics over the queries that have a positive, and their number; ranks share the queries.
+    """Sums of metrics over the queries that have a positive, and their number; ranks share the queries.
 
     Args: truth: the positives of rows of the queries, [q, items] bool; metrics of scores and positives, [q] each.
     """
 
     def judged(q: slice) -> tuple[dict[str, float], int]:
         scores, positive = panel(q), truth(q)
-        if positive.shape != scores.shape:
-            shape, expected = tuple(positive.shape), tuple(scores.shape)
-            raise ValueError(f"relevance came as {shape}; {expected} (texts, images) expected")
         found = positive.any(1)
-        scores, matched = scores[found.to(scores.device)], positive[found].to(scores.device)
-        return {name: values.sum().item() for name, values in metrics(scores, matched)}, int(found.sum())
+        scores, positive = scores[found.to(scores.device)], positive[found].to(scores.device)
+        return {name: metric(scores, positive).sum().item() for name, metric in metrics.items()}, int(found.sum())
 
-    totals, answerable = dict[str, float](), 0
-    for part, count in in_turns(list(chunks(queries, max(1, PANEL // items))), judged):
-        answerable += count
-        for name, value in part.items():
-            totals[name] = totals.get(name, 0.0) + value
-    if not answerable:
+    parts = list(chunks(queries, max(1, PANEL // items)))
+    totals, counts = zip(*track(in_turns(parts, judged), "ranks", "blocks of queries", len(parts)), strict=True)
+    if not sum(counts):
         raise ValueError("no text is true of any image: there is nothing to retrieve")
-    return {name: value / answerable for name, value in totals.items()}, answerable
+    return {name: sum(part[name] for part in totals) for name in metrics}, sum(counts)
+
+
+def _recalls(ks: Sequence[int]) -> dict[str, Any]:
+    return {f"recall@{k}": partial(recall_at, k=k) for k in ks}
+
+
+def _r_precision(scores: Tensor, positive: Tensor) -> Tensor:
+    return precision_at(scores, positive, positive.sum(1))
 
 
 def true_relevance(
@@ -290,14 +292,9 @@ def _true_means(panel: Panel, n: int, t: int, relevance: Relevance | Tensor, ks:
     def truth(c: slice) -> Tensor:
         return torch.as_tensor(relevance[c] if isinstance(relevance, Tensor) else relevance(c))
 
-    def metrics(scores: Tensor, positive: Tensor) -> Iterator[tuple[str, Tensor]]:
-        yield "map", average_precision(scores, positive)
-        yield "r_precision", precision_at(scores, positive, positive.sum(1))
-        where = standing(scores, positive)
-        yield from ((f"recall@{k}", hit(where, k)) for k in ks)
-
-    means, answerable = _means(panel, truth, t, n, metrics)
-    yield from ((f"image_retrieval_true_{name}", value) for name, value in means.items())
+    metrics = {"map": average_precision, "r_precision": _r_precision, **_recalls(ks)}
+    totals, answerable = _sums(panel, truth, t, n, metrics)
+    yield from ((f"image_retrieval_true_{name}", value / answerable) for name, value in totals.items())
     if answerable < t:
         yield "image_retrieval_true_unmatched", float(t - answerable)
 
@@ -327,38 +324,32 @@ def shortlisted(
     every_image = torch.arange(len(images["vec"]), device=image.device)
     of_images = partial(_reranked, score, images, texts, shortlist)
     of_texts = partial(_reranked, lambda t, i: score(i, t), texts, images, shortlist)
-    listed = {}
-    for name, panel, truth, (queries, items) in (
-        ("text_retrieval", of_images, lambda r: image == every_image[r, None], (images, texts)),
-        ("image_retrieval", of_texts, lambda c: image[c, None] == every_image, (texts, images)),
-    ):
 
-        def judged(q: slice, panel: Any = panel, truth: Any = truth) -> tuple[list[Tensor], int]:
-            (scores, short), positive = panel(q), truth(q)
-            return [x.cpu() for x in standing(scores, positive)], int(positive.gather(1, short).sum())
+    def listed(scores: Tensor, positive: Tensor) -> Tensor:
+        """Positives on the shortlist, whose items score highest."""
+        return positive.gather(1, scores.topk(min(shortlist, scores.shape[1]), 1).indices).sum(1)
 
-        blocks = list(chunks(len(queries["vec"]), max(1, PANEL // len(items["vec"]))))
-        parts, kept = zip(*track(in_turns(blocks, judged), "ranks", "blocks of queries", len(blocks)), strict=True)
-        listed[name] = Standing(*map(torch.cat, zip(*parts, strict=True))), sum(kept)
+    n, t, metrics = len(every_image), len(image), {**_recalls(ks), "listed": listed}
+    by_image, _ = _sums(of_images, lambda r: image == every_image[r, None], n, t, metrics)
+    by_text, _ = _sums(of_texts, lambda c: image[c, None] == every_image, t, n, metrics)
     for k in ks:
-        for name, (where, _) in listed.items():
-            yield f"{name}_recall@{k}", hit(where, k).mean().item()
-    for name, (_, found) in listed.items():
-        yield f"{name}_shortlist_recall@{shortlist}", found / len(image)
+        yield f"text_retrieval_recall@{k}", by_image[f"recall@{k}"] / n
+        yield f"image_retrieval_recall@{k}", by_text[f"recall@{k}"] / t
+    yield f"text_retrieval_shortlist_recall@{shortlist}", by_image["listed"] / t
+    yield f"image_retrieval_shortlist_recall@{shortlist}", by_text["listed"] / t
     if relevance is not None:
-        yield from _true_means(lambda c: of_texts(c)[0], len(images["vec"]), len(texts["vec"]), relevance, ks)
+        yield from _true_means(of_texts, n, t, relevance, ks)
 
 
-def _reranked(score: Score, queries: Features, items: Features, n: int, q: slice) -> tuple[Tensor, Tensor]:
-    """Scores [q, C] of rows of the queries, exact for the n items nearest by "vec"; and the places of these, [q, n]."""
+def _reranked(score: Score, queries: Features, items: Features, n: int, q: slice) -> Tensor:
+    """Scores [q, C] of rows of the queries, exact for the n items nearest by "vec", which are above all others."""
     queries = rows(queries, q)
     near = check_scores(at_least_float(queries["vec"]) @ at_least_float(items["vec"]).T)
     short = near.topk(min(n, len(items["vec"])), 1).indices
     query = torch.arange(len(short), device=short.device).repeat_interleave(short.shape[1])
     exact = check_scores(scores_of_pairs(score, queries, items, query, short.flatten()).view(short.shape))
-    # cosines are at most 1, so that the rest is below all exact scores
-    rest = near.to(exact.dtype) - 2 + exact.amin(1, keepdim=True)
-    return rest.scatter(1, short, exact), short
+    rest = near.to(exact.dtype) - 2 + exact.amin(1, keepdim=True)  # cosines are at most 1
+    return rest.scatter(1, short, exact)
 
 
 def scores_of_pairs(score: Score, queries: Features, items: Features, query: Tensor, item: Tensor) -> Tensor:
@@ -391,12 +382,7 @@ def extra_positives(
     expected value. `extra_unmatched` is the number of listed queries that the data lacks, if any.
     """
 
-    def metrics(scores: Tensor, positive: Tensor) -> Iterator[tuple[str, Tensor]]:
-        where = standing(scores, positive)
-        yield from ((f"recall@{k}", hit(where, k)) for k in ks)
-        yield "r_precision", precision_at(scores, positive, positive.sum(1))
-        yield "map_at_r", average_precision_at_r(scores, positive)
-
+    metrics = {**_recalls(ks), "r_precision": _r_precision, "map_at_r": average_precision_at_r}
     for name, listed, of_texts in (
         ("text_retrieval", positives.texts, False),
         ("image_retrieval", positives.images, True),
@@ -409,8 +395,8 @@ def extra_positives(
             return torch.stack([torch.zeros(items).index_fill(0, torch.tensor(p), 1).bool() for p in places[q]])
 
         panel = _panels(score, some_images, some_texts, chunk, of_texts)
-        means, _ = _means(panel, truth, len(places), items, metrics)
-        yield from ((f"{name}_extra_{metric}", value) for metric, value in means.items())
+        totals, count = _sums(panel, truth, len(places), items, metrics)
+        yield from ((f"{name}_extra_{metric}", value / count) for metric, value in totals.items())
     if positives.unmatched:
         yield "extra_unmatched", float(positives.unmatched)
 
