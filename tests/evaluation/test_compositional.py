@@ -18,7 +18,7 @@ from kiloword.api import Matcher
 from kiloword.cli.main import main
 from kiloword.data.open import open_source
 from kiloword.evaluation import evaluate
-from kiloword.evaluation.compositional import BENCHMARKS, means
+from kiloword.evaluation.compositional import BENCHMARKS, Cut, Cuts, means
 from kiloword.evaluation.winogavil import jaccard
 from kiloword.types import Skipped
 
@@ -193,6 +193,11 @@ def test_items_without_their_image_are_counted_and_named(folder: Path, photos: P
     assert (got["items"], got["items_skipped"], got["skipped"]) == (1, 3, 2)
     assert [one.key for one in skipped] == ["gone.jpg", "000000000001"]
     assert "2 uses" in skipped[0].reason
+
+
+def test_files_of_remote_images_are_fetched_ahead() -> None:
+    source: Any = open_source("scenes:test?n=4", 32)
+    assert [Cuts(source, [(3, Cut("c")), (1, Cut("b"))]).locate(row) for row in range(2)] == [(source, 3), (source, 1)]
 
 
 def test_a_shortened_name_of_several_images_is_refused(folder: Path, tmp_path: Path) -> None:

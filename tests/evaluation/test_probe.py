@@ -18,27 +18,8 @@ from torch import Tensor
 from kiloword.api import Matcher
 from kiloword.config.recipes import sizes
 from kiloword.data.text.tokenizer import Tokenizer
-from kiloword.evaluation import evaluate
-from kiloword.evaluation.probe import (
-    COUNT,
-    RECIPES,
-    TASK,
-    Linear,
-    ProbeData,
-    ProbeOptions,
-    Split,
-    beside,
-    encoded,
-    fit_once,
-    held_out,
-    logistic,
-    order,
-    resolved,
-    shuffled,
-    start,
-    steps,
-    sweep,
-)
+from kiloword.evaluation import evaluate, probe
+from kiloword.evaluation.probe import Linear, ProbeData, ProbeOptions, Split, encoded, resolved
 from kiloword.evaluation.task import Inputs
 from kiloword.methods.registry import preset
 from kiloword.models.build import build
@@ -60,7 +41,7 @@ def loop_of_sgd(rows: Split, first: Linear, epochs: int, batch: int, lr: float, 
     n, step = len(rows.x), 0
     total = epochs * -(-n // batch)
     for epoch in range(epochs):
-        places = shuffled(n, epoch, seed).tolist()
+        places = probe.shuffled(n, epoch, seed).tolist()
         for begin in range(0, n, batch):
             some = places[begin : begin + batch]
             grad_w, grad_b = np.zeros_like(weight), np.zeros_like(bias)
@@ -82,18 +63,21 @@ def loop_of_sgd(rows: Split, first: Linear, epochs: int, batch: int, lr: float, 
 @pytest.mark.parametrize("decay", [0.0, 0.3])
 def test_sgd_is_the_loop(decay: float) -> None:
     rows = gaussians(22, 3, 4, seed=0)
-    rows, first = rows._replace(x=rows.x.double()), Linear(*(values.double() for values in start(4, 3, "sgd", seed=5)))
+    rows, first = (
+        rows._replace(x=rows.x.double()),
+        Linear(*(values.double() for values in probe.start(4, 3, "sgd", seed=5))),
+    )
     recipe = resolved(ProbeOptions(recipe="sgd", epochs=4, batch=8, lr=0.2), val=False)
-    got = steps(rows, first, recipe, decay, seed=5)
+    got = probe.steps(rows, first, recipe, decay, seed=5)
     torch.testing.assert_close(got, loop_of_sgd(rows, first, 4, 8, 0.2, decay, 5), rtol=1e-10, atol=1e-12)
 
 
 def test_first_weights_are_keyed_and_as_each_source_draws_them() -> None:
-    slip, torchs = start(400, 50, "sgd", 0), start(400, 50, "adamw", 0)
+    slip, torchs = probe.start(400, 50, "sgd", 0), probe.start(400, 50, "adamw", 0)
     assert slip.weight.std().item() == pytest.approx(0.01, rel=0.02)
     assert all(0.04 < values.abs().max().item() <= 400**-0.5 for values in torchs)
-    assert not torch.equal(start(400, 50, "sgd", 1).weight, slip.weight)
-    assert shuffled(50, 0, 0).tolist() != shuffled(50, 1, 0).tolist() != shuffled(50, 1, 1).tolist()
+    assert not torch.equal(probe.start(400, 50, "sgd", 1).weight, slip.weight)
+    assert probe.shuffled(50, 0, 0).tolist() != probe.shuffled(50, 1, 0).tolist() != probe.shuffled(50, 1, 1).tolist()
 
 
 def objective(rows: Split, weight: Tensor, bias: Tensor, strength: float) -> Tensor:
@@ -105,7 +89,7 @@ def objective(rows: Split, weight: Tensor, bias: Tensor, strength: float) -> Ten
 def test_lbfgs_equals_scikit_learn(classes: int, strength: float) -> None:
     linear_model = pytest.importorskip("sklearn.linear_model", reason="needs scikit-learn")
     rows, fresh = gaussians(300, classes, 8, seed=2), gaussians(500, classes, 8, seed=3)
-    layer = logistic(rows, classes, strength, 1000)
+    layer = probe.logistic(rows, classes, strength, 1000)
     # with two classes theirs has one weight vector for w and -w, half the price of two
     price = strength / 2 if classes == 2 else strength
     theirs = linear_model.LogisticRegression(C=1 / price, max_iter=10_000, tol=1e-10)
@@ -119,13 +103,13 @@ def test_lbfgs_equals_scikit_learn(classes: int, strength: float) -> None:
     assert found.tolist() == theirs.predict(fresh.x.double().numpy()).tolist()
 
 
-@pytest.mark.parametrize("top", range(0, COUNT, 7))
+@pytest.mark.parametrize("top", range(0, probe.COUNT, 7))
 def test_a_sweep_finds_the_top_of_a_hill(top: int) -> None:
     values = np.logspace(-6, 2, 97)
-    found, tried = sweep((-6, 2), lambda value: -abs(np.log10(value) - np.log10(values[top])))
+    found, tried = probe.sweep((-6, 2), lambda value: -abs(np.log10(value) - np.log10(values[top])))
     assert found == pytest.approx(values[top], rel=1e-9)
     assert len(tried) <= 7 + 2 * 4
-    assert sweep((-6, 6), lambda _: 0.5)[0] == pytest.approx(1e-6)  # of equals the smallest
+    assert probe.sweep((-6, 6), lambda _: 0.5)[0] == pytest.approx(1e-6)  # of equals the smallest
 
 
 # CLIP_benchmark
@@ -153,7 +137,7 @@ class Keyed:
         return -(-len(self.rows.x) // self.batch)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        places = shuffled(len(self.rows.x), self.epoch, self.seed)
+        places = probe.shuffled(len(self.rows.x), self.epoch, self.seed)
         self.epoch += 1
         yield from (tuple(self.rows.of(some)[:2]) for some in places.split(self.batch))  # type: ignore[misc]
 
@@ -165,18 +149,18 @@ def test_steps_are_clip_benchmarks(theirs: Any, decay: float) -> None:
     layer = torch.nn.Linear(8, 5)
     first = Linear(layer.weight.detach(), layer.bias.detach())
     expected = theirs.train(Keyed(rows, 64, 7), 8, 5, decay, 0.1, 10, False, "cpu", 3)
-    got = steps(rows, first, RECIPES["clip_benchmark"], decay, seed=7)
+    got = probe.steps(rows, first, probe.RECIPES["clip_benchmark"], decay, seed=7)
     torch.testing.assert_close(got.weight, expected.weight.detach(), rtol=0, atol=1e-6)
     torch.testing.assert_close(got.bias, expected.bias.detach(), rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", probe.RECIPES)
 def test_every_recipe_learns_and_is_deterministic(name: Any) -> None:
     data = ProbeData(gaussians(300, 5, 16, 300), gaussians(200, 5, 16, 200), None, "abcde", "toy")
     options = ProbeOptions(recipe=name, max_iter=30 if name == "lbfgs" else None)
-    found = dict(fit_once(data, resolved(options, val=False), options, seed=0))
+    found = dict(probe.fit_once(data, resolved(options, val=False), options, seed=0))
     assert min(found["acc1"], found["train_acc1"]) > 0.95
-    assert found == dict(fit_once(data, resolved(options, val=False), options, seed=0))
+    assert found == dict(probe.fit_once(data, resolved(options, val=False), options, seed=0))
 
 
 # Draws
@@ -189,15 +173,15 @@ def of(labels: list[int]) -> Split:
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=60), st.integers(0, 9), st.floats(0, 0.99))
 def test_draws_are_by_class_and_seeded_and_a_share_is_held_out(labels: list[int], seed: int, share: float) -> None:
-    own = order(of(labels), "data", seed)
-    assert own == order(of(labels), "data", seed)
+    own = probe.order(of(labels), "data", seed)
+    assert own == probe.order(of(labels), "data", seed)
     assert sorted(place for places in own for place in places) == list(range(len(labels)))
     assert all(labels[place] == c for c, places in enumerate(own) for place in places)
     if max(map(len, own)) < 2:
         with pytest.raises(ValueError, match="--val"):
-            held_out(own, share)
+            probe.held_out(own, share)
         return
-    fitted, chosen = map(set, held_out(own, share))
+    fitted, chosen = map(set, probe.held_out(own, share))
     assert not fitted & chosen
     assert len(fitted | chosen) == len(labels)
     for mine in own:
@@ -283,7 +267,7 @@ def test_a_probe_of_scenes(debug: Matcher, caplog: pytest.LogCaptureFixture) -> 
     assert few["acc1"] == pytest.approx(np.mean(each))
     assert few["acc1_std"] == pytest.approx(np.std(each, ddof=1))
     assert (values["train_rows"], few["train_rows"]) == (60, 12)
-    assert not any(TASK.prints(name) for name in few if "@" in name)
+    assert not any(probe.TASK.prints(name) for name in few if "@" in name)
     assert sum(name.startswith("seed@1.sweep@") for name in few) >= 10
 
 
@@ -294,8 +278,9 @@ def test_what_is_swept_on_validation_data(debug: Matcher) -> None:
     tried = {name: value for name, value in found.items() if name.startswith("sweep@")}
     assert len(tried) >= 10
     assert tried[f"sweep@{found['weight_decay']:.3g}"] == max(tried.values())
-    few = evaluate(debug, "probe", TEST, train=TRAIN, val=val, probe=ProbeOptions(epochs=1, shots=2, seeds=(0,)))
+    few = evaluate(debug, "probe", TEST, train=TRAIN, val=val, probe=ProbeOptions(epochs=1, shots=2))
     assert few["train_rows"] == 6
+    assert {f"seed@{seed}.acc1" for seed in range(3)} <= set(few)
 
 
 def test_classes_that_training_lacks_are_reported(debug: Matcher, caplog: pytest.LogCaptureFixture) -> None:
@@ -305,15 +290,15 @@ def test_classes_that_training_lacks_are_reported(debug: Matcher, caplog: pytest
 
 
 def test_where_training_data_is(tmp_path: Path) -> None:
-    assert beside("scenes:test?task=colour") == "scenes:train?task=colour"
-    assert beside("scenes:val") == "scenes:train"
+    assert probe.beside("scenes:test?task=colour") == "scenes:train?task=colour"
+    assert probe.beside("scenes:val") == "scenes:train"
     for folder in ("flowers/train", "flowers/test", "other/more"):
         (tmp_path / folder).mkdir(parents=True)
     for src in ("flowers", "flowers/test"):
-        assert beside(str(tmp_path / src)) == str(tmp_path / "flowers/train")
+        assert probe.beside(str(tmp_path / src)) == str(tmp_path / "flowers/train")
     for src in ("scenes", "scenes:train?n=5", str(tmp_path / "other"), str(tmp_path / "flowers/train"), "a.tar"):
         with pytest.raises(ValueError, match="--train"):
-            beside(src)
+            probe.beside(src)
 
 
 ABC, VAL = {"classnames": ["a", "b", "c"]}, replace(TEST, fingerprint="val-v1")
