@@ -11,12 +11,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from kiloword.files import held
+from kiloword.files import LOCK, held
 from kiloword.runs.alerts import Alerts
 from kiloword.runs.rows import ROWS, number, objects, read_object
 
 ERROR = "error.json"  # why a run ended; removed when it continues
-RECENT = 60.0  # seconds in which a row came from a run that is not known to have ended
+RECENT = 60.0  # seconds since the last row of a run that may have been killed
 MAIN = ("recall@1", "/accuracy", "/acc1", "/mean_average_precision", "/cider")  # ends of the main metrics of validation
 SPEED = ("pairs_per_s", "data_wait", "memory", "gradient_norm", "lr", "scale", "bias")
 COUNTS = ("step", "epoch", "time", "restarts", "skipped", "truncated", "captions", "save_s", "stopped_early")
@@ -90,11 +90,12 @@ class Run:
         if held(self.folder):
             return "running"
         saved = max((int(path.stem[5:]) for path in (self.folder / "state").glob("step-*.json")), default=self.step)
-        ended = self.step >= self.recipe.get("steps", math.inf) or "stopped_early" in self.curves
+        ended = self.step >= (self.recipe.get("steps") or math.inf) or "stopped_early" in self.curves
         if ended and saved >= self.step:
             return "finished"
-        with suppress(OSError):
-            if time.time() - (self.folder / ROWS).stat().st_mtime < RECENT:  # perhaps on another machine
+        with suppress(OSError):  # no lock, or no row
+            lock, rows = (self.folder / LOCK).stat(), (self.folder / ROWS).stat()
+            if time.time() - max(lock.st_mtime, rows.st_mtime) < RECENT:  # of another machine, or killed just now
                 return "running"
         return "stopped"
 

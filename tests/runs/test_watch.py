@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kiloword.cli.main import main
-from kiloword.files import Lock
+from kiloword.files import LOCK, Lock
 from kiloword.runs.run import Run, find
 from runs import row, write
 
@@ -60,7 +60,10 @@ def test_states_of_a_run(tmp_path: Path) -> None:
     (out / "error.json").write_text('{"error": "no room"}')
     assert Run(out).state == "failed"
     longer = write(tmp_path / "longer", [row(1)])
-    assert Run(longer).state == "running"  # a row came just now, perhaps on another machine
+    assert Run(longer).state == "stopped"
+    (longer / LOCK).touch()  # of a process on another machine, or of one that was killed
+    assert Run(longer).state == "running"
+    os.utime(longer / LOCK, (0, 0))
     assert Run(old(longer)).state == "stopped"
     early = write(tmp_path / "early", [row(1), {"step": 1, "stopped_early": 1}])
     assert Run(old(early)).state == "finished"
@@ -80,6 +83,7 @@ def test_a_run_in_a_few_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     rows = [row(n, truncated=12, skipped_steps=2 * (n > 40), memory=2500.0, lr=5e-4) for n in range(1, 51)]
     rows.append({"step": 50, "val/text_retrieval_recall@1": 0.5, "val/text_retrieval_recall@5": 0.9})
     out = write(tmp_path / "a", rows)
+    (out / LOCK).touch()
     (out / "best").mkdir()
     (out / "best" / "best.json").write_text('{"metric": "val/rsum", "value": 3.5, "step": 40}')
     write(tmp_path / "b", [row(n) for n in range(1, 5)])
@@ -102,7 +106,7 @@ def test_on_a_terminal_it_follows_the_runs_until_they_end(
 ) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm")
-    write(tmp_path / "a", [row(1)], steps=3)
+    (write(tmp_path / "a", [row(1)], steps=3) / LOCK).touch()
     waits: list[float] = []
 
     def sleep(seconds: float) -> None:

@@ -120,10 +120,11 @@ class Results:
         write_json(self.path, {"format": "kiloword-sweep-1", "arms": [*self.arms.values()], "table": plain})
         metrics = self.chosen()
         failed = Table([[arm["name"], arm["error"]] for arm in self.arms.values() if "error" in arm], ["failed", "why"])
+        shown = [table(groups, metrics)] if groups else []
         plots = [_plot(groups, metric) for metric in metrics] if groups else []
-        sections: dict[str, Sequence[Block]] = {"Table": [table(groups, metrics), failed], "Plots": plots}
+        sections: dict[str, Sequence[Block]] = {"Table": [*shown, failed], "Plots": plots}
         write_page(page, Page("Sweep", INTRO, sections, made_by()))
-        say_blocks([table(groups, metrics)])
+        say_blocks(shown)
         say(f"page: {page}")
 
 
