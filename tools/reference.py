@@ -139,7 +139,23 @@ def positionals(function: Any) -> Iterator[Row]:
     for name, parameter in inspect.signature(function).parameters.items():
         if any(mark in markers(hints[name]) for mark in markers(tyro.conf.Positional[int])):
             default = "required" if parameter.default is inspect.Parameter.empty else parameter.default
-            yield Row(name.strip("_").upper(), kind_of(hints[name]), value_of(default), "", texts.get(name, ""))
+            yield Row(
+                name.strip("_").upper(),
+                kind_of(hints[name]),
+                value_of(default),
+                "",
+                texts.get(name) or comment(function, name),
+            )
+
+
+def comment(kind: Any, name: str) -> str:
+    """The comment above a field of a dataclass, or behind it."""
+    lines = inspect.getsource(kind).splitlines()
+    at = next(n for n, line in enumerate(lines) if line.strip().startswith(f"{name}:"))
+    above: list[str] = []
+    while "  # " not in lines[at] and lines[at - 1 - len(above)].strip().startswith("#"):
+        above.insert(0, lines[at - 1 - len(above)].strip(" #"))
+    return " ".join(above) or lines[at].partition("  # ")[2]
 
 
 def markers(hint: Any) -> tuple[Any, ...]:
