@@ -26,7 +26,7 @@ from PIL import Image
 from torch import Tensor
 
 from kiloword.api import Matcher, load
-from kiloword.apps.quickstart.judge import draw_all
+from kiloword.apps.quickstart.scenes import draw_all
 from kiloword.config.recipes import ModelFile
 from kiloword.data.scenes import world
 from kiloword.errors import sentence_of

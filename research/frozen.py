@@ -15,7 +15,7 @@ import tyro
 
 from kiloword import evaluation
 from kiloword.api import Matcher
-from kiloword.apps.quickstart.photos.run import small_top
+from kiloword.apps.quickstart.photos import small_top
 from kiloword.config.recipes import Recipe
 from kiloword.data.open import open_source
 from kiloword.evaluation.features import seen

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kiloword import evaluation
 from kiloword.api import Matcher
-from kiloword.apps.quickstart.judge import draw_all, within_groups
+from kiloword.apps.quickstart.scenes import draw_all, within_groups
 from kiloword.data.scenes.world import GROUP, TASKS
 
 RECALL = {  # columns of a table: heading -> metric

@@ -57,7 +57,10 @@ VERBS: dict[str, dict[str, Place]] = {
         "push": ("kiloword.cli.exchange:Push", "Upload a model with its card to the Hugging Face hub."),
     },
     "Look up": {
-        "quickstart": ("kiloword.cli.old:quickstart", "Train on scenes or on your photos, evaluate, write a report."),
+        "quickstart": (
+            "kiloword.apps.quickstart.command:Quickstart",
+            "Train on scenes or on your photos, evaluate, write a report.",
+        ),
         "methods": ("kiloword.cli.describe:Methods", "List the methods and their components."),
         "recipes": ("kiloword.methods.recipes:Recipes", "List the recipes of papers, or show one with its sources."),
         "sizes": ("kiloword.cli.describe:Sizes", "List the named sizes of towers."),

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from kiloword.api import Matcher
-from kiloword.apps.quickstart import baseline
 from kiloword.config.recipes import sizes
 from kiloword.data.map_style import MapStyleSource
 from kiloword.data.text.tokenizer import Tokenizer
@@ -41,7 +40,6 @@ BROKEN = MapStyleSource([(b"broken", "x")] * 3)
 FEATURES, OPTIONS = {"vec": torch.eye(2)}, GenerationOptions()
 REFUSED: dict[str, Callable[[], object]] = {
     "one text per image": lambda: matcher().score_pairs(FEATURES, {"vec": torch.ones(1, 2)}),
-    "none of the first 2 rows": lambda: baseline.read(BROKEN, 2),
     "--samples is 1": lambda: evaluate(matcher(), "spectrum", GOOD, samples=1),
     "none of its 3 rows": lambda: evaluate(matcher(), "retrieval", BROKEN),
     "coeff is nan": lambda: PromptOptions(coeff=float("nan")).check("filter"),

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from folders import model_folder
 from kiloword.api import Matcher, load
-from kiloword.apps.quickstart.judge import Scenes, draw_all
+from kiloword.apps.quickstart.scenes import Scenes, draw_all
 from modules import module_at
 
 ROOT = Path(__file__).resolve().parents[2]

