@@ -8,18 +8,30 @@ from functools import partial
 from itertools import compress
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from kiloword.data.reading import EvalBatch, eval_batches, left_out
+from kiloword.data.images.decode import decode
+from kiloword.data.reading import EvalBatch, eval_batches, left_out, read_image
 from kiloword.distributed.sharing import in_turns, lockstep, own, share
 from kiloword.evaluation.classes import NONE, NOT_AMONG, OTHER, Classes
 from kiloword.evaluation.task import Inputs
 from kiloword.model.encoding import chunks, inference, join, moved
+from kiloword.report import Tile, thumbnail
 from kiloword.terminal.progress import track
-from kiloword.types import Features, Skipped
+from kiloword.types import BadSample, Features, Skipped, Source
 
 Made = TypeVar("Made")
+
+
+def tile(source: Source, row: int, *lines: str, side: int = 160) -> Tile:
+    """An image of a page, of at most `side` pixels, above lines of text; grey where it can no longer be read."""
+    try:
+        pixels = decode(read_image(source, row).image, at_least=2 * side)
+    except BadSample:
+        pixels = np.full((side, side, 3), 128, np.uint8)
+    return Tile(thumbnail(pixels, side), lines)
 
 
 def per_batch(

@@ -8,16 +8,13 @@ from dataclasses import dataclass, replace
 from itertools import chain, groupby
 from typing import Any, Literal, get_args
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from kiloword.config.recipes import Nearest
-from kiloword.data.images.decode import decode
-from kiloword.data.reading import read_image
 from kiloword.distributed.sharing import in_turns, is_first
 from kiloword.evaluation.calibration import defined, spearman
-from kiloword.evaluation.features import kept, seen
+from kiloword.evaluation.features import kept, seen, tile
 from kiloword.evaluation.metrics import check_scores
 from kiloword.evaluation.retrieval import Score
 from kiloword.evaluation.task import Findings, Inputs, Task
@@ -26,7 +23,7 @@ from kiloword.model.encoding import chunks, join, rows
 from kiloword.model.heads import unit
 from kiloword.model.pooling import at_least_float
 from kiloword.randomness import key
-from kiloword.report import Block, Gallery, Pixels, Plot, Text, Tile, distributions, thumbnail
+from kiloword.report import Block, Gallery, Plot, Text, distributions
 from kiloword.terminal import warn
 from kiloword.types import BadSample, Features, Source
 
@@ -349,7 +346,7 @@ def _image_levels(inputs: Inputs, optional: bool) -> Findings:
         yield distributions({f"level {k}": whole[:, k] for k in drawn}, "H(whole image in level)", TAIL)
         for g in [g for g in whole[:, 0].argsort(stable=True).tolist() if whole[g, 0] <= 0][:3]:
             values = zip(whole_rows[g], uncertainty[g].tolist(), strict=True)
-            tiles = [Tile(pixels_of(source, row), [f"{value:#.3g}"]) for row, value in values]
+            tiles = [tile(source, row, f"{value:#.3g}") for row, value in values]
             yield Gallery(tiles, f"The whole is not within level 0, H {float(whole[g, 0]):.3g}; variance by level")
 
 
@@ -363,14 +360,6 @@ def boxes(groups: Mapping[str, Tensor], label: str) -> Plot:
     return Plot(draw, f"uncertainty by {label}: {', '.join(groups)}")
 
 
-def pixels_of(source: Source, row: int) -> Pixels:
-    """A small image; a grey one where it can no longer be read."""
-    try:
-        return thumbnail(decode(read_image(source, row).image), 160)
-    except BadSample:
-        return np.full((160, 160, 3), 128, np.uint8)
-
-
 def _examples(
     source: Source, chains: Chains, paths: Mapping[str, Tensor], true: Mapping[str, Tensor | None]
 ) -> Iterator[Block]:
@@ -378,7 +367,7 @@ def _examples(
     yield Text("Retrieved texts, from general to specific. ✓: in a chain of the image or, of scenes, true of it.")
     order = sorted(range(len(chains.rows)), key=lambda i: key(source.fingerprint, "examples", chains.rows[i]))
     for i in sorted(order[:EXAMPLES]):
-        yield Gallery([Tile(pixels_of(source, chains.rows[i]), [source.record(chains.rows[i]).key])])
+        yield Gallery([tile(source, chains.rows[i], source.record(chains.rows[i]).key)])
         image_chains = chains.places[chains.image == i].tolist()
         yield Text(f"as annotated: {' → '.join(chains.texts[t] for t in image_chains[0])}")
         for name, path in paths.items():

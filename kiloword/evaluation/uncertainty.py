@@ -21,8 +21,8 @@ from kiloword.data.tables import has_images
 from kiloword.distributed.sharing import in_turns
 from kiloword.evaluation.calibration import Bins, binned, calibration, defined, groups, intervals, spearman
 from kiloword.evaluation.classes import classes_of
-from kiloword.evaluation.features import seen
-from kiloword.evaluation.hierarchy import TAIL, boxes, pixels_of, read
+from kiloword.evaluation.features import seen, tile
+from kiloword.evaluation.hierarchy import TAIL, boxes, read
 from kiloword.evaluation.metrics import hit, standing
 from kiloword.evaluation.retrieval import PANEL, standings
 from kiloword.evaluation.task import ClassNames, Findings, Inputs, Prompts, PythonOnly, Task
@@ -30,7 +30,7 @@ from kiloword.evaluation.zeroshot import classifier, templates_of
 from kiloword.methods.prolip.gaussian import csd, inclusion, variance_sum
 from kiloword.model.encoding import chunks, join, rows
 from kiloword.randomness import key
-from kiloword.report import Beside, Block, Gallery, Plot, Table, Text, Tile, distributions
+from kiloword.report import Beside, Block, Gallery, Plot, Table, Text, distributions
 from kiloword.terminal.progress import track
 from kiloword.types import BadSample, Features, Skipped, Source
 
@@ -385,7 +385,7 @@ def _extremes(data: EncodedData, first: Sequence[int]) -> Iterator[Block]:
     images = data.of_images.argsort(stable=True).tolist()
     texts = [first[i] for i in data.of_texts[list(first)].argsort(stable=True).tolist()]
     for name, order in (("most certain", images[:SHOWN]), ("most uncertain", images[::-1][:SHOWN])):
-        tiles = [Tile(pixels_of(data.source, data.rows[i]), [f"{float(data.of_images[i]):#.3g}"]) for i in order]
+        tiles = [tile(data.source, data.rows[i], f"{float(data.of_images[i]):#.3g}") for i in order]
         if tiles:
             yield Gallery(tiles, f"Images, {name}, with the sum of variances", 6)
     tables = []
@@ -407,7 +407,7 @@ def _corners(data: EncodedData, distance: Tensor) -> Iterator[Block]:
             tiles = []
             for t in chosen:
                 values = f"CSD {distance[t]:#.4g}, variances {image[t]:#.3g} and {text[t]:#.3g}"
-                tiles.append(Tile(pixels_of(data.source, data.rows[int(data.image[t])]), [data.captions[t], values]))
+                tiles.append(tile(data.source, data.rows[int(data.image[t])], data.captions[t], values))
             yield Gallery(tiles, f"Image {of_image}, text {of_text}", 3)
 
 

@@ -29,7 +29,7 @@ from kiloword.data.source import key_of, texts_of
 from kiloword.distributed.device import choose
 from kiloword.errors import count, naming_truncated
 from kiloword.evaluation.command import opened
-from kiloword.evaluation.features import seen
+from kiloword.evaluation.features import seen, tile
 from kiloword.evaluation.task import Inputs
 from kiloword.files import Lock, write_atomic, write_json
 from kiloword.model.encoding import join
@@ -44,7 +44,6 @@ from kiloword.report import (
     Tile,
     distributions,
     made_by,
-    thumbnail,
     write_page,
 )
 from kiloword.stores.features import FeatureStore
@@ -89,7 +88,7 @@ def audit(options: Audit) -> None:
             fit = fits(*score, data.images, data.texts, owner, options.chunk, options.seed)
             limit = rule(fit.annotated, fit.random, options.target_precision)
         names = getattr(source, "classnames", None)
-        findings = list(findings_of(data, fit, limit, lambda row: pixels_of(plain, row, 64), names, options.chunk))
+        findings = list(findings_of(data, fit, limit, lambda row: pixels_of(plain, row), names, options.chunk))
         keep = keep_list(data, findings, fit, plain, options.drop)
         for name, table in {"findings.parquet": findings_table(findings), "keep.parquet": keep}.items():
             buffer = io.BytesIO()
@@ -155,10 +154,10 @@ def _stored(inputs: Inputs, model: str, folder: Path) -> AuditedData:
     return AuditedData(rows, torch.full((len(rows),), -1), {"vec": images}, {"vec": texts}, inputs.skipped)
 
 
-def pixels_of(source: Source, row: int, at_least: int) -> Pixels | None:
-    """The image of a row, of at least this many pixels a side where it has them; None where it cannot be read."""
+def pixels_of(source: Source, row: int) -> Pixels | None:
+    """The image of a row, of at least 64 pixels a side where it has them; None where it cannot be read."""
     try:
-        return decode(read_image(source, row).image, at_least=at_least)
+        return decode(read_image(source, row).image, at_least=64)
     except BadSample:
         return None
 
@@ -214,8 +213,8 @@ def _sections(
         shown, tiles = every[: options.gallery], list[Tile]()
         for one in shown if kind != "duplicate-caption" else ():
             for image, lines in ((one.image, [one.caption, one.detail]), (one.other_image, ["the first one"])):
-                if image >= 0 and (pixels := pixels_of(source, data.rows[image], 224)) is not None:
-                    tiles.append(Tile(thumbnail(pixels), [data.keys[image], *filter(None, lines)]))
+                if image >= 0:
+                    tiles.append(tile(source, data.rows[image], data.keys[image], *filter(None, lines), side=224))
         rows = [[one.key, one.caption, one.detail, one.other] for one in shown]
         examples = Gallery(tiles, columns=4) if tiles else Table(rows, ["key", "caption", "why", "first image"])
         if shown:

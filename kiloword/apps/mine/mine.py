@@ -23,11 +23,10 @@ from kiloword.apps.mine.corpus import Corpus, Ints, Truth, corpus_of, split_extr
 from kiloword.apps.mine.search import TERMS, MinedPairs, by_term, search
 from kiloword.config.recipes import DataConfig
 from kiloword.config.settings import check
-from kiloword.data.images.decode import decode
 from kiloword.data.open import open_data
-from kiloword.data.reading import read_image
 from kiloword.distributed.device import choose
 from kiloword.distributed.sharing import is_first, together
+from kiloword.evaluation.features import tile
 from kiloword.files import Lock, atomic, write_json
 from kiloword.methods.fff.preset import Mined
 from kiloword.randomness import generator
@@ -42,13 +41,12 @@ from kiloword.report import (
     distributions,
     made_by,
     say_blocks,
-    thumbnail,
     write_page,
 )
 from kiloword.runs.alerts import MINED
 from kiloword.stores.features import FeatureStore
 from kiloword.terminal import say
-from kiloword.types import BadSample, Source
+from kiloword.types import Source
 
 if TYPE_CHECKING:
     from kiloword.apps.mine.command import Mine
@@ -258,13 +256,9 @@ class _Galleries:
     def __init__(self, options: Mine, corpus: Corpus, source: Source, rows: Ints, truth: Truth | None) -> None:
         self.options, self.corpus, self.source, self.rows, self.truth = options, corpus, source, rows, truth
 
-    def tile(self, image: int, *lines: str) -> list[Tile]:
-        """An image of the corpus with lines below it; none where it cannot be read."""
-        try:
-            pixels = decode(read_image(self.source, int(self.rows[image])).image, at_least=320)
-        except BadSample:
-            return []
-        return [Tile(thumbnail(pixels, 160), [self.corpus.keys[image], *lines])]
+    def tile(self, image: int, *lines: str) -> Tile:
+        """An image of the corpus with lines below it."""
+        return tile(self.source, int(self.rows[image]), self.corpus.keys[image], *lines)
 
     def scored(self, corpus: Corpus, image: int, captions: Ints) -> list[str]:
         """Captions of a corpus, best S_it with an image first; those that are true of it are ticked."""
@@ -281,8 +275,8 @@ class _Galleries:
             rng, tiles = generator(self.options.seed, "gallery", term), list[Tile]()
             for image in rng.permutation(np.flatnonzero(of_term.any(1)))[: self.options.gallery].tolist():
                 caption = int(mined.column[image, rng.choice(np.flatnonzero(of_term[image]))])
-                tiles += self.tile(image, *self.scored(self.corpus, image, np.array([caption])))
-                tiles += self.tile(int(self.corpus.owner[caption]), "the caption's image")
+                tiles.append(self.tile(image, *self.scored(self.corpus, image, np.array([caption]))))
+                tiles.append(self.tile(int(self.corpus.owner[caption]), "the caption's image"))
             if tiles:
                 yield Gallery(tiles, LABELS[term], 4)
 
@@ -299,7 +293,7 @@ class _Galleries:
             if len(higher) and left:
                 left -= 1
                 own = f"its own: {scores[place]:.2f} {corpus.captions[captions[place]]}"
-                yield Gallery(self.tile(image, own, *self.scored(corpus, image, captions[higher])), columns=2)
+                yield Gallery([self.tile(image, own, *self.scored(corpus, image, captions[higher]))], columns=2)
 
     def beside(self, parts: Mapping[str, Corpus]) -> Iterator[Block]:
         """Raw captions beside pseudo-captions, of images that have both (Fig. 4)."""
@@ -309,4 +303,4 @@ class _Galleries:
                 lines = []
                 for part in (parts["own"], parts["extra"]):
                     lines.append(self.scored(part, int(image), np.arange(*part.starts[image : image + 2])))
-                yield Gallery(self.tile(int(image), *lines[0], "pseudo-captions:", *lines[1]), columns=2)
+                yield Gallery([self.tile(int(image), *lines[0], "pseudo-captions:", *lines[1])], columns=2)
