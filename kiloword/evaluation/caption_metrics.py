@@ -9,9 +9,11 @@ import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from importlib import import_module
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
+from threading import RLock
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -282,7 +284,10 @@ def score_captions(
     if meteor and (why := _missing()):
         notes.append(f"METEOR is omitted: {why}")
     elif meteor:
-        values["meteor"] = _by_java("meteor.meteor", "Meteor", captions)
+        try:
+            values["meteor"] = _by_java("meteor.meteor", "Meteor", captions)
+        except (OSError, ValueError) as error:
+            notes.append(f"METEOR is omitted, as it failed: {error}")
     said = captions.words[: len(captions)]
     words = {"words": sum(map(len, said)) / len(said), "vocabulary": float(len(set(chain.from_iterable(said))))}
     return Scored({**values, "distinct": distinct, **words}, none, notes)
@@ -316,9 +321,12 @@ def _ptb(captions: Sequence[str]) -> list[str]:
 
 def _by_java(module: str, name: str, captions: Captions) -> float:
     """The mean over images of a metric of pycocoevalcap."""
-    from importlib import import_module
-
     scorer: Any = getattr(import_module(f"pycocoevalcap.{module}"), name)()
+    scorer.lock, process = RLock(), getattr(scorer, "meteor_p", None)  # its own lock stays locked where it fails
     known = dict(enumerate(map(list, captions.references)))
-    value, _ = scorer.compute_score(known, {n: [text] for n, text in enumerate(captions.candidates)})
+    try:
+        value, _ = scorer.compute_score(known, {n: [text] for n, text in enumerate(captions.candidates)})
+    finally:
+        for pipe in (process.stdout, process.stderr) if process else ():
+            pipe.close()
     return float(value)

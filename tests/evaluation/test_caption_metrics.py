@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import gzip
 import json
 import shutil
@@ -135,6 +136,19 @@ def test_missing_programs_are_refused_or_noted(monkeypatch: pytest.MonkeyPatch, 
     for options in ({"tokenizer": "ptb"}, {"spice": True}, {"tokenizer": "nltk"}):
         with pytest.raises(ValueError, match=r"ptb|SPICE"):
             score_captions(["a"], [["a"]], **options)  # type: ignore[arg-type]
+
+
+@official
+@pytest.mark.timeout(60)
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # pycocoevalcap closes a broken pipe
+def test_a_meteor_that_fails_costs_no_other_figure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "java").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "java").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = score_captions(["a", "b"], [["a"], ["b"]], meteor=True)
+    assert "METEOR" in found.notes[0]
+    assert {"bleu_1", "cider"} <= set(found.values)
+    gc.collect()
 
 
 @given(st.integers(1, 5), st.integers(0, 2**32 - 1))
