@@ -179,7 +179,6 @@ class Rule:
     begin: float
     end: float
     says: str  # a format of what is measured
-    over: str  # printed when the alert ends
     patience: int = 5
 
 
@@ -188,66 +187,57 @@ RULES = (
         "skipped steps", "bad", lambda run: (sum(run.last("bad")),), 1, 0,
         "{:.0f} of the last steps had a NaN, infinite or exploding loss or gradient, and were skipped. If it goes on: "
         "a smaller --optim.lr, a longer --optim.warmup, or --precision fp32.",
-        f"no step was skipped in the last {RECENT} rows.", 1,
+        patience=1,
     ),
     Rule(
         "loss spike", "loss", _spike, 8, 3,
         "the loss is {1:.4g}, it was {2:.4g} (a spike of {0:.0f} robust standard deviations). If it does not come "
         "down: a smaller --optim.lr, a longer --optim.warmup, or a lower --optim.clip.",
-        "the loss is no higher than just before.",
     ),
     Rule(
         "gradient norm", "gradient_norm", _norm, 3, 1.5,
         "the gradient norm has drifted to {1:.3g}, {0:.1f} times what it was: the run may be about to diverge; a "
         "smaller --optim.lr from an earlier state, or a lower --optim.clip.",
-        "the gradient norm is steady again.",
     ),
     Rule(
         "scale", "scale", _scale, 1, 0.5,
         "the scale (inverse temperature) sits at its limit {1:g}: often too high a rate for it, or pairs that are too "
         "easy; --settings.max-scale is the limit, --optim.scale-lr its rate.",
-        "the scale has left its limit.",
     ),
     Rule(
         "validation", "validation", _falls, 3, 0,
         "{1} on the validation data fell {0} times in a row, from {2:.3f} to {3:.3f}: probably overfitting; stop here, "
         "or more data, augmentation or weight decay.",
-        "validation improves again.", 1,
+        patience=1,
     ),
     Rule(
         "mined positives", "mined_share", lambda run: (run.now["mined_share"],), MINED, 0.04,
         "{:.1%} of all pairs are mined as positives, so a positive tells the model little. Do the thresholds fit the "
         "teacher? `kiloword mine SRC --features DIR --out OUT --calibrate` proposes some.",
-        "few pairs are mined as positives now.",
     ),
     Rule(
         "data wait", "wait", _wait, 0.2, 0.15,
         f"{{:.0%}} of the time of the last {RECENT} rows was waited for data: raise --workers, or make decoding "
         "cheaper (smaller images on disk, --decoder simplejpeg).",
-        "the data keep up again.",
     ),
     Rule(
         "slower", "rate", _slower, 1 / 3, 0.2,
         "{1} pairs/s, {0:.0%} fewer than this run's usual {2}: something else uses the machine or its disk, it "
         "throttles, or the data come slower (see data wait).",
-        "pairs/s are back.",
     ),
     Rule(
         "skipped samples", "skipped", _skipped, 0.5, 0.4,
         "{1:.0f} bad samples, {2:.2%} of the rows seen so far; the run stops above {3:.2%} of the data set "
         "(--bad-share). Look with `kiloword data check`.",
-        "bad samples are well below --bad-share again.",
     ),
     Rule(
         "truncated captions", "cut", _cut, 0.01, 0.005,
         "{:.1%} of the captions are longer than the text tower's context and cut: raise --model.text.context.",
-        "few captions are cut now.",
     ),
     Rule(
         "memory", "memory", _memory, 0.3, 0,
         "peak memory has grown by {:.0%} and still grows, to {:.0f} MB: a leak ends the run when memory is full; its "
         "state is kept, and the same command goes on.",
-        "memory has stopped growing.",
     ),
 )  # fmt: skip
 
@@ -281,7 +271,7 @@ class Alerts:
             self._calm[rule.name] = self._calm[rule.name] + 1 if measured[0] <= rule.end else 0
             if self._calm[rule.name] >= rule.patience:
                 current[rule.name].until = step
-                messages.append(f"over at step {step}: {rule.over}")
+                messages.append(f"over at step {step}: {rule.name}")
         return messages
 
     @property

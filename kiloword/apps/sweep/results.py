@@ -61,9 +61,8 @@ class Results:
                     self.arms[arm["name"]] = arm | {"metrics": self._metrics(arm)}
                 except Stopped:
                     raise
-                except (Exception, SystemExit) as e:
-                    refused = "its arguments are refused, see above" if isinstance(e, SystemExit) else sentence_of(e)
-                    error = refused or f"{type(e).__name__}: {e}"
+                except Exception as e:
+                    error = sentence_of(e) or f"{type(e).__name__}: {e}"
                     warn(f"arm {arm['name']} failed: {error}")
                     self.arms[arm["name"]] = self.arms.get(arm["name"], arm) | {"error": error}
                 write_json(self.path, {"format": "kiloword-sweep-1", "arms": [*self.arms.values()]})
