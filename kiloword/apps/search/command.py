@@ -92,11 +92,19 @@ class Search(Device):
         if not found and self.within:
             warn(f"no photo of the library has {self.within!r} in its path, which is below {library.file.folder}.")
         seconds = time.perf_counter() - began
-        _say(library, found)
-        say(f"{len(found)} of {len(library):,} photos, {1000 * seconds:.0f} ms")
+        say(
+            *map("  ".join, _lines(library, found)), f"{len(found)} of {len(library):,} photos, {1000 * seconds:.0f} ms"
+        )
         query = self.like.name if self.like else self.query or ""
         if self.json is not None:
-            write_json(self.json, as_json(library, query, found))
+            results = []
+            for match in found:
+                cells = library.cells(match.row)
+                one: dict[str, Any] = {"path": cells["path"], "score": match.score, "id": cells["id"]}
+                one |= {"caption": cells["caption"]}
+                results.append(one if match.uncertainty is None else one | {"uncertainty": match.uncertainty})
+            about = {"query": query, "folder": library.file.folder, "photos": len(library)}
+            write_json(self.json, about | {"results": results})
         if self.page is not None or self.open:
             self._write(self.page or self.library / "search.html", library, query, found)
 
@@ -132,32 +140,13 @@ def _photo(path: Path) -> bytes:
         raise ValueError(f"--like {path} cannot be read ({reason}): expected an image file.") from None
 
 
-def as_json(library: Library, query: str, found: Sequence[Match]) -> dict[str, Any]:
-    """What --json writes."""
-    results = []
-    for match in found:
-        cells = library.cells(match.row)
-        one = {"path": cells["path"], "score": match.score, "id": cells["id"], "caption": cells["caption"]}
-        results.append(one if match.uncertainty is None else one | {"uncertainty": match.uncertainty})
-    return {"query": query, "folder": library.file.folder, "photos": len(library), "results": results}
-
-
 def _lines(library: Library, found: Sequence[Match]) -> list[list[str]]:
-    """Place, score, uncertainty if there is one, and path of photos."""
+    """Place, score, uncertainty if there is one, and whole path of photos."""
     lines = []
     for n, match in enumerate(found, 1):
         uncertain = [] if match.uncertainty is None else [f"u {match.uncertainty:.4g}"]
-        lines.append([str(n), f"{match.score:.3f}", *uncertain, library.cells(match.row)["path"]])
+        lines.append([f"{n:2}", f"{match.score:6.3f}", *uncertain, library.cells(match.row)["path"]])
     return lines
-
-
-def _say(library: Library, found: Sequence[Match]) -> None:
-    """Print a line for each photo with its whole path, which a terminal wraps."""
-    lines = _lines(library, found)
-    lines.insert(0, ["", "score", *(["uncertainty"] if lines and len(lines[0]) > 3 else []), "photo"])
-    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
-    for *cells, path in lines:
-        say("  ".join([*(cell.ljust(width) for cell, width in zip(cells, widths, strict=False)), path]))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -68,11 +68,9 @@ def by_text(library: Library, matcher: Matcher, text: str, top: int, within: str
     return _matches(library, scores, rows)
 
 
-def by_image(library: Library, vec: Floats, top: int, within: str = "", but: int | None = None) -> list[Match]:
-    """The photos most like an image by the cosine of their vectors, [D]. Args: but: a row to omit."""
+def by_image(library: Library, vec: Floats, top: int, within: str = "") -> list[Match]:
+    """The photos most like an image by the cosine of their vectors, [D]."""
     scores = _within(library, cosines(library.features["vec"], vec), within)
-    if but is not None:
-        scores[but] = -np.inf
     return _matches(library, scores, best(scores, top))
 
 

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode, urlsplit
 
-import numpy as np
 from PIL import Image
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -82,7 +81,8 @@ class Site:
         within, title, about = asked.get("in", ""), "Search", [f"{len(library):,} photos"]
         if "like" in asked:
             row = _row(library, asked["like"])
-            found = by_image(library, library.features["vec"][row].astype(np.float32), SHOWN, within, but=row)
+            found = by_image(library, library.features["vec"][row], SHOWN + 1, within)
+            found = [match for match in found if match.row != row][:SHOWN]
             return _page("More like this", about, asked, {"Like this one": [Match(row)], "Photos": found}, library)
         if "q" not in asked:
             return _page(title, about, asked, {"Photos": [Match(row) for row in range(len(library))[:SHOWN]]}, library)
