@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
-from types import ModuleType
-from typing import Any
-
-import pytest
 
 
 @dataclass
@@ -62,19 +57,3 @@ def sections(html: str) -> dict[str, Section]:
     reader = _Reader()
     reader.feed(html)
     return reader.sections
-
-
-def plots(monkeypatch: pytest.MonkeyPatch, module: ModuleType, *names: str) -> list[tuple[str, tuple[Any, ...]]]:
-    """What a module gives to elements that draw (histogram, scatter, ...), in order: name and positional arguments."""
-    calls: list[tuple[str, tuple[Any, ...]]] = []
-
-    def spy(name: str, draw: Callable[..., str]) -> Callable[..., str]:
-        def noted(*args: Any, **named: Any) -> str:
-            calls.append((name, args))
-            return draw(*args, **named)
-
-        return noted
-
-    for name in names:
-        monkeypatch.setattr(module, name, spy(name, getattr(module, name)))
-    return calls

@@ -117,28 +117,19 @@ def matrix_cells(matrix: Matrix) -> list[list[tuple[str, float, bool]]]:
 
 
 def say_blocks(blocks: Sequence[Block]) -> None:
-    """Print texts and tables; plots, galleries and what is folded are left to the page."""
+    """Print texts, figures and tables; what is drawn or folded is left to the page."""
+    from kiloword.terminal.screen import say_table
+
     for block in blocks:
         if isinstance(block, Text):
             say(*(block.text.split("\n") if block.kind == "code" else [block.text]))
         elif isinstance(block, Beside):
             say_blocks(block.blocks)
         elif isinstance(block, Figures):
-            _say_table([[name, value] for name, value in block.figures.items()], ["", ""])
-        elif isinstance(block, Matrix):
-            cells = [[cell for cell, *_ in row] for row in matrix_cells(block)]
-            rows = [[name, *row] for name, row in zip(block.rows, cells, strict=True)]
-            _say_table(rows, ["", *block.columns], block.caption)
+            say_table(list(block.figures.items()), "", "")
         elif isinstance(block, Table) and block.rows:
-            _say_table([[cell for cell, _ in row] for row in table_cells(block)[0]], block.header, block.caption)
-
-
-def _say_table(rows: Sequence[Sequence[str]], header: Sequence[str], caption: str = "") -> None:
-    from kiloword.terminal.screen import say_table
-
-    if caption:
-        say(caption)
-    say_table(rows, *header)
+            say(*([block.caption] if block.caption else []))
+            say_table([[cell for cell, _ in row] for row in table_cells(block)[0]], *block.header)
 
 
 def made_by(models: Sequence[str] = (), data: str = "") -> dict[str, Any]:

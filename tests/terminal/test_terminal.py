@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kiloword.report import page
+from kiloword.report import Page, Text, html
 from kiloword.terminal import say, show_traceback, shown, warn_once
 from kiloword.terminal.progress import ProgressLine
 from kiloword.terminal.screen import say_table
@@ -112,7 +112,7 @@ def test_progress_fits_its_own_terminal(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_pages_are_not_turned_around() -> None:
     """Where text begins or ends, and its direction, are the page's."""
-    html = page("t\u202e\x9b", "i\u2067\udcff", [("h\x1b", "<p>\u202d\u0645\u200c\u200f</p>")])
+    page = html(Page("t\u202e\x9b", "i\u2067\udcff", {"h\x1b": [Text("\u202d\u0645\u200c\u200f")]}))
     for text in ("t\\u202e\\x9b", "i\\u2067\\udcff", "h\\x1b", "<p>\\u202d\u0645\u200c\u200f</p>"):
-        assert text in html  # joiners and marks are spelling
-    html.encode()
+        assert text in page  # joiners and marks are spelling
+    page.encode()
