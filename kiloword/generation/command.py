@@ -1,34 +1,57 @@
-"""Captions of a whole data set, into a table that training reads: what `kiloword caption` does."""
+"""Captions of a whole data set, into a table that training reads: what `kiloword caption` does.
+
+While it is written, `OUT.parts` holds its parts (`kiloword.stores.pieces`). At the end OUT is a parquet table with the
+columns key, captions (list of text, best first) and scores, whose metadata is the `CaptionFile`.
+"""
 
 from __future__ import annotations
 
+import json
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal, TextIO
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+
 from kiloword.config.recipes import DataConfig
+from kiloword.config.settings import parse
 from kiloword.data.edits import every_row
 from kiloword.data.joins import check_keys, sampled_images
 from kiloword.data.open import open_data
 from kiloword.data.reading import EvalBatch, eval_batches
 from kiloword.data.rows import key_bytes
+from kiloword.data.stored import TableSettings
 from kiloword.distributed.by_device import announce, workers_of
 from kiloword.distributed.device import choose
 from kiloword.distributed.sharing import alone, is_first, together
-from kiloword.files import Lock
+from kiloword.files import Lock, atomic
 from kiloword.generation.captioners import Describer, open_captioner
 from kiloword.generation.options import GenerationOptions
-from kiloword.generation.table import PART as PART_ROWS
-from kiloword.generation.table import CaptionFile, CaptionWriter, begun, columns, existing_table, parts_of
 from kiloword.models.trust import NONE, Trust
-from kiloword.stores.pieces import Rows, fill, rows_table
+from kiloword.stores.pieces import COMMON, PieceWriter, Rows, check_same, fill, read_table, resumed, rows_table, say_bad
 from kiloword.terminal import say
-from kiloword.types import Skipped, Source
+from kiloword.types import Source
 
 PART = 1024  # rows a part: what an interruption costs at most
-_OTHERS = (".csv", ".tsv", ".json", ".jsonl", ".txt", ".html", ".tar")  # names that would promise another format
+FILE = "captions.json"
+SCHEMA = pa.schema({"key": pa.string(), "captions": pa.list_(pa.string()), "scores": pa.list_(pa.float32())})
+PART_ROWS = pa.schema({**COMMON, "captions": SCHEMA.field("captions").type, "scores": SCHEMA.field("scores").type})
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaptionFile(TableSettings):
+    """Model, data and options that captions were generated with."""
+
+    model_fingerprint: str
+    precision: str  # compute precision
+    options: GenerationOptions
+    images: dict[str, str] = field(default_factory=dict)  # see `kiloword.data.joins.sampled_images`
+    format: Literal["kiloword-captions-1"] = "kiloword-captions-1"
 
 
 def main(
@@ -44,27 +67,19 @@ def main(
 ) -> None:
     """What the command line calls; prints. Ranks that torchrun started share the rows.
 
-    A table that resumes keeps its precision with "auto", whatever the device.
-
     Errors: see `open_captioner`, `open_data` and `write_captions`.
     """
     options.check()
-    if out.suffix.lower() in _OTHERS:
+    if out.suffix.lower() not in ("", ".parquet", ".pq"):
         raise ValueError(f"{out}: captions are written as a parquet table: let --out end in .parquet.")
     device = choose(device)
-    reason = "as given"
-    if precision == "auto":
-        existing = begun(out)
-        precision = "auto" if existing is None else existing.precision
-        reason = "by model and device" if existing is None else "as the table began"
     with together(device):
         describer = open_captioner(model, device, precision, trust)
         describer.check(options)
         workers = workers_of(workers, device, 4 * batch, describer.transform.size)  # transformers' own are of floats
-        announce(device, describer.precision, reason, workers)
+        announce(device, describer.precision, "as given or by model and device", workers)
         source = open_data(DataConfig(sources=tuple(data)), describer.transform.size)
-        file = _file(describer, source, options, model, describer.precision, PART)
-        made = _write(describer, source, out, file, batch, workers, sys.stderr)
+        made = _write(describer, source, out, options, model, describer.precision, batch, workers, PART, sys.stderr)
         if made is not None:
             images, captions = made
             say(f"{out}: {captions:,} captions of {images:,} images, {out.stat().st_size / 1e6:,.1f} MB")
@@ -92,83 +107,92 @@ def write_captions(
     Errors: ValueError when `out` holds something else, keys repeat with other images, or no row is usable.
     """
     with alone():
-        file = _file(describer, source, options, model, precision, part)
-        made = _write(describer, source, Path(out), file, batch, workers, report)
+        made = _write(describer, source, Path(out), options, model, precision, batch, workers, part, report)
     assert made is not None, "the only rank is the first"
     return made
 
 
-def _file(
-    describer: Describer, source: Source, options: GenerationOptions, model: str, precision: str, part: int
-) -> CaptionFile:
-    whole = every_row(source)
-    return CaptionFile(
-        model=model,
-        model_fingerprint=describer.fingerprint,
-        precision=precision,
-        options=options,
-        images=sampled_images(whole),
-        data=source.name,
-        fingerprint=whole.fingerprint,
-        rows=len(whole),
-        part=part,
-    )
-
-
 def _write(
-    describer: Describer, source: Source, out: Path, file: CaptionFile, batch: int, workers: int, report: TextIO | None
-) -> tuple[int, int] | None:
+    describer: Describer, source: Source, out: Path, options: GenerationOptions, model: str, precision: str,
+    batch: int, workers: int, part: int, report: TextIO | None,
+) -> tuple[int, int] | None:  # fmt: skip
     """As `write_captions`. Ranks share the rows; only the first one writes and returns the numbers."""
     if batch < 1:
         raise ValueError(f"--batch is {batch}: expected at least 1.")
-    source, transform = every_row(source), describer.transform
+    source, transform, folder = every_row(source), describer.transform, out.with_name(out.name + ".parts")
 
     def read(batches: list[range]) -> Iterator[EvalBatch]:
         return eval_batches(
             source, transform.size, batch=batch, workers=workers, parts=batches, transform=transform, captions=False
         )
 
-    def work(writer: CaptionWriter | None) -> None:
-        fill(writer, source, batch, read, lambda images: _describe(images, describer, file), report)
+    def compute(images: EvalBatch) -> Rows:
+        return Rows(rows_table(PART_ROWS, _rows(images, describer, options)))
 
     if not is_first():
-        work(None)
+        fill(None, source, batch, read, compute, report)
         return None
-    finished = existing_table(out, file) is not None and out.exists()
-    with nullcontext() if finished else Lock(out, "writing", parts_of(out)):
-        writer = CaptionWriter(out, file)
-        try:
-            if writer.done < file.parts:
-                check_keys(source, "the table of captions")
-            work(writer)
-            made = writer.finish(report)
-        except BaseException:
-            done = writer.leave()
-            if done and report is not None:
-                stay = f"{done} of {writer.file.parts} parts stay in {writer.folder}"
-                say(f"{stay}: the same command goes on.", to=report)
-            raise
-    return made
+    file = CaptionFile(
+        model=model,
+        model_fingerprint=describer.fingerprint,
+        precision=precision,
+        options=options,
+        images=sampled_images(source),
+        data=source.name,
+        fingerprint=source.fingerprint,
+        rows=len(source),
+        part=part,
+    )
+    finished = _finished(out)
+    if finished is not None:
+        check_same(out, finished, file, "captions")
+    with Lock(out, "writing", folder) if finished is None else nullcontext():
+        existing = finished or resumed(folder, FILE, file, "captions")
+        writer = PieceWriter(folder, FILE, file, existing, finished is not None)
+        if writer.done < file.parts:
+            check_keys(source, "the table of captions")
+        fill(writer, source, batch, read, compute, report)
+        if finished is None:
+            every = writer.table()
+            say_bad(every, report)
+            table = every.filter(every.column("reason").is_null())
+            first = {key: n for n, key in reversed(list(enumerate(table.column("key").to_pylist())))}
+            schema = SCHEMA.with_metadata({"kiloword": json.dumps(asdict(writer.file))})
+            with atomic(folder / "captions.parquet") as handle:  # the lock sweeps this folder alone
+                table = table.take(sorted(first.values())).select(SCHEMA.names).cast(schema)
+                pq.write_table(table.combine_chunks(), handle)
+            (folder / "captions.parquet").replace(out)
+        shutil.rmtree(folder, ignore_errors=True)
+    captions = read_table(out, ["captions"]).column("captions").combine_chunks()
+    return len(captions), len(captions.flatten())
 
 
-def _describe(images: EvalBatch, describer: Describer, file: CaptionFile) -> Rows:
-    """Captions of a batch. An image whose key is not UTF-8 (a file name) is skipped."""
+def _rows(images: EvalBatch, describer: Describer, options: GenerationOptions) -> Iterator[dict[str, object]]:
+    """Captions of a batch, without empty ones. An image whose key is not UTF-8 (a file name) is skipped."""
+    for one in images.skipped:
+        yield {"row": one.row, "key": key_bytes(one.key), "reason": one.reason}
     usable = [n for n, key in enumerate(images.keys) if _utf8(key)]
-    why = "the key is not UTF-8, which a table of captions cannot hold"
-    unusable = [Skipped(images.rows[n], key, why) for n, key in enumerate(images.keys) if n not in usable]
-    bad = [{"row": one.row, "key": key_bytes(one.key), "reason": one.reason} for one in (*images.skipped, *unusable)]
-    if not usable:
-        return Rows(rows_table(PART_ROWS, bad))
+    for n in set(range(len(images.keys))) - set(usable):
+        reason = "the key is not UTF-8, which a table of captions cannot hold"
+        yield {"row": images.rows[n], "key": key_bytes(images.keys[n]), "reason": reason}
     keys = [images.keys[n] for n in usable]
-    captions, scores = columns(describer.describe(images.images[usable], file.options, keys))
-    described = zip(usable, keys, captions, scores, strict=True)
-    rows = ({"row": images.rows[n], "key": key.encode(), "captions": c, "scores": s} for n, key, c, s in described)
-    return Rows(rows_table(PART_ROWS, [*rows, *bad]))
+    described = describer.describe(images.images[usable], options, keys) if usable else []
+    for n, key, captions in zip(usable, keys, described, strict=True):
+        kept = [one for one in captions if one.text]
+        texts, scores = [one.text for one in kept], [one.score for one in kept]
+        yield {"row": images.rows[n], "key": key.encode(), "captions": texts, "scores": scores}
 
 
 def _utf8(key: str) -> bool:
+    return key == key.encode(errors="ignore").decode()
+
+
+def _finished(path: Path) -> CaptionFile | None:
+    """`CaptionFile` of a finished table; None if there is no file. Raises: ValueError for another file."""
+    if not path.exists():
+        return None
     try:
-        key.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+        with path.open("rb") as file:
+            return parse(json.loads((pq.read_schema(file).metadata or {})[b"kiloword"]), CaptionFile)
+    except (OSError, pa.ArrowException, KeyError, ValueError):
+        raise ValueError(f"{path} exists and is no table of captions: choose another --out, or remove it.") from None
