@@ -197,8 +197,7 @@ def traversals(
     """The protocol of ProLIP: from the text nearest to an image to a root, the nearest text at every step.
 
     Steps are equally spaced on the line between both, ends included, and normalised. The first text is nearest by the
-    model's score. The paper does not define nearest for the other steps: "cosine" of the means, or "csd", which
-    subtracts half of the variance of each text (the point on the line has none).
+    model's score, the others by "cosine" of the means or by "csd", which subtracts half of the variance of each text.
     Args: roots [I, D] or [1, D], norm 1. Returns: [I, steps] int64. Source: arXiv:2410.18857, section 4.4.
     """
     vec = at_least_float(texts["vec"])

@@ -5,8 +5,8 @@ from __future__ import annotations
 import io
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -90,13 +90,14 @@ def audit(options: Audit) -> None:
         names = getattr(source, "classnames", None)
         findings = list(findings_of(data, fit, limit, lambda row: pixels_of(plain, row), names, options.chunk))
         keep = keep_list(data, findings, fit, plain, options.drop)
+        judged = Judged(data, findings, fit, limit, keep)
         for name, table in {"findings.parquet": findings_table(findings), "keep.parquet": keep}.items():
             buffer = io.BytesIO()
             pq.write_table(table, buffer)
             write_atomic(options.out / name, buffer.getvalue())
         facts = made_by([options.model], " ".join(options.data))
-        write_json(options.out / "audit.json", {**facts, **_summary(data, findings, fit, limit, keep)})
-        blocks = dict(_sections(data, findings, fit, limit, keep, options, plain))
+        write_json(options.out / "audit.json", {**facts, **_summary(judged)})
+        blocks = dict(_sections(judged, options, plain))
         intro = (
             f"{plain.name}. These are suggestions to look, no verdicts: the model may be weak, or trained on this data."
         )
@@ -162,11 +163,21 @@ def pixels_of(source: Source, row: int) -> Pixels | None:
         return None
 
 
-def _summary(
-    data: AuditedData, findings: Sequence[Finding], fit: Fits | None, limit: OutlierRule | None, keep: pa.Table
-) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Judged:
+    """All results of an audit."""
+
+    data: AuditedData
+    findings: list[Finding]
+    fit: Fits | None  # None: no captions
+    limit: OutlierRule | None
+    keep: pa.Table
+
+
+def _summary(found: Judged) -> dict[str, Any]:
     """What audit.json holds."""
-    counts, kept = Counter(one.kind for one in findings), keep.filter(keep["keep"])
+    data, fit, limit, keep = found.data, found.fit, found.limit, found.keep
+    counts, kept = Counter(one.kind for one in found.findings), keep.filter(keep["keep"])
     return {
         "images": len(data.keys),
         "captions": len(data.flat),
@@ -191,17 +202,10 @@ def described(rule: OutlierRule) -> str:
     return f"{share}; {rule.flagged:,} are flagged below a fit of {rule.threshold:.2f}: {recall}"
 
 
-def _sections(
-    data: AuditedData,
-    findings: Sequence[Finding],
-    fit: Fits | None,
-    limit: OutlierRule | None,
-    keep: pa.Table,
-    options: Audit,
-    source: Source,
-) -> Iterator[tuple[str, list[Block]]]:
+def _sections(judged: Judged, options: Audit, source: Source) -> Iterator[tuple[str, list[Block]]]:
     """The page: headings and blocks."""
-    counts, omitted = Counter(one.kind for one in findings), Counter(keep["reason"].to_pylist())
+    data, findings, fit, limit = judged.data, judged.findings, judged.fit, judged.limit
+    counts, omitted = Counter(one.kind for one in findings), Counter(judged.keep["reason"].to_pylist())
     found = [[name, counts[kind], omitted[kind]] for kind, name in NAMES.items() if counts[kind]]
     short: list[Block] = [Table(found, ["finding", "found", "captions that the keep-list omits"])]
     if fit is not None and limit is not None:

@@ -2,9 +2,8 @@
 
 A score alone says little: general captions score alike with many images, and models differ in scale. Each pair is
 compared with its row (the image with captions of other images) and its column (the caption with other images), as
-standard scores. Where images have several captions the same is done with the cosine of the caption and the mean of the
-image's other captions. A linear discriminant between annotated and random pairs (Fisher, 1936) weighs these; the
-result, in standard deviations of random pairs above their mean, is the `fit` of a pair.
+standard scores; so is the cosine of the caption and the mean of the image's other captions. A linear discriminant
+between annotated and random pairs (Fisher, 1936) weighs these into the `fit` of a pair.
 """
 
 from __future__ import annotations

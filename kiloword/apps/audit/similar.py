@@ -40,9 +40,8 @@ class SameImage(NamedTuple):
 def near_duplicates(vectors: Tensor, look: Look, chunk: int = 1024) -> list[SameImage]:
     """Pairs of duplicate images: first pairs with equal pixels, then near duplicates, nearest first.
 
-    Every image is read once for its pixels. Other candidates are each image's nearest ones by features [I, D] of unit
-    norm; colours decide, since to a model that was trained on few images many scenes look alike. A crop that omits much
-    is not found.
+    Other candidates are each image's nearest ones by features [I, D] of unit norm; colours decide, since to a model
+    that was trained on few images many scenes look alike. A crop that omits much is not found.
     """
     first, same = dict[tuple[bytes, tuple[int, ...]], int](), list[SameImage]()
     for image in track(range(len(vectors)), "pixels", "images", len(vectors)):

@@ -32,10 +32,7 @@ class Ranks:
 
 
 def ranks(corpus: Corpus, batch: int, seed: int) -> Ranks:
-    """Rank of the true caption in random batches of images with one caption each; whole batches, at most BATCHES.
-
-    A batch larger than the data set is the data set.
-    """
+    """Rank of the true caption in random batches of images with one caption each; whole batches, at most BATCHES."""
     order, caption = one_caption_each(corpus, seed)
     batch = min(batch, len(order))
     number = min(len(order) // batch, BATCHES)
@@ -65,10 +62,7 @@ def _rank_of_diagonal(scores: Tensor) -> Floats:
 
 
 def nearest(corpus: Corpus, seed: int, k: int = NEAREST, chunk: int = 4096) -> Floats:
-    """Mean similarity of a caption to its k nearest other captions, [Q] for at most QUERIES captions drawn.
-
-    Another caption of the same words counts as another. k is at most the number of others.
-    """
+    """Mean similarity of a caption to its k nearest others (also of equal words), [Q]; at most QUERIES are drawn."""
     texts = corpus.known_texts
     queries = some(texts, QUERIES, key(seed, "nearest"))
     k = min(k, len(texts) - 1)
@@ -98,10 +92,7 @@ def among(corpus: Corpus) -> Floats:
 
 
 def one_and_mean(corpus: Corpus, seed: int) -> tuple[Floats, Floats]:
-    """Similarity of images with one of their captions, drawn, and with the mean of all of them; [n] each.
-
-    Of the known images with two known captions or more.
-    """
+    """Similarity of images that have several captions with one of them, drawn, and with the mean of all; [n] each."""
     _, caption = one_caption_each(corpus, seed)
     count = np.bincount(corpus.owner[corpus.paired], minlength=len(corpus.keys))
     one, mean = [], []

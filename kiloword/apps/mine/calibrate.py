@@ -1,16 +1,13 @@
 """Thresholds of eq. 2 for a teacher that is not the paper's.
 
-The paper, for its teacher (arXiv:2405.10286, appendix B): p1 starts at the mean S_it of the annotated pairs; p2 and p3
-are high, to accept only nearly identical samples. Here:
+The paper's p1 starts at the mean S_it of annotated pairs; p2 and p3 accept only nearly identical samples
+(arXiv:2405.10286, appendix B). Here:
 
 p1   the mean S_it of the annotated pairs, but at least the value that only `false_rate` of random pairs exceed: a weak
      teacher scores many false pairs above that mean;
 p2   the S_ii that only `false_rate` of random pairs exceed; at most NEARLY_SAME, as exact copies must match;
 p3   the same for S_tt;
 p1'  the S_it that nine of ten annotated pairs exceed, at most p1.
-
-A random pair is an image and a caption of another image, drawn uniformly. If captions are so general that many random
-pairs are true, a rate of 1e-4 rejects most of them: use a higher rate, or set p1.
 """
 
 from __future__ import annotations
