@@ -73,22 +73,23 @@ class Search(Device):
         """Search and print. Raises: ValueError for a query, an image or a library that cannot be used."""
         from kiloword.apps.search.index import opened_for
         from kiloword.apps.search.library import Library
-        from kiloword.apps.search.rank import by_image, by_text, query_image
+        from kiloword.apps.search.rank import by_image, by_text
         from kiloword.model.prefix import keep_prefix_
 
         if (self.query is None) == (self.like is None):
             raise ValueError("search needs a text or --like PHOTO, one of them: kiloword search LIBRARY 'a dog'.")
         if self.top < 1:
             raise ValueError(f"--top is {self.top}: expected at least 1.")
-        image, library = _photo(self.like) if self.like else None, Library(self.library)
+        library = Library(self.library)
         matcher = opened_for(self, library)
         if self.dim is not None and (note := keep_prefix_(matcher.model, self.dim)):
             warn(f"note: {note}")
         began = time.perf_counter()
-        if image is None:
+        if self.like is None:
             found = by_text(library, matcher, self.query or "", self.top, self.within)
         else:
-            found = by_image(library, query_image(matcher, image, str(self.like)), self.top, self.within)
+            vec = matcher.encode_image(self.like)["vec"].float().cpu().numpy()
+            found = by_image(library, vec, self.top, self.within)
         if not found and self.within:
             warn(f"no photo of the library has {self.within!r} in its path, which is below {library.file.folder}.")
         seconds = time.perf_counter() - began
@@ -126,18 +127,6 @@ class Search(Device):
         say(f"page: {path}")
         if self.open:
             _browse(path.resolve().as_uri())
-
-
-def _photo(path: Path) -> bytes:
-    """The bytes of a photo on disk. Raises: ValueError for a file that cannot be read."""
-    from kiloword.data.sample import MAX_IMAGE, read_whole
-    from kiloword.types import BadSample
-
-    try:
-        return read_whole(path, "it", MAX_IMAGE)
-    except (OSError, BadSample) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ValueError(f"--like {path} cannot be read ({reason}): expected an image file.") from None
 
 
 def _lines(library: Library, found: Sequence[Match]) -> list[list[str]]:

@@ -15,10 +15,9 @@ from numpy.typing import NDArray
 
 from kiloword.apps.search.library import BLOCK, OF_GAUSSIANS, Library
 from kiloword.data.classes.names import caseless
-from kiloword.data.images.augmentation import EvalTransform
 from kiloword.data.images.decode import decode
 from kiloword.data.sample import MAX_IMAGE, read_whole
-from kiloword.model.encoding import chunks, inference, join, moved
+from kiloword.model.encoding import chunks, inference, moved
 from kiloword.report import Pixels, thumbnail
 from kiloword.types import BadSample
 
@@ -105,17 +104,6 @@ def _within(library: Library, scores: Floats, within: str) -> Floats:
 def _matches(library: Library, scores: Floats, rows: NDArray[np.int64]) -> list[Match]:
     of = library.features.get("uncertainty")
     return [Match(int(n), float(scores[n]), None if of is None else float(of[n])) for n in rows]
-
-
-def query_image(matcher: Matcher, image: bytes, name: str = "of the query") -> Floats:
-    """The vector [D] of an encoded image. Args: name: of the file. Raises: ValueError for bytes that are no image."""
-    config = matcher.model.config
-    try:
-        pixels = EvalTransform(config.image.size, config.preprocess.resize)(image)
-    except BadSample as error:
-        raise ValueError(f"the image {name} cannot be used: {error}.") from None
-    vec: Floats = join([matcher.encode_image(pixels[None])])["vec"][0].float().cpu().numpy()
-    return vec
 
 
 def shrunk(photo: Path, side: int) -> Pixels:

@@ -29,7 +29,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from kiloword.apps.search.library import Library, version_of
-from kiloword.apps.search.rank import Match, by_image, by_text, query_image, shrunk
+from kiloword.apps.search.rank import Match, by_image, by_text, shrunk
 from kiloword.data.images.augmentation import EvalTransform
 from kiloword.data.sample import MAX_IMAGE, read_whole
 from kiloword.report import Block, Gallery, Page, Table, Text, Tile, plain
@@ -118,7 +118,8 @@ class Site:
     def _like(self, image: bytes) -> Response:
         library = self.now()
         with self.one:
-            found = by_image(library, query_image(self.matcher, image), SHOWN)
+            vec = self.matcher.encode_image(image)["vec"].float().cpu().numpy()
+            found = by_image(library, vec, SHOWN)
         return _page("Photos like yours", [], {}, {"Photos": found}, library)
 
     def photo(self, request: Request) -> Response:

@@ -22,7 +22,7 @@ from folders import model_folder
 from kiloword.api import Matcher, load
 from kiloword.apps.search.command import Index, Search
 from kiloword.apps.search.library import Library
-from kiloword.apps.search.rank import best, by_image, by_text, cosines, query_image
+from kiloword.apps.search.rank import best, by_image, by_text, cosines
 from photo_folders import draw, photos_in, refused, run
 
 
@@ -78,7 +78,7 @@ def test_uncertainties_are_those_of_the_model(made: tuple[Library, Matcher]) -> 
 
 def test_a_photo_finds_itself_first(made: tuple[Library, Matcher]) -> None:
     library, matcher = made
-    vec = query_image(matcher, library.photo(7).read_bytes())
+    vec = matcher.encode_image(library.photo(7))["vec"].numpy()
     assert by_image(library, vec, 1)[0].row == 7
     assert {paths(library)[one.row][:4] for one in by_image(library, vec, 12, within="DEEP")} == {"deep"}
 
@@ -232,7 +232,7 @@ REFUSED = [
     ("search LIBRARY dog --dim 9999", "9999"),
     ("search LIBRARY --like BAD", "not an image"),
     ("search LIBRARY --like none.jpg", "none.jpg"),
-    ("search LIBRARY --like https://example.org/a.jpg", "--like"),
+    ("search LIBRARY --like https://example.org/a.jpg", "example.org"),
     ("search PHOTOS dog", "library.json"),
     ("search LIBRARY dog --model OTHER", "another model"),
     ("index PHOTOS --model OTHER --out LIBRARY", "another model"),
