@@ -46,26 +46,20 @@ class Projection:
 
 
 def project(parts: Sequence[Features]) -> Projection:
-    """Features of several kinds, one after the other, in the plane of their means' two principal components."""
+    """Features of several kinds, one after the other, in the plane of their means' two principal components.
+
+    The sign of an axis is arbitrary: its largest entry is made positive.
+    """
     means = torch.cat([part["vec"].double().cpu() for part in parts])
-    axes, share = principal(means)
+    means = means - means.mean(0)
+    _, values, axes = torch.linalg.svd(means, full_matrices=True)
+    axes = axes[:2] * axes[:2].gather(1, axes[:2].abs().argmax(1, keepdim=True)).sign()  # [2, D]
+    squares = torch.nn.functional.pad(values.square(), (0, 2))
     spread = None
     if all("log_var" in part for part in parts):
         variances = torch.cat([part["log_var"].double().cpu() for part in parts]).exp()
         spread = torch.einsum("ad,nd,bd->nab", axes, variances, axes)
-    return Projection((means - means.mean(0)) @ axes.T, spread, share)
-
-
-def principal(points: Tensor) -> tuple[Tensor, Tensor]:
-    """Two axes [2, D] along which points [N, D] vary most, their shares of the variance [2].
-
-    The sign of an axis is arbitrary: its largest entry is made positive.
-    """
-    _, values, axes = torch.linalg.svd(points - points.mean(0), full_matrices=True)
-    axes = axes[:2]
-    largest = axes.gather(1, axes.abs().argmax(1, keepdim=True))
-    squares = torch.nn.functional.pad(values.square(), (0, 2))
-    return axes * largest.sign(), squares[:2] / squares.sum().clamp_min(torch.finfo(squares.dtype).tiny)
+    return Projection(means @ axes.T, spread, squares[:2] / squares.sum().clamp_min(torch.finfo(squares.dtype).tiny))
 
 
 def outline(mean: Tensor, spread: Tensor) -> list[tuple[float, float]]:
@@ -75,11 +69,6 @@ def outline(mean: Tensor, spread: Tensor) -> list[tuple[float, float]]:
     circle = torch.stack([turns.cos(), turns.sin()])  # [2, CORNERS]
     points = mean[:, None] + STDS * axes * variance.clamp_min(0).sqrt() @ circle
     return [(x, y) for x, y in points.T.tolist()]
-
-
-def components(share: Tensor) -> list[str]:
-    """The labels of both axes."""
-    return [f"component {n + 1}, {percent(s)} of the variance" for n, s in enumerate(share.tolist())]
 
 
 def write_plane(path: Path, models: Mapping[str, Matcher], images: Sequence[Path], texts: Sequence[str]) -> None:
@@ -114,7 +103,7 @@ def _plane(matcher: Matcher, images: Sequence[Path], texts: Sequence[str], names
                 axes.fill(*zip(*ring, strict=True), facecolor=colour, edgecolor=colour, alpha=0.2, linewidth=1)
         for name, point in zip(names, plane.means.tolist(), strict=True):
             axes.annotate(name, point, (4, 3), textcoords="offset points", fontsize=8)
-        across, up = components(plane.share)
+        across, up = (f"component {n}, {percent(s)} of the variance" for n, s in enumerate(plane.share.tolist(), 1))
         axes.set(xlabel=across, ylabel=up)
 
     below = "This model has no Gaussians: everything is a point."

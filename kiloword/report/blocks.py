@@ -67,9 +67,10 @@ def distributions(series: Mapping[str, npt.ArrayLike], label: str, tail: float =
     low, high = np.percentile(np.concatenate(list(arrays.values())), (tail, 100 - tail))
 
     def draw(axes: Axes) -> None:
-        for name, values in arrays.items():
-            weights = np.full(len(values), 100 / len(values))
-            axes.hist(values.clip(low, high), bins=40, range=(low, high), weights=weights, histtype="step", label=name)
+        for n, (name, values) in enumerate(arrays.items()):
+            counts, edges = np.histogram(values.clip(low, high), bins=40, range=(low, high))
+            axes.stairs(100 * counts / len(values), edges, color=f"C{n}", label=name)
+            axes.stairs(100 * counts / len(values), edges, color=f"C{n}", fill=True, alpha=0.12)
         axes.set(xlabel=label, ylabel="% of each")
 
     return Plot(draw, f"histograms of {label}: {', '.join(series)}")
@@ -117,15 +118,7 @@ class Beside:
     blocks: Sequence[Block]
 
 
-@dataclass(frozen=True)
-class Folded:
-    """Blocks that a click on the summary shows: what is too long for a page and too good to omit."""
-
-    summary: str
-    blocks: Sequence[Block]
-
-
-Block = Text | Table | Plot | Matrix | Gallery | Figures | Beside | Folded
+Block = Text | Table | Plot | Matrix | Gallery | Figures | Beside
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import numpy as np
 
 from kiloword.__version__ import __version__
 from kiloword.files import write_atomic
-from kiloword.report.blocks import Beside, Block, Figures, Folded, Gallery, Matrix, Page, Table, Text, plain
+from kiloword.report.blocks import Beside, Block, Figures, Gallery, Matrix, Page, Table, Text, plain
 from kiloword.report.figure import CSS, HERE, svg
 from kiloword.report.pictures import SMALL, image_data
 from kiloword.terminal import command, say
@@ -43,7 +43,7 @@ def filled(block: Block) -> bool:
     match block:
         case Table(rows=some) | Gallery(tiles=some) | Figures(figures=some) | Text(text=some):
             return len(some) > 0
-        case Beside(blocks=blocks) | Folded(blocks=blocks):
+        case Beside(blocks=blocks):
             return any(map(filled, blocks))
         case _:
             return True
@@ -117,7 +117,7 @@ def matrix_cells(matrix: Matrix) -> list[list[tuple[str, float, bool]]]:
 
 
 def say_blocks(blocks: Sequence[Block]) -> None:
-    """Print texts, figures and tables; what is drawn or folded is left to the page."""
+    """Print texts, figures and tables; what is drawn is left to the page."""
     from kiloword.terminal.screen import say_table
 
     for block in blocks:

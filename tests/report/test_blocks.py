@@ -17,7 +17,6 @@ from kiloword.report import (
     Beside,
     Block,
     Figures,
-    Folded,
     Gallery,
     Matrix,
     Page,
@@ -65,7 +64,6 @@ def blocks(word: str = HOSTILE) -> list[Block]:
         Matrix(np.array([[3, 1], [0, 4]]), [word, "b"], [word, "b"], word),
         Gallery([Tile(SMALL, [word, "0.31"], True), Tile(LARGE, ["0.2"], False), Tile(LARGE)], word),
         Figures({word: "97%"}),
-        Folded(word, [Text(word), Table([[word]], ["a"])]),
     ]
 
 
@@ -90,15 +88,7 @@ def test_every_block_is_on_the_page() -> None:
     ]
     assert '<td class="strong">0.500</td>' in page
     assert section.tables[1][1:] == [["word", "3", "1"], ["b", "0", "4"]]
-    assert [page.count(f"<{tag}") for tag in ("h1", "h2", "h3", "pre", "details", "img", "table")] == [
-        1,
-        2,
-        1,
-        1,
-        1,
-        3,
-        3,
-    ]
+    assert [page.count(f"<{tag}") for tag in ("h1", "h2", "h3", "pre", "img", "table")] == [1, 2, 1, 1, 3, 2]
     assert page.count('role="img"') == 4  # each of two plots for wide and narrow screens
     assert re.findall('<img( class="small")?', page) == [' class="small"', "", ""]
     assert re.findall('alt="([^"]*)"', page) == ["image 1, right", "image 2, wrong", "image 3"]
