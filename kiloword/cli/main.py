@@ -127,13 +127,13 @@ def _run(words: Sequence[str]) -> None:
         raise ValueError("an argument is empty, perhaps of an unset shell variable: expected a value.")
     else:
         read = declared(first)
-        if not isinstance(read, type) and read.__name__ not in ("main", "read"):  # a verb that is no class yet
-            tyro.cli(read, args=words[1:], prog=f"kiloword {first}")
-            return
-        verb = parse(read, words[1:], f"kiloword {first}") if isinstance(read, type) else read(words[1:])
-        if verb is not None:
-            check(verb, words)
-            verb.run()
+        if isinstance(read, type):
+            about = inspect.cleandoc(read.__doc__ or "")
+            verb: Any = tyro.cli(read, args=words[1:], prog=f"kiloword {first}", description=about)
+        else:
+            verb = read(words[1:])
+        check(verb, words)
+        verb.run()
 
 
 def declared(verb: str) -> Any:
@@ -141,11 +141,6 @@ def declared(verb: str) -> Any:
     place = next(group[verb][0] for group in VERBS.values() if verb in group)
     module, _, name = place.partition(":")
     return getattr(import_module(module), name)
-
-
-def parse(kind: Any, words: Sequence[str], prog: str) -> Any:
-    """Read the flags of a class. Raises: SystemExit with code 2 for words that do not fit, and with 0 for --help."""
-    return tyro.cli(kind, args=words, prog=prog, description=inspect.cleandoc(kind.__doc__))
 
 
 def check(verb: Any, words: Sequence[str]) -> None:

@@ -190,8 +190,3 @@ def _without_tokens(words: MethodWords, stored: tuple[str, str] = ("", "")) -> t
         model = replace(filled.model, init_std=plain.model.init_std)
         filled = replace(filled, data=replace(filled.data, tokenizer="own"), model=model)
     return plain, replace(filled, method=words.method, size=plain.size, init=init)
-
-
-def main(argv: Sequence[str]) -> None:
-    """Train by the words of a command line."""
-    read(argv).run()
