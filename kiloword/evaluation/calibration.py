@@ -49,16 +49,11 @@ def binned(uncertainty: Tensor, right: Tensor, bins: int = BINS) -> Bins:
 
 
 def intervals(bins: Bins) -> list[tuple[float, float]]:
-    """The 95% interval of the accuracy of each bin."""
-    return [interval(p, n) for p, n in zip(bins.right.tolist(), bins.counts.tolist(), strict=True)]
-
-
-def interval(share: float, n: float) -> tuple[float, float]:
-    """The 95% interval of a share of n items (Wilson, 1927): within [0, 1], and wide for 0 and 1 of few items, too."""
-    z = 1.96
-    middle = (share + z * z / (2 * n)) / (1 + z * z / n)
-    half = z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n)) / (1 + z * z / n)
-    return max(middle - half, 0.0), min(middle + half, 1.0)
+    """The 95% interval of the accuracy of each bin (Wilson, 1927), which is wide for 0 and 1 of few items, too."""
+    p, n, z = bins.right, bins.counts, 1.96
+    middle = (p + z * z / (2 * n)) / (1 + z * z / n)
+    half = z * (p * (1 - p) / n + z * z / (4 * n * n)).sqrt() / (1 + z * z / n)
+    return list(zip((middle - half).clamp(min=0).tolist(), (middle + half).clamp(max=1).tolist(), strict=True))
 
 
 def calibration(name: str, bins: Bins) -> Iterator[tuple[str, float]]:

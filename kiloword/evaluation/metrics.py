@@ -72,27 +72,20 @@ def recall_at(scores: Tensor, positive: Tensor, k: int) -> Tensor:
     return hit(standing(scores, positive), k)
 
 
-def accuracy(where: Standing, k: int) -> float:
-    """Top-k accuracy in [0, 1]."""
-    return hit(where, k).mean().item()
-
-
-def mean_per_class_recall(where: Standing, labels: Tensor) -> float:
-    """Balanced accuracy: mean of the accuracies of the classes that occur, in [0, 1].
+def classification(where: Standing, labels: Tensor, classes: int) -> Iterator[tuple[str, float]]:
+    """CLIP_benchmark's `acc1`, `acc5` (omitted below 5 classes, where it is undefined), and `mean_per_class_recall`:
+    the mean of the accuracies of the classes that occur.
 
     Args: where: the standing of the true class, [N] each; labels [N] int64.
     """
-    hits = torch.bincount(labels, weights=hit(where, 1))
-    occurs = torch.bincount(labels)
-    return (hits[occurs > 0] / occurs[occurs > 0]).mean().item()
-
-
-def classification(where: Standing, labels: Tensor, classes: int) -> Iterator[tuple[str, float]]:
-    """CLIP_benchmark's `acc1`, `acc5` (omitted below 5 classes, where it is undefined), `mean_per_class_recall`."""
-    yield "acc1", accuracy(where, 1)
+    first, occurs = hit(where, 1), torch.bincount(labels)
+    yield "acc1", first.mean().item()
     if classes >= 5:
-        yield "acc5", accuracy(where, 5)
-    yield "mean_per_class_recall", mean_per_class_recall(where, labels)
+        yield "acc5", hit(where, 5).mean().item()
+    yield (
+        "mean_per_class_recall",
+        (torch.bincount(labels, weights=first)[occurs > 0] / occurs[occurs > 0]).mean().item(),
+    )
 
 
 class _Ranked(NamedTuple):

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kiloword.evaluation.calibration import binned, calibration, interval, pearson, ranks, spearman
+from kiloword.evaluation.calibration import Bins, binned, calibration, intervals, pearson, ranks, spearman
 
 
 def doubles(values: list[float]) -> Tensor:
@@ -85,6 +85,7 @@ def test_few_items_make_few_bins(n: int, bins: int) -> None:
 
 def test_intervals_of_shares() -> None:
     """Wilson's, from a table; of none and of all they stay within [0, 1]."""
-    assert interval(0.7, 20) == pytest.approx((0.481, 0.855), abs=1e-3)
-    assert interval(0.0, 10) == pytest.approx((0.0, 0.2775), abs=1e-3)
-    assert interval(1.0, 10) == pytest.approx((0.7225, 1.0), abs=1e-3)
+    bins = Bins(doubles([1, 2, 3]), doubles([0.7, 0.0, 1.0]), doubles([20, 10, 10]))
+    low, high = zip(*intervals(bins), strict=True)
+    assert low == pytest.approx((0.481, 0.0, 0.7225), abs=1e-3)
+    assert high == pytest.approx((0.855, 0.2775, 1.0), abs=1e-3)
