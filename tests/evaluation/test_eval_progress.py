@@ -6,7 +6,6 @@ import itertools
 import json
 import re
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,9 +19,8 @@ from kiloword.evaluation.probe import ProbeOptions
 from kiloword.methods.registry import preset
 from kiloword.models.build import build
 from kiloword.models.model_folder import save_model
-from kiloword.terminal import progress, warn
-from kiloword.terminal.progress import showing, track
-from terminals import Terminal
+from kiloword.terminal import progress
+from kiloword.terminal.progress import showing
 
 
 @pytest.fixture
@@ -77,17 +75,6 @@ def test_evaluate_from_python_prints_nothing(matcher: Matcher, capsys: pytest.Ca
 def test_short_work_shows_nothing(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
     main(["eval", "retrieval", folder, "--data", "scenes:test?n=4"])
     assert capsys.readouterr().err == ""
-
-
-@pytest.mark.usefixtures("slow")
-def test_an_error_begins_a_line_of_its_own(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stderr", terminal)
-    images = track(range(4), "images", "images", 4)  # outlives the error, as in a traceback
-    with pytest.raises(ZeroDivisionError), showing():
-        [1 / (n - 2) for n in images]
-    warn("ZeroDivisionError")
-    assert terminal.frames[-3].startswith("images  50%")
-    assert terminal.frames[-2:] == ["ZeroDivisionError", ""]
 
 
 def test_no_model_is_evaluated_before_all_names_are_read(

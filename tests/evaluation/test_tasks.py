@@ -73,10 +73,6 @@ def test_wrong_words_get_one_message(words: str, message: str, capsys: pytest.Ca
     assert output.count("\n") == 1
 
 
-def test_flags_of_other_tasks_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "--shortlist" in refused(capsys, "spectrum", "m", "--data", "d", "--shortlist", "5")
-
-
 @pytest.mark.parametrize(
     ("task", "options", "message"),
     [

@@ -13,13 +13,11 @@ from torch import Tensor
 
 import kiloword
 from folders import model_folder
-from kiloword.api import Matcher
 from kiloword.cli.main import main
 from kiloword.data.classes.names import prompts
-from kiloword.data.open import open_source
 from kiloword.evaluation import evaluate, metrics
 from kiloword.evaluation.zeroshot import Tally, ZeroshotTaskOptions, zeroshot
-from kiloword.report.blocks import Block, Gallery, Matrix, Table
+from kiloword.report.blocks import Gallery, Matrix, Table
 from kiloword.types import Features
 from tars import photo, write_tar
 
@@ -246,18 +244,3 @@ def test_many_classes_have_a_table_of_confusions() -> None:
     several = Tally(page=True)
     several.add(torch.zeros(1, 2), torch.tensor([[1, 0]]))
     assert list(several.blocks(["a", "b"], lambda rows: [])) == []
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Matcher:
-    return kiloword.load(model_folder(tmp_path_factory.mktemp("model") / "siglip"))
-
-
-def test_blocks_are_collected_where_they_are_asked_for(model: Matcher) -> None:
-    blocks: list[Block] = []
-    source = open_source("scenes:test?n=24&task=colour", 32)
-    found = evaluate(model, "zeroshot", source, blocks=blocks)
-    assert [type(block) for block in blocks] == [Matrix, Gallery]
-    assert evaluate(model, "zeroshot", source) == found
-    assert set(found) == {"acc1", "acc5", "mean_per_class_recall", "skipped"}
-    assert "acc5" not in evaluate(model, "zeroshot", "scenes:test?n=12&task=count")
