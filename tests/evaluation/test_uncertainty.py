@@ -115,11 +115,10 @@ def test_values_are_those_of_slow_loops() -> None:
 
 
 class Foreign(ScenesSource):
-    """Scenes with captions of others."""
+    """Scenes with captions of others, some of which are true of none."""
 
     def record(self, row: int) -> Record:
-        output = parse_scenes("scenes:val?n=30&levels=1,2,3&captions=2").captions(row)
-        return replace(super().record(row), captions=output)
+        return replace(super().record(row), captions=parse_scenes("scenes:val?n=30&captions=2").captions(row))
 
 
 def test_captions_true_of_nothing_are_skipped_and_counted() -> None:
@@ -127,8 +126,8 @@ def test_captions_true_of_nothing_are_skipped_and_counted() -> None:
     found = evaluate(matcher(), "uncertainty", source)
     captions = sorted({c for row in range(30) for c in source.record(row).captions})
     true = source.relevance(captions, range(30)).any(1)
-    assert 0 < (~true).sum() == found["truth_unmatched"]
-    assert found["truth_captions"] == true.sum()
+    assert (found["truth_unmatched"], found["truth_captions"]) == ((~true).sum(), true.sum())
+    assert found["truth_unmatched"] > 0
 
 
 def test_levels_by_words_are_those_that_were_drawn() -> None:
