@@ -150,6 +150,8 @@ def test_questions_are_answered_and_exported(data: Path) -> None:
     assert [list(one) for one in results] == [["question_id", "answer"]] * 3
     assert [one["question_id"] for one in results] == [10 * one for one in IDS[:3]]
     assert {one["answer"] for one in results} <= {"red", "2", "no", "yes"}
+    usual = evaluate(matcher, "vqa", str(src), train=str(src), vqa=VqaOptions(most=1))  # red, of 10 annotators
+    assert (usual["answers"], usual["majority_accuracy/question/what is 0"]) == (1, 0.5)
     known.unlink()
     with pytest.raises(ValueError, match="--results"):
         evaluate(matcher, "vqa", str(src), vqa=options)
