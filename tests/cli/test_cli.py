@@ -319,23 +319,6 @@ def test_start_from_a_model(model: Path, tmp_path: Path, capsys: Capture) -> Non
     assert (tmp_path / "out" / "model" / "tokenizer.json").read_text() == (model / "tokenizer.json").read_text()
 
 
-@pytest.mark.slow
-def test_mixture_tokens_start_from_a_model_with_a_class_token_and_back(
-    model: Path, tmp_path: Path, capsys: Capture
-) -> None:
-    words = ["--data", "scenes?n=64", "--batch", 8, "--steps", 1, "--freeze", "image"]
-    run("train", "llip", *words, "--init", model, "--out", tmp_path / "there")
-    run("train", "clip", *words, "--init", tmp_path / "there" / "model", "--out", tmp_path / "back")
-    folders = (model, tmp_path / "there" / "model", tmp_path / "back" / "model")
-    old, there, back = (load_file(f / "model.safetensors")["image_tower.positions"] for f in folders)
-    assert (old[1:] == there).all()
-    assert (there == back[1:]).all()
-    run("train", "llip", *words, "--init", folders[1], "--model.image.size", 48, "--out", tmp_path / "larger")
-    assert len(load_file(tmp_path / "larger" / "model" / "model.safetensors")["image_tower.positions"]) == 9
-    other = refused(capsys, "train", "llip", *words, "--init", folders[1], "--settings.k", 4, "--out", tmp_path / "o")
-    assert "image_tower.extra_tokens" in other
-
-
 def test_eval_prints_and_writes_the_same(model: Path, tmp_path: Path, capsys: Capture) -> None:
     run("eval", "retrieval", model, "--data", "scenes:test?n=16", "--json", tmp_path / "r.json")
     found = json.loads((tmp_path / "r.json").read_text())
