@@ -319,7 +319,7 @@ def test_what_lies_beside_the_weights_is_needed(tmp_path: Path, capsys: pytest.C
 def test_the_verb_says_what_it_takes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     with pytest.raises(SystemExit):
         main(["import", "prolip", "ViT-B-16", "model.safetensors", "--out", str(tmp_path / "out")])
-    assert "expected import prolip PATH" in capsys.readouterr().err
+    assert "expected PATH" in capsys.readouterr().err
 
 
 def test_released_settings_are_the_code_s() -> None:

@@ -134,10 +134,13 @@ def _stored(inputs: Inputs, model: str, folder: Path) -> AuditedData:
     """
     store, source, matcher = FeatureStore(folder), inputs.source, inputs.matcher
     features, whole = store.of(source), open_teacher(model, "cpu").fingerprint
-    if {*matcher.encode_text(["a"]), *matcher.encode_image([np.zeros((32, 32, 3), np.uint8)])} != {"vec"}:
+    text = matcher.encode_text(["a"])
+    if {*text, *matcher.encode_image([np.zeros((32, 32, 3), np.uint8)])} != {"vec"}:
         raise ValueError(f"--features: the scores of {model} need more than one vector per image: omit it.")
     if store.file.weights not in (whole, prefix_fingerprint(whole, store.dim)):
         raise ValueError(f"{folder} has features of another model ({store.file.model}) than {model}.")
+    if store.dim > (dim := text["vec"].shape[1]):
+        raise ValueError(f"{folder} has features of {store.dim} numbers, and --dim asks for {dim}: omit --dim.")
     keep_prefix_(matcher.model, store.dim)
     examples = list[Example]()
     for row in range(len(source)):
