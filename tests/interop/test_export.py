@@ -19,8 +19,8 @@ import kiloword
 from folders import TextPool, model_folder
 from kiloword.cli.main import main
 from kiloword.config.recipes import ModelFile, TrunkConfig, sizes
-from kiloword.data.text.tokenizer import Tokenizer, clip_tokenizer_from
-from kiloword.interop.export import graphs, run, to_transformers, words
+from kiloword.data.text.tokenizer import clip_tokenizer_from
+from kiloword.interop.export import graphs, run, words
 from kiloword.interop.export.source import LIMIT, Exported, check_close
 from kiloword.interop.export.weights import inverted
 from kiloword.methods.registry import preset
@@ -167,23 +167,55 @@ def test_onnx_of_lower_precision_tells_its_difference(
     assert precision in (out / "README.md").read_text()
 
 
+@pytest.mark.parametrize(
+    ("method", "target", "flags", "word"),
+    [
+        ("prolip", "open_clip", (), "Gaussians"),
+        ("prolip", "transformers", (), "onnx"),
+        ("filip", "onnx", (), "every word of a text"),
+        ("siglip+maxsim", "torch", (), "safetensors takes its weights"),
+        ("siglip", "torch", ("--precision", "int8"), "--precision int8 is for onnx"),
+    ],
+)
+def test_what_a_target_cannot_express_is_named_and_leaves_nothing(
+    method: str, target: str, flags: tuple[str, ...], word: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "out").mkdir()
+    with pytest.raises(SystemExit) as ended:
+        main(["export", target, str(model_folder(tmp_path / "m", method)), "--out", str(tmp_path / "out"), *flags])
+    assert ended.value.code == 2
+    assert word in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m", "out"]
+    assert not list((tmp_path / "out").iterdir())
+
+
 def test_graphs_of_trunks_are_refused_with_the_weights_as_the_nearest(tmp_path: Path) -> None:
     source = Exported.of(str(model_folder(tmp_path / "m")), NONE)
     image = replace(source.config.image, trunk=TrunkConfig(name="efficientnet-lite0", width=1280, grid=1))
     source.model.config = replace(source.config, image=image)
-    with pytest.raises(
-        ValueError, match=r"its image tower stands on efficientnet-lite0\. safetensors takes its weights"
-    ):
+    with pytest.raises(ValueError, match=r"efficientnet-lite0\. safetensors takes its weights"):
         graphs.graphs(source, "onnx")
-    with pytest.raises(ValueError, match=r"^sentence-transformers cannot express .* kiloword itself runs it"):
-        to_transformers.write_sentence(source, tmp_path / "out")
 
 
-@pytest.mark.parametrize("method", ["filip", "siglip+maxsim"])
-def test_models_that_compare_words_are_refused(tmp_path: Path, method: str) -> None:
-    source = Exported.of(str(model_folder(tmp_path / "m", method)), NONE)
-    with pytest.raises(ValueError, match=r"compares images with every word of a text\. safetensors takes its weights"):
-        graphs.graphs(source, "onnx")
+@pytest.mark.parametrize("difference", [2 * LIMIT, float("nan")])
+def test_a_difference_is_refused(difference: float) -> None:
+    with pytest.raises(ValueError, match="differs from the source"):
+        check_close("features", difference)
+
+
+def test_an_empty_folder_is_filled_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be a mount point, the target of a link, or the folder of the shell: it stays the same folder."""
+    source, out, link = model_folder(tmp_path / "m"), tmp_path / "out", tmp_path / "link"
+    out.mkdir()
+    link.symlink_to(out)
+    before = out.stat().st_ino
+    monkeypatch.chdir(out)
+    for place in (".", str(link)):
+        main(["export", "safetensors", str(source), "--out", place])
+        assert (out / "weights.safetensors").is_file()
+        assert (out.stat().st_ino, link.is_symlink()) == (before, True)
+        for path in out.iterdir():
+            path.unlink()
 
 
 @pytest.mark.parametrize("method", ["llip", "flair"])
@@ -191,36 +223,6 @@ def test_models_that_pool_images_for_each_text_become_graphs_of_vectors(tmp_path
     source = Exported.of(str(model_folder(tmp_path / "m", method)), NONE)
     assert [graph.outputs for graph in graphs.graphs(source, "onnx")] == [("vec",), ("vec",)]
     assert "mixes image tokens for each text" in source.notes[0]
-
-
-def test_only_onnx_has_a_precision(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="--precision int8 is for onnx; torch gets the weights as they are"):
-        run.run("torch", "m", tmp_path / "out", precision="int8")
-
-
-@pytest.mark.parametrize("target", ["open_clip", "transformers"])
-def test_what_a_target_cannot_express_is_named(target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["export", target, str(model_folder(tmp_path / "m", "prolip")), "--out", str(tmp_path / "out")])
-    said = capsys.readouterr().err
-    assert ended.value.code == 2
-    assert "Gaussians" in said
-    assert "onnx" in said
-    assert [path.name for path in tmp_path.iterdir()] == ["m"]
-
-
-def test_a_difference_is_refused_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(source: Exported, folder: Path) -> list[str]:
-        (folder / "half").write_text("written")
-        return [check_close("features", 2 * LIMIT)]
-
-    monkeypatch.setitem(run.WRITERS, "torch", wrong)
-    source = model_folder(tmp_path / "m")
-    with pytest.raises(ValueError, match="differs from the source: features by up to 0"):
-        run.run("torch", str(source), tmp_path / "out")
-    assert [path.name for path in tmp_path.iterdir()] == ["m"]
-    with pytest.raises(ValueError, match="differs"):
-        check_close("features", float("nan"))
 
 
 def test_weights_export_and_card(tmp_path: Path) -> None:
@@ -239,56 +241,6 @@ def test_weights_export_and_card(tmp_path: Path) -> None:
     ]
     with pytest.raises(SystemExit):
         main(["export", "safetensors", str(source), "--out", str(out)])
-
-
-def test_an_empty_folder_is_filled_in_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """It may be a mount point, the target of a link, or the folder of the shell: it stays the same folder."""
-    source, out, link = model_folder(tmp_path / "m"), tmp_path / "out", tmp_path / "link"
-    out.mkdir()
-    (tmp_path / "later").symlink_to(tmp_path / "made")
-    link.symlink_to(out)
-    before, moved = out.stat().st_ino, []
-    replace_file = Path.replace
-
-    def replaced(path: Path, target: Path) -> Path:
-        moved.append(path.name)
-        if path.is_dir() and target.exists():
-            raise OSError("Device or resource busy")
-        return replace_file(path, target)
-
-    monkeypatch.setattr(Path, "replace", replaced)
-    main(["export", "safetensors", str(source), "--out", str(link)])
-    assert moved[-1] == "weights.safetensors"
-    names = {"README.md", "preprocessor_config.json", "tokenizer.json", "tokenizer_config.json", "weights.safetensors"}
-    assert {path.name for path in out.iterdir()} == names
-    assert (out.stat().st_ino, link.is_symlink()) == (before, True)
-    monkeypatch.undo()
-    for path in out.iterdir():
-        path.unlink()
-    monkeypatch.chdir(out)
-    main(["export", "safetensors", str(source), "--out", "."])
-    assert {path.name for path in Path().iterdir()} == names
-    main(["export", "safetensors", str(source), "--out", str(tmp_path / "later")])
-    assert {path.name for path in (tmp_path / "made").iterdir()} == names
-    with pytest.raises(SystemExit):
-        main(["export", "safetensors", str(source), "--out", str(link)])
-    assert "is not an empty folder" in capsys.readouterr().err
-
-
-def test_a_refused_export_leaves_an_empty_folder_empty(tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    with pytest.raises(ValueError, match="Gaussians"):
-        run.run("transformers", str(model_folder(tmp_path / "m", "prolip")), tmp_path / "out")
-    assert not list((tmp_path / "out").iterdir())
-
-
-def test_a_card_says_how_kiloword_reads_photos_that_other_libraries_read_otherwise(tmp_path: Path) -> None:
-    main(["export", "safetensors", str(model_folder(tmp_path / "m")), "--out", str(tmp_path / "out")])
-    text = (tmp_path / "out" / "README.md").read_text().replace("\\", "")
-    for words_in_it in ("EXIF", "white", "16 bits", "ImageOps.exif_transpose"):
-        assert words_in_it in text
 
 
 def test_a_missing_library_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -378,12 +330,3 @@ def test_a_card_tells_what_the_run_recorded_as_text(tmp_path: Path) -> None:
     assert "8 images, at step 2 | rsum | 2.0000 |" in text
     assert "secret2" not in text
     assert "| retrieval: scenes:test, 500 images, at step 1,200 | recall@1 | 0.2500 |" in text
-
-
-def test_ids_of_exported_tokenizers_are_kilowords(tmp_path: Path) -> None:
-    source = Exported.of(str(model_folder(tmp_path / "m")), NONE)
-    document = words.fast_document(source)
-    document["normalizer"] = None
-    with pytest.raises(ValueError, match="cannot be written for other libraries"):
-        words._check_ids(source, document)
-    assert isinstance(source.tokenizer, Tokenizer)

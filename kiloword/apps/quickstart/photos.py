@@ -254,6 +254,6 @@ def next_steps(out: Path) -> list[Block]:
     commands = (
         f"kiloword score {model} --images {example} --texts {shlex.quote(FREE[0])} 'a city street'",
         f"kiloword eval retrieval {model} --data photos/test",
-        f"kiloword index {model} photos --out library",
+        f"kiloword index photos --model {model} --out library",
     )
     return [Text("\n".join(commands), "code")]
