@@ -93,4 +93,6 @@ class Bench(Device):
         """Print measurements as they come. Raises: ValueError for unknown names, and data that cannot be read."""
         from kiloword.apps.plan.measured import bench
 
+        if self.batch < 1:
+            raise ValueError(f"--batch is {self.batch}: expected at least 1.")
         bench(self)

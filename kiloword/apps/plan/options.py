@@ -42,7 +42,7 @@ CARDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(BaseSettings):
-    """Memory, time and traffic of a run before machines are rented; advises what fits.
+    """Memory, time and traffic of a run before machines are rented, and which layouts fit.
 
     Examples:
       kiloword plan siglip --size b16 --gpus 8 --batch 8192 --samples 1e9 --gpu h100

@@ -118,7 +118,9 @@ def read_file(folder: Path) -> LibraryFile:
     """The settings of a library. Raises: ValueError for a folder that is none, and one of an earlier version."""
     path = folder / FILE
     if not path.is_file():
-        raise ValueError(f"{folder} is not a library: it has no {FILE}. Make one: kiloword index PHOTOS --out DIR.")
+        raise ValueError(
+            f"{folder} is not a library: it has no {FILE}. Make one: kiloword index PHOTOS --model MODEL --out DIR."
+        )
     if path.stat().st_size > LARGEST or VERSION.encode() not in path.read_bytes():
         raise ValueError(f"the library {folder} is of another version of kiloword: index the photos in a new folder.")
     file = read_config(path, LibraryFile)

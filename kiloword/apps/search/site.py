@@ -48,7 +48,7 @@ SITE_POLICY = POLICY.replace("img-src", "img-src 'self'").replace("form-action '
 HEADERS = [  # of every answer
     ("Content-Security-Policy", f"{SITE_POLICY}; frame-ancestors 'none'"),
     ("X-Content-Type-Options", "nosniff"),
-    ("Referrer-Policy", "no-referrer"),
+    ("Referrer-Policy", "same-origin"),  # without one, browsers send a form as if it came from elsewhere
     ("Cross-Origin-Resource-Policy", "same-origin"),
     ("Cross-Origin-Opener-Policy", "same-origin"),
 ]
@@ -89,7 +89,7 @@ class Site:
         title = f"“{asked['q'].strip()[:200]}”"
         with self.one:
             found = by_text(library, self.matcher, asked["q"], SHOWN, within)
-            for tokens, read in self.matcher.tokenizer.cut([title], self.matcher.model.config.text).values():
+            for tokens, read in self.matcher.tokenizer.cut([asked["q"]], self.matcher.model.config.text).values():
                 about.append(f"The query has {tokens} tokens, of which the model reads {read}.")
             if "uncertainty" in library.features:
                 of_text = float(self.matcher.uncertainty(self.matcher.encode_text([asked["q"]]))[0])
@@ -113,6 +113,8 @@ class Site:
             async with request.form(max_files=1, max_fields=1) as form:
                 file = form.get("image")
                 image = await file.read() if isinstance(file, UploadFile) else b""
+        if not image:
+            raise HTTPException(400, "No photo came: choose a file.")
         return await run_in_threadpool(self._like, image)
 
     def _like(self, image: bytes) -> Response:

@@ -67,6 +67,8 @@ class Sweep:
             if not values or "" in values.split(",") or name in {"seed", "out", "dry-run", *settings}:
                 raise ValueError(f"--vary {word}: expected a setting of train with its values, as settings.k=1,16,32.")
             settings[name] = word.partition("=")[2].split(",")
+            if len(set(settings[name])) < len(settings[name]):
+                raise ValueError(f"--vary {word} names a value twice: give each value once.")
         if not settings:
             raise ValueError("sweep needs a setting to vary, such as --vary settings.k=1,16,32.")
         last = [name.rpartition(".")[2] for name in settings]

@@ -185,6 +185,7 @@ def test_a_dry_run_lists_the_arms_and_writes_nothing(tmp_path: Path, capsys: pyt
         (["--vary", "settings.k=0,1"], "--settings.k is 0"),
         (["--vary", "optim.lr=1e-3,-1"], "--optim.lr is -1.0"),
         (["--vary", "settings.k"], "settings.k=1,16"),
+        (["--vary", "settings.k=1,1"], "twice"),
         (["--vary", "settings.k=1", "--vary", "settings.k=2"], "--vary is given twice"),
         (["--vary", "seed=1,2"], "seed=1,2"),
         ([], "--vary settings.k"),
