@@ -82,4 +82,4 @@ def test_the_first_model_learns_is_found_and_leaves(tmp_path: Path, monkeypatch:
     assert float(figures["right colour"]) >= 50  # by chance 12.5
     assert float(figures["largest difference of a feature"]) < 1e-5
     assert (tmp_path / "first-model" / "search.html").is_file()
-    assert "12 photos, 128 dimensions" in said
+    assert "library: 12 photos" in said

@@ -225,7 +225,7 @@ def test_closed_lists_from_files_and_data(trained: Path, tmp_path: Path) -> None
         ("scenes:test?n=4", {"vqa": VqaOptions(decode="free")}, "no questions"),
         ("scenes:test?n=4", {}, "no questions"),
         (data, {"train": "scenes:train?n=4"}, "no questions"),
-        (Halves(None), {}, "no closed list"),
+        (Halves(None), {}, "no list of answers"),
         (Halves(broken=True), {}, "none of its 256 rows"),
     ]
     for source, options, word in wrong:
