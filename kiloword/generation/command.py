@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from kiloword.config.recipes import DataConfig
-from kiloword.config.settings import parse
+from kiloword.config.settings import parse, read_config
 from kiloword.data.edits import every_row
 from kiloword.data.joins import check_keys, sampled_images
 from kiloword.data.open import open_data
@@ -67,12 +67,16 @@ def main(
 ) -> None:
     """What the command line calls; prints. Ranks that torchrun started share the rows.
 
+    With "auto", a table that resumes keeps its precision.
+
     Errors: see `open_captioner`, `open_data` and `write_captions`.
     """
     options.check()
     if out.suffix.lower() not in ("", ".parquet", ".pq"):
         raise ValueError(f"{out}: captions are written as a parquet table: let --out end in .parquet.")
     device = choose(device)
+    if precision == "auto" and (begun := _begun(out)) is not None:
+        precision = begun.precision  # also where a GPU began and a CPU goes on
     with together(device):
         describer = open_captioner(model, device, precision, trust)
         describer.check(options)
@@ -119,7 +123,7 @@ def _write(
     """As `write_captions`. Ranks share the rows; only the first one writes and returns the numbers."""
     if batch < 1:
         raise ValueError(f"--batch is {batch}: expected at least 1.")
-    source, transform, folder = every_row(source), describer.transform, out.with_name(out.name + ".parts")
+    source, transform, folder = every_row(source), describer.transform, _parts(out)
 
     def read(batches: list[range]) -> Iterator[EvalBatch]:
         return eval_batches(
@@ -185,6 +189,16 @@ def _rows(images: EvalBatch, describer: Describer, options: GenerationOptions) -
 
 def _utf8(key: str) -> bool:
     return key == key.encode(errors="ignore").decode()
+
+
+def _parts(out: Path) -> Path:
+    return out.with_name(out.name + ".parts")
+
+
+def _begun(out: Path) -> CaptionFile | None:
+    """`CaptionFile` of a finished or unfinished table. Raises: ValueError for another file."""
+    path = _parts(out) / FILE
+    return _finished(out) or (read_config(path, CaptionFile) if path.is_file() else None)
 
 
 def _finished(path: Path) -> CaptionFile | None:

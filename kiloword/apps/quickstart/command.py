@@ -13,8 +13,8 @@ from tyro.conf import Positional
 class Quickstart:
     """Train on scenes, evaluate, write DIR/report.html. Takes 4 minutes on 2 CPU cores, 30 without bf16.
 
-    Five methods on your captioned photos, on frozen pretrained towers:
-
+    Examples:
+      kiloword quickstart --out quickstart
       kiloword quickstart photos --data photos/train
     """
 
