@@ -42,8 +42,6 @@ if TYPE_CHECKING:
 Score = Callable[[Features, Features], Tensor]
 """Images [i, ...] and texts [t, ...] -> [i, t], higher = better match: a head's `score`."""
 
-PairScore = Score  # n images and n texts, row by row: [n]; a head's `score_pairs`
-
 Panel = Callable[[slice], Tensor]
 """Scores [q, items] of rows of the queries."""
 

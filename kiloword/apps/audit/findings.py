@@ -54,7 +54,7 @@ class Finding:
     index: int = -1  # among the captions of the image; -1: no caption
     caption: str = ""
     score: float | None = None  # by kind: fit, correlation of pixels, share of images, margin
-    other: str = ""  # key of the image of which this one is a duplicate, or that has the caption too
+    other: str = ""  # key of the image that this one duplicates, or that has the caption too
     detail: str = ""
     image: int = -1  # in the data
     other_image: int = -1
@@ -105,7 +105,7 @@ def findings_of(
 
 
 def _first(order: np.ndarray, chosen: np.ndarray) -> list[int]:
-    """The chosen places, those of the smallest values first."""
+    """The chosen places, the smallest value first."""
     places = np.flatnonzero(chosen)
     found: list[int] = places[np.argsort(order[places], kind="stable")].tolist()
     return found

@@ -14,21 +14,21 @@ from torch import Tensor
 
 from kiloword.model.encoding import chunks
 
-TEMPERATURES = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2)  # of the softmax, of which the likeliest labels choose
+TEMPERATURES = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2)  # of the softmax; the one that makes the labels likeliest is taken
 LEAST = 3  # images of a class, below which it is not judged
 
 
 class WrongLabel(NamedTuple):
     """An image whose label another class fits better."""
 
-    margin: float  # probability of the label minus that of the suggested class
+    margin: float  # probability of the label minus probability of the suggested class
     image: int
     label: int
     suggested: int
 
 
 def wrong_labels(vectors: Tensor, labels: Tensor, chunk: int = 4096) -> list[WrongLabel]:
-    """Images of which the features say another class than the label, most certain first.
+    """Images whose features say another class than the label, most certain first.
 
     A class is likely for an image when its probability is at least the mean of those that carry its label. An image is
     flagged when another class is likely, and the likeliest of these is likelier than its label.

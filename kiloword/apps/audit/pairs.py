@@ -23,7 +23,7 @@ from kiloword.randomness import generator
 from kiloword.terminal.progress import track
 from kiloword.types import Features
 
-RANDOM_IMAGES, RANDOM_TEXTS = 1024, 2048  # of which all pairs are random pairs
+RANDOM_IMAGES, RANDOM_TEXTS = 1024, 2048  # drawn: all their pairs are random pairs
 LEAST = 8  # images, below which nothing stands out from the others
 
 Floats = NDArray[np.float64]
