@@ -5,7 +5,7 @@ unlink, mkdir, rmdir), and once more in the middle of every write. The same comm
 the same files with the same bytes and nothing beside them; in the cache folder, temporary files and rows of single tars
 may be left. Commands are forked from here, where torch is loaded.
 
-    python bench/crash.py [embed caption index index-in-cache mine import train] [--every 5]
+    python bench/crash.py [embed caption index index-in-cache library mine audit suite sweep import train] [--every 5]
 
 The printed number is of the points at which the command was killed; --every 5 tries each fifth.
 """
@@ -174,6 +174,19 @@ def cases(base: Path) -> dict[str, Case]:
             lambda f: verb("mine", scenes, "--features", features, "--out", f / "mined"),
             free=("mine.json", "report.html"),
         ),
+        "library": Case(
+            lambda f: verb("index", base / "images", "--model", model, "--out", f / "library", "--batch", 2)
+        ),
+        "audit": Case(lambda f: verb("audit", scenes, "--model", model, "--out", f / "audit"), free=("report.html",)),
+        "suite": Case(
+            lambda f: verb(
+                "eval", "suite", base / "two.toml", model, "--data", base, "--out", f / "done", "--json", f / "s.json"
+            )
+        ),
+        "sweep": Case(
+            lambda f: verb("sweep", *run.split()[1:], "--vary", "optim.lr=1e-3,1e-4", "--out", f / "sweep"),
+            free=(*WITH_TIMES, "sweep.html"),
+        ),
         "import": Case(lambda f: import_(base, f), twice=(0, 2)),  # 2: it is there already
         "train": Case(lambda f: verb(*run.split(), "--out", f / "run"), free=WITH_TIMES),
     }
@@ -189,6 +202,13 @@ def prepare(base: Path, verbs: Collection[str]) -> None:
     save_model(base / "coca", model, words, ModelFile(method="coca", settings={}, model=config))
     for shard in range(3):
         tar_of(base / "photos" / f"{shard}.tar", range(4 * shard, 4 * shard + 4))
+    (base / "images").mkdir()
+    for row in range(9):
+        Image.new("RGB", (32, 32), (20 * row, 99, 255 - 20 * row)).save(base / "images" / f"{row}.png")
+    data_set = '[[dataset]]\nname = "{0}"\ndata = ["{1}"]\ntask = "retrieval"\nmetric = "mean_recall@1"\n'
+    (base / "two.toml").write_text(
+        data_set.format("some", "scenes:test?n=8") + data_set.format("more", "scenes:test?n=12")
+    )
     if "mine" in verbs:
         verb("embed", base / "coca", "--data", "scenes?n=24&captions=2", "--out", base / "features")
     if "import" not in verbs:
