@@ -23,7 +23,7 @@ import tyro
 from docstring_parser import parse
 
 from kiloword.apps.plan.options import Plan
-from kiloword.apps.sweep.arms import SweepOptions
+from kiloword.apps.sweep.command import SweepOptions
 from kiloword.cli.evaluate import EvaluateSuite
 from kiloword.cli.evaluate import flags as words_of_task
 from kiloword.cli.main import VERBS, declared

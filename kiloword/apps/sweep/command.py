@@ -1,22 +1,51 @@
-"""The verb sweep: arms, which are runs of `train`, one for each combination of values and each seed."""
+"""The verb sweep: runs of `train`, one for each combination of values and each seed, and the table of their figures."""
 
 from __future__ import annotations
 
+import gc
 import itertools
-import os
 import re
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 import tyro
 
-from kiloword.apps.sweep.arms import Arm, SweepOptions, flag_of
-from kiloword.config.settings import check
-from kiloword.files import Lock
-from kiloword.methods.command import method_words, values_of
+from kiloword.config.settings import BaseSettings, check, setting
+from kiloword.errors import sentence_of
+from kiloword.files import Lock, write_json
+from kiloword.methods.command import values_of
+from kiloword.report import Page, Plot, Table, made_by, say_blocks, write_page
+from kiloword.runs.compare import Cell, cells_of
+from kiloword.runs.rows import read_object
+from kiloword.runs.run import MAIN, Run
 from kiloword.terminal import say, warn
 from kiloword.training import command as train
+
+Arm = dict[str, Any]
+"""An arm as sweep.json holds it: name (of its folder), values (setting -> value), seed, command (words of `train`) and
+eval; once it has run metrics or error."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepOptions(BaseSettings):
+    """Train once for every combination of values and every seed, then print a table: mean and standard deviation.
+
+    All other flags are those of `kiloword train` (kiloword train METHOD --help). The same command again resumes.
+
+    Examples:
+      kiloword sweep llip --vary settings.k=1,16,32,64 --seeds 3 --data scenes --eval retrieval=scenes:test --out runs/k
+      kiloword sweep clip-c --vary settings.rho=0.15,0.3 optim.lr=5e-4,1e-3 --data photos/train --out runs/rho
+    """
+
+    vary: tuple[str, ...] = setting((), "SETTING=VALUE,VALUE,...; several settings: every combination of their values")
+    seeds: int = setting(1, "number of seeds, counted from --seed", 1, 1000)
+    eval: tuple[str, ...] = setting((), "data sets to evaluate each model on: SRC or TASK=SRC, as --val of train")
+    metric: tuple[str, ...] = setting((), "metrics to print and plot; default: the main ones")
+    out: Path = setting(tyro.MISSING, "folder of the arms, sweep.json and sweep.html")
+    dry_run: bool = setting(False, "list the arms and their commands, and stop")
 
 
 def read(argv: Sequence[str]) -> Sweep:
@@ -31,17 +60,17 @@ class Sweep:
     """The words of a command line, read."""
 
     options: SweepOptions
-    words: Sequence[str]  # of `train`, which all arms share
+    words: list[str]  # of `train`, which all arms share
 
     def run(self) -> None:
-        """Run the arms that are not finished, and write the figures of all. Raises: ValueError as `results.run_all`."""
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            raise ValueError("sweep runs in one process: start each arm with torchrun, as sweep --dry-run lists them.")
-        method = method_words(self.words, "sweep llip --vary settings.k=1,16 --out runs/k").method
+        """Run the arms that are not finished, and write the figures of all; an arm that fails does not end the others.
+
+        Raises: ValueError for settings that `train` refuses, before anything is written; SystemExit(1) for failed arms.
+        """
         arms, options = self.arms(), self.options
         try:
-            for arm in arms[: len(arms) // options.seeds]:  # one message, before anything is written
-                train.read(arm["command"])
+            for arm in arms[: len(arms) // options.seeds]:
+                training = train.read(arm["command"])
         except ValueError as error:
             if not options.dry_run:
                 raise
@@ -50,36 +79,123 @@ class Sweep:
             say(f"{len(arms)} arms:")
             say(*(f"{arm['name']}: {shlex.join(['kiloword', 'train', *arm['command']])}" for arm in arms))
             return
-        from kiloword.apps.sweep.results import Results
+        from kiloword.methods.registry import preset
+        from kiloword.training.signals import Stopped
+        from kiloword.training.validation.sets import open_sets
 
-        results = Results(options, method, self.words)  # opens the data of --eval before anything is written
+        sets = open_sets(options.eval, "questions" in preset(training.words.method).needs, None, "--eval")
         with Lock(options.out, "sweeping in"):
-            results.run(arms)
+            known: dict[str, Arm] = {
+                arm["name"]: arm for arm in read_object(options.out / "sweep.json").get("arms", [])
+            }
+            todo = [arm for arm in arms if not self._counts(known.get(arm["name"], {}))]
+            say(f"{len(arms) - len(todo)} of {len(arms)} arms are finished, {len(todo)} to do")
+            for arm in todo:
+                say(f"arm {arm['name']}")
+                try:
+                    known[arm["name"]] = arm | {"metrics": _metrics(arm, options.out / arm["name"], sets)}
+                except Stopped:
+                    raise
+                except Exception as e:
+                    known[arm["name"]] = arm | {"error": sentence_of(e) or f"{type(e).__name__}: {e}"}
+                    warn(f"arm {arm['name']} failed: {known[arm['name']]['error']}")
+                self._write(known)
+                gc.collect()
+            table = self._write(known)
+        say_blocks([table])
+        say(f"page: {options.out / 'sweep.html'}")
+        if failed := [arm["name"] for arm in arms if "error" in known[arm["name"]]]:
+            say(f"{len(failed)} of {len(arms)} arms failed: {', '.join(failed)}")
+            raise SystemExit(1)
 
     def arms(self) -> list[Arm]:
-        """All arms, seed by seed, so that a sweep that is not finished has a whole table of fewer seeds.
-
-        Raises: ValueError for settings that cannot be varied.
-        """
+        """All arms, seed by seed, so that a sweep that is not finished has a whole table of fewer seeds."""
         settings: dict[str, list[str]] = {}
         for word in self.options.vary:
-            name, _, values = word.removeprefix("--").replace("_", "-").partition("=")
-            if not values or "" in values.split(",") or name in {"seed", "out", "dry-run", *settings}:
+            name, _, values = word.removeprefix("--").partition("=")
+            settings[name.replace("_", "-")] = values.split(",")
+            if not values or name in ("seed", "out", "dry-run"):
                 raise ValueError(f"--vary {word}: expected a setting of train with its values, as settings.k=1,16,32.")
-            settings[name] = word.partition("=")[2].split(",")
-            if len(set(settings[name])) < len(settings[name]):
-                raise ValueError(f"--vary {word} names a value twice: give each value once.")
         if not settings:
             raise ValueError("sweep needs a setting to vary, such as --vary settings.k=1,16,32.")
-        last = [name.rpartition(".")[2] for name in settings]
-        short = [name if last.count(end) > 1 else end for name, end in zip(settings, last, strict=True)]
         first, arms = int((values_of(self.words, "--seed") or ("0",))[0]), list[Arm]()
-        combinations = list(itertools.product(*settings.values()))
+        combinations = list(itertools.product(*map(dict.fromkeys, settings.values())))
         for seed, chosen in itertools.product(range(first, first + self.options.seeds), combinations):
-            parts = [*map("=".join, zip(short, chosen, strict=True)), f"seed={seed}"]
-            name = re.sub(r"[^\w.=,+-]", "_", ",".join(parts))
-            varied = dict(zip(settings, chosen, strict=True))
-            words = [*self.words, *(word for one in varied.items() for word in flag_of(*one)), "--seed", str(seed)]
-            arm = {"name": name, "command": [*words, "--out", str(self.options.out / name)]}
-            arms.append(arm | {"eval": [*self.options.eval], "values": varied, "seed": seed})
+            varied, words = dict(zip(settings, chosen, strict=True)), [*self.words]
+            for name, value in varied.items():
+                path, dot, last = name.rpartition(".")
+                switch = {"true": f"--{name}", "false": f"--{path}{dot}no-{last}"}.get(value.lower())
+                words += [switch] if switch else [f"--{name}", value]
+            name = re.sub(r"[^\w.=,+-]", "_", f"{_named(varied, '=')},seed={seed}")
+            command = [*words, "--seed", str(seed), "--out", str(self.options.out / name)]
+            evaluated = {"command": command, "eval": [*self.options.eval]}
+            arms.append({"name": name, "values": varied, "seed": seed, **evaluated})
         return arms
+
+    def _counts(self, arm: Arm) -> bool:
+        """Whether an arm of sweep.json is finished, by the same flags and evaluation."""
+        same = arm.get("command", [])[: len(self.words)] == self.words and arm.get("eval") == [*self.options.eval]
+        return same and "metrics" in arm
+
+    def _write(self, known: dict[str, Arm]) -> Table:
+        """Write sweep.json and sweep.html. Returns: the table, a row for each combination of values."""
+        out, alike = self.options.out, dict[tuple[tuple[str, str], ...], list[dict[str, float]]]()
+        for arm in filter(self._counts, known.values()):
+            alike.setdefault(tuple(arm["values"].items()), []).append(arm["metrics"])
+        groups = [(dict(values), cells_of(runs)) for values, runs in alike.items()]
+        plain = [{"values": values, "metrics": {n: asdict(c) for n, c in cells.items()}} for values, cells in groups]
+        write_json(out / "sweep.json", {"format": "kiloword-sweep-1", "arms": [*known.values()], "table": plain})
+        names = dict.fromkeys(name for _, cells in groups for name in cells)
+        metrics = self.options.metric or [name for name in names if f"/{name}".endswith(MAIN)] or ["loss"]
+        rows = [
+            [_named(values, " "), cells["loss"].n, *(str(cells.get(m, "-")) for m in metrics)]
+            for values, cells in groups
+        ]
+        table = Table(rows, ["", "n", *metrics])
+        plots = [_plot(groups, metric) for metric in metrics if groups]
+        about = "Mean over n seeds ± standard deviation of the sample."
+        write_page(out / "sweep.html", Page("Sweep", about, {"Figures": [table, *plots]}, made_by()))
+        return table
+
+
+def _named(values: dict[str, str], between: str) -> str:
+    return ",".join(f"{name.rpartition('.')[2]}{between}{value}" for name, value in values.items())
+
+
+def _metrics(arm: Arm, folder: Path, sets: Sequence[Any]) -> dict[str, float]:
+    """Train an arm: its last loss and validation, and metrics on the sets of --eval; of several "NAME/METRIC"."""
+    from kiloword.api import load
+    from kiloword.data.open import open_data
+    from kiloword.distributed.device import choose
+    from kiloword.training.validation.sets import judged
+
+    training = train.read(arm["command"])
+    training.run()
+    metrics = {n: c[1][-1] for n, c in Run(folder).curves.items() if n == "loss" or n.startswith("val/")}
+    if sets:
+        args, method = training.args, training.words.method
+        own, trust = method if ":" in method else None, "--trust-code" in arm["command"]
+        device = choose(args.options.device)
+        matcher = load(folder / "model", device=device, precision="auto", method=own, trust_code=trust)
+        data = open_data(args.recipe.data)  # the answers that vqa may give
+        for one in sets:
+            start = f"{one.name}/" if len(sets) > 1 else ""
+            metrics |= {f"{start}{name}": value for name, value in judged(matcher, one, data).items()}
+    return metrics
+
+
+def _plot(groups: Sequence[tuple[dict[str, str], dict[str, Cell]]], metric: str) -> Plot:
+    """The metric against the first setting, a line for each combination of the others."""
+    first = next(iter(groups[0][0]))
+
+    def draw(axes: Any) -> None:
+        lines: dict[str, list[tuple[str, float, float]]] = {}
+        for values, cells in groups:
+            others = _named({name: value for name, value in values.items() if name != first}, " ")
+            if cell := cells.get(metric):
+                lines.setdefault(others, []).append((values.get(first, "-"), cell.mean, cell.std or 0.0))
+        for others, points in lines.items():
+            axes.errorbar(*zip(*points, strict=True), marker="o", capsize=3, label=others or None)
+        axes.set(xlabel=first, ylabel=metric)
+
+    return Plot(draw, f"{metric} over {first}")
