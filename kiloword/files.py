@@ -143,15 +143,15 @@ class Lock:
 
 
 def held(folder: Path) -> bool:
-    """Whether a process of this machine holds the `Lock` of a folder."""
+    """Whether a process of this machine holds the `Lock` of a folder, by what the lock's file says."""
     try:
-        with (folder / LOCK).open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:  # no lock
+        process, _, machine = (folder / LOCK).read_text(encoding="utf-8").removeprefix("process ").partition(" on ")
+        os.kill(int(process), 0)
+    except PermissionError:  # of another user
+        pass
+    except (OSError, ValueError):  # no lock, or its process has ended
         return False
-    return False
+    return machine == socket.gethostname()
 
 
 def is_taken(path: Path) -> bool:

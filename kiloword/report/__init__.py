@@ -16,7 +16,7 @@ from kiloword.report.blocks import (
     plain,
 )
 from kiloword.report.pictures import image_data, thumbnail
-from kiloword.report.render import duration, html, made_by, percent, say_blocks, write_page
+from kiloword.report.render import duration, html, made_by, percent, say_blocks, utc, write_page
 
 __all__ = [
     "Beside",
@@ -39,5 +39,6 @@ __all__ = [
     "plain",
     "say_blocks",
     "thumbnail",
+    "utc",
     "write_page",
 ]

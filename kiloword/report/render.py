@@ -139,7 +139,7 @@ def made_by(models: Sequence[str] = (), data: str = "") -> dict[str, Any]:
         "Model" if len(models) == 1 else "Models": ", ".join(map(_named, models)),
         "Data": data,
         "Version": f"kiloword {__version__}",
-        "Date": _utc(time.time()),
+        "Date": utc(time.time()),
     }
 
 
@@ -149,10 +149,11 @@ def _named(model: str) -> str:
     if not weights.is_file():
         return model
     file = weights.stat()
-    return f"{model} ({file.st_size / 1e6:,.1f} MB, written {_utc(file.st_mtime)})"
+    return f"{model} ({file.st_size / 1e6:,.1f} MB, written {utc(file.st_mtime)})"
 
 
-def _utc(seconds: float) -> str:
+def utc(seconds: float) -> str:
+    """Seconds since 1970 as a date and time."""
     return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))
 
 

@@ -1,1 +1,1 @@
-"""Watching runs: curves in the terminal, alerts, a mirror for TensorBoard. No torch here."""
+"""Runs as they train and beside each other: rows, alerts, trackers, compare, watch. No torch here."""

@@ -1,4 +1,4 @@
-"""The verb compare: runs beside each other, those that differ in their seed alone as one group. No torch at import."""
+"""The verb compare: runs beside each other, those that differ in their seed alone as one group."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ from kiloword.terminal import say, warn
 FORMAT = "kiloword-compare-1"
 SAME = ("seed", "micro", "chunk", "data.bad_share", "data.workers")  # settings in which the runs of a group may differ
 INTRO = (
-    "Runs that differ in their seed alone are one group, named by its first run: its figures are means ± the standard "
-    "deviation of the sample over its n runs, its curves are means. Losses of different methods or batch sizes are "
-    "different quantities: compare the metrics."
+    "Runs that differ in their seed alone are one group, named by its first run: means over n runs ± the standard "
+    "deviation of the sample. Losses of different methods or batch sizes are different quantities."
 )
 
 
@@ -49,22 +48,20 @@ class Compare:
         if len(runs) < 2:
             raise ValueError(f"compare found {count(len(runs), 'run')} with rows: expected at least two.")
         groups = groups_of(runs)
-        names = [group.name for group in groups]
         paths = dict.fromkeys(path for group in groups for path in group.settings)
         settings = [[p, *(value_of(g.settings[p]) if p in g.settings else None for g in groups)] for p in paths]
-        main = list(dict.fromkeys([*map(loss_of, runs), *(name for run in runs for name in main_metrics(run))]))
+        states = [[group.name, run.name, run.state, run.step] for group in groups for run in group.runs]
         sections: dict[str, list[Block]] = {
-            "Runs": [Table([_about(group) for group in groups], ["group", "n", "steps", "not finished", "runs"])],
-            "Settings that differ": [Table(settings, ["setting", *names])],
-            "Last values": [table(groups, main)],
+            "Runs": [Table(states, ["group", "run", "state", "step"])],
+            "Settings that differ": [Table(settings, ["setting", *(group.name for group in groups)])],
+            "Last values": [table(groups, list(dict.fromkeys(name for group in groups for name in group.cells)))],
         }
         for title, blocks in sections.items():
             say("", title)
             say_blocks(blocks)
         if self.json is not None:
-            write_json(self.json, {"format": FORMAT, "groups": [as_plain(group) for group in groups]})
+            write_json(self.json, {"format": FORMAT, "groups": [_as_plain(group) for group in groups]})
         if self.html is not None:
-            sections["Last values"] = [table(groups, list(dict.fromkeys(m for group in groups for m in group.cells)))]
             sections["Curves"] = [Beside(list(_curves(groups)))]
             write_page(self.html, Page(f"{len(runs)} runs beside each other", INTRO, sections, made_by()))
 
@@ -83,11 +80,11 @@ class Cell:
 
 def cells_of(runs: Sequence[Mapping[str, float]]) -> dict[str, Cell]:
     """Each metric over those runs that have it."""
-    known = {name: [run[name] for run in runs if name in run] for name in dict.fromkeys(n for run in runs for n in run)}
-    return {
-        name: Cell(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None, len(values))
-        for name, values in known.items()
-    }
+    known: dict[str, list[float]] = {}
+    for run in runs:
+        for name, value in run.items():
+            known.setdefault(name, []).append(value)
+    return {n: Cell(statistics.fmean(v), statistics.stdev(v) if len(v) > 1 else None, len(v)) for n, v in known.items()}
 
 
 @dataclass(frozen=True)
@@ -102,75 +99,70 @@ class Group:
 
 def groups_of(runs: Sequence[Run]) -> list[Group]:
     """The runs by their recipe, in their order, each group with the settings that tell it from the others."""
-    alike: dict[str, list[Run]] = {}
-    flat: dict[str, dict[str, Any]] = {}
-    for run in runs:
-        settings = {path: value for path, value in leaves_of(run.recipe) if path and path not in SAME}
-        key = json.dumps(settings or str(run.folder))  # a run without its settings is like no other
-        flat[key] = settings
-        alike.setdefault(key, []).append(run)
-    paths = dict.fromkeys(path for settings in flat.values() for path in settings)
-    differ = [p for p in paths if len({json.dumps(s[p]) if p in s else "" for s in flat.values()}) > 1]
+    flat = [{path: json.dumps(value) for path, value in leaves_of(r.recipe) if path and path not in SAME} for r in runs]
+    paths = dict.fromkeys(path for settings in flat for path in settings)
+    differ = [path for path in paths if len({settings.get(path) for settings in flat}) > 1]
     if "size" in differ:  # a size implies all of these
-        differ = [p for p in differ if not p.startswith("model.")]
-    every = ((members, {p: flat[key][p] for p in differ if p in flat[key]}) for key, members in alike.items())
-    return [Group(of[0].name, settings, cells_of([last_values(run) for run in of]), of) for of, settings in every]
+        differ = [path for path in differ if not path.startswith("model.")]
+    alike: dict[str, list[Run]] = {}
+    for run, settings in zip(runs, flat, strict=True):
+        alike.setdefault(str(settings or run.folder), []).append(run)  # a run without settings is like no other
+    groups = []
+    for members in alike.values():
+        settings = dict(leaves_of(members[0].recipe))
+        chosen = {path: settings[path] for path in differ if path in settings}
+        groups.append(Group(members[0].name, chosen, cells_of(list(map(last_values, members))), members))
+    return groups
 
 
-def loss_of(run: Run) -> str:
-    """The name of a run's loss: losses of other methods or batches are other quantities."""
-    return f"loss of {run.recipe.get('method', 'its method')}, batch {run.batch}"
+def series(run: Run) -> dict[str, Curve]:
+    """Losses, validation and speed of a run. The loss of another method or batch size has another name: it is another
+    quantity."""
+    loss = f"loss of {run.recipe.get('method', 'its method')}, batch {run.batch}"
+    names = [*run.losses, *(name for name in run.curves if name.startswith("val/")), *SPEED]
+    return {
+        loss if name == "loss" else name.removeprefix("val/"): run.curves[name] for name in names if name in run.curves
+    }
 
 
 def last_values(run: Run) -> dict[str, float]:
-    """The last values of the loss, its terms and validation, and the speed over the whole run."""
-    names = [*run.losses, *(name for name in run.curves if name.startswith("val/"))]
-    values = {loss_of(run) if n == "loss" else n.removeprefix("val/"): run.curves[n][1][-1] for n in names}
-    return values | ({"pairs_per_s": run.step * run.batch / run.seconds} if run.seconds else {})
-
-
-def main_metrics(run: Run) -> list[str]:
-    """Those of the short table: the main metrics of validation and recall@10, speed."""
-    recalls = [name for name in run.curves if name.endswith("recall@10")]
-    return [*(name.removeprefix("val/") for name in [*run.validation, *recalls]), "pairs_per_s"]
+    """The last value of each metric; of the speed the mean over the run."""
+    return {name: curve[1][-1] for name, curve in series(run).items()} | {"pairs_per_s": run.speed}
 
 
 def table(groups: Sequence[Group], metrics: Sequence[str]) -> Table:
-    """Metrics of groups: a row a group, or a row a metric where there are more of these."""
-    rows = [[g.name, *(str(g.cells[m]) if m in g.cells else None for m in metrics)] for g in groups]
+    """Metrics of groups and the number n of their runs: a row a group, or a row a metric where these are more."""
+    rows = [
+        [
+            g.name,
+            max(cell.n for cell in g.cells.values()),
+            *(str(g.cells[m]) if m in g.cells else None for m in metrics),
+        ]
+        for g in groups
+    ]
     if len(metrics) < len(groups):
-        return Table(rows, ["", *metrics])
-    return Table(list(zip(metrics, *(row[1:] for row in rows), strict=True)), ["", *(group.name for group in groups)])
+        return Table(rows, ["", "n", *metrics])
+    turned = list(zip(["", "n", *metrics], *rows, strict=True))
+    return Table(turned[1:], ["", *(group.name for group in groups)])
 
 
-def _about(group: Group) -> list[object]:
-    steps, unfinished = sorted({run.step for run in group.runs}), sum(run.state != "finished" for run in group.runs)
-    span = " to ".join(f"{step:,}" for step in dict.fromkeys([steps[0], steps[-1]]))
-    return [group.name, len(group.runs), span, unfinished, ", ".join(run.name for run in group.runs)]
-
-
-def as_plain(group: Group) -> dict[str, Any]:
-    """A group as JSON holds it."""
+def _as_plain(group: Group) -> dict[str, Any]:
     runs = [{"folder": str(run.folder), "state": run.state, "step": run.step} for run in group.runs]
     cells = {name: asdict(one) for name, one in group.cells.items()}
     return {"name": group.name, "runs": runs, "settings": dict(group.settings), "metrics": cells}
 
 
 def _curves(groups: Sequence[Group]) -> Iterator[Plot]:
-    """A plot a metric with a line a group: each kind of loss with its terms, validation, speed."""
+    """A plot a metric with a line a group: losses with their terms, the main metrics of validation, speed."""
     runs = [run for group in groups for run in group.runs]
-    for kind in dict.fromkeys(map(loss_of, runs)):
-        alike = [group for group in groups if loss_of(group.runs[0]) == kind]
-        for name in dict.fromkeys(name for group in alike for run in group.runs for name in run.losses):
-            yield curve_plot(
-                name, {group.name: mean_curve(group.runs, name) for group in alike}, f"{name} of {kind[8:]}"
-            )
-    for name in dict.fromkeys([*(name for run in runs for name in run.validation), *SPEED]):
-        yield curve_plot(name, {group.name: mean_curve(group.runs, name) for group in groups})
+    rest = {name[4:] for run in runs for name in run.curves if name.startswith("val/") and name not in run.validation}
+    for name in dict.fromkeys(name for run in runs for name in series(run) if name not in rest):
+        lines = {group.name: mean_curve(group.runs, name) for group in groups}
+        yield curve_plot(name, {group: curve for group, curve in lines.items() if len(curve[0])})
 
 
 def mean_curve(runs: Sequence[Run], name: str) -> Curve:
     """The mean of those runs that have a metric, at the steps that all of them have so far."""
-    curves = [dict(zip(*run.curves[name], strict=True)) for run in runs if name in run.curves]
+    curves = [dict(zip(*of[name], strict=True)) for of in map(series, runs) if name in of]
     steps = [step for step in curves[0] if all(step in curve for curve in curves)] if curves else []
     return steps, [statistics.fmean(curve[step] for curve in curves) for step in steps]

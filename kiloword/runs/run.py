@@ -1,4 +1,4 @@
-"""A run as its folder shows it: settings, curves, alerts, and whether it still runs. No torch here."""
+"""A run as its folder shows it: settings, curves, alerts, and whether it still runs."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import math
 import time
 from array import array
 from collections.abc import Sequence
-from contextlib import suppress
-from itertools import pairwise
 from pathlib import Path
+from statistics import harmonic_mean
 from typing import Any
 
 from kiloword.files import LOCK, held
@@ -16,11 +15,12 @@ from kiloword.runs.alerts import Alerts
 from kiloword.runs.rows import ROWS, number, objects, read_object
 
 ERROR = "error.json"  # why a run ended; removed when it continues
-RECENT = 60.0  # seconds since the last row of a run that may have been killed
+RECENT = 60.0  # seconds since the last row of a run on another machine
 MAIN = ("recall@1", "/accuracy", "/acc1", "/mean_average_precision", "/cider")  # ends of the main metrics of validation
-SPEED = ("pairs_per_s", "data_wait", "memory", "gradient_norm", "lr", "scale", "bias")
+SPEED = ("pairs_per_s", "data_wait", "memory")
+OPTIMIZATION = ("gradient_norm", "lr", "scale", "bias")
 COUNTS = ("step", "epoch", "time", "restarts", "skipped", "truncated", "captions", "save_s", "stopped_early")
-NO_LOSS = (*SPEED, *COUNTS, "skipped_steps", "slowest_data_wait", "loader_pairs_per_s", "mined_share")
+NO_LOSS = {*SPEED, *OPTIMIZATION, *COUNTS, "skipped_steps", "slowest_data_wait", "loader_pairs_per_s", "mined_share"}
 Curve = tuple[Sequence[float], Sequence[float]]
 """Steps and values [N]."""
 
@@ -36,51 +36,43 @@ class Run:
 
     def __init__(self, folder: Path, name: str = "") -> None:
         self.folder, self.name = folder, name or folder.absolute().name
-        self._file, self._end = 0, 0
+        self._file = self._end = 0
         self.update()
 
     def update(self) -> None:
         """Read the rows that are new, all of them where a resumed run has written its file again."""
         recipe = read_object(self.folder / "config.json").get("recipe")
         self.recipe: dict[str, Any] = recipe if isinstance(recipe, dict) else {}
+        self.batch = int(self.recipe.get("batch", 1))
         self.error = str(read_object(self.folder / ERROR).get("error", ""))
         self.best = read_best(self.folder)
         path = self.folder / ROWS
         file = path.stat().st_ino if path.is_file() else 0
         if file != self._file or not file:
-            self._file, self._end = file, 0
-            self.last: dict[str, Any] = {}  # the newest value of every metric
+            self._file, self._end, self.step = file, 0, 0
             self.curves: dict[str, tuple[array[float], array[float]]] = {}
-            limits = {**(self.recipe.get("data") or {}), **(self.recipe.get("settings") or {})}
-            self.alerts = Alerts(self.batch, limits.get("bad_share", 0.01), limits.get("max_scale"))
+            self.alerts = Alerts(self.batch, (self.recipe.get("data") or {}).get("bad_share", 0.01))
         rows, self._end = objects(path, self._end)
         for row in rows:
-            if type(row.get("step")) is int:
-                self._add(row)
+            if type(row.get("step")) is not int:
+                continue
+            self.step = row["step"]
+            self.alerts.add(row)
+            for name in row:
+                if (value := number(row, name)) is not None:
+                    steps, values = self.curves.setdefault(name, (array("d"), array("d")))
+                    steps.append(self.step)
+                    values.append(value)
 
-    def _add(self, row: dict[str, Any]) -> None:
-        self.last |= row
-        self.alerts.add(row)
-        for name in row:
-            if (value := number(row, name)) is not None:
-                steps, values = self.curves.setdefault(name, (array("d"), array("d")))
-                steps.append(row["step"])
-                values.append(value)
-
-    @property
-    def step(self) -> int:
-        return int(self.last.get("step", 0))
+    def last(self, name: str) -> float | None:
+        """The newest value of a metric."""
+        return self.curves[name][1][-1] if name in self.curves else None
 
     @property
-    def batch(self) -> int:
-        return int(self.recipe.get("batch", 1))
-
-    @property
-    def seconds(self) -> float:
-        """Time that the steps took, without validation, from the rate of every row; 0.0 without rows."""
-        steps, rates = self.curves.get("pairs_per_s", ((), ()))
-        parts = zip(pairwise([0.0, *steps]), rates, strict=True)
-        return float(sum((b - a) * self.batch / rate for (a, b), rate in parts if rate > 0))
+    def speed(self) -> float:
+        """Pairs a second over the whole run without validation; 0.0 without rows."""
+        rates = self.curves.get("pairs_per_s", ((), ()))[1]
+        return harmonic_mean(rates) if rates else 0.0
 
     @property
     def state(self) -> str:
@@ -89,15 +81,11 @@ class Run:
             return "failed"
         if held(self.folder):
             return "running"
-        saved = max((int(path.stem[5:]) for path in (self.folder / "state").glob("step-*.json")), default=self.step)
-        ended = self.step >= (self.recipe.get("steps") or math.inf) or "stopped_early" in self.curves
-        if ended and saved >= self.step:
+        if self.step >= (self.recipe.get("steps") or math.inf) or "stopped_early" in self.curves:
             return "finished"
-        with suppress(OSError):  # no lock, or no row
-            lock, rows = (self.folder / LOCK).stat(), (self.folder / ROWS).stat()
-            if time.time() - max(lock.st_mtime, rows.st_mtime) < RECENT:  # of another machine, or killed just now
-                return "running"
-        return "stopped"
+        lock, rows = self.folder / LOCK, self.folder / ROWS
+        there = lock.exists() and rows.exists() and time.time() - rows.stat().st_mtime < RECENT
+        return "running" if there else "stopped"
 
     @property
     def losses(self) -> list[str]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 import re
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +23,7 @@ EXTRAS = {"tensorboard": "log", "wandb": "wandb", "mlflow": "mlflow"}  # library
 FILE = "tracking.json"  # of a run's folder: its names on the servers
 PROJECT = "kiloword"
 SECONDS = 15  # that a server has for an answer
-PARAMS, LONGEST = 90, 500  # MLflow's limits: parameters of a request, characters of a value
+PARAMS = 90  # of a request, of which MLflow takes 100
 
 
 def check_installed(kind: Kind) -> None:
@@ -31,113 +32,96 @@ def check_installed(kind: Kind) -> None:
         raise ValueError(needs(f"--log-to {kind}", kind, EXTRAS[kind], ", or omit it."))
 
 
-def values_of(row: Row) -> dict[str, float]:
-    """The finite numbers of a row that have a curve."""
-    values = {name: number(row, name) for name in row if name not in ("step", "time", "restarts")}
-    return {name: value for name, value in values.items() if value is not None}
+@dataclass(frozen=True)
+class Tracker:
+    """A run at a tracker. All raise what the library raises where a server does not answer."""
 
-
-def _names(folder: Path) -> dict[str, str]:
-    """The names of a run at its trackers. A folder that was copied or moved is another run."""
-    here, names = str(folder.absolute()), read_object(folder / FILE)
-    return names if names.get("folder", here) == here else {}
-
-
-def _keep_name(folder: Path, **names: str) -> None:
-    write_json(folder / FILE, {**_names(folder), "folder": str(folder.absolute()), **names})
-
-
-class _TensorBoard:
-    """Event files of which later ones replace the steps that a resumed run does again."""
-
-    def __init__(self, folder: Path, step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self.after = step if any(folder.glob("events.out.*")) else 0
-        self.writer: Any = SummaryWriter(str(folder), purge_step=self.after + 1)
+    first: int  # step that it does not have yet
+    log: Callable[[dict[str, float], Row], object]
+    close: Callable[[bool], object]  # told whether the run ended well
 
     def send(self, rows: Sequence[Row]) -> None:
+        """Send the finite numbers of the rows that are new."""
         for row in rows:
-            if row["step"] > self.after:
-                for name, value in values_of(row).items():
-                    self.writer.add_scalar(name, value, row["step"], walltime=number(row, "time"))
-        self.writer.flush()
-
-    def close(self, finished: bool) -> None:
-        self.writer.close()
-
-
-class _Wandb:
-    """A run of Weights & Biases, whose steps only ascend."""
-
-    def __init__(self, folder: Path) -> None:
-        import wandb
-
-        name = _names(folder).get("wandb") or uuid.uuid4().hex[:16]
-        _keep_name(folder, wandb=name)
-        self.run: Any = wandb.init(
-            id=name,
-            resume="allow",
-            project=os.environ.get("WANDB_PROJECT", PROJECT),
-            name=folder.absolute().name,
-            dir=str(folder),
-            config=read_object(folder / "config.json").get("recipe"),
-            settings=wandb.Settings(
-                init_timeout=SECONDS, console="off", silent=True, disable_git=True, save_code=False
-            ),
-        )
-        self.first = int(self.run.step)
-
-    def send(self, rows: Sequence[Row]) -> None:
-        for row in rows:
+            values = {name: number(row, name) for name in row if name not in ("step", "time", "restarts")}
             if row["step"] >= self.first:
-                self.run.log(values_of(row), step=row["step"])
-
-    def close(self, finished: bool) -> None:
-        self.run.finish(exit_code=0 if finished else 1)
-
-
-class _Mlflow:
-    """A run of MLflow, which keeps whatever it gets: of each metric the last step that it has is asked for."""
-
-    def __init__(self, folder: Path) -> None:
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", str(SECONDS))
-        import mlflow
-
-        self.mlflow, name = mlflow, _names(folder).get("mlflow")
-        if name is None:
-            mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT))
-        run = mlflow.start_run(run_id=name, run_name=folder.absolute().name)
-        history = mlflow.MlflowClient().get_metric_history
-        self.last = {key: max(m.step for m in history(run.info.run_id, key)) for key in run.data.metrics}
-        if name is None:
-            _keep_name(folder, mlflow=run.info.run_id)
-            recipe = leaves_of(read_object(folder / "config.json").get("recipe"))
-            params = [(_key(path), str(value)[:LONGEST]) for path, value in recipe]
-            for first in range(0, len(params), PARAMS):
-                mlflow.log_params(dict(params[first : first + PARAMS]))
-
-    def send(self, rows: Sequence[Row]) -> None:
-        for row in rows:
-            values = {_key(name): value for name, value in values_of(row).items()}
-            new = {key: value for key, value in values.items() if row["step"] > self.last.get(key, -1)}
-            self.mlflow.log_metrics(new, step=row["step"])
-
-    def close(self, finished: bool) -> None:
-        self.mlflow.end_run("FINISHED" if finished else "KILLED")
-
-
-Tracker = _TensorBoard | _Wandb | _Mlflow
-"""One run at a tracker: `send` skips rows that it has, `close` says whether the run ended well. All raise whatever the
-library raises when a server does not answer."""
+                self.log({name: value for name, value in values.items() if value is not None}, row)
 
 
 def opened(kind: Kind, folder: Path, step: int) -> Tracker:
     """The run in a folder at a tracker, new or found again. Args: step: from which the run goes on."""
-    if kind == "tensorboard":
-        return _TensorBoard(folder / kind, step)
-    return _Wandb(folder) if kind == "wandb" else _Mlflow(folder)
+    return {"tensorboard": _tensorboard, "wandb": _wandb, "mlflow": _mlflow}[kind](folder, step)
+
+
+def _tensorboard(folder: Path, step: int) -> Tracker:
+    """Event files of which later ones replace the steps that a resumed run does again."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    folder = folder / "tensorboard"
+    first = step + 1 if any(folder.glob("events.out.*")) else 1
+    writer: Any = SummaryWriter(str(folder), purge_step=first)
+
+    def log(values: dict[str, float], row: Row) -> None:
+        for name, value in values.items():
+            writer.add_scalar(name, value, row["step"], walltime=number(row, "time"))
+        writer.flush()
+
+    return Tracker(first, log, lambda _: writer.close())
+
+
+def _wandb(folder: Path, step: int) -> Tracker:
+    """A run of Weights & Biases, whose steps only ascend."""
+    import wandb
+
+    name = _known(folder).get("wandb") or uuid.uuid4().hex[:16]
+    _keep(folder, wandb=name)
+    run: Any = wandb.init(
+        id=name,
+        resume="allow",
+        project=os.environ.get("WANDB_PROJECT", PROJECT),
+        name=folder.absolute().name,
+        dir=str(folder),
+        config=read_object(folder / "config.json").get("recipe"),
+        settings=wandb.Settings(init_timeout=SECONDS, console="off", silent=True, disable_git=True),
+    )
+    return Tracker(
+        int(run.step),
+        lambda values, row: run.log(values, step=row["step"]),
+        lambda finished: run.finish(exit_code=0 if finished else 1),
+    )
+
+
+def _mlflow(folder: Path, step: int) -> Tracker:
+    """A run of MLflow, which keeps whatever it gets: the last step that it has is asked for."""
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", str(SECONDS))
+    import mlflow
+
+    name = _known(folder).get("mlflow")
+    if name is None:
+        mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT))
+    run = mlflow.start_run(run_id=name, run_name=folder.absolute().name)
+    there = [m.step for key in run.data.metrics for m in mlflow.MlflowClient().get_metric_history(run.info.run_id, key)]
+    if name is None:
+        _keep(folder, mlflow=run.info.run_id)
+        params = {_key(p): str(v) for p, v in leaves_of(read_object(folder / "config.json").get("recipe"))}
+        for first in range(0, len(params), PARAMS):
+            mlflow.log_params(dict(list(params.items())[first : first + PARAMS]))
+    return Tracker(
+        max(there, default=-1) + 1,
+        lambda values, row: mlflow.log_metrics({_key(n): v for n, v in values.items()}, step=row["step"]),
+        lambda finished: mlflow.end_run("FINISHED" if finished else "KILLED"),
+    )
+
+
+def _known(folder: Path) -> dict[str, str]:
+    """The names of a run at its trackers. A folder that was copied or moved is another run."""
+    names = read_object(folder / FILE)
+    return names if names.get("folder") == str(folder.absolute()) else {}
+
+
+def _keep(folder: Path, **name: str) -> None:
+    write_json(folder / FILE, {**_known(folder), "folder": str(folder.absolute()), **name})
 
 
 def _key(name: str) -> str:

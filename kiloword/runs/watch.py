@@ -1,4 +1,4 @@
-"""The verb watch: the last row and the alerts of runs, until they end. No torch at import: help is instant."""
+"""The verb watch: the last row and the alerts of runs, until they end."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import harmonic_mean
 
 from kiloword.config.execution import Some
 from kiloword.runs.run import Run, find
 from kiloword.terminal import say, shown
-from kiloword.terminal.progress import Pace, duration
+from kiloword.terminal.progress import duration
 
+EVERY = 2.0  # seconds between two looks
 SHOWN = {  # metrics of the last row, and how they are shown
     "loss": "loss {:.4g}",
     "lr": "lr {:.2e}",
@@ -23,7 +25,6 @@ SHOWN = {  # metrics of the last row, and how they are shown
     "skipped": "{:,.0f} bad samples",
     "truncated": "{:,.0f} captions cut",
     "skipped_steps": "{:,.0f} steps skipped",
-    "restarts": "{:,.0f} restarts",
 }
 
 
@@ -36,12 +37,9 @@ class Watch:
 
     runs: Some[Path]  # folders of runs (--out of train), or folders that contain runs
     once: bool = False  # print how the runs are now and exit, as when the output is not a terminal
-    every: float = 2.0  # seconds between two looks
 
     def run(self) -> None:
         """Raises: ValueError for paths without runs."""
-        if not self.every > 0:
-            raise ValueError(f"--every is {self.every}: expected seconds above 0.")
         if self.once or not sys.stdout.isatty():
             say(*(line for folder, name in find(self.runs).items() for line in lines_of(Run(folder, name))))
             return
@@ -56,23 +54,17 @@ class Watch:
                 lines = (shown(line) for run in runs.values() for line in lines_of(run))
                 live.update(Text("\n".join(lines)), refresh=True)
                 going = any(run.state == "running" for run in runs.values())
-                time.sleep(self.every * going)
+                time.sleep(EVERY * going)
 
 
 def lines_of(run: Run) -> list[str]:
     """A run as it is now: its last row, its last validation, the error that ended it, its alerts."""
-    steps, state, pace = run.recipe.get("steps"), run.state, Pace(run.batch)
-    for rate in run.curves.get("pairs_per_s", ((), ()))[1][-20:]:
-        pace.add({"pairs_per_s": rate})
-    kind = [str(run.recipe.get(name, "")) for name in ("method", "size")]
-    parts = [run.name, *kind, state, f"step {run.step:,}" + (f"/{steps:,} ({run.step / steps:.0%})" if steps else "")]
-    if steps and state == "running":
-        parts.append(f"ETA {duration(pace.seconds(max(steps - run.step, 0)))}")
-    parts += [form.format(run.curves[name][1][-1]) for name, form in SHOWN.items() if name in run.curves]
+    steps, state, method = run.recipe.get("steps"), run.state, str(run.recipe.get("method", ""))
+    parts = [run.name, method, state, f"step {run.step:,}" + (f"/{steps:,}" if steps else "")]
+    if steps and state == "running" and (rates := run.curves.get("pairs_per_s", ((), ()))[1][-20:]):
+        parts.append(f"ETA {duration((steps - run.step) * run.batch / max(harmonic_mean(rates), 1e-9))}")
+    parts += [form.format(value) for name, form in SHOWN.items() if (value := run.last(name)) is not None]
+    parts += [f"{name.removeprefix('val/')} {run.last(name):.4g}" for name in run.validation]
     lines = ["  ".join(filter(None, parts))]
-    values = [f"{name.removeprefix('val/')} {run.curves[name][1][-1]:.4g}" for name in run.validation]
-    if run.best:
-        values.append(f"best {run.best[0].removeprefix('val/')} {run.best[1]:.4g} at step {run.best[2]:,}")
-    lines += ["  " + "  ".join(values)] if values else []
     lines += [f"  ! the run ended with an error: {run.error}"] if run.error else []
     return lines + [f"  ! {alert.name} since step {alert.since:,}: {alert.message}" for alert in run.alerts.current]

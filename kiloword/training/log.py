@@ -10,8 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from torch import Tensor
-
 from kiloword.addresses import scrubbed
 from kiloword.config.recipes import Recipe
 from kiloword.files import write_atomic
@@ -35,16 +33,10 @@ class Log:
         self._pace = Pace(recipe.batch)
         self._tracker: Tracker | None = None
 
-    def open(
-        self,
-        out: Path,
-        step: int = 0,
-        to: Literal["file"] | Kind = "file",
-        log_limit: Tensor | None = None,
-    ) -> None:
+    def open(self, out: Path, step: int = 0, to: Literal["file"] | Kind = "file") -> None:
         """Write rows to OUT/metrics.jsonl. A resumed run writes those after `step` again.
 
-        Args: to: `--log-to`; log_limit: upper limit of the head's log scale.
+        Args: to: `--log-to`.
         """
         self.path = out / ROWS
         rows = read_metrics(self.path)
@@ -53,8 +45,7 @@ class Log:
         if self.path.is_file() and self.path.read_bytes() != text:
             write_atomic(self.path, text)
         self._restarts = max((row.get("restarts", 0) + 1 for row in rows), default=0)
-        max_scale = None if log_limit is None else float(log_limit.exp())
-        self._alerts = Alerts(self.recipe.batch, self.recipe.data.bad_share, max_scale)
+        self._alerts = Alerts(self.recipe.batch, self.recipe.data.bad_share)
         for row in kept:
             self._alerts.add(row)
         if to != "file":

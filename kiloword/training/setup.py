@@ -70,7 +70,7 @@ def prepare(recipe: Recipe, out: Path, source: Source, *, device: str, options: 
             # a run that was killed before this leaves one too many
             drop_old(out / "state", options.keep_states, run.step)
         if main:
-            run.log.open(out, run.step, options.log_to, learner.model.head.log_limit)
+            run.log.open(out, run.step, options.log_to)
     if run.device.type == "cuda" or (run.loader.workers and options.workers == "auto"):  # else no default depends on it
         run.log.say(f"device {plan.chosen}")
     return run

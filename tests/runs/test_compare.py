@@ -32,81 +32,75 @@ def runs(tmp_path: Path) -> Path:
 
 
 def test_seeds_are_one_group_with_a_spread(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = runs.parent / "compared.json"
-    main(["compare", str(runs), "--json", str(file)])
+    file, page = runs.parent / "compared.json", runs.parent / "compared.html"
+    main(["compare", str(runs), "--json", str(file), "--html", str(page)])
     by_name = {group["name"]: group for group in json.loads(file.read_text())["groups"]}
     assert list(by_name) == ["fast-0", "other", "slow-0"]
     slow = by_name["slow-0"]
-    assert [Path(run["folder"]).name for run in slow["runs"]] == ["slow-0", "slow-1"]
-    assert [(run["state"], run["step"]) for run in slow["runs"]] == [("finished", 3)] * 2
+    assert [(Path(run["folder"]).name, run["state"], run["step"]) for run in slow["runs"]] == [
+        ("slow-0", "finished", 3),
+        ("slow-1", "finished", 3),
+    ]
     assert slow["settings"] == {"method": "clip", "optim.lr": 0.001}
     recall = slow["metrics"]["text_retrieval_recall@1"]
     assert recall == {"mean": pytest.approx(0.25), "std": pytest.approx(statistics.stdev([0.2, 0.3])), "n": 2}
     assert by_name["other"]["metrics"]["rsum"] == {"mean": 1.6, "std": None, "n": 1}
     assert slow["metrics"]["loss of clip, batch 10"]["mean"] == pytest.approx(5 / 3 + 0.5)
     assert slow["metrics"]["pairs_per_s"]["mean"] == pytest.approx(100)
-    assert {"loss of clip, batch 10", "loss of siglip, batch 10"} <= {
-        name for group in by_name.values() for name in group["metrics"]
-    }
     said = capsys.readouterr().out
     assert "0.25 ± 0.071" in said
-    assert "optim.lr" in said
+    read = sections(page.read_text())
+    differ, last = (read[name].tables[0] for name in ("Settings that differ", "Last values"))
+    assert differ == [
+        ["setting", "fast-0", "other", "slow-0"],
+        ["method", "clip", "siglip", "clip"],
+        ["optim.lr", "0.002", "0.001", "0.001"],
+    ]
+    assert last[:2] == [["", "fast-0", "other", "slow-0"], ["n", "2", "1", "2"]]
+    assert ["rsum", "2 ± 0", "1.6", "1 ± 0.28"] in last
+    assert ["loss of siglip, batch 10", "–", "1.667", "–"] in last
 
 
 def test_runs_of_several_batches_and_sizes_are_several_groups(runs: Path) -> None:
-    some_run(runs / "large", "clip", 1e-3, 0, 0.1, batch=20)
+    some_run(runs / "<script>", "clip", 1e-3, 0, 0.1, batch=20)
     config = json.loads((runs / "other" / "config.json").read_text())
     config["recipe"] |= {"size": "s16", "model": {"width": 3}}
     (runs / "other" / "config.json").write_text(json.dumps(config))
     (runs / "fast-1" / "config.json").write_text("{")  # is like no other
-    main(["compare", str(runs), "--json", str(runs.parent / "c.json")])
+    main(["compare", str(runs), "--json", str(runs.parent / "c.json"), "--html", str(runs.parent / "c.html")])
     groups = {group["name"]: group for group in json.loads((runs.parent / "c.json").read_text())["groups"]}
-    assert list(groups) == ["fast-0", "fast-1", "large", "other", "slow-0"]
+    assert list(groups) == ["<script>", "fast-0", "fast-1", "other", "slow-0"]
     assert groups["fast-1"]["settings"] == {}
     assert "model.width" not in groups["other"]["settings"]  # the size implies it
-    assert "loss of clip, batch 20" in groups["large"]["metrics"]
+    assert "loss of clip, batch 20" in groups["<script>"]["metrics"]
+    assert "<script>" not in (runs.parent / "c.html").read_text()
 
 
 def test_curves_are_means_at_the_steps_that_all_have(tmp_path: Path) -> None:
     write(tmp_path / "a", [row(n, loss=float(n)) for n in (1, 2, 3)])
     write(tmp_path / "b", [row(n, loss=3.0 * n) for n in (1, 3, 4)])
-    curve = mean_curve([Run(tmp_path / name) for name in "ab"], "loss")
+    curve = mean_curve([Run(tmp_path / name) for name in "ab"], "loss of siglip, batch 10")
     assert [list(of) for of in curve] == [[1, 3], [2, 6]]
 
 
-def test_the_page_holds_the_figures(runs: Path) -> None:
-    some_run(runs / "<script>", "<b>", 1e-3, 0, 0.1, batch=20)
-    file = runs.parent / "compared.html"
-    main(["compare", str(runs), "--html", str(file)])
-    html = file.read_text()
-    read = sections(html)
-    assert {row[0] for row in read["Settings that differ"].tables[0][1:]} == {"method", "optim.lr", "batch"}
-    values = {row[0]: row[1:] for row in read["Last values"].tables[0][1:]}
-    assert "0.25 ± 0.071" in values["text_retrieval_recall@1"]
-    assert "rsum" in values
-    assert "loss of siglip, batch 10" in html
-    assert "<script>" not in html
-
-
 @pytest.mark.parametrize(
-    ("folders", "message"),
+    ("words", "message"),
     [
-        ((), ""),
-        (("runs/other",), "found 1 run with rows"),
-        (("runs/none",), "is no run"),
-        (("runs/other", "empty"), "1 run"),
+        ("compare", "RUNS"),
+        ("compare runs/other", "found 1 run with rows"),
+        ("compare runs/none", "is no run"),
+        ("compare runs/other empty", "1 run"),
+        ("watch", "RUNS"),
+        ("watch .", "holds none"),
     ],
 )
 def test_refusals(
-    runs: Path,
-    folders: tuple[str, ...],
-    message: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    runs: Path, words: str, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(runs.parent)
-    write(Path("empty"), [])
+    if "empty" in words:
+        write(Path("empty"), [])
     with pytest.raises(SystemExit) as end:
-        main(["compare", *folders])
+        main(words.split())
     assert end.value.code == 2
     assert message in capsys.readouterr().err

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import states
 from kiloword.config.options import RunOptions
@@ -65,13 +64,6 @@ def test_alerts_are_printed_once_also_over_a_restart(tmp_path: Path, capsys: pyt
     for n in range(61, 80):
         log.row(row(n, skipped_steps=1))
     assert [line.partition(":")[0] for line in capsys.readouterr().err.splitlines()] == ["over at step 70"]
-
-
-def test_a_scale_at_its_limit_is_an_alert(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    log = opened(tmp_path, log_limit=torch.tensor(50.0).log())
-    for n in range(1, 30):
-        log.row(row(n, scale=50.0))
-    assert "scale" in capsys.readouterr().err
 
 
 def test_rows_go_to_tensorboard(tmp_path: Path) -> None:
