@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from kiloword.apps.plan.options import Plan, card
+from kiloword.apps.plan.options import Plan
 from kiloword.apps.plan.planner import Planner
 from kiloword.apps.plan.simulation import FORMULAS
 from kiloword.config import recipes
@@ -213,7 +213,7 @@ def planned(real: Measured) -> dict[str, float]:
         precision="bf16" if case.precision == "bf16" else "fp32",
         gpu="cpu" if real.device == "cpu" else "h200",
     )
-    planner = OfBatch(plan, real.method, card(plan))
+    planner = OfBatch(plan, real.method)
     planner.given = real.batch
     option = planner.option("ddp", case.checkpointing, case.micro_batches)
     return {

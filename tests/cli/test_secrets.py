@@ -112,7 +112,7 @@ def commands(out: Path, server: Guarded) -> dict[str, list[str]]:
         "methods": ["methods"],
         "recipes": ["recipes", "show", "llip-b32", "--json", str(out / "recipe.json")],
         "sizes": ["sizes"],
-        "bench": f"bench clip --size debug --batch 4 --data {data} --json {out}/bench.json".split(),
+        "bench": f"bench clip --size debug --batch 4 --json {out}/bench.json".split(),
         "doctor": ["doctor"],
     }
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from tyro.conf import Positional
 
-from kiloword.apps.plan.options import Card, Plan, card, check
+from kiloword.apps.plan.options import Plan, check
 from kiloword.config.execution import Device
 from kiloword.config.papers import fill
 from kiloword.methods.command import MethodWords, method_words
@@ -25,7 +25,7 @@ def read(argv: Sequence[str]) -> Planned:
     words = method_words(argv, "plan siglip --samples 1e9")
     plan, settings = words.read(_defaults(words))
     check(plan)
-    return Planned(plan, words.method, asdict(settings), card(plan))
+    return Planned(plan, words.method, asdict(settings))
 
 
 @dataclass(frozen=True)
@@ -35,14 +35,13 @@ class Planned:
     plan: Plan
     method: str
     settings: dict[str, Any]
-    card: Card
 
     def planner(self) -> Planner:
         """A learner without content, to ask further."""
         from kiloword.apps.plan.planner import Planner
         from kiloword.methods.registry import preset
 
-        return Planner(self.plan, preset(self.method, self.settings), self.card)
+        return Planner(self.plan, preset(self.method, self.settings))
 
     def run(self) -> None:
         """Print the plan. Raises: ValueError when nothing fits the card."""
@@ -57,42 +56,36 @@ def _defaults(words: MethodWords) -> Plan:
     size = words.first("--size")
     usual = "top" if any(towers) else Plan().size
     recipe = default_recipe("", size or (named.value("size", usual) if named else usual))
-    plan = Plan(size=recipe.size, model=recipe.model, optim=recipe.optim)
-    if named is None and any(towers):
+    plan, changed = Plan(size=recipe.size), dict[str, Any]()
+    if named is not None:
+        recipe = fill(replace(recipe, batch=plan.batch), named, towers=not towers_flag(named, size, None))
+        facts, length = {name: fact.value for name, fact in named.facts.items()}, named.length()
+        images = length["epochs"] * facts.get("images", 0) if "epochs" in length else length.get("samples", 0)
+        changed = {name: facts[name] for name in ("gpus", "gpu", "captions") if name in facts}
+        changed |= {} if recipe.precision == "auto" else {"precision": recipe.precision}
+        changed |= {"batch": recipe.batch, "samples": float(images or length.get("steps", 0) * recipe.batch)}
+    elif any(towers):
         from kiloword.training.start import with_towers
 
         recipe = with_towers(recipe, *towers)
-        return replace(plan, model=recipe.model, optim=recipe.optim)
-    if named is None:
-        return plan
-    recipe = fill(replace(recipe, batch=plan.batch), named, towers=not towers_flag(named, size, None))
-    facts, length = {name: fact.value for name, fact in named.facts.items()}, named.length()
-    images = length["epochs"] * facts.get("images", 0) if "epochs" in length else length.get("samples", 0)
-    changed: dict[str, Any] = {name: facts[name] for name in ("gpus", "gpu", "captions") if name in facts}
-    changed |= {} if recipe.precision == "auto" else {"precision": recipe.precision}
-    changed |= {"model": recipe.model, "optim": recipe.optim, "batch": recipe.batch}
-    return replace(plan, **changed, samples=float(images or length.get("steps", 0) * recipe.batch))
+    return replace(plan, model=recipe.model, optim=recipe.optim, **changed)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bench(Device):
-    """Measure this machine: matrix products, a training step, encoding, reading, and the batch that its memory holds.
+    """Measure this machine: matrix products, a training step, and the batch that its memory holds.
 
     Examples:
       kiloword bench siglip --size b32
-      kiloword bench siglip --size tiny --data photos/train
     """
 
     method: Positional[str] = "siglip"  # the method whose step is measured, with fresh weights, on noise
     size: str = "tiny"  # size of the towers
     batch: int = 32  # number of images in a step
-    data: tuple[str, ...] = ()  # data whose reading is measured, as for `kiloword train`
     json: Path | None = None  # write the figures to this file
 
     def run(self) -> None:
-        """Print measurements as they come. Raises: ValueError for unknown names, and data that cannot be read."""
+        """Measure and print. Raises: ValueError for an unknown method, size or device."""
         from kiloword.apps.plan.measured import bench
 
-        if self.batch < 1:
-            raise ValueError(f"--batch is {self.batch}: expected at least 1.")
         bench(self)

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from tyro.conf import arg
 
 from kiloword.config.options import Mixing, RecipeFlags
-from kiloword.config.recipes import NO_MICRO, OWN_SPECIAL, ModelConfig, OptimConfig
+from kiloword.config.recipes import NO_MICRO, ModelConfig, OptimConfig
 from kiloword.config.settings import ABOVE_0, BaseSettings, about, setting
 from kiloword.config.settings import check as check_settings
 
 GIB = 2.0**30
-NODE = 8  # GPUs that the fast link joins; more communicate over the network
 
 
 @dataclass(frozen=True)
 class Card:
     """A GPU and its links, by its data sheet."""
 
-    name: str
     flops: float  # FLOP/s of dense products in bf16
     flops_fp32: float  # FLOP/s in fp32, as torch computes it by default (no TF32)
     memory: float  # bytes that torch can see
@@ -31,12 +29,12 @@ class Card:
 
 CARDS = {
     # an H200 was measured at 790 TFLOP/s of bf16 products; steps had 0.27 to 0.37 of the data sheet (docs/bench.md)
-    "h200": Card("h200", 989e12, 67e12, 139 * GIB, 450e9, 50e9),
-    "h100": Card("h100", 989e12, 67e12, 79 * GIB, 450e9, 50e9),
-    "a100-80": Card("a100-80", 312e12, 19.5e12, 79 * GIB, 300e9, 25e9),
-    "a100-40": Card("a100-40", 312e12, 19.5e12, 39 * GIB, 300e9, 25e9),
-    "4090": Card("4090", 165e12, 83e12, 23.5 * GIB, 25e9, 5e9),
-    "cpu": Card("cpu", 0.2e12, 0.1e12, 16 * GIB, 5e9, 1e9),  # a small one; set yours with --flops and --memory
+    "h200": Card(989e12, 67e12, 139 * GIB, 450e9, 50e9),
+    "h100": Card(989e12, 67e12, 79 * GIB, 450e9, 50e9),
+    "a100-80": Card(312e12, 19.5e12, 79 * GIB, 300e9, 25e9),
+    "a100-40": Card(312e12, 19.5e12, 39 * GIB, 300e9, 25e9),
+    "4090": Card(165e12, 83e12, 23.5 * GIB, 25e9, 5e9),
+    "cpu": Card(0.2e12, 0.1e12, 16 * GIB, 5e9, 1e9),  # a small one; set yours with --flops and --memory
 }
 
 
@@ -49,16 +47,16 @@ class Plan(BaseSettings):
       kiloword plan llip --size g14 --gpus 256 --batch 32768 --samples 12.8e9 --gpu a100-80 --settings.k 64
       kiloword plan --recipe llip-l14 --gpus 64
       kiloword plan siglip --image-tower efficientnet-lite0 --text-tower minilm --samples 1e7
-      kiloword plan sycoca --gpus 16 --batch 2048 --samples 2.4e8 --gpu custom --flops 400 --memory 64 --bandwidth 50
+      kiloword plan sycoca --gpus 16 --batch 2048 --samples 2.4e8 --flops 400 --memory 64 --bandwidth 50
     """
 
     common: ClassVar[dict[str, str]] = {
         "recipe": "recipe config",
         "length": "samples batch tokens captions",
-        "model": "size image-tower text-tower teacher",
+        "model": "size image-tower text-tower",
         "loss": "transforms positives pair-loss pooling uncertainty terms",
         "hardware": "gpus gpu flops memory bandwidth utilisation",
-        "execution": "parallel checkpointing micro chunk precision",
+        "execution": "parallel checkpointing micro precision",
         "results": "json",
     }
 
@@ -70,7 +68,7 @@ class Plan(BaseSettings):
     samples: Annotated[float, arg(help_behavior_hint="(required)")] = setting(
         0.0, "images seen in training, such as 12.8e9", 1
     )
-    gpu: str = setting("h200", "h200, h100, a100-80, a100-40, 4090, cpu, or custom")
+    gpu: Literal["h200", "h100", "a100-80", "a100-40", "4090", "cpu"] = setting("h200", "the data sheet")
     flops: float | None = setting(None, "TFLOP/s of one GPU in --precision, instead of the data sheet's", ABOVE_0)
     memory: float | None = setting(None, "memory of one GPU in GiB", ABOVE_0)
     bandwidth: float | None = setting(None, "GB/s that one GPU sends to others", ABOVE_0)
@@ -82,11 +80,9 @@ class Plan(BaseSettings):
     )
     checkpointing: Literal["auto", "none", "whole", "selective"] = setting("auto", "as in `train`; auto: the fastest")
     micro: int = setting(0, "images in a micro-batch; 0: as many as fit", 0)
-    chunk: int = setting(0, "rows and columns of a block of pairs; 0: automatic", 0)
     precision: Literal["fp32", "bf16"] = setting("bf16", "precision of the computation")
     tokens: float = setting(20.0, "mean number of tokens of a caption, start and end included", 1)
     captions: int = setting(0, "captions per image; 0: one, or six if the method takes all", 0)
-    teacher: int = setting(768, "dimension of the teacher's features, for mined positives", 0)
     origin: RecipeFlags = field(default_factory=RecipeFlags, metadata=about(flag=""))
     mixing: Mixing = field(default_factory=Mixing, metadata=about(flag=""))
     json: Path | None = setting(None, "write all figures to this file")
@@ -97,40 +93,24 @@ class Plan(BaseSettings):
 def check(plan: Plan) -> None:
     """Raises: ValueError for a run that cannot be planned."""
     check_settings(plan)
-    share = plan.batch // plan.gpus
-    wrong = {
-        "plan needs the length of the run: give --samples, images seen in all, such as 1.28e9": not plan.samples,
-        f"model.text.special lacks one of {', '.join(OWN_SPECIAL)}": OWN_SPECIAL.keys()
-        - plan.model.text.special.keys(),
-        f"--batch {plan.batch} does not divide over --gpus {plan.gpus}: choose a multiple": plan.batch % plan.gpus,
-        f"--micro {plan.micro} does not divide a GPU's share of {share} images: choose a divisor": plan.micro
-        and share % plan.micro,
-        f"--micro {plan.micro} splits a GPU's share of {share} images, but {NO_MICRO.rstrip('.')}": plan.micro
-        not in (0, share)
-        and plan.model.image.tower != "vit",
-        "--gpu custom of several --gpus needs --bandwidth, the GB/s that one GPU sends to others": plan.gpu == "custom"
-        and plan.gpus > 1
-        and plan.bandwidth is None,
-        "--parallel fsdp shards weights over GPUs, but --gpus is 1: give more, or take ddp": plan.gpus == 1
-        and plan.parallel == "fsdp",
-    }
-    if message := next((message for message, is_wrong in wrong.items() if is_wrong), ""):
-        raise ValueError(f"{message}.")
+    share, rest = divmod(plan.batch, plan.gpus)
+    if not plan.samples:
+        raise ValueError("plan needs the length of the run: give --samples, images seen in all, such as 1.28e9.")
+    if rest or (plan.micro and share % plan.micro):
+        raise ValueError(
+            f"--batch {plan.batch} does not divide over --gpus {plan.gpus} and their --micro {plan.micro}."
+        )
+    if plan.micro not in (0, share) and plan.model.image.tower != "vit":
+        raise ValueError(f"--micro {plan.micro} splits a GPU's share of {share} images, but {NO_MICRO}")
 
 
 def card(plan: Plan) -> Card:
-    """The card of the table with the plan's own values, or a custom one, of one speed in every precision.
-
-    Raises: ValueError.
-    """
-    custom, name = plan.gpu == "custom", plan.gpu
-    if not custom and name not in CARDS:
-        raise ValueError(f"unknown GPU {name!r}: expected {', '.join(CARDS)}, or custom with --flops and --memory.")
-    if custom and (plan.flops is None or plan.memory is None):
-        raise ValueError("--gpu custom needs --flops (TFLOP/s), --memory (GiB) and, of several, --bandwidth (GB/s).")
-    base, link = CARDS["cpu" if custom else name], None if plan.bandwidth is None else plan.bandwidth * 1e9
-    half, full = (base.flops, base.flops_fp32) if plan.flops is None else (plan.flops * 1e12,) * 2
-    if not custom:
-        half, full = (half, base.flops_fp32) if plan.precision == "bf16" else (base.flops, full)
-    memory = base.memory if plan.memory is None else plan.memory * GIB
-    return Card(name, half, full, memory, link or base.link, link or base.network)
+    """The card of the table with the plan's own values."""
+    sheet, changed = CARDS[plan.gpu], dict[str, float]()
+    if plan.flops:
+        changed["flops" if plan.precision == "bf16" else "flops_fp32"] = plan.flops * 1e12
+    if plan.memory:
+        changed["memory"] = plan.memory * GIB
+    if plan.bandwidth:
+        changed["link"] = changed["network"] = plan.bandwidth * 1e9
+    return replace(sheet, **changed)

@@ -10,19 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kiloword.apps.plan.options import GIB, NODE, Card, Plan
+from kiloword.apps.plan.options import GIB, Plan, card
 from kiloword.apps.plan.simulation import MicroBatch, Simulation
-from kiloword.distributed.device import precision_of
 from kiloword.files import write_json
 from kiloword.methods.method import Method
-from kiloword.report import Table, say_blocks
+from kiloword.report import Block, Table, say_blocks
 from kiloword.terminal import say
 from kiloword.training.engine import BUCKET, units
 from kiloword.types import Batch, BatchInputs, Input, TextGroup, Texts
 
 CAPTIONS = 6  # of methods that take all: one from the web and five generated ones (arXiv:2405.10286)
 QUESTION = 12  # tokens
+TEACHER = 768  # numbers of a teacher's features
 CLASSES = 1000  # of zero-shot classification (ImageNet)
+NODE = 8  # GPUs that the fast link joins; more communicate over the network
 CONTEXT = 1.0 * GIB  # of CUDA, of its libraries' workspaces and of communication: an allowance
 FRAGMENTS = 0.05  # of everything else: what the allocator holds and cannot use: an allowance
 
@@ -52,8 +53,9 @@ class Option:
 class Planner:
     """A request made concrete: a learner without content, one GPU's share, a card."""
 
-    def __init__(self, plan: Plan, method: Method, card: Card) -> None:
-        self.plan, self.method, self.card = plan, method, card
+    def __init__(self, plan: Plan, method: Method) -> None:
+        self.plan, self.method, self.card = plan, method, card(plan)
+        self.speed = self.card.flops if plan.precision == "bf16" else self.card.flops_fp32
         self._simulations: dict[str, Simulation] = {}
         self._counted: dict[tuple[str, int], MicroBatch] = {}
         self.learner = self.simulation("none").learner
@@ -67,7 +69,7 @@ class Planner:
     def simulation(self, kind: Any) -> Simulation:
         """The learner with a kind of activation checkpointing."""
         if kind not in self._simulations:
-            plan, device = self.plan, "cpu" if self.card.name == "cpu" else "cuda"
+            plan, device = self.plan, "cpu" if self.plan.gpu == "cpu" else "cuda"
             self._simulations[kind] = Simulation(plan.model, self.method, plan.optim, device, plan.precision, kind)
         return self._simulations[kind]
 
@@ -87,7 +89,7 @@ class Planner:
         words = [[word] * (middle - spread + int(row * 0.618 % 1 * (2 * spread + 1))) for row in range(n)]
         texts = Texts.pack([[text.special["start"], *ids, *tail] for ids in words])
         empty, teachers = self.simulation("none").empty, [name for name in needs if name not in ("questions", "truth")]
-        of_texts = {name: empty(n, self.plan.teacher) for name in teachers}
+        of_texts = {name: empty(n, TEACHER) for name in teachers}
         if "truth" in needs:
             of_texts["truth"] = empty(n, self.plan.batch, dtype=torch.bool)
 
@@ -103,7 +105,7 @@ class Planner:
             seeds=numbers,
             position=numbers,
             composed=torch.zeros(images, dtype=torch.bool),
-            image_features={f"{t}{end}": empty(images, self.plan.teacher) for t in teachers for end in ("", ".texts")},
+            image_features={f"{t}{end}": empty(images, TEACHER) for t in teachers for end in ("", ".texts")},
             text_features=of_texts,
             questions=Texts.pack([[word] * QUESTION] * images) if "questions" in needs else None,
             inputs=BatchInputs({name: made(one) for name, one in self.method.inputs.items()}),
@@ -113,17 +115,16 @@ class Planner:
     def pairs(self) -> tuple[float, float]:
         """FLOP and bytes of the pair losses of one GPU."""
         self.micro_batch("none", self.images)
-        return self.simulation("none").pair_losses(self.images, self.plan.batch, self.plan.chunk)
+        return self.simulation("none").pair_losses(self.images, self.plan.batch)
 
     @cached_property
     def inference(self) -> dict[str, float]:
         """FLOP of zero-shot classification of an image among 1,000 classes, each with one prompt: "image" and "texts"
         to encode it and all prompts, "scores" of the image with all classes."""
-        batch, flop = self.batch(1), dict[str, float]()
-        prompts = self.batch(CLASSES).texts.cut(0, CLASSES)
+        images, prompts, flop = self.batch(1).images, self.batch(CLASSES).texts.cut(0, CLASSES), dict[str, float]()
         model, simulation = self.learner.model, self.simulation("none")
-        with simulation.counted() as count, torch.no_grad(), precision_of(self.plan.precision, "cpu")():
-            image = model.encode_image(batch.images)[1]
+        with simulation.counted() as count, torch.no_grad(), simulation.precision():
+            image = model.encode_image(images)[1]
             flop["image"] = count.flop()
             texts = model.encode_text(prompts)[1]
             flop["texts"] = count.flop()
@@ -141,8 +142,7 @@ class Planner:
         flop["first pass of micro-batches"] = flop["towers"] if n > 1 and pairs else 0.0
         flop["optimizer"] = self.simulation(kind).update
         memory, traffic = self._memory(parallel, micro, n)
-        speed = card.flops if plan.precision == "bf16" else card.flops_fp32
-        arithmetic = ((sum(flop.values()) - pairs) / speed + pairs / card.flops_fp32) / plan.utilisation
+        arithmetic = ((sum(flop.values()) - pairs) / self.speed + pairs / card.flops_fp32) / plan.utilisation
         seconds = max(arithmetic, traffic / (card.link if plan.gpus <= NODE else card.network))
         days, held = plan.samples / plan.batch * seconds / 86400, sum(memory.values())
         return Option(
@@ -176,7 +176,7 @@ class Planner:
             "features, their gradients, a block of pairs": self.pairs[1],
             "images": self.images * 3.0 * model.config.image.size**2,
         }
-        if self.card.name != "cpu":
+        if plan.gpu != "cpu":
             sizes["allowance: fragments"] = FRAGMENTS * sum(sizes.values())
             sizes["allowance: CUDA, libraries"] = CONTEXT
         sent = n * (2 * half + 4) * sharded if fsdp else 8 * trained
@@ -190,10 +190,14 @@ class Planner:
         ways = several if plan.parallel == "auto" else [plan.parallel]
         kinds = ["none", "selective", "whole"] if plan.checkpointing == "auto" else [plan.checkpointing]
         numbers = [share // plan.micro] if plan.micro else [n for n in range(1, share + 1) if share % n == 0]
-        whole = plan.model.image.tower != "vit"  # batch norm sees the whole share
+        if plan.model.image.tower != "vit":  # batch norm sees the whole share
+            numbers = [1]
         for way, kind in product(ways, kinds):
-            tried = (self.option(way, kind, n) for n in (numbers[:1] if whole else numbers))
-            options.append(next((o for o in tried if o.fits), None) or self.option(way, kind, numbers[-1]))
+            for n in numbers:
+                option = self.option(way, kind, n)
+                if option.fits:
+                    break
+            options.append(option)
         return sorted(options, key=lambda o: (not o.fits, round(o.seconds, 9), o.micro_batches, o.parallel, o.bytes))
 
 
@@ -204,41 +208,32 @@ def _matrices(module: nn.Module) -> int:
 
 def show(planner: Planner) -> None:
     """Print a plan, and write it where `--json` says. Raises: ValueError, after both, when nothing fits the card."""
-    plan, card, options = planner.plan, planner.card, planner.options()
+    plan, room, options = planner.plan, planner.card.memory / GIB, planner.options()
     best, pair = options[0], planner.images * 1e9
-    speed = plan.utilisation * (card.flops if plan.precision == "bf16" else card.flops_fp32)
-    columns = {
-        f"a pair, captions {planner.captions} x {planner.tokens:g} tokens": ("GFLOP", pair, best.flop),
-        f"memory of a GPU: {best}": ("GiB", GIB, best.memory),
-    }
+    speed = plan.utilisation * planner.speed / 1e3
+    cost = [[name, f"{n / 1e9:.4g}", f"{n / speed:.3g}"] for name, n in planner.inference.items()]
     rows = [
         (o.parallel, o.checkpointing, f"{o.micro} x {o.micro_batches}", o.bytes / GIB, "yes" if o.fits else "no",
          f"{sum(o.flop.values()) / pair:.4g}", f"{o.pairs_per_second:,.0f}", f"{o.days:.2f}", f"{o.gpu_hours:,.0f}")
         for o in options
     ]  # fmt: skip
-    header = (
-        f"parallel|checkpointing|micro-batches|GiB of {card.memory / GIB:g}|fits|GFLOP a pair|pairs/s|days|GPU hours"
-    )
-    cost = [[name, f"{n / 1e9:.4g}", f"{1e3 * n / speed:.3g}"] for name, n in planner.inference.items()]
+    header = f"parallel|checkpointing|micro-batches|GiB of {room:g}|fits|GFLOP a pair|pairs/s|days|GPU hours"
+    blocks: list[Block] = []
+    for name, unit, one, parts in (
+        (f"a pair, captions {planner.captions} x {planner.tokens:g} tokens", "GFLOP", pair, best.flop),
+        (f"memory of a GPU: {best}", "GiB", GIB, best.memory),
+    ):
+        cells = {**parts, "total": sum(parts.values())}
+        blocks.append(Table([(name, value / one) for name, value in cells.items() if value], (name, unit)))
+    blocks += [Table(cost, (f"zero-shot among {CLASSES:,} classes", "GFLOP", "ms")), Table(rows, header.split("|"))]
     say(f"{planner.parameters / 1e6:.2f} million parameters")
-    say_blocks(
-        [
-            *(
-                Table(
-                    [*((k, v / one) for k, v in parts.items() if v), ("total", sum(parts.values()) / one)], (name, unit)
-                )
-                for name, (unit, one, parts) in columns.items()
-            ),
-            Table(cost, (f"zero-shot among {CLASSES:,} classes", "GFLOP", "ms")),
-            Table(rows, header.split("|")),
-        ]
-    )
+    say_blocks(blocks)
     if plan.json is not None:
         named = {name: getattr(plan, name) for name in ("size", "gpus", "gpu", "batch", "samples", "utilisation")}
         named |= {name: getattr(planner, name) for name in ("tokens", "captions", "parameters", "inference")}
         write_json(plan.json, {"method": planner.method.name, **named, "options": [asdict(o) for o in options]})
     if not best.fits:
         raise ValueError(
-            f"nothing fits: {best} takes {best.bytes / GIB:.1f} GiB of {card.memory / GIB:g}. Take more --gpus (fsdp "
-            "divides weights over them), a smaller --batch or --micro, or a larger --gpu."
+            f"nothing fits: {best} takes {best.bytes / GIB:.1f} GiB of {room:g}. Take more --gpus (fsdp divides "
+            "weights over them), a smaller --batch or --micro, or a larger --gpu."
         )

@@ -14,6 +14,7 @@ from math import prod
 from typing import Any
 
 import torch
+import torch.nn.attention.varlen
 from torch import Tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -36,15 +37,30 @@ from kiloword.training.optimizer import Optimizer
 from kiloword.training.step import learner_of
 from kiloword.types import Batch, Features
 
-ATEN = torch.ops.aten
+ATEN, PACKED = torch.ops.aten, torch.ops.torch_attn
+
+
+def packed_attention(q: Tensor, k: Tensor, v: Tensor, starts_q: Tensor, starts_k: Tensor, *_: Any, **__: Any) -> float:
+    """FLOP of attention of packed sequences; torch's own formula takes seconds, as it visits every sequence."""
+    return 4.0 * prod(q.shape[1:]) * int((starts_q.diff().double() * starts_k.diff()).sum())
+
+
+def packed_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any, **_: Any
+) -> float:
+    """FLOP of its backward pass: five products for two."""
+    return 2.5 * packed_attention(q, k, v, *rest)
+
+
 FLASH = ATEN._scaled_dot_product_flash_attention, ATEN._scaled_dot_product_flash_attention_backward
-FORMULAS = {  # FLOP of operations that torch's counter does not know: in place, and attention on a CPU
+FORMULAS = {  # of operations that torch's counter does not know (in place, attention on a CPU) or is slow at
     ATEN.addmm_: flop_registry[ATEN.addmm],
     ATEN.baddbmm_: flop_registry[ATEN.baddbmm],
     ATEN._scaled_dot_product_flash_attention_for_cpu: flop_registry[FLASH[0]],
     ATEN._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[FLASH[1]],
+    PACKED._varlen_attn: packed_attention,
+    PACKED._varlen_attn_backward: packed_backward,
 }
-NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 
 
 class Count(TorchDispatchMode):
@@ -71,15 +87,16 @@ class Count(TorchDispatchMode):
         if packet is ATEN.index:  # the size of a boolean selection depends on values
             args = (args[0], [place for x in args[1] for place in _places(x)])
         out = func(*args, **kwargs)
-        if formula := flop_registry.get(packet, FORMULAS.get(packet)):
+        if formula := FORMULAS.get(packet, flop_registry.get(packet)):
             with _disable_current_modes():  # it reads the lengths of packed texts
                 self._flop += formula(*args, **kwargs, out_val=out)
         for x in tree_leaves(out):
             if isinstance(x, Tensor) and (place := x.untyped_storage()._cdata) not in self._storages:
+                size = x.untyped_storage().nbytes()
                 self._storages.add(place)
-                self.alive += x.untyped_storage().nbytes()
+                self.alive += size
                 self.peak = max(self.peak, self.alive)
-                weakref.finalize(x.untyped_storage(), self._freed, place, x.untyped_storage().nbytes())
+                weakref.finalize(x.untyped_storage(), self._freed, place, size)
         return out
 
     def flop(self) -> float:
@@ -118,9 +135,9 @@ class Simulation:
     def __init__(
         self, config: ModelConfig, method: Method, optim: OptimConfig, device: str, precision: str, kind: Checkpointing
     ) -> None:
-        self.device, self.precision = device, precision
+        self.device, self.precision = device, precision_of(precision, "cpu")
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self.sides: dict[str, tuple[tuple[Features, float], ...]] = {}
+        self.sides: dict[str, list[tuple[Features, float]]] = {}
         with self.mode:
             self.learner = learner_of(config, method, "cpu")
         self.learner.done = 0.5  # where losses that have a window are computed
@@ -149,16 +166,14 @@ class Simulation:
         try:
             with simulated(self.device), self.mode, count:
                 yield count
-        except NEEDS_VALUES as e:
-            raise ValueError(
-                f"a loss of {self.learner.method.name} reads values, so its step cannot be planned."
-            ) from e
+        except (DataDependentOutputException, DynamicOutputShapeException) as e:
+            raise ValueError(f"a loss of {self.learner.method.name} reads values, so it cannot be planned.") from e
 
     def micro_batch(self, batch: Batch) -> MicroBatch:
         """Count a micro-batch forward and backward; its images and precomputed features need no content."""
         learner, n, flop, roots = self.learner, len(batch), dict[str, float](), list[Tensor]()
         with self.counted() as count:
-            with precision_of(self.precision, "cpu")():
+            with self.precision():
                 batch = learner.above_trunks(batch)
                 encoded = learner.encode(batch)
                 inputs = learner.inputs(batch, encoded)
@@ -168,7 +183,7 @@ class Simulation:
                     flop[name.replace("_", " ")] = count.flop()
             for name, pair in inputs.items():
                 sides = pair.rows, {**pair.columns, **pair.constants}
-                self.sides[name] = tuple((like(side, 1), len(side["vec"]) / n) for side in sides)
+                self.sides[name] = [(like(side, 1), len(side["vec"]) / n) for side in sides]
                 roots += [x for side in sides for x in side.values()]
                 del pair, sides
             roots = list({id(x): x for x in roots if x.requires_grad}.values())
@@ -178,18 +193,17 @@ class Simulation:
             flop["backward"] = count.flop()
         return MicroBatch(flop, activations, count.peak - activations)
 
-    def pair_losses(self, images: int, all_images: int, chunk: int = 0) -> tuple[float, float]:
+    def pair_losses(self, images: int, all_images: int) -> tuple[float, float]:
         """FLOP and bytes of the pair losses of one GPU's images with the texts of all, after `micro_batch`.
 
         Bytes: of features, the sums of their gradients, these scaled by the gradient of the loss, and one block.
         """
         flop = 0.0
         with self.counted() as count:
-            for name, sides in self.sides.items():
+            for name, ((row, rows), (column, columns)) in self.sides.items():
                 contrast: Any = self.learner.contrasts[name]
-                (row, rows), (column, columns) = sides
                 made = like(row, round(rows * images)), like(column, round(columns * all_images))
-                pairs = FirstBlock(contrast.head, *made, chunk)
+                pairs = FirstBlock(contrast.head, *made, 0)
                 contrast.loss(pairs).sum.backward()
                 flop += count.flop() * prod(pairs.shape) / prod(map(min, pairs.shape, pairs.step))
         return flop, count.peak
