@@ -21,15 +21,14 @@ import torch
 from kiloword.config.recipes import sizes
 from kiloword.generation.decoding import ModelDecoding, text_decoder
 from kiloword.generation.options import GenerationOptions
-from kiloword.generation.rules import FinishedTexts, Rules
-from kiloword.generation.search import search
+from kiloword.generation.search import Found, Rules, search
 from kiloword.methods.registry import preset
 from kiloword.model.decoder import DecoderMemory
 from kiloword.model.model import Model
 from kiloword.models.build import build
 from whole_decoding import WholeDecoding
 
-Write = Callable[[], FinishedTexts]
+Write = Callable[[], list[list[Found]]]
 
 
 def writers(model: Model, memory: DecoderMemory, options: GenerationOptions, tokens: int) -> dict[str, Write]:
@@ -39,19 +38,20 @@ def writers(model: Model, memory: DecoderMemory, options: GenerationOptions, tok
     rules = Rules(start=words - 2, end=words - 1, never=never, longest=tokens, shortest=tokens)
     kinds = {"cached": ModelDecoding, "whole": WholeDecoding}
 
-    def write(kind: type[ModelDecoding] | type[WholeDecoding]) -> FinishedTexts:
+    def write(kind: type[ModelDecoding] | type[WholeDecoding]) -> list[list[Found]]:
         with torch.inference_mode():
             return search(kind(model, memory), len(memory), rules, options)
 
     return {name: lambda kind=kind: write(kind) for name, kind in kinds.items()}
 
 
-def check(one: FinishedTexts, other: FinishedTexts) -> float:
+def check(one: list[list[Found]], other: list[list[Found]], tokens: int) -> float:
     """Largest difference between log probabilities; the tokens are the same."""
-    assert torch.equal(one.ids[:, 0], other.ids[:, 0]), "the same tokens"
-    assert bool((one.lengths[:, 0] == one.ids.shape[2]).all()), "the same number of steps"
-    difference = float((one.logprob[:, 0] - other.logprob[:, 0]).abs().max())
-    assert difference < 1e-3 * float(one.logprob[:, 0].abs().max()), difference
+    pairs = [(a[0], b[0]) for a, b in zip(one, other, strict=True)]
+    assert all(a.ids == b.ids for a, b in pairs), "the same tokens"
+    assert all(len(a.ids) == tokens for a, _ in pairs), "the same number of steps"
+    difference = max(abs(a.logprob - b.logprob) for a, b in pairs)
+    assert difference < 1e-3 * max(abs(a.logprob) for a, _ in pairs), difference
     return difference
 
 
@@ -85,10 +85,9 @@ def main() -> None:
         for name, write in both.items():
             start, busy = time.perf_counter(), time.process_time()
             found[name] = write()
-            found[name].ids.tolist()  # waits for the device
             seconds[name].append(time.perf_counter() - start)
             processor[name].append(time.process_time() - busy)
-        difference = max(difference, check(found["cached"], found["whole"]))
+        difference = max(difference, check(found["cached"], found["whole"], given.tokens))
     median = {name: statistics.median(some) for name, some in seconds.items()}
     busiest = {name: statistics.median(some) for name, some in processor.items()}
     print(

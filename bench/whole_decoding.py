@@ -17,7 +17,7 @@ class WholeDecoding:
 
     def __init__(self, model: Model, memory: DecoderMemory) -> None:
         self._model, self._decoder, self._memory = model, text_decoder(model), memory
-        self._table = table_of(model, self._decoder)
+        self._table = table_of(model)
         self._ids = torch.empty(len(memory), 0, dtype=torch.int64, device=self._table.device)
 
     def step(self, ids: Tensor) -> Tensor:

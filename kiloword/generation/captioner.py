@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from kiloword.data.images.augmentation import EvalTransform
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.generation.decoding import ModelDecoding, text_decoder, writer
 from kiloword.generation.options import GenerationOptions
-from kiloword.generation.rules import NEVER, FinishedTexts, Rules, Trie
-from kiloword.generation.search import search
+from kiloword.generation.search import Rules, search
 from kiloword.model.decoder import DecoderMemory
 from kiloword.model.encoding import inference
 from kiloword.model.model import Model
@@ -34,13 +34,28 @@ class Caption:
 
 
 class Captioner:
-    """Generates captions with a model. Raises: ValueError for a model without a text decoder."""
+    """Generates captions with a model. Raises: ValueError for a model without a text decoder.
 
-    def __init__(self, model: Model, tokenizer: Tokenizer) -> None:
-        self.model, self.tokenizer = model, tokenizer
-        self.decoder = text_decoder(model)
+    Args: fingerprint: of the weights, for a table of captions.
+    """
+
+    def __init__(self, model: Model, tokenizer: Tokenizer, fingerprint: str = "") -> None:
+        self.model, self.tokenizer, self.fingerprint = model, tokenizer, fingerprint
+        self.precision: str = model.precision
+        self.words = text_decoder(model).words
         if not tokenizer.roles.prefix:
             raise ValueError("captions of this tokenizer have no start token, so generation cannot begin.")
+
+    @property
+    def transform(self) -> EvalTransform:
+        """Preprocessing of an image."""
+        return EvalTransform(self.model.config.image.size, self.model.config.preprocess.resize)
+
+    def check(self, options: GenerationOptions) -> None:
+        """Raises: ValueError for options, or a model, that captions cannot be written with."""
+        options.check()
+        writer(self.model)
+        self.rules(options)
 
     def caption(
         self, images: Tensor, options: GenerationOptions | None = None, keys: Sequence[str] | None = None
@@ -53,9 +68,8 @@ class Captioner:
         The captions of an image do not depend on other images.
         Raises: ValueError for invalid options, or a model that outputs NaN or infinity.
         """
-        options = options or GenerationOptions()
-        named = [_digest(image) for image in images] if keys is None and options.method == "nucleus" else keys
-        return self.write(self.memory(images), options, named or [""] * len(images))
+        keys = keys or [hashlib.blake2b(one.cpu().numpy().tobytes(), digest_size=16).hexdigest() for one in images]
+        return self.write(self.memory(images), options or GenerationOptions(), keys)
 
     def memory(self, images: Tensor) -> DecoderMemory:
         """Decoder memory of images uint8 [I, 3, H, W]. Raises: ValueError for a model that answers questions."""
@@ -65,109 +79,49 @@ class Captioner:
             return DecoderMemory(decoder.remember(self.model.memory(tokens)))
 
     def write(
-        self, memory: DecoderMemory, options: GenerationOptions, keys: Sequence[str], trie: Trie | None = None
+        self,
+        memory: DecoderMemory,
+        options: GenerationOptions,
+        keys: Sequence[str],
+        closed: Mapping[tuple[int, ...], list[int]] | None = None,
     ) -> list[list[Caption]]:
-        """Generate texts from memories of B images; see `caption`. Args: trie: restricts the texts to a closed list."""
+        """Generate texts from memories of B images; see `caption`. Args: closed: `beginnings` of a closed list."""
         options.check()
-        rules = self.rules(options, trie)
-
-        def attempt(lacking: list[int], round_: int) -> list[list[Caption]]:
-            whole = len(lacking) == len(memory)
-            remaining = memory if whole else memory.take(torch.tensor(lacking, device=self.model.device))
+        rules = self.rules(options, closed)
+        texts: list[dict[str, Caption]] = [{} for _ in keys]
+        lacking = list(range(len(keys)))
+        for round_ in range(1 if closed or options.method == "greedy" else ROUNDS):
+            some = memory.take(torch.tensor(lacking, device=self.model.device)) if round_ else memory
             wider = replace(options, beams=options.beams << round_)
-            seeds = self._seeds([keys[n] for n in lacking], options, round_)
-            return self._texts(self._search(remaining, wider, rules, seeds))
+            samples = range(round_ * options.num, (round_ + 1) * options.num)
+            seeds = [[key(options.seed, keys[n], "caption", sample) for sample in samples] for n in lacking]
+            with inference(self.model), self.model.computing():
+                found = search(ModelDecoding(self.model, some), len(lacking), rules, wider, seeds)
+            if not all(found):
+                raise ValueError("the text decoder outputs NaN or infinity: its weights are damaged, or diverged.")
+            for n, several in zip(lacking, found, strict=True):
+                for ids, logprob, score in several[: max(2 * wider.beams, options.num)]:
+                    text = self.tokenizer.decode(ids)
+                    texts[n].setdefault(text, Caption(text, score, logprob, ids))
+            lacking = [n for n in lacking if len(texts[n]) < options.num]
+            if not lacking:
+                break
+        return [sorted(by_text.values(), key=lambda one: -one.score)[: options.num] for by_text in texts]
 
-        return unique(attempt, len(keys), options, rounds=1 if trie is not None else ROUNDS)
-
-    def rules(self, options: GenerationOptions, trie: Trie | None = None) -> Rules:
+    def rules(self, options: GenerationOptions, closed: Mapping[tuple[int, ...], list[int]] | None = None) -> Rules:
         """Constraints of generation. Raises: ValueError for texts longer than the text tower's context."""
         config, roles = self.model.config.text, self.tokenizer.roles
         room = config.context - len(config.extra_tokens)
-        if options.longest > room:
-            raise ValueError(f"longest is {options.longest} tokens, but the text tower reads {room}.")
-        if trie is None and options.shortest + 2 > room:
+        longest = options.longest or room
+        if not options.shortest + 2 <= longest <= room:
             raise ValueError(
-                f"shortest is {options.shortest} tokens, but the text tower reads {room}, start and end included: "
-                f"expected at most {room - 2}."
+                f"longest is {longest} tokens, shortest {options.shortest}: expected at least shortest + 2 (start and "
+                f"end), and at most the {room} that the text tower reads."
             )
-        if trie is not None and trie.longest >= room:
-            raise ValueError(f"a text of {trie.longest + 1} tokens to choose from, but the text tower reads {room}.")
-        words = text_decoder(self.model).words
-        never = torch.arange(words, device=self.model.device) >= self.tokenizer.vocab
+        never = torch.arange(self.words, device=self.model.device) >= self.tokenizer.vocab
         for name, value in roles.ids().items():
             word = name == "pad" and self.tokenizer.clean == "clip"  # CLIP pads with the id of "!"
-            if value < words and value != roles.end and not word:
+            if value < self.words and value != roles.end and not word:
                 never[value] = True
-        return Rules(
-            start=roles.start,
-            end=roles.end,
-            never=never,
-            longest=(options.longest or room) - 1 if trie is None else trie.longest,
-            shortest=options.shortest,
-            no_repeat=options.no_repeat,
-            trie=trie,
-        )
-
-    def _search(
-        self, memory: DecoderMemory, options: GenerationOptions, rules: Rules, seeds: Tensor | None
-    ) -> FinishedTexts:
-        with inference(self.model), self.model.computing():
-            finished = search(ModelDecoding(self.model, memory), len(memory), rules, options, seeds)
-        if not bool(torch.isfinite(finished.score[:, 0]).all()):
-            raise ValueError(
-                "the text decoder outputs NaN or infinite probabilities: its weights are damaged, or diverged."
-            )
-        return finished
-
-    def _seeds(self, keys: Sequence[str], options: GenerationOptions, round_: int) -> Tensor | None:
-        """Seeds [B, num], keyed by image, so that samples do not depend on other images."""
-        if options.method != "nucleus":
-            return None
-        samples = range(round_ * options.num, (round_ + 1) * options.num)
-        seeds = [[key(options.seed, name, "caption", n) for n in samples] for name in keys]
-        return torch.tensor(seeds, dtype=torch.int64, device=self.model.device)
-
-    def _texts(self, finished: FinishedTexts) -> list[list[Caption]]:
-        """Captions of every image, best first."""
-        rows = zip(
-            finished.ids.tolist(),
-            finished.lengths.tolist(),
-            finished.score.tolist(),
-            finished.logprob.tolist(),
-            strict=True,
-        )
-        return [
-            [
-                Caption(self.tokenizer.decode(ids[:n]), score, logprob, tuple(ids[:n]))
-                for ids, n, score, logprob in zip(*row, strict=True)
-                if score > NEVER
-            ]
-            for row in rows
-        ]
-
-
-def unique(
-    attempt: Callable[[list[int], int], list[list[Caption]]],
-    images: int,
-    options: GenerationOptions,
-    rounds: int = ROUNDS,
-) -> list[list[Caption]]:
-    """At most `num` different texts of every image, best first; searches again for images that have fewer.
-
-    Args: attempt: indices of images, and the number of the round -> texts of each.
-    """
-    texts: list[dict[str, Caption]] = [{} for _ in range(images)]
-    lacking = list(range(images))
-    for round_ in range(1 if options.method == "greedy" else rounds):
-        for n, new in zip(lacking, attempt(lacking, round_), strict=True):
-            for one in new:
-                texts[n].setdefault(one.text, one)
-        lacking = [n for n in lacking if len(texts[n]) < options.num]
-        if not lacking:
-            break
-    return [sorted(by_text.values(), key=lambda one: -one.score)[: options.num] for by_text in texts]
-
-
-def _digest(image: Tensor) -> str:
-    return hashlib.blake2b(image.cpu().contiguous().numpy().data, digest_size=16).hexdigest()
+        limit = 1 + max(map(len, closed)) if closed else longest - 1
+        return Rules(roles.start, roles.end, never, limit, options.shortest, options.no_repeat, closed)

@@ -10,7 +10,6 @@ import json
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal, TextIO
@@ -28,7 +27,7 @@ from kiloword.data.rows import key_bytes
 from kiloword.data.stored import TableSettings
 from kiloword.distributed.by_device import announce, workers_of
 from kiloword.distributed.device import choose
-from kiloword.distributed.sharing import alone, is_first, together
+from kiloword.distributed.sharing import is_first, together
 from kiloword.files import Lock, atomic
 from kiloword.generation.captioners import Describer, open_captioner
 from kiloword.generation.options import GenerationOptions
@@ -40,7 +39,7 @@ from kiloword.types import Source
 PART = 1024  # rows a part: what an interruption costs at most
 FILE = "captions.json"
 SCHEMA = pa.schema({"key": pa.string(), "captions": pa.list_(pa.string()), "scores": pa.list_(pa.float32())})
-PART_ROWS = pa.schema({**COMMON, "captions": SCHEMA.field("captions").type, "scores": SCHEMA.field("scores").type})
+PART_ROWS = pa.schema([*pa.schema(COMMON), *list(SCHEMA)[1:]])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,22 +70,26 @@ def main(
 
     Errors: see `open_captioner`, `open_data` and `write_captions`.
     """
-    options.check()
     if out.suffix.lower() not in ("", ".parquet", ".pq"):
         raise ValueError(f"{out}: captions are written as a parquet table: let --out end in .parquet.")
     device = choose(device)
-    if precision == "auto" and (begun := _begun(out)) is not None:
+    path = _parts(out) / FILE
+    if precision == "auto" and (
+        begun := _finished(out) or (read_config(path, CaptionFile) if path.is_file() else None)
+    ):
         precision = begun.precision  # also where a GPU began and a CPU goes on
     with together(device):
         describer = open_captioner(model, device, precision, trust)
-        describer.check(options)
-        workers = workers_of(workers, device, 4 * batch, describer.transform.size)  # transformers' own are of floats
+        size = describer.transform.size
+        workers = workers_of(workers, device, 4 * batch, size)  # transformers' own are of floats
         announce(device, describer.precision, "as given or by model and device", workers)
-        source = open_data(DataConfig(sources=tuple(data)), describer.transform.size)
-        made = _write(describer, source, out, options, model, describer.precision, batch, workers, PART, sys.stderr)
+        source = open_data(DataConfig(sources=tuple(data)), size)
+        made = write_captions(
+            describer, source, out, options, model=model, batch=batch, workers=workers, report=sys.stderr
+        )
         if made is not None:
-            images, captions = made
-            say(f"{out}: {captions:,} captions of {images:,} images, {out.stat().st_size / 1e6:,.1f} MB")
+            megabytes = out.stat().st_size / 1e6
+            say(f"{out}: {made[1]:,} captions of {made[0]:,} images, {megabytes:,.1f} MB")
 
 
 def write_captions(
@@ -96,67 +99,58 @@ def write_captions(
     options: GenerationOptions,
     *,
     model: str = "",
-    precision: str = "fp32",
     batch: int = 16,
     workers: int = 0,
-    part: int = PART,
+    part: int | None = None,
     report: TextIO | None = None,
-) -> tuple[int, int]:
+) -> tuple[int, int] | None:
     """A table of captions of every readable image; goes on with what is there.
 
     Args: source: images, which need no captions of their own; of a mixture every row of each part is described,
     whatever its weight; model: as messages name the describer; batch: images at a time; part: rows between
     interruptions.
-    Returns: numbers of images and captions in the table. `kiloword.data.joins` reads it.
-    Errors: ValueError when `out` holds something else, keys repeat with other images, or no row is usable.
+    Returns: numbers of images and captions in the table, which `kiloword.data.joins` reads. Of ranks that share the
+    work the first one writes, and the others return None.
+    Errors: ValueError for options that do not fit, when `out` holds something else, keys repeat with other images, or
+    no row is usable.
     """
-    with alone():
-        made = _write(describer, source, Path(out), options, model, precision, batch, workers, part, report)
-    assert made is not None, "the only rank is the first"
-    return made
-
-
-def _write(
-    describer: Describer, source: Source, out: Path, options: GenerationOptions, model: str, precision: str,
-    batch: int, workers: int, part: int, report: TextIO | None,
-) -> tuple[int, int] | None:  # fmt: skip
-    """As `write_captions`. Ranks share the rows; only the first one writes and returns the numbers."""
+    describer.check(options)
     if batch < 1:
         raise ValueError(f"--batch is {batch}: expected at least 1.")
-    source, transform, folder = every_row(source), describer.transform, _parts(out)
-
-    def read(batches: list[range]) -> Iterator[EvalBatch]:
-        return eval_batches(
-            source, transform.size, batch=batch, workers=workers, parts=batches, transform=transform, captions=False
-        )
-
-    def compute(images: EvalBatch) -> Rows:
-        return Rows(rows_table(PART_ROWS, _rows(images, describer, options)))
-
-    if not is_first():
-        fill(None, source, batch, read, compute, report)
-        return None
+    source, transform, out = every_row(source), describer.transform, Path(out)
+    folder, size = _parts(out), transform.size
     file = CaptionFile(
         model=model,
         model_fingerprint=describer.fingerprint,
-        precision=precision,
+        precision=describer.precision,
         options=options,
         images=sampled_images(source),
         data=source.name,
         fingerprint=source.fingerprint,
         rows=len(source),
-        part=part,
+        part=part or PART,
     )
+
+    def read(batches: list[range]) -> Iterator[EvalBatch]:
+        return eval_batches(
+            source, size, batch=batch, workers=workers, parts=batches, transform=transform, captions=False
+        )
+
+    def compute(images: EvalBatch) -> Rows:
+        return Rows(rows_table(PART_ROWS, _rows(images, describer, options)))
+
     finished = _finished(out)
     if finished is not None:
         check_same(out, finished, file, "captions")
-    with Lock(out, "writing", folder) if finished is None else nullcontext():
-        existing = finished or resumed(folder, FILE, file, "captions")
-        writer = PieceWriter(folder, FILE, file, existing, finished is not None)
-        if writer.done < file.parts:
-            check_keys(source, "the table of captions")
-        fill(writer, source, batch, read, compute, report)
-        if finished is None:
+    elif not is_first():
+        fill(None, source, batch, read, compute, report)
+        return None
+    else:
+        with Lock(out, "writing", folder):
+            writer = PieceWriter(folder, FILE, file, resumed(folder, FILE, file, "captions"), False)
+            if writer.done < file.parts:
+                check_keys(source, "the table of captions")
+            fill(writer, source, batch, read, compute, report)
             every = writer.table()
             say_bad(every, report)
             table = every.filter(every.column("reason").is_null())
@@ -166,7 +160,7 @@ def _write(
                 table = table.take(sorted(first.values())).select(SCHEMA.names).cast(schema)
                 pq.write_table(table.combine_chunks(), handle)
             (folder / "captions.parquet").replace(out)
-        shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
     captions = read_table(out, ["captions"]).column("captions").combine_chunks()
     return len(captions), len(captions.flatten())
 
@@ -175,30 +169,23 @@ def _rows(images: EvalBatch, describer: Describer, options: GenerationOptions) -
     """Captions of a batch, without empty ones. An image whose key is not UTF-8 (a file name) is skipped."""
     for one in images.skipped:
         yield {"row": one.row, "key": key_bytes(one.key), "reason": one.reason}
-    usable = [n for n, key in enumerate(images.keys) if _utf8(key)]
-    for n in set(range(len(images.keys))) - set(usable):
-        reason = "the key is not UTF-8, which a table of captions cannot hold"
-        yield {"row": images.rows[n], "key": key_bytes(images.keys[n]), "reason": reason}
+    usable = []
+    for n, key in enumerate(images.keys):
+        if key == key.encode(errors="ignore").decode():
+            usable.append(n)
+        else:
+            reason = "the key is not UTF-8, which a table of captions cannot hold"
+            yield {"row": images.rows[n], "key": key_bytes(key), "reason": reason}
     keys = [images.keys[n] for n in usable]
-    described = describer.describe(images.images[usable], options, keys) if usable else []
+    described = describer.caption(images.images[usable], options, keys) if usable else []
     for n, key, captions in zip(usable, keys, described, strict=True):
         kept = [one for one in captions if one.text]
         texts, scores = [one.text for one in kept], [one.score for one in kept]
         yield {"row": images.rows[n], "key": key.encode(), "captions": texts, "scores": scores}
 
 
-def _utf8(key: str) -> bool:
-    return key == key.encode(errors="ignore").decode()
-
-
 def _parts(out: Path) -> Path:
     return out.with_name(out.name + ".parts")
-
-
-def _begun(out: Path) -> CaptionFile | None:
-    """`CaptionFile` of a finished or unfinished table. Raises: ValueError for another file."""
-    path = _parts(out) / FILE
-    return _finished(out) or (read_config(path, CaptionFile) if path.is_file() else None)
 
 
 def _finished(path: Path) -> CaptionFile | None:

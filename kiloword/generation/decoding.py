@@ -5,19 +5,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kiloword.methods.coca.coca import decoded, decoder_of
 from kiloword.model.attention import KeyValueCache
 from kiloword.model.decoder import DecoderMemory, TextDecoder
 from kiloword.model.model import Model
+from kiloword.types import Texts
 
 
 def text_decoder(model: Model) -> TextDecoder:
     """Raises: ValueError for a model without one."""
-    decoder = dict(model.more.items()).get("text_decoder")
-    if not isinstance(decoder, TextDecoder):
+    if "text_decoder" not in model.more:
         raise ValueError(
             "this model has no text decoder, so it cannot generate text: train coca, sycoca or a method with +caption."
         )
-    return decoder
+    return decoder_of(model)
 
 
 def writer(model: Model) -> TextDecoder:
@@ -35,7 +36,7 @@ class ModelDecoding:
 
     def __init__(self, model: Model, memory: DecoderMemory) -> None:
         self._tower, self._decoder = model.text_tower, text_decoder(model)
-        self._table = table_of(model, self._decoder)
+        self._table = table_of(model)
         self._caches = [KeyValueCache() for _ in self._tower.blocks], [KeyValueCache() for _ in self._decoder.layers]
         self._whole, self._of = memory, torch.arange(len(memory), device=self._table.device)
         self._seen = self._of  # images of the current memory
@@ -60,9 +61,9 @@ class ModelDecoding:
             self._packing = self._memory.packing()
 
 
-def table_of(model: Model, decoder: TextDecoder) -> Tensor:
-    """Output weight [V, W], at least fp32, converted once."""
-    table = decoder.table(model.text_tower.tokens)
+def table_of(model: Model) -> Tensor:
+    """Output weight [V, W] of the text decoder, at least fp32."""
+    table = text_decoder(model).table(model.text_tower.tokens)
     return table.to(torch.promote_types(table.dtype, torch.float32))
 
 
@@ -73,3 +74,21 @@ def next_logits(x: Tensor, table: Tensor) -> Tensor:
     """
     with torch.autocast(x.device.type, enabled=False):
         return x.to(table.dtype) @ table.T
+
+
+def log_probabilities(model: Model, texts: Texts, tokens: Tensor, memory: DecoderMemory) -> tuple[Tensor, Tensor]:
+    """Log probability of each next token (words and end) of texts [S'], and its text [S'].
+
+    Args: tokens [S, W]: outputs of the text tower; memory: row n for text n.
+    """
+    x, targets = decoded(model, texts, tokens, memory.keys, memory.packing())
+    x, targets = x[targets >= 0], targets[targets >= 0]
+    log_p = next_logits(x, table_of(model)).log_softmax(-1)
+    lengths = texts.starts.diff() - 1 - len(model.config.text.extra_tokens)
+    return log_p.gather(1, targets[:, None])[:, 0], torch.repeat_interleave(lengths)
+
+
+def log_likelihoods(model: Model, texts: Texts, tokens: Tensor, memory: DecoderMemory) -> Tensor:
+    """Log probability of each text, its end included: [T]. Args: of `log_probabilities`."""
+    log_p, text = log_probabilities(model, texts, tokens, memory)
+    return log_p.new_zeros(len(texts)).index_add(0, text, log_p)

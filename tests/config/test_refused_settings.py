@@ -16,7 +16,6 @@ from kiloword.errors import LeftOut, sentence_of
 from kiloword.evaluation import evaluate
 from kiloword.evaluation.prompts import PromptOptions
 from kiloword.generation.captioner import Captioner
-from kiloword.generation.captioners import KilowordCaptioner
 from kiloword.generation.command import write_captions
 from kiloword.generation.options import GenerationOptions
 from kiloword.methods.registry import preset
@@ -31,8 +30,8 @@ def matcher(method: str = "siglip") -> Matcher:
     )
 
 
-def describer(method: str) -> KilowordCaptioner:
-    return KilowordCaptioner(Captioner(matcher(method).model, matcher(method).tokenizer), "d")
+def describer(method: str) -> Captioner:
+    return Captioner(matcher(method).model, matcher(method).tokenizer)
 
 
 GOOD = MapStyleSource([(noise(8, 8, row), f"caption {row}") for row in range(3)])

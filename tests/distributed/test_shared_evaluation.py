@@ -25,7 +25,6 @@ from kiloword.evaluation import evaluate
 from kiloword.evaluation.caption import CaptionOptions
 from kiloword.evaluation.probe import ProbeOptions
 from kiloword.generation.captioner import Captioner
-from kiloword.generation.captioners import KilowordCaptioner as Describer
 from kiloword.generation.command import write_captions
 from kiloword.generation.options import GenerationOptions
 from kiloword.methods.defaults import default_recipe
@@ -112,7 +111,7 @@ def write_files(folder: Path) -> None:
     """A feature store in parts of 6 rows and a table of captions, batches of 2."""
     model = matcher("coca")
     write_store(Holes(), folder)
-    describer = Describer(Captioner(model.model, model.tokenizer), "d")
+    describer = Captioner(model.model, model.tokenizer)
     write_captions(describer, Holes(), folder / "captions.parquet", SHORT, batch=2, part=6)
 
 

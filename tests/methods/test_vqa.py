@@ -120,7 +120,6 @@ def test_likelihoods_are_those_of_single_questions_and_answers(monkeypatch: pyte
     with torch.no_grad():
         together = answerer.log_likelihoods(memory, listed.texts)
         monkeypatch.setattr("kiloword.generation.answerer.ANSWERS", 2)
-        monkeypatch.setattr("kiloword.generation.answerer.TOKENS", 1)  # fewer than two answers have
         torch.testing.assert_close(answerer.log_likelihoods(memory, listed.texts), together)
     config, none = answerer.model.config.text, torch.zeros(1, dtype=torch.int64)
     for i, question in enumerate(QUESTIONS):
