@@ -29,21 +29,15 @@ class Audit:
     model: str  # model folder, open_clip:NAME:WEIGHTS or hf:FOLDER
     out: Path = Path("audit")  # folder for report.html, findings.parquet, keep.parquet and audit.json
     extra_captions: tuple[str, ...] = ()  # parquet tables (key, captions); their captions are audited too
-    raw_captions: bool = True  # audit the images' own captions beside the extra ones
     features: Path | None = None  # feature store of the same model for the data; labels are not judged then
     target_precision: float = 0.8  # estimated share of right ones among the pairs that are said not to match
     drop: tuple[Kind, ...] = ("mismatch", "unreadable")  # findings that the keep-list omits
-    gallery: int = 24  # examples of each finding on the page; 0: none
-    chunk: int = 1024  # images and captions in a block of scores
-    seed: int = 0  # of the random pairs that the others are compared with
     execution: Flat[Execution] = EXECUTION
 
     def run(self) -> None:
         """Encode the data, judge it, print, and write the files. Raises: ValueError for what cannot be used."""
         from kiloword.apps.audit.judge import audit
 
-        if not 0 < self.target_precision <= 1 or self.gallery < 0 or self.chunk < 1:
-            raise ValueError("expected --target-precision above 0 and at most 1, --gallery >= 0 and --chunk >= 1.")
         if self.features is not None and (self.execution.image_features or self.execution.text_features):
             raise ValueError("--features replaces --image-features and --text-features: omit them, or --features.")
         audit(self)

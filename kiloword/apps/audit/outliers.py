@@ -26,30 +26,35 @@ FEWEST = 5  # flagged pairs, of which a precision is said
 class OutlierRule:
     """Pairs whose fit is below the threshold do not match. Shares in [0, 1], estimated."""
 
-    threshold: float  # -inf: no pair is flagged
+    threshold: float | None  # None: no pair is flagged
     flagged: int
     share: float  # of pairs that do not match
     precision: float | None  # of the flagged pairs; None: none is
     recall: float
+
+    def __str__(self) -> str:
+        share = f"by estimate {self.share:.1%} of the pairs do not match"
+        if self.threshold is None:
+            return f"{share}; none is flagged at this precision"
+        precision = f"estimated precision {self.precision:.2f}, recall {self.recall:.2f}"
+        return f"{share}; {self.flagged:,} are flagged below a fit of {self.threshold:.2f}: {precision}"
 
 
 def rule(annotated: Floats, random: Floats, precision: float) -> OutlierRule:
     """The rule of a wanted precision.
 
     Args: fits of annotated [T] and of random pairs [R], at least one each; precision in (0, 1]. Where fewer than FEWEST
-    pairs reach it none is flagged, and the threshold is -inf.
+    pairs reach it none is flagged.
     """
     ordered, chance = np.sort(annotated), np.sort(random)
     share = mismatched(ordered, chance)
     below = np.arange(1, len(ordered) + 1) / len(ordered)
     expected = share * np.searchsorted(chance, ordered, "right") / len(chance)
     good = np.flatnonzero(expected / below >= precision)
-    last = int(good[-1]) if len(good) else -1
-    if last + 1 < FEWEST:
-        return OutlierRule(-np.inf, 0, share, None, 0.0)
-    threshold = float(np.nextafter(ordered[last], np.inf))
-    recall = float(np.mean(chance < threshold))
-    flagged = int(np.sum(annotated < threshold))
+    if not len(good) or good[-1] + 1 < FEWEST:
+        return OutlierRule(None, 0, share, None, 0.0)
+    threshold = float(np.nextafter(ordered[good[-1]], np.inf))
+    recall, flagged = float(np.mean(chance < threshold)), int(np.sum(annotated < threshold))
     return OutlierRule(threshold, flagged, share, min(1.0, share * recall * len(annotated) / flagged), recall)
 
 

@@ -38,12 +38,10 @@ class Fits:
     annotated: Floats  # [T]
     random: Floats  # [R], of pairs of an image and a caption of another
     fitting: NDArray[np.int64]  # [T] other images whose score with the caption is at least that of its own
-    weights: dict[str, float]  # of the discriminant
+    weights: Floats  # of the discriminant: by captions, by images, and where images have several captions by these
 
 
-def fits(
-    score: Score, pairs: Score, images: Features, texts: Features, owner: Tensor, chunk: int = 1024, seed: int = 0
-) -> Fits:
+def fits(score: Score, pairs: Score, images: Features, texts: Features, owner: Tensor, chunk: int = 1024) -> Fits:
     """The fit of every annotated pair and of random ones, computed in blocks; nothing [I, T] is kept.
 
     Args: score, pairs: the model's, of all pairs and of given ones; images [I, ...]; texts [T, ...]; owner [T] int64,
@@ -54,8 +52,7 @@ def fits(
         raise ValueError(f"there are {n} images with captions: expected at least {LEAST}, to tell what stands out.")
     owner = owner.to(images["vec"].device)
     paired = [pairs(rows(images, owner[part]), rows(texts, part)).double() for part in chunks(len(owner), chunk)]
-    annotated, random, fitting = _standard_scores(score, torch.cat(paired), images, texts, owner, chunk, seed)
-    names = ["caption against other captions", "image against other images"]
+    annotated, random, fitting = _standard_scores(score, torch.cat(paired), images, texts, owner, chunk)
     captions = torch.bincount(owner, minlength=n)
     if int(captions.max()) > 1:
         vectors = texts["vec"].float()
@@ -64,22 +61,17 @@ def fits(
         others[captions[owner] < 2] = 0  # the mean of no other caption: its cosines are 0
         near = (F.normalize(others, dim=1) * vectors).sum(1).double()
         means, cosines = {"vec": F.normalize(total, dim=1)}, lambda a, b: a["vec"] @ b["vec"].T
-        more = _standard_scores(cosines, near, means, {"vec": vectors}, owner, chunk, seed)
+        more = _standard_scores(cosines, near, means, {"vec": vectors}, owner, chunk)
         annotated, random = torch.cat([annotated, more[0]], 1), torch.cat([random, more[1]], 1)
-        names += ["the same by the image's other captions, row", "the same by the image's other captions, column"]
     weights = _discriminant(annotated, random)
     fit, chance = annotated @ weights, random @ weights
     centre, spread = chance.mean(), chance.std().clamp(min=1e-12)
-    return Fits(
-        annotated=((fit - centre) / spread).cpu().numpy(),
-        random=((chance - centre) / spread).cpu().numpy(),
-        fitting=fitting.cpu().numpy(),
-        weights=dict(zip(names, (weights / spread).tolist(), strict=True)),
-    )
+    found = (fit - centre) / spread, (chance - centre) / spread, fitting, weights / spread
+    return Fits(*(x.cpu().numpy() for x in found))
 
 
 def _standard_scores(
-    score: Score, paired: Tensor, images: Features, texts: Features, owner: Tensor, chunk: int, seed: int
+    score: Score, paired: Tensor, images: Features, texts: Features, owner: Tensor, chunk: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Standard scores by row and by column of annotated pairs [T, 2], whose scores are `paired` [T], and of random ones
     [R, 2]; and the number [T] of other images that score at least as high with a caption as its own."""
@@ -92,14 +84,14 @@ def _standard_scores(
         block = check_scores(score(rows(images, r), rows(texts, c))).double()
         others = torch.arange(r.start, r.stop, device=device)[:, None] != owner[c]
         block = torch.where(others, block, 0.0)
-        sums = (others.double(), block, block.square())
-        by_row[:, r] += torch.stack([values.sum(1) for values in sums])
-        by_column[:, c] += torch.stack([values.sum(0) for values in sums])
+        sums = torch.stack([others.double(), block, block.square()])
+        by_row[:, r] += sums.sum(2)
+        by_column[:, c] += sums.sum(1)
         fitting[c] += ((block >= paired[c]) & others).sum(0)
     (row, row_std), (column, column_std) = _moments(by_row), _moments(by_column)
     annotated = torch.stack([(paired - row[owner]) / row_std[owner], (paired - column) / column_std], 1)
     i, j = (
-        torch.from_numpy(np.sort(generator(seed, "random pairs", size).choice(size, min(size, most), replace=False)))
+        torch.from_numpy(np.sort(generator(0, "random pairs", size).choice(size, min(size, most), replace=False)))
         for size, most in ((n, RANDOM_IMAGES), (t, RANDOM_TEXTS))
     )
     block = score(rows(images, i), rows(texts, j)).double()
@@ -120,7 +112,7 @@ def _discriminant(annotated: Tensor, random: Tensor) -> Tensor:
     difference = annotated.mean(0) - random.mean(0)
     within = annotated.T.cov() + random.T.cov()
     within = within + 1e-3 * within.diagonal().mean().clamp(min=1e-6) * torch.eye(len(difference)).to(within)
-    chosen, weights = torch.ones_like(difference, dtype=torch.bool), torch.ones_like(difference)
+    chosen = torch.ones_like(difference, dtype=torch.bool)
     while bool(chosen.any()):
         weights = torch.zeros_like(difference)
         weights[chosen] = torch.linalg.solve(within[chosen][:, chosen], difference[chosen])
