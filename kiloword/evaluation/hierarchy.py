@@ -6,48 +6,28 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain, groupby
-from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from kiloword.config.recipes import Nearest
-from kiloword.distributed.sharing import in_turns, is_first
 from kiloword.evaluation.calibration import defined, spearman
 from kiloword.evaluation.features import kept, seen, tile
-from kiloword.evaluation.metrics import check_scores
-from kiloword.evaluation.retrieval import Score
 from kiloword.evaluation.task import Findings, Inputs, Task
 from kiloword.methods.prolip.gaussian import inclusion, log_inclusion, variance_sum
 from kiloword.model.encoding import chunks, join, rows
 from kiloword.model.heads import unit
 from kiloword.model.pooling import at_least_float
-from kiloword.randomness import key
-from kiloword.report import Block, Gallery, Plot, Text, distributions
-from kiloword.terminal import warn
+from kiloword.report import Gallery, Text, distributions
 from kiloword.types import BadSample, Features, Source
 
-Includes = Literal["inc", "h"]
 STEPS = 50
-PANEL = 1 << 22  # scores in memory at once
-PAIRS = 1 << 18  # dimensions of pairs of Gaussians in memory at once
-JUDGED = 256  # images per query of the ground truth
 TRIES = 8  # number of next chains searched for a wrong text
-EXAMPLES = 8  # images of the page
 TAIL = 2  # percent at each end of a histogram, in its outermost bars
 
 
 @dataclass(frozen=True, kw_only=True)
 class HierarchyTaskOptions:
-    """How the caption that includes an image most is chosen, and how a traversal steps."""
-
-    # inclusion score by which the root caption of an image is chosen; None: inc. h at eps 0 chooses the narrowest
-    # captions, not the most general
-    includes: Includes | None = None
-    # log of a variance added in inc and h; None: 0. At -10 or less distances hardly count: h then chooses the widest
-    # caption, inc the narrowest
-    eps: float | None = None
-    nearest: Nearest = "cosine"  # similarity by which a traversal steps; csd needs a model with Gaussians
+    """There are none."""
 
 
 def run(inputs: Inputs, options: HierarchyTaskOptions) -> Findings:
@@ -55,38 +35,30 @@ def run(inputs: Inputs, options: HierarchyTaskOptions) -> Findings:
 
     Two protocols retrieve texts of an image along a path: `hierarcaps_` and `traversal_ROOT_`, which measure different
     things. Models with Gaussians also get uncertainty and inclusion by level: `text_` of chains, `image_` of images.
-    Raises: ValueError for options out of range, data without levels, and images of levels for a model without Gaussians
+    Raises: ValueError for data without levels, and images of levels for a model without Gaussians.
     """
-    if options.includes not in (None, *get_args(Includes)):
-        raise ValueError(f"includes is {options.includes!r}: expected {' or '.join(get_args(Includes))}.")
-    if not -100 <= (options.eps or 0) <= 20:
-        raise ValueError(f"eps is {options.eps}: expected a number from -100 to 20; the paper evaluates at 0.")
-    source, (chains, groups) = inputs.source, read(inputs.source)
-    if chains:
-        yield from _chains(inputs, options, chains)
-    image_levels: Callable[[], Source] | None = getattr(source, "image_levels", None)
-    if image_levels is not None:
-        yield from _image_levels(replace(inputs, source=image_levels()), optional=bool(chains))
-    elif groups:
-        yield from _image_levels(inputs, optional=bool(chains))
-    elif not chains:
+    source, (chains, groups), empty = inputs.source, read(inputs.source), True
+    levels: Callable[[], Source] | None = getattr(source, "image_levels", None)
+    found: list[Findings] = [of_chains(inputs, chains)] if chains else []
+    if inputs.matcher.model.head.uncertainty is not None and (levels or groups):
+        found.append(of_images(inputs if levels is None else replace(inputs, source=levels())))
+    for one in chain(*found):
+        empty = False
+        yield one
+    if empty:
         raise ValueError(
             f"{source.name} has no levels: give each image's json `hierarchies` (lists of texts, general to specific, "
-            "all of one length), make images of several levels (tools/hierarimgs.py), or use scenes."
+            "all of one length); for a model with Gaussians also images of several levels (tools/hierarimgs.py)."
         )
 
 
-ImageChains = list[list[str]]
-"""Chains of texts of one image, each from general to specific."""
-
-
-def read(source: Source) -> tuple[dict[int, ImageChains], dict[str, dict[int, int]]]:
+def read(source: Source) -> tuple[dict[int, list[list[str]]], dict[str, dict[int, int]]]:
     """Chains of captions by row, and images of several levels (group -> level -> row), of the readable rows.
 
     Chains are those of the source's `hierarchies(row)`, else of its json (`hierarchies`), all of as many texts as the
     first. Of images of several levels the json has a `group` and a `level` from 0, the most general.
     """
-    chains: dict[int, ImageChains] = {}
+    chains: dict[int, list[list[str]]] = {}
     groups: dict[str, dict[int, int]] = {}
     hierarchies = getattr(source, "hierarchies", None)
     for row in range(len(source)):
@@ -95,11 +67,11 @@ def read(source: Source) -> tuple[dict[int, ImageChains], dict[str, dict[int, in
         except BadSample:  # reported when the images are encoded
             continue
         found = info.get("hierarchies")
-        if isinstance(found, list) and found and all(isinstance(texts, list) for texts in found):
-            stripped = [[text.strip() if isinstance(text, str) else "" for text in texts] for texts in found]
-            first = next(iter(chains.values()), stripped)[0]
-            if len(first) > 1 and all(len(texts) == len(first) and all(texts) for texts in stripped):
-                chains[row] = stripped
+        listed = found if isinstance(found, list) else []
+        stripped = [[str(text).strip() for text in texts] for texts in listed if isinstance(texts, list)]
+        length = len(next(iter(chains.values()), stripped or [[]])[0])
+        if length > 1 and all(len(texts) == length and all(texts) for texts in stripped) and stripped:
+            chains[row] = stripped
         level, group = info.get("level"), info.get("group")
         if isinstance(level, int) and isinstance(group, str):
             groups.setdefault(group, {})[level] = row
@@ -113,133 +85,93 @@ class Chains:
     texts: list[str]  # N unique texts, in the order of first occurrence
     places: Tensor  # [C, L] int64, indices into texts
     image: Tensor  # [C] int64, ascending
-    rows: list[int]  # I rows of the source
+    truth: Tensor | None = None  # [N, I] bool, of which images texts are true, where that is known
 
     @staticmethod
-    def of(by_row: Mapping[int, ImageChains]) -> Chains:
+    def of(by_row: Mapping[int, list[list[str]]], source: object = None) -> Chains:
         """The chains of images."""
         index: dict[str, int] = {}
         places = [[index.setdefault(t, len(index)) for t in texts] for each in by_row.values() for texts in each]
         image = [i for i, each in enumerate(by_row.values()) for _ in each]
-        return Chains(list(index), torch.tensor(places), torch.tensor(image), list(by_row))
-
-    def true(self, source: object, texts: Tensor, image: Tensor) -> Tensor | None:
-        """Whether texts [n, k] are true of the image beside them, image [n]: bool; None without ground truth."""
         relevance = getattr(source, "relevance", None)
-        if relevance is None:
-            return None
-        true = torch.zeros_like(texts, dtype=torch.bool)
-        for part in chunks(len(self.rows), JUDGED):
-            here = ((image >= part.start) & (image < part.stop)).nonzero()[:, 0]
-            different, place = torch.unique(texts[here], return_inverse=True)
-            table = torch.as_tensor(relevance([self.texts[t] for t in different.tolist()], self.rows[part]))
-            true[here] = table[place, (image[here] - part.start)[:, None]]
-        return true
+        truth = None if relevance is None else torch.as_tensor(relevance(list(index), list(by_row)))
+        return Chains(list(index), torch.tensor(places), torch.tensor(image), truth)
 
 
-def _chains(inputs: Inputs, options: HierarchyTaskOptions, by_row: Mapping[int, ImageChains]) -> Findings:
+def of_chains(inputs: Inputs, by_row: Mapping[int, list[list[str]]]) -> Findings:
     """Both protocols, each with every root that the model has; for Gaussians uncertainty and inclusion by level."""
     matcher, source, parts = inputs.matcher, inputs.source, []
     reason = f"no hierarchies of {len(next(iter(by_row.values()))[0])} texts each"
     for part in seen(inputs):
         parts.append(kept(part, [row in by_row for row in part.rows], reason, inputs.skipped))
-    chains = Chains.of({row: by_row[row] for part in parts for row in part.rows})
-    if not chains.rows:
-        raise ValueError(f"{source.name}: none of the images that have hierarchies is usable.")
-    images = join([part.images for part in parts])
-    texts, empty = matcher.encode_text(chains.texts), matcher.encode_text([""])
-    gaussian, score = "log_var" in texts, matcher.score
-    if options.nearest == "csd" and not gaussian:
-        raise ValueError("nearest csd needs a model with uncertainty, and this one has none: use cosine.")
-    radius = (texts["vec"].double() - empty["vec"].double()).square().sum(1).sqrt()
-    paths = {"hierarcaps": radius_paths(score, images, texts, radius)}
-    roots = {"empty": empty["vec"]}
-    if gaussian:
-        roots["inclusive"] = texts["vec"][most_inclusive(images, texts, options.includes or "inc", options.eps or 0.0)]
-        roots["mean"] = unit(roots["empty"] + roots["inclusive"])
-    elif (options.includes, options.eps) != (None, None) and is_first():
-        warn("note: --includes and --eps have no effect: they compare Gaussians, and this model has none.")
-    paths |= {f"traversal_{n}": traversals(score, images, texts, vec, options.nearest) for n, vec in roots.items()}
-    true = {name: chains.true(source, path, torch.arange(len(path))) for name, path in paths.items()}
+    order = [row for part in parts for row in part.rows]
+    chains, images = Chains.of({row: by_row[row] for row in order}, source), join([part.images for part in parts])
+    texts, empty = matcher.encode_text(chains.texts), matcher.encode_text([""])["vec"]
+    scores = torch.cat([matcher.score(rows(images, part), texts) for part in chunks(len(order), 64)])  # [I, N]
+    radius = (texts["vec"].double() - empty.double()).square().sum(1).sqrt()
+    paths, roots = {"hierarcaps": radius_paths(scores, radius)}, {"empty": empty}
+    if "log_var" in texts:
+        roots["inclusive"] = texts["vec"][most_inclusive(images, texts)]
+        roots["mean"] = unit(empty + roots["inclusive"])
+    paths |= {f"traversal_{name}": traversals(scores.argmax(1), texts["vec"], root) for name, root in roots.items()}
     for name, path in paths.items():
-        yield from measure(path, chains, true[name], name)
+        yield from measure(path, chains, name)
     yield "hierarcaps_order", float(kendall(radius.cpu()[chains.places]).mean())
-    if gaussian:
-        uncertainty, wrong = variance_sum(texts).cpu()[chains.places], wrong_texts(chains, source)
+    if "log_var" in texts:
+        texts = {name: value.cpu() for name, value in texts.items()}
+        uncertainty = variance_sum(texts)[chains.places]
         yield from uncertainty_by_level(uncertainty, "text")
-        yield from inclusion_by_level({k: v.cpu() for k, v in texts.items()}, chains.places, wrong, "text")
-        if inputs.page:
-            yield boxes({str(k): values for k, values in enumerate(uncertainty.T)}, "level of the text")
-    if inputs.page:
-        yield from _examples(source, chains, paths, true)
+        yield from inclusion_by_level(texts, chains.places, wrong_texts(chains), "text")
+        if inputs.page:  # figure 7
+            yield distributions(
+                {f"level {k}": u for k, u in enumerate(uncertainty.T)}, "sum of variances of texts", TAIL
+            )
+    for i, row in enumerate(order[:8] if inputs.page else ()):  # figure 9
+        yield Gallery([tile(source, row)], f"As annotated: {' → '.join(by_row[row][0])}")
+        for name, path in paths.items():
+            along = [chains.texts[t] for t, _ in groupby(path[i].tolist())]
+            yield Text(f"{name}: {' → '.join(along if name == 'hierarcaps' else along[::-1])}")
 
 
-def radius_paths(score: Score, images: Features, texts: Features, radius: Tensor, steps: int = STEPS) -> Tensor:
-    """The protocol of HierarCaps: for each threshold, the best-matching text with a radius [N] up to it.
+def radius_paths(scores: Tensor, radius: Tensor) -> Tensor:
+    """The protocol of HierarCaps: for each threshold, the text of the highest score [I, N] with a radius [N] up to it.
 
     Thresholds are equally spaced from the smallest to the largest radius, so paths go from general to specific. Ties:
-    the first text. Returns: [I, steps] int64, indices into the texts. Source: arXiv:2407.08521, its public evaluator.
+    the first text. Returns: [I, STEPS] int64, indices into the texts. Source: arXiv:2407.08521, its public evaluator.
     """
-    limits = torch.linspace(0, 1, steps, dtype=radius.dtype, device=radius.device)
+    limits = torch.linspace(0, 1, STEPS, dtype=radius.dtype, device=radius.device)
     limits = radius.min() + limits * (radius.max() - radius.min())
     limits[-1] = radius.max()
-
-    def paths(part: slice) -> Tensor:
-        scores = check_scores(score(rows(images, part), texts))  # [i, N]
-        return torch.stack([scores.masked_fill(radius > limit, -torch.inf).argmax(1) for limit in limits], 1).cpu()
-
-    return torch.cat(list(in_turns(list(chunks(len(images["vec"]), max(1, PANEL // len(radius)))), paths)))
+    return torch.stack([scores.masked_fill(radius > limit, -torch.inf).argmax(1) for limit in limits], 1).cpu()
 
 
-def traversals(
-    score: Score, images: Features, texts: Features, roots: Tensor, nearest: Nearest = "cosine", steps: int = STEPS
-) -> Tensor:
-    """The protocol of ProLIP: from the text nearest to an image to a root, the nearest text at every step.
+def traversals(start: Tensor, texts: Tensor, roots: Tensor) -> Tensor:
+    """The protocol of ProLIP: from the text nearest to an image to a root, the nearest text by cosine at every step.
 
-    Steps are equally spaced on the line between both, ends included, and normalised. The first text is nearest by the
-    model's score, the others by "cosine" of the means or by "csd", which subtracts half of the variance of each text.
-    Args: roots [I, D] or [1, D], norm 1. Returns: [I, steps] int64. Source: arXiv:2410.18857, section 4.4.
+    Steps are equally spaced on the line between both, ends included.
+    Args: start [I] int64, indices into texts [N, D]; roots [I, D] or [1, D]; norm 1. Returns: [I, STEPS] int64.
+    Source: arXiv:2410.18857, section 4.4.
     """
-    vec = at_least_float(texts["vec"])
-    penalty = 0.5 * variance_sum(texts) if nearest == "csd" else vec.new_zeros(len(vec))
-    roots = at_least_float(roots).expand(len(images["vec"]), -1)
-
-    def paths(part: slice) -> Tensor:
-        start = vec[check_scores(score(rows(images, part), texts)).argmax(1)]  # [i, D]
-        near, far = start @ vec.T, roots[part] @ vec.T  # [i, N]
-        path = []
-        for weight in torch.linspace(0, 1, steps).tolist():
-            length = torch.lerp(start, roots[part], weight).norm(dim=1, keepdim=True).clamp(min=1e-12)
-            path.append((torch.lerp(near, far, weight) / length - penalty).argmax(1))
-        return torch.stack(path, 1).cpu()
-
-    with torch.autocast(vec.device.type, enabled=False):  # validation on CUDA runs in bf16: texts lie close together
-        return torch.cat(list(in_turns(list(chunks(len(roots), max(1, PANEL // len(vec)))), paths)))
+    with torch.autocast(texts.device.type, enabled=False):  # validation on CUDA runs in bf16: texts lie close together
+        vec = at_least_float(texts)
+        near, far = vec[start] @ vec.T, at_least_float(roots) @ vec.T  # [I, N]
+        steps = torch.linspace(0, 1, STEPS).tolist()
+        return torch.stack([torch.lerp(near, far.expand_as(near), step).argmax(1) for step in steps], 1).cpu()
 
 
-def most_inclusive(images: Features, texts: Features, by: Includes = "inc", eps: float = 0.0) -> Tensor:
-    """The text that includes each image most, of I and N Gaussians: [I] int64.
-
-    Args: by: "inc", eq. 3, as in the authors' code; "h", H of eq. 4, as in the paper; eps: see `log_inclusion`.
-    """
-    measured, (n, d) = inclusion if by == "h" else log_inclusion, texts["vec"].shape
-    block = max(1, min(16, PAIRS // d))  # images
-
-    def best(part: slice) -> Tensor:
-        image = {name: images[name][part, None] for name in ("vec", "log_var")}
-        several = chunks(n, max(1, PAIRS // (block * d)))
-        return torch.cat([measured(image, rows(texts, t), eps).sum(-1) for t in several], 1).argmax(1).cpu()
-
-    return torch.cat(list(in_turns(list(chunks(len(images["vec"]), block)), best)))
+def most_inclusive(images: Features, texts: Features) -> Tensor:
+    """The text that includes each image most, by inc (eq. 3, eps 0) of I and N Gaussians: [I] int64."""
+    several = [{name: images[name][[i]] for name in ("vec", "log_var")} for i in range(len(images["vec"]))]
+    return torch.stack([log_inclusion(image, texts).sum(-1).argmax() for image in several])
 
 
-def measure(paths: Tensor, chains: Chains, true: Tensor | None, name: str) -> Iterator[tuple[str, float]]:
+def measure(paths: Tensor, chains: Chains, name: str) -> Iterator[tuple[str, float]]:
     """Metrics of paths [I, S], means over images; every retrieved text counts once.
 
     `precision`: share of the retrieved texts that are in a chain of the image; `recall`: share of the levels of which
     a text was retrieved; `hit`: whether any was. Of a traversal's last text, `root_recall`: it is the most general of a
     chain, our reading of R@1[ROOT] in ProLIP's table 2; `root_hit`: it is anywhere in a chain, the other reading.
-    `true_precision`, `true_recall`: every text that is true of the image [I, S] is right, and counts for its levels.
+    `true_precision`, `true_recall`: every text that is true of the image is right, and counts for its levels.
     """
     of_level = [set(texts) for texts in chains.places.T.tolist()]
     each: dict[str, list[float]] = defaultdict(list)
@@ -253,8 +185,8 @@ def measure(paths: Tensor, chains: Chains, true: Tensor | None, name: str) -> It
         if name.startswith("traversal"):
             each["root_recall"].append(any(texts[0] == path[-1] for texts in image_chains))
             each["root_hit"].append(path[-1] in right)
-        if true is not None:
-            right = {text for text, is_true in zip(path, true[i].tolist(), strict=True) if is_true}
+        if chains.truth is not None:
+            right = {text for text in retrieved if chains.truth[text, i]}
             each["true_precision"].append(len(right) / len(retrieved))
             each["true_recall"].append(sum(not right.isdisjoint(level) for level in of_level) / len(of_level))
     yield from ((f"{name}_{measure}", sum(values) / len(values)) for measure, values in each.items())
@@ -304,7 +236,7 @@ def inclusion_by_level(features: Features, chains: Tensor, others: Tensor, kind:
             yield f"{kind}_inclusion_inc@{k}", float(right.mean())
 
 
-def wrong_texts(chains: Chains, source: object) -> Tensor:
+def wrong_texts(chains: Chains) -> Tensor:
     """For every chain and level a text of that level that is wrong for its image, [C, L]; -1: none.
 
     It is the text of one of the next chains that is in no chain of the image and, with ground truth, not true of it.
@@ -314,24 +246,22 @@ def wrong_texts(chains: Chains, source: object) -> Tensor:
     for shift in range(1, min(TRIES, len(places) - 1) + 1):
         other = places.roll(-shift, 0)
         free = (wrong < 0) & ~torch.isin(of_image + other, of_image + places)
-        true = chains.true(source, other, chains.image)
-        wrong = torch.where(free if true is None else free & ~true, other, wrong)
+        if chains.truth is not None:
+            free &= ~chains.truth[other, chains.image[:, None]]
+        wrong = torch.where(free, other, wrong)
     return wrong
 
 
-def _image_levels(inputs: Inputs, optional: bool) -> Findings:
-    """Uncertainty of images by level, and inclusion of specific images in general ones."""
+def of_images(inputs: Inputs) -> Findings:
+    """Uncertainty of images by level, and inclusion of specific images in general ones; none without whole groups."""
     source, parts = inputs.source, list(seen(inputs))
     images = {name: value.cpu() for name, value in join([part.images for part in parts]).items()}
     place = {row: i for i, row in enumerate(row for part in parts for row in part.rows)}
     by_group = read(source)[1].values()
     levels = range(max(max(group) + 1 for group in by_group))
     whole_rows = [[group[k] for k in levels] for group in by_group if all(group.get(k) in place for k in levels)]
-    if "log_var" not in images or not whole_rows or len(levels) < 2:
-        if optional:
-            return
-        why = "the model has no uncertainty" if "log_var" not in images else "no image is there at every level"
-        raise ValueError(f"{source.name}: levels of images are judged by their uncertainty, but {why}.")
+    if not whole_rows or len(levels) < 2:
+        return
     groups = torch.tensor([[place[row] for row in group] for group in whole_rows])  # [G, L]
     uncertainty, finest = variance_sum(images)[groups], rows(images, groups[:, -1])
     whole = torch.stack([inclusion(finest, rows(images, level)).sum(-1) for level in groups.T[:-1]], 1)  # [G, L - 1]
@@ -339,42 +269,12 @@ def _image_levels(inputs: Inputs, optional: bool) -> Findings:
     yield from inclusion_by_level(images, groups, torch.full_like(groups, -1), "image")
     for k, h in enumerate(whole.T):
         yield f"image_inclusion_whole_h@{k}", float((h > 0).double().mean())
-    if inputs.page:  # at most six levels are drawn (Figs. 8, C.2, C.3)
-        drawn = sorted({round(k * (len(levels) - 2) / 4) for k in range(5)})
-        yield distributions({f"level {k}": uncertainty[:, k] for k in (*drawn, levels[-1])}, "sum of variances", TAIL)
-        yield distributions({f"level {k}": whole[:, k] for k in drawn}, "H(whole image in level)", TAIL)
-        for g in [g for g in whole[:, 0].argsort(stable=True).tolist() if whole[g, 0] <= 0][:3]:
-            values = zip(whole_rows[g], uncertainty[g].tolist(), strict=True)
-            tiles = [tile(source, row, f"{value:#.3g}") for row, value in values]
-            yield Gallery(tiles, f"The whole is not within level 0, H {float(whole[g, 0]):.3g}; variance by level")
-
-
-def boxes(groups: Mapping[str, Tensor], label: str) -> Plot:
-    """Sums of variances by group: boxes of the middle half, with whiskers from 5% to 95%."""
-
-    def draw(axes: Any) -> None:
-        axes.boxplot([values.numpy() for values in groups.values()], whis=(5, 95), sym="", tick_labels=list(groups))
-        axes.set(xlabel=label, ylabel="sum of variances")
-
-    return Plot(draw, f"uncertainty by {label}: {', '.join(groups)}")
-
-
-def _examples(
-    source: Source, chains: Chains, paths: Mapping[str, Tensor], true: Mapping[str, Tensor | None]
-) -> Iterator[Block]:
-    """Some images, the same ones for every model: their chain and what each protocol retrieved (Fig. 9)."""
-    yield Text("Retrieved texts, from general to specific. ✓: in a chain of the image or, of scenes, true of it.")
-    order = sorted(range(len(chains.rows)), key=lambda i: key(source.fingerprint, "examples", chains.rows[i]))
-    for i in sorted(order[:EXAMPLES]):
-        yield Gallery([tile(source, chains.rows[i], source.record(chains.rows[i]).key)])
-        image_chains = chains.places[chains.image == i].tolist()
-        yield Text(f"as annotated: {' → '.join(chains.texts[t] for t in image_chains[0])}")
-        for name, path in paths.items():
-            known, steps = true[name], path[i].tolist()
-            right = [t in chain(*image_chains) for t in steps] if known is None else known[i].tolist()
-            marked = [f"{chains.texts[t]}{' ✓' if ok else ''}" for t, ok in zip(steps, right, strict=True)]
-            short = [text for text, _ in groupby(marked)]  # without repeats
-            yield Text(f"{name.replace('_', ', root ')}: {' → '.join(short if name == 'hierarcaps' else short[::-1])}")
+    if inputs.page:  # figures 8, C.2 and C.3
+        yield distributions({f"level {k}": uncertainty[:, k] for k in levels}, "sum of variances", TAIL)
+        yield distributions({f"level {k}": whole[:, k] for k in levels[:-1]}, "H(whole image in level)", TAIL)
+        for g in whole[:, 0].argsort(stable=True).tolist()[:3]:
+            tiles = [tile(source, row, f"{u:#.3g}") for row, u in zip(whole_rows[g], uncertainty[g], strict=True)]
+            yield Gallery(tiles, f"H of the whole in level 0 is {float(whole[g, 0]):.3g}; variance by level")
 
 
 TASK = Task(

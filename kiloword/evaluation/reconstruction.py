@@ -16,18 +16,18 @@ from torch import Tensor
 from kiloword.data.reading import EvalBatch
 from kiloword.evaluation.features import per_batch
 from kiloword.evaluation.task import Findings, Inputs, Task
-from kiloword.explain.reconstruct import fill, masked_patches, mean_colour, mim_settings, reconstruct
+from kiloword.explain.reconstruct import masked_patches, mean_colour, mim_settings, reconstruct
 from kiloword.methods.coca import sycoca
 from kiloword.model.encoding import inference
 from kiloword.model.image import unfold
 from kiloword.randomness import key
-from kiloword.report import Block, Gallery, Tile
 from kiloword.types import Skipped, Source
 
 MASKS = ("attentive", "random")
-GUIDES = ("right", "wrong", "none")
 TRIES = 1000  # other images tried for a wrong caption, per image
-SHOWN = 8  # images of the page
+
+Losses = dict[str, Tensor]
+"""By guide or baseline, L1 of every image: [I] double."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,57 +49,68 @@ def run(inputs: Inputs, options: ReconstructionTaskOptions) -> Findings:
     empty one. A model trained without text has `_none` only.
     Raises: ValueError for a model without an image decoder, and for data without two images that differ in captions.
     """
-    mim_settings(inputs.matcher)  # refuses a model that does not paint, before the data is read
-    wrong, mean = _first_pass(inputs)
+    model, settings = inputs.matcher.model, mim_settings(inputs.matcher)
+    captioned, total = list[tuple[int, str, list[str]]](), torch.zeros((), dtype=torch.float64)
 
-    def losses_and_blocks(part: EvalBatch) -> tuple[dict[str, dict[str, list[float]]], list[Block]]:
-        return _painted(inputs, part, wrong, mean)
+    def look(part: EvalBatch) -> tuple[list[tuple[int, str, list[str]]], Tensor]:
+        return list(zip(part.rows, part.keys, part.captions, strict=True)), part.images.double().sum(0)
 
-    losses: dict[str, dict[str, list[float]]] = {mask: {} for mask in MASKS}
-    blocks: list[Block] = []
-    usable = per_batch(replace(inputs, skipped=[]), losses_and_blocks, lambda part: [row in wrong for row in part.rows])
-    for by_mask, drawn in usable:  # rows were skipped in the first pass
-        blocks += drawn
-        for mask, by_name in by_mask.items():
-            for name, each in by_name.items():
-                losses[mask].setdefault(name, []).extend(each)
+    for named, batch_sum in per_batch(inputs, look, lambda part: list(map(bool, part.captions)), "no caption"):
+        captioned, total = captioned + named, total + batch_sum  # sums of integers are exact in any order
+    wrong = wrong_captions(inputs.source, {row: captions for row, _, captions in captioned})
+    why = "no caption of another image is wrong for it"
+    inputs.skipped.extend(Skipped(row, name, why) for row, name, _ in captioned if row not in wrong)
+    if not wrong:
+        raise ValueError(f"{inputs.source.name}: expected at least two images with different captions.")
+
+    mean = total / len(captioned)
+
+    def paint(part: EvalBatch) -> dict[str, Losses]:
+        """Losses of a batch of images by mask."""
+        captions = {  # a dummy batch has no captions
+            "right": [(of_image or [""])[0] for of_image in part.captions],
+            "wrong": [wrong.get(row, "") for row in part.rows],
+            "none": [""] * len(part.rows),
+        }
+        drawn = [key(inputs.source.fingerprint, "reconstruction", row) for row in part.rows]
+        images, seeds, encode = part.images.to(model.device), torch.tensor(drawn), inputs.matcher.tokenizer.encode
+        with inference(model):
+            texts = {name: encode(each, model.config.text).to(model.device) for name, each in captions.items()}
+            guides = texts if settings.guide == "text" else {"none": texts["none"]}
+            of_data = (mean.to(model.device).float() / 255 - model.mean.float()) / model.std.float()
+            found = {}
+            for mask in MASKS:
+                attentive = mask == "attentive"
+                hidden = masked_patches(model, images, texts["right"], seeds.to(model.device), attentive, settings)
+                painted = reconstruct(model, images, hidden, list(guides.values()), settings)  # [n, m, 3 * patch^2]
+                target = sycoca.pixels(model, images, hidden, norm_pix=False)
+                patch, colour = model.config.image.patch, model.normalise(images).float()
+                guesses = dict(zip(guides, painted, strict=True))
+                guesses["mean_colour"] = mean_colour(colour, hidden, patch)
+                guesses["mean_image"] = unfold(of_data[None], patch)[0][hidden]
+                if settings.norm_pix:
+                    guesses["own_mean"] = target.mean(-1, keepdim=True)
+                distances = {name: sycoca.distance(guess, target).mean(1) for name, guess in guesses.items()}
+                found[mask] = {name: each.double().cpu() for name, each in distances.items()}
+        return found
+
+    parts = list(per_batch(replace(inputs, skipped=[]), paint, lambda part: [row in wrong for row in part.rows]))
     yield "images", float(len(wrong))
     for mask in MASKS:
-        yield from values(losses[mask], mask)
-    yield from blocks[: SHOWN * len(MASKS)]
+        yield from values({name: torch.cat([part[mask][name] for part in parts]) for name in parts[0][mask]}, mask)
 
 
-def values(losses: Mapping[str, Sequence[float]], mask: str) -> Iterator[tuple[str, float]]:
-    """The metrics of one kind of mask. Args: losses: of every image, by guide and baseline."""
+def values(losses: Losses, mask: str) -> Iterator[tuple[str, float]]:
+    """The metrics of one kind of mask."""
     for name, each in losses.items():
-        yield f"reconstruction_l1_{name}@{mask}", math.fsum(each) / len(each)
-    for other in GUIDES[1:] if "right" in losses else ():
-        difference = torch.tensor(losses[other], dtype=torch.float64) - torch.tensor(
-            losses["right"], dtype=torch.float64
-        )
+        yield f"reconstruction_l1_{name}@{mask}", math.fsum(each.tolist()) / len(each)
+    for other in ("wrong", "none") if "right" in losses else ():
+        difference = losses[other] - losses["right"]
         beats = (difference > 0).double().mean() + 0.5 * (difference == 0).double().mean()
         yield f"right_beats_{other}@{mask}", float(beats)
         yield f"{other}_minus_right@{mask}", float(difference.mean())
         if len(difference) > 1:
             yield f"{other}_minus_right_se@{mask}", float(difference.std()) / math.sqrt(len(difference))
-
-
-def _first_pass(inputs: Inputs) -> tuple[dict[int, str], Tensor]:
-    """A wrong caption by row, and the mean image [3, H, W], 0 to 255, of all images with captions."""
-
-    def look(part: EvalBatch) -> tuple[list[tuple[int, str, list[str]]], Tensor]:
-        return list(zip(part.rows, part.keys, part.captions, strict=True)), part.images.double().sum(0)
-
-    source, captioned, total = inputs.source, list[tuple[int, str, list[str]]](), torch.zeros((), dtype=torch.float64)
-    for named, batch_sum in per_batch(inputs, look, lambda part: list(map(bool, part.captions)), "no caption"):
-        captioned += named
-        total = total + batch_sum  # sums of integers are exact in any order
-    wrong = wrong_captions(source, {row: captions for row, _, captions in captioned})
-    why = "no caption of another image is wrong for it"
-    inputs.skipped.extend(Skipped(row, name, why) for row, name, _ in captioned if row not in wrong)
-    if not wrong:
-        raise ValueError(f"{source.name}: expected at least two images with different captions.")
-    return wrong, total / len(captioned)
 
 
 def wrong_captions(source: Source, captions: Mapping[int, Sequence[str]]) -> dict[int, str]:
@@ -119,48 +130,6 @@ def wrong_captions(source: Source, captions: Mapping[int, Sequence[str]]) -> dic
                 wrong[row] = other
                 break
     return wrong
-
-
-def _painted(
-    inputs: Inputs, part: EvalBatch, wrong: Mapping[int, str], mean: Tensor
-) -> tuple[dict[str, dict[str, list[float]]], list[Block]]:
-    """Losses of a batch of images by mask, then guide or baseline; and where a page is wanted its first images."""
-    model, settings = inputs.matcher.model, mim_settings(inputs.matcher)
-    images, patch, count = part.images.to(model.device), model.config.image.patch, len(part.rows)
-    captions = {  # a dummy batch has no captions
-        "right": [(of_image or [""])[0] for of_image in part.captions],
-        "wrong": [wrong.get(row, "") for row in part.rows],
-        "none": [""] * count,
-    }
-    seeds = torch.tensor([key(inputs.source.fingerprint, "reconstruction", row) for row in part.rows]).to(model.device)
-    losses: dict[str, dict[str, list[float]]] = {}
-    blocks: list[Block] = []
-    for mask in MASKS:
-        with inference(model):
-            encode = inputs.matcher.tokenizer.encode
-            guides = {name: encode(texts, model.config.text).to(model.device) for name, texts in captions.items()}
-            hidden = masked_patches(model, images, guides["right"], seeds, mask == "attentive", settings)  # [n, m]
-            used = guides if settings.guide == "text" else {"none": guides["none"]}
-            painted = reconstruct(model, images, hidden, list(used.values()), settings)  # [n, m, 3 * patch^2] each
-            target = sycoca.pixels(model, images, hidden, norm_pix=False)
-            of_data = (mean.to(model.device).float() / 255 - model.mean.float()) / model.std.float()
-            predictions = dict(zip(used, painted, strict=True)) | {
-                "mean_colour": mean_colour(model.normalise(images).float(), hidden, patch),
-                "mean_image": unfold(of_data[None], patch)[0][hidden],
-            }
-            if settings.norm_pix:
-                predictions["own_mean"] = target.mean(-1, keepdim=True)
-            found = {name: sycoca.distance(one, target).mean(1) for name, one in predictions.items()}
-            losses[mask] = {name: each.double().tolist() for name, each in found.items()}
-            for n in range(min(SHOWN, count) if inputs.page else 0):
-                tiles, row = [], slice(n, n + 1)
-                shown = {"original": target, "hidden": torch.zeros_like(target)} | {k: predictions[k] for k in used}
-                for name, pixels in shown.items():
-                    image = fill(model, images[row], hidden[row], pixels[row])[0].permute(1, 2, 0).cpu().numpy()
-                    loss = f" {losses[mask][name][n]:.3f}" if name in used else ""
-                    tiles.append(Tile(image, [name + loss, captions.get(name, [""] * count)[n]]))
-                blocks.append(Gallery(tiles, f"{mask} mask: {captions['right'][n]}"))
-    return losses, blocks
 
 
 TASK = Task(

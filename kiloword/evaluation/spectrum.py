@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from kiloword.data.reading import EvalBatch
-from kiloword.distributed.sharing import share
 from kiloword.evaluation.features import per_batch
 from kiloword.evaluation.task import Findings, Inputs, Task
 from kiloword.methods.llip import OneVector
@@ -24,54 +23,59 @@ from kiloword.randomness import key
 from kiloword.report import Plot
 from kiloword.types import Record, Skipped, Source
 
-NOTHING = 1e-12  # of the largest singular value: what is smaller is rounding
-
 
 @dataclass(frozen=True, kw_only=True)
 class SpectrumTaskOptions:
-    """Which features, of how many images."""
+    """Of how many images."""
 
-    of: Literal["tower", "vec"] = "tower"  # tower: output of the image tower, which the head reads; vec: the embeddings
     samples: int = 5000  # number of images, drawn by the fingerprint of the data; all if there are fewer
 
 
 def run(inputs: Inputs, options: SpectrumTaskOptions) -> Findings:
     """Yield `effective_rank`, `dimensions`, `vectors` and every `singular_value@k`, k from 1, the largest first.
 
-    "tower" has a vector per mixture token, or per pooled image, as in arXiv:2110.09348.
+    The vectors are outputs of the image tower that the head reads: one per mixture token, or per pooled image, as in
+    arXiv:2110.09348. Raises: ValueError for less than two.
     """
-    source, samples = inputs.source, options.samples
-    if samples < 2:
-        raise ValueError(f"--samples is {samples}: expected at least 2 images for a spectrum.")
+    source, model, skipped = inputs.source, inputs.matcher.model, list[Skipped]()
     rng = np.random.Generator(np.random.Philox(key(source.fingerprint, "spectrum")))
-    subset = _Subset(source, sorted(rng.permutation(len(source))[:samples].tolist()))
-    vectors, spread = covariance(_outputs(inputs, subset, options.of))
+    subset = _Subset(source, sorted(rng.permutation(len(source))[: options.samples].tolist()))
+
+    def encode(part: EvalBatch) -> Tensor:
+        with inference(model):
+            tokens = model.encode_image(part.images.to(model.device))[0]
+            return tower_output(model, tokens).flatten(0, 1).cpu()
+
+    vectors, spread = covariance(per_batch(replace(inputs, source=subset, skipped=skipped), encode))
+    inputs.skipped.extend(replace(one, row=subset.rows[one.row]) for one in skipped)
     if vectors < 2:
-        raise ValueError(f"{source.name} has {vectors} usable vectors: expected at least 2 for a spectrum.")
+        raise ValueError(
+            f"--samples is {options.samples}, and {source.name} has {vectors} usable vectors: expected at least 2."
+        )
     values = torch.linalg.eigvalsh(spread).flip(0).clamp(min=0)
     yield "effective_rank", effective_rank(values)
     yield "dimensions", float(len(values))
     yield "vectors", float(vectors)
     yield from ((f"singular_value@{k}", value) for k, value in enumerate(values.tolist(), start=1))
     if inputs.page:
-        above = values[values > NOTHING * values[0]]
+        above = values[values > 1e-12 * values[0]].tolist()
 
         def draw(axes: Any) -> None:
-            axes.semilogy(range(1, len(above) + 1), above.tolist())
+            axes.semilogy(range(1, len(above) + 1), above)
             axes.set(xlabel="rank", ylabel="singular value")
 
         yield Plot(draw, "singular values of the covariance by rank, those above rounding")
 
 
 def covariance(parts: Iterable[Tensor]) -> tuple[int, Tensor]:
-    """Number of vectors, and their covariance [W, W] in double precision, from parts [n, W]; 0 and a scalar of none."""
+    """Number of vectors, and their covariance [W, W] in double precision, from parts [n, W]."""
     count, first, sums, products = 0, None, torch.zeros(()), torch.zeros(())
     for part in parts:
         x = part.double()
         first = x.mean(0) if first is None else first  # shifted, so that a mean far from zero does not cancel digits
         x = x - first
         count, sums, products = count + len(x), sums + x.sum(0), products + x.T @ x
-    return count, (products - sums.outer(sums) / count) / max(count - 1, 1) if count else products
+    return count, (products - sums.outer(sums) / count) / max(count - 1, 1)
 
 
 def effective_rank(values: Tensor) -> float:
@@ -84,30 +88,13 @@ class _Subset:
     """Some rows of a source."""
 
     def __init__(self, source: Source, rows: Sequence[int]) -> None:
-        self.source, self.rows = source, rows
-        self.name, self.fingerprint = source.name, source.fingerprint
+        self.source, self.rows, self.name, self.fingerprint = source, rows, source.name, source.fingerprint
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def record(self, row: int) -> Record:
         return self.source.record(self.rows[row])
-
-
-def _outputs(inputs: Inputs, subset: _Subset, of: str) -> Iterator[Tensor]:
-    """Vectors of all images in batches: [n, W], or [n, D] for "vec"."""
-    model = inputs.matcher.model
-
-    def encode(part: EvalBatch) -> Tensor:
-        with inference(model):
-            tokens, features = model.encode_image(part.images.to(model.device))
-            vectors = features["vec"] if of == "vec" else tower_output(model, tokens).flatten(0, 1)
-            return vectors if share()[1] == 1 else vectors.cpu()
-
-    skipped: list[Skipped] = []
-    for vectors in per_batch(replace(inputs, source=subset, skipped=skipped), encode):
-        yield vectors.to(model.device)
-    inputs.skipped.extend(replace(one, row=subset.rows[one.row]) for one in skipped)
 
 
 def tower_output(model: Model, tokens: Tensor) -> Tensor:

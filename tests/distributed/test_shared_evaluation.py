@@ -46,7 +46,7 @@ TASKS: dict[str, tuple[str, str, str, dict[str, Any]]] = {  # by name: method, t
     "zeroshot": ("clip", "zeroshot", "scenes:test?n=22&task=colour", {}),
     "filter": ("prolip", "zeroshot", "scenes:test?n=22&task=colour", {"prompts": "bprw"}),
     "hierarchy": ("prolip", "hierarchy", "scenes:test?n=22", {}),
-    "uncertainty": ("prolip", "uncertainty", "scenes:test?n=22&levels=1,2,3", {"chunk": 10}),
+    "uncertainty": ("prolip", "uncertainty", "scenes:test?n=22&levels=1,2,3", {}),
     "spectrum": ("clip", "spectrum", "scenes:test?n=22", {"samples": 20}),
     "reconstruction": ("sycoca", "reconstruction", "scenes:test?n=22", {}),
     "caption": ("sycoca", "caption", "scenes:test?n=22", {"generate": SHORT, "judge": CaptionOptions(meteor=False)}),

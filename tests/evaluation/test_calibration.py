@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kiloword.evaluation.calibration import Bins, binned, calibration, intervals, pearson, ranks, spearman
+from kiloword.evaluation.calibration import binned, calibration, pearson, ranks, spearman
 
 
 def doubles(values: list[float]) -> Tensor:
@@ -51,41 +51,26 @@ def test_correlation_of_tiny_variances_does_not_underflow() -> None:
     assert pearson(torch.tensor([1e-30, 2e-30, 3e-30]), torch.tensor([3.0, 2.0, 1.0])) == pytest.approx(-1, abs=1e-6)
 
 
-def test_bins_are_those_of_sorting() -> None:
+def test_bins_are_those_of_sorting_and_few_items_make_few() -> None:
     rng = np.random.default_rng(1)
     uncertainty, right = rng.permutation(103) / 7.0, rng.integers(0, 2, 103).astype(float)
-    bins = binned(torch.tensor(uncertainty), torch.tensor(right))
-    order = np.argsort(uncertainty)
-    parts = np.array_split(order, 10)
-    np.testing.assert_allclose(bins.uncertainty, [uncertainty[p].mean() for p in parts], rtol=1e-12)
-    np.testing.assert_allclose(bins.right, [right[p].mean() for p in parts], rtol=1e-12)
-    assert bins.counts.tolist() == [11] * 3 + [10] * 7
+    of_bins, shares = binned(torch.tensor(uncertainty), torch.tensor(right))
+    parts = np.array_split(np.argsort(uncertainty), 10)
+    np.testing.assert_allclose(of_bins, [uncertainty[p].mean() for p in parts], rtol=1e-12)
+    np.testing.assert_allclose(shares, [right[p].mean() for p in parts], rtol=1e-12)
+    for n, bins in ((1, 1), (2, 2), (9, 9), (11, 10)):
+        values = torch.arange(n, dtype=torch.float32)
+        found = dict(calibration("text", values, values < n / 2))
+        assert sum(name.startswith("text_right@") for name in found) == bins
+        assert ("text_spearman" in found) == ("text_pearson" in found) == (bins >= 3)
+        assert found.get("text_spearman", -1) < -0.8
 
 
 def test_equal_uncertainties_do_not_depend_on_their_order() -> None:
     uncertainty = torch.tensor([1.0] * 20 + [2.0] * 20)
     right = torch.tensor([1.0, 0.0, 0.0, 0.0] * 5 + [1.0] * 5 + [0.0] * 15)
-    bins = binned(uncertainty, right)
-    assert bins.right.tolist() == pytest.approx([0.25] * 10)
-    names = dict(calibration("text", bins))
-    assert "text_pearson" not in names
-    assert "text_spearman" not in names
-    assert binned(torch.tensor([3.0] * 12), torch.arange(12) % 2).right.tolist() == pytest.approx([0.5] * 10)
-
-
-@pytest.mark.parametrize(("n", "bins"), [(1, 1), (2, 2), (9, 9), (10, 10), (11, 10)])
-def test_few_items_make_few_bins(n: int, bins: int) -> None:
-    uncertainty = torch.arange(n, dtype=torch.float32)
-    found = dict(calibration("text", binned(uncertainty, uncertainty < n / 2)))
-    assert sum(name.startswith("text_right@") for name in found) == bins
-    assert ("text_spearman" in found) == (bins >= 3)
-    if bins >= 3:
-        assert found["text_spearman"] < -0.8
-
-
-def test_intervals_of_shares() -> None:
-    """Wilson's, from a table; of none and of all they stay within [0, 1]."""
-    bins = Bins(doubles([1, 2, 3]), doubles([0.7, 0.0, 1.0]), doubles([20, 10, 10]))
-    low, high = zip(*intervals(bins), strict=True)
-    assert low == pytest.approx((0.481, 0.0, 0.7225), abs=1e-3)
-    assert high == pytest.approx((0.855, 0.2775, 1.0), abs=1e-3)
+    found = dict(calibration("text", uncertainty, right))
+    assert [found[f"text_right@{k}"] for k in range(1, 11)] == pytest.approx([0.25] * 10)
+    assert [found[f"text_uncertainty@{k}"] for k in (1, 10)] == [1, 2]
+    assert not {"text_pearson", "text_spearman"} & set(found)
+    assert binned(torch.tensor([3.0] * 12), torch.arange(12) % 2)[1].tolist() == pytest.approx([0.5] * 10)

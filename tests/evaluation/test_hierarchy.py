@@ -16,7 +16,7 @@ from PIL import Image
 from torch import Tensor
 
 from kiloword.api import Matcher
-from kiloword.config.recipes import Nearest, sizes
+from kiloword.config.recipes import sizes
 from kiloword.data.open import open_source
 from kiloword.data.scenes.captions import chain, describe, parse
 from kiloword.data.scenes.query import ANY, Pattern, Query, entails, truth_table
@@ -48,10 +48,6 @@ def gaussians(n: int, d: int = 6, seed: int = 0) -> Features:
     vec = torch.randn(n, d, generator=draw, dtype=torch.float64)
     log_var = torch.randn(n, d, generator=draw, dtype=torch.float64) - 3
     return {"vec": vec / vec.norm(dim=1, keepdim=True), "log_var": log_var}
-
-
-def cosine(images: Features, texts: Features) -> Tensor:
-    return images["vec"] @ texts["vec"].T
 
 
 def official(texts: Tensor, strings: list[list[str]], photo: list[int], images: Tensor, root: Tensor) -> tuple:
@@ -86,7 +82,7 @@ def test_the_protocol_of_hierarcaps_is_its_transcription(seed: int) -> None:
     )  # fmt: skip
     texts, images, root = gaussians(len(chains.texts), 3, seed), gaussians(7, 3, seed + 10), gaussians(1, 3, seed + 20)
     radius = (texts["vec"] - root["vec"]).norm(dim=1)
-    found = dict(measure(radius_paths(cosine, images, texts, radius), chains, None, "hierarcaps"))
+    found = dict(measure(radius_paths(images["vec"] @ texts["vec"].T, radius), chains, "hierarcaps"))
     strings = [[chains.texts[t] for t in places] for places in chains.places.tolist()]
     precision, recall = official(
         texts["vec"][chains.places], strings, chains.image.tolist(), images["vec"], root["vec"][0]
@@ -97,86 +93,72 @@ def test_the_protocol_of_hierarcaps_is_its_transcription(seed: int) -> None:
 
 
 def test_equal_scores_take_the_first_admitted_text_and_equal_radii_admit_all() -> None:
-    texts, images = gaussians(20, 3), gaussians(2, 3, 1)
-    radius = (texts["vec"] - gaussians(1, 3, 2)["vec"]).norm(dim=1)
-    paths = radius_paths(lambda a, b: torch.zeros(2, 20), images, texts, radius)
+    radius, scores = gaussians(20, 3)["vec"].abs().sum(1), gaussians(20, 3)["vec"][:2] @ gaussians(20, 3, 1)["vec"].T
     limits = np.linspace(radius.min().item(), radius.max().item(), 50)
     expected = [min(t for t in range(20) if radius[t] <= limit) for limit in limits]
-    assert paths.tolist() == [expected, expected]
-    paths = radius_paths(cosine, images, texts, torch.ones(20, dtype=torch.float64))
-    assert (paths == cosine(images, texts).argmax(1, keepdim=True)).all()
+    assert radius_paths(torch.zeros(2, 20), radius).tolist() == [expected, expected]
+    assert (radius_paths(scores, torch.ones(20)) == scores.argmax(1, keepdim=True)).all()
 
 
-@pytest.mark.parametrize("nearest", ["cosine", "csd"])
-@pytest.mark.parametrize("steps", [2, 50])
-def test_traversal_is_the_transcription(nearest: Nearest, steps: int) -> None:
-    texts, images, roots = gaussians(23), gaussians(7, seed=1), gaussians(7, seed=2)["vec"]
-    paths = traversals(cosine, images, texts, roots, nearest, steps)
-    half = 0.5 * texts["log_var"].exp().sum(1) if nearest == "csd" else torch.zeros(23)
+def test_traversal_is_the_transcription() -> None:
+    texts, roots, start = gaussians(23)["vec"], gaussians(7, seed=2)["vec"], torch.tensor([3, 0, 22, 7, 7, 1, 9])
+    paths = traversals(start, texts, roots)
     for i in range(7):
-        start = max(range(23), key=lambda t: float(images["vec"][i] @ texts["vec"][t]))
-        for n in range(steps):
-            point = (1 - n / (steps - 1)) * texts["vec"][start] + n / (steps - 1) * roots[i]
-            score = [float(point / point.norm() @ texts["vec"][t] - half[t]) for t in range(23)]
-            assert paths[i, n] == int(np.argmax(score)), (i, n)
-    paths = traversals(lambda a, b: -cosine(a, b), images, texts, texts["vec"][[5]])  # by the model's own score
-    assert (paths[:, 0] == cosine(images, texts).argmin(1)).all()
+        for n in range(50):
+            point = (1 - n / 49) * texts[start[i]] + n / 49 * roots[i]
+            assert paths[i, n] == int(np.argmax([float(point @ text) for text in texts])), (i, n)
+    paths = traversals(start, texts, texts[[5]])  # one root for all
+    assert torch.equal(paths[:, 0], start)
     assert (paths[:, -1] == 5).all()
+    half, root = F.normalize(0.1 * gaussians(400, 32)["vec"] + roots[0, 0]).float(), gaussians(1, 32, 1)["vec"].float()
+    with torch.autocast("cpu", torch.bfloat16):  # texts that lie close together are one text in bf16
+        found = traversals(start, half, root)
+    assert torch.equal(found, traversals(start, half, root))
 
 
-@pytest.mark.parametrize("nearest", ["cosine", "csd"])
-def test_steps_are_in_full_precision_also_in_a_run_of_half(nearest: Nearest) -> None:
-    """Validation on CUDA runs under autocast; texts that lie close together are one text in bf16."""
-    texts, images, roots = ({k: v.float() for k, v in gaussians(n, 32, n).items()} for n in (400, 20, 1))
-    texts["vec"] = F.normalize(0.1 * texts["vec"] + images["vec"][0], dim=1)
-    full = traversals(cosine, images, texts, roots["vec"], nearest)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(traversals(cosine, images, texts, roots["vec"], nearest), full)
-
-
-@pytest.mark.parametrize(("by", "d"), [("h", 6), ("inc", 6), ("inc", 1 << 14)])
-def test_most_inclusive_text_pair_by_pair(by: str, d: int) -> None:
-    texts, images = gaussians(31, d), gaussians(9, d, seed=1)
-    measure_of = inclusion if by == "h" else log_inclusion
-    expected = []
-    for i in range(9):
-        one = {name: value[[i]].expand(31, -1) for name, value in images.items()}
-        expected.append(int(measure_of(one, texts).sum(1).argmax()))
-    assert most_inclusive(images, texts, by).tolist() == expected
-    assert len(set(expected)) > 1 or d > 6
-
-
-def test_most_inclusive_text_of_small_variances_is_a_general_one() -> None:
-    """Chains of four texts each; wide, far ones first."""
-    draw = torch.Generator().manual_seed(0)
+def test_most_inclusive_text_pair_by_pair_and_of_small_variances_a_general_one() -> None:
+    texts, images = gaussians(31), gaussians(9, seed=1)
+    repeated = [{name: value[[i]].expand(31, -1) for name, value in images.items()} for i in range(9)]
+    expected = [int(log_inclusion(one, texts).sum(1).argmax()) for one in repeated]
+    assert most_inclusive(images, texts).tolist() == expected
+    assert len(set(expected)) > 1
+    draw = torch.Generator().manual_seed(0)  # chains of four texts each; wide, far ones first
     image = F.normalize(torch.randn(6, 64, generator=draw, dtype=torch.float64))
     away = F.normalize(torch.randn(6, 4, 64, generator=draw, dtype=torch.float64), dim=2)
     near = torch.tensor([0.2, 0.25, 0.3, 0.35], dtype=torch.float64)[:, None] * image[:, None] + away
     widths = torch.tensor([-8.0, -9.0, -10.0, -11.0], dtype=torch.float64).repeat(6)[:, None].expand(-1, 64)
-    texts = {"vec": F.normalize(near, dim=2).flatten(0, 1), "log_var": widths}
-    images = {"vec": image, "log_var": torch.full_like(image, -13)}
-    assert (most_inclusive(images, texts) % 4 == 0).all()
-    assert (most_inclusive(images, texts, "h") % 4 == 3).all()  # distances decide: the narrowest
-    assert (most_inclusive(images, texts, "h", eps=-10) % 4 == 0).all()  # widths decide
+    chains = {"vec": F.normalize(near, dim=2).flatten(0, 1), "log_var": widths}
+    assert (most_inclusive({"vec": image, "log_var": torch.full_like(image, -13)}, chains) % 4 == 0).all()
 
 
-def small() -> Chains:
-    return Chains.of({0: [["x", "a", "b"]], 5: [["x", "c", "d"], ["y", "c", "e"]]})
+def small(source: object = None) -> Chains:
+    return Chains.of({0: [["x", "a", "b"]], 5: [["x", "c", "d"], ["y", "c", "e"]]}, source)
+
+
+class Knowing:
+    """Knows that every text but "b" is true of every image."""
+
+    def relevance(self, texts: list[str], rows: list[int]) -> np.ndarray:
+        return np.array([[text != "b"] * len(rows) for text in texts])
 
 
 def test_measures_by_hand() -> None:
-    chains = small()
+    chains, paths = small(), torch.tensor([[0, 0, 3, 2], [5, 6, 2, 1]])
     assert chains.texts == ["x", "a", "b", "c", "d", "y", "e"]
-    paths = torch.tensor([[0, 0, 3, 2], [5, 6, 2, 1]])
-    true = torch.tensor([[True, True, True, False], [False, True, False, False]])  # x, c; e
-    found = dict(measure(paths.flip(1), chains, true.flip(1), "traversal_empty"))
+    chains.truth = torch.zeros(7, 2, dtype=torch.bool)
+    chains.truth[[0, 3], 0] = chains.truth[6, 1] = True  # x, c; e
+    found = dict(measure(paths.flip(1), chains, "traversal_empty"))
     values = {"precision": (2 / 3 + 2 / 4) / 2, "recall": 2 / 3, "hit": 1, "root_recall": 1, "root_hit": 1}
     values |= {"true_precision": (2 / 3 + 1 / 4) / 2, "true_recall": (2 / 3 + 1 / 3) / 2}
     assert found == pytest.approx({f"traversal_empty_{name}": value for name, value in values.items()})
-    found = dict(measure(torch.tensor([[3, 2], [6, 2]]), chains, None, "traversal_empty"))
+    found = dict(measure(torch.tensor([[3, 2], [6, 2]]), small(), "traversal_empty"))
     assert (found["traversal_empty_root_recall"], found["traversal_empty_root_hit"]) == (0, 0.5)
-    found = dict(measure(torch.tensor([[3, 4], [2, 2]]), chains, None, "hierarcaps"))
+    found = dict(measure(torch.tensor([[3, 4], [2, 2]]), small(), "hierarcaps"))
     assert found == {f"hierarcaps_{name}": 0 for name in ("precision", "recall", "hit")}
+    wrong = wrong_texts(small()).tolist()
+    assert wrong[0] == [5, 3, 4]  # x is the image's own too, so y of the third chain
+    assert wrong[1] == [-1, 1, 2]  # the third chain is of the same image
+    assert wrong_texts(small(Knowing())).tolist() == [[-1, -1, -1], [-1, -1, 2], [-1, -1, 2]]
 
 
 @given(st.lists(st.integers(0, 3), min_size=2, max_size=6))
@@ -212,20 +194,6 @@ def test_inclusion_by_level_of_known_gaussians() -> None:
     # wide and far: H is content, inc is not
     assert found([[3, 1]], [[0, -1]]) == {"text_inclusion_h@1": 1.0, "text_inclusion_inc@1": 0.0}
     assert not found([[2, 2]], [[3, 3]])
-
-
-class Knowing:
-    """Knows that every text but "b" is true of every image."""
-
-    def relevance(self, texts: list[str], rows: list[int]) -> np.ndarray:
-        return np.array([[text != "b"] * len(rows) for text in texts])
-
-
-def test_wrong_texts_are_of_other_images_and_false() -> None:
-    found = wrong_texts(small(), object()).tolist()
-    assert found[0] == [5, 3, 4]  # x is the image's own too, so y of the third chain
-    assert found[1] == [-1, 1, 2]  # the third chain is of the same image
-    assert wrong_texts(small(), Knowing()).tolist() == [[-1, -1, -1], [-1, -1, 2], [-1, -1, 2]]
 
 
 @pytest.mark.parametrize("inner", [False, True])
@@ -301,9 +269,9 @@ OFFICIAL = {f"hierarcaps_{name}" for name in ("precision", "recall", "hit", "ord
 ROOTED = ["precision", "recall", "hit", "root_recall", "root_hit"]
 
 
-def test_all_metrics_on_scenes_whatever_the_batch() -> None:
-    model, source = matcher(), scenes(23)
-    found = evaluate(model, "hierarchy", source, batch=7)
+def test_all_metrics_on_scenes_whatever_the_batch(tmp_path: Path) -> None:
+    model, source, blocks = matcher(), scenes(23), list[Block]()
+    found = evaluate(model, "hierarchy", source, batch=7, blocks=blocks)
     assert found == pytest.approx(evaluate(model, "hierarchy", source, batch=64), abs=1e-6)
     expected = [*OFFICIAL, "hierarcaps_true_precision", "hierarcaps_true_recall"]
     for root in ("empty", "inclusive", "mean"):
@@ -315,54 +283,42 @@ def test_all_metrics_on_scenes_whatever_the_batch() -> None:
     expected += ["text_inclusion_inc@2", "text_inclusion_inc@3"]  # level 0 is true of every image
     expected += [f"image_inclusion_whole_h@{k}" for k in range(2)]
     assert set(found) == {*expected, "skipped"}
-    chains = Chains.of({row: source.hierarchies(row) for row in range(23)})
-    texts, root = model.encode_text(chains.texts), model.encode_text([""])  # the root is the empty text
-    radius = (texts["vec"] - root["vec"]).norm(dim=1)
+    chains = Chains.of({row: source.hierarchies(row) for row in range(23)}, source)
+    texts, root = model.encode_text(chains.texts), model.encode_text([""])["vec"]  # the root is the empty text
+    radius = (texts["vec"] - root).norm(dim=1)
     assert found["hierarcaps_order"] == pytest.approx(float(kendall(radius[chains.places]).mean()))
     images = model.encode_image([Image.fromarray(source.record(row).image) for row in range(23)])
-    paths = traversals(model.score, images, texts, root["vec"])
-    for name, value in measure(paths, chains, None, "traversal_empty"):
-        assert found[name] == pytest.approx(value)
+    start, inclusive = model.score(images, texts).argmax(1), texts["vec"][most_inclusive(images, texts)]
+    roots = {"empty": root, "inclusive": inclusive, "mean": F.normalize(root + inclusive)}
+    for name, vec in roots.items():
+        for metric, value in measure(traversals(start, texts["vec"], vec), chains, f"traversal_{name}"):
+            assert found[metric] == pytest.approx(value), metric
     general = model.encode_text([source.hierarchies(row)[0][0] for row in range(23)])
     assert found["text_chain_uncertainty@0"] == pytest.approx(float(general["log_var"].exp().sum(1).mean()))
-
-
-def test_specific_images_are_asked_to_lie_in_general_ones() -> None:
-    model, source = matcher(), scenes(23)
-    found, parts = evaluate(model, "hierarchy", source), SceneParts(source)
-    levels = [
+    parts = SceneParts(source)
+    levels_of = [
         model.encode_image([Image.fromarray(parts.record(row).image) for row in range(k, len(parts), 3)])
         for k in range(3)
     ]
     pairs = {"inclusion_h@1": (1, 0), "inclusion_h@2": (2, 1)}
     pairs |= {"inclusion_whole_h@0": (2, 0), "inclusion_whole_h@1": (2, 1)}
-    for name, (specific, general) in pairs.items():
-        h = inclusion(levels[specific], levels[general]).sum(1)
+    for name, (specific, general_level) in pairs.items():
+        h = inclusion(levels_of[specific], levels_of[general_level]).sum(1)
         assert found[f"image_{name}"] == pytest.approx(float((h > 0).double().mean()))
     assert found["image_inclusion_whole_h@0"] != 0.5  # or the other direction would say the same
-    expected = levels[0]["log_var"].exp().sum(1).mean()
-    assert found["image_chain_uncertainty@0"] == pytest.approx(float(expected), rel=1e-5)
+    sums = levels_of[0]["log_var"].exp().sum(1)
+    assert found["image_chain_uncertainty@0"] == pytest.approx(float(sums.mean()), rel=1e-5)
+    write_page(tmp_path / "a.html", Page("General", "", {"prolip": blocks}))
+    html = (tmp_path / "a.html").read_text(encoding="utf-8")
+    for text in (source.hierarchies(0)[0][-1], "level 0", "As annotated", "traversal_mean", "H of the whole"):
+        assert text in html, text
 
 
-def test_options_and_models_without_gaussians(capsys: pytest.CaptureFixture[str]) -> None:
-    model, clip = matcher(), matcher("clip")
-    options = ({}, {"includes": "inc"}, {"includes": "h"}, {"includes": "h", "eps": -10.0})
-    default, inc, h, wide = (
-        [v for k, v in evaluate(model, "hierarchy", scenes(23), **more).items() if "inclusive" in k] for more in options
-    )
-    assert default == inc
-    assert inc != h != wide
-    found = evaluate(clip, "hierarchy", scenes(9))
+def test_models_without_gaussians_and_scenes_of_one_thing() -> None:
+    found = evaluate(matcher("clip"), "hierarchy", scenes(9))
     assert {f"traversal_empty_{name}" for name in ROOTED} < set(found)
     assert not [name for name in found if "uncertainty" in name or "inclusive" in name or "image" in name]
-    assert evaluate(clip, "hierarchy", scenes(9), includes="h") == found
-    assert "no effect" in capsys.readouterr().err
-    refused = [(model, {"includes": "wide"}, "includes"), (model, {"eps": float("nan")}, "eps"),
-               (model, {"eps": 1e3}, "eps"), (clip, {"nearest": "csd"}, "csd")]  # fmt: skip
-    for judged, option, word in refused:
-        with pytest.raises(ValueError, match=word):
-            evaluate(judged, "hierarchy", scenes(5), **option)  # type: ignore[arg-type]
-    found = evaluate(model, "hierarchy", "scenes:test?n=9&objects=1")
+    found = evaluate(matcher(), "hierarchy", "scenes:test?n=9&objects=1")
     assert "text_chain_uncertainty@0" in found
     assert not [name for name in found if name.startswith("image")]
 
@@ -390,16 +346,6 @@ def test_chains_of_json_and_rows_that_have_none(tmp_path: Path, monkeypatch: pyt
     for name, chains in (("none", [None, None]), ("bad", [None, "x"])):
         with pytest.raises(ValueError, match="has no levels"):
             evaluate(matcher(), "hierarchy", tar(name, chains))
-
-
-def test_the_page_shows_levels_and_retrieved_texts(tmp_path: Path) -> None:
-    blocks: list[Block] = []
-    evaluate(matcher(), "hierarchy", scenes(5), blocks=blocks)
-    write_page(tmp_path / "a.html", Page("General", "", {"prolip": blocks}))
-    html = (tmp_path / "a.html").read_text(encoding="utf-8")
-    assert scenes(5).hierarchies(0)[0][-1] in html
-    for text in ("level of the text", "level 0", "as annotated", "traversal, root mean"):
-        assert text in html, text
 
 
 @pytest.mark.slow

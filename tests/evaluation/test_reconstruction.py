@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,6 @@ from kiloword.methods.coca.masking import MaskSettings
 from kiloword.methods.registry import preset
 from kiloword.model.image import unfold
 from kiloword.models.build import build
-from kiloword.report import Block, Gallery, Page, write_page
 from kiloword.types import Record, Skipped, Texts
 from kiloword.verify.batch import config
 from noise import noise
@@ -84,6 +82,8 @@ def test_what_is_painted_is_what_the_term_compares(op: Any, norm_pix: bool) -> N
             one = slice(n, n + 1)
             alone = reconstruct(m, pixels()[one], HIDDEN[one], [texts.cut(n, n + 1)], settings)[0]
             torch.testing.assert_close(alone[0], right[n], atol=1e-5, rtol=1e-4)
+        blank = fill(m, pixels(), HIDDEN, torch.zeros(3, 3, 192))  # hidden pixels do not leak
+        torch.testing.assert_close(masking.visible(m, blank, HIDDEN, op), masking.visible(m, pixels(), HIDDEN, op))
         tokens = masking.visible(m, pixels(), HIDDEN, op)
         found = m.more["image_decoder"](tokens, HIDDEN, m.text_tower(texts), m.text_tower.packing(texts))
         target = masked_images.pixels(m, pixels(), HIDDEN, norm_pix)
@@ -91,16 +91,6 @@ def test_what_is_painted_is_what_the_term_compares(op: Any, norm_pix: bool) -> N
         deviation = (true.var(-1) + 1e-6).sqrt() if norm_pix else 1.0
     term = masked_images.distance(found, target)
     torch.testing.assert_close(masked_images.distance(right, true), term * deviation, atol=1e-5, rtol=1e-4)
-
-
-def test_hidden_pixels_do_not_leak() -> None:
-    model, blank = matcher(), pixels(1).clone()
-    for p in (0, 5, 15):
-        blank[..., p // 4 * 8 : p // 4 * 8 + 8, p % 4 * 8 : p % 4 * 8 + 8] = 0
-    with torch.no_grad():
-        texts, settings = packed(model, CAPTIONS[:1]), mim_settings(model)
-        (one,), (two,) = (reconstruct(model.model, x, HIDDEN[:1], [texts], settings) for x in (pixels(1), blank))
-    torch.testing.assert_close(one, two)
 
 
 def test_caption_similarity_is_the_greatest_similarity() -> None:
@@ -128,23 +118,14 @@ def test_mean_colour_is_that_of_what_is_seen() -> None:
 
 def test_metrics_are_arithmetic_over_images() -> None:
     losses = {"right": [1.0, 2.0, 3.0, 4.0], "wrong": [1.5, 1.0, 3.0, 6.0], "none": [2.0] * 4, "mean_colour": [0.5] * 4}
-    differences = [0.5, -1.0, 0.0, 2.0]
-    mean = sum(differences) / 4
-    spread = math.sqrt(sum((d - mean) ** 2 for d in differences) / 3)
-    assert dict(values(losses, "random")) == pytest.approx(
-        {
-            "reconstruction_l1_right@random": 2.5,
-            "reconstruction_l1_wrong@random": 2.875,
-            "reconstruction_l1_none@random": 2.0,
-            "reconstruction_l1_mean_colour@random": 0.5,
-            "right_beats_wrong@random": 2.5 / 4,
-            "wrong_minus_right@random": mean,
-            "wrong_minus_right_se@random": spread / 2,
-            "right_beats_none@random": 1.5 / 4,
-            "none_minus_right@random": -0.5,
-            "none_minus_right_se@random": math.sqrt(5 / 3) / 2,
-        }
-    )
+    given = {name: torch.tensor(each, dtype=torch.float64) for name, each in losses.items()}
+    l1 = {"right": 2.5, "wrong": 2.875, "none": 2.0, "mean_colour": 0.5}
+    expected = {f"reconstruction_l1_{name}@random": value for name, value in l1.items()}
+    expected |= {"right_beats_wrong@random": 2.5 / 4, "wrong_minus_right@random": 0.375}
+    expected |= {"wrong_minus_right_se@random": math.sqrt((0.125**2 + 1.375**2 + 0.375**2 + 1.625**2) / 3) / 2}
+    expected |= {"right_beats_none@random": 1.5 / 4, "none_minus_right@random": -0.5}
+    expected |= {"none_minus_right_se@random": math.sqrt(5 / 3) / 2}
+    assert dict(values(given, "random")) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("settings", [{}, {"norm_pix": True, "mim_op": "drop", "mim_share": 0.25}])
@@ -192,9 +173,6 @@ def test_wrong_captions_are_others_and_false() -> None:
         assert found[row] in {other[0] for other in captions}
         assert not source.relevance([found[row]], [row])[0, 0]
     assert len(set(found.values())) > 10
-    others = [own[0] for own in captions[1:] if own[0] not in captions[0]]
-    assert source.relevance(others, [10]).any()
-    assert found == wrong_captions(source, by_row)
 
 
 class Few:
@@ -236,26 +214,10 @@ def test_unusable_images_are_named_and_models_that_do_not_paint_refused() -> Non
 
 def test_settings_come_from_the_method() -> None:
     found = mask_settings(matcher(similar_to="words", mim_share=0.25, caption_share=0.75))
-    assert found[0].similar_to == "words"
-    assert found[1:] == (0.25, 0.75)
+    assert (found[0].similar_to, *found[1:]) == ("words", 0.25, 0.75)
     with pytest.raises(ValueError, match="not trained"):
         mask_settings(matcher("clip"))
     painter = matcher()
     painter.method = None
     with pytest.raises(ValueError, match=r"kiloword\.load"):
         mim_settings(painter)
-
-
-def test_the_page_shows_what_each_caption_paints(tmp_path: Path) -> None:
-    blocks: list[Block] = []
-    evaluate(matcher(), "reconstruction", parse_scenes("scenes:test?n=10", 32), batch=4, blocks=blocks)
-    galleries = [one for one in blocks if isinstance(one, Gallery)]
-    assert len(galleries) == 16
-    for one in galleries:
-        assert [tile.lines[0].split()[0] for tile in one.tiles] == ["original", "hidden", "right", "wrong", "none"]
-        original, *painted = (tile.image.reshape(4, 8, 4, 8, 3) for tile in one.tiles)
-        changed = [(image != original).any((1, 3, 4)) for image in painted]  # [4, 4] patches
-        assert all((patches == changed[0]).all() for patches in changed)
-        assert changed[0].sum() == 8
-    write_page(tmp_path / "r.html", Page("Painted", "", {"a": blocks}))
-    assert "wrong" in (tmp_path / "r.html").read_text(encoding="utf-8")
