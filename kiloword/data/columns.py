@@ -23,7 +23,6 @@ from kiloword.types import BadSample, LabelSet
 
 JSON = (".json", ".jsonl")
 _CSV = (".csv", ".tsv", ".txt", ".token")
-LINES = "\n"  # in place of columns: the lines of a file
 _FIELDS = ("caption", "raw", "text", "answer")  # of an object that holds a text among others
 _LONGEST = 1 << 30  # characters of a cell
 _LONE = re.compile(r"[\ud800-\udfff]")  # surrogates, of bytes that are not UTF-8
@@ -71,9 +70,6 @@ def check_columns(path: Path, names: Sequence[str], *columns: str) -> None:
 def read_table(path: Path, columns: Sequence[str]) -> tuple[Cells, Malformed]:
     """Some columns of a csv, tsv or parquet; of the first, which names images, rows in a quoted cell are known."""
     wanted = list(dict.fromkeys(columns))
-    if LINES in wanted:
-        lines = path.read_text("utf-8-sig", "surrogateescape").split("\n")
-        return {LINES: [[line] for line in lines if line.strip()]}, []
     if path.suffix.lower() in _CSV:
         return _read_csv(path, wanted)
     table = pa.parquet.read_table(path, columns=wanted, partitioning=None)

@@ -25,7 +25,6 @@ import pyarrow.parquet
 
 from kiloword.data.columns import (
     JSON,
-    LINES,
     Cells,
     Label,
     arrow_errors,
@@ -41,14 +40,14 @@ from kiloword.data.columns import (
 )
 from kiloword.data.edits import digest
 from kiloword.data.layouts import beside, images_folder, read_layout
-from kiloword.data.query import FORM, TableOptions, parse_query, split_query
+from kiloword.data.query import FORM, TableOptions
 from kiloword.data.reading import digest_of
 from kiloword.data.rows import Rows, keeping, key_bytes, made_once, touched
 from kiloword.data.sample import ANSWERS, QUESTION, clean, parse_answers
 from kiloword.errors import LeftOut
 from kiloword.files import cache_folder, replacing
 from kiloword.terminal import shown
-from kiloword.types import BadSample, LabelSet, Source
+from kiloword.types import BadSample, LabelSet
 
 DEFAULTS = TableOptions()
 IMAGE_COLUMNS = ("image", "filepath", "img", "file_name", "jpg", "png", "webp")
@@ -320,30 +319,3 @@ def open_tables(name: str, paths: Sequence[Path], options: TableOptions = DEFAUL
     return Rows(
         name, table, folder, of_rows, classnames=first.classnames, templates=first.templates, notes=notes, path=file
     )
-
-
-def open_texts(src: str) -> Rows | None:
-    """The texts without images that `src` names: a table without a column of images, or a .txt with one in every line.
-
-    Returns: rows without `file`; None for data that has images, or where nothing is.
-    Errors: ValueError for a table that cannot be read, has no rows or no column of captions.
-    """
-    name, query = split_query(src)
-    path = Path(name).expanduser()
-    if not path.is_file() or path.suffix.lower() not in (".csv", ".tsv", ".parquet", ".txt"):
-        return None
-    if path.suffix.lower() == ".txt":
-        if query:
-            raise ValueError(f"{name} takes no options: it has a text in every line.")
-        return open_table(src, path, columns=TableColumns("", (LINES,)))
-    options, names = parse_query(name, query), column_names(path)
-    columns = options.caption or tuple(c for c in (*CAPTION_COLUMNS, "text") if c in names)[:1]
-    if set(IMAGE_COLUMNS) & set(names) or not columns or options != TableOptions(caption=options.caption):
-        return None  # whose message names the columns
-    check_columns(path, names, *columns)
-    return open_table(src, path, columns=TableColumns("", columns))
-
-
-def has_images(source: Source) -> bool:
-    """Whether a source is data with images, not texts alone (`open_texts`)."""
-    return not isinstance(source, Rows) or "file" in source.table.column_names

@@ -76,18 +76,11 @@ def evaluate(
     declared = find(task)
     chosen = declared.options_from(options)
     if isinstance(source, str):
-        source = task_data(declared, source, None if matcher is None else matcher.model.config.image.size)
+        from kiloword.data.open import open_source
+
+        source = open_source(source, size=None if matcher is None else matcher.model.config.image.size)
     noted = [] if skipped is None else skipped
     return run(declared, Inputs(matcher, source, batch, workers, noted, blocks is not None), chosen, blocks)
-
-
-def task_data(task: Task, src: str, size: int | None) -> Source:
-    """The data of a task. Args: size: height and width of drawn images (scenes) in pixels. Errors: as `open_source`."""
-    from kiloword.data.open import open_source
-    from kiloword.data.tables import open_texts
-
-    texts = open_texts(src) if task.texts else None
-    return open_source(src, size=size) if texts is None else texts
 
 
 @naming_truncated()

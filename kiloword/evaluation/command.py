@@ -190,13 +190,14 @@ def _metrics(
     blocks: list[Block] | None,
 ) -> tuple[dict[str, float], str]:
     """The metrics of one model on one data set, " (stored)" where they were; skipped rows are named on stderr."""
+    from kiloword.data.open import open_source
     from kiloword.data.reading import left_out
     from kiloword.distributed.sharing import is_first
 
     options = one.without_model(folder)
     matcher, workers = (None, 0) if options is not None or model is None else model
     size = None if matcher is None else matcher.model.config.image.size
-    source, options = evaluation.task_data(one.task, str(one.source), size), options or one.options
+    source, options = open_source(str(one.source), size=size), options or one.options
     path = None
     if out is not None:
         path = out / f"{one.name}-{_key(one.task, options, source, folder, matcher, execution)}.json"

@@ -78,8 +78,6 @@ class Task:
     """Given the path where a model is expected, and the options: new options if the path is not a model (a table of
     captions), else None."""
 
-    texts: bool = False  # the data may be texts without images (`data.tables.open_texts`)
-
     def prints(self, name: str) -> bool:
         """Whether to print a metric; the JSON has all."""
         return not (self.hidden and re.search(self.hidden, name))

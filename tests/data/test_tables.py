@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from kiloword.data.inspect import check
 from kiloword.data.open import open_source
-from kiloword.data.tables import open_texts
 from kiloword.types import BadSample, LabelSet, NoCaption
 from tars import photo
 
@@ -411,16 +410,3 @@ def test_tables_of_several_folders(tmp_path: Path) -> None:
     source = open_source(f"{tmp_path}/{{0..1}}/x.csv")
     assert [source.record(row).image for row in (0, 2)] == [photo(0), photo(1)]
     assert told(source, 3) == GONE
-
-
-# Other tables of users
-
-
-def test_texts_without_images(tmp_path: Path) -> None:
-    (tmp_path / "x.txt").write_bytes(b"\xff\none\n\n[two]\n")
-    source: Any = open_texts(str(tmp_path / "x.txt"))
-    assert ([source.captions(row) for row in (1, 2)], source.key(1)) == ([["one"], ["[two]"]], "1")
-    with pytest.raises(BadSample, match="not UTF-8"):
-        source.captions(0)
-    (tmp_path / "x.csv").write_text("image,caption\n")
-    assert open_texts(str(tmp_path / "x.csv")) is open_texts(str(tmp_path)) is None
