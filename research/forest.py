@@ -7,7 +7,6 @@ from html import escape
 
 from matplotlib.ticker import MaxNLocator
 
-from kiloword.report.figure import number
 from research.evidence import Decision
 
 WIDTH, LEFT, RIGHT, ROW, TOP, FOOT = 760, 28, 28, 62, 14, 30  # a label of the axis is 50 wide
@@ -29,9 +28,9 @@ def forest(decisions: Sequence[Decision]) -> str:
     bottom = height - FOOT
     ticks = "".join(
         f'<path d="M{x(tick)} {TOP}V{bottom}" stroke="#8886" stroke-width="{2 if tick == 0 else 1}"/>'
-        f'<text x="{x(tick)}" y="{bottom + 18}" text-anchor="middle" fill="#767676">{number(tick)}</text>'
+        f'<text x="{x(tick)}" y="{bottom + 18}" text-anchor="middle" fill="#767676">{tick:.8g}</text>'
         for tick in map(float, axis)
-    )
+    ).replace(">-", ">−")
     rows = "".join(
         _row(d, TOP + ROW * n, x(d.effect.low), x(d.effect.value), x(d.effect.high), x(d.least))
         for n, d in enumerate(decisions)

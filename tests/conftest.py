@@ -12,7 +12,6 @@ from types import ModuleType
 import pytest
 import torch
 
-from kiloword.terminal import CURSOR
 from terminals import Terminal
 
 torch.set_num_threads(1)
@@ -50,7 +49,6 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
     """A terminal whose cursor is at the beginning of a line."""
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", str(Terminal.columns))
-    monkeypatch.setattr(CURSOR, "behind", None)
     return Terminal()
 
 

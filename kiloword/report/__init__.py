@@ -16,7 +16,7 @@ from kiloword.report.blocks import (
     plain,
 )
 from kiloword.report.pictures import image_data, thumbnail
-from kiloword.report.render import duration, html, made_by, percent, say_blocks, utc, write_page
+from kiloword.report.render import html, made_by, percent, say_blocks, utc, write_page
 
 __all__ = [
     "Beside",
@@ -31,7 +31,6 @@ __all__ = [
     "Text",
     "Tile",
     "distributions",
-    "duration",
     "html",
     "image_data",
     "made_by",

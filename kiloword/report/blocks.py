@@ -31,10 +31,10 @@ def plain(text: str) -> str:
 
 @dataclass(frozen=True)
 class Text:
-    """A paragraph; or a heading within a section, a note that no reader should miss, or code as it is typed."""
+    """A paragraph; or a heading within a section, or code as it is typed."""
 
     text: str
-    kind: Literal["paragraph", "heading", "note", "code"] = "paragraph"
+    kind: Literal["paragraph", "heading", "code"] = "paragraph"
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import math
 import re
 import warnings
 from pathlib import Path
@@ -13,21 +12,11 @@ from kiloword.report.blocks import Plot, plain
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 HERE = Path(__file__).parent
 CSS = (HERE / "style.css").read_text(encoding="utf-8")
 LIGHT = dict(re.findall(r"--(\w+): (#\w{6});", CSS[: CSS.index("@media")]))
-VARIABLES = {colour: name for name, colour in reversed(LIGHT.items())}
-DASHES: tuple[Any, ...] = (
-    "-",
-    (0, (4, 2.5)),
-    (0, (1, 2)),
-    (0, (5, 2, 1, 2)),
-    (0, (2.5, 1.5)),
-    (0, (8, 2)),
-)  # lines differ in grey, too
 NARROW = 0.25  # least height of lines' axis, as a share of its largest value, so that 3% do not look like a cliff
 WIDTHS = {"wide": (8.4, 1.3), "narrow": (4.4, 1.0)}  # inches, and inches of height for each of Plot.height
 
@@ -55,68 +44,40 @@ def svg(plot: Plot) -> str:
 
 
 def _finish(figure: Figure, axes: Axes) -> None:
-    """The vertical axis' name stands above it, numbers are written out, labelled series get dashes and a legend."""
-    from matplotlib.colors import to_hex
-    from matplotlib.ticker import AutoLocator
+    """The vertical axis' name stands above it, ticks are few and written out, labelled series get a legend."""
+    from matplotlib.ticker import AutoLocator, LogFormatter
+
+    class Few(LogFormatter):
+        def __call__(self, x: float, pos: Any = None) -> str:
+            return f"{x:,.8g}" if super().__call__(x, pos) else ""
 
     axes.set_title(axes.get_ylabel() or axes.get_title("left"), loc="left", pad=8)
     axes.set_ylabel("")
     for axis in (axes.xaxis, axes.yaxis):
-        _write_out(axis)
         if isinstance(locator := axis.get_major_locator(), AutoLocator):
             locator.set_params(nbins=6)
+        if axis.get_scale() == "log":  # without superscripts, and between powers of ten where these are few
+            axis.set_major_formatter(lambda value, _: f"{value:,.8g}")
+            axis.set_minor_formatter(Few(minor_thresholds=(2, 0.5)))
     low, high = axes.get_ylim()
     lacking = NARROW * max(abs(low), abs(high)) - (high - low)
     if axes.lines and axes.get_autoscaley_on() and axes.get_yscale() == "linear" and lacking > 0:
         axes.set_ylim(low - lacking / 2, high + lacking / 2)
     names = axes.get_legend_handles_labels()[1]
-    series = [LIGHT[f"s{n}"] for n in range(len(DASHES))]
-    for line in axes.lines:
-        if line.get_linestyle() == "-" and line.get_label() in names and (colour := to_hex(line.get_color())) in series:
-            line.set_linestyle(DASHES[series.index(colour)])
     if names and axes.get_legend() is None:
         room = figure.get_figwidth() * 72 / (5.2 * max(map(len, names)) + 40)  # labels beside each other
         figure.legend(loc="outside upper left", ncols=min(len(names), max(int(room), 1)))
-
-
-def _write_out(axis: Axis) -> None:
-    from matplotlib.ticker import LogFormatter, ScalarFormatter
-
-    named = axis.get_major_formatter()
-    if isinstance(named, ScalarFormatter | LogFormatter):
-        axis.set_major_formatter(lambda value, _: number(value))
-    else:
-        axis.set_major_formatter(lambda value, place: plain(named(value, int(place))))
-    if isinstance(axis.get_minor_formatter(), LogFormatter):
-        low, high = sorted(axis.get_view_interval())
-        mantissas = (2, 5) if high / low < 100 else ()
-        axis.set_minor_formatter(
-            lambda value, _: number(value) if round(value / 10 ** math.floor(math.log10(value))) in mantissas else ""
-        )
-
-
-def number(value: float) -> str:
-    """A number on an axis: 0.05, 12,500, 200k, 3M."""
-    units = ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e5, 1e3, "k"), (0.0, 1.0, ""))
-    unit, letter = next((unit, letter) for least, unit, letter in units if abs(value) >= least)
-    return f"{value / unit:,.8g}{letter}".replace("-", "−")
 
 
 def _inline(text: str, name: str, about: str) -> str:
     """A file of matplotlib as an element of a page: no own style, no ids but those that are referred to."""
     from markupsafe import escape
 
-    box = re.search(r'<svg[^>]*(viewBox="[^"]*")[^>]*>', text)
-    assert box is not None
-    text = re.sub(
-        r"<metadata>.*?</metadata>|<defs>\s*<style.*?</style>\s*</defs>", "", text[box.end() :], flags=re.DOTALL
-    )
-    text = re.sub(r'(<g) id="[^"]*"', r"\1", text)
-    text = re.sub(r'<!--.*?-->\s*|\n\s*| transform="rotate\(-0 [^"]*"', "", text, flags=re.DOTALL)
-    text = re.sub(r' (d|x|y)="[^"]*"', lambda hit: re.sub(r"(\.\d\d)\d+", r"\1", hit[0]), text)
-    text = re.sub('style="[^"]*"', lambda hit: re.sub("#[0-9a-f]{6}", _variable, hit[0]), text)
-    return f'<svg class="{name}" role="img" aria-label="{escape(about)}" {box[1]}>{text}'
-
-
-def _variable(hit: re.Match[str]) -> str:
-    return f"var(--{VARIABLES[hit[0]]})" if hit[0] in VARIABLES else hit[0]
+    variables = {colour: f"var(--{variable})" for variable, colour in reversed(LIGHT.items())}
+    _, box, body = re.split(r'<svg[^>]*(viewBox="[^"]*")[^>]*>', text, maxsplit=1)
+    unused = r'<metadata>.*?</metadata>|<defs>\s*<style.*?</style>\s*</defs>|(?<=<g) id="[^"]*"|<!--.*?-->\s*|\n\s*'
+    body = re.sub(unused, "", body, flags=re.DOTALL)
+    body = re.sub(r' (d|x|y)="[^"]*"', lambda hit: re.sub(r"(\.\d\d)\d+", r"\1", hit[0]), body)
+    colours = "|".join(variables)
+    body = re.sub('style="[^"]*"', lambda style: re.sub(colours, lambda colour: variables[colour[0]], style[0]), body)
+    return f'<svg class="{name}" role="img" aria-label="{escape(about)}" {box}>{body}'

@@ -55,17 +55,11 @@ def covered(image: Pixels, hidden: npt.NDArray[np.bool_]) -> Pixels:
 
 
 def image_data(pixels: Pixels) -> str:
-    """An image as a data address that holds a PNG, or a JPEG where that is far smaller, as of a photo.
-
-    Errors: ValueError for an image that is not uint8 [H, W, 3].
-    """
-    if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3:
-        raise ValueError(f"an image of the page is {pixels.dtype} {pixels.shape}, expected uint8 (H, W, 3)")
-    files = {}
-    for kind, options in (("png", {"optimize": True}), ("jpeg", {"quality": 85})):
-        file = io.BytesIO()
-        Image.fromarray(pixels).save(file, kind, **options)
-        files[kind] = file.getvalue()
-    far_smaller = min(pixels.shape[:2]) >= SMALL and len(files["jpeg"]) < len(files["png"]) / 3
-    kind = "jpeg" if far_smaller else "png"
-    return f"data:image/{kind};base64,{base64.b64encode(files[kind]).decode('ascii')}"
+    """An image [H, W, 3] as a data address that holds a PNG, or a JPEG where that is far smaller, as of a photo."""
+    png, jpeg = io.BytesIO(), io.BytesIO()
+    Image.fromarray(pixels).save(png, "PNG")
+    Image.fromarray(pixels).save(jpeg, "JPEG", quality=85)
+    kind, file = ("png", png)
+    if min(pixels.shape[:2]) >= SMALL and len(jpeg.getvalue()) < len(png.getvalue()) / 3:
+        kind, file = "jpeg", jpeg
+    return f"data:image/{kind};base64,{base64.b64encode(file.getvalue()).decode('ascii')}"

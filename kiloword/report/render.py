@@ -18,13 +18,13 @@ from kiloword.report.blocks import Beside, Block, Figures, Gallery, Matrix, Page
 from kiloword.report.figure import CSS, HERE, svg
 from kiloword.report.pictures import SMALL, image_data
 from kiloword.terminal import command, say
+from kiloword.terminal.screen import say_table
 
 if TYPE_CHECKING:
     from jinja2 import Environment
 
 # The browser refuses every request, so that a reference to another file shows at once.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
-DASH = "–"
 
 
 def write_page(path: str | Path, page: Page) -> None:
@@ -33,20 +33,19 @@ def write_page(path: str | Path, page: Page) -> None:
 
 
 def html(page: Page) -> str:
-    """A page as an HTML document. Errors: ValueError for blocks whose shapes do not fit."""
-    sections = {heading: blocks for heading, blocks in page.sections.items() if any(map(filled, blocks))}
+    """A page as an HTML document. Errors: ValueError for a table whose rows and header differ in length."""
+    sections = {heading: blocks for heading, blocks in page.sections.items() if any(map(_filled, blocks))}
     return plain(environment().get_template("page.html").render(page=replace(page, sections=sections)))
 
 
-def filled(block: Block) -> bool:
+def _filled(block: Block) -> bool:
     """Whether anything of a block is to be seen: a section of empty tables has no heading."""
     match block:
-        case Table(rows=some) | Gallery(tiles=some) | Figures(figures=some) | Text(text=some):
+        case Table(rows=some) | Gallery(tiles=some) | Text(text=some):
             return len(some) > 0
         case Beside(blocks=blocks):
-            return any(map(filled, blocks))
-        case _:
-            return True
+            return any(map(_filled, blocks))
+    return True
 
 
 @lru_cache
@@ -67,8 +66,8 @@ def environment(*folders: Path) -> Environment:
     )
     made.filters |= {
         "breakable": lambda text: Markup("_<wbr>").join(str(text).rsplit("_", 1)),  # a phone shows more columns
-        "cells": table_cells,
-        "colours": matrix_cells,
+        "cells": _cells,
+        "colours": _colours,
         "image": image_data,
         "svg": lambda plot: Markup(svg(plot)),
     }
@@ -76,80 +75,52 @@ def environment(*folders: Path) -> Environment:
     return made
 
 
-def table_cells(table: Table) -> tuple[list[list[tuple[str, bool]]], list[bool]]:
-    """Rows of cells, each with whether it is bold; and whether a column holds numbers, also as text.
-
-    Errors: ValueError when a row is longer or shorter than the header.
-    """
-    if wrong := [row for row in table.rows if len(row) != len(table.header)]:
-        raise ValueError(f"a row of the table has {len(wrong[0])} cells, its header {len(table.header)}: {wrong[0]}")
-    columns = list(zip(*table.rows, strict=True))
-    bold = {
-        c: max(cell for cell in columns[c] if isinstance(cell, int | float | np.number)) for c in table.best if columns
-    }
+def _cells(table: Table) -> tuple[list[list[tuple[str, bool]]], list[bool]]:
+    """Rows of cells, each with whether it is bold; and whether a column holds numbers, also as text."""
+    columns = list(zip(table.header, *table.rows, strict=True))
+    largest = {c: max(cell for cell in columns[c][1:] if isinstance(cell, int | float | np.number)) for c in table.best}
 
     def written(cell: object) -> str:
         if isinstance(cell, float | np.floating):  # counts among rates have no digits
             return f"{cell:,.0f}" if float(cell).is_integer() and abs(float(cell)) > 1 else f"{cell:.{table.digits}f}"
-        return DASH if cell is None else str(cell)
+        return "–" if cell is None else str(cell)
 
-    numbers = [any(re.match(r"-?\d|–$", written(cell)) for cell in column) for column in columns]
-    return [
-        [(written(cell), c in bold and cell == bold[c]) for c, cell in enumerate(row)] for row in table.rows
-    ], numbers
+    rows = [[(written(cell), c in largest and cell == largest[c]) for c, cell in enumerate(row)] for row in table.rows]
+    return rows, [all(re.match(r"-?\d|–$", written(cell)) for cell in column[1:]) for column in columns]
 
 
-def matrix_cells(matrix: Matrix) -> list[list[tuple[str, float, bool]]]:
-    """Rows of cells: what is written, the share of the row, and whether row and column have one name.
-
-    Errors: ValueError for another shape, negative or non-finite numbers.
-    """
-    values, named = np.asarray(matrix.values), (len(matrix.rows), len(matrix.columns))
-    if values.shape != named or not np.isfinite(values).all() or (values < 0).any():
-        raise ValueError(f"a matrix of shape {values.shape} has {named} names: expected as many, and counts or shares.")
-    shares = values / np.maximum(values.sum(axis=1, keepdims=True), np.finfo(float).tiny)  # [rows, columns]
-    whole, square = np.issubdtype(values.dtype, np.integer), list(matrix.rows) == list(matrix.columns)
-    texts = [[f"{value:.0f}" if whole or value == 0 else f"{value:.2f}" for value in row] for row in values.tolist()]
-    return [
-        [(text, round(float(shares[r, c]), 2), square and r == c) for c, text in enumerate(row)]
-        for r, row in enumerate(texts)
-    ]
+def _colours(matrix: Matrix) -> list[list[tuple[str, float]]]:
+    """Rows of cells: what is written, and the share of the row."""
+    values = np.asarray(matrix.values)  # [rows, columns]
+    shares = values / np.maximum(values.sum(axis=1, keepdims=True), np.finfo(float).tiny)
+    digits = 0 if np.issubdtype(values.dtype, np.integer) else 2
+    rows = zip(values.tolist(), shares.round(2).tolist(), strict=True)
+    return [[(f"{value:.{digits if value else 0}f}", share) for value, share in zip(*row, strict=True)] for row in rows]
 
 
 def say_blocks(blocks: Sequence[Block]) -> None:
     """Print texts, figures and tables; what is drawn is left to the page."""
-    from kiloword.terminal.screen import say_table
-
     for block in blocks:
         if isinstance(block, Text):
-            say(*(block.text.split("\n") if block.kind == "code" else [block.text]))
+            say(*block.text.split("\n"))
         elif isinstance(block, Beside):
             say_blocks(block.blocks)
         elif isinstance(block, Figures):
             say_table(list(block.figures.items()), "", "")
         elif isinstance(block, Table) and block.rows:
-            say(*([block.caption] if block.caption else []))
-            say_table([[cell for cell, _ in row] for row in table_cells(block)[0]], *block.header)
+            say(*filter(None, [block.caption]))
+            say_table([[cell for cell, _ in row] for row in _cells(block)[0]], *block.header)
 
 
 def made_by(models: Sequence[str] = (), data: str = "") -> dict[str, Any]:
-    """How a page that is made now was made, for `Page`: command, models by their files, data, version and date."""
+    """How a page that is made now was made, for `Page`: command, models, data, version and date."""
     return {
         "Command": command(),
-        "Model" if len(models) == 1 else "Models": ", ".join(map(_named, models)),
+        "Model" if len(models) == 1 else "Models": ", ".join(models),
         "Data": data,
         "Version": f"kiloword {__version__}",
         "Date": utc(time.time()),
     }
-
-
-def _named(model: str) -> str:
-    """A model's folder with the time when its weights were written, and their size; other names as they are."""
-    weights = Path(model) / "model.safetensors"
-    if not weights.is_file():
-        return model
-    file = weights.stat()
-    return f"{model} ({file.st_size / 1e6:,.1f} MB, written {utc(file.st_mtime)})"
 
 
 def utc(seconds: float) -> str:
@@ -160,11 +131,3 @@ def utc(seconds: float) -> str:
 def percent(share: float) -> str:
     """0.125 -> "12.5%", 0.999 -> "99.9%", so that nearly all is not shown as all."""
     return f"{round(100 * share, 1):g}%"
-
-
-def duration(seconds: float) -> str:
-    """95 -> "1 min 35 s", 0.4 -> "400 ms"."""
-    minutes, rest = divmod(round(seconds), 60)
-    if 0 < (thousandths := round(1000 * seconds)) < 1000:
-        return f"{thousandths} ms"
-    return f"{minutes} min {rest} s" if minutes else f"{rest} s"

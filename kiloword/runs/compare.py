@@ -54,7 +54,7 @@ class Compare:
         sections: dict[str, list[Block]] = {
             "Runs": [Table(states, ["group", "run", "state", "step"])],
             "Settings that differ": [Table(settings, ["setting", *(group.name for group in groups)])],
-            "Last values": [table(groups, list(dict.fromkeys(name for group in groups for name in group.cells)))],
+            "Last values": [table(groups)],
         }
         for title, blocks in sections.items():
             say("", title)
@@ -89,12 +89,12 @@ def cells_of(runs: Sequence[Mapping[str, float]]) -> dict[str, Cell]:
 
 @dataclass(frozen=True)
 class Group:
-    """Runs of one recipe, or of one combination of a sweep."""
+    """Runs of one recipe."""
 
     name: str
     settings: Mapping[str, Any]  # those in which the groups differ, by their place in the recipe
     cells: Mapping[str, Cell]  # of each metric the last value; losses by the name of their kind
-    runs: Sequence[Run] = ()
+    runs: Sequence[Run]
 
 
 def groups_of(runs: Sequence[Run]) -> list[Group]:
@@ -130,20 +130,11 @@ def last_values(run: Run) -> dict[str, float]:
     return {name: curve[1][-1] for name, curve in series(run).items()} | {"pairs_per_s": run.speed}
 
 
-def table(groups: Sequence[Group], metrics: Sequence[str]) -> Table:
-    """Metrics of groups and the number n of their runs: a row a group, or a row a metric where these are more."""
-    rows = [
-        [
-            g.name,
-            max(cell.n for cell in g.cells.values()),
-            *(str(g.cells[m]) if m in g.cells else None for m in metrics),
-        ]
-        for g in groups
-    ]
-    if len(metrics) < len(groups):
-        return Table(rows, ["", "n", *metrics])
-    turned = list(zip(["", "n", *metrics], *rows, strict=True))
-    return Table(turned[1:], ["", *(group.name for group in groups)])
+def table(groups: Sequence[Group]) -> Table:
+    """The number n of each group's runs, and all metrics: a column a group."""
+    names = dict.fromkeys(name for group in groups for name in group.cells)
+    rows = [[name, *(str(g.cells[name]) if name in g.cells else None for g in groups)] for name in names]
+    return Table([["n", *(len(g.runs) for g in groups)], *rows], ["", *(g.name for g in groups)])
 
 
 def _as_plain(group: Group) -> dict[str, Any]:

@@ -7,12 +7,11 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import harmonic_mean
 
 from kiloword.config.execution import Some
 from kiloword.runs.run import Run, find
 from kiloword.terminal import say, shown
-from kiloword.terminal.progress import duration
+from kiloword.terminal.progress import duration, time_left
 
 EVERY = 2.0  # seconds between two looks
 SHOWN = {  # metrics of the last row, and how they are shown
@@ -61,8 +60,9 @@ def lines_of(run: Run) -> list[str]:
     """A run as it is now: its last row, its last validation, the error that ended it, its alerts."""
     steps, state, method = run.recipe.get("steps"), run.state, str(run.recipe.get("method", ""))
     parts = [run.name, method, state, f"step {run.step:,}" + (f"/{steps:,}" if steps else "")]
-    if steps and state == "running" and (rates := run.curves.get("pairs_per_s", ((), ()))[1][-20:]):
-        parts.append(f"ETA {duration((steps - run.step) * run.batch / max(harmonic_mean(rates), 1e-9))}")
+    if steps and state == "running":
+        left = time_left((steps - run.step) * run.batch, run.curves.get("pairs_per_s", ((), ()))[1])
+        parts.append(f"ETA {duration(left)}")
     parts += [form.format(value) for name, form in SHOWN.items() if (value := run.last(name)) is not None]
     parts += [f"{name.removeprefix('val/')} {run.last(name):.4g}" for name in run.validation]
     lines = ["  ".join(filter(None, parts))]

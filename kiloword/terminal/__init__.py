@@ -11,7 +11,7 @@ import unicodedata
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from types import SimpleNamespace, TracebackType
+from types import TracebackType
 from typing import TextIO
 
 from kiloword.addresses import scrubbed
@@ -19,6 +19,8 @@ from kiloword.addresses import scrubbed
 LONGEST = 10_000  # characters printed of a line; a path has at most 4096
 # Invisible letters and marks that isprintable() accepts.
 _INVISIBLE = re.compile("[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u3164\uffa0\U000e0100-\U000e01ef]")
+_warned: set[str] = set()
+_words: ContextVar[tuple[str, ...]] = ContextVar("words of the command", default=())
 
 
 def shown(text: str, encoding: str | None = None) -> str:
@@ -37,28 +39,21 @@ def shown(text: str, encoding: str | None = None) -> str:
     return text.encode(encoding or "utf-8", "backslashreplace").decode(encoding or "utf-8")
 
 
-CURSOR = SimpleNamespace(behind=None)  # the stream with a line of progress, which has no line end
-_warned: set[str] = set()
-_words: ContextVar[tuple[str, ...]] = ContextVar("words of the command", default=())
+def is_terminal(out: TextIO) -> bool:
+    """Whether a stream is a terminal that can erase a line."""
+    return out.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
 
 
 def say(*lines: str, to: TextIO | None = None) -> None:
-    """Print lines, escaped by `shown`, of each at most LONGEST characters, below a line of progress if there is one.
+    """Print lines, escaped by `shown`, of each at most LONGEST characters; a line of progress gives way.
 
     Args: to: default stdout. Errors: those of the stream, such as BrokenPipeError; none for its encoding.
     """
     out = sys.stdout if to is None else to
     cut = (line if len(line) <= LONGEST else line[:LONGEST] + "..." for line in lines)
-    end_line(out)
-    out.write("".join(shown(line, out.encoding) + "\n" for line in cut))
+    erase = "\r\x1b[K" if is_terminal(out) else ""
+    out.write(erase + "".join(shown(line, out.encoding) + "\n" for line in cut))
     out.flush()
-
-
-def end_line(out: TextIO) -> None:
-    """End a line of progress on this stream, or on another one of the terminal."""
-    if CURSOR.behind is not None and (out is CURSOR.behind or out.isatty()):
-        CURSOR.behind = None
-        out.write("\n")
 
 
 def warn(*lines: str) -> None:

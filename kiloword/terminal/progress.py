@@ -7,18 +7,16 @@ import os
 import shutil
 import sys
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from statistics import harmonic_mean
 from types import SimpleNamespace
-from typing import Any, TextIO, TypeVar
+from typing import TextIO, TypeVar
 
-from kiloword.terminal import CURSOR, end_line, say, shown
+from kiloword.terminal import is_terminal, say, shown
 
 LIVE_EVERY_S, PLAIN_EVERY_S = 0.2, 10.0  # between two lines on a terminal and elsewhere, at least
 RECENT = 20  # rows
-LEAST_BAR = 10  # columns
 Item = TypeVar("Item")
 
 
@@ -30,8 +28,7 @@ class ProgressLine:
 
     def __init__(self, out: TextIO | None, at_once: bool = False) -> None:
         self.out, self.shown = out, False
-        terminal = out is not None and out.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
-        self._live = terminal or in_notebook()
+        self._live = in_notebook() or (out is not None and is_terminal(out))
         self._last = -math.inf if at_once else time.perf_counter()
 
     def show(self, line: str, done: int, of: int) -> None:
@@ -48,11 +45,11 @@ class ProgressLine:
             size = os.get_terminal_size(self.out.fileno())
         columns = shutil.get_terminal_size(size).columns - 1
         text = shown(line, self.out.encoding)[:columns]
-        room = columns - len(text) - len(" []")
-        bar = f" [{'=' * min(room, room * done // of):{room}}]" if room >= LEAST_BAR else ""
-        self.out.write(f"\r{text}{bar}".ljust(columns + 1) + "\n" * (done >= of))
+        if (room := columns - len(text) - len(" []")) >= 10:
+            text += f" [{'=' * min(room, room * done // of):{room}}]"
+        # The cursor stays at the beginning, so that what others print takes the line's place.
+        self.out.write(f"\r{text.ljust(columns)}" + ("\n" if done >= of else "\r"))
         self.out.flush()
-        CURSOR.behind = self.out if done < of else None
 
 
 class Bar:
@@ -63,10 +60,9 @@ class Bar:
         self._start = time.perf_counter()
 
     def __call__(self, done: int, of: int) -> None:
-        rate = done / max(time.perf_counter() - self._start, 1e-9)
-        left = (of - done) / max(rate, 1e-9)
-        line = f"{self.what} {done / of:4.0%}  {per_second(rate)} {self.unit}/s  ETA {duration(left)}"
-        self.line.show(line, done, of)
+        rate = max(done / max(time.perf_counter() - self._start, 1e-9), 1e-9)
+        left = duration((of - done) / rate)
+        self.line.show(f"{self.what} {done / of:4.0%}  {per_second(rate)} {self.unit}/s  ETA {left}", done, of)
 
 
 _state = SimpleNamespace(on=False, busy=False)  # whether `track` shows progress, and whether one does
@@ -80,19 +76,14 @@ def in_notebook() -> bool:
 
 @contextmanager
 def showing(progress: bool | None = True) -> Iterator[None]:
-    """Inside, `track` shows progress: for True, for None in notebooks, and inside another one unless it is False.
-
-    A line that is not finished, as after an error, is ended.
-    """
+    """Inside, `track` shows progress: for True, for None in notebooks, and inside another one unless it is False."""
     before = _state.on
     _state.on = progress is not False and bool(before or progress or in_notebook())
     try:
         yield
     finally:
         _state.on = before
-        if not before:
-            _state.busy = False
-            end_line(sys.stderr)
+        _state.busy &= before
 
 
 def track(
@@ -117,25 +108,10 @@ def track(
         _state.busy = False
 
 
-class Pace:
-    """Pairs a second over the last rows; validation is no part of them. Args: batch, pairs a step."""
-
-    def __init__(self, batch: int) -> None:
-        self.batch = batch
-        self._rates: deque[float] = deque(maxlen=RECENT)
-
-    def add(self, row: Mapping[str, Any]) -> None:
-        if 1e-9 < (rate := row.get("pairs_per_s") or 0) < math.inf:
-            self._rates.append(rate)
-
-    @property
-    def rate(self) -> float | None:
-        """Pairs a second: the harmonic mean, as rows hold equally many pairs."""
-        return harmonic_mean(self._rates) if self._rates else None
-
-    def seconds(self, steps: int) -> float | None:
-        """What `steps` steps take."""
-        return None if self.rate is None else steps * self.batch / self.rate
+def time_left(pairs: int, rates: Sequence[float]) -> float | None:
+    """Seconds that pairs take at the mean of the last rates, pairs a second; None where there are none."""
+    recent = [rate for rate in rates[-RECENT:] if rate > 1e-9]
+    return pairs / harmonic_mean(recent) if recent else None
 
 
 def per_second(rate: float) -> str:

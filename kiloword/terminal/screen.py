@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterable, Sequence
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kiloword.terminal import LONGEST, end_line, shown
+from kiloword.terminal import LONGEST, say, shown
 
 
 def say_table(rows: Iterable[Sequence[str]], *columns: str) -> None:
@@ -29,5 +28,5 @@ def say_table(rows: Iterable[Sequence[str]], *columns: str) -> None:
     if not console.is_terminal:
         widest = console.measure(table, options=console.options.update(width=1 << 20)).maximum
         console.width = max(console.width, widest)
-    end_line(sys.stdout)
+    say()  # over a line of progress
     console.print(table)

@@ -17,7 +17,7 @@ from kiloword.runs.alerts import Alerts
 from kiloword.runs.rows import ROWS, objects
 from kiloword.runs.trackers import Kind, Tracker, opened
 from kiloword.terminal import say, warn
-from kiloword.terminal.progress import Pace, ProgressLine, duration, per_second
+from kiloword.terminal.progress import ProgressLine, duration, per_second, time_left
 
 
 class Log:
@@ -30,7 +30,7 @@ class Log:
         self.recipe, self.quiet = recipe, quiet
         self.path: Path | None = None
         self._progress = ProgressLine(None if quiet else sys.stderr, at_once=True)
-        self._pace = Pace(recipe.batch)
+        self._rates = list[float]()  # pairs a second, of each row
         self._tracker: Tracker | None = None
 
     def open(self, out: Path, step: int = 0, to: Literal["file"] | Kind = "file") -> None:
@@ -90,7 +90,7 @@ class Log:
 
     def progress(self, values: dict[str, Any]) -> None:
         """Show the step: a line with a bar on a terminal, elsewhere a line now and then."""
-        self._pace.add(values)
+        self._rates.append(values["pairs_per_s"])
         step, steps = values["step"], self.recipe.steps
         wait, loader_rate = values.get("slowest_data_wait", values["data_wait"]), values.get("loader_pairs_per_s")
         parts = [
@@ -98,7 +98,7 @@ class Log:
             f"epoch {values['epoch']:.2f}" if "epoch" in values else "",
             f"loss {values['loss']:.3f}" if "loss" in values else "loss ?",
             f"{per_second(values['pairs_per_s'])} pairs/s",
-            f"ETA {duration(self._pace.seconds(steps - step))}",
+            f"ETA {duration(time_left((steps - step) * self.recipe.batch, self._rates))}",
             f"data wait {wait:.0%}" + (f" (loader makes {per_second(loader_rate)}/s)" if loader_rate else ""),
             f"lr {values['lr']:.2e}" if "lr" in values else "",
             f"{values['skipped']} bad samples" if values.get("skipped") else "",

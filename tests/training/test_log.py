@@ -17,7 +17,7 @@ from kiloword.losses.pairs import sigmoid_loss
 from kiloword.methods.defaults import default_recipe
 from kiloword.methods.method import Method
 from kiloword.methods.registry import preset
-from kiloword.terminal.progress import PLAIN_EVERY_S, Pace, duration, per_second
+from kiloword.terminal.progress import PLAIN_EVERY_S, duration, per_second, time_left
 from kiloword.training.log import Log, read_metrics
 from kiloword.training.loop import train
 from kiloword.types import PairBlocks, Positives, Total
@@ -88,14 +88,10 @@ def test_a_line_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch, caps
 
 
 def test_time_left_follows_the_recent_rate() -> None:
-    pace = Pace(10)
-    assert pace.seconds(5) is None
-    for rate in [1.0] * 100 + [50.0] * 20:
-        pace.add(row(1, pairs_per_s=rate))
-    assert pace.seconds(100) == pytest.approx(20)
-    pace.add({"step": 1, "val/accuracy": 0.5})
-    pace.add(row(1, pairs_per_s=25.0))  # pairs of 20 rows by their time
-    assert pace.rate == pytest.approx(20 / (19 / 50 + 1 / 25))
+    assert time_left(50, []) is None
+    rates = [1.0] * 100 + [50.0] * 20
+    assert time_left(1000, rates) == pytest.approx(20)
+    assert time_left(1000, [*rates, 25.0]) == pytest.approx(1000 * (19 / 50 + 1 / 25) / 20)  # rows hold equally many
 
 
 def test_durations_and_rates() -> None:

@@ -36,13 +36,13 @@ from kiloword.report import (
     Table,
     Text,
     Tile,
-    duration,
     made_by,
     percent,
     say_blocks,
     write_page,
 )
 from kiloword.terminal import say
+from kiloword.terminal.progress import duration
 from kiloword.training.log import read_metrics
 from kiloword.training.loop import RunOptions, train
 from kiloword.training.resolve import with_length
