@@ -27,7 +27,7 @@ def curve_plot(name: str, lines: Mapping[str, Curve], title: str = "") -> Plot:
         for line, curve in lines.items():
             parts = (np.array_split(np.asarray(of), max(min(len(of), POINTS), 1)) for of in curve)
             steps, values = ([part.mean() for part in of if len(part)] for of in parts)
-            axes.plot(steps, values, label=line if len(lines) > 1 else None)
+            axes.plot(steps, values, "o" if len(steps) == 1 else "-", label=line if len(lines) > 1 else None)
         axes.set(xlabel="step", ylabel=label)
         if name in SPEED:
             axes.set_ylim(bottom=0)

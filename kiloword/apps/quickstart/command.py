@@ -33,15 +33,14 @@ class Quickstart:
 
     def run(self) -> None:
         """Train, evaluate, write the report. Raises: ValueError for flags that do not fit, and as `train`."""
-        if self.on == "scenes":
-            if self.data or self.val:
-                raise ValueError("--data and --val are of kiloword quickstart photos; the quickstart draws scenes.")
-            from kiloword.apps.quickstart.scenes import run
+        if (self.on == "photos") != bool(self.data):
+            raise ValueError("quickstart photos needs --data, photos with captions; quickstart alone draws its scenes.")
+        if self.on == "photos":
+            from kiloword.apps.quickstart.photos import photos
 
-            run(self.out or Path("quickstart"), self.steps, self.seed)
+            photos(self, self.out or Path("photos"))
             return
-        if not self.data:
-            raise ValueError("quickstart photos needs photos with captions: kiloword quickstart photos --data FOLDER.")
-        from kiloword.apps.quickstart.photos import photos
+        from kiloword.apps.quickstart.scenes import quickstart, recipe
+        from kiloword.training.resolve import with_length
 
-        photos(self, self.out or Path("photos"))
+        quickstart(with_length(recipe(self.seed), 0, self.steps), self.out or Path("quickstart"))

@@ -19,8 +19,8 @@ import torch
 from PIL import Image
 
 from kiloword import evaluation
-from kiloword.api import Matcher, load
-from kiloword.apps.quickstart.scenes import draw_all, quickstart, recipe, run, within_groups
+from kiloword.api import load
+from kiloword.apps.quickstart.scenes import draw_all, quickstart, recipe, within_groups
 from kiloword.cli.main import main
 from kiloword.config import settings
 from kiloword.config.recipes import Recipe
@@ -41,23 +41,24 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def metrics(out: Path) -> dict[str, dict[str, float]]:
-    found: dict[str, dict[str, float]] = json.loads((out / "results.json").read_text())["metrics"]
-    return found
-
-
-@pytest.fixture(scope="module")
-def matcher(out: Path) -> Matcher:
-    return load(out / "model")
-
-
-def test_figures_are_those_of_eval(metrics: dict[str, dict[str, float]], matcher: Matcher) -> None:
-    retrieval = f"scenes:test?n={N}"
+def test_figures_are_those_of_eval_and_stand_on_page_and_card(out: Path) -> None:
+    metrics = json.loads((out / "results.json").read_text())["metrics"]
+    matcher, retrieval = load(out / "model"), f"scenes:test?n={N}"
     assert metrics["retrieval"] == evaluation.evaluate(matcher, "retrieval", retrieval)
     assert metrics["one thing"] == evaluation.evaluate(matcher, "retrieval", f"{retrieval}&levels=2")
     assert metrics["shape"] == evaluation.evaluate(matcher, "zeroshot", f"scenes:test?task=shape&n={2 * N}")
     assert set(metrics) == {"retrieval", "one fact", "one thing", "hard", *TASKS}
+    html, card = (out / "report.html").read_text(), (out / "model" / "README.md").read_text()
+    assert html.count("<img") == 5 * 7
+    assert "<svg" in html
+    for name in TASKS:
+        assert f"{metrics[name]['acc1']:.3f}" in html
+    assert f"{metrics['hard']['image_retrieval_recall@1']:.3f}" in html
+    (row,) = [line for line in card.splitlines() if "text\\_retrieval\\_recall@5 |" in line]
+    assert row.startswith(f"| retrieval: scenes:test?n={N}, {N} images, at step ")
+    assert f"| {metrics['retrieval']['text_retrieval_recall@5']:.4f} |" in row
+    with Image.open(out / "example.png") as example:
+        assert example.size == (32, 32)
 
 
 def test_hard_set_ranks_inside_groups_alone() -> None:
@@ -75,31 +76,10 @@ def test_hard_set_ranks_inside_groups_alone() -> None:
     blocks = torch.block_diag(*[2 * torch.eye(8) for _ in range(3)])
     blocks[:, 0] += 9.0  # another group's caption that fits everything does no harm
     assert told(blocks)["image_retrieval_recall@1"] == 1
-
-
-def test_hard_set_differs_by_shape_alone_and_captions_tell() -> None:
-    scenes = draw_all("scenes:test?hard=shape&n=24", 32)
+    scenes = draw_all("scenes:test?hard=shape&n=24", 32)  # which differ by shape alone, and captions tell
     truth = scenes.source.relevance(scenes.captions, range(24))
     for start in (0, 8, 16):
         assert (truth[start : start + 8, start : start + 8] == np.eye(8, dtype=bool)).all()
-
-
-def test_the_card_shows_the_figures(out: Path, metrics: dict[str, dict[str, float]]) -> None:
-    recall = metrics["retrieval"]["text_retrieval_recall@5"]
-    (row,) = [x for x in (out / "model" / "README.md").read_text().splitlines() if "text\\_retrieval\\_recall@5 |" in x]
-    assert row.startswith(f"| retrieval: scenes:test?n={N}, {N} images, at step ")
-    assert f"| {recall:.4f} |" in row
-
-
-def test_the_page_holds_figures_and_images(out: Path, metrics: dict[str, dict[str, float]]) -> None:
-    html = (out / "report.html").read_text()
-    assert html.count("<img") == 5 * 8
-    assert "<svg" in html
-    for name in TASKS:
-        assert f"{metrics[name]['acc1']:.3f}" in html
-    assert f"{metrics['hard']['image_retrieval_recall@1']:.3f}" in html
-    with Image.open(out / "example.png") as example:
-        assert example.size == (32, 32)
 
 
 def test_a_second_call_trains_nothing_and_finds_the_same(out: Path) -> None:
@@ -107,36 +87,25 @@ def test_a_second_call_trains_nothing_and_finds_the_same(out: Path) -> None:
     (out / "results.json").write_text("{")
     quickstart(small(), out, N)
     assert {path: path.read_bytes() for path in before} == before
-
-
-def test_what_is_refused(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ValueError, match="steps is 4 there, 5 here"):
         quickstart(small(5), out, N)
-    with pytest.raises(ValueError, match="at least 1"):
-        run(out, steps=0)
-    for words, output in {
-        "": "needs photos",
-        "--data x --views 0": "--views is 0",
-        "--data x --steps 0": "--steps 0",
-    }.items():
-        with pytest.raises(SystemExit) as end:
-            main(["quickstart", "photos", *words.split(), "--out", str(out / "photos")])
-        assert end.value.code == 2
-        assert output in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main(["quickstart", "--data", "x"])
-    assert "--data" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", ["photos", "--data x", "--steps 0"])
+def test_what_is_refused(words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["quickstart", *words.split(), "--out", str(tmp_path / "out")])
+    assert (end.value.code, capsys.readouterr().out) == (2, "")
+    assert not (tmp_path / "out").exists()
 
 
 def test_commands_of_the_report_run(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = re.findall(r"<pre[^>]*>(.*?)</pre>", (out / "report.html").read_text(), re.DOTALL)
-    commands = [re.sub(r"<[^>]*>", "", unescape(code)).strip() for code in found]
-    (score,) = [command for command in commands if command.startswith("kiloword score")]
+    score, _, python = [re.sub(r"<[^>]*>", "", unescape(code)).strip() for code in found]
     main(shlex.split(score)[1:])
     assert "example.png" in capsys.readouterr().out
-    (python,) = [command for command in commands if command.startswith("import")]
     names: dict[str, Any] = {}
-    exec(python.replace("matcher.score(", "scores = matcher.score("), names)
+    exec(python.replace("kiloword.load(", "scores = kiloword.load("), names)
     assert names["scores"].shape == (1, 2)
 
 
@@ -155,7 +124,6 @@ def test_quickstart_reaches_its_figures(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "kiloword", "quickstart", "--out", str(tmp_path / "run")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=2400, check=False)
     assert done.returncode == 0, done.stderr
-    print(done.stdout)
     metrics = json.loads((tmp_path / "run" / "results.json").read_text())["metrics"]
     for side in ("text", "image"):
         assert metrics["retrieval"][f"{side}_retrieval_recall@1"] >= 0.70
