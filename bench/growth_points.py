@@ -29,7 +29,7 @@ from kiloword.apps.mine import analyses, calibrate
 from kiloword.apps.mine import search as mining
 from kiloword.apps.mine.corpus import Corpus
 from kiloword.apps.search import library as libraries
-from kiloword.apps.search.library import FILE, Library, LibraryFile, Part, publish
+from kiloword.apps.search.library import FILE, Library, LibraryFile, publish
 from kiloword.apps.search.rank import by_image
 from kiloword.config.recipes import DataConfig, TextConfig, sizes
 from kiloword.data import loader, sampler
@@ -268,9 +268,8 @@ def index(n: int, folder: Path) -> Call:
     def call() -> Mapping[str, float]:
         out = Path(tempfile.mkdtemp(dir=folder))
         names = [f"{n:07}.jpg" for n in range(len(vec))]
-        cells = {"id": names, "path": names, "file": names, "stamp": names, "caption": [""] * len(names)}
-        rows = Part(pa.table(cells).cast(libraries.ROWS), {"vec": vec.numpy()}, np.arange(len(vec)))
-        publish(out, LibraryFile(folder=".", model="", fingerprint="", features=("vec",)), [rows])
+        rows = pa.table(dict.fromkeys(libraries.ROWS.names, names)).cast(libraries.ROWS)
+        publish(out, LibraryFile(folder="."), rows, {"vec": vec.numpy()}, None, np.zeros(0, np.int64))
         size = sum(path.stat().st_size for path in out.iterdir()) / 1e6
         if not (folder / f"library-{n}").exists():
             out.rename(folder / f"library-{n}")

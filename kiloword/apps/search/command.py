@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tyro.conf import Positional
 
@@ -16,12 +15,6 @@ from kiloword.errors import count, needs
 from kiloword.files import write_json
 from kiloword.models.trust import NONE, Trust
 from kiloword.terminal import say, warn
-
-if TYPE_CHECKING:
-    from kiloword.apps.search.library import Library
-    from kiloword.apps.search.rank import Match
-
-ABOUT_UNCERTAINTY = "u is the photo's uncertainty, the sum of its variances: high where a photo fits many texts."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +32,7 @@ class Index(Execution):
     model: str | None = None  # model folder; default: that of the library
     trust: Flat[Trust] = NONE  # code that the model folder may run
     dim: int | None = None  # keep the first N numbers of the vectors, normalised again; default: all
-    forget: bool = False  # remove all photos that are not in the folder now, also where most are
+    forget: bool = False  # forget photos that are not in the folder now, also where most are
 
     def run(self) -> None:
         """Run and print `kiloword index`. Raises: ValueError for options that do not fit the library."""
@@ -54,7 +47,7 @@ class Search(Device):
 
     Examples:
       kiloword search library "a dog on the beach"
-      kiloword search library --like dog.jpg --open
+      kiloword search library --like dog.jpg --page like.html
     """
 
     library: Positional[Path]  # folder that `kiloword index` wrote
@@ -64,78 +57,55 @@ class Search(Device):
     within: str = ""  # part of the path that the photos must have, such as a folder
     json: Path | None = None  # write the results to this file
     page: Path | None = None  # write a page with the photos to this file
-    open: bool = False  # open the page in a browser; without --page it is search.html in the library
     model: str | None = None  # model folder, where it is no longer where the library was made
     trust: Flat[Trust] = NONE  # code that the model folder may run
-    dim: int | None = None  # compare the first N numbers of the vectors, normalised again
 
     def run(self) -> None:
         """Search and print. Raises: ValueError for a query, an image or a library that cannot be used."""
         from kiloword.apps.search.index import opened_for
         from kiloword.apps.search.library import Library
-        from kiloword.apps.search.rank import by_image, by_text
-        from kiloword.model.prefix import keep_prefix_
+        from kiloword.apps.search.rank import by_image, by_text, shrunk
+        from kiloword.report import Block, Gallery, Page, Text, Tile, made_by, write_page
 
         if (self.query is None) == (self.like is None):
             raise ValueError("search needs a text or --like PHOTO, one of them: kiloword search LIBRARY 'a dog'.")
         if self.top < 1:
             raise ValueError(f"--top is {self.top}: expected at least 1.")
         library = Library(self.library)
-        matcher = opened_for(self, library)
-        if self.dim is not None and (note := keep_prefix_(matcher.model, self.dim)):
-            warn(f"note: {note}")
-        began = time.perf_counter()
+        matcher, began = opened_for(self, library), time.perf_counter()
         if self.like is None:
             found = by_text(library, matcher, self.query or "", self.top, self.within)
         else:
             vec = matcher.encode_image(self.like)["vec"].float().cpu().numpy()
             found = by_image(library, vec, self.top, self.within)
-        if not found and self.within:
-            warn(f"no photo of the library has {self.within!r} in its path, which is below {library.file.folder}.")
-        seconds = time.perf_counter() - began
-        say(
-            *map("  ".join, _lines(library, found)), f"{len(found)} of {len(library):,} photos, {1000 * seconds:.0f} ms"
-        )
+        seconds, results, tiles, lost = time.perf_counter() - began, list[dict[str, Any]](), list[Tile](), list[Block]()
+        for n, match in enumerate(found, 1):
+            cells = library.cells(match.row)
+            line = [f"{n:2}", f"{match.score:6.3f}"]
+            one = {"path": cells["path"], "score": match.score, "id": cells["id"], "caption": cells["caption"]}
+            if match.uncertainty is not None:
+                line.append(f"u {match.uncertainty:.4g}")
+                one["uncertainty"] = match.uncertainty
+            say("  ".join([*line, cells["path"]]))
+            results.append(one)
+            if self.page is not None:
+                try:
+                    tiles.append(Tile(shrunk(library.photo(match.row), 320), [*line, cells["path"]]))
+                except ValueError as error:
+                    lost.append(Text(f"{cells['path']}: {error}"))
+        where = f" whose path has {self.within!r}" if self.within else ""
+        say(f"{len(found)} of {len(library):,} photos{where}, {1000 * seconds:.0f} ms")
         query = self.like.name if self.like else self.query or ""
         if self.json is not None:
-            results = []
-            for match in found:
-                cells = library.cells(match.row)
-                one: dict[str, Any] = {"path": cells["path"], "score": match.score, "id": cells["id"]}
-                one |= {"caption": cells["caption"]}
-                results.append(one if match.uncertainty is None else one | {"uncertainty": match.uncertainty})
             about = {"query": query, "folder": library.file.folder, "photos": len(library)}
             write_json(self.json, about | {"results": results})
-        if self.page is not None or self.open:
-            self._write(self.page or self.library / "search.html", library, query, found)
-
-    def _write(self, path: Path, library: Library, query: str, found: Sequence[Match]) -> None:
-        """Write the page, and open it in the browser."""
-        from kiloword.apps.search.rank import shrunk
-        from kiloword.report import Block, Gallery, Page, Text, Tile, made_by, write_page
-
-        tiles, lost = list[Tile](), list[Block]()
-        for match, line in zip(found, _lines(library, found), strict=True):
-            try:
-                tiles.append(Tile(shrunk(library.photo(match.row), 320), line))
-            except ValueError as error:
-                lost.append(Text(f"{line[-1]}: {error}"))
-        uncertain = [Text(ABOUT_UNCERTAINTY)] if "uncertainty" in library.features else []
-        intro = f"The best {len(found)} of {len(library):,} photos."
-        facts = made_by([self.model or library.file.model], library.file.folder)
-        write_page(path, Page(f"“{query}”", intro, {"Photos": [Gallery(tiles), *lost, *uncertain]}, facts))
-        say(f"page: {path}")
-        if self.open:
-            _browse(path.resolve().as_uri())
-
-
-def _lines(library: Library, found: Sequence[Match]) -> list[list[str]]:
-    """Place, score, uncertainty if there is one, and whole path of photos."""
-    lines = []
-    for n, match in enumerate(found, 1):
-        uncertain = [] if match.uncertainty is None else [f"u {match.uncertainty:.4g}"]
-        lines.append([f"{n:2}", f"{match.score:6.3f}", *uncertain, library.cells(match.row)["path"]])
-    return lines
+        if self.page is not None:
+            intro = f"The best {len(found)} of {len(library):,} photos."
+            if "uncertainty" in library.features:
+                intro += " u is a photo's uncertainty, high where it fits many texts."
+            facts = made_by([self.model or library.file.model], library.file.folder)
+            write_page(self.page, Page(f"“{query}”", intro, {"Photos": [Gallery(tiles), *lost]}, facts))
+            say(f"page: {self.page}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,13 +113,12 @@ class Serve(Device):
     """Search photos in a browser.
 
     Examples:
-      kiloword serve library --open
+      kiloword serve library
     """
 
     library: Positional[Path]  # folder that `kiloword index` wrote
     host: str = "127.0.0.1"  # address to listen on; the default is reached from this machine alone
     port: int = 8321  # its port; 0: any free one
-    open: bool = False  # open the page in a browser
     model: str | None = None  # model folder, where it is no longer where the library was made
     trust: Flat[Trust] = NONE  # code that the model folder may run
 
@@ -167,21 +136,18 @@ class Serve(Device):
         except ImportError:
             raise ValueError(needs("kiloword serve", "starlette", "search")) from None
         library, family = Library(self.library), socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        if not 0 <= self.port < 1 << 16:
+            raise ValueError(f"--port is {self.port}: expected at most 65535; 0: any free one.")
         try:
-            if not 0 <= self.port < 1 << 16:
-                raise OSError("no port")
             listening = socket.create_server((self.host, self.port), family=family)
         except OSError as error:
-            reason = f"--host {self.host} --port {self.port} cannot be used ({error})"
-            raise ValueError(f"{reason}: choose another --port (0: any free one).") from None
+            raise ValueError(f"--host {self.host} --port {self.port} cannot be used ({error}).") from None
         with listening:
             app = application(library, opened_for(self, library), self.host)
             at = f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{listening.getsockname()[1]}/"
             say(f"{self.library}: {count(len(library), 'photo')} at {at} (Ctrl-C ends it)")
             if self.host not in ("localhost", "::1") and not self.host.startswith("127."):
                 warn("everybody who reaches this address can search and see the photos.")
-            if self.open:
-                _browse(at)
             logging.disable()  # queries are private
             config = uvicorn.Config(app, http="h11", ws="none", lifespan="off", headers=HEADERS)
             config.timeout_graceful_shutdown, config.server_header = 1, False
@@ -189,10 +155,3 @@ class Serve(Device):
                 uvicorn.Server(config).run([listening])
             except KeyboardInterrupt:
                 say("stopped.")
-
-
-def _browse(address: str) -> None:
-    import webbrowser
-
-    if not webbrowser.open(address):
-        warn("no browser was found: open the page yourself.")

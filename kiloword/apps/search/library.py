@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -32,12 +32,10 @@ from kiloword.model.encoding import chunks
 from kiloword.types import Features
 
 FILE, VERSION = "library.json", "kiloword-library-2"
-ROWS = pa.schema(
-    [pa.field(name, pa.binary() if name == "file" else pa.string(), nullable=False) for name in
-     ("id", "path", "file", "stamp", "caption")]
-)  # fmt: skip
+TYPES = {"id": pa.string(), "path": pa.string(), "file": pa.binary(), "stamp": pa.string(), "caption": pa.string()}
+ROWS = pa.schema([pa.field(name, kind, nullable=False) for name, kind in TYPES.items()])
 OF_GAUSSIANS = ("log_var", "penalty", "uncertainty")
-LARGEST, BLOCK = 1 << 20, 1 << 14  # bytes of library.json; rows that are read or written at once
+BLOCK = 1 << 14  # rows that are read or written at once
 Array = NDArray[Any]
 
 
@@ -45,35 +43,33 @@ Array = NDArray[Any]
 class LibraryFile(BaseSettings):
     """The contents of `library.json`."""
 
-    folder: str  # of the photos
-    model: str  # a local one: a folder, or files
-    fingerprint: str  # of the model's weights
+    folder: str = ""  # of the photos
+    model: str = ""  # a local one: a folder, or files
+    fingerprint: str = ""  # of the model's weights
     dim: int | None = None  # the first numbers of the model's embedding that are kept; None: all
     features: tuple[str, ...] = ()  # names of the matrices
-    state: int = 0  # number of the state; 0: the first is not finished
-    format: Literal["kiloword-library-2"] = "kiloword-library-2"
+    state: int = 0  # number of the state; 0: there is none yet
+    format: str = VERSION
 
 
 class Library:
     """A state of a library, N photos. What it opened stays readable when `kiloword index` makes the next state.
 
-    Raises: ValueError for a folder that is no library, one that is damaged or not finished, or of an earlier version.
+    Raises: ValueError for a folder that is no library, one without photos yet, damage, or an earlier version.
     """
 
     def __init__(self, folder: Path) -> None:
-        while True:
-            self.folder, self.version = folder, version_of(folder)
-            self.file = read_file(folder)
-            try:
-                self.rows = _rows(folder / f"rows-{self.file.state}.parquet")
-                self.features = {name: self._matrix(name) for name in self.file.features}
-                break
-            except (OSError, ValueError, ArithmeticError, pa.ArrowException) as error:
-                if self.version != version_of(folder):  # the files of another state now
-                    continue
-                if not self.file.state:
-                    raise ValueError(f"the library {folder} is not finished: run its `kiloword index` again.") from None
+        self.folder, self.version = folder, version_of(folder)
+        self.file = read_file(folder)
+        if not self.file.state:
+            raise ValueError(f"the library {folder} holds no photos yet: run its `kiloword index` again.")
+        try:
+            self.rows = _rows(folder / f"rows-{self.file.state}.parquet")
+            self.features = {name: self._matrix(name) for name in self.file.features}
+        except (OSError, ValueError, ArithmeticError, pa.ArrowException) as error:
+            if self.version == version_of(folder):
                 raise ValueError(f"the library {folder} is damaged ({error}): remove it and index again.") from None
+            self.__init__(folder)  # type: ignore[misc]  # the files are of another state now
 
     def _matrix(self, name: str) -> Array:
         with np.errstate(over="raise"):  # of a shape
@@ -88,18 +84,16 @@ class Library:
     @cached_property
     def stamps(self) -> dict[str, str]:
         """Path -> stamp of every photo."""
-        files = map(os.fsdecode, self.rows["file"].to_pylist())
-        return dict(zip(files, self.rows["stamp"].to_pylist(), strict=True))
+        return stamps_of(self.rows)
 
     def cells(self, row: int) -> dict[str, Any]:
         """The cells of a row by column; its `path` as the system has it."""
         cells: dict[str, Any] = self.rows.slice(row, 1).to_pylist()[0]
         return cells | {"path": os.fsdecode(cells["file"])}
 
-    def row_of(self, number: str) -> int | None:
-        """The row of a photo by its id; None where there is none."""
-        row: int = pc.index(self.rows["id"], number).as_py()
-        return None if row < 0 else row
+    def row_of(self, number: str) -> int:
+        """The row of a photo by its id; -1 where there is none."""
+        return int(pc.index(self.rows["id"], number).as_py())
 
     def photo(self, row: int) -> Path:
         """The file of a photo. Raises: ValueError for one outside the folder of photos, also behind a link."""
@@ -114,18 +108,22 @@ class Library:
         return {name: torch.from_numpy(self.features[name][rows].astype(np.float32)) for name in names}
 
 
+def stamps_of(rows: pa.Table) -> dict[str, str]:
+    """Path -> stamp of photos in rows of a library."""
+    return dict(zip(map(os.fsdecode, rows["file"].to_pylist()), rows["stamp"].to_pylist(), strict=True))
+
+
 def read_file(folder: Path) -> LibraryFile:
-    """The settings of a library. Raises: ValueError for a folder that is none, and one of an earlier version."""
+    """The settings of a library. Raises: ValueError for a folder that is none, one of another version, and damage."""
     path = folder / FILE
     if not path.is_file():
         raise ValueError(
             f"{folder} is not a library: it has no {FILE}. Make one: kiloword index PHOTOS --model MODEL --out DIR."
         )
-    if path.stat().st_size > LARGEST or VERSION.encode() not in path.read_bytes():
-        raise ValueError(f"the library {folder} is of another version of kiloword: index the photos in a new folder.")
     file = read_config(path, LibraryFile)
-    if not all(re.fullmatch("[a-z_]{1,40}", name) for name in file.features):
-        raise ValueError(f"{path} is damaged: index the photos in a new folder.")
+    wrong = "of another version of kiloword" if file.format != VERSION else "damaged"
+    if file.format != VERSION or not all(re.fullmatch("[a-z_]{1,40}", name) for name in file.features):
+        raise ValueError(f"{path} is {wrong}: index the photos in a new folder.")
     return file
 
 
@@ -149,34 +147,33 @@ def version_of(folder: Path) -> tuple[int, int] | None:
     return status.st_ino, status.st_mtime_ns
 
 
-class Part(NamedTuple):
-    """Some rows of a state, or of what was encoded, for the next state."""
+def publish(
+    folder: Path, file: LibraryFile, rows: pa.Table, features: Mapping[str, Array], before: Library | None, kept: Array
+) -> None:
+    """Write the next state of a library: rows `kept` of the one before, then these.
 
-    table: pa.Table
-    features: Mapping[str, Array]
-    rows: Array
-
-
-def publish(folder: Path, file: LibraryFile, parts: Sequence[Part]) -> None:
-    """Write the next state of a library, and then library.json, which makes it the current one."""
-    table = pa.concat_tables([part.table.take(part.rows) for part in parts]).cast(ROWS)
-    for name in file.features:
-        like = parts[0].features[name]
-        header = {"descr": like.dtype.str, "fortran_order": False, "shape": (len(table), *like.shape[1:])}
-        with atomic(folder / f"{name}-{file.state + 1}.npy") as out:
+    Its number is made from the photos alone, so that an interrupted command ends with the same bytes as a whole one.
+    """
+    old = before.features if before else {}
+    if before:
+        rows = pa.concat_tables([before.rows.take(kept), rows])
+    state = zlib.crc32("".join(rows["id"].to_pylist()).encode()) or 1
+    features = features or {name: values[:0] for name, values in old.items()}
+    for name, new in features.items():
+        header = {"descr": new.dtype.str, "fortran_order": False, "shape": (len(rows), *new.shape[1:])}
+        with atomic(folder / f"{name}-{state}.npy") as out:
             np.lib.format.write_array_header_1_0(out, header)
-            for part in parts:
-                for block in chunks(len(part.rows), BLOCK):
-                    out.write(np.ascontiguousarray(part.features[name][part.rows[block]]).data)
-    with atomic(folder / f"rows-{file.state + 1}.parquet") as out:
-        pq.write_table(table, out, compression="none", use_dictionary=False)
-    write_json(folder / FILE, asdict(replace(file, state=file.state + 1)))
+            for part in chunks(len(kept), BLOCK):
+                out.write(np.ascontiguousarray(old[name][kept[part]]).data)
+            out.write(np.ascontiguousarray(new).data)
+    with atomic(folder / f"rows-{state}.parquet") as out:
+        pq.write_table(rows, out, compression="none", use_dictionary=False)
+    write_json(folder / FILE, asdict(replace(file, state=state, features=tuple(features))))
+    tidy(folder, state)
 
 
-def tidy(folder: Path) -> None:
-    """Remove what is of other states than the current one, and what was encoded for it."""
-    state = read_file(folder).state
+def tidy(folder: Path, state: int) -> None:
+    """Remove the files of other states."""
     for path in folder.iterdir():
-        found = re.fullmatch(r"([a-z_]+)-(\d+)(\.npy|\.parquet|)", path.name)
-        if found and (found[1] == "next" or int(found[2]) != state):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        if (found := re.fullmatch(r"[a-z_]+-(\d+)\.(npy|parquet)", path.name)) and int(found[1]) != state:
+            path.unlink()

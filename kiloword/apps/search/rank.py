@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 SHORTLIST = 300  # photos scored exactly by a model that compares photos anew with each text
 LONGEST_QUERY = 10_000  # characters
-GATHERED = 1 << 28  # bytes of features read at once to score photos
+SCORED = 32  # of them at once, so that their features fit into memory
 Floats = NDArray[np.float32]
 
 
@@ -46,41 +46,34 @@ def by_text(library: Library, matcher: Matcher, text: str, top: int, within: str
     """
     text = " ".join(text.split())
     if not 0 < len(text) <= LONGEST_QUERY:
-        wrong = f"the query has {len(text):,} characters, more than {LONGEST_QUERY:,}" if text else "the query is empty"
-        raise ValueError(f"{wrong}: expected words that describe a photo.")
+        raise ValueError(f"the query has {len(text):,} characters: expected words, at most {LONGEST_QUERY:,}.")
     model, texts = matcher.model, matcher.encode_text([text])
     scores = cosines(library.features["vec"], texts["vec"][0].float().cpu().numpy())
     if "penalty" in library.features:
         assert model.head.uncertainty is not None
         with inference(model):
             scores -= library.features["penalty"] + model.head.uncertainty.penalty(texts).float().cpu().numpy()
-    contextual = not library.features.keys() <= {"vec", *OF_GAUSSIANS}
-    rows = best(_within(library, scores, within), max(SHORTLIST, top) if contextual else top)
-    if contextual:
-        rows.sort()
-        size = sum(4 * value[0].size for value in library.features.values())
-        for part in chunks(len(rows), max(1, GATHERED // size)):
-            with inference(model):
-                exact = model.score(moved(library.taken(rows[part]), model.device), texts)[:, 0]
-            scores[rows[part]] = exact.float().cpu().numpy()
-        rows = rows[best(scores[rows], top)]
-    return _matches(library, scores, rows)
+    if library.features.keys() <= {"vec", *OF_GAUSSIANS}:
+        return _best(library, scores, top, within)
+    rows = np.sort([match.row for match in _best(library, scores, max(SHORTLIST, top), within)]).astype(np.int64)
+    exact = np.full_like(scores, -np.inf)
+    for part in chunks(len(rows), SCORED):
+        with inference(model):
+            of_part = model.score(moved(library.taken(rows[part]), model.device), texts)[:, 0]
+        exact[rows[part]] = of_part.float().cpu().numpy()
+    return _best(library, exact, top)
 
 
 def by_image(library: Library, vec: Floats, top: int, within: str = "") -> list[Match]:
     """The photos most like an image by the cosine of their vectors, [D]."""
-    scores = _within(library, cosines(library.features["vec"], vec), within)
-    return _matches(library, scores, best(scores, top))
+    return _best(library, cosines(library.features["vec"], vec), top, within)
 
 
 def cosines(vectors: NDArray[Any], query: Floats) -> Floats:
-    """The cosine of every row [N, D] with a vector [D], or of its first numbers with a shorter one: [N]."""
+    """The cosine of every row [N, D] of norm 1 with a vector [D] of norm 1: [N] float32."""
     scores = np.empty(len(vectors), np.float32)
     for part in chunks(len(vectors), BLOCK):
-        block = vectors[part, : len(query)]
-        scores[part] = block @ query
-        if len(query) < vectors.shape[1]:
-            scores[part] /= np.linalg.norm(block, axis=1)
+        scores[part] = vectors[part] @ query
     return scores
 
 
@@ -93,17 +86,13 @@ def best(scores: Floats, top: int) -> NDArray[np.int64]:
     return rows[scores[rows] > -np.inf]
 
 
-def _within(library: Library, scores: Floats, within: str) -> Floats:
-    """-inf for photos whose path lacks `within`."""
+def _best(library: Library, scores: Floats, top: int, within: str = "") -> list[Match]:
+    """The best photos whose path has `within`."""
     if within:
         inside = [caseless(within) in caseless(path) for path in library.rows["path"].to_pylist()]
         scores[~np.array(inside, bool)] = -np.inf
-    return scores
-
-
-def _matches(library: Library, scores: Floats, rows: NDArray[np.int64]) -> list[Match]:
     of = library.features.get("uncertainty")
-    return [Match(int(n), float(scores[n]), None if of is None else float(of[n])) for n in rows]
+    return [Match(int(n), float(scores[n]), None if of is None else float(of[n])) for n in best(scores, top)]
 
 
 def shrunk(photo: Path, side: int) -> Pixels:

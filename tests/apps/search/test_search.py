@@ -20,7 +20,7 @@ import torch
 
 from folders import model_folder
 from kiloword.api import Matcher, load
-from kiloword.apps.search.command import Index, Search
+from kiloword.apps.search.command import Index
 from kiloword.apps.search.library import Library
 from kiloword.apps.search.rank import best, by_image, by_text, cosines
 from photo_folders import draw, photos_in, refused, run
@@ -62,33 +62,27 @@ def test_a_text_finds_what_the_model_scores_highest(made: tuple[Library, Matcher
     scores = matcher.score([library.photo(row) for row in range(12)], ["two cats and a dog"])[:, 0]
     found = by_text(library, matcher, "two cats and a dog", 5)
     assert [one.score for one in found] == pytest.approx(scores.sort(descending=True).values[:5].tolist(), abs=2e-3)
-    for one in found:
+    own = None
+    if "log_var" in library.features:
+        own = matcher.uncertainty(matcher.encode_image([library.photo(one.row) for one in found])).tolist()
+    for n, one in enumerate(found):
         assert one.score == pytest.approx(float(scores[one.row]), abs=2e-3)
-
-
-def test_uncertainties_are_those_of_the_model(made: tuple[Library, Matcher]) -> None:
-    library, matcher = made
-    found = by_text(library, matcher, "a dog", 12)
-    if "log_var" not in library.features:
-        assert {one.uncertainty for one in found} == {None}
-        return
-    own = matcher.uncertainty(matcher.encode_image([library.photo(one.row) for one in found]))
-    assert [one.uncertainty for one in found] == pytest.approx(own.tolist(), rel=1e-3)
-
-
-def test_a_photo_finds_itself_first(made: tuple[Library, Matcher]) -> None:
-    library, matcher = made
-    vec = matcher.encode_image(library.photo(7))["vec"].numpy()
-    assert by_image(library, vec, 1)[0].row == 7
-    assert {paths(library)[one.row][:4] for one in by_image(library, vec, 12, within="DEEP")} == {"deep"}
+        assert one.uncertainty == (own and pytest.approx(own[n], rel=1e-3))
 
 
 def test_features_are_those_of_the_model(made: tuple[Library, Matcher]) -> None:
+    """As stored, as other programs read them, and as a photo finds itself by them."""
     library, matcher = made
     stored, fresh = library.taken([9, 2, 5, 2]), matcher.encode_image([library.photo(row) for row in (9, 2, 5, 2)])
     assert stored.keys() == fresh.keys()
     for name, value in fresh.items():
         torch.testing.assert_close(stored[name], value, atol=5e-3, rtol=2e-3)
+    vec = matcher.encode_image(library.photo(7))["vec"].numpy()
+    assert by_image(library, vec, 1)[0].row == 7
+    assert {paths(library)[one.row][:4] for one in by_image(library, vec, 12, within="DEEP")} == {"deep"}
+    (rows,), (vectors,) = library.folder.glob("rows-*.parquet"), library.folder.glob("vec-*.npy")
+    assert pq.read_table(rows)["path"].to_pylist() == paths(library)
+    assert np.linalg.norm(np.load(vectors), axis=1) == pytest.approx(np.ones(12), abs=1e-3)
 
 
 def test_ties_keep_the_order_of_the_library() -> None:
@@ -97,8 +91,6 @@ def test_ties_keep_the_order_of_the_library() -> None:
         assert best(scores, top).tolist() == [1, 3, 2, 5, 7, 0][:top]
     vectors = np.random.default_rng(0).normal(size=(40_000, 16)).astype(np.float32)
     np.testing.assert_allclose(cosines(vectors, vectors[0]), vectors @ vectors[0], rtol=1e-4, atol=1e-5)
-    part = vectors[:, :4] / np.linalg.norm(vectors[:, :4], axis=1, keepdims=True)
-    np.testing.assert_allclose(cosines(vectors, part[3]), part @ part[3], rtol=1e-4, atol=1e-5)
 
 
 def test_an_update_changes_what_changed(library: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -123,9 +115,9 @@ def test_an_update_changes_what_changed(library: Path, capsys: pytest.CaptureFix
     assert contents(library) == bytes_
 
 
-@pytest.mark.parametrize("moment", ["part-00000.parquet", "part-00001.parquet", "library.json"])
+@pytest.mark.parametrize("moment", ["library.json", "vec-*.npy", "rows-*.parquet"])
 def test_a_killed_index_goes_on_to_the_same_bytes(tmp_path: Path, moment: str) -> None:
-    """Killed when a file is there: of a first or second piece, or of the finished state."""
+    """Killed when a file is there: before the first state, and in the middle of it."""
     model = model_folder(tmp_path / "model")
     for n in range(700):
         draw(tmp_path / "photos" / f"{n:03}.jpg", n)
@@ -136,8 +128,7 @@ def test_a_killed_index_goes_on_to_the_same_bytes(tmp_path: Path, moment: str) -
         return subprocess.Popen([sys.executable, "-m", "kiloword", *words, str(tmp_path / out)])
 
     whole, killed = started("whole"), started("killed")
-    place = tmp_path / "killed" / ("rows-1.parquet" if moment == "library.json" else f"next-1/{moment}")
-    while killed.poll() is None and not place.exists():
+    while killed.poll() is None and not [*(tmp_path / "killed").glob(moment)]:
         time.sleep(0.002)
     killed.send_signal(signal.SIGKILL)
     killed.wait()
@@ -156,8 +147,8 @@ def test_links_to_outside_are_not_indexed(library: Path, capsys: pytest.CaptureF
     (photos / "twin.jpg").symlink_to(photos / "00.jpg")
     indexed = again(library)
     assert capsys.readouterr().err.count("a link to a file outside the folder") == 1
-    assert {*paths(indexed)} >= {"mine.jpg", "twin.jpg"}
-    assert "theirs.jpg" not in paths(indexed)
+    assert "twin.jpg" in paths(indexed)
+    assert {"theirs.jpg"}.isdisjoint(paths(indexed))
     assert not any(indexed.rows["caption"].to_pylist())
     (photos / "twin.jpg").unlink()
     (photos / "twin.jpg").symlink_to(outside / "a.jpg")
@@ -170,25 +161,30 @@ def rewritten(library: Path, **values: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
+def rows_of(library: Path) -> Path:
+    (path,) = library.glob("rows-*.parquet")
+    return path
+
+
 def file_of(library: Path, change: Callable[[pa.Table], pa.Table], **options: Any) -> None:
-    table = change(pq.read_table(library / "rows-1.parquet"))
-    pq.write_table(table, library / "rows-1.parquet", **{"use_dictionary": False, "compression": "none"} | options)
+    table = change(pq.read_table(rows_of(library)))
+    pq.write_table(table, rows_of(library), **{"use_dictionary": False, "compression": "none"} | options)
 
 
 def matrix(library: Path, shape: str, kind: str = "<f4") -> None:
     header = f"{{'descr': '{kind}', 'fortran_order': False, 'shape': {shape}, }}".ljust(117) + "\n"
-    (library / "vec-1.npy").write_bytes(b"\x93NUMPY\x01\x00\x76\x00" + header.encode())
+    next(library.glob("vec-*.npy")).write_bytes(b"\x93NUMPY\x01\x00\x76\x00" + header.encode())
 
 
 STRANGERS = {
-    "many parts": (lambda at: rewritten(at, parts=["part-000001"] * 200_000), "version"),
-    "an earlier version": (lambda at: rewritten(at, format="kiloword-library-1"), "version"),
+    "many parts": (lambda at: rewritten(at, parts=["part-000001"] * 200_000), "library.json"),
+    "an earlier version": (lambda at: rewritten(at, format="kiloword-library-1"), "of another version"),
     "a key": (lambda at: rewritten(at, next_id=2**63 - 1), "next_id"),
     "a state": (lambda at: rewritten(at, state=2**63 - 1), "damaged"),
     "features elsewhere": (lambda at: rewritten(at, features=["../model/vec"]), "damaged"),
-    "not JSON": (lambda at: (at / "library.json").write_text('{"format": "kiloword-library-2"' * 1000), "library.json"),
-    "no rows": (lambda at: (at / "rows-1.parquet").unlink(), "damaged"),
-    "cut rows": (lambda at: (at / "rows-1.parquet").write_bytes(b"PAR1"), "damaged"),
+    "not JSON": (lambda at: (at / "library.json").write_text('{"format": "kiloword-library-2"' * 1000), "damaged"),
+    "no rows": (lambda at: rows_of(at).unlink(), "damaged"),
+    "cut rows": (lambda at: rows_of(at).write_bytes(b"PAR1"), "damaged"),
     "packed rows": (lambda at: file_of(at, lambda t: t, compression="zstd"), "damaged"),
     "a dictionary": (lambda at: file_of(at, lambda t: t, use_dictionary=True), "damaged"),
     "fewer rows": (lambda at: file_of(at, lambda t: t.slice(1)), "damaged"),
@@ -196,7 +192,7 @@ STRANGERS = {
     "a huge matrix": (lambda at: matrix(at, f"({10**6}, {10**6})"), "damaged"),
     "a matrix without end": (lambda at: matrix(at, f"(12, {2**62})"), "damaged"),
     "pickled objects": (lambda at: matrix(at, "(12, 64)", "|O"), "damaged"),
-    "numbers, not vectors": (lambda at: np.save(at / "vec-1.npy", np.zeros(12, np.float32)), "damaged"),
+    "numbers, not vectors": (lambda at: np.save(next(at.glob("vec-*")), np.zeros(12, np.float32)), "damaged"),
     "no features": (lambda at: rewritten(at, features=[]), "damaged"),
     "a model of the hub": (lambda at: rewritten(at, model="hf-hub:nobody/nothing"), "unasked"),
     "another model": (lambda at: rewritten(at, fingerprint="0"), "another model"),
@@ -215,7 +211,7 @@ def test_a_strangers_library_is_refused(library: Path, capsys: pytest.CaptureFix
 
 def test_a_path_that_leaves_the_folder_is_refused(library: Path) -> None:
     for path in (b"../model/config.json", b"/etc/passwd", b"a\0.jpg"):
-        table = pq.read_table(library / "rows-1.parquet")
+        table = pq.read_table(rows_of(library))
         column = pa.array([path] * 12)
         schema = table.schema
         file_of(library, lambda t, c=column, s=schema: t.set_column(2, s.field("file"), c))
@@ -226,10 +222,9 @@ def test_a_path_that_leaves_the_folder_is_refused(library: Path) -> None:
 REFUSED = [
     ("search LIBRARY", "--like"),
     ("search LIBRARY dog --like PHOTO", "--like"),
-    ("search LIBRARY \t", "empty"),
+    ("search LIBRARY \t", "expected words"),
     (f"search LIBRARY {'b' * 10_001}", "10,001"),
     ("search LIBRARY dog --top 0", "--top"),
-    ("search LIBRARY dog --dim 9999", "9999"),
     ("search LIBRARY --like BAD", "not an image"),
     ("search LIBRARY --like none.jpg", "none.jpg"),
     ("search LIBRARY --like https://example.org/a.jpg", "example.org"),
@@ -243,6 +238,7 @@ REFUSED = [
     ("index NEW --out LIBRARY", "not a folder"),
     ("index MORE --out LIBRARY", "--out"),
     ("serve LIBRARY --port 70000", "--port"),
+    ("index PHOTOS --out LIBRARY GONE", "--forget"),
     ("serve LIBRARY --host 203.0.113.1", "--host"),
 ]
 
@@ -259,6 +255,10 @@ def test_bad_input(
         model_folder(names["OTHER"], "llip")
     if "MORE" in words:
         photos_in(names["MORE"], 2)
+    if words.endswith(" GONE"):
+        words = words.removesuffix(" GONE")
+        for photo in [*sorted(names["PHOTOS"].rglob("*.jpg"))][:7]:
+            photo.unlink()
     before = contents(library)
     assert expected in refused(capsys, *(names.get(word, word) for word in words.split(" ")), "--device", "cpu")
     assert contents(library) == before
@@ -281,7 +281,6 @@ def test_results_are_a_table_json_and_a_page(library: Path, capsys: pytest.Captu
     assert (results["query"], results["photos"], len(results["results"])) == ("<b>dog", 14, 14)
     one = next(one for one in results["results"] if one["path"] == hostile)
     assert one.keys() == {"path", "score", "id", "caption"}
-    assert one["caption"] == "<script>alert(2)</script>"
     page = out.with_suffix(".html").read_text()
     assert page.count('src="data:image/') == 13
     assert "the photo cannot be read" in page
@@ -290,28 +289,18 @@ def test_results_are_a_table_json_and_a_page(library: Path, capsys: pytest.Captu
         assert word not in page
 
 
-def test_a_moved_model_and_fewer_numbers(library: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model, photos = tmp_path / "model", tmp_path / "photos"
-    Index(photos=photos, out=tmp_path / "short", model=str(model), device="cpu", dim=8).run()
-    Index(photos=photos, out=tmp_path / "short", device="cpu").run()
-    assert Library(tmp_path / "short").features["vec"].shape == (12, 8)
+def test_a_moved_model_moved_photos_and_fewer_numbers(
+    library: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short, words = tmp_path / "short", ["dog", "--within", "2030/", "--device", "cpu"]
+    Index(photos=tmp_path / "photos", out=short, model=str(tmp_path / "model"), device="cpu", dim=8).run()
     (tmp_path / "model").rename(tmp_path / "moved")
-    results = []
-    for words in (["short"], ["library", "--dim", "8"]):
-        json_ = tmp_path / "hits.json"
-        words = ["search", str(tmp_path / words[0]), "dog", *words[1:], "--model", str(tmp_path / "moved")]
-        assert run(capsys, *words, "--json", json_, "--device", "cpu")[0] == 0
-        results.append({one["path"]: one["score"] for one in json.loads(json_.read_text())["results"]})
-    assert results[0] == pytest.approx(results[1], abs=1e-5)
-
-
-def test_other_programs_read_a_library(made: tuple[Library, Matcher]) -> None:
-    library, _ = made
-    rows, vec = pq.read_table(library.folder / "rows-1.parquet"), np.load(library.folder / "vec-1.npy")
-    assert rows["path"].to_pylist() == paths(library)
-    assert np.linalg.norm(vec, axis=1) == pytest.approx(np.ones(12), abs=1e-3)
-
-
-def test_nothing_fits(library: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    Search(library=library, query="a dog", within="2030/", device="cpu").run()
-    assert "'2030/'" in capsys.readouterr().err
+    (tmp_path / "photos").rename(tmp_path / "album")
+    before = Library(short)
+    Index(photos=tmp_path / "album", out=short, model=str(tmp_path / "moved"), device="cpu").run()
+    after = Library(short)
+    assert (after.file.folder, after.file.state) == (str(tmp_path / "album"), before.file.state)
+    whole, part = (Library(folder).features["vec"] for folder in (library, short))
+    np.testing.assert_allclose(part, whole[:, :8] / np.linalg.norm(whole[:, :8], axis=1, keepdims=True), atol=1e-5)
+    code, said = run(capsys, "search", short, *words)
+    assert (code, "0 of 12 photos" in said, "'2030/'" in said) == (0, True, True)
