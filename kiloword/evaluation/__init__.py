@@ -69,7 +69,7 @@ def evaluate(
     or opened; batch: images encoded at a time; workers: loader processes; skipped: receives the rows that cannot be
     used; blocks: receives what the page shows beside the metrics; options: fields of the task's `options`.
     Returns: metrics by name, and the number of skipped rows as "skipped". Of ranks that share the work (see
-    `distributed/sharing.py`) all know those of most tasks; what cannot be shared (caption's scores, probe's fits) is
+    `distributed/sharing.py`) all know those of most tasks; what cannot be shared (caption's scores) is
     computed and known by the first alone.
     Raises: ValueError for an unknown task or option, and for data that the task cannot use.
     """

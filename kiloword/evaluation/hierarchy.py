@@ -37,19 +37,18 @@ def run(inputs: Inputs, options: HierarchyTaskOptions) -> Findings:
     things. Models with Gaussians also get uncertainty and inclusion by level: `text_` of chains, `image_` of images.
     Raises: ValueError for data without levels, and images of levels for a model without Gaussians.
     """
-    source, (chains, groups), empty = inputs.source, read(inputs.source), True
+    source, (chains, groups) = inputs.source, read(inputs.source)
     levels: Callable[[], Source] | None = getattr(source, "image_levels", None)
-    found: list[Findings] = [of_chains(inputs, chains)] if chains else []
-    if inputs.matcher.model.head.uncertainty is not None and (levels or groups):
-        found.append(of_images(inputs if levels is None else replace(inputs, source=levels())))
-    for one in chain(*found):
-        empty = False
-        yield one
-    if empty:
+    images = inputs.matcher.model.head.uncertainty is not None and (levels or groups)
+    if not chains and not images:
         raise ValueError(
             f"{source.name} has no levels: give each image's json `hierarchies` (lists of texts, general to specific, "
             "all of one length); for a model with Gaussians also images of several levels (tools/hierarimgs.py)."
         )
+    if chains:
+        yield from of_chains(inputs, chains)
+    if images:
+        yield from of_images(inputs if levels is None else replace(inputs, source=levels()))
 
 
 def read(source: Source) -> tuple[dict[int, list[list[str]]], dict[str, dict[int, int]]]:
@@ -161,8 +160,8 @@ def traversals(start: Tensor, texts: Tensor, roots: Tensor) -> Tensor:
 
 def most_inclusive(images: Features, texts: Features) -> Tensor:
     """The text that includes each image most, by inc (eq. 3, eps 0) of I and N Gaussians: [I] int64."""
-    several = [{name: images[name][[i]] for name in ("vec", "log_var")} for i in range(len(images["vec"]))]
-    return torch.stack([log_inclusion(image, texts).sum(-1).argmax() for image in several])
+    each = (log_inclusion(rows(images, slice(i, i + 1)), texts).sum(-1) for i in range(len(images["vec"])))
+    return torch.stack([scores.argmax() for scores in each])
 
 
 def measure(paths: Tensor, chains: Chains, name: str) -> Iterator[tuple[str, float]]:
@@ -270,8 +269,8 @@ def of_images(inputs: Inputs) -> Findings:
     for k, h in enumerate(whole.T):
         yield f"image_inclusion_whole_h@{k}", float((h > 0).double().mean())
     if inputs.page:  # figures 8, C.2 and C.3
-        yield distributions({f"level {k}": uncertainty[:, k] for k in levels}, "sum of variances", TAIL)
-        yield distributions({f"level {k}": whole[:, k] for k in levels[:-1]}, "H(whole image in level)", TAIL)
+        yield distributions({f"level {k}": uncertainty[:, k] for k in levels[-6:]}, "sum of variances", TAIL)
+        yield distributions({f"level {k}": whole[:, k] for k in levels[-6:-1]}, "H(whole image in level)", TAIL)
         for g in whole[:, 0].argsort(stable=True).tolist()[:3]:
             tiles = [tile(source, row, f"{u:#.3g}") for row, u in zip(whole_rows[g], uncertainty[g], strict=True)]
             yield Gallery(tiles, f"H of the whole in level 0 is {float(whole[g, 0]):.3g}; variance by level")

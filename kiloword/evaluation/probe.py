@@ -6,7 +6,6 @@ Fits run on the CPU, and are the same every time: first weights, shuffles and dr
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -19,7 +18,6 @@ from torch.optim import SGD, AdamW
 
 from kiloword.config.settings import BaseSettings, check, setting
 from kiloword.data.open import open_source
-from kiloword.distributed.sharing import is_first
 from kiloword.evaluation.classes import Classes, classes_of
 from kiloword.evaluation.features import labelled
 from kiloword.evaluation.metrics import classification, standing
@@ -34,7 +32,7 @@ Layer = tuple[Tensor, Tensor]
 """A linear classifier: weight [C, D], bias [C]."""
 
 EPOCHS = {
-    "clip_benchmark": 10,  # CLIP_benchmark's `linear_probe` and its defaults: without --val the decay is 0
+    "clip_benchmark": 10,  # CLIP_benchmark's `linear_probe` and its defaults
     "adamw": 20,  # arXiv:2405.10286, appendix A.2, by CLIP_benchmark's code
     # arXiv:2407.01408 drops the projection, tunes rate and batch for each data set: these are SLIP's, 0.1 for a batch
     # of 256 (arXiv:2112.12750)
@@ -51,7 +49,7 @@ class ProbeOptions(BaseSettings):
     lr: float = setting(0.1, "learning rate at the start of the cosine", 0)
     epochs: int | None = setting(None, "passes over the data. None: clip_benchmark 10, adamw 20, sgd 50", 1)
     batch: int | None = setting(None, "images in a step. None: 64, sgd 256", 1)
-    weight_decay: float | None = setting(None, "None: swept on --val, or 0 without", 0)
+    weight_decay: float = setting(0.0, "of the optimiser", 0)
     shots: int = setting(0, "training images per class, drawn by the seed; 0: all", 0)
     seed: int = 0  # of draws, shuffles and first weights
 
@@ -61,7 +59,6 @@ class ProbeTaskOptions:
     """What the probe is fitted on, and how."""
 
     train: Data | None = None  # training data, which must be given
-    val: Data | None = None  # data on which the weight decay is chosen
     # class names: a text file with one per line, a JSON file, or a data set (kiloword data names). None: of the data
     classnames: ClassNames | None = None
     probe: ProbeOptions = field(default_factory=ProbeOptions)
@@ -73,63 +70,35 @@ class Split(NamedTuple):
     x: Tensor  # [N, D] float32
     y: Tensor  # [N] int64
 
-    def of(self, places: Tensor) -> Split:
-        """Some of them."""
-        return Split(*(values[places] for values in self))
-
 
 def run(inputs: Inputs, options: ProbeTaskOptions) -> Findings:
     """Fit on `train`, evaluate on `source`: `acc1`, `acc5`, `mean_per_class_recall`, as of `zeroshot`.
 
-    Also the accuracy on the training rows, their number, and the weight decay; with `val` the accuracy on the
-    validation rows by decay, as `sweep@0.01`. Raises: ValueError for splits that are the same or of other classes.
+    Also the accuracy on the training rows, their number, and the weight decay.
+    Raises: ValueError for data that are the same, or of other classes, and for a class of less than `shots` images.
     """
-    check(options.probe, "--probe.")
-    size, sources = inputs.matcher.model.config.image.size, {"test": inputs.source}
-    for name, data in (("train", options.train), ("val", options.val)):
-        if data is not None:
-            sources[name] = open_source(data, size) if isinstance(data, str) else data
-    if "train" not in sources or len({source.fingerprint for source in sources.values()}) < len(sources):
-        raise ValueError("give --train SRC, with a class for every image, and --data and --val of other images.")
-    classes = {name: classes_of(source, options.classnames) for name, source in sources.items()}
-    named = {tuple(one.names) for one in classes.values() if one is not None}
-    if len(named) > 1:
-        raise ValueError(f"the {' and '.join(sources)} data need the same names in the same order, of their classes.")
-    splits: dict[str, Split] = {}
-    for name, source in sources.items():
-        bad = list[Skipped]()
-        splits[name] = encoded(
-            replace(inputs, source=source, skipped=bad), classes[name], options.probe.recipe == "sgd"
-        )
-        inputs.skipped.extend(bad if name == "test" else [replace(b, reason=f"{b.reason} ({name})") for b in bad])
-    if is_first():
-        count = max(*(int(split.y.max()) + 1 for split in splits.values()), *map(len, named))
-        yield from fitted(splits, count, options.probe, sources["train"].fingerprint)
-
-
-def fitted(splits: Mapping[str, Split], count: int, options: ProbeOptions, fingerprint: str) -> Findings:
-    """Choose the decay, fit again on all drawn rows, evaluate on "test". Raises: ValueError for too few rows."""
-    rows, test, val, seed = splits["train"], splits["test"], splits.get("val"), options.seed
-    if options.shots:
-        rows = drawn(rows, options.shots, fingerprint, seed)
-    first = start(rows.x.shape[1], count, options.recipe, seed)
-    decay, tried = options.weight_decay, dict[float, float]()
-    if decay is None and val is not None:
-        few = rows
-        decay, tried = sweep(lambda decay: accuracy(steps(few, first, decay, options), val))
-        if not options.shots:  # k shots stay k
-            rows = Split(*(torch.cat(both) for both in zip(rows, val, strict=True)))
-    layer = steps(rows, first, decay or 0.0, options)
+    chosen, size = options.probe, inputs.matcher.model.config.image.size
+    check(chosen, "--probe.")
+    if options.train is None:
+        raise ValueError("a probe is fitted on data of its own: give --train SRC, with a class for every image.")
+    source = open_source(options.train, size) if isinstance(options.train, str) else options.train
+    if source.fingerprint == inputs.source.fingerprint:
+        raise ValueError("--data and --train are the same: expected different images.")
+    classes, of_test = (classes_of(data, options.classnames) for data in (source, inputs.source))
+    if classes is not None and of_test is not None and classes.names != of_test.names:
+        raise ValueError("--data and --train have different classes: expected the same names in the same order.")
+    bad = list[Skipped]()
+    test = encoded(inputs, of_test, chosen.recipe == "sgd")
+    rows = encoded(replace(inputs, source=source, skipped=bad), classes, chosen.recipe == "sgd")
+    inputs.skipped.extend(replace(one, reason=f"{one.reason} (train)") for one in bad)
+    if chosen.shots:
+        rows = drawn(rows, chosen.shots, source.fingerprint, chosen.seed)
+    count = max(1 + int(torch.cat([rows.y, test.y]).max()), len(classes or of_test or ()))
+    layer = steps(rows, start(rows.x.shape[1], count, chosen.recipe, chosen.seed), chosen)
     yield from classification(standing(F.linear(test.x, *layer), F.one_hot(test.y, count).bool()), test.y, count)
-    yield "train_acc1", accuracy(layer, rows)
+    yield "train_acc1", float((F.linear(rows.x, *layer).argmax(1) == rows.y).double().mean())
     yield "train_rows", float(len(rows.x))
-    yield "weight_decay", decay or 0.0
-    yield from ((f"sweep@{value:.3g}", share) for value, share in sorted(tried.items()))
-
-
-def accuracy(layer: Layer, split: Split) -> float:
-    """Share of rows whose class is the first, in [0, 1]."""
-    return float((F.linear(split.x, *layer).argmax(1) == split.y).double().mean())
+    yield "weight_decay", chosen.weight_decay
 
 
 def drawn(train: Split, shots: int, fingerprint: str, seed: int) -> Split:
@@ -139,28 +108,8 @@ def drawn(train: Split, shots: int, fingerprint: str, seed: int) -> Split:
     least = min(map(len, by_class))
     if least < shots:
         raise ValueError(f"a class has {least} labelled training images: expected --probe.shots, {shots}.")
-    return train.of(torch.cat([places[:shots] for places in by_class]).sort().values)
-
-
-def sweep(accuracy: Callable[[float], float]) -> tuple[float, dict[float, float]]:
-    """The weight decay whose validation accuracy is highest, and the accuracies of all that were tried.
-
-    Of 97 values from 1e-6 to 100, evenly spaced as logarithms, every 16th first, then neighbours 8, 4, 2 and 1 places
-    beside the best, as CLIP (arXiv:2103.00020, appendix A.3) and CLIP_benchmark; of equals the smallest.
-    """
-    values = [10 ** (-6 + place / 12) for place in range(97)]
-    tried: dict[float, float] = {}
-
-    def best(places: Iterable[int]) -> int:
-        for place in places:
-            if values[place] not in tried:
-                tried[values[place]] = accuracy(values[place])
-        return max(places, key=lambda place: (tried[values[place]], -place))
-
-    peak = best(range(0, 97, 16))
-    for step in (8, 4, 2, 1):
-        peak = best([max(peak - step, 0), peak, min(peak + step, 96)])
-    return values[peak], tried
+    places = torch.cat([places[:shots] for places in by_class]).sort().values
+    return Split(train.x[places], train.y[places])
 
 
 def start(width: int, classes: int, recipe: str, seed: int) -> Layer:
@@ -179,11 +128,11 @@ def shuffled(n: int, epoch: int, seed: int) -> Tensor:
     return torch.from_numpy(rng.permutation(n))
 
 
-def steps(rows: Split, first: Layer, decay: float, options: ProbeOptions) -> Layer:
+def steps(rows: Split, first: Layer, options: ProbeOptions) -> Layer:
     """Cross-entropy in shuffled batches, the last of an epoch smaller; a cosine from `lr` to 0, no warm-up."""
     weight, bias = (x.clone().requires_grad_() for x in first)
     sgd, n, lr = options.recipe == "sgd", len(rows.x), options.lr
-    update = (partial(SGD, momentum=0.9) if sgd else AdamW)([weight, bias], lr, weight_decay=decay)
+    update = (partial(SGD, momentum=0.9) if sgd else AdamW)([weight, bias], lr, weight_decay=options.weight_decay)
     epochs, batch = options.epochs or EPOCHS[options.recipe], options.batch or (256 if sgd else 64)
     count = epochs * math.ceil(n / batch)
     orders = (shuffled(n, epoch, options.seed) for epoch in range(epochs))
@@ -233,5 +182,4 @@ TASK = Task(
     data=ZEROSHOT.data,
     options=ProbeTaskOptions,
     run=run,
-    hidden="^sweep@",
 )

@@ -80,8 +80,8 @@ def run(inputs: Inputs, options: ReconstructionTaskOptions) -> Findings:
             of_data = (mean.to(model.device).float() / 255 - model.mean.float()) / model.std.float()
             found = {}
             for mask in MASKS:
-                attentive = mask == "attentive"
-                hidden = masked_patches(model, images, texts["right"], seeds.to(model.device), attentive, settings)
+                by_text = mask == "attentive"
+                hidden = masked_patches(model, images, texts["right"], seeds.to(model.device), by_text, settings)
                 painted = reconstruct(model, images, hidden, list(guides.values()), settings)  # [n, m, 3 * patch^2]
                 target = sycoca.pixels(model, images, hidden, norm_pix=False)
                 patch, colour = model.config.image.patch, model.normalise(images).float()

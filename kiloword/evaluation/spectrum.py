@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,39 +18,28 @@ from kiloword.model.encoding import inference
 from kiloword.model.heads import Single
 from kiloword.model.image import extra
 from kiloword.model.model import Model
-from kiloword.randomness import key
 from kiloword.report import Plot
-from kiloword.types import Record, Skipped, Source
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpectrumTaskOptions:
-    """Of how many images."""
-
-    samples: int = 5000  # number of images, drawn by the fingerprint of the data; all if there are fewer
+    """There are none."""
 
 
 def run(inputs: Inputs, options: SpectrumTaskOptions) -> Findings:
     """Yield `effective_rank`, `dimensions`, `vectors` and every `singular_value@k`, k from 1, the largest first.
 
     The vectors are outputs of the image tower that the head reads: one per mixture token, or per pooled image, as in
-    arXiv:2110.09348. Raises: ValueError for less than two.
+    arXiv:2110.09348.
     """
-    source, model, skipped = inputs.source, inputs.matcher.model, list[Skipped]()
-    rng = np.random.Generator(np.random.Philox(key(source.fingerprint, "spectrum")))
-    subset = _Subset(source, sorted(rng.permutation(len(source))[: options.samples].tolist()))
+    model = inputs.matcher.model
 
     def encode(part: EvalBatch) -> Tensor:
         with inference(model):
             tokens = model.encode_image(part.images.to(model.device))[0]
             return tower_output(model, tokens).flatten(0, 1).cpu()
 
-    vectors, spread = covariance(per_batch(replace(inputs, source=subset, skipped=skipped), encode))
-    inputs.skipped.extend(replace(one, row=subset.rows[one.row]) for one in skipped)
-    if vectors < 2:
-        raise ValueError(
-            f"--samples is {options.samples}, and {source.name} has {vectors} usable vectors: expected at least 2."
-        )
+    vectors, spread = covariance(per_batch(inputs, encode))
     values = torch.linalg.eigvalsh(spread).flip(0).clamp(min=0)
     yield "effective_rank", effective_rank(values)
     yield "dimensions", float(len(values))
@@ -82,19 +70,6 @@ def effective_rank(values: Tensor) -> float:
     """exp of the entropy of singular values scaled to sum to 1 (Roy and Vetterli, 2007); 0 where all are 0."""
     total = float(values.sum())
     return math.exp(float(torch.special.entr(values / total).sum())) if total > 0 else 0.0
-
-
-class _Subset:
-    """Some rows of a source."""
-
-    def __init__(self, source: Source, rows: Sequence[int]) -> None:
-        self.source, self.rows, self.name, self.fingerprint = source, rows, source.name, source.fingerprint
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def record(self, row: int) -> Record:
-        return self.source.record(self.rows[row])
 
 
 def tower_output(model: Model, tokens: Tensor) -> Tensor:

@@ -35,8 +35,8 @@ MOST = 2000  # largest number of chains to test
 SHOWN = 6  # pairs of each corner
 SIDES = {"certain": -1, "uncertain": 1}
 
-Chain = tuple[int, list[str]]
-"""An image, and texts about it from general to specific."""
+Chains = Sequence[tuple[int, list[str]]]
+"""Images, each with texts about it from general to specific."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ def run(inputs: Inputs, options: UncertaintyTaskOptions) -> Findings:
     texts, image = matcher.encode_text(data.captions), torch.tensor(data.image_of_text)
     for_images, for_texts = standings(matcher.score, data.images, texts, image, 1024)  # refuses infinite variances
     of_images, of_texts = (variance_sum(features).double().cpu() for features in (data.images, texts))
-    h, distance = compared(data.images, texts, image, torch.arange(len(image)))
+    h, distance = compared(rows(data.images, image), texts)
     yield from spread("image_uncertainty", of_images)
     yield from spread("text_uncertainty", of_texts)
     yield "text_above_image", float((of_texts > of_images[image]).double().mean())
@@ -101,14 +101,14 @@ def run(inputs: Inputs, options: UncertaintyTaskOptions) -> Findings:
         yield from corners(source, data, of_images[image], of_texts, distance)
 
 
-def compared(a: Features, b: Features, of: Tensor, within: Tensor) -> tuple[Tensor, Tensor]:
-    """H(a in b), summed over dimensions with eps 0, and CSD, of rows `of` [n] of a and `within` [n] of b: [n]."""
-    h, distance = [], []
-    for part in chunks(len(of), PART):
-        x, y = rows(a, of[part]), rows(b, within[part])
-        h.append(inclusion(x, y).double().sum(-1).cpu())
-        distance.append(csd(x, y).double().cpu())
-    return torch.cat(h), torch.cat(distance)
+def compared(a: Features, b: Features) -> tuple[Tensor, Tensor]:
+    """H(a in b), summed over dimensions with eps 0, and CSD, of n pairs: [n] double each, on the CPU."""
+    found = []
+    for part in chunks(len(a["vec"]), PART):
+        x, y = rows(a, part), rows(b, part)
+        found.append((inclusion(x, y).double().sum(-1), csd(x, y)))
+    h, distance = (torch.cat(each).double().cpu() for each in zip(*found, strict=True))
+    return h, distance
 
 
 def spread(name: str, uncertainties: Tensor) -> Findings:
@@ -152,7 +152,7 @@ def of_truth(source: Any, texts: Sequence[str], images: Sequence[int], of_texts:
     yield "truth_unmatched", float((~true).sum())
 
 
-def chain_pairs(chains: Sequence[Chain]) -> list[tuple[str, tuple[str, str], int]]:
+def chain_pairs(chains: Chains) -> list[tuple[str, tuple[str, str], int]]:
     """Pairs of texts to compare: kind, one that may be specific and one that may be general, number of the chain.
 
     "chain_3_in_2", ...: adjacent levels, where they differ; "reverse": the same reversed; "unrelated": a text and one
@@ -169,7 +169,7 @@ def chain_pairs(chains: Sequence[Chain]) -> list[tuple[str, tuple[str, str], int
     return pairs
 
 
-def inclusion_tests(inputs: Inputs, chains: Sequence[Chain]) -> Findings:
+def inclusion_tests(inputs: Inputs, chains: Chains) -> Findings:
     """Accuracies, in [0, 1], of predicting that one text includes another if H > 0, of at most MOST chains, drawn.
 
     `inclusion_NAME`: of pairs as `chain_pairs` names them, `chain` of all adjacent levels; a share
@@ -182,7 +182,7 @@ def inclusion_tests(inputs: Inputs, chains: Sequence[Chain]) -> Findings:
     names, pairs, numbers = zip(*chain_pairs([chains[n] for n in rng.permutation(len(chains))[:MOST]]), strict=True)
     texts = list(dict.fromkeys(text for pair in pairs for text in pair))
     index, features = {text: i for i, text in enumerate(texts)}, inputs.matcher.encode_text(texts)
-    h, distance = compared(features, features, *torch.tensor([[index[a], index[b]] for a, b in pairs]).T)
+    h, distance = compared(*(rows(features, side) for side in torch.tensor([[index[a], index[b]] for a, b in pairs]).T))
     kinds = {name: torch.tensor([name == one for one in names]) for name in dict.fromkeys(names)}
     kinds["chain"] = torch.tensor([name.startswith("chain") for name in names])
     links = {pair for name, pair in zip(names, pairs, strict=True) if name.startswith("chain")}

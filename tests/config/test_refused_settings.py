@@ -39,7 +39,6 @@ BROKEN = MapStyleSource([(b"broken", "x")] * 3)
 FEATURES, OPTIONS = {"vec": torch.eye(2)}, GenerationOptions()
 REFUSED: dict[str, Callable[[], object]] = {
     "one text per image": lambda: matcher().score_pairs(FEATURES, {"vec": torch.ones(1, 2)}),
-    "--samples is 1": lambda: evaluate(matcher(), "spectrum", GOOD, samples=1),
     "none of its 3 rows": lambda: evaluate(matcher(), "retrieval", BROKEN),
     "coeff is nan": lambda: PromptOptions(coeff=float("nan")).check("filter"),
     "--batch is 0": lambda: write_captions(describer("coca"), GOOD, "none", OPTIONS, batch=0),

@@ -47,7 +47,7 @@ TASKS: dict[str, tuple[str, str, str, dict[str, Any]]] = {  # by name: method, t
     "filter": ("prolip", "zeroshot", "scenes:test?n=22&task=colour", {"prompts": "bprw"}),
     "hierarchy": ("prolip", "hierarchy", "scenes:test?n=22", {}),
     "uncertainty": ("prolip", "uncertainty", "scenes:test?n=22&levels=1,2,3", {}),
-    "spectrum": ("clip", "spectrum", "scenes:test?n=22", {"samples": 20}),
+    "spectrum": ("clip", "spectrum", "scenes:test?n=22", {}),
     "reconstruction": ("sycoca", "reconstruction", "scenes:test?n=22", {}),
     "caption": ("sycoca", "caption", "scenes:test?n=22", {"generate": SHORT, "judge": CaptionOptions(meteor=False)}),
     "probe": (
@@ -58,7 +58,7 @@ TASKS: dict[str, tuple[str, str, str, dict[str, Any]]] = {  # by name: method, t
     ),
     "vqa": ("vqa", "vqa", "scenes:test?n=22&task=vqa", {"train": "scenes:train?n=40&task=vqa"}),
 }
-FIRST_ALONE = ("caption", "probe")
+FIRST_ALONE = ("caption",)
 
 
 @cache

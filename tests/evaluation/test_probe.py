@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -30,12 +31,11 @@ def gaussians(n: int, classes: int, width: int, seed: int) -> Split:
     return Split(centres[y] + torch.randn(n, width, generator=torch.Generator().manual_seed(seed)), y)
 
 
-def loop_of_sgd(rows: Split, first: Layer, decay: float, options: ProbeOptions) -> Layer:
+def loop_of_sgd(rows: Split, first: Layer, options: ProbeOptions) -> Layer:
     """Row by row, class by class: softmax, its gradient, momentum 0.9, a cosine that reaches 0 after the last step."""
     weight, bias = (values.numpy().copy() for values in first)
     fast_weight, fast_bias = np.zeros_like(weight), np.zeros_like(bias)
     n, step, epochs, batch = len(rows.x), 0, options.epochs or 50, options.batch or 256
-    total = epochs * -(-n // batch)
     for epoch in range(epochs):
         places = probe.shuffled(n, epoch, options.seed).tolist()
         for begin in range(0, n, batch):
@@ -48,9 +48,9 @@ def loop_of_sgd(rows: Split, first: Layer, decay: float, options: ProbeOptions) 
                     off = powers[c] / powers.sum() - (c == int(rows.y[row]))
                     grad_w[c] += off * x / len(some)
                     grad_b[c] += off / len(some)
-            rate = options.lr * (1 + math.cos(math.pi * step / total)) / 2
-            fast_weight = 0.9 * fast_weight + grad_w + decay * weight
-            fast_bias = 0.9 * fast_bias + grad_b + decay * bias
+            rate = options.lr * (1 + math.cos(math.pi * step / (epochs * -(-n // batch)))) / 2
+            fast_weight = 0.9 * fast_weight + grad_w + options.weight_decay * weight
+            fast_bias = 0.9 * fast_bias + grad_b + options.weight_decay * bias
             weight, bias = weight - rate * fast_weight, bias - rate * fast_bias
             step += 1
     return torch.from_numpy(weight), torch.from_numpy(bias)
@@ -60,77 +60,47 @@ def loop_of_sgd(rows: Split, first: Layer, decay: float, options: ProbeOptions) 
 def test_sgd_is_the_loop(decay: float) -> None:
     rows, (weight, bias) = gaussians(22, 3, 4, seed=0), probe.start(4, 3, "sgd", seed=5)
     rows, first = rows._replace(x=rows.x.double()), (weight.double(), bias.double())
-    options = ProbeOptions(recipe="sgd", epochs=4, batch=8, lr=0.2, seed=5)
-    got = probe.steps(rows, first, decay, options)
-    torch.testing.assert_close(got, loop_of_sgd(rows, first, decay, options), rtol=1e-10, atol=1e-12)
-
-
-def test_first_weights_and_orders_are_keyed_and_as_each_source_draws_them() -> None:
-    slip, torchs = probe.start(400, 50, "sgd", 0), probe.start(400, 50, "adamw", 0)
-    assert slip[0].std().item() == pytest.approx(0.01, rel=0.02)
-    assert not slip[1].any()
-    assert all(0.04 < values.abs().max().item() <= 400**-0.5 for values in torchs)
-    assert not torch.equal(probe.start(400, 50, "sgd", 1)[0], slip[0])
-    assert probe.shuffled(50, 0, 0).tolist() != probe.shuffled(50, 1, 0).tolist() != probe.shuffled(50, 1, 1).tolist()
-    few, labels = probe.drawn(gaussians(30, 3, 4, 0), 4, "data", 0), torch.arange(30) % 3
-    assert torch.bincount(few.y).tolist() == [4, 4, 4]
-    two = probe.drawn(gaussians(30, 3, 4, 0), 2, "data", 0)
-    assert {tuple(x) for x in two.x.tolist()} < {tuple(x) for x in few.x.tolist()}  # the first of more
-    assert not torch.equal(probe.drawn(gaussians(30, 3, 4, 0), 4, "data", 1).x, few.x)
-    assert labels.tolist() == gaussians(30, 3, 4, 0).y.tolist()
-
-
-@pytest.mark.parametrize("top", range(0, 97, 7))
-def test_a_sweep_finds_the_top_of_a_hill(top: int) -> None:
-    values = np.logspace(-6, 2, 97)
-    found, tried = probe.sweep(lambda value: -abs(np.log10(value) - np.log10(values[top])))
-    assert found == pytest.approx(values[top], rel=1e-9)
-    assert len(tried) <= 7 + 2 * 4
-    assert probe.sweep(lambda _: 0.5)[0] == pytest.approx(1e-6)  # of equals the smallest
-
-
-class Keyed:
-    """A loader with our batches."""
-
-    def __init__(self, rows: Split) -> None:
-        self.rows, self.epoch = rows, 0
-
-    def __len__(self) -> int:
-        return -(-len(self.rows.x) // 64)
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        places = probe.shuffled(len(self.rows.x), self.epoch, 7)
-        self.epoch += 1
-        yield from (tuple(self.rows.of(some)) for some in places.split(64))  # type: ignore[misc]
+    options = ProbeOptions(recipe="sgd", epochs=4, batch=8, lr=0.2, seed=5, weight_decay=decay)
+    torch.testing.assert_close(
+        probe.steps(rows, first, options), loop_of_sgd(rows, first, options), rtol=1e-10, atol=1e-12
+    )
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.5])
 def test_steps_are_clip_benchmarks(monkeypatch: pytest.MonkeyPatch, decay: float) -> None:
-    """Theirs insists on a GPU."""
+    """Theirs insists on a GPU; its loader has our batches."""
     pytest.importorskip("sklearn", reason="CLIP_benchmark's linear probe needs scikit-learn")
     theirs: Any = pytest.importorskip("clip_benchmark.metrics.linear_probe", reason="needs the CLIP_benchmark package")
     monkeypatch.setattr(Tensor, "cuda", lambda self: self)
     monkeypatch.setattr(torch.nn.Module, "cuda", lambda self: self)
     monkeypatch.setattr(torch.nn, "DataParallel", lambda model, device_ids: model)
     monkeypatch.setattr(theirs, "tqdm", lambda loader: loader)
-    rows = gaussians(150, 5, 8, seed=4)
+    rows, epochs = gaussians(150, 5, 8, seed=4), itertools.count()
+
+    class Loader(list[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            return iter([(rows.x[some], rows.y[some]) for some in probe.shuffled(150, next(epochs), 7).split(64)])
+
     torch.manual_seed(3)
     layer = torch.nn.Linear(8, 5)
     first = layer.weight.detach().clone(), layer.bias.detach().clone()
-    expected = theirs.train(Keyed(rows), 8, 5, decay, 0.1, 10, False, "cpu", 3)
-    got = probe.steps(rows, first, decay, ProbeOptions(seed=7))
+    expected = theirs.train(Loader([0] * 3), 8, 5, decay, 0.1, 10, False, "cpu", 3)
+    got = probe.steps(rows, first, ProbeOptions(seed=7, weight_decay=decay))
     torch.testing.assert_close(got, (expected.weight.detach(), expected.bias.detach()), rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("recipe", probe.EPOCHS)
-def test_every_recipe_learns_and_is_deterministic(recipe: Any) -> None:
-    splits, options = (
-        {"train": gaussians(300, 5, 16, 300), "test": gaussians(200, 5, 16, 200)},
-        ProbeOptions(recipe=recipe),
-    )
-    found = dict(probe.fitted(splits, 5, options, "toy"))  # type: ignore[arg-type]
-    assert min(found["acc1"], found["train_acc1"]) > 0.95
-    assert found == dict(probe.fitted(splits, 5, options, "toy"))  # type: ignore[arg-type]
+def test_first_weights_orders_and_shots_are_keyed() -> None:
+    slip, torchs = probe.start(400, 50, "sgd", 0), probe.start(400, 50, "adamw", 0)
+    assert slip[0].std().item() == pytest.approx(0.01, rel=0.02)
+    assert not slip[1].any()
+    assert all(0.04 < values.abs().max().item() <= 400**-0.5 for values in torchs)
+    assert not torch.equal(probe.start(400, 50, "sgd", 1)[0], slip[0])
+    assert probe.shuffled(50, 0, 0).tolist() != probe.shuffled(50, 1, 0).tolist() != probe.shuffled(50, 1, 1).tolist()
+    rows = gaussians(30, 3, 4, 0)
+    two, four, other = (probe.drawn(rows, shots, "data", seed) for shots, seed in ((2, 0), (4, 0), (4, 1)))
+    assert torch.bincount(four.y).tolist() == [4, 4, 4]
+    assert {tuple(x) for x in two.x.tolist()} < {tuple(x) for x in four.x.tolist()}  # the first of more
+    assert not torch.equal(four.x, other.x)
 
 
 @dataclass
@@ -154,7 +124,6 @@ class Greys:
 
 TRAIN = Greys([n % 3 for n in range(20)])
 TEST = Greys([n % 3 for n in range(12)], name="others", fingerprint="others-v1", shift=1)
-VAL = replace(TEST, fingerprint="val-v1")
 
 
 def matcher(method: str = "siglip") -> Matcher:
@@ -188,25 +157,22 @@ def test_features_are_the_models(method: str) -> None:
     assert pooled.y.tolist() == [row % 3 for row in range(20) if row != 3]
 
 
-def test_a_probe_of_scenes_names_what_it_skips_and_sweeps_on_validation_data(debug: Matcher) -> None:
-    train = "scenes:train?n=60&task=colour"
-    found = evaluate(debug, "probe", "scenes:test?n=60&task=colour", train=train, probe=ProbeOptions(epochs=1))
-    judged = {"acc1", "acc5", "mean_per_class_recall", "train_acc1"}
-    assert set(found) == judged | {"train_rows", "weight_decay", "skipped"}
-    assert found["train_rows"] == 60
+@pytest.mark.parametrize("recipe", probe.EPOCHS)
+def test_every_recipe_learns_shapes_and_skipped_rows_are_named(debug: Matcher, recipe: Any) -> None:
+    data = ("scenes:test?n=60&task=colour", "scenes:train?n=60&task=colour")
+    found = evaluate(debug, "probe", data[0], train=data[1], probe=ProbeOptions(recipe=recipe))
+    judged = {"acc1", "acc5", "mean_per_class_recall", "train_acc1", "train_rows", "weight_decay", "skipped"}
+    assert (set(found), found["train_rows"]) == (judged, 60)
+    rows, fresh, options = gaussians(300, 5, 16, 300), gaussians(200, 5, 16, 200), ProbeOptions(recipe=recipe)
+    weight, bias = probe.steps(rows, probe.start(16, 5, recipe, 0), options)
+    assert ((fresh.x @ weight.T + bias).argmax(1) == fresh.y).double().mean() > 0.95
+    assert torch.equal(probe.steps(rows, probe.start(16, 5, recipe, 0), options)[0], weight)
     source, bad = replace(TRAIN, labels=[None if n == 5 else n % 3 for n in range(20)]), list[Skipped]()
-    found = evaluate(debug, "probe", TEST, train=source, val=VAL, probe=ProbeOptions(epochs=1), skipped=bad)
-    assert {(one.row, one.reason) for one in bad} == {
-        (3, "truncated image"), (3, "truncated image (train)"), (5, "no class label (train)"),
-        (3, "truncated image (val)"),
-    }  # fmt: skip
-    assert found["train_rows"] == 18 + 11  # the validation rows are fitted in the end
-    tried = {name: value for name, value in found.items() if name.startswith("sweep@")}
-    assert len(tried) >= 10
-    assert tried[f"sweep@{found['weight_decay']:.3g}"] == max(tried.values())
-    assert not any(probe.TASK.prints(name) for name in tried)
-    few = evaluate(debug, "probe", TEST, train=TRAIN, val=VAL, probe=ProbeOptions(epochs=1, shots=2))
+    few = evaluate(debug, "probe", TEST, train=source, probe=ProbeOptions(epochs=1, shots=2), skipped=bad)
     assert few["train_rows"] == 6
+    assert {(one.row, one.reason) for one in bad} == {
+        (3, "truncated image"), (3, "truncated image (train)"), (5, "no class label (train)")
+    }  # fmt: skip
 
 
 ABC = {"classnames": ["a", "b", "c"]}
@@ -216,7 +182,7 @@ ABC = {"classnames": ["a", "b", "c"]}
     ("test", "train", "options", "word"),
     [
         (TEST, None, {}, "--train"),
-        (TEST, replace(TRAIN, fingerprint="others-v1"), {}, "other images"),
+        (TEST, replace(TRAIN, fingerprint="others-v1"), {}, "different images"),
         (replace(TEST, **ABC), replace(TRAIN, classnames=["a", "b"]), {}, "classes"),
         (replace(TEST, **ABC), replace(TRAIN, classnames=["a", "c", "b"]), {}, "order"),
         (TEST, replace(TRAIN, classnames=["a", "b"]), {}, "2 classes"),

@@ -17,7 +17,6 @@ from kiloword.data.scenes.source import parse_scenes
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.evaluation import evaluate
 from kiloword.evaluation.reconstruction import values, wrong_captions
-from kiloword.explain.inside import possible
 from kiloword.explain.reconstruct import caption_similarity, fill, mask_settings, mean_colour, mim_settings, reconstruct
 from kiloword.methods.coca import masking
 from kiloword.methods.coca import sycoca as masked_images
@@ -26,7 +25,6 @@ from kiloword.methods.registry import preset
 from kiloword.model.image import unfold
 from kiloword.models.build import build
 from kiloword.types import Record, Skipped, Texts
-from kiloword.verify.batch import config
 from noise import noise
 
 CAPTIONS = ["a red circle", "two blue squares", "a green star left of a circle"]
@@ -48,9 +46,8 @@ def packed(model: Matcher, captions: list[str]) -> Texts:
     return model.tokenizer.encode(captions, model.model.config.text)
 
 
-@pytest.mark.parametrize("op", ["token", "drop"])
-def test_only_hidden_patches_are_painted(op: str) -> None:
-    model = matcher(mim_op=op).model
+def test_only_hidden_patches_are_painted() -> None:
+    model = matcher().model
     out = fill(model, pixels(), HIDDEN, torch.full((3, 3, 192), 0.0))
     mean = [round(255 * m) for m in model.config.preprocess.mean]
     for n in range(3):
@@ -196,17 +193,12 @@ def test_unusable_images_are_named_and_models_that_do_not_paint_refused() -> Non
         "k3": "no caption",
         "k2": "no caption of another image is wrong for it",
     }
-    made = preset("sycoca", {"mim_target": "tokens"})
-    of_tokens = Matcher(build(config("frozen", "sycoca"), made), matcher().tokenizer, made)
     for model, source, word in (
         (matcher(), parse_scenes("scenes:test?n=1", 32), "different captions"),
         (matcher("coca"), Few(), "image decoder"),
-        (of_tokens, parse_scenes("scenes:test?n=4", 64), "tokens"),
     ):
         with pytest.raises(ValueError, match=word):
             evaluate(model, "reconstruction", source)
-    assert possible(of_tokens) == ("words", "gradcam", "masks")
-    assert "reconstruction" in possible(matcher())
     found = evaluate(matcher(guide="none"), "reconstruction", parse_scenes("scenes:test?n=4", 32))  # reads no text
     names = {f"reconstruction_l1_{name}" for name in ("none", "mean_colour", "mean_image")}
     assert {name.split("@")[0] for name in found} == {"images", "skipped", *names}
@@ -215,9 +207,11 @@ def test_unusable_images_are_named_and_models_that_do_not_paint_refused() -> Non
 def test_settings_come_from_the_method() -> None:
     found = mask_settings(matcher(similar_to="words", mim_share=0.25, caption_share=0.75))
     assert (found[0].similar_to, *found[1:]) == ("words", 0.25, 0.75)
-    with pytest.raises(ValueError, match="not trained"):
-        mask_settings(matcher("clip"))
     painter = matcher()
     painter.method = None
-    with pytest.raises(ValueError, match=r"kiloword\.load"):
-        mim_settings(painter)
+    for refused, word in (
+        ((mask_settings, matcher("clip")), "not trained"),
+        ((mim_settings, painter), r"kiloword\.load"),
+    ):
+        with pytest.raises(ValueError, match=word):
+            refused[0](refused[1])

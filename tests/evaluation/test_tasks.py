@@ -85,7 +85,7 @@ def test_wrong_words_get_one_message(words: str, message: str, capsys: pytest.Ca
         (
             "spectrum",
             {"shortlist": 5},
-            "the task spectrum has no option shortlist; it has: samples, batch, workers\\.$",
+            "the task spectrum has no option shortlist; it has: batch, workers\\.$",
         ),
         ("retrieval", {}, "this task needs a model, but matcher is None"),
     ],
