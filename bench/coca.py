@@ -24,8 +24,9 @@ import torch
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent))
-from kiloword.interop.open_clip import import_state, placed
+from kiloword.interop.open_clip import import_state
 from kiloword.interop.open_clip_config import torchvision_ready
+from kiloword.interop.state_dicts import translated
 from kiloword.methods.registry import preset
 from kiloword.model.model import Model
 from kiloword.models.build import build
@@ -92,8 +93,8 @@ def check(ours: Model, theirs: nn.Module, sides: Mapping[str, Side], batch: Give
         loss = contestant.loss(batch)
         loss.backward()  # type: ignore[no-untyped-call]
         losses[name] = loss.item()
-    gradients, _ = placed({name: p.grad for name, p in theirs.named_parameters() if p.grad is not None})
-    wanted: dict[str | None, Tensor] = {name: value for name, (_, value) in gradients.items()}
+    given = {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}
+    wanted = translated(given, dict(ours.named_parameters()))[0]
     wanted["text_tower.tokens"][ours.config.text.special["mask"]] = 0  # a row that they do not have
     missing = [name for name, p in ours.named_parameters() if p.grad is None or name not in wanted]
     assert not missing, missing

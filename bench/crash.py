@@ -40,7 +40,7 @@ from kiloword.cli import main as cli
 from kiloword.config.recipes import ModelFile
 from kiloword.data.text.tokenizer import Tokenizer, clip_tokenizer
 from kiloword.interop import folder as imports
-from kiloword.interop.folder import Imported, ImportReport
+from kiloword.interop.folder import Imported
 from kiloword.methods.defaults import default_recipe
 from kiloword.methods.registry import preset
 from kiloword.models.build import build
@@ -215,7 +215,7 @@ def prepare(base: Path, verbs: Collection[str]) -> None:
         return
     clip = replace(config, text=replace(text, vocab=imports.CLIP_VOCAB))
     state = build(clip, preset("clip"), seed=1).state_dict()
-    torch.save(Imported(clip, "clip", state, ImportReport([], [], [])), base / "imported.pt")
+    torch.save(Imported(clip, "clip", state), base / "imported.pt")
 
 
 def tar_of(path: Path, rows: range) -> None:

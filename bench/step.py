@@ -27,8 +27,9 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from kiloword.config.recipes import sizes
-from kiloword.interop.open_clip import import_state, place
+from kiloword.interop.open_clip import import_state
 from kiloword.interop.open_clip_config import torchvision_ready
+from kiloword.interop.state_dicts import translated
 from kiloword.methods.registry import preset
 from kiloword.model.model import Model
 from kiloword.models.build import build
@@ -164,12 +165,11 @@ def check(ours: Model, our: Side, their: Side, theirs: torch.nn.Module, batch: G
         losses.append(loss.item())
     torch.backends.cudnn.allow_tf32 = tf32
     mine = {k: p.grad for k, p in ours.named_parameters()}
-    pairs = []
-    for name, parameter in theirs.named_parameters():
-        assert parameter.grad is not None
-        ours_name, gradient = place(name, parameter.grad)
-        pairs.append((mine[ours_name or name], gradient))
-    assert len(pairs) == len(mine)
+    given = {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}
+    foreign, unused = translated(given, dict(ours.named_parameters()))
+    assert not unused
+    assert foreign.keys() == mine.keys()
+    pairs = [(mine[name], gradient) for name, gradient in foreign.items()]
     difference = sum(float((a - b).square().sum()) for a, b in pairs if a is not None) ** 0.5
     total = sum(float(b.square().sum()) for _, b in pairs) ** 0.5
     found = {"loss": abs(losses[0] - losses[1]) / losses[1], "gradient": difference / total}

@@ -14,8 +14,9 @@ from pathlib import Path
 from kiloword.errors import needs
 from kiloword.files import cache_folder
 from kiloword.interop import folder, hf_clip
+from kiloword.interop.checkpoint import read
 from kiloword.interop.hf_folder import json_object, weight_files
-from kiloword.interop.open_clip import assumed, import_state, read
+from kiloword.interop.open_clip import assumed, import_state
 from kiloword.terminal import warn_once
 
 PREFIXES = ("open_clip", "hf", "hf-hub")

@@ -18,19 +18,23 @@ from kiloword.config.settings import parse
 from kiloword.errors import needs
 from kiloword.model.trunks.libraries import torchvision_ready as torchvision_ready
 
-_TEXT_KEYS = {
-    *("context_length", "vocab_size", "width", "heads", "layers", "mlp_ratio", "no_causal_mask", "proj_bias"),
-    *("pool_type", "norm_kwargs", "act_kwargs", "hf_tokenizer_name", "tokenizer_kwargs", "tokenizer_mode"),
+_SHARED = {"width", "layers", "mlp_ratio", "norm_kwargs", "act_kwargs"}
+_IMAGE = _SHARED | {"image_size", "head_width", "patch_size", "timm_model_name", "timm_model_pretrained", "timm_pool"}
+_IMAGE |= {"timm_proj", "timm_drop", "timm_drop_path"}
+_TEXT = _SHARED | {"context_length", "vocab_size", "heads", "no_causal_mask", "proj_bias", "pool_type"}
+_TEXT |= {"hf_tokenizer_name", "tokenizer_kwargs", "tokenizer_mode"}
+_MORE = {  # settings of images and of texts that a family has besides; those of initial weights are among them
+    "coca": (
+        {"attentional_pool", "attn_pooler_queries", "attn_pooler_heads", "output_tokens"},
+        {"embed_cls", "output_tokens", "correct_cls_mask", "pad_id", "eos_id"},
+    ),
+    "prolip": (
+        {"embed_unc", "init_unc_bias", "pos_embed_type", "attn_pooler_queries", "attn_pooler_heads"},
+        {"embed_cls", "embed_unc", "init_unc_bias", "pad_id", "hf_model_pretrained", "hf_proj_type", "hf_pooler_type"},
+    ),
 }
-_IMAGE_KEYS = {
-    *("image_size", "layers", "width", "head_width", "patch_size", "mlp_ratio", "norm_kwargs", "act_kwargs"),
-    *("timm_model_name", "timm_model_pretrained", "timm_pool", "timm_proj", "timm_drop", "timm_drop_path"),
-}
-
-
 _PUBLISHED = ("mean", "std", "resize_mode", "interpolation")
-_COCA_TEXT_KEYS = {"embed_cls", "output_tokens", "correct_cls_mask", "pad_id", "eos_id"}
-_COCA_IMAGE_KEYS = {"attentional_pool", "attn_pooler_queries", "attn_pooler_heads", "output_tokens"}
+_SIGLIP = {"mean": [0.5] * 3, "std": [0.5] * 3, "resize_mode": "squash"}
 
 
 class Unlike(ValueError):
@@ -38,53 +42,62 @@ class Unlike(ValueError):
 
 
 def model_config(name: str) -> ModelConfig:
-    """The configuration of open_clip's model `name`.
-
-    Raises: ValueError when open_clip is not installed or does not know the name; Unlike for unsupported models.
-    """
+    """The configuration of open_clip's model `name`. Raises: ValueError as `raw_config`; Unlike for other towers."""
     return translate(name, raw_config(name))
 
 
 def translate(name: str, raw: Mapping[str, Any]) -> ModelConfig:
-    """Translate a configuration in open_clip's JSON format. Raises: Unlike as `model_config`."""
-    vision, text, coca = raw["vision_cfg"], raw["text_cfg"], "multimodal_cfg" in raw
-    image_keys = _IMAGE_KEYS | _COCA_IMAGE_KEYS if coca else _IMAGE_KEYS
-    text_keys = _TEXT_KEYS | _COCA_TEXT_KEYS if coca else _TEXT_KEYS
-    resnet = isinstance(vision.get("layers"), list | tuple)
-    foreign = [] if resnet or "timm_model_name" in vision or vision.get("patch_size") else ["no patch size"]
-    foreign += [k for k in vision if k not in image_keys] + [k for k in text if k not in text_keys]
-    foreign += _unlike_coca(raw) if coca else []
-    if foreign or text.get("pool_type", "argmax") not in ("argmax", "eos", "last"):
+    """Translate a configuration in open_clip's JSON format, or that of a released ProLIP.
+
+    Raises: Unlike, naming what is left over.
+    """
+    try:
+        return _translated(name, raw)
+    except (KeyError, TypeError, ArithmeticError, AttributeError) as error:
+        raise Unlike(f"{name} has no configuration as open_clip's models have it ({error!r}).") from error
+
+
+def _translated(name: str, raw: Mapping[str, Any]) -> ModelConfig:
+    vision, text = raw["vision_cfg"], raw["text_cfg"]
+    resnet, siglip = isinstance(vision.get("layers"), list | tuple), bool(vision.get("timm_model_name"))
+    family = "coca" if "multimodal_cfg" in raw else "prolip" if "embed_unc" in vision else ""
+    images, texts = _MORE.get(family, (set(), set()))
+    if family == "prolip" and vision.get("pool_type") == "tok":
+        images = images | {"pool_type"}
+    foreign = [f"vision_cfg.{k}" for k, v in vision.items() if k not in _IMAGE | images and v not in (None, False)]
+    foreign += [f"text_cfg.{k}" for k, v in text.items() if k not in _TEXT | texts and v not in (None, False)]
+    foreign += _unlike_coca(raw) if family == "coca" else _unlike_prolip(vision, text) if family else []
+    if not (resnet or siglip or vision.get("patch_size")):
+        foreign.append("no patch size")
+    if not family and text.get("pool_type", "argmax") not in ("argmax", "eos", "last"):
+        foreign.append("text_cfg.pool_type")
+    if foreign:
         raise Unlike(
-            f"open_clip's {name} is built differently from our towers ({', '.join(foreign) or 'text pool'}); "
-            "CLIP's and SigLIP's vision transformers can be imported, CLIP's ResNets, and CoCa with an attentional pool"
+            f"{name} is built differently from our towers ({', '.join(foreign)}); CLIP's and SigLIP's vision "
+            "transformers can be imported, CLIP's ResNets, and CoCa with an attentional pool."
         )
     activation: Activation = "quick_gelu" if raw.get("quick_gelu") else "gelu"
-    siglip = "timm_model_name" in vision
     head = HeadConfig(
         dim=raw["embed_dim"],
         image_pool="attention" if resnet else "map" if siglip else "cls",
         image_projection=not siglip,
         image_projection_bias=resnet,
-        text_projection_bias=text.get("proj_bias", False),
+        text_projection_bias=text.get("proj_bias", family == "prolip"),
     )
     config = ModelConfig(
-        image=_timm_image(name, vision) if siglip else _resnet(vision) if resnet else image_config(vision, activation),
-        text=text_config(text, activation),
+        image=_timm_image(name, vision) if siglip else _resnet(vision) if resnet else _vit(vision, activation),
+        text=_text(text, activation),
         head=head,
         preprocess=preprocess_of(name, {**(_SIGLIP if siglip else {}), **raw.get("preprocess_cfg", {})}),
     )
-    return _with_coca(config, raw) if coca else config
-
-
-_SIGLIP = {"mean": [0.5] * 3, "std": [0.5] * 3, "resize_mode": "squash"}
+    return _with_coca(config, raw) if family == "coca" else config
 
 
 def preprocess_of(name: str, published: Mapping[str, Any]) -> Preprocess:
     """Preprocessing from open_clip's settings, CLIP's where they omit it. Raises: Unlike for other ways to resize."""
     resize, how = published.get("resize_mode", "shortest"), published.get("interpolation", "bicubic")
     if resize not in ("shortest", "squash") or how != "bicubic":
-        raise Unlike(f"open_clip's {name} resizes images by {resize}, {how}: expected shortest or squash, bicubic")
+        raise Unlike(f"{name} resizes images by {resize}, {how}: expected shortest or squash, bicubic")
     return parse({**{key: published[key] for key in ("mean", "std") if key in published}, "resize": resize}, Preprocess)
 
 
@@ -113,7 +126,6 @@ def raw_config(name: str) -> dict[str, Any]:
 
 
 def _unlike_coca(raw: Mapping[str, Any]) -> list[str]:
-    """Features of a configuration that kiloword's towers do not support."""
     vision, text, decoder = raw["vision_cfg"], raw["text_cfg"], raw["multimodal_cfg"]
     alike = {
         "no attentional pool": vision.get("attentional_pool") is True,
@@ -127,7 +139,7 @@ def _unlike_coca(raw: Mapping[str, Any]) -> list[str]:
 
 
 def _with_coca(config: ModelConfig, raw: Mapping[str, Any]) -> ModelConfig:
-    """Extend a CLIP configuration by the parts of CoCa; special ids are those of CLIP's tokenizer."""
+    """With the parts of CoCa; special ids are those of CLIP's tokenizer."""
     vision, vocab, correct = raw["vision_cfg"], config.text.vocab, raw["text_cfg"].get("correct_cls_mask", False)
     text = replace(
         config.text,
@@ -149,32 +161,34 @@ def _with_coca(config: ModelConfig, raw: Mapping[str, Any]) -> ModelConfig:
     return replace(config, text=text, head=head)
 
 
-def _activation(config: Mapping[str, Any], activation: Activation) -> Activation:
-    return "gelu_tanh" if (config.get("act_kwargs") or {}).get("approximate") == "tanh" else activation
+def _unlike_prolip(vision: Mapping[str, Any], text: Mapping[str, Any]) -> list[str]:
+    needed = [("vision_cfg", vision, "embed_unc"), *(("text_cfg", text, k) for k in ("embed_unc", "embed_cls"))]
+    needed.append(("text_cfg", text, "no_causal_mask"))
+    found = [f"{part}.{key}" for part, config, key in needed if config.get(key) is not True]
+    return [*found, *(["vision_cfg.timm_model_name"] if vision.get("timm_model_name") else [])]
 
 
-def _eps(config: Mapping[str, Any]) -> float:
-    return float((config.get("norm_kwargs") or {}).get("eps", 1e-5))
+def _shared(tower: Mapping[str, Any], activation: Activation) -> dict[str, Any]:
+    tanh = (tower.get("act_kwargs") or {}).get("approximate") == "tanh"
+    return {
+        "width": tower["width"],
+        "depth": tower["layers"],
+        "mlp": int(tower["width"] * tower.get("mlp_ratio", 4.0)),
+        "activation": "gelu_tanh" if tanh else activation,
+        "norm_eps": float((tower.get("norm_kwargs") or {}).get("eps", 1e-5)),
+    }
 
 
-def image_config(vision: Mapping[str, Any], activation: Activation) -> ImageConfig:
-    """A vision transformer of CLIP's, from its `vision_cfg`."""
-    width = vision["width"]
+def _vit(vision: Mapping[str, Any], activation: Activation) -> ImageConfig:
     return ImageConfig(
         size=vision["image_size"],
         patch=vision["patch_size"],
-        width=width,
-        depth=vision["layers"],
-        heads=width // vision.get("head_width", 64),
-        mlp=int(width * vision.get("mlp_ratio", 4.0)),
-        pre_norm=not vision.get("no_ln_pre", False),
-        activation=_activation(vision, activation),
-        norm_eps=_eps(vision),
+        heads=vision["width"] // vision.get("head_width", 64),
+        **_shared(vision, activation),
     )
 
 
 def _resnet(vision: Mapping[str, Any]) -> ImageConfig:
-    """A ResNet of CLIP's, from its `vision_cfg`."""
     width = vision["width"]
     return ImageConfig(
         tower="clip-resnet",
@@ -205,13 +219,11 @@ def _timm_image(name: str, vision: Mapping[str, Any]) -> ImageConfig:
     }
     if named := [what for what, differs in foreign.items() if differs]:
         raise Unlike(
-            f"open_clip's {name} has timm's {vision['timm_model_name']}, with {', '.join(named)}: of "
-            "timm's towers, those of SigLIP can be imported"
+            f"{name} has timm's {vision['timm_model_name']}, with {', '.join(named)}: of timm's towers, those of "
+            "SigLIP can be imported."
         )
     first = trunk.blocks[0]
-    approximate = getattr(first.mlp.act, "approximate", "none")
-    if type(first.mlp.act).__name__ == "GELUTanh":
-        approximate = "tanh"
+    tanh = type(first.mlp.act).__name__ == "GELUTanh" or getattr(first.mlp.act, "approximate", "none") == "tanh"
     return ImageConfig(
         size=vision["image_size"],
         patch=trunk.patch_embed.patch_size[0],
@@ -222,24 +234,18 @@ def _timm_image(name: str, vision: Mapping[str, Any]) -> ImageConfig:
         stem_bias=trunk.patch_embed.proj.bias is not None,
         class_token=False,
         pre_norm=False,
-        activation="gelu_tanh" if approximate == "tanh" else "gelu",
+        activation="gelu_tanh" if tanh else "gelu",
         norm_eps=first.norm1.eps,
     )
 
 
-def text_config(text: Mapping[str, Any], activation: Activation) -> TextConfig:
-    """A text transformer, from its `text_cfg`."""
-    width = text["width"]
+def _text(text: Mapping[str, Any], activation: Activation) -> TextConfig:
     bidirectional = bool(text.get("no_causal_mask", False))
     return TextConfig(
         context=text["context_length"],
         vocab=text["vocab_size"],
-        width=width,
-        depth=text["layers"],
         heads=text["heads"],
-        mlp=int(width * text.get("mlp_ratio", 4.0)),
         causal=not bidirectional,
         pad_to_context=bidirectional,
-        activation=_activation(text, activation),
-        norm_eps=_eps(text),
+        **_shared(text, activation),
     )

@@ -13,8 +13,8 @@ from kiloword.config.recipes import ModelConfig, TrunkConfig
 from kiloword.data.text.tokenizer import Tokenizer, read_document, tokenizer_from
 from kiloword.data.text.vocabularies import encoder_tokenizer
 from kiloword.errors import suggestion
+from kiloword.interop.checkpoint import read
 from kiloword.interop.hf_folder import check_strangers, json_object, weight_files
-from kiloword.interop.open_clip import read
 from kiloword.model.trunks.bert import Bert, converted, positions_of, value
 from kiloword.model.trunks.libraries import check_like, folders_of, kept, quiet, transformers
 from kiloword.model.trunks.padded import ENCODERS, bare, made

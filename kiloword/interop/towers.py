@@ -16,7 +16,7 @@ from torch import Tensor
 from kiloword.config.recipes import ImageConfig, ModelConfig, Preprocess, TrunkConfig
 from kiloword.errors import suggestion
 from kiloword.interop import hf_folder
-from kiloword.interop.open_clip import read
+from kiloword.interop.checkpoint import read
 from kiloword.interop.open_clip_config import Unlike, translate
 from kiloword.model.trunks.libraries import check_like, folders_of, kept, quiet, transformers
 from kiloword.model.trunks.library import (

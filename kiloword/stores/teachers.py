@@ -95,7 +95,7 @@ class OpenClip:
     def __init__(self, name: str, weights: Path, device: str, precision: str) -> None:
         import open_clip
 
-        from kiloword.interop.open_clip import read
+        from kiloword.interop.checkpoint import read
 
         state, raw = read(weights), raw_config(name)
         self.fingerprint = digest([weights], name)

@@ -12,8 +12,7 @@ import tokenizers
 import torch
 from torch import Tensor
 
-from kiloword.interop.folder import assemble
-from kiloword.interop.open_clip import import_as
+from kiloword.interop.folder import assemble, import_as
 from kiloword.interop.open_clip_config import Unlike, translate
 from kiloword.model.model import Model
 from kiloword.types import Texts

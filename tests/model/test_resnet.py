@@ -20,8 +20,9 @@ from kiloword.cli.describe import flops
 from kiloword.config.options import Checkpointing
 from kiloword.config.recipes import ImageConfig, ModelConfig, Recipe, sizes
 from kiloword.distributed import collectives
-from kiloword.interop import open_clip as imported_from
+from kiloword.interop.folder import import_as
 from kiloword.interop.open_clip_config import model_config, torchvision_ready
+from kiloword.interop.state_dicts import translated
 from kiloword.methods.clip import Settings
 from kiloword.methods.clip import preset as clip
 from kiloword.methods.defaults import default_recipe
@@ -83,9 +84,8 @@ def test_open_clips_rn50(open_clip: ModuleType) -> None:
     theirs: Any = stirred(open_clip.CLIP(**config)).eval()
     whole = model_config("RN50")
     shape = replace(whole, text=replace(whole.text, depth=2, vocab=512))
-    imported = imported_from.import_as(shape, "RN50", theirs.state_dict())
-    assert imported.report.new == []
-    assert imported.report.left_over == []
+    imported = import_as(shape, "RN50", theirs.state_dict())
+    assert imported.left_over == []
     ours = Model(imported.config, Head(Single(imported.config)))
     ours.eval().load_state_dict(imported.state)
     images = torch.randint(0, 256, (2, 3, 224, 224), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
@@ -99,9 +99,9 @@ def test_open_clips_rn50(open_clip: ModuleType) -> None:
         measured = ours.train(training).encode_image(images)[1]["vec"]
         torch.testing.assert_close(measured, expected, atol=1e-5, rtol=0)
     commit(ours, NOT_SKIPPED)
-    after = imported_from.placed(theirs.state_dict())[0]
+    after, _ = translated(theirs.state_dict(), ours.state_dict())
     for name, value in statistics(ours).items():
-        torch.testing.assert_close(value, after[name][1], atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(value, after[name], atol=1e-5, rtol=1e-4)
     assert ours.config.image == replace(sizes()["rn50"].image, mlp=ours.config.image.mlp)
     assert ours.config.head == sizes()["rn50"].head
 

@@ -21,7 +21,8 @@ from folders import changed, model_folder
 from kiloword.api import load
 from kiloword.config.recipes import ModelFile, TextConfig
 from kiloword.data.text.tokenizer import LARGEST, Tokenizer
-from kiloword.interop.open_clip import import_state, read
+from kiloword.interop.checkpoint import read
+from kiloword.interop.open_clip import import_state
 from kiloword.models.model_folder import load_model, save_model
 from kiloword.training import start
 from kiloword.verify.batch import config

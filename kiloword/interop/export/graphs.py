@@ -7,6 +7,7 @@ padded at the right. Outputs: vec [N, D] of norm 1; of Gaussian heads log_var [N
 from __future__ import annotations
 
 import copy
+import io
 import logging
 import warnings
 from collections.abc import Callable, Sequence
@@ -19,16 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kiloword.errors import needs
-from kiloword.interop.export.source import (
-    TEXTS,
-    Exported,
-    Precision,
-    check_close,
-    largest_difference,
-    refusal,
-    unlike_graphs,
-)
-from kiloword.interop.export.words import write_preprocessor, write_tokenizer
+from kiloword.files import write_atomic
+from kiloword.interop.export.source import TEXTS, Exported, Precision, check_close, largest_difference
+from kiloword.interop.export.words import write_readers
 from kiloword.model.attention import Packing
 from kiloword.model.heads import Single
 from kiloword.model.model import Model
@@ -129,17 +123,20 @@ class Graph:
     outputs: tuple[str, ...]
     expected: Features
 
-    def rows(self, n: int) -> dict[str, Tensor]:
-        """The first n rows of the inputs."""
-        return {name: value[:n] for name, value in self.inputs.items()}
+    def difference(self, run: Run) -> float:
+        """Largest difference from the source at batches of 1, 3 and 5."""
+        found = []
+        for n in BATCHES:
+            out = map(torch.as_tensor, run({name: value[:n] for name, value in self.inputs.items()}))
+            expected = {name: self.expected[name][:n] for name in self.outputs}
+            found.append(largest_difference(expected, dict(zip(self.outputs, out, strict=True))))
+        return float(torch.tensor(found).max())
 
 
 def graphs(source: Exported, target: str) -> list[Graph]:
-    """The image and the text graph of a model. Raises: ValueError for a text tower that no graph expresses."""
-    if reasons := unlike_graphs(source):
-        raise refusal(target, reasons, source)
-    text = source.config.text
-    images, texts = source.images(), source.texts()
+    """The image and the text graph of a model. Raises: ValueError for a model that no graph expresses."""
+    source.check_graphs(target)
+    text, images, texts = source.config.text, source.images, source.texts
     outputs = tuple(name for name in OUTPUTS if name in images and name in texts)
     if type(source.model.head.pooling) is not Single:
         source.notes.append(
@@ -153,23 +150,11 @@ def graphs(source: Exported, target: str) -> list[Graph]:
     batch, length = torch.export.Dim("batch", min=1), torch.export.Dim("tokens", min=3, max=text.context)
     fixed: dict[int, Any] = {0: batch}
     ids = fixed if text.pad_to_context else {0: batch, 1: length}
+    pixels, words = {"pixel_values": source.normalised()}, padded_ids(source)
+    image = ImageGraph(source.model, outputs).eval()
     return [
-        Graph(
-            "image",
-            ImageGraph(source.model, outputs).eval(),
-            {"pixel_values": source.normalised()},
-            {"pixel_values": fixed},
-            outputs,
-            images,
-        ),
-        Graph(
-            "text",
-            TextGraph(source.model, outputs).eval(),
-            padded_ids(source),
-            {"input_ids": ids, "attention_mask": ids},
-            outputs,
-            texts,
-        ),
+        Graph("image", image, pixels, {"pixel_values": fixed}, outputs, images),
+        Graph("text", TextGraph(source.model, outputs).eval(), words, dict.fromkeys(words, ids), outputs, texts),
     ]
 
 
@@ -182,82 +167,57 @@ def padded_ids(source: Exported) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": mask.long()}
 
 
-def difference(graph: Graph, run: Run) -> float:
-    """Largest difference from the source at batches of 1, 3 and 5."""
-    return max(
-        largest_difference(
-            {name: graph.expected[name][:n] for name in graph.outputs},
-            dict(zip(graph.outputs, map(torch.as_tensor, run(graph.rows(n))), strict=True)),
-        )
-        for n in BATCHES
-    )
-
-
 def write_torch(source: Exported, folder: Path) -> list[str]:
     """image.pt2 and text.pt2 of torch.export."""
     lines = []
     for graph in graphs(source, "torch"):
-        path = folder / f"{graph.name}.pt2"
+        path, buffer = folder / f"{graph.name}.pt2", io.BytesIO()  # torch aborts where a disk is full
         with torch.no_grad():
-            program = torch.export.export(graph.module, (), graph.inputs, dynamic_shapes=graph.varies)
-        torch.export.save(program, path)
-        loaded = torch.export.load(path).module()
-
-        def run(inputs: dict[str, Tensor], loaded: nn.Module = loaded) -> Any:
-            with torch.no_grad():
-                return loaded(**inputs)
-
-        lines.append(check_close(f"{path.name} at batches 1, 3, 5", difference(graph, run)))
-    write_tokenizer(source, folder)
-    write_preprocessor(source, folder)
+            torch.export.save(torch.export.export(graph.module, (), graph.inputs, dynamic_shapes=graph.varies), buffer)
+            write_atomic(path, buffer.getvalue())
+            loaded = torch.export.load(path).module()
+            lines.append(check_close(f"{path.name} at batches 1, 3, 5", graph.difference(lambda x: loaded(**x))))  # noqa: B023
+    write_readers(source, folder)
     return lines
 
 
 def write_onnx(source: Exported, folder: Path) -> list[str]:
     """image.onnx and text.onnx, run by onnxruntime. Raises: ValueError where a library is missing."""
     try:
-        import onnxruntime  # noqa: F401
+        import onnxruntime
         import onnxscript  # noqa: F401
     except ImportError as error:
         raise ValueError(needs("an export to onnx", error.name or "onnxruntime", "onnx")) from error
+
+    def difference(graph: Graph, path: Path) -> float:
+        session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+        return graph.difference(lambda inputs: session.run(None, {n: x.numpy() for n, x in inputs.items()}))
+
     lines = []
     for graph in graphs(source, "onnx"):
         path = folder / f"{graph.name}.onnx"
-        _write_graph(graph, path)
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of names of axes, and of its own deprecations
+            torch.onnx.export(
+                graph.module,
+                (),
+                str(path),
+                kwargs=graph.inputs,
+                input_names=list(graph.inputs),
+                output_names=list(graph.outputs),
+                dynamic_shapes=graph.varies,
+                dynamo=True,
+                verbose=False,
+                external_data=True,
+            )
         what = f"{path.name} at batches 1, 3, 5"
-        lines.append(check_close(what, difference(graph, _session(path))))
+        lines.append(check_close(what, difference(graph, path)))
         if source.precision != "fp32":
             _reduce(path, source.precision)
-            least = f"{what}, {source.precision}: largest difference {difference(graph, _session(path)):.2g}"
+            least = f"{what}, {source.precision}: largest difference {difference(graph, path):.2g}"
             source.notes.append(f"Precision: {least}.")
-    write_tokenizer(source, folder)
-    write_preprocessor(source, folder)
+    write_readers(source, folder)
     return lines
-
-
-def _write_graph(graph: Graph, path: Path) -> None:
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of names of axes, and of its own deprecations
-        torch.onnx.export(
-            graph.module,
-            (),
-            str(path),
-            kwargs=graph.inputs,
-            input_names=list(graph.inputs),
-            output_names=list(graph.outputs),
-            dynamic_shapes=graph.varies,
-            dynamo=True,
-            verbose=False,
-            external_data=True,
-        )
-
-
-def _session(path: Path) -> Run:
-    """A graph as onnxruntime runs it on a CPU."""
-    import onnxruntime
-
-    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    return lambda inputs: session.run(None, {name: value.numpy() for name, value in inputs.items()})
 
 
 def _reduce(path: Path, precision: Precision) -> None:

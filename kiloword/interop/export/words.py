@@ -14,14 +14,20 @@ from kiloword.interop.export.source import TEXTS, Exported
 BICUBIC = 3  # Pillow's number
 
 
+def write_readers(source: Exported, folder: Path) -> None:
+    """The files of transformers that say how texts and images are read: `write_tokenizer`, `write_preprocessor`."""
+    write_tokenizer(source, folder)
+    write_preprocessor(source, folder)
+
+
 def write_tokenizer(source: Exported, folder: Path) -> None:
     """tokenizer.json and tokenizer_config.json of transformers, whose ids are kiloword's.
 
     What cleans texts by ftfy is not in them; a note says so. Raises: ValueError where ids of the probes differ.
     """
-    document = fast_document(source)
+    names = _names(source)
+    document, roles = _document(source, names), source.tokenizer.roles
     _check_ids(source, document)
-    roles, names = source.tokenizer.roles, _names(source, document)
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": source.config.text.context,
@@ -48,7 +54,7 @@ def padding_of(source: Exported) -> int:
     return roles.end if source.tokenizer.clean == "clip" else roles.pad
 
 
-def fast_document(source: Exported) -> dict[str, Any]:
+def _document(source: Exported, names: dict[int, str]) -> dict[str, Any]:
     """The model's tokenizer.json with what kiloword does around it: cleaning, start, end and extra tokens."""
     document: dict[str, Any] = json.loads(source.tokenizer.to_bytes())
     spaces: list[dict[str, Any]] = [
@@ -66,7 +72,7 @@ def fast_document(source: Exported) -> dict[str, Any]:
         spaces.append({"type": "Lowercase"})
     if clean != "encodable":
         document["normalizer"] = {"type": "Sequence", "normalizers": [*spaces, *([normalizer] if normalizer else [])]}
-    names, roles = _names(source, document), source.tokenizer.roles
+    roles = source.tokenizer.roles
     after = [roles.end, *(roles.ids()[name] for name in source.config.text.extra_tokens)]
     before = [roles.start] if roles.prefix else []
 
@@ -84,7 +90,7 @@ def fast_document(source: Exported) -> dict[str, Any]:
     return document
 
 
-def _names(source: Exported, document: dict[str, Any]) -> dict[int, str]:
+def _names(source: Exported) -> dict[int, str]:
     """The tokens of the special ids; CLIP's vocabulary has no rows for mask, class and uncertainty tokens."""
     backend = tokenizers.Tokenizer.from_str(source.tokenizer.to_bytes().decode())
     ids = source.tokenizer.roles.ids()
@@ -100,8 +106,7 @@ def _check_ids(source: Exported, document: dict[str, Any]) -> None:
         ids = encoding.ids + [pad] * (len(expected) - len(encoding.ids))
         if ids != expected:
             raise ValueError(
-                f"this tokenizer cannot be written for other libraries: {TEXTS[n][:30]!r} becomes {ids[:8]}..., "
-                f"expected {expected[:8]}... Nothing was written."
+                f"this tokenizer cannot be written for other libraries: {TEXTS[n][:30]!r} has other tokens there."
             )
 
 
@@ -111,13 +116,10 @@ def write_preprocessor(source: Exported, folder: Path) -> None:
     square = {"height": size, "width": size}
     squash = shown.resize == "squash"
     side = size if shown.resize == "shortest" else shown.resize
-    config = {
+    steps = ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb")
+    config = dict.fromkeys(steps, True) | {
         "image_processor_type": "SiglipImageProcessor" if squash else "CLIPImageProcessor",
-        "do_resize": True,
         "do_center_crop": not squash,
-        "do_rescale": True,
-        "do_normalize": True,
-        "do_convert_rgb": True,
         "rescale_factor": 1 / 255,
         "resample": BICUBIC,
         "size": square if squash else {"shortest_edge": side},
